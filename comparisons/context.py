@@ -47,14 +47,12 @@ TOY = SHAPE | dict(num_layers=2, hidden_size=32, num_heads=4, seq_length=64)
 # of `memory`
 SMALL = SHAPE | dict(num_layers=2, hidden_size=256, num_heads=4)
 LENGTHS = (1024, 2048, 4096, 8192)
-TOY_LENGTHS = (64,)
 # of `work`
 SIZES = (2, 4)
 # of `bytes`: key heads
 KEY_HEADS = (8, 2)
 
-# --------------------------------------------------------------------------------------------------
-# work
+# --- work -----------------------------------------------------------------------------------------
 
 
 class Rank:
@@ -116,8 +114,7 @@ def work_part(shape: dict, rounds: int) -> dict:
     return {"rows": rows}
 
 
-# --------------------------------------------------------------------------------------------------
-# one layer on this rank: its bytes sent, its bytes kept
+# --- one layer on this rank: its bytes sent, its bytes kept ---------------------------------------
 
 
 def layer(shape: dict, kind: str, **changes):
@@ -181,8 +178,7 @@ def bytes_part(shape: dict, toy: bool) -> dict:
     return {"shape": dict(s=s, h=h, a=a, b=1), "rows": rows, "exact": exact}
 
 
-# --------------------------------------------------------------------------------------------------
-# memory
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def held_bytes(rank: int, shape: dict, kind: str) -> dict:
@@ -204,7 +200,7 @@ def memory_part(toy: bool) -> dict:
     shape = (TOY if toy else SMALL) | dict(num_layers=2)
     rows = []
     table = report.Table()
-    lengths, sizes = (TOY_LENGTHS, (1, 2)) if toy else (LENGTHS, (1, 2, 4))
+    lengths, sizes = ((64,), (1, 2)) if toy else (LENGTHS, (1, 2, 4))
     for s, n, kind in itertools.product(lengths, sizes, context_parallel.KINDS):
         if kind != "ring" and (toy or n == 1):
             continue
@@ -219,8 +215,7 @@ def memory_part(toy: bool) -> dict:
     return {"shape": shape, "rows": rows}
 
 
-# --------------------------------------------------------------------------------------------------
-# drawn
+# --- drawn ----------------------------------------------------------------------------------------
 
 
 def draw_work(axes, rows: list[dict]) -> None:

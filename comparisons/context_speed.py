@@ -23,8 +23,7 @@ from base.world import Groups, keep_freed_memory
 from proof import ranks
 
 MESSAGES = ("keys and values", "gradients")
-# --------------------------------------------------------------------------------------------------
-# cut in order: rank r has the r-th of N parts
+# --- cut in order: rank r has the r-th of N parts -------------------------------------------------
 
 
 class InOrder(ring_attention.Blocks):
@@ -60,8 +59,7 @@ def cut_in_order():
 
 
 CUTTINGS = {"zigzag": contextlib.nullcontext, "in order": cut_in_order}
-# --------------------------------------------------------------------------------------------------
-# speed
+# --- speed ----------------------------------------------------------------------------------------
 
 
 class Silent(ring_attention.Ring):
@@ -210,8 +208,7 @@ def speed_part(shape: dict, rounds: int) -> dict:
     return results
 
 
-# --------------------------------------------------------------------------------------------------
-# drawn
+# --- drawn ----------------------------------------------------------------------------------------
 
 COLOURS = {"zigzag": style.SERIES[0], "in order": style.SERIES[1]}
 NAMES = {

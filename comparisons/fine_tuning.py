@@ -59,8 +59,7 @@ from run import flags, rules
 from tuning.adapter_config import AdapterConfig
 from tuning.adapter_learning import adapter_config
 
-# --------------------------------------------------------------------------------------------------
-# methods
+# --- methods --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -129,8 +128,7 @@ def tokens_of(method: Method) -> int:
     return 0 if method.style == "fine-tuning" else language_task.TOKENS
 
 
-# --------------------------------------------------------------------------------------------------
-# accuracy
+# --- accuracy -------------------------------------------------------------------------------------
 
 
 def learn(experiment: Experiment, method: Method, seed: int) -> float:
@@ -179,8 +177,7 @@ def sweep_experiment(experiment: Experiment) -> Experiment:
     return dataclasses.replace(experiment, training=lines[:-n], test=lines[-n:], steps=steps)
 
 
-# --------------------------------------------------------------------------------------------------
-# memory and time of a step
+# --- memory and time of a step --------------------------------------------------------------------
 
 
 def make_trainer(experiment: Experiment, method: Method, precision: str = "fp32"):
@@ -286,8 +283,7 @@ def measure_all(experiment: Experiment, notes: report.Notes, args: argparse.Name
             notes.note("accuracy", name, seed, measure=measure)
 
 
-# --------------------------------------------------------------------------------------------------
-# figure
+# --- figure ---------------------------------------------------------------------------------------
 
 
 def names_in(results: dict) -> list[str]:
@@ -347,9 +343,6 @@ def draw(results: dict, figures: Path) -> None:
     for axes in panels[1:]:
         style.rows_of(axes, names_in(results), hidden=True)
     style.save(figure, figures / "fine_tuning.svg")
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 def arguments() -> argparse.Namespace:

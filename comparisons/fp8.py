@@ -37,8 +37,7 @@ import torch.nn.functional as F
 from report import format_spread, ratio, scaled, spread, timed
 from torch import Tensor
 
-import train
-from base.world import Groups, keep_freed_memory
+from base.world import keep_freed_memory
 from model_config import LINEARS
 from precision import float8
 from precision.float8 import E4M3, E5M2, Format, Quantised
@@ -112,12 +111,10 @@ class Recorder(Scaling):
 
 def trained(num_steps: int, fields: dict) -> Recorder:
     """After so many steps: the matrices of the last, and the maxima of those before it."""
-    fields = fields | dict(precision="fp32", fp8="delayed", steps=num_steps, lr=1e-3, device="cpu")
-    config = train.Config(**fields)
-    trainer = train.Trainer(config, torch.device("cpu"), Groups())
+    fields = fields | dict(precision="fp32", fp8="delayed", steps=num_steps, lr=1e-3)
+    trainer, corpus, _ = steps.on_corpus(fields)
     recorder = trainer.fp8
     recorder.__class__ = Recorder
-    corpus, _ = steps.corpora(config, trainer.model_config.seq_length)
     for step, loss in steps.losses(trainer, corpus):
         if step == num_steps - 1:
             recorder.seen = {}
@@ -350,6 +347,8 @@ def main():
     report.minutes(parser)
     args = report.parse(parser, steps=3, rounds=1)
     if args.what == "numbers":
+        if args.steps < 2:
+            report.refuse(parser, f"--steps {args.steps}: must be at least 2")
         keep_freed_memory()
         results = numbers(args.steps, steps.TOY if args.toy else {})
         print_numbers(results)

@@ -31,8 +31,7 @@ import steps
 import style
 import torch
 
-import train
-from base.world import Groups, keep_freed_memory
+from base.world import keep_freed_memory
 from precision import fp8_scaling
 
 MUTATION = "e4m3 everywhere"
@@ -58,10 +57,8 @@ def measure(job: tuple) -> tuple[str, int, dict]:
     keep_freed_memory()
     if case == MUTATION:
         fp8_scaling.Recipe.format = lambda self, operand: fp8_scaling.E4M3
-    fields = fields | dict(precision="bf16", seed=seed, steps=num_steps, lr=lr, device="cpu")
-    config = train.Config(**fields, **CASES[case])
-    trainer = train.Trainer(config, torch.device("cpu"), Groups())
-    training, held_out = steps.corpora(config, trainer.model_config.seq_length)
+    fields = fields | dict(precision="bf16", seed=seed, steps=num_steps, lr=lr) | CASES[case]
+    trainer, training, held_out = steps.on_corpus(fields)
     losses, saturated = [], []
     for _, loss in steps.losses(trainer, training):
         losses.append(loss)

@@ -91,8 +91,7 @@ class Theirs:
 KINDS = {"ours": Ours, "theirs": Theirs}
 
 
-# --------------------------------------------------------------------------------------------------
-# memory and time
+# --- memory and time ------------------------------------------------------------------------------
 
 
 def peak_bytes(rank: int, kind: str, shape: dict) -> int:

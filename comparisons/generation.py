@@ -227,9 +227,6 @@ def draw_lengths(axes, name: str, lengths: dict, colour: str) -> None:
         axes.plot(x, medians, line, color=colour, label=name)
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 def main():
     parser = report.arguments(__doc__, threads=1, rounds=7)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])

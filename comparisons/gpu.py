@@ -44,26 +44,15 @@ COMMANDS = "check", "kernels", "gpt2", "llama", "fp8"
 PYTEST = ["-m", "pytest", "-vv", "-rs", "--no-header", "-p", "no:cacheprovider", "-m", "gpu"]
 PARITY_TESTS = ["tests/test_compositions.py", "tests/test_generate.py", "tests/test_optimizer.py"]
 # Those that say most come first: time may be over after any of them.
-LLAMA_CASES = [
-    "kernels auto",
-    "kernels off, compile",
-    "kernels auto, compile",
-    "kernels off",
-    "kernels auto, full recompute",
-]
-GPT2_CASES = [name for name in LLAMA_CASES if "recompute" not in name]
-FP8_CASES = [
-    "kernels auto, fp8 current",
-    "kernels auto, compile",
-    "kernels auto, fp8 current, compile",
-    "kernels auto, fp8 block, compile",
-    "kernels auto, fp8 delayed, compile",
-    "torchao tensorwise, compile",
-    "like nanochat, compile",
-    "kernels auto, fp8 block",
-    "kernels auto, fp8 delayed",
-    "torchao rowwise, compile",
-]
+KERNELS = "kernels auto"
+LLAMA_CASES = [KERNELS, "kernels off, compile", f"{KERNELS}, compile", "kernels off"]
+GPT2_CASES = list(LLAMA_CASES)
+LLAMA_CASES += [f"{KERNELS}, full recompute"]
+FP8_CASES = [f"{KERNELS}, fp8 current", f"{KERNELS}, compile"]
+FP8_CASES += [f"{KERNELS}, fp8 {recipe}, compile" for recipe in ("current", "block", "delayed")]
+FP8_CASES += ["torchao tensorwise, compile", "like nanochat, compile"]
+FP8_CASES += [f"{KERNELS}, fp8 {recipe}" for recipe in ("block", "delayed")]
+FP8_CASES += ["torchao rowwise, compile"]
 # Seconds that the times of layers may take of the ten minutes of `fp8`.
 LAYERS = 180
 

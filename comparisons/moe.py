@@ -35,14 +35,13 @@ import fsdp
 import gpt
 import moe
 import sharding
-import train
 from base.world import Groups, keep_freed_memory
 from lessons import demo
 from model_config import GPTConfig, flops_per_token
 from proof import ranks
 
 SMALL = dict(model="tiny", num_layers=2, hidden_size=64, num_heads=4, ffn_hidden_size=256)
-SMALL |= dict(seq_length=128, global_batch_size=32, precision="fp32", device="cpu")
+SMALL |= dict(seq_length=128, global_batch_size=32, precision="fp32")
 TOY = SMALL | dict(hidden_size=32, ffn_hidden_size=64, seq_length=32, global_batch_size=8)
 KINDS = {
     "dense": {},
@@ -88,10 +87,8 @@ def one_training(arguments: tuple[str, int, int, dict]) -> dict:
     kind, seed, num_steps, shape = arguments
     torch.set_num_threads(1)
     keep_freed_memory()
-    fields = dict(expert_every=2, seed=seed, steps=num_steps)
-    config = train.Config(**shape, **KINDS[kind], **fields)
-    trainer = train.Trainer(config, torch.device("cpu"), Groups())
-    training, held_out = steps.corpora(config, shape["seq_length"])
+    fields = shape | KINDS[kind] | dict(expert_every=2, seed=seed, steps=num_steps)
+    trainer, training, held_out = steps.on_corpus(fields)
     # {layer: loads of this step}
     raw = {}
     for number, layer in trainer.expert_layers.items():

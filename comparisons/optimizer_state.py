@@ -15,10 +15,8 @@ from statistics import mean
 
 import report
 import steps
-import torch
 
-import train
-from base.world import Groups, keep_freed_memory
+from base.world import keep_freed_memory
 
 TOY = dict(model="tiny", num_layers=2, hidden_size=32, num_heads=4, ffn_hidden_size=64)
 LOSSES = "held_out", "training"
@@ -27,10 +25,8 @@ LOSSES = "held_out", "training"
 def measure(state: str, seed: int, args) -> dict:
     """One run. state: fp32 or bf16. Losses are in nats per byte."""
     fields = dict(precision="bf16", optimizer_state=state, seed=seed, steps=args.steps, lr=args.lr)
-    fields |= dict(global_batch_size=8, device="cpu")
-    config = train.Config(**fields, **TOY if args.toy else {})
-    trainer = train.Trainer(config, torch.device("cpu"), Groups())
-    training, held_out = steps.corpora(config, 128)
+    fields |= dict(global_batch_size=8) | (TOY if args.toy else {})
+    trainer, training, held_out = steps.on_corpus(fields, s=128)
     losses = [loss for _, loss in steps.losses(trainer, training)]
     weight_bytes = sum(p.nbytes for p in trainer.optimizer.parameters.values())
     held = weight_bytes + steps.state_bytes(trainer.optimizer)

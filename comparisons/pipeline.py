@@ -65,8 +65,7 @@ def layout(name: str) -> tuple[str, int]:
     return flags.get("schedule", "interleaved"), flags.get("virtual_stages", 1)
 
 
-# --------------------------------------------------------------------------------------------------
-# torch.distributed.pipelining over our chunks
+# --- torch.distributed.pipelining over our chunks -------------------------------------------------
 
 
 class TorchStage(nn.Module):
@@ -128,8 +127,7 @@ def torch_pipeline(trainer: train.Trainer, m: int, dataset: Random):
     return run
 
 
-# --------------------------------------------------------------------------------------------------
-# measured
+# --- measured -------------------------------------------------------------------------------------
 
 
 class Pipelined(Steps):
@@ -241,8 +239,7 @@ def torch_row(measured: list[dict], name: str) -> dict:
     return of_step | {"largest_relative_difference": difference}
 
 
-# --------------------------------------------------------------------------------------------------
-# simulated
+# --- simulated ------------------------------------------------------------------------------------
 
 
 def simulated(name: str, p: int, m: int) -> list[Event]:
@@ -263,8 +260,7 @@ def simulated_bubbles(ps: tuple[int, ...]) -> list[dict]:
     return rows
 
 
-# --------------------------------------------------------------------------------------------------
-# drawn
+# --- drawn ----------------------------------------------------------------------------------------
 
 
 def draw_schedules(rows: dict[str, dict], path: Path) -> None:

@@ -53,6 +53,8 @@ TICKS = (1, 10, 100)
 
 def row_of_results(machine: Machine, row: Row) -> dict:
     parts = planner.step_time(machine, row.software, row.model, row.layout)
+    names = "tp pp dp virtual_stages schedule micro_batch_size global_batch_size recompute"
+    names += " sequence_parallel zero_stage"
     return {
         "group": row.group,
         "name": row.name,
@@ -60,14 +62,8 @@ def row_of_results(machine: Machine, row: Row) -> dict:
         "published": row.seconds,
         "predicted": sum(parts.values()),
         "parts": parts,
-        "layout": layout_fields(row.layout),
+        "layout": {name: getattr(row.layout, name) for name in names.split()},
     }
-
-
-def layout_fields(layout: Layout) -> dict:
-    names = "tp pp dp virtual_stages schedule micro_batch_size global_batch_size recompute"
-    names += " sequence_parallel zero_stage"
-    return {name: getattr(layout, name) for name in names.split()}
 
 
 def flags_of(layout: Layout) -> str:
@@ -122,7 +118,7 @@ def measure(toy: bool) -> dict:
     worst = []
     for row, error in errors.worst(A100, held_out):
         reason = errors.REASONS.get((row.group, row.name), "no reason known")
-        worst.append({"group": row.group, "name": row.name, "error": error, "reason": reason})
+        worst.append(dict(group=row.group, name=row.name, error=error, reason=reason))
     choices = errors.random_choices(rows, 3 if toy else 30)
     models = {"gpt3-5b": NEMO["gpt3-5b"][2:]} if toy else NEMO
     groups = errors.by_group(A100, held_out)

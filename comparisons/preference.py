@@ -38,10 +38,9 @@ from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
 
-import all_answers
 import report
 import torch
-from all_answers import COUNTS, JUDGES, SUMS, Answers
+from all_answers import COUNTS, JUDGES, SUMS, Answers, best_of_n, bound, describe
 from preference_figures import BEST_OF, CURVES, draw, print_summary
 
 import checkpoint
@@ -55,8 +54,7 @@ from run import flags
 from tuning.prompt_set import Question, open_prompts
 from tuning.rollout import write_answers
 
-# --------------------------------------------------------------------------------------------------
-# the task
+# --- the task -------------------------------------------------------------------------------------
 
 VERIFIER = '''"""1 for a right answer."""
 
@@ -172,7 +170,7 @@ class Task:
     def measure(self, path: Path) -> dict:
         """Of the policy in a checkpoint."""
         model, _ = loading.load_model(path)
-        return all_answers.describe(self.answers.log_probabilities(model), *self.known)
+        return describe(self.answers.log_probabilities(model), *self.known)
 
     def write_pairs(self, base: Path, method: Method, seed: int, folder: Path) -> dict[str, Path]:
         """Answers of a model, judged: {flag: file of pairs}, in `folder`."""
@@ -209,8 +207,7 @@ class Task:
         return [pair | {"rejected": text} for text in rejected]
 
 
-# --------------------------------------------------------------------------------------------------
-# runs
+# --- runs -----------------------------------------------------------------------------------------
 
 
 def train_reward_model(task: Task, seed: int, folder: Path) -> Path:
@@ -234,7 +231,7 @@ def schedule(size: Size, method: Method) -> str:
 def learn(task: Task, method: Method, seed: int, folder: Path) -> dict:
     """{"points": the policy at some steps, "curves": of the training}"""
     out = folder / "run"
-    points = [{"step": 0} | all_answers.describe(task.base_log_p, *task.known)]
+    points = [{"step": 0} | describe(task.base_log_p, *task.known)]
     lines = []
     base = task.base
     for number in range(min(method.rounds, task.size.rounds)):
@@ -273,9 +270,10 @@ def curves(lines: list[dict]) -> dict:
     return found
 
 
-def best_of_n(task: Task, seed: int, folder: Path) -> dict:
+def judge(task: Task, seed: int, folder: Path) -> dict:
+    """Best of n, by the verifier and by a reward model."""
     model = load_reward_model(train_reward_model(task, seed, folder), task.model.config)
-    return all_answers.best_of_n(task.answers.rewards(model), *task.known)
+    return best_of_n(task.answers.rewards(model), *task.known)
 
 
 def load_reward_model(path: Path, config):
@@ -288,14 +286,13 @@ def load_reward_model(path: Path, config):
     return model
 
 
-# --------------------------------------------------------------------------------------------------
-# all results
+# --- all results ----------------------------------------------------------------------------------
 
 
 def measure_all(task: Task, results: dict, args, keep) -> None:
     """results: {"task": .., method: {seed: ..}}, completed; keep() writes the file."""
-    base = all_answers.describe(task.base_log_p, *task.known)
-    results["task"] = {"base": base, "bound": all_answers.bound(*task.known)}
+    base = describe(task.base_log_p, *task.known)
+    results["task"] = {"base": base, "bound": bound(*task.known)}
     # every method once, before any has a second seed
     for seed, name in itertools.product(args.seeds, args.methods):
         of_method = results.setdefault(name, {})
@@ -307,7 +304,7 @@ def measure_all(task: Task, results: dict, args, keep) -> None:
         begin = time.perf_counter()
         folder = task.folder / f"seed-{seed}"
         folder.mkdir(exist_ok=True)
-        measure = best_of_n if name == BEST_OF else partial(learn, method=METHODS[name])
+        measure = judge if name == BEST_OF else partial(learn, method=METHODS[name])
         with contextlib.redirect_stdout(sys.stderr):
             found = of_method[str(seed)] = measure(task, seed=seed, folder=folder)
         seconds = time.perf_counter() - begin

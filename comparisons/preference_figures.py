@@ -55,8 +55,7 @@ def print_summary(results: dict) -> None:
             print(f"best of {n} by the {judge}: reward {texts[0]}, KL {texts[1]}")
 
 
-# --------------------------------------------------------------------------------------------------
-# figures
+# --- figures --------------------------------------------------------------------------------------
 
 
 def draw_bound(axes, results: dict) -> None:

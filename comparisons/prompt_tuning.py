@@ -51,8 +51,7 @@ LEARNING_RATES = {"p-tuning": 0.03, "prompt-tuning": 0.1, "fine-tuning": 1e-3}
 ENCODER = {"encoder_type": "mlp", "encoder_hidden": 32, "num_layers": 3, "init_std": 0.3}
 
 
-# --------------------------------------------------------------------------------------------------
-# learning it
+# --- learning it ----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -211,8 +210,7 @@ def accuracy(model, tokenizer, prompts: list[list[int]], test: list[dict], batch
     return correct / len(test)
 
 
-# --------------------------------------------------------------------------------------------------
-# without learning
+# --- without learning -----------------------------------------------------------------------------
 
 
 def untuned(experiment: Experiment):

@@ -82,8 +82,7 @@ def held_out(seq_length: int, tokenizer, toy: bool) -> data.Corpus:
     return data.open_corpora(parts, seq_length, None, "held-out")
 
 
-# --------------------------------------------------------------------------------------------------
-# measuring
+# --- measuring ------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -197,8 +196,7 @@ def measure_models(args) -> dict:
     return results
 
 
-# --------------------------------------------------------------------------------------------------
-# output
+# --- output ---------------------------------------------------------------------------------------
 
 
 def within_limits(models: dict) -> bool:

@@ -51,8 +51,7 @@ SECONDS_OF_SILENCE = 10
 SAME = "device", "torch", "python"
 SPREAD = "median", "min", "max"
 
-# --------------------------------------------------------------------------------------------------
-# flags
+# --- flags ----------------------------------------------------------------------------------------
 
 
 def arguments(doc: str, **counts: int) -> argparse.ArgumentParser:
@@ -129,8 +128,7 @@ def check_names(parser: argparse.ArgumentParser, names: list[str], known) -> Non
         refuse(parser, f"{', '.join(unknown)}: not known; there are {', '.join(known)}")
 
 
-# --------------------------------------------------------------------------------------------------
-# results
+# --- results --------------------------------------------------------------------------------------
 
 
 def processor() -> str:
@@ -260,8 +258,7 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {first}"[:160]
 
 
-# --------------------------------------------------------------------------------------------------
-# numbers, and tables of them
+# --- numbers, and tables of them ------------------------------------------------------------------
 
 
 def spread(values) -> dict:
@@ -318,8 +315,7 @@ def print_results(results: dict) -> None:
         print(f"{name}: {text_of(value)}")
 
 
-# --------------------------------------------------------------------------------------------------
-# timing
+# --- timing ---------------------------------------------------------------------------------------
 
 
 def timed(function) -> float:

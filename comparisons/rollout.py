@@ -25,7 +25,6 @@ Figure: figures/rollout.svg
 import os
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import report
 import style
@@ -36,6 +35,8 @@ import train
 from base.world import Groups, keep_freed_memory
 from proof import ranks
 from proof.kinds import config_of
+from proof.synthetic import Questions
+from tuning.prompt_set import Question
 from tuning.rollout import write_answers
 
 SHAPE = dict(
@@ -75,25 +76,22 @@ KINDS = {"cache": (1, CACHE), "layouts": (2, LAYOUTS)}
 PARTS = "generation", "resharding", "reference", "training"
 
 
-class Prompts:
+class Prompts(Questions):
     """32 tokens and more. No token ends an answer."""
 
     end_tokens = ()
 
     def __init__(self, config):
+        super().__init__(config.vocab_size, config.group_size)
         self.config = config
 
     def question(self, sample: int):
-        # of a group the same
-        group = sample // self.config.group_size
+        group = sample // self.group_size
         free = self.config.seq_length - self.config.answer_tokens
         length = free // 2 + group % (free // 2)
         generator = torch.Generator().manual_seed(group)
         ids = torch.randint(self.config.vocab_size, (length,), generator=generator)
-        return SimpleNamespace(ids=ids.tolist())
-
-    def reward(self, sample: int, ids: list[int]) -> float:
-        return sum(ids) / len(ids)
+        return Question(ids.tolist(), "", {})
 
 
 class Clock:
@@ -219,8 +217,7 @@ def print_summary(results: dict) -> None:
         print(f"a step of {kind} over one of {over}: {text}")
 
 
-# --------------------------------------------------------------------------------------------------
-# figure
+# --- figure ---------------------------------------------------------------------------------------
 
 COLOURS = dict(zip(PARTS, ("#0072b2", "#e69f00", "#999999", "#009e73")))
 
@@ -243,9 +240,6 @@ def draw(results: dict, figures: Path) -> None:
     panels[1].set(title="two ranks")
     figure.legend(ncols=len(PARTS), loc="outside lower left")
     style.save(figure, figures / "rollout.svg")
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 def main():

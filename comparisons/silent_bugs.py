@@ -46,8 +46,7 @@ KINDS = {
     "step 2": "step 2",
 }
 
-# --------------------------------------------------------------------------------------------------
-# measure
+# --- measure --------------------------------------------------------------------------------------
 
 
 def short(value: float) -> float | None:
@@ -118,8 +117,7 @@ def measure(bug: mutations.Bug, one: bug_runs.Training, right: dict, steps: int)
     return results
 
 
-# --------------------------------------------------------------------------------------------------
-# the tables of docs/bugs.md
+# --- the tables of docs/bugs.md -------------------------------------------------------------------
 
 
 def off(norm: float | None) -> bool:
@@ -271,8 +269,7 @@ def tables(results: dict) -> dict[str, str]:
     return found
 
 
-# --------------------------------------------------------------------------------------------------
-# the figure
+# --- the figure -----------------------------------------------------------------------------------
 
 
 def draw_bug(axes, name: str, row: dict, right: list[float]) -> None:

@@ -82,8 +82,7 @@ KINDS = {
 }
 
 
-# --------------------------------------------------------------------------------------------------
-# the steps
+# --- the steps ------------------------------------------------------------------------------------
 
 
 def transformers_step(c: GPTConfig, batch: data.Batch, dtype: torch.dtype, device: str):
@@ -164,8 +163,7 @@ def on_rank(rank: int, fields: dict, precision: str, rounds: int, device: str):
     return measured[2:], shares
 
 
-# --------------------------------------------------------------------------------------------------
-# two checkouts
+# --- two checkouts --------------------------------------------------------------------------------
 
 
 def next_step(process: subprocess.Popen) -> float:
@@ -197,8 +195,7 @@ def compare_checkouts(other: Path, fields: dict, rounds: int, device: str, threa
     return {"seconds": seconds, "other over this": report.ratio(times, "other", "this")}
 
 
-# --------------------------------------------------------------------------------------------------
-# the results
+# --- the results ----------------------------------------------------------------------------------
 
 
 def measure(fields: dict, precision: str, rounds: int, device: str, threads: int) -> dict:

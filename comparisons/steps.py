@@ -87,11 +87,15 @@ class Steps:
             return self.together()
 
 
-def corpora(config: train.Config, seq_length: int) -> tuple[data.Corpus, data.Corpus]:
-    """The default corpus: (training, held out)."""
+def on_corpus(fields: dict, s: int | None = None) -> tuple:
+    """(trainer, training set, held-out set) on the default corpus, on this process's CPU. s: tokens
+    of a sequence, by default as many as the model takes."""
+    config = train.Config(**fields, device="cpu")
+    trainer = train.Trainer(config, torch.device("cpu"), Groups())
+    s = s or trainer.model_config.seq_length
     folder = data.prepare([], ByteTokenizer())
-    held_out = data.Corpus(folder, seq_length, None, "held-out")
-    return data.Corpus(folder, seq_length, config.seed), held_out
+    held_out = data.Corpus(folder, s, None, "held-out")
+    return trainer, data.Corpus(folder, s, config.seed), held_out
 
 
 def losses(trainer: train.Trainer, corpus: data.Dataset) -> Iterator[tuple[int, float]]:

@@ -56,15 +56,13 @@ from run.metrics import peak_flops, peak_memory
 from run.task import Task
 
 BF16 = dict(precision="bf16", dropout=0.0, warmup_steps=0)
-GPT13 = dict(
-    model="gpt2", num_layers=24, hidden_size=2048, num_heads=16, seq_length=2048, vocab_size=50304
-)
+GPT2 = dict(model="gpt2", vocab_size=50304)
+GPT13 = GPT2 | dict(num_layers=24, hidden_size=2048, num_heads=16, seq_length=2048)
+LLAMA = dict(model="llama2-7b", optimizer_state="bf16")
 CASES = {
-    "gpt2-124m": dict(model="gpt2", vocab_size=50304, micro_batch_size=32, global_batch_size=256),
+    "gpt2-124m": GPT2 | dict(micro_batch_size=32, global_batch_size=256),
     "gpt-1.3b": GPT13 | dict(micro_batch_size=4, global_batch_size=32),
-    "llama2-7b": dict(
-        model="llama2-7b", optimizer_state="bf16", micro_batch_size=1, global_batch_size=8
-    ),
+    "llama2-7b": LLAMA | dict(micro_batch_size=1, global_batch_size=8),
 }
 TOY = dict(num_layers=2, hidden_size=64, num_heads=4, seq_length=64, vocab_size=512)
 TOY |= dict(micro_batch_size=2, global_batch_size=4)
@@ -100,9 +98,7 @@ def cases(model: str) -> dict[str, dict]:
         if model == "gpt2-124m" and recompute != "none":
             continue
         for kernels_flag, compiled in itertools.product(("off", "auto"), (False, True)):
-            name = f"kernels {kernels_flag}"
-            if compiled:
-                name += ", compile"
+            name = f"kernels {kernels_flag}" + compiled * ", compile"
             if recompute != "none":
                 name += f", {recompute} recompute"
             named[name] = dict(kernels=kernels_flag, compile=compiled, **fields)

@@ -196,7 +196,7 @@ def test_gpu_commands(name, files, words, tmp_path, monkeypatch, capfd):
     assert f"written: {out / files[0]}" in capfd.readouterr().out
 
 
-def test_gpu_command_is_stopped_in_time(monkeypatch):
+def test_gpu_command_is_stopped_in_time():
     """With the processes that it started. What it printed is kept."""
     code = """
 import subprocess, sys
@@ -227,7 +227,7 @@ def without_ids(svg: str) -> str:
     return re.sub(r"\b[mp][0-9a-f]{10}\b", "", svg)
 
 
-def test_figures_are_drawn_from_the_results(tmp_path, monkeypatch):
+def test_figures_are_drawn_from_the_results(tmp_path):
     """What redraw.py draws is what is tracked: byte for byte, but for ids, where this matplotlib
     drew it, else with the same texts. No text is smaller than 8 points at the size at which it is
     shown."""
@@ -274,41 +274,33 @@ def test_two_checkouts(tmp_path, monkeypatch, capfd):
     assert found["other over this"]["median"] > 0
 
 
-def test_another_checkout_is_one(tmp_path, monkeypatch, capsys):
-    with pytest.raises(SystemExit) as e:
-        main_of("single_device", ["--other", tmp_path, "--out", tmp_path], monkeypatch)
-    assert e.value.code == 2 and "has no train.py" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
-    "argv, words",
+    "command, words",
     [
-        (["--toy", "--out", "comparisons"], "--toy does not overwrite measured results"),
-        (["--toy", "--figures", "figures"], "--toy does not overwrite"),
-        (["--steps", "0"], "--steps 0: must be at least 1"),
-        (["--out", "Makefile"], "--out Makefile: File exists; name a folder"),
+        ("optimizer_state --toy --out comparisons", "--toy does not overwrite measured results"),
+        ("optimizer_state --toy --figures figures", "--toy does not overwrite"),
+        ("optimizer_state --steps 0", "--steps 0: must be at least 1"),
+        ("optimizer_state --out Makefile", "--out Makefile: File exists; name a folder"),
+        ("single_device --out runs --other tests", "has no train.py"),
+        ("context --out runs works", "works: not known; there are work, bytes"),
+        # before the first model is measured
+        ("quantization --out runs --models tests", "has no index.json"),
+        ("quantization --out runs --models tests --sequences 1", "--sequences 1: a"),
+        ("fp8 numbers --out runs --steps 1", "--steps 1: must be at least 2"),
+        ("moe training --out runs --steps 200", "300 would do"),
+        ("layouts --out runs --steps 3", "name more"),
     ],
-    ids=str,
 )
-def test_refusals(argv, words, monkeypatch, capsys):
+def test_refusals(command, words, monkeypatch, capsys):
     before = tracked()
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("sys.argv", ["optimizer_state.py", *argv])
+    script, *argv = command.split()
     with pytest.raises(SystemExit) as e:
-        main_of("optimizer_state", argv, monkeypatch)
+        main_of(script, argv, monkeypatch)
     err = capsys.readouterr().err
     assert e.value.code == 2
     assert words in err and err.count("\n") == 1
     assert tracked() == before
-
-
-def test_models_are_checked_before_the_first_is_measured(tmp_path, monkeypatch, capsys):
-    argv = ["--out", tmp_path / "out", "--models", tmp_path]
-    for more, words in (([], "has no index.json"), (["--sequences", "1"], "--sequences 1: a")):
-        with pytest.raises(SystemExit) as e:
-            main_of("quantization", [*argv, *more], monkeypatch)
-        err = capsys.readouterr().err
-        assert e.value.code == 2 and words in err and err.count("\n") == 1
 
 
 def test_make_figures_writes_what_is_tracked():
@@ -326,7 +318,7 @@ def test_make_figures_writes_what_is_tracked():
 # --- best of n ------------------------------------------------------------------------------------
 
 
-def test_best_of_n_beside_all_pairs_of_samples(monkeypatch):
+def test_best_of_n_beside_all_pairs_of_samples():
     """Three answers, of which two have one score, and texts that are no answer, the worst."""
     p, scores = [0.2, 0.3, 0.4], [1.0, -2.0, 1.0]
     expected = [0.0] * 4
@@ -415,7 +407,7 @@ def test_a_fault_ends_the_process(measured, tmp_path, monkeypatch):
     )
 
 
-def test_outputs_of_all_calls_are_alive(monkeypatch):
+def test_outputs_of_all_calls_are_alive():
     """No call writes where the one before it wrote, and none where it wrote itself."""
     timer = kernels.Timer([lambda: torch.ones(4096)] * 3, "cpu")
     first = [output.data_ptr() for output in timer.outputs]
