@@ -1,27 +1,29 @@
-"""Communication beside computation: what column-parallel layers send travels while the weight
-gradient is computed.
+"""Overlap: in backward, column-parallel layers communicate while they compute.
 
-A matrix multiplication y = x Wᵀ has two gradients, and tensor parallelism sends the first alone:
+A matrix multiplication y = x Wᵀ has two gradients. Tensor parallelism sends only the first:
 
-    ∂x = ∂y W       each rank has a part of it: summed over ranks
-    ∂W = ∂yᵀ x      stays here
+    ∂x = ∂y W       each rank has a part, and the parts are summed over ranks
+    ∂W = ∂yᵀ x      stays on its rank
 
-tensor_parallel.py computes both, and then waits for the sum. Here one function does the three, so
-that the order is ours. Lines that stand beside each other run at the same time:
+In tensor_parallel.py autograd computes both, and waits for the sum afterwards. Here one autograd
+function does all of it, in an order that hides the communication. What stands in one row runs at
+the same time:
 
-    f, tensor parallelism             g, sequence parallelism
+    f, tensor parallelism                  g, sequence parallelism
 
-    ∂x                                ∂x      all-gather of x
-    ∂W      all-reduce of ∂x          ∂W      reduce-scatter of ∂x
+    compute ∂x                             compute ∂x      all-gather x
+    compute ∂W      all-reduce ∂x          compute ∂W      reduce-scatter ∂x
 
-Under sequence parallelism x arrives as a shard, [b, s/t, h], and only the shard is kept for
-backward; so x is gathered a second time there (arXiv 2205.05198, section 4.2.2).
+Under sequence parallelism a layer keeps only its rank's shard of x, [b, s/t, h]. So backward
+gathers x again (arXiv 2205.05198, section 4.2.2).
 
-∂W may also come later: where the pipeline has put a list on a weight, what ∂W is computed from is
-appended to it (pipelines/zero_bubble.py).
+    python sequence_parallel.py      a lesson: the collectives of backward, the bytes that are kept
 
-Not covered: chunks of one matrix multiplication that run beside the chunks of its own collective
-(user buffers of Transformer Engine).
+∂W can also wait for longer. Where the pipeline has put a list on a weight, backward appends to it
+what ∂W is computed from (pipelines/zero_bubble.py).
+
+Not covered: overlap inside one matrix multiplication, chunk by chunk (user buffers of Transformer
+Engine).
 """
 
 from collections.abc import Callable
