@@ -7,7 +7,7 @@ and p-tuning. Accuracy, learned parameters, memory, and seconds of a step.
 
 The task, the model and the two ways at the ends, full fine-tuning and p-tuning, are those of
 comparisons/prompt_tuning.py: in which of five languages is a snippet of 64 characters? Adapters
-learn from the same templates: --prompt-config with virtual_prompt_style fine-tuning, and --peft.
+learn from the same templates: `prompt_tuning.py train --peft`, virtual_prompt_style fine-tuning.
 
 The model is the one after 1,800 of these steps. The second command takes an hour on one processor.
 It keeps each result as soon as it is there, and goes on after it was stopped. Several of them share
@@ -55,6 +55,7 @@ from inference import loading
 from lessons.fsdp import storage_bytes
 from model_config import GPTConfig
 from prompts import prompt_data
+from proof import kinds
 from run import flags, rules
 from tuning.adapter_config import AdapterConfig
 from tuning.adapter_learning import adapter_config
@@ -69,7 +70,7 @@ class Method:
     lr: float = 0.0
     # learning rates that --sweep compares
     rates: tuple[float, ...] = ()
-    # of --prompt-config
+    # of the configuration
     style: str = "fine-tuning"
 
 
@@ -146,15 +147,20 @@ def learn_adapters(experiment: Experiment, method: Method, seed: int) -> float:
     steps = experiment.steps[method.style]
     common = language_task.training_flags(experiment, seed, steps, method.lr)
     out = experiment.folder / "run"
-    paths = dict(prompt_config=settings, load=experiment.base, out=out)
+    paths = dict(config=settings, load=experiment.base, out=out)
     language_task.run_train(f"{common} {method.flags}", **paths)
-    config = flags.parse(as_argv(f"{common} {method.flags}", **paths), 0)
+    config = config_of_run(f"{common} {method.flags}", paths)
     model = adapted_model(experiment, adapter_config(config), out)
     _, index, _ = loading.open_model(experiment.base)
     tokenizer = loading.find_tokenizer(experiment.base, index)
     prompts = prompt_data.PromptConfig.read(settings)
     first_id = model.config.vocab_size
     return language_task.task_accuracy(experiment, prompts, model, tokenizer, first_id)
+
+
+def config_of_run(words: str, paths: dict):
+    kind, argv = kinds.split(as_argv(words, **paths))
+    return flags.parse(argv, 0, kind)
 
 
 def adapted_model(experiment: Experiment, config: AdapterConfig, out: Path) -> gpt.GPT:
@@ -187,9 +193,8 @@ def make_trainer(experiment: Experiment, method: Method, precision: str = "fp32"
     within = dataclasses.replace(experiment, folder=folder)
     settings = write_settings(within, method.style, tokens_of(method), experiment.training)
     common = language_task.training_flags(experiment, 0, 200, method.lr)
-    paths = dict(prompt_config=settings, load=experiment.base, out=folder)
-    argv = as_argv(f"{common} {method.flags} --precision {precision}", **paths)
-    config = flags.parse(argv, 0)
+    paths = dict(config=settings, load=experiment.base, out=folder)
+    config = config_of_run(f"{common} {method.flags} --precision {precision}", paths)
     rules.validate(config, 1)
     _, index, _ = loading.open_model(experiment.base)
     tokenizer = loading.find_tokenizer(experiment.base, index)

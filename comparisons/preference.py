@@ -52,6 +52,7 @@ from comparisons.prompt_tuning import as_argv, run_train, write_lines
 from inference import loading
 from run import flags
 from tuning.prompt_set import Question, open_prompts
+from tuning.reinforcement_command import ReinforcementConfig
 from tuning.rollout import write_answers
 
 # --- the task -------------------------------------------------------------------------------------
@@ -104,9 +105,9 @@ class Method:
 
 
 RL = "--warmup-steps 10 --global-batch-size 64 --weight-decay 0"
-GRPO = f"--rl grpo --group-size 8 --lr 1e-3 {RL}"
-PPO = f"--rl ppo --lr 1e-3 {RL}"
-DPO = "--preference dpo --lr 3e-4 --warmup-steps 10 --global-batch-size 64 --weight-decay 0"
+GRPO = f"reinforcement.py --method grpo --group-size 8 --lr 1e-3 {RL}"
+PPO = f"reinforcement.py --method ppo --lr 1e-3 {RL}"
+DPO = f"preference.py --method dpo --lr 3e-4 {RL}"
 METHODS = {
     "GRPO": Method(GRPO, 150, "correct"),
     "PPO": Method(PPO, 150, "correct"),
@@ -117,7 +118,8 @@ METHODS = {
     "GRPO, β = 0": Method(f"{GRPO} --beta 0", 150, "correct"),
     "GRPO, flipped": Method(GRPO, 150, "flipped"),
 }
-REWARD_MODEL = Method("--preference reward --lr 1e-3 --warmup-steps 10 --global-batch-size 64", 400)
+REWARD = "preference.py --method reward --lr 1e-3 --warmup-steps 10 --global-batch-size 64"
+REWARD_MODEL = Method(REWARD, 400)
 # the others are the same code
 TOY_METHODS = ["PPO, learned reward", "DPO, 5 rounds", BEST_OF]
 
@@ -134,19 +136,19 @@ class Task:
         self.write_files()
         if not (self.base / "sample.txt").exists():
             flags_of_base = (
-                f"{MODEL} --steps {size.base_steps} --warmup-steps 50 --lr 4e-3"
+                f"sft.py {MODEL} --steps {size.base_steps} --warmup-steps 50 --lr 4e-3"
                 " --global-batch-size 64 --save-every 0 --eval-every 0 --log-every 500"
             )
-            run_train(flags_of_base, sft=folder / "sft.jsonl", out=self.base)
+            run_train(flags_of_base, data=folder / "sft.jsonl", out=self.base)
         model, index = loading.load_model(self.base)
         tokenizer = loading.find_tokenizer(self.base, index)
         self.model = model
         self.chat = loading.find_chat(self.base, tokenizer)
-        argv = as_argv(
-            f"--rl grpo --answer-tokens {ANSWER_TOKENS}", prompts=self.prompts, load=self.base
-        )
+        paths = dict(data=self.prompts, load=self.base)
+        argv = as_argv(f"--answer-tokens {ANSWER_TOKENS}", **paths)
+        config = flags.parse(argv, 0, ReinforcementConfig)
         silent = SimpleNamespace(say=lambda text: None)
-        self.learned, self.held_out = open_prompts(flags.parse(argv, 0), silent, tokenizer, None)
+        self.learned, self.held_out = open_prompts(config, silent, tokenizer, None)
         self.questions = [*self.learned.questions, *self.held_out.questions]
         self.answers = Answers(self.chat, [question.text for question in self.questions])
         # of each question, the number of its right answer
@@ -176,14 +178,14 @@ class Task:
         """Answers of a model, judged: {flag: file of pairs}, in `folder`."""
         count = min(method.answers, self.size.answers)
         kind = "base" if base == self.base else "round"
-        paths = {flag: folder / f"{flag}-{kind}-{count}.jsonl" for flag in ("pairs", "pairs_val")}
+        paths = {flag: folder / f"{flag}-{kind}-{count}.jsonl" for flag in ("data", "val_data")}
         # those of the base are written once
-        if base == self.base and paths["pairs_val"].exists():
+        if base == self.base and paths["val_data"].exists():
             return paths
         model, _ = loading.load_model(base)
-        lines = {"pairs": [], "pairs_val": []}
+        lines = {"data": [], "val_data": []}
         for number, question in enumerate(self.questions):
-            flag = "pairs" if number < len(self.learned.questions) else "pairs_val"
+            flag = "data" if number < len(self.learned.questions) else "val_data"
             samples = range(number * count, (number + 1) * count)
             lines[flag] += self.pairs_of(question, self.write(model, question, samples, seed))
         for flag, pairs in lines.items():
@@ -256,7 +258,7 @@ def run_method(task: Task, method: Method, seed: int, base: Path, out: Path) -> 
     if method.reward == "model":
         reward = train_reward_model(task, seed, out.parent)
     words += f" --answer-tokens {ANSWER_TOKENS}"
-    run_train(words, load=base, out=out, prompts=task.prompts, reward=reward)
+    run_train(words, load=base, out=out, data=task.prompts, reward=reward)
 
 
 def curves(lines: list[dict]) -> dict:

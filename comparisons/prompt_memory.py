@@ -33,7 +33,7 @@ TASKS = ("a", "b")
 
 
 def write_settings(folder: Path, style: str) -> Path:
-    """The configuration of --prompt-config, with its training lines."""
+    """The configuration of prompts, with its training lines."""
     records = [{"taskname": task, "text": "x" * 20, "label": "y"} for task in TASKS]
     lines = write_lines(folder / "lines.jsonl", records)
     templates = [template_of(task, "{text}", STYLES[style]) for task in TASKS]
@@ -59,13 +59,14 @@ def write_base(folder: Path, config: GPTConfig) -> Path:
 
 
 def measure(folder: Path, base: Path, style: str) -> dict:
-    """Two steps of train.py in a process of its own."""
+    """Two steps in a process of its own."""
     settings = write_settings(folder, style)
     out = folder / style
     command = [
         sys.executable,
-        report.ROOT / "train.py",
-        "--prompt-config",
+        report.ROOT / "prompt_tuning.py",
+        "train",
+        "--config",
         settings,
         "--load",
         base,

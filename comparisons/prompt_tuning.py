@@ -39,6 +39,7 @@ import sharding
 import train
 from inference import loading
 from prompts import prompt_data, prompt_file
+from proof import kinds
 from tuning.frozen_base import fingerprint
 
 PROMPTS = "p-tuning", "prompt-tuning"
@@ -87,7 +88,7 @@ def template_of(task: str, text: str, tokens: int) -> dict:
 
 
 def write_settings(experiment: Experiment, style: str, tokens: int, lines: list[dict]) -> Path:
-    """The configuration of --prompt-config, with its training and test lines. tokens: virtual
+    """The configuration of prompts, with its training and test lines. tokens: virtual
     tokens, 0 for fine-tuning."""
     folder = experiment.folder
     template = template_of(TASK, "{snippet}" + QUESTION, tokens) | {"truncate_field": "snippet"}
@@ -124,9 +125,10 @@ def as_argv(flags: str, **paths) -> list[str]:
 
 
 def run_train(flags: str, **paths) -> None:
-    """train.py in this process, with the flags of `as_argv`. Exits if it fails, or if a signal has
-    stopped it: what has learned for a part of the steps is no result."""
-    status = train.main(as_argv(flags, **paths))
+    """A command in this process, by default train.py, with the flags of `as_argv`. Exits if it
+    fails, or if a signal has stopped it: what has learned for a part of the steps is no result."""
+    kind, argv = kinds.split(as_argv(flags, **paths))
+    status = train.main(argv, kind)
     if status:
         sys.exit(status)
     index = checkpoint.read_index(checkpoint.find(paths["out"]))
@@ -137,7 +139,7 @@ def run_train(flags: str, **paths) -> None:
 def training_flags(experiment: Experiment, seed: int, steps: int, lr: float) -> str:
     """Those that all methods have in common."""
     return (
-        f"--seed {seed} --steps {steps} --lr {lr}"
+        f"prompt_tuning.py train --seed {seed} --steps {steps} --lr {lr}"
         " --warmup-steps 20 --global-batch-size 32 --weight-decay 0.01"
         f" --save-every 0 --eval-every 0 --device {experiment.device}"
     )
@@ -156,7 +158,7 @@ def learn(
     settings = write_settings(experiment, style, tokens, lines)
     run_train(
         training_flags(experiment, seed, experiment.steps[style], lr or LEARNING_RATES[style]),
-        prompt_config=settings,
+        config=settings,
         load=experiment.base,
         out=out,
     )

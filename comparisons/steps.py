@@ -18,6 +18,7 @@ import train
 from base.world import Groups
 from corpus.tokenizer import ByteTokenizer
 from lessons import demo
+from proof.kinds import config_of
 from run.task import Task
 
 # fields of train.Config that several comparisons begin with
@@ -49,7 +50,8 @@ class Random(data.Dataset):
 
 
 class Steps:
-    """Steps of a trainer on this rank, on random tokens. fields, flags: of train.Config."""
+    """Steps of a trainer on this rank, on random tokens. fields, flags: as of
+    proof/kinds.py."""
 
     def __init__(
         self,
@@ -59,7 +61,8 @@ class Steps:
         task: Task | None = None,
         **flags,
     ):
-        self.config = train.Config(**fields | flags)
+        self.config = config_of(fields | flags)
+        task = task or self.config.task()
         self.trainer = train.Trainer(self.config, torch.device(device), groups or Groups(), task)
         c = self.model_config = self.trainer.model_config
         self.dataset = Random(self.config.global_batch_size, c.seq_length, c.vocab_size)
