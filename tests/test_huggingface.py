@@ -385,7 +385,7 @@ def forward_logits(stages, pp_group):
 
     def forward(chunk, k, x):
         nonlocal logits
-        y = stages[chunk](TOKENS, None, None, x)
+        y = stages[chunk](TOKENS, x=x)
         if stages[chunk].head is not None:
             logits = y
         return y
