@@ -40,6 +40,7 @@ from single_device import Random
 from torch import Tensor, nn
 
 import context_parallel
+import gpt
 import recompute
 import sharding
 import train
@@ -143,7 +144,7 @@ def attention_seconds(cutting: str, rank: int, n: int, shape: dict) -> float:
     log_sum = torch.ones(*q.shape[:3], 1)
     with CUTTINGS[cutting]():
         core = ring_attention.RingAttention(Rank(rank, n), None)
-        blocks = ring_attention.Blocks(core, None, None, s)
+        blocks = ring_attention.Blocks(core, gpt.PLAIN, s)
         start = time.process_time()
         for source in range(n):
             block = blocks.meeting(source, q)
