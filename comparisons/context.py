@@ -34,6 +34,7 @@ from report import spread
 from steps import GPT, allocated
 
 import context_parallel
+import gpt
 import recompute
 import sharding
 from attention import ring_attention
@@ -80,7 +81,7 @@ def attention_seconds(cutting: str, rank: int, n: int, shape: dict) -> float:
     log_sum = torch.ones(*q.shape[:3], 1)
     with CUTTINGS[cutting]():
         core = ring_attention.RingAttention(Rank(rank, n), None)
-        blocks = ring_attention.Blocks(core, None, None, s)
+        blocks = ring_attention.Blocks(core, gpt.PLAIN, s)
         start = time.process_time()
         for source in range(n):
             block = blocks.meeting(source, q)

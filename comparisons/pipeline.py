@@ -28,6 +28,7 @@ from report import format_spread, median, ratio
 from steps import GPT, Random, Steps
 from torch import Tensor, nn
 
+import gpt
 import pipeline_parallel
 import schedules
 import train
@@ -78,10 +79,10 @@ class TorchStage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: tokens [b, s] on the first stage, activations [b, s, h] on the others."""
         if self.chunk.embedding is not None:
-            return self.chunk(x, None, None, None)
+            return self.chunk(x, None, gpt.PLAIN, None)
         # a chunk reads the length of the sequence from its tokens
         tokens = x.new_zeros(x.shape[:2], dtype=torch.long)
-        return self.chunk(tokens, None, None, x)
+        return self.chunk(tokens, None, gpt.PLAIN, x)
 
 
 def torch_schedule(trainer: train.Trainer, m: int, seq_length: int):
