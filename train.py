@@ -65,7 +65,7 @@ class Trainer:
     ):
         """task: what is learned (run/task.py); by default every token of the data counts."""
         self.config, self.device, self.groups = config, device, groups
-        self.model_config = config.model_config()
+        model = self.model_config = config.model_config()
         self.dp = groups.dp.size() if groups.dp else 1
         self.dp_rank = groups.dp.rank() if groups.dp else 0
         self.micro_batch = config.micro_batch(self.dp)
@@ -73,8 +73,7 @@ class Trainer:
         self.scaler = LossScaler() if self.precision == "fp16" else None
         # why fused kernels do not run here; None: they do
         self.kernels_refused: str | None = "off"
-        recipe = config.fp8_recipe()
-        self.fp8 = fp8_scaling.make(recipe, self.model_config, device, config.keeps_bytes)
+        self.fp8 = fp8_scaling.make(config.fp8_recipe(), model, device, config.keeps_bytes)
         self.task = task or Task()
         self.task.join(self)
         self.build()
@@ -87,8 +86,7 @@ class Trainer:
         config, groups = self.config, self.groups
         # shapes without storage: no rank ever holds more than one whole parameter beside its shards
         with torch.device("meta"):
-            model = GPT(self.model_config)
-        families.apply(model)
+            model = families.build(self.model_config)
         if self.model_config.num_experts:
             moe.apply(model, groups.ep, groups.tp)
         self.num_parameters = sharding.num_parameters(model)
@@ -119,8 +117,7 @@ class Trainer:
             if groups.pp and config.pipeline_schedule == "zb-h1":
                 zero_bubble.apply(stage)
             if config.compile:
-                for block in stage.blocks.values():
-                    block.forward = compiling.compile(block.forward)
+                compiling.apply(stage.blocks.values())
             recompute.apply(stage, config.recompute, config.recompute_layers)
             self.gradients.append(self.materialise(stage))
         self.expert_layers = moe.layers(*self.stages)
@@ -249,6 +246,5 @@ def loop(trainer: Trainer, run: TrainingRun) -> bool:
 
 
 def main(argv: list[str], kind: type[RunConfig] = Config) -> int:
-    """Returns the exit status: 0; 2 for what cannot run, 1 for what fails while running. kind: of
-    training; each has a configuration of its own."""
+    """Returns the exit status. kind: of training, by its configuration."""
     return launch.main(argv, kind, Trainer, loop)

@@ -3,17 +3,18 @@
     @compiling.left_out
     def gather(x, group): ..
 
-    block.forward = compiling.compile(block.forward)
+    compiling.apply(model.blocks.values())
 
 torch.compiler.disable says the same. But it loads the compiler, and a run that compiles nothing
-would wait one to two seconds for it. Here `compile` does it for all of them.
+would wait one to two seconds for it. Here `apply` does it for all of them.
 """
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
+from torch import nn
 
 _LEFT_OUT = []
 
@@ -32,9 +33,10 @@ def left_out(function: Callable) -> Callable:
     return call
 
 
-def compile(function: Callable) -> Callable:
-    """torch.compile, which knows what is left out."""
+def apply(modules: Iterable[nn.Module]) -> None:
+    """Compile the forward of each."""
     while _LEFT_OUT:
         call = _LEFT_OUT.pop()
         call.function = torch.compiler.disable(call.function)
-    return torch.compile(function)
+    for module in modules:
+        module.forward = torch.compile(module.forward)

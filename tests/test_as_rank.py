@@ -187,7 +187,7 @@ def test_few_micro_batches_tell_of_all(layout):
 
 def said(words: str) -> as_rank.Report:
     """What `train.py --as-rank R --of N` finds."""
-    config, question = flags.parse_all(words.split(), 0)
+    config, question = flags.parse_all(words.split(), 0, trainer.Config)
     return as_rank.report(config, trainer.Trainer, question["as_rank"], question["of"])
 
 

@@ -16,7 +16,6 @@ from corpus import blend
 from corpus.blend import Blend, Interleave, parse_weights
 from corpus.tokenizer import ByteTokenizer
 from data import Corpus, DataError
-from run import opening
 from run.flags import parse
 
 # Corpus -> number of documents.
@@ -182,7 +181,7 @@ def test_index_of_a_blend(here):
 
 def open_data(*flags):
     config = parse([*flags, "--seq-length", "16", "--device", "cpu"], 0)
-    return opening.open_data(config, World.from_launcher(), ByteTokenizer())
+    return config.task().open_data(config, World.from_launcher(), ByteTokenizer())
 
 
 def test_held_out_text_is_blended_and_never_trained_on(here):

@@ -22,7 +22,6 @@ from proof import ranks
 from proof.kinds import config_of
 from recompute import saved_bytes
 from routers import MoEConfig
-from run.task import task_of
 
 
 def again(*values):
@@ -135,7 +134,7 @@ def test_random_layouts_of_frozen_models(seed):
 
 def trainer_of(base: dict = SMALL, **flags):
     config = config_of(base | flags)
-    return trainer.Trainer(config, torch.device("cpu"), Groups(), task_of(config))
+    return trainer.Trainer(config, torch.device("cpu"), Groups(), config.task())
 
 
 DATA = Synthetic(16, 61)

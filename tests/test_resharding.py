@@ -77,7 +77,7 @@ def make_target(model: str, layout: tuple, world: int, dtype=torch.float64) -> l
     groups = Groups.make("cpu", world, tp, pp, ep=ep)
     config = config_of(MODELS[model])
     stages = build_stages(config.model_config(), groups)
-    if config.peft:
+    if config.frozen:
         for stage in stages:
             adapters.apply(stage, adapter_config(config), groups.tp)
     materialise(stages, groups, "cpu", dtype)
