@@ -161,9 +161,10 @@ def train(config: RunConfig, world: World, tokenizer, trainer_class, loop) -> No
         if this.metrics.notice:
             world.say(this.metrics.notice)
     messages.announce(trainer, world, train_set.index)
-    if this.predicted:
+    if config.plan:
         from planning import plan
 
+        this.predicted = plan.predict(config, world.size, task.row_length(train_set))
         world.say(plan.describe(this.predicted, config.plan))
     task.before_steps(this)
     begin = time.perf_counter()

@@ -100,13 +100,8 @@ class TrainingRun:
             path = self.out / f"trace-{world.rank}.json"
             self.profiler = StepProfiler(path, start, config.steps)
         # seconds of a step by part, with --plan
-        row_length = trainer.task.row_length(train_set)
-        self.predicted = {}
-        if config.plan:
-            from planning import plan
-
-            self.predicted = plan.predict(config, world.size, row_length)
-        self.flops = trainer.task.flops_per_token(row_length)
+        self.predicted: dict[str, float] = {}
+        self.flops = trainer.task.flops_per_token(trainer.task.row_length(train_set))
         self.multiplies_in_fp8 = bool(trainer.fp8) and not messages.fp8_is_emulated(trainer)
         # None: the held-out loss is not that of text
         self.bytes_per_token = None
