@@ -6,8 +6,8 @@ data parallelism replicates everything; each stage of ZeRO shards one more thing
 Each of Ψ parameters has 2 bytes of weight (bf16), 4 of gradient (fp32) and 12 of optimizer state
 (fp32 master weight and two moments):
 
-    stage  sharded           bytes on a rank       elements sent by a rank in a step of m
-                                                   micro-batches, times Ψ (N-1)/N
+    stage  sharded           bytes on a rank       elements that a rank sends in a step of m
+                                                   micro-batches, over Ψ (N-1)/N
     0      nothing           (2 + 4 + 12) Ψ        2        all-reduce of gradients, once a step
     1      optimizer state   (2 + 4 + 12/N) Ψ      2        reduce-scatter of gradients once a step,
                                                             all-gather of updated parameters
@@ -23,12 +23,13 @@ collects the ranks' rows to [N, T] on every rank. An all-reduce is a reduce-scat
 all-gather. Stages 0 and 1 add up the gradients of m micro-batches before they send them. Stages 2
 and 3 keep only a row of the sum.
 
-A unit is one layer's parameters, flattened to [N, T]; row r is rank r's shard
-(flat_parameters.py). In stage 0 nothing is sharded, and N is 1. One collective moves one unit. The
-embedding and the head are layers too. A layer with experts has one more unit for these. So has, in
-stage 3, a layer with frozen parameters.
+A unit is one layer's parameters, flattened to N rows of T numbers; row r is rank r's shard
+(base/flat_parameters.py). In stage 0 nothing is sharded, and N is 1. One collective moves one unit.
+The embedding and the head are layers too. A layer with experts has one more unit for these. So has,
+in stage 3, a layer with frozen parameters.
 
-The training loop calls the methods without indentation; between them autograd and the layers run:
+The training loop calls these methods, and the optimizer between two of them. Indented lines run by
+themselves, in autograd and in the layers:
 
     zero()                 forget the gradients of the step before
       forward              stage 3: gather a unit, run its layer, free the unit
@@ -37,7 +38,7 @@ The training loop calls the methods without indentation; between them autograd a
                            in stages 0 and 1 in the last backward, in 2 and 3 in every one
     reduce_gradients()     wait until `main_grad` of each shard is the sum over the ranks
     (optimizer step)       updates `parameter.shard` from `main_grad`; in stage 0 the parameter
-    gather_parameters()    stages 1 and 2: get the shards that other ranks have updated
+    renew_parameters()     stages 1 and 2: get the shards that other ranks have updated
 
     a unit's tensors       stages 0, 1            stage 2                 stage 3
     parameters             in the model           in the model            row [T]; whole for a while
@@ -50,11 +51,12 @@ backward does the same from the last layer to the first:
     compute                 | block 0 | block 1 | block 2 |
     all-gather of unit   0  |    1    |    2    |   ..
 
-So whole parameters of two layers exist at a time, and in stages 2 and 3 gradients of two; the table
-leaves these out. Gradients are summed, never averaged: train.py has divided each loss by the number
-of tokens that count in the whole global batch.
+So whole parameters of two layers exist at a time (and a tied matrix, which both ends of the model
+need), and in stages 2 and 3 gradients of two; the table leaves these out. Gradients are summed,
+never averaged: train.py has divided each loss by the number of tokens that count in the whole
+global batch.
 
-Not covered: torch.distributed.fsdp can also keep the last unit between forward and backward, shard
+Not covered: torch.distributed.fsdp can also keep a unit whole between forward and backward, shard
 inside a node and replicate across nodes, and offload to the CPU.
 """
 
@@ -97,8 +99,8 @@ class Unit(FlatParameters):
         self.group = group
         self.rank = group.rank() if stage else 0
 
-        # parameters whose gradients are yet to come: in stages 0 and 1 in the last backward, in 2
-        # and 3 in the one that runs
+        # Parameters whose gradients have not come: in stages 0 and 1 those of the last backward, in
+        # 2 and 3 those of the backward that runs.
         self.missing = set(self.trainable)
         # parameters whose gradients are in `local_grads`
         self.arrived: set[nn.Parameter] = set()
@@ -215,8 +217,8 @@ class DataParallel(GradientAccumulator):
                     in_flat.mul_(unscale)
         p.grad = None
         unit.arrived.add(p)
-        # Under zb-h1 (zero_bubble.py) gradients of weights come later than those of biases. A bias
-        # A gradient of the next micro-batch may come first: it is added, and the unit still waits.
+        # Under zb-h1 (pipelines/zero_bubble.py) gradients of weights come later than those of
+        # biases. One of the next micro-batch may come first: it is added, and the unit still waits.
         unit.missing.discard(p)
         if not unit.missing:
             self.complete(unit)
@@ -277,7 +279,7 @@ class DataParallel(GradientAccumulator):
             row, work = unit.reducing
             work.wait()
             if not self.shards_gradients:
-                # in another type it is not in `local_grads` yet
+                # reduced in another type, it is not in `local_grads` yet
                 if row.dtype != self.sum_dtype:
                     unit.local_grads[unit.rank] = row
             elif unit.summed_grads is None:
@@ -302,7 +304,7 @@ class DataParallel(GradientAccumulator):
         self.is_last_backward = False
 
     @torch.no_grad()
-    def gather_parameters(self) -> None:
+    def renew_parameters(self) -> None:
         """After the optimizer's step: every rank gets the shards that the others have updated."""
         if self.stage == 0:
             return
@@ -331,8 +333,8 @@ class FullySharded(DataParallel):
 
     The hook on the gradient of a layer's output marks the start of that layer's backward. A tied
     matrix is in the embedding's unit, and the head reads that unit too. After the head's forward it
-    is kept, for backward begins at the head. The backward of the embedding's lookup does not read
-    a tied matrix, so this one is not gathered once more.
+    is kept, for backward begins at the head. The backward of the embedding's lookup reads no
+    matrix, so a tied one is not gathered once more.
     """
 
     def __init__(self, layers: list[nn.Module], units, scaler, reduce_dtype):
@@ -408,7 +410,7 @@ class FullySharded(DataParallel):
         """Give back the memory of a unit's parameters; they keep their shapes."""
         unit.whole.untyped_storage().resize_(0)
 
-    def gather_parameters(self) -> None:
+    def renew_parameters(self) -> None:
         """After the optimizer's step: drop parameters that a forward without a backward has left,
         for they are old now. The next forward gathers new ones."""
         for unit in self.units:
@@ -592,6 +594,3 @@ def elements_sent(stage: int, m: int) -> int:
     """By a rank in a step of m micro-batches, in units of Ψ (N - 1) / N, with ring collectives: an
     all-reduce counts 2 (ZeRO, section 7, has m = 1)."""
     return (2, 2, m + 1, 3 * m)[stage]
-
-
-# --------------------------------------------------------------------------------------------------

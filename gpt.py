@@ -17,7 +17,8 @@ Shapes: b micro-batch, s sequence, h hidden, a heads of d (mostly h / a), L laye
 
     python gpt.py        parameters, the loss before training, what a changed token changes
 
-Not covered: T5's positions, layers of several kinds. Documents in one row: document_mask.py.
+Not covered: T5's positions, layers of several kinds. Several documents in one row:
+attention/document_mask.py.
 """
 
 if __name__ == "__main__":
@@ -41,8 +42,8 @@ from model_config import GPTConfig
 
 
 class Context(NamedTuple):
-    """What every layer reads beside x: dropout's key, of a model `dropout_key` and of a block
-    `layer_key`; each token's document; cos and sin, which `GPT.run_blocks` makes."""
+    """What every layer reads beside x: the key of its dropout masks (dropout.py), each token's
+    document, and cos and sin of its position, which `GPT.run_blocks` makes."""
 
     drop_key: Tensor | None = None  # [b]
     documents: Tensor | None = None  # [b, s] int64
@@ -159,8 +160,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A whole GPT-2 or Llama, with the initial values of seed 0; on the meta device without values.
-    `families.build(config)` makes any model that a GPTConfig names."""
+    """A whole GPT-2 or Llama, with the initial values of seed 0; on the meta device, shapes without
+    values. Fields of other families do nothing here: `families.build(config)` makes any model."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -219,14 +220,16 @@ def generator(seed: int, name: str) -> torch.Generator:
 
 
 class SharedInput(nn.Module):
-    """Linear layers that read one input, in one call: a technique can bring x to all at once."""
+    """Linear layers that read one input, in one call: so a technique can send x to other ranks once
+    for all of them."""
 
     def forward(self, x: Tensor, *linears: nn.Module) -> list[Tensor]:
         return [linear(x) for linear in linears]
 
 
 class DeferredBiasLinear(nn.Linear):
-    """y = x Wᵀ. The next module adds the bias: after any sum over ranks, and fused for free."""
+    """y = x Wᵀ. The next module adds the bias: once, after any sum over ranks, and in the same
+    kernel as dropout and the residual."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)

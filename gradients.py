@@ -63,7 +63,7 @@ class GradientAccumulator:
     """Adds `parameter.grad` to `parameter.main_grad`, in at least float32, after each backward.
 
     `parameter.grad` is freed at once. The loop calls `zero()` before the first backward of a step,
-    `last_backward()` before the last one, `reduce_gradients()` after it, and `gather_parameters()`
+    `last_backward()` before the last one, `reduce_gradients()` after it, and `renew_parameters()`
     after the optimizer's step. On one device the last three have nothing to do.
     """
 
@@ -102,7 +102,7 @@ class GradientAccumulator:
     def reduce_gradients(self) -> None:
         pass
 
-    def gather_parameters(self) -> None:
+    def renew_parameters(self) -> None:
         pass
 
     def zero(self) -> None:

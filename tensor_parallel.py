@@ -2,7 +2,8 @@
 1909.08053, section 3).
 
 Matrices come in pairs, and a pair needs one sum, at its end. The MLP shards A by columns and B by
-rows; attention shards query, key and value by columns, that is by heads, and the output by rows:
+rows; attention shards query, key and value by columns, that is by heads, and the output by rows.
+(nn.Linear stores the transpose: columns of A are rows of its weight, dimension 0.)
 
     X --f-->  GELU(X A_i) B_i  --g-->  Z = Σ_i GELU(X A_i) B_i       A = [A_1 .. A_t]
                                                                      B = [B_1; ..; B_t]
@@ -20,7 +21,7 @@ V. A vocabulary that t does not divide is padded on the last ranks. The padding 
 no gradient, and no place in a checkpoint.
 
 Not covered: q, k and v in one matrix; communication inside the matrix multiplication (user
-buffers); copies of key and value heads where t is larger than their number. Here t divides it.
+buffers); copies of key and value heads where there are more ranks: here t divides their number.
 """
 
 if __name__ == "__main__":
@@ -125,8 +126,8 @@ class ColumnParallelLinear(gpt.SharedInput):
         self.enter = CopyToRanks(group)
 
     def forward(self, x: Tensor, *linears: nn.Linear) -> list[Tensor]:
-        x = self.enter(x)
         # F.linear(copy_to_ranks(x, group), A_i)
+        x = self.enter(x)
         return [linear(x) for linear in linears]
 
 
@@ -176,7 +177,7 @@ class ParallelHeadNorms(families.HeadNorms):
 def local_ids(
     ids: Tensor, n: int, vocab_size: int, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """(this rank's row for each id, 0 where another rank has it; where another rank has it).
+    """(this rank's row for each id, 0 where another rank has it; a mask of where that is so).
 
     n: rows of each rank. An id beyond the vocabulary becomes -1, at which lookups fail on every
     rank, as they do on one device.

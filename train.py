@@ -219,7 +219,7 @@ class Trainer:
         lr = learning_rate(step, c.peak_lr, c.lowest_lr, c.warmup_steps, c.steps)
         norm = self.optimizer.step(lr)
         for gradients in self.gradients:
-            gradients.gather_parameters()
+            gradients.renew_parameters()
         if self.fp8:
             self.fp8.end_step(self.groups.all, taken=norm.isfinite())
         return norm, lr

@@ -78,7 +78,7 @@ HUNTS = {
         ("no-reduce-scatter", "shard-of-another-rank", "norm-of-one-shard"),
         "The first loss, every gradient and so the first update are right. The second loss is "
         "wrong: the ranks do not compute with what they have updated.",
-        "fsdp.py, `gather_parameters`; exercise 9",
+        "fsdp.py, `renew_parameters`; exercise 9",
     ),
 }
 

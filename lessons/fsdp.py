@@ -135,7 +135,7 @@ def measure(stage: int, n: int, m: int) -> dict:
                 model(tokens, targets).sum().backward(torch.tensor(1 / (B * S)))
             gradients.reduce_gradients()
             optimizer.step(learning_rate)
-            gradients.gather_parameters()
+            gradients.renew_parameters()
     moments = [*optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()]
     return {
         "held": (*held_bytes(model, gradients), storage_bytes(moments)),

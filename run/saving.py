@@ -113,4 +113,4 @@ class RunCheckpoints:
                     of_learner[name.removeprefix(prefix)] = tensor
             learner.optimizer.restore(of_learner)
             for gradients in learner.gradients:
-                gradients.gather_parameters()
+                gradients.renew_parameters()

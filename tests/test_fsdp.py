@@ -138,7 +138,7 @@ def one_shape(rank, n, whole, stage):
     if stage == 3:
         gradients.gather([gradients.units[0]], [])
     else:
-        gradients.gather_parameters()
+        gradients.renew_parameters()
     if not torch.equal(p.detach(), 2 * whole):
         yield "gathered"
     gradients.zero()
@@ -217,7 +217,7 @@ def norms_after_a_bad_step(rank, stage):
         (model(torch.ones(1, 2)).sum() * factor).backward()
         gradients.reduce_gradients()
         norms.append(optimizer.step(0.0).item())
-        gradients.gather_parameters()
+        gradients.renew_parameters()
     return norms
 
 
@@ -263,7 +263,7 @@ def bytes_and_elements(rank, n, stage, shape, m):
         gradients.reduce_gradients()
         held = held_bytes(model, gradients)
         optimizer.step(1e-3)
-        gradients.gather_parameters()
+        gradients.renew_parameters()
     moments = [*optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()]
     elements = 0
     for kind, size in sent.calls:
@@ -351,7 +351,7 @@ def forward_without_backward(rank):
     with torch.no_grad():
         model.embedding.tokens.weight.shard.mul_(1.5)
     assert is_there(gradients.units[0])
-    gradients.gather_parameters()
+    gradients.renew_parameters()
     with torch.no_grad():
         # nothing is left between these two
         first = model(tokens, tokens)

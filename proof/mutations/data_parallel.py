@@ -104,7 +104,7 @@ def shard_of_another_rank():
 )
 def no_parameter_gather():
     """Each rank updates its own shard alone, and never sees the others' updates."""
-    fsdp.DataParallel.gather_parameters = lambda self: None
+    fsdp.DataParallel.renew_parameters = lambda self: None
 
 
 @bug(2, dict(micro_batch_size=2, zero_stage=3), first="step 1: updated embedding.tokens")
