@@ -218,7 +218,8 @@ class DataParallel(GradientAccumulator):
         p.grad = None
         unit.arrived.add(p)
         # Under zb-h1 (pipelines/zero_bubble.py) gradients of weights come later than those of
-        # biases. One of the next micro-batch may come first: it is added, and the unit still waits.
+        # biases. A bias may have that of the next micro-batch first: it is added, and the unit
+        # still waits for its weights.
         unit.missing.discard(p)
         if not unit.missing:
             self.complete(unit)

@@ -69,8 +69,8 @@ def on_rank(rank: int, world: int, mutate) -> dict:
 
 def teach(lesson: form.Lesson) -> None:
     lesson.predict(
-        "One layer, 2 ranks: how many all-reduces in forward, in backward? Bytes each, in float64 with"
-        f" b {B}, s {S}, h {H}?"
+        f"One layer, 2 ranks, b {B}, s {S}, h {H}, float64: how many all-reduces in forward, in"
+        " backward? Bytes each?"
     )
     two = ranks.run(on_rank, 2, 2, lesson.mutate)[0]
     forward, backward = two["forward"], two["backward"]
