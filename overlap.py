@@ -26,6 +26,11 @@ Not covered: overlap inside one matrix multiplication, chunk by chunk (user buff
 Engine).
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("sequence_parallel")
+
 from collections.abc import Callable
 
 import torch

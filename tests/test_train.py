@@ -676,7 +676,7 @@ def test_mfu_is_against_the_dense_peak_of_a_known_gpu(monkeypatch):
 
 def test_flags_that_are_empty(here, text, capfd):
     """As an environment variable that is not set makes them: `--load "$BASE"`."""
-    for flag in ("--load", "--prompt-config", "--out", "--cache"):
+    for flag in ("--load", "--out", "--cache"):
         assert in_process(text, flag, "") == 2
         assert f"{flag} '': is empty" in capfd.readouterr().err
     assert cli.main(["--checkpoint", "", "--device", "cpu"]) == 2
