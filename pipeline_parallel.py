@@ -208,7 +208,7 @@ class Pipeline:
     """Runs schedules on this rank's stages."""
 
     def __init__(self, stages: list[Stage], channels: Channels, sequence_shards: int = 1):
-        """sequence_shards: t where activations are sharded along the sequence, else 1."""
+        """sequence_shards: into how many shards activations are cut along the sequence."""
         self.stages = stages
         self.channels = channels
         self.sequence_shards = sequence_shards

@@ -15,7 +15,7 @@ an assistant. The training loop is train.py's own; the data differ in two ways:
 without it the model learns what to say, but not when to stop. Generation ends at this token.
 
     python sft.py                                             a lesson: answers, and where they end
-    python train.py --load CKPT --sft chats.jsonl --lr 2e-5 --out runs/chat
+    python sft.py --load CKPT --data chats.jsonl --lr 2e-5 --out runs/chat
     python generate.py --checkpoint runs/chat --chat "2 + 3?"
 
 Where is the answer in the text? A template may mark it with `{% generation %}` blocks. If it has

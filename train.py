@@ -63,7 +63,7 @@ class Trainer:
     def __init__(
         self, config: RunConfig, device: torch.device, groups: Groups, task: Task | None = None
     ):
-        """task: what is learned (run/task.py); by default every token of the data counts."""
+        """task: what is learned (run/task.py); the default is for data that is handed to it."""
         self.config, self.device, self.groups = config, device, groups
         model = self.model_config = config.model_config()
         self.dp = groups.dp.size() if groups.dp else 1
@@ -156,7 +156,7 @@ class Trainer:
     def accumulate(self, step: int, dataset) -> torch.Tensor:
         """Leave the global batch's gradient in every `main_grad`. Returns this rank's part of the
         loss, float64: all parts add up to the mean over the counted tokens of the global batch.
-        dataset: has batch(samples) and counted_tokens(samples)."""
+        dataset: as data.Dataset."""
         samples = self.task.samples(step)
         count = max(1, self.task.loss_count(dataset, samples))
         share = len(samples) // self.dp
@@ -246,5 +246,5 @@ def loop(trainer: Trainer, run: TrainingRun) -> bool:
 
 
 def main(argv: list[str], kind: type[RunConfig] = Config) -> int:
-    """Returns the exit status. kind: of training, by its configuration."""
+    """Returns the exit status. kind: the configuration of a kind of training."""
     return launch.main(argv, kind, Trainer, loop)

@@ -2,7 +2,8 @@
 
     python verify.py -- --model llama2-7b --tp 2 --pp 2 --zero-stage 1 --sequence-parallel
 
-After `--` stand flags of train.py. A layout changes the order in which numbers are added, and
+After `--` stand flags of train.py, or another command that trains and its flags: sft.py,
+preference.py, adapters.py train. A layout changes the order in which numbers are added, and
 nothing else. But (a + b) + c is not a + (b + c): each sum is rounded. So there are two questions:
 
     float64       Rounding is 1e-16, so everything else shows. Two steps of the layout and of one
@@ -30,9 +31,9 @@ With --fp8, a value nearly halfway between two bytes may round to either. In bf1
 and the band has them. In fp32 few do, and then the loss moves by 1e-5 instead of 1e-7: a run may
 leave the band without a bug. float64 is equal with scales of both kinds (--fp8-scales).
 
-Exit status: 0 equal and inside the band, 1 not, 2 for flags that train.py refuses.
+Exit status: 0 equal and inside the band, 1 not, 2 for flags that the command refuses.
 
-Not covered: CUDA kernels, NCCL, torch.compile, the reading of data, prompt learning.
+Not covered: CUDA kernels, NCCL, torch.compile, the reading of data, prompts, reinforcement.
 """
 
 if __name__ == "__main__":
@@ -63,6 +64,7 @@ from run import flags, learning_rates, rules
 from run.config import ConfigError, RunConfig
 from run.launch import REFUSED
 from run.metrics import MetricsError, read_metrics
+from run.pretraining import Config
 from tuning.preference_command import PreferenceConfig
 from tuning.reinforcement_command import ReinforcementConfig
 
@@ -285,6 +287,10 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+class VerifyError(ConfigError):
+    """Of what stands after --, and is no fault of a command."""
+
+
 def speaker_of(train_flags: list[str]) -> str:
     """The file whose flags these are."""
     return next((word for word in train_flags if word.endswith(".py")), "train.py")
@@ -292,10 +298,16 @@ def speaker_of(train_flags: list[str]) -> str:
 
 def read_flags(argv: list[str], world: int | None) -> tuple[RunConfig, int]:
     """The configuration, and its number of ranks. Raises an error of REFUSED, or SystemExit."""
-    kind, argv = kinds.split(argv)
+    try:
+        kind, argv = kinds.split(argv)
+    except ConfigError as e:
+        raise VerifyError(str(e)) from None
     if kind in (PromptLearningConfig, ReinforcementConfig):
-        raise ConfigError(f"{kind.command}: verify.py learns from text, conversations and pairs")
+        raise VerifyError(f"-- {kind.command}: only text, conversations and pairs are drawn here")
     config = flags.parse(argv, 0, kind)
+    if kind is not Config and not config.data:
+        # what it learns from here is drawn at random
+        config.data = ["-"]
     # float64 and gloo, whatever the run has
     config.device, config.tensorboard = "cpu", False
     if config.lr is None:
@@ -386,6 +398,10 @@ def main(argv: list[str] | None = None, mutate=None) -> int:
         return 0 if attempt(args, argv[len(own) + 1 :], mutate) else 1
     except REFUSED as e:
         # the flags after -- are of another command, the files are ours
-        speaker = "verify.py" if isinstance(e, MetricsError) else speaker_of(argv[len(own) + 1 :])
+        speaker = (
+            "verify.py"
+            if isinstance(e, MetricsError | VerifyError)
+            else speaker_of(argv[len(own) + 1 :])
+        )
         terminal.say(f"{speaker}: {terminal.one_line(e)}", error=True)
         return 2

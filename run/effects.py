@@ -1,5 +1,5 @@
-"""Flags that do something only beside others. A value other than the
-default that would have no effect is refused.
+"""Flags that do something only beside others. A value other than the default that would have no
+effect is refused.
 
 One table, checked from top to bottom. A new flag that is not for every run gets a row; a kind of
 training has rows of its own (`needs` of its configuration).

@@ -22,11 +22,12 @@ from run.pretraining import Config
 # command -> its flags, and their name of before where that was another one
 MOVED = {
     "sft.py": "data=sft val-data=sft-val pack chat-template loss-on",
-    "preference.py": "method=preference data=pairs val-data=pairs-val",
+    "preference.py": "method=preference data=pairs val-data=pairs-val beta",
     "reinforcement.py": "method=rl data=prompts reward beta answer-tokens group-size"
     " epochs=rl-epochs clip-range gae-lambda critic-lr rollout-tp rollout-pp",
     "adapters.py train": "peft lora-rank lora-alpha lora-dropout adapter-size peft-targets",
     "prompt_tuning.py train": "config=prompt-config",
+    "train.py": "document-mask cache as-rank of json",
 }
 
 # Flags of train.py that are no property of a run: they ask what a run would do
@@ -90,7 +91,9 @@ def make_parser(rank: int, kind: type[RunConfig] = Config) -> argparse.ArgumentP
 
     class Parser(argparse.ArgumentParser):
         def error(self, message):
-            line = f"{kind.speaker()}: {moved(message) or message}; --help lists the flags"
+            line = (
+                f"{kind.speaker()}: {moved(names_of(message)) or message}; --help lists the flags"
+            )
             if rank == 0:
                 terminal.say(line, error=True)
             terminal.tell_launcher(line)
@@ -119,16 +122,26 @@ def make_parser(rank: int, kind: type[RunConfig] = Config) -> argparse.ArgumentP
     return parser
 
 
-def moved(message: str) -> str:
-    """What to say where argparse refuses a flag that another command has; "" elsewhere."""
-    for word in message.partition("unrecognized arguments: ")[2].split():
-        flag = word.partition("=")[0]
-        for command, flags in MOVED.items():
-            # --sft of before -> data
-            names = {each.split("=")[-1]: each.split("=")[0] for each in flags.split()}
-            if flag[2:] in names:
-                return f"{flag}: is now --{names[flag[2:]]} of {command}"
-    return ""
+def moved(unknown: list[str]) -> str:
+    """Where another command has most of these flags: which one, and its name there. Else ""."""
+    best, said = 0, ""
+    for command, flags in MOVED.items():
+        # sft -> data
+        names = {each.split("=")[-1]: each.split("=")[0] for each in flags.split()}
+        found = [name for name in unknown if name in names]
+        if len(found) > best:
+            best = len(found)
+            now = names[found[0]]
+            said = f"is now --{now} of {command}" if now != found[0] else f"belongs to {command}"
+            said = f"--{found[0]}: {said}"
+    return said
+
+
+def names_of(message: str) -> list[str]:
+    """The names of the flags that argparse does not know."""
+    words = message.partition("unrecognized arguments: ")[2].split()
+    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+    return [flag.removeprefix("--").removeprefix("no-") for flag in flags]
 
 
 def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
@@ -178,8 +191,9 @@ def read_toml(path: str, kind: type[RunConfig]) -> dict:
     known = {field.name for field in dataclasses.fields(kind)}
     unknown = [name for name in fields if name not in known]
     if unknown:
-        name = unknown[0].replace("_", "-")
-        raise ConfigError(f"--config {path}: {name} is no flag; --help lists the flags")
+        names = [name.replace("_", "-") for name in unknown]
+        why = moved(names) or f"{names[0]} is no flag"
+        raise ConfigError(f"--config {path}: {why}; --help lists the flags")
     return fields
 
 
