@@ -91,9 +91,8 @@ def make_parser(rank: int, kind: type[RunConfig] = Config) -> argparse.ArgumentP
 
     class Parser(argparse.ArgumentParser):
         def error(self, message):
-            line = (
-                f"{kind.speaker()}: {moved(names_of(message)) or message}; --help lists the flags"
-            )
+            message = moved(names_of(message)) or message
+            line = f"{kind.speaker()}: {message}; --help lists the flags"
             if rank == 0:
                 terminal.say(line, error=True)
             terminal.tell_launcher(line)
@@ -131,9 +130,10 @@ def moved(unknown: list[str]) -> str:
         found = [name for name in unknown if name in names]
         if len(found) > best:
             best = len(found)
-            now = names[found[0]]
-            said = f"is now --{now} of {command}" if now != found[0] else f"belongs to {command}"
-            said = f"--{found[0]}: {said}"
+            name = next((name for name in found if names[name] != name), found[0])
+            now = names[name]
+            where = f"is now --{now} of {command}" if now != name else f"belongs to {command}"
+            said = f"--{name}: {where}"
     return said
 
 

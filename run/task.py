@@ -3,9 +3,9 @@
     trainer = Trainer(config, device, groups, task)
 
 A task says what the data is, what the loss is and what it is a mean of, what is reported, evaluated
-and saved. In the class `Task`, every token of the data counts. Each kind of training changes some of
-its functions (pretraining.py, and the wings tuning/ and prompts/). Each also has an object that says
-which parameters learn:
+and saved. In the class `Task`, every token of the data counts. Each kind of training changes some
+of its functions (pretraining.py, and the wings tuning/ and prompts/). Each also has an object that
+says which parameters learn:
 
     WholeModel      all of them
     FrozenBase      a few new ones beside a frozen model: adapters, prompts (tuning/frozen_base.py)
