@@ -23,8 +23,10 @@ from gpt import GPT
 from inference import loading
 from model_config import GPTConfig
 from prompt_tuning import PARAMETER_PREFIX, VirtualPrompts, apply, apply_tables, initial_values
-from prompts import commands, prompt_data, prompt_file
-from prompts.prompt_data import PromptConfig, PromptData, PromptError, PTuning, Template
+from prompts import commands, nemo_config, prompt_data, prompt_file
+from prompts.nemo_config import PromptConfig, PTuning
+from prompts.prompt_data import PromptData
+from prompts.template import PromptError, Template
 from proof.kinds import config_of
 from sharding import num_parameters
 
@@ -487,7 +489,7 @@ def no_sum_of_encoder_parts():
 
 
 def a_table_for_all_tasks():
-    prompt_data.PromptConfig.first_ids = lambda self, vocab_size: dict.fromkeys(
+    nemo_config.PromptConfig.first_ids = lambda self, vocab_size: dict.fromkeys(
         self.tasks, vocab_size
     )
 
@@ -931,7 +933,8 @@ model:
 def test_nemo_files_as_they_are(text, style, notices, record, ends, tmp_path):
     path = tmp_path / "nemo.yaml"
     path.write_text(text)
-    config, found = PromptConfig.read_with_notices(path)
+    found = []
+    config = PromptConfig.read(path, found.append)
     assert config.virtual_prompt_style == style and config.language_model_path == "gpt.nemo"
     assert len(found) == len(notices)
     for notice, words in zip(found, notices):
