@@ -68,7 +68,10 @@ def load(path: str | Path, model: str | None = None) -> tuple[PromptConfig, dict
         metadata = json_files.parse(text.encode(), Metadata, "its description")
         tasks = [template.taskname for template in metadata.templates]
         config = PromptConfig(metadata.templates, "inference", new_tasks=tasks)
-        check_tables(config, tables)
+        expected = {task: config.templates[task].total_virtual_tokens for task in tasks}
+        is_table = all(t.dim() == 2 and t.dtype == torch.float32 for t in tables.values())
+        if not is_table or {task: len(table) for task, table in tables.items()} != expected:
+            raise PromptError("its tables and its templates do not fit")
         if metadata.sha256 != hash_tables(tables):
             raise PromptError("its tables are not what was written")
     except (OSError, SafetensorError, KeyError, ValueError) as e:
@@ -82,19 +85,6 @@ def load(path: str | Path, model: str | None = None) -> tuple[PromptConfig, dict
             f" this one is {model}"
         )
     return config, {task: tables[task] for task in tasks}
-
-
-def check_tables(config: PromptConfig, tables: dict[str, Tensor]) -> None:
-    """Whether each template has a table, of its number of virtual tokens, and nothing else is
-    there. Raises PromptError."""
-    fits = tables.keys() == config.templates.keys() and all(
-        table.dim() == 2
-        and len(table) == config.templates[task].total_virtual_tokens
-        and table.dtype == torch.float32
-        for task, table in tables.items()
-    )
-    if not fits:
-        raise PromptError("its tables and its templates do not fit")
 
 
 def main():

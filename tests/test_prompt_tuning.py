@@ -23,7 +23,7 @@ from gpt import GPT
 from inference import loading
 from model_config import GPTConfig
 from prompt_tuning import PARAMETER_PREFIX, VirtualPrompts, apply, apply_tables, initial_values
-from prompts import commands, nemo_config, prompt_data, prompt_file
+from prompts import commands, nemo_config, prompt_data
 from prompts.nemo_config import PromptConfig, PTuning
 from prompts.prompt_data import PromptData
 from prompts.template import PromptError, Template
@@ -470,11 +470,9 @@ def save_model(folder, model, step=1, tokenizer="bytes"):
 
 def records_of(task, n):
     """Texts of the letters x, y and z; the label alternates, the other way round in task b."""
-    records = []
-    for i in range(n):
-        label = ("no", "yes")[(i + (task == "b")) % 2]
-        records.append(dict(taskname=task, text="xyz"[i % 3] * (i + 1), label=label))
-    return records
+    labels = ("yes", "no") if task == "b" else ("no", "yes")
+    texts = ["xyz"[i % 3] * (i + 1) for i in range(n)]
+    return [dict(taskname=task, text=x, label=labels[i % 2]) for i, x in enumerate(texts)]
 
 
 @pytest.fixture(scope="module")
@@ -486,12 +484,10 @@ def base(tmp_path_factory):
         model.head.norm.weight.add_(torch.linspace(0, 0.1, 64))
     save_model(folder, model)
     for name, n in (("train", 12), ("test", 6)):
-        of_a = records_of("a", n)
-        of_b = records_of("b", n)
-        write_lines(folder / f"{name}-a.jsonl", of_a)
-        write_lines(folder / f"{name}-b.jsonl", of_b)
+        of_a, of_b = records_of("a", n), records_of("b", n)
         in_turn = [record for pair in zip(of_a, of_b) for record in pair]
-        write_lines(folder / f"{name}.jsonl", in_turn)
+        for task, records in (("-a", of_a), ("-b", of_b), ("", in_turn)):
+            write_lines(folder / f"{name}{task}.jsonl", records)
     return folder
 
 
@@ -517,10 +513,8 @@ def infer(command, prompts, base, data, capsys):
 def for_base(base, new="ab", **fields):
     """The configuration that learns the tasks in `new` for the model of the fixture `base`."""
     task = "" if len(new) == 2 else f"-{new}"
-    lines = dict(
-        train_ds=[str(base / f"train{task}.jsonl")],
-        validation_ds=[str(base / f"test{task}.jsonl")],
-    )
+    names = dict(train_ds="train", validation_ds="test")
+    lines = {field: [str(base / f"{name}{task}.jsonl")] for field, name in names.items()}
     return config(tuple(new), **fields) | dict(language_model_path=str(base), data=lines)
 
 
@@ -529,69 +523,51 @@ def files_in(folder):
     return {path.name: path.read_bytes() for path in files}
 
 
-def learn_one_after_the_other(base, tmp_path):
-    """Task a by p-tuning to tmp_path/a, then b by prompt tuning from a text to tmp_path/b."""
+def test_tasks_one_after_the_other(base, tmp_path, capsys):
+    """Task a by p-tuning, then b by prompt tuning from a text. a's table and answers stay as they
+    are, bit for bit, when b is learned, and so does the model."""
+    before = files_in(base / "checkpoints")
     of_a = for_base(base, "a", style="p-tuning", p_tuning=dict(encoder_hidden=8))
     assert learn(tmp_path / "a", of_a) == 0
-    of_b = for_base(
-        base,
-        "b",
-        existing=("a",),
-        prompt_tuning=dict(new_prompt_init_methods=["text"], new_prompt_init_text=["yes or no"]),
-        restore_path=str(tmp_path / "a" / "prompts.safetensors"),
-    )
-    assert learn(tmp_path / "b", of_b) == 0
-
-
-def test_tasks_one_after_the_other(base, tmp_path, capsys):
-    """a's table and answers stay as they are, bit for bit, when b is learned, and so does the
-    model."""
-    before = files_in(base / "checkpoints")
-    learn_one_after_the_other(base, tmp_path)
     out = capsys.readouterr().out
     inputs_and_encoder = 5 * 64 + 64 * 8 + 8 + 8 * 64 + 64
-    assert f"{inputs_and_encoder:,} prompt parameters" in out
-    assert "all frozen" in out
-    prompts_a = tmp_path / "a" / "prompts.safetensors"
-    prompts_b = tmp_path / "b" / "prompts.safetensors"
-    first = load_file(prompts_a)
-    assert {name: list(table.shape) for name, table in first.items()} == {"a": [5, 64]}
-    assert prompts_a.stat().st_size < 3000
-    second = load_file(prompts_b)
-    assert list(second) == ["a", "b"]
+    assert f"all frozen, and {inputs_and_encoder:,} prompt parameters" in out
+    prompts_a, prompts_b = (tmp_path / task / "prompts.safetensors" for task in "ab")
+    text = dict(new_prompt_init_methods=["text"], new_prompt_init_text=["yes or no"])
+    existing = dict(existing=("a",), restore_path=str(prompts_a))
+    assert learn(tmp_path / "b", for_base(base, "b", prompt_tuning=text, **existing)) == 0
+    capsys.readouterr()
+    first, second = load_file(prompts_a), load_file(prompts_b)
+    assert list(first["a"].shape) == [5, 64] and list(first) == ["a"] and list(second) == ["a", "b"]
     assert torch.equal(first["a"], second["a"])
-    one = infer("generate", prompts_a, base, base / "test-a.jsonl", capsys)
-    two = infer("generate", prompts_b, base, base / "test.jsonl", capsys)
-    assert one[0] == two[0] == 0
-    answers_a = [json.loads(line) for line in one[1].splitlines()]
-    answers = [json.loads(line) for line in two[1].splitlines()]
-    assert [answer for answer in answers if answer["taskname"] == "a"] == answers_a
-    assert len(answers) == 12
+    assert prompts_a.stat().st_size < 3000
+    answers = {}
+    for prompts, lines in ((prompts_a, "test-a.jsonl"), (prompts_b, "test.jsonl")):
+        status, out, _ = infer("generate", prompts, base, base / lines, capsys)
+        assert status == 0
+        answers[prompts] = [json.loads(line) for line in out.splitlines()]
+    assert len(answers[prompts_b]) == 12
+    assert [answer for answer in answers[prompts_b] if answer["taskname"] == "a"] == answers[
+        prompts_a
+    ]
     status, out, _ = infer("evaluate", prompts_b, base, base / "test.jsonl", capsys)
-    assert status == 0
-    examples = {task: result["examples"] for task, result in json.loads(out).items()}
-    assert examples == {"a": 6, "b": 6}
-    check_checkpoint_of_prompts(tmp_path / "a")
-    assert files_in(base / "checkpoints") == before
-    check_logits_of_task_a(base, prompts_a, prompts_b)
-
-
-def check_checkpoint_of_prompts(out):
-    """It has prompt parameters and their optimizer state, and nothing else."""
-    saved = checkpoint.read_index(checkpoint.find(out))["tensors"]
+    assert {task: result["examples"] for task, result in json.loads(out).items()} == dict(a=6, b=6)
+    # prompt parameters and their optimizer state, and nothing else
+    saved = checkpoint.read_index(checkpoint.find(tmp_path / "a"))["tensors"]
     assert all(name.split(".", 1)[1].startswith(PARAMETER_PREFIX) for name in saved)
-    files = (out / "checkpoints").rglob("*.safetensors")
-    assert sum(file.stat().st_size for file in files) < 40_000
+    assert files_in(base / "checkpoints") == before
 
 
-def check_logits_of_task_a(base, prompts_a, prompts_b):
+def test_the_logits_of_a_task_stay(base):
     """With one table and with two, they are the same."""
-    with_a = loading.load_model(base)[0]
-    with_b = loading.load_model(base)[0]
-    apply_tables(with_a, *prompt_file.load(prompts_a))
-    apply_tables(with_b, *prompt_file.load(prompts_b))
+    tables = {task: torch.randn(5, 64) for task in "ab"}
     ids = torch.tensor([[*range(V, V + 5), 1, 2]])
-    assert torch.equal(with_a(ids), with_b(ids))
+    logits = []
+    for tasks in ("a", "ab"):
+        model, _ = loading.load_model(base)
+        apply_tables(model, PromptConfig.of(config(tuple(tasks), style="inference")), tables)
+        logits.append(model(ids))
+    assert torch.equal(*logits)
 
 
 def test_resume_goes_on_bit_for_bit(base, tmp_path, capsys):
@@ -621,37 +597,28 @@ def test_a_base_that_has_changed_since_is_refused(base, tmp_path, capsys):
     assert learn(tmp_path / "run", content, *resume) == 2
     error = capsys.readouterr().err
     assert f"--load {model}: is not the model that the prompt parameters in" in error
-    assert error.count("\n") == 1
     first_step = str(model / "checkpoints/step-000001")
     assert learn(tmp_path / "run", content, *resume, "--load", first_step) == 0
 
 
-def test_fine_tuning_by_the_same_templates(base, tmp_path, capsys):
-    """The ceiling of comparisons/prompt_tuning.py: no virtual tokens, and the whole model
-    learns."""
+def test_fine_tuning_and_adapters_by_the_same_templates(base, tmp_path, capsys):
+    """Without virtual tokens the whole model learns, or adapters: templates only name the data.
+    Prompts beside adapters are refused."""
     templates = [template(name, (), "{text} is {label}") for name in "ab"]
     content = for_base(base, style="fine-tuning") | dict(task_templates=templates)
-    tuned = tmp_path / "tuned"
+    tuned, lora = tmp_path / "tuned", tmp_path / "lora"
     assert learn(tuned, content) == 0
     capsys.readouterr()
-    settings = tuned.with_suffix(".json")
-    status, out, _ = infer("evaluate", settings, tuned, base / "test.jsonl", capsys)
-    assert status == 0
-    assert json.loads(out)["a"]["examples"] == 6
-    saved = checkpoint.read_index(checkpoint.find(tuned))["tensors"]
-    weights = checkpoint.read_index(checkpoint.find(base))["tensors"]
+    status, out, _ = infer(
+        "evaluate", tuned.with_suffix(".json"), tuned, base / "test.jsonl", capsys
+    )
+    assert status == 0 and json.loads(out)["a"]["examples"] == 6
+    saved, weights = (checkpoint.read_index(checkpoint.find(of))["tensors"] for of in (tuned, base))
     # a weight and its two moments
     assert len(saved) == 3 * len(weights)
-
-
-def test_adapters_by_the_same_templates(base, tmp_path, capsys):
-    """The templates only name the data, and adapters are what is learned. Prompts beside adapters
-    are refused."""
-    templates = [template(name, (), "{text} is {label}") for name in "ab"]
-    content = for_base(base, style="fine-tuning") | dict(task_templates=templates)
-    assert learn(tmp_path / "lora", content, "--peft", "lora", "--lora-rank", "2") == 0
+    assert learn(lora, content, "--peft", "lora", "--lora-rank", "2") == 0
     assert "train_ds: " in capsys.readouterr().out
-    saved = checkpoint.read_index(checkpoint.find(tmp_path / "lora"))["tensors"]
+    saved = checkpoint.read_index(checkpoint.find(lora))["tensors"]
     assert saved and all(".lora." in name for name in saved)
     assert learn(tmp_path / "both", for_base(base), "--peft", "lora") == 2
     assert "--peft lora: --config learns prompts" in capsys.readouterr().err
@@ -674,9 +641,8 @@ def test_the_tokenizer_of_the_model(tmp_path, capsys):
     word_tokenizer().save(str(tmp_path / "tokenizer.json"))
     save_model(tmp_path, loud(build(**LLAMA_SHAPES[1])), tokenizer="moved.json")
     lines = tmp_path / "d.jsonl"
-    longer = dict(taskname="a", text="x x", label="yes")
-    shorter = dict(taskname="a", text="x", label="no")
-    write_lines(lines, [longer, shorter])
+    texts = {"x x": "yes", "x": "no"}
+    write_lines(lines, [dict(taskname="a", text=x, label=label) for x, label in texts.items()])
     for style, splits, text in (
         ("p-tuning", (2,), "<|VIRTUAL_PROMPT_0|>{text} is {label}"),
         ("fine-tuning", (), "{text} is {label}"),
@@ -706,72 +672,53 @@ def test_an_example_token_by_token(capsys):
 
 
 def test_another_model(base, tmp_path, capsys):
+    """And another template, a file that is none, a damaged one, lines of an unknown task."""
     assert learn(tmp_path / "a", for_base(base)) == 0
-    prompts = tmp_path / "a" / "prompts.safetensors"
-    test = base / "test.jsonl"
-    other = tmp_path / "other"
+    prompts, test, other = tmp_path / "a/prompts.safetensors", base / "test.jsonl", tmp_path / "c"
     model, _ = loading.load_model(base)
     model.head.norm.weight.add_(1e-3)
     save_model(other, model)
-    capsys.readouterr()
-    status, out, err = infer("generate", prompts, other, test, capsys)
-    assert status == 2
-    assert "belongs to another model" in err
-    assert not out
-    existing = dict(existing=("a",), restore_path=str(prompts))
-    content = for_base(base, "b", **existing) | dict(language_model_path=str(other))
-    assert learn(tmp_path / "b", content) == 2
+    content = for_base(base, "b", existing=("a",), restore_path=str(prompts))
+    assert learn(tmp_path / "b", content | dict(language_model_path=str(other))) == 2
     assert "belongs to another model" in capsys.readouterr().err
-    content = for_base(base, "b", **existing)
     changed = "<|VIRTUAL_PROMPT_0|>{text} was<|VIRTUAL_PROMPT_1|>{label}"
     content["task_templates"][1] = template("a", text=changed)
     assert learn(tmp_path / "b", content) == 2
     assert "another template" in capsys.readouterr().err
-    check_bad_prompt_files(base, prompts, tmp_path, capsys)
-
-
-def check_bad_prompt_files(base, prompts, tmp_path, capsys):
-    """Not a prompt file, a damaged one, and lines of a task that it does not have."""
-    test = base / "test.jsonl"
-    status, _, err = infer("generate", test, base, test, capsys)
-    assert status == 2
-    assert "is not a prompt file" in err
     damaged = bytearray(prompts.read_bytes())
     damaged[-9] ^= 1
-    (tmp_path / "flipped.safetensors").write_bytes(damaged)
-    status, _, err = infer("generate", tmp_path / "flipped.safetensors", base, test, capsys)
-    assert status == 2
-    assert "not what was written" in err
-    lines = tmp_path / "z.jsonl"
+    flipped, lines = tmp_path / "flipped.safetensors", tmp_path / "z.jsonl"
+    flipped.write_bytes(damaged)
     write_lines(lines, [dict(taskname="z", text="x")])
-    status, _, err = infer("generate", prompts, base, lines, capsys)
-    assert status == 2
-    assert "z.jsonl, line 1: taskname 'z' is none of the tasks here, ['a', 'b']" in err
+    for file, of_model, data, words in (
+        (prompts, other, test, "belongs to another model"),
+        (test, base, test, "is not a prompt file"),
+        (flipped, base, test, "not what was written"),
+        (prompts, base, lines, "z.jsonl, line 1: taskname 'z' is none of the tasks here, ['a', "),
+    ):
+        status, out, err = infer("generate", file, of_model, data, capsys)
+        assert (status, out) == (2, "") and words in err, err
 
 
 def test_names_and_lengths(base, tmp_path, capsys):
     """A task named like an attribute of modules; a shorter context for training; lines that are
     too long, answers in the order of the lines."""
-    paths = {name: tmp_path / f"{name}.jsonl" for name in ("train", "test")}
-    for path in paths.values():
-        records = [dict(taskname="train", text="x" * n, label="y") for n in (3, 40, 5)]
-        write_lines(path, records)
+    lines = tmp_path / "lines.jsonl"
+    write_lines(lines, [dict(taskname="train", text="x" * n, label="y") for n in (3, 40, 5)])
     content = for_base(base, "a", task_templates=[template("train", truncate_field=None)])
     content["new_tasks"] = ["train"]
-    content["data"] = dict(train_ds=[str(paths["train"])], validation_ds=[str(paths["test"])])
+    content["data"] = dict(train_ds=[str(lines)], validation_ds=[str(lines)])
     assert learn(tmp_path / "t", content, "--seq-length", "32") == 0
     assert "train_ds: 2 examples, 1 skipped (longer than 33 tokens)" in capsys.readouterr().out
     prompts = tmp_path / "t" / "prompts.safetensors"
-    status, out, _ = infer("generate", prompts, base, paths["test"], capsys)
+    status, out, _ = infer("generate", prompts, base, lines, capsys)
     answers = [json.loads(line) for line in out.splitlines()]
-    assert status == 0
     assert [len(answer["text"]) for answer in answers] == [3, 40, 5]
     assert [answer["prediction"] is None for answer in answers] == [False, True, False]
     assert answers[1]["finish"] == "too long"
-    status, out, _ = infer("evaluate", prompts, base, paths["test"], capsys)
+    _, out, _ = infer("evaluate", prompts, base, lines, capsys)
     results = json.loads(out)["train"]
-    assert results["examples"] == 3
-    assert results["too_long"] == 1
+    assert (results["examples"], results["too_long"]) == (3, 1)
 
 
 # As NeMo's users have them on disk: no virtual_prompt_style, the section that is there decides.
@@ -810,21 +757,6 @@ task_templates:
   answer_field: label
 p_tuning: {dropout: 0.0, num_layers: 2}
 """
-SQUAD = """
-model:
-  language_model_path: gpt.nemo
-  virtual_prompt_style: p-tuning
-  new_tasks: [squad]
-  task_templates:
-  - taskname: squad
-    prompt_template: "<|VIRTUAL_PROMPT_0|> {question} {context} Answer: {answer}"
-    total_virtual_tokens: 9
-    virtual_token_splits: [9]
-    truncate_field: context
-    answer_only_loss: True
-    answer_field: answer
-  p_tuning: {encoder_type: mlp, num_layers: 2, encoder_hidden: 16}
-"""
 
 
 @pytest.mark.parametrize(
@@ -833,10 +765,7 @@ model:
         (
             SENTIMENT,
             "prompt-tuning",
-            [
-                "not read: trainer, optim, seed, data.num_workers",
-                "prompt-tuning, the section prompt_tuning",
-            ],
+            ["not read: trainer, optim, seed, data.num_workers", "the section prompt_tuning"],
             dict(sentence="good fun", label="positive"),
             "<99> good fun sentiment: positive$",
         ),
@@ -848,14 +777,14 @@ model:
             "<99> :\nwake mealarm$",
         ),
         (
-            SQUAD,
+            INTENT_AND_SLOT + "virtual_prompt_style: p-tuning",
             "p-tuning",
             [],
-            dict(question="who?", context="c" * 200, answer="he"),
-            "<8> who? ccccccccccccc Answer: he$",
+            dict(utterance="w", label="a"),
+            "<99> :\nwa$",
         ),
     ],
-    ids=["sentiment", "intent and slot", "squad"],
+    ids=["sentiment", "intent and slot", "a style that is named"],
 )
 def test_nemo_files_as_they_are(text, style, notices, record, ends, tmp_path):
     path = tmp_path / "nemo.yaml"
@@ -867,20 +796,17 @@ def test_nemo_files_as_they_are(text, style, notices, record, ends, tmp_path):
     for notice, words in zip(found, notices):
         assert words in notice, notice
     (template,) = config.task_templates
-    limit = 40 if template.truncate_field else 1000
-    example = template.fill(record, ByteTokenizer(), V, limit)
+    example = template.fill(record, ByteTokenizer(), V, 1000)
     assert "".join(map(show, example.ids)).endswith(ends)
 
 
-def test_layers_of_the_encoder(tmp_path):
+@pytest.mark.parametrize("layers", [2, 3, 4])
+def test_layers_of_the_encoder(layers):
     """NeMo's encoder with num_layers 2 has two linear layers."""
-    path = tmp_path / "nemo.yaml"
-    path.write_text(SQUAD)
-    for layers in (2, 3, 4):
-        path.write_text(SQUAD.replace("num_layers: 2", f"num_layers: {layers}"))
-        encoder = prompt_tuning.make_encoder(PromptConfig.read(path), 24)
-        shapes = [tuple(p.shape) for p in encoder.parameters() if p.dim() == 2]
-        assert shapes == [(16, 24), *[(16, 16)] * (layers - 2), (24, 16)]
+    c = PromptConfig.of(p_tuning(num_layers=layers, encoder_hidden=16))
+    encoder = prompt_tuning.make_encoder(c, 24)
+    shapes = [tuple(p.shape) for p in encoder.parameters() if p.dim() == 2]
+    assert shapes == [(16, 24), *[(16, 16)] * (layers - 2), (24, 16)]
 
 
 def test_a_nemo_file_learns(base, tmp_path, capsys):
@@ -915,29 +841,24 @@ def test_yaml_that_cannot_be_used(text, words, tmp_path):
     assert words in str(e.value) and "\n" not in str(e.value), str(e.value)
 
 
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        ([], "--config: prompts for what?"),
-        (["--config=nowhere"], "--prompt-config nowhere"),
-    ],
-)
-def test_train_needs_a_configuration(argv, words, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("argv", [[], ["--config=nowhere"]])
+def test_train_needs_a_configuration(argv, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert commands.main(["train", *argv]) == 2
+    words = "--prompt-config nowhere" if argv else "--config: prompts for what?"
     assert words in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+NOWHERE = dict(train_ds=["nowhere"], validation_ds=["nowhere"])
 
 
 @pytest.mark.parametrize(
     "change, words",
     [
         (dict(new_tasks=["z"]), "--prompt-config"),
-        (
-            dict(data=dict(train_ds=["nowhere"], validation_ds=["nowhere"])),
-            "nowhere: cannot be read",
-        ),
-        (dict(data=dict(train_ds=["nowhere"])), "validation_ds is empty"),
+        (dict(data=NOWHERE), "nowhere: cannot be read"),
+        (dict(data=NOWHERE | dict(validation_ds=[])), "validation_ds is empty"),
         (dict(language_model_path="nowhere"), "nowhere: no such folder"),
         (dict(language_model_path=None), "for which model? --load"),
         (dict(virtual_prompt_style="inference"), "learns nothing"),
