@@ -23,7 +23,7 @@ Under tensor parallelism the model's own f has summed the gradient already. In a
 stage has the prompts.
 
 With arguments, this file trains, generates and evaluates: see prompts/commands.py. The
-configuration has NeMo's names (`PromptConfig` in prompts/prompt_data.py).
+configuration has NeMo's names (`PromptConfig` in prompts/nemo_config.py).
 
 Not covered: T5, and training on with the encoder of a task that was learned before. NeMo has both;
 here an existing task is a table.
@@ -45,7 +45,8 @@ import checkpoint
 import gpt
 import sharding
 import tensor_parallel
-from prompts.prompt_data import PromptConfig, PromptError, PTuning
+from prompts.nemo_config import PromptConfig, PTuning
+from prompts.template import PromptError
 from sharding import Shard, shard_parameter
 
 # A prompt parameter's global name is this, and its name in VirtualPrompts.
@@ -251,7 +252,6 @@ def initial_values(
     of the existing tasks. Raises PromptError for a text without tokens.
     """
     prompts = VirtualPrompts(config, h)
-    texts = init_texts(config)
     values = {}
     for name, p in prompts.named_parameters():
         generator = sharding.generator(seed, PARAMETER_PREFIX + name)
@@ -265,20 +265,11 @@ def initial_values(
             values[name] = torch.randn(p.shape, generator=generator) * config.p_tuning.init_std
         elif not p.requires_grad:
             values[name] = existing[task].float()
-        elif task in texts:
-            values[name] = embeddings_of(texts[task], task, len(p), tokenizer, embedding)
+        elif text := config.init_texts.get(task):
+            values[name] = embeddings_of(text, task, len(p), tokenizer, embedding)
         else:
             values[name] = torch.randn(p.shape, generator=generator) * 0.02
     return values
-
-
-def init_texts(config: PromptConfig) -> dict[str, str]:
-    """{task: text} of the new tables that are initialised from a text."""
-    if config.virtual_prompt_style != "prompt-tuning":
-        return {}
-    settings = config.prompt_tuning
-    methods = zip(config.new_tasks, settings.new_prompt_init_methods, settings.new_prompt_init_text)
-    return {task: text for task, method, text in methods if method == "text"}
 
 
 def embeddings_of(text: str, task: str, n: int, tokenizer, embedding: Tensor) -> Tensor:

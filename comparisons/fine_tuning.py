@@ -54,7 +54,7 @@ from comparisons.prompt_tuning import Experiment, as_argv, write_settings
 from inference import loading
 from lessons.fsdp import storage_bytes
 from model_config import GPTConfig
-from prompts import prompt_data
+from prompts import nemo_config
 from proof import kinds
 from run import flags, rules
 from tuning.adapter_config import AdapterConfig
@@ -153,7 +153,7 @@ def learn_adapters(experiment: Experiment, method: Method, seed: int) -> float:
     model = adapted_model(experiment, adapter_config(config), out)
     _, index, _ = loading.open_model(experiment.base)
     tokenizer = loading.find_tokenizer(experiment.base, index)
-    prompts = prompt_data.PromptConfig.read(settings)
+    prompts = nemo_config.PromptConfig.read(settings)
     first_id = model.config.vocab_size
     return language_task.task_accuracy(experiment, prompts, model, tokenizer, first_id)
 

@@ -38,7 +38,7 @@ import prompt_tuning
 import sharding
 import train
 from inference import loading
-from prompts import prompt_data, prompt_file
+from prompts import nemo_config, prompt_file
 from proof import kinds
 from tuning.frozen_base import fingerprint
 
@@ -162,7 +162,7 @@ def learn(
         load=experiment.base,
         out=out,
     )
-    config = prompt_data.PromptConfig.read(settings)
+    config = nemo_config.PromptConfig.read(settings)
     fine_tuned = style == "fine-tuning"
     model, index = loading.load_model(out if fine_tuned else experiment.base, experiment.device)
     tokenizer = loading.find_tokenizer(experiment.base, index)
@@ -180,7 +180,7 @@ def num_learned(experiment: Experiment, style: str) -> int:
     if style == "fine-tuning":
         return sharding.num_parameters(model)
     settings = write_settings(experiment, style, TOKENS, experiment.training)
-    config = prompt_data.PromptConfig.read(settings)
+    config = nemo_config.PromptConfig.read(settings)
     tokenizer = loading.find_tokenizer(experiment.base, index)
     h = model.config.hidden_size
     embedding = torch.zeros(model.config.vocab_size, h)
@@ -189,7 +189,7 @@ def num_learned(experiment: Experiment, style: str) -> int:
 
 
 def task_accuracy(
-    experiment: Experiment, config: prompt_data.PromptConfig, model, tokenizer, first_id: int
+    experiment: Experiment, config: nemo_config.PromptConfig, model, tokenizer, first_id: int
 ) -> float:
     """Of a model that has learned the task. first_id: of the task's virtual tokens."""
     template = config.templates[TASK]

@@ -22,7 +22,9 @@ import sharding
 from corpus.tokenizer import ByteTokenizer
 from data import Batch
 from lessons import demo, form
-from prompts.prompt_data import PromptConfig, PromptData, Template
+from prompts.nemo_config import PromptConfig
+from prompts.prompt_data import PromptData
+from prompts.template import Template
 
 # the two tasks: name -> the right answer for a word
 ANSWERS = {"first": lambda word: word[0], "last": lambda word: word[-1]}

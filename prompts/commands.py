@@ -18,7 +18,6 @@ Not covered: other measures than equality, for example F1 of the words.
 
 import argparse
 import json
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -28,21 +27,13 @@ from inference import cli
 from model_config import GPTConfig
 from prompt_tuning import apply_tables
 from prompts.learning import PromptLearningConfig
-from prompts.prompt_data import Example, PromptConfig, PromptError, read_examples
+from prompts.nemo_config import PromptConfig
+from prompts.prompt_data import read_examples
 from prompts.prompt_file import load
+from prompts.template import Example, PromptError
 from tuning.frozen_base import fingerprint
 
 # --- generate and evaluate ------------------------------------------------------------------------
-
-
-class Answer(NamedTuple):
-    """A line of --data, and what the model generated for it."""
-
-    record: dict
-    # None where the line is too long
-    text: str | None
-    # why the text ends
-    finish: str
 
 
 def infer(args: argparse.Namespace, world) -> None:
@@ -50,7 +41,10 @@ def infer(args: argparse.Namespace, world) -> None:
     model_config = cli.check_flags(args, world)
     model, tokenizer, lockstep = cli.connect(args, world, args.batch_size)
     config, tables = read_prompts(args, model_config)
-    first_ids = apply_prompts(model, config, tables)
+    if tables:
+        for stage in generate.stages_of(model):
+            apply_tables(stage, config, tables)
+    first_ids = config.first_ids(model_config.vocab_size)
     # leaves room for the answer in the model's context
     limit = max(1, model_config.seq_length + 1 - args.max_tokens)
     examples, records, summary = world.on_rank_0(
@@ -68,8 +62,8 @@ def infer(args: argparse.Namespace, world) -> None:
     if args.command == "evaluate":
         print(json.dumps(accuracy(config, answers), indent=1))
         return
-    for record, text, finish in answers:
-        world.say(cli.as_json(record | {"prediction": text, "finish": finish}))
+    for answer in answers:
+        world.say(cli.as_json(answer))
 
 
 def read_prompts(
@@ -88,18 +82,6 @@ def read_prompts(
     return config, {}
 
 
-def apply_prompts(model, config: PromptConfig, tables: dict[str, Tensor]) -> dict[str, int]:
-    """Give each stage of the model the tables. Returns the id of each task's first virtual token.
-    Raises PromptError."""
-    stages = generate.stages_of(model)
-    if not tables:
-        # no virtual tokens
-        return dict.fromkeys(config.tasks, stages[0].config.vocab_size)
-    for stage in stages:
-        first_ids = apply_tables(stage, config, tables)
-    return first_ids
-
-
 def answer_all(
     args: argparse.Namespace,
     world,
@@ -108,22 +90,21 @@ def answer_all(
     lockstep,
     records: list[dict],
     examples: list[Example | None],
-) -> list[Answer]:
-    """The answers in the order of the lines, on rank 0. A collective.
+) -> list[dict]:
+    """The records in their order with "prediction" and "finish", on rank 0. A collective.
 
     examples: of each record its prompt, None where it is too long. lockstep: as of cli.connect.
     """
-    generated = []
+    answers = [record | {"prediction": None, "finish": "too long"} for record in records]
 
-    def write(record: dict, text: str, tokens: int, finish: str) -> None:
-        generated.append(Answer(record, text, finish))
+    def write(answer: dict, text: str, tokens: int, finish: str) -> None:
+        answer.update(prediction=text, finish=finish)
 
-    requests = [(record, example.ids) for record, example in zip(records, examples) if example]
     summary = cli.answer_file(
         world,
         model,
         tokenizer,
-        requests,
+        [(answer, example.ids) for answer, example in zip(answers, examples) if example],
         args.batch_size,
         args.stop,
         lockstep,
@@ -137,12 +118,6 @@ def answer_all(
         cp_group=world.groups.cp,
     )
     world.say_aside(summary)
-    if world.rank:
-        return []
-    in_order = iter(generated)
-    answers = []
-    for record, example in zip(records, examples):
-        answers.append(next(in_order) if example else Answer(record, None, "too long"))
     return answers
 
 
@@ -157,15 +132,16 @@ def check_answers(config: PromptConfig, records: list[dict]) -> None:
             )
 
 
-def accuracy(config: PromptConfig, answers: list[Answer]) -> dict[str, dict]:
+def accuracy(config: PromptConfig, answers: list[dict]) -> dict[str, dict]:
     """{task: counts, and the share of answers that equal the record's}. A line that is too long
     counts as wrong."""
     results = {}
-    for record, text, _ in answers:
-        template = config.templates[record["taskname"]]
+    for answer in answers:
+        template = config.templates[answer["taskname"]]
+        text = answer["prediction"]
         entry = results.setdefault(template.taskname, {"examples": 0, "correct": 0, "too_long": 0})
         entry["examples"] += 1
-        entry["correct"] += text == str(record[template.answer_field])
+        entry["correct"] += text == str(answer[template.answer_field])
         entry["too_long"] += text is None
     for entry in results.values():
         entry["accuracy"] = entry["correct"] / entry["examples"]

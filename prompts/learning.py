@@ -28,7 +28,9 @@ import sharding
 from model_config import GPTConfig
 from prompt_tuning import PARAMETER_PREFIX
 from prompts import prompt_file
-from prompts.prompt_data import PromptConfig, PromptData, PromptError, read_examples
+from prompts.nemo_config import PromptConfig
+from prompts.prompt_data import PromptData, read_examples
+from prompts.template import PromptError
 from run.config import ConfigError, flag
 from run.finish import draw_loss
 from run.refusal import refuse
@@ -111,57 +113,30 @@ class PromptLearningConfig(PeftConfig):
 
 def open_data(config, world, tokenizer) -> tuple[PromptData, PromptData]:
     """(training set, held-out set). config: a PromptLearningConfig. Raises PromptError."""
-    prompts, notices = PromptConfig.read_with_notices(config.prompt_config)
-    for notice in notices:
-        world.say(f"--prompt-config {notice}")
-    if not prompts.data.validation_ds:
+    prompts = PromptConfig.read(config.prompt_config, world.say)
+    data = prompts.data
+    if not data.validation_ds:
         raise PromptError("data.validation_ds is empty: name JSON lines that are not trained on")
     model = config.model_config()
     shards = config.length_multiple
-    order = config.seed if prompts.data.shuffle else None
-    train_set, train_summary = open_set(
-        prompts, prompts.data.train_ds, model, tokenizer, order, shards
-    )
-    held_out, held_out_summary = open_set(
-        prompts, prompts.data.validation_ds, model, tokenizer, None, shards
-    )
-    world.say(f"train_ds: {train_summary}; validation_ds: {held_out_summary}")
-    return train_set, held_out
-
-
-def open_set(
-    config: PromptConfig,
-    paths: list[str],
-    model: GPTConfig,
-    tokenizer,
-    seed: int | None,
-    multiple_of: int,
-) -> tuple[PromptData, str]:
-    """(data set, how many examples were truncated or skipped) of JSON lines. seed, multiple_of: as
-    in PromptData. Raises PromptError."""
-    longest = min(model.seq_length, config.data.max_seq_length or model.seq_length)
+    longest = min(model.seq_length, data.max_seq_length or model.seq_length)
     # one more than the model reads: the last token is only a target
-    limit = longest // multiple_of * multiple_of + 1
-    templates = {task: config.templates[task] for task in config.new_tasks}
-    first_ids = config.first_ids(model.vocab_size)
-    examples, _, summary = read_examples(paths, templates, first_ids, tokenizer, limit)
-    usable = [example for example in examples if example]
-    return PromptData(usable, model.vocab_size, seed, multiple_of), summary
-
-
-def read_initial_values(
-    config: PromptConfig, path: Path, model: GPTConfig, seed: int, tokenizer, identity: str
-) -> dict[str, Tensor]:
-    """`prompt_tuning.initial_values` for the model at `path`, whose fingerprint is `identity`. A
-    collective. Raises PromptError."""
-    embedding = None
-    if prompt_tuning.init_texts(config):
-        name = "embedding.tokens.weight"
-        embedding = read_base(path, [name])[name]
-    existing = existing_tables(config, identity)
-    return prompt_tuning.initial_values(
-        config, model.hidden_size, seed, tokenizer, embedding, existing
-    )
+    limit = longest // shards * shards + 1
+    templates = {task: prompts.templates[task] for task in prompts.new_tasks}
+    first_ids = prompts.first_ids(model.vocab_size)
+    sets = []
+    summaries = []
+    for name, seed in (
+        ("train_ds", config.seed if data.shuffle else None),
+        ("validation_ds", None),
+    ):
+        paths = getattr(data, name)
+        examples, _, summary = read_examples(paths, templates, first_ids, tokenizer, limit)
+        usable = [example for example in examples if example]
+        sets.append(PromptData(usable, model.vocab_size, seed, shards))
+        summaries.append(f"{name}: {summary}")
+    world.say("; ".join(summaries))
+    return tuple(sets)
 
 
 def existing_tables(config: PromptConfig, identity: str) -> dict[str, Tensor]:
@@ -200,29 +175,30 @@ class PromptParameters(FrozenBase):
     def is_of_base(self, name: str) -> bool:
         return not name.startswith(PARAMETER_PREFIX)
 
-    def prompt_parameters(self) -> dict[str, Tensor]:
-        """What this rank updates of the prompts, and existing tables, by their name in
-        VirtualPrompts."""
-        parameters = {}
-        for name, p in sharding.named_parameters(*self.trainer.stages):
-            if name.startswith(PARAMETER_PREFIX):
-                parameters[name.removeprefix(PARAMETER_PREFIX)] = p
-        return parameters
-
     def load_base(self, tokenizer) -> None:
         """Also give the prompts their initial values. A collective. Raises CheckpointError or
         PromptError."""
         super().load_base(tokenizer)
-        path = checkpoint.find(self.config.load)
-        values = read_initial_values(
-            self.prompts, path, self.model_config, self.config.seed, tokenizer, self.identity
+        embedding = None
+        if self.prompts.init_texts:
+            name = "embedding.tokens.weight"
+            embedding = read_base(checkpoint.find(self.config.load), [name])[name]
+        values = prompt_tuning.initial_values(
+            self.prompts,
+            self.model_config.hidden_size,
+            self.config.seed,
+            tokenizer,
+            embedding,
+            existing_tables(self.prompts, self.identity),
         )
         tensors = self.trainer.optimizer.tensors()
         with torch.no_grad():
-            for name, p in self.prompt_parameters().items():
-                # the optimizer's float32 copy; an existing table has none
-                target = tensors.get(f"model.{PARAMETER_PREFIX}{name}", p)
-                target.copy_(shard_of(values[name], sharding_of(p)))
+            for name, p in sharding.named_parameters(*self.trainer.stages):
+                if not self.is_of_base(name):
+                    # the optimizer's float32 copy; an existing table has none
+                    target = tensors.get(f"model.{name}", p)
+                    whole = values[name.removeprefix(PARAMETER_PREFIX)]
+                    target.copy_(shard_of(whole, sharding_of(p)))
         self.trainer.checkpoints.set(tensors)
 
     def save_prompts(self, path: Path) -> None:

@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from base import json_files, terminal
-from prompts.prompt_data import PromptConfig, PromptError, Template
+from prompts.nemo_config import PromptConfig
+from prompts.template import PromptError, Template
 
 
 class Metadata(Struct):
@@ -59,13 +60,20 @@ def load(path: str | Path, model: str | None = None) -> tuple[PromptConfig, dict
     """(configuration for inference, tables by task) of a prompt file. model: the fingerprint of the
     model that will use them. Raises PromptError for a damaged file or another model's."""
     try:
-        metadata, tables = read_tables(path)
-        config = PromptConfig(
-            metadata.templates,
-            virtual_prompt_style="inference",
-            new_tasks=[template.taskname for template in metadata.templates],
-        )
-        check_tables(metadata, tables)
+        if Path(path).exists() and not Path(path).is_file():
+            raise OSError("a folder, a pipe or a device, not a file")
+        with safe_open(path, "pt") as f:
+            text = (f.metadata() or {})["prompts"]
+            tables = {task: f.get_tensor(task) for task in f.keys()}
+        metadata = json_files.parse(text.encode(), Metadata, "its description")
+        tasks = [template.taskname for template in metadata.templates]
+        config = PromptConfig(metadata.templates, "inference", new_tasks=tasks)
+        expected = {task: config.templates[task].total_virtual_tokens for task in tasks}
+        is_table = all(t.dim() == 2 and t.dtype == torch.float32 for t in tables.values())
+        if not is_table or {task: len(table) for task, table in tables.items()} != expected:
+            raise PromptError("its tables and its templates do not fit")
+        if metadata.sha256 != hash_tables(tables):
+            raise PromptError("its tables are not what was written")
     except (OSError, SafetensorError, KeyError, ValueError) as e:
         raise PromptError(
             f"{path} is not a prompt file, or damaged ({type(e).__name__}:"
@@ -76,33 +84,7 @@ def load(path: str | Path, model: str | None = None) -> tuple[PromptConfig, dict
             f"{path} belongs to another model: its prompts were learned for {metadata.model}, and"
             f" this one is {model}"
         )
-    return config, {task: tables[task] for task in config.tasks}
-
-
-def read_tables(path: str | Path) -> tuple[Metadata, dict[str, Tensor]]:
-    """What is in a file, unchecked. Raises OSError, SafetensorError, KeyError or ValueError."""
-    if Path(path).exists() and not Path(path).is_file():
-        raise OSError("a folder, a pipe or a device, not a file")
-    with safe_open(path, "pt") as f:
-        text = (f.metadata() or {})["prompts"]
-        tables = {task: f.get_tensor(task) for task in f.keys()}
-    return json_files.parse(text.encode(), Metadata, "its description"), tables
-
-
-def check_tables(metadata: Metadata, tables: dict[str, Tensor]) -> None:
-    """Whether each template has a table, of its number of virtual tokens, and nothing else is
-    there. Raises PromptError."""
-    templates = {template.taskname: template for template in metadata.templates}
-    fits = tables.keys() == templates.keys() and all(
-        table.dim() == 2
-        and len(table) == templates[task].total_virtual_tokens
-        and table.dtype == torch.float32
-        for task, table in tables.items()
-    )
-    if not fits:
-        raise PromptError("its tables and its templates do not fit")
-    if metadata.sha256 != hash_tables(tables):
-        raise PromptError("its tables are not what was written")
+    return config, {task: tables[task] for task in tasks}
 
 
 def main():

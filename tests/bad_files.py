@@ -204,10 +204,8 @@ def make_tokenizer() -> None:
 
 
 def make_adapter() -> None:
-    """An adapter and its merged model."""
     make_run()
     succeed(f"{LEARN_LORA} --out lora")
-    succeed("tuning.adapter_commands merge run lora merged")
 
 
 def make_peft() -> None:
@@ -263,11 +261,9 @@ OF_TOKENIZER = [
     "corpus.tokenizer def tokenizer.json",
     f"{GENERATE} --tokenizer tokenizer.json",
 ]
-UNMERGE = "tuning.adapter_commands unmerge merged lora new"
 OF_ADAPTER = [
     "tuning.adapter_commands merge run lora new",
     "tuning.adapter_commands export lora new --base run",
-    UNMERGE,
     "exchange.commands export run new --adapter lora",
     f"{GENERATE} --adapter lora",
     f"{LEARN_LORA} --out lora --resume --steps 3",
@@ -303,10 +299,7 @@ KINDS = {
     ),
     "adapter": (
         make_adapter,
-        [
-            Reading("lora/checkpoints/*/index.json", JSON, OF_ADAPTER),
-            Reading("merged/index.json", JSON, [UNMERGE]),
-        ],
+        [Reading("lora/checkpoints/*/index.json", JSON, OF_ADAPTER)],
     ),
     "peft": (
         make_peft,

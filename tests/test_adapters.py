@@ -28,7 +28,8 @@ from run import rules
 from run.config import ConfigError, RunConfig
 from run.metrics import read_metrics
 from run.pretraining import Config
-from tuning.adapter_config import METHODS, TARGETS, AdapterConfig, num_parameters
+from tuning.adapter_config import METHODS, TARGETS, AdapterConfig
+from tuning.adapter_files import num_parameters
 from tuning.adapter_training import TextPeftConfig
 
 

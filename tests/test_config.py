@@ -83,7 +83,7 @@ def test_pipes_and_devices_are_no_files(tmp_path, capfd, monkeypatch):
     import os
 
     import train
-    from prompts import prompt_data, prompt_file
+    from prompts import nemo_config, prompt_file, template
 
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
@@ -95,8 +95,8 @@ def test_pipes_and_devices_are_no_files(tmp_path, capfd, monkeypatch):
         for argv in (["--config", path], [*small, "--tokenizer", path]):
             assert train.main(argv) == 2
             assert "not a file" in capfd.readouterr().err
-        for read in (prompt_data.PromptConfig.read, prompt_file.load):
-            with pytest.raises(prompt_data.PromptError, match="not a file"):
+        for read in (nemo_config.PromptConfig.read, prompt_file.load):
+            with pytest.raises(template.PromptError, match="not a file"):
                 read(path)
         for kind, *words in (
             [SFTConfig],

@@ -21,7 +21,7 @@ import torch.distributed.run
 from base import start
 from lessons import form
 from planning import commands as planning_commands
-from prompts.prompt_data import PromptConfig
+from prompts.nemo_config import PromptConfig
 from proof.kinds import KINDS
 from run import flags, rules
 from run.pretraining import Config

@@ -23,8 +23,10 @@ from gpt import GPT
 from inference import loading
 from model_config import GPTConfig
 from prompt_tuning import PARAMETER_PREFIX, VirtualPrompts, apply, apply_tables, initial_values
-from prompts import commands, prompt_data, prompt_file
-from prompts.prompt_data import PromptConfig, PromptData, PromptError, PTuning, Template
+from prompts import commands, nemo_config, prompt_data
+from prompts.nemo_config import PromptConfig, PTuning
+from prompts.prompt_data import PromptData
+from prompts.template import PromptError, Template
 from proof.kinds import config_of
 from sharding import num_parameters
 
@@ -133,12 +135,14 @@ def test_epochs_are_permutations():
     records = [{"text": str(n), "label": "x"} for n in range(7)]
     examples = [t.fill(record, ByteTokenizer(), V, 64) for record in records]
     data = PromptData(examples, V, seed=3)
-    first = [data.example(n).ids for n in range(7)]
-    second = [data.example(n).ids for n in range(7, 14)]
-    assert sorted(first) == sorted(second) == sorted(example.ids for example in examples)
-    assert first != second
-    assert PromptData(examples, V, seed=3).example(9).ids == second[2]
+    epochs = [[data.example(n).ids for n in range(start, start + 7)] for start in (0, 7)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(example.ids for example in examples)
+    assert epochs[0] != epochs[1]
+    assert PromptData(examples, V, seed=3).example(9).ids == epochs[1][2]
     assert PromptData(examples, V, None).example(2) is examples[2]
+
+
+MARKERS = "<|VIRTUAL_PROMPT_0|><|VIRTUAL_PROMPT_1|>"
 
 
 @pytest.mark.parametrize(
@@ -146,26 +150,16 @@ def test_epochs_are_permutations():
     [
         (dict(splits=(3,)), r"markers .* have the numbers \[0, 1\]"),
         (dict(total_virtual_tokens=9), r"add up to total_virtual_tokens 9, not to 5"),
-        (
-            dict(virtual_token_splits=[5, 0]),
-            r"Expected `int` >= 1 - at `\$.task_templates\[0\].virtual_token_splits",
-        ),
-        (dict(taskname=[]), r"Expected `str`, got `array`"),
-        (dict(total_virtual_tokens=10**30), r"Expected `int` <= 65535"),
+        (dict(splits=(5, 0)), r"`int` >= 1 - at `\$.task_templates\[0\].virtual_token_splits"),
+        (dict(splits=(3, True)), r"Expected `int`, got `bool`"),
         (dict(truncate_field="nope"), r"truncate_field 'nope' is not a field"),
         (dict(answer_field="text", truncate_field=None), r"must end the template"),
         (dict(answer_field=None), r"needs an answer_field"),
         (dict(truncate_field="label"), r"also the truncate_field"),
-        (dict(text="<|VIRTUAL_PROMPT_0|>{text}{text}<|VIRTUAL_PROMPT_1|>{label}"), r"stands twice"),
-        (dict(text="<|VIRTUAL_PROMPT_0|><|VIRTUAL_PROMPT_0|>{text}{label}"), r"numbers \[0, 0\]"),
+        (dict(text=MARKERS + "{text}{text}{label}"), r"stands twice"),
+        (dict(text=MARKERS + "{prediction}{label}", truncate_field=None), r"may not be called"),
         (dict(name="a.b"), r"letters, digits"),
         (dict(name="__metadata__"), r"does not begin"),
-        (
-            dict(text="<|VIRTUAL_PROMPT_0|>{prediction}<|VIRTUAL_PROMPT_1|>{text}{label}"),
-            r"may not be called \['prediction'\]",
-        ),
-        (dict(splits=(3, True)), r"Expected `int`, got `bool`"),
-        (dict(total_virtual_tokens="5"), r"Expected `int`, got `str`"),
     ],
 )
 def test_bad_templates(fields, words):
@@ -173,47 +167,33 @@ def test_bad_templates(fields, words):
         PromptConfig.of(dict(task_templates=[template(**fields)], new_tasks=["t"]))
 
 
+def p_tuning(**encoder):
+    return config(style="p-tuning", p_tuning=encoder)
+
+
 @pytest.mark.parametrize(
     "content, words",
     [
-        (
-            config(new=("a", "c")) | dict(task_templates=[template("a")]),
-            r"new_tasks: 'c' has no template; there are \['a'\]",
-        ),
+        (config(task_templates=[template("a")]), r"new_tasks: 'b' has no template; there are \['a"),
         (config(existing=("c",)), r"restore_path must name"),
         (config(style="tuning"), r"virtual_prompt_style 'tuning'"),
         (config(colour=1), r"unknown field `colour`"),
+        (config(data=dict(train=[])), r"unknown field `train` - at `\$.data`"),
         (config(new=("a", "a")), r"two have the same taskname"),
         (config(new=()), r"new_tasks is empty"),
-        (
-            config(prompt_tuning=dict(new_prompt_init_methods=["text"] * 2)),
-            r"begins from a text, and none",
-        ),
+        (config(existing=("a",), new=("a",), task_templates=[template("a")]), r"there twice"),
+        (config(prompt_tuning=dict(new_prompt_init_methods=["text"] * 2)), r"and none stands"),
         (config(prompt_tuning={}), r"one of text and random for each"),
-        (
-            config(style="p-tuning", p_tuning=dict(encoder_type="gru")),
-            r"encoder_type 'gru': must be one of mlp, lstm, tpmlp",
-        ),
-        (
-            config(style="p-tuning", p_tuning=dict(encoder_type="tpmlp", num_layers=3)),
-            r"num_layers 3: tpmlp has 2",
-        ),
-        (config(style="p-tuning", p_tuning=dict(num_layers=1)), r"num_layers 1: mlp has 2 to 64"),
-        (config(style="p-tuning", p_tuning=dict(dropout=0.1)), r"dropout 0.1: must be 0"),
-        (config(data=dict(train=[])), r"unknown field `train` - at `\$.data`"),
-        ({}, r"task_templates"),
         (config(task_templates=[{}]), r"missing required field `taskname`"),
         (config(new_tasks="a"), r"Expected `array`, got `str` - at `\$.new_tasks`"),
-        (config(data=dict(shuffle="no")), r"Expected `bool`, got `str`"),
-        (config(data=None), r"got `null` - at `\$.data`"),
-        (
-            config(p_tuning=dict(encoder_hidden=8.5)),
-            r"Expected `int`, got `float` - at `\$.p_tuning.encoder_hidden`",
-        ),
-        (config(p_tuning=dict(encoder_hidden=10**30)), r"Expected `int` <= 65536"),
-        (config(p_tuning=dict(num_layers=10**9)), r"Expected `int` <= 64"),
         (config(data=dict(max_seq_length=-3)), r"Expected `int` >= 1"),
         (config(style="fine-tuning"), r"has 5 virtual tokens"),
+        (p_tuning(encoder_type="gru"), r"encoder_type 'gru': must be one of mlp, lstm, tpmlp"),
+        (p_tuning(encoder_type="tpmlp", num_layers=3), r"num_layers 3: tpmlp has 2"),
+        (p_tuning(num_layers=1), r"num_layers 1: mlp has 2 to 64"),
+        (p_tuning(num_layers=10**9), r"Expected `int` <= 64"),
+        (p_tuning(dropout=0.1), r"dropout 0.1: must be 0"),
+        (p_tuning(encoder_hidden=10**30), r"Expected `int` <= 65536"),
     ],
 )
 def test_bad_configurations(content, words):
@@ -224,67 +204,43 @@ def test_bad_configurations(content, words):
 @pytest.mark.parametrize(
     "line, words",
     [
-        (
-            '{"taskname": "a", "text": "x"}',
-            r"line 3: the template of 'a' has the fields \['text', 'label'\]; the line lacks"
-            r" \['label'\]",
-        ),
-        ("{oh", r"line 3: not JSON"),
-        ("[]", r"line 3: Expected `object`, got `array`"),
-        ('{"taskname": []}', r"line 3: taskname \[\] is none"),
-        ('{"taskname": "\\ud800"}', r"line 3: not JSON .*half of a surrogate"),
-        (
-            '{"taskname": "a", "text": "x", "label": "y", "more": 1}',
-            r"line 3: .* also has \['more'\]",
-        ),
-        (
-            '{"taskname": "z", "text": "x", "label": "y"}',
-            r"line 3: taskname 'z' is none of the tasks here, \['a', 'b'\]",
-        ),
-        ('{"taskname": "a", "text": ["x"], "label": "y"}', r"line 3: field 'text' is neither"),
+        ('{"taskname": "a", "text": "x"}', r"has the fields .*; the line lacks \['label'\]"),
+        ("{oh", r"not JSON"),
+        ('{"taskname": []}', r"taskname \[\] is none"),
+        ('{"taskname": "z"}', r"taskname 'z' is none of the tasks here, \['a', 'b'\]"),
+        ('{"taskname": "a", "text": "x", "label": "y", "more": 1}', r"also has \['more'\]"),
+        ('{"taskname": "a", "text": ["x"], "label": "y"}', r"field 'text' is neither"),
     ],
 )
 def test_bad_lines(line, words, tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text('{"taskname": "a", "text": "x", "label": "y"}\n\n' + line + "\n")
-    with pytest.raises(PromptError, match=words):
+    with pytest.raises(PromptError, match=f"d.jsonl, line 3: .*{words}"):
         read_examples(path, PromptConfig.of(config()), 64)
 
 
 def read_examples(path, c, limit):
-    return prompt_data.read_examples(
-        [str(path)], c.templates, c.first_ids(V), ByteTokenizer(), limit
-    )
+    templates, first_ids = c.templates, c.first_ids(V)
+    return prompt_data.read_examples([str(path)], templates, first_ids, ByteTokenizer(), limit)
 
 
 def test_what_is_too_long_is_counted(tmp_path):
+    """Every `no` of task b is too long: that class will not be learned."""
     c = PromptConfig.of(config(task_templates=[template("a"), template("b", truncate_field=None)]))
     path = tmp_path / "d.jsonl"
-    lengths = [(task, n) for task in "ab" for n in (5, 50, 60)]
-    write_lines(path, [dict(taskname=task, text="x" * n, label="y") for task, n in lengths])
+    lengths = [("a", 5, "y"), ("a", 50, "y"), ("b", 5, "yes"), ("b", 50, "no"), ("b", 60, "no")]
+    write_lines(path, [dict(taskname=t, text="x" * n, label=label) for t, n, label in lengths])
     examples, records, summary = read_examples(path, c, 32)
-    assert summary == "4 examples, 2 truncated and 2 skipped (longer than 32 tokens)"
-    assert len(records) == len(examples) == 6
+    counts, warning = summary.split("; ")
+    assert counts == "3 examples, 1 truncated and 2 skipped (longer than 32 tokens)"
+    assert warning == "every example of b, label 'no' is skipped (2)"
+    assert len(records) == len(examples) == 5
     assert max(len(example.ids) for example in examples if example) == 32
-    with pytest.raises(PromptError, match="no examples; 6 are longer than 5 tokens"):
+    with pytest.raises(PromptError, match="no examples; 5 are longer than 5 tokens"):
         read_examples(path, c, 5)
 
 
 # --- tables and encoders --------------------------------------------------------------------------
-
-
-def test_an_answer_that_is_never_learned_is_named(tmp_path):
-    """Every example of a class is too long."""
-    lines = [dict(taskname="a", text="x", label="yes") for _ in range(3)]
-    lines += [dict(taskname="a", text="x" * 50, label="no") for _ in range(2)]
-    write_lines(tmp_path / "lines.jsonl", lines)
-    c = PromptConfig.of(config(new=("a",), task_templates=[template("a", truncate_field=None)]))
-    first_ids = c.first_ids(V)
-    summary = prompt_data.read_examples(
-        [str(tmp_path / "lines.jsonl")], c.templates, first_ids, ByteTokenizer(), 30
-    )[2]
-    assert "3 examples, 2 skipped" in summary
-    assert summary.endswith("; every example of a, label 'no' is skipped (2)")
 
 
 def test_parameters_by_the_paper():
@@ -302,11 +258,10 @@ def test_parameters_by_the_paper():
 def test_an_encoder_beyond_memory_is_refused(monkeypatch):
     """65,536 wide it has 4 10^9 numbers: not one of them is allocated."""
     monkeypatch.setattr("base.devices.memory", lambda device, ranks: 2**35)
-    content = config(style="p-tuning", p_tuning=dict(encoder_hidden=2**16, num_layers=3))
     model = build(num_layers=1, hidden_size=8, num_heads=1, seq_length=4, vocab_size=8)
     expected = r"p_tuning.encoder_hidden 65536: takes 68,.* bytes, and cpu has 34,359,738,368"
     with pytest.raises(checkpoint.CheckpointError, match=expected):
-        apply(model, PromptConfig.of(content))
+        apply(model, PromptConfig.of(p_tuning(encoder_hidden=2**16, num_layers=3)))
 
 
 @pytest.mark.parametrize("kind", ["mlp", "lstm"])
@@ -384,7 +339,7 @@ def test_values_at_the_start():
     assert torch.equal(values_from("abcdefgh")["tables.task-a"], embedding[97:102])
     for kind in prompt_tuning.ENCODERS:
         encoder = dict(encoder_type=kind, encoder_hidden=6, init_std=0.5)
-        c = PromptConfig.of(config(style="p-tuning", p_tuning=encoder))
+        c = PromptConfig.of(p_tuning(**encoder))
         values = initial_values(c, 8, 0)
         assert values.keys() == dict(VirtualPrompts(c, 8).named_parameters()).keys()
         assert all(value.abs().max() > 0 for value in values.values())
@@ -402,8 +357,7 @@ def settings(tmp_path_factory):
     folder = tmp_path_factory.mktemp("prompts")
     contents = {"table": config()}
     for kind in prompt_tuning.ENCODERS:
-        encoder = dict(encoder_type=kind, encoder_hidden=6)
-        contents[kind] = config(style="p-tuning", p_tuning=encoder)
+        contents[kind] = p_tuning(encoder_type=kind, encoder_hidden=6)
     paths = {}
     for kind, content in contents.items():
         path = folder / f"{kind}.json"
@@ -418,43 +372,19 @@ def flags_of(path, base=parity.SMALL):
     return base | settings | dict(dropout=0.0, micro_batch_size=2)
 
 
+TP, SEQUENCE, PP = dict(tp=2), dict(tp=2, sequence_parallel=True), dict(pp=2)
+ZERO_1, ZERO_2, ZERO_3 = (dict(zero_stage=stage) for stage in (1, 2, 3))
+ZERO_BUBBLE = PP | dict(schedule="zb-h1")
+
+
 @pytest.mark.parametrize(
     "world, kind, flags",
     [
-        (
-            2,
-            "table",
-            [
-                dict(tp=2),
-                dict(tp=2, sequence_parallel=True),
-                dict(pp=2),
-                dict(),
-                dict(zero_stage=1),
-                dict(zero_stage=3),
-                dict(cp=2),
-            ],
-        ),
-        (
-            2,
-            "mlp",
-            [dict(tp=2, sequence_parallel=True), dict(pp=2, schedule="zb-h1"), dict(zero_stage=2)],
-        ),
-        (
-            2,
-            "lstm",
-            [dict(tp=2, sequence_parallel=True), dict(pp=2, recompute="full"), dict(zero_stage=3)],
-        ),
-        (2, "tpmlp", [dict(tp=2), dict(tp=2, sequence_parallel=True), dict(zero_stage=3)]),
-        (
-            4,
-            "tpmlp",
-            [
-                dict(tp=2, sequence_parallel=True, zero_stage=3),
-                dict(tp=2, pp=2, schedule="zb-h1"),
-                dict(pp=2, zero_stage=1),
-                dict(cp=2, tp=2, sequence_parallel=True),
-            ],
-        ),
+        (2, "table", [TP, SEQUENCE, PP, {}, ZERO_1, ZERO_3, dict(cp=2)]),
+        (2, "mlp", [SEQUENCE, ZERO_BUBBLE, ZERO_2]),
+        (2, "lstm", [SEQUENCE, PP | dict(recompute="full"), ZERO_3]),
+        (2, "tpmlp", [TP, SEQUENCE, ZERO_3]),
+        (4, "tpmlp", [SEQUENCE | ZERO_3, TP | ZERO_BUBBLE, PP | ZERO_1, SEQUENCE | dict(cp=2)]),
     ],
     ids=str,
 )
@@ -471,9 +401,8 @@ def test_gradients_of_one_device(settings, world, kind, flags):
 
 def test_gradients_of_llama_and_experts(settings):
     llama = flags_of(settings["mlp"], parity.LLAMA)
-    for base, other_layout in ((llama, dict(pp=2)), (llama | dict(num_experts=4), dict(ep=2))):
-        layouts = [dict(tp=2, sequence_parallel=True), other_layout]
-        for result in parity.train_each(2, layouts, base=base):
+    for base, other_layout in ((llama, PP), (llama | dict(num_experts=4), dict(ep=2))):
+        for result in parity.train_each(2, [SEQUENCE, other_layout], base=base):
             parity.same(result, parity.train(base=base))
 
 
@@ -487,7 +416,7 @@ def no_sum_of_encoder_parts():
 
 
 def a_table_for_all_tasks():
-    prompt_data.PromptConfig.first_ids = lambda self, vocab_size: dict.fromkeys(
+    nemo_config.PromptConfig.first_ids = lambda self, vocab_size: dict.fromkeys(
         self.tasks, vocab_size
     )
 
@@ -495,9 +424,9 @@ def a_table_for_all_tasks():
 @pytest.mark.parametrize(
     "mutate, kind, flags",
     [
-        (no_sum_of_shards, "mlp", dict(tp=2, sequence_parallel=True)),
-        (no_sum_of_encoder_parts, "tpmlp", dict(tp=2)),
-        (a_table_for_all_tasks, "table", dict()),
+        (no_sum_of_shards, "mlp", SEQUENCE),
+        (no_sum_of_encoder_parts, "tpmlp", TP),
+        (a_table_for_all_tasks, "table", {}),
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
@@ -541,11 +470,9 @@ def save_model(folder, model, step=1, tokenizer="bytes"):
 
 def records_of(task, n):
     """Texts of the letters x, y and z; the label alternates, the other way round in task b."""
-    records = []
-    for i in range(n):
-        label = ("no", "yes")[(i + (task == "b")) % 2]
-        records.append(dict(taskname=task, text="xyz"[i % 3] * (i + 1), label=label))
-    return records
+    labels = ("yes", "no") if task == "b" else ("no", "yes")
+    texts = ["xyz"[i % 3] * (i + 1) for i in range(n)]
+    return [dict(taskname=task, text=x, label=labels[i % 2]) for i, x in enumerate(texts)]
 
 
 @pytest.fixture(scope="module")
@@ -557,12 +484,10 @@ def base(tmp_path_factory):
         model.head.norm.weight.add_(torch.linspace(0, 0.1, 64))
     save_model(folder, model)
     for name, n in (("train", 12), ("test", 6)):
-        of_a = records_of("a", n)
-        of_b = records_of("b", n)
-        write_lines(folder / f"{name}-a.jsonl", of_a)
-        write_lines(folder / f"{name}-b.jsonl", of_b)
+        of_a, of_b = records_of("a", n), records_of("b", n)
         in_turn = [record for pair in zip(of_a, of_b) for record in pair]
-        write_lines(folder / f"{name}.jsonl", in_turn)
+        for task, records in (("-a", of_a), ("-b", of_b), ("", in_turn)):
+            write_lines(folder / f"{name}{task}.jsonl", records)
     return folder
 
 
@@ -588,10 +513,8 @@ def infer(command, prompts, base, data, capsys):
 def for_base(base, new="ab", **fields):
     """The configuration that learns the tasks in `new` for the model of the fixture `base`."""
     task = "" if len(new) == 2 else f"-{new}"
-    lines = dict(
-        train_ds=[str(base / f"train{task}.jsonl")],
-        validation_ds=[str(base / f"test{task}.jsonl")],
-    )
+    names = dict(train_ds="train", validation_ds="test")
+    lines = {field: [str(base / f"{name}{task}.jsonl")] for field, name in names.items()}
     return config(tuple(new), **fields) | dict(language_model_path=str(base), data=lines)
 
 
@@ -600,69 +523,51 @@ def files_in(folder):
     return {path.name: path.read_bytes() for path in files}
 
 
-def learn_one_after_the_other(base, tmp_path):
-    """Task a by p-tuning to tmp_path/a, then b by prompt tuning from a text to tmp_path/b."""
+def test_tasks_one_after_the_other(base, tmp_path, capsys):
+    """Task a by p-tuning, then b by prompt tuning from a text. a's table and answers stay as they
+    are, bit for bit, when b is learned, and so does the model."""
+    before = files_in(base / "checkpoints")
     of_a = for_base(base, "a", style="p-tuning", p_tuning=dict(encoder_hidden=8))
     assert learn(tmp_path / "a", of_a) == 0
-    of_b = for_base(
-        base,
-        "b",
-        existing=("a",),
-        prompt_tuning=dict(new_prompt_init_methods=["text"], new_prompt_init_text=["yes or no"]),
-        restore_path=str(tmp_path / "a" / "prompts.safetensors"),
-    )
-    assert learn(tmp_path / "b", of_b) == 0
-
-
-def test_tasks_one_after_the_other(base, tmp_path, capsys):
-    """a's table and answers stay as they are, bit for bit, when b is learned, and so does the
-    model."""
-    before = files_in(base / "checkpoints")
-    learn_one_after_the_other(base, tmp_path)
     out = capsys.readouterr().out
     inputs_and_encoder = 5 * 64 + 64 * 8 + 8 + 8 * 64 + 64
-    assert f"{inputs_and_encoder:,} prompt parameters" in out
-    assert "all frozen" in out
-    prompts_a = tmp_path / "a" / "prompts.safetensors"
-    prompts_b = tmp_path / "b" / "prompts.safetensors"
-    first = load_file(prompts_a)
-    assert {name: list(table.shape) for name, table in first.items()} == {"a": [5, 64]}
-    assert prompts_a.stat().st_size < 3000
-    second = load_file(prompts_b)
-    assert list(second) == ["a", "b"]
+    assert f"all frozen, and {inputs_and_encoder:,} prompt parameters" in out
+    prompts_a, prompts_b = (tmp_path / task / "prompts.safetensors" for task in "ab")
+    text = dict(new_prompt_init_methods=["text"], new_prompt_init_text=["yes or no"])
+    existing = dict(existing=("a",), restore_path=str(prompts_a))
+    assert learn(tmp_path / "b", for_base(base, "b", prompt_tuning=text, **existing)) == 0
+    capsys.readouterr()
+    first, second = load_file(prompts_a), load_file(prompts_b)
+    assert list(first["a"].shape) == [5, 64] and list(first) == ["a"] and list(second) == ["a", "b"]
     assert torch.equal(first["a"], second["a"])
-    one = infer("generate", prompts_a, base, base / "test-a.jsonl", capsys)
-    two = infer("generate", prompts_b, base, base / "test.jsonl", capsys)
-    assert one[0] == two[0] == 0
-    answers_a = [json.loads(line) for line in one[1].splitlines()]
-    answers = [json.loads(line) for line in two[1].splitlines()]
-    assert [answer for answer in answers if answer["taskname"] == "a"] == answers_a
-    assert len(answers) == 12
+    assert prompts_a.stat().st_size < 3000
+    answers = {}
+    for prompts, lines in ((prompts_a, "test-a.jsonl"), (prompts_b, "test.jsonl")):
+        status, out, _ = infer("generate", prompts, base, base / lines, capsys)
+        assert status == 0
+        answers[prompts] = [json.loads(line) for line in out.splitlines()]
+    assert len(answers[prompts_b]) == 12
+    assert [answer for answer in answers[prompts_b] if answer["taskname"] == "a"] == answers[
+        prompts_a
+    ]
     status, out, _ = infer("evaluate", prompts_b, base, base / "test.jsonl", capsys)
-    assert status == 0
-    examples = {task: result["examples"] for task, result in json.loads(out).items()}
-    assert examples == {"a": 6, "b": 6}
-    check_checkpoint_of_prompts(tmp_path / "a")
-    assert files_in(base / "checkpoints") == before
-    check_logits_of_task_a(base, prompts_a, prompts_b)
-
-
-def check_checkpoint_of_prompts(out):
-    """It has prompt parameters and their optimizer state, and nothing else."""
-    saved = checkpoint.read_index(checkpoint.find(out))["tensors"]
+    assert {task: result["examples"] for task, result in json.loads(out).items()} == dict(a=6, b=6)
+    # prompt parameters and their optimizer state, and nothing else
+    saved = checkpoint.read_index(checkpoint.find(tmp_path / "a"))["tensors"]
     assert all(name.split(".", 1)[1].startswith(PARAMETER_PREFIX) for name in saved)
-    files = (out / "checkpoints").rglob("*.safetensors")
-    assert sum(file.stat().st_size for file in files) < 40_000
+    assert files_in(base / "checkpoints") == before
 
 
-def check_logits_of_task_a(base, prompts_a, prompts_b):
+def test_the_logits_of_a_task_stay(base):
     """With one table and with two, they are the same."""
-    with_a = loading.load_model(base)[0]
-    with_b = loading.load_model(base)[0]
-    apply_tables(with_a, *prompt_file.load(prompts_a))
-    apply_tables(with_b, *prompt_file.load(prompts_b))
+    tables = {task: torch.randn(5, 64) for task in "ab"}
     ids = torch.tensor([[*range(V, V + 5), 1, 2]])
-    assert torch.equal(with_a(ids), with_b(ids))
+    logits = []
+    for tasks in ("a", "ab"):
+        model, _ = loading.load_model(base)
+        apply_tables(model, PromptConfig.of(config(tuple(tasks), style="inference")), tables)
+        logits.append(model(ids))
+    assert torch.equal(*logits)
 
 
 def test_resume_goes_on_bit_for_bit(base, tmp_path, capsys):
@@ -692,37 +597,28 @@ def test_a_base_that_has_changed_since_is_refused(base, tmp_path, capsys):
     assert learn(tmp_path / "run", content, *resume) == 2
     error = capsys.readouterr().err
     assert f"--load {model}: is not the model that the prompt parameters in" in error
-    assert error.count("\n") == 1
     first_step = str(model / "checkpoints/step-000001")
     assert learn(tmp_path / "run", content, *resume, "--load", first_step) == 0
 
 
-def test_fine_tuning_by_the_same_templates(base, tmp_path, capsys):
-    """The ceiling of comparisons/prompt_tuning.py: no virtual tokens, and the whole model
-    learns."""
+def test_fine_tuning_and_adapters_by_the_same_templates(base, tmp_path, capsys):
+    """Without virtual tokens the whole model learns, or adapters: templates only name the data.
+    Prompts beside adapters are refused."""
     templates = [template(name, (), "{text} is {label}") for name in "ab"]
     content = for_base(base, style="fine-tuning") | dict(task_templates=templates)
-    tuned = tmp_path / "tuned"
+    tuned, lora = tmp_path / "tuned", tmp_path / "lora"
     assert learn(tuned, content) == 0
     capsys.readouterr()
-    settings = tuned.with_suffix(".json")
-    status, out, _ = infer("evaluate", settings, tuned, base / "test.jsonl", capsys)
-    assert status == 0
-    assert json.loads(out)["a"]["examples"] == 6
-    saved = checkpoint.read_index(checkpoint.find(tuned))["tensors"]
-    weights = checkpoint.read_index(checkpoint.find(base))["tensors"]
+    status, out, _ = infer(
+        "evaluate", tuned.with_suffix(".json"), tuned, base / "test.jsonl", capsys
+    )
+    assert status == 0 and json.loads(out)["a"]["examples"] == 6
+    saved, weights = (checkpoint.read_index(checkpoint.find(of))["tensors"] for of in (tuned, base))
     # a weight and its two moments
     assert len(saved) == 3 * len(weights)
-
-
-def test_adapters_by_the_same_templates(base, tmp_path, capsys):
-    """The templates only name the data, and adapters are what is learned. Prompts beside adapters
-    are refused."""
-    templates = [template(name, (), "{text} is {label}") for name in "ab"]
-    content = for_base(base, style="fine-tuning") | dict(task_templates=templates)
-    assert learn(tmp_path / "lora", content, "--peft", "lora", "--lora-rank", "2") == 0
+    assert learn(lora, content, "--peft", "lora", "--lora-rank", "2") == 0
     assert "train_ds: " in capsys.readouterr().out
-    saved = checkpoint.read_index(checkpoint.find(tmp_path / "lora"))["tensors"]
+    saved = checkpoint.read_index(checkpoint.find(lora))["tensors"]
     assert saved and all(".lora." in name for name in saved)
     assert learn(tmp_path / "both", for_base(base), "--peft", "lora") == 2
     assert "--peft lora: --config learns prompts" in capsys.readouterr().err
@@ -745,9 +641,8 @@ def test_the_tokenizer_of_the_model(tmp_path, capsys):
     word_tokenizer().save(str(tmp_path / "tokenizer.json"))
     save_model(tmp_path, loud(build(**LLAMA_SHAPES[1])), tokenizer="moved.json")
     lines = tmp_path / "d.jsonl"
-    longer = dict(taskname="a", text="x x", label="yes")
-    shorter = dict(taskname="a", text="x", label="no")
-    write_lines(lines, [longer, shorter])
+    texts = {"x x": "yes", "x": "no"}
+    write_lines(lines, [dict(taskname="a", text=x, label=label) for x, label in texts.items()])
     for style, splits, text in (
         ("p-tuning", (2,), "<|VIRTUAL_PROMPT_0|>{text} is {label}"),
         ("fine-tuning", (), "{text} is {label}"),
@@ -777,72 +672,53 @@ def test_an_example_token_by_token(capsys):
 
 
 def test_another_model(base, tmp_path, capsys):
+    """And another template, a file that is none, a damaged one, lines of an unknown task."""
     assert learn(tmp_path / "a", for_base(base)) == 0
-    prompts = tmp_path / "a" / "prompts.safetensors"
-    test = base / "test.jsonl"
-    other = tmp_path / "other"
+    prompts, test, other = tmp_path / "a/prompts.safetensors", base / "test.jsonl", tmp_path / "c"
     model, _ = loading.load_model(base)
     model.head.norm.weight.add_(1e-3)
     save_model(other, model)
-    capsys.readouterr()
-    status, out, err = infer("generate", prompts, other, test, capsys)
-    assert status == 2
-    assert "belongs to another model" in err
-    assert not out
-    existing = dict(existing=("a",), restore_path=str(prompts))
-    content = for_base(base, "b", **existing) | dict(language_model_path=str(other))
-    assert learn(tmp_path / "b", content) == 2
+    content = for_base(base, "b", existing=("a",), restore_path=str(prompts))
+    assert learn(tmp_path / "b", content | dict(language_model_path=str(other))) == 2
     assert "belongs to another model" in capsys.readouterr().err
-    content = for_base(base, "b", **existing)
     changed = "<|VIRTUAL_PROMPT_0|>{text} was<|VIRTUAL_PROMPT_1|>{label}"
     content["task_templates"][1] = template("a", text=changed)
     assert learn(tmp_path / "b", content) == 2
     assert "another template" in capsys.readouterr().err
-    check_bad_prompt_files(base, prompts, tmp_path, capsys)
-
-
-def check_bad_prompt_files(base, prompts, tmp_path, capsys):
-    """Not a prompt file, a damaged one, and lines of a task that it does not have."""
-    test = base / "test.jsonl"
-    status, _, err = infer("generate", test, base, test, capsys)
-    assert status == 2
-    assert "is not a prompt file" in err
     damaged = bytearray(prompts.read_bytes())
     damaged[-9] ^= 1
-    (tmp_path / "flipped.safetensors").write_bytes(damaged)
-    status, _, err = infer("generate", tmp_path / "flipped.safetensors", base, test, capsys)
-    assert status == 2
-    assert "not what was written" in err
-    lines = tmp_path / "z.jsonl"
+    flipped, lines = tmp_path / "flipped.safetensors", tmp_path / "z.jsonl"
+    flipped.write_bytes(damaged)
     write_lines(lines, [dict(taskname="z", text="x")])
-    status, _, err = infer("generate", prompts, base, lines, capsys)
-    assert status == 2
-    assert "z.jsonl, line 1: taskname 'z' is none of the tasks here, ['a', 'b']" in err
+    for file, of_model, data, words in (
+        (prompts, other, test, "belongs to another model"),
+        (test, base, test, "is not a prompt file"),
+        (flipped, base, test, "not what was written"),
+        (prompts, base, lines, "z.jsonl, line 1: taskname 'z' is none of the tasks here, ['a', "),
+    ):
+        status, out, err = infer("generate", file, of_model, data, capsys)
+        assert (status, out) == (2, "") and words in err, err
 
 
 def test_names_and_lengths(base, tmp_path, capsys):
     """A task named like an attribute of modules; a shorter context for training; lines that are
     too long, answers in the order of the lines."""
-    paths = {name: tmp_path / f"{name}.jsonl" for name in ("train", "test")}
-    for path in paths.values():
-        records = [dict(taskname="train", text="x" * n, label="y") for n in (3, 40, 5)]
-        write_lines(path, records)
+    lines = tmp_path / "lines.jsonl"
+    write_lines(lines, [dict(taskname="train", text="x" * n, label="y") for n in (3, 40, 5)])
     content = for_base(base, "a", task_templates=[template("train", truncate_field=None)])
     content["new_tasks"] = ["train"]
-    content["data"] = dict(train_ds=[str(paths["train"])], validation_ds=[str(paths["test"])])
+    content["data"] = dict(train_ds=[str(lines)], validation_ds=[str(lines)])
     assert learn(tmp_path / "t", content, "--seq-length", "32") == 0
     assert "train_ds: 2 examples, 1 skipped (longer than 33 tokens)" in capsys.readouterr().out
     prompts = tmp_path / "t" / "prompts.safetensors"
-    status, out, _ = infer("generate", prompts, base, paths["test"], capsys)
+    status, out, _ = infer("generate", prompts, base, lines, capsys)
     answers = [json.loads(line) for line in out.splitlines()]
-    assert status == 0
     assert [len(answer["text"]) for answer in answers] == [3, 40, 5]
     assert [answer["prediction"] is None for answer in answers] == [False, True, False]
     assert answers[1]["finish"] == "too long"
-    status, out, _ = infer("evaluate", prompts, base, paths["test"], capsys)
+    _, out, _ = infer("evaluate", prompts, base, lines, capsys)
     results = json.loads(out)["train"]
-    assert results["examples"] == 3
-    assert results["too_long"] == 1
+    assert (results["examples"], results["too_long"]) == (3, 1)
 
 
 # As NeMo's users have them on disk: no virtual_prompt_style, the section that is there decides.
@@ -881,21 +757,6 @@ task_templates:
   answer_field: label
 p_tuning: {dropout: 0.0, num_layers: 2}
 """
-SQUAD = """
-model:
-  language_model_path: gpt.nemo
-  virtual_prompt_style: p-tuning
-  new_tasks: [squad]
-  task_templates:
-  - taskname: squad
-    prompt_template: "<|VIRTUAL_PROMPT_0|> {question} {context} Answer: {answer}"
-    total_virtual_tokens: 9
-    virtual_token_splits: [9]
-    truncate_field: context
-    answer_only_loss: True
-    answer_field: answer
-  p_tuning: {encoder_type: mlp, num_layers: 2, encoder_hidden: 16}
-"""
 
 
 @pytest.mark.parametrize(
@@ -904,10 +765,7 @@ model:
         (
             SENTIMENT,
             "prompt-tuning",
-            [
-                "not read: trainer, optim, seed, data.num_workers",
-                "prompt-tuning, the section prompt_tuning",
-            ],
+            ["not read: trainer, optim, seed, data.num_workers", "the section prompt_tuning"],
             dict(sentence="good fun", label="positive"),
             "<99> good fun sentiment: positive$",
         ),
@@ -919,38 +777,36 @@ model:
             "<99> :\nwake mealarm$",
         ),
         (
-            SQUAD,
+            INTENT_AND_SLOT + "virtual_prompt_style: p-tuning",
             "p-tuning",
             [],
-            dict(question="who?", context="c" * 200, answer="he"),
-            "<8> who? ccccccccccccc Answer: he$",
+            dict(utterance="w", label="a"),
+            "<99> :\nwa$",
         ),
     ],
-    ids=["sentiment", "intent and slot", "squad"],
+    ids=["sentiment", "intent and slot", "a style that is named"],
 )
 def test_nemo_files_as_they_are(text, style, notices, record, ends, tmp_path):
     path = tmp_path / "nemo.yaml"
     path.write_text(text)
-    config, found = PromptConfig.read_with_notices(path)
+    found = []
+    config = PromptConfig.read(path, found.append)
     assert config.virtual_prompt_style == style and config.language_model_path == "gpt.nemo"
     assert len(found) == len(notices)
     for notice, words in zip(found, notices):
         assert words in notice, notice
     (template,) = config.task_templates
-    limit = 40 if template.truncate_field else 1000
-    example = template.fill(record, ByteTokenizer(), V, limit)
+    example = template.fill(record, ByteTokenizer(), V, 1000)
     assert "".join(map(show, example.ids)).endswith(ends)
 
 
-def test_layers_of_the_encoder(tmp_path):
+@pytest.mark.parametrize("layers", [2, 3, 4])
+def test_layers_of_the_encoder(layers):
     """NeMo's encoder with num_layers 2 has two linear layers."""
-    path = tmp_path / "nemo.yaml"
-    path.write_text(SQUAD)
-    for layers in (2, 3, 4):
-        path.write_text(SQUAD.replace("num_layers: 2", f"num_layers: {layers}"))
-        encoder = prompt_tuning.make_encoder(PromptConfig.read(path), 24)
-        shapes = [tuple(p.shape) for p in encoder.parameters() if p.dim() == 2]
-        assert shapes == [(16, 24), *[(16, 16)] * (layers - 2), (24, 16)]
+    c = PromptConfig.of(p_tuning(num_layers=layers, encoder_hidden=16))
+    encoder = prompt_tuning.make_encoder(c, 24)
+    shapes = [tuple(p.shape) for p in encoder.parameters() if p.dim() == 2]
+    assert shapes == [(16, 24), *[(16, 16)] * (layers - 2), (24, 16)]
 
 
 def test_a_nemo_file_learns(base, tmp_path, capsys):
@@ -985,29 +841,24 @@ def test_yaml_that_cannot_be_used(text, words, tmp_path):
     assert words in str(e.value) and "\n" not in str(e.value), str(e.value)
 
 
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        ([], "--config: prompts for what?"),
-        (["--config=nowhere"], "--prompt-config nowhere"),
-    ],
-)
-def test_train_needs_a_configuration(argv, words, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("argv", [[], ["--config=nowhere"]])
+def test_train_needs_a_configuration(argv, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert commands.main(["train", *argv]) == 2
+    words = "--prompt-config nowhere" if argv else "--config: prompts for what?"
     assert words in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+NOWHERE = dict(train_ds=["nowhere"], validation_ds=["nowhere"])
 
 
 @pytest.mark.parametrize(
     "change, words",
     [
         (dict(new_tasks=["z"]), "--prompt-config"),
-        (
-            dict(data=dict(train_ds=["nowhere"], validation_ds=["nowhere"])),
-            "nowhere: cannot be read",
-        ),
-        (dict(data=dict(train_ds=["nowhere"])), "validation_ds is empty"),
+        (dict(data=NOWHERE), "nowhere: cannot be read"),
+        (dict(data=NOWHERE | dict(validation_ds=[])), "validation_ds is empty"),
         (dict(language_model_path="nowhere"), "nowhere: no such folder"),
         (dict(language_model_path=None), "for which model? --load"),
         (dict(virtual_prompt_style="inference"), "learns nothing"),

@@ -37,42 +37,6 @@ def targets_of(config: AdapterConfig, model: GPTConfig) -> tuple[str, ...]:
     return tuple(config.peft_targets) or tuple(fitting)
 
 
-def num_parameters(config: AdapterConfig, model: GPTConfig) -> int:
-    """How many parameters learn, in the whole model.
-
-    LoRA       r (in + out)    for each matrix
-    adapter    2 h k + 2 h     D, U and a LayerNorm's weight and bias, at each place
-    IA3        out, or in      one for each key and value, or MLP activation
-    """
-    h, ffn = model.hidden_size, model.ffn_hidden_size
-    heads, kv = (n * model.head_dim for n in (model.num_heads, model.num_kv_heads))
-    shapes = {
-        "query": (heads, h),
-        "key": (kv, h),
-        "value": (kv, h),
-        "output": (h, heads),
-        "gate": (ffn, h),
-        "up": (ffn, h),
-        "down": (h, ffn),
-    }
-    # matrices of the MLPs: a layer with experts has E of each
-    of_mlps = model.num_layers
-    if getattr(model, "num_experts", 0):
-        of_mlps += len(model.expert_layers) * (model.num_experts - 1)
-    total = 0
-    for name in targets_of(config, model):
-        if config.peft == "adapter":
-            total += model.num_layers * (2 * h * config.adapter_size + 2 * h)
-            continue
-        n_out, n_in = shapes[name]
-        count = of_mlps if LINEARS[name] == "mlp" else model.num_layers
-        if config.peft == "lora":
-            total += count * config.lora_rank * (n_in + n_out)
-        else:
-            total += count * (n_in if name == "down" else n_out)
-    return total
-
-
 def check(config: AdapterConfig, model: GPTConfig, t: int = 1) -> None:
     """Whether a model on t tensor-parallel ranks can have these adapters. Raises FieldError."""
     targets = targets_of(config, model)

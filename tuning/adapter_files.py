@@ -15,11 +15,10 @@ The sums are in float64. `merge` takes a whole parameter or a shard: an adapter'
 sharded as the weight is, and B A of two shards is the shard of B A.
 """
 
-import dataclasses
-import hashlib
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from msgspec import Meta
@@ -116,21 +115,27 @@ def shapes_of(config: AdapterConfig, model: MoEConfig) -> dict[str, tuple[int, .
     }
 
 
+def num_parameters(config: AdapterConfig, model: MoEConfig) -> int:
+    """How many parameters learn, in the whole model.
+
+    LoRA       r (in + out)    for each matrix
+    adapter    2 h k + 2 h     D, U and a LayerNorm's weight and bias, at each place
+    IA3        out, or in      one for each key and value, or MLP activation
+    """
+    return sum(math.prod(shape) for shape in shapes_of(config, model).values())
+
+
 def check_fields(adapter: Adapter, base: str | Path, config: MoEConfig) -> None:
     """Whether a base has the shape of the model that an adapter was learned for. Raises
     CheckpointError, naming the fields."""
-    learned_for = checkpoint.fixed_fields(adapter.model)
     here = checkpoint.fixed_fields(config)
     differing = [
         f"{field} is {value} there and {here[field]} here"
-        for field, value in learned_for.items()
+        for field, value in checkpoint.fixed_fields(adapter.model).items()
         if value != here[field]
     ]
     if differing:
-        raise CheckpointError(
-            f"{adapter.path}: was trained on another model than {base}:"
-            f" {'; '.join(differing[:3])}{hint(adapter)}"
-        )
+        raise of_another_model(adapter, base, "; ".join(differing[:3]))
 
 
 def check_base(adapter: Adapter, base: str | Path, config: MoEConfig) -> None:
@@ -139,48 +144,32 @@ def check_base(adapter: Adapter, base: str | Path, config: MoEConfig) -> None:
     check_fields(adapter, base, config)
     here = fingerprint(base, config)
     if here != adapter.base:
-        raise CheckpointError(
-            f"{adapter.path}: was trained on another model than {base}: its fingerprint is"
-            f" {adapter.base} there and {here} here{hint(adapter)}"
-        )
+        why = f"its fingerprint is {adapter.base} there and {here} here"
+        raise of_another_model(adapter, base, why)
 
 
-def hint(adapter: Adapter) -> str:
-    """What to name instead of another base, for a message."""
+def of_another_model(adapter: Adapter, base: str | Path, why: str) -> CheckpointError:
     where = f"its run had --load {adapter.base_path}" if adapter.base_path else "name that one"
-    return f"; {where}, as it was before any further training"
+    return CheckpointError(
+        f"{adapter.path}: was trained on another model than {base}: {why}; {where}, as it was"
+        " before any further training"
+    )
 
 
 # --- merged ---------------------------------------------------------------------------------------
 
 
-def check_mergeable(adapter: Adapter) -> None:
-    """Raises CheckpointError."""
-    if adapter.config.peft == "adapter":
-        raise CheckpointError(
-            f"{adapter.path}: bottleneck adapters cannot be merged, for between their two matrices"
-            " is a nonlinearity; generate.py --adapter runs them beside the base"
-        )
-
-
-def merge(
-    name: str,
-    weight: Tensor,
-    values: dict[str, Tensor],
-    config: AdapterConfig,
-    inverse: bool = False,
-) -> Tensor:
+def merge(name: str, weight: Tensor, values: dict[str, Tensor], config: AdapterConfig) -> Tensor:
     """A parameter of the base with an adapter in it, in float64; as it is, where there is none.
 
     name: of the parameter; weight: its value, or this rank's shard. values: of the adapter, by
-    name, sharded alike. inverse: the adapter is taken out of a merged weight.
+    name, sharded alike.
     """
     module, _, kind = name.rpartition(".")
     if kind == "weight" and f"{module}.lora.a" in values:
         a = values[f"{module}.lora.a"].to(weight.device, torch.float64)  # [.., r, in]
         b = values[f"{module}.lora.b"].to(weight.device, torch.float64)  # [.., out, r]
-        scale = config.lora_alpha / config.lora_rank
-        return weight.double().add(b @ a, alpha=-scale if inverse else scale)
+        return weight.double().add(b @ a, alpha=config.lora_alpha / config.lora_rank)
     if f"{module}.ia3.scale" in values:
         s = values[f"{module}.ia3.scale"].to(weight.device, torch.float64)
         if module.endswith(".down"):
@@ -189,7 +178,7 @@ def merge(
             s = s.unsqueeze(-2)  # [.., 1, in]
         elif kind == "weight":
             s = s.unsqueeze(-1)  # [.., out, 1]
-        return weight.double() / s if inverse else weight.double() * s
+        return weight.double() * s
     return weight
 
 
@@ -200,32 +189,23 @@ class MergedModel:
     def __init__(self, base: str | Path, path: str | Path):
         self.base = checkpoint.find(base)
         self.adapter = open_adapter(path)
-        check_mergeable(self.adapter)
-        config, self.index = checkpoint.read_model(self.base)
-        check_base(self.adapter, self.base, config)
+        if self.adapter.config.peft == "adapter":
+            raise CheckpointError(
+                f"{self.adapter.path}: bottleneck adapters cannot be merged, for between their two"
+                " matrices is a nonlinearity; generate.py --adapter runs them beside the base"
+            )
+        self.config, self.index = checkpoint.read_model(self.base)
+        check_base(self.adapter, self.base, self.config)
         self.values = self.adapter.values()
         # of an adapter that was trained on conversations
         self.chat_template = beside(self.adapter.path, CHAT_TEMPLATE)
-
-    def read_both(self, name: str) -> tuple[Tensor, Tensor]:
-        """(a whole parameter of the base, the merged one), float32. The same tensor twice, where
-        the adapter leaves it alone."""
-        weight = read_base(self.base, [name])[name]
-        merged = merge(name, weight, self.values, self.adapter.config)
-        return weight, merged if merged is weight else merged.float()
+        # of the parameters that were read, those that the adapter changes
+        self.changed: set[str] = set()
 
     def read(self, name: str) -> Tensor:
-        return self.read_both(name)[1]
-
-
-def digest_of(values: dict[str, Tensor]) -> str:
-    """Identifies an adapter: SHA-256 of its names and numbers."""
-    digest = hashlib.sha256()
-    for name, value in sorted(values.items()):
-        digest.update(name.encode() + value.contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def as_json(config: AdapterConfig) -> dict[str, Any]:
-    """An AdapterConfig as an index has it."""
-    return dataclasses.asdict(config) | {"peft_targets": list(config.peft_targets)}
+        """A whole parameter, float32."""
+        weight = read_base(self.base, [name])[name]
+        merged = merge(name, weight, self.values, self.adapter.config)
+        if merged is not weight:
+            self.changed.add(name)
+        return merged.float()

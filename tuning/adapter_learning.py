@@ -16,8 +16,8 @@ from pathlib import Path
 
 import adapters
 from checkpoint import CheckpointError
-from tuning.adapter_config import AdapterConfig, num_parameters, targets_of
-from tuning.adapter_files import open_adapter
+from tuning.adapter_config import AdapterConfig, targets_of
+from tuning.adapter_files import num_parameters, open_adapter
 from tuning.frozen_base import FrozenBase
 
 

@@ -35,86 +35,90 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta, Struct
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 import checkpoint
 import huggingface
+from base import json_files
 from checkpoints.tokenizer_files import beside
 from corpus.tokenizer import CHAT_TEMPLATE
-from exchange.architectures import BLOOM, GPT2
+from exchange.architectures import GPT2, Location, their_tensors
 from exchange.hf_config import architecture_of
 from huggingface import HuggingFaceError, building, read_json
 from model_config import FieldError
 from routers import MoEConfig
 from tuning.adapter_config import LINEARS, TARGETS, AdapterConfig
-from tuning.adapter_files import Adapter, as_json, check_base, open_adapter, shapes_of
+from tuning.adapter_files import Adapter, check_base, open_adapter, shapes_of
 from tuning.frozen_base import fingerprint
 
 PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
-# class -> its module that holds query, key and value
-FUSED = {"GPT2LMHeadModel": "c_attn", "BloomForCausalLM": "query_key_value"}
+# their modules that hold query, key and value
+FUSED = ("c_attn", "query_key_value")
 # what messages call the methods that peft has
 NAMES = {"lora": "LoRA", "ia3": "IA3"}
-# of adapter_config.json: what import reads, and what changes nothing here
-READ = {"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern"}
-READ |= {"alpha_pattern", "bias", "init_lora_weights", "target_modules", "feedforward_modules"}
+# of adapter_config.json: what changes nothing here
 HARMLESS = {"auto_mapping", "peft_version", "base_model_name_or_path", "revision", "task_type"}
 HARMLESS |= {"inference_mode", "fan_in_fan_out", "megatron_core", "qalora_group_size"}
 HARMLESS |= {"init_ia3_weights", "eva_config", "exclude_modules"}
 
 
-class Place(NamedTuple):
-    """Where the adapter of one of our linear layers lies in theirs.
+class PeftConfig(Struct):
+    """What import reads of adapter_config.json, with peft's defaults."""
 
-    layer: its number; target: of LINEARS; third: of FUSED, 0 query, 1 key, 2 value; heads: where
-    the rows of FUSED stand head by head, how many heads."""
+    peft_type: str
+    r: Annotated[int, Meta(ge=1, lt=2**31)] = 8
+    lora_alpha: Annotated[float, Meta(ge=0, lt=2**31)] = 8.0
+    lora_dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    bias: str = "none"
+    init_lora_weights: bool | str = True
+    target_modules: str | list[str] | None = None
+    feedforward_modules: str | list[str] | None = None
 
-    layer: int
-    target: str
-    third: int | None
-    heads: int = 0
+
+# --- modules and their rows -----------------------------------------------------------------------
 
 
-def ours_of(layer: int, target: str) -> str:
-    return f"blocks.{layer}.{LINEARS[target]}.{target}"
-
-
-def places(config: MoEConfig) -> dict[str, list[Place]]:
-    """Their module -> which of our linear layers it holds. Without those of experts."""
+def their_modules(config: MoEConfig) -> dict[str, dict[str, Location]]:
+    """Their module -> {our linear layer, as blocks.0.attention.query: where it lies there}. Without
+    those of experts."""
     found = {}
-    architecture = architecture_of(config)
-    for layer in range(config.num_layers):
-        for target, part in LINEARS.items():
-            location = architecture.modules.get(f"blocks.*.{part}.{target}")
-            if location and "#" not in location.module:
-                module = location.module.replace("*", str(layer))
-                by_head = architecture is BLOOM and location.third is not None
-                heads = config.num_heads if by_head else 0
-                place = Place(layer, target, location.third, heads)
-                found.setdefault(module, []).append(place)
+    for theirs, tensor in their_tensors(config, architecture_of(config)).items():
+        module, _, kind = theirs.rpartition(".")
+        for name, location in tensor.parts.items():
+            linear = name.removesuffix(".weight")
+            is_linear = linear.startswith("blocks.") and target_of(linear) in LINEARS
+            if is_linear and kind == "weight" and "#" not in module:
+                found.setdefault(module, {})[linear] = location
     return found
 
 
-def to_their_rows(rows: Tensor, place: Place) -> Tensor:
-    """Rows of query, then key, then value, as their module has them. [3 a d, ..]"""
-    if not place.heads:
-        return rows
-    return rows.unflatten(0, (3, place.heads, -1)).transpose(0, 1).flatten(0, 2)
+def target_of(linear: str) -> str:
+    """blocks.0.attention.query -> query"""
+    return linear.split(".")[-1]
 
 
-def to_our_rows(rows: Tensor, place: Place) -> Tensor:
-    """The inverse."""
-    if not place.heads:
-        return rows
-    return rows.unflatten(0, (place.heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+def targets_of(names) -> tuple[str, ...]:
+    """The targets that parameters of these names belong to, in the order of LINEARS."""
+    return tuple(target for target in LINEARS if any(f".{target}." in name for name in names))
+
+
+def rows_of(location: Location, theirs: Tensor) -> Tensor:
+    """The rows of their B, or scale, that are ours, sharing memory: [3 out, n] -> [out, n], or
+    where they stand head by head [a, d, n]; [out, n] as it is."""
+    if location.third is not None and len(theirs) % 3:
+        raise ValueError(f"{len(theirs)} rows cannot be those of query, key and value")
+    return location.view(theirs.t() if location.transposed else theirs)
 
 
 def base_of(path: str) -> tuple[str | Path, MoEConfig]:
@@ -138,25 +142,27 @@ def export_adapter(path: str, base: str, hf_dir: str) -> str:
     check_base(adapter, base, config)
     values = adapter.values()
     collect = lora_tensors if adapter.config.peft == "lora" else ia3_tensors
+    # blocks.0.attention.query.lora.a -> blocks.0.attention.query
+    adapted = {name.rsplit(".", 2)[0] for name in values}
     tensors = {}
-    modules = set()
-    for module, held in places(config).items():
-        found = collect(values, held)
-        modules |= {module} if found else set()
-        tensors |= {f"{PREFIX}{module}.{name}": t.contiguous() for name, t in found.items()}
-        for place in held:
-            for part in ("lora.a", "lora.b", "ia3.scale"):
-                values.pop(f"{ours_of(place.layer, place.target)}.{part}", None)
-    if values:
+    modules = []
+    for module, linears in their_modules(config).items():
+        here = {name: location for name, location in linears.items() if name in adapted}
+        if here:
+            modules.append(module)
+            adapted -= here.keys()
+            for name, tensor in collect(values, here).items():
+                tensors[f"{PREFIX}{module}.{name}"] = tensor.contiguous()
+    if adapted:
         raise HuggingFaceError(
-            f"{adapter.path}: {next(iter(values))} belongs to experts, for which peft has no"
-            " place; --peft-targets query key value output would have one"
+            f"{adapter.path}: {min(adapted)} belongs to experts, for which peft has no place;"
+            " --peft-targets query key value output would have one"
         )
     # of the first layer, without its number: mlp.c_proj, self_attn.q_proj
     targets = sorted({".".join(module.split(".")[-2:]) for module in modules})
     told = their_config(adapter, targets, base if huggingface.is_folder(base) else None)
     with building(hf_dir) as folder:
-        metadata = {"format": "pt", "targets": " ".join(targets_in(adapter))}
+        metadata = {"format": "pt", "targets": " ".join(targets_of(adapter.shapes))}
         save_file(tensors, folder / WEIGHTS, metadata)
         # safetensors makes files that only their owner can read; these are to be given away
         os.chmod(folder / WEIGHTS, 0o644)
@@ -166,45 +172,34 @@ def export_adapter(path: str, base: str, hf_dir: str) -> str:
     return f"{NAMES[adapter.config.peft]} of {', '.join(targets)}, {len(tensors)} tensors"
 
 
-def targets_in(adapter: Adapter) -> list[str]:
-    """The linear layers that have an adapter."""
-    return [name for name in LINEARS if any(f".{name}." in each for each in adapter.shapes)]
+def lora_tensors(values: dict[str, Tensor], here: dict[str, Location]) -> dict[str, Tensor]:
+    """A and B of one of their modules, as peft names them. here: our n layers in it."""
+    a = torch.cat([values[f"{name}.lora.a"] for name in here])  # [n r, in]
+    b = None
+    for i, (name, location) in enumerate(here.items()):
+        part = values[f"{name}.lora.b"]  # [out, r]
+        out, r = part.shape
+        if b is None:
+            b = torch.zeros(out if location.third is None else 3 * out, len(a))  # [3 out, n r]
+        block = rows_of(location, b)[..., i * r : (i + 1) * r]
+        block.copy_(part.view(block.shape))
+    return {"lora_A.weight": a, "lora_B.weight": b}
 
 
-def lora_tensors(values: dict[str, Tensor], held: list[Place]) -> dict[str, Tensor]:
-    """A and B of one of their modules, as peft names them; none where there is no adapter."""
-    pairs = {}
-    for place in held:
-        name = ours_of(place.layer, place.target)
-        if f"{name}.lora.a" in values:
-            pairs[place.third] = values[f"{name}.lora.a"], values[f"{name}.lora.b"]
-    if not pairs:
-        return {}
-    a = torch.cat([a for a, _ in pairs.values()])  # [n r, in]
-    if None in pairs:
-        return {"lora_A.weight": a, "lora_B.weight": pairs[None][1]}
-    h, r = pairs[next(iter(pairs))][1].shape
-    b = torch.zeros(3 * h, len(a))  # [3 h, n r]
-    for i, (third, (_, part)) in enumerate(pairs.items()):
-        b[third * h : (third + 1) * h, i * r : (i + 1) * r] = part
-    return {"lora_A.weight": a, "lora_B.weight": to_their_rows(b, held[0])}
+def ia3_tensors(values: dict[str, Tensor], here: dict[str, Location]) -> dict[str, Tensor]:
+    """The scale of one of their modules."""
+    whole = None
+    for name, location in here.items():
+        scale = values[f"{name}.ia3.scale"]  # [out]
+        if whole is None:
+            whole = torch.ones(len(scale) if location.third is None else 3 * len(scale), 1)
+        rows = rows_of(location, whole)
+        rows.copy_(scale.view(rows.shape))
+    return {"ia3_l": whole.t() if scales_inputs(here) else whole}  # [1, in] or [3 out, 1]
 
 
-def ia3_tensors(values: dict[str, Tensor], held: list[Place]) -> dict[str, Tensor]:
-    scales = {}
-    for place in held:
-        scale = values.get(f"{ours_of(place.layer, place.target)}.ia3.scale")
-        if scale is not None:
-            scales[place] = scale
-    if not scales:
-        return {}
-    place, scale = next(iter(scales.items()))
-    if place.third is None:
-        return {"ia3_l": scale[None] if place.target == "down" else scale[:, None]}
-    whole = torch.ones(3, len(scale))
-    for place, scale in scales.items():
-        whole[place.third] = scale
-    return {"ia3_l": to_their_rows(whole.view(-1, 1), place)}  # [3 h, 1]
+def scales_inputs(linears: dict[str, Location]) -> bool:
+    return [target_of(name) for name in linears] == ["down"]
 
 
 def their_config(adapter: Adapter, targets: list[str], base: str | Path | None) -> dict[str, Any]:
@@ -222,15 +217,15 @@ def their_config(adapter: Adapter, targets: list[str], base: str | Path | None) 
     }
     if config.peft == "ia3":
         down = architecture.modules["blocks.*.mlp.down"].module.split(".*.")[-1]
-        inner = [name for name in targets if name == down]
-        return told | {"feedforward_modules": inner}
+        return told | {"feedforward_modules": [name for name in targets if name == down]}
     told |= {"r": config.lora_rank, "lora_alpha": number(config.lora_alpha), "bias": "none"}
     told |= {"lora_dropout": config.lora_dropout}
-    n = len({"query", "key", "value"} & set(targets_in(adapter)))
-    fused = FUSED.get(architecture.name)
-    if fused and n:
-        told["rank_pattern"] = {fused: n * config.lora_rank}
-        told["alpha_pattern"] = {fused: number(n * config.lora_alpha)}
+    n = len({"query", "key", "value"} & set(targets_of(adapter.shapes)))
+    for name in targets:
+        fused = name.split(".")[-1]
+        if fused in FUSED:
+            told["rank_pattern"] = {fused: n * config.lora_rank}
+            told["alpha_pattern"] = {fused: number(n * config.lora_alpha)}
     return told
 
 
@@ -249,9 +244,9 @@ def import_adapter(hf_dir: str, base: str, out: str) -> str:
     told = read_config(hf_dir)
     tensors, metadata = read_tensors(hf_dir)
     base, model = base_of(base)
-    check_targets(hf_dir, told.get("target_modules"), tensors, places(model))
-    unstack = split_lora if told["peft_type"] == "LORA" else split_ia3
-    known = places(model)
+    known = their_modules(model)
+    check_targets(hf_dir, told.target_modules, tensors, known)
+    split = split_lora if told.peft_type == "LORA" else split_ia3
     values = {}
     for module, found in tensors.items():
         if module not in known:
@@ -260,7 +255,7 @@ def import_adapter(hf_dir: str, base: str, out: str) -> str:
                 f" {architecture_of(model).name}"
             )
         try:
-            values |= unstack(module, found, known[module], told, metadata)
+            values |= split(module, found, known[module], told, metadata)
         except (ValueError, KeyError, RuntimeError) as e:
             reason = f"lacks {e}" if isinstance(e, KeyError) else str(e)
             raise HuggingFaceError(f"{hf_dir}: {module}: {reason}") from None
@@ -273,7 +268,7 @@ def import_adapter(hf_dir: str, base: str, out: str) -> str:
         "corpus": None,
         "optimizer": None,
         "base": fingerprint(base, model),
-        "adapter": as_json(config),
+        "adapter": dataclasses.asdict(config),
     }
     parameters = {f"model.{name}": value.contiguous() for name, value in values.items()}
     with building(out) as folder:
@@ -283,27 +278,34 @@ def import_adapter(hf_dir: str, base: str, out: str) -> str:
     return f"{NAMES[config.peft]} of {', '.join(config.peft_targets)}, {len(values)} tensors"
 
 
-def read_config(hf_dir: Path) -> dict[str, Any]:
+def read_config(hf_dir: Path) -> PeftConfig:
     """adapter_config.json, if adapters.py computes what it says. Raises HuggingFaceError."""
     where = hf_dir / "adapter_config.json"
     if not where.is_file():
         raise HuggingFaceError(f"{hf_dir} has no adapter_config.json, as save_pretrained writes it")
-    told = read_json(where)
-    check_fields = {"LORA": check_lora, "IA3": lambda told, refuse: None}
-
-    def refuse(field: str, rule: str):
-        raise HuggingFaceError(f"{where}: {field} is {json.dumps(told.get(field))}; {rule}")
-
-    if told.get("peft_type") not in list(check_fields):
-        refuse("peft_type", "adapters.py has LORA and IA3")
-    for field in sorted(told.keys() - READ - HARMLESS):
-        if told[field]:
-            refuse(field, "adapters.py does not compute that")
-    check_fields[told["peft_type"]](told, refuse)
+    content = read_json(where)
+    try:
+        told = json_files.convert(content, PeftConfig, str(where))
+    except json_files.JSONError as e:
+        raise HuggingFaceError(str(e)) from None
+    rules = {name: "adapters.py does not compute that" for name in content if content[name]}
+    for name in (*PeftConfig.__struct_fields__, *HARMLESS):
+        rules.pop(name, None)
+    if told.peft_type not in ("LORA", "IA3"):
+        rules["peft_type"] = "adapters.py has LORA and IA3"
+    if told.bias != "none":
+        rules["bias"] = 'adapters.py has only "none": biases stay as they are'
+    if told.init_lora_weights not in (True, False, "gaussian", "orthogonal", "eva"):
+        rules["init_lora_weights"] = "this one changes the base's weights too"
+    for name in ("rank_pattern", "alpha_pattern"):
+        if (getattr(told, name) or {}).keys() - set(FUSED):
+            rules[name] = "adapters.py has one rank and one scale for all modules"
+    for name, rule in rules.items():
+        raise HuggingFaceError(f"{where}: {name} is {json.dumps(content[name])}; {rule}")
     return told
 
 
-def check_targets(hf_dir: Path, targets, tensors: dict, known: dict[str, list[Place]]) -> None:
+def check_targets(hf_dir: Path, targets, tensors: dict, known: dict) -> None:
     """Whether target_modules, by which peft finds the layers, are those that have tensors. known:
     all modules of the base that an adapter can have. Raises HuggingFaceError."""
     if targets in (None, "all-linear"):
@@ -315,10 +317,8 @@ def check_targets(hf_dir: Path, targets, tensors: dict, known: dict[str, list[Pl
                 return bool(re.fullmatch(targets, module))
             except re.error:
                 return False
-        return any(module == t or module.endswith(f".{t}") for t in targets)
+        return any(f".{module}".endswith(f".{target}") for target in targets)
 
-    if not isinstance(targets, str | list) or not all(isinstance(t, str) for t in targets):
-        raise HuggingFaceError(f"{hf_dir}: target_modules is {json.dumps(targets)}; names, or one")
     without = [module for module in known if is_target(module) and module not in tensors]
     beyond = [module for module in tensors if module in known and not is_target(module)]
     for modules, rule in ((beyond, "is none of"), (without, "has no tensors, and is one of")):
@@ -327,24 +327,6 @@ def check_targets(hf_dir: Path, targets, tensors: dict, known: dict[str, list[Pl
                 f"{hf_dir}: {modules[0]} {rule} the target_modules {json.dumps(targets)} of its"
                 " adapter_config.json"
             )
-
-
-def check_lora(told: dict[str, Any], refuse: Callable[[str, str], None]) -> None:
-    """refuse(field, rule): raises an error."""
-    if told.get("bias", "none") != "none":
-        refuse("bias", 'adapters.py has only "none": biases stay as they are')
-    if told.get("init_lora_weights", True) not in (True, False, "gaussian", "orthogonal", "eva"):
-        refuse("init_lora_weights", "this one changes the base's weights too")
-    if type(told.get("r", 8)) is not int or not 1 <= told.get("r", 8) < 2**31:
-        refuse("r", "an integer from 1 on is expected")
-    for field, most in (("lora_alpha", 2.0**31), ("lora_dropout", 1)):
-        value = told.get(field, 0)
-        if type(value) not in (int, float) or not 0 <= value < most:
-            refuse(field, f"a number from 0 to {most:.0f} is expected")
-    for field in ("rank_pattern", "alpha_pattern"):
-        pattern = told.get(field) or {}
-        if not isinstance(pattern, dict) or pattern.keys() - FUSED.values():
-            refuse(field, "adapters.py has one rank and one scale for all modules")
 
 
 def read_tensors(hf_dir: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
@@ -376,86 +358,83 @@ def read_tensors(hf_dir: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, 
 
 
 def split_lora(
-    module: str, found: dict[str, Tensor], held: list[Place], told: dict, metadata: dict
+    module: str,
+    found: dict[str, Tensor],
+    linears: dict[str, Location],
+    told: PeftConfig,
+    metadata: dict,
 ) -> dict[str, Tensor]:
     """Our A and B of the layers in one of their modules. Raises ValueError or KeyError."""
     a, b = found["lora_A.weight"], found["lora_B.weight"]
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(f"its A and B are {list(a.shape)} and {list(b.shape)}, not matrices")
-    b = to_our_rows(b, held[0])
-    r = told.get("r", 8)
-    fused = module.split(".")[-1]
-    pattern = (told.get("rank_pattern") or {}).get(fused)
-    if held[0].third is None or pattern is None:
-        # one A for query, key and value
-        blocks = b.chunk(len(held))
-        return pairs_of([(place, a, block) for place, block in zip(held, blocks)])
-    if told.get("use_rslora"):
+    fused = target_of(module)
+    pattern = (told.rank_pattern or {}).get(fused)
+    values = {}
+    if fused not in FUSED or pattern is None:
+        # one A, which query, key and value share
+        for name, location in linears.items():
+            # a file cannot hold one A under three names
+            values[f"{name}.lora.a"] = a.clone()
+            values[f"{name}.lora.b"] = rows_of(location, b).flatten(0, -2)
+        return values
+    if told.use_rslora:
         raise ValueError("use_rslora and rank_pattern give it another scale than the others have")
     chosen = metadata.get("targets", "query key value").split()
-    held_here = [place for place in held if place.target in chosen]
-    n = len(held_here)
-    alpha = told.get("lora_alpha", 8)
-    scaled = (told.get("alpha_pattern") or {}).get(fused, alpha) == n * alpha
+    linears = {name: where for name, where in linears.items() if target_of(name) in chosen}
+    n, r = len(linears), told.r
+    scaled = (told.alpha_pattern or {}).get(fused, told.lora_alpha) == n * told.lora_alpha
     if pattern != n * r or a.shape[0] != n * r or not scaled:
         raise ValueError(f"rank_pattern {pattern}: {n} times r {r}, with {n} times alpha, is known")
-    # [3, h, n, r]: block (third, i) belongs to query, key or value and to its A
-    blocks = b.view(3, -1, n, r)
-    pairs = []
-    rest = b.clone().view(3, -1, n, r)
-    for i, place in enumerate(held_here):
-        pairs.append((place, a[i * r : (i + 1) * r], blocks[place.third, :, i]))
-        rest[place.third, :, i] = 0
-    if rest.any():
+    for i, (name, location) in enumerate(linears.items()):
+        part = slice(i * r, (i + 1) * r)
+        block = rows_of(location, b)[..., part]  # [h, r], or [a, d, r]
+        values[f"{name}.lora.a"] = a[part].clone()
+        values[f"{name}.lora.b"] = block.flatten(0, -2).clone()
+        block.zero_()
+    if b.any():
         raise ValueError("its B is not of one block for each of query, key and value")
-    return pairs_of(pairs)
-
-
-def pairs_of(pairs: list[tuple[Place, Tensor, Tensor]]) -> dict[str, Tensor]:
-    values = {}
-    for place, a, b in pairs:
-        name = ours_of(place.layer, place.target)
-        # a file cannot hold one A under three names
-        values |= {f"{name}.lora.a": a.clone(), f"{name}.lora.b": b}
     return values
 
 
 def split_ia3(
-    module: str, found: dict[str, Tensor], held: list[Place], told: dict, metadata: dict
+    module: str,
+    found: dict[str, Tensor],
+    linears: dict[str, Location],
+    told: PeftConfig,
+    metadata: dict,
 ) -> dict[str, Tensor]:
     """Our scales of the layers in one of their modules. Raises ValueError or KeyError."""
     scale = found["ia3_l"]
-    # scales of outputs are [out, 1], of inputs [1, in]
-    of_inputs = held[0].target == "down"
+    of_inputs = scales_inputs(linears)
     if scale.dim() != 2 or scale.shape[0 if of_inputs else 1] != 1:
         expected = "[1, in]" if of_inputs else "[out, 1]"
         raise ValueError(f"its scale is {list(scale.shape)}, and {expected} is expected")
-    scale = to_our_rows(scale, held[0]).flatten()
-    parts = {place.target: part for place, part in zip(held, scale.chunk(len(held)))}
+    if of_inputs:
+        scale = scale.t()
     chosen = metadata.get("targets", " ".join(TARGETS["ia3"])).split()
     values = {}
-    for place in held:
-        if place.target in TARGETS["ia3"] and place.target in chosen:
-            values[f"{ours_of(place.layer, place.target)}.ia3.scale"] = parts[place.target]
-        elif not parts[place.target].eq(1).all():
+    for name, location in linears.items():
+        part = rows_of(location, scale).flatten()
+        target = target_of(name)
+        if target in TARGETS["ia3"] and target in chosen:
+            values[f"{name}.ia3.scale"] = part
+        elif not part.eq(1).all():
             raise ValueError(
-                f"it scales {place.target} too, and adapters.py scales only"
-                f" {', '.join(TARGETS['ia3'])}"
+                f"it scales {target} too, and adapters.py scales only {', '.join(TARGETS['ia3'])}"
             )
     return values
 
 
-def our_config(told: dict, values: dict[str, Tensor]) -> AdapterConfig:
-    targets = tuple(name for name in LINEARS if any(f".{name}." in each for each in values))
-    if told["peft_type"] == "IA3":
+def our_config(told: PeftConfig, values: dict[str, Tensor]) -> AdapterConfig:
+    targets = targets_of(values)
+    if told.peft_type == "IA3":
         return AdapterConfig("ia3", peft_targets=targets)
-    r = told.get("r", 8)
-    alpha = float(told.get("lora_alpha", 8))
-    if told.get("use_rslora"):
+    alpha = told.lora_alpha
+    if told.use_rslora:
         # its scale is α / √r, ours α / r
-        alpha *= math.sqrt(r)
-    dropout = told.get("lora_dropout") or 0.0
-    return AdapterConfig("lora", r, alpha, dropout, peft_targets=targets)
+        alpha *= math.sqrt(told.r)
+    return AdapterConfig("lora", told.r, alpha, told.lora_dropout, peft_targets=targets)
 
 
 def check_values(
