@@ -159,7 +159,7 @@ def layer(rank: Rank) -> tuple[Pass, Pass, float]:
     exchange = 2 * with_experts
     exchange *= rank.collective("ep", rank.activation * model.router_topk / rank.sequence_ranks)
     core_backward = (3 if rank.scores_again else 2) * core
-    waits = context(rank, core), context_backward(rank, core_backward)
+    waits = context(rank, core, core_backward)
     forward = Pass(linear + core, elementwise + scores + bias, 2 * all_reduce, exchange, waits[0])
 
     # stages 2 and 3 keep a row of the sum
@@ -223,13 +223,8 @@ def tensor_backward(rank: Rank, all_reduce: float, linear: float) -> float:
     return waits
 
 
-def key_bytes(rank: Rank) -> float:
-    """Of the keys, or the values, of this rank's tokens and heads."""
-    return head_bytes(rank, rank.model.num_kv_heads)
-
-
 def head_bytes(rank: Rank, heads: int) -> float:
-    """Of so many heads of the whole model, on this rank."""
+    """Of the keys, for example, of this rank's tokens and of so many heads of the whole model."""
     return rank.software.weight * rank.tokens * heads * rank.model.head_dim / rank.layout.tp
 
 
@@ -237,41 +232,33 @@ def to_neighbour(rank: Rank, width: float = 1.0) -> float:
     """Seconds in which keys and values go to the next rank of the ring, on all ranks at once.
     width: of a number, over that of a weight."""
     link = rank.machine.link(rank.layout.cp, rank.strides["cp"])
-    return rank.machine.constants.wait + 2 * key_bytes(rank) * width / link
+    nbytes = 2 * head_bytes(rank, rank.model.num_kv_heads) * width
+    return rank.machine.constants.wait + nbytes / link
 
 
-def exchanges(rank: Rank) -> float:
-    """Seconds of four all-to-alls: queries, keys, values, results."""
-    sizes_of = head_bytes(rank, rank.model.num_heads), key_bytes(rank)
-    return 2 * sum(rank.collective("cp", size) for size in sizes_of)
+def context(rank: Rank, forward: float, backward: float) -> tuple[float, float]:
+    """Seconds that (forward, backward) waits for context-parallel ranks. forward, backward: seconds
+    of attention to all keys.
 
-
-def context(rank: Rank, core: float) -> float:
-    """Seconds that forward waits for context-parallel ranks. core: of attention to all keys. A
-    ring's next keys and values come beside attention to those that are there."""
+    A ring's next keys and values come beside attention to those that are there. In backward the
+    gradients of keys and values follow them from the second step on, and nothing runs beside their
+    last way, to the rank that they belong to.
+    """
     n = rank.layout.cp
     if n == 1:
-        return 0.0
+        return 0.0, 0.0
     if rank.layout.cp_kind == "all-to-all":
-        return exchanges(rank)
-    return (n - 1) * max(0.0, to_neighbour(rank) - core / n)
-
-
-def context_backward(rank: Rank, core: float) -> float:
-    """The same of backward: gradients of keys and values follow them from the second step on, and
-    nothing runs beside their last way, to the rank that they belong to."""
-    n = rank.layout.cp
-    if n == 1:
-        return 0.0
-    if rank.layout.cp_kind == "all-to-all":
-        return exchanges(rank)
+        # queries and results, keys and values
+        heads = rank.model.num_heads, rank.model.num_kv_heads
+        seconds = 2 * sum(rank.collective("cp", head_bytes(rank, a)) for a in heads)
+        return seconds, seconds
     keys = to_neighbour(rank)
     gradients = to_neighbour(rank, max(4, rank.software.weight) / rank.software.weight)
-    # what is on its way beside each of the n steps
-    beside = [keys] * (n - 1) + [0.0]
-    for step in range(2, n):
-        beside[step] += gradients
-    return sum(max(0.0, seconds - core / n) for seconds in beside) + gradients
+    # attention in each of the n - 1 steps that have something on the way
+    beside_forward, beside_backward = (seconds * (n - 1) / n for seconds in (forward, backward))
+    moved = (n - 1) * keys + (n - 2) * gradients
+    waits = max(0.0, moved - beside_backward) + gradients
+    return max(0.0, (n - 1) * keys - beside_forward), waits
 
 
 def attention_share(model: MoEConfig) -> float:

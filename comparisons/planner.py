@@ -117,7 +117,7 @@ def measure(toy: bool) -> dict:
     everything = errors.summary(A100, held_out)
     worst = []
     for row, error in errors.worst(A100, held_out):
-        reason = errors.REASONS.get((row.group, row.name), "no reason known")
+        reason = row.why_off or "no reason known"
         worst.append(dict(group=row.group, name=row.name, error=error, reason=reason))
     choices = errors.random_choices(rows, 3 if toy else 30)
     models = {"gpt3-5b": NEMO["gpt3-5b"][2:]} if toy else NEMO
@@ -312,6 +312,9 @@ def draw(results: dict, figures: Path) -> None:
 
 def main():
     args = report.parse(report.arguments(__doc__))
+    fitted, _ = errors.split(published.read(published.PUBLISHED))
+    for name, value in vars(errors.calibrate(A100, fitted).constants).items():
+        print(f"{name:<9}{value:.3g}")
     results = measure(args.toy)
     print_results(results)
     report.finish("planner", results, args, draw)

@@ -161,7 +161,7 @@ def teach_errors(lesson: form.Lesson, machine: Machine, rows: list[Row]) -> None
         everything.mean <= 0.04 and everything.ninth_decile <= 0.08 and table5 <= 0.02,
     )
     (row, error), *_ = errors.worst(machine, held_out, 1)
-    reason = errors.REASONS.get((row.group, row.name), "").split(";")[0]
+    reason = row.why_off.split(";")[0]
     because = f": {reason}" if reason and not lesson.without else ""
     lesson.say(f"the worst: {row.group} {row.name} {error:+.1%}{because}")
 

@@ -7,7 +7,7 @@ It runs the Trainer of train.py, its forward_backward and its update. So it cann
 train.py does. Three things take the place of a cluster:
 
     meta device           tensors have a shape and a type, and no values: they take no memory
-    fake process group    a collective of 3,072 ranks returns at once
+    fake process group    a collective of 3,072 ranks returns at once (planning/stand_ins.py)
     counters              each operation and each collective passes by them, and what autograd
                           keeps for backward (planning/counters.py)
 
@@ -16,49 +16,37 @@ and p + 1). Each count of a step of m is a + b m, and these two give a and b. Wh
 peak follows from the schedule of all m, for each action adds and frees the same bytes
 (`Actions.peak_of`).
 
-Where a value decides, none is read: every token counts in the loss, and each expert gets an even
-share of the tokens (`EvenRouting`). On real ranks the rows that all-to-alls carry vary around it.
+Every token counts in the loss, and each expert gets an even share of the tokens. On real ranks the
+rows that all-to-alls carry vary around it.
 
 Precision is bf16 unless --precision is given, as on GPUs. FLOPs are those of matrix
-multiplications; fused attention counts all s² scores, and five of its matrices in backward, for it
-computes the scores again. A ring's blocks of which a query sees no key are not computed.
+multiplications; fused attention counts all s² scores, and computes them again in backward.
 
 Not covered: what fused CUDA kernels (--kernels auto) and torch.compile keep in another form; what
 exists for a moment (gathered units of ZeRO stage 3, gradients on their way, buffers, workspaces).
 No tokenizer is opened: --vocab-size or the preset says how large the vocabulary is.
 """
 
-import contextlib
 import dataclasses
+import itertools
 import json
 import os
 from collections import Counter, defaultdict
-from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
-
-import dropout
-import moe
 import schedules
-from attention import ring_attention
-from base import attention_kernels, terminal
+from base import terminal
 from base.world import Groups
-from data import Batch, Dataset
 from planning.counters import Counters, Held, Kept, by_dtype, key
-from routers import DispatchPlan, Routing
+from planning.stand_ins import META, Tokens, fake_world, stand_ins, with_even_routing
 from run import rules
-from run.config import ConfigError, flag_name
+from run.config import ConfigError
 from run.pretraining import Config
 from sharding import local_part
 
 # far more than anybody has, and process groups that are made in a second
 MOST_RANKS = 2**17
-META = torch.device("meta")
-aten = torch.ops.aten
 
 # --- the answer -----------------------------------------------------------------------------------
 
@@ -93,131 +81,6 @@ class Report:
     activations: int
     flops: int
     collectives: list[Collective]
-
-
-# --- in the place of values -----------------------------------------------------------------------
-
-
-class Tokens(Dataset):
-    """A data set of shapes, in which every token counts."""
-
-    def __init__(self, s: int, document_mask: bool = False):
-        self.s = s
-        self.document_mask = document_mask
-
-    def batch(self, samples) -> Batch:
-        shape = len(samples), self.s
-        tokens = torch.empty(shape, dtype=torch.int64, device=META)
-        mask = torch.empty(shape, dtype=torch.bool, device=META)
-        documents = tokens.clone() if self.document_mask else None
-        return Batch(tokens, tokens.clone(), mask, tokens[:, 0].clone(), documents)
-
-
-def even_scores(k: int, logits: Tensor, training: bool = True) -> Tensor:
-    """Scores whose k largest give token n the experts n k, n k + 1, .. (modulo E). logits, result:
-    [n, E]"""
-    n, e = logits.shape
-    first = k * torch.arange(n, device=logits.device).unsqueeze(1)
-    return -((torch.arange(e, device=logits.device) - first) % e).to(logits.dtype)
-
-
-class EvenRouting(Routing):
-    """Takes the place of a router's Routing on the meta device: how many rows an expert gets is a
-    value. The plan is made on the CPU, from even scores; what it indexes is on the meta device."""
-
-    def forward(self, logits: Tensor) -> DispatchPlan:
-        self.scores = partial(even_scores, self.k)
-        plan = super().forward(torch.zeros(logits.shape, dtype=logits.dtype))
-        on_meta = {}
-        for name, value in plan._asdict().items():
-            # of the counts the host reads each number
-            if isinstance(value, Tensor) and name != "counts":
-                on_meta[name] = value.to(META)
-        return plan._replace(**on_meta)
-
-    def exchange(self, counts: Tensor) -> Tensor:
-        super().exchange(counts)
-        # the other ranks send what this one sends
-        ep = self.group.size()
-        return counts.view(ep, -1)[self.group.rank()].repeat(ep)
-
-
-def with_even_routing(task):
-    """The task, on a model whose routers need no values."""
-    before = task.before_techniques
-
-    def before_techniques(stage) -> None:
-        before(stage)
-        for layer in moe.layers(stage).values():
-            layer.routing.__class__ = EvenRouting
-
-    task.before_techniques = before_techniques
-    return task
-
-
-def attention_in_one(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask=None, is_causal: bool = True, enable_gqa=False
-) -> Tensor:
-    """F.scaled_dot_product_attention. On the meta device torch takes it apart, into matrices of s²
-    scores. This is one operation, which keeps q, k, v, the output and a number for each row; and
-    what a window or ALiBi adds to the scores (families.py). A mask of documents is boolean,
-    and the kernel for GPUs does not keep it (attention/document_mask.py)."""
-    bias = attn_mask if attn_mask is not None and attn_mask.is_floating_point() else None
-    attention = aten._scaled_dot_product_flash_attention_for_cpu
-    return attention(q, k, v, 0.0, bias is None, attn_mask=bias)[0]
-
-
-def mask_without_bits(key: Tensor, site: int, shape, start: dict[int, int], p: float) -> Tensor:
-    """dropout.dropout_mask, without its hash: twenty operations, half of the time of a step."""
-    return torch.empty(shape, dtype=torch.bool, device=key.device)
-
-
-def kernel_in_one(q: Tensor) -> attention_kernels.Kernel:
-    """ring_attention.kernel_for: also one operation."""
-    return attention_kernels.make(attention_kernels.Kernel)
-
-
-def one_after_the_other(ops: list[dist.P2POp]) -> list[dist.Work]:
-    """dist.batch_isend_irecv, which looks for the backend of a device that is not there."""
-    return [op.op(op.tensor, op.peer, op.group, op.tag) for op in ops]
-
-
-# (module, name of a function): what the meta device runs in its place
-STAND_INS = {
-    (F, "scaled_dot_product_attention"): attention_in_one,
-    (dropout, "dropout_mask"): mask_without_bits,
-    (ring_attention, "dropout_mask"): mask_without_bits,
-    (ring_attention, "kernel_for"): kernel_in_one,
-    (dist, "batch_isend_irecv"): one_after_the_other,
-}
-
-
-@contextlib.contextmanager
-def stand_ins():
-    originals = {where: getattr(*where) for where in STAND_INS}
-    for where, function in STAND_INS.items():
-        setattr(*where, function)
-    try:
-        yield
-    finally:
-        for where, function in originals.items():
-            setattr(*where, function)
-
-
-@contextlib.contextmanager
-def fake_world(rank: int, world: int):
-    """A process group of `world` ranks, of which this process is one, and there is no other."""
-    # importing it takes a moment, which other runs need not spend
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if world == 1:
-        yield
-        return
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 # --- activations of a whole schedule --------------------------------------------------------------
@@ -256,10 +119,6 @@ class Actions:
         self.act, self.defer = pipeline.act, pipeline.defer
         pipeline.act, pipeline.defer = self.watched_act, self.watched_defer
 
-    @staticmethod
-    def leave(pipeline) -> None:
-        del pipeline.act, pipeline.defer
-
     def watched_act(self, step, action, received) -> None:
         kept = self.kept
         before = kept.bytes
@@ -276,20 +135,15 @@ class Actions:
 
     def peak_of(self, actions: list[schedules.Action]) -> int:
         """Bytes kept at the peak of one rank's list of actions."""
-        level = 0
-        peak = 0
-        for action in actions:
-            kind = action.op, action.chunk
-            peak = max(peak, level + self.rise[kind])
-            level += self.change[kind]
-        return peak
+        kinds = [(action.op, action.chunk) for action in actions]
+        before = itertools.accumulate((self.change[kind] for kind in kinds), initial=0)
+        return max(level + self.rise[kind] for level, kind in zip(before, kinds))
 
 
 # --- a step ---------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Step:
+class Step(NamedTuple):
     """What a step of a few micro-batches has shown."""
 
     flops: int
@@ -314,7 +168,8 @@ def run_step(trainer, m: int) -> Step:
         trainer.forward_backward(1, tokens)
         trainer.update(1)
     if actions:
-        actions.leave(trainer.model)
+        # the pipeline's own methods again
+        del trainer.model.act, trainer.model.defer
     trainer.config, trainer.schedule = whole
     return Step(counters.flops, counters.counted(trainer.groups), kept, actions)
 
@@ -326,18 +181,19 @@ def report(config: Config, trainer_class, rank: int, world: int) -> Report:
     with fake_world(rank, world):
         groups = Groups()
         if world > 1:
-            layout = {name: getattr(config, name) for name in ("tp", "pp", "ep", "cp")}
-            groups = Groups.make("cpu", world, **layout)
+            groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep, cp=config.cp)
         trainer = trainer_class(config, META, groups, with_even_routing(config.task()))
         # it would read whether a step of fp16 is finite
         trainer.optimizer.scaler = None
         m = config.global_batch_size // trainer.dp // trainer.micro_batch
         # under zb-h1 up to p micro-batches wait for their weight gradients when the step ends
-        few = config.pp if config.pipeline_schedule == "zb-h1" else 1
-        first = second = run_step(trainer, min(few, m))
-        if m > few:
-            second = run_step(trainer, few + 1)
-        return summary(trainer, rank, world, m, m - few, first, second)
+        few = min(m, config.pp if config.pipeline_schedule == "zb-h1" else 1)
+        first = run_step(trainer, few)
+        second = run_step(trainer, few + 1) if m > few else first
+        place = place_of(groups)
+        counts = counts_of(trainer, m - few, first, second)
+        layers = [int(n) for stage in trainer.stages for n in stage.blocks]
+        return Report(rank, world, place, layers, m, **bytes_of(trainer), **counts)
 
 
 def as_on_a_cluster(config: Config, world: int) -> Config:
@@ -349,9 +205,9 @@ def as_on_a_cluster(config: Config, world: int) -> Config:
     return config
 
 
-def summary(trainer, rank: int, world: int, m: int, more: int, first: Step, second: Step) -> Report:
-    """The report of a step of m micro-batches, `more` than the first step has. The second step has
-    one more, so each of them adds the difference of the two."""
+def counts_of(trainer, more: int, first: Step, second: Step) -> dict:
+    """Fields of Report, of a step that has `more` micro-batches than the first. The second has one
+    more, so each of them adds the difference of the two."""
     collectives = []
     for kind in first.collectives | second.collectives:
         count, next_count = first.collectives[kind], second.collectives[kind]
@@ -359,17 +215,11 @@ def summary(trainer, rank: int, world: int, m: int, more: int, first: Step, seco
     activations = second.kept.peak
     if second.actions:
         activations = second.actions.peak_of(trainer.schedule[trainer.groups.pp.rank()])
-    return Report(
-        rank=rank,
-        world=world,
-        place=place_of(trainer.groups),
-        layers=[int(n) for stage in trainer.stages for n in stage.blocks],
-        micro_batches=m,
-        **bytes_of(trainer),
-        activations=activations,
-        flops=first.flops + more * (second.flops - first.flops),
-        collectives=sorted(collectives),
-    )
+    return {
+        "activations": activations,
+        "flops": first.flops + more * (second.flops - first.flops),
+        "collectives": sorted(collectives),
+    }
 
 
 def bytes_of(trainer) -> dict[str, dict[str, int]]:
@@ -380,8 +230,11 @@ def bytes_of(trainer) -> dict[str, dict[str, int]]:
     optimizer = trainer.optimizer
     state = []
     for tensors in (optimizer.masters, optimizer.low, optimizer.exp_avg, optimizer.exp_avg_sq):
-        # a float32 weight is its own master
-        state += [t for name, t in tensors.items() if not shares(t, optimizer.parameters[name])]
+        for name, tensor in tensors.items():
+            weight = optimizer.parameters[name]
+            # a float32 weight is its own master
+            if key(tensor.untyped_storage()) != key(weight.untyped_storage()):
+                state.append(tensor)
     return {
         "parameters": by_dtype(parameters + local),
         "gradients": by_dtype(gradients),
@@ -389,17 +242,9 @@ def bytes_of(trainer) -> dict[str, dict[str, int]]:
     }
 
 
-def shares(a: Tensor, b: Tensor) -> bool:
-    return key(a.untyped_storage()) == key(b.untyped_storage())
-
-
 def place_of(groups: Groups) -> dict[str, tuple[int, int]]:
-    place = {}
-    for name in ("pp", "dp", "cp", "edp", "ep", "tp"):
-        group = getattr(groups, name)
-        if group:
-            place[name] = group.rank(), group.size()
-    return place
+    found = {name: getattr(groups, name) for name in ("pp", "dp", "cp", "edp", "ep", "tp")}
+    return {name: (group.rank(), group.size()) for name, group in found.items() if group}
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -413,12 +258,15 @@ def main(config: Config, question: dict, trainer_class) -> None:
     for line in lines(answer):
         terminal.say(line)
     path = question.get("json")
-    if path:
-        try:
-            with open(path, "w", encoding="utf-8") as file:
-                json.dump(as_json(answer), file, indent=1)
-        except OSError as e:
-            raise ConfigError(f"--json {path}: cannot be written ({e.strerror})") from None
+    if not path:
+        return
+    # each collective with the names of its fields
+    collectives = [collective._asdict() for collective in answer.collectives]
+    fields = dataclasses.asdict(answer) | {"collectives": collectives}
+    try:
+        Path(path).write_text(json.dumps(fields, indent=1))
+    except OSError as e:
+        raise ConfigError(f"--json {path}: cannot be written ({e.strerror})") from None
 
 
 def check(config: Config, question: dict) -> tuple[int, int]:
@@ -433,25 +281,17 @@ def check(config: Config, question: dict) -> tuple[int, int]:
         raise ConfigError(f"--of {world}: must be from 1 to {MOST_RANKS:,} ranks")
     if not 0 <= rank < world:
         raise ConfigError(f"--as-rank {rank}: ranks of --of {world} are numbered 0 to {world - 1}")
-    if "RANK" in os.environ:
-        raise ConfigError(
-            f"--as-rank {rank}: one process answers; start it with python, not with torchrun"
-        )
-    check_beside(config, rank)
+    for wrong, rule in (
+        ("RANK" in os.environ, "one process answers; start it with python, not with torchrun"),
+        (config.resume, "reads no checkpoint; leave --resume out"),
+        (config.load, "reads no checkpoint; leave --load out"),
+        (config.plan, "runs no step; leave --plan out"),
+        (config.profile, "runs no step; leave --profile out"),
+        (config.fp8 != "off", "knows a step without FP8; leave --fp8 out"),
+    ):
+        if wrong:
+            raise ConfigError(f"--as-rank {rank}: {rule}")
     return rank, world
-
-
-def check_beside(config: Config, rank: int) -> None:
-    """What the answer does not know. Raises ConfigError."""
-    unread = ("resume", "load")
-    rules = dict.fromkeys(unread, "reads no checkpoint")
-    unrun = ("plan", "profile")
-    rules |= dict.fromkeys(unrun, "computes a step on whole rows of text, and runs none")
-    for name, rule in rules.items():
-        if getattr(config, name):
-            raise ConfigError(f"--as-rank {rank}: {rule}; leave {flag_name(name)} out")
-    if config.fp8 != "off":
-        raise ConfigError(f"--as-rank {rank}: knows a step without FP8; leave --fp8 out")
 
 
 def lines(answer: Report) -> list[str]:
@@ -481,18 +321,10 @@ def lines(answer: Report) -> list[str]:
 
 def ranges(numbers: list[int]) -> str:
     """[0, 1, 2, 8, 9] -> "0-2 8-9"; "none" for an empty list."""
-    found = []
-    for n in numbers:
-        if found and found[-1][1] == n - 1:
-            found[-1][1] = n
-        else:
-            found.append([n, n])
-    words = [f"{first}-{last}" if last > first else str(first) for first, last in found]
+    words = []
+    # in a run of neighbours, number and place differ by the same
+    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        neighbours = [n for _, n in run]
+        first, last = neighbours[0], neighbours[-1]
+        words.append(f"{first}-{last}" if last > first else str(first))
     return " ".join(words) or "none"
-
-
-def as_json(answer: Report) -> dict:
-    """The report for programs: the fields of Report; each collective with the names of its own."""
-    fields = dataclasses.asdict(answer)
-    fields["collectives"] = [collective._asdict() for collective in answer.collectives]
-    return fields

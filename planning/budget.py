@@ -33,7 +33,6 @@ class Sized(NamedTuple):
     parameters: int
     tokens: float
     days: float
-    flops: float
     plan: Plan
     # a larger model would not fit
     memory_is_full: bool = False
@@ -59,19 +58,25 @@ def size_for(
 
     Raises PlanError where there is none.
     """
+    batch = batch_of(gpus)
     no_room = False
     for layers in range(LARGEST, SMALLEST - 1, -1):
         model = gpt_of(layers)
-        needed = tokens_of(model, tokens) * flops_per_token(model)
+        count = least_parameters(model)
+        total = tokens or TOKENS_PER_PARAMETER * count
+        needed = total * flops_per_token(model)
         # even at the peak it would take longer
-        if needed > flops or needed > days * DAY * gpus * machine.peak:
+        if needed > min(flops, days * DAY * gpus * machine.peak):
             continue
-        sized = trained(machine, software, gpus, model, tokens)
-        if sized and sized.days <= days:
-            return sized._replace(memory_is_full=no_room)
-        no_room = sized is None
+        plans = fitting(machine, software, model, gpus, batch)
+        plan = min(plans, key=lambda plan: plan.seconds, default=None)
+        if plan:
+            taken = total / (batch * model.seq_length) * plan.seconds / DAY
+            if taken <= days:
+                return Sized(model, count, total, taken, plan, memory_is_full=no_room)
+        no_room = plan is None
     if no_room:
-        message = what_would_fit(machine, software, gpt_of(SMALLEST), gpus, batch_of(gpus))
+        message = what_would_fit(machine, software, gpt_of(SMALLEST), gpus, batch)
         raise PlanError(f"a model of {SMALLEST} layers does not fit: {message}")
     raise PlanError(
         f"too little for a model of {SMALLEST} layers; more GPUs, a larger budget or fewer --tokens"
@@ -79,26 +84,6 @@ def size_for(
     )
 
 
-def tokens_of(model: MoEConfig, tokens: float | None) -> float:
-    return tokens or TOKENS_PER_PARAMETER * least_parameters(model)
-
-
 def batch_of(gpus: int) -> int:
     """Sequences of a step: near 2 million tokens, and divisible by the GPUs."""
     return gpus * max(1, round(1024 / gpus))
-
-
-def trained(
-    machine: Machine, software: Software, gpus: int, model: MoEConfig, tokens: float | None
-) -> Sized | None:
-    """The fastest training of a model; None where it does not fit."""
-    count = least_parameters(model)
-    total = tokens_of(model, tokens)
-    batch = batch_of(gpus)
-    plans = fitting(machine, software, model, gpus, batch)
-    plan = min(plans, key=lambda plan: plan.seconds, default=None)
-    if plan is None:
-        return None
-    steps = total / (batch * model.seq_length)
-    flops = total * flops_per_token(model)
-    return Sized(model, count, total, steps * plan.seconds / DAY, flops, plan)

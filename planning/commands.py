@@ -30,14 +30,15 @@ import textwrap
 from collections.abc import Callable
 
 import planner
-from base import json_files, terminal
+from base import terminal
 from base.json_files import JSONError
 from model_config import flops_per_token, least_parameters
 from planning import rows
-from planning.budget import TOKENS_PER_PARAMETER, size_for
+from planning.budget import DAY, TOKENS_PER_PARAMETER, size_for
 from planning.fits import gib
 from planning.inputs import MACHINES, TRAIN, Layout, Machine
 from planning.memory import memory
+from planning.plan import machine_of as machine_named
 from planning.rows import RowError
 from routers import MoEConfig
 from run import flags, rules
@@ -45,7 +46,6 @@ from run.config import MODEL_FLAGS, ConfigError, flag_name
 from run.effects import Run, check_effects
 from run.pretraining import Config
 
-DAY = 86400
 # published runs of these models; the default of --tokens
 TOKENS = 300e9
 # what the table calls the parts of planning/memory.py, and how wide they are
@@ -55,7 +55,7 @@ PARTS = {
     "state": (6, ("optimizer",)),
     "activ.": (7, ("activations", "moment")),
 }
-REFUSED = (ConfigError, RowError, JSONError, planner.PlanError)
+REFUSED = (ConfigError, JSONError, planner.PlanError)
 
 
 class Parser(argparse.ArgumentParser):
@@ -114,10 +114,7 @@ def machine_of(args: argparse.Namespace) -> Machine:
         raise ConfigError(
             f"--gpu {args.gpu}: --machine {args.machine} says which; give one of the two"
         )
-    if args.machine:
-        machine = json_files.read(args.machine, Machine)
-    else:
-        machine = MACHINES[args.gpu or "a100"]
+    machine = machine_named(args.machine or args.gpu or "a100", "--machine")
     if args.memory:
         machine = dataclasses.replace(machine, memory=args.memory * 2**30)
     each = machine.ranks_per_node
@@ -216,6 +213,16 @@ def table(
     return ["".join(cell.rjust(w) for cell, w in zip(row, widths)) for row in rows]
 
 
+def show(
+    plans: list[planner.Plan], machine: Machine, model: MoEConfig, tokens: float, words: list[str]
+) -> None:
+    """The table of these plans, and the command of the best. words: the flags of the model."""
+    print()
+    print("\n".join(table(plans, machine, model, tokens)))
+    print()
+    print(wrapped(command(words, plans[0].layout, machine.ranks_per_node)))
+
+
 def days(number: float) -> str:
     """Three digits below 100, whole days above."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
@@ -294,10 +301,7 @@ def plan(argv: list[str]) -> None:
     print(
         "v: interleaved, v stages on a rank; b: micro-batch; seq: sequence parallelism; right: GiB"
     )
-    print()
-    print("\n".join(table(plans[: args.top], machine, model, args.tokens)))
-    print()
-    print(wrapped(command(model_words(args), best.layout, machine.ranks_per_node)))
+    show(plans[: args.top], machine, model, args.tokens, model_words(args))
     if others:
         print()
         print(textwrap.fill(why_it_loses(best, others[0]), 96))
@@ -305,10 +309,8 @@ def plan(argv: list[str]) -> None:
 
 def billions(number: float) -> str:
     """1.5e9: 1.5 billion"""
-    for name, unit in (("billion", 1e9), ("million", 1e6)):
-        if number >= unit:
-            return f"{number / unit:,.4g} {name}"
-    return f"{number:,.0f}"
+    name, unit = ("billion", 1e9) if number >= 1e9 else ("million", 1e6)
+    return f"{number / unit:,.4g} {name}"
 
 
 # --- size -----------------------------------------------------------------------------------------
@@ -337,7 +339,7 @@ def size(argv: list[str]) -> None:
     except planner.PlanError as e:
         budget = f"--days {args.days:g}" if args.days < math.inf else f"--flops {args.flops:g}"
         raise ConfigError(f"--gpus {args.gpus} {budget}: {e}") from None
-    model, best = found.model, found.plan
+    model = found.model
     print(
         f"{billions(found.parameters)} parameters: {model.num_layers} layers, h"
         f" {model.hidden_size:,}, {model.num_heads} heads, s {model.seq_length:,}, without dropout"
@@ -348,14 +350,11 @@ def size(argv: list[str]) -> None:
     )
     if found.memory_is_full:
         print("A larger model would not fit into memory.")
-    print()
-    print("\n".join(table([best], machine, model, found.tokens)))
-    print()
     # any GPT: the flags say the rest of its shape
     words = ["--model", "gpt2"]
     for field in ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size", "dropout"):
         words += [flag_name(field), f"{getattr(model, field):g}"]
-    print(wrapped(command(words, best.layout, machine.ranks_per_node)))
+    show([found.plan], machine, model, found.tokens, words)
 
 
 # --- predict --------------------------------------------------------------------------------------

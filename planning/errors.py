@@ -10,7 +10,7 @@ to the same six rows, and look at the rows held out:
     with WITHOUT["wait"]():
         machine, errors = measure(rows)
 
-    python -m planning.errors      the constants, errors by group, without each ingredient, by row
+    python comparisons/planner.py      the constants, errors by group, without each ingredient
 
 Not covered: how uncertain the constants are; errors of the published times. A row that was read off
 a plot has one.
@@ -23,7 +23,6 @@ from unittest import mock
 import numpy as np
 
 import planner
-from planning import rows as published
 from planning.inputs import Constants, Machine
 from planning.rows import Row
 
@@ -77,21 +76,15 @@ def calibrate(machine: Machine, rows: list[Row]) -> Machine:
     return with_constants(least_squares(residuals, expected))
 
 
-def least_squares(residuals, x: np.ndarray, steps: int = 100) -> np.ndarray:
-    """The x near the one given where the sum of residuals(x)² is least (Gauss and Newton, with half
-    of a step that leads uphill)."""
-    current = residuals(x)
+def least_squares(residuals, x: np.ndarray, steps: int = 30) -> np.ndarray:
+    """The x near the one given where the sum of residuals(x)² is least (Gauss and Newton)."""
     for _ in range(steps):
+        current = residuals(x)
         slopes = [(residuals(x + 1e-6 * axis) - current) / 1e-6 for axis in np.eye(len(x))]
         step = np.linalg.lstsq(np.stack(slopes, axis=1), -current)[0]
-        while np.abs(step).max() > 1e-7:
-            moved = residuals(x + step)
-            if moved @ moved < current @ current:
-                break
-            step = step / 2
-        else:
+        x = x + step
+        if np.abs(step).max() < 1e-7:
             break
-        x, current = x + step, moved
     return x
 
 
@@ -144,26 +137,6 @@ def measure(rows: list[Row]) -> tuple[Machine, Errors]:
 
 
 # --- the rows that are farthest off ---------------------------------------------------------------
-
-# (group, name) -> why, as far as the published numbers themselves show it
-REASONS = {
-    ("fig17r", "full, B 1"): (
-        "read off a plot at 0.6 sequences/s; its last digit is worth 8% to either side"
-    ),
-    ("fig13", "t 4, p 16, B 32"): (
-        "its two published times differ by 0.220 s a sequence, so 32 sequences and the pipeline's"
-        " fill take 10.3 s; the published 12.1 s have 1.8 s more, for which we know no cause"
-    ),
-    ("fig15", "t 8, d 8, B 32"): (
-        "its three published times leave 0.27 s that do not grow with the batch (the sum of"
-        " gradients and the update); predicted are 0.39 s"
-    ),
-    ("fig16", "b 4"): (
-        "without the pipeline's fill a sequence takes 4% longer than with b 2, though matrices are"
-        " larger; no ingredient of the model does that"
-    ),
-    ("fig16", "b 8"): "as with b 4: without the fill a sequence takes 2% longer than with b 2",
-}
 
 
 def worst(machine: Machine, rows: list[Row], count: int = 5) -> list[tuple[Row, float]]:
@@ -263,35 +236,3 @@ def random_choices(rows: list[Row], times: int = 30, seed: int = 0) -> list[Erro
         machine = calibrate(rows[0].machine, chosen)
         found.append(summary(machine, [row for row in rows if row not in chosen]))
     return found
-
-
-def line(name: str, errors: Errors) -> str:
-    return f"{name:<16}{errors.rows:>3} rows{errors.mean:>8.1%}{errors.worst:>8.1%}"
-
-
-def main():
-    rows = published.read(published.PUBLISHED)
-    machine, of_held_out = measure(rows)
-    held_out = split(rows)[1]
-    for name, value in dataclasses.asdict(machine.constants).items():
-        print(f"{name:<9}{value:.3g}")
-    print(f"{'held out':<24}{'mean':>7}{'worst':>8}")
-    for group, errors in by_group(machine, held_out).items():
-        print(line(group, errors))
-    print(line("all", of_held_out))
-    print("the worst rows:")
-    for row, e in worst(machine, held_out):
-        reason = REASONS.get((row.group, row.name), "no reason known")
-        print(f"{row.group} {row.name} {e:+.1%}: {reason}")
-    print("without one ingredient, constants fitted again to the same six rows:")
-    for name, errors in ablations(rows).items():
-        print(line(name or "(with all)", errors))
-    print("all rows:")
-    for row in rows:
-        mark = "fitted" if is_fitted(row) else ""
-        e = error(machine, row)
-        print(f"{row.group:<14}{row.name:<20}{row.seconds:>9.3f} s {e:>+7.1%} {mark}".rstrip())
-
-
-if __name__ == "__main__":
-    main()

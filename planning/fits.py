@@ -30,53 +30,49 @@ def what_would_fit(
         return least is not None and least <= USABLE * machine.memory
 
     least = least_bytes(software, model, gpus, global_batch)
-    if least is None:
-        return no_layout(machine, model, gpus, global_batch, fits)
-    message = (
-        f"every layout of {gpus:,} GPUs takes at least {gib(least)} GiB on each, of which"
-        f" {machine.name} has {gib(USABLE * machine.memory)} for tensors"
-    )
-    return f"{message}; {enough(gpus, global_batch, fits)}"
+    if least is not None:
+        return (
+            f"every layout of {gpus:,} GPUs takes at least {gib(least)} GiB on each, of which"
+            f" {machine.name} has {gib(USABLE * machine.memory)} for tensors;"
+            f" {enough(gpus, global_batch, fits)}"
+        )
+    # data parallelism alone can share this batch
+    batch = divisible(global_batch, gpus)
+    found = [f"--batch {batch}"] if batch != global_batch and fits(gpus, batch) else []
+    node = machine.ranks_per_node
+    for n in range(gpus - 1, 0, -1):
+        if (n <= node or n % node == 0) and fits(n, global_batch):
+            found.append(f"--gpus {n}")
+            break
+    would = f"{' or '.join(found)} would fit" if found else enough(gpus, global_batch, fits)
+    return f"{nothing_divides(model, gpus, global_batch)}; {would}"
+
+
+def divisible(batch: int, gpus: int) -> int:
+    """The next batch that so many GPUs can share."""
+    return -(-batch // gpus) * gpus
 
 
 def enough(gpus: int, global_batch: int, fits: Callable[[int, int], bool]) -> str:
     """How many GPUs would hold the model."""
-    for times in (2**i for i in range(13)):
-        n = times * gpus
+    for n in (gpus * 2**i for i in range(13)):
         if fits(n, global_batch):
             return f"{n:,} GPUs would hold it"
-        # a batch that so many can share
-        batch = -(-global_batch // n) * n
+        batch = divisible(global_batch, n)
         if batch != global_batch and fits(n, batch):
             return f"{n:,} GPUs with --batch {batch} would hold it"
     return "a smaller model would fit"
 
 
-def no_layout(
-    machine: Machine,
-    model: MoEConfig,
-    gpus: int,
-    global_batch: int,
-    fits: Callable[[int, int], bool],
-) -> str:
-    """Why nothing divides, and the next numbers that would, and have the memory."""
+def nothing_divides(model: MoEConfig, gpus: int, global_batch: int) -> str:
     message = (
         f"no layout of {gpus:,} GPUs with even stages divides {model.num_heads} heads,"
         f" {model.num_layers} layers and a step of {global_batch:,} sequences"
     )
     for pp in range(2, min(gpus, model.num_layers) + 1):
         if gpus % pp == 0 and global_batch % (gpus // pp) == 0:
-            message += f" (uneven stages do: train.py --pp {pp} --layer-split)"
-            break
-    # then data parallelism alone is a layout
-    batch = -(-global_batch // gpus) * gpus
-    found = [f"--batch {batch}"] if batch != global_batch and fits(gpus, batch) else []
-    node = machine.ranks_per_node
-    smaller = [n for n in range(gpus - 1, 0, -1) if n <= node or n % node == 0]
-    found += [f"--gpus {n}" for n in smaller if fits(n, global_batch)][:1]
-    if not found:
-        return f"{message}; {enough(gpus, global_batch, fits)}"
-    return f"{message}; {' or '.join(found)} would fit"
+            return f"{message} (uneven stages do: train.py --pp {pp} --layer-split)"
+    return message
 
 
 def gib(nbytes: float) -> str:

@@ -75,30 +75,27 @@ def meshes_of(
         if not accepts(tensor_parallel.check, model, tp, ranks):
             continue
         for pp in divisors(ranks // tp):
-            replicas = ranks // tp // pp
             if not accepts(pipeline_parallel.check, model.num_layers, pp):
                 continue
-            for cp, kind in contexts_of(model, software, tp, replicas):
-                if global_batch % (replicas // cp):
-                    continue
-                for ep in divisors(replicas):
-                    if accepts(moe.check, model, ep, replicas):
-                        yield tp, pp, replicas // cp, ep, cp, kind
+            replicas = ranks // tp // pp
+            experts = [ep for ep in divisors(replicas) if accepts(moe.check, model, ep, replicas)]
+            contexts = contexts_of(model, software, tp, replicas)
+            for (cp, kind), ep in itertools.product(contexts, experts):
+                if global_batch % (replicas // cp) == 0:
+                    yield tp, pp, replicas // cp, ep, cp, kind
 
 
 def contexts_of(
     model: MoEConfig, software: Software, tp: int, replicas: int
-) -> Iterator[tuple[int, str]]:
+) -> list[tuple[int, str]]:
     """(cp, cp_kind)"""
-    yield 1, "ring"
-    # its plans are of all tokens together
-    sinkhorn = model.num_experts and model.router == "sinkhorn"
-    if model.seq_length < LONG or sinkhorn:
-        return
-    for cp in divisors(replicas)[1:]:
-        for kind in software.cp_kinds:
+    found = [(1, "ring")]
+    # sinkhorn's plans are of all tokens together
+    if model.seq_length >= LONG and not (model.num_experts and model.router == "sinkhorn"):
+        for cp, kind in itertools.product(divisors(replicas)[1:], software.cp_kinds):
             if accepts(context_parallel.check, model, cp, tp, kind):
-                yield cp, kind
+                found.append((cp, kind))
+    return found
 
 
 def sequence_of(model: MoEConfig, tp: int, cp: int) -> list[bool]:

@@ -15,6 +15,7 @@ Not yet run on several GPUs. Not covered: several nodes; CPU ranks, which share 
 """
 
 import dataclasses
+import itertools
 import json
 import statistics
 import time
@@ -52,22 +53,16 @@ class Times(NamedTuple):
     message: float = 0.0
 
 
-def now(device: str) -> float:
-    """The time when all ranks are here."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier()
-    return time.perf_counter()
-
-
 def seconds_of(work, repeats: int, device: str) -> float:
     """Of one call of a function, while all ranks call it: the median."""
-    times = []
-    for _ in range(repeats):
-        start = now(device)
+    ends = []
+    for _ in range(repeats + 1):
         work()
-        times.append(now(device) - start)
-    return statistics.median(times)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        ends.append(time.perf_counter())
+    return statistics.median(end - start for start, end in itertools.pairwise(ends))
 
 
 def on_rank(rank: int, world: int, device: str, sizes: Sizes) -> Times:

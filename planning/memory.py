@@ -45,22 +45,17 @@ from routers import MoEConfig
 
 
 class Stage(NamedTuple):
-    """One of the v stages of a pipeline rank."""
+    """How many of each part one of the v stages of a pipeline rank has."""
 
     # blocks with one MLP; with experts
     dense: int
     experts: int
-    # whether it has the embedding; the head
-    first: bool
-    last: bool
-
-
-def stages(model: MoEConfig, layout: Layout, rank: int) -> tuple[Stage, ...]:
-    return _stages(model, layout.pp, layout.virtual_stages, layout.layer_split, rank)
+    embedding: bool
+    head: bool
 
 
 @lru_cache(maxsize=2**14)
-def _stages(
+def stages(
     model: MoEConfig, p: int, v: int, split: tuple[int, ...] | None, rank: int
 ) -> tuple[Stage, ...]:
     layers = pipeline_parallel.layers_of_stages(model.num_layers, p, v, split)
@@ -70,6 +65,10 @@ def _stages(
         dense = len(layers[number]) - experts
         found.append(Stage(dense, experts, number == 0, number == p * v - 1))
     return tuple(found)
+
+
+def stages_of(model: MoEConfig, layout: Layout, rank: int) -> tuple[Stage, ...]:
+    return stages(model, layout.pp, layout.virtual_stages, layout.layer_split, rank)
 
 
 def block_parameters(model: MoEConfig, layout: Layout) -> tuple[float, float, float]:
@@ -87,15 +86,11 @@ def vocabulary(model: MoEConfig, layout: Layout) -> float:
 def parameters(model: MoEConfig, layout: Layout, rank: int = 0) -> tuple[float, float]:
     """(numbers outside the experts, numbers of the experts) in the matrices of a pipeline rank. The
     first has the embedding, the last the head, which on one stage may be the embedding."""
-    of_rank = stages(model, layout, rank)
+    dense, with_experts, embeddings, heads = map(sum, zip(*stages_of(model, layout, rank)))
     attention, mlp, experts = block_parameters(model, layout)
-    dense_blocks = sum(stage.dense for stage in of_rank)
-    expert_blocks = sum(stage.experts for stage in of_rank)
-    vocabularies = of_rank[0].first + of_rank[-1].last
-    if model.tied and layout.pp == 1:
-        vocabularies = 1
-    dense = dense_blocks * (attention + mlp) + expert_blocks * attention
-    return dense + vocabularies * vocabulary(model, layout), expert_blocks * experts
+    vocabularies = 1 if model.tied and layout.pp == 1 else embeddings + heads
+    outside = dense * (attention + mlp) + with_experts * attention
+    return outside + vocabularies * vocabulary(model, layout), with_experts * experts
 
 
 def state(
@@ -125,21 +120,16 @@ class Kept(NamedTuple):
     # what the weight gradients of zb-h1 wait for
     deferred: float = 0.0
 
-    def beyond_peak(self, waits: bool, freed: float) -> float:
-        """`again`, over the fullest state between two actions. freed: of the head. waits: whether
-        weight gradients do; where they are larger, the fullest state is that after I."""
-        left_to_w = waits * (self.deferred - self.kept)
-        return max(0.0, self.again - (left_to_w if left_to_w > 0 else freed))
 
-
-class Activations:
+class Sizes:
     """Bytes of the tensors that a layer is made of."""
 
     def __init__(self, model: MoEConfig, layout: Layout, software: Software):
         n, w = layout.tokens(model.seq_length), software.weight
+        self.model = model
         self.weight = w
-        # of what is computed in 32 bits
-        self.wide = max(4, w)
+        # a number that is computed in 32 bits, over a number of the model
+        self.widened = max(4, w) / w
         self.tokens = n
         # [b, s, h], and what sequence parallelism leaves of it
         self.whole = n * model.hidden_size * w
@@ -150,42 +140,43 @@ class Activations:
         # elements of [b, a, s, s]
         self.scores = n * model.seq_length * model.num_heads / layout.tp
         self.ffn = n * model.ffn_hidden_size * w / layout.tp
+        self.logits = n * model.vocab_size * w / layout.tp
         # of a dropout after attention, or after the MLP: 1 byte
         self.mask = self.x / w if model.dropout else 0.0
+        self.norm_is_one = model.norm == "layernorm" or software.fused_rms_norm
 
-    def norm(self, model: MoEConfig, software: Software, x: float) -> float:
-        """Of a norm whose input has x bytes. In single operations RMSNorm keeps its input and the
-        normalised one, in 32 bits; 1 + weight multiplies x, which has the dtype of the model."""
-        multiplied = x if model.norm == "rmsnorm1p" else 0.0
-        if model.norm == "layernorm" or software.fused_rms_norm:
-            return x + multiplied
-        wide = x * self.wide / self.weight
-        return wide + (multiplied or wide)
+    def norm(self, x: float) -> float:
+        """A norm whose input has x bytes keeps it, in single operations in 32 bits. Then RMSNorm
+        keeps the normalised one too; 1 + weight multiplies it in the type of the model."""
+        wide = x if self.norm_is_one else x * self.widened
+        if self.model.norm == "rmsnorm1p":
+            return wide + x
+        return wide if self.norm_is_one else 2 * wide
 
 
 def layer(model: MoEConfig, layout: Layout, software: Software, experts: bool = False) -> Kept:
     """One block, with one MLP or with experts."""
-    a = Activations(model, layout, software)
-    norm = a.norm(model, software, a.x)
+    size = Sizes(model, layout, software)
+    norm = size.norm(size.x)
     core, scores = core_bytes(model, layout, software)
-    attention = norm + a.x + core + a.query + a.mask
+    attention = norm + size.x + core + size.query + size.mask
     if model.qk_norm:
-        attention += a.norm(model, software, a.query + a.key)
-    inner = 2 * a.ffn * (2 if model.gated else 1)
-    if experts:
-        rows = expert_rows(model, layout) / a.tokens
-        # the router's input in 32 bits; what goes to the experts and what comes back
-        mlp = norm + a.x * a.wide / a.weight + rows * (2 * a.whole + inner) + a.mask
-    else:
-        mlp = norm + a.x + inner + a.mask
+        attention += size.norm(size.query + size.key)
+    inner = 2 * size.ffn * (2 if model.gated else 1)
     # ∂y and x of each matrix, whole; those of experts do not wait
-    deferred = 2 * (a.whole + a.query + a.key)
-    if not experts:
-        deferred += 2 * a.whole + (3 if model.gated else 2) * a.ffn
+    deferred = 2 * (size.whole + size.query + size.key)
+    if experts:
+        # rows that a rank's experts get, where the load is even, over its tokens
+        rows = min(1.0, model.capacity_factor or 1.0) * model.router_topk
+        # the router's input in 32 bits; what goes to the experts and what comes back
+        mlp = norm + size.x * size.widened + rows * (2 * size.whole + inner) + size.mask
+    else:
+        mlp = norm + size.x + inner + size.mask
+        deferred += 2 * size.whole + (3 if model.gated else 2) * size.ffn
     if layout.recompute == "full":
-        # a norm that copies its input to 32 bits keeps the copy, not the layer's input
-        shared = a.x if model.norm == "layernorm" or software.fused_rms_norm else 0.0
-        return Kept(a.x, attention + mlp + scores - shared, deferred)
+        # a norm that copies its input keeps the copy, not the layer's input
+        shared = size.x if size.norm_is_one else 0.0
+        return Kept(size.x, attention + mlp + scores - shared, deferred)
     if layout.recompute == "selective":
         # the MLP is free by then
         return Kept(attention + mlp, max(0, scores - mlp), deferred)
@@ -194,18 +185,17 @@ def layer(model: MoEConfig, layout: Layout, software: Software, experts: bool = 
 
 def core_bytes(model: MoEConfig, layout: Layout, software: Software) -> tuple[float, float]:
     """(what attention's core keeps always, what selective recomputation computes again)"""
-    a = Activations(model, layout, software)
-    qkv = a.query + 2 * a.key
+    size = Sizes(model, layout, software)
+    qkv = size.query + 2 * size.key
     if is_fused(model, layout, software):
         exchanges = layout.cp > 1 and not is_ring(layout)
         # queries head by head, or a part of the heads; the output matrix keeps another order
         reordered = model.qk_norm or exchanges or (is_ring(layout) and model.dropout)
         bias = bias_heads(model, layout.tp) * model.seq_length**2 * software.weight
-        return qkv + (a.query if reordered else 0.0) + bias, 0.0
+        return qkv + (size.query if reordered else 0.0) + bias, 0.0
     # softmax; with dropout its mask and its dropped copy
     each = 2 * software.weight + 1 if model.dropout else software.weight
-    # grouped keys and values are repeated for each head
-    return qkv, a.scores * each + 2 * (a.query - a.key)
+    return qkv, size.scores * each
 
 
 def is_ring(layout: Layout) -> bool:
@@ -224,39 +214,24 @@ def bias_heads(model: MoEConfig, t: int) -> int:
     return int(model.sliding_window > 0)
 
 
-def expert_rows(model: MoEConfig, layout: Layout) -> float:
-    """Rows that a rank's experts get from one micro-batch, where the load is even."""
-    rows = layout.tokens(model.seq_length) * model.router_topk
-    return min(1.0, model.capacity_factor or 1.0) * rows
-
-
 def ends(model: MoEConfig, layout: Layout, software: Software) -> tuple[Kept, Kept]:
     """(embedding, head). The head has logits in 32 bits; the gradient that waits has 16."""
-    a = Activations(model, layout, software)
-    norm = a.norm(model, software, a.x)
-    embedding = Kept(a.mask + (norm if model.embedding_norm else 0.0))
-    logits = a.tokens * model.vocab_size / layout.tp
+    size = Sizes(model, layout, software)
+    norm = size.norm(size.x)
+    embedding = Kept(size.mask + (norm if model.embedding_norm else 0.0))
     if layout.head_chunk:
-        return embedding, Kept(norm + a.whole)
-    return embedding, Kept(norm + a.x + a.wide * logits, 0.0, a.whole + a.weight * logits)
+        return embedding, Kept(norm + size.whole)
+    logits = size.logits * size.widened
+    return embedding, Kept(norm + size.x + logits, 0.0, size.whole + size.logits)
 
 
 # --- at the peak of the step ----------------------------------------------------------------------
 
 
-def in_flight(layout: Layout, rank: int) -> np.ndarray:
+@lru_cache(maxsize=4096)
+def in_flight(name: str, p: int, m: int, v: int, rank: int) -> np.ndarray:
     """[states, 2 v] of one pipeline rank, from its list of actions (schedules.py): of each of its v
     stages, how many micro-batches are held for backward, then how many wait for their W."""
-    name = layout.pipeline_schedule if layout.pp > 1 else "1f1b"
-    m = layout.micro_batches
-    if name != "gpipe":
-        # further micro-batches repeat what 2 p of them do
-        m = min(m, 2 * layout.pp)
-    return _in_flight(name, layout.pp, m, layout.virtual_stages, rank)
-
-
-@lru_cache(maxsize=4096)
-def _in_flight(name: str, p: int, m: int, v: int, rank: int) -> np.ndarray:
     actions = schedules.lists(name, p, m, v)[rank]
     changes = np.zeros((len(actions), 2 * v), dtype=int)
     for change, action in zip(changes, actions):
@@ -266,34 +241,31 @@ def _in_flight(name: str, p: int, m: int, v: int, rank: int) -> np.ndarray:
     return np.unique(changes.cumsum(axis=0), axis=0)
 
 
+@lru_cache(maxsize=2**14)
 def activations(model: MoEConfig, layout: Layout, software: Software, rank: int) -> float:
     """Bytes that are kept for backward, at the peak of the step."""
-    # what does not change them is left out, so that many layouts share one answer
-    m = layout.micro_batches
-    b = layout.micro_batch_size
-    alike = dataclasses.replace(layout, dp=1, zero_stage=0, global_batch_size=m * b)
-    return _activations(model, alike, software, rank)
-
-
-@lru_cache(maxsize=2**14)
-def _activations(model: MoEConfig, layout: Layout, software: Software, rank: int) -> float:
     block = layer(model, layout, software)
     expert_block = layer(model, layout, software, experts=True) if model.num_experts else block
     embedding, head = ends(model, layout, software)
-    of_rank = stages(model, layout, rank)
-    # no pipeline: no weight gradient waits
-    waits = layout.pp > 1 and layout.pipeline_schedule == "zb-h1"
     kept, deferred = [], []
+    of_rank = stages_of(model, layout, rank)
     for stage in of_rank:
-        counts = stage.dense, stage.experts, stage.first, stage.last
-        parts = block, expert_block, embedding, head
-        kept.append(sum(n * part.kept for n, part in zip(counts, parts)))
-        kept[-1] += rotary_bytes(model, layout, software)
-        deferred.append(sum(n * part.deferred for n, part in zip(counts, parts)))
-    peak = float((in_flight(layout, rank) @ np.array(kept + deferred)).max())
+        parts = list(zip(stage, (block, expert_block, embedding, head)))
+        kept.append(sum(n * part.kept for n, part in parts) + rotary_bytes(model, layout, software))
+        deferred.append(sum(n * part.deferred for n, part in parts))
+    name = layout.pipeline_schedule if layout.pp > 1 else "1f1b"
+    # further micro-batches repeat what 2 p of them do, except under gpipe
+    m = layout.micro_batches if name == "gpipe" else min(layout.micro_batches, 2 * layout.pp)
+    states = in_flight(name, layout.pp, m, layout.virtual_stages, rank)
+    waits = name == "zb-h1"
     # the first block is computed again when the head's backward is over
-    freed = head.kept - waits * head.deferred if of_rank[-1].last else 0.0
-    return peak + max(part.beyond_peak(waits, freed) for part in (block, expert_block))
+    freed = head.kept - waits * head.deferred if of_rank[-1].head else 0.0
+    again = 0.0
+    for part in (block, expert_block):
+        # where more waits for W than was kept, the fullest state is that after I
+        left_to_w = waits * (part.deferred - part.kept)
+        again = max(again, part.again - (left_to_w if left_to_w > 0 else freed))
+    return float((states @ np.array(kept + deferred)).max()) + again
 
 
 def rotary_bytes(model: MoEConfig, layout: Layout, software: Software) -> float:
@@ -306,41 +278,39 @@ def rotary_bytes(model: MoEConfig, layout: Layout, software: Software) -> float:
 def buffers(model: MoEConfig, layout: Layout, software: Software, rank: int) -> dict[str, float]:
     """Bytes that are there for a moment: an estimate. Whole units of ZeRO stage 3; gradients on
     their way to their sums; what attention's core or the loss needs, and messages."""
-    a = Activations(model, layout, software)
-    of_rank = stages(model, layout, rank)
+    size = Sizes(model, layout, software)
+    of_rank = stages_of(model, layout, rank)
     attention, mlp, experts = block_parameters(model, layout)
     block = attention + max(mlp, experts)
-    of_ends = vocabulary(model, layout) if of_rank[0].first or of_rank[-1].last else 0.0
+    is_end = of_rank[0].embedding or of_rank[-1].head
     # a unit, while its neighbour is on the way
-    units = block + max(block, of_ends)
-    found = {"gathered": 0.0, "summed": 0.0}
-    if layout.replicas > 1 and layout.zero_stage == 3:
-        found["gathered"] = units * software.weight
-    if layout.replicas > 1 and layout.zero_stage >= 2:
-        # under zb-h1 all units wait for gradients of matrices
-        waits = layout.pp > 1 and layout.pipeline_schedule == "zb-h1"
-        summed = sum(parameters(model, layout, rank)) if waits else units
-        found["summed"] = summed * software.gradient
+    units = block + max(block, is_end * vocabulary(model, layout))
+    stage = layout.zero_stage if layout.replicas > 1 else 0
+    # under zb-h1 all units wait for gradients of matrices
+    waits = layout.pp > 1 and layout.pipeline_schedule == "zb-h1"
+    summed = sum(parameters(model, layout, rank)) if waits else units
     # three are received ahead, one is on its way (transfers.lower)
-    messages = 4 * a.x if layout.pp > 1 else 0.0
+    messages = 4 * size.x if layout.pp > 1 else 0.0
     # the logits in the model's type
-    tokens = min(a.tokens, layout.head_chunk or a.tokens)
-    logits = of_rank[-1].last * tokens * model.vocab_size / layout.tp * a.weight
-    found["moment"] = messages + max(logits, core_moment(model, layout, software))
-    return found
+    share = min(1.0, layout.head_chunk / size.tokens) if layout.head_chunk else 1.0
+    logits = of_rank[-1].head * share * size.logits
+    return {
+        "gathered": units * software.weight if stage == 3 else 0.0,
+        "summed": summed * software.gradient if stage >= 2 else 0.0,
+        "moment": messages + max(logits, core_moment(model, layout, size)),
+    }
 
 
-def core_moment(model: MoEConfig, layout: Layout, software: Software) -> float:
+def core_moment(model: MoEConfig, layout: Layout, size: Sizes) -> float:
     """What a ring, an exchange of heads, a window or ALiBi has in one layer."""
-    a = Activations(model, layout, software)
     if is_ring(layout):
         # keys and values, and those that arrive; in 32 bits three of their gradients
-        return (2 + 3 * a.wide / a.weight) * 2 * a.key
+        return (2 + 3 * size.widened) * 2 * size.key
     if layout.cp > 1:
-        return 2 * a.query
+        return 2 * size.query
     # distances, int64; the sum in 32 bits, before and after the mask
     heads = bias_heads(model, layout.tp)
-    return (8 + 2 * a.wide * heads) * model.seq_length**2 if heads else 0.0
+    return (8 + 8 * heads) * model.seq_length**2 if heads else 0.0
 
 
 # --- a rank ---------------------------------------------------------------------------------------
@@ -355,9 +325,13 @@ def memory(
     if rank is None:
         each = [memory(model, layout, software, r) for r in fullest(model, layout)]
         return max(each, key=lambda parts: sum(parts.values()))
-    names = "parameters", "gradients", "optimizer"
-    parts = dict(zip(names, state(model, layout, software, rank)))
-    parts["activations"] = activations(model, layout, software, rank)
+    parts = dict(
+        zip(("parameters", "gradients", "optimizer"), state(model, layout, software, rank))
+    )
+    # what does not change activations is left out, so that many layouts share one answer
+    batch = layout.micro_batches * layout.micro_batch_size
+    alike = dataclasses.replace(layout, dp=1, zero_stage=0, global_batch_size=batch)
+    parts["activations"] = activations(model, alike, software, rank)
     return parts | buffers(model, layout, software, rank)
 
 

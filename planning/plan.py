@@ -29,11 +29,10 @@ def machine_of(name: str, flag: str = "--plan") -> Machine:
     if name in MACHINES:
         return MACHINES[name]
     if name == "auto":
-        if torch.cuda.is_available():
-            gpu = torch.cuda.get_device_name().lower()
-            for known, machine in MACHINES.items():
-                if known in gpu:
-                    return machine
+        gpu = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
+        for known, machine in MACHINES.items():
+            if known in gpu:
+                return machine
         if not Path(FILE).exists():
             raise ConfigError(
                 f"{flag} auto: no GPU here is one of {', '.join(MACHINES)}, and there is no"
@@ -50,14 +49,13 @@ def machine_of(name: str, flag: str = "--plan") -> Machine:
 
 def check(config: Config) -> None:
     """Raises ConfigError where nothing can be predicted."""
+    rule = ""
     if config.unpredicted:
-        raise ConfigError(
-            f"--plan {config.plan}: predicts steps that train a whole model on text, and this run"
-            f" {config.unpredicted}; leave it out"
-        )
-    if config.fp8 != "off":
-        rule = "predicts steps without --fp8; leave one of the two out"
-        raise ConfigError(f"--plan {config.plan}: {rule}")
+        rule = f"train a whole model on text, and this run {config.unpredicted}; leave it out"
+    elif config.fp8 != "off":
+        rule = "do without --fp8; leave one of the two out"
+    if rule:
+        raise ConfigError(f"--plan {config.plan}: predicts steps that {rule}")
     machine_of(config.plan)
 
 

@@ -25,7 +25,7 @@ PUBLISHED = Path(__file__).parent / "published_times.json"
 ALIASES = {"a100-80gb-selene": "a100"}
 
 
-class RowError(ValueError):
+class RowError(json_files.JSONError):
     """A row that describes no training step; the message names the file, the row and the field."""
 
 
@@ -40,6 +40,8 @@ class Row:
     machine: Machine
     seconds: float | None = None
     group: str = ""
+    # why a prediction is far off, as far as the published numbers themselves show it
+    why_off: str = ""
 
 
 @dataclass
@@ -54,13 +56,12 @@ class _Line:
     group: str = ""
     source: str = ""
     seconds: float | None = None
+    why_off: str = ""
 
     def __post_init__(self):
         self.machine = ALIASES.get(self.machine, self.machine)
-        for value, known, what in (
-            (self.machine, MACHINES, "machine"),
-            (self.software, SOFTWARE, "software"),
-        ):
+        for what, known in (("machine", MACHINES), ("software", SOFTWARE)):
+            value = getattr(self, what)
             if value not in known:
                 raise ValueError(f"{what} {value!r}: not known; there are {', '.join(known)}")
 
@@ -72,30 +73,24 @@ class _File:
 
 
 def read(path: str | Path) -> list[Row]:
-    """The rows of a file. Raises RowError."""
-    try:
-        lines = json_files.read(path, _File).rows
-    except json_files.JSONError as e:
-        raise RowError(str(e)) from None
+    """The rows of a file. Raises JSONError."""
     rows = []
-    for number, line in enumerate(lines):
+    for number, line in enumerate(json_files.read(path, _File).rows):
         software, machine = SOFTWARE[line.software], MACHINES[line.machine]
         # Megatron-LM trained with dropout, which fused attention does not have
         default = {} if software.fused_attention else {"dropout": 0.1}
         where = f"{path}: rows[{number}] {line.name}"
         model = convert(default | line.model, MoEConfig, f"{where}: model")
         layout = convert(line.layout, Layout, f"{where}: layout")
-        rows.append(Row(line.name, model, layout, software, machine, line.seconds, line.group))
+        inputs = line.name, model, layout, software, machine
+        rows.append(Row(*inputs, line.seconds, line.group, line.why_off))
     return rows
 
 
 def convert(given: dict, kind: type, where: str):
-    """`kind` of these fields. Raises RowError."""
+    """`kind` of these fields. Raises JSONError."""
     names = [f.name for f in dataclasses.fields(kind)]
     for name in given:
         if name not in names:
             raise RowError(f"{where}: {name}: no such field; there are {', '.join(names)}")
-    try:
-        return json_files.convert(given, kind, where)
-    except json_files.JSONError as e:
-        raise RowError(str(e)) from None
+    return json_files.convert(given, kind, where)

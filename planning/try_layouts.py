@@ -2,14 +2,12 @@
 
     python planner.py try 5 --ranks 8 --model gpt2      the five best, for 8 steps each
 
-    layout                      predicted, s   measured, s   ratio   order
-    pp 4                               0.585         0.575    1.02   1  1
-    dp 2, pp 2, zero-stage 1           0.623         0.659    0.95   2  2
+    layout                      predicted, s   measured, s   ratio
+    pp 4                               0.585         0.575    1.02
+    dp 2, pp 2, zero-stage 1           0.623         0.659    0.95
 
 Further flags are train.py's: the model, --global-batch-size. Each run is `torchrun train.py`, on
-GPUs where there are enough; its time is the median over the steps, without the first three. Layouts
-that differ only in what costs no time, such as the micro-batch of equal ones, are all tried: the
-planner ranks them too.
+GPUs where there are enough; its time is the median over the steps, without the first three.
 
 Not covered: noise. On a busy machine the measured order is that of luck.
 """
@@ -101,29 +99,25 @@ def failure(stderr, status: int) -> str:
 
 def name_of(layout: Layout) -> str:
     """dp 2, pp 2, micro-batch-size 1"""
-    words = [f"dp {layout.dp}"] if layout.dp > 1 else []
-    text = " ".join(layout.flags())
-    parts = [part.strip() for part in text.split("--") if part.strip()]
-    return ", ".join(words + [part for part in parts if not part.startswith("global-batch")])
-
-
-def order(values: list[float]) -> list[int]:
-    """The place of each, from 1 for the least."""
-    return [1 + sum(other < value for other in values) for value in values]
+    flags = " ".join(["--dp", str(layout.dp), *layout.flags()])
+    parts = [part.strip() for part in flags.split("--") if part]
+    return ", ".join(
+        part for part in parts if not part != "dp 1" and not part.startswith("global-batch")
+    )
 
 
 def table(names: list[str], predicted: list[float], measured: list[float]) -> list[str]:
-    """A heading, a line for each layout, and one for the order."""
+    """A heading, a line for each layout, and how far off the prediction is."""
     width = max(map(len, names)) + 2
-    heading = f"{'layout':<{width}}{'predicted, s':>14}{'measured, s':>13}{'ratio':>7}{'order':>8}"
-    lines = [heading]
-    places = zip(order(predicted), order(measured))
-    for name, p, m, (expected, found) in zip(names, predicted, measured, places):
-        lines.append(f"{name:<{width}}{p:>14.3f}{m:>13.3f}{p / m:>7.2f}{expected:>5}{found:>3}")
+    lines = [f"{'layout':<{width}}{'predicted, s':>14}{'measured, s':>13}{'ratio':>7}"]
+    for name, p, m in zip(names, predicted, measured):
+        lines.append(f"{name:<{width}}{p:>14.3f}{m:>13.3f}{p / m:>7.2f}")
     off = statistics.mean(abs(p / m - 1) for p, m in zip(predicted, measured))
-    chosen = measured[predicted.index(min(predicted))]
-    text = f"off by {off:.0%} on average; the first is {chosen / min(measured) - 1:.0%} slower than"
-    return [*lines, f"{text} the fastest of these"]
+    slower = measured[0] / min(measured) - 1
+    text = (
+        f"off by {off:.0%} on average; the first is {slower:.0%} slower than the fastest of these"
+    )
+    return [*lines, text]
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -154,14 +148,11 @@ def config_of(rest: list[str]) -> Config:
         # what argparse refuses is printed in the name of train.py
         message = said.getvalue().strip().removeprefix("train.py: ")
         raise ConfigError(message.replace("; --help", "; train.py --help")) from None
-    for field in (*LAYOUT, "recompute", "micro_batch_size"):
+    tried = dict.fromkeys((*LAYOUT, "recompute", "micro_batch_size"), "is what is tried here")
+    unkept = dict.fromkeys(("out", "plan", "resume"), "the runs that are tried leave nothing")
+    for field, rule in (tried | unkept).items():
         if getattr(config, field) != getattr(Config(), field):
-            raise ConfigError(f"{flag_name(field)}: is what is tried here; leave it out")
-    for field in ("out", "plan", "resume"):
-        if getattr(config, field) != getattr(Config(), field):
-            raise ConfigError(
-                f"{flag_name(field)}: the runs that are tried leave nothing; leave it out"
-            )
+            raise ConfigError(f"{flag_name(field)}: {rule}; leave it out")
     rules.validate(config, 1)
     return config
 
@@ -178,7 +169,7 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, signal.getsignal(signal.SIGINT))
-    names, predicted, measured = [], [], []
+    tried = {}
     for found in plans:
         name = name_of(found.layout)
         print(f"{name} ..", file=sys.stderr, flush=True)
@@ -188,9 +179,8 @@ def main(argv: list[str]) -> int:
         except EarlyEndError as e:
             print(f"{name}: {e}", file=sys.stderr)
             continue
-        names.append(name)
-        predicted.append(found.seconds)
-        measured.append(statistics.median(line["step_seconds"] for line in lines[WARMUP:]))
-    if names:
-        print("\n".join(table(names, predicted, measured)))
-    return 0 if len(names) == len(plans) else 1
+        seconds = [line["step_seconds"] for line in lines[WARMUP:]]
+        tried[name] = found.seconds, statistics.median(seconds)
+    if tried:
+        print("\n".join(table(list(tried), *zip(*tried.values()))))
+    return 0 if len(tried) == len(plans) else 1

@@ -19,7 +19,7 @@ import train as trainer
 from base.world import Groups
 from data import Batch
 from model_config import flops_per_token
-from planning import as_rank
+from planning import as_rank, stand_ins
 from planning.counters import Counters, Kept
 from proof import ranks
 from proof.parity import LLAMA, SMALL
@@ -128,7 +128,7 @@ def measured(world: int, config: trainer.Config) -> dict:
         groups = Groups.make("cpu", world, **layout)
     t = trainer.Trainer(config, torch.device("cpu"), groups)
     for layer in t.expert_layers.values():
-        layer.routing.scores = partial(as_rank.even_scores, layer.routing.k)
+        layer.routing.scores = partial(stand_ins.even_scores, layer.routing.k)
     dataset = (InDocuments if config.document_mask else Plain)(
         t.model_config.seq_length, t.model_config.vocab_size
     )
@@ -175,9 +175,9 @@ def test_few_micro_batches_tell_of_all(layout):
     config = as_rank.as_on_a_cluster(trainer.Config(**layout | dict(global_batch_size=16)), 8)
     for rank in (0, 7):
         said = as_rank.report(config, trainer.Trainer, rank, 8)
-        with as_rank.fake_world(rank, 8):
+        with stand_ins.fake_world(rank, 8):
             groups = Groups.make("cpu", 8, config.tp, config.pp, ep=config.ep)
-            t = trainer.Trainer(config, as_rank.META, groups, as_rank.with_even_routing(Task()))
+            t = trainer.Trainer(config, stand_ins.META, groups, stand_ins.with_even_routing(Task()))
             assert said.micro_batches > 2
             step = as_rank.run_step(t, said.micro_batches)
         collectives = [as_rank.Collective(*key, n) for key, n in step.collectives.items()]
@@ -265,7 +265,6 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         ("--as-rank 0 --of 6 --tp 4", "--tp 4: must divide the 6 ranks"),
         ("--as-rank 0 --of 32", "--global-batch-size 16: must be divisible by the 32"),
         ("--as-rank 0 --of 4 --load CKPT", "leave --load out"),
-        ("--as-rank 0 --of 4 --prompt-config FILE", "leave --prompt-config out"),
         (f"--as-rank 0 --of 1 {TINY} --json missing/FILE", "--json missing/FILE: cannot be"),
     ],
 )

@@ -120,30 +120,20 @@ def test_no_published_layout_is_refused():
 # --- what holds for every layout ------------------------------------------------------------------
 
 
-def some_layouts(count: int, name: str, ranks: int, batch: int) -> list[Layout]:
-    found = list(layouts(preset(name), TRAIN, ranks, batch))
-    return random.Random(0).sample(found, count)
-
-
-CASES = [("gpt3-20b", 64, 96), ("mixtral-8x7b", 32, 64), ("llama2-13b", 48, 144)]
-
-
-@pytest.mark.parametrize("name, ranks, batch", CASES)
-def test_parts_of_a_step_are_never_negative(name, ranks, batch):
-    for layout in some_layouts(300, name, ranks, batch):
-        parts = planner.step_time(A100, TRAIN, preset(name), layout)
-        assert min(parts.values()) >= 0, (layout, parts)
-        assert parts["matmul"] > 0
-
-
-@pytest.mark.parametrize("name, ranks, batch", CASES)
+@pytest.mark.parametrize(
+    "name, ranks, batch",
+    [("gpt3-20b", 64, 96), ("mixtral-8x7b", 32, 64), ("llama2-13b", 48, 144)],
+)
 def test_a_better_machine_is_never_slower(name, ranks, batch):
+    """And no part of a step is negative."""
     model = preset(name)
     fields = ("peak", "memory_bandwidth", "node_bandwidth", "network_bandwidth")
     better = {f: dataclasses.replace(A100, **{f: 2 * getattr(A100, f)}) for f in fields}
     faster = dict.fromkeys(fields, 0)
-    for layout in some_layouts(150, name, ranks, batch):
-        now = sum(planner.step_time(A100, TRAIN, model, layout).values())
+    for layout in random.Random(0).sample(list(layouts(model, TRAIN, ranks, batch)), 300):
+        parts = planner.step_time(A100, TRAIN, model, layout)
+        assert min(parts.values()) >= 0 and parts["matmul"] > 0, (layout, parts)
+        now = sum(parts.values())
         for field, machine in better.items():
             then = sum(planner.step_time(machine, TRAIN, model, layout).values())
             assert then <= now * (1 + 1e-12), (field, layout)
@@ -251,41 +241,13 @@ def test_train_accepts_every_command(name, gpus, batch):
 
 
 def test_long_sequences_are_spread_over_ranks():
-    """Of short ones no layout has cp. With the document's 65,536 tokens the best has a ring."""
+    """Of short ones no layout has cp; of long ones train.py accepts each."""
     assert all(layout.cp == 1 for layout in layouts(preset("llama2-13b"), TRAIN, 64, 32))
-    (printed,) = [printed for command, printed in SHOWN if "--seq-length 65536" in command]
-    paragraphs = printed.split("\n\n")
-    heading, *rows = paragraphs[1].split("\n")
-    by = heading.split().index("by")
-    assert {"ring", "heads"} == {row.split()[by] for row in rows}
-    config, ranks = parse(paragraphs[2])
-    assert (ranks, config.cp, config.cp_kind) == (64, 8, "ring")
-
-
-def test_train_accepts_every_layout_with_context_parallelism():
     model = dataclasses.replace(preset("llama2-13b"), seq_length=16384, num_kv_heads=8)
     found = [x for x in layouts(model, TRAIN, 16, 16) if x.cp > 1]
     assert {x.cp_kind for x in found} == {"ring", "all-to-all"}
     for layout in random.Random(0).sample(found, 200):
         commands.check(model, layout)
-
-
-def test_plan(capsys):
-    argv = "plan --model gpt3-20b --gpus 32 --batch 64 --top 4 --num-layers 40 --tokens 1e11"
-    status, out, err = run(argv, capsys)
-    assert (status, err) == (0, "")
-    assert max(map(len, out.split("\n"))) <= 100
-    paragraphs = out.split("\n\n")
-    assert "100 billion tokens" in paragraphs[0]
-    table = paragraphs[1].split("\n")
-    assert len(table) == 5
-    times = [float(line.split()[8]) for line in table[1:]]
-    assert times == sorted(times)
-    config, ranks = parse(paragraphs[2])
-    assert ranks == 32 and config.num_layers == 40
-    rules.validate(config, ranks)
-    why = " ".join(paragraphs[3].split())
-    assert why.startswith("The second has ") and " longer: " in why
 
 
 def test_days_and_mfu_are_those_of_the_best_layout():
@@ -318,16 +280,10 @@ def test_the_table_has_every_byte():
     assert sorted(shown) == sorted(best.bytes)
 
 
-def test_size(capsys):
-    status, out, err = run("size --gpus 8 --days 2 --gpu h100", capsys)
-    assert (status, err) == (0, "")
-    config, ranks = parse(out.strip().split("\n\n")[2])
-    assert ranks == 8
-    rules.validate(config, ranks)
+def test_a_larger_budget_trains_a_larger_model():
     found = budget.size_for(H100, TRAIN, 8, days=2)
-    assert found.days <= 2 and found.model.num_layers == config.num_layers
-    more = budget.size_for(H100, TRAIN, 8, days=8)
-    assert more.parameters > 1.5 * found.parameters
+    assert found.days <= 2
+    assert budget.size_for(H100, TRAIN, 8, days=8).parameters > 1.5 * found.parameters
 
 
 def test_predict(capsys):
@@ -389,15 +345,8 @@ def test_bad_rows(content, words, tmp_path, capsys):
     assert err.count("\n") == 1
 
 
-def test_a_row_without_its_published_seconds(tmp_path, capsys):
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps({"rows": [GOOD]}))
-    status, out, _ = run(f"predict {path}", capsys)
-    assert status == 0 and json.loads(out)["seconds"] > 0
-
-
 def test_stages_that_do_not_divide_the_layers(tmp_path, capsys):
-    """BLOOM's 70 layers on 12 stages: the slowest has 6."""
+    """BLOOM's 70 layers on 12 stages: the slowest has 6. Rows need no published seconds."""
     model = {"num_layers": 70, "hidden_size": 14336, "num_heads": 112, "seq_length": 2048}
     layout = {"tp": 4, "pp": 12, "dp": 8, "micro_batch_size": 2, "global_batch_size": 2048}
     path = tmp_path / "rows.json"
@@ -510,8 +459,16 @@ SHOWN = re.findall(
 
 @pytest.mark.parametrize("command, printed", SHOWN, ids=lambda text: text[:60])
 def test_the_document_shows_what_a_command_prints(command, printed, capsys):
-    _, out, err = run(command.removeprefix("python planner.py "), capsys)
+    status, out, err = run(command.removeprefix("python planner.py "), capsys)
     assert (out or err).rstrip("\n") == printed
+    if err:
+        assert status == 2
+        return
+    # its last lines are a command that train.py accepts
+    launch = next(part for part in out.split("\n\n") if part.startswith("torchrun"))
+    config, ranks = parse(launch.strip())
+    assert ranks == int(re.search(r"--gpus (\d+)", command)[1])
+    rules.validate(config, ranks)
 
 
 def test_tables_of_the_document():
