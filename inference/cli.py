@@ -277,7 +277,7 @@ def connect(
     stages = stages_of(model)
     for stage in stages:
         if quantize:
-            quantize(stage, batch_size or 1)
+            quantize(stage)
         elif batch_size:
             pack(stage, batch_size)
         if args.kernels == "auto" and world.device.type == "cuda":
