@@ -76,7 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check_flags(args: argparse.Namespace, world: World):
     """What can be known before the ranks meet. Returns (the model's configuration, the task manager
-    of lm-eval or None, documents). Raises the errors of cli.REFUSED."""
+    of lm-eval or None, documents). Raises the errors of command.REFUSED."""
     check_own_flags(args)
     config = cli.check_flags(args, world)
     manager = None

@@ -622,7 +622,7 @@ def test_bad_flags(argv, words, saved, capsys):
     "pp, split, words",
     [
         (9, None, "this model has 2 layers; --pp 2 or less would do"),
-        (2, [2, 2], "must be 2 numbers, one for each --pp rank, that add up to the"),
+        (2, [2, 2], "must be 2 numbers, one for a --pp rank, that add up to the 2"),
     ],
 )
 def test_layouts_that_are_not_of_the_model(saved, pp, split, words):
