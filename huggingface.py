@@ -360,11 +360,7 @@ def keep_its_class(tokenizer: FileTokenizer, hf_dir: Path, config: MoEConfig) ->
 
 
 def export_folder(
-    path: Path,
-    hf_dir: Path,
-    dtype: str = "fp32",
-    max_shard_bytes: int = 5 * 10**9,
-    merged=None,
+    path: Path, hf_dir: Path, dtype: str = "fp32", max_shard_bytes: int = 5 * 10**9, merged=None
 ) -> MoEConfig:
     """Write the model of a checkpoint, or of a run's newest one, as a folder for from_pretrained.
 

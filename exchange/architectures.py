@@ -302,12 +302,7 @@ GEMMA = dataclasses.replace(
     name="GemmaForCausalLM",
     model_type="gemma",
     preset="gemma-7b",
-    constants={
-        "llama": True,
-        "norm": "rmsnorm1p",
-        "activation": "geglu",
-        "embedding_scale": True,
-    },
+    constants={"llama": True, "norm": "rmsnorm1p", "activation": "geglu", "embedding_scale": True},
     choices=TIED | NO_BIAS,
     computed={
         # "gelu" stands in files of before, and means the tanh form there too

@@ -46,8 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="of the files of an exported model, like 5GB, or in bytes (default: 5GB)",
     )
     parser.add_argument(
-        "--adapter",
-        help="a run with --peft, whose LoRA or IA3 is merged into the exported model",
+        "--adapter", help="a run with --peft, whose LoRA or IA3 is merged into the exported model"
     )
     return parser
 

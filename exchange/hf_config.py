@@ -15,13 +15,7 @@ import dataclasses
 import json
 
 from checkpoints.index import fixed_fields
-from exchange.architectures import (
-    ARCHITECTURES,
-    GPT2,
-    MIXTRAL,
-    Architecture,
-    HuggingFaceError,
-)
+from exchange.architectures import ARCHITECTURES, GPT2, MIXTRAL, Architecture, HuggingFaceError
 from routers import MoEConfig
 
 # what null means, where it is not what absence means

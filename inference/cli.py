@@ -33,13 +33,7 @@ from inference import generation_config, quantization
 from inference.adapted import Adapters
 from inference.answers import answer_file, as_json, encode, read_prompts, stream_text
 from inference.command import command
-from inference.loading import (
-    check_vocabulary,
-    find_chat,
-    find_tokenizer,
-    load_model,
-    open_model,
-)
+from inference.loading import check_vocabulary, find_chat, find_tokenizer, load_model, open_model
 from inference.weight_layouts import pack
 from model_config import divisors
 from prompts.prompt_data import PromptError

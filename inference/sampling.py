@@ -54,11 +54,7 @@ def sample(logits: Tensor, keys: list[int], positions: list[int], params: Sampli
 
 
 def choose(
-    logits: Tensor,
-    u: Tensor | None,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    logits: Tensor, u: Tensor | None, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> Tensor:
     """The first token whose cumulative probability is larger than u. logits: [b, V]; u: [b] in
     [0, 1), unused at temperature 0. Returns [b] int64, with DIVERGED where logits are not
