@@ -109,10 +109,14 @@ def keys_of(prompts: list[list[int]], seed: int) -> list[int]:
     repeats = {}
     for prompt in map(tuple, prompts):
         repeats[prompt] = repeats.get(prompt, -1) + 1
-        content = repr((seed, repeats[prompt], prompt)).encode()
-        digest = hashlib.blake2b(content, digest_size=4).digest()
-        keys.append(int.from_bytes(digest, "big", signed=True))
+        keys.append(hash_of((seed, repeats[prompt], prompt)))
     return keys
+
+
+def hash_of(content: tuple) -> int:
+    """32 bits."""
+    digest = hashlib.blake2b(repr(content).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big", signed=True)
 
 
 # --------------------------------------------------------------------------------------------------
