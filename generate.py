@@ -220,18 +220,16 @@ def stream(
     num_batches = min(p, max_over_ranks(len(prompts), lockstep, runner.device))
     if num_batches == 0 or max_tokens == 0:
         return
-    rule = StopRule(max_tokens, as_tuple(eot), stopped)
+    end_tokens = (eot,) if isinstance(eot, int) else eot or ()
+    rule = StopRule(max_tokens, tuple(end_tokens), stopped)
     batches = make_batches(prompts, keys, num_batches, rule, runner, cached, cp_group)
     params = SamplingParams(temperature, top_k, top_p)
     with caching(stages, runner.slot):
-        yield from decode_all(model, runner, batches, params, lockstep, observe)
-
-
-def decode_all(model: GPT | Pipeline, runner: ModelRunner, batches: list[DecodeBatch], *rest):
-    """The decode loop of one batch, or in a pipeline that of micro-batches. rest: as of `decode`"""
-    if isinstance(model, GPT):
-        return decode(runner, batches[0], *rest)
-    return PipelinedDecoder(runner, Ring(model.channels), batches, *rest).decode()
+        if isinstance(model, GPT):
+            yield from decode(runner, batches[0], params, lockstep, observe)
+        else:
+            ring = Ring(model.channels)
+            yield from PipelinedDecoder(runner, ring, batches, params, lockstep, observe).decode()
 
 
 def make_batches(
@@ -255,12 +253,6 @@ def make_batches(
 def stages_of(model: GPT | Pipeline) -> list[GPT]:
     """This rank's stages; a model that is not a pipeline is one stage."""
     return [model] if isinstance(model, GPT) else model.stages
-
-
-def as_tuple(eot: int | tuple[int, ...] | None) -> tuple[int, ...]:
-    if eot is None:
-        return ()
-    return (eot,) if isinstance(eot, int) else tuple(eot)
 
 
 def check_prompts(model: GPT, prompts: list[list[int]], keys: list[int]) -> None:

@@ -33,7 +33,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypedDict
+from typing import Annotated, NamedTuple, TypedDict
 
 import torch
 from msgspec import Meta
@@ -42,22 +42,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import checkpoint
-from base import json_files, terminal
+from base import terminal
 from checkpoints.index import check_sizes, read_header
-from checkpoints.tokenizer_files import beside
-from corpus.tokenizer import (
-    BUILT_IN,
-    CHAT_TEMPLATE,
-    FileTokenizer,
-    TokenizerError,
-    make_tokenizer,
-    model_ids,
-    needs_conversion,
-    record,
-    save_files,
-    special_ids,
-)
-from corpus.tokenizer_json import as_bytes, files_of
+from corpus.tokenizer import CHAT_TEMPLATE, TokenizerError, record
+from exchange import hf_tokenizer
 from exchange.architectures import (
     Architecture,
     HuggingFaceError,
@@ -67,7 +55,7 @@ from exchange.architectures import (
     their_tensors,
     unstack_experts,
 )
-from exchange.hf_config import architecture_of, to_gpt_config, to_hf_config
+from exchange.hf_config import architecture_of, read_json, refused, to_gpt_config, to_hf_config
 from routers import MoEConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -98,14 +86,6 @@ class FileIndex(TypedDict):
     weight_map: dict[str, Annotated[str, Meta(max_length=255, pattern="^[^/]+$")]]
 
 
-def read_json(path: Path, kind=dict[str, Any]):
-    """The content of a JSON file as `kind`. Raises HuggingFaceError."""
-    try:
-        return json_files.read(path, kind)
-    except json_files.JSONError as e:
-        raise HuggingFaceError(str(e)) from None
-
-
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model. Raises HuggingFaceError."""
     index = folder / "model.safetensors.index.json"
@@ -130,10 +110,8 @@ def stored_tensors(folder: Path, architecture: Architecture) -> dict[str, Stored
     for file in weight_files(folder):
         if not file.is_file():
             raise HuggingFaceError(f"{file} is missing, and model.safetensors.index.json names it")
-        try:
+        with refused(checkpoint.CheckpointError):
             header = read_header(file)
-        except checkpoint.CheckpointError as e:
-            raise HuggingFaceError(str(e)) from None
         for name, (dtype, shape, _) in header.items():
             short = name.removeprefix(architecture.prefix)
             stored[short] = StoredTensor(name, file, shape, dtype)
@@ -166,10 +144,9 @@ def match(folder: Path, config: MoEConfig) -> dict[str, Source]:
     head = stored.pop("lm_head.weight", None) if config.tied else None
     for short in [short for short in stored if re.fullmatch(architecture.ignored, short)]:
         del stored[short]
-    try:
+    other = f"{folder} holds another model than its config.json: "
+    with refused(ValueError, where=other):
         check_sizes(config, {f".{short}": tensor.shape for short, tensor in stored.items()})
-    except ValueError as e:
-        raise HuggingFaceError(f"{folder} holds another model than its config.json: {e}") from None
     sources = {}
     differing = []
     for stacked, (shape, parts) in their_tensors(config, architecture).items():
@@ -186,25 +163,17 @@ def match(folder: Path, config: MoEConfig) -> dict[str, Source]:
             tensors.append(tensor)
         sources |= {ours: Source(tensors, location) for ours, location in parts.items()}
     differing += [f"{tensor.name} is not in gpt.py" for tensor in stored.values()]
-    refuse_differences(folder, differing, [tensor.name for tensor in stored.values()])
-    if head:
-        check_tied_head(folder, head, sources["embedding.tokens.weight"].tensors[0])
-    return sources
-
-
-def refuse_differences(folder: Path, differing: list[str], left_over: list[str]) -> None:
-    """Raises HuggingFaceError, if there are differences. left_over: names of tensors that gpt.py
-    does not have."""
-    if any("experts.gate_up_proj" in name for name in left_over):
+    if any("experts.gate_up_proj" in name for name in stored):
         raise HuggingFaceError(
             f"{folder}: its experts are fused (gate_up_proj); transformers writes them one by one"
             " with save_pretrained(folder, save_original_format=True)"
         )
     if differing:
         more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
-        raise HuggingFaceError(
-            f"{folder} holds another model than its config.json: {'; '.join(differing[:3])}{more}"
-        )
+        raise HuggingFaceError(f"{other}{'; '.join(differing[:3])}{more}")
+    if head:
+        check_tied_head(folder, head, sources["embedding.tokens.weight"].tensors[0])
+    return sources
 
 
 def check_tied_head(folder: Path, head: StoredTensor, embedding: StoredTensor) -> None:
@@ -245,22 +214,10 @@ def open_folder(hf_dir: Path) -> tuple[MoEConfig, Callable[[str], Tensor], str]:
     except OSError as e:
         raise HuggingFaceError(f"{hf_dir} cannot be opened ({e.strerror})") from None
     hf_config = read_json(hf_dir / "config.json")
-    try:
+    with refused(HuggingFaceError, where=f"{hf_dir}/config.json: "):
         config = to_gpt_config(hf_config)
-    except HuggingFaceError as e:
-        raise HuggingFaceError(f"{hf_dir}/config.json: {e}") from None
     sources = match(hf_dir, config)
-    return config, lambda name: sources[name].read(), tokenizer_name(hf_dir, config)
-
-
-def tokenizer_name(hf_dir: Path, config: MoEConfig) -> str:
-    """The tokenizer.json of a folder; where it has no tokenizer at all, the built-in one of its
-    vocabulary's size. A file that is missing is reported where a tokenizer is needed."""
-    file = str(hf_dir.resolve() / "tokenizer.json")
-    built_in = {50257: "gpt2", 257: "bytes"}.get(config.vocab_size)
-    if os.path.isfile(file) or needs_conversion(file) or not built_in:
-        return file
-    return built_in
+    return config, lambda name: sources[name].read(), hf_tokenizer.name_of(hf_dir, config)
 
 
 # --- import ---------------------------------------------------------------------------------------
@@ -273,32 +230,25 @@ def building(target: Path) -> Iterator[Path]:
     target = Path(target).resolve()
     # not with_name: / has no name
     folder = target.parent / f".{target.name}.writing"
-    with terminal.removed_at_the_end(folder):
-        try:
-            if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-                raise HuggingFaceError(f"{target} exists, and is not an empty folder")
-            # left by a process that was killed
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            yield folder
-            os.rename(folder, target)
-        except (OSError, SafetensorError, checkpoint.CheckpointError, TokenizerError) as e:
-            raise HuggingFaceError(f"{target} cannot be written: {e}") from None
+    errors = OSError, SafetensorError, checkpoint.CheckpointError, TokenizerError
+    with (
+        terminal.removed_at_the_end(folder),
+        refused(*errors, where=f"{target} cannot be written: "),
+    ):
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            raise HuggingFaceError(f"{target} exists, and is not an empty folder")
+        # left by a process that was killed
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        yield folder
+        os.rename(folder, target)
 
 
 def import_folder(hf_dir: Path, path: Path) -> MoEConfig:
     """Write the model in a Hugging Face folder as a checkpoint at `path`: float32, step 0, no
     optimizer moments. Raises HuggingFaceError."""
     config, read, name = open_folder(hf_dir)
-    tokenizer = open_its_tokenizer(name, config)
-    if tokenizer:
-        keep_its_class(tokenizer, Path(hf_dir), config)
-    elif ids := model_ids(Path(hf_dir)):
-        named = ", ".join(f"{name} {value}" for name, value in ids.items())
-        notice = (
-            f"huggingface.py: {hf_dir} has no tokenizer, so an export will not have its {named}"
-        )
-        terminal.say(notice, error=True)
+    tokenizer = hf_tokenizer.open_tokenizer(name, Path(hf_dir), config)
     if Path(name).name == "tokenizer.json":
         name = str(Path(path).resolve() / "tokenizer.json")
     state = {
@@ -325,46 +275,11 @@ def import_folder(hf_dir: Path, path: Path) -> MoEConfig:
     return config
 
 
-def open_its_tokenizer(name: str, config: MoEConfig) -> FileTokenizer | None:
-    """The tokenizer.json of a folder, where it has one. Raises HuggingFaceError."""
-    if why := needs_conversion(name):
-        raise HuggingFaceError(why)
-    if name in BUILT_IN or not Path(name).is_file():
-        return None
-    try:
-        tokenizer = FileTokenizer(name)
-    except TokenizerError as e:
-        raise HuggingFaceError(str(e).removeprefix("--tokenizer ")) from None
-    largest = max(tokenizer.vocabulary.values())
-    if largest >= config.vocab_size:
-        raise HuggingFaceError(
-            f"{name}: its ids go up to {largest}, and the model of config.json has "
-            f"vocab_size {config.vocab_size}: they do not belong together"
-        )
-    return tokenizer
-
-
-def keep_its_class(tokenizer: FileTokenizer, hf_dir: Path, config: MoEConfig) -> None:
-    """Name the class that takes tokenizer.json as it is, where the model is exported under another
-    name: a Mistral without a window becomes a Llama. AutoTokenizer takes a Mistral's file as it is,
-    but for a Llama the class that is named beside it, which splits some texts in its own way."""
-    files, beside_it = tokenizer.files, "tokenizer_config.json"
-    model_type = read_json(hf_dir / "config.json").get("model_type")
-    if beside_it in files and model_type != architecture_of(config).model_type:
-        content = json_files.parse(files[beside_it], dict)
-        content["tokenizer_class"] = "PreTrainedTokenizerFast"
-        tokenizer.files = files | {beside_it: as_bytes(content)}
-
-
 # --- export ---------------------------------------------------------------------------------------
 
 
 def export_folder(
-    path: Path,
-    hf_dir: Path,
-    dtype: str = "fp32",
-    max_shard_bytes: int = 5 * 10**9,
-    merged=None,
+    path: Path, hf_dir: Path, dtype: str = "fp32", max_shard_bytes: int = 5 * 10**9, merged=None
 ) -> MoEConfig:
     """Write the model of a checkpoint, or of a run's newest one, as a folder for from_pretrained.
 
@@ -382,7 +297,13 @@ def export_folder(
     }
     groups = group_by_size(sizes, max_shard_bytes)
     weight_map = {}
-    read = merged.read if merged else None
+
+    def fill(views: dict[str, Tensor]) -> None:
+        if not merged:
+            return checkpoint.read(path, {f"model.{name}": view for name, view in views.items()})
+        for name, view in views.items():
+            view.copy_(merged.read(name))
+
     with building(hf_dir) as folder:
         checkpoint.verify(path)
         for number, group in enumerate(groups, 1):
@@ -390,12 +311,13 @@ def export_folder(
             if len(groups) > 1:
                 file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
             tensors = {name: theirs[name] for name in group}
-            for name in write_file(path, folder / file, tensors, DTYPES[dtype], read):
-                weight_map[name] = file
+            weight_map |= dict.fromkeys(
+                write_file(folder / file, tensors, DTYPES[dtype], fill), file
+            )
         if len(groups) > 1:
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-        hf_config |= export_tokenizer(path, folder, config)
+        hf_config |= hf_tokenizer.export(path, folder, config)
         if merged and merged.chat_template:
             shutil.copyfile(merged.chat_template, folder / CHAT_TEMPLATE)
         (folder / "config.json").write_text(json.dumps(hf_config, indent=1))
@@ -417,14 +339,10 @@ def group_by_size(sizes: dict[str, int], limit: int) -> list[list[str]]:
 
 
 def write_file(
-    path: Path,
-    file: Path,
-    theirs: dict[str, TheirTensor],
-    dtype: torch.dtype,
-    read: Callable[[str], Tensor] | None = None,
+    file: Path, theirs: dict[str, TheirTensor], dtype: torch.dtype, fill: Callable
 ) -> list[str]:
-    """Write one safetensors file: some of their tensors, filled from the checkpoint at `path`
-    through the views that import takes, or by `read`. Returns the names in the file. Raises
+    """Write one safetensors file: some of their tensors, filled through the views that import
+    takes. fill({our name: view}): reads the model. Returns the names in the file. Raises
     HuggingFaceError."""
     stacked = {name: torch.empty(tensor.shape, dtype=dtype) for name, tensor in theirs.items()}
     views = {}
@@ -436,12 +354,8 @@ def write_file(
             if location.heads:
                 copies.append((view, view.flatten(0, 1)))
                 view = copies[-1][1]
-            views[f"model.{ours}"] = view
-    if read:
-        for name, view in views.items():
-            view.copy_(read(name.removeprefix("model.")))
-    else:
-        checkpoint.read(path, views)
+            views[ours] = view
+    fill(views)
     for view, copy in copies:
         view.copy_(copy.view(view.shape))
     tensors = {}
@@ -450,36 +364,9 @@ def write_file(
     for name, tensor in tensors.items():
         if dtype == torch.float16 and tensor.isinf().any():
             raise HuggingFaceError(
-                f"{path}: {name} has values beyond 65504, the largest in fp16; --dtype bf16 has"
-                " them"
+                f"{name} has values beyond 65504, the largest in fp16; --dtype bf16 has them"
             )
     save_file(tensors, file, {"format": "pt"})
     # safetensors makes files that only their owner can read; these are to be given away
     os.chmod(file, 0o644)
     return list(tensors)
-
-
-def export_tokenizer(path: Path, folder: Path, config: MoEConfig) -> dict:
-    """Write the files of a checkpoint's tokenizer. Returns the fields of config.json that repeat
-    its begin and end ids. Raises CheckpointError or TokenizerError."""
-    name = checkpoint.tokenizer_of(path)
-    if name not in BUILT_IN and not Path(name).is_file():
-        return {}
-    try:
-        tokenizer = make_tokenizer(name)
-        # a model of another size was not trained with the built-in tokenizer that it names
-        if name in BUILT_IN and tokenizer.vocab_size > config.vocab_size:
-            return {}
-        save_files(files_of(tokenizer), folder)
-    except TokenizerError as e:
-        if name not in BUILT_IN:
-            raise
-        # tiktoken fetches its vocabulary
-        terminal.say(f"huggingface.py: without a tokenizer: {e}", error=True)
-        return {}
-    template = beside(path, CHAT_TEMPLATE)
-    if name in BUILT_IN and template:
-        shutil.copyfile(template, folder / CHAT_TEMPLATE)
-    ids = special_ids(tokenizer)
-    largest = max([tokenizer.eot, *tokenizer.stop_ids, ids["bos_token_id"]])
-    return ids if largest < config.vocab_size else {}

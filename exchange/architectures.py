@@ -15,18 +15,10 @@ and the message names the field.
     head.output                 the tied embedding                   lm_head
 
 GPT-2's Conv1D computes y = x W where ours is y = x Wᵀ, and holds query, key and value side by side
-in one matrix. BLOOM has them in one matrix too, but head by head: the query of head 0, its key, its
-value, the query of head 1. Mistral, Qwen and Gemma have Llama's names, and another part or two:
-
-    class               has, beside or in place of Llama's
-    MistralForCausalLM  a sliding window
-    Qwen2ForCausalLM    biases of query, key and value
-    Qwen3ForCausalLM    norms of each head's query and key, and a head size of its own
-    GemmaForCausalLM    GeGLU, a scaled embedding, norms that multiply by 1 + weight
-    BloomForCausalLM    GPT-2's block; ALiBi in place of learned positions, a norm of the embedding
-
-MixtralForCausalLM is LlamaForCausalLM with experts in every layer. Their matrices are one tensor
-here, and one tensor for each expert e there:
+in one matrix. BLOOM is GPT-2 with ALiBi and a norm of the embedding, and has them in one matrix
+head by head: the query of head 0, its key, its value, the query of head 1. Mistral, Qwen and Gemma
+have Llama's names, and another part or two. MixtralForCausalLM is LlamaForCausalLM with experts in
+every layer. Their matrices are one tensor here, and one tensor for each expert e there:
 
     blocks.N.mlp.router  [E, h]        model.layers.N.block_sparse_moe.gate            [E, h]
     blocks.N.mlp.gate    [E, ffn, h]   model.layers.N.block_sparse_moe.experts.e.w1    [ffn, h]
@@ -38,9 +30,8 @@ here, and one tensor for each expert e there:
 Hazards. Llama's rotary pairs are (i, i + d/2) on both sides, so rows keep their order; Meta's own
 files interleave them. Dropout is one number here and up to three there: the largest is taken. A
 Mixtral's router is our topk with router_topk of 2 or more. aux_loss keeps its number, but not its
-weight: with even load, every layer contributes 1 here, and all layers together k there.
-
-A Mistral without a window is exported as the Llama that it is.
+weight: with even load, every layer contributes 1 here, and all layers together k there. A Mistral
+without a window is exported as the Llama that it is.
 
 Not covered: capacity and z-loss, for which config.json has no field; files with fused experts, as
 transformers 5 writes them when told to; windows in some layers only."""
@@ -161,7 +152,7 @@ NOT_TIED = {"tie_word_embeddings": ("tied", {False: False, True: True})}
 TIED = {"tie_word_embeddings": ("tied", {True: True, False: False})}
 NO_BIAS = {"attention_bias": ("attention_bias", {False: "none", True: "all"})}
 
-
+GPT2_QKV = "transformer.h.*.attn.c_attn"
 GPT2 = Architecture(
     name="GPT2LMHeadModel",
     model_type="gpt2",
@@ -194,25 +185,16 @@ GPT2 = Architecture(
         "head.output": Location("lm_head"),
         "blocks.*.attention_norm": Location("transformer.h.*.ln_1"),
         "blocks.*.mlp_norm": Location("transformer.h.*.ln_2"),
-        "blocks.*.attention.query": Location(
-            "transformer.h.*.attn.c_attn", transposed=True, third=0
-        ),
-        "blocks.*.attention.key": Location("transformer.h.*.attn.c_attn", transposed=True, third=1),
-        "blocks.*.attention.value": Location(
-            "transformer.h.*.attn.c_attn", transposed=True, third=2
-        ),
+        "blocks.*.attention.query": Location(GPT2_QKV, transposed=True, third=0),
+        "blocks.*.attention.key": Location(GPT2_QKV, transposed=True, third=1),
+        "blocks.*.attention.value": Location(GPT2_QKV, transposed=True, third=2),
         "blocks.*.attention.output": Location("transformer.h.*.attn.c_proj", transposed=True),
         "blocks.*.mlp.up": Location("transformer.h.*.mlp.c_fc", transposed=True),
         "blocks.*.mlp.down": Location("transformer.h.*.mlp.c_proj", transposed=True),
     },
     ignored=r"h\.\d+\.attn\.(masked_)?bias",
-    missing={
-        "n_inner": 0,
-        "layer_norm_epsilon": 1e-5,
-        "embd_pdrop": 0.1,
-        "attn_pdrop": 0.1,
-        "resid_pdrop": 0.1,
-    },
+    missing={"n_inner": 0, "layer_norm_epsilon": 1e-5}
+    | dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.1),
 )
 
 LLAMA = Architecture(
@@ -302,12 +284,7 @@ GEMMA = dataclasses.replace(
     name="GemmaForCausalLM",
     model_type="gemma",
     preset="gemma-7b",
-    constants={
-        "llama": True,
-        "norm": "rmsnorm1p",
-        "activation": "geglu",
-        "embedding_scale": True,
-    },
+    constants={"llama": True, "norm": "rmsnorm1p", "activation": "geglu", "embedding_scale": True},
     choices=TIED | NO_BIAS,
     computed={
         # "gelu" stands in files of before, and means the tanh form there too
@@ -413,10 +390,8 @@ def their_tensors(config: MoEConfig, architecture: Architecture) -> dict[str, Th
             raise HuggingFaceError(f"{name} has no place in a {architecture.name}")
         if architecture is BLOOM and location.third is not None:
             location = location._replace(heads=config.num_heads)
-        layer = re.search(r"\d+", module)
-        theirs = f"{location.module}.{kind}"
-        if layer:
-            theirs = theirs.replace("*", layer[0])
+        layer = re.search(r"\d+|$", module)[0]
+        theirs = f"{location.module}.{kind}".replace("*", layer)
         tensor = TheirTensor(location.shape(parameter.shape), {})
         # where query, key and value share one of theirs
         tensors.setdefault(theirs, tensor).parts[name] = location

@@ -21,43 +21,16 @@ def size(text: str) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=(
-            "The same weights as Hugging Face folders, in and out; without arguments, a lesson."
-        )
-    )
-    parser.add_argument("command", choices=("import", "export"))
-    parser.add_argument(
-        "source",
-        help=(
-            "to import: a folder with config.json and safetensors files; to export: a checkpoint,"
-            " or the folder of a run"
-        ),
-    )
-    parser.add_argument("target", help="a new folder")
-    parser.add_argument(
-        "--dtype",
-        choices=tuple(DTYPES),
-        help="of an exported model (default: fp32); an imported one is fp32",
-    )
-    parser.add_argument(
-        "--max-shard-size",
-        type=size,
-        help="of the files of an exported model, like 5GB, or in bytes (default: 5GB)",
-    )
-    parser.add_argument(
-        "--adapter",
-        help="a run with --peft, whose LoRA or IA3 is merged into the exported model",
-    )
+    about = "The same weights as Hugging Face folders, in and out; without arguments, a lesson."
+    parser = argparse.ArgumentParser(description=about)
+    flag = parser.add_argument
+    flag("command", choices=("import", "export"))
+    flag("source", help="to import: a Hugging Face folder; to export: a checkpoint or a run")
+    flag("target", help="a new folder")
+    flag("--dtype", choices=tuple(DTYPES), help="of an exported model (default: fp32)")
+    flag("--max-shard-size", type=size, help="of exported files, like 5GB, the default")
+    flag("--adapter", help="a run with --peft, whose LoRA or IA3 is merged into the export")
     return parser
-
-
-def merged_model(source: str, adapter: str):
-    """A checkpoint with an adapter merged into it."""
-    # adapters are another wing, loaded by those who use it
-    from tuning.adapter_files import MergedModel
-
-    return MergedModel(source, adapter)
 
 
 def main(argv: list[str]) -> int:
@@ -73,7 +46,12 @@ def main(argv: list[str]) -> int:
                 raise HuggingFaceError(f"{name}: is for export; an imported model is fp32")
             config = import_folder(args.source, args.target)
         else:
-            merged = merged_model(args.source, args.adapter) if args.adapter else None
+            merged = None
+            if args.adapter:
+                # adapters are another wing, loaded by those who use it
+                from tuning.adapter_files import MergedModel
+
+                merged = MergedModel(args.source, args.adapter)
             sizes = args.dtype or "fp32", args.max_shard_size or size("5GB")
             config = export_folder(args.source, args.target, *sizes, merged)
     except (HuggingFaceError, checkpoint.CheckpointError, OSError) as e:

@@ -48,17 +48,16 @@ from torch.export import Dim
 
 import generate
 from base import terminal
-from checkpoint import CheckpointError
-from corpus.tokenizer import BUILT_IN, TokenizerError, make_tokenizer, save_files
+from corpus.tokenizer import BUILT_IN, make_tokenizer, save_files
 from families import LocalBias
 from gpt import GPT, Context
-from huggingface import HuggingFaceError, building
+from huggingface import building
 from inference.answers import Detokenizer, encode
+from inference.command import REFUSED
 from inference.kv_cache import CacheSlot, caching
 from inference.loading import check_vocabulary, find_tokenizer, load_model, open_model
 from inference.onnx_session import ExportError, Session, need
 from model_config import GPTConfig
-from prompts.prompt_data import PromptError
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 # how far a logit may be from generate.py's, relative to the largest logit
@@ -164,15 +163,12 @@ def trace(model: GPT, tokenizer: str) -> "torch.onnx.ONNXProgram":
 @contextlib.contextmanager
 def quiet():
     """Without what the exporter says about packages that no model here needs."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        logger.setLevel(level)
+        logging.disable(logging.NOTSET)
 
 
 # --- a folder, compared with generate.py ----------------------------------------------------------
@@ -257,9 +253,8 @@ def run(folder: str, prompt: str, max_tokens: int) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="A model as an ONNX graph, and in onnxruntime; without arguments, a lesson."
-    )
+    about = "A model as an ONNX graph, and in onnxruntime; without arguments, a lesson."
+    parser = argparse.ArgumentParser(description=about)
     flag = parser.add_argument
     flag("source", help="a checkpoint, a run or a Hugging Face folder; or the word run")
     flag("folder", help="a new one; after run, one that was exported")
@@ -280,22 +275,11 @@ def check_flags(args: argparse.Namespace) -> None:
             raise ExportError(f"--max-tokens {args.max_tokens}: must be at least 0")
         if not args.prompt:
             raise ExportError("--prompt TEXT: give the text to continue")
-        return
-    for name, value in {"--prompt": args.prompt, "--max-tokens": args.max_tokens}.items():
-        if value is not None:
-            raise ExportError(
-                f"{name}: is for `exchange/export.py run FOLDER`; export alone needs none"
-            )
-
-
-REFUSED = (
-    ExportError,
-    CheckpointError,
-    HuggingFaceError,
-    TokenizerError,
-    PromptError,
-    FloatingPointError,
-)
+    elif args.prompt is not None or args.max_tokens is not None:
+        name = "--max-tokens" if args.prompt is None else "--prompt"
+        raise ExportError(
+            f"{name}: is for `exchange/export.py run FOLDER`; export alone needs none"
+        )
 
 
 def main(argv: list[str]) -> int:
@@ -308,7 +292,7 @@ def main(argv: list[str]) -> int:
             run(args.folder, args.prompt, 300 if args.max_tokens is None else args.max_tokens)
         else:
             print(f"{args.folder}: {export(args.source, args.folder, args.dtype or 'fp32')}")
-    except REFUSED as e:
+    except (ExportError, FloatingPointError, *REFUSED) as e:
         terminal.say(terminal.one_line(f"export.py: {e}"), error=True)
         return 2
     return 0

@@ -11,17 +11,15 @@ read again, is the same: nothing else says which class a model is exported as.
     python huggingface.py        a lesson: there and back
 """
 
+import contextlib
 import dataclasses
 import json
+from pathlib import Path
+from typing import Any
 
+from base import json_files
 from checkpoints.index import fixed_fields
-from exchange.architectures import (
-    ARCHITECTURES,
-    GPT2,
-    MIXTRAL,
-    Architecture,
-    HuggingFaceError,
-)
+from exchange.architectures import ARCHITECTURES, GPT2, MIXTRAL, Architecture, HuggingFaceError
 from routers import MoEConfig
 
 # what null means, where it is not what absence means
@@ -36,6 +34,21 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": "rotary_original_length",
 }
 INTEGERS = {field.name for field in dataclasses.fields(MoEConfig) if field.type is int}
+
+
+@contextlib.contextmanager
+def refused(*errors: type[Exception], where: str = ""):
+    """These errors become HuggingFaceErrors. where: what stands before their words."""
+    try:
+        yield
+    except errors as e:
+        raise HuggingFaceError(f"{where}{e}") from None
+
+
+def read_json(path: Path, kind=dict[str, Any]):
+    """The content of a JSON file as `kind`. Raises HuggingFaceError."""
+    with refused(json_files.JSONError):
+        return json_files.read(path, kind)
 
 
 # --- config.json -> MoEConfig ---------------------------------------------------------------------
@@ -76,10 +89,8 @@ def read_fields(hf_config: dict, architecture: Architecture) -> MoEConfig:
         fields |= rotary_fields(hf_config, architecture.missing)
     if architecture is MIXTRAL and not fields["num_experts"]:
         raise HuggingFaceError(f"num_local_experts is 0; a {MIXTRAL.name} has experts")
-    try:
+    with refused(ValueError):
         config = MoEConfig(**fields)
-    except ValueError as e:
-        raise HuggingFaceError(str(e)) from None
     if architecture is MIXTRAL:
         check_experts(config)
     return config

@@ -24,6 +24,7 @@ lockstep group, which share experts, use the same.
 Not covered: several adapters in one batch (S-LoRA, arXiv 2311.03285).
 """
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -65,7 +66,10 @@ class Adapters:
         for adapter in self.opened.values():
             with as_flags():
                 adapters.check(adapter.config, config, tp)
-        check_one_method(self.opened)
+        methods = {adapter.config.peft: name for name, adapter in self.opened.items()}
+        if len(methods) > 1:
+            are = ", ".join(f"{name} is {peft}" for peft, name in methods.items())
+            raise ConfigError(f"--adapter: {are}; those of one command must be of one method")
         # the shared parameters in the model, and this rank's values for them
         self.parameters: dict[str, Tensor] = {}
         self.values: dict[str, dict[str, Tensor]] = {}
@@ -96,8 +100,8 @@ class Adapters:
             self.values[name] = local_values(adapter, self.config, groups, layer_split)
         only = self.opened.get("")
         if self.merged:
-            for stage in stages_of(model):
-                merge_into(stage, only.config, self.values[""])
+            for name, p in itertools.chain(*(s.named_parameters() for s in stages_of(model))):
+                p.copy_(merge(name, p, self.values[""], only.config))
             return
         shared = shared_config(list(self.opened.values()))
         for stage in stages_of(model):
@@ -134,14 +138,6 @@ def split_name(word: str) -> tuple[str, str]:
     return name, path
 
 
-def check_one_method(opened: dict[str, Adapter]) -> None:
-    """Raises ConfigError."""
-    methods = {adapter.config.peft: name for name, adapter in opened.items()}
-    if len(methods) > 1:
-        are = ", ".join(f"{name} is {peft}" for peft, name in methods.items())
-        raise ConfigError(f"--adapter: {are}; those of one command must be of one method")
-
-
 def local_values(
     adapter: Adapter, config: MoEConfig, groups: Groups, layer_split: list[int] | None
 ) -> dict[str, Tensor]:
@@ -156,14 +152,6 @@ def local_values(
                 values[name] = set_sharding(torch.zeros(p.shape, device="cpu"), sharding_of(p))
     adapter.load(values)
     return values
-
-
-def merge_into(stage, config: AdapterConfig, values: dict[str, Tensor]) -> None:
-    """Merge an adapter into a stage, in place. values: this rank's shards."""
-    for name, p in stage.named_parameters():
-        merged = merge(name, p, values, config)
-        if merged is not p:
-            p.copy_(merged)
 
 
 def shared_config(opened: list[Adapter]) -> AdapterConfig:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from base.world import World
 from corpus.tokenizer import TokenizerError, prompt_ids
 from generate import stream
-from inference.batches import NewToken
+from inference.batches import NewToken, data_parallel
 from inference.sampling import keys_of
 from prompts.prompt_data import PromptError, read_lines
 
@@ -31,28 +31,21 @@ class GenerationTimer:
 
     def __init__(self):
         self.begin = time.perf_counter()
-        self.first_time = None
-        self.last_time = None
-        self.tokens = 0
-        # given by prefill
-        self.first_tokens = 0
+        # (when, how many) of each step; the first one is the prefill
+        self.steps: list[tuple[float, int]] = []
 
     def tick(self, new_tokens: list[NewToken]) -> None:
         count = sum(new.token is not None for new in new_tokens)
-        self.tokens += count
-        self.last_time = time.perf_counter()
-        if self.first_time is None:
-            self.first_time = self.last_time
-            self.first_tokens = count
+        self.steps.append((time.perf_counter(), count))
 
     def __str__(self) -> str:
-        if self.first_time is None:
+        if not self.steps:
             return "no tokens"
-        summary = f"{self.tokens} tokens, the first after {self.first_time - self.begin:.3f} s"
-        if self.tokens > self.first_tokens:
-            seconds = self.last_time - self.first_time
-            speed = (self.tokens - self.first_tokens) / seconds
-            summary += f", then {speed:,.1f} tokens/s"
+        (first, of_prefill), (last, _) = self.steps[0], self.steps[-1]
+        tokens = sum(count for _, count in self.steps)
+        summary = f"{tokens} tokens, the first after {first - self.begin:.3f} s"
+        if tokens > of_prefill:
+            summary += f", then {(tokens - of_prefill) / (last - first):,.1f} tokens/s"
         return summary
 
 
@@ -186,9 +179,7 @@ def answer_file(
     called before a batch of requests with this adapter. lockstep, options: as of generate.stream.
     Returns a summary of the speed."""
     timer = GenerationTimer()
-    dp, dp_rank = 1, 0
-    if world.groups.dp:
-        dp, dp_rank = world.groups.dp.size(), world.groups.dp.rank()
+    dp, dp_rank = data_parallel(world.groups)
     keys = keys_of([ids for _, ids in requests], options.pop("seed"))
     adapter_of = [record.get("adapter") if use_adapter else None for record, _ in requests]
     answer_of = {}

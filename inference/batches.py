@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import context_parallel
+from base.world import Groups
 from inference.kv_cache import Cache
 from inference.sampling import DIVERGED
 
@@ -97,34 +98,29 @@ def context_start(n: int, seq_length: int) -> int:
     return max(0, halves_beyond * half)
 
 
+@dataclass
 class DecodeBatch:
     """Sequences that go forward together on this rank."""
 
-    def __init__(
-        self,
-        sequences: list[Sequence],
-        rule: StopRule,
-        seq_length: int,
-        device: torch.device,
-        cached: bool = True,
-        cp_group: dist.ProcessGroup | None = None,
-        window: int = 0,
-    ):
-        """cp_group: the ranks that have these sequences too, and share their prefill. window: of a
-        model whose tokens attend to so many only (GPTConfig.sliding_window)."""
-        self.sequences = sequences
-        self.rule = rule
-        self.seq_length = seq_length
-        self.device = device
-        # of each sequence's context in the cache
-        self.starts: list[int] = []
-        # [b], during prefill the column of each sequence's last token, in the whole context
-        self.last_column: Tensor | None = None
-        self.cp_group = cp_group
-        self.diverged = False
-        longest = max(sequence.prompt_length for sequence in sequences) + rule.max_tokens
-        columns = min(longest, seq_length, window or seq_length)
-        self.cache = Cache(columns if cached else 0, cp_group)
+    sequences: list[Sequence]
+    rule: StopRule
+    seq_length: int
+    device: torch.device
+    cached: bool = True
+    # the ranks that have these sequences too, and share their prefill
+    cp_group: dist.ProcessGroup | None = None
+    # of a model whose tokens attend to so many only (GPTConfig.sliding_window)
+    window: int = 0
+    # of each sequence's context in the cache
+    starts: list[int] = field(default_factory=list)
+    # [b], during prefill the column of each sequence's last token, in the whole context
+    last_column: Tensor | None = None
+    diverged: bool = False
+
+    def __post_init__(self):
+        longest = max(sequence.prompt_length for sequence in self.sequences) + self.rule.max_tokens
+        columns = min(longest, self.seq_length, self.window or self.seq_length)
+        self.cache = Cache(columns if self.cached else 0, self.cp_group)
 
     def next_tokens(self) -> Tensor:
         """The tokens of the next forward pass: the newest of each sequence [b, 1], or the contexts
@@ -198,6 +194,23 @@ def any_unfinished(batch: DecodeBatch, lockstep: dist.ProcessGroup | None) -> bo
     if state == NOT_FINITE:
         raise FloatingPointError("the model's logits are not finite")
     return state == UNFINISHED
+
+
+def data_parallel(groups: Groups) -> tuple[int, int]:
+    """(ranks that have other prompts, the number of this one among them)"""
+    return (groups.dp.size(), groups.dp.rank()) if groups.dp else (1, 0)
+
+
+def from_all_ranks(found, groups: Groups) -> list:
+    """What each rank has found, on every rank. found: None where its logits were not finite; then
+    every rank raises FloatingPointError."""
+    of_ranks = [found]
+    if groups.all:
+        of_ranks = [None] * groups.all.size()
+        dist.all_gather_object(of_ranks, found, group=groups.all)
+    if None in of_ranks:
+        raise FloatingPointError("the model's logits are not finite")
+    return of_ranks
 
 
 def max_over_ranks(number: int, group: dist.ProcessGroup | None, device: torch.device) -> int:

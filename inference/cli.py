@@ -6,65 +6,41 @@
 
 The order is the same for each command that generates (prompt_tuning.py has two more):
 
-    command         World from the launcher, arguments parsed, errors turned into one message
+    command         the ranks' launcher, arguments, errors (inference/command.py)
     check_flags     all that can be known before the ranks meet
     connect         the ranks meet; model and tokenizer are loaded
     then            stream_text, answer_file or converse
-
-Bad input ends with status 2 and one message from rank 0; a model whose logits are not finite, or an
-output that cannot be written, with 1; Ctrl-C with 130.
 
 Not covered: a server. These commands generate for one person, or for one file.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-import checkpoint
 import context_parallel
-import huggingface
 import kernels
 import moe
 import pipeline_parallel
 import tensor_parallel
-from base import terminal
-from base.world import World, WorldError
-from corpus.tokenizer import TokenizerError, prompt_ids
+from base.world import World
+from corpus.tokenizer import prompt_ids
 from generate import check_options, stages_of
 from inference import generation_config, quantization
 from inference.adapted import Adapters
 from inference.answers import answer_file, as_json, encode, read_prompts, stream_text
-from inference.loading import (
-    check_vocabulary,
-    find_chat,
-    find_tokenizer,
-    load_model,
-    open_model,
-)
+from inference.command import command
+from inference.loading import check_vocabulary, find_chat, find_tokenizer, load_model, open_model
 from inference.weight_layouts import pack
 from model_config import divisors
 from prompts.prompt_data import PromptError
 from routers import MoEConfig
 from run.config import DTYPES, ConfigError, as_flags, flag_name, multiply_in
 from sft import message
-from tuning.chat_template import ChatError
 
-# bad input: one message, exit status 2
-REFUSED = (
-    ConfigError,
-    WorldError,
-    PromptError,
-    ChatError,
-    TokenizerError,
-    checkpoint.CheckpointError,
-    huggingface.HuggingFaceError,
-)
 # seconds
 HALF_AN_HOUR = 1800.0
 MONTH = 30 * 86400.0
@@ -76,94 +52,33 @@ MONTH = 30 * 86400.0
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of every command that generates."""
     add_model_flags(parser)
-    add_sampling_flags(parser)
+    flag = parser.add_argument
+    # inference/generation_config.py has the values of these four where none is given
+    flag("--max-tokens", type=int, help="of a continuation (default: 300, or the model's)")
+    flag("--temperature", type=float, help="0: the likeliest token (default: 0.8, or the model's)")
+    flag("--top-k", type=int, metavar="K", help="of the K most likely tokens (default: 0, all)")
+    flag("--top-p", type=float, metavar="P", help="of tokens with probability P (default: 1, all)")
+    flag("--seed", type=int, help="equal seeds give equal texts, up to rounding (default: 0)")
+    flag("--stop", action="append", default=[], metavar="TEXT", help="end before it; several")
+    flag("--batch-size", type=int, help="prompts of a file, at a time and rank (default: 16)")
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Which model, and where and how it runs."""
-    parser.add_argument(
-        "--checkpoint",
-        metavar="DIR",
-        required=True,
-        help="a checkpoint, the folder of a run, or a Hugging Face folder",
-    )
-    add_layout_flags(parser)
-    parser.add_argument(
-        "--precision", choices=tuple(DTYPES), help="default: bf16 on CUDA, fp32 on CPUs"
-    )
-    parser.add_argument(
-        "--tokenizer", help="needed where the one that the model was trained with has moved"
-    )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument(
-        "--kernels",
-        choices=("auto", "off"),
-        default="auto",
-        help="auto: fused CUDA operations where the device has them (kernels.py)",
-    )
-
-
-def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     flag = parser.add_argument
-    # inference/generation_config.py has their values where none is given
-    flag("--max-tokens", type=int, help="length of a continuation (default: 300, or the model's)")
-    flag(
-        "--temperature",
-        type=float,
-        help=(
-            "0: the most likely token (default: 0.8, or what the model's generation_config.json"
-            " has, also for the next two)"
-        ),
-    )
-    flag("--top-k", type=int, metavar="K", help="the K most likely tokens (default: 0, all)")
-    flag(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="the most likely tokens that make up probability P (default: 1, all)",
-    )
-    flag(
-        "--seed",
-        type=int,
-        help="of the random numbers: equal seeds give equal texts, up to rounding (default: 0)",
-    )
-    flag(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end before this text; may be given several times",
-    )
-    flag(
-        "--batch-size",
-        type=int,
-        help="prompts of a file that each rank continues at a time (default: 16)",
-    )
-
-
-def add_layout_flags(parser: argparse.ArgumentParser) -> None:
-    flag = parser.add_argument
+    kinds = "a checkpoint, the folder of a run, or a Hugging Face folder"
+    flag("--checkpoint", metavar="DIR", required=True, help=kinds)
     flag("--tp", type=int, default=1, help="tensor-parallel ranks")
-    flag(
-        "--pp",
-        type=int,
-        default=1,
-        help="pipeline-parallel ranks; the ranks that are left are data parallel",
-    )
-    flag(
-        "--cp",
-        type=int,
-        default=1,
-        help="context-parallel ranks, which share the reading of long prompts",
-    )
+    flag("--pp", type=int, default=1, help="pipeline-parallel ranks; the rest is data parallel")
+    flag("--cp", type=int, default=1, help="context-parallel ranks, which share long prompts")
     flag("--ep", type=int, default=1, help="data-parallel ranks that share the experts")
-    flag(
-        "--layer-split",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="layers of each pipeline stage (default: equally many)",
-    )
+    split = "layers of each pipeline stage (default: equally many)"
+    flag("--layer-split", type=int, nargs="+", metavar="N", help=split)
+    flag("--precision", choices=tuple(DTYPES), help="default: bf16 on CUDA, fp32 on CPUs")
+    flag("--tokenizer", help="needed where the one that the model was trained with has moved")
+    flag("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    fused = "auto: fused CUDA operations where the device has them (kernels.py)"
+    flag("--kernels", choices=("auto", "off"), default="auto", help=fused)
 
 
 # the least value of a flag
@@ -214,37 +129,37 @@ def check_layout(args: argparse.Namespace, config: MoEConfig, num_ranks: int) ->
     """Raises ConfigError for a layout that this model cannot have on so many ranks."""
     product = args.tp * args.pp * args.cp
     if num_ranks % product:
-        layout = f"--tp {args.tp} --pp {args.pp}"
-        if args.cp > 1:
-            layout += f" --cp {args.cp}"
+        cp = f" --cp {args.cp}" if args.cp > 1 else ""
         raise ConfigError(
-            f"{layout}: their product must divide the {num_ranks} ranks;"
+            f"--tp {args.tp} --pp {args.pp}{cp}: their product must divide the {num_ranks} ranks;"
             f" {divisors(num_ranks, product)} would"
         )
-    if args.layer_split and args.pp == 1:
-        raise ConfigError(f"--layer-split {args.layer_split}: needs --pp 2 or more")
-    layers, stages = config.num_layers, args.pp
-    if stages > layers:
-        raise ConfigError(
-            f"--pp {stages}: this model has {layers} layers; --pp {layers} or less would do"
-        )
-    if args.layer_split and (len(args.layer_split) != stages or sum(args.layer_split) != layers):
-        raise ConfigError(
-            f"--layer-split {' '.join(map(str, args.layer_split))}: must be {stages} numbers, one"
-            f" for each --pp rank, that add up to the {layers} layers of this model"
-        )
-    if layers % stages and not args.layer_split:
-        split = [layers // stages + (n >= stages - layers % stages) for n in range(stages)]
-        raise ConfigError(
-            f"--pp {stages}: does not divide the {layers} layers of this model; --layer-split"
-            f" {' '.join(map(str, split))} would do"
-        )
+    check_stages(args.pp, args.layer_split, config.num_layers)
     with as_flags():
         tensor_parallel.check(config, args.tp, num_ranks)
         context_parallel.check_attention(config, args.cp)
         if args.pp > 1:
             pipeline_parallel.check(config.num_layers, args.pp, 1, args.layer_split)
         moe.check(config, args.ep, num_ranks // args.tp // args.pp)
+
+
+def check_stages(p: int, layer_split: list[int] | None, layers: int) -> None:
+    """Raises ConfigError. Here the number of layers is no flag, as it is in pipeline_parallel."""
+    flag = f"--pp {p}"
+    rule = None
+    if p > layers:
+        rule = f"this model has {layers} layers; --pp {layers} or less would do"
+    elif layer_split:
+        flag = f"--layer-split {' '.join(map(str, layer_split))}"
+        if p == 1:
+            rule = "needs --pp 2 or more"
+        elif len(layer_split) != p or sum(layer_split) != layers:
+            rule = f"must be {p} numbers, one for a --pp rank, that add up to the {layers} layers"
+    elif layers % p:
+        split = " ".join(str(len(part)) for part in torch.arange(layers).tensor_split(p)[::-1])
+        rule = f"does not divide the {layers} layers of this model; --layer-split {split} would do"
+    if rule:
+        raise ConfigError(f"{flag}: {rule}")
 
 
 # --- the work -------------------------------------------------------------------------------------
@@ -277,7 +192,7 @@ def connect(
     stages = stages_of(model)
     for stage in stages:
         if quantize:
-            quantize(stage, batch_size or 1)
+            quantize(stage)
         elif batch_size:
             pack(stage, batch_size)
         if args.kernels == "auto" and world.device.type == "cuda":
@@ -310,15 +225,7 @@ def run(args: argparse.Namespace, world: World) -> None:
     # a person may think for long
     timeout = MONTH if args.interactive else HALF_AN_HOUR
     model, tokenizer, lockstep = connect(args, world, batch_size, timeout, adapters, quantize)
-    options = dict(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-        eot=tokenizer.stop_ids,
-        cp_group=world.groups.cp,
-    )
+    options = sampling_options(args, world, tokenizer)
     if args.interactive:
         return converse(world, model, tokenizer, config, args.stop, **options)
     if args.prompt_file is not None:
@@ -342,6 +249,13 @@ def run(args: argparse.Namespace, world: World) -> None:
         summary = continue_prompt(args, world, model, tokenizer, config, options)
     if world.rank == 0:
         print(summary, file=sys.stderr)
+
+
+def sampling_options(args: argparse.Namespace, world: World, tokenizer) -> dict:
+    """As of generate.stream."""
+    names = ("max_tokens", "temperature", "top_k", "top_p", "seed")
+    options = {name: getattr(args, name) for name in names}
+    return options | dict(eot=tokenizer.stop_ids, cp_group=world.groups.cp)
 
 
 def open_weights(
@@ -434,122 +348,32 @@ def converse(world: World, model, tokenizer, config: MoEConfig, stop: list[str],
         world.say_aside(summary)
 
 
-# --- from the launcher to the exit status ---------------------------------------------------------
-
-
-@dataclass
-class Outcome:
-    """How a command ended on this rank."""
-
-    status: int = 0
-    message: str | None = None
-    # other ranks do not have the message; otherwise rank 0 alone prints it
-    this_rank_only: bool = False
-
-
-def command(
-    name: str,
-    work: Callable[[argparse.Namespace, World], None],
-    argv: list[str],
-    parser: argparse.ArgumentParser,
-) -> int:
-    """Run work(args, world), under a launcher or without one. name: of the file, for messages.
-    Returns the exit status."""
-    terminal.prepare()
-    try:
-        world = World.from_launcher()
-    except WorldError as e:
-        terminal.say(f"{name}: {e}", error=True)
-        return 2
-    if world.rank:
-        parser.error = lambda message: leave_to_rank_0(world)
-    args = parser.parse_args(argv)
-    outcome = attempt(work, args, world)
-    if outcome.status == 2 and not outcome.this_rank_only:
-        world.share_refusal(outcome.message, name)
-    elif outcome.message and (world.rank == 0 or outcome.this_rank_only):
-        terminal.say(terminal.one_line(f"{name}: {outcome.message}"), error=True)
-    fails_alone = outcome.this_rank_only or not outcome.message
-    if outcome.status == 1 and world.size > 1 and fails_alone:
-        # the other ranks wait in a collective, so the groups cannot be taken down
-        os._exit(1)
-    world.disconnect()
-    return outcome.status
-
-
-def leave_to_rank_0(world: World) -> None:
-    """Every rank finds the same fault in the arguments: rank 0 prints it."""
-    terminal.let_rank_0_speak(world.rank)
-    sys.exit(2)
-
-
-def attempt(work, args: argparse.Namespace, world: World) -> Outcome:
-    """Run work(args, world), with errors that a user can understand as an Outcome."""
-    try:
-        work(args, world)
-    except REFUSED as e:
-        return Outcome(2, str(e), isinstance(e, WorldError))
-    except FloatingPointError as e:
-        return Outcome(1, f"{e}: this model has diverged")
-    except RuntimeError:
-        # another rank may have left this one in a collective
-        world.follow_refusal()
-        raise
-    except KeyboardInterrupt:
-        return Outcome(130)
-    except BrokenPipeError:
-        # the reader of the output has seen enough (| head)
-        terminal.mute(sys.stdout)
-        return Outcome(1)
-    except OSError as e:
-        terminal.mute(sys.stdout)
-        where = e.filename or "standard output"
-        reason = e.strerror or e
-        return Outcome(1, f"{where}: {reason}; the rest of the answers is lost", True)
-    return Outcome()
+# --------------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Continue prompts with a trained model.")
     add_flags(parser)
-    parser.add_argument("--prompt", help="the text to continue; without it, a new text is begun")
-    parser.add_argument(
-        "--chat",
-        metavar="QUESTION",
-        help="a message that the model answers, in its chat template (sft.py)",
+    flag = parser.add_argument
+    flag("--prompt", help="the text to continue; without it, a new text is begun")
+    question = "a message that the model answers, in its chat template (sft.py)"
+    flag("--chat", metavar="QUESTION", help=question)
+    lines = (
+        'JSON lines with a "prompt"; the output has the same lines with "text", "tokens" and'
+        ' "finish"; - is standard input'
     )
-    parser.add_argument(
-        "--prompt-file",
-        metavar="FILE",
-        help=(
-            'JSON lines with a "prompt"; the output has the same lines with "text", "tokens" and'
-            ' "finish"; - is standard input'
-        ),
+    flag("--prompt-file", metavar="FILE", help=lines)
+    flag("--interactive", action="store_true", help="continue each line of input")
+    runs = (
+        "a run with --peft for the model of --checkpoint; NAME=ADAPTER, several times, for lines of"
+        ' --prompt-file with an "adapter": "NAME"'
     )
-    parser.add_argument("--interactive", action="store_true", help="continue each line of input")
-    parser.add_argument(
-        "--adapter",
-        action="append",
-        default=[],
-        metavar="ADAPTER",
-        help=(
-            "a run with --peft for the model of --checkpoint; NAME=ADAPTER, several times,"
-            ' for lines of --prompt-file with an "adapter": "NAME"'
-        ),
+    flag("--adapter", action="append", default=[], metavar="ADAPTER", help=runs)
+    bits = (
+        "store the weights in 8 bits, or those of the layers in 4 (quantization.py); the default of"
+        " --precision is then bf16"
     )
-    parser.add_argument(
-        "--weights",
-        choices=("int8", "int4"),
-        help=(
-            "store the weights in 8 bits, or those of the layers in 4 (quantization.py); the"
-            " default of --precision is then bf16"
-        ),
-    )
-    parser.add_argument(
-        "--group-size",
-        type=int,
-        choices=quantization.GROUPS,
-        metavar="N",
-        help="weights that share a scale with --weights int4: 32, 64, 128 or 256 (default: 32)",
-    )
+    flag("--weights", choices=("int8", "int4"), help=bits)
+    group = "weights that share a scale with --weights int4: 32, 64, 128 or 256 (default: 32)"
+    flag("--group-size", type=int, choices=quantization.GROUPS, metavar="N", help=group)
     return command("generate.py", run, argv, parser)

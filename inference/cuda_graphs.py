@@ -69,8 +69,6 @@ def decode(
     stage has none yet for so many columns."""
     power_of_two = 1 << (max(MIN_COLUMNS, cache.used) - 1).bit_length()
     cache.used = min(cache.columns, power_of_two)
-    # a number in Python would be fixed in the graph
-    cache.shared_position = None
     key = chunk, cache.used
     if key not in cache.graphs:
 

@@ -41,6 +41,7 @@ if __name__ == "__main__":
 
 import itertools
 import math
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -52,6 +53,7 @@ import generate
 from base.world import Groups
 from gpt import GPT
 from inference.answers import Detokenizer
+from inference.batches import data_parallel, from_all_ranks
 from inference.sampling import keys_of
 from pipeline_parallel import Pipeline
 
@@ -165,9 +167,7 @@ class Evaluator:
         lengths are padded together. Every rank has as many, for forward passes may be collectives;
         the last one may be empty."""
         order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
-        dp, rank = 1, 0
-        if self.groups.dp:
-            dp, rank = self.groups.dp.size(), self.groups.dp.rank()
+        dp, rank = data_parallel(self.groups)
         size = dp * self.batch_size
         for start in range(0, len(order), size):
             yield order[start : start + size][rank::dp]
@@ -175,15 +175,7 @@ class Evaluator:
 
     def gather(self, found: dict | None) -> list:
         """All results, from those of each rank. found: request -> result; None: not finite."""
-        of_ranks = [found]
-        if self.groups.all:
-            of_ranks = [None] * self.groups.all.size()
-            dist.all_gather_object(of_ranks, found, group=self.groups.all)
-        if None in of_ranks:
-            raise FloatingPointError("the model's logits are not finite")
-        results = {}
-        for each in of_ranks:
-            results |= each
+        results = dict(ChainMap(*from_all_ranks(found, self.groups)))
         return [results[n] for n in sorted(results)]
 
     # -- one batch ---------------------------------------------------------------------------------

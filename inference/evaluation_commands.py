@@ -46,29 +46,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Evaluate a model; without arguments, a lesson.")
     cli.add_model_flags(parser)
     flag = parser.add_argument
-    flag("--tasks", nargs="+", default=[], metavar="NAME", help="tasks of lm-eval, or your own")
+    several = dict(nargs="+", default=[])
+    repeated = dict(action="append", default=[])
+    flag("--tasks", **several, metavar="NAME", help="tasks of lm-eval, or your own")
     flag("--num-fewshot", type=int, metavar="N", help="examples before each question")
     flag("--limit", type=int, metavar="N", help="only the first N items of each task")
-    flag(
-        "--include-path",
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="a folder with task files of your own; may be given several times",
-    )
-    flag(
-        "--apply-chat-template",
-        action="store_true",
-        help="write each question in the chat template of the model's folder",
-    )
-    flag(
-        "--perplexity",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help='text files, one document each; of .jsonl files each line, {"text": ".."}',
-    )
-    flag("--adapter", action="append", default=[], help="a run with --peft for this model")
+    flag("--include-path", **repeated, metavar="DIR", help="of task files of your own; several")
+    own = "write each question in the chat template of the model's folder"
+    flag("--apply-chat-template", action="store_true", help=own)
+    texts = 'text files, one document each; of .jsonl files each line, {"text": ".."}'
+    flag("--perplexity", **several, metavar="FILE", help=texts)
+    flag("--adapter", **repeated, help="a run with --peft for this model")
     flag("--batch-size", type=int, default=16, help="texts that a rank reads at a time")
     flag("--out", metavar="FILE", help="a new JSON file with all numbers, and each item")
     return parser
@@ -76,7 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check_flags(args: argparse.Namespace, world: World):
     """What can be known before the ranks meet. Returns (the model's configuration, the task manager
-    of lm-eval or None, documents). Raises the errors of cli.REFUSED."""
+    of lm-eval or None, documents). Raises the errors of command.REFUSED."""
     check_own_flags(args)
     config = cli.check_flags(args, world)
     manager = None

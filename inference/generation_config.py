@@ -51,18 +51,13 @@ class GenerationConfig:
     max_new_tokens: int | None = None
 
     def flags(self) -> dict[str, float]:
-        """Name of a flag -> its value here."""
+        """Name of a flag -> its value here, None where the file does not say."""
         temperature = self.temperature
         # published files have 1e-06 for greedy decoding
         if self.do_sample is False or (temperature is not None and temperature < COLDEST):
             temperature = 0.0
-        values = {
-            "max_tokens": self.max_new_tokens,
-            "temperature": temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-        }
-        return {name: value for name, value in values.items() if value is not None}
+        sampling = {"temperature": temperature, "top_k": self.top_k, "top_p": self.top_p}
+        return {"max_tokens": self.max_new_tokens} | sampling
 
 
 def file_of(path: Path | str) -> Path | None:
@@ -95,9 +90,10 @@ def set_defaults(args: argparse.Namespace) -> str:
     for name, default in DEFAULTS.items():
         if getattr(args, name) is not None:
             continue
-        setattr(args, name, given.get(name, default))
+        says = given.get(name) is not None
+        setattr(args, name, given[name] if says else default)
         # greedy decoding has no use for the others
-        if name in given and (name not in ("top_k", "top_p") or args.temperature != 0):
+        if says and (name not in ("top_k", "top_p") or args.temperature != 0):
             taken.append(f"--{name.replace('_', '-')} {given[name]}")
     line = f"{' '.join(taken)}: from {file}" if taken else ""
     if left_out:

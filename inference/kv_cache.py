@@ -60,12 +60,10 @@ class Cache:
         self.values: dict[str, Tensor] = {}
         # [b], the position of each sequence's newest token; None: prefill
         self.positions: Tensor | None = None
-        # the same as one number, where it is equal for all sequences
-        self.shared_position: int | None = None
         # columns that some sequence has filled
         self.used = 0
         # [b, 1 or a, 1, used], what is added to the scores: -inf for a column that a sequence has
-        # not filled; None: all have filled all used columns
+        # not filled; None: prefill
         self.mask: Tensor | None = None
         # [b, 1], of a prefill: the position of each sequence's last token
         self.last: Tensor | None = None
@@ -88,9 +86,6 @@ class Cache:
         """The next forward has one token for each sequence. positions: of these tokens."""
         self.positions = torch.tensor(positions, device=device)
         self.used = min(max(positions) + 1, self.columns)
-        self.shared_position = None
-        if min(positions) == max(positions):
-            self.shared_position = positions[0]
 
     def update_mask(self, dtype: torch.dtype, local: LocalBias | None) -> None:
         """Hide the columns after each sequence's position: once for a forward pass, for all
@@ -99,8 +94,6 @@ class Cache:
         if self.positions is None:
             return
         has_slopes = local is not None and local.slopes is not None
-        if self.shared_position is not None and not has_slopes:
-            return
         positions = self.positions.unsqueeze(1)  # [b, 1]
         columns = self.positions_in(positions, self.used)
         # a column that is not filled has a negative position
@@ -160,13 +153,9 @@ class Cache:
         """Attention of one token for each sequence (s = 1) to the columns of the cache."""
         keys = self.keys[layer]
         values = self.values[layer]
+        rows = torch.arange(len(k), device=k.device)
         for stored, new in ((keys, k), (values, v)):
-            if self.shared_position is not None:
-                column = self.shared_position % self.columns
-                stored.select(2, column).copy_(new.squeeze(2))
-            else:
-                rows = torch.arange(len(new), device=new.device)
-                stored[rows, :, self.positions % self.columns] = new[:, :, 0]
+            stored[rows, :, self.positions % self.columns] = new[:, :, 0]
         # heads that share a key stand where the tokens of a sequence would: [b, a_kv, a / a_kv, d]
         q = q.reshape(*k.shape[:2], -1, k.shape[3])
         mask = self.mask

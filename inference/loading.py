@@ -44,11 +44,7 @@ def open_model(path: Path | str):
     HuggingFaceError."""
     if huggingface.is_folder(path):
         config, read, tokenizer = huggingface.open_folder(Path(path))
-        index = {
-            "model": dataclasses.asdict(config),
-            "config": {"tokenizer": tokenizer},
-            "step": 0,
-        }
+        index = {"model": dataclasses.asdict(config), "config": {"tokenizer": tokenizer}, "step": 0}
         return config, index, read
     config, index = checkpoint.read_model(checkpoint.find(path))
     return config, index, None

@@ -23,6 +23,8 @@ Not covered: micro-batches that grow or shrink with the load.
 """
 
 from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,49 +51,40 @@ class Ring:
         work = self.channels.send(tensor, (self.rank + 1) % self.p, "F", 0)
         self.sending.append((work, tensor))
         # what was sent so long ago has been received, for its answer has come round
-        while len(self.sending) > 4 * self.p:
-            self.wait_for_oldest()
+        self.wait_for_all_but(4 * self.p)
 
     def receive(self, buffer: Tensor) -> Tensor:
         """Fills the buffer, and returns it."""
         self.channels.receive(buffer, (self.rank - 1) % self.p, "F", 0).wait()
         return buffer
 
-    def wait_for_oldest(self) -> None:
-        work, _ = self.sending.popleft()
-        work.wait()
-
-    def finish(self) -> None:
-        while self.sending:
-            self.wait_for_oldest()
+    def wait_for_all_but(self, most: int) -> None:
+        while len(self.sending) > most:
+            work, _ = self.sending.popleft()
+            work.wait()
 
 
+@dataclass
 class PipelinedDecoder:
     """Decodes micro-batches on this stage. All stages, and all ranks of the lockstep group, run it
     with as many micro-batches."""
 
-    def __init__(
-        self,
-        runner,
-        ring: Ring,
-        micro_batches: list[DecodeBatch],
-        params: SamplingParams,
-        lockstep: dist.ProcessGroup | None,
-        observe: Observer | None = None,
-    ):
-        """runner: generate.ModelRunner of this rank's stages. observe: as of generate.stream."""
-        self.runner = runner
-        self.ring = ring
-        self.micro_batches = micro_batches
-        self.params = params
-        self.lockstep = lockstep
-        self.observe = observe
-        self.is_first = ring.rank == 0
-        self.is_last = ring.rank == ring.p - 1
-        # micro-batch -> the tokens of its current forward pass [b, s]
-        self.inputs: dict[int, Tensor] = {}
-        # micro-batch -> the tokens sampled for it [b], on the last stage
-        self.sampled: dict[int, Tensor] = {}
+    # generate.ModelRunner of this rank's stages
+    runner: Any
+    ring: Ring
+    micro_batches: list[DecodeBatch]
+    params: SamplingParams
+    # as of generate.stream
+    lockstep: dist.ProcessGroup | None
+    observe: Observer | None = None
+    # micro-batch -> the tokens of its current forward pass [b, s]
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    # micro-batch -> the tokens sampled for it [b], on the last stage
+    sampled: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.is_first = self.ring.rank == 0
+        self.is_last = self.ring.rank == self.ring.p - 1
 
     def decode(self):
         """Yields list[NewToken] after each step of a micro-batch, until all are finished."""
@@ -111,7 +104,7 @@ class PipelinedDecoder:
                     self.start_step(m)
                 else:
                     unfinished.remove(m)
-        self.ring.finish()
+        self.ring.wait_for_all_but(0)
 
     def start_step(self, m: int) -> None:
         self.inputs[m] = self.micro_batches[m].next_tokens()

@@ -54,11 +54,7 @@ def sample(logits: Tensor, keys: list[int], positions: list[int], params: Sampli
 
 
 def choose(
-    logits: Tensor,
-    u: Tensor | None,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    logits: Tensor, u: Tensor | None, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> Tensor:
     """The first token whose cumulative probability is larger than u. logits: [b, V]; u: [b] in
     [0, 1), unused at temperature 0. Returns [b] int64, with DIVERGED where logits are not
@@ -113,10 +109,14 @@ def keys_of(prompts: list[list[int]], seed: int) -> list[int]:
     repeats = {}
     for prompt in map(tuple, prompts):
         repeats[prompt] = repeats.get(prompt, -1) + 1
-        content = repr((seed, repeats[prompt], prompt)).encode()
-        digest = hashlib.blake2b(content, digest_size=4).digest()
-        keys.append(int.from_bytes(digest, "big", signed=True))
+        keys.append(hash_of((seed, repeats[prompt], prompt)))
     return keys
+
+
+def hash_of(content: tuple) -> int:
+    """32 bits."""
+    digest = hashlib.blake2b(repr(content).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big", signed=True)
 
 
 # --------------------------------------------------------------------------------------------------

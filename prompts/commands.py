@@ -109,13 +109,7 @@ def answer_all(
         args.stop,
         lockstep,
         write,
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-        eot=tokenizer.stop_ids,
-        cp_group=world.groups.cp,
+        **cli.sampling_options(args, world, tokenizer),
     )
     world.say_aside(summary)
     return answers

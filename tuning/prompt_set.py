@@ -11,6 +11,7 @@ not matter; the last twentieth is held out.
 import hashlib
 import json
 from collections import Counter
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ class Question(NamedTuple):
     record: dict
 
 
+@dataclass
 class Prompts:
     """Which question each sample answers: `group_size` samples in a row have the same one. Every
     epoch is a new permutation of the questions.
@@ -40,31 +42,26 @@ class Prompts:
                         question    7  |  2  |  9  |  0  ..
     """
 
-    def __init__(
-        self,
-        questions: list[Question],
-        group_size: int,
-        seed: int | None,
-        chat: Chat | None = None,
-        function: RewardFunction | None = None,
-    ):
-        """seed: of the order, None for that of the list. chat: None where no answer
-        becomes text; then no token ends one. function: None where a reward model rates."""
-        self.questions = questions
-        self.group_size = group_size
-        self.seed = seed
-        self.chat = chat
-        self.function = function
-        self.num_sequences = len(questions)
+    questions: list[Question]
+    group_size: int
+    # of the order; None: that of the list
+    seed: int | None
+    # None where no answer becomes text; then no token ends one
+    chat: Chat | None = None
+    # None where a reward model rates
+    function: RewardFunction | None = None
+
+    def __post_init__(self):
+        self.num_sequences = len(self.questions)
         # the epoch whose order is in `order`
         self.epoch = None
         self.end_tokens: tuple[int, ...] = ()
-        if chat:
-            tokenizer = chat.tokenizer.tokenizer
-            self.end_tokens = (*tokenizer.stop_ids, chat.end_of_turn())
-        content = json.dumps([question.ids for question in questions]).encode()
+        if self.chat:
+            tokenizer = self.chat.tokenizer.tokenizer
+            self.end_tokens = (*tokenizer.stop_ids, self.chat.end_of_turn())
+        content = json.dumps([question.ids for question in self.questions]).encode()
         self.index = {
-            "tokens": sum(len(question.ids) for question in questions),
+            "tokens": sum(len(question.ids) for question in self.questions),
             "corpus": hashlib.sha256(content).hexdigest()[:16],
         }
 
@@ -147,9 +144,7 @@ def question_of(record: dict, chat: Chat, limit: int) -> Question:
 
 
 def is_message(each) -> bool:
-    return isinstance(each, dict) and all(
-        isinstance(each.get(key), str) for key in ("role", "content")
-    )
+    return isinstance(each, dict) and {type(each.get(key)) for key in ("role", "content")} == {str}
 
 
 def hash_of(question: Question) -> str:

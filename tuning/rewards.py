@@ -14,10 +14,10 @@ If --reward has no ".py:" in it, it names a run of `preference.py --method rewar
 """
 
 import contextlib
-import importlib.util
 import inspect
 import io
 import math
+import runpy
 import sys
 import traceback
 from collections.abc import Callable
@@ -44,22 +44,18 @@ def open_function(reward: str) -> RewardFunction:
     path, _, name = reward.rpartition(":")
     if not Path(path).is_file():
         raise RewardError(f"--reward {reward}: there is no file {path}")
-    # a name that no module of this project has
-    spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    # dataclasses look there for the module of a class
-    sys.modules[spec.name] = module
     # behind this project's own: the file may import others beside it
     sys.path.append(str(Path(path).resolve().parent))
     try:
-        spec.loader.exec_module(module)
+        # a name that no module of this project has
+        names = runpy.run_path(path, run_name=f"reward_{Path(path).stem}")
     except KeyboardInterrupt:
         raise
     except BaseException as e:
         raise RewardError(f"--reward {reward}: {path} fails: {words_of(e)}") from None
-    function = getattr(module, name, None)
+    function = names.get(name)
     if not callable(function):
-        there = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
+        there = [n for n, x in names.items() if callable(x) and not n.startswith("_")]
         others = f"there are {', '.join(there)}" if there else "it has none"
         raise RewardError(f"--reward {reward}: {path} has no function {name!r}; {others}")
     if inspect.iscoroutinefunction(function):

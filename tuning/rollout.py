@@ -39,7 +39,6 @@ if __name__ == "__main__":
 
     start.lesson("tuning.rollout")
 
-import hashlib
 import itertools
 from collections import deque
 from typing import NamedTuple
@@ -53,7 +52,8 @@ import sequence_parallel
 from base.world import Groups
 from data import Batch, Dataset
 from gpt import GPT
-from inference.batches import DecodeBatch
+from inference.batches import DecodeBatch, data_parallel, from_all_ranks
+from inference.sampling import hash_of
 from pipeline_parallel import Pipeline
 from tuning.packing import first_fit
 
@@ -78,8 +78,7 @@ def keys(seed: int, step: int, samples) -> list[int]:
 
 
 def key_of(seed: int, step: int, sample: int) -> int:
-    digest = hashlib.blake2b(repr((seed, step, sample)).encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big", signed=True)
+    return hash_of((seed, step, sample))
 
 
 # --- what the model draws -------------------------------------------------------------------------
@@ -149,7 +148,7 @@ def write_answers(
     """
     stages = generate.stages_of(model)
     check(stages[0], prompts, samples, max_tokens)
-    dp, dp_rank = (groups.dp.size(), groups.dp.rank()) if groups.dp else (1, 0)
+    dp, dp_rank = data_parallel(groups)
     mine = slice(len(samples) * dp_rank // dp, len(samples) * (dp_rank + 1) // dp)
     prompts, samples = prompts[mine], samples[mine]
     draws = Draws(len(prompts))
@@ -168,7 +167,8 @@ def write_answers(
             for sample, prompt, (ids, log_probs) in zip(samples, prompts, draws.of_prompts()):
                 ended = ids[-1] in end_tokens
                 answers.append(Answer(sample, list(prompt), ids, log_probs, ended))
-    return gather(answers, groups)
+    of_ranks = from_all_ranks(answers, groups)
+    return sorted(itertools.chain(*of_ranks), key=lambda answer: answer.sample)
 
 
 def check(stage: GPT, prompts: list[list[int]], samples, max_tokens: int) -> None:
@@ -197,18 +197,6 @@ def hands_in(groups: Groups) -> bool:
     the last pipeline stage, which alone has logits."""
     is_last = not groups.pp or groups.pp.rank() == groups.pp.size() - 1
     return is_last and (not groups.tp or groups.tp.rank() == 0)
-
-
-def gather(answers: list[Answer] | None, groups: Groups) -> list[Answer]:
-    """All answers, sorted by sample, on every rank. answers: None where logits were not finite.
-    Raises FloatingPointError, on every rank, if there is such a rank."""
-    of_ranks = [answers]
-    if groups.all:
-        of_ranks = [None] * groups.all.size()
-        dist.all_gather_object(of_ranks, answers, group=groups.all)
-    if None in of_ranks:
-        raise FloatingPointError("the model's logits are not finite")
-    return sorted(itertools.chain(*of_ranks), key=lambda answer: answer.sample)
 
 
 # --- rows to train on -----------------------------------------------------------------------------
