@@ -9,7 +9,6 @@ from parity import again, needs_compiler
 import gpt
 import moe
 import sharding
-from attention.rotary import rotary_frequencies, rotary_table, rotate
 from base.cross_entropy import cross_entropy
 from dropout import Dropout, dropout_key, dropout_mask, hash_
 from gpt import GPT
@@ -18,9 +17,15 @@ from routers import MoEConfig
 from run import presets
 from run.presets import PRESETS
 
-SHAPES = {
-    "gpt": dict(num_layers=2, hidden_size=48, num_heads=4, seq_length=32, vocab_size=97),
-    "llama": dict(
+GPT_SHAPES = [
+    dict(num_layers=2, hidden_size=48, num_heads=4, seq_length=32, vocab_size=97),
+    dict(
+        num_layers=3, hidden_size=64, num_heads=1, ffn_hidden_size=80, seq_length=20, vocab_size=50
+    ),
+]
+LLAMA_SHAPES = [
+    dict(num_layers=2, hidden_size=48, num_heads=4, seq_length=32, vocab_size=97, llama=True),
+    dict(
         num_layers=2,
         hidden_size=64,
         num_heads=8,
@@ -30,8 +35,22 @@ SHAPES = {
         vocab_size=61,
         llama=True,
     ),
+    dict(
+        num_layers=3,
+        hidden_size=32,
+        num_heads=4,
+        num_kv_heads=1,
+        ffn_hidden_size=88,
+        seq_length=8,
+        vocab_size=31,
+        llama=True,
+    ),
+]
+SHAPES = {
+    "gpt": GPT_SHAPES[0],
+    "llama": LLAMA_SHAPES[1],
+    "experts": LLAMA_SHAPES[0] | dict(num_experts=4),
 }
-SHAPES["experts"] = SHAPES["llama"] | dict(num_experts=4)
 
 
 def make_config(**fields) -> GPTConfig:
@@ -235,20 +254,6 @@ def test_no_token_sees_the_future(shape):
         after = model(b)
         assert torch.equal(before[:, :10], after[:, :10])
         assert not torch.equal(before[:, 10], after[:, 10])
-
-
-def test_rotary_positions_are_relative():
-    config = GPTConfig(1, 32, 2, llama=True)
-    q, k = torch.randn(2, 1, 1, 8, 16, dtype=torch.float64)
-    table = rotary_table(rotary_frequencies(config, q.device), 8, q)
-    score = rotate(q[:, :, :1].expand(-1, -1, 8, -1), table) @ rotate(
-        k[:, :, :1].expand(-1, -1, 8, -1), table
-    ).transpose(2, 3)
-    score = score[0, 0]
-    # a score depends on the distance alone
-    for offset in range(-7, 8):
-        diagonal = score.diagonal(offset)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
 
 
 def test_tied_embeddings_are_one_parameter():
