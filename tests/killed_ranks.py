@@ -7,7 +7,6 @@ weights and the loss curve of an undisturbed one, bit for bit.
 """
 
 import argparse
-import json
 import os
 import random
 import re
@@ -48,6 +47,8 @@ RL_FLAGS = small_run.as_flags(
     warmup_steps=0,
     device="cpu",
 )
+# a launcher for `run`
+FORKED = [sys.executable, str(ROOT / "tests/forked_torchrun.py"), "--nproc-per-node", "2"]
 REWARD = "def evenness(prompt, answer, record):\n    return sum(map(ord, answer)) % 7\n"
 
 
@@ -95,29 +96,10 @@ def run(command: list[str], seed: int, most: int) -> tuple[int, str]:
 
 
 def state(folder: Path) -> tuple[list, dict]:
-    """(step, loss and gradient norm of each step, and samples; every tensor of the last
-    checkpoint)"""
-    from safetensors import safe_open
-
-    import checkpoint
-
-    tensors = {}
-    for path in sorted(checkpoint.find(folder).glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            tensors |= {(path.name, name): file.get_tensor(name) for name in file.keys()}
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    curve = [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
+    """(numbers of each step, and samples; every tensor of the last checkpoint)"""
     samples = folder / "samples.jsonl"
-    if samples.exists():
-        curve.append(samples.read_text())
-    return curve, tensors
-
-
-def same(tensors: dict, others: dict) -> bool:
-    import torch
-
-    same_names = tensors.keys() == others.keys()
-    return same_names and all(torch.equal(t, others[name]) for name, t in tensors.items())
+    text = [samples.read_text()] if samples.exists() else []
+    return small_run.numbers_of(folder) + text, small_run.tensors_of(folder)
 
 
 def text_flags(folder: Path) -> list[str]:
@@ -131,8 +113,7 @@ def rl_flags(folder: Path, sft) -> list[str]:
     """A run of reinforcement.py. sft(flags): trains its base."""
     talk = [{"prompt": f"{n}+", "completion": "ab"[n % 2] * 3} for n in range(40)]
     for name, records in {"talk": talk, "prompts": [{"prompt": x["prompt"]} for x in talk]}.items():
-        lines = [json.dumps(record) for record in records]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+        small_run.write_lines(folder / f"{name}.jsonl", records)
     (folder / "reward.py").write_text(REWARD)
     options = dict(seq_length=48, steps=2, data=folder / "talk.jsonl", out=folder / "base")
     sft(small_run.flags(**options))
@@ -163,7 +144,7 @@ def main():
         for seed in range(args.runs):
             kills, _ = run([*command, "--out", f"{folder}/{seed}"], seed, args.kills)
             killed_curve, killed_tensors = state(Path(folder) / str(seed))
-            equal = killed_curve == curve and same(killed_tensors, tensors)
+            equal = killed_curve == curve and small_run.equal(killed_tensors, tensors)
             total_kills += kills
             equal_runs += equal
             result = "the same, bit for bit" if equal else "DIFFERS"

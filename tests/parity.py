@@ -5,6 +5,12 @@
 `train` runs a few steps of any configuration on `world` ranks (proof/parity.py).
 """
 
+import shutil
+from functools import partial
+
+import pytest
+import torch
+
 from proof.parity import (
     LLAMA,
     SMALL,
@@ -24,13 +30,32 @@ __all__ = [
     "Result",
     "Synthetic",
     "SyntheticPairs",
+    "again",
     "difference",
     "differs",
+    "needs_compiler",
     "put_together",
     "same",
     "train",
     "train_each",
+    "without_cpp",
 ]
+
+
+def again(*values, **options):
+    """A case that covers no more than another one does: `make test-all` runs it."""
+    return pytest.param(*values, marks=pytest.mark.repetition, **options)
+
+
+needs_compiler = pytest.mark.skipif(
+    not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU"
+)
+
+
+def without_cpp():
+    """torch.compile traces and differentiates, but generates no C++ from the graphs: compiling that
+    takes a minute."""
+    torch.compile = partial(torch.compile, backend="aot_eager")
 
 
 def same(a: Result, b: Result, tolerance: float = 1e-10) -> None:

@@ -90,7 +90,7 @@ def draw_experts(g: random.Random, num_layers: int) -> dict:
 FAMILIES = "llama3.2-1b mistral-7b qwen2.5-7b qwen3-0.6b gemma-2b bloom-560m".split()
 
 
-def with_family(drawn: dict, seed: int, cp: bool) -> dict:
+def with_family(drawn: dict, seed: int) -> dict:
     """The same layout of a model of another family; some have a part of yet another one."""
     g = random.Random(-5 * 10**6 - seed)
     family = g.choice(FAMILIES)
@@ -108,7 +108,7 @@ def with_family(drawn: dict, seed: int, cp: bool) -> dict:
         flags["activation"] = g.choice(["gelu", "swiglu", "geglu"])
     if g.random() < 0.3:
         flags["positions"] = g.choice(["learned", "rotary", "alibi"])
-    if cp:
+    if "cp" in drawn["layout"]:
         # its ranks know no window and no ALiBi
         flags["sliding_window"] = 0
         if flags.get("positions", "alibi") == "alibi" and family == "bloom-560m":
@@ -202,6 +202,16 @@ def with_fp8(drawn: dict, seed: int) -> dict:
     return drawn | {"model": model | flags}
 
 
+# flag -> (what it makes of a layout, its help)
+CHANGES = {
+    "cp": (with_cp, "with sequences shared by ranks"),
+    "families": (with_family, "of Mistral, Qwen, Gemma, BLOOM"),
+    "rows": (with_rows, "experts, rows of unequal lengths"),
+    "peft": (with_peft, "of frozen models with adapters"),
+    "fp8": (with_fp8, "in FP8, by a recipe of its own each"),
+}
+
+
 def check(drawn: dict) -> dict[str, float]:
     """Raises AssertionError where the layout is not one device."""
     a = train(drawn["world"], base=drawn["model"], **drawn["layout"])
@@ -216,27 +226,17 @@ def main() -> int:
     )
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--families", action="store_true", help="of Mistral, Qwen, Gemma, BLOOM")
-    parser.add_argument("--cp", action="store_true", help="with sequences shared by ranks")
-    parser.add_argument("--peft", action="store_true", help="of frozen models with adapters")
-    parser.add_argument("--rows", action="store_true", help="experts, rows of unequal lengths")
-    parser.add_argument("--fp8", action="store_true", help="in FP8, by a recipe of its own each")
+    for name, (_, text) in CHANGES.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
     args = parser.parse_args()
     failed = []
     worst = 0.0
     start = time.time()
     for seed in range(args.first, args.first + args.count):
         drawn = draw(seed)
-        if args.cp:
-            drawn = with_cp(drawn, seed)
-        if args.families:
-            drawn = with_family(drawn, seed, args.cp)
-        if args.rows:
-            drawn = with_rows(drawn, seed)
-        if args.peft:
-            drawn = with_peft(drawn, seed)
-        if args.fp8:
-            drawn = with_fp8(drawn, seed)
+        for name, (change, _) in CHANGES.items():
+            if getattr(args, name):
+                drawn = change(drawn, seed)
         try:
             worst = max(worst, *check(drawn).values())
         except (AssertionError, RuntimeError) as e:

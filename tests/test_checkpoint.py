@@ -14,9 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from parity import LLAMA, SMALL, Synthetic
+from safetensors import safe_open
+from safetensors.torch import save_file
+from small_run import equal
 
 import checkpoint
 import gpt
+import sharding
+import train
+from base.world import Groups
 from checkpoint import CheckpointError
 from proof import ranks
 from routers import MoEConfig
@@ -36,10 +43,6 @@ def tensors(seed=0):
 
 def empty():
     return {n: torch.zeros_like(t) for n, t in tensors().items()}
-
-
-def equal(a, b):
-    return all(torch.equal(a[n], b[n]) for n in a)
 
 
 def test_round_trip(tmp_path):
@@ -204,11 +207,6 @@ def cut_short(path):
     os.truncate(file, file.stat().st_size - 1)
 
 
-def replaced_by_a_file(path):
-    shutil.rmtree(path)
-    path.touch()
-
-
 def index_that_is_a_folder(path):
     (path / "index.json").unlink()
     (path / "index.json").mkdir()
@@ -232,10 +230,8 @@ def half(path):
         (more, "more.safetensors is not in the checkpoint's index", True),
         (lambda path: (path / "index.json").write_text(half(path)), "do not fit", True),
         (index_that_is_a_folder, "index.json cannot be read", True),
-        (replaced_by_a_file, "index.json cannot be read", True),
         (lambda path: write_index(path, half(path)), "index.json: not JSON", True),
         (lambda path: write_index(path, '{"weight_map": {}}'), "not the index of", False),
-        (lambda path: write_index(path, "[]"), "Expected `object`, got `array`", True),
         (lambda path: write_header(path, next(path.glob("*.s*s"))), "cannot be loaded", False),
     ],
 )
@@ -270,43 +266,6 @@ def test_a_flipped_bit_in_each_file_is_found_and_named(tmp_path):
     checkpoint.verify(path)
 
 
-def locations(content):
-    """(object or list, key) of each value in JSON, at any depth."""
-    found = []
-    for key in content if isinstance(content, dict) else range(len(content)):
-        found.append((content, key))
-        if isinstance(content[key], dict | list):
-            found += locations(content[key])
-    return found
-
-
-def test_a_deceiving_index_is_an_error_of_ours(tmp_path):
-    """300 seeded changes, of bytes and of values, with a checksum that fits: loading raises
-    CheckpointError, or the change did not matter."""
-    path = checkpoint.save(tmp_path, 1, tensors(), STATE)
-    whole = (path / "index.json").read_text()
-    g = random.Random(0)
-    refused = 0
-
-    for i in range(300):
-        if i % 2:
-            at = g.randrange(len(whole))
-            text = (
-                whole[:at] + g.choice(["", "{", "]", "9", '"', "x"]) + whole[at + g.randrange(3) :]
-            )
-        else:
-            index = json.loads(whole)
-            container, key = g.choice(locations(index))
-            container[key] = g.choice([None, -1, "x", [], {}, [["x"]], 1e9])
-            text = json.dumps(index)
-        write_index(path, text)
-        try:
-            checkpoint.load(path, empty())
-        except CheckpointError:
-            refused += 1
-    assert refused > 150
-
-
 def change_index(path, change):
     """Change the parsed index in place, and write the checksum that fits."""
     index = json.loads((path / "index.json").read_text())
@@ -317,8 +276,6 @@ def change_index(path, change):
 @pytest.fixture(scope="module")
 def whole_model(tmp_path_factory):
     """The checkpoint of a model of two layers, as a run leaves it."""
-    import sharding
-
     with torch.device("meta"):
         model = gpt.GPT(MoEConfig(2, 16, 2, seq_length=8, vocab_size=32))
     sharding.init(model, 0, "cpu", torch.float32)
@@ -343,22 +300,18 @@ def whole_model(tmp_path_factory):
         ("model.llama", "no", "llama 'no': must be true or false"),
         ("model.colour", 1, "does not describe a model .*'colour'"),
         ("model", {"num_layers": 2}, "missing 2 required"),
-        ("model", [], r"Expected `object`, got `array` - at `\$.model`"),
         ("model.num_layers", 60000, "num_layers 60000: there are tensors of 2 layers"),
         (
             "model.vocab_size",
             2**31 - 1,
             "vocab_size 2147483647.* parameters or more, and its tensors have",
         ),
-        ("model.num_experts", 65535, "num_experts 65535"),
         ("step", 10**30, r"Expected `int` <= .* - at `\$.step`"),
-        ("tokens", "x", r"Expected `int \| null`, got `str`"),
         (
             "optimizer.scaler",
             {"scale": 0.5, "good_steps": 0, "tolerance": 1},
             "Expected `float` >= 1",
         ),
-        ("config.tokenizer", [], r"Expected `str \| null`, got `array`"),
         (
             "tensors.model.head.norm.weight",
             ["int32", [16]],
@@ -404,23 +357,16 @@ def test_more_than_memory_is_refused_before_it_is_taken(whole_model, monkeypatch
     [
         (lambda t: t.view(torch.int32), r"I32 \[5, 3\] from \[0, 0\] on there, and float32"),
         (lambda t: t.repeat(2, 1), r"model.a is F32 \[10, 3\]"),
-        (None, "damaged, or not safetensors"),
     ],
 )
 def test_a_file_that_holds_other_tensors_than_the_index_says(tmp_path, capfd, change, words):
     """int32 would load as other numbers without a word. One line, and nothing printed before it."""
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
     path = checkpoint.save(tmp_path, 1, tensors(), STATE)
     file = next(path.glob("*.safetensors"))
-    if change:
-        with safe_open(file, "pt") as f:
-            found = {n: f.get_tensor(n) for n in f.keys()}
-            metadata = f.metadata()
-        save_file(found | {"model.a": change(found["model.a"])}, file, metadata)
-    else:
-        file.write_bytes(b"\xff" * 200)
+    with safe_open(file, "pt") as f:
+        found = {n: f.get_tensor(n) for n in f.keys()}
+        metadata = f.metadata()
+    save_file(found | {"model.a": change(found["model.a"])}, file, metadata)
     sign(path)
     with pytest.raises(CheckpointError, match=words) as e:
         checkpoint.load(path, empty())
@@ -547,9 +493,7 @@ def test_tensors_that_are_read_when_their_file_is_written(tmp_path, monkeypatch)
     path = checkpoint.write(
         tmp_path / "c", 0, {n: t.to("meta") for n, t in values.items()}, STATE, read
     )
-    assert [(name, files) for name, files in order] == [
-        (f"model.{i}", 1 + i // 2) for i in range(10)
-    ]
+    assert order == [(f"model.{i}", 1 + i // 2) for i in range(10)]
     loaded = {n: torch.zeros(100) for n in values}
     checkpoint.load(path, loaded)
     assert equal(loaded, values)
@@ -560,52 +504,47 @@ def test_tensors_that_are_read_when_their_file_is_written(tmp_path, monkeypatch)
 # --- layouts --------------------------------------------------------------------------------------
 
 
-def under(rank, world, folder, steps, flags):
-    """Train `steps` steps under a layout, from the newest checkpoint in `folder` if there is one,
-    and save. Returns all tensors, whole."""
-    from parity import LLAMA, Synthetic
-
-    import sharding
-    import train
-    from base.world import Groups
-
-    config = train.Config(
-        **LLAMA
-        | dict(vocab_size=61, num_heads=8, num_kv_heads=4, precision="bf16", micro_batch_size=2)
-        | flags
-    )
-    groups = Groups.make("cpu", world, config.tp, config.pp) if world > 1 else Groups()
-    t = train.Trainer(config, torch.device("cpu"), groups)
-    found = checkpoint.steps(Path(folder))
-    start = 0
-    if found:
-        start = t.checkpoints.load(list(found.values())[-1])["step"]
-    if steps:
+def trained(rank, world, flags, load_from, save_to, steps):
+    """Of each folder in `load_from` (None: from the start): the losses of the next steps under a
+    layout, and all tensors after them, whole."""
+    config = train.Config(**flags)
+    layout = dict(tp=config.tp, pp=config.pp, ep=config.ep)
+    groups = Groups.make("cpu", world, **layout) if world > 1 else Groups()
+    found = []
+    for folder in load_from:
+        t = train.Trainer(config, torch.device("cpu"), groups)
+        start = t.checkpoints.load(checkpoint.find(folder))["step"] if folder else 0
+        losses = []
         for step in range(start + 1, start + steps + 1):
-            t.forward_backward(step, Synthetic(16, 61))
+            loss = t.forward_backward(step, Synthetic(16, 61))
+            if world > 1:
+                dist.all_reduce(loss)
+            losses.append(loss.item())
             t.update(step)
-        t.checkpoints.save(Path(folder), start + steps, 0, "corpus")
-        t.checkpoints.saver.wait()
-    return {
-        n: sharding.gather(x, sharding.sharding_of(x)).clone()
-        for n, x in t.optimizer.tensors().items()
-    }
+        if save_to:
+            t.checkpoints.save(Path(save_to), steps, 0, "corpus")
+            t.checkpoints.saver.wait()
+        tensors = t.optimizer.tensors().items()
+        whole = {n: sharding.gather(x, sharding.sharding_of(x)).clone() for n, x in tensors}
+        found.append((losses, whole))
+    return found
 
 
-LAYOUTS = [(1, {}), (2, dict(tp=2)), (4, dict(tp=4, sequence_parallel=True)), (4, dict(tp=2))]
+WIDE = LLAMA | dict(num_heads=8, num_kv_heads=4, precision="bf16", micro_batch_size=2)
+LAYOUTS = [(1, {}), (2, dict(tp=2)), (4, dict(tp=4, sequence_parallel=True))]
 
 
-@pytest.mark.parametrize("world, flags", LAYOUTS[3:], ids=str)
-def test_saved_under_one_layout_loads_under_any(tmp_path, world, flags):
+def test_saved_under_one_layout_loads_under_any(tmp_path):
     """Weights, masters and moments, bit for bit, of a vocabulary that the ranks do not divide."""
-    saved = ranks.run(under, world, world, str(tmp_path), 2, flags)[0]
+    folder = str(tmp_path)
+    ((_, saved),) = ranks.run(trained, 4, 4, WIDE | dict(tp=2), [None], folder, 2)[0]
     assert saved["model.embedding.tokens.weight"].shape == (61, 32)
     payload = sum(f.stat().st_size for f in tmp_path.glob("*/*.safetensors"))
     exact = sum(t.numel() * t.element_size() for t in saved.values())
     # headers; no padding, and nothing twice
-    assert exact < payload < exact + 40_000 * world
+    assert exact < payload < exact + 160_000
     for world, flags in LAYOUTS:
-        loaded = ranks.run(under, world, world, str(tmp_path), 0, flags)[0]
+        ((_, loaded),) = ranks.run(trained, world, world, WIDE | flags, [folder], None, 0)[0]
         assert equal(saved, loaded), (world, flags)
 
 
@@ -635,12 +574,8 @@ def test_fields_that_a_checkpoint_must_agree_with():
 
 
 def test_an_index_that_is_older_than_a_field(tmp_path):
-    path = checkpoint.write(
-        tmp_path / "step-000001",
-        1,
-        {"model.a": torch.ones(2)},
-        {"config": {}, "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 1}},
-    )
+    state = {"config": {}, "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 1}}
+    path = checkpoint.write(tmp_path / "step-000001", 1, {"model.a": torch.ones(2)}, state)
     checkpoint.load(path, {"model.a": torch.zeros(2)}, {"num_layers": 1, "later": 2})
     # a field of which the index does not know is what it was by default
     checkpoint.load(path, {"model.a": torch.zeros(2)}, {"sliding_window": 0, "norm": "layernorm"})
@@ -652,10 +587,7 @@ def test_an_index_that_is_older_than_a_field(tmp_path):
 
 def test_a_missing_slice_is_found(tmp_path):
     """One rank's slice is gone, and the index knows nothing of it."""
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
-    ranks.run(under, 2, 2, str(tmp_path), 1, dict(tp=2))
+    ranks.run(trained, 2, 2, WIDE | dict(tp=2), [None], str(tmp_path), 1)
     path = tmp_path / "step-000001"
     name = "model.blocks.0.mlp.up.weight"
     file = sorted(path.glob("*.safetensors"))[1]
@@ -669,15 +601,9 @@ def test_a_missing_slice_is_found(tmp_path):
         checkpoint.load(path, {name: torch.zeros(index["tensors"][name][1])})
 
 
-def test_resume_under_tensor_parallelism_is_bit_for_bit(tmp_path):
-    flags = dict(tp=2, sequence_parallel=True, recompute="selective")
-    whole = ranks.run(under, 2, 2, str(tmp_path / "whole"), 4, flags)[0]
-    ranks.run(under, 2, 2, str(tmp_path / "parts"), 2, flags)
-    assert equal(whole, ranks.run(under, 2, 2, str(tmp_path / "parts"), 2, flags)[0])
-
-
 # --- every layout to every other ------------------------------------------------------------------
 
+DEEP = SMALL | dict(num_layers=4, global_batch_size=12, micro_batch_size=1)
 MATRIX = {
     "one": (1, {}),
     "dp 3, stage 3": (3, dict(zero_stage=3)),
@@ -691,40 +617,6 @@ MATRIX = {
         dict(tp=2, pp=2, sequence_parallel=True, zero_stage=3, recompute="full"),
     ),
 }
-
-
-def trained(rank, world, precision, flags, load_from, save_to, steps):
-    """For each folder of `load_from` (None: from the start), the losses of the next steps under a
-    layout."""
-    from parity import SMALL, Synthetic
-
-    import train
-    from base.world import Groups
-
-    config = train.Config(
-        **SMALL
-        | dict(num_layers=4, global_batch_size=12, micro_batch_size=1, precision=precision)
-        | flags
-    )
-    groups = (
-        Groups.make("cpu", world, config.tp, config.pp, ep=config.ep) if world > 1 else Groups()
-    )
-    found = []
-    for folder in load_from:
-        t = train.Trainer(config, torch.device("cpu"), groups)
-        start = t.checkpoints.load(checkpoint.find(folder))["step"] if folder else 0
-        losses = []
-        for step in range(start + 1, start + steps + 1):
-            loss = t.forward_backward(step, Synthetic(16, 61))
-            if world > 1:
-                dist.all_reduce(loss)
-            losses.append(loss.item())
-            t.update(step)
-        if save_to:
-            t.checkpoints.save(Path(save_to), steps, 0, "corpus")
-            t.checkpoints.saver.wait()
-        found.append(losses)
-    return found
 
 
 EXPERTS = {
@@ -760,11 +652,12 @@ EVERY_PAIR = [
 def test_pairs_of_layouts(tmp_path, matrix, model, precision, tolerance):
     """Saved after two steps under each of eight layouts (seven with experts), loaded under each:
     the next three losses equal those of one device that never stopped."""
-    whole = ranks.run(trained, 1, 1, precision, model, [None], None, 5)[0][0]
+    model = DEEP | dict(precision=precision) | model
+    whole, _ = ranks.run(trained, 1, 1, model, [None], None, 5)[0][0]
     folders = [str(tmp_path / name) for name in matrix]
     for folder, (world, flags) in zip(folders, matrix.values()):
-        ranks.run(trained, world, world, precision, model | flags, [None], folder, 2)
+        ranks.run(trained, world, world, model | flags, [None], folder, 2)
     for name, (world, flags) in matrix.items():
-        resumed = ranks.run(trained, world, world, precision, model | flags, folders, None, 3)[0]
-        for source, losses in zip(matrix, resumed, strict=True):
+        resumed = ranks.run(trained, world, world, model | flags, folders, None, 3)[0]
+        for source, (losses, _) in zip(matrix, resumed, strict=True):
             assert losses == pytest.approx(whole[2:], rel=tolerance), (source, name)

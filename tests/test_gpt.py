@@ -1,15 +1,14 @@
 import math
-import shutil
 
 import pytest
 import torch
 import torch._inductor.config
 import torch.nn.functional as F
+from parity import again, needs_compiler
 
 import gpt
 import moe
 import sharding
-from attention.rotary import rotary_frequencies, rotary_table, rotate
 from base.cross_entropy import cross_entropy
 from dropout import Dropout, dropout_key, dropout_mask, hash_
 from gpt import GPT
@@ -47,6 +46,11 @@ LLAMA_SHAPES = [
         llama=True,
     ),
 ]
+SHAPES = {
+    "gpt": GPT_SHAPES[0],
+    "llama": LLAMA_SHAPES[1],
+    "experts": LLAMA_SHAPES[0] | dict(num_experts=4),
+}
 
 
 def make_config(**fields) -> GPTConfig:
@@ -68,135 +72,6 @@ def tokens(model, batch=3, seed=1, extra=0):
     return torch.randint(
         c.vocab_size, (batch, c.seq_length + extra), generator=torch.Generator().manual_seed(seed)
     )
-
-
-# --- the same function as Hugging Face transformers -----------------------------------------------
-
-
-def as_gpt2(model):
-    """GPT2LMHeadModel with the same weights, and a map from our names to (tensor in it) -> our
-    layout."""
-    transformers = pytest.importorskip("transformers")
-    c = model.config
-    other = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=c.vocab_size,
-            n_positions=c.seq_length,
-            n_embd=c.hidden_size,
-            n_layer=c.num_layers,
-            n_head=c.num_heads,
-            n_inner=c.ffn_hidden_size,
-            resid_pdrop=0,
-            embd_pdrop=0,
-            attn_pdrop=0,
-            attn_implementation="eager",
-        )
-    )
-    h = c.hidden_size
-    pairs = {
-        "embedding.tokens.weight": ("transformer.wte.weight", None),
-        "embedding.positions.weight": ("transformer.wpe.weight", None),
-        "head.norm.weight": ("transformer.ln_f.weight", None),
-        "head.norm.bias": ("transformer.ln_f.bias", None),
-    }
-    for i in range(c.num_layers):
-        # its Conv1D keeps weights transposed, q, k and v side by side
-        for kind in ("weight", "bias"):
-            for j, name in enumerate(("query", "key", "value")):
-                pairs[f"blocks.{i}.attention.{name}.{kind}"] = (
-                    f"transformer.h.{i}.attn.c_attn.{kind}",
-                    slice(j * h, (j + 1) * h),
-                )
-            for ours, theirs in (
-                ("attention_norm", "ln_1"),
-                ("mlp_norm", "ln_2"),
-                ("attention.output", "attn.c_proj"),
-                ("mlp.up", "mlp.c_fc"),
-                ("mlp.down", "mlp.c_proj"),
-            ):
-                pairs[f"blocks.{i}.{ours}.{kind}"] = (f"transformer.h.{i}.{theirs}.{kind}", None)
-    return other, pairs
-
-
-def as_llama(model):
-    transformers = pytest.importorskip("transformers")
-    c = model.config
-    other = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=c.vocab_size,
-            hidden_size=c.hidden_size,
-            intermediate_size=c.ffn_hidden_size,
-            num_hidden_layers=c.num_layers,
-            num_attention_heads=c.num_heads,
-            num_key_value_heads=c.num_kv_heads,
-            max_position_embeddings=c.seq_length,
-            rms_norm_eps=c.norm_eps,
-            attn_implementation="eager",
-            tie_word_embeddings=False,
-        )
-    )
-    pairs = {
-        "embedding.tokens.weight": ("model.embed_tokens.weight", None),
-        "head.norm.weight": ("model.norm.weight", None),
-        "head.output.weight": ("lm_head.weight", None),
-    }
-    for i in range(c.num_layers):
-        for ours, theirs in (
-            ("attention_norm", "input_layernorm"),
-            ("mlp_norm", "post_attention_layernorm"),
-            ("attention.query", "self_attn.q_proj"),
-            ("attention.key", "self_attn.k_proj"),
-            ("attention.value", "self_attn.v_proj"),
-            ("attention.output", "self_attn.o_proj"),
-            ("mlp.gate", "mlp.gate_proj"),
-            ("mlp.up", "mlp.up_proj"),
-            ("mlp.down", "mlp.down_proj"),
-        ):
-            pairs[f"blocks.{i}.{ours}.weight"] = (f"model.layers.{i}.{theirs}.weight", None)
-    return other, pairs
-
-
-@pytest.mark.parametrize("attention", ["explicit", "fused"])
-@pytest.mark.parametrize(
-    "shape",
-    GPT_SHAPES + LLAMA_SHAPES,
-    ids=lambda s: f"{'llama' if 'llama' in s else 'gpt'}-h{s['hidden_size']}-a{s['num_heads']}",
-)
-def test_equals_transformers(shape, attention):
-    model = build(**shape, attention=attention)
-    with torch.no_grad():
-        # norms and biases away from 1 and 0, so that a swap shows
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.05)
-    other, pairs = (as_llama if model.config.llama else as_gpt2)(model)
-    theirs = dict(other.named_parameters())
-
-    # their layout to ours
-    def layout(tensor, name, columns):
-        if columns is not None:
-            tensor = tensor[..., columns]
-        conv1d = not model.config.llama and ".h." in pairs[name][0] and tensor.dim() == 2
-        return tensor.t() if conv1d else tensor
-
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            layout(theirs[pairs[name][0]], name, pairs[name][1]).copy_(p)
-
-    x = tokens(model, extra=1)
-    logits = model(x[:, :-1])
-    expected = other(x[:, :-1]).logits
-    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
-    loss = cross_entropy(logits, x[:, 1:]).mean()
-    expected_loss = F.cross_entropy(expected.flatten(0, 1), x[:, 1:].flatten())
-    assert abs(loss - expected_loss) <= 1e-5 * expected_loss
-    loss.backward()
-    expected_loss.backward()
-    largest = max(p.grad.abs().max() for p in model.parameters())
-    assert {n for n, _ in model.named_parameters()} == pairs.keys()
-    for name, p in model.named_parameters():
-        expected = layout(theirs[pairs[name][0]].grad, name, pairs[name][1])
-        scale = largest if name.endswith("key.bias") else expected.abs().max()
-        assert (p.grad - expected).abs().max() <= 1e-5 * scale, name
 
 
 # --- counted against the published numbers --------------------------------------------------------
@@ -260,21 +135,21 @@ def test_hash_by_hand():
 
 
 def test_dropout_mask():
-    key = dropout_key(3, 7, torch.arange(16))
-    mask = dropout_mask(key, 5, (16, 128, 128), {}, 0.1).double()
+    samples = torch.arange(16)
+
+    def of_key(seed, step):
+        return dropout_mask(dropout_key(seed, step, samples), 5, (16, 128, 128), {}, 0.1).double()
+
+    mask = of_key(3, 7)
     sigma = math.sqrt(0.09 / mask.numel())
     assert abs(mask.mean() - 0.1) < 4 * sigma
     others = {
         "sample": mask.roll(1, 0),
         "row": mask.roll(1, 1),
         "column": mask.roll(1, 2),
-        "site": dropout_mask(key, 6, mask.shape, {}, 0.1).double(),
-        "step": (
-            dropout_mask(dropout_key(3, 8, torch.arange(16)), 5, mask.shape, {}, 0.1).double()
-        ),
-        "seed": (
-            dropout_mask(dropout_key(4, 7, torch.arange(16)), 5, mask.shape, {}, 0.1).double()
-        ),
+        "site": dropout_mask(dropout_key(3, 7, samples), 6, mask.shape, {}, 0.1).double(),
+        "step": of_key(3, 8),
+        "seed": of_key(4, 7),
     }
     # uncorrelated with every neighbour
     for name, other in others.items():
@@ -293,10 +168,8 @@ def test_dropout_slice_is_a_slice_of_the_mask():
     assert not torch.equal(whole[0], whole[2])
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
-@pytest.mark.parametrize(
-    "shape", [(3, 32, 32), pytest.param((2, 5, 32, 48), marks=pytest.mark.repetition)]
-)
+@needs_compiler
+@pytest.mark.parametrize("shape", [(3, 32, 32), again((2, 5, 32, 48))])
 def test_compiled_dropout_is_the_same(shape):
     """Bit for bit. (Inductor once turned coordinate × constant into a vector whose lanes overflowed
     wrongly.)"""
@@ -355,7 +228,7 @@ def test_cross_entropy(dtype):
         )
 
 
-@pytest.mark.parametrize("wrong", [13, -1, -100])
+@pytest.mark.parametrize("wrong", [13, -1])
 @pytest.mark.parametrize("trained", [True, False])
 def test_cross_entropy_refuses_what_is_no_label(wrong, trained):
     with pytest.raises((IndexError, RuntimeError), match=f"{wrong} is out of bounds"):
@@ -369,10 +242,10 @@ def test_cross_entropy_refuses_a_second_backward():
         loss.backward()
 
 
-@pytest.mark.parametrize("shape", [GPT_SHAPES[0], LLAMA_SHAPES[1]], ids=["gpt", "llama"])
+@pytest.mark.parametrize("shape", ["gpt", "llama"])
 def test_no_token_sees_the_future(shape):
     for attention in ("explicit", "fused"):
-        model = build(torch.float64, **shape, attention=attention)
+        model = build(torch.float64, **SHAPES[shape], attention=attention)
         a = tokens(model)
         b = a.clone()
         b[:, 10] += 1
@@ -383,38 +256,20 @@ def test_no_token_sees_the_future(shape):
         assert not torch.equal(before[:, 10], after[:, 10])
 
 
-def test_rotary_positions_are_relative():
-    config = GPTConfig(1, 32, 2, llama=True)
-    q, k = torch.randn(2, 1, 1, 8, 16, dtype=torch.float64)
-    table = rotary_table(rotary_frequencies(config, q.device), 8, q)
-    score = rotate(q[:, :, :1].expand(-1, -1, 8, -1), table) @ rotate(
-        k[:, :, :1].expand(-1, -1, 8, -1), table
-    ).transpose(2, 3)
-    score = score[0, 0]
-    # a score depends on the distance alone
-    for offset in range(-7, 8):
-        diagonal = score.diagonal(offset)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
-
-
 def test_tied_embeddings_are_one_parameter():
-    model = build(**GPT_SHAPES[0])
+    model = build(**SHAPES["gpt"])
     assert model.head.output.weight is model.embedding.tokens.weight
     assert "head.output.weight" not in dict(model.named_parameters())
-    assert "head.output.weight" in dict(build(**LLAMA_SHAPES[0]).named_parameters())
+    assert "head.output.weight" in dict(build(**SHAPES["llama"]).named_parameters())
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [GPT_SHAPES[0], LLAMA_SHAPES[1], LLAMA_SHAPES[0] | dict(num_experts=4)],
-    ids=["gpt", "llama", "experts"],
-)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_a_model_in_a_script_starts_as_in_training(shape):
     """Not with torch's initial values, with which a tied embedding's first loss is 40. Those of
     seed 0, under any other default device too."""
     torch.manual_seed(1)
-    plain = moe.build(make_config(**shape))
-    trained = build(**shape)
+    plain = moe.build(make_config(**SHAPES[shape]))
+    trained = build(**SHAPES[shape])
     assert all(
         torch.equal(p, q) for p, q in zip(plain.parameters(), trained.parameters(), strict=True)
     )
@@ -427,16 +282,15 @@ def test_a_model_in_a_script_starts_as_in_training(shape):
     assert value.device.type == "cpu"
 
 
-@pytest.mark.parametrize("shape", [GPT_SHAPES[0], LLAMA_SHAPES[1]], ids=["gpt", "llama"])
-def test_what_is_no_text_of_this_model_is_named(shape):
-    model = build(**shape)
+def test_what_is_no_text_of_this_model_is_named():
+    model = build(**SHAPES["gpt"])
     s = model.config.seq_length
     v = model.config.vocab_size
     with pytest.raises(
         ValueError, match=f"a sequence of {s + 1} tokens is longer than seq_length {s}$"
     ):
         model(tokens(model, extra=1))
-    for wrong in (v, v + 100, -1, -100):
+    for wrong in (v, -1):
         x = tokens(model)
         x[1, 3] = wrong
         with pytest.raises(
@@ -456,24 +310,18 @@ def test_what_is_no_text_of_this_model_is_named(shape):
         (dict(dropout=0.1, attention="fused"), ["fused", "explicit"]),
         (dict(attention="flash"), ["flash", "explicit or fused"]),
         (dict(num_layers=2.0), ["num_layers 2.0", "an integer"]),
-        (dict(num_layers=True), ["num_layers True"]),
         (dict(norm_eps="x"), ["norm_eps 'x'", "a number"]),
         (dict(norm_eps=0), ["norm_eps 0", "1e-30"]),
-        (dict(norm_eps=float("nan")), ["norm_eps nan"]),
         (dict(rotary_base=0), ["rotary_base 0"]),
-        (dict(rotary_base=float("inf")), ["rotary_base inf"]),
-        (dict(rotary_base=None), ["rotary_base None"]),
         (dict(llama=1), ["llama 1", "true or false"]),
         (dict(attention=None), ["attention None", "text"]),
-        (dict(dropout=float("nan")), ["dropout nan"]),
         (dict(num_experts=2, router="topk", aux_loss="x"), ["aux_loss 'x'", "or null"]),
-        (dict(num_experts=2, capacity_factor=float("inf")), ["capacity_factor inf"]),
         (dict(num_heads=16, llama=True), ["even", "3"]),
     ],
 )
 def test_impossible_shapes_name_what_to_change(fields, words):
     with pytest.raises(ValueError) as e:
-        make_config(**{**GPT_SHAPES[0], **fields})
+        make_config(**SHAPES["gpt"] | fields)
     assert all(word in str(e.value) for word in words), str(e.value)
 
 

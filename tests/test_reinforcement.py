@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from parity import LLAMA, SMALL, difference, same, train, train_each
+from parity import LLAMA, SMALL, again, difference, same, train, train_each
 
 import reinforcement
 import train as trainer
@@ -49,18 +49,6 @@ REMOTE = [
     dict(tp=2, rollout_pp=2),
     dict(pp=2, rollout_tp=1),
 ]
-AGAIN = [
-    dict(tp=2),
-    dict(pp=2),
-    dict(pp=2, schedule="gpipe", recompute="full"),
-    dict(zero_stage=0),
-    dict(zero_stage=1),
-    dict(zero_stage=2, recompute="selective"),
-    dict(tp=2, sequence_parallel=True, head_chunk=3),
-    dict(zero_stage=1, rollout_pp=2),
-    dict(tp=2, sequence_parallel=True, rollout_tp=1),
-    dict(pp=2, rollout_pp=1),
-]
 
 
 def compare(method: str, world: int, layouts: list[dict], base: dict = BASE, **flags) -> None:
@@ -79,30 +67,19 @@ def compare(method: str, world: int, layouts: list[dict], base: dict = BASE, **f
     [
         ("ppo", LAYOUTS),
         ("grpo", LAYOUTS[:1]),
-        pytest.param("grpo", LAYOUTS[1:], marks=pytest.mark.repetition),
+        ("grpo", REMOTE[:2]),
+        ("ppo", REMOTE[2:]),
+        again("grpo", LAYOUTS[1:] + REMOTE[2:]),
+        again("ppo", REMOTE[:2]),
     ],
 )
 def test_layouts(method, layouts):
     compare(method, 2, layouts)
 
 
-@pytest.mark.parametrize(
-    "method, layouts",
-    [
-        ("grpo", REMOTE[:2]),
-        ("ppo", REMOTE[2:]),
-        pytest.param("ppo", REMOTE[:2] + AGAIN, marks=pytest.mark.repetition),
-        pytest.param("grpo", REMOTE[2:] + AGAIN, marks=pytest.mark.repetition),
-    ],
-)
-def test_rollout_under_another_layout(method, layouts):
-    compare(method, 2, layouts)
-
-
-@pytest.mark.parametrize("method", ["grpo", pytest.param("ppo", marks=pytest.mark.repetition)])
-def test_one_update(method):
+def test_one_update():
     """The gradients of the first update. Its loss is the mean of the advantages, which is 0."""
-    flags = METHODS[method] | dict(epochs=1)
+    flags = GRPO | dict(epochs=1)
     one = train(steps=2, base=BASE, **flags)
     layouts = [dict(tp=2, sequence_parallel=True), dict(zero_stage=3)]
     for result in train_each(2, layouts, steps=2, base=BASE, **flags):
@@ -111,51 +88,30 @@ def test_one_update(method):
         assert result.losses == pytest.approx(one.losses, rel=1e-10, abs=1e-13)
 
 
-def test_four_ranks():
-    layouts = [dict(tp=2, pp=2, virtual_stages=2, sequence_parallel=True)]
-    compare("ppo", 4, layouts, DEEP)
-
-
-@pytest.mark.repetition
-@pytest.mark.parametrize("method", METHODS)
-def test_four_ranks_again(method):
-    layouts = [
-        dict(tp=2, pp=2, virtual_stages=2, sequence_parallel=True),
-        dict(tp=2, zero_stage=3, rollout_tp=1),
-        dict(pp=2, zero_stage=2, rollout_tp=2, rollout_pp=2),
-        dict(tp=2, pp=2, schedule="zb-h1"),
-        dict(pp=4, rollout_tp=4),
-        dict(tp=4, rollout_pp=4),
-        dict(zero_stage=3, rollout_tp=2, rollout_pp=2),
-        dict(tp=2, pp=2, sequence_parallel=True, rollout_tp=1),
-    ]
+@pytest.mark.parametrize(
+    "method, layouts",
+    [
+        ("ppo", [dict(tp=2, pp=2, virtual_stages=2, sequence_parallel=True)]),
+        again("grpo", [dict(tp=2, zero_stage=3, rollout_tp=1), dict(tp=4, rollout_pp=4)]),
+        again("ppo", [dict(pp=2, zero_stage=2, rollout_tp=2, rollout_pp=2)]),
+    ],
+)
+def test_four_ranks(method, layouts):
     compare(method, 4, layouts, DEEP)
 
 
-@pytest.mark.parametrize("method", ["ppo", pytest.param("grpo", marks=pytest.mark.repetition)])
-def test_llama(method):
+def test_llama():
     """The head is no copy of the embedding."""
     llama = LLAMA | {name: BASE[name] for name in BASE.keys() - SMALL.keys()} | dict(dropout=0.0)
-    compare(method, 2, [dict(tp=2, sequence_parallel=True, rollout_pp=2)], llama)
+    compare("ppo", 2, [dict(tp=2, sequence_parallel=True, rollout_pp=2)], llama)
 
 
 @pytest.mark.parametrize(
     "method, router, layouts",
     [
         ("ppo", EXPERTS, [dict(ep=2)]),
-        pytest.param(
-            "ppo", EXPERTS, [dict(tp=2, sequence_parallel=True)], marks=pytest.mark.repetition
-        ),
         ("grpo", dict(num_experts=4, router="sinkhorn"), [dict(ep=2, zero_stage=3)]),
-        pytest.param(
-            "grpo", EXPERTS, [dict(pp=2), dict(rollout_tp=2)], marks=pytest.mark.repetition
-        ),
-        pytest.param(
-            "ppo",
-            dict(num_experts=4, router="sinkhorn"),
-            [dict(ep=2, zero_stage=2), dict(tp=2, rollout_pp=2)],
-            marks=pytest.mark.repetition,
-        ),
+        again("grpo", EXPERTS, [dict(tp=2, sequence_parallel=True), dict(rollout_tp=2)]),
     ],
 )
 def test_experts(method, router, layouts):
@@ -163,16 +119,10 @@ def test_experts(method, router, layouts):
     compare(method, 2, layouts, **router)
 
 
-@pytest.mark.parametrize(
-    "method, layouts",
-    [
-        ("grpo", [dict(tp=2, sequence_parallel=True), dict(zero_stage=3, rollout_tp=2)]),
-        pytest.param("ppo", [dict(pp=2), dict(tp=2)], marks=pytest.mark.repetition),
-    ],
-)
-def test_lora(method, layouts):
+def test_lora():
     """The reference is the policy without its adapters."""
-    compare(method, 2, layouts, peft="lora", lora_rank=2)
+    layouts = [dict(tp=2, sequence_parallel=True), dict(zero_stage=3, rollout_tp=2)]
+    compare("grpo", 2, layouts, peft="lora", lora_rank=2)
 
 
 # --- before the first update ----------------------------------------------------------------------
@@ -198,7 +148,7 @@ def before_the_first_update(rank: int, world: int, variants: list[dict]) -> list
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.repetition)])
+@pytest.mark.parametrize("world", [1, 2, again(4)])
 def test_the_policy_begins_as_its_reference(world):
     layouts = {
         1: [dict(), dict(peft="lora"), EXPERTS],
@@ -571,10 +521,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(
-    "mutation, method",
-    [*MUTATIONS, *(pytest.param(*case, marks=pytest.mark.repetition) for case in MORE)],
-)
+@pytest.mark.parametrize("mutation, method", [*MUTATIONS, *(again(*case) for case in MORE)])
 def test_the_steps_by_hand_see(mutation, method, monkeypatch):
     mutation(partial(monkeypatch.setattr, raising=False))
     assert follow(METHODS[method]) > 1e-4

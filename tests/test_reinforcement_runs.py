@@ -1,25 +1,21 @@
 """Learning from rewards as runs of train.py: what they leave, how they go on, what is refused."""
 
-import json
 import shutil
-import signal
-import sys
 from pathlib import Path
 
 import killed_ranks
 import numpy as np
 import processes
 import pytest
-import torch
+import small_run
+from small_run import equal, lines_of, numbers_of, read_lines, run, tensors_of, write_lines
 
 import checkpoint
 import generate
-import train as trainer
 from inference import cli
 from proof import kinds
 from run.config import ConfigError
 from run.rules import validate
-from sharding import Sharding, set_sharding
 from tuning.reinforcement_learning import ReinforcementTask
 from tuning.rl_files import plot
 
@@ -27,18 +23,11 @@ ROOT = Path(__file__).parent.parent
 
 # --- runs -----------------------------------------------------------------------------------------
 
-SHAPE = (
-    "--num-layers 1 --hidden-size 32 --num-heads 4 --ffn-hidden-size 64 --seq-length 48"
-    " --global-batch-size 8 --warmup-steps 0 --device cpu --eval-every 0"
-).split()
-TIMES = {
-    *("step_seconds", "tokens_per_second", "tflops_per_device", "peak_memory_bytes"),
-    *("rollout_seconds", "training_seconds"),
-}
+BATCH = small_run.as_flags(global_batch_size=8, warmup_steps=0, device="cpu", eval_every=0)
+SHAPE = [*small_run.flags(seq_length=48), *BATCH]
 REWARDS = """
 from __future__ import annotations
 import os
-import sys
 from dataclasses import dataclass
 
 @dataclass
@@ -60,21 +49,8 @@ def no_number(prompt, answer, record):
 def text(prompt, answer, record):
     return "good"
 
-def number_as_text(prompt, answer, record):
-    return "1.0"
-
 async def later(prompt, answer, record):
     return 1.0
-
-class Speechless(Exception):
-    def __str__(self):
-        raise ValueError("no words")
-
-def speechless(prompt, answer, record):
-    raise Speechless
-
-def leaves(prompt, answer, record):
-    raise SystemExit(3)
 
 def fails(prompt, answer, record):
     import pytest
@@ -84,12 +60,6 @@ def no_answer(prompt, answer, record):
     print("an answer:", answer)
 
 def two_arguments(prompt, answer):
-    return 1
-
-def closes(prompt, answer, record):
-    print("one\\ntwo")
-    sys.stdout.close()
-    sys.__stdout__.close()
     return 1
 
 STEPS = []
@@ -108,73 +78,18 @@ def raises_later(prompt, answer, record):
 """
 
 
-def run(*flags) -> int:
-    """`python COMMAND FLAGS` without a new interpreter."""
-    kind, words = kinds.split([str(flag) for flag in flags])
-    handlers = [(s, signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)]
-    try:
-        return trainer.main(words, kind)
-    finally:
-        for s, handler in handlers:
-            signal.signal(s, handler)
-
-
-def lines_of(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def numbers_of(out) -> list[dict]:
-    """metrics.jsonl without what the clock says."""
-    return [
-        {name: x for name, x in line.items() if name not in TIMES}
-        for line in lines_of(out / "metrics.jsonl")
-    ]
-
-
-def tensors_of(out, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Of the newest checkpoint, whole: weights, and moments where there is no prefix."""
-    path = checkpoint.find(out)
-    found = {}
-    for name, (dtype, shape) in checkpoint.read_index(path)["tensors"].items():
-        if name.startswith(prefix):
-            empty = torch.empty(shape, dtype=getattr(torch, dtype))
-            found[name] = set_sharding(empty, Sharding(tuple(shape), ()))
-    checkpoint.read(path, found)
-    return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
-
-
-def equal(a: dict, b: dict) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def write_lines(path, records: list[dict]):
-    path.write_text("\n".join(json.dumps(record) for record in records))
-    return path
-
-
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
     """(folder, flags without --method and --reward): a base, prompts, rewards."""
     folder = tmp_path_factory.mktemp("reinforcement")
     talk = [{"prompt": f"{n % 7}+", "completion": "ab"[n % 2] * 3} for n in range(40)]
-    sft = write_lines(folder / "sft.jsonl", talk)
-    assert (
-        run("sft.py", *SHAPE, "--data", sft, "--out", folder / "base", "--steps", 4, "--lr", 3e-3)
-        == 0
-    )
+    sft = ["sft.py", *SHAPE, "--data", write_lines(folder / "sft.jsonl", talk)]
+    assert run(*sft, "--out", folder / "base", "--steps", 4, "--lr", 3e-3) == 0
     records = [{"prompt": f"{n}+", "want": "ascii"} for n in range(60)]
     prompts = write_lines(folder / "prompts.jsonl", records)
     (folder / "rewards.py").write_text(REWARDS)
-    flags = [
-        "reinforcement.py",
-        "--load",
-        folder / "base",
-        "--data",
-        prompts,
-        *SHAPE[-8:],
-        "--lr",
-        3e-2,
-    ]
+    flags = ["reinforcement.py", "--load", folder / "base", "--data", prompts, *BATCH]
+    flags += ["--lr", 3e-2]
     return folder, [*flags, "--answer-tokens", 6]
 
 
@@ -183,14 +98,9 @@ def reward_model(toy):
     """The folder of a reward model, which likes x."""
     folder, _ = toy
     pairs = [{"prompt": f"{n}+", "chosen": "x" * (n % 3 + 1), "rejected": "y"} for n in range(40)]
-    flags = [
-        "preference.py",
-        "--load",
-        folder / "base",
-        "--data",
-        write_lines(folder / "pairs.jsonl", pairs),
-    ]
-    words = [*flags, *SHAPE[-8:], "--method", "reward", "--lr", 3e-3]
+    data = write_lines(folder / "pairs.jsonl", pairs)
+    words = ["preference.py", "--load", folder / "base", "--data", data, *BATCH]
+    words += ["--method", "reward", "--lr", 3e-3]
     assert run(*words, "--out", folder / "reward", "--steps", 6) == 0
     return folder / "reward"
 
@@ -199,26 +109,15 @@ def reward_model(toy):
 def grpo_run(toy):
     folder, flags = toy
     words = [*flags, "--method", "grpo", "--reward", f"{folder}/rewards.py:ascii"]
-    words += [
-        "--global-batch-size",
-        16,
-        "--steps",
-        16,
-        "--eval-every",
-        4,
-        "--save-every",
-        12,
-        "--keep",
-        0,
-    ]
+    words += small_run.as_flags(global_batch_size=16, steps=16, eval_every=4, save_every=12, keep=0)
     assert run(*words, "--out", folder / "grpo") == 0
     return folder / "grpo", words
 
 
 def test_a_run_learns(grpo_run, tmp_path):
     out, _ = grpo_run
-    lines = lines_of(out / "metrics.jsonl")
-    assert lines[0].keys() - TIMES == {
+    lines = lines_of(out)
+    assert lines[0].keys() - small_run.TIMES == {
         *("step", "loss", "grad_norm", "lr", "tokens", "reward", "kl", "answer_tokens"),
         *("ended_share", "rollout_difference", "clip_share", "policy_change"),
     }
@@ -228,7 +127,7 @@ def test_a_run_learns(grpo_run, tmp_path):
     assert [line["step"] for line in lines if "eval_reward" in line] == [4, 8, 12, 16]
     tokens = sum(line["answer_tokens"] * 16 for line in lines)
     assert lines[-1]["tokens"] == pytest.approx(tokens, abs=0.1)
-    samples = lines_of(out / "samples.jsonl")
+    samples = read_lines(out / "samples.jsonl")
     # three prompts are held out
     assert [line["step"] for line in samples] == [n for n in (4, 8, 12, 16) for _ in range(3)]
     assert samples[-1].keys() == {"step", "prompt", "answer", "reward"}
@@ -273,7 +172,7 @@ def test_half_a_line_of_samples(grpo_run, tmp_path):
     whole = (parts / "samples.jsonl").read_text()
     (parts / "samples.jsonl").write_text(whole[:-20])
     assert run(*words, "--out", parts, "--resume") == 0
-    assert [line["step"] for line in lines_of(parts / "samples.jsonl")] == [16] * 3
+    assert [line["step"] for line in read_lines(parts / "samples.jsonl")] == [16] * 3
     assert numbers_of(parts) == numbers_of(out)
 
 
@@ -294,11 +193,8 @@ def test_another_base_is_refused(grpo_run, toy, tmp_path, capsys):
     out, words = grpo_run
     folder, _ = toy
     parts = without_last_step(out, tmp_path / "parts")
-    talk = folder / "sft.jsonl"
-    assert (
-        run("sft.py", *SHAPE, "--data", talk, "--out", tmp_path / "base", "--steps", 1, "--seed", 3)
-        == 0
-    )
+    sft = ["sft.py", *SHAPE, "--data", folder / "sft.jsonl", "--steps", 1, "--seed", 3]
+    assert run(*sft, "--out", tmp_path / "base") == 0
     assert run(*words, "--load", tmp_path / "base", "--out", parts, "--resume") == 2
     error = capsys.readouterr().err
     assert "is not the model that the run in" in error and error.count("\n") == 1
@@ -349,10 +245,8 @@ def test_ppo_leaves_its_critic(ppo_run, reward_model):
 
 def same_numbers(a, b) -> None:
     for one, two in zip(numbers_of(a), numbers_of(b), strict=True):
-        assert one.keys() == two.keys()
-        for name in one:
-            assert one[name] == pytest.approx(two[name], rel=1e-10, abs=1e-12), name
-    for one, two in zip(*(lines_of(out / "samples.jsonl") for out in (a, b)), strict=True):
+        assert one == pytest.approx(two, rel=1e-10, abs=1e-12)
+    for one, two in zip(*(read_lines(out / "samples.jsonl") for out in (a, b)), strict=True):
         assert one["reward"] == pytest.approx(two["reward"], rel=1e-10)
         assert one | two == one | {"reward": two["reward"]}
     tensors, others = tensors_of(a), tensors_of(b)
@@ -369,42 +263,19 @@ def on_two_ranks(*words):
     return done
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "--tp 2 --sequence-parallel",
-        pytest.param("--zero-stage 3 --rollout-tp 2", marks=pytest.mark.repetition),
-        pytest.param("--pp 2 --layer-split 1 0", marks=pytest.mark.repetition),
-    ],
-)
-def test_two_ranks_have_the_numbers_of_one(ppo_run, tmp_path, layout):
+def test_two_ranks_have_the_numbers_of_one(ppo_run, tmp_path):
     out, words = ppo_run
-    on_two_ranks(*words, "--out", tmp_path / "two", *layout.split())
+    on_two_ranks(*words, "--out", tmp_path / "two", "--tp", 2, "--sequence-parallel")
     same_numbers(tmp_path / "two", out)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "--zero-stage 2",
-        pytest.param("--tp 2 --rollout-pp 2", marks=pytest.mark.repetition),
-    ],
-)
-def test_another_layout_goes_on(ppo_run, tmp_path, layout):
+def test_another_layout_goes_on(ppo_run, tmp_path):
     """One device has taken two steps, two ranks take the others."""
     out, words = ppo_run
     parts = without_last_step(out, tmp_path / "parts")
-    done = on_two_ranks(*words, "--out", parts, "--resume", *layout.split())
+    done = on_two_ranks(*words, "--out", parts, "--resume", "--zero-stage", 2)
     assert "resuming after step 2" in done.stdout
     same_numbers(parts, out)
-
-
-def test_ppo_goes_on(ppo_run, tmp_path):
-    """With the critic and its moments."""
-    out, words = ppo_run
-    parts = without_last_step(out, tmp_path / "parts")
-    assert run(*words, "--out", parts, "--resume") == 0
-    assert numbers_of(parts) == numbers_of(out) and equal(tensors_of(parts), tensors_of(out))
 
 
 def test_frozen_models_are_those_of_their_files(ppo_run, toy, reward_model, tmp_path, monkeypatch):
@@ -430,7 +301,8 @@ def test_frozen_models_are_those_of_their_files(ppo_run, toy, reward_model, tmp_
     assert not equal(dict(policy.trainer.model.named_parameters()), base)
 
 
-def test_adapters_learn(toy, tmp_path, capsys):
+def test_adapters_learn_and_go_on(toy, tmp_path):
+    """With the critic and its moments."""
     folder, flags = toy
     words = [*flags, "--method", "ppo", "--peft", "lora", "--reward", f"{folder}/rewards.py:ascii"]
     words += ["--save-every", 2, "--keep", 0, "--out", tmp_path / "lora"]
@@ -451,16 +323,15 @@ def test_adapters_learn(toy, tmp_path, capsys):
 def test_killed_ranks_are_started_again(tmp_path):
     """Policy, critic, moments and samples of an undisturbed run, bit for bit. (`python
     tests/killed_ranks.py --rl` does this many times, in new interpreters.)"""
-    flags = killed_ranks.rl_flags(tmp_path, lambda flags: run(*flags))
-    on_two_ranks(*flags, "--out", tmp_path / "whole")
-    launcher = [sys.executable, ROOT / "tests/forked_torchrun.py", "--nproc-per-node", 2]
-    command = [*launcher, ROOT / "train.py", *flags, "--out", tmp_path / "killed"]
-    kills, output = killed_ranks.run([str(word) for word in command], seed=0, most=1)
+    flags = killed_ranks.rl_flags(tmp_path, lambda flags: run("sft.py", *flags))
+    on_two_ranks("reinforcement.py", *flags, "--out", tmp_path / "whole")
+    command = [*killed_ranks.FORKED, str(ROOT / "reinforcement.py"), *flags]
+    kills, output = killed_ranks.run([*command, "--out", str(tmp_path / "killed")], seed=0, most=1)
     assert kills == 1 and output.count("resuming after step") == 1, output
     curve, tensors = killed_ranks.state(tmp_path / "whole")
     killed_curve, killed_tensors = killed_ranks.state(tmp_path / "killed")
-    assert killed_curve == curve and killed_ranks.same(killed_tensors, tensors)
-    assert any("exp_avg_sq.head.value" in name for _, name in tensors)
+    assert killed_curve == curve and equal(killed_tensors, tensors)
+    assert any("exp_avg_sq.head.value" in name for name in tensors)
 
 
 # --- what cannot run ------------------------------------------------------------------------------
@@ -494,7 +365,6 @@ SHAPED = ANY | dict(load=None, seq_length=64, answer_tokens=16)
             "--critic-lr -1.0: must be at least",
             1,
         ),
-        (SHAPED | dict(method="ppo", critic_lr=float("nan")), "--critic-lr nan: must be", 1),
         (
             SHAPED | dict(method="ppo", lr=1e-3, min_lr=1e-4, critic_lr=1e-5),
             "--critic-lr 1e-05: must be at least --min-lr 0.0001",
@@ -504,16 +374,12 @@ SHAPED = ANY | dict(load=None, seq_length=64, answer_tokens=16)
         (SHAPED | dict(method="ppo", group_size=0), "--group-size 0: must be at least 1", 1),
         (SHAPED | dict(global_batch_size=12), "divisible by --group-size 8; 8 or 16 would fit", 1),
         (SHAPED | dict(answer_tokens=64), "--answer-tokens 64: must be from 1 to below", 1),
-        (SHAPED | dict(answer_tokens=0), "--answer-tokens 0: must be from 1 to below", 1),
         (SHAPED | dict(epochs=0), "--epochs 0: must be from 1 to 1000", 1),
-        (SHAPED | dict(epochs=10**9), "--epochs 1000000000: must be from 1 to 1000", 1),
         (SHAPED | dict(clip_range=1.5), "--clip-range 1.5: must be from 0 to 1", 1),
         (SHAPED | dict(method="ppo", gae_lambda=2.0), "--gae-lambda 2.0: must be from 0 to 1", 1),
         (SHAPED | dict(beta=-1.0), "--beta -1.0: must be from 0", 1),
-        (SHAPED | dict(beta=float("nan")), "--beta nan: must be from 0", 1),
         (SHAPED | dict(rollout_tp=3), "--rollout-tp 3: must divide the 2 ranks; [1, 2]", 2),
         (SHAPED | dict(rollout_pp=3), "--rollout-pp 3: must divide the 2 ranks", 2),
-        (SHAPED | dict(rollout_tp=0), "--rollout-tp 0: must divide the 2 ranks", 2),
         (SHAPED | dict(rollout_tp=2, num_heads=3, hidden_size=48), "--rollout-tp 2: must div", 2),
         (SHAPED | dict(rollout_pp=2, num_layers=3), "--rollout-pp 2: must divide the 3 lay", 2),
         (SHAPED | dict(ep=2, num_experts=4, rollout_tp=2), "--ep 2: experts that are spread", 2),
@@ -527,35 +393,27 @@ def test_refused(flags, words, world):
 
 
 @pytest.mark.parametrize(
-    "reward, words, status",
+    "reward, words",
     [
-        ("missing.py:f", "there is no file missing.py", 2),
-        ("rewards.py:nothing", "has no function 'nothing'; there are ", 2),
-        ("rewards.py:STEPS", "has no function 'STEPS'", 2),
-        ("broken.py:f", "broken.py fails: SyntaxError", 2),
-        ("leaving.py:f", "leaving.py fails: SystemExit: 0", 2),
-        ("nowhere", "nowhere: no such folder", 2),
-        ("base", "holds no reward model; preference.py --method reward trains one", 2),
-        ("rewards.py:raises", "the function fails for the prompt", 2),
-        ("rewards.py:leaves", "SystemExit: 3", 2),
-        ("rewards.py:fails", "Failed: two\\nlines", 2),
-        ("rewards.py:no_number", "gave nan for the prompt", 2),
-        ("rewards.py:text", "gave 'good' for the prompt", 2),
-        ("rewards.py:number_as_text", "gave '1.0' for the prompt", 2),
-        ("rewards.py:later", "is async; a plain function is needed", 2),
-        ("rewards.py:speechless", "the answer 'an answer': Speechless (", 2),
-        ("empty.py:f", "has no function 'f'; it has none", 2),
-        ("rewards.py:two_arguments", "which it does not take: too many positional", 2),
-        ("rewards.py", "a function is named FILE.py:FUNCTION", 2),
+        ("missing.py:f", "there is no file missing.py"),
+        ("rewards.py:nothing", "has no function 'nothing'; there are "),
+        ("broken.py:f", "broken.py fails: SyntaxError"),
+        ("nowhere", "nowhere: no such folder"),
+        ("base", "holds no reward model; preference.py --method reward trains one"),
+        ("rewards.py:raises", "the function fails for the prompt"),
+        ("rewards.py:fails", "Failed: two\\nlines"),
+        ("rewards.py:no_number", "gave nan for the prompt"),
+        ("rewards.py:text", "gave 'good' for the prompt"),
+        ("rewards.py:later", "is async; a plain function is needed"),
+        ("rewards.py:two_arguments", "which it does not take: too many positional"),
+        ("rewards.py", "a function is named FILE.py:FUNCTION"),
     ],
 )
-def test_rewards_that_cannot_be_used(toy, reward, words, status, tmp_path, monkeypatch, capsys):
+def test_rewards_that_cannot_be_used(toy, reward, words, tmp_path, monkeypatch, capsys):
     folder, flags = toy
     monkeypatch.chdir(folder)
     (folder / "broken.py").write_text("def f(:\n")
-    (folder / "leaving.py").write_text("exit(0)")
-    (folder / "empty.py").write_text("f = 3\n")
-    assert run(*flags, "--method", "grpo", "--reward", reward, "--out", tmp_path / "out") == status
+    assert run(*flags, "--method", "grpo", "--reward", reward, "--out", tmp_path / "out") == 2
     error = capsys.readouterr().err
     assert words in error and "--reward" in error and error.count("\n") == 1, error
 
@@ -569,15 +427,6 @@ def test_a_function_that_gives_nothing(toy, tmp_path, capsys):
     assert printed == "an answer: an answer"
     assert "gave None for the prompt" in refusal and "a finite number is needed" in refusal
     assert run(*words, "--reward", f"{folder}/rewards.py:ascii") == 0
-
-
-def test_a_function_that_closes_standard_output(toy, tmp_path):
-    folder, flags = toy
-    words = [*flags, "--method", "grpo", "--reward", f"{folder}/rewards.py:closes"]
-    done = processes.run([*map(str, words), "--out", tmp_path / "out", "--steps", 1])
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    assert (tmp_path / "out/rl.png").exists()
 
 
 def test_a_function_that_fails_on_one_rank(toy, tmp_path):
@@ -609,11 +458,9 @@ def test_a_run_that_ends_before_its_first_step_leaves_its_folder_free(toy, tmp_p
     [
         ({"text": "a"}, "line 3: is no prompt; a line has"),
         ({"prompt": 3}, "line 3: is no prompt"),
-        ({"messages": [{"role": "user"}]}, "line 3: is no prompt"),
         ({"messages": []}, "line 3: is no prompt"),
         ({"prompt": "a" * 40}, "line 3: has "),
         ([], "line 3"),
-        (None, "line 3"),
     ],
 )
 def test_prompts_that_cannot_be_used(toy, record, words, tmp_path, capsys):
@@ -638,7 +485,6 @@ def test_prompts_that_are_skipped(toy, tmp_path, capsys):
     for lines, error_words in (
         ([good[0], long], "1 prompts that can be used; at least two"),
         ([*good, {"text": 1}], "line 3: is no prompt"),
-        ([], "0 prompts"),
     ):
         path = write_lines(tmp_path / "few.jsonl", lines)
         assert run(*words, "--data", path, skip, "--out", tmp_path / "b") == 2

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import shutil
-import signal
 import types
 
 import processes
@@ -12,6 +11,7 @@ import pytest
 import small_run
 import tokenizers
 import torch
+from small_run import lines_of, write_lines
 
 import checkpoint
 import huggingface
@@ -28,7 +28,6 @@ from sft import Chat, Conversations
 from tuning import sft_data
 from tuning.chat_template import ChatError, ChatTokenizer, open_template
 from tuning.packing import Example, Packed
-from tuning.sft_command import SFTConfig
 
 USER = {"role": "user", "content": "What is 2 + 3? Grüße, 世界"}
 ANSWER = {"role": "assistant", "content": "It is 5,\nI think. 🙂"}
@@ -341,7 +340,6 @@ def test_templates_beside_a_tokenizer(families, tmp_path):
     [
         ("{% for %}", "t.jinja, line 1: "),
         ("{{ raise_exception('no') }}", "t.jinja: no"),
-        ("{{ 1 / 0 }}", "ZeroDivisionError"),
         # jinja computes it before it renders anything
         ("{{ 10 ** 5000 }}", "Exceeds the limit"),
         ("{{ messages[0].content * 2 ** 24 }}", "16,777,216 are the most"),
@@ -350,14 +348,12 @@ def test_templates_beside_a_tokenizer(families, tmp_path):
         ("{% set n = namespace() %}{% set n.__init__ = 1 %}", "unsafe"),
         ("{% set n = namespace(_a=1) %}", "unsafe"),
         ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "{% generation %}"),
-        ("{% for m in messages %}{{ m.content }} {% endfor %}", "no special token"),
         ("{% generation %}{{ messages[1].content }}{% endgeneration %} ", "no special token"),
         (
             "{% generation %}{% generation %}{% endgeneration %}{% endgeneration %}",
             "inside another",
         ),
         ("{% set x %}{% generation %}a{% endgeneration %}{% endset %}{{ x[1:] }}", "cuts the text"),
-        ("\ufdd1", "cuts the text"),
     ],
 )
 def test_templates_that_cannot_be(tmp_path, template, words):
@@ -367,19 +363,10 @@ def test_templates_that_cannot_be(tmp_path, template, words):
     assert words in str(e.value) and "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ 'a' * 10 ** 10 }}",
-        "{{ '%9999999999s' % messages[0].content }}",
-        "{% set n = namespace(x=messages[0].content) %}{% for i in range(40) %}"
-        "{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
-    ],
-)
-def test_a_template_that_makes_gigabytes(tmp_path, template):
+def test_a_template_that_makes_gigabytes(tmp_path):
     """In a process of its own: here, other tests have left memory that malloc gives out again."""
-    write(tmp_path / "t.jinja", template)
-    write(tmp_path / "chats.jsonl", '{"prompt": "a", "completion": "b"}\n' * 4)
+    write(tmp_path / "t.jinja", "{{ 'a' * 10 ** 10 }}")
+    write_lines(tmp_path / "chats.jsonl", [pair("a", "b")] * 4)
     argv = small_run.flags(data=tmp_path / "chats.jsonl", chat_template=tmp_path / "t.jinja")
     done = processes.run(["sft.py", *argv, "--out", tmp_path / "out"])
     assert done.returncode == 2, done.stderr
@@ -406,34 +393,29 @@ def test_helpers_of_templates(tmp_path):
 # --- files ----------------------------------------------------------------------------------------
 
 
-def write_lines(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
 def pair(question, answer):
     return {"prompt": question, "completion": answer}
 
 
 GOOD = [pair("abc", "a"), {"messages": [SYSTEM, USER, LAST], "id": 7}]
 BAD = [
-    (pair("x" * 200, "a"), "has 220 tokens, and --seq-length 99 has room for 100", "too long"),
-    ({"messages": [USER]}, "no message of the assistant", "nothing to learn"),
+    (pair("x" * 200, "a"), "has 220 tokens, and --seq-length 99 has room for 100"),
+    ({"messages": [USER]}, "no message of the assistant"),
 ]
 
 
 def read(path, skip=False):
     chat = chat_of(ByteTokenizer())
-    return sft_data.read_examples([path], "--data", chat, "answers", 100, skip)
+    return sft_data.read_examples([str(path)], "--data", chat, "answers", 100, skip)
 
 
 def test_what_cannot_be_used_is_named_or_counted(tmp_path):
-    for n, (record, words, _) in enumerate(BAD):
+    for n, (record, words) in enumerate(BAD):
         path = write_lines(tmp_path / f"{n}.jsonl", [*GOOD, record])
         with pytest.raises(ChatError) as e:
             read(path)
         assert str(e.value).startswith(f"--data {path}, line 3: ") and words in str(e.value)
-    path = write_lines(tmp_path / "all.jsonl", [*GOOD, *(record for record, *_ in BAD)])
+    path = write_lines(tmp_path / "all.jsonl", [*GOOD, *(record for record, _ in BAD)])
     examples, summary = read(path, skip=True)
     assert len(examples) == 2
     assert summary == (
@@ -447,7 +429,6 @@ def test_what_cannot_be_used_is_named_or_counted(tmp_path):
     "line, words",
     [
         ("{", "line 1: not JSON"),
-        ("{}", "is no conversation"),
         ('{"messages": []}', "is no conversation"),
         ('{"conversations": [{"from": "human", "value": "a"}]}', "is no conversation"),
         ('{"messages": [{"role": "user"}]}', 'message 1: "role" and "content" must be text'),
@@ -460,7 +441,7 @@ def test_lines_that_are_no_conversations(line, words, tmp_path):
     path = tmp_path / "c.jsonl"
     path.write_text(line)
     with pytest.raises(ChatError) as e:
-        read(str(path), skip=True)
+        read(path, skip=True)
     assert words in str(e.value) and str(path) in str(e.value)
 
 
@@ -473,20 +454,12 @@ def test_held_out_whatever_the_order_of_the_lines(tmp_path):
 
 # --- training -------------------------------------------------------------------------------------
 
-SMALL = (
-    "--num-layers 2 --hidden-size 32 --num-heads 4 --ffn-hidden-size 64 --seq-length 96"
-    " --global-batch-size 4 --steps 3 --warmup-steps 0 --device cpu --precision fp64"
-).split()
+SMALL = small_run.flags(num_layers=2, seq_length=96, global_batch_size=4, steps=3)
+SMALL += "--warmup-steps 0 --precision fp64".split()
 
 
-def run(*flags):
-    """`python sft.py` without a new interpreter."""
-    handlers = [(s, signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)]
-    try:
-        return train.main([*SMALL, *map(str, flags)], SFTConfig)
-    finally:
-        for s, handler in handlers:
-            signal.signal(s, handler)
+def run(*flags) -> int:
+    return small_run.run("sft.py", *SMALL, *flags)
 
 
 @pytest.fixture(scope="module")
@@ -494,10 +467,6 @@ def chats(tmp_path_factory):
     """Conversations of unequal lengths."""
     records = [pair("ab" * (n % 5 + 1), "b" * (1 + n * n % 23)) for n in range(40)]
     return write_lines(tmp_path_factory.mktemp("chats") / "chats.jsonl", records)
-
-
-def lines_of(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -513,17 +482,9 @@ def one_device(chats, tmp_path_factory):
     return flags, folder / "run"
 
 
-REPETITION = pytest.mark.repetition
-
-
 @pytest.mark.parametrize(
     "ranks, layout",
-    [
-        (2, "--tp 2 --sequence-parallel"),
-        pytest.param(2, "--pp 2 --micro-batch-size 1", marks=REPETITION),
-        pytest.param(2, "--zero-stage 1 --micro-batch-size 1", marks=REPETITION),
-        (4, "--pp 2 --zero-stage 1"),
-    ],
+    [(2, "--tp 2 --sequence-parallel"), (4, "--pp 2 --zero-stage 1")],
 )
 def test_layouts_have_the_losses_of_one_device(one_device, tmp_path, ranks, layout):
     flags, one = one_device
@@ -614,13 +575,6 @@ def test_packed_conversations_have_the_gradients_of_padded_ones(chats, experts):
         assert torch.allclose(gradient, packed_gradients[name], rtol=1e-10, atol=1e-14), name
 
 
-def test_a_packed_run(chats, tmp_path, capsys):
-    assert run("--data", chats, "--pack", "--out", tmp_path / "run") == 0
-    assert re.search(r"--pack: \d+ rows of 96 tokens, filled to \d\d", capsys.readouterr().out)
-    lines = lines_of(tmp_path / "run")
-    assert "eval_loss" in lines[-1] and len(lines) == 3
-
-
 def test_a_conversation_is_answered(chats, tmp_path, capsys):
     """Trained, asked with --chat, and started from: the template stays with the model."""
     out = tmp_path / "out"
@@ -650,10 +604,10 @@ def test_an_imported_model_keeps_its_template(families, chats, tmp_path):
     huggingface.export_folder(tmp_path / "made", tmp_path / "hf")
     source.save(tmp_path / "hf")
     huggingface.import_folder(tmp_path / "hf", tmp_path / "base")
-    flags = "--global-batch-size 2 --steps 1 --warmup-steps 0 --device cpu --seq-length 96".split()
     out = tmp_path / "out"
+    flags = "--global-batch-size 2 --steps 1 --warmup-steps 0 --device cpu --seq-length 96".split()
     argv = ["--load", tmp_path / "base", "--data", chats, "--out", out]
-    assert train.main([*map(str, argv), *flags], SFTConfig) == 0
+    assert small_run.run("sft.py", *argv, *flags) == 0
     assert find_chat(out, find_tokenizer(out, {})).template.text == CHATML
     assert find_chat(tmp_path / "hf", source).template.text == CHATML
     huggingface.export_folder(out, tmp_path / "exported")
@@ -701,20 +655,22 @@ def test_a_loss_on_everything_is_seen(families, monkeypatch):
 
 def test_flops_are_those_of_the_rows(tmp_path, capsys):
     """Rows of 24 tokens cost what they cost, whatever --seq-length allows; --plan knows it too."""
-    line = {"prompt": "a" * 8, "completion": "b" * 5}
-    path = write(tmp_path / "chats.jsonl", "\n".join([json.dumps(line)] * 40))
+    path = write_lines(tmp_path / "chats.jsonl", [pair("a" * 8, "b" * 5)] * 40)
     per_token = []
     for s in (32, 512):
         out = tmp_path / str(s)
         shape = small_run.flags(seq_length=s, data=path, steps=2, out=out, plan="h100")
-        assert train.main([str(word) for word in shape], SFTConfig) == 0
-        step = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+        assert small_run.run("sft.py", *shape) == 0
+        step = lines_of(out)[-1]
         flops = step["tflops_per_device"] * 1e12 / step["tokens_per_second"]
         per_token.append([flops, step["predicted_seconds"]])
     assert per_token[0] == pytest.approx(per_token[1], rel=1e-9)
 
 
-def test_a_sample_answers_a_question_that_was_held_out(chats, tmp_path):
-    assert run("--data", chats, "--out", tmp_path / "run") == 0
+def test_a_packed_run(chats, tmp_path, capsys):
+    """Its sample answers a question that was held out."""
+    assert run("--data", chats, "--pack", "--out", tmp_path / "run") == 0
+    assert re.search(r"--pack: \d+ rows of 96 tokens, filled to \d\d", capsys.readouterr().out)
+    assert "eval_loss" in lines_of(tmp_path / "run")[-1]
     sample = (tmp_path / "run/sample.txt").read_text()
     assert sample.startswith("user:\n") and "assistant:\n" in sample, sample[:100]

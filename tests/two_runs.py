@@ -7,13 +7,14 @@ Every second time both are new runs; the other times both continue (--resume) wh
 time before."""
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
 
-import processes
-import small_run
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+import processes  # noqa: E402 (needs the path)
+import small_run  # noqa: E402
 
 STEPS = 100
 FLAGS = small_run.flags(save_every=50, log_every=50)
@@ -32,7 +33,7 @@ def compete(text: Path, out: Path, resume: bool) -> str:
         messages = [line for line in process.stderr.splitlines() if line.startswith("train.py")]
         ended.append((status, messages))
     (trained, _), (refused, messages) = sorted(ended, key=lambda entry: entry[0])
-    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in small_run.lines_of(out)]
     if (trained, refused) != (0, 2):
         return f"exit statuses {trained} and {refused}, not 0 and 2: {ended}"
     if len(messages) != 1 or f"--out {out}" not in messages[0]:
