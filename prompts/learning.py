@@ -96,9 +96,11 @@ class PromptLearningConfig(PeftConfig):
                 "virtual_prompt_style inference learns nothing; p-tuning, prompt-tuning and"
                 " fine-tuning do"
             )
-            refuse(self, "prompt_config", rule)
+            raise ConfigError(f"--config {self.prompt_config}: {rule}")
         if not self.load:
-            refuse(self, "prompt_config", "for which model? --load CKPT names it")
+            raise ConfigError(
+                f"--config {self.prompt_config}: {'for which model? --load CKPT names it'}"
+            )
         if self.peft and prompts.learned:
             rule = (
                 "--config learns prompts; one of the two. With virtual_prompt_style fine-tuning it"

@@ -167,9 +167,9 @@ class PromptConfig(Struct, forbid_unknown_fields=True):
             content, notices = read_fields(path)
             config = json_files.convert(content, cls, str(path))
         except JSONError as e:
-            raise PromptError(f"--prompt-config {e}") from None
+            raise PromptError(f"--config {e}") from None
         for notice in notices if say else []:
-            say(f"--prompt-config {notice}")
+            say(f"--config {notice}")
         return config
 
     @classmethod

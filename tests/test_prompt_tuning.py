@@ -711,7 +711,7 @@ def test_names_and_lengths(base, tmp_path, capsys):
     assert learn(tmp_path / "t", content, "--seq-length", "32") == 0
     assert "train_ds: 2 examples, 1 skipped (longer than 33 tokens)" in capsys.readouterr().out
     prompts = tmp_path / "t" / "prompts.safetensors"
-    status, out, _ = infer("generate", prompts, base, lines, capsys)
+    _status, out, _ = infer("generate", prompts, base, lines, capsys)
     answers = [json.loads(line) for line in out.splitlines()]
     assert [len(answer["text"]) for answer in answers] == [3, 40, 5]
     assert [answer["prediction"] is None for answer in answers] == [False, True, False]
@@ -845,7 +845,7 @@ def test_yaml_that_cannot_be_used(text, words, tmp_path):
 def test_train_needs_a_configuration(argv, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert commands.main(["train", *argv]) == 2
-    words = "--prompt-config nowhere" if argv else "--config: prompts for what?"
+    words = "--config nowhere" if argv else "--config: prompts for what?"
     assert words in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -856,7 +856,7 @@ NOWHERE = dict(train_ds=["nowhere"], validation_ds=["nowhere"])
 @pytest.mark.parametrize(
     "change, words",
     [
-        (dict(new_tasks=["z"]), "--prompt-config"),
+        (dict(new_tasks=["z"]), "--config"),
         (dict(data=NOWHERE), "nowhere: cannot be read"),
         (dict(data=NOWHERE | dict(validation_ds=[])), "validation_ds is empty"),
         (dict(language_model_path="nowhere"), "nowhere: no such folder"),
