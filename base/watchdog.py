@@ -25,6 +25,7 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -119,7 +120,7 @@ class Watchdog:
         self.say(f"rank {self.rank}: {said} ({reason})")
 
     def say(self, message: str) -> None:
-        terminal.say(f"train.py: {message}", error=True)
+        terminal.say(f"{Path(sys.argv[0]).name}: {message}", error=True)
 
     def line(self) -> str:
         """Where the watched thread is: file, line and function of its innermost frame that is not

@@ -23,6 +23,7 @@ from torch import Tensor
 
 import generate
 import train
+from base import terminal
 from inference import cli
 from model_config import GPTConfig
 from prompt_tuning import apply_tables
@@ -173,4 +174,8 @@ def main(argv: list[str]) -> int:
     """argv: one word or more. Returns the exit status, as of train.py and generate.py."""
     if argv[0] == "train":
         return train.main(argv[1:], PromptLearningConfig)
+    if argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
+        line = "prompt_tuning.py: the first word is train, generate or evaluate"
+        terminal.say(line, error=True)
+        return 2
     return cli.command("prompt_tuning.py", infer, argv, make_parser())

@@ -112,6 +112,10 @@ def main(argv: list[str]) -> int:
     terminal.prepare()
     if argv[:1] == ["train"]:
         return adapter_training.main(argv[1:])
+    if argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
+        line = "adapters.py: the first word is train, merge, import or export"
+        terminal.say(line, error=True)
+        return 2
     args = make_parser().parse_args(argv)
     try:
         print(f"{args.out}: {args.run(args)}")
