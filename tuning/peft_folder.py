@@ -288,11 +288,13 @@ def read_config(hf_dir: Path) -> PeftConfig:
         told = json_files.convert(content, PeftConfig, str(where))
     except json_files.JSONError as e:
         raise HuggingFaceError(str(e)) from None
-    rules = {name: "adapters.py does not compute that" for name in content if content[name]}
-    for name in (*PeftConfig.__struct_fields__, *HARMLESS):
-        rules.pop(name, None)
+    # field -> why it is refused
+    rules = {}
     if told.peft_type not in ("LORA", "IA3"):
         rules["peft_type"] = "adapters.py has LORA and IA3"
+    for name in sorted(content.keys() - {*PeftConfig.__struct_fields__} - HARMLESS):
+        if content[name]:
+            rules[name] = "adapters.py does not compute that"
     if told.bias != "none":
         rules["bias"] = 'adapters.py has only "none": biases stay as they are'
     if told.init_lora_weights not in (True, False, "gaussian", "orthogonal", "eva"):
