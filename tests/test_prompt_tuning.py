@@ -711,7 +711,7 @@ def test_names_and_lengths(base, tmp_path, capsys):
     assert learn(tmp_path / "t", content, "--seq-length", "32") == 0
     assert "train_ds: 2 examples, 1 skipped (longer than 33 tokens)" in capsys.readouterr().out
     prompts = tmp_path / "t" / "prompts.safetensors"
-    _status, out, _ = infer("generate", prompts, base, lines, capsys)
+    _, out, _ = infer("generate", prompts, base, lines, capsys)
     answers = [json.loads(line) for line in out.splitlines()]
     assert [len(answer["text"]) for answer in answers] == [3, 40, 5]
     assert [answer["prediction"] is None for answer in answers] == [False, True, False]

@@ -288,11 +288,19 @@ def read_config(hf_dir: Path) -> PeftConfig:
         told = json_files.convert(content, PeftConfig, str(where))
     except json_files.JSONError as e:
         raise HuggingFaceError(str(e)) from None
-    rules = {name: "adapters.py does not compute that" for name in content if content[name]}
-    for name in (*PeftConfig.__struct_fields__, *HARMLESS):
-        rules.pop(name, None)
+    for name, rule in not_computed(told, content).items():
+        raise HuggingFaceError(f"{where}: {name} is {json.dumps(content[name])}; {rule}")
+    return told
+
+
+def not_computed(told: PeftConfig, content: dict) -> dict[str, str]:
+    """{field of adapter_config.json: why it is refused}"""
+    rules = {}
     if told.peft_type not in ("LORA", "IA3"):
         rules["peft_type"] = "adapters.py has LORA and IA3"
+    for name in sorted(content.keys() - {*PeftConfig.__struct_fields__} - HARMLESS):
+        if content[name]:
+            rules[name] = "adapters.py does not compute that"
     if told.bias != "none":
         rules["bias"] = 'adapters.py has only "none": biases stay as they are'
     if told.init_lora_weights not in (True, False, "gaussian", "orthogonal", "eva"):
@@ -300,9 +308,7 @@ def read_config(hf_dir: Path) -> PeftConfig:
     for name in ("rank_pattern", "alpha_pattern"):
         if (getattr(told, name) or {}).keys() - set(FUSED):
             rules[name] = "adapters.py has one rank and one scale for all modules"
-    for name, rule in rules.items():
-        raise HuggingFaceError(f"{where}: {name} is {json.dumps(content[name])}; {rule}")
-    return told
+    return rules
 
 
 def check_targets(hf_dir: Path, targets, tensors: dict, known: dict) -> None:
