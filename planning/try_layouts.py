@@ -17,6 +17,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -99,11 +100,9 @@ def failure(stderr, status: int) -> str:
 
 def name_of(layout: Layout) -> str:
     """dp 2, pp 2, micro-batch-size 1"""
-    flags = " ".join(["--dp", str(layout.dp), *layout.flags()])
-    parts = [part.strip() for part in flags.split("--") if part]
-    return ", ".join(
-        part for part in parts if not part != "dp 1" and not part.startswith("global-batch")
-    )
+    words = " ".join(["--dp", str(layout.dp), *layout.flags()])
+    parts = [part.strip() for part in words.split("--") if part]
+    return ", ".join(part for part in parts if not re.match("dp 1$|global-batch", part))
 
 
 def table(names: list[str], predicted: list[float], measured: list[float]) -> list[str]:

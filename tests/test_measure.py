@@ -143,7 +143,7 @@ def test_try(here, monkeypatch, capsys):
         (["2", "--machine", "machine.json", "--num-heads", "3"], "hidden"),
         (["2", "--out", "runs/x"], "--out: the runs that are tried leave nothing; leave it out"),
         (["2", "--plan", "h100"], "--plan: the runs"),
-        (["2", "--resume"], "--resume: the runs"),
+        (["2", "--resume"], "--resume --out runs/default: there is no run in this folder"),
     ],
 )
 def test_try_refuses(here, capsys, argv, words):
