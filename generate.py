@@ -92,7 +92,7 @@ class ModelRunner:
         self.stages = stages
         self.slot = slot
         self.config = stages[0].config
-        # inference/packing.py makes buffers of parameters
+        # inference/weight_layouts.py makes buffers of parameters
         tensors = (t for stage in stages for t in (*stage.parameters(), *stage.buffers()))
         tensor = next(tensors)
         self.device = tensor.device
