@@ -92,7 +92,7 @@ class ModelRunner:
         self.stages = stages
         self.slot = slot
         self.config = stages[0].config
-        # inference/packing.py makes buffers of parameters
+        # inference/weight_layouts.py makes buffers of parameters
         tensors = (t for stage in stages for t in (*stage.parameters(), *stage.buffers()))
         tensor = next(tensors)
         self.device = tensor.device
@@ -225,11 +225,14 @@ def stream(
     batches = make_batches(prompts, keys, num_batches, rule, runner, cached, cp_group)
     params = SamplingParams(temperature, top_k, top_p)
     with caching(stages, runner.slot):
-        if isinstance(model, GPT):
-            yield from decode(runner, batches[0], params, lockstep, observe)
-        else:
-            ring = Ring(model.channels)
-            yield from PipelinedDecoder(runner, ring, batches, params, lockstep, observe).decode()
+        yield from decode_all(model, runner, batches, params, lockstep, observe)
+
+
+def decode_all(model: GPT | Pipeline, runner: ModelRunner, batches: list[DecodeBatch], *rest):
+    """The decode loop of one batch, or in a pipeline that of micro-batches. rest: as of `decode`"""
+    if isinstance(model, GPT):
+        return decode(runner, batches[0], *rest)
+    return PipelinedDecoder(runner, Ring(model.channels), batches, *rest).decode()
 
 
 def make_batches(

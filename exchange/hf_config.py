@@ -158,10 +158,9 @@ def rotary_fields(hf_config: dict, missing: dict[str, float]) -> dict[str, float
     field = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
     rope = hf_config.get(field) or {}
     kind = None
-    if isinstance(rope, dict):
+    if isinstance(rope, dict) and rope.get("partial_rotary_factor", 1.0) == 1.0:
         kind = rope.get("rope_type", rope.get("type", "default"))
-    whole = isinstance(rope, dict) and rope.get("partial_rotary_factor", 1.0) == 1.0
-    if kind not in ("default", "llama3") or not whole:
+    if kind not in ("default", "llama3"):
         raise HuggingFaceError(
             f"{field} is {json.dumps(rope)}; gpt.py has the default rotary positions, and those of"
             " rope_type llama3"
@@ -183,21 +182,16 @@ def rotary_fields(hf_config: dict, missing: dict[str, float]) -> dict[str, float
 def check_experts(config: MoEConfig) -> None:
     """Raises HuggingFaceError for a model with experts that a Mixtral does not compute, naming all
     that differs."""
+    router, k, every = config.router, config.router_topk, config.expert_every
+    gates = "a Mixtral's gates are the softmax over the chosen logits, those of router topk"
+    one = "a Mixtral with num_experts_per_tok 1 has gate 1, where here it is the probability"
     differing = []
-    if config.router != "topk":
-        differing.append(
-            f"router {config.router}: a Mixtral's gates are the softmax over the chosen logits,"
-            " those of router topk"
-        )
-    if config.router_topk < 2:
-        differing.append(
-            f"router_topk {config.router_topk}: a Mixtral with num_experts_per_tok 1 has gate 1,"
-            " where here it is the probability"
-        )
-    if config.expert_every != 1:
-        differing.append(
-            f"expert_every {config.expert_every}: a Mixtral has experts in every layer"
-        )
+    if router != "topk":
+        differing.append(f"router {router}: {gates}")
+    if k < 2:
+        differing.append(f"router_topk {k}: {one}")
+    if every != 1:
+        differing.append(f"expert_every {every}: a Mixtral has experts in every layer")
     if differing:
         raise HuggingFaceError("; ".join(differing))
 
@@ -252,13 +246,12 @@ def write_fields(config: MoEConfig, architecture: Architecture) -> dict:
 
 def write_rotary(config: MoEConfig) -> dict:
     """For transformers 5, and for 4."""
-    rope = {"rope_type": "default"}
-    if config.rotary_factor != 1:
-        rope = {theirs: getattr(config, ours) for theirs, ours in LLAMA3_ROPE.items()}
-        rope["rope_type"] = "llama3"
-    scaling = {"rope_scaling": rope} if config.rotary_factor != 1 else {}
-    whole = rope | {"rope_theta": config.rotary_base}
-    return {"rope_theta": config.rotary_base, "rope_parameters": whole} | scaling
+    theta = {"rope_theta": config.rotary_base}
+    if config.rotary_factor == 1:
+        return theta | {"rope_parameters": {"rope_type": "default"} | theta}
+    rope = {theirs: getattr(config, ours) for theirs, ours in LLAMA3_ROPE.items()}
+    rope["rope_type"] = "llama3"
+    return theta | {"rope_parameters": rope | theta, "rope_scaling": rope}
 
 
 def to_hf_config(config: MoEConfig) -> dict:

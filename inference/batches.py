@@ -29,6 +29,7 @@ from torch import Tensor
 
 import context_parallel
 from base.world import Groups
+from checkpoints.ranks import gather
 from inference.kv_cache import Cache
 from inference.sampling import DIVERGED
 
@@ -204,10 +205,7 @@ def data_parallel(groups: Groups) -> tuple[int, int]:
 def from_all_ranks(found, groups: Groups) -> list:
     """What each rank has found, on every rank. found: None where its logits were not finite; then
     every rank raises FloatingPointError."""
-    of_ranks = [found]
-    if groups.all:
-        of_ranks = [None] * groups.all.size()
-        dist.all_gather_object(of_ranks, found, group=groups.all)
+    of_ranks = gather(found, groups.all) if groups.all else [found]
     if None in of_ranks:
         raise FloatingPointError("the model's logits are not finite")
     return of_ranks

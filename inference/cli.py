@@ -94,12 +94,7 @@ def check_flags(args: argparse.Namespace, world: World) -> MoEConfig:
     drawing = [name for name in neutral if getattr(args, name) not in neutral[name]]
     args.seed = args.seed or 0
     args.batch_size = 16 if args.batch_size is None else args.batch_size
-    for name, least in LEAST.items():
-        value = getattr(args, name)
-        if not least <= value < 2**31:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {value}: must be at least {least} and below 2^31"
-            )
+    check_least(args, LEAST)
     if not args.checkpoint:
         raise ConfigError("--checkpoint '': names no folder")
     if "" in args.stop:
@@ -123,6 +118,14 @@ def check_flags(args: argparse.Namespace, world: World) -> MoEConfig:
         )
     check_layout(args, config, world.size)
     return config
+
+
+def check_least(args: argparse.Namespace, least_of: dict[str, int]) -> None:
+    """least_of: the least value of a flag, where it is given. Raises ConfigError."""
+    for name, least in least_of.items():
+        value = getattr(args, name)
+        if value is not None and not least <= value < 2**31:
+            raise ConfigError(f"{flag_name(name)} {value}: must be at least {least} and below 2^31")
 
 
 def check_layout(args: argparse.Namespace, config: MoEConfig, num_ranks: int) -> None:

@@ -33,7 +33,7 @@ from corpus.tokenizer import begin_id
 from inference import cli
 from inference.evaluate import Evaluator
 from inference.loading import find_chat
-from run.config import ConfigError
+from run.config import ConfigError, flag_name
 
 SECONDS_OF_SILENCE = 10
 # flags that say nothing to --perplexity
@@ -84,14 +84,11 @@ def check_own_flags(args: argparse.Namespace) -> None:
     """Those that generate.py has not. Raises ConfigError."""
     if not args.tasks and not args.perplexity:
         raise ConfigError("--tasks NAME or --perplexity FILE: give one of them, or both")
-    for name, least in {"num_fewshot": 0, "limit": 1}.items():
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+    cli.check_least(args, {"num_fewshot": 0, "limit": 1})
     for name in OF_TASKS:
         given = getattr(args, name)
         if given is not False and given not in (None, []) and not args.tasks:
-            raise ConfigError(f"--{name.replace('_', '-')}: is of --tasks; leave it out")
+            raise ConfigError(f"{flag_name(name)}: is of --tasks; leave it out")
     if args.cp > 1:
         raise ConfigError(
             f"--cp {args.cp}: ranks do not share a text here; without the flag they share the texts"

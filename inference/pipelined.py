@@ -131,18 +131,15 @@ class PipelinedDecoder:
         self.ring.send(output)
 
     def finish_step(self, m: int) -> tuple[list[NewToken], bool]:
-        """(new tokens of micro-batch m, whether any rank in lockstep goes on with it)"""
+        """(new tokens of micro-batch m, whether any rank in lockstep goes on with it). The sampled
+        tokens come round from the last stage."""
         batch = self.micro_batches[m]
-        new_tokens = batch.append(self.tokens_of(m))
-        return new_tokens, any_unfinished(batch, self.lockstep)
-
-    def tokens_of(self, m: int) -> list[int]:
-        """The tokens sampled for micro-batch m, which come round from the last stage."""
         if self.is_last:
-            return self.sampled.pop(m).tolist()
-        b = len(self.micro_batches[m].sequences)
-        tokens = self.ring.receive(torch.empty(b, dtype=torch.long, device=self.runner.device))
-        # the last stage has them
-        if self.ring.rank < self.ring.p - 2:
-            self.ring.send(tokens)
-        return tokens.tolist()
+            tokens = self.sampled.pop(m)  # [b]
+        else:
+            b = len(batch.sequences)
+            tokens = self.ring.receive(torch.empty(b, dtype=torch.long, device=self.runner.device))
+            # the last stage has them
+            if self.ring.rank < self.ring.p - 2:
+                self.ring.send(tokens)
+        return batch.append(tokens.tolist()), any_unfinished(batch, self.lockstep)

@@ -30,8 +30,8 @@ makes W in registers (`by_kernel`; on CPUs best in bfloat16).
     python generate.py --checkpoint runs/default --weights int4 --prompt "def "
 
 Numbers are those of torchao's Int8WeightOnlyConfig and Int4WeightOnlyConfig (tinygemm), bit for
-bit; `as_torchao` hands them over. One difference: from bfloat16 weights torchao computes int4's Q,
-s and z in bfloat16 too, here in float32: 2% of the numbers differ by one, and these are nearer.
+bit. One difference: from bfloat16 weights torchao computes int4's Q, s and z in bfloat16 too, here
+in float32: 2% of the numbers differ by one, and these are nearer.
 
 Not covered: GPTQ (arXiv 2210.17323) and AWQ (arXiv 2306.00978) choose Q or scale channels by what
 activations pass through; LLM.int8 (arXiv 2208.07339) keeps columns with outliers in 16 bits, for
@@ -227,25 +227,13 @@ def by_kernel(matrix: Int8Matrix | Int4Matrix, x: Tensor, bias: Tensor | None) -
 def fastest(matrix: Int8Matrix | Int4Matrix) -> tuple[Int8Matrix | Int4Matrix, Callable]:
     """(the matrix as its kernel reads it, by_kernel); where there is no kernel for it in this build
     of PyTorch, or on this processor, the matrix as it is, dequantized."""
+    like = matrix.scale if isinstance(matrix, Int8Matrix) else matrix.scale_and_zero
     with contextlib.suppress(AttributeError, RuntimeError):
         if matrix.has_kernel():
             stored = matrix.for_kernel()
-            by_kernel(stored, matrix.dequantize()[:1], None)
+            by_kernel(stored, like.new_ones(1, matrix.shape[1]), None)
             return stored, by_kernel
     return matrix, dequantized
-
-
-def as_torchao(matrix: Int8Matrix | Int4Matrix) -> Tensor:
-    """The same numbers as a tensor of torchao, a weight for nn.Linear. Int4: on a CPU, in the order
-    of its kernel (`for_kernel`), with groups of at most 128."""
-    if isinstance(matrix, Int8Matrix):
-        from torchao.quantization import Int8Tensor
-
-        scale = matrix.scale.unsqueeze(1)
-        return Int8Tensor(matrix.q, scale, [1, matrix.shape[1]], scale.dtype)
-    from torchao.prototype.quantization.int4.int4_opaque_tensor import Int4OpaqueTensor
-
-    return Int4OpaqueTensor(matrix.q, matrix.scale_and_zero, [1, matrix.group], matrix.shape)
 
 
 # --- a model --------------------------------------------------------------------------------------

@@ -66,6 +66,19 @@ def test_errors_are_at_most_half_a_step(width):
         assert (error <= 0.501 * span / 15 + 2e-6).all()
 
 
+def as_torchao(matrix):
+    """The same numbers as a tensor of torchao, a weight for nn.Linear. Int4: on a CPU, in the order
+    of its kernel (`for_kernel`), with groups of at most 128."""
+    if isinstance(matrix, Int8Matrix):
+        from torchao.quantization import Int8Tensor
+
+        scale = matrix.scale.unsqueeze(1)
+        return Int8Tensor(matrix.q, scale, [1, matrix.shape[1]], scale.dtype)
+    from torchao.prototype.quantization.int4.int4_opaque_tensor import Int4OpaqueTensor
+
+    return Int4OpaqueTensor(matrix.q, matrix.scale_and_zero, [1, matrix.group], matrix.shape)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8_of_torchao(dtype):
     """Bit for bit, and so is the product."""
@@ -78,7 +91,7 @@ def test_int8_of_torchao(dtype):
     assert ours.q.equal(linear.weight.qdata)
     assert ours.scale.float().equal(linear.weight.scale[:, 0])
     x = normal(5, 64, seed=1).to(dtype)
-    y = F.linear(x, quantization.as_torchao(ours))
+    y = F.linear(x, as_torchao(ours))
     assert y.equal(linear(x)) and y.equal(dequantized(ours, x, None))
 
 
@@ -92,12 +105,12 @@ def test_int4_of_torchao(group):
     assert ours.q.equal(theirs.qdata)
     assert ours.scale_and_zero.equal(theirs.scale_and_zero)
     x = normal(3, 2 * group, seed=1)
-    y = F.linear(x, quantization.as_torchao(ours))
+    y = F.linear(x, as_torchao(ours))
     assert y.equal(F.linear(x, theirs)) and y.equal(by_kernel(ours, x, None))
     # from 16 bits: computed in float32 here, so that errors are smaller
     w = w.bfloat16()
     theirs = distance(module.Int4OpaqueTensor.from_hp(w, [1, group]), w)
-    ours = distance(quantization.as_torchao(Int4Matrix.of(w, group).for_kernel()), w)
+    ours = distance(as_torchao(Int4Matrix.of(w, group).for_kernel()), w)
     assert 0.95 * theirs < ours < theirs
 
 
