@@ -309,6 +309,8 @@ LAYOUTS = [
     PLAIN | dict(zero_stage=3, micro_batch_size=2),
     PACKED | dict(pp=2, micro_batch_size=4),
 ]
+
+
 def of_family(name: str) -> dict:
     return SMALL | dict(model=name, ffn_hidden_size=56) | PRESETS[name]
 
