@@ -11,7 +11,8 @@ import pytest
 import random_layouts
 import small_run
 import torch
-from parity import LLAMA, SMALL, Result, Synthetic, same, train_each
+from parity import LLAMA, SMALL, Result, Synthetic, again, same, train_each
+from small_run import lines_of
 from test_huggingface import SHAPES, TOKENS, our_checkpoint
 from torch import nn
 
@@ -26,17 +27,8 @@ from proof.kinds import config_of
 from proof.parity import Run
 from run import rules
 from run.config import ConfigError, RunConfig
-from run.metrics import read_metrics
-from run.pretraining import Config
 from tuning.adapter_config import METHODS, TARGETS, AdapterConfig
 from tuning.adapter_files import num_parameters
-from tuning.adapter_training import TextPeftConfig
-
-
-def again(*values):
-    """A case that covers no more than another one does: `make test-all` runs it."""
-    return pytest.param(*values, marks=pytest.mark.repetition)
-
 
 # --- by hand --------------------------------------------------------------------------------------
 
@@ -188,11 +180,7 @@ LORA = ("lora",)
         ),
         ("experts", 2, LORA, [dict(ep=2)]),
         ("experts", 4, METHODS, [dict(ep=2, tp=2)]),
-        again("gpt", 2, METHODS, [dict(zero_stage=1), dict(zero_stage=3, recompute="full")]),
-        again("llama", 2, METHODS, [dict(tp=2), dict(zero_stage=2)]),
         again("gpt", 4, METHODS, [dict(tp=2, sequence_parallel=True, pp=2)]),
-        again("deep", 2, METHODS, [dict(pp=2, virtual_stages=2), dict(pp=2, schedule="gpipe")]),
-        again("experts", 2, METHODS, [dict(ep=2), dict(tp=2, sequence_parallel=True)]),
         again("experts", 4, METHODS, [dict(ep=4, zero_stage=3), dict(ep=2, **EMPTY_STAGE)]),
     ],
     ids=str,
@@ -207,7 +195,7 @@ def test_equals_one_device(base, world, methods, layouts):
         same(result, one)
 
 
-@pytest.mark.parametrize("seed", [2, 5, again(11), again(83)])
+@pytest.mark.parametrize("seed", [2, 5])
 def test_random_layouts(seed):
     """A few of `python tests/random_layouts.py --peft`."""
     random_layouts.check(random_layouts.with_peft(random_layouts.draw(seed), seed))
@@ -241,13 +229,6 @@ def test_number_of_parameters(base, method):
     assert sum(p.numel() for p in trainer.optimizer.parameters.values()) == learned
     assert num_parameters(AdapterConfig(method), trainer.model_config) == learned
     assert f"{learned:,} adapter parameters" in trainer.task.describe()
-
-
-def test_a_pipeline_stage_counts_what_other_stages_learn():
-    trainer = trainer_of(peft="lora")
-    # the optimizer of a stage without adapters
-    trainer.optimizer.parameters.clear()
-    assert f"{LEARNED['gpt', 'lora']:,} adapter parameters" in trainer.task.describe()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -342,8 +323,6 @@ def disabled_on_rank(rank: int, world: int, variants: list[dict]) -> list[tuple[
         ("llama", 2, METHODS, [dict(tp=2, sequence_parallel=True)]),
         ("gpt", 2, LORA, [dict(tp=2), dict(pp=2), dict(zero_stage=3, recompute="full")]),
         ("experts", 4, METHODS, [dict(ep=2, tp=2)]),
-        again("experts", 4, METHODS, [dict(ep=2, zero_stage=3), dict(ep=2, pp=2)]),
-        again("gpt", 2, METHODS, [dict(tp=2), dict(pp=2), dict(zero_stage=3)]),
     ],
     ids=str,
 )
@@ -374,11 +353,11 @@ def flags_of(folder: Path, **flags) -> list[str]:
 
 
 def run(argv: list[str]) -> int:
-    return train.main(argv, TextPeftConfig if "--peft" in argv else Config)
+    return small_run.run(*(["adapters.py", "train"] if "--peft" in argv else []), *argv)
 
 
 def losses(run: Path) -> list[float]:
-    return [line["loss"] for line in read_metrics(run / "metrics.jsonl")[0]]
+    return [line["loss"] for line in lines_of(run)]
 
 
 def test_a_checkpoint_is_the_adapter_and_loads_under_another_layout(base, tmp_path, capsys):
@@ -448,13 +427,11 @@ GIVEN = dict(load="runs/base", data=["x"], peft="lora")
             "--peft-targets ['query', 'head']: head is no target of --peft lora in this model;"
             " there are query, key, value, output, up, down",
         ),
-        (GIVEN | dict(peft_targets=["gate"]), "gate is no target of --peft lora"),
         (
             GIVEN | dict(peft="ia3", peft_targets=["query"]),
             "query is no target of --peft ia3 in this model; there are key, value, down",
         ),
         (GIVEN | dict(lora_rank=0), "--lora-rank 0: must be at least 1"),
-        (GIVEN | dict(lora_rank=10**30), f"--lora-rank {10**30}: must be at least 1 and below"),
         (GIVEN | dict(lora_alpha=math.nan), "--lora-alpha nan: must be above 0"),
         (GIVEN | dict(lora_dropout=1.0), "--lora-dropout 1.0: must be at least 0 and below 1"),
         (
@@ -467,16 +444,7 @@ GIVEN = dict(load="runs/base", data=["x"], peft="lora")
             "--adapter-size 6: must be divisible by --tp 4; 4 or 8 would fit",
         ),
         (GIVEN | dict(peft="adapter", adapter_size=0), "--adapter-size 0: must be at least 1"),
-        (
-            GIVEN | dict(peft="adapter", adapter_size=2**31),
-            f"--adapter-size {2**31}: must be at least 1 and below",
-        ),
         (dict(peft="lora"), "--peft lora: for which model? --load CKPT names it"),
-        (
-            dict(command="sft.py", lora_rank=4),
-            "--lora-rank 4: needs --peft, which says what is learned",
-        ),
-        (dict(command="sft.py", peft_targets=["key"]), "--peft-targets key: needs --peft"),
         (
             GIVEN | dict(plan="h100"),
             "--plan h100: predicts steps that train a whole model on text, and this run trains an",

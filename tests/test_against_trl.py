@@ -184,19 +184,6 @@ def test_ppo_advantages_of_answers_of_several_lengths(trl, precision):
         assert not x[~MASK].any()
 
 
-def test_where_trl_puts_the_score_of_a_short_answer(trl):
-    """One column later than we do, and so its critic has one value more to learn."""
-    old, scores = log_probs(torch.float64, 0), numbers(torch.float64, 2, N)
-    values = numbers(torch.float64, 3, N, T)
-    theirs = trl_advantages(trl, scores, old, log_probs(torch.float64, 1), values, LENGTHS)
-    ours, *_ = our_advantages(scores, old, log_probs(torch.float64, 1), values, MASK)
-    for n, length in enumerate(LENGTHS):
-        if length < T:
-            ours[n, length - 1] -= scores[n]
-            ours[n, length] += scores[n]
-    assert_close(ours, theirs.rewards, 1e-12)
-
-
 def trl_ppo_loss(trl, **tensors):
     """The two losses of a micro-batch, and their sum."""
     code = lines(trl.ppo.PPOTrainer.train, "vpredclipped = ", "loss = pg_loss")

@@ -10,8 +10,6 @@ import json
 import math
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -251,21 +249,6 @@ def test_figures_are_drawn_from_the_results(tmp_path):
 
 
 @pytest.mark.repetition
-def test_as_a_command(tmp_path):
-    """The script finds the modules beside it and above it, from any folder. (So does
-    comparisons/training_step.py, which test_gpu_commands starts in a new interpreter.)"""
-    done = subprocess.run(
-        [sys.executable, COMPARISONS / "single_device.py", "--help"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "--toy" in done.stdout
-
-
-@pytest.mark.repetition
 def test_two_checkouts(tmp_path, monkeypatch, capfd):
     argv = ["--toy", "--other", ROOT, "--out", tmp_path]
     main_of("single_device", argv, monkeypatch)
@@ -278,7 +261,6 @@ def test_two_checkouts(tmp_path, monkeypatch, capfd):
     "command, words",
     [
         ("optimizer_state --toy --out comparisons", "--toy does not overwrite measured results"),
-        ("optimizer_state --toy --figures figures", "--toy does not overwrite"),
         ("optimizer_state --steps 0", "--steps 0: must be at least 1"),
         ("optimizer_state --out Makefile", "--out Makefile: File exists; name a folder"),
         ("single_device --out runs --other tests", "has no train.py"),

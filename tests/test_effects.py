@@ -7,11 +7,11 @@ without, and what it leaves is compared: weights, metrics, samples, files.
 import contextlib
 import dataclasses
 import io
-import json
 import random
 
 import pytest
 import small_run
+from small_run import numbers_of, run, write_lines
 
 import checkpoint
 import train
@@ -21,10 +21,6 @@ from run.effects import NEEDS, NEEDS_RANKS
 from run.pretraining import Config
 from run.rules import validate
 
-TIMES = {
-    *("step_seconds", "tokens_per_second", "tflops_per_device", "peak_memory_bytes"),
-    *("rollout_seconds", "training_seconds", "predicted_seconds"),
-}
 # flag -> what to give; two words where the first is another flag's
 VALUES = dict(
     model="tiny-moe", num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=2, head_dim=4,
@@ -75,17 +71,10 @@ KINDS = {
 BESIDE = {"model": ("--expert-every",), "method": ("--beta", "--group-size")}
 
 
-def split(kind: str) -> tuple[type[RunConfig], list[str]]:
-    """(its configuration, its flags)"""
-    words = KINDS[kind].split()
-    first = next(n for n, word in enumerate(words) if word.startswith("-"))
-    return kinds.KINDS[" ".join(words[:first])], words[first:]
-
-
 PAIRS = [
     (kind, field.name)
     for kind, words in KINDS.items()
-    for field in dataclasses.fields(split(kind)[0])
+    for field in dataclasses.fields(kinds.split(KINDS[kind].split())[0])
     # where it is given already
     if field.name in VALUES and f"{flag_name(field.name)} {VALUES[field.name]}" not in words
 ]
@@ -110,8 +99,7 @@ def files(tmp_path_factory) -> dict[str, str]:
     }
     found = {}
     for name, records in lines.items():
-        found[name] = str(folder / f"{name}.jsonl")
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
+        found[name] = str(write_lines(folder / f"{name}.jsonl", records))
     texts = {
         "VAL": "another text. " * 400,
         "TEMPLATE": "{% for m in messages %}[{{ m.content }}{{ eos_token }}{% endfor %}",
@@ -126,7 +114,7 @@ def files(tmp_path_factory) -> dict[str, str]:
     found["TOKENIZER"] = tokenizer(folder)
     found["BASE"] = str(folder / "base")
     argv = [*small_run.flags(steps=2, data=found["TEXT"], out=found["BASE"]), "--lr", "0.01"]
-    assert train.main([*argv, "--cache", str(folder / "cache")]) == 0
+    assert run(*argv, "--cache", folder / "cache") == 0
     return found
 
 
@@ -160,21 +148,18 @@ def leaves(kind: str, words: tuple[str, ...], files: dict, folder):
         files = files | {"OTHERS": files["VAL"]}
     if "--load" not in KINDS[kind]:
         argv += small_run.as_flags(**{name: small_run.SMALL[name] for name in SHAPE})
-    configuration, flags = split(kind)
     meant = files | {"OTHER": OTHER.get(kind), "elsewhere": str(folder / "elsewhere")}
-    argv += [meant.get(word, word) for word in (*flags, *words)]
+    given = [meant.get(word, word) for word in KINDS[kind].split()]
+    argv += [meant.get(word, word) for word in words]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = train.main(argv, configuration)
+        status = run(*given, *argv)
     if status:
         # above it may stand what was tokenized
         last = err.getvalue().splitlines()[-1]
-        assert status == 2 and last.startswith(f"{configuration.command}: "), err.getvalue()
+        command = KINDS[kind].split()[0]
+        assert status == 2 and last.startswith(f"{command}: "), err.getvalue()
         return last
-    lines = (folder / "out/metrics.jsonl").read_text().splitlines()
-    metrics = [
-        {name: x for name, x in json.loads(line).items() if name not in TIMES} for line in lines
-    ]
     left = [path for path in sorted((folder / "out").rglob("*")) if path.is_file()]
     contents = {str(path.relative_to(folder)): None for path in left}
     for path in left:
@@ -188,7 +173,7 @@ def leaves(kind: str, words: tuple[str, ...], files: dict, folder):
     # the screen shows lines of steps, and a prediction
     printed = [line.split()[:2] for line in out.getvalue().splitlines() if line[:4] in WORDS]
     tokenized = sorted(path.name for path in folder.iterdir())
-    return metrics, contents, state, printed, tokenized
+    return numbers_of(folder / "out"), contents, state, printed, tokenized
 
 
 def flags_of(field: str) -> list[str]:
@@ -218,7 +203,7 @@ def test_without_a_flag_nothing_changes(kind, result):
 
 
 def test_every_flag_is_tried():
-    configurations = {split(kind)[0] for kind in KINDS}
+    configurations = {kinds.split(KINDS[kind].split())[0] for kind in KINDS}
     fields = {field.name for each in configurations for field in dataclasses.fields(each)}
     assert fields == VALUES.keys() | UNSEEN and not VALUES.keys() & UNSEEN
 
@@ -234,11 +219,6 @@ PEFT = dict(command="adapters.py train", load="x")
             "--router-temperature 0.5: is",
         ),
         (PEFT | dict(peft="ia3", lora_rank=2), "--lora-rank 2: is only for --peft lora"),
-        (PEFT | dict(peft="adapter", lora_alpha=2.0), "--lora-alpha 2.0: is only for --peft lora"),
-        (
-            PEFT | dict(peft="adapter", lora_dropout=0.5),
-            "--lora-dropout 0.5: is only for --peft lora",
-        ),
         (
             PEFT | dict(peft="lora", adapter_size=8),
             "--adapter-size 8: is only for --peft adapter",

@@ -281,42 +281,12 @@ def test_text_has_the_colour_of_the_figures():
     assert set(expected) == {"black", "white"}
 
 
-def test_time_lines_by_hand():
-    """1F1B, p = 2, m = 2: F0 F1 . B0 B1 of rank 0, and what the first backwards wait for."""
-    s = dict(schedule="1f1b", p=2, m=2, v=1, forward=1, input=1, weight=1, transfer=0.5)
-    lines = in_node(f"givenLines(timeLines('1f1b', {json.dumps(s)}))")
-    events = [tuple(e[:4]) for e in lines["events"]]
-    assert lines["inFlight"] == [2, 1] and lines["deferred"] == [0, 0]
-    waits = dict(zip(events, lines["waits"]))
-    b0 = [(events[i], there) for i, there in waits[0, "B", 0, 0]]
-    f = {k: (0, "F", 0, k) for k in range(2)}
-    assert b0 == [(f[0], 1.0), ((1, "B", 0, 0), 5.0), (f[1], 2.0)]
-    # on the last rank the action before is the only one that is waited for
-    assert [events[i] for i, _ in waits[1, "B", 0, 0]] == [(1, "F", 0, 0)]
-    moments = in_node(
-        f"[0, 1, 2, 7, 10].map((t) => heldAt(t, timeLines('1f1b', {json.dumps(s)}).events, 0,"
-        " IN_FLIGHT))"
-    )
-    assert moments == [0, 1, 2, 1, 0]
-
-
 def settings_of(preset: str, **changed) -> dict:
     """One rank, with a preset's own sequence and experts; and what is changed."""
     fields = PRESETS[preset][0]
     own = dict(preset=preset, s=fields["seq_length"], experts=fields.get("num_experts", 0))
     one = dict(tp=1, pp=1, vp=1, dp=1, ep=1, zero=0, b=1, sp=False, recompute="none")
     return own | one | changed
-
-
-def test_memory_by_hand():
-    """The 7.5 B parameters of ZeRO's figure 1, on 64 ranks, and one layer's activations times L."""
-    s = settings_of("megatron-7.5b", dp=64, zero=3, recompute="full")
-    weights, _, state, activations, _ = in_node(f"givenBytes(memory({json.dumps(s)}))")
-    assert state / weights == pytest.approx(6)
-    assert weights == pytest.approx(2 * 7.5e9 / 64, rel=0.01)
-    layers = 36 * 2 * 2048 * 4096
-    outside = 2048 * 4096 + 4 * 2048 * (4096 + 51200)
-    assert activations == layers + outside
 
 
 # --- the page in a browser ------------------------------------------------------------------------
@@ -530,35 +500,6 @@ def test_views_charts_and_buttons_by_keys_alone(visit):
     tab_to(page, "e.textContent === 'Reset these settings'")
     page.keyboard.press("Enter")
     page.wait_for_function("location.hash === '#view=memory'")
-
-
-def test_an_action_that_is_pointed_at(visit):
-    """By mouse: shown while pointed at, kept after a click, let go by a click beside it."""
-    page = visit("below=none")
-    actions = page.locator("#chart-0 .action")
-    waits = page.locator("#waits")
-    b0 = page.evaluate("charts[0].events.findIndex((e) => e.op === 'B' && e.rank === 2)")
-    actions.nth(b0).hover()
-    assert "B of micro-batch 0 on rank 2" in waits.text_content()
-    text = " ".join(waits.text_content().split())
-    assert "B of micro-batch 0 on rank 3: ends at 6 (the last)" in text
-    assert "F of micro-batch 1 on this rank, the action before: ends at 4" in text
-    actions.nth(b0).click()
-    actions.first.hover()
-    assert "B of micro-batch 0 on rank 2" in waits.text_content()
-    # it stays while settings change, and so does an open table
-    page.locator("#chart-0 summary").click()
-    page.evaluate("change({ input: '2' })")
-    text = " ".join(waits.text_content().split())
-    assert "B of micro-batch 0 on rank 3: ends at 7 (the last)" in text
-    assert page.locator("#chart-0 table").is_visible()
-    page.evaluate("change({ p: '2' })")
-    assert "Point at an action" in waits.text_content()
-    page.evaluate("change({ p: '4' })")
-    actions.nth(b0).click()
-    assert "B of micro-batch 0 on rank 2" in waits.text_content()
-    page.locator("#chart-0 rect.idle").nth(4).click(position={"x": 200, "y": 5})
-    assert "Point at an action" in waits.text_content()
 
 
 # text that is too small or too pale, and controls without a name

@@ -17,7 +17,7 @@ from lessons.fsdp import held_bytes
 from model_config import GPTConfig
 from optimizer import AdamW
 from proof import ranks
-from sharding import local_part, sharding_of, unpad
+from sharding import local_part, sharding_of
 
 
 def small_model():
@@ -109,54 +109,6 @@ def test_unused_parameters_get_zeros_not_an_old_gradient(stage):
         assert (first != 0).all()
         assert (second == 0).all()
         assert (bias != 0).any()
-
-
-def shard_and_gather(rank, n):
-    """Shapes that n does not divide, smaller than n, sharded along their second dimension. Returns
-    (shape, stage, what) of each thing that went wrong."""
-    failures = []
-    for shape in [(7, 3), (n, 5), (1, 9), (2, 3 * n + 1), (1,), (n + 1,), (3, 2, 2), (1, 1, 2 * n)]:
-        whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) + 1
-        for stage in (1, 3):
-            failures += [(shape, stage, what) for what in one_shape(rank, n, whole, stage)]
-    return failures
-
-
-def one_shape(rank, n, whole, stage):
-    """What goes wrong with a parameter that is `whole` on every rank."""
-    model = nn.Sequential(nn.Module())
-    model[0].weight = nn.Parameter(whole.clone())
-    gradients = fsdp.apply(model, dist.group.WORLD, stage)
-    p = model[0].weight
-    record = sharding_of(p.shard)
-    if not torch.equal(sharding.gather(p.shard.detach(), record), whole):
-        yield "shards"
-    if record.placements[0].dim != flat_parameters.shard_dim(whole.shape, n):
-        yield "shards"
-    with torch.no_grad():
-        p.shard.mul_(2)
-    if stage == 3:
-        gradients.gather([gradients.units[0]], [])
-    else:
-        gradients.renew_parameters()
-    if not torch.equal(p.detach(), 2 * whole):
-        yield "gathered"
-    gradients.zero()
-    gradients.last_backward()
-    p.grad = (1 + rank) * whole
-    gradients.accumulate(p)
-    gradients.reduce_gradients()
-    if not torch.equal(sharding.gather(p.shard.main_grad, record), whole * n * (n + 1) / 2):
-        yield "gradient"
-    padding = p.shard.main_grad.clone()
-    unpad(padding, record).zero_()
-    if padding.any():
-        yield "padding"
-
-
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_shapes_that_do_not_divide(n):
-    assert ranks.run(shard_and_gather, n, n) == [[]] * n
 
 
 class Two:

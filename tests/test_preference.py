@@ -399,17 +399,6 @@ def other_key(path) -> bytes:
     return path.with_name("other.npz").read_bytes()
 
 
-def test_lora_by_dpo_end_to_end(toy, tmp_path, capsys):
-    _, flags = toy
-    words = [*flags, "--method", "dpo", "--peft", "lora", "--lora-rank", 2]
-    assert run(*words, "--out", tmp_path / "lora", "--steps", 3) == 0
-    lines = lines_of(tmp_path / "lora")
-    assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert lines[-1]["loss"] < math.log(2)
-    assert run(*words, "--out", tmp_path / "lora", "--steps", 4, "--resume") == 0
-    assert len(lines_of(tmp_path / "lora")) == 4
-
-
 # --- what cannot run ------------------------------------------------------------------------------
 
 DPO = dict(command="preference.py", method="dpo", data=["p.jsonl"], device="cpu")

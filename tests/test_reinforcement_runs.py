@@ -16,7 +16,6 @@ from inference import cli
 from proof import kinds
 from run.config import ConfigError
 from run.rules import validate
-from tuning.reinforcement_learning import ReinforcementTask
 from tuning.rl_files import plot
 
 ROOT = Path(__file__).parent.parent
@@ -276,29 +275,6 @@ def test_another_layout_goes_on(ppo_run, tmp_path):
     done = on_two_ranks(*words, "--out", parts, "--resume", "--zero-stage", 2)
     assert "resuming after step 2" in done.stdout
     same_numbers(parts, out)
-
-
-def test_frozen_models_are_those_of_their_files(ppo_run, toy, reward_model, tmp_path, monkeypatch):
-    """Reference and reward model, also after steps; and the critic, where it does not learn."""
-    seen = []
-    original = ReinforcementTask.finish
-    monkeypatch.setattr(ReinforcementTask, "finish", lambda *x: seen.append(x[0]) or original(*x))
-    _, words = ppo_run
-    folder, _ = toy
-    still = ["--critic-lr", 0, "--steps", 1, "--out", tmp_path / "still"]
-    assert run(*words, "--precision", "fp32", *still) == 0
-    (policy,) = seen
-    expected = {
-        policy.reference: folder / "base",
-        policy.reward_model: reward_model,
-        policy.critic: reward_model,
-    }
-    for model, path in expected.items():
-        assert equal(dict(model.trainer.model.named_parameters()), tensors_of(path, "model."))
-    assert not any(p.requires_grad for p in policy.reference.trainer.model.parameters())
-    assert not any(p.requires_grad for p in policy.reward_model.trainer.model.parameters())
-    base = tensors_of(folder / "base", "model.")
-    assert not equal(dict(policy.trainer.model.named_parameters()), base)
 
 
 def test_adapters_learn_and_go_on(toy, tmp_path):

@@ -184,32 +184,27 @@ def copied(copier, held, needed, model):
 # --- values and bytes -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model, world", [("gpt", 2), ("gpt", 4), ("llama", 4)])
-def test_every_pair_of_layouts(model, world):
-    """A tied matrix, or none; a vocabulary with padding. Every element is that of one device, and
-    no byte is sent to a rank that has it."""
-    results = ranks.run(every_pair, world, world, model, SOURCES[world], TARGETS[world])
+@pytest.mark.parametrize(
+    "model, world, sources, targets",
+    [
+        # a tied matrix, or none; a vocabulary with padding
+        ("gpt", 2, SOURCES[2], TARGETS[2]),
+        ("gpt", 4, SOURCES[4], TARGETS[4]),
+        ("llama", 4, SOURCES[4], TARGETS[4]),
+        ("experts", 2, EXPERTS[2], EXPERT_TARGETS[2]),
+        ("experts", 4, EXPERTS[4], EXPERT_TARGETS[4]),
+        # ZeRO stage 3 pads nearly every parameter
+        ("three", 3, [dict(zero_stage=3), dict(pp=3)], [(1, 1, 1), (1, 3, 1)]),
+        # new parameters have records as all others
+        ("lora", 2, [dict(tp=2)], [(1, 1, 1), (1, 2, 1)]),
+    ],
+    ids=lambda x: str(x) if isinstance(x, str | int) else "",
+)
+def test_every_pair_of_layouts(model, world, sources, targets):
+    """Every element is that of one device, and no byte is sent to a rank that has it."""
+    results = ranks.run(every_pair, world, world, model, sources, targets)
     assert [failures for failures, _ in results] == [[]] * world
     assert all(moved for _, moved in results)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_experts(world):
-    results = ranks.run(every_pair, world, world, "experts", EXPERTS[world], EXPERT_TARGETS[world])
-    assert [failures for failures, _ in results] == [[]] * world
-
-
-def test_three_ranks_divide_nothing():
-    """ZeRO stage 3 pads nearly every parameter."""
-    sources = [dict(zero_stage=3), dict(pp=3)]
-    results = ranks.run(every_pair, 3, 3, "three", sources, [(1, 1, 1), (1, 3, 1)])
-    assert [failures for failures, _ in results] == [[]] * 3
-
-
-def test_adapters_move_too():
-    """New parameters have records as all others."""
-    results = ranks.run(every_pair, 2, 2, "lora", [dict(tp=2)], [(1, 1, 1), (1, 2, 1)])
-    assert [failures for failures, _ in results] == [[]] * 2
 
 
 def after_a_step(rank, stages):

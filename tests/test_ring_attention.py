@@ -206,31 +206,6 @@ def test_sixteen_bits():
         assert distance < 2 * relative(of_one.double(), reference)
 
 
-def dtypes_of_sums(rank):
-    """In what the ring adds up, where the model has bf16."""
-    dtypes = set()
-    start = ring_attention.Ring.start
-
-    def noted_merge(o, *rest):
-        dtypes.add(o.dtype)
-        return merge(o, *rest)
-
-    def noted_start(ring, x):
-        # tag 1: of gradients
-        if ring.tag == 1:
-            dtypes.add(x.dtype)
-        start(ring, x)
-
-    ring_attention.merge = noted_merge
-    ring_attention.Ring.start = noted_start
-    on_rank(rank, [CASES["grouped"]], torch.bfloat16)
-    return dtypes
-
-
-def test_parts_are_summed_in_32_bits():
-    assert ranks.run(dtypes_of_sums, 2) == [{torch.float32}] * 2
-
-
 def as_bf16(x, dtype):
     """With the values that 16 bits have."""
     return x.bfloat16().to(dtype) if x is not None and x.is_floating_point() else x
@@ -285,7 +260,7 @@ def test_a_missing_kernel_is_computed_by_hand():
     assert attention_kernels.kernel_for(torch.empty(1, 1, 4, D, device="meta")) is None
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     "dtype, tolerance",
