@@ -157,7 +157,6 @@ class OwnPositions(nn.Module):
         super().__init__()
         # first, so that the weight keeps its global name
         self.weight = positions.weight
-        # sequence parallelism exchanges the weight in there while the embedding runs
         self.inner = positions
         self.group = group
         self.sequence_shards = sequence_shards
@@ -167,7 +166,7 @@ class OwnPositions(nn.Module):
         at = coordinates(self.group, self.sequence_shards, x.shape[1], n, x.device)
         if documents is not None:
             at = positions_of(documents)[:, at]
-        return x + F.embedding(at, self.inner.weight)
+        return x + F.embedding(at, self.weight)
 
 
 class OwnRotary(Rotary):

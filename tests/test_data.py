@@ -310,8 +310,8 @@ def test_changed_bytes_of_a_cached_corpus(here, capsys, name):
         (folder / name).write_bytes(mutant)
         fault = token_cache.check(folder)
         if fault is None and name == "index.json":
-            # the same JSON in other bytes
-            assert json.loads(mutant) == json.loads(original), mutant
+            # the same JSON in other bytes, perhaps with a key that nobody reads
+            assert json.loads(mutant).items() >= json.loads(original).items(), mutant
             continue
         rebuilt += 1
         assert str(folder) in fault and "\n" not in fault

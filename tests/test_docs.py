@@ -230,7 +230,7 @@ def test_flags(monkeypatch):
     launcher = torch.distributed.run.get_args_parser()
     known = {flag for action in launcher._actions for flag in action.option_strings}
     mains = [(partial(flags.parse, [], 0, kind), []) for kind in KINDS.values()]
-    mains += [(main_of(name, ["--toy"]), []) for name in COMMANDS]
+    mains += [(main_of(name, ["word"]), []) for name in COMMANDS]
     for name in planning_commands.COMMANDS:
         mains.append((partial(planning_commands.main, [name]), []))
     for path in sorted((ROOT / "comparisons").glob("*.py")):

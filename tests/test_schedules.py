@@ -14,7 +14,7 @@ import schedules
 from model_config import FieldError
 from pipelines.transfers import deadlock, lower
 from planning import memory
-from planning.inputs import SOFTWARE, Layout
+from planning.inputs import SOFTWARE
 from run.pretraining import Config
 from schedules import (
     NAMES,
@@ -166,9 +166,8 @@ def test_one_list_of_schedules_and_of_routers():
     assert choices["schedule"] == tuple(NAMES) and choices["router"] == tuple(routers.ROUTERS)
     for software in SOFTWARE.values():
         assert set(software.schedules) <= set(NAMES)
-    layout = Layout(pp=2, schedule="dualpipe", global_batch_size=4)
     for ask in (
-        lambda: memory.in_flight(layout, 0),
+        lambda: memory.in_flight("dualpipe", 2, 4, 1, 0),
         lambda: bubble_formula("dualpipe", 2, 4),
         lambda: make("dualpipe", 2, 4),
     ):
