@@ -52,8 +52,8 @@ from run.pretraining import Config
 KINDS = {
     "fp32": (torch.float32, weight_layouts.pack),
     "bf16": (torch.bfloat16, weight_layouts.pack),
-    "int8": (torch.bfloat16, lambda model, texts: quantization.apply(model, "int8")),
-    "int4": (torch.bfloat16, lambda model, texts: quantization.apply(model, "int4")),
+    "int8": (torch.bfloat16, partial(quantization.apply, kind="int8")),
+    "int4": (torch.bfloat16, partial(quantization.apply, kind="int4")),
 }
 # (of the blocks' matrices, of the head), for perplexity and bytes alone
 VARIANTS = {

@@ -195,7 +195,7 @@ def connect(
     stages = stages_of(model)
     for stage in stages:
         if quantize:
-            quantize(stage)
+            quantize(stage, batch_size or 1)
         elif batch_size:
             pack(stage, batch_size)
         if args.kernels == "auto" and world.device.type == "cuda":

@@ -24,7 +24,7 @@ have int8 in both: they are read by the row anyway, and a head in 4 bits costs m
 than it saves (docs/results.md). Where they are tied they share one matrix. Norms and biases stay.
 
 Naive: make W again, then multiply (`dequantized`). Fast: a kernel that reads the whole numbers and
-makes W in registers (`by_kernel`; on CPUs best in bfloat16).
+makes W in registers (`by_kernel`; for CPUs in bfloat16). inference/weight_layouts.py measures them.
 
     python -m inference.quantization
     python generate.py --checkpoint runs/default --weights int4 --prompt "def "
@@ -44,7 +44,6 @@ if __name__ == "__main__":
 
     start.lesson("inference.quantization")
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -90,6 +89,9 @@ class Int8Matrix:
     def nbytes(self) -> int:
         return self.q.nbytes + self.scale.nbytes
 
+    def new_ones(self, *shape: int) -> Tensor:
+        return self.scale.new_ones(*shape)
+
     def dequantize(self) -> Tensor:
         return self.q.to(self.scale.dtype) * self.scale.unsqueeze(1)
 
@@ -97,11 +99,12 @@ class Int8Matrix:
         """Rows of W, for an embedding. numbers: [b, s] -> [b, s, in]"""
         return self.q[numbers].to(self.scale.dtype) * self.scale[numbers].unsqueeze(-1)
 
-    def has_kernel(self) -> bool:
+    def layouts(self) -> list[Callable]:
         # it reads 16 numbers of a row at a time, and does not stop at the end of one
-        return self.shape[1] % 16 == 0 and self.scale.dtype != torch.float64
+        has_kernel = self.shape[1] % 16 == 0 and self.scale.dtype != torch.float64
+        return [dequantized, by_kernel] if has_kernel else [dequantized]
 
-    def for_kernel(self) -> "Int8Matrix":
+    def stored(self, layout: Callable) -> "Int8Matrix":
         """The kernel reads Q as it is."""
         return self
 
@@ -153,19 +156,26 @@ class Int4Matrix:
     def nbytes(self) -> int:
         return self.q.nbytes + self.scale_and_zero.nbytes
 
+    def new_ones(self, *shape: int) -> Tensor:
+        return self.scale_and_zero.new_ones(*shape)
+
     def dequantize(self) -> Tensor:
         scale, zero = self.scale_and_zero.permute(2, 1, 0).unsqueeze(-1)  # [out, in / g, 1] each
         q = torch.stack((self.q >> 4, self.q & 15), 2).view(*scale.shape[:2], -1)
         w = (q.to(scale.dtype) - 8) * scale + zero  # [out, in / g, g]
         return w.flatten(1)[:, : self.shape[1]]
 
-    def has_kernel(self) -> bool:
+    def layouts(self) -> list[Callable]:
         out, dtype = self.shape[0], self.scale_and_zero.dtype
         if self.q.device.type == "cpu":
-            return out % 16 == 0 and dtype != torch.float64
-        return out % 8 == 0 and dtype == torch.bfloat16
+            has_kernel = out % 16 == 0 and dtype != torch.float64
+        else:
+            has_kernel = out % 8 == 0 and dtype == torch.bfloat16
+        return [dequantized, by_kernel] if has_kernel else [dequantized]
 
-    def for_kernel(self) -> "Int4Matrix":
+    def stored(self, layout: Callable) -> "Int4Matrix":
+        if layout is dequantized:
+            return self
         return replace(self, q=in_tiles(self.q))
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -224,18 +234,6 @@ def by_kernel(matrix: Int8Matrix | Int4Matrix, x: Tensor, bias: Tensor | None) -
     return (y if bias is None else y + bias).unflatten(0, x.shape[:-1])
 
 
-def fastest(matrix: Int8Matrix | Int4Matrix) -> tuple[Int8Matrix | Int4Matrix, Callable]:
-    """(the matrix as its kernel reads it, by_kernel); where there is no kernel for it in this build
-    of PyTorch, or on this processor, the matrix as it is, dequantized."""
-    like = matrix.scale if isinstance(matrix, Int8Matrix) else matrix.scale_and_zero
-    with contextlib.suppress(AttributeError, RuntimeError):
-        if matrix.has_kernel():
-            stored = matrix.for_kernel()
-            by_kernel(stored, like.new_ones(1, matrix.shape[1]), None)
-            return stored, by_kernel
-    return matrix, dequantized
-
-
 # --- a model --------------------------------------------------------------------------------------
 
 
@@ -264,13 +262,11 @@ def check(config: MoEConfig, kind: str, tp: int = 1, merged: bool = True) -> Non
         raise FieldError("weights", kind, rule)
 
 
-def apply(model: gpt.GPT, kind: str = "int8", group: int = GROUP) -> None:
-    """Quantise a model, or a stage of a pipeline, and lay it out for decoding. It can then only
-    generate. kind: int8 or int4."""
-    weight_layouts.pack_linears(model)
-    quantize(model, {"int8": Int8Matrix.of, "int4": partial(Int4Matrix.of, group=group)}[kind])
-    for layer in weight_layouts.packed_layers(model):
-        layer.matrix, layer.layout = fastest(layer.matrix)
+def apply(model: gpt.GPT, texts: int = 1, kind: str = "int8", group: int = GROUP) -> None:
+    """Quantise a model, or a stage of a pipeline, and lay it out for decoding `texts` texts at a
+    time. It can then only generate. kind: int8 or int4."""
+    make = {"int8": Int8Matrix.of, "int4": partial(Int4Matrix.of, group=group)}[kind]
+    weight_layouts.pack(model, texts, partial(quantize, make=make))
 
 
 def quantize(model: gpt.GPT, make: Callable) -> None:
@@ -283,8 +279,9 @@ def quantize(model: gpt.GPT, make: Callable) -> None:
     if model.head is not None:
         tied = shared if model.config.tied else None
         replace_matrix(model.head.output, tied or Int8Matrix.of(model.head.output.matrix))
-    for layer in weight_layouts.packed_layers(model.blocks):
-        replace_matrix(layer, make(layer.matrix))
+    for layer in model.blocks.modules():
+        if isinstance(layer, weight_layouts.PackedLinear):
+            replace_matrix(layer, make(layer.matrix))
 
 
 def replace_matrix(layer: weight_layouts.PackedLinear, matrix: Int8Matrix | Int4Matrix) -> None:

@@ -1,41 +1,100 @@
-"""The weights of a model, laid out for decoding.
+"""Packing: the weights of a model, laid out for decoding.
 
 A decoding step multiplies each matrix W [out, in] with a few rows x [n, in], one for each text:
 
     one matrix for several      query, key and value read the same input; one call with the three
                                 matrices below each other costs less than three calls
     bias inside                 added by the packed layer, also where the block would add it later
-    weights first               yᵀ = W xᵀ by oneDNN in place of y = x Wᵀ, for several texts in
-                                float32 on a CPU: half of the time from some 16 rows on
+    a layout for each matrix    on a CPU, the fastest of four ways to get y [n, out]
 
-The layouts differ in rounding alone. After `pack` the model can only generate, not train: its
-parameters are gone. Weights in 8 or 4 bits are inference/quantization.py's.
+        by rows            y  = x Wᵀ       torch's own layout
+        by columns         y  = x Wᵀ       W is stored transposed
+        weights first      yᵀ = W xᵀ       the same product, with n as the inner dimension
+        weights in oneDNN  yᵀ = W xᵀ       the same by oneDNN instead of MKL; float32 alone
 
-    python generate.py --checkpoint runs/default --prompt-file prompts.jsonl --batch-size 16
+A matrix library is made for two large factors. With few rows one factor is narrow, and each of the
+four calls runs another kernel: none is the fastest for every shape, number of rows and processor.
+So `pack` measures them once, with the rows that will come. The layouts differ in rounding alone.
 
-Not covered: oneDNN's packed matrices (its own order of the weights) were tried too: for 16 rows
-they take 1.2 times the time of weights first.
+After `pack` the model can only generate, not train: its parameters are gone.
+
+    python -m inference.packing        the time of each, on this machine
+
+Weights in 8 or 4 bits are inference/quantization.py's, with layouts of their own.
+
+Not covered: oneDNN's packed matrices (its own order of the weights) were tried as a fifth layout:
+for 16 rows they take 1.2 times the time of `weights in oneDNN`.
 """
+
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import adapters
+import families
 import gpt
+from model_config import GPTConfig
 
-# --- two ways to multiply: matrix [out, in], x [.., in], bias [out] or None -> [.., out] ----------
+# A layout other than the first takes at most this share of its time.
+CLEARLY_FASTER = 0.95
+# enough matrices to be measured that a cache does not hold them all
+SAMPLE_BYTES = 64 * 2**20
+# at least three rounds
+SECONDS_TO_MEASURE = 0.5
+
+
+# --- four ways to multiply: matrix [out, in], x [.., in], bias [out] or None -> [.., out] ---------
 
 
 def by_rows(matrix: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, matrix, bias)
 
 
+def by_columns(matrix: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, matrix, bias)
+
+
 def weights_first(matrix: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    linear = torch.ops.mkldnn._linear_pointwise
-    y = linear(matrix, x.flatten(0, -2), None, "none", [], "").t().contiguous()  # [n, out]
+    return transposed(matrix @ x.flatten(0, -2).t(), x, bias)
+
+
+def weights_in_onednn(matrix: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    product = torch.ops.mkldnn._linear_pointwise(matrix, x.flatten(0, -2), None, "none", [], "")
+    return transposed(product, x, bias)
+
+
+def transposed(product: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    """product: W xᵀ, [out, n] -> [.., out]"""
+    y = product.t().contiguous()
     y = y if bias is None else y.add_(bias)
     return y.unflatten(0, x.shape[:-1])
+
+
+def layouts_for(matrix: Tensor) -> list[Callable]:
+    """What `pack` chooses from; the first one where nothing is clearly faster. matrix: or a
+    quantised one (inference/quantization.py), which knows its own."""
+    if not isinstance(matrix, Tensor):
+        return matrix.layouts()
+    layouts = [by_rows]
+    if matrix.device.type == "cpu":
+        layouts.append(by_columns)
+        # in 16 bits, a bias that is added afterwards rounds once more
+        if matrix.dtype in (torch.float32, torch.float64):
+            layouts.append(weights_first)
+        if matrix.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+            layouts.append(weights_in_onednn)
+    return layouts
+
+
+def stored(matrix: Tensor, layout: Callable) -> Tensor:
+    if not isinstance(matrix, Tensor):
+        return matrix.stored(layout)
+    return matrix.t().contiguous().t() if layout is by_columns else matrix
 
 
 class PackedLinear(nn.Module):
@@ -56,6 +115,10 @@ class PackedLinear(nn.Module):
         for linear in linears:
             linear.weight = linear.bias = None
 
+    def set_layout(self, layout: Callable) -> None:
+        self.layout = layout
+        self.matrix = stored(self.matrix, layout)
+
     def forward(self, x: Tensor) -> Tensor:
         """x: [.., in] -> [.., sum of out]"""
         return self.layout(self.matrix, x, self.added_bias)
@@ -69,21 +132,54 @@ class PackedSharedInput(PackedLinear):
         return super().forward(x).split(self.sizes, -1)
 
 
-# --- a model --------------------------------------------------------------------------------------
+class PackedRMSNorm(nn.Module):
+    """x w / √(mean(x²) + ε) in four operations: on CPUs torch has no kernel of its own for it.
+
+    With the norm ‖x‖ = √(Σ x²), this is x (w √h) / √(‖x‖² + ε h), and hypot(a, b) = √(a² + b²)."""
+
+    def __init__(self, norm: nn.RMSNorm):
+        super().__init__()
+        h = norm.weight.numel()
+        self.register_buffer("scaled_weight", norm.weight.detach() * h**0.5)
+        self.register_buffer("root_eps", norm.weight.new_tensor((norm.eps * h) ** 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [.., h] -> [.., h]"""
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # [.., 1]
+        return x / length.hypot(self.root_eps) * self.scaled_weight
 
 
-def pack(model: gpt.GPT, texts: int = 1) -> None:
+class PackedGELU(nn.Module):
+    """gpt.GELU in half of its time on CPUs. With z = √(2/π) (x + 0.044715 x³) it is
+    x (1 + tanh z) / 2 = x / (1 + exp(-2z)), and exp is cheaper than tanh."""
+
+    def __init__(self, like: Tensor):
+        super().__init__()
+        self.factor = 2 * (2 / math.pi) ** 0.5
+        self.register_buffer("offset", like.new_tensor(self.factor))
+
+    def forward(self, x: Tensor, bias: None) -> Tensor:
+        two_z = torch.addcmul(self.offset, x, x, value=0.044715 * self.factor).mul_(x)
+        return two_z.sigmoid_().mul_(x)
+
+
+def pack(model: gpt.GPT, texts: int = 1, quantize: Callable | None = None) -> None:
     """Lay out the weights of a model, or of a stage of it, for decoding `texts` texts at a time.
-    A layer that is sharded over ranks, or has experts or adapters, stays as it is."""
+    A layer that is sharded over ranks, or has experts or adapters, stays as it is. quantize(model):
+    replaces the packed matrices (inference/quantization.py)."""
     pack_linears(model)
-    for layer in packed_layers(model):
-        on_cpu = layer.matrix.device.type == "cpu" and layer.matrix.dtype == torch.float32
-        if texts > 1 and on_cpu and torch.backends.mkldnn.is_available():
-            layer.layout = weights_first
-
-
-def packed_layers(model: nn.Module) -> list[PackedLinear]:
-    return [module for module in model.modules() if isinstance(module, PackedLinear)]
+    if quantize:
+        quantize(model)
+    weight = next(model.parameters())
+    if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64):
+        pack_pointwise(model, weight)
+    # matrices of one kind choose from the same layouts
+    alike = defaultdict(list)
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            alike[tuple(layouts_for(module.matrix))].append(module)
+    for layers in alike.values():
+        choose_layouts(layers, texts)
 
 
 def pack_linears(model: gpt.GPT) -> None:
@@ -106,3 +202,103 @@ def has_adapter(part: nn.Module) -> bool:
     """Whether LoRA, IA3 or a bottleneck adapter works inside attention or an MLP, or after it. They
     read the layers one by one, and before their bias."""
     return any(adapters.is_adapter(f".{name}") for name, _ in part.named_parameters())
+
+
+def pack_pointwise(model: gpt.GPT, like: Tensor) -> None:
+    for parent in list(model.modules()):
+        if isinstance(parent, families.HeadNorms):
+            # a tensor-parallel one sums gradients of weights, and there are none
+            parent.__class__ = families.HeadNorms
+        for name, child in parent.named_children():
+            if type(child) is nn.RMSNorm:
+                setattr(parent, name, PackedRMSNorm(child))
+            # elsewhere a bias is left for the activation to add
+            if isinstance(parent, gpt.MLP) and isinstance(parent.project, PackedSharedInput):
+                if type(child) is gpt.GELU:
+                    setattr(parent, name, PackedGELU(like))
+
+
+# --- the choice -----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def choose_layouts(layers: list[PackedLinear], rows: int) -> None:
+    """Give each layer the layout in which matrices of its shape take the least time in a step with
+    `rows` rows. layers: in the order of a step."""
+    layouts = layouts_for(layers[0].matrix)
+    choice = {}
+    if len(layouts) > 1:
+        for shape, seconds in measure(sample_of(layers), layouts, rows).items():
+            best = min(seconds, key=seconds.get)
+            clear = seconds[best] < CLEARLY_FASTER * seconds[layouts[0]]
+            choice[shape] = best if clear else layouts[0]
+    for layer in layers:
+        layer.set_layout(choice.get(layer.matrix.shape, layouts[0]))
+
+
+def sample_of(layers: list[PackedLinear]) -> list[PackedLinear]:
+    """Some layers of each shape."""
+    seen = Counter()
+    sample = []
+    for layer in layers:
+        shape = layer.matrix.shape
+        if seen[shape] * layer.matrix.nbytes < SAMPLE_BYTES:
+            sample.append(layer)
+        seen[shape] += 1
+    return sample
+
+
+def measure(layers: list[PackedLinear], layouts: list[Callable], rows: int) -> dict:
+    """{shape: {layout: seconds}}, the least of some rounds. The layers run one after the other as
+    in a step, so that a cache holds as much of them as then."""
+    seconds = defaultdict(lambda: dict.fromkeys(layouts, math.inf))
+    matrices = {layout: [stored(layer.matrix, layout) for layer in layers] for layout in layouts}
+    inputs = [matrix.new_ones(rows, matrix.shape[1]) for matrix in matrices[layouts[0]]]
+    end = time.perf_counter() + SECONDS_TO_MEASURE
+    rounds = 0
+    while rounds < 3 or time.perf_counter() < end:
+        rounds += 1
+        for layout in layouts:
+            times = Counter()
+            for layer, matrix, x in zip(layers, matrices[layout], inputs):
+                times[matrix.shape] += time_of(layout, matrix, x, layer.added_bias)
+            for shape, total in times.items():
+                seconds[shape][layout] = min(seconds[shape][layout], total)
+    return seconds
+
+
+def time_of(layout: Callable, *args) -> float:
+    """Seconds; infinite where this build of PyTorch or this processor has no such operation."""
+    start = time.perf_counter()
+    try:
+        layout(*args)
+    except (AttributeError, RuntimeError):
+        return math.inf
+    return time.perf_counter() - start
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def main():
+    torch.set_num_threads(1)
+    config = GPTConfig(num_layers=2, hidden_size=768, num_heads=12, seq_length=64, vocab_size=8192)
+    print(
+        f"a GPT of h 768 in float32, one thread, {torch.__version__}: microseconds to multiply each"
+        " matrix with n rows"
+    )
+    model = gpt.GPT(config).requires_grad_(False)
+    pack_linears(model)
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    layouts = layouts_for(layers[0].matrix)
+    print(" " * 22 + "".join(f"{layout.__name__:>20}" for layout in layouts))
+    with torch.inference_mode():
+        for n in (1, 4, 16, 64):
+            for shape, seconds in measure(layers, layouts, n).items():
+                count = sum(layer.matrix.shape == shape for layer in layers)
+                times = "".join(f"{seconds[layout] / count * 1e6:>20,.0f}" for layout in layouts)
+                print(f"n {n:>2}  {list(shape)!s:>16}{times}")
+
+
+if __name__ == "__main__":
+    main()

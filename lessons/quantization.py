@@ -117,7 +117,7 @@ def model(lesson: form.Lesson) -> None:
         plain = demo.tiny_config(num_layers=4, hidden_size=128, llama=True)
         model = gpt.GPT(plain).requires_grad_(False)
         before = model(tokens)
-        quantization.apply(model, kind)
+        quantization.apply(model, 1, kind)
         of_logits.append(demo.relative_error(before, model(tokens)))
     lesson.check(
         f"matrix {of_matrix[0]:.2%} and {of_matrix[1]:.1%}, logits {of_logits[0]:.2%} and"

@@ -7,6 +7,7 @@ Each test is run so (conftest.py), and so are the commands of processes.py, unle
 with is_shortened=False.
 """
 
+from inference import weight_layouts
 from run import finish
 from tuning import rl_files
 
@@ -15,7 +16,9 @@ MOST = 40
 
 
 def shorten(set_attribute) -> None:
-    """No figures of a run, and few tokens of a sample."""
+    """No figures of a run, few tokens of a sample, and three rounds to find the fastest layout of
+    a matrix."""
     set_attribute(finish, "plot_loss", lambda lines, title, path: path.touch())
     set_attribute(rl_files, "plot", lambda lines, path: path.touch())
     set_attribute(finish, "SAMPLE_TOKENS", MOST)
+    set_attribute(weight_layouts, "SECONDS_TO_MEASURE", 0)

@@ -45,6 +45,7 @@ def run(name, argv, monkeypatch, capsys) -> str:
         ("data", ["--seq-length", "16"], "sequences of 16 tokens to train on"),
         ("base.json_files", [ROOT / "comparisons" / "fsdp.json"], "fsdp.json: JSON"),
         ("tuning.chat_template", [], "26 tokens; the assistant's:"),
+        ("inference.weight_layouts", [], "microseconds to multiply"),
         ("proof.ranks", [], "8 ranks: the sum of their numbers is 28"),
         ("corpus.tokenizer", ["some text"], "9 bytes, 9 tokens"),
     ],
