@@ -69,7 +69,7 @@ def test_errors_are_at_most_half_a_step(width):
 
 def as_torchao(matrix):
     """The same numbers as a tensor of torchao, a weight for nn.Linear. Int4: on a CPU, in the order
-    of its kernel (`for_kernel`), with groups of at most 128."""
+    of its kernel (`stored(by_kernel)`), with groups of at most 128."""
     if isinstance(matrix, Int8Matrix):
         from torchao.quantization import Int8Tensor
 
