@@ -40,8 +40,8 @@ REFUSED = (
 
 def main(argv: list[str], kind: type[RunConfig], trainer_class, loop) -> int:
     """Exit status: 0; 2 for what cannot run, 1 for what fails while running, each with one message;
-    130 for Ctrl-C before the first step or after the last. kind: the
-    configuration of a kind of training."""
+    130 for Ctrl-C before the first step or after the last. kind: the configuration of a kind of
+    training."""
     terminal.prepare()
     try:
         world = World.from_launcher()

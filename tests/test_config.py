@@ -1,6 +1,7 @@
 """Flags: from the command line, a TOML file, or the run that is gone on with; refused in one
 line."""
 
+import importlib
 import json
 import os
 from argparse import Namespace
@@ -13,6 +14,7 @@ from small_run import run, write_lines
 from base import devices
 from inference.cli import check_layout
 from prompts import nemo_config, prompt_file, template
+from proof import kinds
 from routers import MoEConfig
 from run import config, room, rules
 from run.config import ConfigError
@@ -191,3 +193,73 @@ def test_what_no_memory_can_hold_is_refused_at_once(tmp_path, monkeypatch, capfd
     assert run("--device", "cpu", *flags) == 2
     error = capfd.readouterr().err.splitlines()
     assert len(error) == 1 and all(word in error[0] for word in words), error
+
+
+# --- a command for each kind of training ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("train.py --load b --peft lora --sft c", "train.py: --sft: is now --data of sft.py"),
+        (
+            "train.py --beta 1 --preference dpo --pairs p",
+            "train.py: --preference: is now --method of preference.py",
+        ),
+        ("train.py --rl grpo --prompts p", "train.py: --rl: is now --method of reinforcement.py"),
+        ("train.py --peft lora", "train.py: --peft: belongs to adapters.py train"),
+        ("train.py --prompt-config p", "--config of prompt_tuning.py train"),
+        ("train.py --no-pack", "train.py: --pack: belongs to sft.py"),
+        ("sft.py --data c --cache x", "sft.py: --cache: belongs to train.py"),
+        ("train.py --none-such", "train.py: unrecognized arguments: --none-such"),
+    ],
+)
+def test_a_flag_of_another_command_is_named(words, said, capfd):
+    kind, argv = kinds.split(words.split())
+    with pytest.raises(SystemExit) as left:
+        parse(argv, 0, kind)
+    assert left.value.code == 2 and said in capfd.readouterr().err
+
+
+def test_a_file_with_a_flag_of_before(tmp_path):
+    (tmp_path / "flags.toml").write_text('sft = "chats.jsonl"')
+    with pytest.raises(ConfigError, match=r"--sft: is now --data of sft\.py"):
+        parse(["--config", str(tmp_path / "flags.toml")], 0)
+
+
+# config.json when train.py had all flags -> the command now, and what has another name there
+BEFORE = [
+    (dict(sft=["a"], sft_val=["b"], peft="lora"), "sft.py", dict(data=["a"], val_data=["b"])),
+    (dict(preference="reward", pairs=["a"]), "preference.py", dict(method="reward", data=["a"])),
+    (
+        dict(rl="ppo", prompts=["a"], rl_epochs=3),
+        "reinforcement.py",
+        dict(method="ppo", data=["a"], epochs=3),
+    ),
+    (dict(peft="ia3", data=["a"]), "adapters.py train", dict(peft="ia3", data=["a"])),
+    (dict(prompt_config="a"), "prompt_tuning.py train", dict(prompt_config="a")),
+    (dict(lr=0.5), "train.py", dict(lr=0.5)),
+]
+
+
+@pytest.mark.parametrize("saved, command, now", BEFORE, ids=[case[1] for case in BEFORE])
+def test_a_run_of_before_goes_on_by_its_command(saved, command, now, tmp_path):
+    # all flags were there, most of them empty
+    others = dict(data=[], sft=[], pairs=[], prompts=[], rl=None, preference=None, peft=None)
+    (tmp_path / "config.json").write_text(json.dumps(others | dict(prompt_config=None) | saved))
+    argv = ["--resume", "--out", str(tmp_path)]
+    for name, kind in kinds.KINDS.items():
+        if name == command:
+            found = vars(parse(argv, 0, kind))
+            assert {name: found[name] for name in now} == now
+        else:
+            with pytest.raises(ConfigError, match=f"goes on by python {command} --resume"):
+                parse(argv, 0, kind)
+
+
+@pytest.mark.parametrize(
+    "module", ["tuning.adapter_commands", "prompts.commands"], ids=["adapters", "prompts"]
+)
+def test_a_subcommand_that_was_forgotten(module, capfd):
+    assert importlib.import_module(module).main(["--load", "x"]) == 2
+    assert ": the first word is train, " in capfd.readouterr().err

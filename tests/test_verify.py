@@ -281,3 +281,17 @@ def test_another_order_of_sums_keeps_fp8(fp8):
     first, *others = ranks.run(each_order, 3, one_device(layout))
     for losses in others:
         assert losses == pytest.approx(first, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("sfft.py --tp 2", "verify.py: sfft.py: is none of train.py, "),
+        ("reinforcement.py --data x", "verify.py: -- reinforcement.py: only text"),
+        ("sft.py --tp 3", "sft.py: --tp 3: must "),
+    ],
+)
+def test_who_refuses_what_stands_behind_two_dashes(words, said, capsys):
+    assert verify.main(["--steps", "0", "--", *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(said) and error.count("\n") == 1

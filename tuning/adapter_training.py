@@ -7,7 +7,7 @@ sft.py, preference.py, reinforcement.py and prompt_tuning.py take the same flags
 (adapter_learning.py) says what such a run trains, loads and saves.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 import adapters
@@ -90,18 +90,15 @@ class PeftConfig(RunConfig):
             return LEARNING_RATES[self.peft], f"--peft {self.peft}"
         return super().default_lr()
 
-    def lr_beside_reference(self) -> tuple[float, str]:
-        """The default of --lr where the model is held near the one of --load: a tenth of what
-        other fine-tuning has."""
-        if self.peft:
-            rate, what = PeftConfig.default_lr(self)
-            return rate / 10, f"--method {self.method} {what}"
-        rate, what = learning_rates.of_model(self)
-        return rate / 100, f"--method {self.method} of {what}"
 
-    def common_fields(self) -> dict:
-        """What another run on the same ranks takes over."""
-        return {field.name: getattr(self, field.name) for field in fields(RunConfig)}
+def lr_beside_reference(config: PeftConfig) -> tuple[float, str]:
+    """The default of --lr where the model is held near the one of --load: a tenth of what other
+    fine-tuning has. config: has a `method`."""
+    if config.peft:
+        rate, what = PeftConfig.default_lr(config)
+        return rate / 10, f"--method {config.method} {what}"
+    rate, what = learning_rates.of_model(config)
+    return rate / 100, f"--method {config.method} of {what}"
 
 
 @dataclass

@@ -13,7 +13,7 @@ from run.config import ConfigError, flag
 from run.effects import Need
 from run.refusal import multiples, refuse
 from run.task import Task
-from tuning.adapter_training import PeftConfig
+from tuning.adapter_training import PeftConfig, lr_beside_reference
 from tuning.preference_learning import DPOTask, RewardTask
 from tuning.sft_command import ChatConfig
 
@@ -80,7 +80,7 @@ class PreferenceConfig(ChatConfig):
         return (RewardTask if self.method == "reward" else DPOTask)(self.learned())
 
     def default_lr(self) -> tuple[float, str]:
-        return super().default_lr() if self.method == "reward" else self.lr_beside_reference()
+        return super().default_lr() if self.method == "reward" else lr_beside_reference(self)
 
     def check(self, model: MoEConfig, world: int, base_needed: bool) -> None:
         if not self.data:

@@ -4,7 +4,7 @@ python reinforcement.py --method grpo --load CKPT --data prompts.jsonl --reward 
 python reinforcement.py --method ppo --load CKPT --data prompts.jsonl --reward runs/reward
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import checkpoint
@@ -13,12 +13,12 @@ import train
 from model_config import divisors
 from routers import MoEConfig
 from run import room
-from run.config import MODEL_FLAGS, ConfigError, as_flags, flag
+from run.config import MODEL_FLAGS, ConfigError, RunConfig, as_flags, flag
 from run.effects import Need
 from run.refusal import multiples, refuse
 from run.rules import check_techniques
 from run.task import Task
-from tuning.adapter_training import PeftConfig
+from tuning.adapter_training import PeftConfig, lr_beside_reference
 from tuning.preference_command import PreferenceConfig
 from tuning.reinforcement_learning import ReinforcementTask
 from tuning.rewards import is_function
@@ -107,14 +107,15 @@ class ReinforcementConfig(ChatConfig):
         return ReinforcementTask(self.learned())
 
     def default_lr(self) -> tuple[float, str]:
-        return self.lr_beside_reference()
+        return lr_beside_reference(self)
 
     def of_values(self, load: str | None) -> "ValueConfig":
         """Of a model beside the policy that gives values, with the shape of --load."""
         shape = dict.fromkeys(MODEL_FLAGS) if load != self.load else {}
         micro = self.micro_batch_size or (1 if self.pp > 1 else None)
+        common = {field.name: getattr(self, field.name) for field in fields(RunConfig)}
         changes = dict(load=load, micro_batch_size=micro, clip_range=self.clip_range, **shape)
-        return ValueConfig(**self.common_fields() | changes)
+        return ValueConfig(**common | changes)
 
     def bytes_beside(self, model: MoEConfig, precision: str, ranks: dict, learner: int) -> int:
         """A critic like the policy, and the weights of a frozen reference."""
