@@ -86,8 +86,6 @@ class RunConfig:
     # how it is started, for messages; and what it does, for --help
     command: ClassVar[str] = "train.py"
     purpose: ClassVar[str] = "Train a GPT."
-    # fields that had another name in runs of before -> their name now
-    renamed: ClassVar[dict[str, str]] = {}
     # flags that do something only beside others, as in run/effects.py
     needs: ClassVar[tuple] = ()
     # whether dropout is that of the preset or of --load; else it is 0 unless it is given

@@ -121,12 +121,17 @@ def make_parser(rank: int, kind: type[RunConfig] = Config) -> argparse.ArgumentP
     return parser
 
 
+def names_before(command: str) -> dict[str, str]:
+    """Names of a command's flags when train.py had them all -> their names now: sft -> data."""
+    flags = MOVED.get(command, "").split()
+    return {flag.split("=")[-1]: flag.split("=")[0] for flag in flags}
+
+
 def moved(unknown: list[str]) -> str:
     """Where another command has most of these flags: which one, and its name there. Else ""."""
     best, said = 0, ""
-    for command, flags in MOVED.items():
-        # sft -> data
-        names = {each.split("=")[-1]: each.split("=")[0] for each in flags.split()}
+    for command in MOVED:
+        names = names_before(command)
         found = [name for name in unknown if name in names]
         if len(found) > best:
             best = len(found)
@@ -214,11 +219,12 @@ def saved_flags(out: Path, kind: type[RunConfig]) -> dict:
             f"--resume --out {out}: this run was begun by {begun_by}, and goes on by python"
             f" {begun_by} --resume --out {out}"
         )
-    for before, now in kind.renamed.items():
-        if before in saved:
-            saved[now] = saved.pop(before)
     # another version of this project may have flags that this one does not have
     known = {field.name for field in dataclasses.fields(kind)} - {"resume", "out"}
+    for before, now in names_before(kind.command).items():
+        before, now = before.replace("-", "_"), now.replace("-", "_")
+        if before in saved and now in known:
+            saved[now] = saved.pop(before)
     return {name: value for name, value in saved.items() if name in known}
 
 

@@ -24,11 +24,6 @@ class PreferenceConfig(ChatConfig):
 
     command: ClassVar[str] = "preference.py"
     purpose: ClassVar[str] = "Learn from pairs of answers. Without arguments: a lesson."
-    renamed: ClassVar[dict[str, str]] = {
-        "preference": "method",
-        "pairs": "data",
-        "pairs_val": "val_data",
-    }
     needs: ClassVar[tuple] = (
         *PeftConfig.needs,
         Need(

@@ -36,7 +36,6 @@ class ReinforcementConfig(ChatConfig):
 
     command: ClassVar[str] = "reinforcement.py"
     purpose: ClassVar[str] = "Learn from rewards for answers. Without arguments: a lesson."
-    renamed: ClassVar[dict[str, str]] = {"rl": "method", "prompts": "data", "rl_epochs": "epochs"}
     needs: ClassVar[tuple] = (
         *PeftConfig.needs,
         Need(

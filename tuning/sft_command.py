@@ -47,7 +47,6 @@ class SFTConfig(ChatConfig):
 
     command: ClassVar[str] = "sft.py"
     purpose: ClassVar[str] = "Fine-tune a model on conversations. Without arguments: a lesson."
-    renamed: ClassVar[dict[str, str]] = {"sft": "data", "sft_val": "val_data"}
 
     data: list[str] = flag(
         [],
