@@ -12,15 +12,7 @@ from functools import partial
 import pytest
 import torch
 
-from proof.parity import (
-    LLAMA,
-    SMALL,
-    Result,
-    difference,
-    put_together,
-    train,
-    train_each,
-)
+from proof.parity import LLAMA, SMALL, Result, difference, put_together, train, train_each
 from proof.synthetic import Documents, Prompted, Synthetic, SyntheticPairs
 from run.config import LAYOUT
 

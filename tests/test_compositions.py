@@ -96,10 +96,7 @@ TWO = [
 ]
 # three chunks a rank
 FOUR = [dict(virtual_stages=3), dict(layer_split=[2, 4, 4, 2], schedule="zb-h1")]
-MORE_OF_FOUR = [
-    *TWO[:3],
-    dict(layer_split=[1, 2, 2, 2, 2, 2, 1, 0], virtual_stages=2),
-]
+MORE_OF_FOUR = [*TWO[:3], dict(layer_split=[1, 2, 2, 2, 2, 2, 1, 0], virtual_stages=2)]
 EIGHT = SEQUENCE | SELECTIVE | dict(pp=2)
 
 CASES = {
@@ -302,11 +299,7 @@ ALL_IN_ONE = SEQUENCE | FULL | dict(pp=2, ep=2, zero_stage=3)
         ("topk", 4, [dict(pp=2, virtual_stages=2, ep=2)]),
         ("rows", 4, [dict(cp=4), SEQUENCE | FULL | dict(pp=2)]),
         ("sinkhorn of rows", 4, [dict(tp=4, sequence_parallel=True)]),
-        (
-            "capacity",
-            4,
-            [dict(tp=4, sequence_parallel=True), dict(ep=2, tp=2, zero_stage=2)],
-        ),
+        ("capacity", 4, [dict(tp=4, sequence_parallel=True), dict(ep=2, tp=2, zero_stage=2)]),
         again("sinkhorn", 4, [FULL | dict(pp=2, ep=2, schedule="gpipe")]),
         again("topk", 2, [dict(), dict(tp=2), dict(pp=2)]),
         again("topk", 4, [dict(ep=4), SEQUENCE | FULL | dict(ep=2)]),

@@ -10,7 +10,7 @@ import pytest
 import their_models
 import torch
 import torch.nn.functional as F
-from parity import SMALL, again, needs_compiler, same, train, train_each, without_cpp
+from parity import SMALL, again, check, needs_compiler, same, train, without_cpp
 from small_run import equal, tensors_of
 from test_prompt_tuning import config as prompt_config
 from their_models import shaken, their_model
@@ -290,33 +290,16 @@ def of_family(name: str) -> dict:
     return SMALL | dict(model=name, ffn_hidden_size=56) | PRESETS[name]
 
 
-def gate(world: int, layouts: list[tuple[dict, dict]]) -> None:
-    """layouts: (flags of the model, flags of the layout). One launch for all of them, and one for
-    one device."""
-    alone = []
-    for model, layout in layouts:
-        alone.append(model | {name: layout[name] for name in (*PACKED, *PEFT) if name in layout})
-    different = [flags for n, flags in enumerate(alone) if flags not in alone[:n]]
-    of_one = train_each(1, different)
-    results = train_each(world, [model | layout for model, layout in layouts])
-    for flags, result in zip(alone, results, strict=True):
-        same(result, of_one[different.index(flags)])
-
-
-# flags of a layout that one device has too
-PEFT = ("peft", "lora_rank", "peft_targets", "adapter_size", "prompt_config", "command")
-
-
 def test_layouts():
     """The gate, of every family: tensor, sequence and data parallelism, stages of a pipeline,
     recomputation, documents, a head in chunks."""
-    gate(2, [(of_family(name), layout) for name in PRESETS for layout in LAYOUTS])
+    check(2, [of_family(name) | layout for name in PRESETS for layout in LAYOUTS])
 
 
 @pytest.mark.repetition
 def test_four_ranks():
     both = dict(tp=2, pp=2, sequence_parallel=True, zero_stage=1, micro_batch_size=2)
-    gate(4, [(of_family(name), PACKED | both) for name in PRESETS])
+    check(4, [of_family(name) | PACKED | both for name in PRESETS])
 
 
 @needs_compiler
@@ -338,8 +321,8 @@ ADAPTERS = [
 def test_layouts_of_adapters():
     """Where the rows of a matrix are not the hidden size, and where norms are not LayerNorm."""
     layouts = [dict(tp=2, sequence_parallel=True), dict(zero_stage=3, micro_batch_size=2)]
-    cases = [(of_family(name), peft | layout) for name, peft in ADAPTERS for layout in layouts]
-    gate(2, cases)
+    cases = [of_family(name) | peft | layout for name, peft in ADAPTERS for layout in layouts]
+    check(2, cases)
 
 
 def test_layouts_of_prompts(tmp_path):
@@ -350,7 +333,7 @@ def test_layouts_of_prompts(tmp_path):
     prompts |= dict(dropout=0.0, micro_batch_size=2)
     layouts = [dict(tp=2, sequence_parallel=True), dict(zero_stage=3)]
     names = ("gemma-7b", "bloom-7b1", "mistral-7b")
-    gate(2, [(of_family(name) | prompts, layout) for name in names for layout in layouts])
+    check(2, [of_family(name) | prompts | layout for name in names for layout in layouts])
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -430,30 +413,25 @@ def test_what_older_files_say(their_config):
     assert to_gpt_config(mixtral).num_kv_heads == 8
 
 
-@pytest.mark.parametrize(
-    "fields, words",
-    [
-        (dict(positions="alibi"), "no class .*: GPT2LMHeadModel has no positions alibi"),
-        (dict(llama=True, qk_norm=True, mlp_bias=True), "LlamaForCausalLM has no qk_norm True"),
-        (
-            dict(llama=True, qk_norm=True, sliding_window=8),
-            "MistralForCausalLM has no qk_norm True",
-        ),
-        (
-            dict(llama=True, attention_bias="qkv", norm="layernorm"),
-            "Qwen2ForCausalLM has no norm layernorm$",
-        ),
-        (
-            dict(positions="alibi", embedding_norm=True, head_dim=16, ffn_hidden_size=8),
-            "BloomForCausalLM has no ffn_hidden_size 8, head_dim 16$",
-        ),
-        (
-            dict(llama=True, num_experts=4, router="topk", router_topk=2, sliding_window=8),
-            "MixtralForCausalLM has no sliding_window 8$",
-        ),
-    ],
-    ids=str,
-)
+LLAMA = dict(llama=True)
+BLOOM_BUT = dict(positions="alibi", embedding_norm=True)
+EXPERTS = LLAMA | dict(num_experts=4, router="topk", router_topk=2)
+NO_CLASS = [
+    (dict(positions="alibi"), "no class .*: GPT2LMHeadModel has no positions alibi"),
+    (dict(num_kv_heads=2), "GPT2LMHeadModel has no num_kv_heads 2"),
+    (LLAMA | dict(qk_norm=True, mlp_bias=True), "LlamaForCausalLM has no qk_norm True"),
+    (LLAMA | dict(qk_norm=True, sliding_window=8), "MistralForCausalLM has no qk_norm True"),
+    (LLAMA | dict(attention_bias="qkv", norm="layernorm"), "Qwen2ForCausalLM has no norm la"),
+    (BLOOM_BUT | dict(head_dim=16, ffn_hidden_size=8), "has no ffn_hidden_size 8, head_dim 16$"),
+    (EXPERTS | dict(sliding_window=8), "MixtralForCausalLM has no sliding_window 8$"),
+    (EXPERTS | dict(router="sinkhorn", aux_loss=0.0), "router sinkhorn: a Mixtral's gates"),
+    (EXPERTS | dict(router_topk=1), "router_topk 1: .* num_experts_per_tok 1"),
+    (EXPERTS | dict(expert_every=2), "expert_every 2: .* every layer"),
+    (EXPERTS | dict(llama=False), "num_experts 4: GPT2LMHeadModel has none"),
+]
+
+
+@pytest.mark.parametrize("fields, words", NO_CLASS, ids=str)
 def test_a_model_that_no_class_describes(fields, words):
     with pytest.raises(HuggingFaceError, match=words):
         to_hf_config(MoEConfig(2, 32, 4, **fields))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from parity import again
 from safetensors.torch import load_file, save_file
 from small_run import equal, tensors_of
 from test_gpt import build
@@ -20,27 +21,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import checkpoint
-import generate
 import huggingface
-import sharding
 import train
-from base.world import Groups
 from checkpoint import CheckpointError
 from exchange import commands
-from exchange.architectures import (
-    GPT2,
-    LLAMA,
-    MIXTRAL,
-    HuggingFaceError,
-    their_tensors,
-)
+from exchange.architectures import GPT2, LLAMA, MIXTRAL, HuggingFaceError, their_tensors
 from exchange.hf_config import architecture_of, to_gpt_config, to_hf_config
 from huggingface import export_folder, import_folder
 from inference import cli
 from proof import ranks
 from routers import MoEConfig
 from run.presets import PRESETS
-from sharding import set_sharding, sharding_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -162,13 +153,7 @@ PRESET_OF = {"gpt2": "gpt2", "llama": "llama2-7b", "mixtral": "mixtral-8x7b"}
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back(saved, tmp_path, family):
-    """Bit for bit, both ways, and in 16 bits what was stored in 16 bits. (test_families.py: the
-    logits.)"""
-    path, _ = our_checkpoint(tmp_path / "a", **SHAPES[family])
-    export_folder(path, tmp_path / "b")
-    assert {f.name for f in (tmp_path / "b").iterdir()} == {"config.json", "model.safetensors"}
-    assert import_folder(tmp_path / "b", tmp_path / "c") == MoEConfig(**SHAPES[family])
-    assert equal(tensors_of(tmp_path / "a"), tensors_of(tmp_path / "c"))
+    """Bit for bit, and in 16 bits what was stored in 16 bits. (The logits: test_families.py.)"""
     folder = saved[family][0]
     config = import_folder(folder, tmp_path / "d")
     assert config == MoEConfig(**SHAPES[family], dropout=0.1 if family == "gpt2" else 0.0)
@@ -179,6 +164,7 @@ def test_there_and_back(saved, tmp_path, family):
         assert name.startswith("model.") and dtype == "float32"
     export_folder(tmp_path / "d", tmp_path / "e")
     assert equal(tensors_in(folder), tensors_in(tmp_path / "e"))
+    assert {f.name for f in (tmp_path / "e").iterdir()} == {"config.json", "model.safetensors"}
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         there, back = tmp_path / name, tmp_path / f"from {name}"
         export_folder(tmp_path / "d", there, dtype=name)
@@ -220,26 +206,6 @@ def test_a_wrong_table_shows(saved, tmp_path, monkeypatch, mistake):
     assert equal(tensors_in(saved[family][0]), tensors_in(tmp_path / "back"))
 
 
-def save_under(rank, folder, layout):
-    """Save what this rank holds of a checkpoint, as a run saves it."""
-    groups = Groups.make("cpu", 2, **layout)
-    model, index = cli.load_model(folder / "ckpt", torch.device("cpu"), torch.float32, groups)
-    parts = sharding.named_parameters(*generate.stages_of(model))
-    parts = {f"model.{n}": set_sharding(p.detach(), sharding_of(p)) for n, p in parts}
-    checkpoint.save(folder / "run" / "checkpoints", 0, parts, STATE | {"model": index["model"]})
-
-
-@pytest.mark.parametrize(
-    "family, layout", [("llama", dict(tp=2)), ("gpt2", dict(pp=2)), ("mixtral", dict(ep=2))]
-)
-def test_what_ranks_save_is_exported(saved, tmp_path, family, layout):
-    """To the folder that it came from, tensor by tensor."""
-    import_folder(saved[family][0], tmp_path / "ckpt")
-    ranks.run(save_under, 2, tmp_path, layout)
-    export_folder(tmp_path / "run", tmp_path / "back")
-    assert equal(tensors_in(saved[family][0]), tensors_in(tmp_path / "back"))
-
-
 # --- streaming ------------------------------------------------------------------------------------
 
 
@@ -262,7 +228,7 @@ class Alive(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt2", again("llama"), "mixtral"])
 def test_no_more_than_a_file_is_in_memory(tmp_path, monkeypatch, family):
     """Both ways: the tensors of one file, and one tensor on its way there. With files of any size
     the same meter sees the whole model."""
@@ -356,23 +322,6 @@ def test_configurations_of_older_versions(there, there_too, here, here_too):
     config = MoEConfig(**here | here_too)
     assert to_gpt_config(there | there_too) == config
     assert to_gpt_config(json.loads(json.dumps(to_hf_config(config)))) == config
-
-
-@pytest.mark.parametrize(
-    "family, shape, words",
-    [
-        ("gpt2", dict(num_kv_heads=2), "GPT2LMHeadModel has no num_kv_heads 2"),
-        ("mixtral", dict(router="sinkhorn", aux_loss=0.0), "router sinkhorn: a Mixtral's gates"),
-        ("mixtral", dict(router_topk=1), "router_topk 1: .* num_experts_per_tok 1"),
-        ("mixtral", dict(expert_every=2), "expert_every 2: .* every layer"),
-        ("mixtral", dict(llama=False, num_kv_heads=4), "num_experts 4: GPT2LMHeadModel has none"),
-    ],
-)
-def test_what_their_architecture_does_not_have(tmp_path, family, shape, words):
-    path, _ = our_checkpoint(tmp_path / "ckpt", **SHAPES[family] | shape)
-    with pytest.raises(HuggingFaceError, match=words):
-        export_folder(path, tmp_path / "hf")
-    assert not (tmp_path / "hf").exists()
 
 
 def write_tensors(tensors, file):

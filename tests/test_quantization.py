@@ -292,18 +292,6 @@ def test_command(folder, capsys, monkeypatch):
     ]
 
 
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        (["--weights", "int8", "--group-size", "32"], "--group-size 32: is of --weights int4"),
-        (["--group-size", "32"], "--group-size 32: is of --weights int4"),
-    ],
-)
-def test_bad_flags(argv, words, folder, capsys):
-    assert cli.main(["--checkpoint", folder, "--device", "cpu", *argv]) == 2
-    assert words in capsys.readouterr().err
-
-
 def test_what_is_refused():
     experts = MoEConfig(2, 32, 4, num_experts=4)
     with pytest.raises(FieldError, match=r"experts of this model \(num_experts 4\)"):
