@@ -86,26 +86,6 @@ def test_memory_does_not_grow_with_micro_batches():
         assert peaks[True, m] < 0.95 * peaks[False, m], peaks
 
 
-def any_length(rank):
-    """Any sequence that t divides, not only the longest, is cut right: positions, masks, rotary
-    angles."""
-    for fields in (dict(), dict(llama=True)):
-        model = build(dist.group.WORLD, torch.float64, **fields)
-        one = demo.meta_model(model.config)
-        sharding.init(one, 0, "cpu", torch.float64)
-        for s in (2, 6, 8):
-            tokens = torch.arange(B * s).view(B, s)
-            context = Context(dropout_key(0, 1, torch.arange(B)))
-            torch.testing.assert_close(
-                model(tokens, tokens, context), one(tokens, tokens, context), rtol=1e-10, atol=1e-10
-            )
-    return True
-
-
-def test_any_length_that_t_divides():
-    assert all(ranks.run(any_length, 2))
-
-
 def test_bad_input():
     words = (
         "seq_length 30: must be divisible by tp 4 under sequence parallelism; 28 or 32 would fit"
