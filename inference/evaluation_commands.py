@@ -64,11 +64,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check_flags(args: argparse.Namespace, world: World):
     """What can be known before the ranks meet. Returns (the model's configuration, the task manager
-    of lm-eval or None, documents). Raises the errors of command.REFUSED."""
+    of lm-eval on rank 0, documents). Raises the errors of command.REFUSED."""
     check_own_flags(args)
     config = cli.check_flags(args, world)
     manager = None
-    if args.tasks:
+    # lm-eval takes seconds to import, and runs on rank 0 alone
+    if args.tasks and world.rank == 0:
         if importlib.util.find_spec("lm_eval") is None:
             raise ConfigError(
                 f"--tasks {args.tasks[0]}: needs the package lm-eval (pip install lm-eval);"
@@ -140,7 +141,7 @@ def run(args: argparse.Namespace, world: World) -> None:
     if documents:
         report["documents"] = perplexities(evaluator, documents)
         world.say(table_of(report["documents"]))
-    if manager:
+    if args.tasks:
         report |= evaluate_tasks(args, world, evaluator, manager)
     if args.out and world.rank == 0:
         write(args.out, report)
@@ -198,21 +199,20 @@ def table_of(rows: list[dict]) -> str:
 
 def evaluate_tasks(args: argparse.Namespace, world: World, evaluator: Evaluator, manager) -> dict:
     """lm-eval's results and items; on other ranks than 0 nothing. A collective."""
-    from inference import harness
-
-    chat = None
-    if args.apply_chat_template:
-        chat = harness.find_template(find_chat(args.checkpoint, evaluator.tokenizer, args.adapter))
 
     def work(call) -> dict:
-        lm = harness.HarnessLM(evaluator, call, chat)
-        return harness.run_tasks(lm, manager, args.tasks, args.num_fewshot, args.limit)
+        from inference import harness
 
-    results = lead(world, evaluator, work)
-    if results is None:
-        return {}
-    world.say(harness.table_of(results))
-    return results
+        chat = None
+        if args.apply_chat_template:
+            chat = find_chat(args.checkpoint, evaluator.tokenizer, args.adapter)
+            chat = harness.find_template(chat)
+        lm = harness.HarnessLM(evaluator, call, chat)
+        results = harness.run_tasks(lm, manager, args.tasks, args.num_fewshot, args.limit)
+        world.say(harness.table_of(results))
+        return results
+
+    return lead(world, evaluator, work) or {}
 
 
 def lead(world: World, evaluator: Evaluator, work: Callable[[Callable], object]):

@@ -1,6 +1,7 @@
 """The gate: any layout against one device, in one line.
 
     same(train(world=4, micro_batch_size=1), train())
+    check(4, [dict(tp=4), dict(pp=2, tp=2)])        several layouts, each against one device
 
 `train` runs a few steps of any configuration on `world` ranks (proof/parity.py).
 """
@@ -11,16 +12,9 @@ from functools import partial
 import pytest
 import torch
 
-from proof.parity import (
-    LLAMA,
-    SMALL,
-    Result,
-    difference,
-    put_together,
-    train,
-    train_each,
-)
+from proof.parity import LLAMA, SMALL, Result, difference, put_together, train, train_each
 from proof.synthetic import Documents, Prompted, Synthetic, SyntheticPairs
+from run.config import LAYOUT
 
 __all__ = [
     "LLAMA",
@@ -31,6 +25,7 @@ __all__ = [
     "Synthetic",
     "SyntheticPairs",
     "again",
+    "check",
     "difference",
     "differs",
     "needs_compiler",
@@ -72,3 +67,23 @@ def differs(a: Result, b: Result, at_least: float = 1e-3) -> None:
     """For mutations: something that the gate looks at is off by far more than rounding."""
     worst = difference(a, b)
     assert max(worst.values()) >= at_least, worst
+
+
+# what changes speed and memory alone
+OF_LAYOUT = {*LAYOUT, "recompute", "recompute_layers", "head_chunk", "device", "micro_batch_size"}
+
+
+def check(
+    world: int, layouts: list[dict], base: dict = SMALL, steps: int = 3, tolerance: float = 1e-10
+) -> None:
+    """Each of the layouts on `world` ranks gives what one device gives with those of its flags that
+    are no layout. Routing and FP8 scales are about a micro-batch, which one device takes too."""
+    for layout, result in zip(layouts, train_each(world, layouts, steps, base), strict=True):
+        flags = base | layout
+        one = {name: value for name, value in flags.items() if name not in OF_LAYOUT}
+        if "micro_batch_size" in flags and {"num_experts", "fp8"} & flags.keys():
+            one["micro_batch_size"] = flags["micro_batch_size"]
+        try:
+            same(result, train(steps=steps, base=one | dict(device="cpu")), tolerance)
+        except AssertionError as e:
+            raise AssertionError(f"{layout}: {e}") from e

@@ -212,6 +212,15 @@ CHANGES = {
 }
 
 
+def drawn(flags: str, seed: int) -> dict:
+    """flags: of this command, in the order of CHANGES."""
+    found = draw(seed)
+    for flag in flags.split():
+        change, _ = CHANGES[flag.removeprefix("--")]
+        found = change(found, seed)
+    return found
+
+
 def check(drawn: dict) -> dict[str, float]:
     """Raises AssertionError where the layout is not one device."""
     a = train(drawn["world"], base=drawn["model"], **drawn["layout"])
@@ -229,19 +238,17 @@ def main() -> int:
     for name, (_, text) in CHANGES.items():
         parser.add_argument(f"--{name}", action="store_true", help=text)
     args = parser.parse_args()
+    flags = " ".join(name for name in CHANGES if getattr(args, name))
     failed = []
     worst = 0.0
     start = time.time()
     for seed in range(args.first, args.first + args.count):
-        drawn = draw(seed)
-        for name, (change, _) in CHANGES.items():
-            if getattr(args, name):
-                drawn = change(drawn, seed)
+        layout = drawn(flags, seed)
         try:
-            worst = max(worst, *check(drawn).values())
+            worst = max(worst, *check(layout).values())
         except (AssertionError, RuntimeError) as e:
             failed.append(seed)
-            print(f"seed {seed}: {drawn}: {str(e)[-600:]}", flush=True)
+            print(f"seed {seed}: {layout}: {str(e)[-600:]}", flush=True)
     print(
         f"{args.count - len(failed)} of {args.count} layouts equal one device; largest relative"
         f" difference {worst:.1e}; {time.time() - start:.0f} s"

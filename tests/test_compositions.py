@@ -9,6 +9,7 @@ from parity import (
     LLAMA,
     SMALL,
     again,
+    check,
     differs,
     needs_compiler,
     put_together,
@@ -25,178 +26,155 @@ from proof import mutations
 from proof.parity import first_difference
 from proof.synthetic import Ragged
 
-
-@pytest.mark.parametrize(
-    "world, micro, base",
-    [(1, 1, SMALL), (1, 4, LLAMA), (2, None, LLAMA), (2, 1, SMALL), (4, 1, LLAMA)],
-)
-def test_data_parallel(world, micro, base):
-    same(train(world, base=base, micro_batch_size=micro), train(base=base))
+# --- the gate -------------------------------------------------------------------------------------
 
 
+def each(layouts: list[dict], **flags) -> list[dict]:
+    return [layout | flags for layout in layouts]
+
+
+FULL, SELECTIVE = dict(recompute="full"), dict(recompute="selective")
+SEQUENCE = dict(tp=2, sequence_parallel=True)
+# 3 and 4 ranks divide hardly a size in the model
+STAGES = [dict(zero_stage=stage) for stage in (1, 2, 3)]
+TWELVE = dict(global_batch_size=12)
 SHARDED = [
-    dict(),
-    dict(micro_batch_size=1),
-    dict(micro_batch_size=1, recompute="full"),
-    dict(micro_batch_size=2, recompute="selective"),
+    *each(STAGES, micro_batch_size=1),
+    *STAGES,
+    # which gathers again what it needs again
+    dict(zero_stage=3, micro_batch_size=1, **FULL),
+    dict(zero_stage=3, micro_batch_size=2, **SELECTIVE),
 ]
+# below ZeRO
+OVER = {
+    "sequence": (SMALL, 4, [SEQUENCE | FULL]),
+    "interleaved": (SMALL | dict(num_layers=4), 4, [dict(pp=2, virtual_stages=2)]),
+    "pipeline": (
+        SMALL,
+        4,
+        [
+            dict(pp=2, schedule="zb-h1"),
+            dict(pp=2, schedule="gpipe", **FULL),
+            dict(pp=2, virtual_stages=2, layer_split=[0, 0, 1, 1]),
+        ],
+    ),
+    "pipeline and sequence": (SMALL, 8, [SEQUENCE | SELECTIVE | dict(pp=2)]),
+    "an empty stage": (SMALL | TWELVE, 6, [dict(pp=2, layer_split=[2, 0])]),
+}
 
 
-@pytest.mark.parametrize(
-    "world, base, stages",
-    [
-        (2, SMALL, {1: SHARDED[:2], 2: SHARDED[:2], 3: SHARDED}),
-        (3, SMALL, {stage: SHARDED[1:2] for stage in (1, 2, 3)}),
-        (4, LLAMA, {stage: SHARDED[1:2] for stage in (1, 2, 3)}),
-        again(2, LLAMA, {stage: SHARDED for stage in (1, 2, 3)}),
-    ],
-    ids=["2 gpt", "3 gpt", "4 llama", "2 llama"],
-)
-def test_zero_stages(world, base, stages):
-    """Stages 1 to 3; 3 and 4 divide hardly a size in the model. Accumulation, and recomputation,
-    which gathers again what it needs again."""
-    variants = [dict(flags, zero_stage=stage) for stage in stages for flags in stages[stage]]
-    sizes = dict(vocab_size=61, global_batch_size=12)
-    for result in train_each(world, variants, base=base, **sizes):
-        same(result, train(base=base, **sizes))
-
-
-OVER = [
-    (4, dict(tp=2, micro_batch_size=1)),
-    (4, dict(tp=2, sequence_parallel=True, recompute="selective")),
-    (4, dict(tp=2, sequence_parallel=True, recompute="full")),
-    (4, dict(pp=2, num_layers=4, virtual_stages=2)),
-    (4, dict(pp=2, schedule="zb-h1")),
-    (4, dict(pp=2, schedule="gpipe", recompute="full")),
-    (4, dict(pp=2, virtual_stages=2, layer_split=[0, 0, 1, 1])),
-    (8, dict(pp=2, tp=2, sequence_parallel=True, recompute="selective")),
-    (6, dict(pp=2, layer_split=[2, 0], global_batch_size=12)),
-]
-
-
-@pytest.mark.parametrize(
-    "base, world, flags, stages",
-    [
-        (SMALL, *OVER[0], (2,)),
-        (LLAMA, *OVER[1], (1, 3)),
-        *[(SMALL, *over, (3,)) for over in OVER[2:]],
-        *[again(SMALL, *over, (1, 2)) for over in OVER[2:]],
-    ],
-    ids=str,
-)
-def test_zero_stages_over_other_techniques(base, world, flags, stages):
-    model = {k: v for k, v in flags.items() if k in ("num_layers", "global_batch_size")}
-    for result in train_each(
-        world, [dict(zero_stage=stage) for stage in stages], base=base | flags
-    ):
-        same(result, train(base=base | model))
-
-
-def test_zero_stages_float32():
-    """Also with gradients that are sums of 16-bit numbers on their way: as near as 8 bits of
-    mantissa are."""
-    one = train(precision="fp32", steps=1)
-    variants = [dict(zero_stage=stage, micro_batch_size=2) for stage in (0, 1, 2, 3)]
-    for result in train_each(2, variants, precision="fp32", steps=1):
-        same(result, one, 1e-5)
-    for result in train_each(2, variants, precision="fp32", steps=1, reduce_dtype="bf16"):
-        differs(result, one, 1e-4)
-        same(result, one, 2e-2)
+def over(stage: int) -> dict[str, tuple]:
+    found = {}
+    for name, (base, world, layouts) in OVER.items():
+        found[f"zero {stage} over {name}"] = (base, world, each(layouts, zero_stage=stage))
+    return found
 
 
 # A vocabulary that no t divides, heads that 4 divides, grouped-query attention. For GPT the
 # embeddings are tied.
-TENSOR = {
-    "gpt": SMALL | dict(vocab_size=257),
-    "llama": LLAMA | dict(vocab_size=257, num_heads=8, num_kv_heads=4),
-}
-
-
+TENSOR = SMALL | dict(vocab_size=257)
+LLAMA_TENSOR = LLAMA | dict(vocab_size=257, num_heads=8, num_kv_heads=4)
 WITH_RECOMPUTATION = [
     dict(sequence_parallel=sequence, recompute=recompute)
     for sequence in (False, True)
     for recompute in ("none", "selective", "full")
 ]
+# without anything else, and with all of it
+ENDS = WITH_RECOMPUTATION[::5]
+# partly, and with fused attention (no dropout)
+PARTLY = [dict(recompute_layers=1, **FULL), SELECTIVE | dict(dropout=0.0), FULL | dict(dropout=0.0)]
+
+SIX, TWELVE_LAYERS = dict(num_layers=6), dict(num_layers=12)
+TWO = [
+    dict(schedule="gpipe"),
+    dict(schedule="1f1b"),
+    dict(schedule="zb-h1"),
+    dict(virtual_stages=3),
+    dict(layer_split=[2, 4], micro_batch_size=2),
+    dict(layer_split=[6, 0], schedule="zb-h1"),
+    dict(layer_split=[2, 0, 3, 1], virtual_stages=2),
+]
+# three chunks a rank
+FOUR = [dict(virtual_stages=3), dict(layer_split=[2, 4, 4, 2], schedule="zb-h1")]
+MORE_OF_FOUR = [*TWO[:3], dict(layer_split=[1, 2, 2, 2, 2, 2, 1, 0], virtual_stages=2)]
+EIGHT = SEQUENCE | SELECTIVE | dict(pp=2)
+
+CASES = {
+    "accumulation": (SMALL, 1, [dict(micro_batch_size=1)]),
+    "accumulation of llama": (LLAMA, 1, [dict(micro_batch_size=4)]),
+    "data": (LLAMA, 2, [dict()]),
+    "data and accumulation": (SMALL, 2, [dict(micro_batch_size=1)]),
+    "data on 4": (LLAMA, 4, [dict(micro_batch_size=1)]),
+    "zero": (SMALL | TWELVE, 2, SHARDED),
+    "zero on 3": (SMALL | TWELVE, 3, SHARDED[:3]),
+    "zero on 4": (LLAMA | TWELVE, 4, SHARDED[:3]),
+    "zero over tensor": (SMALL, 4, [dict(tp=2, micro_batch_size=1, zero_stage=2)]),
+    "zero over sequence": (LLAMA, 4, each([STAGES[0], STAGES[2]], **SEQUENCE, **SELECTIVE)),
+    **over(3),
+    "tensor": (TENSOR, 2, each(WITH_RECOMPUTATION, tp=2, micro_batch_size=4)),
+    "tensor on 4": (TENSOR, 4, each(ENDS, tp=4, micro_batch_size=4)),
+    "tensor and data": (LLAMA_TENSOR, 4, each(ENDS, tp=2, micro_batch_size=2)),
+    "recompute": (SMALL, 1, each(PARTLY, micro_batch_size=4)),
+    "recompute over sequence": (LLAMA_TENSOR, 2, [SEQUENCE | flags for flags in PARTLY]),
+    "pipeline": (TENSOR | SIX, 2, each(TWO, pp=2)),
+    "pipeline of 4 layers": (TENSOR | dict(num_layers=4), 2, [dict(pp=2, virtual_stages=2)]),
+    "pipeline of llama": (LLAMA | SIX | dict(vocab_size=257), 2, [dict(pp=2, virtual_stages=3)]),
+    "pipeline on 4": (TENSOR | TWELVE_LAYERS, 4, each(FOUR, pp=4)),
+    "pipeline on 8": (TENSOR | dict(num_layers=4), 8, [EIGHT | dict(schedule="zb-h1")]),
+}
+REPETITIONS = {
+    "zero of llama": (LLAMA | TWELVE, 2, SHARDED),
+    **over(1),
+    **over(2),
+    "tensor, data and more": (
+        LLAMA_TENSOR,
+        4,
+        each(WITH_RECOMPUTATION[1:5], tp=2, micro_batch_size=2),
+    ),
+    "pipeline on 4, more": (TENSOR | TWELVE_LAYERS, 4, each(MORE_OF_FOUR, pp=4)),
+    "pipeline on 8, more": (TENSOR | dict(num_layers=4), 8, [EIGHT | dict(virtual_stages=2)]),
+}
 
 
 @pytest.mark.parametrize(
-    "base, tp, dp, variants",
-    [
-        ("gpt", 2, 1, WITH_RECOMPUTATION),
-        # without anything else, and with all of it
-        ("gpt", 4, 1, WITH_RECOMPUTATION[::5]),
-        ("llama", 2, 2, WITH_RECOMPUTATION[::5]),
-        again("llama", 2, 2, WITH_RECOMPUTATION[1:5]),
-    ],
-    ids=str,
+    "base, world, layouts",
+    [*CASES.values(), *(again(*case) for case in REPETITIONS.values())],
+    ids=[*CASES, *REPETITIONS],
 )
-def test_tensor_parallel(base, tp, dp, variants):
-    """With and without sequence parallelism, times every way to recompute."""
-    for result in train_each(tp * dp, variants, base=TENSOR[base], tp=tp, micro_batch_size=4 // dp):
-        same(result, train(base=TENSOR[base]))
+def test_equals_one_device(base, world, layouts):
+    check(world, layouts, base)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        dict(recompute="full", recompute_layers=1),
-        dict(dropout=0.0, recompute="selective"),
-        dict(dropout=0.0, recompute="full"),
-    ],
-    ids=str,
-)
-def test_recompute(flags):
-    """Partly, on one device, and with fused attention (no dropout)."""
-    reference = {k: v for k, v in flags.items() if k == "dropout"}
-    same(train(micro_batch_size=4, **flags), train(**reference))
-    same(
-        train(2, tp=2, sequence_parallel=True, base=TENSOR["llama"], **flags),
-        train(base=TENSOR["llama"], **reference),
-    )
+def test_float32():
+    """Also with gradients that are sums of 16-bit numbers on their way: as near as 8 bits of
+    mantissa are."""
+    base = SMALL | dict(precision="fp32")
+    check(2, [dict(tp=2), SEQUENCE | FULL], base, 1, 1e-5)
+    variants = [dict(zero_stage=stage, micro_batch_size=2) for stage in (0, 1, 2, 3)]
+    check(2, variants, base, 1, 1e-5)
+    one = train(base=base, steps=1)
+    for result in train_each(2, variants, 1, base, reduce_dtype="bf16"):
+        differs(result, one, 1e-4)
+        same(result, one, 2e-2)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [dict(micro_batch_size=2), dict(tp=2), dict(tp=2, sequence_parallel=True, recompute="full")],
-    ids=["data", "tensor", "sequence"],
-)
-def test_float32(flags):
-    same(train(2, precision="fp32", steps=1, **flags), train(precision="fp32", steps=1), 1e-5)
+ON_A_GPU = [
+    (SMALL, 1, dict()),
+    (SMALL, 1, FULL),
+    (SMALL, 2, dict(tp=2)),
+    (SMALL, 2, SEQUENCE | SELECTIVE),
+    *[(SMALL, 2, stage) for stage in (STAGES[0], SHARDED[1], STAGES[2] | FULL)],
+    *[("experts", 1, dict()), ("experts", 1, FULL), ("experts", 2, dict(ep=2))],
+    ("experts", 2, SEQUENCE),
+]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "world, flags",
-    [
-        (1, dict()),
-        (1, dict(recompute="full")),
-        (2, dict(tp=2)),
-        (2, dict(tp=2, sequence_parallel=True, recompute="selective")),
-        (2, dict(zero_stage=1)),
-        (2, dict(zero_stage=2, micro_batch_size=1)),
-        (2, dict(zero_stage=3, recompute="full")),
-    ],
-    ids=str,
-)
-def test_on_a_gpu(world, flags):
+@pytest.mark.parametrize("base, world, flags", ON_A_GPU, ids=str)
+def test_on_a_gpu(base, world, flags):
     """The CPU's loss and gradients; ranks share the GPU."""
-    same(train(world, device="cuda", **flags), train())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "world, flags",
-    [
-        (1, dict()),
-        (1, dict(recompute="full")),
-        (2, dict(ep=2)),
-        (2, dict(tp=2, sequence_parallel=True)),
-    ],
-    ids=str,
-)
-def test_experts_on_a_gpu(world, flags):
-    for base in EXPERTS.values():
-        same(train(world, base=base, device="cuda", **flags), train(base=base))
+    for model in EXPERTS.values() if base == "experts" else [base]:
+        check(world, [flags | dict(device="cuda")], model)
 
 
 @pytest.mark.gpu
@@ -263,57 +241,6 @@ def test_gate_sees(name, layout):
     assert re.match(bug.first, first.label), first
 
 
-# --- pipelines ------------------------------------------------------------------------------------
-
-PIPELINE = {
-    "gpt": SMALL | dict(num_layers=6, vocab_size=257),
-    "llama": LLAMA | dict(num_layers=6, vocab_size=257),
-}
-TWO = [
-    dict(schedule="gpipe"),
-    dict(schedule="1f1b"),
-    dict(schedule="zb-h1"),
-    dict(virtual_stages=3),
-    dict(layer_split=[2, 4], micro_batch_size=2),
-    dict(layer_split=[6, 0], schedule="zb-h1"),
-    dict(layer_split=[2, 0, 3, 1], virtual_stages=2),
-]
-FOUR = [
-    dict(schedule="gpipe"),
-    dict(schedule="1f1b"),
-    dict(schedule="zb-h1"),
-    dict(virtual_stages=3),
-    dict(layer_split=[2, 4, 4, 2], schedule="zb-h1"),
-    dict(layer_split=[1, 2, 2, 2, 2, 2, 1, 0], virtual_stages=2),
-]
-# tp 2 x pp 2 x dp 2
-EIGHT = [dict(schedule="zb-h1"), dict(virtual_stages=2)]
-
-
-SHARDED_TOO = dict(pp=2, tp=2, num_layers=4, sequence_parallel=True, recompute="selective")
-
-
-@pytest.mark.parametrize(
-    "base, world, variants, flags",
-    [
-        ("gpt", 2, TWO, dict(pp=2)),
-        ("gpt", 2, [dict(virtual_stages=2)], dict(pp=2, num_layers=4)),
-        ("llama", 2, TWO[3:4], dict(pp=2)),
-        # three chunks a rank
-        ("gpt", 4, FOUR[3:5], dict(pp=4, num_layers=12)),
-        ("gpt", 8, EIGHT[:1], SHARDED_TOO),
-        again("gpt", 4, FOUR[:3] + FOUR[5:], dict(pp=4, num_layers=12)),
-        again("gpt", 8, EIGHT[1:], SHARDED_TOO),
-    ],
-    ids=str,
-)
-def test_pipeline(base, world, variants, flags):
-    """Every schedule, even and uneven splits, tied embeddings (GPT)."""
-    model = {k: v for k, v in flags.items() if k == "num_layers"}
-    for result in train_each(world, variants, base=PIPELINE[base], **flags):
-        same(result, train(base=PIPELINE[base] | model))
-
-
 # --- experts --------------------------------------------------------------------------------------
 
 # Routing depends on the micro-batch, so one device has the same ones. Four experts in every layer,
@@ -337,66 +264,52 @@ EXPERTS = {
 }
 
 
+ON_ROWS = dict(num_experts=4, micro_batch_size=2, command="sft.py", data=["-"])
+LOSSES = dict(aux_loss=1.0, z_loss=0.1)
+# rows of unequal lengths, which cp and sequence parallelism pad further
+RAGGED = {
+    "sinkhorn of rows": SMALL | ON_ROWS,
+    "rows": LLAMA | ON_ROWS | dict(num_kv_heads=4, router="topk", router_topk=2, **LOSSES),
+}
+RAGGED["capacity"] = RAGGED["rows"] | dict(capacity_factor=1.0)
+
+
+ALL_IN_ONE = SEQUENCE | FULL | dict(pp=2, ep=2, zero_stage=3)
+
+
 @pytest.mark.parametrize(
-    "base, world, variants",
+    "base, world, layouts",
     [
-        ("sinkhorn", 1, [dict(recompute="full"), dict(recompute="selective")]),
+        ("sinkhorn", 1, [FULL, SELECTIVE]),
         ("sinkhorn", 2, [dict(), dict(ep=2), dict(tp=2), dict(pp=2)]),
-        ("topk", 2, [dict(ep=2), dict(tp=2, sequence_parallel=True)]),
+        ("topk", 2, [dict(ep=2), SEQUENCE]),
         (
             "sinkhorn",
             4,
             [
                 dict(ep=4),
-                dict(ep=2, recompute="full"),
-                dict(tp=2, sequence_parallel=True, ep=2),
+                FULL | dict(ep=2),
+                SEQUENCE | dict(ep=2),
                 dict(pp=2, ep=2, schedule="zb-h1"),
                 dict(ep=2, zero_stage=2),
-                dict(ep=4, zero_stage=3, recompute="full"),
+                FULL | dict(ep=4, zero_stage=3),
             ],
         ),
-        (
-            "sinkhorn",
-            8,
-            [dict(pp=2, tp=2, sequence_parallel=True, ep=2, zero_stage=3, recompute="full")],
-        ),
+        ("sinkhorn", 8, [ALL_IN_ONE]),
         ("topk", 4, [dict(pp=2, virtual_stages=2, ep=2)]),
-        again("sinkhorn", 4, [dict(pp=2, ep=2, schedule="gpipe", recompute="full")]),
-        again("topk", 2, [dict(), dict(tp=2), dict(pp=2)]),
-        again("topk", 4, [dict(ep=4), dict(tp=2, sequence_parallel=True, ep=2, recompute="full")]),
-    ],
-    ids=str,
-)
-def test_experts(base, world, variants):
-    for result in train_each(world, variants, base=EXPERTS[base]):
-        same(result, train(base=EXPERTS[base]))
-
-
-# rows of unequal lengths, which cp and sequence parallelism pad further
-RAGGED = {
-    "sinkhorn": SMALL | dict(num_experts=4, micro_batch_size=2, command="sft.py", data=["-"]),
-    "topk": (
-        LLAMA
-        | dict(num_experts=4, micro_batch_size=2, command="sft.py", data=["-"])
-        | dict(num_kv_heads=4, router="topk", router_topk=2, aux_loss=1.0, z_loss=0.1)
-    ),
-}
-RAGGED["capacity"] = RAGGED["topk"] | dict(capacity_factor=1.0)
-
-
-@pytest.mark.parametrize(
-    "base, world, variants",
-    [
-        ("topk", 4, [dict(cp=4), dict(pp=2, tp=2, sequence_parallel=True, recompute="full")]),
-        ("sinkhorn", 4, [dict(tp=4, sequence_parallel=True)]),
+        ("rows", 4, [dict(cp=4), SEQUENCE | FULL | dict(pp=2)]),
+        ("sinkhorn of rows", 4, [dict(tp=4, sequence_parallel=True)]),
         ("capacity", 4, [dict(tp=4, sequence_parallel=True), dict(ep=2, tp=2, zero_stage=2)]),
-        again("topk", 4, [dict(cp=2, ep=2), dict(cp=2, tp=2, sequence_parallel=True)]),
+        again("sinkhorn", 4, [FULL | dict(pp=2, ep=2, schedule="gpipe")]),
+        again("topk", 2, [dict(), dict(tp=2), dict(pp=2)]),
+        again("topk", 4, [dict(ep=4), SEQUENCE | FULL | dict(ep=2)]),
+        again("rows", 4, [dict(cp=2, ep=2), SEQUENCE | dict(cp=2)]),
     ],
     ids=str,
 )
-def test_routers_see_no_padding(base, world, variants):
-    for result in train_each(world, variants, base=RAGGED[base]):
-        same(result, train(base=RAGGED[base]))
+def test_experts(base, world, layouts):
+    """On rows, routers see no padding."""
+    check(world, layouts, (EXPERTS | RAGGED)[base])
 
 
 def route_padding():
@@ -409,20 +322,14 @@ def count_padding():
 
 @pytest.mark.parametrize("mutate", [route_padding, count_padding])
 def test_padding_in_a_router_is_seen(mutate):
-    base = RAGGED["topk"]
+    base = RAGGED["rows"]
     one = train(base=base, steps=1)
     differs(train(2, base=base, steps=1, mutate=mutate, cp=2), one)
 
 
 def test_experts_float32():
-    base = EXPERTS["topk"] | dict(precision="fp32")
-    for result in train_each(
-        4,
-        [dict(ep=2), dict(ep=4, zero_stage=3), dict(tp=2, sequence_parallel=True, ep=2)],
-        base=base,
-        steps=1,
-    ):
-        same(result, train(base=base, steps=1), 1e-5)
+    layouts = [dict(ep=2), dict(ep=4, zero_stage=3), SEQUENCE | dict(ep=2)]
+    check(4, layouts, EXPERTS["topk"] | dict(precision="fp32"), 1, 1e-5)
 
 
 @needs_compiler
@@ -465,12 +372,22 @@ def test_router_losses_are_means_over_the_global_batch():
     differs(train(base=base, z_loss=0.0), train(base=base))
 
 
-def test_random_layouts():
-    """One of `python tests/random_layouts.py`."""
-    random_layouts.check(random_layouts.draw(83))
+# a few of `python tests/random_layouts.py FLAGS`
+DRAWN = [
+    ("", 83),
+    ("--rows", 2),
+    ("--fp8", 2),
+    ("--fp8", 26),
+    # LoRA, zero bubble, tensor parallelism and ZeRO 3
+    ("--peft --fp8", 91),
+    # IA3 in experts, ZeRO 3, expert, tensor and sequence parallelism and recomputation
+    ("--peft --fp8", 105),
+    *[again("--rows", seed) for seed in (3, 4)],
+    *[again("--fp8", seed) for seed in (5, 11, 83)],
+    *[again("--peft --fp8", seed) for seed in (24, 43, 102, 255)],
+]
 
 
-@pytest.mark.parametrize("seed", [2, again(3), again(4)])
-def test_random_layouts_of_experts_on_rows(seed):
-    """A few of `python tests/random_layouts.py --rows`."""
-    random_layouts.check(random_layouts.with_rows(random_layouts.draw(seed), seed))
+@pytest.mark.parametrize("flags, seed", DRAWN)
+def test_random_layouts(flags, seed):
+    random_layouts.check(random_layouts.drawn(flags, seed))

@@ -10,16 +10,7 @@ import pytest
 import small_run
 import torch
 import torch.distributed as dist
-from parity import (
-    LLAMA,
-    SMALL,
-    again,
-    needs_compiler,
-    same,
-    train,
-    train_each,
-    without_cpp,
-)
+from parity import LLAMA, SMALL, again, check, needs_compiler, same, train, without_cpp
 from small_run import lines_of
 
 import context_parallel
@@ -38,26 +29,27 @@ from tuning.packing import Example
 
 # queries in groups of two; key heads for tensor parallelism times exchanged heads
 GROUPED = LLAMA | dict(num_heads=8, num_kv_heads=4, seq_length=32)
+LORA = dict(peft="lora", lora_rank=3, lora_dropout=0.2, peft_targets=["key", "value", "up"])
+EXPERTS = dict(num_experts=4, router="topk", router_topk=2, micro_batch_size=2)
+# weights of the routers' own losses
+LOSSES, NO_LOSSES = dict(aux_loss=0.1, z_loss=0.1), dict(aux_loss=0.0, z_loss=0.0)
 BASES = {
     "gpt": SMALL,
     "llama": LLAMA | dict(dropout=0.0),
     "grouped": GROUPED | dict(dropout=0.0),
     "packed": GROUPED | dict(dropout=0.0, document_mask=True),
+    "packed, dropout": GROUPED | dict(num_kv_heads=1, document_mask=True),
+    "lora": SMALL | LORA,
+    "ia3": SMALL | dict(peft="ia3"),
+    "adapter": SMALL | dict(peft="adapter", adapter_size=8),
+    "experts": SMALL | EXPERTS | LOSSES,
+    "experts alone": SMALL | EXPERTS | NO_LOSSES,
 }
 KINDS = ("ring", "all-to-all")
 
 
 def both(*layouts: dict) -> list[dict]:
     return [layout | dict(cp_kind=kind) for layout in layouts for kind in KINDS]
-
-
-def check(base: dict, world: int, variants: list[dict], **model) -> None:
-    results = train_each(world, variants, base=base | model)
-    for variant, result in zip(variants, results, strict=True):
-        try:
-            same(result, train(base=base | model))
-        except AssertionError as e:
-            raise AssertionError(f"{variant}: {e}") from e
 
 
 # --- the gate -------------------------------------------------------------------------------------
@@ -72,77 +64,44 @@ OVER_PIPELINES = [
 ]
 
 
+SEQUENCE = OVER_TENSORS[1]
+WITH_EXPERTS = dict(cp=2, ep=2)
+
+
 @pytest.mark.parametrize(
     "base, world, variants",
     [
         ("gpt", 2, both(dict(cp=2), RECOMPUTED[0], dict(cp=2, zero_stage=2, micro_batch_size=2))),
+        ("gpt", 2, both(dict(cp=2, head_chunk=5))),
         ("llama", 2, both(dict(cp=2), RECOMPUTED[1], SHARDED[0])),
         ("packed", 2, both(dict(cp=2))),
-        ("gpt", 4, both(dict(cp=4), OVER_TENSORS[1], OVER_PIPELINES[1], SHARDED[1])),
+        ("gpt", 4, both(dict(cp=4), SEQUENCE, OVER_PIPELINES[1], SHARDED[1])),
+        ("gpt", 4, both(dict(cp=2, micro_batch_size=1))),
+        ("gpt", 4, [dict(cp=2, pp=2, num_layers=4, virtual_stages=2, micro_batch_size=2)]),
         ("grouped", 4, both(dict(cp=4), OVER_TENSORS[0])),
-        again("grouped", 4, both(OVER_TENSORS[1], *OVER_PIPELINES)),
-        ("packed", 4, [dict(cp=4), *both(OVER_TENSORS[1]), dict(cp=2, pp=2, micro_batch_size=2)]),
+        ("packed", 4, [dict(cp=4), *both(SEQUENCE), dict(cp=2, pp=2, micro_batch_size=2)]),
+        ("packed, dropout", 4, [dict(cp=4)]),
+        ("lora", 2, both(dict(cp=2))),
+        ("lora", 4, both(SEQUENCE)),
+        ("experts", 2, both(WITH_EXPERTS)),
+        ("experts", 4, [dict(cp=2, ep=4), WITH_EXPERTS | dict(cp_kind="all-to-all")]),
+        again("grouped", 4, both(SEQUENCE, *OVER_PIPELINES)),
+        again("packed, dropout", 3, [dict(cp=3, seq_length=30)]),
+        again("ia3", 4, both(SEQUENCE, OVER_PIPELINES[1])),
+        again("adapter", 4, both(SEQUENCE, OVER_PIPELINES[1])),
+        again("gpt", 8, both(SEQUENCE | dict(pp=2, schedule="zb-h1", recompute="none"))),
+        again("gpt", 8, both(SEQUENCE | dict(zero_stage=3, recompute="full"))),
+        # heads are too few for all-to-all
+        again("gpt", 8, [dict(cp=4, tp=2, sequence_parallel=True), dict(cp=8)]),
+        again("experts alone", 4, both(WITH_EXPERTS, dict(cp=2, ep=4))),
+        again("experts", 4, both(WITH_EXPERTS | dict(tp=2, sequence_parallel=True))),
+        again("experts", 4, both(WITH_EXPERTS | dict(pp=2, schedule="zb-h1"))),
+        again("experts", 4, both(WITH_EXPERTS | dict(zero_stage=3, recompute="full"))),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_gate(base, world, variants):
-    check(BASES[base], world, variants)
-
-
-ADAPTERS = {
-    "lora": dict(peft="lora", lora_rank=3, lora_dropout=0.2, peft_targets=["key", "value", "up"]),
-    "ia3": dict(peft="ia3"),
-    "adapter": dict(peft="adapter", adapter_size=8),
-}
-
-
-@pytest.mark.parametrize(
-    "method, world, variants",
-    [
-        ("lora", 2, both(dict(cp=2))),
-        ("lora", 4, both(OVER_TENSORS[1])),
-        again("ia3", 4, both(OVER_TENSORS[1], OVER_PIPELINES[1])),
-        again("adapter", 4, both(OVER_TENSORS[1], OVER_PIPELINES[1])),
-    ],
-)
-def test_adapters(method, world, variants):
-    check(BASES["gpt"], world, variants, **ADAPTERS[method])
-
-
-@pytest.mark.parametrize(
-    "world, variants",
-    [
-        (2, both(dict(cp=2, head_chunk=5))),
-        (4, both(dict(cp=2, micro_batch_size=1))),
-        (4, [dict(cp=2, pp=2, num_layers=4, virtual_stages=2, micro_batch_size=2)]),
-        again(8, both(dict(cp=2, tp=2, pp=2, sequence_parallel=True, schedule="zb-h1"))),
-        again(8, both(dict(cp=2, tp=2, sequence_parallel=True, zero_stage=3, recompute="full"))),
-        # heads are too few for all-to-all
-        again(8, [dict(cp=4, tp=2, sequence_parallel=True), dict(cp=8)]),
-    ],
-)
-def test_more_layouts(world, variants):
-    layers = variants[0].get("num_layers", 2)
-    check(BASES["gpt"], world, variants, num_layers=layers)
-
-
-EXPERTS = dict(num_experts=4, router="topk", router_topk=2, micro_batch_size=2)
-
-
-@pytest.mark.parametrize(
-    "world, variants, losses",
-    [
-        (2, both(dict(cp=2, ep=2)), 0.1),
-        (4, [dict(cp=2, ep=4), dict(cp=2, ep=2, cp_kind="all-to-all")], 0.1),
-        again(4, both(dict(cp=2, ep=2), dict(cp=2, ep=4)), 0.0),
-        again(4, both(dict(cp=2, tp=2, sequence_parallel=True, ep=2)), 0.1),
-        again(4, both(dict(cp=2, pp=2, schedule="zb-h1", ep=2)), 0.1),
-        again(4, both(dict(cp=2, ep=2, zero_stage=3, recompute="full")), 0.1),
-    ],
-)
-def test_experts(world, variants, losses):
-    """losses: weights of the routers' own losses."""
-    check(BASES["gpt"], world, variants, aux_loss=losses, z_loss=losses, **EXPERTS)
+    check(world, variants, BASES[base])
 
 
 @needs_compiler
@@ -253,11 +212,7 @@ def test_memory_of_activations_is_a_quarter(base):
         (dict(cp_kind="all-to-all"), 2, "--cp-kind all-to-all: needs --cp 2 or more"),
         (dict(cp=2, fp8="current"), 2, "--fp8 current"),
         (dict(cp=2, num_experts=4, router="sinkhorn"), 2, "--router sinkhorn"),
-        (
-            dict(cp=2, num_experts=4, router="topk", capacity_factor=1.0),
-            2,
-            "--capacity-factor 1.0",
-        ),
+        (dict(cp=2, num_experts=4, router="topk", capacity_factor=1.0), 2, "--capacity-factor 1.0"),
         (dict(command="preference.py", cp=2, data=["pairs.jsonl"]), 2, "--cp 2: a loss"),
         (dict(cp=2, global_batch_size=3), 4, "--global-batch-size 3: must be divisible by the 2"),
     ],

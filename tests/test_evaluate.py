@@ -15,9 +15,10 @@ import processes
 import published_tokenizers
 import pytest
 import torch
+from parity import again
+from test_families import FAMILIES
 from their_models import their_model
 
-import generate
 import sharding
 from base.world import Groups, World
 from corpus.tokenizer import ByteTokenizer
@@ -54,32 +55,16 @@ def make_tokenizer(begins: bool):
     return tokenizer
 
 
-LIKE_LLAMA = dict(num_key_value_heads=2, intermediate_size=56, max_position_embeddings=CONTEXT)
-# the fields of a family
-FAMILIES = {
-    "llama": LIKE_LLAMA,
-    "mistral": LIKE_LLAMA | dict(sliding_window=8, head_dim=8),
-    "qwen2": LIKE_LLAMA,
-    "qwen3": LIKE_LLAMA | dict(head_dim=16),
-    "gemma": LIKE_LLAMA | dict(head_dim=16),
-    "bloom": dict(seq_length=CONTEXT),
-    "gpt2": dict(n_positions=CONTEXT),
-}
-
-
 def save_model(folder: Path, begins: bool = True, family: str = "llama") -> None:
     """A model with random weights, so large that its tokens depend on those before."""
     tokenizer = make_tokenizer(begins)
     ids = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
-    model = their_model(
-        family,
-        seed=1,
-        **FAMILIES[family],
-        **ids,
-        vocab_size=len(tokenizer),
-        tie_word_embeddings=family in ("bloom", "gpt2", "gemma"),
-        initializer_range=0.3,
+    model_type, fields = FAMILIES[family]
+    limit = {"bloom": "seq_length", "gpt2": "n_positions"}.get(
+        model_type, "max_position_embeddings"
     )
+    fields = fields | ids | {limit: CONTEXT, "initializer_range": 0.3}
+    model = their_model(model_type, 1, **fields | dict(vocab_size=len(tokenizer)))
     # the model ends a turn now and then
     turn_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     model.get_output_embeddings().weight.data[turn_end] *= 2
@@ -235,13 +220,11 @@ def test_texts_become_the_same_tokens(name, harness, backend):
     assert len({len(text) for text in texts}) > 3
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(name, marks=[] if name in ("mistral", "bloom") else pytest.mark.repetition)
-        for name in FAMILIES
-    ],
-)
+NOW = ["mistral", "bloom, 6 heads"]
+LATER = [name for name in FAMILIES if name not in (*NOW, "mixtral")]
+
+
+@pytest.mark.parametrize("family", [*NOW, *map(again, LATER)])
 def test_families(family, harness, backend):
     """A sliding window, ALiBi, and all others: where texts are longer than a window too."""
     save_model(Path(family), family=family)
@@ -426,15 +409,6 @@ def test_every_layout_is_one_device():
 
 
 # --- by hand --------------------------------------------------------------------------------------
-
-
-def test_whether_a_continuation_is_the_most_likely_one():
-    evaluator = make_evaluator(Groups(), MODELS["llama"])
-    prompt = [1, 2, 3, 4]
-    (ids,) = generate.generate(evaluator.model, [prompt], 5, temperature=0)
-    scores = evaluator.log_likelihoods([(prompt, ids), (prompt, [*ids[:-1], ids[-1] ^ 1])])
-    assert [greedy for _, greedy in scores] == [True, False]
-    assert scores[0][0] > scores[1][0]
 
 
 def test_the_head_computes_in_pieces(monkeypatch):

@@ -3,17 +3,17 @@
 Tracing a layer takes a second, so a graph serves all tests of its family.
 """
 
-import dataclasses
 import importlib.util
 import shutil
 from functools import cache
 
 import numpy as np
 import pytest
+import test_families
 import torch
-from their_models import their_model
+from test_generate import save
+from their_models import shaken, their_model
 
-import checkpoint
 import generate
 import huggingface
 import sharding
@@ -55,10 +55,7 @@ MORE_FAMILIES = {
     "alibi with a window": dict(positions="alibi", sliding_window=6),
     "explicit attention": dict(attention="explicit"),
 }
-ALL = [
-    *FAMILIES,
-    *(pytest.param(name, marks=pytest.mark.repetition) for name in MORE_FAMILIES),
-]
+ALL = [*FAMILIES, *(pytest.param(name, marks=pytest.mark.repetition) for name in MORE_FAMILIES)]
 every_family = pytest.mark.parametrize("family", ALL)
 PROMPTS = [list(range(1, n + 1)) for n in (3, 14, 1, 8)]
 # the longest prompt reaches the end of a context of 32
@@ -71,19 +68,8 @@ def make_model(family: str) -> torch.nn.Module:
     config = demo.tiny_config(MoEConfig, **(FAMILIES | MORE_FAMILIES)[family])
     model = demo.meta_model(config)
     sharding.init(model, 0, "cpu", torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            # with a large embedding, a tied model repeats the prompt
-            if name != "embedding.tokens.weight":
-                p.add_(torch.randn(p.shape, generator=generator) * 0.1)
-    return model.eval().requires_grad_(False)
-
-
-def save_model(folder, model) -> None:
-    parameters = {f"model.{name}": p for name, p in model.named_parameters()}
-    config = {"model": dataclasses.asdict(model.config), "config": {"tokenizer": "bytes"}}
-    checkpoint.write(folder, 0, parameters, config)
+    # with a large embedding, a tied model repeats the prompt
+    return shaken(model, but="embedding.tokens").requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +80,7 @@ def exported(tmp_path_factory):
     def export_family(family: str):
         folder = tmp_path_factory.mktemp("export")
         model = make_model(family)
-        save_model(folder / "model", model)
+        save(folder / "model", model)
         assert export.main([str(folder / "model"), str(folder / "graph")]) == 0
         return model, folder / "graph"
 
@@ -174,24 +160,7 @@ def test_stops(traced):
 
 # --- the models of transformers ------------------------------------------------------------------
 
-SHAPE = dict(intermediate_size=56, num_key_value_heads=2, head_dim=8, max_position_embeddings=32)
-LLAMA_3 = dict(
-    rope_theta=500.0,
-    rope_type="llama3",
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=16,
-)
-THEIRS = {
-    "gpt2": dict(n_positions=32),
-    "llama": dict(**SHAPE, rope_parameters=LLAMA_3),
-    "mistral": dict(**SHAPE, sliding_window=5),
-    "qwen2": SHAPE,
-    "qwen3": SHAPE | dict(head_dim=16),
-    "gemma": SHAPE,
-    "bloom": dict(seq_length=32),
-}
+THEIRS = {name: case for name, case in test_families.FAMILIES.items() if name != "mixtral"}
 
 
 @pytest.mark.repetition
@@ -199,11 +168,8 @@ THEIRS = {
 def test_transformers(family, tmp_path):
     """Their folder in onnxruntime: their logits, and the greedy tokens of their `generate`."""
     tokens = dict(vocab_size=257, bos_token_id=256, eos_token_id=256, pad_token_id=None)
-    theirs = their_model(family, **tokens, **THEIRS[family]).eval()
-    with torch.no_grad():
-        for name, p in theirs.named_parameters():
-            if "embed" not in name and "wte" not in name:
-                p.add_(torch.randn_like(p) * 0.1)
+    model_type, fields = THEIRS[family]
+    theirs = shaken(their_model(model_type, **fields | tokens), but="embed|wte")
     theirs.save_pretrained(tmp_path / "theirs")
     assert export.main([str(tmp_path / "theirs"), str(tmp_path / "graph")]) == 0
     session = export.Session(tmp_path / "graph")
@@ -248,7 +214,7 @@ def test_half_precision_and_a_tokenizer(tmp_path, capsys):
     """Of a Hugging Face folder: half the bytes, and its tokenizer comes along."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    save_model(tmp_path / "ours", make_model("gpt2"))
+    save(tmp_path / "ours", make_model("gpt2"))
     huggingface.export_folder(tmp_path / "ours", tmp_path / "hf")
     words = {f"w{n}": n for n in range(250)} | {"[UNK]": 250, "</s>": 251}
     tokenizer = Tokenizer(models.WordLevel(words, "[UNK]"))
@@ -319,7 +285,7 @@ def test_a_graph_that_differs_is_not_kept(graph, tmp_path, capsys, monkeypatch, 
     """One weight of the model is another than in the graph."""
     model = make_model("gpt2")
     model.blocks["0"].mlp.down.bias[3] += value
-    save_model(tmp_path / "model", model)
+    save(tmp_path / "model", model)
     monkeypatch.setattr(export, "trace", lambda model, name: Copied(graph))
     assert words in refused([tmp_path / "model", tmp_path / "graph"], capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -10,36 +10,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = (
-    "",
-    "attention",
-    "base",
-    "page",
-    "pipelines",
-    "precision",
-    "run",
-    "checkpoints",
-    "exchange",
-    "inference",
-    "corpus",
-    "prompts",
-    "tuning",
-    "lessons",
-    "proof",
-    "proof/mutations",
-    "planning",
-    "exercises",
-)
 
 
 def modules() -> dict[str, Path]:
     """Module name -> file, of everything but tests and comparisons."""
     found = {}
-    for folder in FOLDERS:
-        for path in sorted((ROOT / folder).glob("*.py")):
-            name = path.stem if path.stem != "__init__" else ""
-            package = folder.replace("/", ".")
-            found[".".join(part for part in (package, name) if part)] = path
+    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py")]):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts[0] not in ("tests", "comparisons", "shared", "runs"):
+            found[".".join(part for part in parts if part != "__init__")] = path
     return found
 
 

@@ -5,9 +5,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-import random_layouts
 import torch
-from parity import LLAMA, SMALL, Result, Synthetic, differs, same, train, train_each
+from parity import LLAMA, SMALL, Synthetic, again, check, differs, train_each
 
 import fp8
 import gpt
@@ -22,12 +21,6 @@ from proof import ranks
 from proof.kinds import config_of
 from recompute import saved_bytes
 from routers import MoEConfig
-
-
-def again(*values):
-    """A case that covers no more than another one does: `make test-all` runs it."""
-    return pytest.param(*values, marks=pytest.mark.repetition)
-
 
 # --- layouts beside one device --------------------------------------------------------------------
 
@@ -55,10 +48,6 @@ BASES = {
 }
 # the second has histories
 STEPS = 2
-
-
-def one_device(base: str, recipe: str) -> Result:
-    return train(steps=STEPS, base=BASES[base], **RECIPES[recipe])
 
 
 SEQUENCE = dict(tp=2, sequence_parallel=True)
@@ -100,33 +89,16 @@ EVERYTHING = ZERO_BUBBLE | SEQUENCE | dict(zero_stage=1, recompute="full")
 def test_equals_one_device(base, world, cases):
     """In float64. cases: layouts, and the recipes to run in each."""
     pairs = [(layout, recipe) for layout, recipes in cases for recipe in recipes]
-    variants = [layout | RECIPES[recipe] for layout, recipe in pairs]
-    results = train_each(world, variants, STEPS, base=BASES[base])
-    for (_, recipe), result in zip(pairs, results, strict=True):
-        same(result, one_device(base, recipe))
+    check(world, [layout | RECIPES[recipe] for layout, recipe in pairs], BASES[base], STEPS)
 
 
 def test_a_recipe_changes_the_result():
     """And the micro-batch does: its tensors have other maxima."""
-    found = [one_device("gpt", recipe) for recipe in ALL]
-    found += train_each(1, [{}, RECIPES["current"] | dict(micro_batch_size=8)], STEPS, BASES["gpt"])
+    variants = [{}, *RECIPES.values(), RECIPES["current"] | dict(micro_batch_size=8)]
+    found = train_each(1, variants, STEPS, BASES["gpt"])
     for i, result in enumerate(found):
         for other in found[:i]:
             differs(result, other)
-
-
-@pytest.mark.parametrize("seed", [2, 26, again(5), again(11), again(83)])
-def test_random_layouts(seed):
-    """A few of `python tests/random_layouts.py --fp8`."""
-    random_layouts.check(random_layouts.with_fp8(random_layouts.draw(seed), seed))
-
-
-@pytest.mark.parametrize("seed", [105, 91, again(24), again(43), again(102), again(255)])
-def test_random_layouts_of_frozen_models(seed):
-    """The same with adapters. 91: LoRA, zero bubble, tensor parallelism and ZeRO 3. 105: IA3 in
-    experts, ZeRO 3, expert, tensor and sequence parallelism and recomputation."""
-    drawn = random_layouts.with_peft(random_layouts.draw(seed), seed)
-    random_layouts.check(random_layouts.with_fp8(drawn, seed))
 
 
 # --- on one rank ----------------------------------------------------------------------------------
@@ -282,41 +254,6 @@ def test_weights_that_are_loaded_have_new_bytes(tmp_path):
     assert not torch.equal(losses(), before)
     t.checkpoints.load(tmp_path / "step-000001")
     assert torch.equal(losses(), before)
-
-
-@pytest.mark.parametrize("recipe", ALL)
-@pytest.mark.parametrize("kind", ["full", "selective"])
-def test_recomputation_gives_the_same_bytes(kind, recipe, monkeypatch):
-    """Of the input of each matrix, and bit for bit the gradients of a run without it. The second
-    step has a history."""
-    inputs = {}
-
-    def input_bytes(self, x, *wanted, original=fp8.Layer.input_bytes):
-        pair = original(self, x, *wanted)
-        made = [as_bytes(q.q) for q in pair if q is not None]
-        inputs.setdefault(self.places, []).append(made)
-        return pair
-
-    monkeypatch.setattr(fp8.Layer, "input_bytes", input_bytes)
-    flags = RECIPES[recipe] | IN_FP8
-    t = trainer_of(**flags, recompute=kind)
-    for number in (1, 2):
-        inputs.clear()
-        t.forward_backward(number, DATA)
-        # attention and MLP of two layers: inputs of two groups of matrices each
-        assert len(inputs) == 8
-        for calls in inputs.values():
-            # of each of four micro-batches; then once more
-            assert len(calls) == (8 if kind == "full" else 4)
-            for first, second in zip(calls[::2], calls[1::2]) if kind == "full" else ():
-                assert all(torch.equal(a, b) for a, b in zip(first, second))
-        with_it = gradients(t)
-        t.update(number)
-    plain = trainer_of(**flags)
-    step(plain, 1)
-    plain.forward_backward(2, DATA)
-    for name, gradient in gradients(plain).items():
-        assert torch.equal(with_it[name], gradient), name
 
 
 @pytest.mark.parametrize("recipe", ALL)

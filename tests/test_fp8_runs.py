@@ -12,7 +12,7 @@ import processes
 import pytest
 import small_run
 import torch
-from parity import Synthetic
+from parity import Synthetic, again
 
 import checkpoint
 import train
@@ -229,11 +229,6 @@ def break_on_rank(rank, world, flags, ruin, steps):
         said.append((fp8_scaling.warnings(trainer.fp8.report), bool(norm.isfinite())))
         histories.append(trainer.fp8.history)
     return said, [histories[i] for i in (BROKEN - 2, BROKEN - 1, -1)]
-
-
-def again(*values):
-    """A case that covers no more than another one does: `make test-all` runs it."""
-    return pytest.param(*values, marks=pytest.mark.repetition)
 
 
 def break_each_on_rank(rank, world, flags, steps):

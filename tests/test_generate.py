@@ -1,5 +1,6 @@
 """Generation gives the tokens of its definition (`naive`): a forward pass of the plain model for
-each token. With the cache, packed, on a GPU as CUDA graphs, and under every layout."""
+each token. With the cache, packed, on a GPU as CUDA graphs, and under every layout. (The tokens of
+transformers: test_families.py.)"""
 
 import io
 import json
@@ -15,16 +16,13 @@ import pytest
 import shortened
 import torch
 import torch.distributed as dist
-from test_gpt import GPT_SHAPES, LLAMA_SHAPES
-from their_models import their_model
+from test_gpt import GPT_SHAPES, LLAMA_SHAPES, build
 
 import checkpoint
 import context_parallel
 import generate
 import kernels
-import moe
 import sequence_parallel
-import sharding
 import train
 from base import terminal
 from base.world import Groups
@@ -33,7 +31,6 @@ from gpt import GPT
 from inference import batches, cli, kv_cache, loading, sampling, weight_layouts
 from inference.sampling import DIVERGED, choose, keys_of, uniform
 from proof import ranks
-from routers import MoEConfig
 from run.config import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -44,14 +41,6 @@ GEMMA = LLAMA_SHAPES[2] | dict(norm="rmsnorm1p", activation="geglu", head_dim=16
 # ALiBi, and a cache of four columns
 BLOOM = GPT_SHAPES[0] | dict(positions="alibi", embedding_norm=True, sliding_window=4)
 SAMPLED = dict(temperature=0.8, top_k=20, top_p=0.95, seed=3)
-
-
-def build(dtype=torch.float32, **fields) -> GPT:
-    """A model with its initial weights, and with experts where the fields say so."""
-    with torch.device("meta"):
-        model = moe.build(MoEConfig(**fields))
-    sharding.init(model, 0, "cpu", dtype)
-    return model
 
 
 def loud(model: GPT) -> GPT:
@@ -241,29 +230,6 @@ def test_the_plain_model_sees(breakage, monkeypatch):
     assert generate.generate(model, prompts, 12, **SAMPLED) != expected
 
 
-# --- beside transformers --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_equals_transformers(family, tmp_path):
-    """Greedy, float64, 64 tokens after five prompts of different length (theirs are padded at the
-    left)."""
-    shape = dict(hidden_size=48, intermediate_size=80, num_key_value_heads=2)
-    shape |= dict(max_position_embeddings=96, vocab_size=97)
-    theirs = their_model(family, **shape, bos_token_id=0, eos_token_id=None)
-    theirs.save_pretrained(tmp_path)
-    model = loud(cli.load_model(tmp_path, dtype=torch.float64)[0])
-    theirs = loud(theirs).double().eval()
-    prompts = ragged(97, (9, 2, 17, 12, 1))
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
-    seen = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    options = dict(max_new_tokens=64, min_new_tokens=64, do_sample=False, pad_token_id=0)
-    expected = theirs.generate(ids, attention_mask=seen, **options)[:, width:].tolist()
-    assert generate.generate(model, prompts, 64, temperature=0) == expected
-    assert len({token for row in expected for token in row}) > 8
-
-
 def test_ends():
     model = loud(build(torch.float64, **GPT_SHAPES[0]))
     prompts = ragged(97)
@@ -357,15 +323,6 @@ def test_each_matrix_has_its_fastest_layout(monkeypatch):
     assert weight_layouts.time_of(missing, torch.ones(4, 4), torch.ones(1, 4), None) == math.inf
 
 
-def test_training_goes_on_afterwards():
-    model = build(torch.float32, **GPT_SHAPES[0] | dict(dropout=0.1)).train()
-    before = dict(model.named_modules())
-    generate.generate(model, [[1, 2]], 4)
-    assert model.training
-    assert dict(model.named_modules()) == before
-    model(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long)).sum().backward()
-
-
 # --- under every layout ---------------------------------------------------------------------------
 
 LAYOUTS = {
@@ -449,35 +406,6 @@ def test_layouts(family, layouts, tmp_path):
                 assert of_rank == {i: texts[i] for i in of_rank}, layout
 
 
-def logits_of(cp_group):
-    """Of prefills and decoding steps, of a model with learned or with rotary positions."""
-    seen = []
-    for shape in (GPT_SHAPES[0], LLAMA_SHAPES[1]):
-        model = loud(build(torch.float64, **shape | dict(seq_length=CONTEXT)))
-        prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [4]]
-
-        def observe(batch, logits, sampled):
-            seen.append(logits.clone())
-
-        options = dict(temperature=0, observe=observe, cp_group=cp_group)
-        generate.generate(model.eval(), prompts, NEW_TOKENS, **options)
-    return seen
-
-
-def logits_of_rank(rank):
-    return logits_of(dist.group.WORLD)
-
-
-def test_logits_of_a_shared_prefill():
-    """Over 3 ranks, whose 6 pieces fill a prompt of 9 tokens up to 12, and one of 11 beyond the
-    context."""
-    expected = logits_of(None)
-    for of_rank in ranks.run(logits_of_rank, 3):
-        assert len(of_rank) == len(expected)
-        for logits, reference in zip(of_rank, expected):
-            assert (logits - reference).abs().max() / reference.abs().max() < 1e-10
-
-
 def from_training(rank, flags):
     layout = {name: flags.get(name, 1) for name in ("tp", "pp", "ep", "cp")}
     groups = Groups.make("cpu", 4, **layout)
@@ -550,8 +478,8 @@ def saved(tmp_path_factory):
     return folder
 
 
-def command(saved, capsys, *argv, name="--checkpoint"):
-    status = cli.main([name, str(saved), "--device", "cpu", *argv])
+def command(saved, capsys, *argv):
+    status = cli.main(["--checkpoint", str(saved), "--device", "cpu", *argv])
     return status, *capsys.readouterr()
 
 
@@ -635,9 +563,14 @@ def test_bad_lines(content, words, saved, capsys, tmp_path):
         (["--ep", "2"], "--ep 2: must divide the 1 data-parallel ranks"),
         (["--prompt-file", "nowhere"], "nowhere: cannot be read"),
         (["--tokenizer", "nowhere"], "--tokenizer nowhere"),
+        (["--checkpoint", "nowhere"], "nowhere: no such folder"),
+        (["--checkpoint", "."], "generate.py: . is not a checkpoint"),
+        (["--weights", "int8", "--group-size", "32"], "--group-size 32: is of --weights int4"),
+        (["--group-size", "32"], "--group-size 32: is of --weights int4"),
     ],
 )
-def test_bad_flags(argv, words, saved, capsys):
+def test_bad_flags(argv, words, saved, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     status, _, err = command(saved, capsys, *argv)
     assert status == 2
     assert words in err
@@ -661,16 +594,6 @@ def test_layouts_that_are_not_of_the_model(saved, pp, split, words):
     assert "--num-layers" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "folder, words", [("nowhere", "nowhere: no such folder"), (".", "is not a checkpoint")]
-)
-def test_no_checkpoint(folder, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    status, _, err = command(folder, capsys)
-    assert status == 2
-    assert words in err
-
-
 @pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.repetition)])
 def test_on_two_ranks(saved, tmp_path, capsys, torchrun):
     """Two stages: rank 0 alone prints, and all ranks leave with status 0."""
@@ -688,12 +611,6 @@ def test_on_two_ranks(saved, tmp_path, capsys, torchrun):
     one = capsys.readouterr().out
     assert two.stdout == one
     assert len(one.splitlines()) == 3
-
-
-def test_how_often_tokens_are_drawn(capsys):
-    sampling.main()
-    out = capsys.readouterr().out
-    assert "0.000  1.000  0.000  0.000" in out
 
 
 def test_an_output_that_is_full_or_ascii(saved, capsys, tmp_path, monkeypatch):

@@ -46,6 +46,7 @@ def run(name, argv, monkeypatch, capsys) -> str:
         ("base.json_files", [ROOT / "comparisons" / "fsdp.json"], "fsdp.json: JSON"),
         ("tuning.chat_template", [], "26 tokens; the assistant's:"),
         ("inference.weight_layouts", [], "microseconds to multiply"),
+        ("inference.sampling", [], "0.000  1.000  0.000  0.000"),
         ("proof.ranks", [], "8 ranks: the sum of their numbers is 28"),
         ("corpus.tokenizer", ["some text"], "9 bytes, 9 tokens"),
     ],

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from parity import LLAMA, SMALL, again, same, train, train_each, without_cpp
+from parity import LLAMA, SMALL, again, check, same, train, train_each, without_cpp
 from torch.nn.attention import flex_attention as flex
 
 import data
@@ -133,50 +133,22 @@ def test_samples_depend_on_seed_and_epoch():
     assert packed.counted_tokens(numbers) == int(packed.batch(numbers).loss_mask.sum())
 
 
-# --- no token sees another document ---------------------------------------------------------------
+# --- other attentions -----------------------------------------------------------------------------
 
 TINY = dict(num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=61)
-MODELS = {
-    "gpt explicit": dict(attention="explicit"),
-    "gpt fused": dict(attention="fused"),
-    "llama explicit": dict(attention="explicit", llama=True, num_kv_heads=2, ffn_hidden_size=56),
-    "llama fused": dict(attention="fused", llama=True, num_kv_heads=2, ffn_hidden_size=56),
-}
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7 + [2] * 4, [0] * 9 + [1] * 1 + [2] * 6])
-CONTEXT = gpt.Context(documents=DOCUMENTS)
 
 
-def changed(model, what: slice) -> list[int]:
-    """The positions of row 0 whose logits a change of its tokens in `what` changes."""
-    tokens = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(1))
-    other = tokens.clone()
-    other[0, what] = (other[0, what] + 1) % 61
-    before, after = (model(x, context=CONTEXT) for x in (tokens, other))
-    assert torch.equal(before[1], after[1])
-    return (before != after)[0].any(-1).nonzero().flatten().tolist()
-
-
-@pytest.mark.parametrize("name", MODELS)
-@torch.no_grad()
-def test_no_token_sees_another_document(name, monkeypatch):
-    """To the last bit. Without the mask, later documents change, and this test sees it."""
-    model = gpt.GPT(GPTConfig(**TINY, **MODELS[name])).double()
-    assert changed(model, slice(5, 12)) == list(range(5, 12))
-    assert changed(model, slice(0, 1)) == list(range(0, 5))
-    causal = torch.ones(16, 16, dtype=torch.bool).tril()
-    monkeypatch.setattr(document_mask, "visible", lambda documents: causal.expand(2, 1, 16, 16))
-    assert changed(model, slice(5, 12)) == list(range(5, 16))
-
-
-def test_with_kernels():
+@pytest.mark.parametrize("fields", [{}, dict(llama=True, num_kv_heads=2)], ids=["gpt", "llama"])
+def test_with_kernels(fields):
     """Their attention and rotary operations know of no documents: gpt.py's run instead."""
-    for name in ("gpt explicit", "llama explicit"):
-        model = gpt.GPT(GPTConfig(**TINY, **MODELS[name]))
-        tokens = torch.randint(61, (2, 16))
-        before = model(tokens, context=CONTEXT)
-        kernels.swap(model)
-        after = model(tokens, context=CONTEXT)
-        assert (before - after).abs().max() < 1e-5
+    model = gpt.GPT(GPTConfig(**TINY, **fields, attention="explicit"))
+    tokens = torch.randint(61, (2, 16))
+    context = gpt.Context(documents=DOCUMENTS)
+    before = model(tokens, context=context)
+    kernels.swap(model)
+    after = model(tokens, context=context)
+    assert (before - after).abs().max() < 1e-5
 
 
 @torch.no_grad()
@@ -287,6 +259,7 @@ BASES = {
     "gpt fused": GPT | dict(attention="fused"),
     "llama fused": LLAMA_2 | dict(attention="fused"),
     "experts": EXPERTS,
+    "deep": GPT | dict(num_layers=4),
 }
 SHARDED = dict(tp=2, sequence_parallel=True)
 
@@ -300,6 +273,7 @@ SHARDED = dict(tp=2, sequence_parallel=True)
         ("llama", 2, [SHARDED | dict(recompute="full"), dict(zero_stage=1, micro_batch_size=2)]),
         ("gpt fused", 2, [SHARDED, dict(pp=2, schedule="zb-h1")]),
         ("experts", 2, [dict(ep=2), SHARDED]),
+        ("deep", 2, [dict(pp=2, virtual_stages=2, recompute="selective")]),
         ("llama", 4, [dict(pp=2, recompute="full") | SHARDED]),
         again("experts", 4, [dict(ep=2, pp=2), dict(ep=2, zero_stage=3) | SHARDED]),
     ],
@@ -313,19 +287,10 @@ def test_packed_is_one_by_one(name, world, variants):
         same(result, alone)
 
 
-def test_packed_is_one_by_one_interleaved():
-    base = GPT | dict(num_layers=4)
-    alone = train(base=base, mutate=one_by_one)
-    same(train(2, base=base, pp=2, virtual_stages=2, recompute="selective"), alone)
-
-
 def test_with_dropout():
     """Masks depend on the place in a row: so not one by one, but equal under every layout."""
-    flags = dict(document_mask=True)
-    one = train(**flags)
-    variants = [SHARDED | dict(recompute="selective"), dict(pp=2), dict(zero_stage=3)]
-    for result in train_each(2, variants, **flags):
-        same(result, one)
+    layouts = [SHARDED | dict(recompute="selective"), dict(pp=2), dict(zero_stage=3)]
+    check(2, layouts, SMALL | dict(document_mask=True))
 
 
 @pytest.mark.repetition

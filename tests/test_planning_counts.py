@@ -41,11 +41,7 @@ LAYOUTS = {
         512,
         [0, 300, 511],
     ),
-    "interleaved, full": (
-        LLAMA | FULL | dict(num_layers=16, pp=4, virtual_stages=4),
-        64,
-        [0, 63],
-    ),
+    "interleaved, full": (LLAMA | FULL | dict(num_layers=16, pp=4, virtual_stages=4), 64, [0, 63]),
     "uneven": (GPT | dict(num_layers=12, pp=4, layer_split=[2, 4, 4, 2]), 16, [0, 4]),
     "zb-h1": (ZB_H1 | LLAMA | dict(zero_stage=1), 16, [0, 12]),
     "zb-h1, full": (ZB_H1 | LLAMA | FULL, 16, [0, 12]),

@@ -212,30 +212,6 @@ def quantized_bytes(kind, out, width):
     return out * (width + 8 if kind == "int8" else groups * (16 + 2 * 8))
 
 
-def test_a_model_in_float32_has_the_fastest_layout(monkeypatch):
-    """Chosen for each shape among those of its kind. The kernel's order of int4 generates too."""
-    costs = {dequantized: 1.0, by_kernel: 0.5}
-    rows = set()
-
-    def time_of(layout, matrix, x, bias):
-        rows.add(len(x))
-        return costs[layout]
-
-    monkeypatch.setattr(weight_layouts, "time_of", time_of)
-    shape = SHAPES["gpt"] | dict(hidden_size=64, num_heads=4, vocab_size=61)
-    model = noisy(**shape).float()
-    expected = with_other_weights(model, KINDS["int4"])
-    quantization.apply(model, 3, "int4")
-    assert rows == {3}
-    block = model.blocks["0"]
-    assert block.mlp.down.layout is block.attention.project.layout is by_kernel
-    assert model.head.output.layout is by_kernel
-    assert type(model.head.output.matrix) is Int8Matrix
-    tokens = torch.tensor(ragged(61, (8, 8)))
-    difference = (model(tokens) - expected(tokens)).abs().max()
-    assert difference < 1e-4 * expected(tokens).abs().max()
-
-
 def on_two_stages(rank, path, prompts):
     """The tokens of a pipeline for each kind."""
     results = []
@@ -290,18 +266,6 @@ def test_command(folder, capsys, monkeypatch):
         (torch.bfloat16, 1, dict(kind="int8", group=32)),
         (torch.float32, 1, dict(kind="int4", group=64)),
     ]
-
-
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        (["--weights", "int8", "--group-size", "32"], "--group-size 32: is of --weights int4"),
-        (["--group-size", "32"], "--group-size 32: is of --weights int4"),
-    ],
-)
-def test_bad_flags(argv, words, folder, capsys):
-    assert cli.main(["--checkpoint", folder, "--device", "cpu", *argv]) == 2
-    assert words in capsys.readouterr().err
 
 
 def test_what_is_refused():

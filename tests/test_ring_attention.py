@@ -9,7 +9,6 @@ import torch.distributed as dist
 import context_parallel
 import gpt
 from attention import ring_attention
-from attention.document_mask import documents_of
 from attention.ring_attention import (
     Block,
     RingAttention,
@@ -140,75 +139,40 @@ def test_blocks_are_the_causal_mask_once(n):
 
 # --- over ranks -----------------------------------------------------------------------------------
 
-CASES = {
-    "plain": dict(),
-    "grouped": dict(kv=2),
-    "one key head": dict(kv=1),
-    "documents": dict(kv=2, documents=True),
-    "dropout": dict(kv=2, p=0.3),
-    "both": dict(documents=True, p=0.3),
-}
+
+def tensors() -> list:
+    """q, k, v, ∂o; queries in groups of two"""
+    of_heads = [random(B, a, S, D, seed=n) for n, a in enumerate((A, 2, 2))]
+    return [x.bfloat16() for x in (*of_heads, random(B, S, A * D, seed=9))]
 
 
-def tensors(kv=A, documents=False, p=0.0, dtype=torch.float64):
-    """q, k, v, ∂o, keys of dropout, documents"""
-    heads = (A, kv, kv)
-    of_heads = [random(B, a, S, D, seed=n, dtype=dtype) for n, a in enumerate(heads)]
-    rows = None
-    if documents:
-        ends = torch.zeros(B, S, dtype=torch.int64)
-        # one inside a piece, one at the end of a rank's, one token alone
-        ends[0, [3, 11, 12]] = 1
-        rows = documents_of(ends, 1)
-    drop_key = torch.tensor([5, 77], dtype=torch.int32) if p else None
-    return *of_heads, random(B, S, A * D, seed=9, dtype=dtype), drop_key, rows
-
-
-def run(core, q, k, v, grad, drop_key, documents):
+def run(core, q, k, v, grad):
     leaves = [x.contiguous().requires_grad_() for x in (q, k, v)]
-    y = core(*leaves, gpt.Context(drop_key, documents))
+    y = core(*leaves, gpt.PLAIN)
     y.backward(grad)
     return [y.detach(), *(x.grad for x in leaves)]
 
 
-def on_rank(rank, cases, dtype):
+def on_rank(rank):
     group = dist.group.WORLD
-    results = []
-    for case in cases:
-        *of_heads, grad, drop_key, documents = tensors(**case, dtype=dtype)
-        own = [context_parallel.shard(x, group, 2) for x in of_heads]
-        core = RingAttention(group, gpt.ExplicitAttention(case.get("p", 0.0), site=1))
-        parts = run(core, *own, context_parallel.shard(grad, group), drop_key, documents)
-        # the result is [b, s, a d]
-        results.append([context_parallel.gather(x, group, 2 - (x.dim() == 3)) for x in parts])
-    return results
-
-
-@pytest.mark.parametrize("n", [2, 4, pytest.param(3, marks=pytest.mark.repetition)])
-def test_ring_is_attention_of_one_device(n):
-    """The result and all gradients, with masks of documents and of dropout, in float64."""
-    for found in ranks.run(on_rank, n, list(CASES.values()), torch.float64):
-        for (name, case), tensors_found in zip(CASES.items(), found):
-            core = gpt.ExplicitAttention(case.get("p", 0.0), site=1)
-            for tensor, reference in zip(tensors_found, run(core, *tensors(**case))):
-                assert relative(tensor, reference) < 1e-10, name
+    *of_heads, grad = tensors()
+    own = [context_parallel.shard(x, group, 2) for x in of_heads]
+    core = RingAttention(group, gpt.ExplicitAttention(0.0, site=1))
+    parts = run(core, *own, context_parallel.shard(grad, group))
+    # the result is [b, s, a d]
+    return [context_parallel.gather(x, group, 2 - (x.dim() == 3)) for x in parts]
 
 
 def test_sixteen_bits():
-    """Less than twice as far from the exact result as one device's kernel."""
-    case = dict(kv=2)
-    exact = run(gpt.FusedAttention(), *(as_bf16(x, torch.float64) for x in tensors(**case)))
-    one = run(gpt.FusedAttention(), *(as_bf16(x, torch.bfloat16) for x in tensors(**case)))
-    found = ranks.run(on_rank, 4, [case], torch.bfloat16)[0][0]
+    """Less than twice as far from the exact result as one device's kernel. (64 bits, documents and
+    dropout: test_context_parallel.py.)"""
+    exact = run(gpt.FusedAttention(), *(x.double() for x in tensors()))
+    one = run(gpt.FusedAttention(), *tensors())
+    found = ranks.run(on_rank, 4)[0]
     for tensor, of_one, reference in zip(found, one, exact):
         assert tensor.dtype == torch.bfloat16
         distance = relative(tensor.double(), reference)
         assert distance < 2 * relative(of_one.double(), reference)
-
-
-def as_bf16(x, dtype):
-    """With the values that 16 bits have."""
-    return x.bfloat16().to(dtype) if x is not None and x.is_floating_point() else x
 
 
 def test_whole_sequences_puts_one_device_back():

@@ -128,8 +128,7 @@ def test_half_a_line_at_the_end_is_what_a_kill_leaves(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "bad",
-    ['{"step": "2", "loss": 1}', '{"step": 2, "loss": NaN}', '{"loss": 3}', "[" * 9999],
+    "bad", ['{"step": "2", "loss": 1}', '{"step": 2, "loss": NaN}', '{"loss": 3}', "[" * 9999]
 )
 def test_lines_of_other_types(tmp_path, bad):
     path = tmp_path / "metrics.jsonl"

@@ -30,29 +30,6 @@ def build(group, dtype=torch.float32, **fields):
     return model
 
 
-def g_and_g_bar(rank):
-    """Each is the other's adjoint, over any batch: <ḡ(x), y> = <x, g(y)> summed over ranks."""
-    group = dist.group.WORLD
-    g = torch.Generator().manual_seed(rank)
-    x = torch.randn(3, 8, 5, generator=g, dtype=torch.float64, requires_grad=True)  # [b, s, h]
-    y = torch.randn(3, 4, 5, generator=g, dtype=torch.float64, requires_grad=True)  # [b, s/t, h]
-    scattered = sequence_parallel.scatter_sequence(x, group)
-    gathered = sequence_parallel.gather_sequence(y, group)
-    sums = torch.stack(((scattered * y).sum(), (x * gathered).sum()))
-    dist.all_reduce(sums)
-    torch.testing.assert_close(sums[0], sums[1])
-    torch.testing.assert_close(torch.autograd.grad(scattered, x, y)[0], gathered)
-    torch.testing.assert_close(torch.autograd.grad(gathered, y, x)[0], scattered)
-    return x.detach(), y.detach(), scattered.detach(), gathered.detach()
-
-
-def test_g_and_g_bar():
-    (x0, y0, s0, gathered), (x1, y1, s1, same) = ranks.run(g_and_g_bar, 2)
-    # slices of the sum
-    torch.testing.assert_close(torch.cat((s0, s1), 1), x0 + x1)
-    assert torch.equal(gathered, torch.cat((y0, y1), 1)) and torch.equal(gathered, same)
-
-
 def counted(rank, kind):
     model = build(dist.group.WORLD)
     recompute.apply(model, kind)
@@ -107,26 +84,6 @@ def test_memory_does_not_grow_with_micro_batches():
         assert peaks[sequence, 8] <= 1.02 * peaks[sequence, 2], peaks
     for m in (2, 8):
         assert peaks[True, m] < 0.95 * peaks[False, m], peaks
-
-
-def any_length(rank):
-    """Any sequence that t divides, not only the longest, is cut right: positions, masks, rotary
-    angles."""
-    for fields in (dict(), dict(llama=True)):
-        model = build(dist.group.WORLD, torch.float64, **fields)
-        one = demo.meta_model(model.config)
-        sharding.init(one, 0, "cpu", torch.float64)
-        for s in (2, 6, 8):
-            tokens = torch.arange(B * s).view(B, s)
-            context = Context(dropout_key(0, 1, torch.arange(B)))
-            torch.testing.assert_close(
-                model(tokens, tokens, context), one(tokens, tokens, context), rtol=1e-10, atol=1e-10
-            )
-    return True
-
-
-def test_any_length_that_t_divides():
-    assert all(ranks.run(any_length, 2))
 
 
 def test_bad_input():
