@@ -94,6 +94,8 @@ class Batch(NamedTuple):
     documents: Tensor | None = None
     # [b, s] bool: the positions that hold a token; the others are padding. None: all of them
     real: Tensor | None = None
+    # [b] float64: log-probabilities of answers under a reference (tuning/preference_data.py)
+    reference: Tensor | None = None
 
     def to(self, device) -> "Batch":
         return Batch(*(None if x is None else to_device(x, device) for x in self))
@@ -111,6 +113,27 @@ class Dataset:
     def positions(self, samples) -> int:
         """How many positions of these samples hold a token, and are not padding."""
         return len(samples) * self.s
+
+
+class Order:
+    """Sample n -> one of `count` items: all of them in epoch 0, then in epoch 1, ... Every epoch is
+    a permutation of its own, by (seed, epoch) alone; without a seed it is the order of the items.
+    """
+
+    def __init__(self, count: int, seed: int | None):
+        self.count = count
+        self.seed = seed
+        # the epoch whose permutation is in `permuted`
+        self.epoch = None
+
+    def __call__(self, sample: int) -> int:
+        epoch, n = divmod(int(sample), self.count)
+        if self.seed is None:
+            return n
+        if epoch != self.epoch:
+            self.permuted = np.random.default_rng([self.seed, epoch]).permutation(self.count)
+            self.epoch = epoch
+        return int(self.permuted[n])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -289,10 +312,7 @@ class Corpus(Dataset):
         # [tokens], on disk
         self.stream = splits[split]
         self.s = seq_length
-        self.seed = seed
         self.document_mask = document_mask
-        # the epoch whose permutation is in self.order
-        self.epoch = None
         self.num_sequences = (len(self.stream) - 1) // seq_length
         if self.num_sequences < 1:
             part = "text" if split == "all" else f"{split} part"
@@ -301,17 +321,8 @@ class Corpus(Dataset):
                 f" and one sequence takes {seq_length + 1}; give more text, or a --seq-length of at"
                 f" most {max(1, len(self.stream) - 1)}"
             )
-
-    def sequence_of(self, sample: int) -> int:
-        """Which sequence sample number `sample` is."""
-        epoch, position = divmod(int(sample), self.num_sequences)
-        if self.seed is None:
-            return position
-        if epoch != self.epoch:
-            generator = np.random.default_rng([self.seed, epoch])
-            self.order = generator.permutation(self.num_sequences)
-            self.epoch = epoch
-        return int(self.order[position])
+        # sample number -> sequence
+        self.sequence_of = Order(self.num_sequences, seed)
 
     def batch(self, samples) -> Batch:
         """samples: b global sample numbers."""

@@ -25,10 +25,10 @@ from model_config import GPTConfig
 from prompt_tuning import PARAMETER_PREFIX, VirtualPrompts, apply, apply_tables, initial_values
 from prompts import commands, nemo_config, prompt_data
 from prompts.nemo_config import PromptConfig, PTuning
-from prompts.prompt_data import PromptData
 from prompts.template import PromptError, Template
 from proof.kinds import config_of
 from sharding import num_parameters
+from tuning.packing import Padded
 
 # of the byte tokenizer
 V = 257
@@ -91,7 +91,7 @@ def test_a_template_by_hand():
     record = {"text": "good", "label": "ok"}
     example = Template(**t).fill(record, ByteTokenizer(), V, 64)
     assert "".join(map(show, example.ids)) == "<0><1><2>good is<3><4>ok$"
-    assert example.loss_from == 12
+    assert example.counted.index(True) == 12
     assert not example.truncated
     question = filled(t, {"text": "good"}, first=V + 10, answer=False)
     assert question == "<10><11><12>good is<13><14>"
@@ -115,7 +115,7 @@ def test_labels_by_hand():
     whole = Template(**template(answer_only_loss=False))
     for t, expected in ((answer, "ok$"), (whole, "good isok$")):
         example = t.fill({"text": "good", "label": "ok"}, ByteTokenizer(), V, 64)
-        data = PromptData([example], V, None, multiple_of=4)
+        data = Padded([example], None, multiple_of=4)
         batch = data.batch([0])
         assert data.s == 16
         assert batch.tokens.shape == batch.targets.shape == (1, 16)
@@ -134,12 +134,12 @@ def test_epochs_are_permutations():
     t = Template(**template())
     records = [{"text": str(n), "label": "x"} for n in range(7)]
     examples = [t.fill(record, ByteTokenizer(), V, 64) for record in records]
-    data = PromptData(examples, V, seed=3)
+    data = Padded(examples, seed=3)
     epochs = [[data.example(n).ids for n in range(start, start + 7)] for start in (0, 7)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(example.ids for example in examples)
     assert epochs[0] != epochs[1]
-    assert PromptData(examples, V, seed=3).example(9).ids == epochs[1][2]
-    assert PromptData(examples, V, None).example(2) is examples[2]
+    assert Padded(examples, seed=3).example(9).ids == epochs[1][2]
+    assert Padded(examples, None).example(2) is examples[2]
 
 
 MARKERS = "<|VIRTUAL_PROMPT_0|><|VIRTUAL_PROMPT_1|>"
