@@ -558,18 +558,6 @@ def test_tasks_one_after_the_other(base, tmp_path, capsys):
     assert files_in(base / "checkpoints") == before
 
 
-def test_the_logits_of_a_task_stay(base):
-    """With one table and with two, they are the same."""
-    tables = {task: torch.randn(5, 64) for task in "ab"}
-    ids = torch.tensor([[*range(V, V + 5), 1, 2]])
-    logits = []
-    for tasks in ("a", "ab"):
-        model, _ = loading.load_model(base)
-        apply_tables(model, PromptConfig.of(config(tuple(tasks), style="inference")), tables)
-        logits.append(model(ids))
-    assert torch.equal(*logits)
-
-
 def test_resume_goes_on_bit_for_bit(base, tmp_path, capsys):
     encoder = dict(encoder_type="lstm", encoder_hidden=4)
     content = for_base(base, style="p-tuning", p_tuning=encoder)
@@ -882,20 +870,3 @@ def test_layouts_learn_alike(base, tmp_path):
     one, two = load_file(prompts), load_file(out / "prompts.safetensors")
     for task, table in one.items():
         assert (table - two[task]).abs().max() < 1e-4 * table.abs().max()
-
-
-@pytest.mark.repetition
-def test_layouts_answer_alike(base, tmp_path, capsys):
-    """test_generate.py has the same without prompts."""
-    assert learn(tmp_path / "one", for_base(base, style="p-tuning")) == 0
-    prompts = tmp_path / "one" / "prompts.safetensors"
-    capsys.readouterr()
-    test = base / "test.jsonl"
-    _, expected, _ = infer("generate", prompts, base, test, capsys)
-    paths = ("--prompts", prompts, "--checkpoint", base, "--data", test)
-    run = processes.run(
-        ["prompt_tuning.py", "generate", *paths, *INFER_FLAGS, "--pp", "2"], world=2
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == expected
-    assert len(expected.splitlines()) == 12

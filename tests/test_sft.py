@@ -620,7 +620,7 @@ def test_an_imported_model_keeps_its_template(families, chats, tmp_path):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--loss-on", "all"], "--data: learns from what? --data FILE names conversations"),
+        (["--loss-on", "all"], "--data: sft.py needs --data FILE"),
         (["--data", "nowhere"], "--data nowhere: cannot be read"),
         (["--data", "one"], "has one conversation, and one is held out"),
         (["--data", "one", "--chat-template", "nowhere"], "--chat-template nowhere"),

@@ -147,7 +147,7 @@ def open_examples(config, world, chat: Chat, read: Callable, what: str) -> tuple
             others = "" if val_data is None else ", or --val-data FILE,"
             raise ChatError(
                 f"--data {' '.join(config.data)}: has one {what}, and one is held out;"
-                f" more{others} would do"
+                f" more{others} would do ({summary})"
             )
         examples, held_out = examples[:-n], examples[-n:]
         summary += f"; {n:,} of them held out"
