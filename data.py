@@ -111,6 +111,7 @@ def tokenize_parts(jobs: list[tuple], workers: int, show: bool) -> None:
     whether to print the progress, in one line that is written again."""
     start = time.time()
     mebibytes = 0
+    done = 0
     with ThreadPoolExecutor(workers) as pool:
         try:
             futures = [pool.submit(tokenize_part, *job) for job in jobs]
@@ -119,9 +120,11 @@ def tokenize_parts(jobs: list[tuple], workers: int, show: bool) -> None:
                 rate = mebibytes / max(time.time() - start, 1e-9)
                 if show:
                     message = f"\rdata: tokenized {done}/{len(jobs)} parts, {rate:.1f} MiB/s"
-                    terminal.say(message, error=True, end="\n" if done == len(jobs) else "")
+                    terminal.say(message, error=True, end="")
         finally:
             pool.shutdown(cancel_futures=True)
+            if show and done:
+                terminal.say(error=True)
 
 
 def merge_parts(targets: list[str], folder: Path, corpus: str, tokenizer) -> None:
