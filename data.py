@@ -27,7 +27,7 @@ Without `--data` the corpus is the source code of Python's standard library, whi
 that runs this has. Several corpora with weights are interleaved (corpus/blend.py).
 
 Text is tokenized once. The stream is cached under a key of the files' contents, the tokenizer and
-this format (corpus/token_cache.py). Ranks and processes share the work, part by part; complete
+this format (corpus/token_cache.py). Ranks and threads share the work, part by part; complete
 parts survive a kill. A cached stream that has changed since it was written is built again.
 
 Not covered: Megatron-LM keeps an index of documents and samples per epoch on disk. Here a
@@ -44,19 +44,20 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from attention.document_mask import documents_of
 from base import terminal
-from base.device_queue import to_device
 from corpus import token_cache
 from corpus.blend import Blend, parse_weights
+from corpus.datasets import Batch, Dataset, Order
 from corpus.documents import (
     DataError,
     Piece,
@@ -70,59 +71,23 @@ from corpus.documents import (
 )
 from corpus.lockstep import Lockstep
 from corpus.tokenizer import TokenizerError, make_tokenizer
-from corpus.workers import run_jobs
 
 # Part of the cache key: raise it when the same text would be cached differently.
 FORMAT = "3"
-# Bytes of text that one process tokenizes at a time.
+# Bytes of text that one thread tokenizes at a time.
 PART_BYTES = 16 * 2**20
 # The last 1/20 of the stream is never trained on.
 HELD_OUT = 20
-
-
-class Batch(NamedTuple):
-    # [b, s] int64
-    tokens: Tensor
-    # [b, s] int64: the next token of each
-    targets: Tensor
-    # [b, s] bool: the targets that count
-    loss_mask: Tensor
-    # [b] int64: global sample numbers, for the dropout key
-    samples: Tensor
-    # [b, s] int64, not decreasing along a row: the number of each token's document. None: attention
-    # and positions do not know of documents (attention/document_mask.py)
-    documents: Tensor | None = None
-    # [b, s] bool: the positions that hold a token; the others are padding. None: all of them
-    real: Tensor | None = None
-
-    def to(self, device) -> "Batch":
-        return Batch(*(None if x is None else to_device(x, device) for x in self))
-
-
-class Dataset:
-    """What a run learns from. A sample is a row of `s` positions; batch(samples) gives a Batch."""
-
-    s: int
-
-    def counted_tokens(self, samples) -> int:
-        """How many targets of these samples count: known before any forward."""
-        return self.positions(samples)
-
-    def positions(self, samples) -> int:
-        """How many positions of these samples hold a token, and are not padding."""
-        return len(samples) * self.s
-
 
 # --------------------------------------------------------------------------------------------------
 # Text to a stream of token ids on disk
 
 
-def tokenize_part(pieces: list[Piece], tokenizer_name: str, target: str) -> int:
+def tokenize_part(pieces: list[Piece], tokenizer, target: str) -> int:
     """Tokenize the documents of one part and write them to disk (`token_cache.write_part`).
 
     Returns the bytes of text. Raises DataError.
     """
-    tokenizer = make_tokenizer(tokenizer_name)
     dtype = token_cache.token_type(tokenizer.vocab_size)
     bos = [] if tokenizer.bos is None else [tokenizer.bos]
     stream = [np.zeros(0, dtype)]
@@ -130,7 +95,7 @@ def tokenize_part(pieces: list[Piece], tokenizer_name: str, target: str) -> int:
     table = []
     for path, start, stop in pieces:
         for text in filter(None, read_documents(path, start, stop)):
-            document = (bos, tokenizer.encode(text), [tokenizer.eot])
+            document = (bos, tokenizer.encode_in_thread(text), [tokenizer.eot])
             ids = np.concatenate([np.asarray(part, dtype) for part in document])
             raw = text.encode("utf-8")
             digest = hashlib.blake2b(raw, digest_size=8).digest()
@@ -139,6 +104,27 @@ def tokenize_part(pieces: list[Piece], tokenizer_name: str, target: str) -> int:
     rows = np.array(table, np.uint64).reshape(-1, 3)
     token_cache.write_part(target, np.concatenate(stream), rows)
     return int(rows[:, 2].sum())
+
+
+def tokenize_parts(jobs: list[tuple], workers: int, show: bool) -> None:
+    """`tokenize_part` of each job, in threads: tokenizers release Python's global lock. show:
+    whether to print the progress, in one line that is written again."""
+    start = time.time()
+    mebibytes = 0
+    done = 0
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            futures = [pool.submit(tokenize_part, *job) for job in jobs]
+            for done, future in enumerate(as_completed(futures), 1):
+                mebibytes += future.result() / 2**20
+                rate = mebibytes / max(time.time() - start, 1e-9)
+                if show:
+                    message = f"\rdata: tokenized {done}/{len(jobs)} parts, {rate:.1f} MiB/s"
+                    terminal.say(message, error=True, end="")
+        finally:
+            pool.shutdown(cancel_futures=True)
+            if show and done:
+                terminal.say(error=True)
 
 
 def merge_parts(targets: list[str], folder: Path, corpus: str, tokenizer) -> None:
@@ -193,8 +179,8 @@ def build(files, corpus: str, tokenizer, folder: Path, lockstep: Lockstep, worke
         jobs = []
         for pieces, target in list(zip(parts, targets))[lockstep.rank :: lockstep.world]:
             if not token_cache.part_is_complete(target):
-                jobs.append((pieces, tokenizer.name, target))
-        run_jobs(tokenize_part, jobs, workers, show=lockstep.rank == 0)
+                jobs.append((pieces, tokenizer, target))
+        tokenize_parts(jobs, workers, show=lockstep.rank == 0)
 
     def merge():
         with token_cache.cache_errors(folder.parent):
@@ -219,7 +205,7 @@ def prepare(
     """The folder of the tokenized corpus, built unless the cache holds it undamaged.
 
     exchange(object): every rank's object on every rank (`all_gather_object`); all ranks call this
-    function together. workers: processes of this rank. flag: what named the paths, for messages.
+    function together. workers: threads of this rank. flag: what named the paths, for messages.
     skip_bad: leave out files that are not UTF-8. Raises DataError, the same one on every rank.
     """
     lockstep = Lockstep(exchange, rank, world)
@@ -289,10 +275,7 @@ class Corpus(Dataset):
         # [tokens], on disk
         self.stream = splits[split]
         self.s = seq_length
-        self.seed = seed
         self.document_mask = document_mask
-        # the epoch whose permutation is in self.order
-        self.epoch = None
         self.num_sequences = (len(self.stream) - 1) // seq_length
         if self.num_sequences < 1:
             part = "text" if split == "all" else f"{split} part"
@@ -301,17 +284,8 @@ class Corpus(Dataset):
                 f" and one sequence takes {seq_length + 1}; give more text, or a --seq-length of at"
                 f" most {max(1, len(self.stream) - 1)}"
             )
-
-    def sequence_of(self, sample: int) -> int:
-        """Which sequence sample number `sample` is."""
-        epoch, position = divmod(int(sample), self.num_sequences)
-        if self.seed is None:
-            return position
-        if epoch != self.epoch:
-            generator = np.random.default_rng([self.seed, epoch])
-            self.order = generator.permutation(self.num_sequences)
-            self.epoch = epoch
-        return int(self.order[position])
+        # sample number -> sequence
+        self.sequence_of = Order(self.num_sequences, seed)
 
     def batch(self, samples) -> Batch:
         """samples: b global sample numbers."""

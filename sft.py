@@ -38,12 +38,9 @@ if __name__ == "__main__":
 
     start.lesson("sft", command="tuning.sft_command")
 
-import hashlib
-import json
 from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
-from prompts.prompt_data import PromptData
 from tuning.chat_template import ChatError, ChatTemplate, ChatTokenizer, Tokens
 from tuning.packing import Example
 
@@ -185,22 +182,3 @@ def first_token(tokens: Tokens, start: int) -> int:
 
 def message(role: str, content: str) -> dict:
     return {"role": role, "content": content}
-
-
-# --- batches --------------------------------------------------------------------------------------
-
-
-class Conversations(PromptData):
-    """A data set of conversations: each row has one, padded to a common length. Padding is never a
-    target."""
-
-    def __init__(
-        self, examples: list[Example], vocab_size: int, seed: int | None, multiple_of: int = 1
-    ):
-        """Arguments as of PromptData."""
-        super().__init__(examples, vocab_size, seed, multiple_of)
-        content = json.dumps(examples).encode()
-        self.index["corpus"] = hashlib.sha256(content).hexdigest()[:16]
-
-    def is_target(self, example: Example) -> list[bool]:
-        return example.counted

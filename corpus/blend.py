@@ -28,6 +28,7 @@ from fractions import Fraction
 import torch
 
 from base import terminal
+from corpus.datasets import Batch, Dataset
 from corpus.documents import DataError, fingerprint
 
 
@@ -87,7 +88,7 @@ class Interleave:
         return k, taken[k]
 
 
-class Blend:
+class Blend(Dataset):
     """Several corpora as one, with the interface of a `data.Corpus`."""
 
     def __init__(self, corpora: list, weights: list[Fraction]):
@@ -111,8 +112,8 @@ class Blend:
             "bytes": round(tokens * bytes_per_token),
         }
 
-    def batch(self, samples):
-        """The `data.Batch` of b global sample numbers."""
+    def batch(self, samples) -> Batch:
+        """samples: b global sample numbers."""
         rows = []
         for sample in samples:
             k, m = self.locate(sample)
@@ -121,14 +122,6 @@ class Blend:
         fields = [None if of_rows[0] is None else torch.cat(of_rows) for of_rows in zip(*rows)]
         # Each corpus counts its own samples; dropout needs the blend's numbers.
         return rows[0]._make(fields)._replace(samples=torch.as_tensor(list(samples)))
-
-    def counted_tokens(self, samples) -> int:
-        """How many targets of these samples count: known before any forward."""
-        return self.positions(samples)
-
-    def positions(self, samples) -> int:
-        """How many positions of these samples hold a token: all."""
-        return len(samples) * self.s
 
 
 def main():

@@ -5,8 +5,8 @@
     a.txt.gz, b.jsonl.gz the same, compressed
     folder/              all text files below it; names that begin with a dot are skipped
 
-Large files are cut into pieces (file, start, stop), so that several processes can read one file.
-A piece ends at a line end.
+Large files are cut into pieces (file, start, stop), so that threads and ranks can share one file. A
+piece ends at a line end.
 
 Text that cannot be used is an error: one line with the file, the cause and what to do. Only inside
 a folder are empty and binary files skipped, and a message counts them.

@@ -62,6 +62,10 @@ class Tokenizer:
     padding = None
     files: ClassVar[dict[str, bytes]] = {}
 
+    def encode_in_thread(self, text: str):
+        """As `encode`; other threads run meanwhile. Raises what `encode` raises."""
+        return self.encode(text)
+
 
 class ByteTokenizer(Tokenizer):
     """The 256 bytes of UTF-8, and an end-of-text token."""
@@ -208,15 +212,21 @@ class FileTokenizer(Tokenizer):
         is_prefixed = processed[:n] != plain and processed[1 : n + 1] == plain
         return processed[0] if is_prefixed else None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, in_thread: bool = False) -> list[int]:
         """Raises UnicodeEncodeError for half of a surrogate pair; TokenizerError."""
         # The library would raise an error of its own for the former.
         text.encode()
         try:
             with library_errors():
+                if in_thread:
+                    return self.tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
                 return self.tokenizer.encode(text, add_special_tokens=False).ids
         except ValueError as e:
             raise TokenizerError(str(e)) from None
+
+    def encode_in_thread(self, text: str) -> list[int]:
+        # Only for a batch the library releases Python's global lock.
+        return self.encode(text, in_thread=True)
 
     def decode(self, ids) -> str:
         return self.tokenizer.decode([i for i in ids if i != self.bos and i not in self.stop_ids])

@@ -23,8 +23,8 @@ from corpus.tokenizer import ByteTokenizer
 from data import Batch
 from lessons import demo, form
 from prompts.nemo_config import PromptConfig
-from prompts.prompt_data import PromptData
 from prompts.template import Template
+from tuning.packing import Padded
 
 # the two tasks: name -> the right answer for a word
 ANSWERS = {"first": lambda word: word[0], "last": lambda word: word[-1]}
@@ -70,7 +70,7 @@ def examples_of(template: Template, records: list[dict], first_id: int) -> Batch
     """All records as one batch."""
     tokenizer = ByteTokenizer()
     examples = [template.fill(record, tokenizer, first_id, 32) for record in records]
-    return PromptData(examples, tokenizer.vocab_size, seed=None).batch(range(len(records)))
+    return Padded(examples, seed=None).batch(range(len(records)))
 
 
 def with_capitals() -> Batch:

@@ -18,8 +18,9 @@ import gpt
 import sharding
 from corpus.tokenizer import ByteTokenizer
 from lessons import demo, form
-from sft import Chat, Conversations, Example, message
+from sft import Chat, Example, message
 from tuning.chat_template import ChatTokenizer, open_template
+from tuning.packing import Padded
 
 TOKENIZER = ByteTokenizer()
 NEW_WORDS = ("hgfe", "badc", "ccgh")
@@ -94,7 +95,7 @@ def new_model() -> gpt.GPT:
 
 def learn(model: gpt.GPT, examples: list[Example]) -> demo.Learned:
     """Train until the conversations are learned or MOST_STEPS are over."""
-    dataset = Conversations(examples, TOKENIZER.vocab_size, seed=0)
+    dataset = Padded(examples, seed=0)
 
     def loss_of(step: int) -> Tensor:
         samples = range(step * BATCH, (step + 1) * BATCH)
@@ -145,7 +146,7 @@ def teach_weights(lesson: form.Lesson) -> None:
     )
     answers = ("a", "a" * 18)
     examples = [example_of(lesson, "b", answer) for answer in answers]
-    dataset = Conversations(examples, TOKENIZER.vocab_size, seed=None)
+    dataset = Padded(examples, seed=None)
     batch = dataset.batch([0, 1])
     # of each conversation, if every token has a loss of 1
     sums = batch.loss_mask.sum(1)  # [2]

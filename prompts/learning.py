@@ -29,7 +29,7 @@ from model_config import GPTConfig
 from prompt_tuning import PARAMETER_PREFIX
 from prompts import prompt_file
 from prompts.nemo_config import PromptConfig
-from prompts.prompt_data import PromptData, read_examples
+from prompts.prompt_data import read_examples
 from prompts.template import PromptError
 from run.config import ConfigError, flag
 from run.finish import draw_loss
@@ -38,6 +38,7 @@ from run.task import Task
 from sharding import shard_of, sharding_of
 from tuning.adapter_training import PeftConfig
 from tuning.frozen_base import FrozenBase, read_base
+from tuning.packing import Padded
 
 # of --lr, where prompts learn
 LEARNING_RATE = 0.03
@@ -113,7 +114,7 @@ class PromptLearningConfig(PeftConfig):
 # --- what a run begins with -----------------------------------------------------------------------
 
 
-def open_data(config, world, tokenizer) -> tuple[PromptData, PromptData]:
+def open_data(config, world, tokenizer) -> tuple[Padded, Padded]:
     """(training set, held-out set). config: a PromptLearningConfig. Raises PromptError."""
     prompts = PromptConfig.read(config.prompt_config, world.say)
     data = prompts.data
@@ -135,7 +136,7 @@ def open_data(config, world, tokenizer) -> tuple[PromptData, PromptData]:
         paths = getattr(data, name)
         examples, _, summary = read_examples(paths, templates, first_ids, tokenizer, limit)
         usable = [example for example in examples if example]
-        sets.append(PromptData(usable, model.vocab_size, seed, shards))
+        sets.append(Padded(usable, seed, shards))
         summaries.append(f"{name}: {summary}")
     world.say("; ".join(summaries))
     return tuple(sets)

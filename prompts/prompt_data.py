@@ -1,20 +1,15 @@
-"""The data of prompt learning: JSON lines become examples, and these become batches.
+"""The data of prompt learning: JSON lines become examples.
 
     python -m prompts.prompt_data       an example, token by token
 
 A virtual token is never a target. With `answer_only_loss` only the answer is, and the end of text.
 """
 
-import hashlib
-import json
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 
-import numpy as np
-import torch
-
 from base import json_files, terminal
-from data import Batch, Dataset
 from prompts.template import Example, PromptError, Template
 
 # with more, answers are no classes
@@ -105,76 +100,6 @@ def never_learned(
     ]
 
 
-# --- batches --------------------------------------------------------------------------------------
-
-
-class PromptData(Dataset):
-    """Examples as batches, with the interface of a data set of data.py. Sample number n is an
-    example of epoch 0, then of epoch 1, and so on; all are padded to one length, `s`."""
-
-    def __init__(
-        self, examples: list[Example], vocab_size: int, seed: int | None, multiple_of: int = 1
-    ):
-        """seed: of the order, None for the order of the file. multiple_of: what the padded length
-        must be divisible by (sequence parallelism)."""
-        self.examples = examples
-        self.vocab_size = vocab_size
-        self.seed = seed
-        # the epoch whose order is in `order`
-        self.epoch = None
-        longest = max(len(example.ids) for example in examples) - 1
-        self.s = -(-longest // multiple_of) * multiple_of
-        self.num_sequences = len(examples)
-        num_tokens = sum(len(example.ids) for example in examples)
-        text = json.dumps([example.ids for example in examples])
-        self.index = {
-            "tokens": num_tokens,
-            "bytes": num_tokens,
-            "corpus": hashlib.sha256(text.encode()).hexdigest()[:16],
-        }
-
-    def example(self, sample: int) -> Example:
-        epoch, n = divmod(int(sample), self.num_sequences)
-        if self.seed is None:
-            return self.examples[n]
-        if epoch != self.epoch:
-            generator = np.random.default_rng([self.seed, epoch])
-            self.order = generator.permutation(self.num_sequences)
-            self.epoch = epoch
-        return self.examples[self.order[n]]
-
-    def is_target(self, example: Example) -> list[bool]:
-        """For each token of an example, whether the loss is taken on it."""
-        return [
-            n >= example.loss_from and token < self.vocab_size
-            for n, token in enumerate(example.ids)
-        ]
-
-    def batch(self, samples) -> Batch:
-        """samples: b global sample numbers. All but these are [b, s]; a target that does not count
-        is 0. The last id of an example is only a target, so where it stands is padding."""
-        samples = list(samples)
-        ids = torch.zeros(len(samples), self.s + 1, dtype=torch.int64)
-        mask = torch.zeros_like(ids, dtype=torch.bool)
-        real = torch.zeros_like(mask[:, 1:])
-        for row, sample in enumerate(samples):
-            example = self.example(sample)
-            ids[row, : len(example.ids)] = torch.tensor(example.ids)
-            mask[row, : len(example.ids)] = torch.tensor(self.is_target(example))
-            real[row, : len(example.ids) - 1] = True
-        targets = ids * mask
-        samples = torch.as_tensor(samples)
-        return Batch(ids[:, :-1], targets[:, 1:], mask[:, 1:], samples, real=real)
-
-    def counted_tokens(self, samples) -> int:
-        """How many targets of these samples count: known before any forward."""
-        # The first token of an example is nobody's target.
-        return sum(sum(self.is_target(self.example(sample))[1:]) for sample in samples)
-
-    def positions(self, samples) -> int:
-        return sum(len(self.example(sample).ids) - 1 for sample in samples)
-
-
 # --- python -m prompts.prompt_data ----------------------------------------------------------------
 
 
@@ -205,8 +130,7 @@ def main():
         if example is None:
             print("skipped")
             continue
-        batch = PromptData([example], tokenizer.vocab_size, seed=None).batch([0])
-        targets = batch.targets[batch.loss_mask].tolist()
+        targets = itertools.compress(example.ids, example.counted)
         print(" ".join(show(token, tokenizer) for token in example.ids))
         print(
             f"    {len(example.ids)} tokens; the loss is taken on"

@@ -27,6 +27,8 @@ from base.errors import InputError
 MARKER = re.compile(r"<\|VIRTUAL_PROMPT_(\d+)\|>")
 FIELD = re.compile(r"\{(\w+)\}")
 MARKER_OR_FIELD = re.compile(r"(<\|VIRTUAL_PROMPT_\d+\|>|\{\w+\})")
+# in the place of a field's name, which has only word characters
+VIRTUAL = "<|VIRTUAL_PROMPT|>"
 # what an output file has beside the fields of a template
 RESERVED = {"taskname", "prediction", "finish"}
 
@@ -37,11 +39,12 @@ class PromptError(InputError):
 
 
 class Example(NamedTuple):
-    taskname: str
+    """As packing.Example."""
+
     # text and virtual tokens
     ids: list[int]
-    # the tokens from this position on are targets, if they are text
-    loss_from: int
+    # for each whether it is a target: a virtual token never is
+    counted: list[bool]
     truncated: bool
 
 
@@ -131,13 +134,15 @@ class Template(Struct, forbid_unknown_fields=True, frozen=True):
             if excess > len(cut):
                 return None
             del cut[len(cut) - excess :]
-        loss_from = 0
-        if self.answer_only_loss:
-            loss_from = sum(len(ids) for name, ids in parts if name != self.answer_field)
-        ids = list(itertools.chain.from_iterable(ids for _, ids in parts))
+        ids, counted = [], []
+        for name, part in parts:
+            ids += part
+            is_target = name == self.answer_field if self.answer_only_loss else name != VIRTUAL
+            counted += [is_target] * len(part)
         if answer:
             ids.append(tokenizer.eot)
-        return Example(self.taskname, ids, loss_from, truncated=excess > 0)
+            counted.append(True)
+        return Example(ids, counted, truncated=excess > 0)
 
     def check_record(self, record: dict, answer: bool) -> None:
         """Raises PromptError where the fields are not the template's."""
@@ -156,7 +161,7 @@ class Template(Struct, forbid_unknown_fields=True, frozen=True):
     def encode(
         self, record: dict, tokenizer, first_virtual: int, answer: bool
     ) -> list[tuple[str | None, list[int]]]:
-        """(field or None, its token ids) for each piece of the template."""
+        """(field, VIRTUAL or None, its token ids) for each piece of the template."""
         # the id of the first virtual token at each marker
         starts = list(itertools.accumulate(self.virtual_token_splits, initial=first_virtual))
         parts = []
@@ -165,7 +170,7 @@ class Template(Struct, forbid_unknown_fields=True, frozen=True):
             field = FIELD.fullmatch(piece)
             if marker:
                 number = int(marker[1])
-                parts.append((None, list(range(starts[number], starts[number + 1]))))
+                parts.append((VIRTUAL, list(range(starts[number], starts[number + 1]))))
             elif not field:
                 parts.append((None, [int(i) for i in tokenizer.encode(piece)]))
             elif answer or field[1] != self.answer_field:

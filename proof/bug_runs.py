@@ -31,7 +31,6 @@ from proof.mutations import Bug, of_one_device
 from run.config import RunConfig
 from run.evaluation import evaluate
 from tuning.packing import Example, Packed
-from tuning.preference_data import PairBatch
 from tuning.preference_learning import DPOTask
 
 # Bytes as tokens. Mutations rely on 8 sequences a step.
@@ -127,7 +126,7 @@ class PairsOfTexts(Texts):
         super().__init__(s, held_out)
         self.last_token = last_token
 
-    def batch(self, samples) -> PairBatch:
+    def batch(self, samples) -> data.Batch:
         own = super().batch([n - n % 2 for n in samples]).tokens
         others = super().batch([n + 1 - n % 2 for n in samples]).tokens * 7 % 95 + 32
         self.latest = list(samples)
@@ -138,7 +137,7 @@ class PairsOfTexts(Texts):
         mask = at == last if self.last_token else (at >= self.s // 2 - 1) & (at < last)
         numbers = torch.tensor(self.latest)
         reference = None if self.reference is None else self.reference[numbers]
-        return PairBatch(tokens, tokens.roll(-1, 1), mask, numbers, reference=reference)
+        return data.Batch(tokens, tokens.roll(-1, 1), mask, numbers, reference=reference)
 
 
 def kind_of_texts(config: RunConfig) -> tuple:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 import data
 from tuning.preference_command import PreferenceConfig
-from tuning.preference_data import PairBatch
 from tuning.prompt_set import Question
 from tuning.reinforcement_command import ReinforcementConfig
 from tuning.sft_command import SFTConfig
@@ -129,7 +128,7 @@ class SyntheticPairs(Synthetic):
         super().__init__(seq_length, vocab_size)
         self.last_token = last_token
 
-    def batch(self, samples) -> PairBatch:
+    def batch(self, samples) -> data.Batch:
         self.latest = list(samples)
         at = torch.arange(self.s)
         tokens = []
@@ -143,7 +142,7 @@ class SyntheticPairs(Synthetic):
         tokens = torch.stack(tokens)
         numbers = torch.tensor(self.latest)
         reference = None if self.reference is None else self.reference[numbers]
-        return PairBatch(
+        return data.Batch(
             tokens[:, :-1], tokens[:, 1:], torch.stack(mask), numbers, reference=reference
         )
 

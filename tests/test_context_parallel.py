@@ -24,8 +24,7 @@ from proof.kinds import config_of
 from run import rules
 from run.config import ConfigError
 from run.pretraining import Config
-from sft import Conversations
-from tuning.packing import Example
+from tuning.packing import Example, Padded
 
 # queries in groups of two; key heads for tensor parallelism times exchanged heads
 GROUPED = LLAMA | dict(num_heads=8, num_kv_heads=4, seq_length=32)
@@ -231,7 +230,7 @@ def test_rows_are_padded_to_what_can_be_cut(cp, tp):
     config = Config(cp=cp, tp=tp, sequence_parallel=tp > 1)
     assert config.length_multiple == {(1, 1): 1, (2, 1): 4, (4, 1): 8, (2, 2): 8}[cp, tp]
     examples = [Example(list(range(1, n)), [True] * (n - 1)) for n in (6, 11, 15)]
-    rows, cut = (Conversations(examples, 61, None, m) for m in (1, config.length_multiple))
+    rows, cut = (Padded(examples, None, m) for m in (1, config.length_multiple))
     batch, padded = rows.batch([0, 1, 2]), cut.batch([0, 1, 2])
     length = batch.tokens.shape[1]
     assert padded.tokens.shape[1] == -(-length // config.length_multiple) * config.length_multiple

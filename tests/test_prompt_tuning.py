@@ -25,10 +25,10 @@ from model_config import GPTConfig
 from prompt_tuning import PARAMETER_PREFIX, VirtualPrompts, apply, apply_tables, initial_values
 from prompts import commands, nemo_config, prompt_data
 from prompts.nemo_config import PromptConfig, PTuning
-from prompts.prompt_data import PromptData
 from prompts.template import PromptError, Template
 from proof.kinds import config_of
 from sharding import num_parameters
+from tuning.packing import Padded
 
 # of the byte tokenizer
 V = 257
@@ -91,7 +91,7 @@ def test_a_template_by_hand():
     record = {"text": "good", "label": "ok"}
     example = Template(**t).fill(record, ByteTokenizer(), V, 64)
     assert "".join(map(show, example.ids)) == "<0><1><2>good is<3><4>ok$"
-    assert example.loss_from == 12
+    assert example.counted.index(True) == 12
     assert not example.truncated
     question = filled(t, {"text": "good"}, first=V + 10, answer=False)
     assert question == "<10><11><12>good is<13><14>"
@@ -115,7 +115,7 @@ def test_labels_by_hand():
     whole = Template(**template(answer_only_loss=False))
     for t, expected in ((answer, "ok$"), (whole, "good isok$")):
         example = t.fill({"text": "good", "label": "ok"}, ByteTokenizer(), V, 64)
-        data = PromptData([example], V, None, multiple_of=4)
+        data = Padded([example], None, multiple_of=4)
         batch = data.batch([0])
         assert data.s == 16
         assert batch.tokens.shape == batch.targets.shape == (1, 16)
@@ -134,12 +134,12 @@ def test_epochs_are_permutations():
     t = Template(**template())
     records = [{"text": str(n), "label": "x"} for n in range(7)]
     examples = [t.fill(record, ByteTokenizer(), V, 64) for record in records]
-    data = PromptData(examples, V, seed=3)
+    data = Padded(examples, seed=3)
     epochs = [[data.example(n).ids for n in range(start, start + 7)] for start in (0, 7)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(example.ids for example in examples)
     assert epochs[0] != epochs[1]
-    assert PromptData(examples, V, seed=3).example(9).ids == epochs[1][2]
-    assert PromptData(examples, V, None).example(2) is examples[2]
+    assert Padded(examples, seed=3).example(9).ids == epochs[1][2]
+    assert Padded(examples, None).example(2) is examples[2]
 
 
 MARKERS = "<|VIRTUAL_PROMPT_0|><|VIRTUAL_PROMPT_1|>"
@@ -558,18 +558,6 @@ def test_tasks_one_after_the_other(base, tmp_path, capsys):
     assert files_in(base / "checkpoints") == before
 
 
-def test_the_logits_of_a_task_stay(base):
-    """With one table and with two, they are the same."""
-    tables = {task: torch.randn(5, 64) for task in "ab"}
-    ids = torch.tensor([[*range(V, V + 5), 1, 2]])
-    logits = []
-    for tasks in ("a", "ab"):
-        model, _ = loading.load_model(base)
-        apply_tables(model, PromptConfig.of(config(tuple(tasks), style="inference")), tables)
-        logits.append(model(ids))
-    assert torch.equal(*logits)
-
-
 def test_resume_goes_on_bit_for_bit(base, tmp_path, capsys):
     encoder = dict(encoder_type="lstm", encoder_hidden=4)
     content = for_base(base, style="p-tuning", p_tuning=encoder)
@@ -882,20 +870,3 @@ def test_layouts_learn_alike(base, tmp_path):
     one, two = load_file(prompts), load_file(out / "prompts.safetensors")
     for task, table in one.items():
         assert (table - two[task]).abs().max() < 1e-4 * table.abs().max()
-
-
-@pytest.mark.repetition
-def test_layouts_answer_alike(base, tmp_path, capsys):
-    """test_generate.py has the same without prompts."""
-    assert learn(tmp_path / "one", for_base(base, style="p-tuning")) == 0
-    prompts = tmp_path / "one" / "prompts.safetensors"
-    capsys.readouterr()
-    test = base / "test.jsonl"
-    _, expected, _ = infer("generate", prompts, base, test, capsys)
-    paths = ("--prompts", prompts, "--checkpoint", base, "--data", test)
-    run = processes.run(
-        ["prompt_tuning.py", "generate", *paths, *INFER_FLAGS, "--pp", "2"], world=2
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == expected
-    assert len(expected.splitlines()) == 12

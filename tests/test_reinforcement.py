@@ -404,14 +404,15 @@ def prompt_learns(patch):
 
 def prompt_is_counted(patch):
     """The mask of the answers has the prompt's tokens too."""
-    original = rollout.Rows.put
+    original = rollout.Rows.__init__
 
-    def put(self, answer, row, at):
-        place = original(self, answer, row, at)
-        self.loss_mask[row, at : place.last] = True
-        return place
+    def begin(self, answers, *sizes):
+        original(self, answers, *sizes)
+        for answer, place in zip(answers, self.places):
+            first = place.column - len(answer.prompt) + 1
+            self.all.loss_mask[place.row, first : place.last] = True
 
-    patch(rollout.Rows, "put", put)
+    patch(rollout.Rows, "__init__", begin)
 
 
 def no_document_mask(patch):

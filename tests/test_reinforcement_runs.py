@@ -326,21 +326,13 @@ SHAPED = ANY | dict(load=None, seq_length=64, answer_tokens=16)
 @pytest.mark.parametrize(
     "flags, words, world",
     [
-        (SHAPED, "--load: reinforcement learning needs --load CKPT", 1),
+        (SHAPED, "--load: reinforcement.py needs --load CKPT", 1),
         (SHAPED | dict(fp8="current"), "--fp8 current: scales depend", 1),
-        (SHAPED | dict(dropout=0.1), "--dropout 0.1: reinforcement learning has none", 1),
-        (
-            SHAPED | dict(peft="lora", lora_dropout=0.1),
-            "--lora-dropout 0.1: reinforcement",
-            1,
-        ),
+        (SHAPED | dict(dropout=0.1), "--dropout 0.1: must be 0", 1),
+        (SHAPED | dict(peft="lora", lora_dropout=0.1), "--lora-dropout 0.1: must be 0", 1),
         (SHAPED | dict(gae_lambda=0.5), "--gae-lambda 0.5: is only for --method ppo", 1),
         (SHAPED | dict(critic_lr=0.5), "--critic-lr 0.5: is only for --method ppo", 1),
-        (
-            SHAPED | dict(method="ppo", critic_lr=-1.0),
-            "--critic-lr -1.0: must be at least",
-            1,
-        ),
+        (SHAPED | dict(method="ppo", critic_lr=-1.0), "--critic-lr -1.0: must be at least", 1),
         (
             SHAPED | dict(method="ppo", lr=1e-3, min_lr=1e-4, critic_lr=1e-5),
             "--critic-lr 1e-05: must be at least --min-lr 0.0001",
@@ -459,7 +451,10 @@ def test_prompts_that_are_skipped(toy, tmp_path, capsys):
     assert run(*words, "--data", some, skip, "--out", tmp_path / "a") == 0
     assert "2 prompts; 1 skipped (1 too long); 1 of them held out" in capsys.readouterr().out
     for lines, error_words in (
-        ([good[0], long], "1 prompts that can be used; at least two"),
+        (
+            [good[0], long],
+            "has one prompt, and one is held out; more would do (1 prompts; 1 skipped",
+        ),
         ([*good, {"text": 1}], "line 3: is no prompt"),
     ):
         path = write_lines(tmp_path / "few.jsonl", lines)

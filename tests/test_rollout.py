@@ -367,13 +367,12 @@ def next_position():
 
 def next_column():
     """What is about a token stands at its own position, not at the one before."""
-    original = rollout.Rows.put
+    place = rollout.AnswerPlace
 
-    def shifted(self, answer, row, at):
-        place = original(self, answer, row, at)
-        return place._replace(column=place.column + 1)
+    def shifted(row, column, length):
+        return place(row, column + 1, length)
 
-    return mock.patch.object(rollout.Rows, "put", shifted)
+    return mock.patch.object(rollout, "AnswerPlace", shifted)
 
 
 def no_end_token():

@@ -24,10 +24,10 @@ from inference.loading import find_chat, find_tokenizer
 from lessons import demo
 from run import opening
 from run.config import ConfigError
-from sft import Chat, Conversations
+from sft import Chat
 from tuning import sft_data
 from tuning.chat_template import ChatError, ChatTokenizer, open_template
-from tuning.packing import Example, Packed
+from tuning.packing import Example, Packed, Padded
 
 USER = {"role": "user", "content": "What is 2 + 3? Grüße, 世界"}
 ANSWER = {"role": "assistant", "content": "It is 5,\nI think. 🙂"}
@@ -421,7 +421,7 @@ def test_what_cannot_be_used_is_named_or_counted(tmp_path):
     assert summary == (
         "2 conversations, 5 of 92 tokens in the loss; 2 skipped (1 nothing to learn, 1 too long)"
     )
-    with pytest.raises(ChatError, match="no conversations to train on; 1 skipped"):
+    with pytest.raises(ChatError, match="nothing to learn from; 1 skipped"):
         read(write_lines(tmp_path / "none.jsonl", [BAD[0][0]]), skip=True)
 
 
@@ -510,7 +510,7 @@ def test_a_run_goes_on_with_its_own_copy_of_the_template(one_device, tmp_path, c
 
 def test_ranks_that_read_other_conversations_are_refused():
     """A template with the time in it gives each rank its own."""
-    sets = [Conversations([Example([1, 2, token], [True] * 3)], 257, seed=None) for token in (3, 4)]
+    sets = [Padded([Example([1, 2, token], [True] * 3)], seed=None) for token in (3, 4)]
 
     def beside(*others):
         corpora = [[data_set.index["corpus"]] * 2 for data_set in others]
@@ -533,9 +533,9 @@ def test_tokens_weigh_alike_in_long_and_short_answers():
     """Two conversations, with 2 and with 21 targets: in one micro-batch, in two, and by hand."""
     chat = chat_of(ByteTokenizer())
     examples = [
-        chat.example(sft_data.messages_of(pair("ab", answer), "")) for answer in ("a", "b" * 20)
+        chat.example(sft_data.messages_of(pair("ab", answer))) for answer in ("a", "b" * 20)
     ]
-    dataset = Conversations(examples, 257, seed=None)
+    dataset = Padded(examples, seed=None)
     shape = dict(num_layers=1, hidden_size=32, num_heads=4, seq_length=64, vocab_size=257)
     config = train.Config(**shape, global_batch_size=2, precision="fp64", device="cpu")
     assert [dataset.counted_tokens([n]) for n in (0, 1)] == [2, 21]
@@ -559,7 +559,7 @@ def test_tokens_weigh_alike_in_long_and_short_answers():
 def test_packed_conversations_have_the_gradients_of_padded_ones(chats, experts):
     """All conversations once, as one step. Padding is nothing to a router either."""
     examples, _ = read(chats)
-    padded = Conversations(examples, 257, seed=None)
+    padded = Padded(examples, seed=None)
     packed = Packed(examples, 96, seed=0)
     assert packed.num_sequences < len(examples) / 2
     shape = dict(num_layers=1, hidden_size=32, num_heads=4, seq_length=96, vocab_size=257)
@@ -620,7 +620,7 @@ def test_an_imported_model_keeps_its_template(families, chats, tmp_path):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--loss-on", "all"], "--data: learns from what? --data FILE names conversations"),
+        (["--loss-on", "all"], "--data: sft.py needs --data FILE"),
         (["--data", "nowhere"], "--data nowhere: cannot be read"),
         (["--data", "one"], "has one conversation, and one is held out"),
         (["--data", "one", "--chat-template", "nowhere"], "--chat-template nowhere"),

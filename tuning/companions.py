@@ -24,7 +24,7 @@ import sharding
 from run.evaluation import run_forward
 from run.task import Task
 from train import Trainer
-from tuning.value_model import ValueModel
+from tuning.preference_learning import ValueModel
 
 
 def companion(policy: Trainer, task: Task, config) -> Task:

@@ -39,12 +39,14 @@ if __name__ == "__main__":
     start.lesson("tuning.packing")
 
 import hashlib
+import json
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from data import Batch, Dataset
+from corpus.documents import fingerprint
+from data import Batch, Dataset, Order
 
 
 class Example(NamedTuple):
@@ -83,6 +85,82 @@ def first_fit(lengths: list[int], capacity: int) -> list[list[int]]:
             node //= 2
             free[node] = max(free[2 * node], free[2 * node + 1])
     return rows
+
+
+def lay_out(rows: list[list[Example]], s: int, read_last: bool = False) -> Batch:
+    """Rows of s tokens, each with some examples, its documents, one behind the other.
+
+    The last id of an example is only a target, so the next example begins where it stands.
+    read_last: it has a position too, without a target. samples: the numbers of the rows.
+    """
+    # [b, s + 1]: behind the last example its last id stands, also in the last column
+    tokens = torch.zeros(len(rows), s + 1, dtype=torch.int64)
+    targets = torch.zeros(len(rows), s, dtype=torch.int64)
+    mask = torch.zeros_like(targets, dtype=torch.bool)
+    documents = torch.zeros_like(targets)
+    real = torch.zeros_like(mask)
+    for n, examples in enumerate(rows):
+        at = 0
+        for document, example in enumerate(examples):
+            end = at + len(example.ids) - 1
+            tokens[n, at : end + 1] = torch.tensor(example.ids)
+            targets[n, at:end] = torch.tensor(example.ids[1:])
+            mask[n, at:end] = torch.tensor(example.counted[1:])
+            at = end + read_last
+            # from here on another document: the next one, or padding
+            documents[n, at:] = document + 1
+        real[n, :at] = True
+    return Batch(tokens[:, :-1], targets, mask, torch.arange(len(rows)), documents, real)
+
+
+class Padded(Dataset):
+    """Examples as batches of one example a row, padded at the end to a common length `s`, with the
+    interface of a data set of data.py. Padding is never a target."""
+
+    # whether the last id of an example has a position, or is only a target
+    read_last = False
+
+    def __init__(self, examples: list[Example], seed: int | None, multiple_of: int = 1):
+        """seed: of the order, None for the order of the file. multiple_of: what the padded length
+        must be divisible by (sequence parallelism)."""
+        self.examples = examples
+        self.order = Order(len(examples), seed)
+        self.num_sequences = len(examples)
+        longest = max(map(self.length, examples))
+        self.s = -(-longest // multiple_of) * multiple_of
+        num_tokens = sum(len(example.ids) for example in examples)
+        self.index = {
+            "tokens": num_tokens,
+            "bytes": num_tokens,
+            "corpus": fingerprint(json.dumps(examples)),
+        }
+
+    def length(self, example: Example) -> int:
+        """Positions that an example takes."""
+        return len(example.ids) - 1 + self.read_last
+
+    def row(self, sample: int) -> int:
+        """The number of the example that a sample is."""
+        return self.order(sample)
+
+    def example(self, sample: int) -> Example:
+        return self.examples[self.row(sample)]
+
+    def batch(self, samples) -> Batch:
+        """samples: b global sample numbers. All but these are [b, s]; a target that does not count
+        is 0."""
+        samples = list(samples)
+        batch = lay_out([[self.example(n)] for n in samples], self.s, self.read_last)
+        targets = batch.targets * batch.loss_mask
+        return batch._replace(targets=targets, samples=torch.as_tensor(samples), documents=None)
+
+    def counted_tokens(self, samples) -> int:
+        """How many targets of these samples count: known before any forward."""
+        # The first token of an example is nobody's target.
+        return sum(sum(self.example(sample).counted[1:]) for sample in samples)
+
+    def positions(self, samples) -> int:
+        return sum(self.length(self.example(sample)) for sample in samples)
 
 
 class Packed(Dataset):
@@ -151,24 +229,12 @@ class Packed(Dataset):
         """samples: b global sample numbers. All but these are [b, s]; a target that does not count
         is 0."""
         samples = list(samples)
-        tokens = torch.zeros(len(samples), self.s, dtype=torch.int64)
-        targets = torch.zeros_like(tokens)
-        mask = torch.zeros_like(tokens, dtype=torch.bool)
-        documents = torch.zeros_like(tokens)
-        real = torch.zeros_like(mask)
-        for n, sample in enumerate(samples):
-            at = 0
-            for document, i in enumerate(self.row(sample)):
-                ids, counted = self.examples[i]
-                here = slice(at, at + len(ids) - 1)
-                tokens[n, here] = torch.tensor(ids[:-1])
-                targets[n, here] = torch.tensor(ids[1:])
-                mask[n, here] = torch.tensor(counted[1:])
-                at = here.stop
-                # from here on another document: the next one, or padding
-                documents[n, at:] = document + 1
-            real[n, :at] = True
-        return Batch(tokens, targets * mask, mask, torch.as_tensor(samples), documents, real)
+        batch = lay_out([[self.examples[i] for i in self.row(n)] for n in samples], self.s)
+        return batch._replace(
+            tokens=batch.tokens * batch.real,
+            targets=batch.targets * batch.loss_mask,
+            samples=torch.as_tensor(samples),
+        )
 
     def counted_tokens(self, samples) -> int:
         """How many targets of these samples count: known before any forward."""

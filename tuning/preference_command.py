@@ -15,7 +15,7 @@ from run.refusal import multiples, refuse
 from run.task import Task
 from tuning.adapter_training import PeftConfig, lr_beside_reference
 from tuning.preference_learning import DPOTask, RewardTask
-from tuning.sft_command import ChatConfig
+from tuning.sft_command import ChatConfig, check_answers
 
 
 @dataclass
@@ -37,6 +37,10 @@ class PreferenceConfig(ChatConfig):
             "a reward model has one number for a token, and no logits; leave it out",
         ),
     )
+    needed: ClassVar[dict[str, str]] = {
+        "data": "FILE, pairs of answers",
+        "load": "CKPT, the model that it begins with",
+    }
     keeps_dropout: ClassVar[bool] = False
     # a pair of answers is two rows
     least_rows: ClassVar[int] = 2
@@ -78,18 +82,7 @@ class PreferenceConfig(ChatConfig):
         return super().default_lr() if self.method == "reward" else lr_beside_reference(self)
 
     def check(self, model: MoEConfig, world: int, base_needed: bool) -> None:
-        if not self.data:
-            raise ConfigError("--data: learns from what? --data FILE names pairs of answers")
-        if not self.load and base_needed:
-            raise ConfigError("--load: starts from which model? --load CKPT names it")
-        if self.cp > 1:
-            refuse(self, "cp", "a loss sums over an answer, of which each rank would have a part")
-        if self.fp8 != "off":
-            rule = (
-                "scales depend on what is computed together, so an answer would have other rewards"
-                " in another batch; --fp8 off would fit"
-            )
-            refuse(self, "fp8", rule)
+        check_answers(self, no_dropout=self.method == "dpo")
         check_method(self)
         check_rows(self, world // self.tp // self.pp)
         super().check(model, world, base_needed)
@@ -107,13 +100,6 @@ def check_method(config: PreferenceConfig) -> None:
         return
     if config.beta is not None and not 0 < config.beta <= 1000:
         refuse(config, "beta", "must be above 0 and at most 1000; the default is 0.1")
-    for name in ("dropout", "lora_dropout"):
-        if getattr(config, name):
-            rule = (
-                "--method dpo has none: the model before training, which it is compared with, is"
-                " computed without; 0 would fit"
-            )
-            refuse(config, name, rule)
 
 
 def check_rows(config: PreferenceConfig, dp: int) -> None:

@@ -11,23 +11,25 @@ Sample 2k is the chosen answer of a pair and 2k + 1 the rejected one: two rows o
 the prompt and the answer with the token that ends it. Every epoch permutes the pairs.
 """
 
-import hashlib
-import json
-from collections import Counter
-from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from base import json_files
-from base.device_queue import to_device
-from data import Dataset
+from corpus.documents import fingerprint
+from data import Batch, Order
 from sft import Chat, message
 from tuning.chat_template import ChatError
-from tuning.packing import Example
-from tuning.sft_data import hold_out, messages_of, open_chat
+from tuning.packing import Example, Padded
+from tuning.sft_data import (
+    NO_SKIP,
+    check_length,
+    hash_of,
+    messages_of,
+    open_chat,
+    open_examples,
+    read_lines,
+)
 
 # --- lines ----------------------------------------------------------------------------------------
 
@@ -39,41 +41,36 @@ class Pair(NamedTuple):
     rejected: Example
 
 
-def read_lines(path: str, flag: str) -> Iterator[tuple[str, dict]]:
-    """(file and line, record) of each line. Raises ChatError."""
-    try:
-        for number, record in json_files.read_lines(path):
-            yield f"{flag} {path}, line {number}", record
-    except json_files.JSONError as e:
-        raise ChatError(f"{flag} {e}") from None
-
-
-def conversation(record: dict, key: str, where: str) -> list[dict]:
+def conversation(record: dict, key: str) -> list[dict]:
     """The messages of one answer, with those before it. Raises ChatError."""
     prompt, answer = record.get("prompt"), record.get(key)
     if isinstance(answer, str):
         answer = [message("assistant", answer)]
         if prompt is None:
-            raise ChatError(f'{where}: "{key}" is text, so the line needs a "prompt" too')
+            raise ChatError(f'"{key}" is text, so the line needs a "prompt" too', NO_SKIP)
     if isinstance(prompt, str):
         prompt = [message("user", prompt)]
     if not isinstance(answer, list) or not isinstance(prompt, list | None):
         raise ChatError(
-            f'{where}: is no pair; a line has "prompt", "chosen" and "rejected", each text or a'
-            " list of messages"
+            'is no pair; a line has "prompt", "chosen" and "rejected", each text or a list of'
+            " messages",
+            NO_SKIP,
         )
     # on Hugging Face a list may begin with the prompt, and the prompt stand beside it once more
     first = answer[0].get("role") if answer and isinstance(answer[0], dict) else None
     whole = answer if first != "assistant" else (prompt or []) + answer
-    messages = messages_of({"messages": whole}, f"{where}, {key}")
+    try:
+        messages = messages_of({"messages": whole})
+    except ChatError as e:
+        raise ChatError(f"{key}: {e}", NO_SKIP) from None
     if messages[-1]["role"] != "assistant":
-        raise ChatError(f"{where}, {key}: the last message is not the assistant's answer")
+        raise ChatError(f"{key}: the last message is not the assistant's answer", NO_SKIP)
     return messages
 
 
-def pair_of(record: dict, where: str, chat: Chat, limit: int) -> Pair:
-    """Raises ChatError."""
-    chosen, rejected = (conversation(record, key, where) for key in ("chosen", "rejected"))
+def pair_of(record: dict, chat: Chat, limit: int) -> Pair:
+    """limit: of tokens. Raises ChatError."""
+    chosen, rejected = (conversation(record, key) for key in ("chosen", "rejected"))
     if chosen[:-1] != rejected[:-1]:
         raise ChatError(
             "chosen and rejected differ before their last message: they answer two questions",
@@ -82,9 +79,7 @@ def pair_of(record: dict, where: str, chat: Chat, limit: int) -> Pair:
     pair = Pair(*(answer_example(chat, messages) for messages in (chosen, rejected)))
     if pair.chosen.ids == pair.rejected.ids:
         raise ChatError("chosen and rejected are equal", "equal answers")
-    longest = max(len(example.ids) for example in pair)
-    if longest > limit:
-        raise ChatError(f"has {longest} tokens, and --seq-length has room for {limit}", "too long")
+    check_length(max(len(example.ids) for example in pair), limit, "has room for")
     return pair
 
 
@@ -102,128 +97,63 @@ def answer_example(chat: Chat, messages: list[dict]) -> Example:
 def read_pairs(
     paths: list[str], flag: str, chat: Chat, limit: int, skip: bool
 ) -> tuple[list[Pair], str]:
-    """(pairs in the order of a hash, a summary). limit: of tokens. skip: leave out what cannot be
-    used. Raises ChatError, naming file and line."""
-    pairs = []
-    skipped = Counter()
-    for path in paths:
-        for where, record in read_lines(path, flag):
-            # what is no pair at all always ends the run
-            for key in ("chosen", "rejected"):
-                conversation(record, key, where)
-            try:
-                pairs.append(pair_of(record, where, chat, limit))
-            except ChatError as e:
-                if not skip:
-                    raise ChatError(f"{where}: {e} (--skip-bad-examples leaves it out)") from None
-                skipped[e.reason] += 1
-    left_out = ""
-    if skipped:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
-        left_out = f"; {skipped.total()} skipped ({reasons})"
-    if not pairs:
-        raise ChatError(f"{flag} {' '.join(paths)}: no pairs to learn from{left_out}")
-    tokens = sum(len(example.ids) for pair in pairs for example in pair)
-    summary = f"{len(pairs):,} pairs, {tokens:,} tokens{left_out}"
-    return sorted(pairs, key=hash_of), summary
+    """(pairs, a summary), as of sft_data.read_lines. limit: of tokens."""
+    pairs, left_out = read_lines(
+        paths, flag, lambda record: pair_of(record, chat, limit), ids_of, skip
+    )
+    tokens = sum(len(ids) for pair in pairs for ids in ids_of(pair))
+    return pairs, f"{len(pairs):,} pairs, {tokens:,} tokens{left_out}"
 
 
-def hash_of(pair: Pair) -> str:
-    return hashlib.sha256(json.dumps([example.ids for example in pair]).encode()).hexdigest()
+def ids_of(pair: Pair) -> list[list[int]]:
+    return [example.ids for example in pair]
 
 
 # --- batches --------------------------------------------------------------------------------------
 
 
-class PairBatch(NamedTuple):
-    """As data.Batch."""
+class Pairs(Padded):
+    """A data set of pairs: the rows of `pairs`, each chosen answer before the rejected one. In a
+    row position i has the target i + 1, and the last one has none."""
 
-    # [2 n, s] int64
-    tokens: Tensor
-    # [2 n, s] int64
-    targets: Tensor
-    # [2 n, s] bool
-    loss_mask: Tensor
-    # [2 n] int64
-    samples: Tensor
-    documents: Tensor | None = None
-    # [2 n] float64, for DPO: log-probabilities of the answers under the model before training
-    reference: Tensor | None = None
-    real: Tensor | None = None
-
-    def to(self, device) -> "PairBatch":
-        return PairBatch(*(None if x is None else to_device(x, device) for x in self))
-
-
-class Pairs(Dataset):
-    """A data set of pairs, with the interface of those of data.py. Rows are padded at the end to
-    one length, `s`. In a row position i has the target i + 1, and the last one has none."""
+    read_last = True
 
     def __init__(self, pairs: list[Pair], seed: int | None, multiple_of: int, last_token: bool):
-        """seed: of the order, None for the order of the file. multiple_of: what the padded length
-        must be divisible by (sequence parallelism). last_token: a reward is read at the last token;
-        else the answer's tokens are targets."""
+        """Arguments as of Padded. last_token: a reward is read at the last token; else the answer's
+        tokens are targets."""
+        super().__init__([example for pair in pairs for example in pair], None, multiple_of)
         self.pairs = pairs
-        self.seed = seed
         self.multiple_of = multiple_of
         self.last_token = last_token
-        lengths = [len(example.ids) for pair in pairs for example in pair]
-        self.s = -(-max(lengths) // multiple_of) * multiple_of
-        self.num_sequences = len(lengths)
-        content = hashlib.sha256("".join(hash_of(pair) for pair in pairs).encode())
-        self.index = {"tokens": sum(lengths), "corpus": content.hexdigest()[:16]}
+        self.order = Order(len(pairs), seed)
+        hashes = "".join(hash_of(ids_of(pair)) for pair in pairs)
+        self.index = {"tokens": self.index["tokens"], "corpus": fingerprint(hashes)}
         # [num_sequences] float64, of each row
         self.reference: Tensor | None = None
-        # the epoch whose order is in `order`
-        self.epoch = None
 
     def in_order(self) -> "Pairs":
         """The same rows, each as the sample of its number."""
         return Pairs(self.pairs, None, self.multiple_of, self.last_token)
 
     def row(self, sample: int) -> int:
-        """A sample of epoch 0, then of epoch 1, and so on -> 2 pair + (1 for the rejected)."""
-        epoch, n = divmod(int(sample), self.num_sequences)
-        if self.seed is None:
-            return n
-        if epoch != self.epoch:
-            generator = np.random.default_rng([self.seed, epoch])
-            self.order = generator.permutation(len(self.pairs))
-            self.epoch = epoch
-        return 2 * int(self.order[n // 2]) + n % 2
+        """2 pair + (1 for the rejected)."""
+        pair, rejected = divmod(int(sample), 2)
+        return 2 * self.order(pair) + rejected
 
-    def mask(self, example: Example) -> list[bool]:
-        """For each position, whether it counts."""
-        if self.last_token:
-            return [False] * (len(example.ids) - 1) + [True]
-        return [*example.counted[1:], False]
-
-    def batch(self, samples) -> PairBatch:
+    def batch(self, samples) -> Batch:
         """samples: global sample numbers, both of each pair."""
         samples = list(samples)
-        return self.batch_of_rows([self.row(sample) for sample in samples], samples)
-
-    def batch_of_rows(self, rows: list[int], samples: list[int]) -> PairBatch:
-        ids = torch.zeros(len(rows), self.s + 1, dtype=torch.int64)
-        mask = torch.zeros(len(rows), self.s, dtype=torch.bool)
-        real = torch.zeros_like(mask)
-        for at, row in enumerate(rows):
-            example = self.pairs[row // 2][row % 2]
-            ids[at, : len(example.ids)] = torch.tensor(example.ids)
-            mask[at, : len(example.ids)] = torch.tensor(self.mask(example))
-            real[at, : len(example.ids)] = True
-        reference = None if self.reference is None else self.reference[rows]
-        samples = torch.as_tensor(samples)
-        return PairBatch(ids[:, :-1], ids[:, 1:], mask, samples, reference=reference, real=real)
-
-    def examples(self, samples) -> list[Example]:
-        return [self.pairs[row // 2][row % 2] for row in map(self.row, samples)]
+        batch = super().batch(samples)
+        if self.last_token:
+            # [b, 1]: the last position that holds a token
+            last = batch.real.sum(1, keepdim=True) - 1
+            batch = batch._replace(loss_mask=torch.arange(self.s) == last)
+        if self.reference is None:
+            return batch
+        return batch._replace(reference=self.reference[[self.row(n) for n in samples]])
 
     def counted_tokens(self, samples) -> int:
-        return sum(sum(self.mask(example)) for example in self.examples(samples))
-
-    def positions(self, samples) -> int:
-        return sum(len(example.ids) for example in self.examples(samples))
+        return len(samples) if self.last_token else super().counted_tokens(samples)
 
 
 # --- a run ----------------------------------------------------------------------------------------
@@ -234,15 +164,11 @@ def open_data(config, world, tokenizer) -> tuple[Pairs, Pairs]:
     chat = open_chat(config, tokenizer)
     shards = config.length_multiple
     limit = config.model_config().seq_length // shards * shards
-    pairs, summary = read_pairs(config.data, "--data", chat, limit, config.skip_bad_examples)
-    if config.val_data:
-        reading = ("--val-data", chat, limit, config.skip_bad_examples)
-        held_out, val_summary = read_pairs(config.val_data, *reading)
-        summary += f"; --val-data: {val_summary}"
-    else:
-        pairs, held_out = hold_out(pairs, config.data, "pair")
-        summary += f"; {len(held_out):,} of them held out"
-    world.say(f"--data: {summary}; {chat.template.where}")
+
+    def read(paths: list[str], flag: str) -> tuple[list[Pair], str]:
+        return read_pairs(paths, flag, chat, limit, config.skip_bad_examples)
+
+    pairs, held_out = open_examples(config, world, chat, read, "pair")
     last_token = config.method == "reward"
     train_set = Pairs(pairs, config.seed, shards, last_token)
     return train_set, Pairs(held_out, None, shards, last_token)

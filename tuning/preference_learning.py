@@ -35,7 +35,6 @@ from run.finish import draw_loss
 from tuning import preference_data
 from tuning.frozen_base import fingerprint
 from tuning.sft_data import ConversationTask
-from tuning.value_model import ValueModel
 
 # rows whose batches are on the device together, before step 1
 BLOCK = 512
@@ -101,6 +100,25 @@ class PreferenceTask(ConversationTask):
             "reward_rejected": rejected,
             "margin": chosen - rejected,
         }
+
+
+class ValueModel:
+    """Before a Task: a model with a value head (preference.ValueHead). The reward model here, and
+    reward model and critic of reinforcement.py. `learns`, of the task: what messages call it."""
+
+    def after_model_parallel(self, stage) -> None:
+        super().after_model_parallel(stage)
+        preference.apply(stage, self.groups.tp, self.config.sequence_parallel)
+
+    def load_weights(self, world) -> None:
+        """Start from --load: a model that has a value head; or one that writes text, all but its
+        head, and the value head begins at random. A collective. Raises CheckpointError."""
+        path = checkpoint.find(self.config.load)
+        whole = "model.head.value.weight" in checkpoint.read_index(path)["tensors"]
+        new = None if whole else preference.is_value_head
+        self.trainer.checkpoints.load(path, weights_only=True, new=new)
+        head = "its value head" if whole else "a new value head"
+        world.say(f"{self.learns}: starting from the weights of {path}, with {head}")
 
 
 class RewardTask(ValueModel, PreferenceTask):

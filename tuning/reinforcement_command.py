@@ -22,7 +22,7 @@ from tuning.adapter_training import PeftConfig, lr_beside_reference
 from tuning.preference_command import PreferenceConfig
 from tuning.reinforcement_learning import ReinforcementTask
 from tuning.rewards import is_function
-from tuning.sft_command import ChatConfig
+from tuning.sft_command import ChatConfig, check_answers
 
 # published runs update up to four times from the same answers
 MOST_EPOCHS = 1000
@@ -49,6 +49,11 @@ class ReinforcementConfig(ChatConfig):
             "clips updates after the first; --epochs 2 would have one",
         ),
     )
+    needed: ClassVar[dict[str, str]] = {
+        "load": "CKPT, the model that answers",
+        "data": "FILE, which has a prompt on each line",
+        "reward": "FILE.py:FUNCTION, or a run of preference.py --method reward",
+    }
     keeps_dropout: ClassVar[bool] = False
 
     method: str = flag(
@@ -126,14 +131,7 @@ class ReinforcementConfig(ChatConfig):
         return self.micro_batch_size or 1
 
     def check(self, model: MoEConfig, world: int, base_needed: bool) -> None:
-        for name, why in {
-            "load": "--load CKPT, the model that answers",
-            "data": "--data FILE, which has a prompt on each line",
-            "reward": "--reward FILE.py:FUNCTION, or --reward RUN of preference.py --method reward",
-        }.items():
-            if base_needed and not getattr(self, name):
-                raise ConfigError(f"--{name}: reinforcement learning needs {why}")
-        check_beside(self)
+        check_answers(self)
         check_numbers(self, model)
         check_rollout_layout(self, model, world)
         super().check(model, world, base_needed)
@@ -149,19 +147,6 @@ class ValueConfig(PreferenceConfig):
 
     method: str = flag("reward", "a value for each token", ("reward",))
     clip_range: float = flag(0.2, "that of the policy")
-
-
-def check_beside(config: ReinforcementConfig) -> None:
-    """What it does not go with. Raises ConfigError."""
-    if config.cp > 1:
-        refuse(config, "cp", "a loss sums over an answer, of which each rank would have a part")
-    if config.fp8 != "off":
-        rule = "scales depend on what is computed together, so answers would have other"
-        refuse(config, "fp8", f"{rule} log-probabilities in training than when they were written")
-    for name in ("dropout", "lora_dropout"):
-        if getattr(config, name):
-            rule = "reinforcement learning has none: the answers are written without it"
-            refuse(config, name, rule)
 
 
 def check_numbers(config: ReinforcementConfig, model: MoEConfig) -> None:

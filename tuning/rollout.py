@@ -55,7 +55,7 @@ from gpt import GPT
 from inference.batches import DecodeBatch, data_parallel, from_all_ranks
 from inference.sampling import hash_of
 from pipeline_parallel import Pipeline
-from tuning.packing import first_fit
+from tuning.packing import Example, first_fit, lay_out
 
 
 class Answer(NamedTuple):
@@ -234,42 +234,32 @@ class Rows(Dataset):
             raise ValueError("no answers to pack")
         self.answers = answers
         self.s = seq_length
-        lengths = [len(answer.prompt) + len(answer.ids) for answer in answers]
+        examples = [
+            Example(prompt + ids, [False] * len(prompt) + [True] * len(ids))
+            for _, prompt, ids, *_ in answers
+        ]
+        lengths = [len(example.ids) for example in examples]
         packed = first_fit(lengths, seq_length)
         self.num_sequences = -(-len(packed) // multiple_of) * multiple_of
-        self.tokens = torch.zeros(self.num_sequences, seq_length, dtype=torch.int64)
-        self.targets = torch.zeros_like(self.tokens)
-        self.documents = torch.zeros_like(self.tokens)
-        self.loss_mask = torch.zeros_like(self.tokens, dtype=torch.bool)
-        self.real = torch.zeros_like(self.loss_mask)
+        packed += [[]] * (self.num_sequences - len(packed))
+        # the batch of all rows
+        self.all = lay_out([[examples[n] for n in row] for row in packed], seq_length, True)
         places = {}
         for row, numbers in enumerate(packed):
             at = 0
-            for document, number in enumerate(numbers):
-                places[number] = self.put(answers[number], row, at)
+            for number in numbers:
+                answer = answers[number]
+                places[number] = AnswerPlace(row, at + len(answer.prompt) - 1, len(answer.ids))
                 at += lengths[number]
-                # from here on another document: the next one, or padding
-                self.documents[row, at:] = document + 1
-            self.real[row, :at] = True
         # where each answer stands
         self.places = [places[number] for number in range(len(answers))]
-
-    def put(self, answer: Answer, row: int, at: int) -> AnswerPlace:
-        """Write a document into the row, from column `at` on."""
-        ids = torch.tensor(answer.prompt + answer.ids)
-        place = AnswerPlace(row, at + len(answer.prompt) - 1, len(answer.ids))
-        self.tokens[row, at : at + len(ids)] = ids
-        self.targets[row, at : at + len(ids) - 1] = ids[1:]
-        self.loss_mask[row, place.column : place.last] = True
-        return place
 
     def batch(self, samples) -> Batch:
         """samples: b numbers of rows."""
         samples = torch.as_tensor(list(samples))
         rows = samples % self.num_sequences
-        fields = self.tokens, self.targets, self.loss_mask, self.documents, self.real
-        tokens, targets, mask, documents, real = (matrix[rows] for matrix in fields)
-        return Batch(tokens, targets, mask, samples, documents, real)
+        fields = [None if field is None else field[rows] for field in self.all]
+        return Batch(*fields)._replace(samples=samples)
 
     def counted_tokens(self, samples) -> int:
         """How many answer tokens these rows have."""

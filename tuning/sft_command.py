@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import train
+from routers import MoEConfig
 from run.config import ConfigError, flag
+from run.refusal import refuse
 from run.task import Task
 from tuning.adapter_training import PeftConfig
 from tuning.sft_data import ConversationTask
@@ -20,6 +22,8 @@ class ChatConfig(PeftConfig):
 
     # the sample at the end answers a question that was held out
     sample_prompt: ClassVar[str | None] = None
+    # flags without which a run cannot begin -> what they name
+    needed: ClassVar[dict[str, str]] = {"data": "FILE, JSON lines of what is learned"}
 
     # data
     data: list[str] = flag(
@@ -39,6 +43,29 @@ class ChatConfig(PeftConfig):
         "leave out, and count, examples that are too long, have no answer, or that the template"
         " refuses",
     )
+
+    def check(self, model: MoEConfig, world: int, base_needed: bool) -> None:
+        for name, what in self.needed.items():
+            if base_needed and not getattr(self, name):
+                raise ConfigError(f"--{name}: {self.command} needs --{name} {what}")
+        super().check(model, world, base_needed)
+
+
+def check_answers(config: ChatConfig, no_dropout: bool = True) -> None:
+    """What a loss of whole answers, which are compared with those of other forwards, does not go
+    with. Raises ConfigError."""
+    if config.cp > 1:
+        refuse(config, "cp", "a loss sums over an answer, of which each rank would have a part")
+    if config.fp8 != "off":
+        rule = (
+            "scales depend on what is computed together, so an answer would have other numbers in"
+            " another batch; --fp8 off would fit"
+        )
+        refuse(config, "fp8", rule)
+    for name in ("dropout", "lora_dropout"):
+        if no_dropout and getattr(config, name):
+            rule = "must be 0: answers are compared with what a model without dropout says of them"
+            refuse(config, name, rule)
 
 
 @dataclass
@@ -72,11 +99,6 @@ class SFTConfig(ChatConfig):
 
     def task(self) -> Task:
         return ConversationTask(self.learned())
-
-    def check(self, model, world: int, base_needed: bool) -> None:
-        if not self.data:
-            raise ConfigError("--data: learns from what? --data FILE names conversations")
-        super().check(model, world, base_needed)
 
 
 def main(argv: list[str]) -> int:

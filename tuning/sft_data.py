@@ -14,7 +14,7 @@ are held out does not depend on the order of the files, and equal ones are neigh
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from base import json_files
@@ -23,28 +23,57 @@ from corpus.tokenizer import CHAT_TEMPLATE
 from data import HELD_OUT
 from run.opening import first_ids
 from run.task import Task
-from sft import Chat, Conversations, message
+from sft import Chat, message
 from tuning.chat_template import ChatError, ChatTokenizer, open_template
-from tuning.packing import Example, Packed
+from tuning.packing import Example, Packed, Padded
+
+# the `reason` of a ChatError for a line that --skip-bad-examples does not leave out
+NO_SKIP = ""
 
 # --- lines ----------------------------------------------------------------------------------------
 
 
-def read_conversations(path: str, flag: str = "--data") -> Iterator[tuple[str, list[dict]]]:
-    """(file and line, messages) of each line. Raises ChatError."""
-    lines = json_files.read_lines(path)
-    while True:
+def read_lines(
+    paths: list[str], flag: str, make: Callable[[dict], object], key: Callable, skip: bool
+) -> tuple[list, str]:
+    """What `make` gives for each line of JSON-lines files, in the order of a hash of `key(..)`; and
+    a summary of what is left out. skip: leave out, and count, what cannot be used. Raises
+    ChatError, naming file and line."""
+    found = []
+    skipped = Counter()
+    for path in paths:
         try:
-            number, record = next(lines)
-        except StopIteration:
-            return
+            for number, record in json_files.read_lines(path):
+                try:
+                    found.append(make(record))
+                except ChatError as e:
+                    if not skip or e.reason == NO_SKIP:
+                        helps = " (--skip-bad-examples leaves it out)" if e.reason else ""
+                        raise ChatError(f"{flag} {path}, line {number}: {e}{helps}") from None
+                    skipped[e.reason] += 1
         except json_files.JSONError as e:
             raise ChatError(f"{flag} {e}") from None
-        where = f"{flag} {path}, line {number}"
-        yield where, messages_of(record, where)
+    left_out = ""
+    if skipped:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
+        left_out = f"; {skipped.total()} skipped ({reasons})"
+    if not found:
+        raise ChatError(f"{flag} {' '.join(paths)}: nothing to learn from{left_out}")
+    return sorted(found, key=lambda each: hash_of(key(each))), left_out
 
 
-def messages_of(record: dict, where: str) -> list[dict]:
+def hash_of(content) -> str:
+    """Of JSON."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def check_length(n: int, limit: int, room: str) -> None:
+    """Raises ChatError."""
+    if n > limit:
+        raise ChatError(f"has {n} tokens, and --seq-length {room} {limit}", "too long")
+
+
+def messages_of(record: dict) -> list[dict]:
     """Raises ChatError for what is no conversation."""
     if "messages" not in record and {"prompt", "completion"} <= record.keys():
         messages = [message("user", record["prompt"]), message("assistant", record["completion"])]
@@ -52,60 +81,35 @@ def messages_of(record: dict, where: str) -> list[dict]:
         messages = record.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ChatError(
-            f'{where}: is no conversation; a line has "messages", a list of objects with "role" and'
-            ' "content", or "prompt" and "completion"'
+            'is no conversation; a line has "messages", a list of objects with "role" and'
+            ' "content", or "prompt" and "completion"',
+            NO_SKIP,
         )
     if record.get("tools"):
-        raise ChatError(f"{where}: has tools, which are not supported")
+        raise ChatError("has tools, which are not supported", NO_SKIP)
     for n, each in enumerate(messages, 1):
         if not isinstance(each, dict) or not all(
             isinstance(each.get(key), str) for key in ("role", "content")
         ):
-            raise ChatError(f'{where}, message {n}: "role" and "content" must be text')
+            raise ChatError(f'message {n}: "role" and "content" must be text', NO_SKIP)
     return messages
 
 
 def read_examples(
     paths: list[str], flag: str, chat: Chat, loss_on: str, limit: int, skip: bool
 ) -> tuple[list[Example], str]:
-    """(conversations in the order of a hash, a summary). limit: of tokens. skip: leave out what
-    cannot be used. Raises ChatError, naming file and line."""
-    examples = []
-    skipped = Counter()
-    for path in paths:
-        for where, messages in read_conversations(path, flag):
-            try:
-                example = chat.example(messages, loss_on)
-                check_length(example, limit)
-            except ChatError as e:
-                if not skip:
-                    raise ChatError(f"{where}: {e} (--skip-bad-examples leaves it out)") from None
-                skipped[e.reason] += 1
-            else:
-                examples.append(example)
-    left_out = ""
-    if skipped:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
-        left_out = f"; {skipped.total()} skipped ({reasons})"
-    if not examples:
-        raise ChatError(f"{flag} {' '.join(paths)}: no conversations to train on{left_out}")
+    """(conversations, a summary), as of `read_lines`. limit: of tokens."""
+
+    def make(record: dict) -> Example:
+        example = chat.example(messages_of(record), loss_on)
+        check_length(len(example.ids), limit, f"{limit - 1} has room for")
+        return example
+
+    examples, left_out = read_lines(paths, flag, make, lambda example: example.ids, skip)
     tokens = sum(len(example.ids) for example in examples)
     targets = sum(sum(example.counted[1:]) for example in examples)
     summary = f"{len(examples):,} conversations, {targets:,} of {tokens:,} tokens in the loss"
-    return sorted(examples, key=hash_of), summary + left_out
-
-
-def check_length(example: Example, limit: int) -> None:
-    """Raises ChatError."""
-    if len(example.ids) > limit:
-        raise ChatError(
-            f"has {len(example.ids)} tokens, and --seq-length {limit - 1} has room for {limit}",
-            "too long",
-        )
-
-
-def hash_of(example: Example) -> str:
-    return hashlib.sha256(json.dumps(example.ids).encode()).hexdigest()
+    return examples, summary + left_out
 
 
 # --- a run ----------------------------------------------------------------------------------------
@@ -129,34 +133,40 @@ def open_chat(config, tokenizer) -> Chat:
     return Chat(template, chat_tokenizer)
 
 
-def hold_out(examples: list, paths: list[str], one: str) -> tuple[list, list]:
-    """(all but the last twentieth, the last twentieth). one: what an example is called. Raises
-    ChatError where there is a single one."""
-    n = max(1, len(examples) // HELD_OUT)
-    if n == len(examples):
-        raise ChatError(
-            f"--data {' '.join(paths)}: has one {one}, and one is held out; more, or"
-            " --val-data FILE, would do"
-        )
-    return examples[:-n], examples[-n:]
+def open_examples(config, world, chat: Chat, read: Callable, what: str) -> tuple[list, list]:
+    """(what is learned from, what is held out) of --data and --val-data. read(paths, flag): what
+    `read_lines` gives, with a summary; what: an example is called. Raises ChatError."""
+    examples, summary = read(config.data, "--data")
+    val_data = getattr(config, "val_data", None)
+    if val_data:
+        held_out, val_summary = read(val_data, "--val-data")
+        summary += f"; --val-data: {val_summary}"
+    else:
+        n = max(1, len(examples) // HELD_OUT)
+        if n == len(examples):
+            others = "" if val_data is None else ", or --val-data FILE,"
+            raise ChatError(
+                f"--data {' '.join(config.data)}: has one {what}, and one is held out;"
+                f" more{others} would do ({summary})"
+            )
+        examples, held_out = examples[:-n], examples[-n:]
+        summary += f"; {n:,} of them held out"
+    world.say(f"--data: {summary}; {chat.template.where}")
+    return examples, held_out
 
 
-def open_data(config, world, tokenizer) -> tuple[Conversations, Conversations]:
+def open_data(config, world, tokenizer) -> tuple[Padded | Packed, Padded | Packed]:
     """(training set, held-out set) of --data. Raises ChatError or CheckpointError."""
     chat = open_chat(config, tokenizer)
     shards = config.length_multiple
-    model = config.model_config()
     # the last token of a row is only a target
-    limit = model.seq_length // shards * shards + 1
-    reading = (chat, config.loss_on, limit, config.skip_bad_examples)
-    examples, summary = read_examples(config.data, "--data", *reading)
-    if config.val_data:
-        held_out, val_summary = read_examples(config.val_data, "--val-data", *reading)
-        summary += f"; --val-data: {val_summary}"
-    else:
-        examples, held_out = hold_out(examples, config.data, "conversation")
-        summary += f"; {len(held_out):,} of them held out"
-    world.say(f"--data: {summary}; {chat.template.where}")
+    s = config.model_config().seq_length // shards * shards
+
+    def read(paths: list[str], flag: str) -> tuple[list[Example], str]:
+        skip = config.skip_bad_examples
+        return read_examples(paths, flag, chat, config.loss_on, s + 1, skip)
+
+    examples, held_out = open_examples(config, world, chat, read, "conversation")
     try:
         chat.prompt([message("user", "a")])
     except ChatError as e:
@@ -167,12 +177,11 @@ def open_data(config, world, tokenizer) -> tuple[Conversations, Conversations]:
             " CKPT names a trained one"
         )
     if config.pack:
-        train_set = Packed(examples, limit - 1, config.seed)
-        rows = f"{train_set.num_sequences:,} rows of {limit - 1} tokens"
+        train_set = Packed(examples, s, config.seed)
+        rows = f"{train_set.num_sequences:,} rows of {s} tokens"
         world.say(f"--pack: {rows}, filled to {train_set.fill():.1%}")
-        return train_set, Packed(held_out, limit - 1, None)
-    train_set = Conversations(examples, model.vocab_size, config.seed, shards)
-    return train_set, Conversations(held_out, model.vocab_size, None, shards)
+        return train_set, Packed(held_out, s, None)
+    return Padded(examples, config.seed, shards), Padded(held_out, None, shards)
 
 
 class ConversationTask(Task):
