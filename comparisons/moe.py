@@ -17,7 +17,6 @@ share them. And the share of a training step of the preset tiny-moe that its all
 """
 
 import multiprocessing
-import time
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -26,6 +25,7 @@ from unittest import mock
 import report
 import steps
 import style
+import time_line
 import torch
 import torch.distributed as dist
 from report import ratio, scaled, spread, timed
@@ -312,23 +312,15 @@ def training_steps(groups: Groups, rounds: int, fields: dict) -> list[dict]:
     """Of each step of tiny-moe under ep 2: its seconds, and those of them in all-to-alls, waiting
     for the other rank included."""
     tiny = steps.Steps(dict(model="tiny-moe", ep=2, device="cpu"), groups, **fields)
-    inside = 0.0
-    original = dist.all_to_all_single
-
-    def all_to_all(*args, **options):
-        nonlocal inside
-        start = time.perf_counter()
-        work = original(*args, **options)
-        inside += time.perf_counter() - start
-        return work
+    events = []
+    noting = time_line.noted(events, "all-to-all", dist.all_to_all_single)
 
     def step() -> dict:
-        nonlocal inside
-        inside = 0.0
+        events.clear()
         seconds = tiny.together()
-        return {"step": seconds, "all-to-all": inside}
+        return {"step": seconds, "all-to-all": sum(end - start for _, start, end in events)}
 
-    with mock.patch.object(dist, "all_to_all_single", all_to_all):
+    with mock.patch.object(dist, "all_to_all_single", noting):
         return [result["step"] for result in report.in_turn({"step": step}, rounds)]
 
 

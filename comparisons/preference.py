@@ -42,13 +42,13 @@ import report
 import torch
 from all_answers import COUNTS, JUDGES, SUMS, Answers, best_of_n, bound, describe
 from preference_figures import BEST_OF, CURVES, draw, print_summary
+from steps import as_argv, run_train, write_lines
 
 import checkpoint
 import preference
 import sharding
 from base import json_files
 from base.world import Groups
-from comparisons.prompt_tuning import as_argv, run_train, write_lines
 from inference import loading
 from run import flags
 from tuning.prompt_set import Question, open_prompts

@@ -18,10 +18,11 @@ from pathlib import Path
 
 import report
 import torch
+from language_task import template_of
+from steps import as_argv, write_lines
 
 import checkpoint
 import sharding
-from comparisons.prompt_tuning import template_of, write_lines
 from lessons import demo
 from model_config import GPTConfig
 from run.presets import PRESETS
@@ -62,17 +63,9 @@ def measure(folder: Path, base: Path, style: str) -> dict:
     """Two steps in a process of its own."""
     settings = write_settings(folder, style)
     out = folder / style
-    command = [
-        sys.executable,
-        report.ROOT / "prompt_tuning.py",
-        "train",
-        "--config",
-        settings,
-        "--load",
-        base,
-    ]
-    command += ["--out", out, "--steps", "2"]
-    command += ["--global-batch-size", "2", "--micro-batch-size", "1"]
+    words = "train --steps 2 --global-batch-size 2 --micro-batch-size 1"
+    argv = as_argv(words, config=settings, load=base, out=out)
+    command = [sys.executable, report.ROOT / "prompt_tuning.py", *argv]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     saved = checkpoint.find(out)
     tensors = checkpoint.read_index(saved)["tensors"].items()

@@ -6,6 +6,7 @@ on the default corpus; and the memory of a step.
 """
 
 import json
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +14,13 @@ from pathlib import Path
 import report
 import torch
 
+import checkpoint
 import data
 import train
 from base.world import Groups
 from corpus.tokenizer import ByteTokenizer
 from lessons import demo
+from proof import kinds
 from proof.kinds import config_of
 from run.task import Task
 
@@ -107,6 +110,32 @@ def losses(trainer: train.Trainer, corpus: data.Dataset) -> Iterator[tuple[int, 
         loss = trainer.forward_backward(step, corpus).item()
         trainer.update(step)
         yield step, loss
+
+
+def write_lines(path: Path, lines: list[dict]) -> str:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def as_argv(flags: str, **paths) -> list[str]:
+    """flags: separated by spaces; paths: of flags that name a file or folder, which may have
+    spaces."""
+    argv = flags.split()
+    for flag, path in paths.items():
+        argv += [f"--{flag.replace('_', '-')}", str(path)]
+    return argv
+
+
+def run_train(flags: str, **paths) -> None:
+    """A command in this process, by default train.py, with the flags of `as_argv`. Exits if it
+    fails, or if a signal has stopped it: what has learned for a part of the steps is no result."""
+    kind, argv = kinds.split(as_argv(flags, **paths))
+    status = train.main(argv, kind)
+    if status:
+        sys.exit(status)
+    index = checkpoint.read_index(checkpoint.find(paths["out"]))
+    if index["step"] < index["config"]["steps"]:
+        sys.exit(130)
 
 
 def allocated(function) -> tuple[int, int]:

@@ -19,9 +19,9 @@ COLOURS = {
 def noted(events: list, what: str, function):
     """The function, which notes when each call began and ended."""
 
-    def call(*args):
+    def call(*args, **options):
         start = time.perf_counter()
-        result = function(*args)
+        result = function(*args, **options)
         events.append((what, start, time.perf_counter()))
         return result
 

@@ -29,7 +29,6 @@ COMPARISONS = ROOT / "comparisons"
 SCRIPTS = [
     ("activation_memory", [], ["activation_memory.json", "activation_memory.svg"]),
     ("context", [], ["context.json", "context.svg", "context_time_line.svg"]),
-    ("data_parallel", [], ["data_parallel.json"]),
     ("fine_tuning", [], ["fine_tuning.json", "fine_tuning.svg"]),
     ("packing", [], ["packing.json", "packing.svg"]),
     ("fp8", ["numbers"], ["fp8.json", "fp8.svg"]),
@@ -50,7 +49,8 @@ SCRIPTS = [
     ("rollout", [], ["rollout.json", "rollout.svg"]),
     ("silent_bugs", [], ["silent_bugs.json", "silent_bugs.svg"]),
     ("single_device", [], ["single_device.json"]),
-    ("tensor_parallel", [], ["tensor_parallel.json"]),
+    ("two_ranks", ["data"], ["data_parallel.json"]),
+    ("two_ranks", ["tensor"], ["tensor_parallel.json"]),
     ("zero_memory", [], ["zero_memory.json", "zero_memory.svg"]),
 ]
 FP8 = "fp8_speed", "training_step"
