@@ -13,6 +13,7 @@ Then the formulas alone, for the paper's models: GiB of activations on the first
 Figure: figures/activation_memory.svg
 """
 
+from functools import partial
 from pathlib import Path
 
 import report
@@ -85,50 +86,28 @@ class Layer:
         return self.block(self.x, self.context)
 
 
-def kept_bytes(shape: dict, sequence: bool, granularity: str) -> int:
-    """Bytes that one layer keeps for backward on this rank."""
-    layer = Layer(shape, sequence, granularity, "cpu", torch.bfloat16, dropout=0.1)
-    return recompute.saved_bytes(layer.forward, *layer.block.parameters())
-
-
 def measure(rank: int, shapes: dict) -> dict:
     """{(shape, row): bytes that one layer keeps on this rank}"""
     measured = {}
     for name, shape in shapes.items():
         for row, (sequence, granularity) in recompute.ROWS.items():
             if row != "no parallelism" or dist.get_world_size() == 1:
-                measured[name, row] = kept_bytes(shape, sequence, granularity)
+                layer = Layer(shape, sequence, granularity, "cpu", torch.bfloat16, dropout=0.1)
+                kept = recompute.saved_bytes(layer.forward, *layer.block.parameters())
+                measured[name, row] = kept
     return measured
 
 
-def results_on(t: int, shapes: dict, table: report.Table) -> list[dict]:
-    """A row of results for each shape and row of table 2, on t ranks."""
-    results = []
-    for (name, row), measured in ranks.run(measure, t, shapes)[0].items():
-        sequence, granularity = recompute.ROWS[row]
-        formula = recompute.layer_bytes(
-            **shapes[name], t=t, sequence_parallel=sequence, recompute=granularity
-        )
-        result = {"layer": name, "t": t, "row": row, "formula": formula, "measured": measured}
-        result["ratio"] = measured / formula
-        results.append(result)
-        table.row(result | {"ratio": f"{100 * (result['ratio'] - 1):+.3f}%"})
-    return results
-
-
-def first_stage(model: str, sequence: bool, granularity: str) -> float:
-    """GiB of activations in the layers of the first pipeline stage, by the formula."""
-    a, h, L, t, p, v, b = MODELS[model]
-    layer_bytes = recompute.layer_bytes(2048, b, h, a, t, sequence, granularity)
-    return layer_bytes * recompute.first_stage_layers(L, p, v) / 2**30
-
-
 def first_stage_table() -> dict[str, dict[str, float]]:
-    """{model: {row: GiB}} of the rows with tensor parallelism."""
+    """{model: {row: GiB of activations in the layers of the first pipeline stage}}, by the formula,
+    of the rows with tensor parallelism."""
     rows = {row: flags for row, flags in recompute.ROWS.items() if row != "no parallelism"}
-    return {
-        model: {row: first_stage(model, *flags) for row, flags in rows.items()} for model in MODELS
-    }
+    found = {}
+    for model, (a, h, L, t, p, v, b) in MODELS.items():
+        gib = recompute.first_stage_layers(L, p, v) / 2**30
+        layer_bytes = partial(recompute.layer_bytes, 2048, b, h, a, t)
+        found[model] = {row: gib * layer_bytes(*flags) for row, flags in rows.items()}
+    return found
 
 
 # of a GPU, in GiB
@@ -187,14 +166,18 @@ def main():
     table = report.Table()
     layers = []
     for t in (1, 2) if args.toy else (1, 2, 4):
-        layers += results_on(t, shapes, table)
+        for (name, row), measured in ranks.run(measure, t, shapes)[0].items():
+            sequence, granularity = recompute.ROWS[row]
+            flags = dict(sequence_parallel=sequence, recompute=granularity)
+            formula = recompute.layer_bytes(**shapes[name], t=t, **flags)
+            result = {"layer": name, "t": t, "row": row, "formula": formula, "measured": measured}
+            layers.append(result | {"ratio": measured / formula})
+            table.row(result | {"ratio": f"{100 * (measured / formula - 1):+.3f}%"})
     results = {"largest_difference": max(abs(r["ratio"] - 1) for r in layers)}
     print(f"largest difference: {results['largest_difference']:.2%}")
     results |= {"layers": layers, "shapes": shapes, "first_stage_GiB": first_stage_table()}
     print("\nGiB of activations on the first stage:")
-    table = report.Table()
-    for model, gib in results["first_stage_GiB"].items():
-        table.row({"model": model, **gib})
+    report.Table([{"model": model} | gib for model, gib in results["first_stage_GiB"].items()])
     report.finish("activation_memory", results, args, draw)
 
 

@@ -298,8 +298,10 @@ def text_of(value) -> str:
 class Table:
     """Prints rows in Markdown as they come, and before the first the names of the columns."""
 
-    def __init__(self):
+    def __init__(self, rows: list[dict] = ()):
         self.has_head = False
+        for row in rows:
+            self.row(row)
 
     def row(self, cells: dict) -> None:
         """cells: {column: what `text_of` takes}"""
