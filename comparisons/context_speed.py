@@ -219,18 +219,11 @@ def draw_speed(axes, shares: dict) -> None:
     axes.set(title="Speed of two ranks", xlabel="share of twice one rank's")
 
 
-def one_attention(events: list, direction: str) -> tuple[float, float]:
-    """(begin, end) of the second layer's attention in this direction."""
-    starts = [(start, end) for what, start, end in events if what == direction]
-    # two blocks of each layer
-    (begin, _), (_, end) = starts[2:4]
-    return begin, end
-
-
 def bounds(by_rank: list, direction: str) -> tuple[float, float]:
-    """(begin, end) of it on the two ranks."""
-    begins, ends = zip(*(one_attention(events, direction) for events in by_rank))
-    return min(begins), max(ends)
+    """(begin, end) of the second layer's attention in this direction, on the two ranks."""
+    # two blocks of each layer
+    blocks = [[event for event in events if event[0] == direction][2:4] for events in by_rank]
+    return min(first[1] for first, _ in blocks), max(last[2] for _, last in blocks)
 
 
 def draw_time_line(axes, by_rank: list, direction: str, seconds: float) -> None:

@@ -6,7 +6,7 @@ and p-tuning. Accuracy, learned parameters, memory, and seconds of a step.
     python comparisons/fine_tuning.py --base runs/base/checkpoints/step-001800 [--seeds 0 1 2]
 
 The task, the model and the two ways at the ends, full fine-tuning and p-tuning, are those of
-comparisons/prompt_tuning.py: in which of five languages is a snippet of 64 characters? Adapters
+comparisons/language_task.py: in which of five languages is a snippet of 64 characters? Adapters
 learn from the same templates: `prompt_tuning.py train --peft`, virtual_prompt_style fine-tuning.
 
 The model is the one after 1,800 of these steps. The second command takes an hour on one processor.
@@ -33,7 +33,6 @@ import argparse
 import dataclasses
 import os
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +40,7 @@ import language_task as task
 import report
 import style
 from language_task import Experiment, Method
-from steps import state_tensors
+from steps import seconds_of_step, state_tensors
 
 from lessons.fsdp import storage_bytes
 from model_config import GPTConfig
@@ -103,14 +102,6 @@ def learned_by_formula(name: str, config: GPTConfig) -> int:
     return L * 2 * (2 * h + 2 * h * size)
 
 
-def sweep_experiment(experiment: Experiment) -> Experiment:
-    """Neither the test snippets nor their files are seen."""
-    lines = experiment.training
-    n = min(SWEEP_TEST, len(lines) // 4)
-    steps = {style: min(steps, SWEEP_STEPS) for style, steps in experiment.steps.items()}
-    return dataclasses.replace(experiment, training=lines[:-n], test=lines[-n:], steps=steps)
-
-
 # --- memory and time of a step --------------------------------------------------------------------
 
 
@@ -131,38 +122,27 @@ def held_bytes(trainer) -> dict[str, int]:
     return held
 
 
-def bytes_by_formula(num_base: int, learned: int, full: bool, precision: str) -> dict[str, int]:
-    """num_base: parameters of the model; learned: those that a method learns, which are the same if
-    the whole model learns (full). In bf16 masters are float32, in float32 there are none."""
-    weight, state = {"fp32": (4, 8), "bf16": (2, 12)}[precision]
-    parameters = num_base if full else num_base + learned
-    return dict(zip(PARTS, (weight * parameters, 4 * learned, state * learned)))
-
-
 def measure_memory(experiment: Experiment, name: str) -> dict:
     """{precision: {"measured": {part: bytes}, "formula": {part: bytes}}}"""
     result = {}
-    for precision in ("fp32", "bf16"):
+    # bytes of a weight, and of its state: in bf16 masters are float32, in float32 there are none
+    for precision, weight, state in (("fp32", 4, 8), ("bf16", 2, 12)):
         trainer, dataset = task.make_trainer(experiment, METHODS[name], f"--precision {precision}")
         trainer.forward_backward(1, dataset)
         config = trainer.model_config
-        num_base = learned_by_formula(FULL, config)
         learned = learned_by_formula(name, config)
-        formula = bytes_by_formula(num_base, learned, name == FULL, precision)
+        # with those of the model, if these are not the same
+        parameters = learned + (learned_by_formula(FULL, config) if name != FULL else 0)
+        formula = dict(zip(PARTS, (weight * parameters, 4 * learned, state * learned)))
         result[precision] = {"measured": held_bytes(trainer), "formula": formula}
         result["learned"] = task.num_learned(trainer)
     return result
 
 
-def one_step(trainer, dataset) -> Callable[[], float]:
-    """A function that takes a step of training and returns its seconds."""
-    run = partial(trainer.forward_backward, 1, dataset)
-    return lambda: report.timed(lambda: (run(), trainer.update(1)))
-
-
 def measure_seconds(experiment: Experiment, names: list[str], rounds: int) -> dict:
     """{method: {"seconds": spread, "ratio": spread}}, and how busy the machine was."""
-    kinds = {name: one_step(*task.make_trainer(experiment, METHODS[name])) for name in names}
+    trainers = {name: task.make_trainer(experiment, METHODS[name]) for name in names}
+    kinds = {name: partial(seconds_of_step, *both) for name, both in trainers.items()}
     before = os.getloadavg()[0]
     times = report.in_turn(kinds, rounds)
     result = {"load_average": [before, os.getloadavg()[0]], "processors": os.cpu_count()}
@@ -180,7 +160,12 @@ def measure_seconds(experiment: Experiment, names: list[str], rounds: int) -> di
 
 
 def measure_sweep(experiment: Experiment, notes: report.Notes, names: list[str]) -> None:
-    experiment = sweep_experiment(experiment)
+    """Neither the test snippets nor their files are seen."""
+    lines = experiment.training
+    n = min(SWEEP_TEST, len(lines) // 4)
+    steps = {style: min(steps, SWEEP_STEPS) for style, steps in experiment.steps.items()}
+    changes = dict(training=lines[:-n], test=lines[-n:], steps=steps)
+    experiment = dataclasses.replace(experiment, **changes)
     for name in names:
         for rate in METHODS[name].rates:
             method = dataclasses.replace(METHODS[name], lr=rate)

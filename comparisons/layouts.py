@@ -212,7 +212,12 @@ def draw(results: dict, figures: Path) -> None:
     size = 1.2 + 0.24 * len(rows)
     options = dict(width_ratios=(0.7, 2, 2), sharey=True)
     figure, (losses, rates, memory) = style.figure(size, 1, 3, **options)
-    draw_losses(losses, rows, results["steps"])
+    # in digits: equal ones are seen at once
+    for y, row in enumerate(rows):
+        style.inside(losses, f"{row['losses'][-1]:.5f}", (0.5, y), "white")
+    losses.set(xlabel=f"loss of step {results['steps']}", xlim=(0, 1), xticks=[])
+    losses.tick_params(axis="y", length=0)
+    losses.spines[:].set_visible(False)
     draw_bars(rates, rows, "tokens/s", [row["tokens_per_second"] for row in rows])
     draw_bars(memory, rows, "peak memory of a rank, MiB", mebibytes(rows))
     style.rows_of(losses, [row["name"] for row in rows])
@@ -246,17 +251,6 @@ def draw_same_loss(results: dict, path: Path) -> None:
 def mebibytes(rows: list[dict]) -> list[dict]:
     """Peak memory, which has no spread."""
     return [dict.fromkeys(report.SPREAD, row["peak_memory_bytes"] / 2**20) for row in rows]
-
-
-def draw_losses(axes, rows: list[dict], steps: int) -> None:
-    """The loss of the last step, in digits: equal ones are seen at once."""
-    for y, row in enumerate(rows):
-        style.inside(axes, f"{row['losses'][-1]:.5f}", (0.5, y), "white")
-    axes.set_xlabel(f"loss of step {steps}")
-    axes.set_xlim(0, 1)
-    axes.set_xticks([])
-    axes.tick_params(axis="y", length=0)
-    axes.spines[:].set_visible(False)
 
 
 def draw_bars(axes, rows: list[dict], label: str, values: list[dict]) -> None:

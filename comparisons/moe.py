@@ -17,7 +17,6 @@ share them. And the share of a training step of the preset tiny-moe that its all
 """
 
 import multiprocessing
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from unittest import mock
@@ -28,7 +27,7 @@ import style
 import time_line
 import torch
 import torch.distributed as dist
-from report import ratio, scaled, spread, timed
+from report import ratio, scaled, spread
 from torch import Tensor, nn
 
 import fsdp
@@ -275,18 +274,21 @@ class Timed:
         mlp(self.x).backward(self.grad_output)
         self.gradients.reduce_gradients()
 
+    def together(self) -> float:
+        """Seconds on all ranks."""
+        return report.timed_together(self.forward_backward)
+
     def silent(self) -> float:
-        """Seconds on all ranks, gradients not summed."""
+        """The same, gradients not summed."""
         with report.without_all_reduce():
-            return report.timed_together(self.forward_backward)
+            return self.together()
 
 
 def one_rank(rank: int, rounds: int, size: dict) -> list[dict]:
     """Seconds of each kind, round by round."""
     keep_freed_memory()
     layers = {"dense": Timed(size, 0, seed=0), "experts": Timed(size, 8, seed=0)}
-    kinds = {kind: partial(timed, layer.forward_backward) for kind, layer in layers.items()}
-    return report.in_turn(kinds, rounds)
+    return report.in_turn({kind: layer.together for kind, layer in layers.items()}, rounds)
 
 
 def two_ranks(rank: int, rounds: int, size: dict) -> tuple[list[dict], list]:
@@ -299,9 +301,7 @@ def two_ranks(rank: int, rounds: int, size: dict) -> tuple[list[dict], list]:
         "experts, data parallel": Timed(size, 8, rank, world),
         "experts, ep 2": Timed(size, 8, rank, world, alone),
     }
-    kinds = {}
-    for kind, layer in layers.items():
-        kinds[kind] = partial(report.timed_together, layer.forward_backward)
+    kinds = {kind: layer.together for kind, layer in layers.items()}
     for kind, layer in layers.items():
         kinds[f"{kind}, gradients not summed"] = layer.silent
     times = report.in_turn(kinds, rounds)

@@ -155,14 +155,6 @@ def table_of_errors(named: dict) -> list[str]:
     return lines
 
 
-def table_of_groups(results: dict) -> list[str]:
-    return table_of_errors(results["groups"] | {"all": results["held_out"]})
-
-
-def table_of_ingredients(results: dict) -> list[str]:
-    return table_of_errors({name or "(nothing)": x for name, x in results["without"].items()})
-
-
 def table_of_days(results: dict) -> list[str]:
     lines = []
     for row in results["nemo"]:
@@ -194,15 +186,20 @@ def llama_line(row: dict, memory: str, name: str) -> str:
     return f"{line} {speed:,.0f} | {found['gib']:.0f} | `{found['flags']}` |"
 
 
-def print_results(results: dict) -> None:
-    tables = {
-        "group, rows held out, mean error, nine of ten within, worst": table_of_groups(results),
-        "left out, and the same": table_of_ingredients(results),
+def tables(results: dict) -> dict[str, list[str]]:
+    groups = results["groups"] | {"all": results["held_out"]}
+    without = {name or "(nothing)": found for name, found in results["without"].items()}
+    return {
+        "group, rows held out, mean error, nine of ten within, worst": table_of_errors(groups),
+        "left out, and the same": table_of_errors(without),
         "model, A100s, days published, predicted, error, layout": table_of_days(results),
         "model, H200s, tokens/s of each, GiB, layout": table_of_llama(results, "h200"),
         "model, A100s, and the same": table_of_llama(results, "a100"),
     }
-    for head, lines in tables.items():
+
+
+def print_results(results: dict) -> None:
+    for head, lines in tables(results).items():
         print("\n".join([head, *lines]))
     for row in results["worst"]:
         print(f"{row['group']} {row['name']} {row['error']:+.1%}: {row['reason']}")

@@ -163,18 +163,13 @@ def curves(lines: list[dict]) -> dict:
 
 def judge(task: Task, seed: int, folder: Path) -> dict:
     """Best of n, by the verifier and by a reward model."""
-    model = load_reward_model(train_reward_model(task, seed, folder), task.model.config)
-    return best_of_n(task.answers.rewards(model), *task.known)
-
-
-def load_reward_model(path: Path, config):
-    """config: of the model that it began as."""
-    (model,) = loading.build_stages(config, Groups())
+    path = train_reward_model(task, seed, folder)
+    (model,) = loading.build_stages(task.model.config, Groups())
     preference.apply(model, None, False)
     loading.materialise([model], Groups(), "cpu", torch.float32)
     parameters = sharding.named_parameters(model)
     checkpoint.load(checkpoint.find(path), {f"model.{name}": p for name, p in parameters})
-    return model
+    return best_of_n(task.answers.rewards(model), *task.known)
 
 
 # --- all results ----------------------------------------------------------------------------------
@@ -211,12 +206,6 @@ def summary(name: str, found: dict) -> str:
     return report.text_of({key: found[key] for key in ("accuracy", "held-out accuracy")} | best)
 
 
-def bound_at(results: dict, kl: float) -> float:
-    """The most reward that is possible at a KL."""
-    kls, rewards = zip(*results["task"]["bound"])
-    return float(numpy.interp(kl, kls, rewards))
-
-
 def print_summary(results: dict) -> None:
     """Of each method: the last point of the seeds. way: from the base's reward to 1."""
     base = results["task"]["base"]["reward"]
@@ -230,7 +219,9 @@ def print_summary(results: dict) -> None:
         way = (of["reward"]["median"] - base) / (1 - base)
         cells = {"method": name, "reward": format_spread(of["reward"]), "of the way": f"{way:.0%}"}
         cells["KL"] = format_spread(of["kl"], ".2f")
-        cells["bound at this KL"] = f"{bound_at(results, of['kl']['median']):.3f}"
+        # the most reward that is possible
+        bound = numpy.interp(of["kl"]["median"], *zip(*results["task"]["bound"]))
+        cells["bound at this KL"] = f"{bound:.3f}"
         cells |= {key: format_spread(of[key], ".2f") for key in ("held_out", "other")}
         table.row(cells)
     for judge, n in itertools.product(JUDGES, map(str, COUNTS)):
@@ -241,13 +232,6 @@ def print_summary(results: dict) -> None:
 
 
 # --- figures --------------------------------------------------------------------------------------
-
-
-def draw_bound(axes, results: dict) -> None:
-    kl, reward = zip(*results["task"]["bound"])
-    line = dict(color="black", linestyle="--", linewidth=1)
-    axes.plot(kl, reward, label="the most that is possible", **line)
-    axes.set(xlabel="KL from the base, nats per answer", ylim=(0, 1.02))
 
 
 def draw_paths(axes, results: dict, names: list[str], x: str = "kl", y: str = "reward") -> None:
@@ -276,8 +260,10 @@ def draw(results: dict, figures: Path) -> None:
     """results: what preference.json holds."""
     results = results["results"]
     figure, (left, right) = style.figure(3.2, 1, 2, sharey=True)
+    line = dict(color="black", linestyle="--", linewidth=1, label="the most that is possible")
     for axes in (left, right):
-        draw_bound(axes, results)
+        axes.plot(*zip(*results["task"]["bound"]), **line)
+        axes.set(xlabel="KL from the base, nats per answer", ylim=(0, 1.02))
     draw_paths(left, results, LEARNED)
     left.set(ylabel="reward: share of right answers", title="the verifier's rewards, or pairs")
     left.legend(loc="lower right")

@@ -8,7 +8,6 @@ the size of a checkpoint. The peak is that of the whole process (on a GPU, of te
 and the reading of the base model included. Weights are random: memory does not depend on them.
 """
 
-import dataclasses
 import json
 import math
 import subprocess
@@ -19,7 +18,7 @@ from pathlib import Path
 import report
 import torch
 from language_task import template_of
-from steps import as_argv, write_lines
+from steps import as_argv, write_lines, write_model
 
 import checkpoint
 import sharding
@@ -54,9 +53,7 @@ def write_base(folder: Path, config: GPTConfig) -> Path:
     """A checkpoint of a model with random weights."""
     model = demo.meta_model(config)
     sharding.init(model, 0, "cpu", torch.float32)
-    weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    description = {"config": {"tokenizer": "bytes"}, "model": dataclasses.asdict(config)}
-    return checkpoint.write(folder / "base", 0, weights, description)
+    return write_model(folder / "base", model, {"tokenizer": "bytes"})
 
 
 def measure(folder: Path, base: Path, style: str) -> dict:

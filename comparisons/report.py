@@ -337,14 +337,6 @@ def timed_together(function) -> float:
     return timed(lambda: (function(), dist.barrier()))
 
 
-def timed_alone(function) -> float:
-    """Seconds of one call on rank 0, while the other ranks wait and return 0."""
-    dist.barrier()
-    seconds = timed(function) if dist.get_rank() == 0 else 0.0
-    dist.barrier()
-    return seconds
-
-
 def in_turn(kinds: dict, rounds: int) -> list[dict]:
     """Each round calls every function of `kinds`, in reverse in every other round. Two more rounds
     before them warm up, but for a single round, which is a trial of the code and measures nothing.

@@ -5,6 +5,7 @@ on the default corpus; and the memory of a step.
     seconds = steps.together()
 """
 
+import dataclasses
 import json
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import report
 import torch
+import torch.distributed as dist
 
 import checkpoint
 import data
@@ -80,8 +82,11 @@ class Steps:
         return loss.item()
 
     def alone(self) -> float:
-        """Seconds of a step of rank 0, while the other ranks wait."""
-        return report.timed_alone(self.step)
+        """Seconds of a step of rank 0, while the other ranks wait and return 0."""
+        dist.barrier()
+        seconds = report.timed(self.step) if dist.get_rank() == 0 else 0.0
+        dist.barrier()
+        return seconds
 
     def together(self) -> float:
         """Seconds of a step on all ranks."""
@@ -112,9 +117,20 @@ def losses(trainer: train.Trainer, corpus: data.Dataset) -> Iterator[tuple[int, 
         yield step, loss
 
 
+def seconds_of_step(trainer, dataset: data.Dataset, number: int = 1) -> float:
+    return report.timed(lambda: (trainer.forward_backward(number, dataset), trainer.update(number)))
+
+
 def write_lines(path: Path, lines: list[dict]) -> str:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(path)
+
+
+def write_model(path: Path, model, config: dict | None = None) -> Path:
+    """A checkpoint of a model. config: of the run that it is from."""
+    weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    description = {"config": config or {}, "model": dataclasses.asdict(model.config)}
+    return checkpoint.write(path, 0, weights, description)
 
 
 def as_argv(flags: str, **paths) -> list[str]:
