@@ -114,24 +114,24 @@ def first_stage_table() -> dict[str, dict[str, float]]:
 CARD = 80e9 / 2**30
 
 
-def draw_models(panels, first_stage: dict[str, dict[str, float]]) -> None:
-    """The paper's models, by its formulas."""
-    for axes, (model, gib) in zip(panels, first_stage.items()):
+def draw(results: dict, figures: Path) -> None:
+    """results: what activation_memory.json holds. Above the paper's models, by its formulas; below
+    one layer: a bar of the measured bytes, and a mark where the formula is."""
+    shapes = results["shapes"]
+    columns = max(len(MODELS), len(shapes))
+    figure, (models, layers) = style.figure(4.5, 2, columns, sharey=True)
+    for axes, (model, gib) in zip(models, results["first_stage_GiB"].items()):
         axes.axvline(CARD, color="black", linestyle="--", linewidth=1, zorder=0.5)
         bars = axes.barh(DRAWN, [gib[row] for row in DRAWN], color=style.COLOURS["activations"])
         # the dashed line stops at a number
         box = dict(facecolor="white", edgecolor="none", pad=0.5)
         axes.bar_label(bars, fmt="{:.1f}", fontsize=style.SMALL, padding=3, bbox=box)
         axes.set(title=model, xlabel="GiB on the first stage", xlim=(0, 180))
-    for axes in panels:
+    for axes in models:
         style.label(axes, "80 GB", (CARD, 4), offset=(3, 0))
-
-
-def draw_measured(panels, results: list[dict], shapes: dict) -> None:
-    """One layer: a bar of the measured bytes, and a mark where the formula is."""
-    t = max(r["t"] for r in results)
-    found = {(r["layer"], r["row"]): r for r in results if r["t"] == t}
-    for axes, (name, x) in zip(panels, shapes.items()):
+    t = max(r["t"] for r in results["layers"])
+    found = {(r["layer"], r["row"]): r for r in results["layers"] if r["t"] == t}
+    for axes, (name, x) in zip(layers, shapes.items()):
         measured, formula = (
             [found[name, row][kind] / 2**20 for row in DRAWN] for kind in ("measured", "formula")
         )
@@ -140,19 +140,9 @@ def draw_measured(panels, results: list[dict], shapes: dict) -> None:
         axes.plot(formula, DRAWN, "k|", markersize=10)
         sizes = f"h {x['h']}, a {x['a']}, s {x['s']}"
         axes.set(title=f"{name}\n{sizes}", xlabel="MiB of one layer", xlim=(0, 1.45 * max(formula)))
-
-
-def draw(results: dict, figures: Path) -> None:
-    """results: what activation_memory.json holds."""
-    shapes = results["shapes"]
-    columns = max(len(MODELS), len(shapes))
-    figure, (models, layers) = style.figure(4.5, 2, columns, sharey=True)
-    draw_models(models, results["first_stage_GiB"])
-    draw_measured(layers, results["layers"], shapes)
     for axes in [*models, *layers]:
         style.rows_of(axes, DRAWN)
         axes.title.set_size(style.SMALL)
-    t = max(r["t"] for r in results["layers"])
     figure.suptitle(
         "Activations a rank holds. Above: the paper's models by its formulas, t = 8. Below:"
         f" measured, t = {t};\na black mark is where the formula is."

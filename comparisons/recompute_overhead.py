@@ -85,11 +85,6 @@ def on_rank(rank: int, rounds: int, dropout: float, shape: dict) -> dict:
     return {"times": {row: [t[row] for t in times] for row in kinds}, "flops": flops}
 
 
-def paper_overhead(row: str) -> float | None:
-    _, _, forward, backward = ROWS[row]
-    return forward and (forward + backward) / PAPER_BASE - 1
-
-
 def table(measured: dict, shape: dict, t: int) -> list[dict]:
     """measured: what `on_rank` returned."""
     rows = []
@@ -109,6 +104,8 @@ def table(measured: dict, shape: dict, t: int) -> list[dict]:
     return rows
 
 
+# by row, without those that the paper does not have
+PAPER = {row: (f + b) / PAPER_BASE - 1 for row, (_, _, f, b) in ROWS.items() if f}
 # of the figure: the dropouts that were measured: marker
 MARKERS = {"dropout 0.1": "o", "dropout 0.0": "s"}
 
@@ -125,8 +122,7 @@ def draw(results: dict, figures: Path) -> None:
         style.ranges(axes, positions, spreads, style.COLOURS["recompute"], marker=marker)
         label = f"measured, {dropout}" if i == 0 else dropout
         style.label(axes, label, (spreads[0]["max"], positions[0]))
-    of_paper = {name: paper_overhead(name) for name in names if paper_overhead(name) is not None}
-    paper = {names.index(name) - 0.24: 100 * value for name, value in of_paper.items()}
+    paper = {names.index(name) - 0.24: 100 * PAPER[name] for name in names if name in PAPER}
     axes.plot(list(paper.values()), list(paper), "kD", markersize=5)
     y = names.index("full") - 0.24
     style.label(axes, "the paper: 22B layer, A100", (paper[y], y))
@@ -150,7 +146,7 @@ def main():
         measured = ranks.run(on_rank, world, args.rounds, dropout, shape)[0]
         rows = results[f"dropout {dropout}"] = table(measured, shape, world)
         for row in rows:
-            printed.row({"dropout": dropout} | row | {"paper": paper_overhead(row["row"])})
+            printed.row({"dropout": dropout} | row | {"paper": PAPER.get(row["row"])})
     report.finish("recompute_overhead", results, args, draw, threads=1)
 
 

@@ -21,7 +21,7 @@ import report
 import torch
 import torch._functorch.config
 
-from comparisons import all_answers, gpu, kernels, redraw
+from comparisons import gpu, kernels, redraw, sums_task
 
 ROOT = Path(__file__).parent.parent
 COMPARISONS = ROOT / "comparisons"
@@ -310,9 +310,9 @@ def test_best_of_n_beside_all_pairs_of_samples():
         best = second if of_second > of_first else first
         expected[best] += [*p, 0.1][first] * [*p, 0.1][second]
     log_p = torch.tensor([p], dtype=torch.float64).log()
-    found = all_answers.best_log_p(log_p, torch.tensor([scores], dtype=torch.float64), 2).exp()
+    found = sums_task.best_log_p(log_p, torch.tensor([scores], dtype=torch.float64), 2).exp()
     torch.testing.assert_close(found[0], torch.tensor(expected[:3], dtype=torch.float64))
-    torch.testing.assert_close(all_answers.with_other(found.log())[0, 3].item(), expected[3])
+    torch.testing.assert_close(sums_task.with_other(found.log())[0, 3].item(), expected[3])
 
 
 # --- results that grow ----------------------------------------------------------------------------
