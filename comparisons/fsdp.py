@@ -18,7 +18,6 @@ a rank.
 
 import itertools
 import time
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,22 +160,24 @@ def events_of_a_step(ours: Ours) -> list[tuple[str, int, float, float]]:
         waits.append((None, clock(), None))
         method()
 
-    with ExitStack() as patches:
-        for owner, name, noting in (
-            (fsdp, "all_gather", partial(started, "all-gather")),
-            (fsdp, "reduce_scatter", partial(started, "reduce-scatter")),
-            (sharder, "start_gather", for_unit),
-            (sharder, "reduce", for_unit),
-            (sharder, "gather", gather),
-            (sharder, "reduce_gradients", reduce_gradients),
-        ):
-            noting = partial(noting, getattr(owner, name))
-            patches.enter_context(mock.patch.object(owner, name, noting))
+    gathered, scattered = partial(started, "all-gather"), partial(started, "reduce-scatter")
+    methods = dict(start_gather=for_unit, reduce=for_unit, gather=gather)
+    methods |= dict(reduce_gradients=reduce_gradients)
+    with (
+        noting(fsdp, all_gather=gathered, reduce_scatter=scattered),
+        noting(sharder, **methods),
+    ):
         dist.barrier()
         begin = clock()
         ours.step()
     events += computed(waits, len(number))
     return [(what, unit, start - begin, end - begin) for what, unit, start, end in events]
+
+
+def noting(owner, **functions):
+    """A context in which a function of `owner` is one of these, which gets the original first."""
+    notes = {name: partial(function, getattr(owner, name)) for name, function in functions.items()}
+    return mock.patch.multiple(owner, **notes)
 
 
 def computed(waits: list, layers: int) -> list[tuple[str, int, float, float]]:
