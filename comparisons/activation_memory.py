@@ -13,6 +13,7 @@ Then the formulas alone, for the paper's models: GiB of activations on the first
 Figure: figures/activation_memory.svg
 """
 
+from functools import partial
 from pathlib import Path
 
 import report
@@ -85,74 +86,52 @@ class Layer:
         return self.block(self.x, self.context)
 
 
-def kept_bytes(shape: dict, sequence: bool, granularity: str) -> int:
-    """Bytes that one layer keeps for backward on this rank."""
-    layer = Layer(shape, sequence, granularity, "cpu", torch.bfloat16, dropout=0.1)
-    return recompute.saved_bytes(layer.forward, *layer.block.parameters())
-
-
 def measure(rank: int, shapes: dict) -> dict:
     """{(shape, row): bytes that one layer keeps on this rank}"""
     measured = {}
     for name, shape in shapes.items():
         for row, (sequence, granularity) in recompute.ROWS.items():
             if row != "no parallelism" or dist.get_world_size() == 1:
-                measured[name, row] = kept_bytes(shape, sequence, granularity)
+                layer = Layer(shape, sequence, granularity, "cpu", torch.bfloat16, dropout=0.1)
+                kept = recompute.saved_bytes(layer.forward, *layer.block.parameters())
+                measured[name, row] = kept
     return measured
 
 
-def results_on(t: int, shapes: dict, table: report.Table) -> list[dict]:
-    """A row of results for each shape and row of table 2, on t ranks."""
-    results = []
-    for (name, row), measured in ranks.run(measure, t, shapes)[0].items():
-        sequence, granularity = recompute.ROWS[row]
-        formula = recompute.layer_bytes(
-            **shapes[name], t=t, sequence_parallel=sequence, recompute=granularity
-        )
-        result = {"layer": name, "t": t, "row": row, "formula": formula, "measured": measured}
-        result["ratio"] = measured / formula
-        results.append(result)
-        table.row(result | {"ratio": f"{100 * (result['ratio'] - 1):+.3f}%"})
-    return results
-
-
-def first_stage(model: str, sequence: bool, granularity: str) -> float:
-    """GiB of activations in the layers of the first pipeline stage, by the formula."""
-    a, h, L, t, p, v, b = MODELS[model]
-    layer_bytes = recompute.layer_bytes(2048, b, h, a, t, sequence, granularity)
-    return layer_bytes * recompute.first_stage_layers(L, p, v) / 2**30
-
-
 def first_stage_table() -> dict[str, dict[str, float]]:
-    """{model: {row: GiB}} of the rows with tensor parallelism."""
+    """{model: {row: GiB of activations in the layers of the first pipeline stage}}, by the formula,
+    of the rows with tensor parallelism."""
     rows = {row: flags for row, flags in recompute.ROWS.items() if row != "no parallelism"}
-    return {
-        model: {row: first_stage(model, *flags) for row, flags in rows.items()} for model in MODELS
-    }
+    found = {}
+    for model, (a, h, L, t, p, v, b) in MODELS.items():
+        gib = recompute.first_stage_layers(L, p, v) / 2**30
+        layer_bytes = partial(recompute.layer_bytes, 2048, b, h, a, t)
+        found[model] = {row: gib * layer_bytes(*flags) for row, flags in rows.items()}
+    return found
 
 
 # of a GPU, in GiB
 CARD = 80e9 / 2**30
 
 
-def draw_models(panels, first_stage: dict[str, dict[str, float]]) -> None:
-    """The paper's models, by its formulas."""
-    for axes, (model, gib) in zip(panels, first_stage.items()):
+def draw(results: dict, figures: Path) -> None:
+    """results: what activation_memory.json holds. Above the paper's models, by its formulas; below
+    one layer: a bar of the measured bytes, and a mark where the formula is."""
+    shapes = results["shapes"]
+    columns = max(len(MODELS), len(shapes))
+    figure, (models, layers) = style.figure(4.5, 2, columns, sharey=True)
+    for axes, (model, gib) in zip(models, results["first_stage_GiB"].items()):
         axes.axvline(CARD, color="black", linestyle="--", linewidth=1, zorder=0.5)
         bars = axes.barh(DRAWN, [gib[row] for row in DRAWN], color=style.COLOURS["activations"])
         # the dashed line stops at a number
         box = dict(facecolor="white", edgecolor="none", pad=0.5)
         axes.bar_label(bars, fmt="{:.1f}", fontsize=style.SMALL, padding=3, bbox=box)
         axes.set(title=model, xlabel="GiB on the first stage", xlim=(0, 180))
-    for axes in panels:
+    for axes in models:
         style.label(axes, "80 GB", (CARD, 4), offset=(3, 0))
-
-
-def draw_measured(panels, results: list[dict], shapes: dict) -> None:
-    """One layer: a bar of the measured bytes, and a mark where the formula is."""
-    t = max(r["t"] for r in results)
-    found = {(r["layer"], r["row"]): r for r in results if r["t"] == t}
-    for axes, (name, x) in zip(panels, shapes.items()):
+    t = max(r["t"] for r in results["layers"])
+    found = {(r["layer"], r["row"]): r for r in results["layers"] if r["t"] == t}
+    for axes, (name, x) in zip(layers, shapes.items()):
         measured, formula = (
             [found[name, row][kind] / 2**20 for row in DRAWN] for kind in ("measured", "formula")
         )
@@ -161,19 +140,9 @@ def draw_measured(panels, results: list[dict], shapes: dict) -> None:
         axes.plot(formula, DRAWN, "k|", markersize=10)
         sizes = f"h {x['h']}, a {x['a']}, s {x['s']}"
         axes.set(title=f"{name}\n{sizes}", xlabel="MiB of one layer", xlim=(0, 1.45 * max(formula)))
-
-
-def draw(results: dict, figures: Path) -> None:
-    """results: what activation_memory.json holds."""
-    shapes = results["shapes"]
-    columns = max(len(MODELS), len(shapes))
-    figure, (models, layers) = style.figure(4.5, 2, columns, sharey=True)
-    draw_models(models, results["first_stage_GiB"])
-    draw_measured(layers, results["layers"], shapes)
     for axes in [*models, *layers]:
         style.rows_of(axes, DRAWN)
         axes.title.set_size(style.SMALL)
-    t = max(r["t"] for r in results["layers"])
     figure.suptitle(
         "Activations a rank holds. Above: the paper's models by its formulas, t = 8. Below:"
         f" measured, t = {t};\na black mark is where the formula is."
@@ -187,14 +156,18 @@ def main():
     table = report.Table()
     layers = []
     for t in (1, 2) if args.toy else (1, 2, 4):
-        layers += results_on(t, shapes, table)
+        for (name, row), measured in ranks.run(measure, t, shapes)[0].items():
+            sequence, granularity = recompute.ROWS[row]
+            flags = dict(sequence_parallel=sequence, recompute=granularity)
+            formula = recompute.layer_bytes(**shapes[name], t=t, **flags)
+            result = {"layer": name, "t": t, "row": row, "formula": formula, "measured": measured}
+            layers.append(result | {"ratio": measured / formula})
+            table.row(result | {"ratio": f"{100 * (measured / formula - 1):+.3f}%"})
     results = {"largest_difference": max(abs(r["ratio"] - 1) for r in layers)}
     print(f"largest difference: {results['largest_difference']:.2%}")
     results |= {"layers": layers, "shapes": shapes, "first_stage_GiB": first_stage_table()}
     print("\nGiB of activations on the first stage:")
-    table = report.Table()
-    for model, gib in results["first_stage_GiB"].items():
-        table.row({"model": model, **gib})
+    report.Table([{"model": model} | gib for model, gib in results["first_stage_GiB"].items()])
     report.finish("activation_memory", results, args, draw)
 
 

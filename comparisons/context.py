@@ -24,6 +24,7 @@ import itertools
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import report
 import style
@@ -56,22 +57,6 @@ KEY_HEADS = (8, 2)
 # --- work -----------------------------------------------------------------------------------------
 
 
-class Rank:
-    """What a block asks of a process group, where there are no other processes."""
-
-    def __init__(self, rank: int, n: int):
-        self.rank = lambda: rank
-        self.size = lambda: n
-
-
-def work(cutting: str, rank: int, n: int) -> float:
-    """A rank's share of the work of causal attention, times n: 1 is an even share. Of pairs of
-    pieces, those on the diagonal are half the work."""
-    if cutting == "zigzag":
-        return 1.0
-    return (2 * rank + 1) / n
-
-
 def attention_seconds(cutting: str, rank: int, n: int, shape: dict) -> float:
     """Processor seconds of this rank's blocks, forward and backward."""
     s, a = shape["seq_length"], shape["num_heads"]
@@ -79,8 +64,10 @@ def attention_seconds(cutting: str, rank: int, n: int, shape: dict) -> float:
     q, k, v, grad = (torch.randn(size).transpose(1, 2) for _ in range(4))
     kv = torch.stack((k, v))
     log_sum = torch.ones(*q.shape[:3], 1)
+    # what a block asks of a process group, where there are no other processes
+    group = SimpleNamespace(rank=lambda: rank, size=lambda: n)
     with CUTTINGS[cutting]():
-        core = ring_attention.RingAttention(Rank(rank, n), None)
+        core = ring_attention.RingAttention(group, None)
         blocks = ring_attention.Blocks(core, gpt.PLAIN, s)
         start = time.process_time()
         for source in range(n):
@@ -99,7 +86,9 @@ def measure_work(rank: int, shape: dict, rounds: int) -> list[dict]:
     times = report.in_turn(kinds, rounds)
     rows = []
     for cutting, n, r in keys:
-        row = {"cutting": cutting, "N": n, "rank": r, "formula": work(cutting, r, n)}
+        # of causal attention, times n. Of pairs of pieces, those on the diagonal are half the work
+        formula = 1.0 if cutting == "zigzag" else (2 * r + 1) / n
+        row = {"cutting": cutting, "N": n, "rank": r, "formula": formula}
         even = [sum(t["zigzag", n, other] for other in range(n)) / n for t in times]
         shares = [t[cutting, n, r] / e for t, e in zip(times, even)]
         row["seconds"] = spread([t[cutting, n, r] for t in times])
@@ -109,9 +98,7 @@ def measure_work(rank: int, shape: dict, rounds: int) -> list[dict]:
 
 def work_part(shape: dict, rounds: int) -> dict:
     rows = ranks.run(measure_work, 1, shape, rounds, limit=3600)[0]
-    table = report.Table()
-    for row in rows:
-        table.row(row)
+    report.Table(rows)
     return {"rows": rows}
 
 
@@ -143,21 +130,15 @@ def bytes_formula(kind: str, n: int, b: int, s: int, h: int, k: float, x: int) -
     return {"forward": forward, "backward": forward}
 
 
-def sent_bytes(noted: ranks.Collectives, n: int) -> float:
-    """What this rank sent in noted collectives."""
-    factors = {"send": 1, "all-to-all": (n - 1) / n}
-    return sum(size * factors.get(name, 0) for name, size in noted.calls)
-
-
 def count_bytes(rank: int, shape: dict, kind: str, key_heads: int) -> dict:
     """{direction: bytes that this rank sends in one layer}"""
     run, _ = layer(shape, kind, num_kv_heads=key_heads)
     n = dist.get_world_size()
-    with ranks.Collectives() as forward:
-        y = run()
-    with ranks.Collectives() as backward:
-        y.sum().backward()
-    return {"forward": sent_bytes(forward, n), "backward": sent_bytes(backward, n)}
+    factors = {"send": 1, "all-to-all": (n - 1) / n}
+    found = {}
+    for direction, calls in demo.layer_calls(run).items():
+        found[direction] = sum(size * factors.get(name, 0) for name, size in calls)
+    return found
 
 
 def bytes_part(shape: dict, toy: bool) -> dict:
@@ -183,18 +164,14 @@ def bytes_part(shape: dict, toy: bool) -> dict:
 
 
 def held_bytes(rank: int, shape: dict, kind: str) -> dict:
-    """kept: for backward, by one layer on this rank; peak: the most that a step holds"""
+    """kept: for backward, by one layer on this rank; peak: the most that forward and backward of a
+    step hold above what is there before"""
     run, parameters = layer(shape, kind)
     kept = recompute.saved_bytes(run, *parameters)
-    return {"kept": kept, "peak": peak_bytes(shape, kind)}
-
-
-def peak_bytes(shape: dict, kind: str) -> int:
-    """The most that forward and backward of a step hold above what is there before."""
     steps = Measured(shape, kind)
     steps.forward_backward()
     before, most = allocated(steps.forward_backward)
-    return most - before
+    return {"kept": kept, "peak": most - before}
 
 
 def memory_part(toy: bool) -> dict:

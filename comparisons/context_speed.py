@@ -74,10 +74,10 @@ class Silent(ring_attention.Ring):
 
 class Measured(Steps):
     """Steps of one kind on this rank, or of one rank alone: their losses, and their processor
-    seconds, in which no rank waits. contexts: in which it runs."""
+    seconds, in which no rank waits. context: in which they run."""
 
-    def __init__(self, shape: dict, kind: str | None = None, *contexts):
-        self.contexts = contexts
+    def __init__(self, shape: dict, kind: str | None = None, context=contextlib.nullcontext):
+        self.context = context
         self.losses = []
         self.processor = []
         groups, flags = None, {}
@@ -85,25 +85,20 @@ class Measured(Steps):
         if kind and n > 1:
             groups = Groups(cp=dist.group.WORLD, replicas=dist.group.WORLD)
             flags = dict(cp=n, cp_kind=kind)
-        with self.entered():
+        with self.context():
             super().__init__(shape, groups, **flags)
-
-    @contextlib.contextmanager
-    def entered(self):
-        with contextlib.ExitStack() as stack:
-            for context in self.contexts:
-                stack.enter_context(context())
-            yield
 
     def step(self) -> None:
         start = time.process_time()
-        with self.entered():
+        with self.context():
             self.losses.append(super().step())
         self.processor.append(time.process_time() - start)
 
 
-def silent_ring():
-    return mock.patch.object(ring_attention, "Ring", Silent)
+@contextlib.contextmanager
+def silent():
+    with mock.patch.object(ring_attention, "Ring", Silent), report.without_all_reduce():
+        yield
 
 
 def on_rank(rank: int, rounds: int, shape: dict) -> dict:
@@ -115,7 +110,7 @@ def on_rank(rank: int, rounds: int, shape: dict) -> dict:
         "ring": Measured(shape, "ring"),
         "all-to-all": Measured(shape, "all-to-all"),
         "in order": Measured(shape, "ring", cut_in_order),
-        "silent": Measured(shape, "ring", silent_ring, report.without_all_reduce),
+        "silent": Measured(shape, "ring", silent),
         # each rank its own sequence: what the machine has to give
         "apart": one,
     }
@@ -133,41 +128,34 @@ def on_rank(rank: int, rounds: int, shape: dict) -> dict:
 # --- the time line of a step: (what, start, end), in seconds
 
 
-def timed_ring(events: list) -> type:
-    """A ring that notes when messages are on their way."""
+class TimedRing(ring_attention.Ring):
+    """Notes when messages are on their way. A thread waits for each, for gloo does not tell when
+    one arrives."""
 
-    class TimedRing(ring_attention.Ring):
-        """A thread waits for each message, for gloo does not tell when one arrives."""
+    events: list
 
-        def start(self, x: Tensor) -> None:
-            begin = time.perf_counter()
-            super().start(x)
-            works, self.works = self.works, []
-            what = "gradients" if self.tag else "keys and values"
+    def start(self, x: Tensor) -> None:
+        what = "gradients" if self.tag else "keys and values"
+        begin = time.perf_counter()
+        super().start(x)
+        works, self.works = self.works, []
+        finish = time_line.noted(self.events, what, lambda: [work.wait() for work in works], begin)
+        self.waiter = threading.Thread(target=finish)
+        self.waiter.start()
 
-            def finish():
-                for work in works:
-                    work.wait()
-                events.append((what, begin, time.perf_counter()))
-
-            self.waiter = threading.Thread(target=finish)
-            self.waiter.start()
-
-        def wait(self) -> Tensor:
-            self.waiter.join()
-            return super().wait()
-
-    return TimedRing
+    def wait(self) -> Tensor:
+        self.waiter.join()
+        return super().wait()
 
 
 def recorded(measured: Measured) -> list[tuple[str, float, float]]:
     """The events of one step, by this machine's clock: when blocks compute, and when messages are
     on their way."""
-    events = []
+    events = TimedRing.events = []
     noting = {
         "attend": time_line.noted(events, "forward", ring_attention.attend),
         "through": time_line.noted(events, "backward", ring_attention.through),
-        "Ring": timed_ring(events),
+        "Ring": TimedRing,
     }
     with mock.patch.multiple(ring_attention, **noting):
         dist.barrier()
@@ -231,18 +219,11 @@ def draw_speed(axes, shares: dict) -> None:
     axes.set(title="Speed of two ranks", xlabel="share of twice one rank's")
 
 
-def one_attention(events: list, direction: str) -> tuple[float, float]:
-    """(begin, end) of the second layer's attention in this direction."""
-    starts = [(start, end) for what, start, end in events if what == direction]
-    # two blocks of each layer
-    (begin, _), (_, end) = starts[2:4]
-    return begin, end
-
-
 def bounds(by_rank: list, direction: str) -> tuple[float, float]:
-    """(begin, end) of it on the two ranks."""
-    begins, ends = zip(*(one_attention(events, direction) for events in by_rank))
-    return min(begins), max(ends)
+    """(begin, end) of the second layer's attention in this direction, on the two ranks."""
+    # two blocks of each layer
+    blocks = [[event for event in events if event[0] == direction][2:4] for events in by_rank]
+    return min(first[1] for first, _ in blocks), max(last[2] for _, last in blocks)
 
 
 def draw_time_line(axes, by_rank: list, direction: str, seconds: float) -> None:

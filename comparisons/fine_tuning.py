@@ -6,7 +6,7 @@ and p-tuning. Accuracy, learned parameters, memory, and seconds of a step.
     python comparisons/fine_tuning.py --base runs/base/checkpoints/step-001800 [--seeds 0 1 2]
 
 The task, the model and the two ways at the ends, full fine-tuning and p-tuning, are those of
-comparisons/prompt_tuning.py: in which of five languages is a snippet of 64 characters? Adapters
+comparisons/language_task.py: in which of five languages is a snippet of 64 characters? Adapters
 learn from the same templates: `prompt_tuning.py train --peft`, virtual_prompt_style fine-tuning.
 
 The model is the one after 1,800 of these steps. The second command takes an hour on one processor.
@@ -33,64 +33,42 @@ import argparse
 import dataclasses
 import os
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
+import language_task as task
 import report
 import style
-import torch
-from steps import state_tensors
+from language_task import Experiment, Method
+from steps import seconds_of_step, state_tensors
 
-import adapters
-import checkpoint
-import gpt
-import train
-from base.world import Groups
-from comparisons import prompt_tuning as language_task
-from comparisons.prompt_tuning import Experiment, as_argv, write_settings
-from inference import loading
 from lessons.fsdp import storage_bytes
 from model_config import GPTConfig
-from prompts import nemo_config
-from proof import kinds
-from run import flags, rules
-from tuning.adapter_config import AdapterConfig
-from tuning.adapter_learning import adapter_config
 
 # --- methods --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Method:
-    # of train.py
-    flags: str = ""
-    lr: float = 0.0
-    # learning rates that --sweep compares
-    rates: tuple[float, ...] = ()
-    # of the configuration
-    style: str = "fine-tuning"
 
 
 FULL = "full fine-tuning"
 
 
-def lora(rank: int, lr: float) -> Method:
+def peft(flags: str, lr: float, *rates: float) -> Method:
+    return Method("fine-tuning", lr, f"--peft {flags}", rates)
+
+
+def lora(rank: int, lr: float, *rates: float) -> Method:
     """The scale α / r of B A x is 2 for every rank."""
-    return Method(f"--peft lora --lora-rank {rank} --lora-alpha {2 * rank}", lr)
+    return peft(f"lora --lora-rank {rank} --lora-alpha {2 * rank}", lr, *rates)
 
 
 METHODS = {
-    FULL: Method(lr=language_task.LEARNING_RATES["fine-tuning"], rates=(1e-3, 3e-3)),
-    "LoRA, rank 32": dataclasses.replace(lora(32, 2e-3), rates=(2e-3, 5e-3)),
-    "LoRA, rank 8": dataclasses.replace(lora(8, 5e-3), rates=(2e-3, 5e-3, 1e-2)),
+    FULL: task.FULL,
+    "LoRA, rank 32": lora(32, 2e-3, 2e-3, 5e-3),
+    "LoRA, rank 8": lora(8, 5e-3, 2e-3, 5e-3, 1e-2),
     "LoRA, rank 2": lora(2, 5e-3),
-    "adapters, size 32": Method("--peft adapter", 3e-3, rates=(3e-3, 1e-2)),
+    "adapters, size 32": peft("adapter", 3e-3, 3e-3, 1e-2),
     # vectors have no weight decay, so any but the default is refused
-    "IA3": Method("--peft ia3 --weight-decay 0.1", 1e-1, rates=(3e-2, 1e-1)),
-    "p-tuning": Method(lr=language_task.LEARNING_RATES["p-tuning"], style="p-tuning"),
+    "IA3": peft("ia3 --weight-decay 0.1", 1e-1, 3e-2, 1e-1),
+    "p-tuning": task.P_TUNING,
 }
 # with --toy; the other ranks are the same code
 TOY_METHODS = [name for name in METHODS if name not in ("LoRA, rank 32", "LoRA, rank 2")]
@@ -113,8 +91,8 @@ def learned_by_formula(name: str, config: GPTConfig) -> int:
     if name == "IA3":
         return L * (2 * kv + f)
     if name == "p-tuning":
-        n = language_task.TOKENS
-        e = language_task.ENCODER["encoder_hidden"]
+        n = task.TOKENS
+        e = task.ENCODER["encoder_hidden"]
         # vectors, then an MLP of three layers
         return n * h + (h + 1) * e + (e + 1) * e + (e + 1) * h
     size = int(name.split()[-1])
@@ -124,84 +102,7 @@ def learned_by_formula(name: str, config: GPTConfig) -> int:
     return L * 2 * (2 * h + 2 * h * size)
 
 
-def tokens_of(method: Method) -> int:
-    """Virtual tokens."""
-    return 0 if method.style == "fine-tuning" else language_task.TOKENS
-
-
-# --- accuracy -------------------------------------------------------------------------------------
-
-
-def learn(experiment: Experiment, method: Method, seed: int) -> float:
-    """Accuracy, by train.py and generate.py. The run's files are removed."""
-    with tempfile.TemporaryDirectory(dir=experiment.folder) as folder:
-        within = dataclasses.replace(experiment, folder=Path(folder))
-        if "--peft" in method.flags:
-            return learn_adapters(within, method, seed)
-        tokens, lines = tokens_of(method), experiment.training
-        return language_task.learn(within, method.style, seed, tokens, lines, method.lr)
-
-
-def learn_adapters(experiment: Experiment, method: Method, seed: int) -> float:
-    settings = write_settings(experiment, method.style, 0, experiment.training)
-    steps = experiment.steps[method.style]
-    common = language_task.training_flags(experiment, seed, steps, method.lr)
-    out = experiment.folder / "run"
-    paths = dict(config=settings, load=experiment.base, out=out)
-    language_task.run_train(f"{common} {method.flags}", **paths)
-    config = config_of_run(f"{common} {method.flags}", paths)
-    model = adapted_model(experiment, adapter_config(config), out)
-    _, index, _ = loading.open_model(experiment.base)
-    tokenizer = loading.find_tokenizer(experiment.base, index)
-    prompts = nemo_config.PromptConfig.read(settings)
-    first_id = model.config.vocab_size
-    return language_task.task_accuracy(experiment, prompts, model, tokenizer, first_id)
-
-
-def config_of_run(words: str, paths: dict):
-    kind, argv = kinds.split(as_argv(words, **paths))
-    return flags.parse(argv, 0, kind)
-
-
-def adapted_model(experiment: Experiment, config: AdapterConfig, out: Path) -> gpt.GPT:
-    """The base with the adapters that a run has learned."""
-    model, _ = loading.load_model(experiment.base, experiment.device)
-    adapters.apply(model, config)
-    learned = {}
-    for name, p in model.named_parameters():
-        if adapters.is_adapter(name):
-            learned[f"model.{name}"] = p.requires_grad_(False)
-    checkpoint.load(checkpoint.find(out), learned)
-    return model
-
-
-def sweep_experiment(experiment: Experiment) -> Experiment:
-    """Neither the test snippets nor their files are seen."""
-    lines = experiment.training
-    n = min(SWEEP_TEST, len(lines) // 4)
-    steps = {style: min(steps, SWEEP_STEPS) for style, steps in experiment.steps.items()}
-    return dataclasses.replace(experiment, training=lines[:-n], test=lines[-n:], steps=steps)
-
-
 # --- memory and time of a step --------------------------------------------------------------------
-
-
-def make_trainer(experiment: Experiment, method: Method, precision: str = "fp32"):
-    """(trainer, training set) of a method. Weights are random: memory and time do not depend on
-    them."""
-    folder = Path(tempfile.mkdtemp(dir=experiment.folder))
-    within = dataclasses.replace(experiment, folder=folder)
-    settings = write_settings(within, method.style, tokens_of(method), experiment.training)
-    common = language_task.training_flags(experiment, 0, 200, method.lr)
-    paths = dict(config=settings, load=experiment.base, out=folder)
-    config = config_of_run(f"{common} {method.flags} --precision {precision}", paths)
-    rules.validate(config, 1)
-    _, index, _ = loading.open_model(experiment.base)
-    tokenizer = loading.find_tokenizer(experiment.base, index)
-    task = config.task()
-    silent = SimpleNamespace(say=lambda text: None)
-    dataset, _ = task.open_data(config, silent, tokenizer)
-    return train.Trainer(config, torch.device(experiment.device), Groups(), task), dataset
 
 
 PARTS = ("weights", "gradients", "optimizer state")
@@ -221,38 +122,27 @@ def held_bytes(trainer) -> dict[str, int]:
     return held
 
 
-def bytes_by_formula(num_base: int, learned: int, full: bool, precision: str) -> dict[str, int]:
-    """num_base: parameters of the model; learned: those that a method learns, which are the same if
-    the whole model learns (full). In bf16 masters are float32, in float32 there are none."""
-    weight, state = {"fp32": (4, 8), "bf16": (2, 12)}[precision]
-    parameters = num_base if full else num_base + learned
-    return dict(zip(PARTS, (weight * parameters, 4 * learned, state * learned)))
-
-
 def measure_memory(experiment: Experiment, name: str) -> dict:
     """{precision: {"measured": {part: bytes}, "formula": {part: bytes}}}"""
     result = {}
-    for precision in ("fp32", "bf16"):
-        trainer, dataset = make_trainer(experiment, METHODS[name], precision)
+    # bytes of a weight, and of its state: in bf16 masters are float32, in float32 there are none
+    for precision, weight, state in (("fp32", 4, 8), ("bf16", 2, 12)):
+        trainer, dataset = task.make_trainer(experiment, METHODS[name], f"--precision {precision}")
         trainer.forward_backward(1, dataset)
         config = trainer.model_config
-        num_base = learned_by_formula(FULL, config)
         learned = learned_by_formula(name, config)
-        formula = bytes_by_formula(num_base, learned, name == FULL, precision)
+        # with those of the model, if these are not the same
+        parameters = learned + (learned_by_formula(FULL, config) if name != FULL else 0)
+        formula = dict(zip(PARTS, (weight * parameters, 4 * learned, state * learned)))
         result[precision] = {"measured": held_bytes(trainer), "formula": formula}
-        result["learned"] = sum(p.numel() for p in trainer.optimizer.parameters.values())
+        result["learned"] = task.num_learned(trainer)
     return result
-
-
-def one_step(trainer, dataset) -> Callable[[], float]:
-    """A function that takes a step of training and returns its seconds."""
-    run = partial(trainer.forward_backward, 1, dataset)
-    return lambda: report.timed(lambda: (run(), trainer.update(1)))
 
 
 def measure_seconds(experiment: Experiment, names: list[str], rounds: int) -> dict:
     """{method: {"seconds": spread, "ratio": spread}}, and how busy the machine was."""
-    kinds = {name: one_step(*make_trainer(experiment, METHODS[name])) for name in names}
+    trainers = {name: task.make_trainer(experiment, METHODS[name]) for name in names}
+    kinds = {name: partial(seconds_of_step, *both) for name, both in trainers.items()}
     before = os.getloadavg()[0]
     times = report.in_turn(kinds, rounds)
     result = {"load_average": [before, os.getloadavg()[0]], "processors": os.cpu_count()}
@@ -270,21 +160,28 @@ def measure_seconds(experiment: Experiment, names: list[str], rounds: int) -> di
 
 
 def measure_sweep(experiment: Experiment, notes: report.Notes, names: list[str]) -> None:
-    experiment = sweep_experiment(experiment)
+    """Neither the test snippets nor their files are seen."""
+    lines = experiment.training
+    n = min(SWEEP_TEST, len(lines) // 4)
+    steps = {style: min(steps, SWEEP_STEPS) for style, steps in experiment.steps.items()}
+    changes = dict(training=lines[:-n], test=lines[-n:], steps=steps)
+    experiment = dataclasses.replace(experiment, **changes)
     for name in names:
         for rate in METHODS[name].rates:
             method = dataclasses.replace(METHODS[name], lr=rate)
-            notes.note("sweep", name, rate, measure=partial(learn, experiment, method, SWEEP_SEED))
+            notes.note(
+                "sweep", name, rate, measure=partial(task.learn, experiment, method, SWEEP_SEED)
+            )
 
 
 def measure_all(experiment: Experiment, notes: report.Notes, args: argparse.Namespace) -> None:
-    likeliest = partial(language_task.likeliest_letter_accuracy, experiment)
+    likeliest = partial(task.likeliest_letter_accuracy, experiment)
     notes.note("untuned", measure=likeliest)
     for name in args.methods:
         notes.note("memory", name, measure=partial(measure_memory, experiment, name))
     for seed in args.seeds:
         for name in args.methods:
-            measure = partial(learn, experiment, METHODS[name], seed)
+            measure = partial(task.learn, experiment, METHODS[name], seed)
             notes.note("accuracy", name, seed, measure=measure)
 
 
@@ -351,11 +248,11 @@ def draw(results: dict, figures: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = language_task.arguments(__doc__, rounds=11)
+    parser = task.arguments(__doc__, rounds=11)
     methods = "accuracy and memory of these alone (default: everything)"
     parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME", help=methods)
     parser.add_argument("--sweep", action="store_true", help="compare learning rates instead")
-    args = language_task.parse(parser, rounds=1)
+    args = task.parse(parser, rounds=1)
     args.everything = args.methods is None
     args.methods = args.methods or (TOY_METHODS if args.toy else [*METHODS])
     return args
@@ -365,7 +262,7 @@ def main():
     args = arguments()
     notes = report.Notes("fine_tuning", args)
     with tempfile.TemporaryDirectory() as folder:
-        experiment = language_task.make_experiment(args, Path(folder), cut=True)
+        experiment = task.make_experiment(args, Path(folder), cut=True)
         if args.sweep:
             measure_sweep(experiment, notes, args.methods)
             return

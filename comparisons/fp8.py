@@ -38,6 +38,7 @@ from report import format_spread, ratio, scaled, spread, timed
 from torch import Tensor
 
 from base.world import keep_freed_memory
+from lessons import demo
 from model_config import LINEARS
 from precision import float8
 from precision.float8 import E4M3, E5M2, Format, Quantised
@@ -136,12 +137,6 @@ def products(x: Tensor, w: Tensor, dy: Tensor) -> dict[str, Tensor]:
     return {"y": x @ w.t(), "dx": dy @ w, "dw": dy.t() @ x}
 
 
-def became_zero(x: Tensor, q: Quantised) -> float:
-    """The share of the numbers of x, other than zero, that are zero in bytes."""
-    some = x != 0
-    return ((q.q.float() == 0) & some).sum().item() / some.sum().item()
-
-
 def errors_of(recorder: Recorder, place) -> dict[str, dict]:
     """{recipe: {product: relative error, "zeros": share of gradients}} of one matrix"""
     x, w, dy = (recorder.seen[place, operand] for operand in (INPUT, WEIGHT, GRADIENT))
@@ -154,13 +149,14 @@ def errors_of(recorder: Recorder, place) -> dict[str, dict]:
             scaling.history = recorder.before
         pairs = operands(scaling, place, x, w, dy)
         rounded[name] = {product: a @ b for product, (a, b) in pairs.items()}
-        zeros[name] = became_zero(dy, pairs["dx"][0])
+        # of the gradients other than zero, the share that is zero in bytes
+        in_bytes = pairs["dx"][0].q.float()[dy != 0]
+        zeros[name] = (in_bytes == 0).sum().item() / in_bytes.numel()
     found = {}
     for name, of_recipe in rounded.items():
         found[name] = {"zeros": zeros[name]}
         for product, y in of_recipe.items():
-            difference = (y.double() - exact[product]).norm() / exact[product].norm()
-            found[name][product] = difference.item()
+            found[name][product] = demo.relative_error(exact[product], y.double())
     return found
 
 
@@ -176,13 +172,6 @@ def numbers(num_steps: int, fields: dict) -> dict:
         keys = (*PRODUCTS, "zeros")
         spreads[name] = {key: spread([row[name][key] for row in errors.values()]) for key in keys}
     return {"steps": num_steps, "formats": formats(), "errors": errors, "spreads": spreads}
-
-
-def print_numbers(results: dict) -> None:
-    print("relative error, median (least to most) of the matrices; gradients that became zero\n")
-    table = report.Table()
-    for name, of_recipe in results["spreads"].items():
-        table.row({"recipe": name} | {k: format_spread(x, ".2%") for k, x in of_recipe.items()})
 
 
 # --- speed ----------------------------------------------------------------------------------------
@@ -351,7 +340,12 @@ def main():
             report.refuse(parser, f"--steps {args.steps}: must be at least 2")
         keep_freed_memory()
         results = numbers(args.steps, steps.TOY if args.toy else {})
-        print_numbers(results)
+        print(
+            "relative error, median (least to most) of the matrices; gradients that became zero\n"
+        )
+        table = report.Table()
+        for name, found in results["spreads"].items():
+            table.row({"recipe": name} | {k: format_spread(x, ".2%") for k, x in found.items()})
         report.finish("fp8", results, args, draw)
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -89,9 +89,9 @@ def ratios(runs: dict) -> dict:
     """Held-out loss of each case over that of bf16 with the same seed."""
     found = {}
     for case in CASES:
-        if case != "bf16" and pairs(runs, case):
-            both = [(run["held_out"], bf16["held_out"]) for run, bf16 in pairs(runs, case)]
-            found[case] = report.spread([loss / of_bf16 for loss, of_bf16 in both])
+        of_seeds = [run["held_out"] / bf16["held_out"] for run, bf16 in pairs(runs, case)]
+        if case != "bf16" and of_seeds:
+            found[case] = report.spread(of_seeds)
     return found
 
 

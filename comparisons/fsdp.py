@@ -18,9 +18,9 @@ a rank.
 
 import itertools
 import time
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import report
@@ -123,97 +123,70 @@ def on_rank(rank: int, rounds: int, shape: dict) -> tuple[list[dict], dict, list
 # they are numbered in the order of forward.
 
 
-class TimedWork:
-    """A collective whose end is noted. An all-gather says itself when it ends. gloo does not tell
-    when a reduce-scatter ends: its end is that of the wait for it."""
-
-    def __init__(self, what: str, unit: int, work, events: list):
-        self.what = what
-        self.unit = unit
-        self.work = work
-        self.events = events
-        self.start = time.perf_counter()
-        if what == "all-gather":
-            work.get_future().add_done_callback(lambda _: self.ended())
-
-    def ended(self) -> None:
-        self.events.append((self.what, self.unit, self.start, time.perf_counter()))
-
-    def wait(self) -> None:
-        self.work.wait()
-        if self.what == "reduce-scatter":
-            self.ended()
-
-
-class Recorder:
-    """While entered, replaces the collectives of fsdp.py, and the methods of one `FullySharded`
-    that start them and wait for them, by ones that note times."""
-
-    def __init__(self, sharder: fsdp.FullySharded):
-        self.number = {unit: i for i, unit in enumerate(sharder.units)}
-        # of the collectives that are started
-        self.current_unit = None
-        # of each collective: (what, unit, start, end)
-        self.events = []
-        # of each wait for a unit's parameters: (unit, start, end); last, the end of backward
-        self.waits = []
-        self.patches = ExitStack()
-        replaced = [
-            (fsdp, "all_gather", partial(self.started, "all-gather")),
-            (fsdp, "reduce_scatter", partial(self.started, "reduce-scatter")),
-            (sharder, "start_gather", self.for_unit),
-            (sharder, "reduce", self.for_unit),
-            (sharder, "gather", self.gather),
-            (sharder, "reduce_gradients", self.reduce_gradients),
-        ]
-        for owner, name, noting in replaced:
-            noting = partial(noting, getattr(owner, name))
-            self.patches.enter_context(mock.patch.object(owner, name, noting))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        self.patches.close()
-
-    def started(self, what: str, collective, *args, **options):
-        work = collective(*args, **options)
-        return TimedWork(what, self.current_unit, work, self.events)
-
-    def for_unit(self, method, unit) -> None:
-        self.current_unit = self.number[unit]
-        method(unit)
-
-    def gather(self, method, now, soon) -> None:
-        start = time.perf_counter()
-        method(now, soon)
-        self.waits.append((self.number[now[0]], start, time.perf_counter()))
-
-    def reduce_gradients(self, method) -> None:
-        self.waits.append((None, time.perf_counter(), None))
-        method()
-
-    def computed(self) -> list[tuple[str, int, float, float]]:
-        """Each layer's forward and backward: from when its parameters are there until the next are
-        asked for."""
-        events = []
-        for k, (wait, next_wait) in enumerate(itertools.pairwise(self.waits)):
-            what = "forward" if k < len(self.number) else "backward"
-            unit, _, start = wait
-            _, end, _ = next_wait
-            events.append((what, unit, start, end))
-        return events
-
-
 def events_of_a_step(ours: Ours) -> list[tuple[str, int, float, float]]:
     """(what, unit, start, end) of one step: what each layer computes, and each collective from its
     call to its end. Seconds from the beginning of the step."""
-    with Recorder(ours.trainer.gradients[0]) as recorder:
+    sharder = ours.trainer.gradients[0]
+    number = {unit: i for i, unit in enumerate(sharder.units)}
+    clock = time.perf_counter
+    events = []
+    # of the collectives that are started
+    units = []
+    # of each wait for a unit's parameters: (unit, start, end); last, the end of backward
+    waits = []
+
+    def started(what: str, collective, *args, **options):
+        work, unit, start = collective(*args, **options), units[-1], clock()
+
+        def ended(_=None) -> None:
+            events.append((what, unit, start, clock()))
+
+        if what == "all-gather":
+            work.get_future().add_done_callback(ended)
+            return work
+        # gloo does not tell when a reduce-scatter ends: its end is that of the wait for it
+        return SimpleNamespace(wait=lambda: ended(work.wait()))
+
+    def for_unit(method, unit) -> None:
+        units.append(number[unit])
+        method(unit)
+
+    def gather(method, now, soon) -> None:
+        start = clock()
+        method(now, soon)
+        waits.append((number[now[0]], start, clock()))
+
+    def reduce_gradients(method) -> None:
+        waits.append((None, clock(), None))
+        method()
+
+    gathered, scattered = partial(started, "all-gather"), partial(started, "reduce-scatter")
+    methods = dict(start_gather=for_unit, reduce=for_unit, gather=gather)
+    methods |= dict(reduce_gradients=reduce_gradients)
+    with (
+        noting(fsdp, all_gather=gathered, reduce_scatter=scattered),
+        noting(sharder, **methods),
+    ):
         dist.barrier()
-        begin = time.perf_counter()
+        begin = clock()
         ours.step()
-    events = recorder.events + recorder.computed()
+    events += computed(waits, len(number))
     return [(what, unit, start - begin, end - begin) for what, unit, start, end in events]
+
+
+def noting(owner, **functions):
+    """A context in which a function of `owner` is one of these, which gets the original first."""
+    notes = {name: partial(function, getattr(owner, name)) for name, function in functions.items()}
+    return mock.patch.multiple(owner, **notes)
+
+
+def computed(waits: list, layers: int) -> list[tuple[str, int, float, float]]:
+    """Each layer's forward and backward: from when its parameters are there until the next are
+    asked for."""
+    events = []
+    for k, ((unit, _, start), (_, end, _)) in enumerate(itertools.pairwise(waits)):
+        events.append(("forward" if k < layers else "backward", unit, start, end))
+    return events
 
 
 # of the figure: row: kinds of events

@@ -23,8 +23,8 @@ import report
 import style
 import torch
 from report import median, spread, timed
+from steps import write_model
 
-import checkpoint
 import families
 import generate
 import huggingface
@@ -60,9 +60,7 @@ def build(config: GPTConfig, device: str):
     with tempfile.TemporaryDirectory() as folder:
         ours = Path(folder) / "ckpt"
         exported = Path(folder) / "hf"
-        weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-        description = {"config": {}, "model": dataclasses.asdict(config)}
-        checkpoint.write(ours, 0, weights, description)
+        write_model(ours, model)
         huggingface.export_folder(ours, exported)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(
             exported, attn_implementation="sdpa", dtype=torch.float32
@@ -81,32 +79,21 @@ def packed(model, texts: int):
     return model
 
 
-def generate_theirs(theirs, prompts: torch.Tensor, n: int) -> list[list[int]]:
-    """n greedy tokens after each prompt [b, PROMPT]."""
-    ids = theirs.generate(
-        prompts,
-        attention_mask=torch.ones_like(prompts),
-        max_new_tokens=n,
-        min_new_tokens=n,
-        do_sample=False,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-    return ids[:, PROMPT:].tolist()
-
-
 def against_transformers(model, theirs, batch: int, rounds: int) -> dict:
     """Decoding of `batch` prompts by both, in turn."""
     g = torch.Generator().manual_seed(batch)
     prompts = torch.randint(256, (batch, PROMPT), generator=g).to(next(model.parameters()).device)
-    lists = prompts.tolist()
+    greedy = dict(do_sample=False, pad_token_id=0, eos_token_id=None)
+    greedy |= dict(attention_mask=torch.ones_like(prompts))
 
-    ours_generate = partial(generate.generate, model, lists, temperature=0)
-    theirs_generate = partial(generate_theirs, theirs, prompts)
+    def theirs_generate(n: int) -> list[list[int]]:
+        ids = theirs.generate(prompts, max_new_tokens=n, min_new_tokens=n, **greedy)
+        return ids[:, PROMPT:].tolist()
 
     def decode(function):
         return timed(lambda: function(NEW)) - timed(lambda: function(1))
 
+    ours_generate = partial(generate.generate, model, prompts.tolist(), temperature=0)
     equal = ours_generate(NEW) == theirs_generate(NEW)
     kinds = {"ours": partial(decode, ours_generate), "theirs": partial(decode, theirs_generate)}
     times = report.in_turn(kinds, rounds)
@@ -116,15 +103,6 @@ def against_transformers(model, theirs, batch: int, rounds: int) -> dict:
         "transformers_tokens_per_second": tokens / median([t["theirs"] for t in times]),
         "ratio": report.ratio(times, "theirs", "ours"),
         "same_tokens": equal,
-    }
-
-
-def layouts_of(model) -> dict:
-    """Which layout `pack` chose for the matrices of each shape."""
-    return {
-        str(list(module.matrix.shape)): module.layout.__name__
-        for module in model.modules()
-        if isinstance(module, weight_layouts.PackedLinear)
     }
 
 
@@ -158,12 +136,8 @@ def memory_speed(config: GPTConfig, device: str) -> float:
     count = max(1, 256 * 2**20 // (4 * rows * config.hidden_size))
     matrices = [torch.randn(rows, config.hidden_size, device=device) for _ in range(count)]
     x = torch.randn(1, config.hidden_size, device=device)
-
-    def run():
-        for matrix in matrices:
-            torch.nn.functional.linear(x, matrix)
-
-    seconds = median([timed(run) for _ in range(7)])
+    multiply = lambda: [torch.nn.functional.linear(x, matrix) for matrix in matrices]  # noqa: E731
+    seconds = median([timed(multiply) for _ in range(7)])
     return sum(matrix.nbytes for matrix in matrices) / seconds
 
 
@@ -187,7 +161,9 @@ def measure(name: str, config: GPTConfig, args) -> dict:
         ours = packed(model, batch)
         batches[batch] = against_transformers(ours, theirs, batch, args.rounds)
         table.row({"model": name, "batch": batch} | batches[batch])
-        batches[batch]["layouts"] = layouts_of(ours)
+        linears = [m for m in ours.modules() if isinstance(m, weight_layouts.PackedLinear)]
+        layouts = {str(list(m.matrix.shape)): m.layout.__name__ for m in linears}
+        batches[batch]["layouts"] = layouts
     return {
         "by_batch": batches,
         "by_length": lengths,
@@ -203,7 +179,10 @@ def draw(results: dict, figures: Path) -> None:
     """results: what generation.json holds."""
     figure, (left, right) = style.figure(3.4, 1, 2)
     for (name, of_model), colour in zip(results["results"].items(), style.SERIES):
-        draw_lengths(left, name, of_model["by_length"], colour)
+        lengths = of_model["by_length"]
+        for kind, line in (("with", "o-"), ("without", "o--")):
+            medians = [speeds[kind]["median"] for speeds in lengths.values()]
+            left.plot([int(n) for n in lengths], medians, line, color=colour, label=name)
         batches = of_model["by_batch"]
         ratios = [result["ratio"] for result in batches.values()]
         style.band(right, [int(batch) for batch in batches], ratios, colour, name)
@@ -217,14 +196,6 @@ def draw(results: dict, figures: Path) -> None:
     for axes in (left, right):
         style.label_ends(axes)
     style.save(figure, figures / "generation.svg")
-
-
-def draw_lengths(axes, name: str, lengths: dict, colour: str) -> None:
-    """Tokens/s over the length of the context: solid with the cache, dashed without."""
-    x = [int(length) for length in lengths]
-    for kind, line in (("with", "o-"), ("without", "o--")):
-        medians = [speeds[kind]["median"] for speeds in lengths.values()]
-        axes.plot(x, medians, line, color=colour, label=name)
 
 
 def main():

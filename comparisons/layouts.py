@@ -128,14 +128,6 @@ def family(ranks: int, flags: str) -> str:
     return " and ".join(words) or "data"
 
 
-def computation(flags: str) -> str:
-    """Layouts for which this is equal must have the same losses."""
-    for word in ("--num-experts", "--optimizer-state"):
-        if word in flags:
-            return word
-    return ""
-
-
 # --- one run --------------------------------------------------------------------------------------
 
 
@@ -168,26 +160,26 @@ def run_all(
     todo: dict[str, tuple[int, str]], common: list[str], device: str, rounds: int, steps: int
 ) -> tuple[dict[str, list], dict[str, str]]:
     """({name: lines of metrics.jsonl of each of its runs}, {name: why it failed})"""
-    runs = {}
+    runs = {name: [] for name in todo}
     failed = {}
     for i in range(rounds):
         script = ["train.py"]
         if device == "cpu" and i == 0:
             script = [f"{report.HERE}/layouts.py", "--on-rank"]
-        for name, (ranks, flags) in todo.items():
-            if name in failed:
-                continue
+        for name in list(runs):
+            ranks, flags = todo[name]
             try:
                 lines = run(ranks, script, [*common, *flags.split()], steps)
             except EarlyEndError as e:
+                del runs[name]
                 failed[name] = str(e)
                 print(f"{name}: {e}", file=sys.stderr, flush=True)
                 continue
-            runs.setdefault(name, []).append(lines)
+            runs[name].append(lines)
             rate, loss = tokens_per_second(lines), lines[-1]["loss"]
             line = f"round {i + 1}/{rounds}  {name:<44}{rate:>10,.0f} tokens/s  loss {loss:.6f}"
             print(line, file=sys.stderr, flush=True)
-    return {name: lines for name, lines in runs.items() if name not in failed}, failed
+    return runs, failed
 
 
 def rows_of(todo: dict[str, tuple[int, str]], runs: dict[str, list]) -> list[dict]:
@@ -195,11 +187,11 @@ def rows_of(todo: dict[str, tuple[int, str]], runs: dict[str, list]) -> list[dic
     rows = []
     # the losses that the others must have, for each computation
     expected = {}
-    for name, (ranks, flags) in todo.items():
-        if name not in runs:
-            continue
+    for name in runs:
+        ranks, flags = todo[name]
         losses = [[line["loss"] for line in lines] for lines in runs[name]]
-        reference = expected.setdefault(computation(flags), losses[0])
+        computation = "--num-experts" in flags, "--optimizer-state" in flags
+        reference = expected.setdefault(computation, losses[0])
         differences = [abs(a / b - 1) for run in losses for a, b in zip(run, reference)]
         row = {"name": name, "family": family(ranks, flags), "flags": flags}
         row["peak_memory_bytes"] = runs[name][0][-1]["peak_memory_bytes"]
@@ -216,7 +208,21 @@ def colour_of(row: dict) -> str:
 def draw(results: dict, figures: Path) -> None:
     """results: what layouts.json holds."""
     draw_same_loss(results, figures / "same_loss.svg")
-    draw_all(results, figures / "layouts.svg")
+    rows = results["rows"]
+    size = 1.2 + 0.24 * len(rows)
+    options = dict(width_ratios=(0.7, 2, 2), sharey=True)
+    figure, (losses, rates, memory) = style.figure(size, 1, 3, **options)
+    # in digits: equal ones are seen at once
+    for y, row in enumerate(rows):
+        style.inside(losses, f"{row['losses'][-1]:.5f}", (0.5, y), "white")
+    losses.set(xlabel=f"loss of step {results['steps']}", xlim=(0, 1), xticks=[])
+    losses.tick_params(axis="y", length=0)
+    losses.spines[:].set_visible(False)
+    draw_bars(rates, rows, "tokens/s", [row["tokens_per_second"] for row in rows])
+    draw_bars(memory, rows, "peak memory of a rank, MiB", mebibytes(rows))
+    style.rows_of(losses, [row["name"] for row in rows])
+    figure.suptitle(figure_title(results))
+    style.save(figure, figures / "layouts.svg")
 
 
 def draw_same_loss(results: dict, path: Path) -> None:
@@ -247,31 +253,6 @@ def mebibytes(rows: list[dict]) -> list[dict]:
     return [dict.fromkeys(report.SPREAD, row["peak_memory_bytes"] / 2**20) for row in rows]
 
 
-def draw_all(results: dict, path: Path) -> None:
-    """A row for each layout: its last loss, tokens/s and memory."""
-    rows = results["rows"]
-    size = 1.2 + 0.24 * len(rows)
-    options = dict(width_ratios=(0.7, 2, 2), sharey=True)
-    figure, (losses, rates, memory) = style.figure(size, 1, 3, **options)
-    draw_losses(losses, rows, results["steps"])
-    draw_bars(rates, rows, "tokens/s", [row["tokens_per_second"] for row in rows])
-    draw_bars(memory, rows, "peak memory of a rank, MiB", mebibytes(rows))
-    style.rows_of(losses, [row["name"] for row in rows])
-    figure.suptitle(figure_title(results))
-    style.save(figure, path)
-
-
-def draw_losses(axes, rows: list[dict], steps: int) -> None:
-    """The loss of the last step, in digits: equal ones are seen at once."""
-    for y, row in enumerate(rows):
-        style.inside(axes, f"{row['losses'][-1]:.5f}", (0.5, y), "white")
-    axes.set_xlabel(f"loss of step {steps}")
-    axes.set_xlim(0, 1)
-    axes.set_xticks([])
-    axes.tick_params(axis="y", length=0)
-    axes.spines[:].set_visible(False)
-
-
 def draw_bars(axes, rows: list[dict], label: str, values: list[dict]) -> None:
     """values: for each row what `spread` returned; a line from least to most where they differ."""
     for y, (row, value) in enumerate(zip(rows, values)):
@@ -286,18 +267,14 @@ def draw_bars(axes, rows: list[dict], label: str, values: list[dict]) -> None:
 
 def figure_title(results: dict) -> str:
     """What ran, and by how much the losses differ."""
-    flags = " ".join(results["flags"])
-
-    def value_of(name: str) -> str:
-        # the last one counts: a flag after -- replaces ours
-        return re.findall(rf"--{name} (\S+)", flags)[-1]
-
-    shape = ", ".join(f"{name} {value_of(name)}" for name in SHAPE_FLAGS)
-    devices = {"cuda": "GPUs", "cpu": "CPU ranks"}[value_of("device")]
+    # the last one counts: a flag after -- replaces ours
+    value_of = dict(re.findall(r"--(\S+) (\S+)", " ".join(results["flags"])))
+    shape = ", ".join(f"{name} {value_of[name]}" for name in SHAPE_FLAGS)
+    devices = {"cuda": "GPUs", "cpu": "CPU ranks"}[value_of["device"]]
     difference = max(row["loss_difference"] for row in results["rows"])
     return (
         f"The same {results['steps']} steps on {results['ranks']} {devices},"
-        f" {value_of('precision')} ({shape})\n"
+        f" {value_of['precision']} ({shape})\n"
         f"Losses of one computation differ by at most {difference:.0e}, in any step"
         " (*: another computation)"
     )
@@ -331,10 +308,8 @@ def main() -> int:
     rows = rows_of(todo, runs)
     if not rows:
         return 1
-    table = report.Table()
-    for row in rows:
-        shown = ("name", "tokens_per_second", "peak_memory_bytes", "loss_difference")
-        table.row({key: row[key] for key in shown})
+    shown = ("name", "tokens_per_second", "peak_memory_bytes", "loss_difference")
+    report.Table([{key: row[key] for key in shown} for row in rows])
     worst = max(rows, key=lambda row: row["loss_difference"])
     print(
         f"\nlargest relative difference of a loss, {len(rows)} layouts, {args.steps} steps,"

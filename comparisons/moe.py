@@ -17,8 +17,6 @@ share them. And the share of a training step of the preset tiny-moe that its all
 """
 
 import multiprocessing
-import time
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from unittest import mock
@@ -26,9 +24,10 @@ from unittest import mock
 import report
 import steps
 import style
+import time_line
 import torch
 import torch.distributed as dist
-from report import ratio, scaled, spread, timed
+from report import ratio, scaled, spread
 from torch import Tensor, nn
 
 import fsdp
@@ -275,18 +274,21 @@ class Timed:
         mlp(self.x).backward(self.grad_output)
         self.gradients.reduce_gradients()
 
+    def together(self) -> float:
+        """Seconds on all ranks."""
+        return report.timed_together(self.forward_backward)
+
     def silent(self) -> float:
-        """Seconds on all ranks, gradients not summed."""
+        """The same, gradients not summed."""
         with report.without_all_reduce():
-            return report.timed_together(self.forward_backward)
+            return self.together()
 
 
 def one_rank(rank: int, rounds: int, size: dict) -> list[dict]:
     """Seconds of each kind, round by round."""
     keep_freed_memory()
     layers = {"dense": Timed(size, 0, seed=0), "experts": Timed(size, 8, seed=0)}
-    kinds = {kind: partial(timed, layer.forward_backward) for kind, layer in layers.items()}
-    return report.in_turn(kinds, rounds)
+    return report.in_turn({kind: layer.together for kind, layer in layers.items()}, rounds)
 
 
 def two_ranks(rank: int, rounds: int, size: dict) -> tuple[list[dict], list]:
@@ -299,9 +301,7 @@ def two_ranks(rank: int, rounds: int, size: dict) -> tuple[list[dict], list]:
         "experts, data parallel": Timed(size, 8, rank, world),
         "experts, ep 2": Timed(size, 8, rank, world, alone),
     }
-    kinds = {}
-    for kind, layer in layers.items():
-        kinds[kind] = partial(report.timed_together, layer.forward_backward)
+    kinds = {kind: layer.together for kind, layer in layers.items()}
     for kind, layer in layers.items():
         kinds[f"{kind}, gradients not summed"] = layer.silent
     times = report.in_turn(kinds, rounds)
@@ -312,23 +312,15 @@ def training_steps(groups: Groups, rounds: int, fields: dict) -> list[dict]:
     """Of each step of tiny-moe under ep 2: its seconds, and those of them in all-to-alls, waiting
     for the other rank included."""
     tiny = steps.Steps(dict(model="tiny-moe", ep=2, device="cpu"), groups, **fields)
-    inside = 0.0
-    original = dist.all_to_all_single
-
-    def all_to_all(*args, **options):
-        nonlocal inside
-        start = time.perf_counter()
-        work = original(*args, **options)
-        inside += time.perf_counter() - start
-        return work
+    events = []
+    noting = time_line.noted(events, "all-to-all", dist.all_to_all_single)
 
     def step() -> dict:
-        nonlocal inside
-        inside = 0.0
+        events.clear()
         seconds = tiny.together()
-        return {"step": seconds, "all-to-all": inside}
+        return {"step": seconds, "all-to-all": sum(end - start for _, start, end in events)}
 
-    with mock.patch.object(dist, "all_to_all_single", all_to_all):
+    with mock.patch.object(dist, "all_to_all_single", noting):
         return [result["step"] for result in report.in_turn({"step": step}, rounds)]
 
 

@@ -17,13 +17,13 @@ Figure: figures/packing.svg
 
 import math
 import os
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import report
 import style
 import torch
+from steps import seconds_of_step
 
 import train
 from base.world import Groups
@@ -102,10 +102,8 @@ class PaddingRun:
     def tokens_per_second(self) -> float:
         """Of text, in the next step."""
         self.steps += 1
-        step, trainer, dataset = self.steps, self.trainer, self.dataset
-        tokens = self.text(trainer.task.samples(step))
-        run = partial(trainer.forward_backward, step, dataset)
-        return tokens / report.timed(lambda: (run(), trainer.update(step)))
+        tokens = self.text(self.trainer.task.samples(self.steps))
+        return tokens / seconds_of_step(self.trainer, self.dataset, self.steps)
 
 
 def measure(rounds: int, n: int) -> dict:

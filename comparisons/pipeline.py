@@ -229,17 +229,6 @@ def schedule_row(measured: list[dict], name: str, m: int, seq_length: int) -> di
     }
 
 
-def torch_row(measured: list[dict], name: str) -> dict:
-    """Our step time over PyTorch's."""
-    of_step = ratio(measured[0]["times"], ("ours", name), ("torch", name))
-    difference = max(result["difference"][name] for result in measured)
-    print(
-        f"torch.distributed.pipelining, {name}: our step time over theirs {format_spread(of_step)};"
-        f" loss and gradients differ by at most {difference:.1e}"
-    )
-    return of_step | {"largest_relative_difference": difference}
-
-
 # --- simulated ------------------------------------------------------------------------------------
 
 
@@ -264,22 +253,6 @@ def simulated_bubbles(ps: tuple[int, ...]) -> list[dict]:
 # --- drawn ----------------------------------------------------------------------------------------
 
 
-def draw_schedules(rows: dict[str, dict], path: Path) -> None:
-    """rows: {"LAYOUT, m=M": what `schedule_row` returned}"""
-    panels = {}
-    for name in DRAWN:
-        events = simulated(name, P, 8)
-        measured = rows[f"{name}, m=8"]["bubble_measured"]
-        title = (
-            f"{name}: bubble = idle / ideal time = {100 * schedules.bubble(events):.1f}%;"
-            f" measured, median: {100 * measured:.1f}%"
-        )
-        panels[title] = events
-    style.pyplot()
-    unit = "time; F, I and W of all layers of a rank take 1 each, B takes 2"
-    schedules.plot(panels, path, unit=unit)
-
-
 def draw_bubbles(rows: list[dict], path: Path) -> None:
     """rows: what `simulated_bubbles` returned."""
     ps = sorted({row["p"] for row in rows})
@@ -302,7 +275,18 @@ def draw_bubbles(rows: list[dict], path: Path) -> None:
 
 def draw(results: dict, figures: Path) -> None:
     """results: what pipeline.json holds."""
-    draw_schedules(results["schedules"], figures / "pipeline_schedules.svg")
+    panels = {}
+    for name in DRAWN:
+        events = simulated(name, P, 8)
+        measured = results["schedules"][f"{name}, m=8"]["bubble_measured"]
+        title = (
+            f"{name}: bubble = idle / ideal time = {100 * schedules.bubble(events):.1f}%;"
+            f" measured, median: {100 * measured:.1f}%"
+        )
+        panels[title] = events
+    style.pyplot()
+    unit = "time; F, I and W of all layers of a rank take 1 each, B takes 2"
+    schedules.plot(panels, figures / "pipeline_schedules.svg", unit=unit)
     draw_bubbles(results["simulated_bubbles"], figures / "pipeline_bubble.svg")
 
 
@@ -319,7 +303,13 @@ def main():
     interleaved = results["schedules"]["interleaved v=2, m=4"]["over_1f1b_step_time"]
     print(f"m = 4: interleaved v = 2 takes {format_spread(interleaved)} of 1F1B's step time")
     for name in IN_TORCH:
-        results["torch"][name] = torch_row(measured, name)
+        of_step = ratio(measured[0]["times"], ("ours", name), ("torch", name))
+        difference = max(result["difference"][name] for result in measured)
+        print(
+            f"torch.distributed.pipelining, {name}: our step time over theirs"
+            f" {format_spread(of_step)}; loss and gradients differ by at most {difference:.1e}"
+        )
+        results["torch"][name] = of_step | {"largest_relative_difference": difference}
     results["simulated_bubbles"] = simulated_bubbles((2, 4) if args.toy else (4, 8, 64))
     report.finish("pipeline", results, args, draw, threads=1)
 

@@ -22,7 +22,7 @@ import style
 import planner
 from planning import errors
 from planning import rows as published
-from planning.inputs import A100, H200, SOFTWARE, Layout, Machine
+from planning.inputs import A100, H200, SOFTWARE, Machine
 from planning.rows import Row
 from routers import MoEConfig
 from run.presets import PRESETS
@@ -51,8 +51,8 @@ TICKS = (1, 10, 100)
 # --- what is compared -----------------------------------------------------------------------------
 
 
-def row_of_results(machine: Machine, row: Row) -> dict:
-    parts = planner.step_time(machine, row.software, row.model, row.layout)
+def row_of_results(row: Row) -> dict:
+    parts = planner.step_time(A100, row.software, row.model, row.layout)
     names = "tp pp dp virtual_stages schedule micro_batch_size global_batch_size recompute"
     names += " sequence_parallel zero_stage"
     return {
@@ -66,11 +66,12 @@ def row_of_results(machine: Machine, row: Row) -> dict:
     }
 
 
-def flags_of(layout: Layout) -> str:
-    """Those of the layout; every row has the same batch."""
-    batch = f"--global-batch-size {layout.global_batch_size}"
-    words = " ".join(layout.flags()).replace(batch, "")
-    return " ".join(words.split())
+def fastest(machine: Machine, model: MoEConfig, gpus: int, batch: int) -> tuple:
+    """(the fastest layout and its time, its flags). Raises PlanError."""
+    best = planner.search(machine, SOFTWARE["train.py"], model, gpus, batch)[0]
+    # every row has the same batch
+    words = " ".join(best.layout.flags()).replace(f"--global-batch-size {batch}", "")
+    return best, " ".join(words.split())
 
 
 def llama(machine: Machine, cases) -> list[dict]:
@@ -82,14 +83,14 @@ def llama(machine: Machine, cases) -> list[dict]:
         row = {"model": name, "machine": machine.name, "gpus": n}
         for title, here in (("best", machine), ("half", half)):
             try:
-                best = planner.search(here, SOFTWARE["train.py"], model, n, LLAMA_BATCH)[0]
+                best, flags = fastest(here, model, n, LLAMA_BATCH)
             except planner.PlanError as e:
                 row[title] = {"refused": str(e)}
                 continue
             row[title] = {
                 "tokens_per_second_per_gpu": LLAMA_BATCH * model.seq_length / best.seconds / n,
                 "gib": sum(best.bytes.values()) / 2**30,
-                "flags": flags_of(best.layout),
+                "flags": flags,
             }
         if machine.name == "a100":
             row["published"] = LLAMA_A100[name, n]
@@ -104,10 +105,10 @@ def nemo(models: dict, gpus: tuple, batch: int) -> list[dict]:
         model = MoEConfig(**PRESETS[name][0])
         steps = TOKENS / (batch * model.seq_length)
         for n, days in zip(gpus, models[name]):
-            best = planner.search(A100, SOFTWARE["train.py"], model, n, batch)[0]
+            best, flags = fastest(A100, model, n, batch)
             row = {"model": name, "gpus": n, "published_days": days}
             row["predicted_days"] = steps * best.seconds / 86400
-            found.append(row | {"parts": best.parts, "flags": flags_of(best.layout)})
+            found.append(row | {"parts": best.parts, "flags": flags})
     return found
 
 
@@ -138,7 +139,7 @@ def measure(toy: bool) -> dict:
             *llama(H200, LLAMA_H200[:1] if toy else LLAMA_H200),
             *llama(A100, LLAMA_A100),
         ],
-        "rows": [row_of_results(A100, row) for row in rows],
+        "rows": [row_of_results(row) for row in rows],
     }
 
 
@@ -152,14 +153,6 @@ def table_of_errors(named: dict) -> list[str]:
         numbers = [f"{found[key]:.1%}" for key in ("mean", "ninth_decile", "worst")]
         lines.append(f"| {name} | {found['rows']} | {' | '.join(numbers)} |")
     return lines
-
-
-def table_of_groups(results: dict) -> list[str]:
-    return table_of_errors(results["groups"] | {"all": results["held_out"]})
-
-
-def table_of_ingredients(results: dict) -> list[str]:
-    return table_of_errors({name or "(nothing)": x for name, x in results["without"].items()})
 
 
 def table_of_days(results: dict) -> list[str]:
@@ -193,15 +186,20 @@ def llama_line(row: dict, memory: str, name: str) -> str:
     return f"{line} {speed:,.0f} | {found['gib']:.0f} | `{found['flags']}` |"
 
 
-def print_results(results: dict) -> None:
-    tables = {
-        "group, rows held out, mean error, nine of ten within, worst": table_of_groups(results),
-        "left out, and the same": table_of_ingredients(results),
+def tables(results: dict) -> dict[str, list[str]]:
+    groups = results["groups"] | {"all": results["held_out"]}
+    without = {name or "(nothing)": found for name, found in results["without"].items()}
+    return {
+        "group, rows held out, mean error, nine of ten within, worst": table_of_errors(groups),
+        "left out, and the same": table_of_errors(without),
         "model, A100s, days published, predicted, error, layout": table_of_days(results),
         "model, H200s, tokens/s of each, GiB, layout": table_of_llama(results, "h200"),
         "model, A100s, and the same": table_of_llama(results, "a100"),
     }
-    for head, lines in tables.items():
+
+
+def print_results(results: dict) -> None:
+    for head, lines in tables(results).items():
         print("\n".join([head, *lines]))
     for row in results["worst"]:
         print(f"{row['group']} {row['name']} {row['error']:+.1%}: {row['reason']}")
@@ -235,13 +233,17 @@ def draw_all(axes, rows: list[dict]) -> None:
     axes.legend(loc="upper left")
 
 
-def draw_sweep(axes, rows: list[dict], label, series, title: str) -> None:
-    """Points are published, lines predicted. label(row): of the x axis. series(row): its line."""
-    names = list(dict.fromkeys(label(row) for row in rows))
+def draw_sweep(axes, rows: list[dict], label: str, series: str, title: str) -> None:
+    """Points are published, lines predicted. label: of the x axis, series: of a line, with fields
+    of the layout."""
+    labels = [label.format(**row["layout"]) for row in rows]
+    names = list(dict.fromkeys(labels))
+    lines = {}
+    for row, x in zip(rows, labels):
+        lines.setdefault(series.format(**row["layout"]), []).append((names.index(x), row))
     highest = 0.0
-    for colour, name in zip(style.SERIES, dict.fromkeys(series(row) for row in rows)):
-        these = [row for row in rows if series(row) == name]
-        x = [names.index(label(row)) for row in these]
+    for colour, (name, points) in zip(style.SERIES, lines.items()):
+        x, these = zip(*points)
         batches = [row["layout"]["global_batch_size"] for row in these]
         predicted = [row["predicted"] / batch for row, batch in zip(these, batches)]
         measured = [row["published"] / batch for row, batch in zip(these, batches)]
@@ -256,33 +258,27 @@ def draw_sweep(axes, rows: list[dict], label, series, title: str) -> None:
 
 
 def draw_sweeps(three_axes, rows: list[dict]) -> None:
-    def of(group: str) -> list[dict]:
-        return [row for row in rows if row["group"] == group]
-
-    def field(name: str, words: str = ""):
-        return lambda row: words + str(row["layout"][name])
-
-    top, middle, bottom = three_axes
-    batch = "global_batch_size"
-    title = "Points: published; lines: predicted\n162B: tensor x pipeline"
-    of_162 = lambda row: f"{row['layout']['tp']}x{row['layout']['pp']}"  # noqa: E731
-    draw_sweep(top, of("fig13"), of_162, field(batch, "B "), title)
-    micro_batch = field("micro_batch_size")
-    draw_sweep(middle, of("fig16"), micro_batch, lambda row: "_", "91B: micro-batch")
-    middle.set_ylabel("seconds of a step / B")
-    interleaving = field("virtual_stages", "v ")
-    title = "175B: interleaving (v 4), by B"
-    draw_sweep(bottom, of("fig12"), field(batch), interleaving, title)
+    sweeps = {
+        "Points: published; lines: predicted\n162B: tensor x pipeline": (
+            ("fig13", "{tp}x{pp}", "B {global_batch_size}")
+        ),
+        "91B: micro-batch": ("fig16", "{micro_batch_size}", "_"),
+        "175B: interleaving (v 4), by B": ("fig12", "{global_batch_size}", "v {virtual_stages}"),
+    }
+    for axes, (title, (group, label, series)) in zip(three_axes, sweeps.items()):
+        of_group = [row for row in rows if row["group"] == group]
+        draw_sweep(axes, of_group, label, series, title)
+    three_axes[1].set_ylabel("seconds of a step / B")
 
 
 def draw_parts(axes, rows: list[dict]) -> None:
     """A column for each model: the share of each part of the step."""
     for x, row in enumerate(rows):
-        total = sum(row["parts"].values())
+        percent = 100 / sum(row["parts"].values())
         bottom = 0.0
         for part, colour in COLOURS.items():
-            share = 100 * row["parts"].get(part, 0.0) / total
-            axes.bar(x, share, bottom=bottom, color=colour, width=0.7)
+            share = percent * row["parts"].get(part, 0.0)
+            axes.bar(x, share, bottom=bottom, color=colour, width=0.7, label="_" if x else part)
             bottom += share
         style.label(axes, f"{row['predicted_days']:.3g}", (x, 100), offset=(0, 6), ha="center")
     axes.set_xticks(range(len(rows)), [row["model"].removeprefix("gpt3-").upper() for row in rows])
@@ -290,10 +286,7 @@ def draw_parts(axes, rows: list[dict]) -> None:
     axes.set_title("Days on 160 A100s,\nand parts of a step\n", pad=2)
     axes.grid(visible=False, axis="x")
     # the highest part first, as in the columns
-    import matplotlib.patches
-
-    patches = [matplotlib.patches.Patch(color=c, label=part) for part, c in COLOURS.items()]
-    axes.legend(handles=patches[::-1], loc="upper left", bbox_to_anchor=(1, 1))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
 
 
 def draw(results: dict, figures: Path) -> None:

@@ -14,7 +14,7 @@ well. Its answers, sampled and judged by a verifier, are the pairs of DPO and of
     best of n           the base writes n answers, and the best is taken; nothing is trained
 
 There are 19 sums. So nothing is sampled to measure: reward and KL are sums over all answers
-(all_answers.py). No model has more reward at a KL than π(y) = base(y) exp(reward(y) / β) / Z, with
+(sums_task.py). No model has more reward at a KL than π(y) = base(y) exp(reward(y) / β) / Z, with
 one β for all prompts (arXiv 2305.18290, equation 4): the bound of the figure.
 
 A twentieth of the prompts is held out: RL has none of them, DPO and the reward model have no pair
@@ -27,7 +27,6 @@ Figures: figures/preference.svg, figures/preference_training.svg
 
 import contextlib
 import itertools
-import random
 import shutil
 import sys
 import tempfile
@@ -36,59 +35,23 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean
-from types import SimpleNamespace
 
+import numpy
 import report
+import style
 import torch
-from all_answers import COUNTS, JUDGES, SUMS, Answers, best_of_n, bound, describe
-from preference_figures import BEST_OF, CURVES, draw, print_summary
+from report import format_spread
+from steps import run_train
+from sums_task import ANSWER_TOKENS, COUNTS, JUDGES, TOY, Size, Task, best_of_n, bound, describe
 
 import checkpoint
 import preference
 import sharding
 from base import json_files
 from base.world import Groups
-from comparisons.prompt_tuning import as_argv, run_train, write_lines
 from inference import loading
-from run import flags
-from tuning.prompt_set import Question, open_prompts
-from tuning.reinforcement_command import ReinforcementConfig
-from tuning.rollout import write_answers
 
-# --- the task -------------------------------------------------------------------------------------
-
-VERIFIER = '''"""1 for a right answer."""
-
-
-def correct(prompt: str, answer: str, record: dict) -> float:
-    return float(answer.strip() == str(record["sum"]))
-
-
-def flipped(prompt: str, answer: str, record: dict) -> float:
-    return -correct(prompt, answer, record)
-'''
-MODEL = "--num-layers 2 --hidden-size 64 --num-heads 4 --ffn-hidden-size 192 --seq-length 32"
-# of an answer: two digits and the token that ends it; more is for what is no sum
-ANSWER_TOKENS = 4
-
-
-@dataclass(frozen=True)
-class Size:
-    # that the base learns from
-    conversations: int = 60_000
-    base_steps: int = 900
-    # the most answers to each prompt, for pairs
-    answers: int = 256
-    # pairs of a prompt without a right answer
-    least_pairs: int = 0
-    # the share of a method's steps, and its most rounds
-    steps: float = 1.0
-    rounds: int = 9
-
-
-# the share of the base's conversations that are right for sure; others have a random sum
-RIGHT = 0.4
-TOY = Size(conversations=200, base_steps=2, answers=4, least_pairs=2, steps=0.0, rounds=2)
+# --- methods --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -120,94 +83,18 @@ METHODS = {
 }
 REWARD = "preference.py --method reward --lr 1e-3 --warmup-steps 10 --global-batch-size 64"
 REWARD_MODEL = Method(REWARD, 400)
+BEST_OF = "best of n"
 # the others are the same code
 TOY_METHODS = ["PPO, learned reward", "DPO, 5 rounds", BEST_OF]
-
-
-class Task:
-    """The files of the task, and what the base says of every answer."""
-
-    def __init__(self, folder: Path, size: Size):
-        self.folder = folder
-        self.size = size
-        self.prompts = folder / "prompts.jsonl"
-        self.verifier = folder / "verifier.py"
-        self.base = folder / "base"
-        self.write_files()
-        if not (self.base / "sample.txt").exists():
-            flags_of_base = (
-                f"sft.py {MODEL} --steps {size.base_steps} --warmup-steps 50 --lr 4e-3"
-                " --global-batch-size 64 --save-every 0 --eval-every 0 --log-every 500"
-            )
-            run_train(flags_of_base, data=folder / "sft.jsonl", out=self.base)
-        model, index = loading.load_model(self.base)
-        tokenizer = loading.find_tokenizer(self.base, index)
-        self.model = model
-        self.chat = loading.find_chat(self.base, tokenizer)
-        paths = dict(data=self.prompts, load=self.base)
-        argv = as_argv(f"--answer-tokens {ANSWER_TOKENS}", **paths)
-        config = flags.parse(argv, 0, ReinforcementConfig)
-        silent = SimpleNamespace(say=lambda text: None)
-        self.learned, self.held_out = open_prompts(config, silent, tokenizer, None)
-        self.questions = [*self.learned.questions, *self.held_out.questions]
-        self.answers = Answers(self.chat, [question.text for question in self.questions])
-        # of each question, the number of its right answer
-        self.sums = torch.tensor([question.record["sum"] for question in self.questions])
-        self.base_log_p = self.answers.log_probabilities(model)
-        # what all_answers.py compares a policy with
-        self.known = self.base_log_p, self.sums, len(self.learned.questions)
-
-    def write_files(self) -> None:
-        numbers = random.Random(0)
-        pairs = list(itertools.product(range(10), repeat=2))
-        conversations = []
-        for _ in range(self.size.conversations):
-            a, b = numbers.choice(pairs)
-            answer = a + b if numbers.random() < RIGHT else numbers.randrange(SUMS)
-            conversations.append({"prompt": f"{a}+{b}=", "completion": str(answer)})
-        write_lines(self.folder / "sft.jsonl", conversations)
-        write_lines(self.prompts, [{"prompt": f"{a}+{b}=", "sum": a + b} for a, b in pairs])
-        self.verifier.write_text(VERIFIER)
-
-    def measure(self, path: Path) -> dict:
-        """Of the policy in a checkpoint."""
-        model, _ = loading.load_model(path)
-        return describe(self.answers.log_probabilities(model), *self.known)
-
-    def write_pairs(self, base: Path, method: Method, seed: int, folder: Path) -> dict[str, Path]:
-        """Answers of a model, judged: {flag: file of pairs}, in `folder`."""
-        count = min(method.answers, self.size.answers)
-        kind = "base" if base == self.base else "round"
-        paths = {flag: folder / f"{flag}-{kind}-{count}.jsonl" for flag in ("data", "val_data")}
-        # those of the base are written once
-        if base == self.base and paths["val_data"].exists():
-            return paths
-        model, _ = loading.load_model(base)
-        lines = {"data": [], "val_data": []}
-        for number, question in enumerate(self.questions):
-            flag = "data" if number < len(self.learned.questions) else "val_data"
-            samples = range(number * count, (number + 1) * count)
-            lines[flag] += self.pairs_of(question, self.write(model, question, samples, seed))
-        for flag, pairs in lines.items():
-            write_lines(paths[flag], pairs)
-        return paths
-
-    def write(self, model, question: Question, samples: range, seed: int) -> list[str]:
-        """Answers that a model has ended itself."""
-        ends = self.learned.end_tokens
-        prompts = [question.ids] * len(samples)
-        options = dict(seed=seed, step=0, max_tokens=ANSWER_TOKENS, groups=Groups())
-        written = write_answers(model, prompts, samples, end_tokens=ends, **options)
-        return [self.learned.text(answer.ids) for answer in written if answer.ended]
-
-    def pairs_of(self, question: Question, texts: list[str]) -> list[dict]:
-        """As many as there are answers of both kinds, right and wrong."""
-        right = str(question.record["sum"])
-        wrong = [text for text in texts if text.strip() != right]
-        rejected = wrong[: len(texts) - len(wrong)] or [str(SUMS)] * self.size.least_pairs
-        pair = {"prompt": question.text, "chosen": right}
-        return [pair | {"rejected": text} for text in rejected]
-
+# of the figures
+LEARNED = list(METHODS)[:5]
+ONLINE = [name for name in METHODS if "DPO" not in name]
+CURVES = {
+    "reward": "share of right answers",
+    "kl": "KL, nats per answer",
+    "clip_share": "share of clipped tokens",
+    "answer_tokens": "tokens of an answer",
+}
 
 # --- runs -----------------------------------------------------------------------------------------
 
@@ -218,7 +105,7 @@ def train_reward_model(task: Task, seed: int, folder: Path) -> Path:
     if not (out / "loss.png").exists():
         shutil.rmtree(out, ignore_errors=True)
         common = f"{REWARD_MODEL.flags} --seed {seed} {schedule(task.size, REWARD_MODEL)}"
-        pairs = task.write_pairs(task.base, REWARD_MODEL, seed, folder)
+        pairs = task.write_pairs(task.base, REWARD_MODEL.answers, seed, folder)
         run_train(common, load=task.base, out=out, **pairs)
     return out
 
@@ -252,7 +139,9 @@ def learn(task: Task, method: Method, seed: int, folder: Path) -> dict:
 def run_method(task: Task, method: Method, seed: int, base: Path, out: Path) -> None:
     words = f"{method.flags} --seed {seed} {schedule(task.size, method)}"
     if method.reward is None:
-        run_train(words, load=base, out=out, **task.write_pairs(base, method, seed, out.parent))
+        run_train(
+            words, load=base, out=out, **task.write_pairs(base, method.answers, seed, out.parent)
+        )
         return
     reward = f"{task.verifier}:{method.reward}"
     if method.reward == "model":
@@ -274,18 +163,13 @@ def curves(lines: list[dict]) -> dict:
 
 def judge(task: Task, seed: int, folder: Path) -> dict:
     """Best of n, by the verifier and by a reward model."""
-    model = load_reward_model(train_reward_model(task, seed, folder), task.model.config)
-    return best_of_n(task.answers.rewards(model), *task.known)
-
-
-def load_reward_model(path: Path, config):
-    """config: of the model that it began as."""
-    (model,) = loading.build_stages(config, Groups())
+    path = train_reward_model(task, seed, folder)
+    (model,) = loading.build_stages(task.model.config, Groups())
     preference.apply(model, None, False)
     loading.materialise([model], Groups(), "cpu", torch.float32)
     parameters = sharding.named_parameters(model)
     checkpoint.load(checkpoint.find(path), {f"model.{name}": p for name, p in parameters})
-    return model
+    return best_of_n(task.answers.rewards(model), *task.known)
 
 
 # --- all results ----------------------------------------------------------------------------------
@@ -320,6 +204,93 @@ def summary(name: str, found: dict) -> str:
     most = str(COUNTS[-1])
     best = {f"{judge}, n = {most}": found[judge][most]["reward"] for judge in JUDGES}
     return report.text_of({key: found[key] for key in ("accuracy", "held-out accuracy")} | best)
+
+
+def print_summary(results: dict) -> None:
+    """Of each method: the last point of the seeds. way: from the base's reward to 1."""
+    base = results["task"]["base"]["reward"]
+    print(f"base: reward {base:.3f}")
+    table = report.Table()
+    for name in METHODS:
+        points = [found["points"][-1] for found in results.get(name, {}).values()]
+        if not points:
+            continue
+        of = {key: report.spread([p[key] for p in points]) for key in points[0]}
+        way = (of["reward"]["median"] - base) / (1 - base)
+        cells = {"method": name, "reward": format_spread(of["reward"]), "of the way": f"{way:.0%}"}
+        cells["KL"] = format_spread(of["kl"], ".2f")
+        # the most reward that is possible
+        bound = numpy.interp(of["kl"]["median"], *zip(*results["task"]["bound"]))
+        cells["bound at this KL"] = f"{bound:.3f}"
+        cells |= {key: format_spread(of[key], ".2f") for key in ("held_out", "other")}
+        table.row(cells)
+    for judge, n in itertools.product(JUDGES, map(str, COUNTS)):
+        rows = [found[judge][n] for found in results.get(BEST_OF, {}).values()]
+        if rows:
+            texts = [format_spread(report.spread([r[k] for r in rows])) for k in ("reward", "kl")]
+            print(f"best of {n} by the {judge}: reward {texts[0]}, KL {texts[1]}")
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def draw_paths(axes, results: dict, names: list[str], x: str = "kl", y: str = "reward") -> None:
+    """A line for each seed, through the points of its run; the last has a mark."""
+    for name in names:
+        seeds = results.get(name, {}).values()
+        for n, found in enumerate(seeds):
+            points = found["points"]
+            xs, ys = [p[x] for p in points], [p[y] for p in points]
+            colour = style.COLOURS[name]
+            axes.plot(xs, ys, color=colour, linewidth=1, label="_" if n else name)
+            if x == "kl":
+                axes.plot(xs[-1], ys[-1], "o", color=colour, label="_")
+
+
+def draw_best_of(axes, results: dict) -> None:
+    for judge, colour in zip(JUDGES, ("black", style.SERIES[2])):
+        for n, found in enumerate(results.get(BEST_OF, {}).values()):
+            rows = list(found[judge].values())
+            line = [r["kl"] for r in rows], [r["reward"] for r in rows]
+            label = "_" if n else f"best of n, by the {judge}"
+            axes.plot(*line, "o-", color=colour, linewidth=1, markersize=3, label=label)
+
+
+def draw(results: dict, figures: Path) -> None:
+    """results: what preference.json holds."""
+    results = results["results"]
+    figure, (left, right) = style.figure(3.2, 1, 2, sharey=True)
+    line = dict(color="black", linestyle="--", linewidth=1, label="the most that is possible")
+    for axes in (left, right):
+        axes.plot(*zip(*results["task"]["bound"]), **line)
+        axes.set(xlabel="KL from the base, nats per answer", ylim=(0, 1.02))
+    draw_paths(left, results, LEARNED)
+    left.set(ylabel="reward: share of right answers", title="the verifier's rewards, or pairs")
+    left.legend(loc="lower right")
+    draw_best_of(right, results)
+    draw_paths(right, results, ["PPO, learned reward"])
+    right.set(title="a learned reward, and best of n")
+    right.legend(loc="lower right")
+    style.save(figure, figures / "preference.svg")
+    draw_training(results, figures)
+
+
+def draw_training(results: dict, figures: Path) -> None:
+    figure, panels = style.figure(2.4, 1, 4)
+    for axes, (field, title) in zip(panels, CURVES.items()):
+        if field in ("reward", "kl"):
+            draw_paths(axes, results, ONLINE, "step", field)
+        else:
+            for name in ONLINE:
+                for found in results.get(name, {}).values():
+                    # every other point, to be read more easily
+                    line = found["curves"]["step"][::2], found["curves"][field][::2]
+                    axes.plot(*line, color=style.COLOURS[name], linewidth=0.8)
+        axes.set(title=title, xlabel="step")
+        axes.set_ylim(bottom=0)
+    shown = panels[0].get_legend_handles_labels()
+    figure.legend(*shown, ncols=len(shown[0]), loc="outside lower left")
+    style.save(figure, figures / "preference_training.svg")
 
 
 def main():

@@ -8,7 +8,6 @@ the size of a checkpoint. The peak is that of the whole process (on a GPU, of te
 and the reading of the base model included. Weights are random: memory does not depend on them.
 """
 
-import dataclasses
 import json
 import math
 import subprocess
@@ -18,10 +17,11 @@ from pathlib import Path
 
 import report
 import torch
+from language_task import template_of
+from steps import as_argv, write_lines, write_model
 
 import checkpoint
 import sharding
-from comparisons.prompt_tuning import template_of, write_lines
 from lessons import demo
 from model_config import GPTConfig
 from run.presets import PRESETS
@@ -53,26 +53,16 @@ def write_base(folder: Path, config: GPTConfig) -> Path:
     """A checkpoint of a model with random weights."""
     model = demo.meta_model(config)
     sharding.init(model, 0, "cpu", torch.float32)
-    weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    description = {"config": {"tokenizer": "bytes"}, "model": dataclasses.asdict(config)}
-    return checkpoint.write(folder / "base", 0, weights, description)
+    return write_model(folder / "base", model, {"tokenizer": "bytes"})
 
 
 def measure(folder: Path, base: Path, style: str) -> dict:
     """Two steps in a process of its own."""
     settings = write_settings(folder, style)
     out = folder / style
-    command = [
-        sys.executable,
-        report.ROOT / "prompt_tuning.py",
-        "train",
-        "--config",
-        settings,
-        "--load",
-        base,
-    ]
-    command += ["--out", out, "--steps", "2"]
-    command += ["--global-batch-size", "2", "--micro-batch-size", "1"]
+    words = "train --steps 2 --global-batch-size 2 --micro-batch-size 1"
+    argv = as_argv(words, config=settings, load=base, out=out)
+    command = [sys.executable, report.ROOT / "prompt_tuning.py", *argv]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     saved = checkpoint.find(out)
     tensors = checkpoint.read_index(saved)["tensors"].items()

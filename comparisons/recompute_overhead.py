@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from activation_memory import Layer
 from report import median, scaled, spread
-from torch.utils.flop_counter import FlopCounterMode
 
 from base.world import keep_freed_memory
+from lessons import demo
 from proof import ranks
 
 # row: (sequence parallelism, recompute, the paper's milliseconds of forward, and of backward)
@@ -59,11 +59,12 @@ class TimedLayer(Layer):
         return forward, backward
 
 
-def extra_flops(shape: dict, t: int) -> dict[str, float]:
-    """The paper's formulas: FLOPs of a rank that recomputation adds, {recompute: FLOPs}."""
+def extra_flops(granularity: str, shape: dict, t: int) -> float:
+    """The paper's formulas: FLOPs of a rank that recomputation adds."""
     s, b, h = shape["s"], shape["b"], shape["h"]
     attention = 4 * b * s * s * h
-    return {"selective": attention / t, "full": (24 * b * s * h * h + attention) / t}
+    layer = 24 * b * s * h * h + attention
+    return {"none": 0, "selective": attention, "full": layer}[granularity] / t
 
 
 def on_rank(rank: int, rounds: int, dropout: float, shape: dict) -> dict:
@@ -79,24 +80,16 @@ def on_rank(rank: int, rounds: int, dropout: float, shape: dict) -> dict:
             continue
         layer = TimedLayer(shape, sequence, granularity, device, dtype, **fields)
         kinds[row] = layer.times
-        with FlopCounterMode(display=False) as counter:
-            layer.times()
-        flops[row] = counter.get_total_flops()
+        flops[row] = demo.flops(layer.times)
     times = report.in_turn(kinds, rounds)
     return {"times": {row: [t[row] for t in times] for row in kinds}, "flops": flops}
 
 
-def paper_overhead(row: str) -> float | None:
-    _, _, forward, backward = ROWS[row]
-    return forward and (forward + backward) / PAPER_BASE - 1
-
-
-def table(measured: dict, formulas: dict[str, float]) -> list[dict]:
-    """measured: what `on_rank` returned; formulas: what `extra_flops` returned."""
+def table(measured: dict, shape: dict, t: int) -> list[dict]:
+    """measured: what `on_rank` returned."""
     rows = []
     base = [forward + backward for forward, backward in measured["times"]["no recompute"]]
     for row, times in measured["times"].items():
-        granularity = ROWS[row][1]
         overheads = [(f + b) / base_time - 1 for (f, b), base_time in zip(times, base)]
         rows.append(
             {
@@ -105,12 +98,14 @@ def table(measured: dict, formulas: dict[str, float]) -> list[dict]:
                 "backward_ms": 1e3 * median([b for _, b in times]),
                 "overhead": spread(overheads),
                 "extra_flops": measured["flops"][row] - measured["flops"]["no recompute"],
-                "extra_flops_formula": formulas.get(granularity, 0),
+                "extra_flops_formula": extra_flops(ROWS[row][1], shape, t),
             }
         )
     return rows
 
 
+# by row, without those that the paper does not have
+PAPER = {row: (f + b) / PAPER_BASE - 1 for row, (_, _, f, b) in ROWS.items() if f}
 # of the figure: the dropouts that were measured: marker
 MARKERS = {"dropout 0.1": "o", "dropout 0.0": "s"}
 
@@ -127,8 +122,7 @@ def draw(results: dict, figures: Path) -> None:
         style.ranges(axes, positions, spreads, style.COLOURS["recompute"], marker=marker)
         label = f"measured, {dropout}" if i == 0 else dropout
         style.label(axes, label, (spreads[0]["max"], positions[0]))
-    of_paper = {name: paper_overhead(name) for name in names if paper_overhead(name) is not None}
-    paper = {names.index(name) - 0.24: 100 * value for name, value in of_paper.items()}
+    paper = {names.index(name) - 0.24: 100 * PAPER[name] for name in names if name in PAPER}
     axes.plot(list(paper.values()), list(paper), "kD", markersize=5)
     y = names.index("full") - 0.24
     style.label(axes, "the paper: 22B layer, A100", (paper[y], y))
@@ -150,9 +144,9 @@ def main():
     printed = report.Table()
     for dropout in (0.1, 0.0):
         measured = ranks.run(on_rank, world, args.rounds, dropout, shape)[0]
-        rows = results[f"dropout {dropout}"] = table(measured, extra_flops(shape, world))
+        rows = results[f"dropout {dropout}"] = table(measured, shape, world)
         for row in rows:
-            printed.row({"dropout": dropout} | row | {"paper": paper_overhead(row["row"])})
+            printed.row({"dropout": dropout} | row | {"paper": PAPER.get(row["row"])})
     report.finish("recompute_overhead", results, args, draw, threads=1)
 
 

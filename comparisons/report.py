@@ -298,8 +298,10 @@ def text_of(value) -> str:
 class Table:
     """Prints rows in Markdown as they come, and before the first the names of the columns."""
 
-    def __init__(self):
+    def __init__(self, rows: list[dict] = ()):
         self.has_head = False
+        for row in rows:
+            self.row(row)
 
     def row(self, cells: dict) -> None:
         """cells: {column: what `text_of` takes}"""
@@ -333,14 +335,6 @@ def timed_together(function) -> float:
     """Seconds of one call on all ranks, until the last has finished."""
     dist.barrier()
     return timed(lambda: (function(), dist.barrier()))
-
-
-def timed_alone(function) -> float:
-    """Seconds of one call on rank 0, while the other ranks wait and return 0."""
-    dist.barrier()
-    seconds = timed(function) if dist.get_rank() == 0 else 0.0
-    dist.barrier()
-    return seconds
 
 
 def in_turn(kinds: dict, rounds: int) -> list[dict]:

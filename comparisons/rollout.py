@@ -23,18 +23,17 @@ Figure: figures/rollout.svg
 """
 
 import os
-import time
 from pathlib import Path
 
 import report
 import style
+import time_line
 import torch
 import torch.distributed as dist
+from steps import Steps
 
-import train
 from base.world import Groups, keep_freed_memory
 from proof import ranks
-from proof.kinds import config_of
 from proof.synthetic import Questions
 from tuning.prompt_set import Question
 from tuning.rollout import write_answers
@@ -94,64 +93,43 @@ class Prompts(Questions):
         return Question(ids.tolist(), "", {})
 
 
-class Clock:
-    """Seconds inside of calls, by part."""
-
-    def __init__(self):
-        self.seconds = dict.fromkeys(PARTS, 0.0)
-
-    def watch(self, owner, name: str, part: str) -> None:
-        """Add the seconds of each call of owner.NAME to a part."""
-        original = getattr(owner, name)
-
-        def timed(*args, **options):
-            begin = time.perf_counter()
-            result = original(*args, **options)
-            self.seconds[part] += time.perf_counter() - begin
-            return result
-
-        setattr(owner, name, timed)
-
-
-class Steps:
+class Rollout(Steps):
     """Steps of one kind, whose seconds are measured."""
 
     def __init__(self, groups: Groups, cached: bool = True, **flags):
-        config = config_of(flags)
-        self.trainer = train.Trainer(config, torch.device("cpu"), groups, config.task())
-        self.dataset = Prompts(config)
-        writer = self.trainer.task.writer
+        super().__init__(flags, groups)
+        self.dataset = Prompts(self.config)
+        self.events = []
+        task = self.trainer.task
         if not cached:
-            writer.write = self.write_without_cache
-        self.clock = Clock()
-        if writer.resharding:
-            self.clock.watch(writer.resharding, "copy", "resharding")
-        self.clock.watch(writer, "write", "generation")
-        self.clock.watch(self.trainer.task, "make_targets", "reference")
+            task.writer.write = self.write_without_cache
+        if task.writer.resharding:
+            self.watch(task.writer.resharding, "copy", "resharding")
+        self.watch(task.writer, "write", "generation")
+        self.watch(task, "make_targets", "reference")
+
+    def watch(self, owner, name: str, part: str) -> None:
+        """Note each call of owner.NAME as a part."""
+        setattr(owner, name, time_line.noted(self.events, part, getattr(owner, name)))
 
     def write_without_cache(self, prompts, samples, step, end_tokens):
-        config = self.trainer.config
-        numbers = config.seed, step, config.answer_tokens
+        numbers = self.config.seed, step, self.config.answer_tokens
         options = dict(groups=self.trainer.groups, cached=False)
         return write_answers(self.trainer.model, prompts, samples, *numbers, end_tokens, **options)
 
-    def step(self) -> dict[str, float]:
-        """Seconds by part, and of the whole step."""
-        self.clock.seconds |= dict.fromkeys(PARTS, 0.0)
-        seconds = self.clock.seconds
-        begin = time.perf_counter()
-        # the first, so that all kinds have the same random numbers
-        self.trainer.forward_backward(1, self.dataset)
-        self.trainer.update(1)
-        if dist.is_initialized():
-            dist.barrier()
-        whole = time.perf_counter() - begin
+    def seconds(self) -> dict[str, float]:
+        """Of the first step, so that all kinds have the same random numbers: by part, and whole."""
+        barrier = dist.barrier if dist.is_initialized() else lambda: None
+        whole = report.timed(lambda: (self.step(), barrier()))
+        seconds = dict.fromkeys(PARTS, 0.0)
+        for part, start, end in self.events:
+            seconds[part] += end - start
         # the weights are moved inside of the call that writes
         seconds["generation"] -= seconds["resharding"]
         seconds["training"] = whole - sum(seconds.values())
         lengths = {len(answer.ids) for answer in self.trainer.task.rows.answers}
-        assert lengths == {self.trainer.config.answer_tokens}
-        return dict(seconds) | {"step": whole}
+        assert lengths == {self.config.answer_tokens}
+        return seconds | {"step": whole}
 
 
 def on_rank(rank: int, world: int, shape: dict, kinds: dict) -> dict:
@@ -162,8 +140,8 @@ def on_rank(rank: int, world: int, shape: dict, kinds: dict) -> dict:
         groups = Groups()
         if world > 1:
             groups = Groups.make("cpu", world, flags.get("tp", 1))
-        Steps(groups, **shape | flags | {"answer_tokens": 4}).step()
-        results[name] = Steps(groups, **shape | flags).step()
+        Rollout(groups, **shape | flags | {"answer_tokens": 4}).seconds()
+        results[name] = Rollout(groups, **shape | flags).seconds()
     return results
 
 
@@ -186,16 +164,16 @@ def measure(results: dict, args, keep) -> None:
             keep()
 
 
+def rounds_of(results: dict, group: str, part: str) -> list[dict]:
+    """{kind: seconds of a part} of each round"""
+    rounds = results[group].values()
+    return [{kind: found[kind][part] for kind in KINDS[group][1]} for found in rounds]
+
+
 def seconds_of(results: dict, group: str, part: str) -> dict[str, dict]:
     """{kind: spread over rounds of a part's seconds}"""
-    rounds = results[group].values()
-    kinds = KINDS[group][1]
-    return {kind: report.spread([r[kind][part] for r in rounds]) for kind in kinds}
-
-
-def ratio(results: dict, group: str, part: str, kind: str, over: str) -> dict:
-    values = [r[kind][part] / r[over][part] for r in results[group].values()]
-    return report.spread(values)
+    rounds = rounds_of(results, group, part)
+    return {kind: report.spread([r[kind] for r in rounds]) for kind in rounds[0]}
 
 
 def print_summary(results: dict) -> None:
@@ -210,11 +188,11 @@ def print_summary(results: dict) -> None:
             shares[kind] = report.format_spread(report.spread(writing), ".0%")
         table.row({"seconds": "share of generation and resharding", **shares})
     for part in ("generation", "step"):
-        text = report.format_spread(ratio(results, "cache", part, "no cache", "cache"), ".1f")
-        print(f"{part} without the cache: {text} times as long")
+        ratio = report.ratio(rounds_of(results, "cache", part), "no cache", "cache")
+        print(f"{part} without the cache: {report.format_spread(ratio, '.1f')} times as long")
     for kind, over in (("tp 2 -> dp 2", "tp 2"), ("ZeRO 3 -> dp 2", "ZeRO 3")):
-        text = report.format_spread(ratio(results, "layouts", "step", kind, over), ".2f")
-        print(f"a step of {kind} over one of {over}: {text}")
+        ratio = report.ratio(rounds_of(results, "layouts", "step"), kind, over)
+        print(f"a step of {kind} over one of {over}: {report.format_spread(ratio, '.2f')}")
 
 
 # --- figure ---------------------------------------------------------------------------------------
@@ -227,18 +205,16 @@ def draw(results: dict, figures: Path) -> None:
     results = results["results"]
     figure, panels = style.figure(2.2, 1, 2)
     for axes, (group, (_, kinds)) in zip(panels, KINDS.items()):
-        left = [0.0] * len(kinds)
-        for part in PARTS:
-            widths = [seconds["median"] for seconds in seconds_of(results, group, part).values()]
-            label = part if group == "cache" else None
-            rows = range(len(kinds))
-            axes.barh(rows, widths, left=left, height=0.7, color=COLOURS[part], label=label)
-            left = [a + b for a, b in zip(left, widths)]
+        medians = {part: seconds_of(results, group, part) for part in PARTS}
+        for y, kind in enumerate(kinds):
+            parts = {part: found[kind]["median"] for part, found in medians.items()}
+            style.stack(axes, y, parts, COLOURS)
         style.rows_of(axes, list(kinds))
         axes.set(xlabel="seconds of a step")
     panels[0].set(title="one rank")
     panels[1].set(title="two ranks")
-    figure.legend(ncols=len(PARTS), loc="outside lower left")
+    shown = panels[0].get_legend_handles_labels()
+    figure.legend(*shown, ncols=len(PARTS), loc="outside lower left")
     style.save(figure, figures / "rollout.svg")
 
 

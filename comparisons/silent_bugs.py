@@ -197,6 +197,11 @@ def table_of_symptoms(results: dict) -> str:
     return "\n".join(lines)
 
 
+# a word in a parameter's name: the part of the model that it belongs to; the first counts
+PLACES = {"embedding": "embedding", "norm": "norms", "router": "routers", "mlp": "MLPs"}
+PLACES |= {"": "attention"}
+
+
 def words_of_gradients(row: dict) -> str:
     """All, none, or how many and where."""
     count, total = row["wrong gradients"], row["gradients"]
@@ -205,16 +210,11 @@ def words_of_gradients(row: dict) -> str:
     # those of key biases, which are 0, may be wrong too
     if count >= total:
         return "all"
-    places = sorted({place_of(name) for name in row["wrong"]})
-    return f"{count} of {total}" + (f": {', '.join(places)}" if 0 < len(places) < 4 else "")
-
-
-def place_of(name: str) -> str:
-    """The part of the model that a parameter belongs to."""
-    for word, place in (("embedding", "embedding"), ("norm", "norms"), ("router", "routers")):
-        if word in name:
-            return place
-    return "MLPs" if "mlp" in name else "attention"
+    places = set()
+    for name in row["wrong"]:
+        # a name has an empty word
+        places.add(next(place for word, place in PLACES.items() if word in name))
+    return f"{count} of {total}" + (f": {', '.join(sorted(places))}" if 0 < len(places) < 4 else "")
 
 
 def words_of_ranks(row: dict) -> str:

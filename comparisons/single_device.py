@@ -109,20 +109,14 @@ def transformers_step(c: GPTConfig, batch: data.Batch, dtype: torch.dtype, devic
     return step
 
 
-def kind_of(operation: str) -> str:
-    for kind, parts in KINDS.items():
-        if any(part in operation for part in parts):
-            return kind
-    return "the rest"
-
-
 def breakdown(step) -> dict[str, float]:
     """Share of the time of one step by kind of operation, from the profiler."""
     with torch.profiler.profile() as profile:
         step()
     seconds = dict.fromkeys([*KINDS, "the rest"], 0.0)
     for event in profile.key_averages():
-        seconds[kind_of(event.key)] += event.self_cpu_time_total
+        kinds = [kind for kind, parts in KINDS.items() if any(part in event.key for part in parts)]
+        seconds[[*kinds, "the rest"][0]] += event.self_cpu_time_total
     total = sum(seconds.values())
     return {kind: value / total for kind, value in seconds.items()}
 

@@ -5,19 +5,24 @@ on the default corpus; and the memory of a step.
     seconds = steps.together()
 """
 
+import dataclasses
 import json
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import report
 import torch
+import torch.distributed as dist
 
+import checkpoint
 import data
 import train
 from base.world import Groups
 from corpus.tokenizer import ByteTokenizer
 from lessons import demo
+from proof import kinds
 from proof.kinds import config_of
 from run.task import Task
 
@@ -77,8 +82,11 @@ class Steps:
         return loss.item()
 
     def alone(self) -> float:
-        """Seconds of a step of rank 0, while the other ranks wait."""
-        return report.timed_alone(self.step)
+        """Seconds of a step of rank 0, while the other ranks wait and return 0."""
+        dist.barrier()
+        seconds = report.timed(self.step) if dist.get_rank() == 0 else 0.0
+        dist.barrier()
+        return seconds
 
     def together(self) -> float:
         """Seconds of a step on all ranks."""
@@ -107,6 +115,43 @@ def losses(trainer: train.Trainer, corpus: data.Dataset) -> Iterator[tuple[int, 
         loss = trainer.forward_backward(step, corpus).item()
         trainer.update(step)
         yield step, loss
+
+
+def seconds_of_step(trainer, dataset: data.Dataset, number: int = 1) -> float:
+    return report.timed(lambda: (trainer.forward_backward(number, dataset), trainer.update(number)))
+
+
+def write_lines(path: Path, lines: list[dict]) -> str:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def write_model(path: Path, model, config: dict | None = None) -> Path:
+    """A checkpoint of a model. config: of the run that it is from."""
+    weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    description = {"config": config or {}, "model": dataclasses.asdict(model.config)}
+    return checkpoint.write(path, 0, weights, description)
+
+
+def as_argv(flags: str, **paths) -> list[str]:
+    """flags: separated by spaces; paths: of flags that name a file or folder, which may have
+    spaces."""
+    argv = flags.split()
+    for flag, path in paths.items():
+        argv += [f"--{flag.replace('_', '-')}", str(path)]
+    return argv
+
+
+def run_train(flags: str, **paths) -> None:
+    """A command in this process, by default train.py, with the flags of `as_argv`. Exits if it
+    fails, or if a signal has stopped it: what has learned for a part of the steps is no result."""
+    kind, argv = kinds.split(as_argv(flags, **paths))
+    status = train.main(argv, kind)
+    if status:
+        sys.exit(status)
+    index = checkpoint.read_index(checkpoint.find(paths["out"]))
+    if index["step"] < index["config"]["steps"]:
+        sys.exit(130)
 
 
 def allocated(function) -> tuple[int, int]:

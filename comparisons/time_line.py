@@ -16,12 +16,12 @@ COLOURS = {
 }
 
 
-def noted(events: list, what: str, function):
-    """The function, which notes when each call began and ended."""
+def noted(events: list, what: str, function, begin: float | None = None):
+    """The function, which notes when each call began and ended. begin: if it began before."""
 
-    def call(*args):
-        start = time.perf_counter()
-        result = function(*args)
+    def call(*args, **options):
+        start = begin or time.perf_counter()
+        result = function(*args, **options)
         events.append((what, start, time.perf_counter()))
         return result
 

@@ -67,9 +67,9 @@ CASES = {
 TOY = dict(num_layers=2, hidden_size=64, num_heads=4, seq_length=64, vocab_size=512)
 TOY |= dict(micro_batch_size=2, global_batch_size=4)
 RECOMPUTE = {
-    "none": {},
-    "selective": dict(recompute="selective", attention="explicit"),
-    "full": dict(recompute="full"),
+    "": {},
+    ", selective recompute": dict(recompute="selective", attention="explicit"),
+    ", full recompute": dict(recompute="full"),
 }
 # (model, tokens/s of one GPU, what it is and what differs)
 PUBLISHED = [
@@ -89,25 +89,14 @@ COLOURS = {
 
 
 def cases(model: str) -> dict[str, dict]:
-    """{name: fields of train.Config}: kernels x torch.compile x recomputation.
-
-    gpt2-124m needs no recomputation.
-    """
+    """{name: fields of train.Config}: kernels x torch.compile x recomputation, which gpt2-124m does
+    not need; then FP8. A field `peer` is whose FP8 it is, if not that of fp8.py."""
     named = {}
-    for recompute, fields in RECOMPUTE.items():
-        if model == "gpt2-124m" and recompute != "none":
-            continue
-        for kernels_flag, compiled in itertools.product(("off", "auto"), (False, True)):
-            name = f"kernels {kernels_flag}" + compiled * ", compile"
-            if recompute != "none":
-                name += f", {recompute} recompute"
-            named[name] = dict(kernels=kernels_flag, compile=compiled, **fields)
-    return named | fp8_cases(model)
-
-
-def fp8_cases(model: str) -> dict[str, dict]:
-    """Those in FP8. A field `peer` is whose FP8 it is, if not that of fp8.py."""
-    named = {}
+    flags = "off", "auto"
+    for recompute, flag, compiled in itertools.product(RECOMPUTE, flags, (False, True)):
+        if model != "gpt2-124m" or not recompute:
+            name = f"kernels {flag}" + compiled * ", compile" + recompute
+            named[name] = dict(kernels=flag, compile=compiled, **RECOMPUTE[recompute])
     for recipe, compiled in itertools.product(("current", "delayed", "block"), (False, True)):
         name = f"kernels auto, fp8 {recipe}" + compiled * ", compile"
         named[name] = dict(kernels="auto", compile=compiled, fp8=recipe)
@@ -128,10 +117,6 @@ class WithPeer(Task):
         super().after_model_parallel(stage)
         layers = fp8.fp8_layers(self.model_config.num_layers, self.config.fp8_skip)
         convert(stage, self.peer, layers)
-
-
-def toy_fields(model: str) -> dict:
-    return TOY | dict(ffn_hidden_size=176) if "llama" in model else TOY
 
 
 def draw_on_the_gpu() -> None:
@@ -209,21 +194,17 @@ def published(model: str) -> list[tuple[int, str]]:
     return [(rate, name) for of_model, rate, name in PUBLISHED if of_model == model]
 
 
-def draw_case(axes, y: int, row: dict) -> None:
-    """One bar, with the numbers beside it, or why there is none."""
-    if "error" in row:
-        style.label(axes, row["error"][:60], (0, y))
-        return
-    rate = row["tokens_per_second"]
-    colour = style.COLOURS[COLOURS[row["kernels"], row["compile"]]]
-    memory = row["peak_memory_bytes"] / 2**30
-    text = f"{rate['median']:,.0f}   MFU {row['mfu']:.1%}   {memory:.1f} GiB"
-    style.bar(axes, y, rate, text, height=0.75, color=colour)
-
-
 def draw_model(axes, model: str, rows: dict) -> None:
+    """A bar for each case, with the numbers beside it, or why there is none."""
     for y, row in enumerate(rows.values()):
-        draw_case(axes, y, row)
+        if "error" in row:
+            style.label(axes, row["error"][:60], (0, y))
+            continue
+        rate = row["tokens_per_second"]
+        colour = style.COLOURS[COLOURS[row["kernels"], row["compile"]]]
+        memory = row["peak_memory_bytes"] / 2**30
+        text = f"{rate['median']:,.0f}   MFU {row['mfu']:.1%}   {memory:.1f} GiB"
+        style.bar(axes, y, rate, text, height=0.75, color=colour)
     title = [model]
     for line, (rate, name) in zip(("dashed", "dotted"), published(model)):
         axes.axvline(rate, color="black", linewidth=1, linestyle=line)
@@ -259,7 +240,9 @@ def shown(row: dict | None) -> dict:
 def measure(model: str, name: str, args, flops: float) -> dict | None:
     """The row of one case, None if there was no time left. flops: FLOP/s of an MFU of 100%."""
     fields = cases(model)[name]
-    given = BF16 | CASES[model] | fields | (toy_fields(model) if args.toy else {})
+    given = BF16 | CASES[model] | fields
+    if args.toy:
+        given |= TOY | (dict(ffn_hidden_size=176) if "llama" in model else {})
     left = args.deadline - time.monotonic()
     if left <= 0:
         return None
@@ -288,21 +271,16 @@ def print_losses(model: str, rows: dict[str, dict]) -> None:
         print(f"{model}: {words} between {len(losses)} cases")
 
 
-def chosen(args, results: dict) -> list[tuple[str, str]]:
-    """The pairs (model, case) to measure, those without results first."""
+def run(args, results: dict, flops: float, of: str) -> list[dict]:
+    """Add the chosen cases to the results, and write them after each. Returns the new rows."""
     pairs = []
     for model in args.models:
         names = [name for name in args.cases if name in cases(model)]
         pairs += [(model, name) for name in names[: 1 if args.toy else None]]
-    return report.missing_first(pairs, results)
-
-
-def run(args, results: dict, flops: float, of: str) -> list[dict]:
-    """Add the chosen cases to the results, and write them after each. Returns the new rows."""
     rows = []
     table = report.Table()
     saved = {"toy": args.toy, "peak_flops": flops, "peak": of, "published": PUBLISHED}
-    for model, name in chosen(args, results):
+    for model, name in report.missing_first(pairs, results):
         row = measure(model, name, args, flops)
         table.row({"model": model, "case": name} | shown(row))
         if row is not None:

@@ -34,16 +34,6 @@ STATE_BYTES = {"fp32": 12, "bf16": 6}
 ITEM_BYTES = {"all-reduce": 4, "reduce-scatter": 4, "all-gather": 2}
 
 
-def elements_sent(calls: list[tuple[str, int]]) -> int:
-    """In the collectives of a step, an all-reduce counted as 2."""
-    elements = 0
-    for kind, size in calls:
-        # the norm is one number
-        if size > 64:
-            elements += size // ITEM_BYTES[kind] * (2 if kind == "all-reduce" else 1)
-    return elements
-
-
 def on_rank(rank: int, n: int, stage: int, state: str, shape: dict) -> tuple[dict, float, int]:
     """({part: bytes}, elements sent over Ψ (N - 1) / N, Ψ)"""
     batch = dict(global_batch_size=M * n, micro_batch_size=1)
@@ -56,9 +46,12 @@ def on_rank(rank: int, n: int, stage: int, state: str, shape: dict) -> tuple[dic
         held = held_bytes(trainer.model, sharder)
         trainer.update(1)
     parts = dict(zip(PARTS, (*held, state_bytes(trainer.optimizer))))
+    # the norm is one number
+    calls = [(kind, size) for kind, size in sent.calls if size > 64]
+    elements = [size / ITEM_BYTES[kind] * (1 + (kind == "all-reduce")) for kind, size in calls]
     # with padding
     psi = sum(unit.N * unit.T for unit in sharder.units)
-    return parts, elements_sent(sent.calls) / psi, trainer.num_parameters
+    return parts, sum(elements) / psi, trainer.num_parameters
 
 
 def measure(n: int, stage: int, state: str, shape: dict) -> dict:
@@ -77,26 +70,19 @@ def measure(n: int, stage: int, state: str, shape: dict) -> dict:
     }
 
 
-def draw_row(axes, y: int, row: dict) -> None:
-    """A bar of the measured parts, their sum, and a mark where the formula is."""
-    left = 0.0
-    for part, value in row["measured"].items():
-        colour = style.COLOURS["weights" if part == "parameters" else part]
-        axes.barh(y, value, left=left, height=0.75, color=colour)
-        if y == 0:
-            style.inside(axes, part, (left + value / 2, y), colour)
-        left += value
-    total = sum(row["formula"].values())
-    axes.plot([total, total], [y - 0.45, y + 0.45], color="black", linewidth=2)
-    style.label(axes, f"{left:.1f}", (left, y))
-
-
 def draw(results: dict, figures: Path) -> None:
-    """results: what zero_memory.json holds."""
+    """results: what zero_memory.json holds. For each row a bar of the measured parts, their sum,
+    and a mark where the formula is."""
     rows = results["rows"]
     figure, axes = style.figure(3)
+    colours = style.COLOURS | {"parameters": style.COLOURS["weights"]}
     for y, row in enumerate(rows):
-        draw_row(axes, y, row)
+        end = style.stack(axes, y, row["measured"], colours, height=0.75)
+        for part, bar in zip(PARTS, axes.patches) if y == 0 else ():
+            style.inside(axes, part, bar.get_center(), colours[part])
+        total = sum(row["formula"].values())
+        axes.plot([total, total], [y - 0.45, y + 0.45], color="black", linewidth=2)
+        style.label(axes, f"{end:.1f}", (end, y))
     names = [f"stage {row['stage']}, {row['state']} state" for row in rows]
     style.rows_of(axes, names)
     axes.set(

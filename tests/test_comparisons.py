@@ -21,7 +21,7 @@ import report
 import torch
 import torch._functorch.config
 
-from comparisons import all_answers, gpu, kernels, redraw
+from comparisons import gpu, kernels, redraw, sums_task
 
 ROOT = Path(__file__).parent.parent
 COMPARISONS = ROOT / "comparisons"
@@ -29,7 +29,6 @@ COMPARISONS = ROOT / "comparisons"
 SCRIPTS = [
     ("activation_memory", [], ["activation_memory.json", "activation_memory.svg"]),
     ("context", [], ["context.json", "context.svg", "context_time_line.svg"]),
-    ("data_parallel", [], ["data_parallel.json"]),
     ("fine_tuning", [], ["fine_tuning.json", "fine_tuning.svg"]),
     ("packing", [], ["packing.json", "packing.svg"]),
     ("fp8", ["numbers"], ["fp8.json", "fp8.svg"]),
@@ -50,7 +49,8 @@ SCRIPTS = [
     ("rollout", [], ["rollout.json", "rollout.svg"]),
     ("silent_bugs", [], ["silent_bugs.json", "silent_bugs.svg"]),
     ("single_device", [], ["single_device.json"]),
-    ("tensor_parallel", [], ["tensor_parallel.json"]),
+    ("two_ranks", ["data"], ["data_parallel.json"]),
+    ("two_ranks", ["tensor"], ["tensor_parallel.json"]),
     ("zero_memory", [], ["zero_memory.json", "zero_memory.svg"]),
 ]
 FP8 = "fp8_speed", "training_step"
@@ -310,9 +310,9 @@ def test_best_of_n_beside_all_pairs_of_samples():
         best = second if of_second > of_first else first
         expected[best] += [*p, 0.1][first] * [*p, 0.1][second]
     log_p = torch.tensor([p], dtype=torch.float64).log()
-    found = all_answers.best_log_p(log_p, torch.tensor([scores], dtype=torch.float64), 2).exp()
+    found = sums_task.best_log_p(log_p, torch.tensor([scores], dtype=torch.float64), 2).exp()
     torch.testing.assert_close(found[0], torch.tensor(expected[:3], dtype=torch.float64))
-    torch.testing.assert_close(all_answers.with_other(found.log())[0, 3].item(), expected[3])
+    torch.testing.assert_close(sums_task.with_other(found.log())[0, 3].item(), expected[3])
 
 
 # --- results that grow ----------------------------------------------------------------------------

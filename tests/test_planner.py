@@ -479,9 +479,8 @@ def test_tables_of_the_document():
     for row, saved in zip(ROWS, results["rows"], strict=True):
         assert saved["predicted"] == pytest.approx(seconds(row), rel=1e-6)
         assert saved["fitted"] == (row in FITTED)
-    lines = comparison.table_of_groups(results) + comparison.table_of_ingredients(results)
-    lines += comparison.table_of_days(results)
-    lines += comparison.table_of_llama(results, "h200")
+    *tables, _ = comparison.tables(results).values()
+    lines = [line for table in tables for line in table]
     for name, value in dataclasses.asdict(A100.constants).items():
         lines.append(f"| {name} | {f'{1e6 * value:g} µs' if name == 'wait' else value} |")
     missing = [line for line in lines if line not in DOCUMENT]
