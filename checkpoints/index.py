@@ -29,8 +29,7 @@ from msgspec import Meta
 from safetensors import SafetensorError, safe_open
 
 from base import devices, json_files
-from model_config import least_parameters
-from routers import MoEConfig
+from model_config import MoEConfig, least_parameters
 
 FORMAT = 2
 # torch's name of a dtype, as in an index -> its name in a safetensors file

@@ -18,9 +18,7 @@ import torch
 
 import checkpoint
 import schedules
-from model_config import FieldError
-from precision.fp8_scaling import Recipe
-from routers import ROUTER_NAMES, MoEConfig
+from model_config import ROUTER_NAMES, FieldError, MoEConfig
 from run import learning_rates
 from run.presets import PRESETS
 
@@ -414,10 +412,12 @@ class RunConfig:
         """Into how many shards sequence parallelism cuts the tokens of a rank."""
         return self.tp if self.sequence_parallel else 1
 
-    def fp8_recipe(self) -> Recipe | None:
+    @property
+    def fp8_recipe(self) -> tuple[str, bool, int] | None:
+        """What an fp8.Recipe is made of, or None."""
         if self.fp8 == "off":
             return None
-        return Recipe(self.fp8, self.fp8_scales == "power-of-two", self.fp8_block)
+        return self.fp8, self.fp8_scales == "power-of-two", self.fp8_block
 
     @property
     def keeps_bytes(self) -> bool:

@@ -8,7 +8,7 @@ training has rows of its own (`needs` of its configuration).
 from collections.abc import Callable
 from typing import NamedTuple
 
-from routers import EXPERT_FIELDS, MoEConfig
+from model_config import EXPERT_FIELDS, MoEConfig
 from run.config import RunConfig
 from run.refusal import refuse
 

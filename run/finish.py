@@ -1,9 +1,10 @@
 """What a run leaves after its last step: loss.png and a sample of text."""
 
+import contextlib
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
-import context_parallel
 import sequence_parallel
 from base.errors import InputError
 from base.world import World
@@ -48,7 +49,10 @@ def sample(trainer, tokenizer, held_out) -> str:
         prompt, stop_ids = trainer.task.sample_prompt(tokenizer, held_out)
         options = dict(temperature=0.8, seed=config.seed, eot=stop_ids)
         options["cp_group"] = trainer.groups.cp
-        with context_parallel.whole_sequences(trainer.stages):
+        whole = contextlib.nullcontext()
+        if config.cp > 1:
+            whole = import_module("context_parallel").whole_sequences(trainer.stages)
+        with whole:
             (ids,) = generate.generate(trainer.model, [prompt], SAMPLE_TOKENS, **options)
     except (FloatingPointError, InputError) as e:
         return f"no sample: {e}"

@@ -206,8 +206,7 @@ def main():
     import torch
 
     import moe
-    from model_config import flops_per_token
-    from routers import MoEConfig
+    from model_config import MoEConfig, flops_per_token
     from sharding import num_parameters
 
     print(

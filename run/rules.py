@@ -7,20 +7,17 @@ a user would fix them.
 
 import dataclasses
 import importlib.util
+from importlib import import_module
 
 import torch
 
 import chunked_head
-import context_parallel
-import fp8
-import moe
 import pipeline_parallel
 import recompute
 import sequence_parallel
 import tensor_parallel
 from base import json_files
-from model_config import divisors
-from moe import MoEConfig
+from model_config import MoEConfig, divisors
 from run.config import ConfigError, RunConfig, as_flags, flag_name
 from run.effects import Run, check_effects
 from run.refusal import multiples, refuse
@@ -158,7 +155,7 @@ def check_ranks(config: RunConfig, model: MoEConfig, world: int) -> None:
 
 
 def check_techniques(config: RunConfig, model: MoEConfig, world: int) -> None:
-    """Each technique's own rules. Raises ConfigError."""
+    """Each technique's own rules, as train.py applies them. Raises ConfigError."""
     replicas = world // config.tp // config.pp
     with as_flags():
         recompute.check(model, config.recompute, config.recompute_layers)
@@ -168,12 +165,14 @@ def check_techniques(config: RunConfig, model: MoEConfig, world: int) -> None:
             sequence_parallel.check(model, config.tp)
         v = config.virtual_stages
         pipeline_parallel.check(model.num_layers, config.pp, v, config.layer_split)
-        context_parallel.check(model, config.cp, config.tp, config.cp_kind)
-        recipe = config.fp8_recipe()
+        if config.cp > 1:
+            import_module("context_parallel").check(model, config.cp, config.tp, config.cp_kind)
+        recipe = config.fp8_recipe
         if recipe:
-            fp8.check(model, recipe, config.fp8_skip, config.tp)
-    with as_flags():
-        moe.check(model, config.ep, replicas)
+            fp8 = import_module("fp8")
+            fp8.check(model, fp8.Recipe(*recipe), config.fp8_skip, config.tp)
+        if config.ep > 1:
+            import_module("moe").check(model, config.ep, replicas)
     check_context(config, model)
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from torch import Tensor
 
 import checkpoint
-import moe
 from model_config import flops_per_token
 from run import opening
 from run.evaluation import evaluate
@@ -87,7 +86,7 @@ class WholeModel(PartOfTrainer):
             return {}
         groups = [group for group in (self.groups.replicas, self.groups.pp) if group]
         layers = self.trainer.expert_layers
-        return moe.statistics(self.model_config, layers, groups, self.trainer.device)
+        return layers.statistics(self.model_config, groups, self.trainer.device)
 
 
 class Task(PartOfTrainer):

@@ -482,9 +482,7 @@ def test_a_delayed_scale_by_hand():
     assert largest_value(7.0) == 1.75
     scaling.end_step()
     assert scaling.report[1, 0, 0, INPUT] == 1
-    assert fp8_scaling.warnings(scaling.report) == {
-        "fp8_saturated": ["blocks.0.attention.query input"]
-    }
+    assert scaling.warnings(scaling.report) == {"fp8_saturated": ["blocks.0.attention.query input"]}
     # 448 / 7 = 64
     assert largest_value(100.0) == 7.0
     scaling.end_step()
