@@ -60,10 +60,11 @@ from proof.kinds import config_of
 from proof.parity import Result, Run, first_difference, largest_difference, train
 from proof.shrink import described, one_device, shrink
 from proof.synthetic import Synthetic
-from run import flags, learning_rates, rules
+from run import flags, rules
 from run.config import ConfigError, RunConfig
 from run.launch import REFUSED
 from run.metrics import MetricsError, read_metrics
+from run.presets import SMALL_RATE
 from run.pretraining import Config
 from tuning.preference_command import PreferenceConfig
 from tuning.reinforcement_command import ReinforcementConfig
@@ -312,7 +313,7 @@ def read_flags(argv: list[str], world: int | None) -> tuple[RunConfig, int]:
     config.device, config.tensorboard = "cpu", False
     if config.lr is None:
         # the model is made small, and at a rate for a large one it would hardly learn
-        config.lr = learning_rates.SMALL_RATE
+        config.lr = SMALL_RATE
     least = config.tp * config.pp * max(config.cp, config.ep)
     for ranks_of_layout in [world] if world else [2 * least, least]:
         try:

@@ -43,8 +43,8 @@ from planning.rows import RowError
 from routers import MoEConfig
 from run import flags, rules
 from run.config import MODEL_FLAGS, ConfigError, flag_name
-from run.effects import Run, check_effects
 from run.pretraining import Config
+from run.rules import Run, check_effects
 
 # published runs of these models; the default of --tokens
 TOKENS = 300e9

@@ -19,8 +19,7 @@ import torch
 import checkpoint
 import schedules
 from model_config import ROUTER_NAMES, FieldError, MoEConfig
-from run import learning_rates
-from run.presets import PRESETS
+from run.presets import PRESETS, default_lr
 
 LAYOUT = (
     "tp",
@@ -84,7 +83,7 @@ class RunConfig:
     # how it is started, for messages; and what it does, for --help
     command: ClassVar[str] = "train.py"
     purpose: ClassVar[str] = "Train a GPT."
-    # flags that do something only beside others, as in run/effects.py
+    # flags that do something only beside others, as in run/rules.py
     needs: ClassVar[tuple] = ()
     # whether dropout is that of the preset or of --load; else it is 0 unless it is given
     keeps_dropout: ClassVar[bool] = True
@@ -340,7 +339,7 @@ class RunConfig:
 
     def default_lr(self) -> tuple[float, str]:
         """(--lr where it is not given, words that say for what)"""
-        return learning_rates.default(self)
+        return default_lr(self)
 
     def bytes_beside(self, model: MoEConfig, precision: str, ranks: dict, learner: int) -> int:
         """Bytes of other models than the one that learns, whose state has `learner` bytes. ranks:

@@ -18,7 +18,7 @@ from checkpoint import CheckpointError
 from corpus.tokenizer import TokenizerError, record
 from data import DataError
 from optimizer import learning_rate
-from run import finish, flags, messages, opening, resume, rules
+from run import finish, flags, messages, opening, rules, saving
 from run.config import ConfigError, RunConfig, multiply_in
 from run.metrics import MetricsError
 from run.run_folder import RunFolderError
@@ -142,7 +142,7 @@ def train(config: RunConfig, world: World, tokenizer, trainer_class, loop) -> No
     trainer = build(config, world, trainer_class, task)
     trainer.checkpoints.tokenizer = record(tokenizer)
     out = Path(config.out)
-    start, tokens = resume.restore(trainer, world, train_set.index["corpus"], tokenizer)
+    start, tokens = saving.restore(trainer, world, train_set.index["corpus"], tokenizer)
     if is_done(config, world, out / task.last_file, start):
         return
     if config.warmup_steps > config.steps > start:

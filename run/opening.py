@@ -97,7 +97,7 @@ def default_tokenizer(config: RunConfig) -> str:
     if config.resume:
         found = checkpoint.steps(Path(config.out) / "checkpoints")
         for path in reversed(found.values()):
-            # The one before it may be whole; resume.py says what is wrong.
+            # The one before it may be whole; saving.py says what is wrong.
             with contextlib.suppress(checkpoint.Damaged):
                 return checkpoint.tokenizer_of(path)
     return checkpoint.tokenizer_of(checkpoint.find(config.load)) if config.load else "bytes"

@@ -12,7 +12,7 @@ import data
 from corpus.tokenizer import TokenizerError, prompt_ids
 from model_config import MoEConfig
 from run.config import ConfigError, RunConfig, flag
-from run.refusal import refuse
+from run.rules import refuse
 from run.task import Task
 
 

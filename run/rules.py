@@ -3,11 +3,17 @@
 The message names the flag, its value, the rule and what would fit. Each technique knows its own
 rules (tensor_parallel.check, ..) and raises FieldError; here they are asked, in the order in which
 a user would fix them.
+
+At the end stands a table of the flags that do something only beside others. A value other than the
+default that would have no effect is refused. A new flag that is not for every run gets a row; a
+kind of training has rows of its own (`needs` of its configuration).
 """
 
 import dataclasses
 import importlib.util
+from collections.abc import Callable
 from importlib import import_module
+from typing import NamedTuple
 
 import torch
 
@@ -17,10 +23,8 @@ import recompute
 import sequence_parallel
 import tensor_parallel
 from base import json_files
-from model_config import MoEConfig, divisors
+from model_config import EXPERT_FIELDS, MoEConfig, divisors
 from run.config import ConfigError, RunConfig, as_flags, flag_name
-from run.effects import Run, check_effects
-from run.refusal import multiples, refuse
 
 # Of a step. Far beyond what anybody trains with, and few enough to be numbered in an instant.
 MOST_SEQUENCES = 2**20
@@ -51,6 +55,23 @@ LEAST = {
     "fp8_block": 1,
     "timeout": 1,
 }
+
+
+def refuse(config: RunConfig, field: str, rule: str):
+    """Raises ConfigError: the field's flag, its value, and a rule that says what would fit."""
+    value = getattr(config, field)
+    words = [flag_name(field)]
+    if isinstance(value, list):
+        words += map(str, value)
+    elif value is not True:
+        words.append(str(value))
+    raise ConfigError(f"{' '.join(words)}: {rule}")
+
+
+def multiples(n: int, of: int) -> str:
+    """The multiples next to n, for a message."""
+    low = n // of * of
+    return f"{low} or {low + of} would fit" if low else f"{of} would fit"
 
 
 def validate(config: RunConfig, world: int, base_needed: bool = True) -> None:
@@ -248,3 +269,90 @@ def check_device(config: RunConfig) -> None:
         raise ConfigError(
             "--device cuda: this machine has no usable CUDA device; --device cpu would run"
         )
+
+
+# --- flags that do something only beside others ---------------------------------------------------
+
+
+class Run(NamedTuple):
+    """What decides whether a flag has an effect."""
+
+    config: RunConfig
+    model: MoEConfig
+    # ranks that hold the same weights, and sum their gradients
+    replicas: int
+
+
+class Need(NamedTuple):
+    fields: tuple[str, ...]
+    holds: Callable[[Run], object]
+    rule: str
+
+
+NEEDS = (
+    # experts
+    Need(
+        EXPERT_FIELDS,
+        lambda run: run.model.num_experts,
+        "this model has no experts; --num-experts 8, for example, would give it some",
+    ),
+    Need(
+        ("router_temperature",),
+        # verify.py gives the shape of a model whole, defaults too
+        lambda run: (
+            run.model.router == "sinkhorn"
+            or run.config.router_temperature == MoEConfig.router_temperature
+        ),
+        "is only for --router sinkhorn; topk has no plan",
+    ),
+    # precision
+    Need(
+        ("fp8_skip", "fp8_scales", "fp8_block"),
+        lambda run: run.config.fp8 != "off",
+        "needs --fp8 current, delayed or block",
+    ),
+    Need(
+        ("fp8_block",),
+        lambda run: run.config.fp8 == "block",
+        "is only for --fp8 block; other recipes have one scale for a tensor",
+    ),
+    Need(
+        ("fp8_keep_bytes",),
+        lambda run: run.config.fp8 != "off" and run.config.zero_stage == 3,
+        "is for --zero-stage 3 with --fp8; other stages keep them anyway",
+    ),
+    # layout
+    Need(("cp_kind",), lambda run: run.config.cp > 1, "needs --cp 2 or more"),
+    Need(("schedule", "layer_split"), lambda run: run.config.pp > 1, "needs --pp 2 or more"),
+    # memory
+    Need(
+        ("recompute_layers",),
+        lambda run: run.config.recompute_layers != 0,
+        "recomputes nothing; leave it and --recompute out",
+    ),
+    # the model
+    Need(
+        ("model",),
+        lambda run: not run.config.load,
+        "--load fixes the shape already; give one of the two",
+    ),
+)
+# These depend on the number of ranks, and a run may go on with fewer.
+NEEDS_RANKS = (
+    Need(
+        ("reduce_dtype", "zero_stage"),
+        lambda run: run.replicas > 1,
+        "is about ranks that share the batch, and there is one; leave it out",
+    ),
+)
+
+
+def check_effects(run: Run) -> None:
+    """Raises ConfigError for the first flag that would do nothing."""
+    needs = (*run.config.needs, *NEEDS, *(() if run.config.resume else NEEDS_RANKS))
+    default = type(run.config)()
+    for fields, holds, rule in needs:
+        if not holds(run):
+            for field in fields:
+                if getattr(run.config, field) != getattr(default, field):
+                    refuse(run.config, field, rule)
