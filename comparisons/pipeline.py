@@ -35,6 +35,7 @@ import train
 from base.cross_entropy import cross_entropy
 from base.world import Groups, keep_freed_memory
 from lessons import demo
+from pipelines import drawing
 from proof import ranks
 from schedules import Cost, Event
 
@@ -277,7 +278,7 @@ def draw_schedules(rows: dict[str, dict], path: Path) -> None:
         panels[title] = events
     style.pyplot()
     unit = "time; F, I and W of all layers of a rank take 1 each, B takes 2"
-    schedules.plot(panels, path, unit=unit)
+    drawing.plot(panels, path, unit=unit)
 
 
 def draw_bubbles(rows: list[dict], path: Path) -> None:
