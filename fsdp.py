@@ -383,7 +383,8 @@ def apply(
     ones. Raises FieldError for another stage, ValueError where expert_group is missing.
     """
     if stage not in (0, 1, 2, 3):
-        raise FieldError("zero_stage", stage, "must be 0, 1, 2 or 3")
+        rule = "must be 0 (nothing is sharded), 1 (optimizer state), 2 (and gradients) or 3 (and"
+        raise FieldError("zero_stage", stage, rule + " parameters)")
     layers = named_layers(model)
     units = units_of(model, layers, group, stage, init, expert_group)
     if not units:

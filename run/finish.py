@@ -38,9 +38,6 @@ def finish(trainer, run, tokenizer, seconds: float) -> None:
 
 def sample(trainer, tokenizer, held_out) -> str:
     """Text that continues --sample-prompt. Tensor-parallel ranks draw the same tokens."""
-    # a wing, loaded when a run is done
-    import generate
-
     config = trainer.config
     if config.sequence_parallel:
         for stage in trainer.stages:
@@ -53,7 +50,9 @@ def sample(trainer, tokenizer, held_out) -> str:
         if config.cp > 1:
             whole = import_module("context_parallel").whole_sequences(trainer.stages)
         with whole:
-            (ids,) = generate.generate(trainer.model, [prompt], SAMPLE_TOKENS, **options)
+            # a wing, loaded when a run is done
+            generate = import_module("generate").generate
+            (ids,) = generate(trainer.model, [prompt], SAMPLE_TOKENS, **options)
     except (FloatingPointError, InputError) as e:
         return f"no sample: {e}"
     return tokenizer.decode(prompt + ids)

@@ -90,11 +90,7 @@ def validate(config: RunConfig, world: int, base_needed: bool = True) -> None:
     config.check(model, world, base_needed)
     if config.load and base_needed:
         check_length(config)
-    # wings are loaded by those who ask for them
-    if config.plan:
-        from planning import plan
-
-        plan.check(config)
+    check_plan(config)
     check_device(config)
 
 
@@ -249,6 +245,17 @@ def check_length(config: RunConfig) -> None:
     if its.positions == "learned" and config.seq_length not in (None, its.seq_length):
         rule = f"--load has {its.seq_length} learned positions, which stay; leave the flag out"
         refuse(config, "seq_length", rule)
+
+
+def check_plan(config: RunConfig) -> None:
+    """Whether a step can be predicted, on whatever machine. Raises ConfigError."""
+    rule = ""
+    if config.unpredicted:
+        rule = f"train a whole model on text, and this run {config.unpredicted}; leave it out"
+    elif config.fp8 != "off":
+        rule = "do without --fp8; leave one of the two out"
+    if config.plan and rule:
+        refuse(config, "plan", f"predicts steps that {rule}")
 
 
 def check_device(config: RunConfig) -> None:

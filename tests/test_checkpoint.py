@@ -347,7 +347,7 @@ def test_more_than_memory_is_refused_before_it_is_taken(whole_model, monkeypatch
     from inference import cli
 
     checkpoint.check_room("x", 4096, "cpu")
-    monkeypatch.setattr("base.devices.memory", lambda device, ranks: 4096)
+    monkeypatch.setattr("base.world.memory", lambda device, ranks: 4096)
     status = cli.main(["--checkpoint", str(whole_model), "--prompt", "a", "--device", "cpu"])
     err = capsys.readouterr().err
     assert status == 2 and "bytes, and cpu has 4,096 in all" in err and len(err.splitlines()) == 1

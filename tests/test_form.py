@@ -16,6 +16,7 @@ FOLDERS = (
     "base",
     "page",
     "pipelines",
+    "zero",
     "precision",
     "run",
     "checkpoints",
