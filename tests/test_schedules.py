@@ -13,6 +13,7 @@ import routers
 import schedules
 from model_config import FieldError
 from pipelines import drawing
+from pipelines.drawing import text
 from pipelines.transfers import deadlock, lower
 from planning import memory
 from planning.inputs import SOFTWARE
@@ -28,7 +29,6 @@ from schedules import (
     in_flight,
     make,
     simulate,
-    text,
 )
 
 ROOT = Path(__file__).parent.parent
