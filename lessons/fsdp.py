@@ -228,9 +228,9 @@ def teach(lesson: form.Lesson) -> None:
     apart = max(measured["difference"] for rank in results for measured in rank)
     lesson.check(f"the largest difference between two ranks, stages 0 to 2: {apart}", apart == 0)
 
-    most, units = stages[3]["whole_units"]
+    most, layers = stages[3]["whole_units"]
     lesson.predict(
         f"Stage 3 gathers a layer's parameters while the layer before it computes. The model has"
-        f" {units} layers: embedding, 2 blocks, head. How many are whole at one time, at most?"
+        f" {layers} layers: embedding, 2 blocks, head. How many are whole at one time, at most?"
     )
     lesson.check(f"{most}: the one that computes, and the next one", most == 2)
