@@ -212,10 +212,15 @@ def check_attention(config: GPTConfig, n: int) -> None:
         raise FieldError("cp", n, f"a model with {what} cannot share its sequences", 1)
 
 
-def apply(model: gpt.GPT, group: dist.ProcessGroup, kind: str, sequence_shards: int = 1) -> None:
-    """Let a model, or a stage of one, work on this rank's tokens, in place. documents, where there
-    are any, stay those of the whole sequence. sequence_shards: of sequence parallelism, which cuts
-    this rank's tokens again. After tensor and sequence parallelism and adapters."""
+def apply(
+    model: gpt.GPT, group: dist.ProcessGroup | None, kind: str, sequence_shards: int = 1
+) -> None:
+    """Let a model, or a stage of one, work on this rank's tokens, in place; without a group, leave
+    it as it is. documents, where there are any, stay those of the whole sequence. sequence_shards:
+    of sequence parallelism, which cuts this rank's tokens again. After tensor and sequence
+    parallelism and adapters."""
+    if group is None:
+        return
     # the table of rotary angles is that of the whole sequence
     model.run_blocks = partial(run_blocks_of_all, model.run_blocks, group.size())
     for module in model.modules():
