@@ -13,8 +13,8 @@ its own layout, and reads them from whichever files hold them. No rank holds mor
         index.json             step, configurations, tensors; size and SHA-256 of each file
         index.json.sha256      of the index itself, as sha256sum writes it
 
-torch.distributed.checkpoint plans, writes and reads the slices; the planners below tell it which
-slices a rank has or needs. Weights are saved in fp32, moments in the optimizer's dtype.
+torch.distributed.checkpoint plans, writes and reads the slices (checkpoints/slices.py). Weights are
+saved in fp32, moments in the optimizer's dtype.
 
     python checkpoint.py                 a lesson: saved on two ranks, loaded on three, damaged
     python checkpoint.py show CKPT       the tensors and the index
@@ -39,21 +39,17 @@ if __name__ == "__main__":
 
     start.lesson("checkpoint", command="checkpoint")
 
+import contextlib
 import hashlib
 import json
-import logging
 import shutil
 import sys
-import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import metadata, planner, planner_helpers
 
 from base import terminal
 from checkpoints.folder import (  # noqa: F401 (other files use checkpoint.steps)
@@ -78,91 +74,62 @@ from checkpoints.index import (  # noqa: F401 (.. checkpoint.read_model)
     read_index,
     read_model,
 )
-from checkpoints.ranks import agreed, cause_of, gather, rank_and_world
 from checkpoints.tokenizer_files import (  # noqa: F401 (.. checkpoint.tokenizer_of)
     tokenizer_of,
     tokenizer_record,
     verify_tokenizer,
 )
-from sharding import local_slice, set_sharding, sharding_of, unpad
+from sharding import set_sharding, sharding_of
 
 # after which a rank begins its next file
 FILE_BYTES = 2**30
-logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
-# without a process group there is one rank, as intended
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
-# --- a rank's slices, as torch.distributed.checkpoint plans them ----------------------------------
+# --- all ranks succeed, or all fail with the same error -------------------------------------------
 
 
-def chunk(tensor: Tensor) -> metadata.ChunkStorageMetadata:
-    """Offset and size of a rank's slice in the global tensor, without padding."""
-    offset, size, _ = local_slice(sharding_of(tensor))
-    return metadata.ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(size))
+def rank_and_world(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+    if not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
 
 
-class _SavePlanner(dcp.DefaultSavePlanner):
-    """Each rank offers its slices. The base class keeps one of equal offers, and checks that the
-    slices cover every tensor."""
-
-    def __init__(self, tensors: dict[str, Tensor], read: Callable[[str], Tensor] | None = None):
-        super().__init__(flatten_state_dict=False)
-        self.tensors = tensors
-        self.read = read
-
-    def create_local_plan(self) -> dcp.SavePlan:
-        items = []
-        for name, tensor in self.tensors.items():
-            # a rank that holds nothing but padding offers nothing
-            if 0 in chunk(tensor).sizes:
-                continue
-            data = planner.TensorWriteData(
-                chunk=chunk(tensor),
-                properties=metadata.TensorProperties.create_from_tensor(tensor),
-                size=torch.Size(sharding_of(tensor).shape),
-            )
-            index = metadata.MetadataIndex(name, chunk(tensor).offsets)
-            items.append(planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data))
-        # the base class expects the plan here
-        self.plan = dcp.SavePlan(items)
-        return self.plan
-
-    def lookup_object(self, index: metadata.MetadataIndex) -> Tensor:
-        tensor = self.tensors[index.fqn]
-        if tensor.is_meta:
-            return self.read(index.fqn)
-        return unpad(tensor, sharding_of(tensor))
+def gather(value, group: dist.ProcessGroup | None) -> list:
+    """A collective: every rank's value, on every rank. Without process groups there is one rank."""
+    if not dist.is_initialized():
+        return [value]
+    gathered = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
-class _LoadPlanner(dcp.DefaultLoadPlanner):
-    """Each rank asks for its slices, wherever they are stored."""
+@contextlib.contextmanager
+def agreed(what: str, group: dist.ProcessGroup | None = None, kind=CheckpointError):
+    """A collective around a part of the work: an error in the body, on any rank, is raised on all.
+    Otherwise the others would wait for that rank in their next collective.
 
-    def __init__(self, tensors: dict[str, Tensor]):
-        super().__init__(flatten_state_dict=False)
-        self.tensors = tensors
-
-    def create_local_plan(self) -> dcp.LoadPlan:
-        items = []
-        for name, tensor in self.tensors.items():
-            needed = chunk(tensor)
-            if 0 in needed.sizes:
-                continue
-            overlaps = []
-            if stored := self.metadata.state_dict_metadata.get(name):
-                # one item for each stored slice that overlaps the needed one
-                overlaps = planner_helpers.create_read_items_for_chunk_list(name, stored, [needed])
-            if sum(item.lengths.numel() for item in overlaps) != needed.sizes.numel():
-                raise ValueError(f"its files lack {name}, or a part of it")
-            items += overlaps
-        return dcp.LoadPlan(items)
-
-    def lookup_tensor(self, index: metadata.MetadataIndex) -> Tensor:
-        tensor = self.tensors[index.fqn]
-        return unpad(tensor, sharding_of(tensor))
+    what: the beginning of the message where the error is not a CheckpointError; kind: what it then
+    becomes."""
+    error = None
+    try:
+        yield
+    except CheckpointError as e:
+        error = e
+    except Exception as e:
+        error = kind(f"{what}: {e if isinstance(e, OSError) else repr(e)}")
+    for e in gather(error, group):
+        if e:
+            raise e
 
 
 # --- saving ---------------------------------------------------------------------------------------
+
+
+def slices():
+    """checkpoints/slices.py, which takes a second to import."""
+    from checkpoints import slices
+
+    return slices
 
 
 def write(
@@ -196,7 +163,7 @@ def write(
         number = assign_files(shapes_of_ranks, FILE_BYTES)
         files = {}
         with agreed(what, group):
-            write_slices(building, tensors, number, read, group)
+            slices().write(building, tensors, number, read, group)
             for file in sorted(building.glob(f"shard-{rank + 1:05d}-*")):
                 files[file.name] = flush_and_hash(file)
         index = {"format": FORMAT, "step": step, **state}
@@ -218,25 +185,6 @@ def dtypes_and_shapes(tensors: dict[str, Tensor]) -> dict[str, list]:
         name: [str(tensor.dtype).removeprefix("torch."), list(sharding_of(tensor).shape)]
         for name, tensor in tensors.items()
     }
-
-
-def write_slices(
-    building: Path,
-    tensors: dict[str, Tensor],
-    number: dict[str, int],
-    read: Callable[[str], Tensor] | None,
-    group: dist.ProcessGroup | None,
-) -> None:
-    """This rank's safetensors files. A collective. number: tensor name -> number of its file."""
-    dcp.save(
-        tensors,
-        planner=_SavePlanner(tensors, read),
-        storage_writer=dcp.HuggingFaceStorageWriter(
-            str(building), fqn_to_index_mapping=number, save_distributed=True
-        ),
-        process_group=group,
-        no_dist=not dist.is_initialized(),
-    )
 
 
 def save(
@@ -271,6 +219,8 @@ class Saver:
         """Copy `tensors` to the CPU and start to `save` the copies. Waits for the previous save
         first; raises what that one raised."""
         self.wait()
+        # imported here: not by two threads at a time
+        slices()
         copies = {
             name: set_sharding(tensor.detach().to("cpu", copy=True), sharding_of(tensor))
             for name, tensor in tensors.items()
@@ -319,15 +269,7 @@ def verify(path: Path) -> dict:
 def read(path: Path, tensors: dict[str, Tensor]) -> None:
     """Fill `tensors`, global name -> this rank's slice, in place, without verifying the files. A
     collective. Raises CheckpointError."""
-    try:
-        dcp.load(
-            tensors,
-            planner=_LoadPlanner(tensors),
-            storage_reader=dcp.HuggingFaceStorageReader(str(path)),
-            no_dist=not dist.is_initialized(),
-        )
-    except (dcp.CheckpointException, OSError) as e:
-        raise CheckpointError(f"{path} cannot be loaded: {cause_of(e)}") from None
+    slices().read(path, tensors)
 
 
 def load(path: Path, tensors: dict[str, Tensor], model: dict | None = None) -> dict:

@@ -237,14 +237,17 @@ def check(config: GPTConfig, recipe: Recipe, skip: int, t: int = 1) -> None:
             raise FieldError("fp8_block", recipe.block, rule, fits, tp=t, **values)
 
 
-def apply(model: gpt.GPT, scaling: Scaling | None, skip: int = 1) -> None:
+def make(recipe: tuple, config: GPTConfig, device, keep_bytes: bool) -> Scaling:
+    """The scales of a model. recipe: the fields of a Recipe; keep_bytes: as in Scaling."""
+    return Scaling(Recipe(*recipe), config.num_layers, device, keep_bytes)
+
+
+def apply(model: gpt.GPT, scaling: Scaling, skip: int = 1) -> None:
     """Give attention and MLP of a model, or of a stage of it, FP8 matrix multiplications; in place.
-    Parameters keep their names and their precision. scaling: None for no FP8.
+    Parameters keep their names and their precision.
 
     Comes after tensor and sequence parallelism; before adapters, zero bubble and recomputation.
     """
-    if scaling is None:
-        return
     numbers = fp8_layers(model.config.num_layers, skip)
     for name, block in model.blocks.items():
         number = int(name)

@@ -24,9 +24,8 @@ all-gather. Stages 0 and 1 add up the gradients of m micro-batches before they s
 and 3 keep only a row of the sum.
 
 A unit is one layer's parameters, flattened to N rows of T numbers; row r is rank r's shard
-(base/flat_parameters.py). In stage 0 nothing is sharded, and N is 1. One collective moves one unit.
-The embedding and the head are layers too. A layer with experts has one more unit for these. So has,
-in stage 3, a layer with frozen parameters.
+(zero/units.py). In stage 0 nothing is sharded, and N is 1. One collective moves one unit.
+The embedding and the head are layers too.
 
 The training loop calls these methods, and the optimizer between two of them. Indented lines run by
 themselves, in autograd and in the layers:
@@ -65,77 +64,16 @@ if __name__ == "__main__":
 
     start.lesson("fsdp")
 
-from collections import defaultdict
-from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from base.flat_parameters import FlatParameters
 from gradients import GradientAccumulator, LossScaler, accumulation_dtype, sum_uses_apart
 from model_config import FieldError
-from sharding import Shard, local_part, set_sharding, sharding_of
-
-# their names from torch 2.13 on
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-# --- a unit ---------------------------------------------------------------------------------------
-
-
-class Unit(FlatParameters):
-    """One layer's parameters, and where their rows and gradients are at the moment.
-
-    In stage 0 nothing is sharded: N is 1, whatever the size of the group.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, stage: int):
-        """parameters: either all of them learn or all are frozen. group: the ranks that hold the
-        same parameters, and sum their gradients."""
-        super().__init__(parameters, group.size() if stage else 1)
-        self.trainable = [p for p in parameters if p.requires_grad]
-        self.group = group
-        self.rank = group.rank() if stage else 0
-
-        # Parameters whose gradients have not come: in stages 0 and 1 those of the last backward, in
-        # 2 and 3 those of the backward that runs.
-        self.missing = set(self.trainable)
-        # parameters whose gradients are in `local_grads`
-        self.arrived: set[nn.Parameter] = set()
-        # [N, T], from this rank's samples
-        self.local_grads: Tensor | None = None
-        # stages 2 and 3: [T], this rank's row of the sum over ranks and micro-batches
-        self.summed_grads: Tensor | None = None
-        # `work` is the handle of a collective that runs. While gradients are being summed:
-        # (this rank's row of the sum [T], work)
-        self.reducing: tuple | None = None
-
-        # stage 3: [T], this rank's shards of the parameters
-        self.row: Tensor | None = None
-        # stage 3: the storage of the whole parameters, empty except from `gather` to `free`
-        self.whole: Tensor | None = None
-        # while parameters are being gathered: (flat [N, T], work)
-        self.gathering: tuple | None = None
-
-    def start_all_gather(self, flat: Tensor, row: Tensor) -> None:
-        """Begin to collect the rows [T] of all ranks in flat [N, T]."""
-        work = all_gather(flat.view(-1), row, group=self.group, async_op=True)
-        self.gathering = flat, work
-
-    @torch.no_grad()
-    def finish_all_gather(self) -> None:
-        """Wait for the rows, and copy them to where the model reads its parameters."""
-        flat, work = self.gathering
-        work.wait()
-        for p in self.parameters:
-            # `data`: the write must not raise p's version, or backward would refuse what it has
-            # saved. The values are the ones that forward has seen.
-            for in_flat, in_whole in self.views(flat, p, p.data):
-                in_whole.copy_(in_flat)
-        self.gathering = None
-
+from sharding import local_part
+from zero.units import Unit, named_layers, reduce_scatter, units_of
 
 # --- stages 0 to 2: every rank has all parameters -------------------------------------------------
 
@@ -448,18 +386,7 @@ def apply(
         rule = "must be 0 (nothing is sharded), 1 (optimizer state), 2 (and gradients) or 3 (and"
         raise FieldError("zero_stage", stage, rule + " parameters)")
     layers = named_layers(model)
-    units = []
-    seen = set()
-    for prefix, layer in layers.items():
-        # a tied weight is in the unit of the first layer that has it
-        names = [f"{prefix}.{name}" for name, p in layer.named_parameters() if p not in seen]
-        if names and init:
-            init(names)
-        # after init, which replaces meta parameters by real ones
-        seen.update(layer.parameters())
-        for part in parts_of(layer, names):
-            parameters = [model.get_parameter(name) for name in part]
-            units += make_units(parameters, group, stage, expert_group)
+    units = units_of(model, layers, group, stage, init, expert_group)
     if not units:
         # a pipeline stage without a layer, or one in which nothing learns
         return GradientAccumulator(model, scaler)
@@ -468,130 +395,3 @@ def apply(
     if stage == 3:
         return FullySharded(list(layers.values()), units, scaler, reduce_dtype)
     return DataParallel(units, stage, scaler, reduce_dtype)
-
-
-def named_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """{name: layer} in the order of forward: each child of the model, and for the dictionary of
-    blocks each block."""
-    layers = {}
-    for name, child in model.named_children():
-        if isinstance(child, nn.ModuleDict):
-            for number, block in child.items():
-                layers[f"{name}.{number}"] = block
-        else:
-            layers[name] = child
-    return layers
-
-
-def parts_of(layer: nn.Module, names: list[str]) -> list[list[str]]:
-    """The parameters of a layer, by name; those of an embedding's norm apart. Backward reads the
-    norm, and it does not read a tied matrix (FullySharded)."""
-    if getattr(layer, "tokens", None) is None:
-        return [names]
-    of_norm = [name for name in names if name.startswith("embedding.norm.")]
-    return [[name for name in names if name not in of_norm], of_norm]
-
-
-def make_units(parameters: list[nn.Parameter], group, stage: int, expert_group):
-    """The units of one layer, sharded: one of experts, which have fewer replicas than the rest, and
-    one of the rest. Frozen parameters have no gradients; they make units only in stage 3."""
-    subsets = defaultdict(list)
-    for p in parameters:
-        subsets[p.requires_grad, is_sharded_over(p, group)].append(p)
-    units = []
-    # the same order on every rank
-    for learns, is_expert in sorted(subsets, reverse=True):
-        if is_expert and expert_group is None:
-            raise ValueError(
-                "ranks of the group hold different experts: give expert_group, the ranks that hold "
-                "the same ones"
-            )
-        if not learns and stage < 3:
-            continue
-        replicas = expert_group if is_expert else group
-        unit = Unit(subsets[learns, is_expert], replicas, stage)
-        if stage == 3:
-            keep_own_row(unit)
-        elif stage > 0:
-            share_own_shards(unit)
-        units.append(unit)
-    return units
-
-
-def is_sharded_over(p: nn.Parameter, group: dist.ProcessGroup) -> bool:
-    """Whether ranks of the data-parallel group hold different shards of p already. Only moe.py
-    shards over these ranks: then p is of an expert."""
-    ranks = set(dist.get_process_group_ranks(group))
-    for shard in sharding_of(p).placements:
-        shard_ranks = dist.get_process_group_ranks(shard.group)
-        if len(shard_ranks) > 1 and ranks.issuperset(shard_ranks):
-            return True
-    return False
-
-
-@torch.no_grad()
-def keep_own_row(unit: Unit) -> None:
-    """Stage 3: keep this rank's row. The parameters become views of `unit.whole`, whose storage is
-    empty until they are gathered."""
-    flat = unit.parameters[0].new_zeros(unit.N, unit.T)
-    for p in unit.parameters:
-        for in_flat, in_whole in unit.views(flat, p, p):
-            in_flat.copy_(in_whole)
-    unit.row = flat[unit.rank].clone()
-    sizes = [p.numel() for p in unit.parameters]
-    unit.whole = unit.row.new_empty(sum(sizes))
-    for p, storage in zip(unit.parameters, unit.whole.split(sizes)):
-        p.data = storage.view(p.shape)
-        set_shard(unit, p, unit.shard_in(unit.row, p))
-    unit.whole.untyped_storage().resize_(0)
-
-
-@torch.no_grad()
-def share_own_shards(unit: Unit) -> None:
-    """Stages 1 and 2: the shard of a parameter that is sharded along dimension 0 is a view of it,
-    so it costs no memory. Any other shard is a copy: a parameter whose first dimension is smaller
-    than N, which is rare and small."""
-    for p, (_, dim, shape) in unit.slots.items():
-        padded_shape = list(shape)
-        padded_shape[dim] *= unit.N
-        padded = p.new_zeros(padded_shape)
-        padded.narrow(dim, 0, p.shape[dim]).copy_(p)
-        if dim == 0:
-            # p moves to where it has room for the padding
-            p.data = padded[: p.shape[0]]
-        # contiguous() of a slice along dimension 0 is the slice itself
-        set_shard(unit, p, padded.narrow(dim, unit.rank * shape[dim], shape[dim]).contiguous())
-
-
-def set_shard(unit: Unit, p: nn.Parameter, part: Tensor) -> None:
-    """Give p its `shard`: what the optimizer updates, with a sharding record of its own."""
-    record = sharding_of(p)
-    placements = (*record.placements, Shard(unit.slots[p].dim, unit.group))
-    p.shard = nn.Parameter(part, requires_grad=p.requires_grad)
-    set_sharding(p.shard, replace(record, placements=placements))
-
-
-# --- the table at the top -------------------------------------------------------------------------
-
-
-def bytes_per_parameter(
-    stage: int, n: int, weight: int = 2, gradient: int = 4, state: int = 12
-) -> tuple[float, float, float]:
-    """(parameters, gradients, optimizer state) of one of n ranks, in bytes for each parameter of
-    the model (ZeRO, sections 5.1 to 5.3 with Ψ = 1, N_d = n).
-
-    The defaults are mixed precision as in this project; in the paper a gradient has 2 bytes.
-    """
-    if stage >= 3:
-        weight /= n
-    if stage >= 2:
-        gradient /= n
-    if stage >= 1:
-        state /= n
-    return weight, gradient, state
-
-
-def elements_sent(stage: int, m: int) -> int:
-    """By a rank in a step of m micro-batches, in units of Ψ (N - 1) / N, with ring collectives: an
-    all-reduce counts 2 (ZeRO, section 7, has m = 1)."""
-    return (2, 2, m + 1, 3 * m)[stage]

@@ -56,7 +56,7 @@ from exchange.architectures import (
     unstack_experts,
 )
 from exchange.hf_config import architecture_of, read_json, refused, to_gpt_config, to_hf_config
-from routers import MoEConfig
+from model_config import MoEConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # the dtypes that are imported, as safetensors names them

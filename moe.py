@@ -44,7 +44,6 @@ import math
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -52,8 +51,9 @@ import families
 import gpt
 import tensor_parallel
 from base import compiling
-from model_config import FieldError, GPTConfig, divisors
-from routers import ROUTER_STATS, ROUTERS, DispatchPlan, MoEConfig, Routing
+from base.grouped_linear import grouped_linear
+from model_config import FieldError, GPTConfig, MoEConfig, divisors
+from routers import ROUTER_STATS, ROUTERS, DispatchPlan, Routing
 from sharding import Shard, shard_parameter
 
 # --- there and back -------------------------------------------------------------------------------
@@ -157,57 +157,6 @@ def combine(
 # --- the experts ----------------------------------------------------------------------------------
 
 
-class _GroupedLinear(torch.autograd.Function):
-    """Y_i = [X_e W_ieᵀ for each expert e], for several W_i that read the same rows."""
-
-    @staticmethod
-    def forward(ctx, x, counts, *weights):
-        ctx.save_for_backward(x, *weights)
-        ctx.counts = counts
-        outputs = [x.new_empty(len(x), w.shape[1]) for w in weights]
-        # split gives views: the outputs are filled in place
-        for e, (rows, *parts) in enumerate(zip(*(t.split(counts) for t in (x, *outputs)))):
-            for w, y in zip(weights, parts):
-                torch.mm(rows, w[e].t(), out=y)
-        return tuple(outputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads):
-        x, *weights = ctx.saved_tensors
-        dx = torch.zeros_like(x)
-        wanted = ctx.needs_input_grad[2:]
-        d_weights = [torch.empty_like(w) if want else None for w, want in zip(weights, wanted)]
-        pieces = zip(*(t.split(ctx.counts) for t in (x, dx, *grads)))
-        for e, (rows, d_rows, *parts) in enumerate(pieces):
-            for w, dw, grad in zip(weights, d_weights, parts):
-                d_rows.addmm_(grad, w[e])
-                if dw is not None:
-                    # zeros where an expert has no rows
-                    torch.mm(grad.t(), rows, out=dw[e])
-        return dx, None, *d_weights
-
-
-def grouped_by_library(x: Tensor, counts: Tensor, *weights: Tensor) -> list[Tensor]:
-    """_GroupedLinear by torch's kernel, for all experts at once."""
-    ends = counts.cumsum(0, dtype=torch.int32)
-    return [F.grouped_mm(x, w.transpose(1, 2), offs=ends) for w in weights]
-
-
-def grouped_linear(x: Tensor, counts: Tensor, *weights: Tensor) -> list[Tensor]:
-    """A linear layer of each expert, for its own rows.
-
-    x: [rows, in] in the order of experts; counts: [E] rows of each; weights: [E, out, in] each ->
-    [rows, out] each. In bf16 on a GPU one kernel does all experts (its rows must be whole numbers
-    of 16 bytes). Elsewhere it is one matrix multiplication for each: the library's CPU version is
-    the same loop, for which the host has to wait for the counts.
-    """
-    aligned = all(size % 8 == 0 for w in weights for size in w.shape[1:])
-    if x.is_cuda and x.dtype == torch.bfloat16 and len(x) and aligned:
-        return grouped_by_library(x, counts, *weights)
-    return list(_GroupedLinear.apply(x, counts.tolist(), *weights))
-
-
 class ExpertLinear(nn.Module):
     """One matrix of every expert. weight: [E, out, in]"""
 
@@ -305,57 +254,56 @@ class MoE(nn.Module):
 # --- in a model -----------------------------------------------------------------------------------
 
 
-def layers(*models: nn.Module) -> dict[int, MoE]:
-    """The expert layers of models, or of stages of one, by the layer's number."""
-    found = {}
-    for model in models:
-        for number, block in model.blocks.items():
-            if isinstance(block.mlp, MoE):
-                found[int(number)] = block.mlp
-    return found
+class ExpertLayers(dict[int, MoE]):
+    """The expert layers of models, or of stages of one, by the layer's number; and what a training
+    loop tells them."""
 
+    def __init__(self, *models: nn.Module):
+        super().__init__()
+        for model in models:
+            for number, block in model.blocks.items():
+                if isinstance(block.mlp, MoE):
+                    self[int(number)] = block.mlp
 
-def begin_step(found: dict[int, MoE], token_weight: float) -> None:
-    """Before the first micro-batch of a step: what a token weighs, and new statistics."""
-    for layer in found.values():
-        layer.token_weight = token_weight
-        layer.routing.statistics = None
+    def begin_step(self, token_weight: float) -> None:
+        """Before the first micro-batch: what a token weighs, and new statistics."""
+        for layer in self.values():
+            layer.token_weight = token_weight
+            layer.routing.statistics = None
 
+    def begin_micro_batch(self, real: Tensor | None) -> None:
+        """Before a forward pass in training. real: [b, s] bool, of data.Batch: the positions that
+        are not padding. A router sees nothing of the others."""
+        for layer in self.values():
+            layer.routing.real = real
 
-def begin_micro_batch(found: dict[int, MoE], real: Tensor | None) -> None:
-    """Before a forward pass in training. real: [b, s] bool, of data.Batch: the positions that are
-    not padding. A router sees nothing of the others."""
-    for layer in found.values():
-        layer.routing.real = real
+    def statistics(
+        self, config: MoEConfig, groups: list[dist.ProcessGroup], device
+    ) -> dict[str, Tensor]:
+        """The routers' statistics of the step's training forwards.
 
-
-def statistics(
-    config: MoEConfig, found: dict[int, MoE], groups: list[dist.ProcessGroup], device
-) -> dict[str, Tensor]:
-    """The routers' statistics of the training forwards since `routing.statistics` was None.
-
-    A collective over `groups`: ranks that saw other tokens, ranks that hold other layers. Each
-    value has one entry for each layer with experts. expert_load: each expert's choices
-    over an even share; dropped_share: of choices; router_entropy: of a token's probabilities, in
-    nats; load_balancing_loss (1 where load is even) and z_loss: before their coefficients. They are
-    tensors on the device: the host need not wait for them.
-    """
-    e = config.num_experts
-    shape = len(config.expert_layers), e + len(ROUTER_STATS)
-    table = torch.zeros(shape, dtype=torch.float64, device=device)
-    for row, number in zip(table, config.expert_layers):
-        if number in found:
-            row.copy_(found[number].routing.statistics)
-    for group in groups:
-        dist.all_reduce(table, group=group)
-    choices = table[:, :e]
-    tokens, *sums = table[:, e:].t()
-    # dropped choices, of k for each token
-    sums[0] = sums[0] / config.router_topk
-    result = {"expert_load": choices / choices.mean(1, keepdim=True)}
-    for name, total in zip(ROUTER_STATS[1:], sums):
-        result[name] = total / tokens
-    return result
+        A collective over `groups`: ranks that saw other tokens, ranks that hold other layers. Each
+        value has one entry for each layer with experts. expert_load: each expert's choices over an
+        even share; dropped_share: of choices; router_entropy: of a token's probabilities, in nats;
+        load_balancing_loss (1 where load is even) and z_loss: before their coefficients. They are
+        tensors on the device: the host need not wait for them.
+        """
+        e = config.num_experts
+        shape = len(config.expert_layers), e + len(ROUTER_STATS)
+        table = torch.zeros(shape, dtype=torch.float64, device=device)
+        for row, number in zip(table, config.expert_layers):
+            if number in self:
+                row.copy_(self[number].routing.statistics)
+        for group in groups:
+            dist.all_reduce(table, group=group)
+        choices = table[:, :e]
+        tokens, *sums = table[:, e:].t()
+        # dropped choices, of k for each token
+        sums[0] = sums[0] / config.router_topk
+        result = {"expert_load": choices / choices.mean(1, keepdim=True)}
+        for name, total in zip(ROUTER_STATS[1:], sums):
+            result[name] = total / tokens
+        return result
 
 
 def check(config: GPTConfig, ep: int, dp: int) -> None:
@@ -387,7 +335,7 @@ def apply(
     ep = ep_group.size() if ep_group else 1
     # how many data-parallel ranks there are is not known here
     check(config, ep, dp=ep)
-    if layers(model):
+    if ExpertLayers(model):
         raise ValueError("this model has experts already: call moe.apply once")
     for number in getattr(config, "expert_layers", ()):
         block = model.blocks[str(number)]

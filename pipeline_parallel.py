@@ -60,10 +60,8 @@ from sharding import local_part, set_sharding, sharding_of
 
 
 class Stage(gpt.GPT):
-    """A part of a GPT: some of its blocks, and on the first or last stage its embedding or head.
-
-    A missing embedding or head is None.
-    """
+    """A part of a GPT: some of its blocks, and on the first or last stage its embedding or head,
+    which are None elsewhere."""
 
     def __init__(self, model: gpt.GPT, layers: range, first: bool, last: bool):
         nn.Module.__init__(self)

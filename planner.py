@@ -34,12 +34,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from model_config import block_matrices, num_mlps
+from model_config import MoEConfig, block_matrices, num_mlps
 from planning.fits import USABLE, PlanError, what_would_fit
 from planning.inputs import Layout, Machine, Software
 from planning.layouts import layouts
 from planning.memory import bias_heads, block_parameters, is_fused, memory, parameters
-from routers import MoEConfig
 
 # --- what a layer reads and writes ----------------------------------------------------------------
 #

@@ -34,7 +34,6 @@ if __name__ == "__main__":
     start.lesson("routers")
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -44,79 +43,7 @@ from torch import Tensor, nn
 
 import recompute
 from base.device_queue import number
-from model_config import FieldError, GPTConfig
-
-# --- configuration --------------------------------------------------------------------------------
-
-ROUTER_NAMES = ("sinkhorn", "topk")
-EXPERT_FIELDS = (
-    "expert_every",
-    "router",
-    "router_topk",
-    "router_temperature",
-    "capacity_factor",
-    "aux_loss",
-    "z_loss",
-)
-
-
-@dataclass(frozen=True)
-class MoEConfig(GPTConfig):
-    """The shape of a GPT with experts: the fields of GPTConfig, and these. Raises FieldError."""
-
-    num_experts: int = 0  # 0: no experts, one MLP for all tokens
-    expert_every: int = 1  # experts in every n-th layer
-    router: str = "sinkhorn"  # of ROUTER_NAMES
-    router_topk: int = 1  # experts of a token
-    router_temperature: float = 0.02  # of Sinkhorn's plan: lower is more even; Megatron-LM has 1
-    capacity_factor: float = 0.0  # largest load of an expert / even share; 0: no limit
-    aux_loss: float | None = None  # coefficient of the load-balancing loss; topk: 0.01
-    z_loss: float | None = None  # coefficient of the z-loss; topk: 0.001
-
-    def __post_init__(self):
-        self.check_types()
-        if not self.num_experts:
-            # Without experts these fields are reset, so that equal models compare equal.
-            for field in EXPERT_FIELDS:
-                default = type(self).__dataclass_fields__[field].default
-                object.__setattr__(self, field, default)
-        has_losses = self.num_experts and self.router == "topk"
-        for field, default in (("aux_loss", 0.01), ("z_loss", 0.001)):
-            if getattr(self, field) is None:
-                object.__setattr__(self, field, default if has_losses else 0.0)
-        super().__post_init__()
-
-    @property
-    def expert_layers(self) -> range:
-        """The layers with experts: with expert_every 2 those numbered 1, 3, 5 and so on."""
-        if not self.num_experts:
-            return range(0)
-        return range(self.expert_every - 1, self.num_layers, self.expert_every)
-
-    def check(self) -> None:
-        super().check()
-        e, layers = self.num_experts, self.num_layers
-        if not 0 <= e < 2**16:
-            rule = "must be at least 0 and below 2^16; 0 is one MLP for all tokens"
-            raise FieldError("num_experts", e, rule)
-        if self.router not in ROUTER_NAMES:
-            raise FieldError("router", self.router, f"must be {' or '.join(ROUTER_NAMES)}")
-        if not 1 <= self.expert_every <= layers:
-            rule = "must be from 1 to {num_layers}"
-            raise FieldError("expert_every", self.expert_every, rule, num_layers=layers)
-        if not 1 <= self.router_topk <= (e or 1):
-            rule = "must be from 1 to {num_experts}"
-            raise FieldError("router_topk", self.router_topk, rule, num_experts=e)
-        self.check_range("router_temperature", 1e-3, 1, "must be from 0.001 to 1")
-        for field in ("capacity_factor", "aux_loss", "z_loss"):
-            if not 0 <= getattr(self, field) < math.inf:
-                raise FieldError(field, getattr(self, field), "must be at least 0 and finite")
-        if self.router == "sinkhorn" and self.aux_loss:
-            rule = "sinkhorn evens the load by its plan, where this loss has almost no gradient"
-            raise FieldError(
-                "aux_loss", self.aux_loss, rule + "; {router} would fit, or 0", router="topk"
-            )
-
+from model_config import ROUTER_NAMES, MoEConfig
 
 # --- a balanced plan -----------------------------------------------------------------------------
 

@@ -23,16 +23,13 @@ if __name__ == "__main__":
     start.command("train")
 
 from functools import partial
+from importlib import import_module
 
 import torch
 
 import chunked_head
-import context_parallel
 import families
-import fp8
 import fsdp
-import kernels
-import moe
 import overlap
 import pipeline_parallel
 import recompute
@@ -47,8 +44,6 @@ from dropout import dropout_key
 from gpt import GPT, Context
 from gradients import GradientAccumulator, LossScaler, accumulation_dtype
 from optimizer import AdamW, learning_rate
-from pipelines import zero_bubble
-from precision import fp8_scaling
 from run import launch
 from run.config import DTYPES, RunConfig
 from run.pretraining import Config
@@ -65,7 +60,7 @@ class Trainer:
     ):
         """task: what is learned (run/task.py); the default is for data that is handed to it."""
         self.config, self.device, self.groups = config, device, groups
-        model = self.model_config = config.model_config()
+        self.model_config = config.model_config()
         self.dp = groups.dp.size() if groups.dp else 1
         self.dp_rank = groups.dp.rank() if groups.dp else 0
         self.micro_batch = config.micro_batch(self.dp)
@@ -73,7 +68,6 @@ class Trainer:
         self.scaler = LossScaler() if self.precision == "fp16" else None
         # why fused kernels do not run here; None: they do
         self.kernels_refused: str | None = "off"
-        self.fp8 = fp8_scaling.make(config.fp8_recipe(), model, device, config.keeps_bytes)
         self.task = task or Task()
         self.task.join(self)
         self.build()
@@ -82,13 +76,14 @@ class Trainer:
         self.task.built()
 
     def build(self) -> None:
-        """The model, and the techniques in the order in which they change it."""
-        config, groups = self.config, self.groups
+        """The model, in stages, with the techniques in it."""
+        config, groups, shape = self.config, self.groups, self.model_config
         # shapes without storage: no rank ever holds more than one whole parameter beside its shards
         with torch.device("meta"):
-            model = families.build(self.model_config)
-        if self.model_config.num_experts:
-            moe.apply(model, groups.ep, groups.tp)
+            model = families.build(shape)
+        experts, device = shape.num_experts, self.device
+        if experts:
+            import_module("moe").apply(model, groups.ep, groups.tp)
         self.num_parameters = sharding.num_parameters(model)
         # self.model runs the stages: for steps, evaluation and generation
         self.stages, self.model, self.schedule = [model], model, None
@@ -100,63 +95,66 @@ class Trainer:
             self.model = pipeline_parallel.Pipeline(self.stages, channels, shards)
             m = config.global_batch_size // self.dp // self.micro_batch
             self.schedule = schedules.make(config.pipeline_schedule, p, m, v)
-        self.gradients = []
-        for stage in self.stages:
-            self.task.before_techniques(stage)
-            if groups.tp:
-                tensor_parallel.apply(stage, groups.tp)
-            chunked_head.apply(stage, config.head_chunk)
-            if config.kernels == "auto":
-                self.kernels_refused = kernels.apply(stage, self.device, DTYPES[self.precision])
-            if config.sequence_parallel:
-                sequence_parallel.apply(stage, groups.tp)
-            fp8.apply(stage, self.fp8, config.fp8_skip)
-            self.task.after_model_parallel(stage)
-            context_parallel.apply(stage, groups.cp, config.cp_kind, config.sequence_shards)
-            overlap.apply(stage)
-            if groups.pp and config.pipeline_schedule == "zb-h1":
-                zero_bubble.apply(stage)
-            if config.compile:
-                compiling.apply(stage.blocks.values())
-            recompute.apply(stage, config.recompute, config.recompute_layers)
-            self.gradients.append(self.materialise(stage))
-        self.expert_layers = moe.layers(*self.stages)
+        recipe = config.fp8_recipe
+        self.fp8 = recipe and import_module("fp8").make(recipe, shape, device, config.keeps_bytes)
+        self.gradients = [self.apply_techniques(stage) for stage in self.stages]
+        self.expert_layers = import_module("moe").ExpertLayers(*self.stages) if experts else {}
 
-    def materialise(self, stage: GPT) -> GradientAccumulator:
-        """Give a stage its values, sharded over data-parallel ranks. Returns its gradients."""
-        config, dp, edp = self.config, self.groups.replicas, self.groups.edp
-        init = partial(sharding.init, stage, config.seed, self.device, DTYPES[self.precision])
+    def apply_techniques(self, stage: GPT) -> GradientAccumulator:
+        """The techniques, in the order in which they change a stage; then its values, sharded over
+        data-parallel ranks. Returns its gradients. What few runs have is imported where it is
+        applied: nobody else waits for it."""
+        config, groups, dtype = self.config, self.groups, DTYPES[self.precision]
+        self.task.before_techniques(stage)
+        if groups.tp:
+            tensor_parallel.apply(stage, groups.tp)
+        chunked_head.apply(stage, config.head_chunk)
+        if config.kernels == "auto":
+            self.kernels_refused = import_module("kernels").apply(stage, self.device, dtype)
+        if config.sequence_parallel:
+            sequence_parallel.apply(stage, groups.tp)
+        if self.fp8:
+            import_module("fp8").apply(stage, self.fp8, config.fp8_skip)
+        self.task.after_model_parallel(stage)
+        if groups.cp:
+            parallel = import_module("context_parallel")
+            parallel.apply(stage, groups.cp, config.cp_kind, config.sequence_shards)
+        overlap.apply(stage)
+        if groups.pp and config.pipeline_schedule == "zb-h1":
+            import_module("pipelines.zero_bubble").apply(stage)
+        if config.compile:
+            compiling.apply(stage.blocks.values())
+        recompute.apply(stage, config.recompute, config.recompute_layers)
+        init = partial(sharding.init, stage, config.seed, self.device, dtype)
+        dp, sent = groups.replicas, DTYPES.get(config.reduce_dtype)
         if not dp:
             init()
             return GradientAccumulator(stage, self.scaler)
-        dtype = DTYPES.get(config.reduce_dtype)
-        return fsdp.apply(stage, dp, config.zero_stage, self.scaler, dtype, init, edp)
+        return fsdp.apply(stage, dp, config.zero_stage, self.scaler, sent, init, groups.edp)
 
     def make_optimizer(self) -> AdamW:
-        named = sharding.named_parameters(*self.stages)
         return AdamW(
-            ((name, p) for name, p in named if p.requires_grad),
+            ((name, p) for name, p in sharding.named_parameters(*self.stages) if p.requires_grad),
             self.config.weight_decay,
             clip=self.config.grad_clip,
             scaler=self.scaler,
             stages=self.groups.pp,
             state_dtype=torch.bfloat16 if self.config.optimizer_state == "bf16" else None,
-            fused=None if self.kernels_refused else kernels.adamw,
+            fused=None if self.kernels_refused else import_module("kernels").adamw,
         )
 
     def own_tokens(self, batch):
         """What this rank sees of a data.Batch."""
-        return context_parallel.shard_batch(batch, self.groups.cp) if self.groups.cp else batch
+        cp = self.groups.cp
+        return import_module("context_parallel").shard_batch(batch, cp) if cp else batch
 
     def forward_backward(self, step: int, dataset) -> torch.Tensor:
-        """Leave the gradient of a step in every `main_grad`. Returns this rank's part of the loss.
-        dataset: a data.Dataset."""
+        """`accumulate`, of what a step learns from. dataset: a data.Dataset."""
         return self.accumulate(step, self.task.begin_step(step, dataset))
 
     def accumulate(self, step: int, dataset) -> torch.Tensor:
         """Leave the global batch's gradient in every `main_grad`. Returns this rank's part of the
-        loss, float64: all parts add up to the mean over the counted tokens of the global batch.
-        dataset: as data.Dataset."""
+        loss, float64: all parts add up to the mean over the counted tokens of the global batch."""
         samples = self.task.samples(step)
         count = max(1, self.task.loss_count(dataset, samples))
         share = len(samples) // self.dp
@@ -171,7 +169,8 @@ class Trainer:
             """Micro-batch k through stage number `chunk` of this rank, from the activation x."""
             batch = self.own_tokens(dataset.batch(mine[k * b : (k + 1) * b]).to(self.device))
             key = dropout_key(self.config.seed, step, batch.samples) if self.task.dropout else None
-            moe.begin_micro_batch(self.expert_layers, batch.real)
+            if self.expert_layers:
+                self.expert_layers.begin_micro_batch(batch.real)
             y = self.stages[chunk](batch.tokens, batch.targets, Context(key, batch.documents), *x)
             if self.stages[chunk].head is None:
                 return y  # [b, s, h], for the next stage
@@ -179,8 +178,9 @@ class Trainer:
             loss.add_(total.detach() / count)
             return total
 
-        # the router's losses are means over all tokens of the global batch, masked ones too
-        moe.begin_step(self.expert_layers, scale / max(1, dataset.positions(samples)))
+        if self.expert_layers:
+            # the router's losses are means over all tokens of the global batch, masked ones too
+            self.expert_layers.begin_step(scale / max(1, dataset.positions(samples)))
         for gradients in self.gradients:
             gradients.zero()
         if self.schedule is None:

@@ -10,6 +10,7 @@ so nothing of it is there twice. PyTorch takes seconds to import; Ctrl-C ends th
 from here on (interrupts.py).
 """
 
+import gc
 import importlib
 import sys
 
@@ -22,7 +23,7 @@ def lesson(name: str, command: str = "") -> None:
     interrupts.quiet()
     if command and not is_asked(sys.argv[1:]):
         run(command)
-    form = importlib.import_module("lessons.form")
+    form = imported("lessons.form")
     terminal.run(lambda: form.main(name))
 
 
@@ -33,8 +34,18 @@ def command(module: str) -> None:
 
 
 def run(module: str) -> None:
-    main = importlib.import_module(module).main
+    main = imported(module).main
     terminal.run(lambda: main(sys.argv[1:]))
+
+
+def imported(module: str):
+    """The module. Nearly all that is imported stays, and PyTorch is much: the garbage collector,
+    which would go through it again and again, takes a tenth of the time."""
+    gc.disable()
+    found = importlib.import_module(module)
+    gc.freeze()
+    gc.enable()
+    return found
 
 
 def is_asked(argv: list[str]) -> bool:

@@ -28,9 +28,8 @@ import torch
 from msgspec import Meta
 from safetensors import SafetensorError, safe_open
 
-from base import devices, json_files
-from model_config import least_parameters
-from routers import MoEConfig
+from base import json_files, world
+from model_config import MoEConfig, least_parameters
 
 FORMAT = 2
 # torch's name of a dtype, as in an index -> its name in a safetensors file
@@ -268,7 +267,7 @@ def check_room(what: str, needed: int, device) -> None:
     """Whether a device has `needed` bytes in all, asked before they are allocated: a CPU that runs
     out of memory ends any process, not always this one. Raises CheckpointError."""
     device = torch.device(device)
-    total = devices.memory(device.type, 1)
+    total = world.memory(device.type, 1)
     if needed > total:
         raise CheckpointError(f"{what}: takes {needed:,} bytes, and {device} has {total:,} in all")
 

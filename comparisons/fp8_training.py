@@ -63,7 +63,7 @@ def measure(job: tuple) -> tuple[str, int, dict]:
     for _, loss in steps.losses(trainer, training):
         losses.append(loss)
         if trainer.fp8:
-            saturated.append("fp8_saturated" in fp8_scaling.warnings(trainer.fp8.report))
+            saturated.append("fp8_saturated" in trainer.fp8.warnings(trainer.fp8.report))
     return (
         case,
         seed,

@@ -35,6 +35,7 @@ import train
 from base.cross_entropy import cross_entropy
 from base.world import Groups, keep_freed_memory
 from lessons import demo
+from pipelines import drawing
 from proof import ranks
 from schedules import Cost, Event
 
@@ -286,7 +287,7 @@ def draw(results: dict, figures: Path) -> None:
         panels[title] = events
     style.pyplot()
     unit = "time; F, I and W of all layers of a rank take 1 each, B takes 2"
-    schedules.plot(panels, figures / "pipeline_schedules.svg", unit=unit)
+    drawing.plot(panels, figures / "pipeline_schedules.svg", unit=unit)
     draw_bubbles(results["simulated_bubbles"], figures / "pipeline_bubble.svg")
 
 

@@ -20,13 +20,13 @@ import report
 import style
 
 import planner
+from model_config import MoEConfig
+from pipelines.drawing import IDLE
 from planning import errors
 from planning import rows as published
 from planning.inputs import A100, H200, SOFTWARE, Machine
 from planning.rows import Row
-from routers import MoEConfig
 from run.presets import PRESETS
-from schedules import IDLE
 
 TOKENS = 300e9
 BATCH = 2400

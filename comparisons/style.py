@@ -16,8 +16,8 @@ A file depends on what is drawn and on the version of matplotlib, which it names
 import re
 from pathlib import Path
 
-from schedules import COLOURS as ACTIONS
-from schedules import text_on
+from pipelines.drawing import COLOURS as ACTIONS
+from pipelines.drawing import text_on
 
 # inches
 WIDTH = 8.5

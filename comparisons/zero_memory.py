@@ -18,10 +18,10 @@ import style
 import torch.distributed as dist
 from steps import GPT, Steps, state_bytes
 
-import fsdp
 from base.world import Groups
 from lessons.fsdp import held_bytes
 from proof import ranks
+from zero import units
 
 SHAPE = GPT | dict(hidden_size=256, seq_length=64, vocab_size=1000, precision="bf16")
 TOY = SHAPE | dict(num_layers=2, hidden_size=64, seq_length=32)
@@ -59,14 +59,14 @@ def measure(n: int, stage: int, state: str, shape: dict) -> dict:
     results = ranks.run(on_rank, n, n, stage, state, shape)
     _, sent, psi = results[0]
     measured = {part: max(held[part] for held, _, _ in results) / psi for part in PARTS}
-    formula = fsdp.bytes_per_parameter(stage, n, state=STATE_BYTES[state])
+    formula = units.bytes_per_parameter(stage, n, state=STATE_BYTES[state])
     return {
         "stage": stage,
         "state": state,
         "measured": measured,
         "formula": dict(zip(PARTS, formula)),
         "sent": sent,
-        "sent_formula": fsdp.elements_sent(stage, M),
+        "sent_formula": units.elements_sent(stage, M),
     }
 
 
@@ -112,7 +112,7 @@ def main():
         abs(row["measured"][part] / row["formula"][part] - 1) for row in rows for part in PARTS
     )
     # 7.5 B parameters on 64 devices, with the paper's 2-byte gradients
-    paper = [sum(fsdp.bytes_per_parameter(stage, 64, gradient=2)) * 7.5 for stage in range(4)]
+    paper = [sum(units.bytes_per_parameter(stage, 64, gradient=2)) * 7.5 for stage in range(4)]
     print(
         f"largest difference {worst:.2%}; the paper's 7.5 B parameters on 64 devices, its 2-byte"
         f" gradients, by formula: {', '.join(f'{gb:.1f}' for gb in paper)} GB"

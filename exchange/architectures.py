@@ -46,7 +46,7 @@ from torch import Tensor
 
 import moe
 from gpt import GPT
-from routers import MoEConfig
+from model_config import MoEConfig
 
 
 class HuggingFaceError(Exception):

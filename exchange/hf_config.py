@@ -20,7 +20,7 @@ from typing import Any
 from base import json_files
 from checkpoints.index import fixed_fields
 from exchange.architectures import ARCHITECTURES, GPT2, MIXTRAL, Architecture, HuggingFaceError
-from routers import MoEConfig
+from model_config import MoEConfig
 
 # what null means, where it is not what absence means
 NULLS = {"sliding_window": 0, "num_key_value_heads": 0}

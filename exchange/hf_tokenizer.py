@@ -27,7 +27,7 @@ from corpus.tokenizer import (
 from corpus.tokenizer_json import as_bytes, files_of
 from exchange.architectures import HuggingFaceError
 from exchange.hf_config import architecture_of, read_json
-from routers import MoEConfig
+from model_config import MoEConfig
 
 
 def name_of(hf_dir: Path, config: MoEConfig) -> str:

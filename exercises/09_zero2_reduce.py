@@ -16,7 +16,7 @@ For N = 2, a weight [5, 2] and a bias [2]:
 r of the sum in `row` [T]. A step has m micro-batches: every backward brings gradients, which are
 reduced at once and freed; the rows are added up.
 
-Read         base/flat_parameters.py; the first 45 lines of fsdp.py
+Read         zero/units.py; the first 45 lines of fsdp.py
 Paper        ZeRO, arXiv 1910.02054, section 5.2
 Not yet      `accumulate` and `reduce` in fsdp.py
 Check        python exercises/check.py 9
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp import reduce_scatter
+from zero.units import reduce_scatter
 
 
 def reduce_gradients(

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp import all_gather, reduce_scatter
+from zero.units import all_gather, reduce_scatter
 
 
 class ShardedLinear(torch.autograd.Function):

@@ -36,7 +36,7 @@ import adapters
 from base.world import Groups
 from generate import stages_of
 from inference.loading import build_stages
-from routers import MoEConfig
+from model_config import MoEConfig
 from run.config import ConfigError, as_flags
 from sharding import named_parameters, set_sharding, sharding_of
 from tuning.adapter_config import LINEARS, AdapterConfig

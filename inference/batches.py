@@ -29,7 +29,7 @@ from torch import Tensor
 
 import context_parallel
 from base.world import Groups
-from checkpoints.ranks import gather
+from checkpoint import gather
 from inference.kv_cache import Cache
 from inference.sampling import DIVERGED
 

@@ -35,9 +35,8 @@ from inference.answers import answer_file, as_json, encode, read_prompts, stream
 from inference.command import command
 from inference.loading import check_vocabulary, find_chat, find_tokenizer, load_model, open_model
 from inference.weight_layouts import pack
-from model_config import divisors
+from model_config import MoEConfig, divisors
 from prompts.prompt_data import PromptError
-from routers import MoEConfig
 from run.config import DTYPES, ConfigError, as_flags, flag_name, multiply_in
 from sft import message
 

@@ -55,7 +55,7 @@ class GraphedFunction:
 def can_capture(stages: list[GPT], device: torch.device) -> bool:
     """Whether a step runs on the GPU without waiting for the host: routing to experts waits, and so
     do gloo's collectives."""
-    if device.type != "cuda" or moe.layers(*stages):
+    if device.type != "cuda" or moe.ExpertLayers(*stages):
         return False
     modules = [module for stage in stages for module in stage.modules()]
     groups = [module.group for module in modules if getattr(module, "group", None)]

@@ -30,7 +30,7 @@ from base.world import Groups
 from checkpoints.tokenizer_files import beside
 from corpus.tokenizer import CHAT_TEMPLATE, TokenizerError, make_tokenizer
 from gpt import GPT
-from routers import MoEConfig
+from model_config import MoEConfig
 from sft import Chat
 from sharding import shard_of, sharding_of
 from tuning.chat_template import ChatTokenizer, open_template

@@ -54,8 +54,7 @@ from torch import Tensor, nn
 
 import gpt
 from inference import weight_layouts
-from model_config import FieldError
-from routers import MoEConfig
+from model_config import FieldError, MoEConfig
 
 GROUP = 32
 # what the kernels know

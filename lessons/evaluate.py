@@ -14,8 +14,8 @@ from inference import evaluate
 from inference.evaluate import Evaluator
 from inference.loading import build_stages, materialise
 from lessons import demo, form
+from model_config import MoEConfig
 from proof import ranks
-from routers import MoEConfig
 
 CONTEXT = 16
 CONFIG = demo.tiny_config(MoEConfig, seq_length=CONTEXT, llama=True, vocab_size=61)

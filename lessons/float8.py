@@ -247,7 +247,7 @@ def saturated_steps(recipe: Recipe, maxima: list[float]) -> tuple[list[int], lis
         if y.max() < largest / 1.2:
             cut.append(step)
         scaling.end_step()
-        if NAME in fp8_scaling.warnings(scaling.report).get("fp8_saturated", []):
+        if NAME in scaling.warnings(scaling.report).get("fp8_saturated", []):
             logged.append(step)
     return cut, logged
 
@@ -276,7 +276,7 @@ def not_finite(lesson: form.Lesson) -> None:
     x[3, 5] = math.inf
     y = in_bytes(scaling, x) @ in_bytes(Scaling(Recipe(), 1, "cpu"), torch.ones(16, 64)).t()
     scaling.end_step()
-    names = fp8_scaling.warnings(scaling.report).get("fp8_not_finite", [])
+    names = scaling.warnings(scaling.report).get("fp8_not_finite", [])
     lesson.check(
         f"{y.isnan().sum().item()} of {y.numel()} are NaN: the step is skipped; the log's"
         f" fp8_not_finite: {', '.join(names)}",

@@ -1,4 +1,4 @@
-"""The lesson of fsdp.py and base/flat_parameters.py: two ranks train in each stage, beside the
+"""The lesson of fsdp.py and zero/units.py: two ranks train in each stage, beside the
 table there.
 
 python fsdp.py
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 import fsdp
 import sharding
-from base.flat_parameters import FlatParameters
 from lessons import demo, form
 from optimizer import AdamW
 from proof import ranks
 from proof.mutations import data_parallel as bugs
+from zero import units
+from zero.units import FlatParameters
 
 
 def no_last_shard(original=FlatParameters.views) -> None:
@@ -186,7 +187,7 @@ def teach_bytes(lesson: form.Lesson, stages: list[dict], psi: int) -> None:
     )
     right = True
     for stage, measured in enumerate(stages):
-        formula = [psi * n for n in fsdp.bytes_per_parameter(stage, N, *BYTES)]
+        formula = [psi * n for n in units.bytes_per_parameter(stage, N, *BYTES)]
         right &= list(measured["held"]) == formula
         bars = [form.bar(size, psi * sum(BYTES), 48) for size in measured["held"]]
         picture = bars[0] + bars[1].replace("█", "▒") + bars[2].replace("█", "░")
@@ -211,7 +212,7 @@ def teach(lesson: form.Lesson) -> None:
         " elements does a rank send, in Ψ (N-1)/N? An all-reduce counts twice."
     )
     sent = [measured["sent"] / psi for measured in stages]
-    formulas = [fsdp.elements_sent(stage, M) for stage in range(4)]
+    formulas = [units.elements_sent(stage, M) for stage in range(4)]
     lesson.check(
         ", ".join(f"{n:.3f}" for n in sent) + "; by formula 2, 2, m + 1, 3 m", sent == formulas
     )
@@ -227,9 +228,9 @@ def teach(lesson: form.Lesson) -> None:
     apart = max(measured["difference"] for rank in results for measured in rank)
     lesson.check(f"the largest difference between two ranks, stages 0 to 2: {apart}", apart == 0)
 
-    most, units = stages[3]["whole_units"]
+    most, layers = stages[3]["whole_units"]
     lesson.predict(
         f"Stage 3 gathers a layer's parameters while the layer before it computes. The model has"
-        f" {units} layers: embedding, 2 blocks, head. How many are whole at one time, at most?"
+        f" {layers} layers: embedding, 2 blocks, head. How many are whole at one time, at most?"
     )
     lesson.check(f"{most}: the one that computes, and the next one", most == 2)

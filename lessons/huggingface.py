@@ -18,7 +18,7 @@ import huggingface
 import sharding
 from exchange.architectures import Location, empty_model
 from lessons import demo, form
-from routers import MoEConfig
+from model_config import MoEConfig
 
 H, V = 64, 257
 

@@ -24,8 +24,7 @@ from attention.rotary import rotary_frequencies, rotary_table, rotate
 from base.cross_entropy import cross_entropy
 from dropout import dropout_key
 from lessons import form
-from model_config import GPTConfig
-from routers import MoEConfig
+from model_config import GPTConfig, MoEConfig
 
 
 class Traffic(torch.utils._python_dispatch.TorchDispatchMode):

@@ -11,9 +11,9 @@ import gpt
 import moe
 import sharding
 from lessons import demo, form
+from model_config import MoEConfig
 from proof import ranks
 from proof.mutations import moe as bugs
-from routers import MoEConfig
 
 WITHOUT = {
     "combine-exchange": form.Removal(

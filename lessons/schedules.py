@@ -5,6 +5,7 @@ python schedules.py
 
 import schedules
 from lessons import form
+from pipelines import drawing
 from schedules import Action, Cost, Schedule
 
 P, M = 3, 6
@@ -61,7 +62,7 @@ class Drawn:
         self.formula = schedules.bubble_formula(name, P, M, v, cost)
         # two characters a unit
         unit = max(1 / v, max(e.end for e in events) / 42)
-        lesson.draw(schedules.text(events, unit))
+        lesson.draw(drawing.text(events, unit))
 
     @property
     def agrees(self) -> bool:

@@ -26,11 +26,10 @@ import argparse
 import json
 from pathlib import Path
 
-import schedules
 from base import terminal
 from comparisons import style
-from model_config import block_matrices, mlp_matrices
-from routers import MoEConfig
+from model_config import MoEConfig, block_matrices, mlp_matrices
+from pipelines import drawing
 from run.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
@@ -58,8 +57,8 @@ def constants() -> str:
     values = {
         "PRESETS": {name: model(shape) for name, (shape, _) in PRESETS.items()},
         "PART_COLOURS": {part: style.COLOURS[part] for part in PARTS},
-        "COLOURS": schedules.COLOURS,
-        "MEANINGS": schedules.MEANINGS,
+        "COLOURS": drawing.COLOURS,
+        "MEANINGS": drawing.MEANINGS,
     }
     return "".join(f"const {name} = {json.dumps(value)};\n" for name, value in values.items())
 

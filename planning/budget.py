@@ -11,11 +11,10 @@ Not covered: other shapes of the same size, and batches that grow with the model
 from math import inf
 from typing import NamedTuple
 
-from model_config import flops_per_token, least_parameters
+from model_config import MoEConfig, flops_per_token, least_parameters
 from planner import Plan, fitting
 from planning.fits import PlanError, what_would_fit
 from planning.inputs import Machine, Software
-from routers import MoEConfig
 
 # tokens for each parameter (Hoffmann et al., arXiv 2203.15556, section 3)
 TOKENS_PER_PARAMETER = 20

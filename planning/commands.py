@@ -32,7 +32,7 @@ from collections.abc import Callable
 import planner
 from base import terminal
 from base.json_files import JSONError
-from model_config import flops_per_token, least_parameters
+from model_config import MoEConfig, flops_per_token, least_parameters
 from planning import rows
 from planning.budget import DAY, TOKENS_PER_PARAMETER, size_for
 from planning.fits import gib
@@ -40,11 +40,10 @@ from planning.inputs import MACHINES, TRAIN, Layout, Machine
 from planning.memory import memory
 from planning.plan import machine_of as machine_named
 from planning.rows import RowError
-from routers import MoEConfig
 from run import flags, rules
 from run.config import MODEL_FLAGS, ConfigError, flag_name
-from run.effects import Run, check_effects
 from run.pretraining import Config
+from run.rules import Run, check_effects
 
 # published runs of these models; the default of --tokens
 TOKENS = 300e9

@@ -6,10 +6,10 @@ would hold it
 
 from collections.abc import Callable
 
+from model_config import MoEConfig
 from planning.inputs import Machine, Software
 from planning.layouts import layouts
 from planning.memory import memory
-from routers import MoEConfig
 
 # Of a device's memory, what tensors may take. The rest is CUDA's and NCCL's, or lies in blocks that
 # are too small.

@@ -18,9 +18,8 @@ import pipeline_parallel
 import recompute
 import sequence_parallel
 import tensor_parallel
-from model_config import FieldError
+from model_config import FieldError, MoEConfig
 from planning.inputs import Layout, Software
-from routers import MoEConfig
 
 # tokens of a sequence that is spread over ranks
 LONG = 8192

@@ -1,6 +1,6 @@
 """Bytes that one rank of train.py holds at the peak of a step, by formulas.
 
-    parameters, gradients, optimizer     ZeRO's table, fsdp.bytes_per_parameter, times the numbers
+    parameters, gradients, optimizer     ZeRO's table, units.bytes_per_parameter, times the numbers
                                          in the matrices of this rank
     activations                          what autograd keeps: of a layer, times the layers of a
                                          stage, times the micro-batches in flight (schedules.py)
@@ -34,12 +34,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-import fsdp
 import pipeline_parallel
 import schedules
-from model_config import block_matrices, mlp_matrices
+from model_config import MoEConfig, block_matrices, mlp_matrices
 from planning.inputs import Layout, Software
-from routers import MoEConfig
+from zero import units
 
 # --- the stages of a pipeline rank ----------------------------------------------------------------
 
@@ -99,8 +98,8 @@ def state(
     """Bytes of (parameters, gradients, optimizer state)."""
     number_bytes = software.weight, software.gradient, software.optimizer_state
     n = layout.replicas
-    dense = fsdp.bytes_per_parameter(layout.zero_stage, n, *number_bytes)
-    experts = fsdp.bytes_per_parameter(layout.zero_stage, n // layout.ep, *number_bytes)
+    dense = units.bytes_per_parameter(layout.zero_stage, n, *number_bytes)
+    experts = units.bytes_per_parameter(layout.zero_stage, n // layout.ep, *number_bytes)
     numbers, of_experts = parameters(model, layout, rank)
     if rank == 0 and model.positions == "learned":
         numbers += model.seq_length * model.hidden_size

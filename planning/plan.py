@@ -47,18 +47,6 @@ def machine_of(name: str, flag: str = "--plan") -> Machine:
         ) from None
 
 
-def check(config: Config) -> None:
-    """Raises ConfigError where nothing can be predicted."""
-    rule = ""
-    if config.unpredicted:
-        rule = f"train a whole model on text, and this run {config.unpredicted}; leave it out"
-    elif config.fp8 != "off":
-        rule = "do without --fp8; leave one of the two out"
-    if rule:
-        raise ConfigError(f"--plan {config.plan}: predicts steps that {rule}")
-    machine_of(config.plan)
-
-
 def layout_of(config: Config, ranks: int) -> Layout:
     """The layout of a run on so many ranks."""
     dp = ranks // config.tp // config.pp // config.cp

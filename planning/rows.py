@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from base import json_files
+from model_config import MoEConfig
 from planning.inputs import MACHINES, SOFTWARE, Layout, Machine, Software
-from routers import MoEConfig
 
 PUBLISHED = Path(__file__).parent / "published_times.json"
 # other names of a preset, in rows from elsewhere

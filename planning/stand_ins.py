@@ -80,7 +80,7 @@ def with_even_routing(task):
 
     def before_techniques(stage) -> None:
         before(stage)
-        for layer in moe.layers(stage).values():
+        for layer in moe.ExpertLayers(stage).values():
             layer.routing.__class__ = EvenRouting
 
     task.before_techniques = before_techniques

@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from model_config import LINEARS, GPTConfig
+from model_config import LINEARS
 from precision.float8 import E4M3, E5M2, Format, Quantised, block_maxima, quantise, scale_of
 
 # --- what has a scale -----------------------------------------------------------------------------
@@ -214,6 +214,27 @@ class Scaling:
                 too_large[..., operand] = (known > 0) & (scaled > to.largest)
         return too_large.masked_fill(self.by_row.unsqueeze(-1), 0)
 
+    @staticmethod
+    def warnings(report: Tensor) -> dict[str, list[str]]:
+        """What the log says of a step: names of tensors that were not finite, and of those that had
+        values beyond what their scale allows. report: `Scaling.report`, on the host.
+
+        The first one that is not finite is where it began: first come weights, which were there
+        before the step, then inputs from the first layer on, then gradients from the last.
+        """
+        found = {"fp8_not_finite": [], "fp8_saturated": []}
+        places = [(place, operand) for operand in (WEIGHT, INPUT) for place in layer_places(report)]
+        places += [(place, GRADIENT) for place in reversed(layer_places(report))]
+        for (number, matrix), operand in places:
+            amax, saturated = report[:, number, matrix, operand].tolist()
+            name = list(LINEARS)[matrix]
+            name = f"blocks.{number}.{LINEARS[name]}.{name} {OPERANDS[operand]}"
+            if not amax < float("inf"):
+                found["fp8_not_finite"].append(name)
+            elif saturated:
+                found["fp8_saturated"].append(name)
+        return {key: names for key, names in found.items() if names}
+
     def state_dict(self) -> dict:
         return {"history": self.history.tolist()}
 
@@ -227,32 +248,6 @@ class Scaling:
             here = list(self.history.shape[1:])
             raise ValueError(f"a row of the FP8 history is {list(history.shape[1:])}, not {here}")
         self.history = history[: self.recipe.history]
-
-
-def make(recipe: Recipe | None, config: GPTConfig, device, keep_bytes: bool) -> Scaling | None:
-    """None without a recipe. Arguments as in Scaling."""
-    return Scaling(recipe, config.num_layers, device, keep_bytes) if recipe else None
-
-
-def warnings(report: Tensor) -> dict[str, list[str]]:
-    """What the log says of a step: names of tensors that were not finite, and of those that had
-    values beyond what their scale allows. report: `Scaling.report`, on the host.
-
-    The first one that is not finite is where it began: first come weights, which were there before
-    the step, then inputs from the first layer on, then gradients from the last.
-    """
-    found = {"fp8_not_finite": [], "fp8_saturated": []}
-    places = [(place, operand) for operand in (WEIGHT, INPUT) for place in layer_places(report)]
-    places += [(place, GRADIENT) for place in reversed(layer_places(report))]
-    for (number, matrix), operand in places:
-        amax, saturated = report[:, number, matrix, operand].tolist()
-        name = list(LINEARS)[matrix]
-        name = f"blocks.{number}.{LINEARS[name]}.{name} {OPERANDS[operand]}"
-        if not amax < float("inf"):
-            found["fp8_not_finite"].append(name)
-        elif saturated:
-            found["fp8_saturated"].append(name)
-    return {key: names for key, names in found.items() if names}
 
 
 def layer_places(report: Tensor) -> list[tuple[int, int]]:

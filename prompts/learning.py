@@ -33,7 +33,7 @@ from prompts.prompt_data import read_examples
 from prompts.template import PromptError
 from run.config import ConfigError, flag
 from run.finish import draw_loss
-from run.refusal import refuse
+from run.rules import refuse
 from run.task import Task
 from sharding import shard_of, sharding_of
 from tuning.adapter_training import PeftConfig

@@ -29,7 +29,7 @@ from proof import parity, ranks
 from proof.kinds import config_of
 from proof.mutations import Bug, of_one_device
 from run.config import RunConfig
-from run.evaluation import evaluate
+from run.task import evaluate
 from tuning.packing import Example, Packed
 from tuning.preference_learning import DPOTask
 

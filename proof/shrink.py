@@ -21,8 +21,8 @@ What a layout does to a model stays, and only its size goes:
 
 import dataclasses
 
+from model_config import EXPERT_FIELDS
 from moe import MoEConfig
-from routers import EXPERT_FIELDS
 from run.config import RunConfig
 from run.presets import PRESETS
 

@@ -1,6 +1,7 @@
 """The configuration of a run: a dataclass. Flags, `--help` and `config.json` are made from it.
 
 RunConfig         what every kind of training has: fields, defaults, help texts
+kind.py           what a kind of training says for itself, beside its flags
 pretraining.py    Config, of train.py: it adds the text. Other kinds of training add theirs
 flags.py          from the command line, a TOML file or an earlier run to a configuration
 rules.py          which configuration can run; refused before any process group exists
@@ -12,16 +13,13 @@ import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 
 import checkpoint
 import schedules
-from model_config import FieldError
-from precision.fp8_scaling import Recipe
-from routers import ROUTER_NAMES, MoEConfig
-from run import learning_rates
+from model_config import ROUTER_NAMES, FieldError, MoEConfig
+from run.kind import Kind
 from run.presets import PRESETS
 
 LAYOUT = (
@@ -78,22 +76,10 @@ def flag(default, help, choices=None, metavar=None, names=()):
 
 
 @dataclass
-class RunConfig:
-    """The flags of every command that trains. A kind of training extends it: by its own flags, its
-    rules (`check`, `needs`), its task, and by what stands below the fields.
+class RunConfig(Kind):
+    """The flags of every command that trains. A kind of training extends it: by its own flags, and
+    by what it says for itself (run/kind.py).
     """
-
-    # how it is started, for messages; and what it does, for --help
-    command: ClassVar[str] = "train.py"
-    purpose: ClassVar[str] = "Train a GPT."
-    # flags that do something only beside others, as in run/effects.py
-    needs: ClassVar[tuple] = ()
-    # whether dropout is that of the preset or of --load; else it is 0 unless it is given
-    keeps_dropout: ClassVar[bool] = True
-    # rows that one micro-batch holds at least
-    least_rows: ClassVar[int] = 1
-    # whether --as-rank can ask what a rank would do
-    can_be_asked: ClassVar[bool] = False
 
     # model
     model: str = flag("tiny", f"a preset: {', '.join(PRESETS)}", metavar="PRESET")
@@ -310,49 +296,6 @@ class RunConfig:
     timeout: float = flag(1800.0, "seconds without progress after which a hanging run is ended")
     device: str = flag("auto", "auto: CUDA where there is one", ("auto", "cpu", "cuda"))
 
-    # --- what a kind of training says for itself
-
-    @classmethod
-    def speaker(cls) -> str:
-        """The file of its command, which begins each message."""
-        return cls.command.split()[0]
-
-    def task(self):
-        """What is learned: a run.task.Task. Raises InputError."""
-        raise NotImplementedError
-
-    def check(self, model: MoEConfig, world: int, base_needed: bool) -> None:
-        """The rules of this kind alone, after those of every run (rules.validate has the
-        arguments). Raises ConfigError."""
-
-    @property
-    def value_head(self) -> bool:
-        """Whether the model gives a number for each token in the place of logits."""
-        return False
-
-    @property
-    def frozen(self) -> bool:
-        """Whether the weights of --load stay as they are, and are not in the run's checkpoints."""
-        return False
-
-    @property
-    def unpredicted(self) -> str:
-        """Why --plan cannot predict a step; "": it can."""
-        return ""
-
-    def default_lr(self) -> tuple[float, str]:
-        """(--lr where it is not given, words that say for what)"""
-        return learning_rates.default(self)
-
-    def bytes_beside(self, model: MoEConfig, precision: str, ranks: dict, learner: int) -> int:
-        """Bytes of other models than the one that learns, whose state has `learner` bytes. ranks:
-        as in room.state_parts."""
-        return 0
-
-    def known_micro_batch(self, dp: int) -> int:
-        """What a rank has to hold at once, as far as it is known before the data."""
-        return self.micro_batch(dp)
-
     # --- what follows from the fields
 
     def model_config(self) -> MoEConfig:
@@ -414,10 +357,12 @@ class RunConfig:
         """Into how many shards sequence parallelism cuts the tokens of a rank."""
         return self.tp if self.sequence_parallel else 1
 
-    def fp8_recipe(self) -> Recipe | None:
+    @property
+    def fp8_recipe(self) -> tuple[str, bool, int] | None:
+        """What an fp8.Recipe is made of, or None."""
         if self.fp8 == "off":
             return None
-        return Recipe(self.fp8, self.fp8_scales == "power-of-two", self.fp8_block)
+        return self.fp8, self.fp8_scales == "power-of-two", self.fp8_block
 
     @property
     def keeps_bytes(self) -> bool:

@@ -1,9 +1,10 @@
 """What a run leaves after its last step: loss.png and a sample of text."""
 
+import contextlib
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
-import context_parallel
 import sequence_parallel
 from base.errors import InputError
 from base.world import World
@@ -37,9 +38,6 @@ def finish(trainer, run, tokenizer, seconds: float) -> None:
 
 def sample(trainer, tokenizer, held_out) -> str:
     """Text that continues --sample-prompt. Tensor-parallel ranks draw the same tokens."""
-    # a wing, loaded when a run is done
-    import generate
-
     config = trainer.config
     if config.sequence_parallel:
         for stage in trainer.stages:
@@ -48,8 +46,13 @@ def sample(trainer, tokenizer, held_out) -> str:
         prompt, stop_ids = trainer.task.sample_prompt(tokenizer, held_out)
         options = dict(temperature=0.8, seed=config.seed, eot=stop_ids)
         options["cp_group"] = trainer.groups.cp
-        with context_parallel.whole_sequences(trainer.stages):
-            (ids,) = generate.generate(trainer.model, [prompt], SAMPLE_TOKENS, **options)
+        whole = contextlib.nullcontext()
+        if config.cp > 1:
+            whole = import_module("context_parallel").whole_sequences(trainer.stages)
+        with whole:
+            # a wing, loaded when a run is done
+            generate = import_module("generate").generate
+            (ids,) = generate(trainer.model, [prompt], SAMPLE_TOKENS, **options)
     except (FloatingPointError, InputError) as e:
         return f"no sample: {e}"
     return tokenizer.decode(prompt + ids)

@@ -9,6 +9,7 @@ import os
 import re
 import time
 import traceback
+from importlib import import_module
 from pathlib import Path
 
 from base import terminal
@@ -18,7 +19,7 @@ from checkpoint import CheckpointError
 from corpus.tokenizer import TokenizerError, record
 from data import DataError
 from optimizer import learning_rate
-from run import finish, flags, messages, opening, resume, rules
+from run import finish, flags, messages, opening, rules, saving
 from run.config import ConfigError, RunConfig, multiply_in
 from run.metrics import MetricsError
 from run.run_folder import RunFolderError
@@ -71,12 +72,12 @@ def attempt(
     try:
         config, question = flags.parse_all(argv, world.rank, kind)
         if question:
-            # a wing, loaded by those who ask
-            from planning import as_rank
-
-            as_rank.main(config, question, trainer_class)
+            # wings, loaded by those who ask
+            import_module("planning.as_rank").main(config, question, trainer_class)
         else:
             rules.validate(config, world.size)
+            if config.plan:
+                import_module("planning.plan").machine_of(config.plan)
             run(config, world, trainer_class, loop)
     except REFUSED as e:
         return 2, e
@@ -142,7 +143,7 @@ def train(config: RunConfig, world: World, tokenizer, trainer_class, loop) -> No
     trainer = build(config, world, trainer_class, task)
     trainer.checkpoints.tokenizer = record(tokenizer)
     out = Path(config.out)
-    start, tokens = resume.restore(trainer, world, train_set.index["corpus"], tokenizer)
+    start, tokens = saving.restore(trainer, world, train_set.index["corpus"], tokenizer)
     if is_done(config, world, out / task.last_file, start):
         return
     if config.warmup_steps > config.steps > start:
@@ -163,8 +164,7 @@ def train(config: RunConfig, world: World, tokenizer, trainer_class, loop) -> No
             world.say(this.metrics.notice)
     messages.announce(trainer, world, train_set.index)
     if config.plan:
-        from planning import plan
-
+        plan = import_module("planning.plan")
         this.predicted = plan.predict(config, world.size, task.row_length(train_set))
         world.say(plan.describe(this.predicted, config.plan))
     task.before_steps(this)

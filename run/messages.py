@@ -1,6 +1,7 @@
 """What a run says at its start: what runs, on what, under which layout, and what may surprise."""
 
 import sys
+from importlib import import_module
 
 import torch
 
@@ -52,8 +53,8 @@ def surprises(trainer, world: World):
             f"result on another number of ranks give --micro-batch-size {micro}"
         )
     if model.num_experts:
-        from exchange import hf_config
-
+        # a wing, loaded for those who have experts
+        hf_config = import_module("exchange.hf_config")
         try:
             hf_config.check_export_of_experts(model)
         except hf_config.HuggingFaceError as e:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+import base.world
 import checkpoint
-from base import devices
 from base.world import World
 from corpus.tokenizer import BUILT_IN, make_tokenizer, save_files
 from run import room
@@ -70,7 +70,7 @@ def check_room(config: RunConfig, world: World) -> None:
     ranks = {"tp": config.tp, "pp": config.pp, "dp": replicas, "ep": config.ep, "cp": config.cp}
     device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
     precision = config.precision or ("bf16" if device == "cuda" else "fp32")
-    has = devices.memory(device, world.local_size)
+    has = base.world.memory(device, world.local_size)
     learner = room.state_bytes(model, precision, config.optimizer_state, config.zero_stage, ranks)
     # a frozen model has no gradients and no optimizer state
     needs = 0 if config.frozen else learner
@@ -97,7 +97,7 @@ def default_tokenizer(config: RunConfig) -> str:
     if config.resume:
         found = checkpoint.steps(Path(config.out) / "checkpoints")
         for path in reversed(found.values()):
-            # The one before it may be whole; resume.py says what is wrong.
+            # The one before it may be whole; saving.py says what is wrong.
             with contextlib.suppress(checkpoint.Damaged):
                 return checkpoint.tokenizer_of(path)
     return checkpoint.tokenizer_of(checkpoint.find(config.load)) if config.load else "bytes"

@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import data
 from corpus.tokenizer import TokenizerError, prompt_ids
-from moe import MoEConfig
+from model_config import MoEConfig
 from run.config import ConfigError, RunConfig, flag
-from run.refusal import refuse
+from run.rules import refuse
 from run.task import Task
 
 

@@ -2,7 +2,7 @@
 
 This is a lower bound: of the parameters only the matrices count, of the activations only the input
 of each layer and the logits. What it refuses could never have run; what it lets through may still
-not fit. A parameter's bytes are those of ZeRO's table (fsdp.bytes_per_parameter):
+not fit. A parameter's bytes are those of ZeRO's table (units.bytes_per_parameter):
 
                     16 bits    fp32    sharded from ZeRO stage
     weight             2         4     3
@@ -13,9 +13,8 @@ not fit. A parameter's bytes are those of ZeRO's table (fsdp.bytes_per_parameter
 With --optimizer-state bf16 the moments have 4 bytes, and a 16-bit weight's master 2.
 """
 
-import fsdp
-from model_config import least_parameters, mlp_matrices
-from routers import MoEConfig
+from model_config import MoEConfig, least_parameters, mlp_matrices
+from zero import units
 
 # bytes of a number; 2 in other precisions
 SIZES = {"fp64": 8, "fp32": 4, "tf32": 4}
@@ -53,8 +52,8 @@ def parts_of(
     small = optimizer_state == "bf16"
     master = (2 if small else 4) * (weight == 2)
     sizes = weight, gradient, master + (4 if small else 2 * gradient)
-    each = fsdp.bytes_per_parameter(zero_stage, ranks["dp"], *sizes)
-    of_experts = fsdp.bytes_per_parameter(zero_stage, ranks["dp"] // ranks["ep"], *sizes)
+    each = units.bytes_per_parameter(zero_stage, ranks["dp"], *sizes)
+    of_experts = units.bytes_per_parameter(zero_stage, ranks["dp"] // ranks["ep"], *sizes)
     held = dense // ranks["tp"]
     held_experts = experts // ranks["ep"] // ranks["tp"]
     return tuple(held * x + held_experts * y for x, y in zip(each, of_experts))

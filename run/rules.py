@@ -3,27 +3,28 @@
 The message names the flag, its value, the rule and what would fit. Each technique knows its own
 rules (tensor_parallel.check, ..) and raises FieldError; here they are asked, in the order in which
 a user would fix them.
+
+At the end stands a table of the flags that do something only beside others. A value other than the
+default that would have no effect is refused. A new flag that is not for every run gets a row; a
+kind of training has rows of its own (`needs` of its configuration).
 """
 
 import dataclasses
 import importlib.util
+from collections.abc import Callable
+from importlib import import_module
+from typing import NamedTuple
 
 import torch
 
 import chunked_head
-import context_parallel
-import fp8
-import moe
 import pipeline_parallel
 import recompute
 import sequence_parallel
 import tensor_parallel
 from base import json_files
-from model_config import divisors
-from moe import MoEConfig
+from model_config import EXPERT_FIELDS, MoEConfig, divisors
 from run.config import ConfigError, RunConfig, as_flags, flag_name
-from run.effects import Run, check_effects
-from run.refusal import multiples, refuse
 
 # Of a step. Far beyond what anybody trains with, and few enough to be numbered in an instant.
 MOST_SEQUENCES = 2**20
@@ -56,6 +57,23 @@ LEAST = {
 }
 
 
+def refuse(config: RunConfig, field: str, rule: str):
+    """Raises ConfigError: the field's flag, its value, and a rule that says what would fit."""
+    value = getattr(config, field)
+    words = [flag_name(field)]
+    if isinstance(value, list):
+        words += map(str, value)
+    elif value is not True:
+        words.append(str(value))
+    raise ConfigError(f"{' '.join(words)}: {rule}")
+
+
+def multiples(n: int, of: int) -> str:
+    """The multiples next to n, for a message."""
+    low = n // of * of
+    return f"{low} or {low + of} would fit" if low else f"{of} would fit"
+
+
 def validate(config: RunConfig, world: int, base_needed: bool = True) -> None:
     """Everything that can be known before a process group exists. world: how many ranks;
     base_needed: whether adapters need the model of --load, as they do in every run.
@@ -72,11 +90,7 @@ def validate(config: RunConfig, world: int, base_needed: bool = True) -> None:
     config.check(model, world, base_needed)
     if config.load and base_needed:
         check_length(config)
-    # wings are loaded by those who ask for them
-    if config.plan:
-        from planning import plan
-
-        plan.check(config)
+    check_plan(config)
     check_device(config)
 
 
@@ -158,7 +172,7 @@ def check_ranks(config: RunConfig, model: MoEConfig, world: int) -> None:
 
 
 def check_techniques(config: RunConfig, model: MoEConfig, world: int) -> None:
-    """Each technique's own rules. Raises ConfigError."""
+    """Each technique's own rules, as train.py applies them. Raises ConfigError."""
     replicas = world // config.tp // config.pp
     with as_flags():
         recompute.check(model, config.recompute, config.recompute_layers)
@@ -168,12 +182,14 @@ def check_techniques(config: RunConfig, model: MoEConfig, world: int) -> None:
             sequence_parallel.check(model, config.tp)
         v = config.virtual_stages
         pipeline_parallel.check(model.num_layers, config.pp, v, config.layer_split)
-        context_parallel.check(model, config.cp, config.tp, config.cp_kind)
-        recipe = config.fp8_recipe()
+        if config.cp > 1:
+            import_module("context_parallel").check(model, config.cp, config.tp, config.cp_kind)
+        recipe = config.fp8_recipe
         if recipe:
-            fp8.check(model, recipe, config.fp8_skip, config.tp)
-    with as_flags():
-        moe.check(model, config.ep, replicas)
+            fp8 = import_module("fp8")
+            fp8.check(model, fp8.Recipe(*recipe), config.fp8_skip, config.tp)
+        if config.ep > 1:
+            import_module("moe").check(model, config.ep, replicas)
     check_context(config, model)
 
 
@@ -231,6 +247,17 @@ def check_length(config: RunConfig) -> None:
         refuse(config, "seq_length", rule)
 
 
+def check_plan(config: RunConfig) -> None:
+    """Whether a step can be predicted, on whatever machine. Raises ConfigError."""
+    rule = ""
+    if config.unpredicted:
+        rule = f"train a whole model on text, and this run {config.unpredicted}; leave it out"
+    elif config.fp8 != "off":
+        rule = "do without --fp8; leave one of the two out"
+    if config.plan and rule:
+        refuse(config, "plan", f"predicts steps that {rule}")
+
+
 def check_device(config: RunConfig) -> None:
     """What this machine and its packages can do. Raises ConfigError."""
     if config.fp8 != "off" and config.precision == "fp16":
@@ -249,3 +276,90 @@ def check_device(config: RunConfig) -> None:
         raise ConfigError(
             "--device cuda: this machine has no usable CUDA device; --device cpu would run"
         )
+
+
+# --- flags that do something only beside others ---------------------------------------------------
+
+
+class Run(NamedTuple):
+    """What decides whether a flag has an effect."""
+
+    config: RunConfig
+    model: MoEConfig
+    # ranks that hold the same weights, and sum their gradients
+    replicas: int
+
+
+class Need(NamedTuple):
+    fields: tuple[str, ...]
+    holds: Callable[[Run], object]
+    rule: str
+
+
+NEEDS = (
+    # experts
+    Need(
+        EXPERT_FIELDS,
+        lambda run: run.model.num_experts,
+        "this model has no experts; --num-experts 8, for example, would give it some",
+    ),
+    Need(
+        ("router_temperature",),
+        # verify.py gives the shape of a model whole, defaults too
+        lambda run: (
+            run.model.router == "sinkhorn"
+            or run.config.router_temperature == MoEConfig.router_temperature
+        ),
+        "is only for --router sinkhorn; topk has no plan",
+    ),
+    # precision
+    Need(
+        ("fp8_skip", "fp8_scales", "fp8_block"),
+        lambda run: run.config.fp8 != "off",
+        "needs --fp8 current, delayed or block",
+    ),
+    Need(
+        ("fp8_block",),
+        lambda run: run.config.fp8 == "block",
+        "is only for --fp8 block; other recipes have one scale for a tensor",
+    ),
+    Need(
+        ("fp8_keep_bytes",),
+        lambda run: run.config.fp8 != "off" and run.config.zero_stage == 3,
+        "is for --zero-stage 3 with --fp8; other stages keep them anyway",
+    ),
+    # layout
+    Need(("cp_kind",), lambda run: run.config.cp > 1, "needs --cp 2 or more"),
+    Need(("schedule", "layer_split"), lambda run: run.config.pp > 1, "needs --pp 2 or more"),
+    # memory
+    Need(
+        ("recompute_layers",),
+        lambda run: run.config.recompute_layers != 0,
+        "recomputes nothing; leave it and --recompute out",
+    ),
+    # the model
+    Need(
+        ("model",),
+        lambda run: not run.config.load,
+        "--load fixes the shape already; give one of the two",
+    ),
+)
+# These depend on the number of ranks, and a run may go on with fewer.
+NEEDS_RANKS = (
+    Need(
+        ("reduce_dtype", "zero_stage"),
+        lambda run: run.replicas > 1,
+        "is about ranks that share the batch, and there is one; leave it out",
+    ),
+)
+
+
+def check_effects(run: Run) -> None:
+    """Raises ConfigError for the first flag that would do nothing."""
+    needs = (*run.config.needs, *NEEDS, *(() if run.config.resume else NEEDS_RANKS))
+    default = type(run.config)()
+    for fields, holds, rule in needs:
+        if not holds(run):
+            for field in fields:
+                if getattr(run.config, field) != getattr(default, field):
+                    refuse(run.config, field, rule)

@@ -18,7 +18,6 @@ from torch import Tensor
 import checkpoint
 from base.device_queue import Moment, to_host
 from base.errors import RunError
-from precision import fp8_scaling
 from run import messages
 from run.metrics import Curves, Metrics, MetricsError, mfu, peak_memory, progress
 
@@ -242,7 +241,7 @@ class TrainingRun:
         line |= mfu(tflops, trainer.device, trainer.precision, self.multiplies_in_fp8)
         line |= {name: values.tolist() for name, values in measured.statistics.items()}
         if measured.fp8_report is not None:
-            line |= fp8_scaling.warnings(measured.fp8_report)
+            line |= trainer.fp8.warnings(measured.fp8_report)
         if trainer.scaler:
             line["loss_scale"] = trainer.scaler.scale
         if self.predicted:

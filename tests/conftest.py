@@ -21,7 +21,10 @@ KIND = torch.backends.cpu.get_cpu_capability().replace(" ", "-")
 CACHE = os.path.join(tempfile.gettempdir(), f"torchinductor-{os.getuid()}-{KIND}")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", CACHE)
 # ranks and commands begin with all of this imported
-ranks.preload("pytest", "train", "prompt_tuning", "parity", "matplotlib.pyplot", "transformers")
+ranks.preload(
+    *("pytest", "train", "checkpoints.slices", "context_parallel", "fp8", "kernels", "moe"),
+    *("prompt_tuning", "parity", "matplotlib.pyplot", "transformers"),
+)
 
 
 @pytest.fixture(autouse=True)

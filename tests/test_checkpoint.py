@@ -25,8 +25,9 @@ import sharding
 import train
 from base.world import Groups
 from checkpoint import CheckpointError
+from checkpoints import slices
+from model_config import MoEConfig
 from proof import ranks
-from routers import MoEConfig
 from tuning.frozen_base import identifying_fields
 
 STATE = {"tokens": 7, "config": {"a": 1}, "model": {}}
@@ -123,7 +124,7 @@ def save_killed(rank, folder, call):
 
         return wrapped
 
-    calls = ((os, "rename"), (os, "fsync"), (checkpoint.dcp, "save"), (shutil, "rmtree"))
+    calls = ((os, "rename"), (os, "fsync"), (slices.dcp, "save"), (shutil, "rmtree"))
     for module, name in (*calls, (json, "dumps")):
         setattr(module, name, killing(getattr(module, name)))
     checkpoint.save(Path(folder), 2, tensors(2), STATE, keep=1)
@@ -346,7 +347,7 @@ def test_more_than_memory_is_refused_before_it_is_taken(whole_model, monkeypatch
     from inference import cli
 
     checkpoint.check_room("x", 4096, "cpu")
-    monkeypatch.setattr("base.devices.memory", lambda device, ranks: 4096)
+    monkeypatch.setattr("base.world.memory", lambda device, ranks: 4096)
     status = cli.main(["--checkpoint", str(whole_model), "--prompt", "a", "--device", "cpu"])
     err = capsys.readouterr().err
     assert status == 2 and "bytes, and cpu has 4,096 in all" in err and len(err.splitlines()) == 1
@@ -431,14 +432,14 @@ def save_in_the_background(rank, folder):
     saver = checkpoint.Saver(dist.new_group(backend="gloo"))
     part = tensors()
     gate = threading.Event()
-    original = checkpoint.dcp.save
+    original = slices.dcp.save
 
     # the disk is slow
     def waiting(*args, **kwargs):
         assert gate.wait(20)
         return original(*args, **kwargs)
 
-    checkpoint.dcp.save = waiting
+    slices.dcp.save = waiting
     saver.save(Path(folder), 1, part, STATE)
     # training goes on, collectives too
     for t in part.values():

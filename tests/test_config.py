@@ -11,11 +11,11 @@ import pytest
 import small_run
 from small_run import run, write_lines
 
-from base import devices
+from base import world
 from inference.cli import check_layout
+from model_config import MoEConfig
 from prompts import nemo_config, prompt_file, template
 from proof import kinds
-from routers import MoEConfig
 from run import config, room, rules
 from run.config import ConfigError
 from run.flags import parse
@@ -189,7 +189,7 @@ def test_memory_bounds_are_lower_bounds():
 )
 def test_what_no_memory_can_hold_is_refused_at_once(tmp_path, monkeypatch, capfd, flags, words):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(devices, "memory", lambda device, ranks: 24 * 2**30)
+    monkeypatch.setattr(world, "memory", lambda device, ranks: 24 * 2**30)
     assert run("--device", "cpu", *flags) == 2
     error = capfd.readouterr().err.splitlines()
     assert len(error) == 1 and all(word in error[0] for word in words), error

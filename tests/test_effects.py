@@ -17,9 +17,8 @@ import checkpoint
 import train
 from proof import kinds
 from run.config import ConfigError, RunConfig, flag_name
-from run.effects import NEEDS, NEEDS_RANKS
 from run.pretraining import Config
-from run.rules import validate
+from run.rules import NEEDS, NEEDS_RANKS, validate
 
 # flag -> what to give; two words where the first is another flag's
 VALUES = dict(

@@ -26,8 +26,8 @@ from inference import evaluate, evaluation_commands
 from inference.evaluate import Evaluator
 from inference.loading import build_stages, find_chat, find_tokenizer, load_model, materialise
 from lessons import demo
+from model_config import MoEConfig
 from proof import ranks
-from routers import MoEConfig
 
 ROOT = Path(__file__).parent.parent
 TASKS = ("sums", "prose", "capitals")

@@ -40,7 +40,8 @@ def gather(part, size, dim, group):
     8: "from schedules import simulate",
     9: """
 from torch import nn
-from fsdp import DataParallel, Unit
+from fsdp import DataParallel
+from zero.units import Unit
 def reduce_gradients(grads, summed, group):
     parameters = [nn.Parameter(grad) for grad in grads]
     data_parallel = DataParallel([Unit(parameters, group, 2)], 2, None, None)
@@ -54,7 +55,8 @@ def reduce_gradients(grads, summed, group):
     10: """
 import torch
 from torch import nn
-from fsdp import FullySharded, Unit, keep_own_row
+from fsdp import FullySharded
+from zero.units import Unit, keep_own_row
 class ToRow(FullySharded):
     def complete(self, unit):
         super().complete(unit)

@@ -21,11 +21,11 @@ import recompute
 import schedules
 import sequence_parallel
 import tensor_parallel
-from model_config import FieldError, block_matrices, mlp_matrices
+from model_config import FieldError, MoEConfig, block_matrices, mlp_matrices
 from page import explorer
+from pipelines import drawing
 from planning import as_rank
-from routers import MoEConfig
-from run import refusal, room
+from run import room, rules
 from run.presets import PRESETS
 from run.pretraining import Config
 from train import Trainer
@@ -72,7 +72,7 @@ def time_lines(name: str, s: dict) -> dict | str:
     try:
         schedule = schedules.lists(name, p, m, v)
     except schedules.ScheduleError as e:
-        return f"{e}; {refusal.multiples(m, p)}"
+        return f"{e}; {rules.multiples(m, p)}"
     cost = schedules.Cost(forward / v, backward / v, weight / v, transfer)
     events = schedules.simulate(schedule, cost, v)
     idle = schedules.bubble(events)
@@ -276,7 +276,7 @@ def test_memory_on_random_settings():
 def test_text_has_the_colour_of_the_figures():
     rng = random.Random(0)
     colours = [[rng.random() for _ in "rgb"] for _ in range(200)]
-    expected = [schedules.text_on(colour) for colour in colours]
+    expected = [drawing.text_on(colour) for colour in colours]
     assert in_node(f"{json.dumps(colours)}.map(textOn)") == expected
     assert set(expected) == {"black", "white"}
 

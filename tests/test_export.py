@@ -19,7 +19,7 @@ import huggingface
 import sharding
 from exchange import export
 from lessons import demo
-from routers import MoEConfig
+from model_config import MoEConfig
 
 pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")

@@ -24,9 +24,9 @@ from exchange.hf_config import to_gpt_config, to_hf_config
 from huggingface import export_folder, import_folder
 from inference.kv_cache import Cache
 from inference.loading import load_model
+from model_config import MoEConfig
 from proof import ranks
 from proof.parity import relative
-from routers import MoEConfig
 
 transformers = pytest.importorskip("transformers")
 

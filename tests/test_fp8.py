@@ -13,14 +13,13 @@ import gpt
 import train as trainer
 from base.collectives import Collectives
 from base.world import Groups
-from model_config import LINEARS, FieldError
+from model_config import LINEARS, FieldError, MoEConfig
 from precision import fp8_experts, fp8_scaling
 from precision.float8 import E4M3, decode, encode_by_hand
 from precision.fp8_scaling import GRADIENT, INPUT, WEIGHT, Recipe, Scaling
 from proof import ranks
 from proof.kinds import config_of
 from recompute import saved_bytes
-from routers import MoEConfig
 
 # --- layouts beside one device --------------------------------------------------------------------
 
@@ -419,9 +418,7 @@ def test_a_delayed_scale_by_hand():
     assert largest_value(7.0) == 1.75
     scaling.end_step()
     assert scaling.report[1, 0, 0, INPUT] == 1
-    assert fp8_scaling.warnings(scaling.report) == {
-        "fp8_saturated": ["blocks.0.attention.query input"]
-    }
+    assert scaling.warnings(scaling.report) == {"fp8_saturated": ["blocks.0.attention.query input"]}
     # 448 / 7 = 64
     assert largest_value(100.0) == 7.0
     scaling.end_step()

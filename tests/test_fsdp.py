@@ -12,12 +12,12 @@ from torch import nn
 import fsdp
 import gpt
 import sharding
-from base import flat_parameters
 from lessons.fsdp import held_bytes
 from model_config import GPTConfig
 from optimizer import AdamW
 from proof import ranks
 from sharding import local_part, sharding_of
+from zero import units
 
 
 def small_model():
@@ -123,7 +123,7 @@ def test_shards_by_hand():
     along its second dimension."""
     first = nn.Parameter(torch.arange(10.0).view(5, 2))
     second = nn.Parameter(torch.arange(4.0).view(1, 4))
-    unit = flat_parameters.FlatParameters([first, second], 2)
+    unit = units.FlatParameters([first, second], 2)
     assert unit.T == 3 * 2 + 2
     assert [slot.dim for slot in unit.slots.values()] == [0, 1]
     assert unit.padding
@@ -240,22 +240,22 @@ def test_bytes_and_elements(stage, shape):
     than two units at once (the final norm aside, which is 96 numbers)."""
     for n, m in ((2, 1), (3, 2)):
         for measured in ranks.run(bytes_and_elements, n, n, stage, shape, m):
-            formulas = fsdp.bytes_per_parameter(stage, n, 4, 4, 8)
+            formulas = units.bytes_per_parameter(stage, n, 4, 4, 8)
             for held, formula in zip(measured["held"], formulas, strict=True):
                 assert held == pytest.approx(measured["psi"] * formula, rel=0.02)
-            assert measured["elements"] == fsdp.elements_sent(stage, m) * measured["padded"]
+            assert measured["elements"] == units.elements_sent(stage, m) * measured["padded"]
             assert measured["calls"] == 5 * {0: 1, 1: 2, 2: m + 1, 3: 3 * m}[stage]
             if stage == 3:
-                units, size = measured["peak"]
-                assert units == 2
+                count, size = measured["peak"]
+                assert count == 2
                 assert size <= 2 * measured["largest"]
 
 
 def test_the_paper():
     """7.5 B parameters on 64 devices, in GB: section 1, figure 1."""
-    totals = [sum(fsdp.bytes_per_parameter(stage, 64, gradient=2)) * 7.5 for stage in range(4)]
+    totals = [sum(units.bytes_per_parameter(stage, 64, gradient=2)) * 7.5 for stage in range(4)]
     assert totals == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
-    assert [fsdp.elements_sent(stage, 1) for stage in range(4)] == [2, 2, 2, 3]
+    assert [units.elements_sent(stage, 1) for stage in range(4)] == [2, 2, 2, 3]
 
 
 def gathers_in_flight(rank):

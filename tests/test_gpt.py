@@ -12,8 +12,7 @@ import sharding
 from base.cross_entropy import cross_entropy
 from dropout import Dropout, dropout_key, dropout_mask, hash_
 from gpt import GPT
-from model_config import GPTConfig, flops_per_token
-from routers import MoEConfig
+from model_config import GPTConfig, MoEConfig, flops_per_token
 from run import presets
 from run.presets import PRESETS
 

@@ -29,8 +29,8 @@ from exchange.architectures import GPT2, LLAMA, MIXTRAL, HuggingFaceError, their
 from exchange.hf_config import architecture_of, to_gpt_config, to_hf_config
 from huggingface import export_folder, import_folder
 from inference import cli
+from model_config import MoEConfig
 from proof import ranks
-from routers import MoEConfig
 from run.presets import PRESETS
 
 transformers = pytest.importorskip("transformers")

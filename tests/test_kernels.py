@@ -31,8 +31,7 @@ from base import cuda_kernels, extensions
 from base.cross_entropy import cross_entropy
 from dropout import dropout_key, dropout_mask
 from lessons import kernels as lesson
-from model_config import GPTConfig
-from routers import MoEConfig
+from model_config import GPTConfig, MoEConfig
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 by_emulator = pytest.mark.skipif(

@@ -15,10 +15,10 @@ from test_comparisons import ForkedTraining
 
 import planner
 from base import json_files
+from model_config import MoEConfig
 from planning import commands, measure, plan, try_layouts
 from planning.inputs import MACHINES, TRAIN, Constants, Layout, Machine
 from proof import ranks
-from routers import MoEConfig
 from run import flags
 from run.config import ConfigError
 from run.pretraining import Config
@@ -232,7 +232,7 @@ def test_plan_refuses(tmp_path, monkeypatch, name, content, words):
         values = dataclasses.asdict(MINE) | content if isinstance(content, dict) else content
         (tmp_path / name).write_text(json.dumps(values) if values != content else content)
     with pytest.raises(ConfigError, match=r"planner\.py measure") as e:
-        plan.check(Config(plan=name))
+        plan.machine_of(name)
     assert words in str(e.value)
 
 

@@ -17,11 +17,11 @@ from parity import SMALL, Synthetic
 import fsdp
 import moe
 import routers
+from base.grouped_linear import grouped_by_library
 from base.world import Groups
 from gpt import GPT
-from model_config import flops_per_token
+from model_config import MoEConfig, flops_per_token
 from proof import ranks
-from routers import MoEConfig
 from run import rules
 from run.config import ConfigError
 from run.pretraining import Config
@@ -304,7 +304,7 @@ def test_grouped_by_library():
     counts = torch.tensor([7, 0, 15, 8])
     grad = torch.randn(30, 24, generator=g).bfloat16()
     found = []
-    for function in (moe.grouped_linear, moe.grouped_by_library):
+    for function in (moe.grouped_linear, grouped_by_library):
         inputs = x.clone().requires_grad_(), w.clone().requires_grad_()
         (y,) = function(inputs[0], counts, inputs[1])
         y.backward(grad)

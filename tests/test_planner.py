@@ -19,12 +19,12 @@ import torch.distributed.run
 import planner
 import schedules
 from lessons import planner as lesson
+from model_config import MoEConfig
 from planning import budget, commands, errors
 from planning import rows as published
 from planning.inputs import A100, H100, H200, SOFTWARE, TRAIN, Layout
 from planning.layouts import layouts
 from planning.rows import Row
-from routers import MoEConfig
 from run import flags, rules
 from run.presets import PRESETS
 from run.pretraining import Config

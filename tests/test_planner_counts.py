@@ -12,9 +12,9 @@ import pytest
 
 import planner
 import train
+from model_config import MoEConfig
 from planning import as_rank, plan
 from planning.inputs import TRAIN, Constants, Layout, Machine
-from routers import MoEConfig
 
 # nothing runs beside computation, which takes no time here
 SOFTWARE_ALONE = dataclasses.replace(TRAIN, overlaps_tensor=False, overlaps_data=False)

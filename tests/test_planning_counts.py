@@ -9,9 +9,9 @@ import pytest
 import recompute
 import schedules
 import train
+from model_config import MoEConfig
 from planning import as_rank, memory, plan
 from planning.inputs import TRAIN, Layout
-from routers import MoEConfig
 from run.presets import PRESETS
 
 # as-rank runs on the meta device, where RMSNorm is made of single operations

@@ -14,9 +14,8 @@ import generate
 from base.world import Groups
 from inference import cli, quantization, weight_layouts
 from inference.quantization import GROUPS, Int4Matrix, Int8Matrix, by_kernel, dequantized
-from model_config import FieldError
+from model_config import FieldError, MoEConfig
 from proof import ranks
-from routers import MoEConfig
 
 KINDS = {"int8": Int8Matrix.of, "int4": Int4Matrix.of}
 # tied, with norms and biases; untied, with fewer key heads; tied, gated, with a scaled embedding;

@@ -12,6 +12,8 @@ import pytest
 import routers
 import schedules
 from model_config import FieldError
+from pipelines import drawing
+from pipelines.drawing import text
 from pipelines.transfers import deadlock, lower
 from planning import memory
 from planning.inputs import SOFTWARE
@@ -27,7 +29,6 @@ from schedules import (
     in_flight,
     make,
     simulate,
-    text,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -243,7 +244,7 @@ def test_bad_arguments():
 def test_plot(tmp_path):
     events = {name: simulate(make(name, 2, 4), Cost()) for name in NAMES}
     events["interleaved"] = simulate(make("interleaved", 2, 4, v=2), Cost())
-    schedules.plot(events, tmp_path / "x.png")
+    drawing.plot(events, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 10_000
 
 
@@ -253,4 +254,4 @@ def test_numbers_can_be_read_on_every_chunk():
         c = grey / 255
         luminance = c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
         contrasts = {"black": (luminance + 0.05) / 0.05, "white": 1.05 / (luminance + 0.05)}
-        assert contrasts[schedules.text_on((c, c, c))] >= 4.5
+        assert contrasts[drawing.text_on((c, c, c))] >= 4.5

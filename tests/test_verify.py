@@ -9,7 +9,7 @@ from parity import again
 from small_run import write_lines
 
 import verify
-from proof import mutations, ranks
+from proof import mutations, ranks, rounding
 from proof.kinds import config_of
 from proof.parity import Result, first_difference, train_each
 from proof.shrink import one_device, shrink, shrink_split
@@ -185,11 +185,11 @@ def test_rounding_is_inside_the_band_and_bugs_are_outside(precision):
     flags = "--model gpt2 --tp 2 --lr 3e-3 --warmup-steps 3 --micro-batch-size 2 --precision "
     _, layout = shrunk(flags + precision)
     steps = 6
-    band, one = verify.measure_band(layout, steps, parts=2)
+    band, one = rounding.measure_band(layout, steps, parts=2)
 
     def times_band(world: int, layout: dict, mutate=None) -> float:
-        losses = ranks.run(verify.losses_of, world, world, layout, steps, mutate)[0]
-        found = verify.times_band(dict(enumerate(losses, 1)), one, band)
+        losses = ranks.run(rounding.losses_of, world, world, layout, steps, mutate)[0]
+        found = rounding.times_band(dict(enumerate(losses, 1)), one, band)
         return max(found.values())
 
     assert times_band(2, layout) <= 1
@@ -202,7 +202,7 @@ def test_rounding_is_inside_the_band_and_bugs_are_outside(precision):
 def test_the_band_of_adapters():
     """Runs of one device in another order of sums keep the LoRA of their matrices."""
     layout = shrunk("adapters.py train --model gpt2 --peft lora --tp 2")[1]
-    band, one = verify.measure_band(layout, 2, parts=2)
+    band, one = rounding.measure_band(layout, 2, parts=2)
     assert 0 < band[2] < 1e-5 and len(one) == 2
 
 
@@ -211,13 +211,13 @@ def test_the_band_by_hand():
     runs = [{step: 2.0 for step in range(1, 8)} for _ in range(3)]
     runs[1][3] = 2.02
     runs[2][6] = 1.96
-    band = verify.band_of(runs)
+    band = rounding.band_of(runs)
     expected = {1: 0.02, 2: 0.02, 3: 0.02, 4: 0.02, 5: 0.02, 6: 0.04, 7: 0.04}
     assert band == pytest.approx(expected)
     # a step that one run does not have
     del runs[2][7]
-    assert list(verify.band_of(runs)) == [1, 2, 3, 4, 5, 6]
-    found = verify.times_band({1: 2.0, 2: 2.02, 6: 2.04, 9: 5.0}, runs[0], band)
+    assert list(rounding.band_of(runs)) == [1, 2, 3, 4, 5, 6]
+    found = rounding.times_band({1: 2.0, 2: 2.02, 6: 2.04, 9: 5.0}, runs[0], band)
     assert found == pytest.approx({1: 0.0, 2: 0.5, 6: 0.5})
 
 
@@ -250,7 +250,7 @@ def test_runs_of_the_user(tmp_path, capsys):
     # nothing may lie inside of a band that is infinite; a step without noise, and a loss of 0
     assert verify.main(["--repeats", a, infinite, "--metrics", d, "--against", a]) == 2
     assert "not finite" in capsys.readouterr().err
-    found = verify.times_band({1: 3.0, 2: 0.1}, {1: 3.1, 2: 0.0}, {1: 0.0, 2: 0.1})
+    found = rounding.times_band({1: 3.0, 2: 0.1}, {1: 3.1, 2: 0.0}, {1: 0.0, 2: 0.1})
     assert found[1] > 1e5 and found[2] == float("inf")
 
 
@@ -264,13 +264,13 @@ def test_normal_noise_seldom_leaves_the_band(runs, least, most):
     outside = 0
     for of_trial in noise.tolist():
         *repeats, a, b = (dict(enumerate(losses, 1)) for losses in of_trial)
-        outside += max(verify.times_band(a, b, verify.band_of(repeats)).values()) > 1
+        outside += max(rounding.times_band(a, b, rounding.band_of(repeats)).values()) > 1
     assert least <= outside / trials <= most
 
 
 def each_order(rank, layout):
     """The losses of one device, with sums in this rank's order."""
-    return verify.losses_in_another_order(rank, layout, steps=2, parts=2)
+    return rounding.losses_in_another_order(rank, layout, steps=2, parts=2)
 
 
 @pytest.mark.parametrize("fp8", ["current", "delayed", "block"])

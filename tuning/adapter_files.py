@@ -31,8 +31,7 @@ from checkpoint import CheckpointError
 from checkpoints.tokenizer_files import beside
 from corpus.tokenizer import CHAT_TEMPLATE
 from exchange.architectures import empty_model
-from model_config import FieldError
-from routers import MoEConfig
+from model_config import FieldError, MoEConfig
 from tuning.adapter_config import METHODS, AdapterConfig
 from tuning.frozen_base import fingerprint, read_base
 

@@ -12,12 +12,11 @@ from typing import ClassVar
 
 import adapters
 import train
-from routers import MoEConfig
-from run import learning_rates
+from model_config import MoEConfig
 from run.config import RunConfig, as_flags, flag
-from run.effects import Need
+from run.presets import lr_of_model
 from run.pretraining import Config, Pretraining
-from run.refusal import refuse
+from run.rules import Need, refuse
 from run.task import Task, WholeModel
 from tuning.adapter_learning import Adapters, adapter_config
 
@@ -97,7 +96,7 @@ def lr_beside_reference(config: PeftConfig) -> tuple[float, str]:
     if config.peft:
         rate, what = PeftConfig.default_lr(config)
         return rate / 10, f"--method {config.method} {what}"
-    rate, what = learning_rates.of_model(config)
+    rate, what = lr_of_model(config)
     return rate / 100, f"--method {config.method} of {what}"
 
 

@@ -21,8 +21,7 @@ import checkpoint
 import reinforcement
 import schedules
 import sharding
-from run.evaluation import run_forward
-from run.task import Task
+from run.task import Task, run_forward
 from train import Trainer
 from tuning.preference_learning import ValueModel
 

@@ -20,8 +20,7 @@ import checkpoint
 import huggingface
 import sharding
 from exchange.architectures import empty_model
-from model_config import GPTConfig
-from routers import MoEConfig
+from model_config import GPTConfig, MoEConfig
 from run.task import WholeModel
 from sharding import Shard, Sharding, local_slice, set_sharding, sharding_of
 

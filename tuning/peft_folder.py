@@ -52,8 +52,7 @@ from corpus.tokenizer import CHAT_TEMPLATE
 from exchange.architectures import GPT2, Location, their_tensors
 from exchange.hf_config import architecture_of
 from huggingface import HuggingFaceError, building, read_json
-from model_config import FieldError
-from routers import MoEConfig
+from model_config import FieldError, MoEConfig
 from tuning.adapter_config import LINEARS, TARGETS, AdapterConfig
 from tuning.adapter_files import Adapter, check_base, open_adapter, shapes_of
 from tuning.frozen_base import fingerprint

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import train
-from routers import MoEConfig
+from model_config import MoEConfig
 from run.config import ConfigError, flag
-from run.effects import Need
-from run.refusal import multiples, refuse
+from run.rules import Need, multiples, refuse
 from run.task import Task
 from tuning.adapter_training import PeftConfig, lr_beside_reference
 from tuning.preference_learning import DPOTask, RewardTask

@@ -30,8 +30,8 @@ import checkpoint
 import preference
 from checkpoint import CheckpointError
 from model_config import flops_per_token
-from run.evaluation import evaluation_batches, run_forward
 from run.finish import draw_loss
+from run.task import evaluation_batches, run_forward
 from tuning import preference_data
 from tuning.frozen_base import fingerprint
 from tuning.sft_data import ConversationTask

@@ -10,13 +10,10 @@ from typing import ClassVar
 import checkpoint
 import tensor_parallel
 import train
-from model_config import divisors
-from routers import MoEConfig
+from model_config import MoEConfig, divisors
 from run import room
 from run.config import MODEL_FLAGS, ConfigError, RunConfig, as_flags, flag
-from run.effects import Need
-from run.refusal import multiples, refuse
-from run.rules import check_techniques
+from run.rules import Need, check_techniques, multiples, refuse
 from run.task import Task
 from tuning.adapter_training import PeftConfig, lr_beside_reference
 from tuning.preference_command import PreferenceConfig

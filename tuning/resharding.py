@@ -45,7 +45,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from checkpoints.ranks import gather, rank_and_world
+from checkpoint import gather, rank_and_world
 from sharding import local_part, local_slice, sharding_of, unpad
 
 # A rank sends at most so much in a round, and receives at most so much.

@@ -5,6 +5,7 @@ import torch.distributed as dist
 import fsdp
 import optimizer
 from proof.mutations import bug
+from zero import units
 
 
 @bug(2, dict(micro_batch_size=2), first="step 1: gradient of head.norm")
@@ -122,7 +123,7 @@ def no_all_gather():
         whole.view(2, -1)[group.rank()] = mine
         return Lost()
 
-    fsdp.all_gather = all_gather
+    units.all_gather = all_gather
 
 
 @bug(

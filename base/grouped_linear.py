@@ -1,0 +1,63 @@
+"""A linear layer of each expert, for its own rows: many small matrix multiplications at once.
+
+    rows   x x x | x | x x     counts 3 1 2, in the order of experts
+    times  W0    | W1| W2      each W: [out, in]
+
+moe.py sorts its rows so.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Y_i = [X_e W_ieᵀ for each expert e], for several W_i that read the same rows."""
+
+    @staticmethod
+    def forward(ctx, x, counts, *weights):
+        ctx.save_for_backward(x, *weights)
+        ctx.counts = counts
+        outputs = [x.new_empty(len(x), w.shape[1]) for w in weights]
+        # split gives views: the outputs are filled in place
+        for e, (rows, *parts) in enumerate(zip(*(t.split(counts) for t in (x, *outputs)))):
+            for w, y in zip(weights, parts):
+                torch.mm(rows, w[e].t(), out=y)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        x, *weights = ctx.saved_tensors
+        dx = torch.zeros_like(x)
+        wanted = ctx.needs_input_grad[2:]
+        d_weights = [torch.empty_like(w) if want else None for w, want in zip(weights, wanted)]
+        pieces = zip(*(t.split(ctx.counts) for t in (x, dx, *grads)))
+        for e, (rows, d_rows, *parts) in enumerate(pieces):
+            for w, dw, grad in zip(weights, d_weights, parts):
+                d_rows.addmm_(grad, w[e])
+                if dw is not None:
+                    # zeros where an expert has no rows
+                    torch.mm(grad.t(), rows, out=dw[e])
+        return dx, None, *d_weights
+
+
+def grouped_by_library(x: Tensor, counts: Tensor, *weights: Tensor) -> list[Tensor]:
+    """_GroupedLinear by torch's kernel, for all experts at once."""
+    ends = counts.cumsum(0, dtype=torch.int32)
+    return [F.grouped_mm(x, w.transpose(1, 2), offs=ends) for w in weights]
+
+
+def grouped_linear(x: Tensor, counts: Tensor, *weights: Tensor) -> list[Tensor]:
+    """A linear layer of each expert, for its own rows.
+
+    x: [rows, in] in the order of experts; counts: [E] rows of each; weights: [E, out, in] each ->
+    [rows, out] each. In bf16 on a GPU one kernel does all experts (its rows must be whole numbers
+    of 16 bytes). Elsewhere it is one matrix multiplication for each: the library's CPU version is
+    the same loop, for which the host has to wait for the counts.
+    """
+    aligned = all(size % 8 == 0 for w in weights for size in w.shape[1:])
+    if x.is_cuda and x.dtype == torch.bfloat16 and len(x) and aligned:
+        return grouped_by_library(x, counts, *weights)
+    return list(_GroupedLinear.apply(x, counts.tolist(), *weights))
