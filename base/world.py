@@ -100,15 +100,16 @@ class Groups:
             groups.edp = experts.get_group("edp")
         groups.all = dist.group.WORLD
         # the group for CPU tensors: gloo, because NCCL cannot carry them
-        backend = "gloo" if dist.get_backend() == "nccl" else None
+        has_tags = dist.get_backend() == "gloo"
+        backend = None if has_tags else "gloo"
         groups.files = dist.new_group(backend=backend, timeout=timeout)
         of_data = (groups.dp, groups.cp, groups.replicas, groups.ep, groups.edp)
         for group in (*of_data, groups.tp, groups.pp):
             if group and timeout:
                 group.set_timeout(timeout)
-        if pp > 1 and dist.get_backend() == "nccl":
+        if pp > 1 and not has_tags:
             pipelines = mesh.mesh.flatten(1).t().tolist()  # [dp tp, pp]
-            device = torch.device("cuda", torch.cuda.current_device())
+            device = torch.device(device_type)
             groups.nccl = nccl_groups(pipelines, dist.get_rank(), device, timeout)
         return groups
 
