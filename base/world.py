@@ -100,45 +100,61 @@ class Groups:
             groups.edp = experts.get_group("edp")
         groups.all = dist.group.WORLD
         # the group for CPU tensors: gloo, because NCCL cannot carry them
-        backend = "gloo" if dist.get_backend() == "nccl" else None
+        has_tags = dist.get_backend() == "gloo"
+        backend = None if has_tags else "gloo"
         groups.files = dist.new_group(backend=backend, timeout=timeout)
         of_data = (groups.dp, groups.cp, groups.replicas, groups.ep, groups.edp)
         for group in (*of_data, groups.tp, groups.pp):
             if group and timeout:
                 group.set_timeout(timeout)
-        if pp > 1 and dist.get_backend() == "nccl":
+        if pp > 1 and not has_tags:
             pipelines = mesh.mesh.flatten(1).t().tolist()  # [dp tp, pp]
-            device = torch.device("cuda", torch.cuda.current_device())
-            groups.nccl = nccl_groups(pipelines, dist.get_rank(), device)
+            device = torch.device(device_type)
+            groups.nccl = nccl_groups(pipelines, dist.get_rank(), device, timeout)
         return groups
 
 
 def nccl_groups(
-    pipelines: list[list[int]], rank: int, device: torch.device
+    pipelines: list[list[int]],
+    rank: int,
+    device: torch.device,
+    timeout: timedelta | None = None,
 ) -> dict[tuple[int, int, str], dist.ProcessGroup]:
     """This rank's communicators: {(sender, receiver, kind): group}, with positions in the pipeline.
 
-    There is one for each neighbour, direction and kind: activations (F) to the next rank and
-    gradients (B) to the previous one, both also round the end, and the gradient of a tied embedding
-    (B) between first and last. pipelines: the global ranks of every pipeline.
+    There is one for each link of `pipeline_links`. pipelines: the global ranks of every pipeline.
+    timeout: of their messages.
 
-    A collective of all ranks. Each communicator is used once here, in the same order everywhere:
-    NCCL sets it up in its first operation, which waits for the peer.
+    A collective of all ranks. Each communicator carries a message here, in the same order
+    everywhere: the host of NCCL's first send waits for the host of its receive. In a training step
+    two hosts could wait for each other so. A collective instead of the message would not do: it
+    makes another connection.
     """
     own = {}
     for ranks in pipelines:
-        p = len(ranks)
-        links = {(0, p - 1, "B"), (p - 1, 0, "B")}
-        for i in range(p):
-            links.add((i, (i + 1) % p, "F"))
-            links.add((i, (i - 1) % p, "B"))
-        for sender, receiver, kind in sorted(links):
+        for link in pipeline_links(len(ranks)):
+            sender, receiver, _ = link
             pair = [ranks[sender], ranks[receiver]]
-            group = dist.new_group(pair)
+            group = dist.new_group(pair, timeout=timeout)
             if rank in pair:
-                dist.all_reduce(torch.zeros(1, device=device), group=group)
-                own[sender, receiver, kind] = group
+                message = torch.zeros(1, device=device)
+                if rank == pair[0]:
+                    dist.send(message, pair[1], group=group)
+                else:
+                    dist.recv(message, pair[0], group=group)
+                own[link] = group
     return own
+
+
+def pipeline_links(p: int) -> list[tuple[int, int, str]]:
+    """(sender, receiver, kind) of all that a pipeline of p ranks may send: activations (F) to the
+    next rank and gradients (B) to the previous one, both also round the end, and the gradient of a
+    tied embedding (B) between first and last."""
+    links = {(0, p - 1, "B"), (p - 1, 0, "B")}
+    for i in range(p):
+        links.add((i, (i + 1) % p, "F"))
+        links.add((i, (i - 1) % p, "B"))
+    return sorted(links)
 
 
 # --- this process ---------------------------------------------------------------------------------

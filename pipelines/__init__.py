@@ -2,5 +2,5 @@
 halves.
 
 Imports schedules, gpt, overlap, tensor_parallel and base/. Begin with transfers.py: sends and
-receives, and the proof that they cannot wait for each other.
+receives. nccl_model.py proves that they cannot wait for each other.
 """

@@ -4,20 +4,20 @@ schedules.py says what each rank computes, and in which order. A stage's output 
 input, so where these stages are on different ranks it must be sent. `lower` puts three kinds of
 entries between the actions of a rank:
 
-    receive     posted before the action that needs the tensor, so that the tensor travels meanwhile
+    receive     posted one action before the one that needs the tensor, so that it travels meanwhile
     send        right after the action that computes the tensor
     settle      waits until a send is complete, and frees its tensor; it comes where the schedule
                 shows that the receiver has the tensor already, or at the end of the list
 
-    rank 0    receive B0; F0; send F0; receive B1; F1; send F1; B0; settle F0; B1; settle F1
-    rank 1    receive F0; receive F1; F0; B0; send B0; F1; B1; send B1; settle B0; settle B1
+    rank 0: F0; send F0; receive B0; F1; send F1; receive B1; B0; settle F0; B1; settle F1
+    rank 1: receive F0; F0; receive F1; B0; send B0; F1; B1; send B1; settle B0; settle B1
 
 F0 is the activation of micro-batch 0, B0 the gradient that comes back. When rank 0 has B0, it knows
 that rank 1 has read F0: the send of F0 is settled without a wait.
 
-On NCCL a wrong order hangs: a rank waits for a message, and its peer for another. `deadlock` runs
-the programs of all ranks in a model of NCCL, so that a deadlock is a failed simulation on a laptop
-and not a hang on a cluster.
+On GPUs a wrong order hangs: a rank waits for a message, and its peer for another. nccl_model.py
+runs the programs of all ranks by the rules of NCCL, so that a deadlock is a failed simulation on a
+laptop and not a hang on a cluster.
 
     python pipeline_parallel.py        the lesson of this file and of pipeline_parallel.py
 
@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
     start.lesson("pipeline_parallel")
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from typing import NamedTuple
 
 from schedules import DIRECTION, Action, Schedule, result_of
@@ -77,12 +77,13 @@ class Message(NamedTuple):
         return Transfer(op, peer, self.kind, self.stage, self.micro_batch)
 
 
-def lower(schedule: Schedule, v: int = 1, ahead: int = 2) -> list[Program]:
+def lower(schedule: Schedule, v: int = 1, ahead: int = 1) -> list[Program]:
     """The lists with their sends and receives.
 
     A send follows the action that computes its content. A receive is posted `ahead` actions before
-    the one that needs it. Receives from one peer and of one kind are posted in the order in which
-    that peer sends them, as NCCL requires.
+    the one that needs it. With 1 a message travels while the action before is computed; with 2 GPUs
+    can hang (nccl_model.py). Receives from one peer and of one kind are posted in the order in
+    which that peer sends them, as NCCL requires.
 
     A message from a rank shows that this rank has run all actions of its list that come before the
     send. So the tensors that those actions needed have arrived there, and their sends are settled.
@@ -160,73 +161,3 @@ def _program(
             program.append(outgoing[position].transfer("send"))
             unsettled.append(outgoing[position])
     return program + [sent.transfer("settle") for sent in unsettled]
-
-
-# --- deadlocks ------------------------------------------------------------------------------------
-
-
-def deadlock(programs: list[Program], v: int = 1) -> str | None:
-    """None if the programs run to their end in a model of NCCL; otherwise, what is stuck.
-
-    The model: each (sender, receiver, kind) is a communicator with a queue on either side. The
-    heads of the two queues must match and complete together. Posting never waits (every
-    communicator has been set up before). An action waits for what it receives, a settle for what
-    was sent.
-
-    Not modelled: other traffic on the GPU, and fewer hardware queues than communicators
-    (CUDA_DEVICE_MAX_CONNECTIONS).
-    """
-    p = len(programs)
-    # (sender, receiver, kind, send or receive): what is posted, as (stage, micro_batch)
-    queues = defaultdict(deque)
-    # (kind, stage that it goes to, micro_batch)
-    arrived: set[tuple[str, int, int]] = set()
-    position = [0] * p
-    progress = True
-    while progress:
-        progress = False
-        for rank, program in enumerate(programs):
-            while position[rank] < len(program):
-                entry = program[position[rank]]
-                if isinstance(entry, Transfer) and entry.op != "settle":
-                    mismatch = _post(entry, rank, queues, arrived)
-                    if mismatch:
-                        return mismatch
-                elif not _awaited(entry, rank, p, v) <= arrived:
-                    break
-                position[rank] += 1
-                progress = True
-    stuck = [
-        f"rank {rank} at {program[position[rank]]}"
-        for rank, program in enumerate(programs)
-        if position[rank] < len(program)
-    ]
-    left = [f"{side} {channel}" for (*channel, side), queue in queues.items() if queue]
-    return "; ".join(stuck + left) or None
-
-
-def _post(entry: Transfer, rank: int, queues: dict, arrived: set) -> str:
-    """Queue a send or a receive, and complete the heads that match. Returns what does not match."""
-    sender, receiver = (rank, entry.peer) if entry.op == "send" else (entry.peer, rank)
-    queues[sender, receiver, entry.kind, entry.op].append((entry.stage, entry.micro_batch))
-    sends = queues[sender, receiver, entry.kind, "send"]
-    receives = queues[sender, receiver, entry.kind, "receive"]
-    while sends and receives:
-        if sends[0] != receives[0]:
-            return (
-                f"rank {sender} sends {sends[0]} where rank {receiver} receives {receives[0]}"
-                " (stage, micro-batch)"
-            )
-        arrived.add((entry.kind, *sends.popleft()))
-        receives.popleft()
-    return ""
-
-
-def _awaited(entry: Action | Transfer, rank: int, p: int, v: int) -> set[tuple[str, int, int]]:
-    """The message that an action or a settle waits for, if any."""
-    if isinstance(entry, Transfer):
-        return {(entry.kind, entry.stage, entry.micro_batch)}
-    kind, stage, k = result_of(entry, rank, p)
-    comes_from = stage - DIRECTION[entry.op]
-    is_sent = 0 <= comes_from < p * v and comes_from % p != rank
-    return {(kind, stage, k)} if is_sent else set()

@@ -288,8 +288,8 @@ def buffers(model: MoEConfig, layout: Layout, software: Software, rank: int) -> 
     # under zb-h1 all units wait for gradients of matrices
     waits = layout.pp > 1 and layout.pipeline_schedule == "zb-h1"
     summed = sum(parameters(model, layout, rank)) if waits else units
-    # three are received ahead, one is on its way (transfers.lower)
-    messages = 4 * size.x if layout.pp > 1 else 0.0
+    # two are received, one of them ahead; one is on its way (transfers.lower)
+    messages = 3 * size.x if layout.pp > 1 else 0.0
     # the logits in the model's type
     share = min(1.0, layout.head_chunk / size.tokens) if layout.head_chunk else 1.0
     logits = of_rank[-1].head * share * size.logits

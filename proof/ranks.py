@@ -75,12 +75,18 @@ def start_server() -> None:
 
 
 def run(
-    function, world: int, *args, threads: int = 1, timeout: float = 60, limit: float = 600
+    function,
+    world: int,
+    *args,
+    threads: int = 1,
+    timeout: float = 60,
+    limit: float = 600,
+    backend: str = "gloo",
 ) -> list:
-    """Call `function(rank, *args)` on `world` ranks with a default gloo group, and return their
-    results in the order of ranks. The function and its arguments must be picklable: a function
-    stands at the top of a module. threads: of each rank; timeout: seconds that a collective may
-    wait; limit: seconds that the whole may take.
+    """Call `function(rank, *args)` on `world` ranks with a default group, and return their results
+    in the order of ranks. The function and its arguments must be picklable: a function stands at
+    the top of a module. threads: of each rank; timeout: seconds that a collective may wait; limit:
+    seconds that the whole may take; backend: gloo, or that of nccl_rules.py.
 
     Raises RuntimeError with the first failing rank's traceback, or with the numbers of the ranks
     that died or did not finish."""
@@ -97,7 +103,7 @@ def run(
                 pipe, rank_end = _context.Pipe()
                 process = _context.Process(
                     target=_main,
-                    args=(rank, world, store, threads, timeout, function, args, rank_end),
+                    args=(rank, world, store, threads, timeout, backend, function, args, rank_end),
                     daemon=True,
                 )
                 process.start()
@@ -117,15 +123,17 @@ def run(
     return results
 
 
-def _main(rank: int, world: int, store: str, threads: int, timeout: float, function, args, pipe):
+def _main(rank, world, store: str, threads, timeout: float, backend: str, function, args, pipe):
     """What the process of one rank does. It sends (finished, result or traceback), and leaves when
     it is told to."""
     # what was imported before the fork stays: a collection need not look at it
     gc.freeze()
     torch.set_num_threads(threads)
     try:
+        if backend != "gloo":
+            importlib.import_module("proof.nccl_rules")
         dist.init_process_group(
-            "gloo",
+            backend,
             rank=rank,
             world_size=world,
             store=dist.FileStore(store, world),

@@ -12,9 +12,9 @@ import pytest
 import routers
 import schedules
 from model_config import FieldError
-from pipelines import drawing
+from pipelines import drawing, nccl_model
 from pipelines.drawing import text
-from pipelines.transfers import deadlock, lower
+from pipelines.transfers import lower
 from planning import memory
 from planning.inputs import SOFTWARE
 from run.pretraining import Config
@@ -69,7 +69,7 @@ def promised_deferred(name, p, m):
 )
 def test_every_schedule(p, numbers):
     """m up to 64 and v up to 4: every action once in an order that runs (make validates), the
-    bubble exactly the formula's, no deadlock on NCCL, and as much held in memory as the schedule
+    bubble exactly the formula's, no deadlock on GPUs, and as much held in memory as the schedule
     promises."""
     for m, name in itertools.product(numbers, NAMES):
         for v in chunks(name, p, m):
@@ -82,7 +82,8 @@ def check_schedule(*case):
     if name != "zb-h1" or m >= p:
         simulated = bubble(simulate(schedule, Cost(), v))
         assert simulated == pytest.approx(bubble_formula(name, p, m, v), rel=1e-12), case
-    assert deadlock(lower(schedule, v), v) is None, case
+    # raises where something is stuck
+    nccl_model.run(lower(schedule, v), v=v, queues=1)
     assert deferred_weight_gradients(schedule) == promised_deferred(name, p, m), case
     assert in_flight(schedule) == promised_in_flight(name, p, m, v), case
 

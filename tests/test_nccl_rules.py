@@ -1,0 +1,198 @@
+"""Layouts by the rules of NCCL, on CPUs; and what breaks each rule."""
+
+import re
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity import SMALL, difference
+
+import pipeline_parallel
+from base import world
+from pipelines import transfers
+from proof import parity, ranks
+
+# --- every kind of layout -------------------------------------------------------------------------
+
+ONE = dict(micro_batch_size=1)
+PIPELINE = ONE | dict(pp=2, num_layers=4)
+LAYOUTS = {
+    2: [
+        *[ONE | dict(zero_stage=stage) for stage in (0, 1, 2, 3)],
+        dict(tp=2, sequence_parallel=True, recompute="selective"),
+        dict(tp=2, vocab_size=257),
+        *[PIPELINE | dict(schedule=name) for name in ("gpipe", "1f1b", "zb-h1")],
+        PIPELINE | dict(virtual_stages=2),
+        dict(cp=2),
+        dict(cp=2, cp_kind="all-to-all"),
+    ],
+    4: [
+        PIPELINE | dict(pp=4),
+        PIPELINE | dict(tp=2, sequence_parallel=True),
+        PIPELINE | dict(zero_stage=2, schedule="zb-h1"),
+        ONE | dict(ep=2, num_experts=4, zero_stage=3),
+        dict(cp=4),
+    ],
+}
+
+
+def on_rank(rank, size, queues, variants, steps, mutate=None):
+    nccl_rules = rules()
+    nccl_rules.MACHINE.queues = queues
+    results = parity.on_rank(rank, size, variants, steps, mutate)
+    assert not nccl_rules.unwaited()
+    return results
+
+
+def rules():
+    """Its import replaces functions of torch, so only ranks that run under the rules do it."""
+    from proof import nccl_rules
+
+    return nccl_rules
+
+
+def train(size, variants, queues=8, mutate=None, timeout=20):
+    arguments = size, queues, [SMALL | flags for flags in variants], 2, mutate
+    return ranks.run(on_rank, size, *arguments, backend="nccl-rules", timeout=timeout)[0]
+
+
+@pytest.mark.parametrize("queues", [1, 8])
+@pytest.mark.parametrize("size", LAYOUTS)
+def test_layouts(size, queues):
+    """No rule is broken, and every number is that of gloo, to the last bit."""
+    variants = LAYOUTS[size]
+    if queues == 1:
+        variants = [flags for flags in variants if "pp" in flags or "cp" in flags]
+    on_gloo = parity.train_each(size, variants, steps=2)
+    for flags, result, expected in zip(variants, train(size, variants, queues), on_gloo):
+        assert max(difference(result, expected).values()) == 0, flags
+
+
+# --- what breaks a rule ---------------------------------------------------------------------------
+
+
+def attempt(rank, function, queues):
+    """What a rank that runs function(rank) is told."""
+    nccl_rules = rules()
+    nccl_rules.MACHINE.queues = queues
+    # its connections and buffers
+    dist.all_reduce(torch.zeros(1))
+    try:
+        function(rank)
+    except nccl_rules.RuleError as e:
+        return str(e)
+    return f"nobody waits: {nccl_rules.unwaited()}"
+
+
+def by_tags(rank):
+    """Messages that gloo pairs by their tags."""
+    x = torch.full((2,), 1.0), torch.full((3,), 2.0)
+    if rank == 0:
+        works = [dist.isend(x[k], 1, tag=k) for k in (0, 1)]
+    else:
+        works = [dist.irecv(x[k], 0, tag=k) for k in (1, 0)]
+    for work in works:
+        work.wait()
+
+
+def both_send_first(rank):
+    """As the two ends of a pipeline would sum a tied embedding, without a message before."""
+    x = torch.ones(2)
+    sending = dist.isend(x, 1 - rank)
+    dist.irecv(torch.empty(2), 1 - rank).wait()
+    sending.wait()
+
+
+def other_order(rank):
+    x, y = torch.ones(2), torch.ones(3)
+    for tensor in (x, y) if rank == 0 else (y, x):
+        dist.all_reduce(tensor)
+
+
+def other_type(rank):
+    dist.all_reduce(torch.ones(2, dtype=(torch.float32, torch.float64)[rank]))
+
+
+def changed_input(rank):
+    x = torch.ones(2)
+    work = dist.all_gather_single(torch.empty(4), x, async_op=True)
+    x += 1
+    work.wait()
+
+
+def used_output(rank):
+    """A buffer that something else uses before the wait."""
+    x = torch.ones(2)
+    work = dist.all_reduce(x, async_op=True)
+    x.zero_()
+    work.wait()
+
+
+def no_wait(rank):
+    x = torch.ones(2)
+    dist.all_reduce(x, async_op=True)
+    assert x.isnan().all()
+
+
+def hidden_behind_another(rank):
+    """Rank 0 posts two receives ahead of what lets rank 1 send, in one stream."""
+    ones = torch.ones(2)
+    to, back = dist.new_group([0, 1]), dist.new_group([0, 1])
+    if rank == 0:
+        works = [dist.irecv(torch.empty(2), 1, group=back) for _ in range(2)]
+        works.append(dist.isend(ones, 1, group=to))
+    else:
+        works = [dist.irecv(torch.empty(2), 0, group=to)]
+        # the first message is sent, the second waits for what comes
+        works.insert(0, dist.isend(ones, 0, group=back))
+        works.pop().wait()
+        works.append(dist.isend(ones, 0, group=back))
+    for work in works:
+        work.wait()
+
+
+@pytest.mark.parametrize(
+    "function, message, queues",
+    [
+        (by_tags, "message 0 between rank . and rank", 8),
+        (both_send_first, "a meeting: the host of rank 0 waits in its first send from 0 to 1", 8),
+        (other_order, "another order: rank .* runs all-reduce SUM .[23].", 8),
+        (other_type, "another order: rank 0 .* float32, and rank 1 .* float64", 8),
+        (changed_input, "its input or output has changed", 8),
+        (used_output, "its input or output has changed", 8),
+        (no_wait, "nobody waits: .'all-reduce SUM", 8),
+        (hidden_behind_another, r"nobody waits: \[\]", 8),
+        (hidden_behind_another, "holds up the computation", 1),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_breaks_a_rule(function, message, queues):
+    told = ranks.run(attempt, 2, function, queues, backend="nccl-rules", timeout=2)
+    assert any(re.search(message, line) for line in told), told
+
+
+def all_reduce_warms_up():
+    """As it was once: communicators used by a collective first, and two receives ahead."""
+    replaced = mock.Mock(wraps=dist)
+    replaced.send = replaced.recv = lambda x, peer, group: dist.all_reduce(x, group=group)
+    world.dist = replaced
+    two_ahead()
+
+
+def two_ahead():
+    pipeline_parallel.lower = partial(transfers.lower, ahead=2)
+
+
+@pytest.mark.parametrize(
+    "mutate, schedule, queues, message",
+    [
+        (all_reduce_warms_up, "1f1b", 8, "a meeting"),
+        (two_ahead, "gpipe", 1, "holds up the computation|does not end|cannot start"),
+    ],
+)
+def test_a_hang_in_the_first_step(mutate, schedule, queues, message):
+    flags = PIPELINE | dict(schedule=schedule)
+    with pytest.raises(RuntimeError, match=message):
+        train(2, [flags], queues, mutate, timeout=5)
