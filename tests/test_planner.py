@@ -31,6 +31,7 @@ from run.pretraining import Config
 
 ROWS = published.read(published.PUBLISHED)
 FITTED, HELD_OUT = errors.split(ROWS)
+comparison = importlib.import_module("comparisons.planner")
 
 
 def of_group(group: str) -> list[Row]:
@@ -69,20 +70,19 @@ def test_errors_of_rows_that_were_not_fitted(group, mean, ninth_decile):
     assert found.ninth_decile <= ninth_decile
 
 
-@pytest.mark.parametrize("name", errors.WITHOUT)
-def test_each_ingredient_is_worth_something(name):
+def test_each_ingredient_is_worth_something():
     """Without it, and with constants fitted again, the rows held out are farther off."""
-    whole = errors.measure(ROWS)[1]
-    with errors.WITHOUT[name]():
-        without = errors.measure(ROWS)[1]
-    assert without.mean > 1.1 * whole.mean
-    # and it is there again
-    assert errors.measure(ROWS)[1] == whole
+    found = comparison.ablations(ROWS)
+    whole = found.pop("")
+    assert found.keys() == lesson.WITHOUT.keys()
+    for name, without in found.items():
+        assert without.mean > 1.1 * whole.mean, name
+    # and all are there again
+    assert comparison.fitted_again(ROWS) == whole
 
 
 def test_other_choices_of_six_rows_do_as_well():
-    choices = errors.random_choices(ROWS, times=30)
-    means = sorted(found.mean for found in choices)
+    means = sorted(found.mean for found in comparison.random_choices(ROWS))
     assert means[len(means) // 2] <= 0.04
 
 
@@ -149,7 +149,7 @@ def test_the_bubble_is_that_of_the_simulated_schedule(p, m):
     parts = planner.step_time(A100, row.software, row.model, layout)
     pipelined = sum(parts[name] for name in (*planner.Pass._fields, "head", "bubble"))
     assert pipelined == pytest.approx(lesson.simulated(A100, row), rel=1e-9)
-    with errors.WITHOUT["slow-stage"]():
+    with lesson.without_slow_stage():
         spread = planner.step_time(A100, row.software, row.model, layout)
     assert spread["head"] < parts["head"]
 
@@ -474,7 +474,6 @@ def test_the_document_shows_what_a_command_prints(command, printed, capsys):
 def test_tables_of_the_document():
     """They are those of comparisons/planner.json, which has what planner.py says today."""
     assert len(SHOWN) >= 5
-    comparison = importlib.import_module("comparisons.planner")
     results = json.loads((ROOT / "comparisons" / "planner.json").read_text())
     for row, saved in zip(ROWS, results["rows"], strict=True):
         assert saved["predicted"] == pytest.approx(seconds(row), rel=1e-6)
