@@ -21,11 +21,13 @@ import recompute
 import schedules
 import sequence_parallel
 import tensor_parallel
-from model_config import FieldError, block_matrices, mlp_matrices
+from model_config import FieldError
 from page import explorer
 from planning import as_rank
+from planning import memory as planned
+from planning.inputs import TRAIN, Layout
 from routers import MoEConfig
-from run import refusal, room
+from run import refusal
 from run.presets import PRESETS
 from run.pretraining import Config
 from train import Trainer
@@ -116,24 +118,6 @@ def held(events: list, rank: int, time: float, change: dict[str, int]) -> int:
     return sum(change[e.op] for e in events if e.rank == rank and e.end <= time)
 
 
-def matrices_of(config: MoEConfig, rank: int, p: int, v: int) -> tuple[int, int]:
-    """(numbers outside the experts, numbers of the experts) in the matrices of a pipeline rank: its
-    layers; on the first the embedding, on the last the head, which may be the embedding again."""
-    h, e = config.hidden_size, config.num_experts
-    chunk = config.num_layers // (p * v)
-    layers = {layer for layer in range(config.num_layers) if layer // chunk % p == rank}
-    with_experts = len(layers & set(config.expert_layers))
-    mlp = mlp_matrices(config)
-    dense = len(layers) * block_matrices(config, 0) // config.num_layers
-    dense += (len(layers) - with_experts) * mlp + with_experts * h * e
-    if rank == 0:
-        dense += h * config.vocab_size
-        dense += h * config.seq_length * (config.positions == "learned")
-    if rank == p - 1 and (p > 1 or not config.tied):
-        dense += h * config.vocab_size
-    return dense, with_experts * e * mlp
-
-
 NAMES = {"tp": "t", "pp": "p", "virtual_stages": "v", "seq_length": "s", "num_experts": "experts"}
 
 
@@ -156,11 +140,8 @@ def memory(s: dict) -> list[float] | str:
         moe.check(config, ep, dp)
     except FieldError as e:
         return e.message(lambda field: NAMES.get(field, field.replace("_", " ")))
-    ranks = {"tp": t, "pp": p, "dp": dp, "ep": ep}
-    of_ranks = [
-        room.parts_of(*matrices_of(config, rank, p, v), "bf16", "fp32", s["zero"], ranks)
-        for rank in range(p)
-    ]
+    layout = Layout(tp=t, pp=p, dp=dp, ep=ep, virtual_stages=v, zero_stage=s["zero"])
+    of_ranks = [planned.state(config, layout, TRAIN, rank) for rank in range(p)]
     granularity = s["recompute"]
     if config.attention == "fused" and granularity == "none":
         granularity = "selective"
