@@ -114,7 +114,7 @@ def test_a_published_layout_is_near_the_best(name):
 
 def test_no_published_layout_is_refused():
     for row in ROWS:
-        commands.check(row.model, row.layout)
+        published.check(row.model, row.layout)
 
 
 # --- what holds for every layout ------------------------------------------------------------------
@@ -247,7 +247,7 @@ def test_long_sequences_are_spread_over_ranks():
     found = [x for x in layouts(model, TRAIN, 16, 16) if x.cp > 1]
     assert {x.cp_kind for x in found} == {"ring", "all-to-all"}
     for layout in random.Random(0).sample(found, 200):
-        commands.check(model, layout)
+        published.check(model, layout)
 
 
 def test_days_and_mfu_are_those_of_the_best_layout():
