@@ -95,6 +95,10 @@ class Rank:
         self.strides = {"tp": 1, "ep": t, "cp": t, "replicas": t, "pp": t * layout.replicas}
         # over which sequence parallelism shards what tensor parallelism leaves whole
         self.sequence_ranks = layout.tp if layout.sequence_parallel else 1
+        # MLPs that a token goes through, and numbers in all matrices that it meets, of one layer
+        mlps = num_mlps(model, "router_topk")[0]
+        self.mlps = mlps / model.num_layers
+        self.met = block_matrices(model, mlps) / model.num_layers
         self.fused_attention = software.fused_attention and model.attention == "fused"
         # in backward, always
         self.scores_again = is_fused(model, layout, software)
@@ -144,12 +148,11 @@ def layer(rank: Rank) -> tuple[Pass, Pass, float]:
     model, layout = rank.model, rank.layout
     t, s, L = layout.tp, model.seq_length, model.num_layers
     heads = model.num_heads * model.head_dim
-    # numbers in the matrices that a token goes through, and in those of this rank
-    met = block_matrices(model, num_mlps(model, "router_topk")[0]) / L
+    # numbers in the matrices of this rank
     attention, mlp, experts = block_parameters(model, layout)
     with_experts = len(model.expert_layers) / L
     held = attention + (1 - with_experts) * mlp + with_experts * experts
-    linear = rank.matmul(2 * rank.tokens * met / t)
+    linear = rank.matmul(2 * rank.tokens * rank.met / t)
     # scores and context
     core = rank.matmul(4 * rank.tokens * s * heads / t)
     elementwise, scores, bias = read_and_written(rank)
@@ -184,8 +187,7 @@ def read_and_written(rank: Rank) -> tuple[float, float, float]:
     """Seconds of forward's element-wise operations: (outside, inside core attention, what is added
     to its scores). The last one has no backward."""
     model, t, s = rank.model, rank.layout.tp, rank.model.seq_length
-    mlps = num_mlps(model, "router_topk")[0] / model.num_layers
-    activation = (GATED if model.gated else GELU) * model.ffn_hidden_size * mlps
+    activation = (GATED if model.gated else GELU) * model.ffn_hidden_size * rank.mlps
     norms = NORMS_AND_RESIDUALS * model.hidden_size / rank.sequence_ranks
     context = CONTEXT * model.num_heads * model.head_dim
     if model.qk_norm:
@@ -208,7 +210,9 @@ def tensor_backward(rank: Rank, all_reduce: float, linear: float) -> float:
     """
     half = all_reduce / 2
     waits = 0.0
-    for share in (min(1 / 4, attention_share(rank.model)), 1 / 4):
+    model = rank.model
+    qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.hidden_size
+    for share in (min(1 / 4, qkv / rank.met), 1 / 4):
         beside = share * linear if rank.software.overlaps_tensor else 0.0
         if rank.layout.sequence_parallel:
             waits += half + 2 * max(0.0, half - beside)
@@ -258,14 +262,6 @@ def context(rank: Rank, forward: float, backward: float) -> tuple[float, float]:
     moved = (n - 1) * keys + (n - 2) * gradients
     waits = max(0.0, moved - beside_backward) + gradients
     return max(0.0, (n - 1) * keys - beside_forward), waits
-
-
-def attention_share(model: MoEConfig) -> float:
-    """The numbers in q, k and v, over those in all matrices that a token meets in a layer."""
-    mlps = num_mlps(model, "router_topk")[0]
-    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    weights = block_matrices(model, mlps) / model.num_layers
-    return heads * model.hidden_size / weights
 
 
 # --- outside the layers ---------------------------------------------------------------------------

@@ -104,16 +104,33 @@ def layers(names) -> dict[str, list[str]]:
     return found
 
 
-def show_gradients(row: dict, names) -> None:
-    """Of each layer, the largest difference from the right gradient, as a share of its tensor."""
-    wrong = row["wrong gradients"]
-    print(f"{'GRADIENTS':{LABEL}}of step 1: difference / largest element of the right tensor")
-    for layer, tensors in layers(names).items():
-        largest = max(wrong.get(name, 0.0) for name in tensors)
-        count = sum(name in wrong for name in tensors)
-        bar = form.bar(min(largest, 1.0), 1.0)
-        line = f"{layer:12}{count:3} of {len(tensors):2} tensors {largest:9.2g}  {bar}"
-        print(" " * LABEL + line.rstrip())
+def gradient_lines(wrong: dict[str, float], names) -> list[str]:
+    """One line for each layer, from the last to the first. wrong: name of a gradient -> largest
+    difference, as a share of its largest number; infinite where ranks hold different numbers."""
+    of_layers = layers(names)
+    blocks = sorted((layer for layer in of_layers if layer.startswith("blocks")), reverse=True)
+    lines = []
+    for layer in ("head", *blocks, "embedding"):
+        count = len(of_layers[layer])
+        of_layer = {name: wrong[name] for name in of_layers[layer] if name in wrong}
+        text = f"  {layer:11}{layer_text(layer, of_layer, count)}"
+        lines += textwrap.wrap(text, 100 - LABEL, subsequent_indent=" " * 13)
+    return lines
+
+
+def layer_text(layer: str, wrong: dict[str, float], count: int) -> str:
+    """What is wrong among the `count` gradients of a layer."""
+    if not wrong:
+        return f"{count} of {count} right"
+    finite = [apart for apart in wrong.values() if math.isfinite(apart)]
+    text = f"{len(wrong)} of {count} wrong"
+    if finite:
+        text += f", by up to {max(finite):.0e} of its largest number"
+    if len(finite) < len(wrong):
+        text += f"; {len(wrong) - len(finite)} differ between ranks"
+    if len(wrong) <= count / 2:
+        text += ": " + ", ".join(name.removeprefix(layer + ".") for name in wrong)
+    return text
 
 
 def show(bug: Bug, steps: int) -> None:
@@ -129,7 +146,9 @@ def show(bug: Bug, steps: int) -> None:
     two = bug_runs.train(bug.world, bug.apply, flags, steps)
     row = bug_runs.compare(two, one)
     show_losses(one.losses, two.losses)
-    show_gradients(row, one.gradients)
+    print(f"{'GRADIENTS':{LABEL}}of step 1, tensors of each layer, from the last to the first")
+    for line in gradient_lines(row["wrong gradients"], one.gradients):
+        print(" " * LABEL + line)
     say("", f"norm of all: {row['norm']:.3f} of the right one")
     gradients, updated, parameters = row["ranks differ"]
     say(

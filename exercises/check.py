@@ -62,16 +62,14 @@ def grade_on_ranks(
     store.set_timeout(timedelta(seconds=2 * seconds))
     found = []
     for i, answer in enumerate(answers):
-        _, grader, _ = EXERCISES[answer.number]
         watch = Watch(rank, world, store, str(i), answer.path)
-        found.append(grade_on_rank(grader, watch, seconds))
+        found.append(grade_on_rank(EXERCISES[answer.number], watch, seconds))
     return found
 
 
 def grade(answers: list[Answer], seconds: int = SECONDS) -> list[Grade]:
     """Grade answers one after the other, on ranks that start once. All need as many ranks."""
-    worlds = {EXERCISES[answer.number][2] for answer in answers}
-    (world,) = worlds
+    (world,) = {EXERCISES[answer.number].ranks for answer in answers}
     problem = cuda_grader.build([a.path for a in answers if a.path.endswith(".cu")])
     if problem:
         return [Grade(False, problem)] * len(answers)
@@ -94,27 +92,25 @@ def grade(answers: list[Answer], seconds: int = SECONDS) -> list[Grade]:
 # --- on the screen --------------------------------------------------------------------------------
 
 
-def title(file: str) -> str:
-    """01_shards.py -> 01 shards"""
-    return Path(file).stem.replace("_", " ")
+def title(number: int) -> str:
+    """01 shards"""
+    return Path(EXERCISES[number].file).stem.replace("_", " ")
 
 
 def line(number: int, found: Grade) -> str:
     """One line for one exercise."""
-    file, _, _ = EXERCISES[number]
     correct = "yes" if found.correct else "no"
     words = found.par.count if found.correct else found.why
     # the first clause: check.py NUMBER says the rest
     words = re.split(r"[;.] |\n", words)[0]
     par = "yes" if found.par and found.par.reached else "no"
-    text = f"{title(file):22} correct {correct:4} par {par if found.par else '-':4} {words}"
+    text = f"{title(number):22} correct {correct:4} par {par if found.par else '-':4} {words}"
     return text if len(text) <= 100 else text[:97] + "..."
 
 
 def report(number: int, found: Grade) -> str:
     """All that there is to say about one exercise."""
-    file, _, _ = EXERCISES[number]
-    lines = [f"exercise {title(file)}   ({FOLDER.name}/{file})"]
+    lines = [f"exercise {title(number)}   ({FOLDER.name}/{EXERCISES[number].file})"]
     lines.append(labelled("correct", found.correct, found.why))
     if found.par:
         lines.append(labelled("par", found.par.reached, found.par.count))
@@ -135,8 +131,7 @@ def grade_exercises(numbers: list[int], folder: Path) -> bool:
     ranks.preload("exercises.graders")
     good = 0
     for number in numbers:
-        file, _, _ = EXERCISES[number]
-        path = (folder / file).resolve()
+        path = (folder / EXERCISES[number].file).resolve()
         found = Grade(False, f"there is no file {path}")
         if path.exists():
             (found,) = grade([Answer(number, str(path))])

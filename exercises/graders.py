@@ -1,8 +1,8 @@
 """One grader for each exercise: what its answer is compared with, and what is counted.
 
-A grader is called on every rank, as grader(answer, rank, watch). It raises AnswerError with a
-sentence that teaches, or returns (what was compared, Par). `answer` has what the file defines; 14
-has its path. `watch` counts (grading.py). Those of two ranks stand in graders_of_ranks.py, those of
+A grader is called on every rank, as grader(*functions, rank, watch), with the answer's functions;
+14 has its path. It raises AnswerError with a sentence that teaches, or returns (what was compared,
+Par). `watch` counts (grading.py). Those of two ranks stand in graders_of_ranks.py, those of
 schedules in graders_of_schedules.py.
 
 The reference is plain computation on one rank, or the project's own function.
@@ -11,7 +11,9 @@ The reference is plain computation on one rank, or the project's own function.
 import itertools
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +21,16 @@ from torch import Tensor
 
 import recompute
 import routers
-from exercises import cuda_grader, graders_of_ranks, graders_of_schedules
+from exercises import cuda_grader
+from exercises import graders_of_ranks as of_ranks
+from exercises import graders_of_schedules as of_schedules
 from exercises.graders_of_ranks import B, H, S
-from exercises.grading import AnswerError, Par, Watch, function, leaf, numbers, same
+from exercises.grading import AnswerError, Par, Watch, leaf, numbers, same
 
 # --- 11 and 12: activations -----------------------------------------------------------------------
 
 
-def checkpointing(answer, rank: int, watch: Watch) -> tuple[str, Par]:
-    checkpoint = function(answer, "checkpoint")
+def checkpointing(checkpoint, rank: int, watch: Watch) -> tuple[str, Par]:
     a, b = leaf(numbers(H, 4 * H, seed=1)), leaf(numbers(4 * H, H, seed=2))
     runs = []
 
@@ -70,8 +73,7 @@ def checkpointing(answer, rank: int, watch: Watch) -> tuple[str, Par]:
     return "y and the gradients of x, A and B", Par(reached, text)
 
 
-def memory_formula(answer, rank: int, watch: Watch) -> tuple[str, Par]:
-    layer_bytes = function(answer, "layer_bytes")
+def memory_formula(layer_bytes, rank: int, watch: Watch) -> tuple[str, Par]:
     # it breaks things, which no grader does
     from lessons import recompute as lesson
 
@@ -107,8 +109,7 @@ def memory_formula(answer, rank: int, watch: Watch) -> tuple[str, Par]:
 # --- 13: Sinkhorn ---------------------------------------------------------------------------------
 
 
-def sinkhorn(answer, rank: int, watch: Watch) -> tuple[str, Par]:
-    balance = function(answer, "sinkhorn")
+def sinkhorn(balance, rank: int, watch: Watch) -> tuple[str, Par]:
     n, e = 24, 4
     made = 0
     for scale in (1.0, 3.0, 400.0):
@@ -186,20 +187,31 @@ def fused_swiglu(answer: str, rank: int, watch: Watch) -> tuple[str, Par]:
 
 # --- the list -------------------------------------------------------------------------------------
 
-# number: (file, grader, ranks)
+
+class Exercise(NamedTuple):
+    """functions: of the file, the first arguments of the grader. ranks: that the answer needs."""
+
+    file: str
+    functions: str
+    grader: Callable[..., tuple[str, Par]]
+    ranks: int = 1
+
+
 EXERCISES = {
-    1: ("01_shards.py", graders_of_ranks.shards, 2),
-    2: ("02_f_and_g.py", graders_of_ranks.f_and_g, 2),
-    3: ("03_vocabulary_loss.py", graders_of_ranks.vocabulary_loss, 2),
-    4: ("04_g_and_g_bar.py", graders_of_ranks.g_and_g_bar, 2),
-    5: ("05_one_f_one_b.py", graders_of_schedules.one_f_one_b, 1),
-    6: ("06_interleaved.py", graders_of_schedules.interleaved, 1),
-    7: ("07_zb_h1.py", graders_of_schedules.zb_h1, 1),
-    8: ("08_simulate.py", graders_of_schedules.simulation, 1),
-    9: ("09_zero2_reduce.py", graders_of_ranks.zero2_reduce, 2),
-    10: ("10_zero3_gather.py", graders_of_ranks.zero3_gather, 2),
-    11: ("11_checkpoint.py", checkpointing, 1),
-    12: ("12_memory_formula.py", memory_formula, 1),
-    13: ("13_sinkhorn.py", sinkhorn, 1),
-    14: ("14_swiglu.cu", fused_swiglu, 1),
+    1: Exercise("01_shards.py", "shard_of gather", of_ranks.shards, 2),
+    2: Exercise("02_f_and_g.py", "copy_to_ranks reduce_from_ranks", of_ranks.f_and_g, 2),
+    3: Exercise(
+        "03_vocabulary_loss.py", "vocab_parallel_cross_entropy", of_ranks.vocabulary_loss, 2
+    ),
+    4: Exercise("04_g_and_g_bar.py", "gather_sequence scatter_sequence", of_ranks.g_and_g_bar, 2),
+    5: Exercise("05_one_f_one_b.py", "one_f_one_b", of_schedules.one_f_one_b),
+    6: Exercise("06_interleaved.py", "interleaved_one_f_one_b", of_schedules.interleaved),
+    7: Exercise("07_zb_h1.py", "zero_bubble_h1", of_schedules.zb_h1),
+    8: Exercise("08_simulate.py", "simulate", of_schedules.simulation),
+    9: Exercise("09_zero2_reduce.py", "reduce_gradients", of_ranks.zero2_reduce, 2),
+    10: Exercise("10_zero3_gather.py", "sharded_linear", of_ranks.zero3_gather, 2),
+    11: Exercise("11_checkpoint.py", "checkpoint", checkpointing),
+    12: Exercise("12_memory_formula.py", "layer_bytes", memory_formula),
+    13: Exercise("13_sinkhorn.py", "sinkhorn", sinkhorn),
+    14: Exercise("14_swiglu.cu", "", fused_swiglu),
 }

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from exercises.grading import Par, Watch, function, leaf, numbers, par_of, same
+from exercises.grading import Par, Watch, leaf, numbers, par_of, same
 from sharding import Shard, Sharding, shard_of
 from zero.units import FlatParameters
 
@@ -17,9 +17,7 @@ BYTES = B * S * H * 8
 # --- 1: shards ------------------------------------------------------------------------------------
 
 
-def shards(answer, rank: int, watch: Watch) -> tuple[str, Par]:
-    cut = function(answer, "shard_of")
-    gather = function(answer, "gather")
+def shards(cut, gather, rank: int, watch: Watch) -> tuple[str, Par]:
     group = dist.group.WORLD
     cases = [((6, 3), 0), ((3, 4), 1), ((5, 2), 0), ((2, 7), 1), ((1, 4), 0)]
     for n in (1, 2, 3, 4):
@@ -40,7 +38,6 @@ def shards(answer, rank: int, watch: Watch) -> tuple[str, Par]:
         part = shard_of(whole, Sharding(shape, (Shard(dim, group),)))
         with watch.counted() as calls:
             got = gather(part.clone(), shape[dim], dim, group)
-        watch.agree()
         same(
             f"gather of a weight {list(shape)}, dimension {dim}, on rank {rank}",
             got,
@@ -65,14 +62,13 @@ def mlp_on_one_rank() -> dict[str, Tensor]:
     return {"X": x, "A": a, "B": b, "Z": z}
 
 
-def mlp_grader(names: tuple[str, str], mine, checked, hints: dict[str, str], paper, par_hint: str):
+def mlp_grader(mine, checked, hints: dict[str, str], paper, par_hint: str):
     """A grader of two functions: one before the columns of A, one behind the rows of B.
 
     mine(tensor [b, s, h], rank): what a rank has of it outside. checked: how the first result, if
     it is compared, and the second are called. hints: by what is wrong. paper: collectives."""
 
-    def grader(answer, rank: int, watch: Watch) -> tuple[str, Par]:
-        enter, leave = (function(answer, name) for name in names)
+    def grader(enter, leave, rank: int, watch: Watch) -> tuple[str, Par]:
         group = dist.group.WORLD
         one = mlp_on_one_rank()
         x = leaf(mine(one["X"].detach(), rank))
@@ -87,7 +83,6 @@ def mlp_grader(names: tuple[str, str], mine, checked, hints: dict[str, str], pap
             watch.agree()
             same(f"{checked[1]} on rank {rank}", y, mine(one["Z"].detach(), rank), hints["leave"])
             ((x + y) * mine(numbers(B, S, H, seed=2), rank)).sum().backward()
-        watch.agree()
         expected = {
             "part of A": (a, one["A"].grad.chunk(2, 1)[rank]),
             "part of B": (b, one["B"].grad.chunk(2, 0)[rank]),
@@ -102,7 +97,6 @@ def mlp_grader(names: tuple[str, str], mine, checked, hints: dict[str, str], pap
 
 
 f_and_g = mlp_grader(
-    ("copy_to_ranks", "reduce_from_ranks"),
     lambda whole, rank: whole,
     ("", "Z = GELU(X A) B"),
     {
@@ -117,7 +111,6 @@ f_and_g = mlp_grader(
     "One all-reduce in forward (g) and one in backward (f).",
 )
 g_and_g_bar = mlp_grader(
-    ("gather_sequence", "scatter_sequence"),
     lambda whole, rank: whole.chunk(2, 1)[rank],
     ("g(x)", "ḡ(y)"),
     {
@@ -138,8 +131,7 @@ g_and_g_bar = mlp_grader(
 # --- 3: the loss of a sharded vocabulary ----------------------------------------------------------
 
 
-def vocabulary_loss(answer, rank: int, watch: Watch) -> tuple[str, Par]:
-    loss_of = function(answer, "vocab_parallel_cross_entropy")
+def vocabulary_loss(loss_of, rank: int, watch: Watch) -> tuple[str, Par]:
     group = dist.group.WORLD
     vocab = 7
     sent = 0
@@ -166,7 +158,6 @@ def vocabulary_loss(answer, rank: int, watch: Watch) -> tuple[str, Par]:
                 "logit, which one rank has.",
             )
             (loss * weights).sum().backward()
-        watch.agree()
         same(
             f"the gradient of the logits on rank {rank}",
             part.grad,
@@ -189,8 +180,7 @@ def columns_of(logits: Tensor, rank: int) -> Tensor:
 # --- 9 and 10: ZeRO -------------------------------------------------------------------------------
 
 
-def zero2_reduce(answer, rank: int, watch: Watch) -> tuple[str, Par]:
-    reduce = function(answer, "reduce_gradients")
+def zero2_reduce(reduce, rank: int, watch: Watch) -> tuple[str, Par]:
     group = dist.group.WORLD
     shapes = [(5, 2), (2,), (4, 3)]
     layout = FlatParameters([torch.nn.Parameter(numbers(*shape)) for shape in shapes], 2)
@@ -206,7 +196,6 @@ def zero2_reduce(answer, rank: int, watch: Watch) -> tuple[str, Par]:
                     in_flat += in_whole
         with watch.counted() as of_this:
             summed = reduce([grad.clone() for grad in of_ranks[rank]], summed, group)
-        watch.agree()
         calls += of_this
         same(
             f"the row of rank {rank} after micro-batch {k}",
@@ -225,8 +214,7 @@ def zero2_reduce(answer, rank: int, watch: Watch) -> tuple[str, Par]:
     return f"rows of 3 gradients, {micro_batches} micro-batches", Par(reached, text)
 
 
-def zero3_gather(answer, rank: int, watch: Watch) -> tuple[str, Par]:
-    linear = function(answer, "sharded_linear")
+def zero3_gather(linear, rank: int, watch: Watch) -> tuple[str, Par]:
     group = dist.group.WORLD
     out, into = 5, 4
     weight = leaf(numbers(out, into))
@@ -248,7 +236,6 @@ def zero3_gather(answer, rank: int, watch: Watch) -> tuple[str, Par]:
             "W is the rows of all ranks, one under the other, without the padding at the end.",
         )
         y.square().sum().backward()
-    watch.agree()
     same(
         f"the gradient of x on rank {rank}",
         x.grad,

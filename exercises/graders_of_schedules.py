@@ -1,7 +1,7 @@
 """The graders of pipeline schedules: exercises 5 to 8. See graders.py."""
 
 import schedules
-from exercises.grading import AnswerError, Par, Watch, function
+from exercises.grading import AnswerError, Par, Watch
 
 # seconds, of simulated times
 TIME_TOLERANCE = 1e-9
@@ -65,11 +65,10 @@ def schedule_par(got: list, expected: list, name: str, case: tuple[int, int, int
     return Par(held <= of_paper and bubble <= formula + TIME_TOLERANCE, text)
 
 
-def schedule_grader(name: str, function_name: str, hint: str, chunks: tuple[int, ...] = (1,)):
+def schedule_grader(name: str, hint: str, chunks: tuple[int, ...] = (1,)):
     """A grader of lists: equal to the project's for p up to 6 ranks."""
 
-    def grader(answer, rank: int, watch: Watch) -> tuple[str, Par]:
-        make = function(answer, function_name)
+    def grader(make, rank: int, watch: Watch) -> tuple[str, Par]:
         count = 0
         par = None
         # the case of the picture first
@@ -81,7 +80,7 @@ def schedule_grader(name: str, function_name: str, hint: str, chunks: tuple[int,
                 expected = schedules.make(name, p, m, v)
                 got = make(*sizes)
                 par = par or schedule_par(got, expected, name, (p, m, v))
-                case = f"{function_name}{sizes}"
+                case = ", ".join(f"{letter} {n}" for letter, n in zip("pmv", sizes))
                 try:
                     difference_of_lists(case, got, expected, v, hint)
                 except AnswerError as error:
@@ -95,14 +94,12 @@ def schedule_grader(name: str, function_name: str, hint: str, chunks: tuple[int,
 
 one_f_one_b = schedule_grader(
     "1f1b",
-    "one_f_one_b",
     "Warmup is p - 1 - rank forwards: what the ranks behind need until the first gradient comes "
     "back. Then one F, one B in turn, and the backwards that are left. With few micro-batches the "
     "warmup ends early.",
 )
 interleaved = schedule_grader(
     "interleaved",
-    "interleaved_one_f_one_b",
     "Forwards go through chunk 0, then chunk 1 and so on, for groups of p micro-batches; backwards "
     "in the same groups, but from the last chunk to the first. Warmup is 2 (p - 1 - rank) + "
     "(v - 1) p actions.",
@@ -110,7 +107,6 @@ interleaved = schedule_grader(
 )
 zb_h1 = schedule_grader(
     "zb-h1",
-    "zero_bubble_h1",
     "I stands where 1F1B has B. On rank r the W of micro-batch k comes right after the I of "
     "micro-batch k + r, and the W that are left come at the end.",
 )
@@ -119,8 +115,7 @@ zb_h1 = schedule_grader(
 # --- 8: simulate ----------------------------------------------------------------------------------
 
 
-def simulation(answer, rank: int, watch: Watch) -> tuple[str, Par]:
-    simulate = function(answer, "simulate")
+def simulation(simulate, rank: int, watch: Watch) -> tuple[str, Par]:
     cost = schedules.Cost(1.0, 1.25, 0.75, transfer=0.5)
     cases = [("gpipe", 3, 4, 1), ("1f1b", 4, 8, 1), ("interleaved", 2, 4, 2), ("zb-h1", 4, 6, 1)]
     for name, p, m, v in cases:

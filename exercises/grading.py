@@ -13,7 +13,7 @@ An answer may be wrong in any way, so three things protect the reader's time:
 
     python exercises/check.py 2        grades exercise 2
 
-exercises/graders.py has one grader for each exercise. A grader calls the answer's function, raises
+exercises/graders.py has one grader for each exercise. It calls the answer's functions, raises
 `AnswerError` where something differs, and returns a `Par`.
 
 Not covered: send and receive are not announced; the timeout of the process group ends them.
@@ -25,17 +25,16 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from base.collectives import KINDS
+from base.collectives import Collectives
 
 # of the largest number of a tensor: the gate of the tests, in float64
 TOLERANCE = 1e-10
@@ -86,7 +85,7 @@ class TimeLimitError(Exception):
 # --- what an answer does --------------------------------------------------------------------------
 
 
-class Watch(TorchDispatchMode):
+class Watch(Collectives):
     """While entered: counts collectives, announces them to the other ranks, and remembers which
     memory was made.
 
@@ -101,16 +100,13 @@ class Watch(TorchDispatchMode):
         self.store = store
         self.name = name
         self.path = path
-        self.calls: list[tuple[str, int]] = []
         self.made: list[StorageWeakRef] = []
         # numel of each tensor that an operation returned
         self.sizes: list[int] = []
         self.announced = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
-            self.note_collective(str(function.overloadpacket).split(".")[-1], args)
-        result = function(*args, **(kwargs or {}))
+        result = super().__torch_dispatch__(function, types, args, kwargs)
         given = {x.untyped_storage()._cdata for x in tree_leaves(args) if isinstance(x, Tensor)}
         for x in tree_leaves(result):
             # not a view of an argument
@@ -119,9 +115,9 @@ class Watch(TorchDispatchMode):
                 self.sizes.append(x.numel())
         return result
 
-    def note_collective(self, operation: str, args) -> None:
-        kinds = [kind for part, kind in KINDS.items() if part in operation]
-        kind = kinds[0] if kinds else operation.strip("_")
+    def note(self, function, args) -> None:
+        super().note(function, args)
+        kind, _ = self.calls.pop()
         tensors = [[x for x in tree_leaves(arg) if isinstance(x, Tensor)] for arg in args]
         # the list of gathered parts counts as the whole tensor that it is
         self.calls.append((kind, max(sum(x.nbytes for x in xs) for xs in tensors)))
@@ -163,11 +159,12 @@ class Watch(TorchDispatchMode):
 
     @contextmanager
     def counted(self):
-        """The calls inside: `with watch.counted() as calls`."""
+        """The calls inside: `with watch.counted() as calls`. At its end all ranks have returned."""
         calls = []
         first = len(self.calls)
         yield calls
         calls += self.calls[first:]
+        self.agree()
 
     def held(self, first: int, *besides: Tensor, allowed: int = 0) -> int:
         """Bytes that were made since made[first] and are still there, without `besides`.
@@ -200,16 +197,7 @@ def describe(what: str, line: str) -> str:
     return f"waits in {what}{line}"
 
 
-# --- an answer's functions, and their arguments ---------------------------------------------------
-
-
-def function(answer, name: str):
-    """The function of that name."""
-    if not callable(getattr(answer, name, None)):
-        raise AnswerError(
-            f"the file has no function `{name}`. Keep the name that the exercise gives."
-        )
-    return getattr(answer, name)
+# --- arguments of an answer's functions -----------------------------------------------------------
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -278,12 +266,18 @@ def par_of(calls: list[tuple[str, int]], paper: list[tuple[str, int]], hint: str
 # --- one answer on one rank -----------------------------------------------------------------------
 
 
-def load(path: str) -> SimpleNamespace:
-    """What a file defines."""
+def functions(path: str, names: str) -> list[Callable]:
+    """The functions of these names that a file defines."""
     spec = importlib.util.spec_from_file_location("answer", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    found = [getattr(module, name, None) for name in names.split()]
+    for name, function in zip(names.split(), found):
+        if not callable(function):
+            raise AnswerError(
+                f"the file has no function `{name}`. Keep the name that the exercise gives."
+            )
+    return found
 
 
 def crash_text(error: BaseException, path: str) -> str:
@@ -322,13 +316,13 @@ def limited(seconds: int):
         signal.alarm(0)
 
 
-def grade_on_rank(grader, watch: Watch, seconds: int) -> tuple[str, Grade]:
-    """(how it ended, the grade). grader: one of graders.py. seconds: that it may take."""
+def grade_on_rank(exercise, watch: Watch, seconds: int) -> tuple[str, Grade]:
+    """(how it ended, the grade). exercise: of graders.py. seconds: that it may take."""
     path = watch.path
     try:
         with limited(seconds), watch:
-            answer = load(path) if path.endswith(".py") else path
-            why, par = grader(answer, watch.rank, watch)
+            given = functions(path, exercise.functions) if exercise.functions else [path]
+            why, par = exercise.grader(*given, watch.rank, watch)
         return "right", Grade(True, why, par)
     except AnswerError as error:
         kind, grade = error.kind, Grade(False, str(error), error.par)

@@ -9,16 +9,12 @@ proof/mutations/ in it, beside one device. You name what is missing.
     python exercises/check.py hunt 1 --answer no-g      answers
 """
 
-import math
 import textwrap
 from typing import NamedTuple
 
 from exercises import bugs
-from proof import mutations
-from proof.parity import Result, relative, train
-
-# relative: what is more than rounding
-TOLERANCE = 1e-10
+from proof import bug_runs, mutations
+from proof.parity import Result, train
 
 
 class Hunt(NamedTuple):
@@ -86,42 +82,6 @@ HUNTS = {
 # --- symptoms -------------------------------------------------------------------------------------
 
 
-def gradient_lines(right: Result, run: Result) -> list[str]:
-    """One line for each layer, from the last to the first."""
-    labelled, of_right = (
-        {f"gradient of {name}": g for name, g in result.gradients.items()}
-        for result in (run, right)
-    )
-    apart = {
-        label.removeprefix("gradient of "): elements.max().item()
-        for label, elements in relative(labelled, of_right)
-    }
-    layers = bugs.layers(apart)
-    blocks = sorted((layer for layer in layers if layer.startswith("blocks")), reverse=True)
-    lines = []
-    for layer in ("head", *blocks, "embedding"):
-        names = layers[layer]
-        wrong = {name: apart[name] for name in names if apart[name] > TOLERANCE}
-        text = f"  {layer:11}{layer_text(layer, wrong, len(names))}"
-        lines += textwrap.wrap(text, 100, subsequent_indent=" " * 13)
-    return lines
-
-
-def layer_text(layer: str, wrong: dict[str, float], count: int) -> str:
-    """wrong: name -> relative difference, infinite where ranks hold different numbers."""
-    if not wrong:
-        return f"{count} of {count} right"
-    finite = [apart for apart in wrong.values() if math.isfinite(apart)]
-    text = f"{len(wrong)} of {count} wrong"
-    if finite:
-        text += f", by up to {max(finite):.0e} of its largest number"
-    if len(finite) < len(wrong):
-        text += f"; {len(wrong) - len(finite)} differ between ranks"
-    if len(wrong) <= count / 2:
-        text += ": " + ", ".join(name.removeprefix(layer + ".") for name in wrong)
-    return text
-
-
 def row(numbers: list[float]) -> str:
     return "      ".join(f"{number:.12f}" for number in numbers)
 
@@ -141,7 +101,7 @@ def show(number: int, right: Result, run: Result) -> str:
         "  one device " + row(right.norms),
         "  this run   " + row(run.norms),
         "gradients of step 1, tensors of each layer, from the last layer to the first",
-        *gradient_lines(right, run),
+        *bugs.gradient_lines(bug_runs.wrong_gradients(run, right), right.gradients),
         "",
         "Which one is it?",
     ]

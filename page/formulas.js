@@ -160,29 +160,26 @@ function brokenRule(model, { t, p, v, dp, ep, sp }) {
   return subject && refused(`${subject}: ${rule}`, fits, setting);
 }
 
-// Numbers in the matrices of a pipeline rank (sizes.py): outside the experts, and of the experts.
-// The first rank has the embedding, the last the head, which may be the embedding again.
-function matrices(model, rank, p, v) {
+// Numbers in the matrices of a rank (planning/memory.py): outside the experts, and of the experts.
+// The first pipeline rank has the embedding, the last the head, which may be the embedding again.
+function matrices(model, rank, { t, p, v, ep }) {
   const { num_layers: L, hidden_size: h, num_experts: e, vocab_size: V } = model;
   const { attention_matrices: attention, mlp_matrices: mlp } = model;
   const layers = range(L).filter((i) => Math.floor((i * p * v) / L) % p === rank);
   const withExperts = layers.filter((i) => e && (i + 1) % model.expert_every === 0).length;
+  const vocabularies = (rank === 0) + (rank === p - 1 && (p > 1 || !model.tied));
   const mlps = layers.length - withExperts;
-  let dense = layers.length * attention + mlps * mlp + withExperts * h * e;
-  if (rank === 0) dense += h * V;
-  if (rank === 0 && model.positions === "learned") dense += h * model.seq_length;
-  if (rank === p - 1 && (p > 1 || !model.tied)) dense += h * V;
-  return [dense, withExperts * e * mlp];
+  const outside = (layers.length * attention + mlps * mlp + vocabularies * h * V) / t;
+  const positions = rank === 0 && model.positions === "learned" ? h * model.seq_length : 0;
+  return [outside + positions, (withExperts * e * mlp) / ep / t];
 }
 
-// Bytes of weights, gradients and optimizer state (room.py): in mixed precision 2, 4 and 12 for
-// each parameter, sharded from ZeRO stage 3, 2 and 1 (fsdp.py).
-function stateOf([dense, experts], { t, dp, ep, zero }) {
-  const held = Math.floor(dense / t);
-  const heldExperts = Math.floor(experts / ep / t);
+// Bytes of weights, gradients and optimizer state: in mixed precision 2, 4 and 12 for each
+// parameter, sharded from ZeRO stage 3, 2 and 1 (fsdp.py).
+function stateOf([outside, experts], { dp, ep, zero }) {
   return [[2, 3], [4, 2], [12, 1]].map(([bytes, stage]) => {
     const [n, ofExperts] = zero >= stage ? [dp, dp / ep] : [1, 1];
-    return bytes * (held / n + heldExperts / ofExperts);
+    return bytes * (outside / n + experts / ofExperts);
   });
 }
 
@@ -207,7 +204,7 @@ function memory(settings) {
   const layout = { ...settings, t, p, v };
   const refusal = brokenRule(model, layout);
   if (refusal) return refusal;
-  const states = range(p).map((rank) => stateOf(matrices(model, rank, p, v), layout));
+  const states = range(p).map((rank) => stateOf(matrices(model, rank, layout), layout));
   const fullest = states.reduce((most, state) => (sum(state) > sum(most) ? state : most));
   const parts = [...fullest, activations(model, layout)];
   return { parts, total: sum(parts) };

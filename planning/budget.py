@@ -8,18 +8,19 @@ that of the fastest layout that planner.py finds.
 Not covered: other shapes of the same size, and batches that grow with the model.
 """
 
-from math import inf
+import argparse
+import math
 from typing import NamedTuple
 
 from model_config import MoEConfig, flops_per_token, least_parameters
 from planner import Plan, fitting
+from planning import commands
 from planning.fits import PlanError, what_would_fit
-from planning.inputs import Machine, Software
+from planning.inputs import TRAIN, Machine, Software
+from run.config import ConfigError, flag_name
 
 # tokens for each parameter (Hoffmann et al., arXiv 2203.15556, section 3)
 TOKENS_PER_PARAMETER = 20
-# seconds
-DAY = 86400
 # layers
 SMALLEST = 4
 LARGEST = 192
@@ -48,8 +49,8 @@ def size_for(
     machine: Machine,
     software: Software,
     gpus: int,
-    days: float = inf,
-    flops: float = inf,
+    days: float = math.inf,
+    flops: float = math.inf,
     tokens: float | None = None,
 ) -> Sized:
     """The largest model that `gpus` train in so many days, and with so many model FLOPs, at the
@@ -65,12 +66,12 @@ def size_for(
         total = tokens or TOKENS_PER_PARAMETER * count
         needed = total * flops_per_token(model)
         # even at the peak it would take longer
-        if needed > min(flops, days * DAY * gpus * machine.peak):
+        if needed > min(flops, days * commands.DAY * gpus * machine.peak):
             continue
         plans = fitting(machine, software, model, gpus, batch)
         plan = min(plans, key=lambda plan: plan.seconds, default=None)
         if plan:
-            taken = total / (batch * model.seq_length) * plan.seconds / DAY
+            taken = total / (batch * model.seq_length) * plan.seconds / commands.DAY
             if taken <= days:
                 return Sized(model, count, total, taken, plan, memory_is_full=no_room)
         no_room = plan is None
@@ -86,3 +87,45 @@ def size_for(
 def batch_of(gpus: int) -> int:
     """Sequences of a step: near 2 million tokens, and divisible by the GPUs."""
     return gpus * max(1, round(1024 / gpus))
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
+    purpose = "The largest GPT that so many GPUs train in so many days."
+    parser = commands.make_parser("size", purpose)
+    commands.add_machine(parser)
+    number = dict(type=commands.number)
+    budget = parser.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--days", default=math.inf, help="of training", **number)
+    budget.add_argument("--flops", default=math.inf, help="model FLOPs in all", **number)
+    tokens = f"to train on (default: {TOKENS_PER_PARAMETER} for each parameter)"
+    parser.add_argument("--tokens", default=None, help=tokens, **number)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> None:
+    args = arguments(argv)
+    machine = commands.machine_of(args)
+    try:
+        found = size_for(machine, TRAIN, args.gpus, args.days, args.flops, args.tokens)
+    except PlanError as e:
+        budget = f"--days {args.days:g}" if args.days < math.inf else f"--flops {args.flops:g}"
+        raise ConfigError(f"--gpus {args.gpus} {budget}: {e}") from None
+    model = found.model
+    print(
+        f"{commands.billions(found.parameters)} parameters: {model.num_layers} layers, h"
+        f" {model.hidden_size:,}, {model.num_heads} heads, s {model.seq_length:,}, without dropout"
+    )
+    print(
+        f"{commands.billions(found.tokens)} tokens, {found.tokens / found.parameters:.1f} for each"
+        f" parameter, in {found.days:.2f} days on {args.gpus:,} {machine.name}:"
+    )
+    if found.memory_is_full:
+        print("A larger model would not fit into memory.")
+    # any GPT: the flags say the rest of its shape
+    words = ["--model", "gpt2"]
+    for field in ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size", "dropout"):
+        words += [flag_name(field), f"{getattr(model, field):g}"]
+    commands.show([found.plan], machine, model, found.tokens, words)

@@ -21,7 +21,6 @@ Not covered: prices, and failures of machines. Days are those of training withou
 import argparse
 import dataclasses
 import importlib
-import json
 import math
 import re
 import shlex
@@ -33,13 +32,9 @@ import planner
 from base import terminal
 from base.json_files import JSONError
 from model_config import MoEConfig, flops_per_token, least_parameters
-from planning import rows
-from planning.budget import DAY, TOKENS_PER_PARAMETER, size_for
 from planning.fits import gib
 from planning.inputs import MACHINES, TRAIN, Layout, Machine
-from planning.memory import memory
 from planning.plan import machine_of as machine_named
-from planning.rows import RowError
 from run import flags, rules
 from run.config import MODEL_FLAGS, ConfigError, flag_name
 from run.pretraining import Config
@@ -47,6 +42,8 @@ from run.rules import Run, check_effects
 
 # published runs of these models; the default of --tokens
 TOKENS = 300e9
+# seconds
+DAY = 86400
 # what the table calls the parts of planning/memory.py, and how wide they are
 PARTS = {
     "params": (7, ("parameters", "gathered")),
@@ -312,108 +309,16 @@ def billions(number: float) -> str:
     return f"{number / unit:,.4g} {name}"
 
 
-# --- size -----------------------------------------------------------------------------------------
-
-
-def size_parser() -> Parser:
-    parser = make_parser("size", "The largest GPT that so many GPUs train in so many days.")
-    add_machine(parser)
-    budget = parser.add_mutually_exclusive_group(required=True)
-    budget.add_argument("--days", type=number, default=math.inf, help="of training")
-    budget.add_argument("--flops", type=number, default=math.inf, help="model FLOPs in all")
-    parser.add_argument(
-        "--tokens",
-        type=number,
-        default=None,
-        help=f"to train on (default: {TOKENS_PER_PARAMETER} for each parameter)",
-    )
-    return parser
-
-
-def size(argv: list[str]) -> None:
-    args = size_parser().parse_args(argv)
-    machine = machine_of(args)
-    try:
-        found = size_for(machine, TRAIN, args.gpus, args.days, args.flops, args.tokens)
-    except planner.PlanError as e:
-        budget = f"--days {args.days:g}" if args.days < math.inf else f"--flops {args.flops:g}"
-        raise ConfigError(f"--gpus {args.gpus} {budget}: {e}") from None
-    model = found.model
-    print(
-        f"{billions(found.parameters)} parameters: {model.num_layers} layers, h"
-        f" {model.hidden_size:,}, {model.num_heads} heads, s {model.seq_length:,}, without dropout"
-    )
-    print(
-        f"{billions(found.tokens)} tokens, {found.tokens / found.parameters:.1f} for each"
-        f" parameter, in {found.days:.2f} days on {args.gpus:,} {machine.name}:"
-    )
-    if found.memory_is_full:
-        print("A larger model would not fit into memory.")
-    # any GPT: the flags say the rest of its shape
-    words = ["--model", "gpt2"]
-    for field in ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size", "dropout"):
-        words += [flag_name(field), f"{getattr(model, field):g}"]
-    show([found.plan], machine, model, found.tokens, words)
-
-
-# --- predict --------------------------------------------------------------------------------------
-
-
-def check(model: MoEConfig, layout: Layout) -> None:
-    """Raises ConfigError where train.py would refuse this layout of this model."""
-    fields = vars(layout) | {"layer_split": layout.layer_split and list(layout.layer_split)}
-    config = Config(**{name: value for name, value in fields.items() if name != "dp"})
-    rules.check_types(config)
-    rules.check_numbers(config)
-    if not 1 <= layout.dp < 2**31:
-        raise ConfigError(f"dp {layout.dp}: must be at least 1 and below 2^31")
-    rules.check_ranks(config, model, layout.ranks)
-    rules.check_techniques(config, model, layout.ranks)
-    rules.check_batch(config, model, layout.dp)
-
-
-def with_layer_split(model: MoEConfig, layout: Layout) -> Layout:
-    """Where the stages do not divide the layers, the first stages have one more."""
-    stages = layout.pp * layout.virtual_stages
-    if layout.layer_split or not 0 < stages <= model.num_layers or model.num_layers % stages == 0:
-        return layout
-    each, more = divmod(model.num_layers, stages)
-    split = (each + 1,) * more + (each,) * (stages - more)
-    return dataclasses.replace(layout, layer_split=split)
-
-
-def predict(argv: list[str]) -> None:
-    parser = make_parser("predict", "A JSON object for each row: name, seconds, bytes.")
-    parser.add_argument(
-        "file", metavar="FILE.json", help="rows as in planning/published_times.json"
-    )
-    path = parser.parse_args(argv).file
-    answers = []
-    found = rows.read(path)
-    if not found:
-        raise RowError(f'{path}: has no rows; {{"rows": [..]}} would fit')
-    for number, row in enumerate(found):
-        layout = with_layer_split(row.model, row.layout)
-        try:
-            check(row.model, layout)
-        except ConfigError as e:
-            raise RowError(f"{path}: rows[{number}] {row.name}: {e}") from None
-        seconds = planner.step_time(row.machine, row.software, row.model, layout)
-        nbytes = memory(row.model, layout, row.software)
-        total = {"seconds": sum(seconds.values()), "bytes": round(sum(nbytes.values()))}
-        answers.append({"name": row.name, **total})
-    # nothing is printed where one row is bad
-    for answer in answers:
-        print(json.dumps(answer))
-
-
 # --- all ------------------------------------------------------------------------------------------
 
-
-# name -> a function of what stands behind it
-COMMANDS = {"plan": plan, "size": size, "predict": predict}
-# these import what a prediction does not need
-ELSEWHERE = {"measure": "planning.measure", "try": "planning.try_layouts"}
+# name -> the module whose main(argv) it is
+COMMANDS = {
+    "plan": "planning.commands",
+    "size": "planning.budget",
+    "predict": "planning.rows",
+    "measure": "planning.measure",
+    "try": "planning.try_layouts",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -423,12 +328,11 @@ def main(argv: list[str] | None = None) -> int:
         print(__doc__)
         return 0
     try:
-        if name in COMMANDS:
-            return COMMANDS[name](rest) or 0
-        if name in ELSEWHERE:
-            return importlib.import_module(ELSEWHERE[name]).main(rest) or 0
-        known = ", ".join([*COMMANDS, *ELSEWHERE])
-        raise ConfigError(f"{name}: no such command; there are {known}")
+        if name not in COMMANDS:
+            raise ConfigError(f"{name}: no such command; there are {', '.join(COMMANDS)}")
+        if name == "plan":
+            return plan(rest) or 0
+        return importlib.import_module(COMMANDS[name]).main(rest) or 0
     except REFUSED as e:
         terminal.say(f"planner.py: {terminal.one_line(e)}", error=True)
         return 2

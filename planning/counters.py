@@ -35,21 +35,15 @@ CPU = torch.device("cpu")
 # --- FLOPs ----------------------------------------------------------------------------------------
 
 
-def attention_flops(q: Tensor, k: Tensor, *rest, **kwargs) -> int:
-    """q kᵀ and the sum over v. q: [b, a, s, d]; k: [b, a_kv, s, d]"""
-    return 2 * 2 * q.numel() * k.shape[2]
-
-
-def attention_backward_flops(grad: Tensor, q: Tensor, k: Tensor, *rest, **kwargs) -> int:
-    """q kᵀ again, and the gradients of the scores, of v, q and k."""
-    return 5 * 2 * q.numel() * k.shape[2]
-
-
-# torch's formulas, and what they leave out
+# torch's formulas, also for what they leave out
 FLOPS = flop_registry | {
     aten.addmm_: flop_registry[aten.addmm],
-    aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        aten._scaled_dot_product_flash_attention
+    ],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
 }
 
 

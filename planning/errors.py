@@ -1,14 +1,12 @@
-"""The six constants, fitted; how far predictions are from published times; what each ingredient of
-the model is worth.
+"""The six constants, fitted to published times, and how far predictions are from the others.
 
 The constants of planning/inputs.py are fitted to six rows (FITTED), by least squares of
 log(predicted / published): a row that is 10% off counts the same whether it takes a second or an
 hour. Weak priors keep a constant of which the rows say nothing. Only the other rows, held out, say
-how good a prediction is. To see what an ingredient is worth, leave it out, fit the constants again
-to the same six rows, and look at the rows held out:
+how good a prediction is.
 
-    with WITHOUT["wait"]():
-        machine, errors = measure(rows)
+    fitted, held_out = split(rows)
+    summary(calibrate(A100, fitted), held_out)
 
     python comparisons/planner.py      the constants, errors by group, without each ingredient
 
@@ -18,7 +16,6 @@ a plot has one.
 
 import dataclasses
 from typing import NamedTuple
-from unittest import mock
 
 import numpy as np
 
@@ -26,7 +23,6 @@ import planner
 from planning.inputs import Constants, Machine
 from planning.rows import Row
 
-ZERO_3 = "table2-zero3"
 # (group, name) of the rows that the constants in planning/inputs.py were fitted to. Each says most
 # about one constant: memory, node, matmul, wait, network, zero3.
 FITTED = [
@@ -35,7 +31,7 @@ FITTED = [
     ("table2-ptdp", "PTD 96 384"),
     ("fig15", "t 8, d 8, B 512"),
     ("fig15", "t 32, d 2, B 512"),
-    (ZERO_3, "Z3 96 768"),
+    ("table2-zero3", "Z3 96 768"),
 ]
 
 # --- fitting --------------------------------------------------------------------------------------
@@ -111,13 +107,10 @@ def summary(machine: Machine, rows: list[Row]) -> Errors:
     return Errors(size.mean(), np.quantile(size, 0.9), size.max(), len(size))
 
 
-def is_fitted(row: Row) -> bool:
-    return (row.group, row.name) in FITTED
-
-
 def split(rows: list[Row]) -> tuple[list[Row], list[Row]]:
     """(fitted, held out)"""
-    return [row for row in rows if is_fitted(row)], [row for row in rows if not is_fitted(row)]
+    chosen = [row for row in rows if (row.group, row.name) in FITTED]
+    return chosen, [row for row in rows if row not in chosen]
 
 
 def by_group(machine: Machine, rows: list[Row]) -> dict[str, Errors]:
@@ -126,113 +119,3 @@ def by_group(machine: Machine, rows: list[Row]) -> dict[str, Errors]:
     return {
         group: summary(machine, [row for row in rows if row.group == group]) for group in groups
     }
-
-
-def measure(rows: list[Row]) -> tuple[Machine, Errors]:
-    """Fits the constants to the six rows of FITTED. Returns the machine with them, and the errors
-    of the rows that are held out."""
-    fitted, held_out = split(rows)
-    machine = calibrate(fitted[0].machine, fitted)
-    return machine, summary(machine, held_out)
-
-
-# --- the rows that are farthest off ---------------------------------------------------------------
-
-
-def worst(machine: Machine, rows: list[Row], count: int = 5) -> list[tuple[Row, float]]:
-    """The rows that are farthest off, and their errors."""
-    found = [(row, error(machine, row)) for row in rows]
-    return sorted(found, key=lambda pair: -abs(pair[1]))[:count]
-
-
-# --- leaving an ingredient out --------------------------------------------------------------------
-
-
-def without_adapters():
-    """Ranks of a group on one node do not share their adapters: each ring has one."""
-
-    def link(self, size, stride):
-        return self.node_link if size * stride <= self.ranks_per_node else self.network_link
-
-    return mock.patch.object(Machine, "link", link)
-
-
-def without_wait():
-    """A collective and a send take the time of their bytes alone."""
-    step_time = planner.step_time
-
-    def at_once(machine, *rest):
-        constants = dataclasses.replace(machine.constants, wait=0.0)
-        return step_time(dataclasses.replace(machine, constants=constants), *rest)
-
-    return mock.patch.object(planner, "step_time", at_once)
-
-
-def without_collectives():
-    """Collectives take no time; sends between stages do."""
-    return mock.patch.object(planner.Rank, "collective", lambda *args, **options: 0.0)
-
-
-def without_slow_stage():
-    """The head's time is spread over all stages, instead of making the last one the slowest."""
-    step_time = planner.step_time
-
-    def spread(machine, software, model, layout):
-        seconds = step_time(machine, software, model, layout)
-        return seconds | {"head": seconds["head"] / layout.pp}
-
-    return mock.patch.object(planner, "step_time", spread)
-
-
-def without_elementwise():
-    """Element-wise operations of the layers take no time."""
-    return mock.patch.object(planner.Rank, "read_write", lambda rank, nbytes: 0.0)
-
-
-def without_overlap():
-    """Backward waits for each tensor-parallel all-reduce."""
-    tensor_backward = planner.tensor_backward
-
-    def waiting(rank, all_reduce, linear):
-        return tensor_backward(rank, all_reduce, linear=0.0)
-
-    return mock.patch.object(planner, "tensor_backward", waiting)
-
-
-# name -> a context in which planner.step_time does without one ingredient
-WITHOUT = {
-    "adapters": without_adapters,
-    "collectives": without_collectives,
-    "wait": without_wait,
-    "slow-stage": without_slow_stage,
-    "elementwise": without_elementwise,
-    "overlap": without_overlap,
-}
-
-
-def ablations(rows: list[Row]) -> dict[str, Errors]:
-    """{ingredient that is left out: errors of the rows held out}, constants fitted again; "" with
-    nothing left out."""
-    found = {"": measure(rows)[1]}
-    for name, left_out in WITHOUT.items():
-        with left_out():
-            found[name] = measure(rows)[1]
-    return found
-
-
-# --- other choices of six rows --------------------------------------------------------------------
-
-
-def random_choices(rows: list[Row], times: int = 30, seed: int = 0) -> list[Errors]:
-    """Errors of the rows held out when the six fitted rows are drawn at random: five of any group,
-    and one of ZeRO-3."""
-    generator = np.random.default_rng(seed)
-    zero_3 = [row for row in rows if row.group == ZERO_3]
-    others = [row for row in rows if row.group != ZERO_3]
-    found = []
-    for _ in range(times):
-        chosen = [others[i] for i in generator.choice(len(others), 5, replace=False)]
-        chosen.append(zero_3[generator.integers(len(zero_3))])
-        machine = calibrate(rows[0].machine, chosen)
-        found.append(summary(machine, [row for row in rows if row not in chosen]))
-    return found

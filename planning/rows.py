@@ -13,12 +13,19 @@ published_times.json has 72 of them. Fields of "model" are those of a configurat
 """
 
 import dataclasses
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import planner
 from base import json_files
 from model_config import MoEConfig
+from planning import commands
 from planning.inputs import MACHINES, SOFTWARE, Layout, Machine, Software
+from planning.memory import memory
+from run import rules
+from run.config import ConfigError
+from run.pretraining import Config
 
 PUBLISHED = Path(__file__).parent / "published_times.json"
 # other names of a preset, in rows from elsewhere
@@ -94,3 +101,54 @@ def convert(given: dict, kind: type, where: str):
         if name not in names:
             raise RowError(f"{where}: {name}: no such field; there are {', '.join(names)}")
     return json_files.convert(given, kind, where)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def check(model: MoEConfig, layout: Layout) -> None:
+    """Raises ConfigError where train.py would refuse this layout of this model."""
+    fields = vars(layout) | {"layer_split": layout.layer_split and list(layout.layer_split)}
+    config = Config(**{name: value for name, value in fields.items() if name != "dp"})
+    rules.check_types(config)
+    rules.check_numbers(config)
+    if not 1 <= layout.dp < 2**31:
+        raise ConfigError(f"dp {layout.dp}: must be at least 1 and below 2^31")
+    rules.check_ranks(config, model, layout.ranks)
+    rules.check_techniques(config, model, layout.ranks)
+    rules.check_batch(config, model, layout.dp)
+
+
+def with_layer_split(model: MoEConfig, layout: Layout) -> Layout:
+    """Where the stages do not divide the layers, the first stages have one more."""
+    stages = layout.pp * layout.virtual_stages
+    if layout.layer_split or not 0 < stages <= model.num_layers or model.num_layers % stages == 0:
+        return layout
+    each, more = divmod(model.num_layers, stages)
+    split = (each + 1,) * more + (each,) * (stages - more)
+    return dataclasses.replace(layout, layer_split=split)
+
+
+def main(argv: list[str]) -> None:
+    parser = commands.make_parser("predict", "A JSON object for each row: name, seconds, bytes.")
+    parser.add_argument(
+        "file", metavar="FILE.json", help="rows as in planning/published_times.json"
+    )
+    path = parser.parse_args(argv).file
+    answers = []
+    found = read(path)
+    if not found:
+        raise RowError(f'{path}: has no rows; {{"rows": [..]}} would fit')
+    for number, row in enumerate(found):
+        layout = with_layer_split(row.model, row.layout)
+        try:
+            check(row.model, layout)
+        except ConfigError as e:
+            raise RowError(f"{path}: rows[{number}] {row.name}: {e}") from None
+        seconds = planner.step_time(row.machine, row.software, row.model, layout)
+        nbytes = memory(row.model, layout, row.software)
+        total = {"seconds": sum(seconds.values()), "bytes": round(sum(nbytes.values()))}
+        answers.append({"name": row.name, **total})
+    # nothing is printed where one row is bad
+    for answer in answers:
+        print(json.dumps(answer))

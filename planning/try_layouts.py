@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 import planner
-from base import interrupts
+from base import terminal
 from planning import commands, plan
 from planning.inputs import TRAIN, Layout
 from run import flags, rules
@@ -51,17 +51,17 @@ def run(ranks: int, script: list[str], flags: list[str], steps: int) -> list[dic
     """The first `steps` lines of metrics.jsonl of a training run. script: train.py, or what calls
     it. Raises EarlyEndError."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as stderr:
-        out = Path(folder) / "run"
+    folder = Path(tempfile.mkdtemp())
+    with terminal.removed_at_the_end(folder), tempfile.TemporaryFile("w+") as stderr:
+        out = folder / "run"
         launcher = [*torchrun, "--nproc-per-node", str(ranks)] if ranks > 1 else [sys.executable]
         # stopped by SIGTERM after `steps`, so that nobody waits for a sample of text
         ends = ["--steps", str(MOST_STEPS), "--out", str(out)]
-        interrupts.unfinished.add(folder)
         process = subprocess.Popen(
             [*launcher, *script, *flags, *ends],
             cwd=ROOT,
             # the launcher's own files are removed with the folder
-            env=os.environ | {"TMPDIR": folder},
+            env=os.environ | {"TMPDIR": str(folder)},
             stdout=subprocess.DEVNULL,
             stderr=stderr,
             # Ctrl-C reaches this process alone, which ends the launcher
@@ -72,7 +72,6 @@ def run(ranks: int, script: list[str], flags: list[str], steps: int) -> list[dic
         finally:
             process.terminate()
             process.wait()
-            interrupts.unfinished.discard(folder)
 
 
 def lines_of(process: subprocess.Popen, metrics: Path, stderr, steps: int) -> list[dict]:

@@ -231,7 +231,7 @@ def test_flags(monkeypatch):
     known = {flag for action in launcher._actions for flag in action.option_strings}
     mains = [(partial(flags.parse, [], 0, kind), []) for kind in KINDS.values()]
     mains += [(main_of(name, ["word"]), []) for name in COMMANDS]
-    for name in planning_commands.COMMANDS:
+    for name in planning_commands.COMMANDS.keys() - {"try"}:
         mains.append((partial(planning_commands.main, [name]), []))
     for path in sorted((ROOT / "comparisons").glob("*.py")):
         if "\ndef main(" in path.read_text():

@@ -145,7 +145,7 @@ WRONG = [
 
 def answer(folder: Path, number: int, text: str) -> Answer:
     """A file of its own, in the place of an exercise."""
-    path = folder / f"{len(list(folder.iterdir()))}_{EXERCISES[number][0]}"
+    path = folder / f"{len(list(folder.iterdir()))}_{EXERCISES[number].file}"
     path.write_text(text)
     return Answer(number, str(path))
 
@@ -157,14 +157,14 @@ def says(found: check.Grade) -> str:
 
 
 def exercises_on(world: int) -> list[int]:
-    return [n for n, (file, _, w) in EXERCISES.items() if w == world and file.endswith(".py")]
+    return [n for n, of in EXERCISES.items() if of.ranks == world and of.functions]
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_right_answers_pass_stubs_and_wrong_ones_fail(world, tmp_path):
     numbers = exercises_on(world)
     answers = [answer(tmp_path, n, RIGHT[n]) for n in numbers]
-    answers += [Answer(n, str(ROOT / "exercises" / EXERCISES[n][0])) for n in numbers]
+    answers += [Answer(n, str(ROOT / "exercises" / EXERCISES[n].file)) for n in numbers]
     wrong = [case for case in WRONG if case[0] in numbers]
     for n, line, _ in wrong:
         group = line.split(" = ")[1].split(".")[0]
@@ -233,7 +233,7 @@ def test_kernels(tmp_path):
         assert KERNEL.count(old) == 1
         text = stub.replace(BODY, KERNEL.replace(old, new))
         answers.append(answer(tmp_path, 14, text.replace("// gate, up, y", FUNCTION)))
-    answers.append(Answer(14, str(ROOT / "exercises" / EXERCISES[14][0])))
+    answers.append(Answer(14, str(ROOT / "exercises" / EXERCISES[14].file)))
     *found, untouched = grade(answers)
     assert untouched.why.startswith("not written yet. "), says(untouched)
     for i, ((_, _, words), g) in enumerate(zip(CUDA, found, strict=True)):
@@ -254,7 +254,7 @@ def test_the_kernel_of_the_project_is_the_answer():
 
 @cache
 def text_of(number: int) -> str:
-    return (ROOT / "exercises" / EXERCISES[number][0]).read_text()
+    return (ROOT / "exercises" / EXERCISES[number].file).read_text()
 
 
 CRASH = """
@@ -329,7 +329,7 @@ def test_files_that_are_not_there_and_two_numbers(tmp_path, capsys):
 
 def test_command(tmp_path, capsys):
     """One exercise from another folder: solved, then not."""
-    file, _, _ = EXERCISES[5]
+    file = EXERCISES[5].file
     (tmp_path / file).write_text(RIGHT[5])
     with pytest.raises(SystemExit) as ended:
         check.main(["5", "--solutions", str(tmp_path)])

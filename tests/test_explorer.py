@@ -21,14 +21,13 @@ import recompute
 import schedules
 import sequence_parallel
 import tensor_parallel
-from model_config import FieldError, MoEConfig, block_matrices, mlp_matrices
+from model_config import FieldError, MoEConfig
 from page import explorer
 from pipelines import drawing
-from planning import as_rank
-from run import room, rules
+from planning import memory as planned
+from planning.inputs import TRAIN, Layout
+from run import rules
 from run.presets import PRESETS
-from run.pretraining import Config
-from train import Trainer
 
 ROOT = Path(__file__).parent.parent
 
@@ -116,24 +115,6 @@ def held(events: list, rank: int, time: float, change: dict[str, int]) -> int:
     return sum(change[e.op] for e in events if e.rank == rank and e.end <= time)
 
 
-def matrices_of(config: MoEConfig, rank: int, p: int, v: int) -> tuple[int, int]:
-    """(numbers outside the experts, numbers of the experts) in the matrices of a pipeline rank: its
-    layers; on the first the embedding, on the last the head, which may be the embedding again."""
-    h, e = config.hidden_size, config.num_experts
-    chunk = config.num_layers // (p * v)
-    layers = {layer for layer in range(config.num_layers) if layer // chunk % p == rank}
-    with_experts = len(layers & set(config.expert_layers))
-    mlp = mlp_matrices(config)
-    dense = len(layers) * block_matrices(config, 0) // config.num_layers
-    dense += (len(layers) - with_experts) * mlp + with_experts * h * e
-    if rank == 0:
-        dense += h * config.vocab_size
-        dense += h * config.seq_length * (config.positions == "learned")
-    if rank == p - 1 and (p > 1 or not config.tied):
-        dense += h * config.vocab_size
-    return dense, with_experts * e * mlp
-
-
 NAMES = {"tp": "t", "pp": "p", "virtual_stages": "v", "seq_length": "s", "num_experts": "experts"}
 
 
@@ -141,7 +122,8 @@ def memory(s: dict) -> list[float] | str:
     """Weights, gradients, optimizer state and activations of the rank that holds most, and their
     sum; or the message of what cannot be. In mixed precision, under 1F1B or interleaved, m >= p.
 
-    The activations are those of the paper's layer (recompute.py), of which a fused core keeps no
+    The bytes of parameters are the planner's, which test_planning_counts.py holds to as-rank. The
+    activations are those of the paper's layer (recompute.py), of which a fused core keeps no
     s² matrix.
     """
     t, p, dp, ep, sequence = s["tp"], s["pp"], s["dp"], s["ep"], s["sp"]
@@ -156,11 +138,8 @@ def memory(s: dict) -> list[float] | str:
         moe.check(config, ep, dp)
     except FieldError as e:
         return e.message(lambda field: NAMES.get(field, field.replace("_", " ")))
-    ranks = {"tp": t, "pp": p, "dp": dp, "ep": ep}
-    of_ranks = [
-        room.parts_of(*matrices_of(config, rank, p, v), "bf16", "fp32", s["zero"], ranks)
-        for rank in range(p)
-    ]
+    layout = Layout(tp=t, pp=p, dp=dp, ep=ep, virtual_stages=v, zero_stage=s["zero"])
+    of_ranks = [planned.state(config, layout, TRAIN, rank) for rank in range(p)]
     granularity = s["recompute"]
     if config.attention == "fused" and granularity == "none":
         granularity = "selective"
@@ -279,14 +258,6 @@ def test_text_has_the_colour_of_the_figures():
     expected = [drawing.text_on(colour) for colour in colours]
     assert in_node(f"{json.dumps(colours)}.map(textOn)") == expected
     assert set(expected) == {"black", "white"}
-
-
-def settings_of(preset: str, **changed) -> dict:
-    """One rank, with a preset's own sequence and experts; and what is changed."""
-    fields = PRESETS[preset][0]
-    own = dict(preset=preset, s=fields["seq_length"], experts=fields.get("num_experts", 0))
-    one = dict(tp=1, pp=1, vp=1, dp=1, ep=1, zero=0, b=1, sp=False, recompute="none")
-    return own | one | changed
 
 
 # --- the page in a browser ------------------------------------------------------------------------
@@ -556,29 +527,3 @@ def test_looks(visit, tmp_path):
             page.locator("#chart-1 .action").nth(30).click()
         assert page.evaluate(LOOKS) == [], name
         page.screenshot(path=tmp_path / f"{name}.png", full_page=True)
-
-
-@pytest.mark.parametrize(
-    "preset, layout",
-    [
-        ("gpt2", dict(pp=12)),
-        ("llama2-7b", dict(tp=2, pp=4)),
-        ("tiny-moe", dict(pp=2, dp=2, ep=2)),
-        ("gpt2-medium", dict(tp=2, pp=2, vp=2, dp=2, zero=1)),
-    ],
-)
-def test_memory_is_that_of_the_rank_that_holds_most(preset, layout):
-    """As train.py --as-rank counts it, but for norms, biases and what tensor parallelism leaves
-    whole: 1%."""
-    s = settings_of(preset, **layout)
-    world = s["tp"] * s["pp"] * s["dp"]
-    fields = dict(tp=s["tp"], pp=s["pp"], ep=s["ep"], virtual_stages=s["vp"], zero_stage=s["zero"])
-    config = Config(model=preset, global_batch_size=world * 4, micro_batch_size=1, **fields)
-    # one rank of each stage
-    some = range(0, world, world // s["pp"])
-    held = [as_rank.report(config, Trainer, rank, world) for rank in some]
-    counted = [
-        [sum(part.values()) for part in (of.parameters, of.gradients, of.optimizer_state)]
-        for of in held
-    ]
-    assert memory(s)[:3] == pytest.approx(max(counted, key=sum), rel=0.01)

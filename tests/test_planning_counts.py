@@ -16,8 +16,8 @@ from run.presets import PRESETS
 
 # as-rank runs on the meta device, where RMSNorm is made of single operations
 META = dataclasses.replace(TRAIN, fused_rms_norm=False)
-# of parameters, gradients, optimizer state and activations, each: largest relative difference
-MARGIN = 0.03
+# largest relative difference, of parameters, gradients and optimizer state; of activations
+MARGIN, OF_ACTIVATIONS = 0.01, 0.03
 
 ZB_H1 = dict(schedule="zb-h1", pp=4)
 SEQUENCE = dict(sequence_parallel=True)
@@ -93,7 +93,8 @@ def test_memory_is_what_as_rank_counts(name):
         # what is there for a moment, as-rank does not count
         assert set(predicted) == {*counted, "gathered", "summed", "moment"}
         for part, size in counted.items():
-            assert predicted[part] == pytest.approx(size, rel=MARGIN), (rank, part)
+            margin = OF_ACTIVATIONS if part == "activations" else MARGIN
+            assert predicted[part] == pytest.approx(size, rel=margin), (rank, part)
 
 
 # --- formulas by themselves -----------------------------------------------------------------------
