@@ -1,14 +1,28 @@
-"""Builds the CUDA sources of csrc/, registers functions as operations of torch, launches kernels.
+"""Builds the CUDA sources of csrc/, and makes an operation of torch of a kernel's signature.
 
-    @operation(library, "swiglu(Tensor gate, Tensor up) -> Tensor")
-    def swiglu_forward(gate, up):
-        return launch("swiglu", gate, (gate, up), empty(gate), rows(gate), gate.shape[-1])
+    swiglu_forward = kernel("swiglu(gate[.., h], up[.., h]) -> y[.., h]")
 
     @gradient(swiglu_forward, keep=(0, 1))
     def _(ctx, dy): ...
 
+The signature is all that stands between torch and the function swiglu of csrc/. From it come the
+checks of arguments, the new tensors, the arguments in C, and the schema of the operation.
+
+    x[b, s, h]            a tensor with the dtype of the first; equal letters are equal sizes
+    x[.., h]              the same with any dimensions before h, which are rows for the kernel
+    targets i64[..]       a tensor of another dtype
+    bias[h]?              or None: a null pointer
+    logits![.., V]        changed in place
+    scale: float          a number
+    z[.., h] if bias      an output that is empty without that argument: a null pointer
+    d_bias sum[n, h]      an output whose blocks leave parts [n, blocks, h], which are added up here
+
+In C: the stream, the tensors, the outputs, the sizes in the order in which their letters appear,
+the number of blocks if there are parts, the numbers. Another function, NAME_blocks(sizes), says how
+many blocks.
+
 A library of kernels is built for each element type: the sources call it T. With meta tensors
-nothing is launched, so the same function tells torch.compile the shapes of the outputs. (As a
+nothing is launched, so the same operation tells torch.compile the shapes of its outputs. (As a
 torch.library.custom_op an operation takes 15 to 20 microseconds of the host, as one of a Library 5,
 measured with operations that do nothing.)
 """
@@ -17,7 +31,9 @@ import contextlib
 import ctypes
 import functools
 import math
+import re
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +55,12 @@ def sources() -> dict[str, str]:
 
 def nvcc_flags(capability: tuple[int, int], dtype: torch.dtype) -> list[str]:
     arch = "".join(map(str, capability))
-    code = f"-gencode=arch=compute_{arch},code=sm_{arch}"
-    return ["-O3", f"-DELEMENT={ELEMENTS[dtype]}", code]
+    return ["-std=c++17", "-O3", f"-arch=sm_{arch}", f"-DELEMENT={ELEMENTS[dtype]}"]
+
+
+def nvcc() -> str:
+    own = (extensions.cuda_root() or Path()) / "bin" / "nvcc"
+    return str(own) if own.exists() else "nvcc"
 
 
 @functools.cache
@@ -58,11 +78,13 @@ def load(dtype: torch.dtype) -> tuple[ctypes.CDLL | None, str]:
         device = torch.cuda.get_device_name()
         version = f"{capability[0]}.{capability[1]}"
         return None, f"{device} has compute capability {version}, and they need 8.0"
-    flags = nvcc_flags(capability, dtype)
+    command = [nvcc(), *nvcc_flags(capability, dtype), "-Xcompiler", "-fPIC"]
     try:
-        return extensions.load("fused", sources(), extra_cuda_cflags=flags), ""
+        return extensions.load("fused", sources(), command), ""
     except (OSError, RuntimeError) as e:
-        return None, f"the build failed: {extensions.first_error(str(e))}"
+        lines = str(e).splitlines() or ["no reason given"]
+        first_error = next((line for line in lines if "error" in line.lower()), lines[0])
+        return None, f"the build failed: {first_error.strip()}"
 
 
 def why_not(dtype: torch.dtype = torch.bfloat16) -> str:
@@ -70,42 +92,138 @@ def why_not(dtype: torch.dtype = torch.bfloat16) -> str:
     return load(dtype)[1]
 
 
-# --- registering and launching --------------------------------------------------------------------
+# --- signatures -----------------------------------------------------------------------------------
 
-# Bytes of a vector, and vectors of the longest row that threads can hold in registers.
-VECTOR, LONGEST = 16, 2048
-# The devices whose tensors the kernels compute; the tests add the CPU, with an emulator.
-DEVICES = {"cuda", "meta"}
+LIBRARY = torch.library.Library("kernels", "DEF")
+DTYPES = {"f32": torch.float32, "i32": torch.int32, "i64": torch.int64}
+ITEM = r"(\w+)(?:: (\w+)|(!?)(?: (\w+))?\[(.*?)\](\??)(?: if (\w+))?)"
 
 
-def operation(library: torch.library.Library, schema: str):
+class Item(NamedTuple):
+    """An argument or an output of a signature."""
+
+    name: str
+    # int or float; None: a tensor
+    number: str | None
+    changed: str
+    dtype: str | None
+    shape: list[str]
+    optional: str
+    condition: str | None
+
+    def schema(self) -> str:
+        if self.number:
+            return f"{self.number} {self.name}"
+        alias = f"({self.name}!)" if self.changed else ""
+        return f"Tensor{alias}{self.optional} {self.name}"
+
+
+def items(text: str) -> list[Item]:
+    found = [match.groups() for match in re.finditer(ITEM, text)]
+    return [Item(*groups[:4], (groups[4] or "").split(", "), *groups[5:]) for groups in found]
+
+
+def expected_shape(letters: list[str], shape: torch.Size, sizes: dict) -> tuple[int, ...]:
+    """The shape that a tensor of such letters must have. Sizes that are not known yet are its
+    own."""
+    if letters[0] == "..":
+        n = len(shape) - len(letters) + 1
+        shape = shape[:n], *shape[n:]
+    for letter, size in zip(letters, shape):
+        sizes.setdefault(letter, size)
+    return whole_shape(letters, sizes)
+
+
+def whole_shape(letters: list[str], sizes: dict) -> tuple[int, ...]:
+    """The sizes of these letters; a letter where there is none, for an error message."""
+    if letters[:1] == [".."]:
+        return *sizes[".."], *whole_shape(letters[1:], sizes)
+    return tuple(sizes.get(letter, letter) for letter in letters)
+
+
+class Kernel:
+    """Checks its arguments, allocates its outputs, and launches the kernel of a signature."""
+
+    def __init__(self, signature: str):
+        inputs, outputs = signature.split(" -> ")
+        self.name, inputs = inputs.split("(", 1)
+        self.inputs, self.outputs = items(inputs), items(outputs)
+        tensors = [i for i in (*self.inputs, *self.outputs) if not i.number]
+        self.letters = list(dict.fromkeys(letter for i in tensors for letter in i.shape))
+        self.numbers = [i.number is not None and i.name not in self.letters for i in self.inputs]
+        arguments = ", ".join(i.schema() for i in self.inputs)
+        self.schema = f"{self.name}({arguments}) -> ({', '.join(['Tensor'] * len(self.outputs))})"
+
+    def __call__(self, *args):
+        first = args[0]
+        sizes, given, tensors = {}, set(), []
+        for i, value in zip(self.inputs, args):
+            if i.number:
+                sizes[i.name] = value
+                continue
+            is_given = value is not None and not (i.optional and value.numel() == 0)
+            if is_given:
+                given.add(i.name)
+                self.check(i, value, first, sizes)
+            tensors.append(value if i.changed else dense(value if is_given else None))
+        in_c = [math.prod(sizes[n]) if n == ".." else sizes[n] for n in self.letters]
+        blocks = []
+        if any(o.dtype == "sum" for o in self.outputs):
+            blocks = [query(f"{self.name}_blocks", first, *in_c)]
+        new = [self.allocate(o, first, sizes, given, *blocks) for o in self.outputs]
+        numbers = [value for value, is_number in zip(args, self.numbers) if is_number]
+        launch(self.name, first, *tensors, *new, *in_c, *blocks, *numbers)
+        for i, value in zip(self.inputs, args):
+            if i.changed and value.device.type != "meta":
+                torch.autograd.graph.increment_version(value)
+        results = [added(t, first) if o.dtype == "sum" else t for o, t in zip(self.outputs, new)]
+        if len(results) > 1:
+            return tuple(results)
+        return results[0] if results else None
+
+    def check(self, i: Item, t: Tensor, first: Tensor, sizes: dict) -> None:
+        """Raises ValueError with the operation, the argument, what it is and what was expected."""
+        expected = expected_shape(i.shape, t.shape, sizes)
+        subject = f"{self.name}: {i.name}"
+        check(subject, t, first, DTYPES.get(i.dtype, first.dtype), expected)
+        if i.changed and not t.is_contiguous():
+            raise ValueError(f"{subject} is not contiguous, and it is changed in place")
+
+    def allocate(self, o: Item, first: Tensor, sizes: dict, given: set, blocks: int = 1) -> Tensor:
+        if o.condition and o.condition not in given:
+            return first.new_empty(0, dtype=DTYPES.get(o.dtype))
+        shape = whole_shape(o.shape, sizes)
+        if o.dtype == "sum":
+            n, h = shape
+            return first.new_empty(n, blocks, h, dtype=torch.float32)
+        return first.new_empty(shape, dtype=DTYPES.get(o.dtype))
+
+
+def added(parts: Tensor, like: Tensor) -> Tensor:
+    """[n, blocks, h] -> [n, h]"""
+    if len(parts) == 0:
+        return like.new_empty(0, parts.shape[2])
+    return parts.sum(1).to(like.dtype)
+
+
+def kernel(signature: str):
+    """The operation of torch of a kernel's signature."""
+    function = Kernel(signature)
+    return operation(function.schema)(function)
+
+
+def operation(schema: str):
     """Register a function as an operation of torch, so that torch.compile and meta tensors know it.
     The name then means the operation."""
 
     def register(function):
         name = schema.split("(")[0]
-        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         for key in ("CPU", "CUDA", "Meta"):
-            library.impl(name, function, key)
-        return getattr(getattr(torch.ops, library.ns), name).default
+            LIBRARY.impl(name, function, key)
+        return getattr(torch.ops.kernels, name).default
 
     return register
-
-
-def of_rows(library: torch.library.Library, schema: str):
-    """An operation whose outputs are like its first tensor. The kernel of its name is given its
-    tensors, its outputs, the rows and columns of the first tensor, and its numbers."""
-    name = schema.split("(")[0]
-    inputs, outputs = (side.count("Tensor") for side in schema.split("->"))
-
-    def function(*args):
-        first = args[0]
-        new = [empty(first) for _ in range(outputs)]
-        sizes = rows(first), first.shape[-1]
-        launch(name, first, args[:inputs], tuple(new), *sizes, *args[inputs:])
-        return tuple(new) if outputs > 1 else new[0]
-
-    return operation(library, schema)(function)
 
 
 def gradient(of, keep: tuple[int, ...] = (), keep_output: bool = False):
@@ -124,6 +242,25 @@ def gradient(of, keep: tuple[int, ...] = (), keep_output: bool = False):
     return register
 
 
+def check(subject: str, t: Tensor, first: Tensor, dtype: torch.dtype, shape) -> None:
+    """Raises ValueError, unless t has this dtype and shape, and is where the first argument is."""
+    if t.device != first.device:
+        where = f"expected {first.device}, where the first argument is"
+        raise ValueError(f"{subject} is on {t.device}, {where}")
+    if t.dtype != dtype:
+        raise ValueError(f"{subject} is {t.dtype}, expected {dtype}")
+    if tuple(t.shape) != tuple(shape):
+        raise ValueError(f"{subject} has shape {list(t.shape)}, expected {list(shape)}")
+
+
+# --- launching ------------------------------------------------------------------------------------
+
+# Bytes of a vector, and vectors of the longest row that threads can hold in registers.
+VECTOR, LONGEST = 16, 2048
+# The devices whose tensors the kernels compute; the tests add the CPU, with an emulator.
+DEVICES = {"cuda", "meta"}
+
+
 def call(name: str, device: torch.device, dtype: torch.dtype, *args):
     """Call a function of a dtype's library on a device. None and empty tensors go as 0."""
     kernels, reason = load(dtype)
@@ -135,17 +272,15 @@ def call(name: str, device: torch.device, dtype: torch.dtype, *args):
         return extensions.call(kernels, name, *args)
 
 
-def launch(name: str, like: Tensor, inputs: tuple, outputs, *others):
+def launch(name: str, like: Tensor, *args) -> None:
     """Launch a kernel of like's dtype on the current stream of its device; on the meta device,
-    nothing. inputs: tensors or None, made dense; outputs: a tensor, or a tuple of tensors, which is
-    returned; others: what else the kernel is given."""
-    if like.device.type != "meta":
-        stream = None
-        if like.is_cuda:
-            stream = ctypes.c_void_p(torch.cuda.current_stream(like.device).cuda_stream)
-        written = outputs if isinstance(outputs, tuple) else (outputs,)
-        call(name, like.device, like.dtype, stream, *map(dense, inputs), *written, *others)
-    return outputs
+    nothing."""
+    if like.device.type == "meta":
+        return
+    stream = None
+    if like.is_cuda:
+        stream = ctypes.c_void_p(torch.cuda.current_stream(like.device).cuda_stream)
+    call(name, like.device, like.dtype, stream, *args)
 
 
 answer = functools.cache(call)
@@ -156,48 +291,12 @@ def query(name: str, like: Tensor, *args: int) -> int:
     return 1 if like.device.type == "meta" else answer(name, like.device, like.dtype, *args)
 
 
-def check(operation: str, first: Tensor, **arguments) -> None:
-    """Check arguments NAME=(tensor or None, shape), of dtype and device of `first`, or NAME=(tensor
-    or None, shape, dtype).
-
-    Raises ValueError with the operation, the argument, what it is and what was expected.
-    """
-    for name, (t, shape, *dtype) in arguments.items():
-        if t is None:
-            continue
-        (dtype,) = dtype or (first.dtype,)
-        subject = f"{operation}: {name}"
-        if t.device != first.device:
-            where = f"expected {first.device}, where the first argument is"
-            raise ValueError(f"{subject} is on {t.device}, {where}")
-        if t.dtype != dtype:
-            raise ValueError(f"{subject} is {t.dtype}, expected {dtype}")
-        if tuple(t.shape) != tuple(shape):
-            raise ValueError(f"{subject} has shape {list(t.shape)}, expected {list(shape)}")
-
-
 def dense(t: Tensor | None) -> Tensor | None:
     """t if it is contiguous and begins at a multiple of 16 bytes, else a copy that does."""
-    if t is None:
-        return None
+    if t is None or t.device.type == "meta":
+        return t
     t = t.contiguous()
     return t if t.data_ptr() % VECTOR == 0 else t.clone()
-
-
-def empty(t: Tensor, *shape: int, dtype=None) -> Tensor:
-    """A new contiguous tensor on the device of t, by default with its shape and dtype. With a shape
-    of 0 it is a null pointer for a kernel: an operation returns tensors, never None."""
-    return t.new_empty(shape or t.shape, dtype=dtype)
-
-
-def per_row(t: Tensor) -> Tensor:
-    """A new float32 tensor with a number for each row of t [.., h]."""
-    return t.new_empty(t.shape[:-1], dtype=torch.float32)
-
-
-def rows(t: Tensor) -> int:
-    """The number of rows of [.., h]."""
-    return math.prod(t.shape[:-1])
 
 
 def vector_elements(t: Tensor) -> int:
@@ -208,7 +307,7 @@ def vector_elements(t: Tensor) -> int:
 def supported(t: Tensor) -> bool:
     """Whether the kernels compute tensors like t. Rows are counted in 32 bits."""
     on_device = t.device.type in DEVICES and t.dtype in ELEMENTS
-    return on_device and 0 < t.numel() and t.dim() > 0 and rows(t) < 2**31
+    return on_device and 0 < t.numel() and t.dim() > 0 and math.prod(t.shape[:-1]) < 2**31
 
 
 def supported_rows(t: Tensor, longest: int = 2**27) -> bool:

@@ -72,7 +72,7 @@ extern "C" const char* rotary(
     Heads of_q{q, q_out, q_batch, q_head, q_position, int(q_heads)};
     Heads of_k{k, k_out, k_batch, k_head, k_position, int(k_heads)};
     int64_t threads = b * s * pieces(q_heads + k_heads, OF_THREAD) * (d / 2 / W);
-    rotary_kernel<<<pieces(threads, 256), 256, 0, stream>>>(
-        of_q, of_k, cosine, sine, b * s, s, d, sign);
-    return failure();
+    return launch_kernel(
+        rotary_kernel, pieces(threads, 256), 256, stream, of_q, of_k, cosine, sine, b * s, s, d,
+        sign);
 }
