@@ -66,12 +66,8 @@ from base import compiling
 from base import cross_entropy as plain
 from base.cuda_kernels import (
     LONGEST,
-    check,
-    dense,
     gradient,
     kernel,
-    launch,
-    operation,
     supported,
     supported_rows,
     vector_elements,
@@ -152,29 +148,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
 
 # --- rotary embedding -----------------------------------------------------------------------------
 
-
-def aligned_heads(t: Tensor) -> Tensor:
-    """t [b, a, s, d] with any strides, if each head begins at a multiple of 16 bytes; else a copy
-    of which that is true."""
-    begins = t.storage_offset(), *t.stride()[:3]
-    in_vectors = t.stride(-1) == 1 and not any(n % vector_elements(t) for n in begins)
-    return t if in_vectors else t.clone(memory_format=torch.contiguous_format)
-
-
-@operation("rotary(Tensor q, Tensor k, Tensor cosine, Tensor sine, float sign) -> (Tensor, Tensor)")
-def rotary_forward(q, k, cosine, sine, sign):
-    """sign: 1, or -1 to rotate back, which is the gradient -> q and k rotated, which lie in memory
-    as [b, s, a, d], like a projection's outputs"""
-    b, a, s, d = q.shape
-    check("rotary: k", k, q, q.dtype, (b, k.shape[1], s, d))
-    check("rotary: cosine", cosine, q, q.dtype, (s, d))
-    check("rotary: sine", sine, q, q.dtype, (s, d))
-    outputs = tuple(t.new_empty(b, s, t.shape[1], d).transpose(1, 2) for t in (q, k))
-    # not made dense: the kernel knows strides
-    q, k = aligned_heads(q), aligned_heads(k)
-    sizes = *q.stride()[:3], *k.stride()[:3], b, a, k.shape[1], s, d
-    launch("rotary", q, dense(cosine), dense(sine), *outputs, q, k, *sizes, sign)
-    return outputs
+# sign: 1, or -1 to rotate back, which is the gradient
+rotary_forward = kernel(
+    "rotary(q heads[b, a, s, d], k heads[b, c, s, d], cosine[s, d], sine[s, d], sign: float)"
+    " -> q_out heads[b, a, s, d], k_out heads[b, c, s, d]"
+)
 
 
 @gradient(rotary_forward, keep=(2, 3))
@@ -261,15 +239,7 @@ def _(ctx, dy, _):
     return dx, d_bias[0] if wanted else None, dy, *[None] * 6
 
 
-def bias_dropout_add(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    key: Tensor | None,
-    site: int,
-    start: int,
-    p: float,
-) -> Tensor:
+def bias_dropout_add(x, bias, residual, key, site: int, start: int, p: float) -> Tensor:
     """residual + dropout(x + bias), with the mask of dropout.dropout_mask.
 
     x, residual: [b, s, h]; bias: [h] or None; key: [b] from dropout.layer_key, None for no dropout;
@@ -445,32 +415,31 @@ def norm_of_module(self: nn.RMSNorm | nn.LayerNorm, x: Tensor) -> Tensor:
     return add_norm(x, None, *of_norm(self))[1]
 
 
-def of_norm(norm: nn.Module) -> tuple:
-    """weight, bias and ε"""
-    return norm.weight, getattr(norm, "bias", None), norm.eps
-
-
-def is_computed(norm: nn.Module) -> bool:
-    """Whether the operations compute this norm."""
-    if type(norm) is nn.LayerNorm and norm.bias is None:
-        return False
-    is_norm = type(norm) in (nn.RMSNorm, nn.LayerNorm) and len(norm.normalized_shape) == 1
-    return is_norm and norm.weight is not None and norm.eps is not None
+def of_norm(norm: nn.Module) -> tuple | None:
+    """weight, bias and ε of a norm that the operations compute; None for another."""
+    if type(norm) not in (nn.RMSNorm, nn.LayerNorm) or len(norm.normalized_shape) > 1:
+        return None
+    bias = getattr(norm, "bias", None)
+    lacks_bias = type(norm) is nn.LayerNorm and bias is None
+    if lacks_bias or norm.weight is None or norm.eps is None:
+        return None
+    return norm.weight, bias, norm.eps
 
 
 def block(self: gpt.Block, x: Tensor, context: gpt.Context = gpt.PLAIN) -> Tensor:
     """gpt.Block, whose norms also pass on the residual, so that in backward the gradients of both
     are added in one pass. Without dropout and bias they add the residual too."""
-    if not (is_computed(self.attention_norm) and is_computed(self.mlp_norm)):
+    first, second = of_norm(self.attention_norm), of_norm(self.mlp_norm)
+    if first is None or second is None:
         return gpt.Block.forward(self, x, context)
-    x, y = add_norm(x, None, *of_norm(self.attention_norm))
+    x, y = add_norm(x, None, *first)
     y = self.attention(y, context)
     bias = self.attention.output.bias
     if only_adds(self.attention_residual, bias, context.drop_key):
-        x, y = add_norm(y, x, *of_norm(self.mlp_norm))
+        x, y = add_norm(y, x, *second)
     else:
         x = self.attention_residual(y, bias, x, context.drop_key)
-        x, y = add_norm(x, None, *of_norm(self.mlp_norm))
+        x, y = add_norm(x, None, *second)
     y = self.mlp(y)
     return self.mlp_residual(y, self.mlp.down.bias, x, context.drop_key)
 
@@ -505,27 +474,25 @@ def causal_probabilities(
     return causal_softmax(q @ k.transpose(2, 3), q.shape[-1] ** -0.5)
 
 
-# {class: {what is handed in: a function of the module and its arguments}}
-FUSED = {
-    nn.RMSNorm: {"forward": norm_of_module},
-    nn.LayerNorm: {"forward": norm_of_module},
-    gpt.Block: {"forward": block},
-    Rotary: {"forward": rotary_of_module},
-    gpt.SwiGLU: {"forward": lambda self, gate, up: swiglu(gate, up)},
-    gpt.GELU: {"forward": lambda self, x, bias: bias_gelu(x, bias)},
-    gpt.BiasDropoutAdd: {"forward": bias_dropout_add_of_module},
-    gpt.CausalProbabilities: {"forward": causal_probabilities},
-    gpt.Head: {"loss": lambda self, logits, targets: cross_entropy(logits, targets)},
-    tensor_parallel.VocabParallelHead: {
-        "loss": lambda self, logits, targets: vocab_parallel_cross_entropy(
-            logits, targets, self.vocab_size, self.group
-        )
-    },
-    moe.MoE: {
-        "permute": lambda self, *args: permute(*args),
-        "unpermute": lambda self, *args: unpermute(*args),
-    },
-}
+def parallel_loss(self: tensor_parallel.VocabParallelHead, logits, targets) -> Tensor:
+    return vocab_parallel_cross_entropy(logits, targets, self.vocab_size, self.group)
+
+
+# (class, what is handed in, a function of the module and its arguments)
+FUSED = [
+    (nn.RMSNorm, "forward", norm_of_module),
+    (nn.LayerNorm, "forward", norm_of_module),
+    (gpt.Block, "forward", block),
+    (Rotary, "forward", rotary_of_module),
+    (gpt.SwiGLU, "forward", lambda self, gate, up: swiglu(gate, up)),
+    (gpt.GELU, "forward", lambda self, x, bias: bias_gelu(x, bias)),
+    (gpt.BiasDropoutAdd, "forward", bias_dropout_add_of_module),
+    (gpt.CausalProbabilities, "forward", causal_probabilities),
+    (gpt.Head, "loss", lambda self, logits, targets: cross_entropy(logits, targets)),
+    (tensor_parallel.VocabParallelHead, "loss", parallel_loss),
+    (moe.MoE, "permute", lambda self, *args: permute(*args)),
+    (moe.MoE, "unpermute", lambda self, *args: unpermute(*args)),
+]
 
 
 def swap(model: nn.Module) -> None:
@@ -536,17 +503,16 @@ def swap(model: nn.Module) -> None:
     run under autocast afterwards.
     """
     for module in model.modules():
-        if isinstance(module, nn.RMSNorm | nn.LayerNorm) and not is_computed(module):
-            continue
-        for name, function in FUSED.get(type(module), {}).items():
-            setattr(module, name, MethodType(function, module))
+        for own, name, function in FUSED:
+            is_computed = function is not norm_of_module or of_norm(module) is not None
+            if type(module) is own and is_computed:
+                setattr(module, name, MethodType(function, module))
 
 
 def apply(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
     """`swap` if the kernels of this dtype run on this device. Returns None, or why they do not: the
     model is unchanged then."""
     refused = why_not(dtype) if device.type == "cuda" else "no CUDA device"
-    if refused:
-        return refused
-    swap(model)
-    return None
+    if not refused:
+        swap(model)
+    return refused or None

@@ -16,10 +16,11 @@ checks of arguments, the new tensors, the arguments in C, and the schema of the 
     scale: float          a number
     z[.., h] if bias      an output that is empty without that argument: a null pointer
     d_bias sum[n, h]      an output whose blocks leave parts [n, blocks, h], which are added up here
+    q heads[b, a, s, d]   any strides of whole vectors; an output lies in memory as [b, s, a, d]
 
-In C: the stream, the tensors, the outputs, the sizes in the order in which their letters appear,
-the number of blocks if there are parts, the numbers. Another function, NAME_blocks(sizes), says how
-many blocks.
+In C: the stream, the tensors, the outputs, three strides of each input of heads, the sizes in the
+order in which their letters appear, the number of blocks if there are parts, the numbers. Another
+function, NAME_blocks(sizes), says how many blocks.
 
 A library of kernels is built for each element type: the sources call it T. With meta tensors
 nothing is launched, so the same operation tells torch.compile the shapes of its outputs. (As a
@@ -95,7 +96,9 @@ def why_not(dtype: torch.dtype = torch.bfloat16) -> str:
 # --- signatures -----------------------------------------------------------------------------------
 
 LIBRARY = torch.library.Library("kernels", "DEF")
-DTYPES = {"f32": torch.float32, "i32": torch.int32, "i64": torch.int64}
+# Bytes of a vector, and vectors of the longest row that threads can hold in registers.
+VECTOR, LONGEST = 16, 2048
+DTYPES = {"f32": torch.float32, "sum": torch.float32, "i32": torch.int32, "i64": torch.int64}
 ITEM = r"(\w+)(?:: (\w+)|(!?)(?: (\w+))?\[(.*?)\](\??)(?: if (\w+))?)"
 
 
@@ -123,15 +126,12 @@ def items(text: str) -> list[Item]:
     return [Item(*groups[:4], (groups[4] or "").split(", "), *groups[5:]) for groups in found]
 
 
-def expected_shape(letters: list[str], shape: torch.Size, sizes: dict) -> tuple[int, ...]:
-    """The shape that a tensor of such letters must have. Sizes that are not known yet are its
-    own."""
-    if letters[0] == "..":
-        n = len(shape) - len(letters) + 1
-        shape = shape[:n], *shape[n:]
-    for letter, size in zip(letters, shape):
-        sizes.setdefault(letter, size)
-    return whole_shape(letters, sizes)
+class Form(NamedTuple):
+    """What there is to know of a tensor before its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
 
 def whole_shape(letters: list[str], sizes: dict) -> tuple[int, ...]:
@@ -141,6 +141,31 @@ def whole_shape(letters: list[str], sizes: dict) -> tuple[int, ...]:
     return tuple(sizes.get(letter, letter) for letter in letters)
 
 
+def dense(t: Tensor | None) -> Tensor | None:
+    """t if it is contiguous and begins at a multiple of 16 bytes, else a copy that does."""
+    if t is None:
+        return None
+    t = t.contiguous()
+    return t if t.data_ptr() % VECTOR == 0 else t.clone()
+
+
+def aligned_heads(t: Tensor) -> Tensor:
+    """t [b, a, s, d] with any strides, if each head begins at a multiple of 16 bytes; else a copy
+    of which that is true."""
+    begins = t.storage_offset(), *t.stride()[:3]
+    in_vectors = t.stride(-1) == 1 and not any(n % vector_elements(t) for n in begins)
+    return t if in_vectors else t.clone(memory_format=torch.contiguous_format)
+
+
+def in_place(t: Tensor) -> Tensor:
+    if not t.is_contiguous():
+        raise ValueError("a tensor that a kernel changes in place is not contiguous")
+    return t
+
+
+PREPARE = {"heads": aligned_heads}
+
+
 class Kernel:
     """Checks its arguments, allocates its outputs, and launches the kernel of a signature."""
 
@@ -148,55 +173,82 @@ class Kernel:
         inputs, outputs = signature.split(" -> ")
         self.name, inputs = inputs.split("(", 1)
         self.inputs, self.outputs = items(inputs), items(outputs)
-        tensors = [i for i in (*self.inputs, *self.outputs) if not i.number]
-        self.letters = list(dict.fromkeys(letter for i in tensors for letter in i.shape))
-        self.numbers = [i.number is not None and i.name not in self.letters for i in self.inputs]
+        self.at = [n for n, i in enumerate(self.inputs) if not i.number]
+        self.numbers_at = [n for n, i in enumerate(self.inputs) if i.number]
+        tensors = [self.inputs[n] for n in self.at]
+        letters = [letter for i in (*tensors, *self.outputs) for letter in i.shape]
+        self.letters = list(dict.fromkeys(letters))
         arguments = ", ".join(i.schema() for i in self.inputs)
         self.schema = f"{self.name}({arguments}) -> ({', '.join(['Tensor'] * len(self.outputs))})"
+        self.changed = [n for n, i in enumerate(self.inputs) if i.changed]
+        self.prepare = [in_place if i.changed else PREPARE.get(i.dtype, dense) for i in tensors]
+        self.heads = [n for n, i in enumerate(tensors) if i.dtype == "heads"]
+        self.sums = [n for n, o in enumerate(self.outputs) if o.dtype == "sum"]
+        # looking it up takes the host a tenth of the time
+        self.known_plan = functools.lru_cache(maxsize=256)(self.plan)
 
     def __call__(self, *args):
         first = args[0]
-        sizes, given, tensors = {}, set(), []
-        for i, value in zip(self.inputs, args):
-            if i.number:
-                sizes[i.name] = value
+        tensors = [args[n] for n in self.at]
+        forms = [t if t is None else (t.shape, t.dtype, t.device) for t in tensors]
+        numbers = [args[n] for n in self.numbers_at]
+        is_meta = first.device.type == "meta"
+        # On the meta device sizes may be symbols, which are not looked up.
+        outputs, in_c = (self.plan if is_meta else self.known_plan)(*forms, *numbers)
+        new = [first.new_empty(shape, dtype=dtype) for shape, dtype in outputs]
+        for n, o in enumerate(self.outputs):
+            if o.dtype == "heads":
+                new[n] = new[n].transpose(1, 2)
+        if not is_meta:
+            tensors = [prepare(t) for prepare, t in zip(self.prepare, tensors)]
+            strides = [n for i in self.heads for n in tensors[i].stride()[:3]]
+            launch(self.name, first, *tensors, *new, *strides, *in_c)
+            for n in self.changed:
+                torch.autograd.graph.increment_version(args[n])
+        for n in self.sums:
+            new[n] = added(new[n], first)
+        if len(new) > 1:
+            return tuple(new)
+        return new[0] if new else None
+
+    def plan(self, *forms) -> tuple[list[tuple], list]:
+        """([(shape, dtype) of each output, with parts in place of sums], [sizes, blocks, numbers
+        for the kernel]). forms: what is known of each tensor, and after them the numbers.
+
+        Raises ValueError with the operation, the argument, what it is and what was expected.
+        """
+        tensors = [form and Form(*form) for form in forms[: len(self.at)]]
+        numbers = {self.inputs[n].name: v for n, v in zip(self.numbers_at, forms[len(self.at) :])}
+        first = tensors[0]
+        sizes, given = dict(numbers), set()
+        for n, form in zip(self.at, tensors):
+            i = self.inputs[n]
+            if form is None or (i.optional and math.prod(form.shape) == 0):
                 continue
-            is_given = value is not None and not (i.optional and value.numel() == 0)
-            if is_given:
-                given.add(i.name)
-                self.check(i, value, first, sizes)
-            tensors.append(value if i.changed else dense(value if is_given else None))
+            given.add(i.name)
+            shape = form.shape
+            if i.shape[0] == "..":
+                before = len(shape) - len(i.shape) + 1
+                shape = shape[:before], *shape[before:]
+            # a letter that is new has the size that it has here
+            sizes = dict(zip(i.shape, shape)) | sizes
+            dtype = DTYPES.get(i.dtype, first.dtype)
+            check(f"{self.name}: {i.name}", form, first, dtype, whole_shape(i.shape, sizes))
         in_c = [math.prod(sizes[n]) if n == ".." else sizes[n] for n in self.letters]
-        blocks = []
-        if any(o.dtype == "sum" for o in self.outputs):
-            blocks = [query(f"{self.name}_blocks", first, *in_c)]
-        new = [self.allocate(o, first, sizes, given, *blocks) for o in self.outputs]
-        numbers = [value for value, is_number in zip(args, self.numbers) if is_number]
-        launch(self.name, first, *tensors, *new, *in_c, *blocks, *numbers)
-        for i, value in zip(self.inputs, args):
-            if i.changed and value.device.type != "meta":
-                torch.autograd.graph.increment_version(value)
-        results = [added(t, first) if o.dtype == "sum" else t for o, t in zip(self.outputs, new)]
-        if len(results) > 1:
-            return tuple(results)
-        return results[0] if results else None
-
-    def check(self, i: Item, t: Tensor, first: Tensor, sizes: dict) -> None:
-        """Raises ValueError with the operation, the argument, what it is and what was expected."""
-        expected = expected_shape(i.shape, t.shape, sizes)
-        subject = f"{self.name}: {i.name}"
-        check(subject, t, first, DTYPES.get(i.dtype, first.dtype), expected)
-        if i.changed and not t.is_contiguous():
-            raise ValueError(f"{subject} is not contiguous, and it is changed in place")
-
-    def allocate(self, o: Item, first: Tensor, sizes: dict, given: set, blocks: int = 1) -> Tensor:
-        if o.condition and o.condition not in given:
-            return first.new_empty(0, dtype=DTYPES.get(o.dtype))
-        shape = whole_shape(o.shape, sizes)
-        if o.dtype == "sum":
-            n, h = shape
-            return first.new_empty(n, blocks, h, dtype=torch.float32)
-        return first.new_empty(shape, dtype=DTYPES.get(o.dtype))
+        if self.sums:
+            in_c.append(query(f"{self.name}_blocks", first, *in_c))
+        outputs = []
+        for o in self.outputs:
+            shape = whole_shape(o.shape, sizes)
+            if o.condition and o.condition not in given:
+                shape = (0,)
+            if o.dtype == "sum":
+                shape = shape[0], in_c[-1], shape[1]
+            if o.dtype == "heads":
+                shape = shape[0], shape[2], shape[1], shape[3]
+            outputs.append((shape, DTYPES.get(o.dtype, first.dtype)))
+        in_c += [v for name, v in numbers.items() if name not in self.letters]
+        return outputs, in_c
 
 
 def added(parts: Tensor, like: Tensor) -> Tensor:
@@ -242,7 +294,7 @@ def gradient(of, keep: tuple[int, ...] = (), keep_output: bool = False):
     return register
 
 
-def check(subject: str, t: Tensor, first: Tensor, dtype: torch.dtype, shape) -> None:
+def check(subject: str, t: Tensor | Form, first: Tensor | Form, dtype: torch.dtype, shape) -> None:
     """Raises ValueError, unless t has this dtype and shape, and is where the first argument is."""
     if t.device != first.device:
         where = f"expected {first.device}, where the first argument is"
@@ -255,8 +307,6 @@ def check(subject: str, t: Tensor, first: Tensor, dtype: torch.dtype, shape) -> 
 
 # --- launching ------------------------------------------------------------------------------------
 
-# Bytes of a vector, and vectors of the longest row that threads can hold in registers.
-VECTOR, LONGEST = 16, 2048
 # The devices whose tensors the kernels compute; the tests add the CPU, with an emulator.
 DEVICES = {"cuda", "meta"}
 
@@ -286,17 +336,9 @@ def launch(name: str, like: Tensor, *args) -> None:
 answer = functools.cache(call)
 
 
-def query(name: str, like: Tensor, *args: int) -> int:
+def query(name: str, like: Tensor | Form, *args: int) -> int:
     """What a function of the library says about sizes, on this device. On the meta device 1."""
     return 1 if like.device.type == "meta" else answer(name, like.device, like.dtype, *args)
-
-
-def dense(t: Tensor | None) -> Tensor | None:
-    """t if it is contiguous and begins at a multiple of 16 bytes, else a copy that does."""
-    if t is None or t.device.type == "meta":
-        return t
-    t = t.contiguous()
-    return t if t.data_ptr() % VECTOR == 0 else t.clone()
 
 
 def vector_elements(t: Tensor) -> int:
