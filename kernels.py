@@ -66,6 +66,7 @@ from base import compiling
 from base import cross_entropy as plain
 from base.cuda_kernels import (
     LONGEST,
+    adamw,  # noqa: F401
     gradient,
     kernel,
     supported,
@@ -73,7 +74,6 @@ from base.cuda_kernels import (
     vector_elements,
     why_not,
 )
-from base.fused_adamw import adamw as adamw
 from dropout import dropout_mask
 
 # --- norms ----------------------------------------------------------------------------------------

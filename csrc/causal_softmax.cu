@@ -58,13 +58,15 @@ extern "C" const char* causal_softmax(
     cudaStream_t stream, In<> scores, T* y, int64_t n, int64_t s, double scale) {
     return with_row(s, [&](auto K, auto MOST, dim3 block) {
         auto kernel = softmax_forward<K.value, MOST.value>;
-        return launch_kernel(kernel, pieces(n * s, block.y), block, stream, scores, y, n * s, s, scale);
+        int64_t blocks = pieces(n * s, block.y);
+        return launch_kernel(kernel, blocks, block, stream, scores, y, n * s, s, scale);
     });
 }
 extern "C" const char* causal_softmax_backward(
     cudaStream_t stream, In<> dp, In<> p, T* out, int64_t n, int64_t s, double scale) {
     return with_row(s, [&](auto K, auto MOST, dim3 block) {
         auto kernel = softmax_backward<K.value, MOST.value>;
-        return launch_kernel(kernel, pieces(n * s, block.y), block, stream, dp, p, out, n * s, s, scale);
+        int64_t blocks = pieces(n * s, block.y);
+        return launch_kernel(kernel, blocks, block, stream, dp, p, out, n * s, s, scale);
     });
 }

@@ -90,5 +90,6 @@ const char* launch_columns(
     cudaStream_t stream, In<> a, In<> b, In<> bias, T* out, float* parts, int64_t rows, int64_t h,
     int64_t blocks, F f) {
     dim3 grid(pieces(h, WIDE * W), blocks), block(WIDE, DEEP);
-    return launch_kernel(down_columns<F, SUMS>, grid, block, stream, a, b, bias, out, parts, rows, h, f);
+    auto kernel = down_columns<F, SUMS>;
+    return launch_kernel(kernel, grid, block, stream, a, b, bias, out, parts, rows, h, f);
 }
