@@ -66,7 +66,7 @@ from base import compiling
 from base import cross_entropy as plain
 from base.cuda_kernels import (
     LONGEST,
-    adamw,  # noqa: F401
+    adamw as adamw,
     gradient,
     kernel,
     supported,
