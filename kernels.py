@@ -66,13 +66,15 @@ from base import compiling
 from base import cross_entropy as plain
 from base.cuda_kernels import (
     LONGEST,
-    adamw as adamw,
     gradient,
     kernel,
     supported,
     supported_rows,
     vector_elements,
     why_not,
+)
+from base.cuda_kernels import (
+    adamw as adamw,
 )
 from dropout import dropout_mask
 

@@ -362,8 +362,8 @@ def supported_rows(t: Tensor, longest: int = 2**27) -> bool:
 
 
 # --- AdamW ----------------------------------------------------------------------------------------
-# A table of addresses, a row for each parameter: a launch for each would take longer than the update
-# of a small one.
+# A table of addresses, a row for each parameter: launches one by one would take longer than the
+# update of a small one.
 
 
 @functools.lru_cache(maxsize=8)
