@@ -300,7 +300,7 @@ def check_order(model: gpt.GPT, group: dist.ProcessGroup, parts: list[nn.Module]
         )
     if any(isinstance(module, GatherSequence) for module in regions):
         raise ValueError("this model is sequence parallel already")
-    if any("forward" in vars(block) for block in model.blocks.values()):
+    if any(isinstance(block.forward, partial) for block in model.blocks.values()):
         raise ValueError(
             "this model recomputes already: recompute.apply comes after sequence_parallel.apply, "
             "so that what this adds runs again too"

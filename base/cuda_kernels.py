@@ -1,14 +1,29 @@
-"""Builds the CUDA sources of csrc/, registers functions as operations of torch, launches kernels.
+"""Builds the CUDA sources of csrc/, and makes an operation of torch of a kernel's signature.
 
-    @operation(library, "swiglu(Tensor gate, Tensor up) -> Tensor")
-    def swiglu_forward(gate, up):
-        return launch("swiglu", gate, (gate, up), empty(gate), rows(gate), gate.shape[-1])
+    swiglu_forward = kernel("swiglu(gate[.., h], up[.., h]) -> y[.., h]")
 
     @gradient(swiglu_forward, keep=(0, 1))
     def _(ctx, dy): ...
 
+The signature is all that stands between torch and the function swiglu of csrc/. From it come the
+checks of arguments, the new tensors, the arguments in C, and the schema of the operation.
+
+    x[b, s, h]            a tensor with the dtype of the first; equal letters are equal sizes
+    x[.., h]              the same with any dimensions before h, which are rows for the kernel
+    targets i64[..]       a tensor of another dtype
+    bias[h]?              or None: a null pointer
+    logits![.., V]        changed in place
+    scale: float          a number
+    z[.., h] if bias      an output that is empty without that argument: a null pointer
+    d_bias sum[n, h]      an output whose blocks leave parts [n, blocks, h], which are added up here
+    q heads[b, a, s, d]   any strides of whole vectors; an output lies in memory as [b, s, a, d]
+
+In C: the stream, the tensors, the outputs, three strides of each input of heads, the sizes in the
+order in which their letters appear, the number of blocks if there are parts, the numbers. Another
+function, NAME_blocks(sizes), says how many blocks.
+
 A library of kernels is built for each element type: the sources call it T. With meta tensors
-nothing is launched, so the same function tells torch.compile the shapes of the outputs. (As a
+nothing is launched, so the same operation tells torch.compile the shapes of its outputs. (As a
 torch.library.custom_op an operation takes 15 to 20 microseconds of the host, as one of a Library 5,
 measured with operations that do nothing.)
 """
@@ -17,7 +32,9 @@ import contextlib
 import ctypes
 import functools
 import math
+import re
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +56,12 @@ def sources() -> dict[str, str]:
 
 def nvcc_flags(capability: tuple[int, int], dtype: torch.dtype) -> list[str]:
     arch = "".join(map(str, capability))
-    code = f"-gencode=arch=compute_{arch},code=sm_{arch}"
-    return ["-O3", f"-DELEMENT={ELEMENTS[dtype]}", code]
+    return ["-std=c++17", "-O3", f"-arch=sm_{arch}", f"-DELEMENT={ELEMENTS[dtype]}"]
+
+
+def nvcc() -> str:
+    own = (extensions.cuda_root() or Path()) / "bin" / "nvcc"
+    return str(own) if own.exists() else "nvcc"
 
 
 @functools.cache
@@ -58,11 +79,13 @@ def load(dtype: torch.dtype) -> tuple[ctypes.CDLL | None, str]:
         device = torch.cuda.get_device_name()
         version = f"{capability[0]}.{capability[1]}"
         return None, f"{device} has compute capability {version}, and they need 8.0"
-    flags = nvcc_flags(capability, dtype)
+    command = [nvcc(), *nvcc_flags(capability, dtype), "-Xcompiler", "-fPIC"]
     try:
-        return extensions.load("fused", sources(), extra_cuda_cflags=flags), ""
+        return extensions.load("fused", sources(), command), ""
     except (OSError, RuntimeError) as e:
-        return None, f"the build failed: {extensions.first_error(str(e))}"
+        lines = str(e).splitlines() or ["no reason given"]
+        first_error = next((line for line in lines if "error" in line.lower()), lines[0])
+        return None, f"the build failed: {first_error.strip()}"
 
 
 def why_not(dtype: torch.dtype = torch.bfloat16) -> str:
@@ -70,42 +93,189 @@ def why_not(dtype: torch.dtype = torch.bfloat16) -> str:
     return load(dtype)[1]
 
 
-# --- registering and launching --------------------------------------------------------------------
+# --- signatures -----------------------------------------------------------------------------------
 
+LIBRARY = torch.library.Library("kernels", "DEF")
 # Bytes of a vector, and vectors of the longest row that threads can hold in registers.
 VECTOR, LONGEST = 16, 2048
-# The devices whose tensors the kernels compute; the tests add the CPU, with an emulator.
-DEVICES = {"cuda", "meta"}
+DTYPES = {"f32": torch.float32, "sum": torch.float32, "i32": torch.int32, "i64": torch.int64}
+ITEM = r"(\w+)(?:: (\w+)|(!?)(?: (\w+))?\[(.*?)\](\??)(?: if (\w+))?)"
 
 
-def operation(library: torch.library.Library, schema: str):
+class Item(NamedTuple):
+    """An argument or an output of a signature."""
+
+    name: str
+    # int or float; None: a tensor
+    number: str | None
+    changed: str
+    dtype: str | None
+    shape: list[str]
+    optional: str
+    condition: str | None
+
+    def schema(self) -> str:
+        if self.number:
+            return f"{self.number} {self.name}"
+        alias = f"({self.name}!)" if self.changed else ""
+        return f"Tensor{alias}{self.optional} {self.name}"
+
+
+def items(text: str) -> list[Item]:
+    found = [match.groups() for match in re.finditer(ITEM, text)]
+    return [Item(*groups[:4], (groups[4] or "").split(", "), *groups[5:]) for groups in found]
+
+
+class Form(NamedTuple):
+    """What there is to know of a tensor before its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def whole_shape(letters: list[str], sizes: dict) -> tuple[int, ...]:
+    """The sizes of these letters; a letter where there is none, for an error message."""
+    if letters[:1] == [".."]:
+        return *sizes[".."], *whole_shape(letters[1:], sizes)
+    return tuple(sizes.get(letter, letter) for letter in letters)
+
+
+def dense(t: Tensor | None) -> Tensor | None:
+    """t if it is contiguous and begins at a multiple of 16 bytes, else a copy that does."""
+    if t is None:
+        return None
+    t = t.contiguous()
+    return t if t.data_ptr() % VECTOR == 0 else t.clone()
+
+
+def aligned_heads(t: Tensor) -> Tensor:
+    """t [b, a, s, d] with any strides, if each head begins at a multiple of 16 bytes; else a copy
+    of which that is true."""
+    begins = t.storage_offset(), *t.stride()[:3]
+    in_vectors = t.stride(-1) == 1 and not any(n % vector_elements(t) for n in begins)
+    return t if in_vectors else t.clone(memory_format=torch.contiguous_format)
+
+
+def in_place(t: Tensor) -> Tensor:
+    if not t.is_contiguous():
+        raise ValueError("a tensor that a kernel changes in place is not contiguous")
+    return t
+
+
+PREPARE = {"heads": aligned_heads}
+
+
+class Kernel:
+    """Checks its arguments, allocates its outputs, and launches the kernel of a signature."""
+
+    def __init__(self, signature: str):
+        inputs, outputs = signature.split(" -> ")
+        self.name, inputs = inputs.split("(", 1)
+        self.inputs, self.outputs = items(inputs), items(outputs)
+        self.at = [n for n, i in enumerate(self.inputs) if not i.number]
+        self.numbers_at = [n for n, i in enumerate(self.inputs) if i.number]
+        tensors = [self.inputs[n] for n in self.at]
+        letters = [letter for i in (*tensors, *self.outputs) for letter in i.shape]
+        self.letters = list(dict.fromkeys(letters))
+        arguments = ", ".join(i.schema() for i in self.inputs)
+        self.schema = f"{self.name}({arguments}) -> ({', '.join(['Tensor'] * len(self.outputs))})"
+        self.changed = [n for n, i in enumerate(self.inputs) if i.changed]
+        self.prepare = [in_place if i.changed else PREPARE.get(i.dtype, dense) for i in tensors]
+        self.heads = [n for n, i in enumerate(tensors) if i.dtype == "heads"]
+        self.sums = [n for n, o in enumerate(self.outputs) if o.dtype == "sum"]
+        # looking it up takes the host a tenth of the time
+        self.known_plan = functools.lru_cache(maxsize=256)(self.plan)
+
+    def __call__(self, *args):
+        first = args[0]
+        tensors = [args[n] for n in self.at]
+        forms = [t if t is None else (t.shape, t.dtype, t.device) for t in tensors]
+        numbers = [args[n] for n in self.numbers_at]
+        is_meta = first.device.type == "meta"
+        # On the meta device sizes may be symbols, which are not looked up.
+        outputs, in_c = (self.plan if is_meta else self.known_plan)(*forms, *numbers)
+        new = [first.new_empty(shape, dtype=dtype) for shape, dtype in outputs]
+        for n, o in enumerate(self.outputs):
+            if o.dtype == "heads":
+                new[n] = new[n].transpose(1, 2)
+        if not is_meta:
+            tensors = [prepare(t) for prepare, t in zip(self.prepare, tensors)]
+            strides = [n for i in self.heads for n in tensors[i].stride()[:3]]
+            launch(self.name, first, *tensors, *new, *strides, *in_c)
+            for n in self.changed:
+                torch.autograd.graph.increment_version(args[n])
+        for n in self.sums:
+            new[n] = added(new[n], first)
+        if len(new) > 1:
+            return tuple(new)
+        return new[0] if new else None
+
+    def plan(self, *forms) -> tuple[list[tuple], list]:
+        """([(shape, dtype) of each output, with parts in place of sums], [sizes, blocks, numbers
+        for the kernel]). forms: what is known of each tensor, and after them the numbers.
+
+        Raises ValueError with the operation, the argument, what it is and what was expected.
+        """
+        tensors = [form and Form(*form) for form in forms[: len(self.at)]]
+        numbers = {self.inputs[n].name: v for n, v in zip(self.numbers_at, forms[len(self.at) :])}
+        first = tensors[0]
+        sizes, given = dict(numbers), set()
+        for n, form in zip(self.at, tensors):
+            i = self.inputs[n]
+            if form is None or (i.optional and math.prod(form.shape) == 0):
+                continue
+            given.add(i.name)
+            shape = form.shape
+            if i.shape[0] == "..":
+                before = len(shape) - len(i.shape) + 1
+                shape = shape[:before], *shape[before:]
+            # a letter that is new has the size that it has here
+            sizes = dict(zip(i.shape, shape)) | sizes
+            dtype = DTYPES.get(i.dtype, first.dtype)
+            check(f"{self.name}: {i.name}", form, first, dtype, whole_shape(i.shape, sizes))
+        in_c = [math.prod(sizes[n]) if n == ".." else sizes[n] for n in self.letters]
+        if self.sums:
+            in_c.append(query(f"{self.name}_blocks", first, *in_c))
+        outputs = []
+        for o in self.outputs:
+            shape = whole_shape(o.shape, sizes)
+            if o.condition and o.condition not in given:
+                shape = (0,)
+            if o.dtype == "sum":
+                shape = shape[0], in_c[-1], shape[1]
+            if o.dtype == "heads":
+                shape = shape[0], shape[2], shape[1], shape[3]
+            outputs.append((shape, DTYPES.get(o.dtype, first.dtype)))
+        in_c += [v for name, v in numbers.items() if name not in self.letters]
+        return outputs, in_c
+
+
+def added(parts: Tensor, like: Tensor) -> Tensor:
+    """[n, blocks, h] -> [n, h]"""
+    if len(parts) == 0:
+        return like.new_empty(0, parts.shape[2])
+    return parts.sum(1).to(like.dtype)
+
+
+def kernel(signature: str):
+    """The operation of torch of a kernel's signature."""
+    function = Kernel(signature)
+    return operation(function.schema)(function)
+
+
+def operation(schema: str):
     """Register a function as an operation of torch, so that torch.compile and meta tensors know it.
     The name then means the operation."""
 
     def register(function):
         name = schema.split("(")[0]
-        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         for key in ("CPU", "CUDA", "Meta"):
-            library.impl(name, function, key)
-        return getattr(getattr(torch.ops, library.ns), name).default
+            LIBRARY.impl(name, function, key)
+        return getattr(torch.ops.kernels, name).default
 
     return register
-
-
-def of_rows(library: torch.library.Library, schema: str):
-    """An operation whose outputs are like its first tensor. The kernel of its name is given its
-    tensors, its outputs, the rows and columns of the first tensor, and its numbers."""
-    name = schema.split("(")[0]
-    inputs, outputs = (side.count("Tensor") for side in schema.split("->"))
-
-    def function(*args):
-        first = args[0]
-        new = [empty(first) for _ in range(outputs)]
-        sizes = rows(first), first.shape[-1]
-        launch(name, first, args[:inputs], tuple(new), *sizes, *args[inputs:])
-        return tuple(new) if outputs > 1 else new[0]
-
-    return operation(library, schema)(function)
 
 
 def gradient(of, keep: tuple[int, ...] = (), keep_output: bool = False):
@@ -124,6 +294,23 @@ def gradient(of, keep: tuple[int, ...] = (), keep_output: bool = False):
     return register
 
 
+def check(subject: str, t: Tensor | Form, first: Tensor | Form, dtype: torch.dtype, shape) -> None:
+    """Raises ValueError, unless t has this dtype and shape, and is where the first argument is."""
+    if t.device != first.device:
+        where = f"expected {first.device}, where the first argument is"
+        raise ValueError(f"{subject} is on {t.device}, {where}")
+    if t.dtype != dtype:
+        raise ValueError(f"{subject} is {t.dtype}, expected {dtype}")
+    if tuple(t.shape) != tuple(shape):
+        raise ValueError(f"{subject} has shape {list(t.shape)}, expected {list(shape)}")
+
+
+# --- launching ------------------------------------------------------------------------------------
+
+# The devices whose tensors the kernels compute; the tests add the CPU, with an emulator.
+DEVICES = {"cuda", "meta"}
+
+
 def call(name: str, device: torch.device, dtype: torch.dtype, *args):
     """Call a function of a dtype's library on a device. None and empty tensors go as 0."""
     kernels, reason = load(dtype)
@@ -135,69 +322,23 @@ def call(name: str, device: torch.device, dtype: torch.dtype, *args):
         return extensions.call(kernels, name, *args)
 
 
-def launch(name: str, like: Tensor, inputs: tuple, outputs, *others):
+def launch(name: str, like: Tensor, *args) -> None:
     """Launch a kernel of like's dtype on the current stream of its device; on the meta device,
-    nothing. inputs: tensors or None, made dense; outputs: a tensor, or a tuple of tensors, which is
-    returned; others: what else the kernel is given."""
-    if like.device.type != "meta":
-        stream = None
-        if like.is_cuda:
-            stream = ctypes.c_void_p(torch.cuda.current_stream(like.device).cuda_stream)
-        written = outputs if isinstance(outputs, tuple) else (outputs,)
-        call(name, like.device, like.dtype, stream, *map(dense, inputs), *written, *others)
-    return outputs
+    nothing."""
+    if like.device.type == "meta":
+        return
+    stream = None
+    if like.is_cuda:
+        stream = ctypes.c_void_p(torch.cuda.current_stream(like.device).cuda_stream)
+    call(name, like.device, like.dtype, stream, *args)
 
 
 answer = functools.cache(call)
 
 
-def query(name: str, like: Tensor, *args: int) -> int:
+def query(name: str, like: Tensor | Form, *args: int) -> int:
     """What a function of the library says about sizes, on this device. On the meta device 1."""
     return 1 if like.device.type == "meta" else answer(name, like.device, like.dtype, *args)
-
-
-def check(operation: str, first: Tensor, **arguments) -> None:
-    """Check arguments NAME=(tensor or None, shape), of dtype and device of `first`, or NAME=(tensor
-    or None, shape, dtype).
-
-    Raises ValueError with the operation, the argument, what it is and what was expected.
-    """
-    for name, (t, shape, *dtype) in arguments.items():
-        if t is None:
-            continue
-        (dtype,) = dtype or (first.dtype,)
-        subject = f"{operation}: {name}"
-        if t.device != first.device:
-            where = f"expected {first.device}, where the first argument is"
-            raise ValueError(f"{subject} is on {t.device}, {where}")
-        if t.dtype != dtype:
-            raise ValueError(f"{subject} is {t.dtype}, expected {dtype}")
-        if tuple(t.shape) != tuple(shape):
-            raise ValueError(f"{subject} has shape {list(t.shape)}, expected {list(shape)}")
-
-
-def dense(t: Tensor | None) -> Tensor | None:
-    """t if it is contiguous and begins at a multiple of 16 bytes, else a copy that does."""
-    if t is None:
-        return None
-    t = t.contiguous()
-    return t if t.data_ptr() % VECTOR == 0 else t.clone()
-
-
-def empty(t: Tensor, *shape: int, dtype=None) -> Tensor:
-    """A new contiguous tensor on the device of t, by default with its shape and dtype. With a shape
-    of 0 it is a null pointer for a kernel: an operation returns tensors, never None."""
-    return t.new_empty(shape or t.shape, dtype=dtype)
-
-
-def per_row(t: Tensor) -> Tensor:
-    """A new float32 tensor with a number for each row of t [.., h]."""
-    return t.new_empty(t.shape[:-1], dtype=torch.float32)
-
-
-def rows(t: Tensor) -> int:
-    """The number of rows of [.., h]."""
-    return math.prod(t.shape[:-1])
 
 
 def vector_elements(t: Tensor) -> int:
@@ -208,7 +349,7 @@ def vector_elements(t: Tensor) -> int:
 def supported(t: Tensor) -> bool:
     """Whether the kernels compute tensors like t. Rows are counted in 32 bits."""
     on_device = t.device.type in DEVICES and t.dtype in ELEMENTS
-    return on_device and 0 < t.numel() and t.dim() > 0 and rows(t) < 2**31
+    return on_device and 0 < t.numel() and t.dim() > 0 and math.prod(t.shape[:-1]) < 2**31
 
 
 def supported_rows(t: Tensor, longest: int = 2**27) -> bool:
@@ -218,3 +359,86 @@ def supported_rows(t: Tensor, longest: int = 2**27) -> bool:
         and t.shape[-1] % vector_elements(t) == 0
         and t.shape[-1] <= longest * vector_elements(t)
     )
+
+
+# --- AdamW ----------------------------------------------------------------------------------------
+# A table of addresses, a row for each parameter: launches one by one would take longer than the
+# update of a small one.
+
+
+@functools.lru_cache(maxsize=8)
+def on_device(numbers: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of numbers, which is copied when they change, and without waiting for the copy. For
+    one stream of a device, and not while a CUDA graph is captured."""
+    t = torch.tensor(numbers, dtype=dtype)
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
+
+
+@operation(
+    "adamw(Tensor(a!)[] weights, Tensor(b!)[] lows, Tensor(c!)[] masters, Tensor[] gradients,"
+    " Tensor(d!)[] exp_avgs, Tensor(e!)[] exp_avg_sqs, float[] decays, Tensor control,"
+    " float lr, float beta1, float beta2, float eps) -> ()"
+)
+def adamw_update(
+    weights, lows, masters, gradients, exp_avgs, exp_avg_sqs, decays, control, lr, beta1, beta2, eps
+):
+    """As `adamw`; lists of None are empty here."""
+    w = weights[0]
+    nones = [None] * len(weights)
+    state = torch.float32 if masters else torch.bfloat16
+    gradients = [g.contiguous() for g in gradients]
+    kinds = dict(
+        weight=(weights, w.dtype),
+        low=(lows or nones, torch.int16),
+        # a float weight is its own master
+        master=(masters or (nones if lows else weights), torch.float32),
+        gradient=(gradients, torch.float32),
+        exp_avg=(exp_avgs, state),
+        exp_avg_sq=(exp_avg_sqs, state),
+    )
+    for name, (tensors, dtype) in kinds.items():
+        for t, weight in zip(tensors, weights):
+            check_state(f"adamw: {name}", t, weight, dtype)
+    check("adamw: control", control, w, torch.float32, (3,))
+    if len(decays) != len(weights) or bool(lows) == (w.dtype != torch.bfloat16 or bool(masters)):
+        raise ValueError("adamw: lows or decays do not belong to these weights; see kernels.adamw")
+    if w.device.type == "meta":
+        return
+    table = []
+    blocks = 0
+    for of_parameter in zip(*(tensors for tensors, _ in kinds.values())):
+        n = of_parameter[0].numel()
+        table += [0 if t is None else t.data_ptr() for t in of_parameter]
+        table += [n, blocks]
+        blocks += -(-n // query("adamw_elements", w))
+    if blocks:
+        tables = on_device(tuple(table), torch.int64, w.device)
+        decays = on_device(tuple(decays), torch.float32, w.device)
+        options = lr, beta1, beta2, eps, math.log(beta1), math.log(beta2)
+        launch("adamw", w, tables, decays, control, len(weights), blocks, bool(lows), *options)
+    for t in (*weights, *lows, *masters, *exp_avgs, *exp_avg_sqs):
+        torch.autograd.graph.increment_version(t)
+
+
+def check_state(subject: str, t: Tensor | None, weight: Tensor, dtype: torch.dtype) -> None:
+    if t is not None:
+        check(subject, t, weight, dtype, weight.shape)
+        if not t.is_contiguous():
+            raise ValueError(f"{subject} is not contiguous, and it is changed in place")
+
+
+def adamw(weights, lows, masters, *others) -> None:
+    """optimizer.AdamW's update of many parameters of one kind, in place, in one launch and one pass
+    over their bytes (arXiv 1711.05101, algorithm 2).
+
+    weight      low      master     exp_avg, exp_avg_sq
+    bf16        int16    None       bf16                   the master is split into weight and low
+    float32     None     None       bf16                   the weight is the master
+    16 bits     None     float32    float32                the master is beside the weight
+
+    Lists of these, of gradients in float32 and of weight decays, one for each parameter; control:
+    float32 [3] on the device: a factor of the gradients, the number of this update from 1 on, 0 to
+    skip it; lr, beta1, beta2, eps. Raises ValueError.
+    """
+    lows, masters = ([t for t in tensors if t is not None] for tensors in (lows, masters))
+    adamw_update(weights, lows, masters, *others)

@@ -1,11 +1,11 @@
 """Builds C++ and CUDA libraries once per machine, keeps them, and calls their functions.
 
-    library = extensions.load("fused", {"swiglu.cu": text}, extra_cuda_cflags=flags)
+    library = extensions.load("fused", {"swiglu.cu": text}, ["nvcc", "-O3"])
     extensions.call(library, "swiglu", stream, x, y, 1, 1024)
 
-torch.utils.cpp_extension compiles. This file adds that one process of a machine builds while the
-others wait, that a build which was killed leaves nothing behind, and that a library is taken only
-whole. Functions are called through ctypes: extern "C", of addresses and numbers.
+One process of a machine builds while the others wait, a build which was killed leaves nothing
+behind, and a library is taken only whole. (torch.utils.cpp_extension waits for the lock of a killed
+build, and needs ninja.) Functions are called through ctypes: extern "C", of addresses and numbers.
 """
 
 import ctypes
@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -32,17 +33,18 @@ def name_of(prefix: str, *build) -> str:
     return f"{prefix}_{hashlib.sha256(everything.encode()).hexdigest()[:16]}"
 
 
-def load(prefix: str, sources: dict[str, str], **options) -> ctypes.CDLL:
+def load(prefix: str, sources: dict[str, str], command: list[str]) -> ctypes.CDLL:
     """The library of {file name: text}, built where no process of this machine has done so.
-    options: of torch.utils.cpp_extension.load.
+    command: the compiler and its flags.
 
     Raises RuntimeError if a compiler fails, OSError if there is no compiler, or if what was built
     cannot be loaded.
     """
-    name = name_of(prefix, sources, options, torch.__version__, torch.version.cuda)
+    name = name_of(prefix, sources, command, torch.version.cuda)
     folder = folder_of(name)
-    once(folder, f"{name}.so", lambda: compile_sources(name, folder, sources, options))
-    return ctypes.CDLL(str(folder / f"{name}.so"))
+    library = folder / f"{name}.so"
+    once(folder, library.name, lambda: compile_sources(library, sources, command))
+    return ctypes.CDLL(str(library))
 
 
 def once(folder: Path, file: str, make) -> None:
@@ -70,40 +72,32 @@ def cuda_root() -> Path | None:
     return None
 
 
-def compile_sources(name: str, folder: Path, sources: dict[str, str], options: dict) -> None:
-    """Compile {file name: text} into folder/NAME.so. Only files that end in .cpp or .cu are
-    compiled; the others are there to be included."""
-    from torch.utils import cpp_extension
-
-    print(f"compiling CUDA kernels into {folder}", file=sys.stderr, flush=True)
-    scratch = folder / "build"
-    search_path = os.environ.get("PATH", os.defpath)
-    # A build that was killed left a lock, which cpp_extension would wait for.
+def compile_sources(library: Path, sources: dict[str, str], command: list[str]) -> None:
+    """Compile {file name: text} into a library, all files at once. Only files that end in .cpp or
+    .cu are compiled; the others are there to be included."""
+    print(f"compiling CUDA kernels into {library.parent}", file=sys.stderr, flush=True)
+    scratch = library.parent / "build"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     for file, text in sources.items():
         (scratch / file).write_text(text)
-    compiled = [str(scratch / file) for file in sources if file.endswith((".cpp", ".cu"))]
-    if root := cuda_root():
-        cpp_extension.CUDA_HOME = str(root)
-    # pip installs ninja beside the Python executable.
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{search_path}"
-    options = options | dict(build_directory=str(scratch), is_python_module=False)
-    try:
-        cpp_extension.load(name, compiled, **options)
-    finally:
-        os.environ["PATH"] = search_path
-    os.replace(scratch / f"{name}.so", folder / f"{name}.so")
+    files = [file for file in sources if file.endswith((".cpp", ".cu"))]
+    finish([start([*command, "-c", file, "-o", f"{file}.o"], scratch) for file in files])
+    objects = [f"{file}.o" for file in files]
+    finish([start([*command, "-shared", *objects, "-o", library.name], scratch)])
+    os.replace(scratch / library.name, library)
 
 
-def first_error(output: str) -> str:
-    """The line of a build's output that says why it failed."""
-    lines = output.splitlines() or ["no reason given"]
-    for line in lines:
-        says_why = "error" in line.lower() or "cannot find" in line
-        if says_why and "Error building" not in line:
-            return line.strip()
-    return lines[0].strip()
+def start(command: list[str], folder: Path) -> subprocess.Popen:
+    options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, cwd=folder, **options)
+
+
+def finish(compilers: list[subprocess.Popen]) -> None:
+    outputs = [compiler.communicate()[0] for compiler in compilers]
+    for compiler, output in zip(compilers, outputs):
+        if compiler.returncode:
+            raise RuntimeError(output)
 
 
 def call(library: ctypes.CDLL, name: str, *args) -> int | None:

@@ -5,20 +5,19 @@
 #include "common.cuh"
 #include <type_traits>
 
-// Where the master weight is: the float weight itself; split between `weight` and `low`; a tensor
-// of its own beside the 16-bit weight, with moments in float.
-enum Master { ITSELF, SPLIT, BESIDE };
-template <Master MASTER>
-using Moment = std::conditional_t<MASTER == BESIDE, float, __nv_bfloat16>;
+// SPLIT: the master weight is split between `weight` and `low`. Otherwise it is `master`: the float
+// weight itself, or a tensor beside the 16-bit weight, and then moments are float too.
+template <bool SPLIT>
+using Moment = std::conditional_t<!SPLIT && sizeof(T) == 2, float, __nv_bfloat16>;
 
 // One row of the table that kernels.py writes, 8 numbers of 64 bits each.
-template <Master MASTER>
+template <bool SPLIT>
 struct Parameter {
     T* weight;
     int16_t* low;
     float* master;
     const float* gradient;
-    Moment<MASTER>*exp_avg, *exp_avg_sq;
+    Moment<SPLIT>*exp_avg, *exp_avg_sq;
     int64_t n;
     // The first block that works on it.
     int64_t first_block;
@@ -31,46 +30,50 @@ struct Options {
 };
 
 // Updates the N elements from `at` on: w = w keep - step_size m / (sqrt(v) / root + eps)
-template <int N, Master MASTER>
+template <int N, bool SPLIT>
 __device__ __forceinline__ void update(
-    const Parameter<MASTER>& p, int64_t at, const Options& o, float scale, float keep,
+    const Parameter<SPLIT>& p, int64_t at, const Options& o, float scale, float keep,
     float step_size, float root) {
     Vector<T, N> weights;
     Vector<int16_t, N> lows;
     Vector<float, N> masters, g = read<N>(p.gradient + at);
-    Vector<Moment<MASTER>, N> m = read<N>(p.exp_avg + at), v = read<N>(p.exp_avg_sq + at);
-    if constexpr (MASTER != BESIDE) weights = read<N>(p.weight + at);
-    if constexpr (MASTER == SPLIT) lows = read<N>(p.low + at);
-    if constexpr (MASTER == BESIDE) masters = read<N>(p.master + at);
+    Vector<Moment<SPLIT>, N> m = read<N>(p.exp_avg + at), v = read<N>(p.exp_avg_sq + at);
+    if constexpr (SPLIT) {
+        weights = read<N>(p.weight + at);
+        lows = read<N>(p.low + at);
+    } else {
+        masters = read<N>(p.master + at);
+    }
     #pragma unroll
     for (int w = 0; w < N; w++) {
         float grad = g.at[w] * scale;
         float avg = to_float(m.at[w]), sq = to_float(v.at[w]);
         float x;
-        if constexpr (MASTER == ITSELF) x = to_float(weights.at[w]);
-        if constexpr (MASTER == SPLIT) {
+        if constexpr (SPLIT) {
             unsigned high = __bfloat16_as_ushort(weights.at[w]);
             x = __uint_as_float((high << 16) + unsigned(int(lows.at[w])));
+        } else {
+            x = masters.at[w];
         }
-        if constexpr (MASTER == BESIDE) x = masters.at[w];
         avg += (1 - o.beta1) * (grad - avg);
         sq = o.beta2 * sq + (1 - o.beta2) * grad * grad;
         x = x * keep - step_size * avg / (sqrtf(sq) / root + o.eps);
         round_to(m.at[w], avg);
         round_to(v.at[w], sq);
-        if constexpr (MASTER == SPLIT) {
+        if constexpr (SPLIT) {
             unsigned bits = __float_as_uint(x);
             unsigned high = (bits + 0x8000u) >> 16;
             weights.at[w] = __ushort_as_bfloat16(uint16_t(high));
             lows.at[w] = int16_t(bits - (high << 16));
         } else {
+            masters.at[w] = x;
             round_to(weights.at[w], x);
         }
-        if constexpr (MASTER == BESIDE) masters.at[w] = x;
     }
-    write(p.weight + at, weights);
-    if constexpr (MASTER == SPLIT) write(p.low + at, lows);
-    if constexpr (MASTER == BESIDE) write(p.master + at, masters);
+    if constexpr (SPLIT) write(p.low + at, lows);
+    if constexpr (!SPLIT) write(p.master + at, masters);
+    // A float weight is its own master.
+    if constexpr (sizeof(T) == 2) write(p.weight + at, weights);
     write(p.exp_avg + at, m);
     write(p.exp_avg_sq + at, v);
 }
@@ -79,12 +82,12 @@ __device__ __forceinline__ void update(
 constexpr int ELEMENTS = 256 * 8;
 
 // control: (factor of the gradients, number of this update from 1 on, 0 to skip the step)
-template <Master MASTER>
+template <bool SPLIT>
 __global__ void __launch_bounds__(256)
     adamw_kernel(const void* rows, In<float> decays, In<float> control, int count, Options o) {
     if (control[2] == 0.f) return;
     // The last parameter whose first block is not behind this one: a binary search.
-    const Parameter<MASTER>* __restrict__ table = static_cast<const Parameter<MASTER>*>(rows);
+    const Parameter<SPLIT>* __restrict__ table = static_cast<const Parameter<SPLIT>*>(rows);
     int low = 0, high = count - 1;
     while (low < high) {
         int middle = (low + high + 1) / 2;
@@ -93,7 +96,7 @@ __global__ void __launch_bounds__(256)
         else
             high = middle - 1;
     }
-    Parameter<MASTER> p = table[low];
+    Parameter<SPLIT> p = table[low];
     float keep = 1.f - o.lr * decays[low];
     float step_size = o.lr / -expm1f(control[1] * o.log_beta1);
     float root = sqrtf(-expm1f(control[1] * o.log_beta2));
@@ -113,16 +116,14 @@ __global__ void __launch_bounds__(256)
 // How many elements a block updates.
 extern "C" int64_t adamw_elements() { return ELEMENTS; }
 
-// table: [count, 8]; decays: [count]. Moments are bf16 but where masters are beside the weights.
+// table: [count, 8]; decays: [count]
 extern "C" const char* adamw(
     cudaStream_t stream, const int64_t* table, In<float> decays, In<float> control, int64_t count,
-    int64_t blocks, int64_t beside, double lr, double beta1, double beta2, double eps,
+    int64_t blocks, int64_t split, double lr, double beta1, double beta2, double eps,
     double log_beta1, double log_beta2) {
-    // fp16 weights have their masters beside them.
-    constexpr Master OWN = std::is_same_v<T, __nv_bfloat16> ? SPLIT : ITSELF;
     Options o{float(lr),  float(beta1),     float(beta2),
               float(eps), float(log_beta1), float(log_beta2)};
-    auto kernel = beside ? adamw_kernel<BESIDE> : adamw_kernel<OWN>;
-    kernel<<<blocks, 256, 0, stream>>>(table, decays, control, count, o);
-    return failure();
+    constexpr bool IS_BF16 = std::is_same_v<T, __nv_bfloat16>;
+    auto kernel = split ? adamw_kernel<IS_BF16> : adamw_kernel<false>;
+    return launch_kernel(kernel, blocks, 256, stream, table, decays, control, count, o);
 }

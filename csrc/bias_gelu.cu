@@ -24,14 +24,17 @@ struct GeluBackward : OfElements {
 
 extern "C" const char* bias_gelu(
     cudaStream_t stream, In<> x, In<> bias, T* y, int64_t rows, int64_t h) {
+    int64_t blocks = column_blocks<GeluForward, false>(rows, h);
     return launch_columns<GeluForward, false>(
-        stream, x, nullptr, bias, y, nullptr, nullptr, rows, h, {});
+        stream, x, nullptr, bias, y, nullptr, rows, h, blocks, {});
 }
-extern "C" int64_t bias_gelu_parts(int64_t rows, int64_t h) {
-    return column_grid<GeluBackward, true>(rows, h).y;
+extern "C" int64_t bias_gelu_backward_blocks(int64_t rows, int64_t h, int64_t sums) {
+    return sums ? column_blocks<GeluBackward, true>(rows, h)
+                : column_blocks<GeluBackward, false>(rows, h);
 }
 extern "C" const char* bias_gelu_backward(
-    cudaStream_t stream, In<> dy, In<> x, In<> bias, T* dx, T* d_bias, float* parts, int64_t rows,
-    int64_t h) {
-    return launch_columns<GeluBackward, true>(stream, dy, x, bias, dx, d_bias, parts, rows, h, {});
+    cudaStream_t stream, In<> dy, In<> x, In<> bias, T* dx, float* parts, int64_t rows, int64_t h,
+    int64_t sums, int64_t blocks) {
+    auto run = sums ? launch_columns<GeluBackward, true> : launch_columns<GeluBackward, false>;
+    return run(stream, dy, x, bias, dx, parts, rows, h, blocks, {});
 }

@@ -55,18 +55,18 @@ __global__ void __launch_bounds__(MOST)
 }
 
 extern "C" const char* causal_softmax(
-    cudaStream_t stream, In<> scores, T* y, int64_t rows, int64_t s, double scale) {
+    cudaStream_t stream, In<> scores, T* y, int64_t n, int64_t s, double scale) {
     return with_row(s, [&](auto K, auto MOST, dim3 block) {
-        softmax_forward<K.value, MOST.value>
-            <<<pieces(rows, block.y), block, 0, stream>>>(scores, y, rows, s, scale);
-        return failure();
+        auto kernel = softmax_forward<K.value, MOST.value>;
+        int64_t blocks = pieces(n * s, block.y);
+        return launch_kernel(kernel, blocks, block, stream, scores, y, n * s, s, scale);
     });
 }
 extern "C" const char* causal_softmax_backward(
-    cudaStream_t stream, In<> dp, In<> p, T* out, int64_t rows, int64_t s, double scale) {
+    cudaStream_t stream, In<> dp, In<> p, T* out, int64_t n, int64_t s, double scale) {
     return with_row(s, [&](auto K, auto MOST, dim3 block) {
-        softmax_backward<K.value, MOST.value>
-            <<<pieces(rows, block.y), block, 0, stream>>>(dp, p, out, rows, s, scale);
-        return failure();
+        auto kernel = softmax_backward<K.value, MOST.value>;
+        int64_t blocks = pieces(n * s, block.y);
+        return launch_kernel(kernel, blocks, block, stream, dp, p, out, n * s, s, scale);
     });
 }

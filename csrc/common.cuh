@@ -22,9 +22,9 @@
 // become registers. Shared memory has 32 banks, word i in bank i % 32; it is slower when lanes of a
 // warp read different words of one bank.
 //
-// A launcher, extern "C", takes addresses and numbers and returns nullptr or an error message.
-// base/extensions.py calls it through ctypes. No PyTorch header is included, and the build is
-// short.
+// A launcher, extern "C", takes addresses and numbers and returns nullptr or an error message: the
+// tensors of the signature in kernels.py, its outputs, its sizes, its numbers. ctypes calls it
+// (base/cuda_kernels.py). No PyTorch header is included, and the build is short.
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -115,6 +115,13 @@ inline int64_t pieces(int64_t n, int64_t size) { return (n + size - 1) / size; }
 inline const char* failure() {
     cudaError_t error = cudaGetLastError();
     return error ? cudaGetErrorString(error) : nullptr;
+}
+
+template <typename... P, typename... A>
+const char* launch_kernel(
+    void (*kernel)(P...), dim3 grid, dim3 block, cudaStream_t stream, A... args) {
+    kernel<<<grid, block, 0, stream>>>(static_cast<P>(args)...);
+    return failure();
 }
 
 // How many blocks of a kernel all multiprocessors hold at once.

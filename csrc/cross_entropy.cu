@@ -98,14 +98,13 @@ __global__ void __launch_bounds__(512) cross_entropy_backward(
 extern "C" const char* cross_entropy_statistics(
     cudaStream_t stream, In<> logits, In<int64_t> targets, float* largest, float* total,
     float* target_logit, int64_t rows, int64_t V, int64_t valid) {
-    cross_entropy_forward<<<rows, 512, 0, stream>>>(
-        logits, targets, largest, total, target_logit, V, valid);
-    return failure();
+    return launch_kernel(
+        cross_entropy_forward, rows, 512, stream, logits, targets, largest, total, target_logit, V,
+        valid);
 }
 extern "C" const char* cross_entropy_gradient(
-    cudaStream_t stream, In<int64_t> targets, In<float> largest, In<float> total, In<float> grad,
-    T* logits, int64_t rows, int64_t V, int64_t valid) {
-    cross_entropy_backward<<<rows, 512, 0, stream>>>(
-        logits, targets, largest, total, grad, V, valid);
-    return failure();
+    cudaStream_t stream, T* logits, In<int64_t> targets, In<float> largest, In<float> total,
+    In<float> grad, int64_t rows, int64_t V, int64_t valid) {
+    return launch_kernel(
+        cross_entropy_backward, rows, 512, stream, logits, targets, largest, total, grad, V, valid);
 }

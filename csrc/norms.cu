@@ -6,11 +6,9 @@
 //
 // Weight gradients are sums over all rows. A thread keeps the sums of its columns in registers
 // while it walks over rows, so a block ends with one partial sum per column. As many blocks as are
-// resident at a time write [blocks, h] floats, which sum_parts reads and adds up: little beside
-// [rows, h] where there are many more rows than blocks. The result is the same every time; atomics
-// would add in any order. (One last block could not do it: one of 132 multiprocessors has one
-// percent of the bandwidth.)
-#include "columns.cuh"
+// resident at a time write [blocks, h] floats, which PyTorch adds up: little beside [rows, h] where
+// there are many more rows than blocks. The result is the same every time; atomics would add in any
+// order.
 #include "rows.cuh"
 
 template <int K, int MOST, bool MEAN>
@@ -117,43 +115,42 @@ __global__ void __launch_bounds__(MOST) norm_backward_kernel(
 }
 
 // A bias makes it LayerNorm. residual may be null, and then z is not written.
-extern "C" const char* norm_forward(
+extern "C" const char* add_norm(
     cudaStream_t stream, In<> x, In<> residual, In<> weight, In<> bias, T* z, T* y, float* means,
     float* rstds, int64_t rows, int64_t h, double eps) {
     return with_row(h, [&](auto K, auto MOST, dim3 block) {
         auto kernel = bias ? norm_forward_kernel<K.value, MOST.value, true>
                            : norm_forward_kernel<K.value, MOST.value, false>;
-        kernel<<<pieces(rows, block.y), block, 0, stream>>>(
-            x, residual, weight, bias, z, y, means, rstds, rows, h, eps);
-        return failure();
+        return launch_kernel(
+            kernel, pieces(rows, block.y), block, stream, x, residual, weight, bias, z, y, means,
+            rstds, rows, h, eps);
     });
 }
 
-// launch(kernel, block), the kernel for rows of h elements.
+// f(kernel, block), the kernel for rows of h elements.
 template <typename F>
-auto with_backward(int64_t h, bool mean, F launch) {
+auto with_backward(int64_t h, bool mean, F f) {
     return with_row(h, [&](auto K, auto MOST, dim3 block) {
         auto kernel = mean ? norm_backward_kernel<K.value, MOST.value, true>
                            : norm_backward_kernel<K.value, MOST.value, false>;
-        return launch(kernel, block);
+        return f(kernel, block);
     });
 }
 
 // As many blocks as all multiprocessors hold at a time, or as have rows. Each leaves partial sums.
-extern "C" int64_t norm_blocks(int64_t rows, int64_t h, int64_t mean) {
-    return with_backward(h, mean, [&](auto kernel, dim3 block) {
+extern "C" int64_t add_norm_backward_blocks(int64_t rows, int64_t h, int64_t sums) {
+    return with_backward(h, sums != 1, [&](auto kernel, dim3 block) {
         return std::min(resident_blocks(kernel, block.x * block.y), pieces(rows, block.y));
     });
 }
 
-// dz may be null. parts: [1 or 2, blocks, h] floats; null: no gradients of weight and bias, which
-// are one tensor [1 or 2, h].
-extern "C" const char* norm_backward(
+// dz may be null. sums: 2 with means, 1 without, 0 for no gradients of weight and bias. parts:
+// [sums, blocks, h] floats.
+extern "C" const char* add_norm_backward(
     cudaStream_t stream, In<> dy, In<> dz, In<> z, In<> weight, In<float> means, In<float> rstds,
-    T* dx, T* dweights, float* parts, int64_t rows, int64_t h, int64_t mean, int64_t blocks) {
-    with_backward(h, mean, [&](auto kernel, dim3 block) {
-        kernel<<<blocks, block, 0, stream>>>(dy, dz, z, weight, means, rstds, dx, parts, rows, h);
+    T* dx, float* parts, int64_t rows, int64_t h, int64_t sums, int64_t blocks) {
+    return with_backward(h, means, [&](auto kernel, dim3 block) {
+        return launch_kernel(
+            kernel, blocks, block, stream, dy, dz, z, weight, means, rstds, dx, parts, rows, h);
     });
-    launch_sum_parts(stream, parts, dweights, mean ? 2 : 1, blocks, h);
-    return failure();
 }

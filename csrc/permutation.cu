@@ -87,25 +87,25 @@ dim3 row_block(int64_t h) {
 }
 
 extern "C" const char* permute(
-    cudaStream_t stream, In<> x, In<int64_t> order, T* y, int64_t m, int64_t n, int64_t h) {
+    cudaStream_t stream, In<> x, In<int64_t> order, In<int64_t>, T* y, int64_t n, int64_t h,
+    int64_t m, int64_t) {
     dim3 block = row_block(h);
-    permute_rows<<<pieces(m, block.y), block, 0, stream>>>(x, order, y, m, n, h);
-    return failure();
+    return launch_kernel(permute_rows, pieces(m, block.y), block, stream, x, order, y, m, n, h);
 }
 // probabilities may be null, for 1.
 extern "C" const char* unpermute(
-    cudaStream_t stream, In<> rows, In<int64_t> position, In<float> probabilities, T* y, int64_t m,
-    int64_t n, int64_t k, int64_t h) {
+    cudaStream_t stream, In<> rows, In<int64_t> position, In<float> probabilities, In<int64_t>,
+    T* y, int64_t m, int64_t h, int64_t k, int64_t n) {
     dim3 block = row_block(h);
-    unpermute_rows<<<pieces(n, block.y), block, 0, stream>>>(
-        rows, position, probabilities, y, m, n, k, h);
-    return failure();
+    return launch_kernel(
+        unpermute_rows, pieces(n, block.y), block, stream, rows, position, probabilities, y, m, n,
+        k, h);
 }
 extern "C" const char* unpermute_backward(
-    cudaStream_t stream, In<> dy, In<> rows, In<int64_t> order, In<float> probabilities, T* d_rows,
-    float* d_probabilities, int64_t m, int64_t n, int64_t k, int64_t h) {
+    cudaStream_t stream, In<> dy, In<> rows, In<int64_t> order, In<float> probabilities,
+    float* d_probabilities, T* d_rows, int64_t n, int64_t h, int64_t m, int64_t k) {
     dim3 block = row_block(h);
-    unpermute_rows_backward<<<pieces(m, block.y), block, 0, stream>>>(
-        dy, rows, order, probabilities, d_rows, d_probabilities, m, n, k, h);
-    return failure();
+    return launch_kernel(
+        unpermute_rows_backward, pieces(m, block.y), block, stream, dy, rows, order, probabilities,
+        d_rows, d_probabilities, m, n, k, h);
 }

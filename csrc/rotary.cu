@@ -65,14 +65,14 @@ __global__ void __launch_bounds__(256) rotary_kernel(
 }
 
 extern "C" const char* rotary(
-    cudaStream_t stream, In<> cosine, In<> sine, T* q_out, T* k_out, In<> q, In<> k,
+    cudaStream_t stream, In<> q, In<> k, In<> cosine, In<> sine, T* q_out, T* k_out,
     int64_t q_batch, int64_t q_head, int64_t q_position, int64_t k_batch, int64_t k_head,
-    int64_t k_position, int64_t b, int64_t q_heads, int64_t k_heads, int64_t s, int64_t d,
+    int64_t k_position, int64_t b, int64_t q_heads, int64_t s, int64_t d, int64_t k_heads,
     double sign) {
     Heads of_q{q, q_out, q_batch, q_head, q_position, int(q_heads)};
     Heads of_k{k, k_out, k_batch, k_head, k_position, int(k_heads)};
     int64_t threads = b * s * pieces(q_heads + k_heads, OF_THREAD) * (d / 2 / W);
-    rotary_kernel<<<pieces(threads, 256), 256, 0, stream>>>(
-        of_q, of_k, cosine, sine, b * s, s, d, sign);
-    return failure();
+    return launch_kernel(
+        rotary_kernel, pieces(threads, 256), 256, stream, of_q, of_k, cosine, sine, b * s, s, d,
+        sign);
 }

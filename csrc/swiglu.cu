@@ -50,19 +50,17 @@ __global__ void __launch_bounds__(256) swiglu_backward_by_vector(
 // Elements: rows h > 0, a multiple of W but for the first try.
 extern "C" const char* swiglu_naive(
     cudaStream_t stream, In<> gate, In<> up, T* y, int64_t rows, int64_t h) {
-    swiglu_by_element<<<pieces(rows * h, 256), 256, 0, stream>>>(gate, up, y, rows * h);
-    return failure();
+    int64_t n = rows * h;
+    return launch_kernel(swiglu_by_element, pieces(n, 256), 256, stream, gate, up, y, n);
 }
 extern "C" const char* swiglu(
     cudaStream_t stream, In<> gate, In<> up, T* y, int64_t rows, int64_t h) {
-    int64_t vectors = rows * h / W;
-    swiglu_by_vector<<<pieces(vectors, 256), 256, 0, stream>>>(gate, up, y, vectors);
-    return failure();
+    int64_t n = rows * h / W;
+    return launch_kernel(swiglu_by_vector, pieces(n, 256), 256, stream, gate, up, y, n);
 }
 extern "C" const char* swiglu_backward(
     cudaStream_t stream, In<> dy, In<> gate, In<> up, T* d_gate, T* d_up, int64_t rows, int64_t h) {
-    int64_t vectors = rows * h / W;
-    swiglu_backward_by_vector<<<pieces(vectors, 256), 256, 0, stream>>>(
-        dy, gate, up, d_gate, d_up, vectors);
-    return failure();
+    int64_t n = rows * h / W;
+    auto kernel = swiglu_backward_by_vector;
+    return launch_kernel(kernel, pieces(n, 256), 256, stream, dy, gate, up, d_gate, d_up, n);
 }

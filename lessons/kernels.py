@@ -21,6 +21,7 @@ import kernels
 import moe
 import optimizer
 from attention.rotary import rotary_frequencies, rotary_table, rotate
+from base import cuda_kernels
 from base.cross_entropy import cross_entropy
 from dropout import dropout_key
 from lessons import form
@@ -168,7 +169,7 @@ def fused_adamw(weight, *others):
         return plain_adamw(weight, *others)
     low, gradient, exp_avg, exp_avg_sq, control = others
     lists = [[t] for t in (weight, low, None, gradient, exp_avg, exp_avg_sq, 0.1)]
-    kernels.adamw(*lists, control, **ADAMW)
+    kernels.adamw(*lists, control, *ADAMW.values())
 
 
 def plain_adamw(weight, low, gradient, exp_avg, exp_avg_sq, control):
@@ -312,7 +313,7 @@ def time_swiglu(lesson: form.Lesson) -> None:
     target, source = torch.empty(2, 3 * 2**25, device="cuda", dtype=torch.bfloat16)
 
     def run(name):
-        kernels.launch(name, gate, (gate, up), y, 1, y.numel())
+        cuda_kernels.launch(name, gate, gate, up, y, 1, y.numel())
 
     times = {
         "a thread is an element": microseconds(lambda: run("swiglu_naive")),

@@ -326,8 +326,5 @@ def load(sources: dict[str, str], element: str = "float"):
 
 @cache
 def _build(text: str, element: str):
-    options = dict(
-        extra_include_paths=[str(include_folder())],
-        extra_cflags=[*FLAGS, f"-DELEMENT={element}"],
-    )
-    return extensions.load("fused_on_cpu", {"emulator.cpp": text}, **options)
+    options = [f"-I{include_folder()}", f"-DELEMENT={element}", "-std=c++17", "-fPIC"]
+    return extensions.load("fused_on_cpu", {"emulator.cpp": text}, ["g++", *FLAGS, *options])

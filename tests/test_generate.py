@@ -293,7 +293,7 @@ def test_packed_with_kernels(shape):
     expected = generate.generate(model, prompts, 24, **SAMPLED)
     weight_layouts.pack_linears(model)
     kernels.swap(model)
-    assert type(model.head) is kernels.Head
+    assert "loss" in vars(model.head)
     assert generate.generate(model, prompts, 24, **SAMPLED) == expected
 
 
