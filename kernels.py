@@ -64,6 +64,7 @@ import tensor_parallel
 from attention.rotary import Rotary, rotate
 from base import compiling
 from base import cross_entropy as plain
+from base.adamw_kernel import adamw as adamw
 from base.cuda_kernels import (
     LONGEST,
     gradient,
@@ -72,9 +73,6 @@ from base.cuda_kernels import (
     supported_rows,
     vector_elements,
     why_not,
-)
-from base.cuda_kernels import (
-    adamw as adamw,
 )
 from dropout import dropout_mask
 
