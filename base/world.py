@@ -100,14 +100,15 @@ class Groups:
             groups.edp = experts.get_group("edp")
         groups.all = dist.group.WORLD
         # the group for CPU tensors: gloo, because NCCL cannot carry them
-        has_tags = dist.get_backend() == "gloo"
-        backend = None if has_tags else "gloo"
+        # proof/nccl_rules.py is one too
+        is_nccl = dist.get_backend().startswith("nccl")
+        backend = "gloo" if is_nccl else None
         groups.files = dist.new_group(backend=backend, timeout=timeout)
         of_data = (groups.dp, groups.cp, groups.replicas, groups.ep, groups.edp)
         for group in (*of_data, groups.tp, groups.pp):
             if group and timeout:
                 group.set_timeout(timeout)
-        if pp > 1 and not has_tags:
+        if pp > 1 and is_nccl:
             pipelines = mesh.mesh.flatten(1).t().tolist()  # [dp tp, pp]
             device = torch.device(device_type)
             groups.nccl = nccl_groups(pipelines, dist.get_rank(), device, timeout)

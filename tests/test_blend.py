@@ -203,7 +203,7 @@ def test_val_data_holds_nothing_out(here):
     )
     assert len(train_set.stream) == train_set.index["tokens"]
     assert len(held_out.stream) == held_out.index["tokens"]
-    assert held_out.seed is None
+    assert held_out.sequence_of.seed is None
     assert held_out.index["documents"] == 25
     assert train_set.index["documents"] == 40
     without_val_data, _ = open_data("--data", "a.jsonl")

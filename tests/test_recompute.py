@@ -111,13 +111,12 @@ def test_formulas_of_the_paper():
         by_formula = recompute.layer_bytes(s, b, h, a, tensor_ranks, *recompute.ROWS[row])
         assert by_formula == pytest.approx(expected, rel=1e-12)
     assert recompute.layer_bytes(s, b, h, a, t, True, "full") == 2 * sbh / t
-    tensor = recompute.ROWS["tensor"]
-    both = recompute.ROWS["tensor + sequence + selective"]
-    first_stage = activation_memory.first_stage
-    assert first_stage("22B", *tensor) == 59.25
-    assert first_stage("22B", *both) == 9.5625
-    assert first_stage("175B", *tensor) == 66.84375
-    assert first_stage("175B", *both) == pytest.approx(12.3515625, rel=1e-12)
+    first_stage = activation_memory.first_stage_table()
+    both = "tensor + sequence + selective"
+    assert first_stage["22B"]["tensor"] == 59.25
+    assert first_stage["22B"][both] == 9.5625
+    assert first_stage["175B"]["tensor"] == 66.84375
+    assert first_stage["175B"][both] == pytest.approx(12.3515625, rel=1e-12)
     # "under 0.01%", the paper says; its formula gives 0.57%
     outside = recompute.outside_layers_bytes(s, b, h, 51200, t)
     layers = 48 * recompute.layer_bytes(s, b, h, a, t, sequence_parallel=True)

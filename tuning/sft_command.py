@@ -7,11 +7,10 @@ torchrun --nproc-per-node 2 sft.py --load CKPT --data chats.jsonl --pack --tp 2
 from dataclasses import dataclass
 from typing import ClassVar
 
-from run.refusal import refuse
-
 import train
 from model_config import MoEConfig
 from run.config import ConfigError, flag
+from run.rules import refuse
 from run.task import Task
 from tuning.adapter_training import PeftConfig
 from tuning.sft_data import ConversationTask
