@@ -67,6 +67,8 @@ class Machine:
         self.queues = 8
         # the compute stream is the first
         self.streams = 1
+        # seconds, of the default group: torch gives others half an hour
+        self.timeout: float | None = None
         # hardware queue -> the operation that was posted last
         self.latest: dict[int, Operation] = {}
         # what nobody has waited for yet
@@ -100,9 +102,11 @@ class Stream:
                     )
                 operation.started.set()
                 operation.run()
-            except Exception as e:
+            except RuleError as e:
                 operation.error = e
-                operation.started.set()
+            except Exception as e:
+                operation.error = RuleError(f"{operation.what} does not end: {e}")
+            operation.started.set()
             operation.ended.set()
 
     def post(self, what: str, run: Callable) -> Operation:
@@ -175,6 +179,10 @@ def kinds(tensors: list[Tensor]) -> str:
     return ", ".join(f"{list(x.shape)} {str(x.dtype).split('.')[1]}" for x in tensors)
 
 
+def name_of(op: dist.ReduceOp) -> str:
+    return str(op.op).split(".")[-1]
+
+
 def as_bytes(text: str) -> Tensor:
     data = text.encode()[:DESCRIBED].ljust(DESCRIBED)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -190,14 +198,14 @@ def as_text(data: Tensor) -> str:
 class NCCLRules(dist.ProcessGroup):
     """What `dist.all_reduce` and the others call."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float):
         super().__init__(rank, size)
         self.me = rank
         self.count = size
         self.store = store
         self.timeout = timeout
-        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self.stream = Stream(f"a group of {size} ranks", timeout.total_seconds())
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+        self.stream = Stream(f"a group of {size} ranks", timeout)
         # (lower, higher rank) -> the stream of their single sends and receives
         self.pairs: dict[tuple[int, int], Stream] = {}
         # (sender, receiver): those that have a connection, and how many messages went each way
@@ -245,7 +253,7 @@ class NCCLRules(dist.ProcessGroup):
                 result.copy_(copy)
             return self.gloo.allreduce(results, opts)
 
-        what = f"all-reduce {opts.reduceOp.op} {kinds(tensors)}"
+        what = f"all-reduce {name_of(opts.reduceOp)} {kinds(tensors)}"
         return self.collective(what, tensors, tensors, run)
 
     def broadcast(self, tensors, opts) -> Work:
@@ -276,7 +284,7 @@ class NCCLRules(dist.ProcessGroup):
         def run(results, copies):
             return self.gloo._reduce_scatter_base(results[0].view(-1), copies[0].reshape(-1), opts)
 
-        what = f"reduce-scatter {opts.reduceOp.op} {kinds([output])}"
+        what = f"reduce-scatter {name_of(opts.reduceOp)} {kinds([output])}"
         return self.collective(what, [output], [input], run)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -319,7 +327,7 @@ class NCCLRules(dist.ProcessGroup):
         pair = min(sender, receiver), max(sender, receiver)
         if pair not in self.pairs:
             name = f"the pair {pair} in {self.stream.name}"
-            self.pairs[pair] = Stream(name, self.timeout.total_seconds())
+            self.pairs[pair] = Stream(name, self.timeout)
         self.meet(op, sender, receiver)
         return self.post(self.pairs[pair], op, x, sender, receiver)
 
@@ -361,7 +369,7 @@ class NCCLRules(dist.ProcessGroup):
         key = f"meeting {sender} {receiver}"
         self.store.set(f"{key} {op}", "here")
         other = {"send": "receive", "receive": "send"}[op]
-        deadline = time.monotonic() + self.timeout.total_seconds()
+        deadline = time.monotonic() + self.timeout
         while not self.store.check([f"{key} {other}"]):
             if time.monotonic() > deadline:
                 raise RuleError(
@@ -377,7 +385,7 @@ class NCCLRules(dist.ProcessGroup):
         for op, x, sender, receiver in messages:
             if (op, sender, receiver) not in self.pairs:
                 name = f"the batches from {sender} to {receiver} in {self.stream.name}"
-                stream = Stream(name, self.timeout.total_seconds())
+                stream = Stream(name, self.timeout)
                 self.pairs[op, sender, receiver] = stream
             works.append(self.post(self.pairs[op, sender, receiver], op, x, sender, receiver))
         return works
@@ -399,7 +407,8 @@ def batch_isend_irecv(ops: list[dist.P2POp]) -> list[dist.Work]:
 
 
 def create(store, rank: int, size: int, timeout: timedelta) -> NCCLRules:
-    return NCCLRules(store, rank, size, timeout)
+    MACHINE.timeout = MACHINE.timeout or timeout.total_seconds()
+    return NCCLRules(store, rank, size, MACHINE.timeout)
 
 
 def unwaited() -> list[str]:

@@ -137,18 +137,19 @@ def no_wait(rank):
 
 
 def hidden_behind_another(rank):
-    """Rank 0 posts two receives ahead of what lets rank 1 send, in one stream."""
-    ones = torch.ones(2)
+    """Rank 0 posts two receives in one stream, then what rank 1 waits for before it sends."""
+    x = torch.ones(2)
     to, back = dist.new_group([0, 1]), dist.new_group([0, 1])
     if rank == 0:
+        dist.send(x, 1, group=to)
+        dist.recv(torch.empty(2), 1, group=back)
         works = [dist.irecv(torch.empty(2), 1, group=back) for _ in range(2)]
-        works.append(dist.isend(ones, 1, group=to))
+        works.append(dist.isend(x, 1, group=to))
     else:
-        works = [dist.irecv(torch.empty(2), 0, group=to)]
-        # the first message is sent, the second waits for what comes
-        works.insert(0, dist.isend(ones, 0, group=back))
-        works.pop().wait()
-        works.append(dist.isend(ones, 0, group=back))
+        dist.recv(torch.empty(2), 0, group=to)
+        dist.send(x, 0, group=back)
+        dist.irecv(torch.empty(2), 0, group=to).wait()
+        works = [dist.isend(x, 0, group=back) for _ in range(2)]
     for work in works:
         work.wait()
 
