@@ -7,7 +7,7 @@ Each of Ψ parameters has 2 bytes of weight (bf16), 4 of gradient (fp32) and 12 
 (fp32 master weight and two moments):
 
     stage  sharded           bytes on a rank       elements that a rank sends in a step of m
-                                                   micro-batches, over Ψ (N-1)/N
+                                                   micro-batches, in units of Ψ (N-1)/N
     0      nothing           (2 + 4 + 12) Ψ        2        all-reduce of gradients, once a step
     1      optimizer state   (2 + 4 + 12/N) Ψ      2        reduce-scatter of gradients once a step,
                                                             all-gather of updated parameters
@@ -24,20 +24,21 @@ all-gather. Stages 0 and 1 add up the gradients of m micro-batches before they s
 and 3 keep only a row of the sum.
 
 A unit is one layer's parameters, flattened to N rows of T numbers; row r is rank r's shard
-(zero/units.py). In stage 0 nothing is sharded, and N is 1. One collective moves one unit.
-The embedding and the head are layers too.
+(zero/units.py). In stage 0 a unit is one row. One collective moves one unit. The embedding and the
+head are layers too.
 
 The training loop calls these methods, and the optimizer between two of them. Indented lines run by
 themselves, in autograd and in the layers:
 
-    zero()                 forget the gradients of the step before
-      forward              stage 3: gather a unit, run its layer, free the unit
-    last_backward()        announces the step's last backward, which only the loop knows
-      backward             a unit whose gradients are complete is reduced while backward goes on:
-                           in stages 0 and 1 in the last backward, in 2 and 3 in every one
-    reduce_gradients()     wait until `main_grad` of each shard is the sum over the ranks
-    (optimizer step)       updates `parameter.shard` from `main_grad`; in stage 0 the parameter
-    renew_parameters()     stages 1 and 2: get the shards that other ranks have updated
+    zero_grad()                forget the gradients of the step before
+      forward                  stage 3: gather a unit, run its layer, free the unit
+    next_backward_is_last()    only the loop knows which backward is the step's last
+      backward                 reduces a unit whose gradients are complete, while it goes on: in
+                               stages 0 and 1 in the last backward, in 2 and 3 in every one
+    reduce_gradients()         wait until `main_grad` of each shard is the sum over the ranks
+    (optimizer step)           updates `parameter.shard` from `main_grad`; in stage 0 the parameter
+    renew_parameters()         stages 1 and 2: get the shards that other ranks have updated;
+                               stage 3: drop whole parameters that are old now
 
     a unit's tensors       stages 0, 1            stage 2                 stage 3
     parameters             in the model           in the model            row [T]; whole for a while
@@ -47,13 +48,13 @@ themselves, in autograd and in the layers:
 Communication overlaps computation. In stage 3 a unit is gathered while the layer before it runs;
 backward does the same from the last layer to the first:
 
-    compute                 | block 0 | block 1 | block 2 |
-    all-gather of unit   0  |    1    |    2    |   ..
+    compute                         | block 0 | block 1 | block 2 |
+    all-gather of the unit of    0  |    1    |    2    |   ..
 
-So whole parameters of two layers exist at a time (and a tied matrix, which both ends of the model
-need), and in stages 2 and 3 gradients of two; the table leaves these out. Gradients are summed,
-never averaged: train.py has divided each loss by the number of tokens that count in the whole
-global batch.
+So whole parameters of two layers exist at a time, and in stages 2 and 3 gradients of two; the table
+leaves these out. A tied matrix is gathered for the embedding, and again for the head. Gradients are
+summed, never averaged: train.py starts each backward with 1 / count, where count is the number of
+tokens that count in the global batch.
 
 Not covered: torch.distributed.fsdp can also keep a unit whole between forward and backward, shard
 inside a node and replicate across nodes, and offload to the CPU.
@@ -79,7 +80,8 @@ from zero.units import Unit, named_layers, reduce_scatter, units_of
 
 
 class DataParallel(GradientAccumulator):
-    """Sums the gradients of N replicas of a model, unit by unit.
+    """Sums the gradients of N replicas of a model, unit by unit. The hooks that fill them are those
+    of gradients.py (`listen`); its constructor is not called.
 
     In stages 0 and 1 a rank adds up `local_grads` [N, T] over all micro-batches and reduces them
     once, during the last backward. In stages 2 and 3 (`shards_gradients`) it reduces them in every
@@ -87,8 +89,8 @@ class DataParallel(GradientAccumulator):
     """
 
     def __init__(self, units: list[Unit], stage: int, scaler, reduce_dtype):
-        """units: in the order of forward. scaler: has multiplied the loss (fp16), so gradients are
-        divided by it. reduce_dtype: as in `apply`."""
+        """units: in the order of forward. scaler: in fp16 each backward starts with its scale, so
+        gradients are divided by it. reduce_dtype: as in `apply`."""
         self.units = units
         self.stage = stage
         self.shards_gradients = stage >= 2
@@ -106,7 +108,7 @@ class DataParallel(GradientAccumulator):
             for unit in units:
                 unit.local_grads = self.new_grads(unit)
                 self.set_main_grads(unit, unit.local_grads[unit.rank])
-        self.zero()
+        self.zero_grad()
         # GradientAccumulator has autograd call `accumulate` with each parameter
         self.listen()
 
@@ -121,7 +123,7 @@ class DataParallel(GradientAccumulator):
         for p in unit.trainable:
             local_part(p).main_grad = None if row is None else unit.shard_in(row, p)
 
-    def zero(self) -> None:
+    def zero_grad(self) -> None:
         """Forget the gradients of the step before. The first ones to arrive overwrite them."""
         for unit in self.units:
             unit.arrived.clear()
@@ -129,7 +131,7 @@ class DataParallel(GradientAccumulator):
                 unit.summed_grads = None
                 self.set_main_grads(unit, None)
 
-    def last_backward(self) -> None:
+    def next_backward_is_last(self) -> None:
         """The next backward is the step's last: in stages 0 and 1 a unit may be reduced as soon as
         this backward has brought all its gradients."""
         self.is_last_backward = True
@@ -272,8 +274,8 @@ class FullySharded(DataParallel):
 
     The hook on the gradient of a layer's output marks the start of that layer's backward. A tied
     matrix is in the embedding's unit, and the head reads that unit too. After the head's forward it
-    is kept, for backward begins at the head. The backward of the embedding's lookup reads no
-    matrix, so a tied one is not gathered once more.
+    is kept, for backward begins at the head. For the backward of the embedding a tied matrix is not
+    gathered once more: a lookup's gradient reads no matrix.
     """
 
     def __init__(self, layers: list[nn.Module], units, scaler, reduce_dtype):

@@ -12,10 +12,10 @@ scale is 1, except in fp16. There the loss is multiplied by it before backward, 
 gradients are not rounded to zero. Each gradient is divided by it on its way into `main_grad`, so
 `main_grad` is always in true units.
 
-`GradientAccumulator` is for one device; fsdp.py has the one that also sums over ranks. The
-optimizer reads `main_grad`, and clips it by its `global_norm`: the length of the whole model's
-gradient, as one vector. When a gradient overflows, every rank sees a norm that is not finite. Then
-the step is skipped and the scale is lowered (`LossScaler`).
+`GradientAccumulator` is for weights that no other rank holds; fsdp.py has the one that also sums
+over ranks. The optimizer reads `main_grad`, and clips it by its `global_norm`: the length of the
+whole model's gradient, as one vector. When a gradient overflows, every rank sees a norm that is not
+finite. Then the step is skipped and the scale is lowered (`LossScaler`).
 
 Not covered: Megatron-LM can also fuse the addition into the matrix multiplication that computes the
 gradient of a weight.
@@ -62,16 +62,16 @@ def sum_uses_apart(model: nn.Module) -> None:
 class GradientAccumulator:
     """Adds `parameter.grad` to `parameter.main_grad`, in at least float32, after each backward.
 
-    `parameter.grad` is freed at once. The loop calls `zero()` before the first backward of a step,
-    `last_backward()` before the last one, `reduce_gradients()` after it, and `renew_parameters()`
-    after the optimizer's step. On one device the last three have nothing to do.
+    `parameter.grad` is freed at once. The loop calls `zero_grad()` before the first backward of a
+    step, `next_backward_is_last()` before the last one, `reduce_gradients()` after it, and
+    `renew_parameters()` after the optimizer's step. Here the last three have nothing to do.
     """
 
     def __init__(self, model: nn.Module, scaler: "LossScaler | None" = None):
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.scaler = scaler
         sum_uses_apart(model)
-        self.zero()
+        self.zero_grad()
         self.listen()
 
     def listen(self) -> None:
@@ -96,7 +96,7 @@ class GradientAccumulator:
             p.main_grad.add_(p.grad, alpha=unscale)
         p.grad = None
 
-    def last_backward(self) -> None:
+    def next_backward_is_last(self) -> None:
         pass
 
     def reduce_gradients(self) -> None:
@@ -105,7 +105,7 @@ class GradientAccumulator:
     def renew_parameters(self) -> None:
         pass
 
-    def zero(self) -> None:
+    def zero_grad(self) -> None:
         for p in self.parameters:
             p.main_grad = None
 

@@ -7,18 +7,20 @@ rows; attention shards query, key and value by columns, that is by heads, and th
 
     X --f-->  GELU(X A_i) B_i  --g-->  Z = Σ_i GELU(X A_i) B_i       A = [A_1 .. A_t]
                                                                      B = [B_1; ..; B_t]
-    f    identity in forward,   all-reduce in backward     each rank has a part of ∂L/∂X
-    g    all-reduce in forward, identity in backward       each rank has a part of Z
+    f    identity in forward,   all-reduce in backward     each rank has one term of the sum ∂L/∂X
+    g    all-reduce in forward, identity in backward       each rank has one term of the sum Z
 
-f and g are each other's adjoint. A layer has two such pairs, so 2 all-reduces of b s h elements in
-forward and 2 in backward. In backward overlap.py lets them run beside the weight gradients.
+f and g are each other's adjoint: f copies X to t ranks, so its gradient is a sum of t terms; g sums
+t terms, so the gradient of each is a copy. A layer has two such pairs, so 2 all-reduces of b s h
+elements in forward and 2 in backward. In backward overlap.py lets them run beside the weight
+gradients.
 
     python tensor_parallel.py      two ranks against one: gradients, collectives and their bytes
 
-The embedding is sharded by vocabulary, and so is the head's matrix (often the same one). Logits are
-never gathered: the loss needs max, Σ exp and the target's logit, three numbers per token instead of
-V. A vocabulary that t does not divide is padded on the last ranks. The padding gets no probability,
-no gradient, and no place in a checkpoint.
+The embedding is sharded by vocabulary, and so is the head's matrix (often the same one). Training
+never gathers logits: the loss needs max, Σ exp and the target's logit, three numbers per token
+instead of V. A vocabulary that t does not divide is padded on the last ranks. The padding gets no
+probability, no gradient, and no place in a checkpoint.
 
 Not covered: q, k and v in one matrix; communication inside the matrix multiplication (user
 buffers); copies of key and value heads where there are more ranks: here t divides their number.
@@ -118,7 +120,8 @@ class ColumnParallelLinear(gpt.SharedInput):
     """Y_i = f(X) A_i: each rank computes its columns of Y. x: [b, s, h] -> [b, s, out / t] each.
 
     f comes once for all the layers that read X: query, key and value, or gate and up. So this
-    module stands where gpt.SharedInput stood. It owns no weight; the layers keep theirs.
+    module stands where gpt.SharedInput stood. It has f alone: the weights stay with the layers,
+    and `apply` has sharded them.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -143,6 +146,7 @@ class RowParallelLinear(nn.Module):
         self.bias = linear.bias
         self.group = group
         shard_parameter(self, "weight", Shard(1, group))  # [out, in / t]
+        # fp8.py and pipelines/zero_bubble.py put another product here
         self.linear = F.linear
         self.reduce = ReduceFromRanks(group)
 
@@ -221,7 +225,7 @@ class VocabParallelHead(nn.Module):
         self.project = ColumnParallelLinear(group)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """As gpt.Head. Only to generate, without targets, are logits gathered; no gradient goes
+        """As gpt.Head. Without targets, to generate, the logits are gathered, and no gradient goes
         through that."""
         (logits,) = self.project(self.norm(x), self.output)  # [b, s, V / t]
         if targets is not None:
@@ -271,8 +275,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 def vocab_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, vocab_size: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """cross_entropy.py, of logits that are sharded by vocabulary (section 3, "fuse with the cross
-    entropy loss"). 3 b s numbers, in at least float32, are reduced.
+    """The loss of base/cross_entropy.py, of logits that are sharded by vocabulary (section 3, "fuse
+    with the cross entropy loss"). 3 b s numbers, in at least float32, are reduced.
 
     logits: [b, s, V / t], **overwritten**; targets: [b, s], global ids. Returns [b, s], on every
     rank.
@@ -284,8 +288,8 @@ def vocab_parallel_cross_entropy(
 
 
 def sizes_that_fit(config: GPTConfig, world: int = 0) -> int:
-    """What t has to divide: heads, key-value heads, the MLP's inner size, and the number of ranks
-    where it is given."""
+    """The largest t that fits; its divisors fit too. It divides the heads, the key-value heads, the
+    MLP's inner size, and the number of ranks. world: 0 for any number of ranks."""
     return gcd(config.num_heads, config.num_kv_heads, config.ffn_hidden_size, world)
 
 
@@ -319,7 +323,7 @@ def apply(model: gpt.GPT, group: dist.ProcessGroup) -> None:
         if local := families.local_bias(block):
             local.shard(group.rank(), group.size())
         if isinstance(attention.core, gpt.ExplicitAttention):
-            # this rank's heads
+            # dropout masks are functions of global coordinates: which heads are here
             attention.core.dropout.shard_index[1] = group.rank()
         if isinstance(mlp, gpt.MLP):
             shard_columns(mlp.up, group)

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 train.py             two ranks, data parallel
 
 NCCL and bf16 on GPUs, gloo and fp32 on CPUs. `--help` lists the flags. A run leaves in `--out`
-config.json, metrics.jsonl (one line per step), loss.png, sample.txt, checkpoints/step-000100/.
+config.json, metrics.jsonl (one line per step), loss.png, sample.txt, checkpoints/step-000200/.
 
 The layout changes nothing but speed and memory. Nothing else depends on it:
 
@@ -13,17 +13,26 @@ The layout changes nothing but speed and memory. Nothing else depends on it:
     dropout masks       depend on (seed, step, sample, layer, position)
     loss                Σ token losses / counted tokens of the global batch, no mean of means
 
-With experts this holds for one --micro-batch-size: routers balance within a micro-batch. What a run
-needs beside this file stands in run/: flags, resuming, messages, the output folder.
+With experts this holds for one --micro-batch-size: routers balance within a micro-batch.
+
+The way of a run to its first step. run/task.py says what a batch is and what the loss; the rest of
+run/ is flags, files and messages:
+
+    main           here
+      launch.main      flags, rules, processes and groups; the tokenizer, the data
+        Trainer            here: the model with its techniques, gradients, optimizer
+        loop               here: the steps
+          forward_backward     the gradient of a global batch
+          update               clip, AdamW, weights that other ranks have updated
 """
 
 if __name__ == "__main__":
     from base import start
 
+    # runs `main` below, and does not return
     start.command("train")
 
 from functools import partial
-from importlib import import_module
 
 import torch
 
@@ -58,7 +67,8 @@ class Trainer:
     def __init__(
         self, config: RunConfig, device: torch.device, groups: Groups, task: Task | None = None
     ):
-        """task: what is learned (run/task.py); the default is for data that is handed to it."""
+        """task: what is learned (run/task.py); by default the next token, of data that the caller
+        hands to each step."""
         self.config, self.device, self.groups = config, device, groups
         self.model_config = config.model_config()
         self.dp = groups.dp.size() if groups.dp else 1
@@ -78,14 +88,16 @@ class Trainer:
     def build(self) -> None:
         """The model, in stages, with the techniques in it."""
         config, groups, shape = self.config, self.groups, self.model_config
-        # shapes without storage: no rank ever holds more than one whole parameter beside its shards
+        # Shapes without storage. Values come last, one parameter (under fsdp.py one layer) at a
+        # time, and a rank keeps its shard.
         with torch.device("meta"):
             model = families.build(shape)
-        experts, device = shape.num_experts, self.device
-        if experts:
-            import_module("moe").apply(model, groups.ep, groups.tp)
+        if shape.num_experts:
+            import moe
+
+            moe.apply(model, groups.ep, groups.tp)
         self.num_parameters = sharding.num_parameters(model)
-        # self.model runs the stages: for steps, evaluation and generation
+        # self.model: the pipeline, or the one stage
         self.stages, self.model, self.schedule = [model], model, None
         if groups.pp:
             p, v = groups.pp.size(), config.virtual_stages
@@ -95,44 +107,60 @@ class Trainer:
             self.model = pipeline_parallel.Pipeline(self.stages, channels, shards)
             m = config.global_batch_size // self.dp // self.micro_batch
             self.schedule = schedules.make(config.pipeline_schedule, p, m, v)
-        recipe = config.fp8_recipe
-        self.fp8 = recipe and import_module("fp8").make(recipe, shape, device, config.keeps_bytes)
+        self.fp8 = None
+        if config.fp8_recipe:
+            import fp8
+
+            self.fp8 = fp8.make(config.fp8_recipe, shape, self.device, config.keeps_bytes)
         self.gradients = [self.apply_techniques(stage) for stage in self.stages]
-        self.expert_layers = import_module("moe").ExpertLayers(*self.stages) if experts else {}
+        self.expert_layers = moe.ExpertLayers(*self.stages) if shape.num_experts else {}
 
     def apply_techniques(self, stage: GPT) -> GradientAccumulator:
-        """The techniques, in the order in which they change a stage; then its values, sharded over
-        data-parallel ranks. Returns its gradients. What few runs have is imported where it is
-        applied: nobody else waits for it."""
+        """The techniques, in the order in which they change a stage, after those of `build`; then
+        its values, sharded over data-parallel ranks. Returns its gradients. A technique that not
+        every run has is loaded where it is applied."""
         config, groups, dtype = self.config, self.groups, DTYPES[self.precision]
         self.task.before_techniques(stage)
         if groups.tp:
             tensor_parallel.apply(stage, groups.tp)
         chunked_head.apply(stage, config.head_chunk)
         if config.kernels == "auto":
-            self.kernels_refused = import_module("kernels").apply(stage, self.device, dtype)
+            import kernels
+
+            self.kernels_refused = kernels.apply(stage, self.device, dtype)
         if config.sequence_parallel:
             sequence_parallel.apply(stage, groups.tp)
         if self.fp8:
-            import_module("fp8").apply(stage, self.fp8, config.fp8_skip)
+            import fp8
+
+            fp8.apply(stage, self.fp8, config.fp8_skip)
         self.task.after_model_parallel(stage)
         if groups.cp:
-            parallel = import_module("context_parallel")
-            parallel.apply(stage, groups.cp, config.cp_kind, config.sequence_shards)
+            import context_parallel
+
+            context_parallel.apply(stage, groups.cp, config.cp_kind, config.sequence_shards)
         overlap.apply(stage)
         if groups.pp and config.pipeline_schedule == "zb-h1":
-            import_module("pipelines.zero_bubble").apply(stage)
+            from pipelines import zero_bubble
+
+            zero_bubble.apply(stage)
         if config.compile:
             compiling.apply(stage.blocks.values())
         recompute.apply(stage, config.recompute, config.recompute_layers)
         init = partial(sharding.init, stage, config.seed, self.device, dtype)
-        dp, sent = groups.replicas, DTYPES.get(config.reduce_dtype)
-        if not dp:
+        if not groups.replicas:
             init()
             return GradientAccumulator(stage, self.scaler)
-        return fsdp.apply(stage, dp, config.zero_stage, self.scaler, sent, init, groups.edp)
+        reduce_dtype = DTYPES.get(config.reduce_dtype)
+        options = self.scaler, reduce_dtype, init, groups.edp
+        return fsdp.apply(stage, groups.replicas, config.zero_stage, *options)
 
     def make_optimizer(self) -> AdamW:
+        fused = None
+        if not self.kernels_refused:
+            import kernels
+
+            fused = kernels.adamw
         return AdamW(
             ((name, p) for name, p in sharding.named_parameters(*self.stages) if p.requires_grad),
             self.config.weight_decay,
@@ -140,16 +168,19 @@ class Trainer:
             scaler=self.scaler,
             stages=self.groups.pp,
             state_dtype=torch.bfloat16 if self.config.optimizer_state == "bf16" else None,
-            fused=None if self.kernels_refused else import_module("kernels").adamw,
+            fused=fused,
         )
 
     def own_tokens(self, batch):
         """What this rank sees of a data.Batch."""
-        cp = self.groups.cp
-        return import_module("context_parallel").shard_batch(batch, cp) if cp else batch
+        if not self.groups.cp:
+            return batch
+        import context_parallel
+
+        return context_parallel.shard_batch(batch, self.groups.cp)
 
     def forward_backward(self, step: int, dataset) -> torch.Tensor:
-        """`accumulate`, of what a step learns from. dataset: a data.Dataset."""
+        """The task chooses what this step learns from; then `accumulate`. dataset: data.Dataset."""
         return self.accumulate(step, self.task.begin_step(step, dataset))
 
     def accumulate(self, step: int, dataset) -> torch.Tensor:
@@ -182,7 +213,7 @@ class Trainer:
             # the router's losses are means over all tokens of the global batch, masked ones too
             self.expert_layers.begin_step(scale / max(1, dataset.positions(samples)))
         for gradients in self.gradients:
-            gradients.zero()
+            gradients.zero_grad()
         if self.schedule is None:
             self.run_micro_batches(forward, share // b, loss_grad)
         else:
@@ -195,7 +226,7 @@ class Trainer:
         (gradients,) = self.gradients
         for k in range(m):
             if k == m - 1:
-                gradients.last_backward()
+                gradients.next_backward_is_last()
             forward(0, k).backward(loss_grad)
         gradients.reduce_gradients()
 
@@ -206,7 +237,7 @@ class Trainer:
 
         def before_backward(action):
             if last.get(action.chunk) == action:
-                self.gradients[action.chunk].last_backward()
+                self.gradients[action.chunk].next_backward_is_last()
 
         self.model.run(self.schedule, forward, self.micro_batch, s, loss_grad, before_backward)
         for gradients in self.gradients:

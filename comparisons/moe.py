@@ -269,8 +269,8 @@ class Timed:
             self.model.zero_grad()
             mlp(self.x).backward(self.grad_output)
             return
-        self.gradients.zero()
-        self.gradients.last_backward()
+        self.gradients.zero_grad()
+        self.gradients.next_backward_is_last()
         mlp(self.x).backward(self.grad_output)
         self.gradients.reduce_gradients()
 

@@ -116,7 +116,7 @@ def torch_pipeline(trainer: train.Trainer, m: int, dataset: Random):
 
     def run() -> float:
         for gradients in trainer.gradients:
-            gradients.zero()
+            gradients.zero_grad()
         losses = []
         inputs = [batch.tokens] if rank == 0 else []
         outputs = {"target": batch.targets, "losses": losses} if rank == P - 1 else {}

@@ -133,7 +133,7 @@ def learn(model: nn.Module, loss_of: Callable, most_steps: int, enough: float) -
     optimizer = AdamW(learned.items(), 0.0)
     losses = []
     while len(losses) < most_steps and (len(losses) < 10 or mean(losses[-10:]) >= enough):
-        gradients.zero()
+        gradients.zero_grad()
         loss = loss_of(len(losses))
         loss.backward()
         # A peak of 1e-2 makes logits so large that the loss depends on how a processor rounds.

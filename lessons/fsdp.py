@@ -129,10 +129,10 @@ def measure(stage: int, n: int, m: int) -> dict:
     mine = [x.chunk(n)[dist.get_rank()].chunk(m) for x in demo.random_tokens(B, S, V)]
     for learning_rate in (0.0, 1e-3):
         with ranks.Collectives() as sent:
-            gradients.zero()
+            gradients.zero_grad()
             for k, (tokens, targets) in enumerate(zip(*mine)):
                 if k == m - 1:
-                    gradients.last_backward()
+                    gradients.next_backward_is_last()
                 model(tokens, targets).sum().backward(torch.tensor(1 / (B * S)))
             gradients.reduce_gradients()
             optimizer.step(learning_rate)

@@ -62,7 +62,7 @@ def on_rank(rank: int) -> dict:
     gradients = fsdp.apply(model, dist.group.WORLD, expert_group=alone)
     tokens, targets = (x.chunk(2) for x in demo.random_tokens(2 * B, S, V))
     # announces that the next backward is the step's last
-    gradients.last_backward()
+    gradients.next_backward_is_last()
     mine = range(rank, 2, world)
     with ranks.Collectives() as forward:
         losses = [model(tokens[k], targets[k]).sum() for k in mine]

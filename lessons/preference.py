@@ -161,7 +161,7 @@ def dpo(rank: int) -> dict:
     optimizer = AdamW(model.named_parameters(), 0.0)
     losses = []
     for _ in range(STEPS):
-        gradients.zero()
+        gradients.zero_grad()
         now = log_p(model, tokens, mask)
         pairs = *preference.pairs_of(now), *preference.pairs_of(reference)
         loss = preference.dpo_loss(*pairs, BETA).loss.mean()

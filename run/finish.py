@@ -2,7 +2,6 @@
 
 import contextlib
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
 import sequence_parallel
@@ -48,10 +47,13 @@ def sample(trainer, tokenizer, held_out) -> str:
         options["cp_group"] = trainer.groups.cp
         whole = contextlib.nullcontext()
         if config.cp > 1:
-            whole = import_module("context_parallel").whole_sequences(trainer.stages)
+            import context_parallel
+
+            whole = context_parallel.whole_sequences(trainer.stages)
         with whole:
             # a wing, loaded when a run is done
-            generate = import_module("generate").generate
+            from generate import generate
+
             (ids,) = generate(trainer.model, [prompt], SAMPLE_TOKENS, **options)
     except (FloatingPointError, InputError) as e:
         return f"no sample: {e}"

@@ -9,7 +9,6 @@ import os
 import re
 import time
 import traceback
-from importlib import import_module
 from pathlib import Path
 
 from base import terminal
@@ -72,12 +71,16 @@ def attempt(
     try:
         config, question = flags.parse_all(argv, world.rank, kind)
         if question:
-            # wings, loaded by those who ask
-            import_module("planning.as_rank").main(config, question, trainer_class)
+            # a wing, loaded by those who ask
+            from planning import as_rank
+
+            as_rank.main(config, question, trainer_class)
         else:
             rules.validate(config, world.size)
             if config.plan:
-                import_module("planning.plan").machine_of(config.plan)
+                from planning import plan
+
+                plan.machine_of(config.plan)
             run(config, world, trainer_class, loop)
     except REFUSED as e:
         return 2, e
@@ -164,7 +167,8 @@ def train(config: RunConfig, world: World, tokenizer, trainer_class, loop) -> No
             world.say(this.metrics.notice)
     messages.announce(trainer, world, train_set.index)
     if config.plan:
-        plan = import_module("planning.plan")
+        from planning import plan
+
         this.predicted = plan.predict(config, world.size, task.row_length(train_set))
         world.say(plan.describe(this.predicted, config.plan))
     task.before_steps(this)

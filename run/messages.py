@@ -1,7 +1,6 @@
 """What a run says at its start: what runs, on what, under which layout, and what may surprise."""
 
 import sys
-from importlib import import_module
 
 import torch
 
@@ -54,7 +53,8 @@ def surprises(trainer, world: World):
         )
     if model.num_experts:
         # a wing, loaded for those who have experts
-        hf_config = import_module("exchange.hf_config")
+        from exchange import hf_config
+
         try:
             hf_config.check_export_of_experts(model)
         except hf_config.HuggingFaceError as e:

@@ -1,5 +1,5 @@
-"""What a run opens before its first step: the tokenizer, the folder, the data. And what it checks
-there: memory, flags that differ between ranks, another run in the folder.
+"""What a run opens before its first step: the tokenizer and the folder. (The task opens the data.)
+And what it checks: memory, flags or data that differ between ranks, another run in the folder.
 """
 
 import contextlib

@@ -1,4 +1,5 @@
-"""Which configurations can run. What cannot is refused before any process group exists.
+"""Which configurations can run. What one rank can know by itself is refused here, before any
+process group exists.
 
 The message names the flag, its value, the rule and what would fit. Each technique knows its own
 rules (tensor_parallel.check, ..) and raises FieldError; here they are asked, in the order in which
@@ -12,7 +13,6 @@ kind of training has rows of its own (`needs` of its configuration).
 import dataclasses
 import importlib.util
 from collections.abc import Callable
-from importlib import import_module
 from typing import NamedTuple
 
 import torch
@@ -172,7 +172,8 @@ def check_ranks(config: RunConfig, model: MoEConfig, world: int) -> None:
 
 
 def check_techniques(config: RunConfig, model: MoEConfig, world: int) -> None:
-    """Each technique's own rules, as train.py applies them. Raises ConfigError."""
+    """Asks each technique whether it can run, in the order in which a user would mend the flags.
+    Raises ConfigError."""
     replicas = world // config.tp // config.pp
     with as_flags():
         recompute.check(model, config.recompute, config.recompute_layers)
@@ -183,13 +184,17 @@ def check_techniques(config: RunConfig, model: MoEConfig, world: int) -> None:
         v = config.virtual_stages
         pipeline_parallel.check(model.num_layers, config.pp, v, config.layer_split)
         if config.cp > 1:
-            import_module("context_parallel").check(model, config.cp, config.tp, config.cp_kind)
-        recipe = config.fp8_recipe
-        if recipe:
-            fp8 = import_module("fp8")
-            fp8.check(model, fp8.Recipe(*recipe), config.fp8_skip, config.tp)
+            import context_parallel
+
+            context_parallel.check(model, config.cp, config.tp, config.cp_kind)
+        if config.fp8_recipe:
+            import fp8
+
+            fp8.check(model, fp8.Recipe(*config.fp8_recipe), config.fp8_skip, config.tp)
         if config.ep > 1:
-            import_module("moe").check(model, config.ep, replicas)
+            import moe
+
+            moe.check(model, config.ep, replicas)
     check_context(config, model)
 
 

@@ -301,7 +301,8 @@ class TrainingRun:
             raise diverged(self.config, step, bad_steps, self.line.get("fp8_not_finite"))
 
     def save_is_due(self, step: int) -> bool:
-        """After the last step, and every --save-every steps, or as soon as a step was taken."""
+        """After the last step, and every --save-every steps; if that step was skipped, after the
+        next one that is not."""
         return self.is_last(step) or (self.save_waits and not self.skipped_in_a_row)
 
     def save(self, step: int) -> None:

@@ -37,8 +37,6 @@ def imported_names(node: ast.AST) -> set[str]:
             names |= {alias.name for alias in child.names}
         elif isinstance(child, ast.ImportFrom) and child.module:
             names |= {child.module} | {f"{child.module}.{alias.name}" for alias in child.names}
-        elif isinstance(child, ast.Call) and ast.unparse(child.func) == "import_module":
-            names |= {word.value for word in child.args if isinstance(word, ast.Constant)}
         names |= imported_names(child)
     return names
 

@@ -45,10 +45,10 @@ def units_while_backward_runs(rank, stage):
         layer.register_full_backward_hook(lambda *_, i=i: log.append(f"backward {i}"))
     x = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(rank))
     sent_early = []
-    gradients.zero()
+    gradients.zero_grad()
     for i in range(3):
         if i == 2:
-            gradients.last_backward()
+            gradients.next_backward_is_last()
             if stage < 2:
                 log.clear()
         model(x[i]).square().sum().backward()
@@ -91,8 +91,8 @@ def unused_parameter(rank, stage):
     unused_grads = []
     # used by rank 0 in the first step, by nobody in the second
     for step in range(2):
-        gradients.zero()
-        gradients.last_backward()
+        gradients.zero_grad()
+        gradients.next_backward_is_last()
         y = nn.Sequential.forward(model[:5], torch.ones(1, 8)).sum()
         if rank == 0 and step == 0:
             extra = model.extra
@@ -164,8 +164,8 @@ def norms_after_a_bad_step(rank, stage):
     optimizer = AdamW(sharding.named_parameters(model), clip=0.1)
     norms = []
     for factor in (1.0, math.nan, 1.0):
-        gradients.zero()
-        gradients.last_backward()
+        gradients.zero_grad()
+        gradients.next_backward_is_last()
         (model(torch.ones(1, 2)).sum() * factor).backward()
         gradients.reduce_gradients()
         norms.append(optimizer.step(0.0).item())
@@ -207,10 +207,10 @@ def bytes_and_elements(rank, n, stage, shape, m):
     peak = Peak(gradients) if stage == 3 else None
     tokens = torch.randint(61, (m, 2, 17), generator=torch.Generator().manual_seed(rank))
     with ranks.Collectives() as sent:
-        gradients.zero()
+        gradients.zero_grad()
         for k in range(m):
             if k == m - 1:
-                gradients.last_backward()
+                gradients.next_backward_is_last()
             model(tokens[k][:, :-1], tokens[k][:, 1:]).mean().backward()
         gradients.reduce_gradients()
         held = held_bytes(model, gradients)

@@ -50,7 +50,7 @@ def one_tied_gradient(rank, stage, dtype, a, b):
         gradients = fsdp.apply(model, dist.group.WORLD, stage)
     for last in (False, True):
         if last:
-            gradients.last_backward()
+            gradients.next_backward_is_last()
         first = torch.full((1, 1), a, dtype=dtype)
         second = torch.full((1, 1), b, dtype=dtype)
         model(first, second).sum().backward()

@@ -33,7 +33,7 @@ def test_equals_torch(clip):
     decays = [dict(params=matrices, weight_decay=0.1), dict(params=others, weight_decay=0.0)]
     theirs = torch.optim.AdamW(decays, betas=(0.9, 0.95), eps=1e-8, fused=False, foreach=False)
     for i in range(0, 8, 2):
-        gradients.zero()
+        gradients.zero_grad()
         theirs.zero_grad()
         for x in batches[i : i + 2]:
             model(x).square().sum().backward()
@@ -61,7 +61,7 @@ def test_masters_remember_what_bf16_cannot():
     gradients = GradientAccumulator(model)
     optimizer = AdamW(model.named_parameters(), weight_decay=0.0)
     for _ in range(1000):
-        gradients.zero()
+        gradients.zero_grad()
         model.weight.grad = None
         model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
         # each update is 1e-4, a 40th of bf16's spacing at 1
@@ -205,7 +205,7 @@ def test_a_step_that_is_not_finite_changes_nothing(bad):
     model(batches[0]).sum().backward()
     optimizer.step(1e-3)
     before = {n: t.clone() for n, t in optimizer.tensors().items()}
-    gradients.zero()
+    gradients.zero_grad()
     (model(batches[1]).sum() * bad).backward()
     assert not optimizer.step(1e-3).isfinite()
     assert all(torch.equal(before[n], t) for n, t in optimizer.tensors().items())

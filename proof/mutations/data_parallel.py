@@ -33,13 +33,13 @@ def no_accumulation():
 @bug(2, dict(micro_batch_size=2), first="step 1: gradient of head.norm")
 def early_reduction():
     """Gradients are reduced after the first micro-batch, before the others have added theirs."""
-    original = fsdp.DataParallel.zero
+    original = fsdp.DataParallel.zero_grad
 
-    def zero(self):
+    def zero_grad(self):
         original(self)
         self.is_last_backward = True
 
-    fsdp.DataParallel.zero = zero
+    fsdp.DataParallel.zero_grad = zero_grad
 
 
 @bug(2, dict(micro_batch_size=2), first="step 1: gradient of head.norm")
@@ -54,7 +54,7 @@ def local_clip():
         original(self)
 
     fsdp.DataParallel.reduce_gradients = reduce_gradients
-    fsdp.DataParallel.last_backward = lambda self: None
+    fsdp.DataParallel.next_backward_is_last = lambda self: None
 
 
 class Lost:
