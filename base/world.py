@@ -22,6 +22,7 @@ an argument (`Groups`).
 import ctypes
 import gc
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -182,6 +183,8 @@ class World:
     # how often torchrun has started these ranks again
     restarts: int
     device: torch.device | None = None
+    # whether ranks share GPUs, so that gloo carries what they send
+    shares_gpu: bool = False
     groups: Groups | None = None
     watchdog: Watchdog | None = None
     # through which the ranks have met
@@ -230,8 +233,18 @@ class World:
         beats = dist.PrefixStore("watchdog", store.clone())
         self.watchdog = Watchdog(beats, self.rank, self.size, timeout)
         self.beat("the start, where the ranks meet")
-        # NCCL needs a device for each rank
-        nccl = self.device.type == "cuda" and self.local_size <= torch.cuda.device_count()
+        nccl = self.have_gpus_of_their_own(store)
+        self.shares_gpu = self.device.type == "cuda" and not nccl
+        if self.shares_gpu and pp > 1:
+            raise WorldError(
+                f"--pp {pp}: ranks share a GPU, which NCCL refuses, and gloo cannot send a GPU's"
+                " tensors from rank to rank: give each rank a GPU, or --pp 1, or --device cpu"
+            )
+        if self.shares_gpu:
+            self.say(
+                "ranks share a GPU, which NCCL refuses: gloo carries what they send, through the"
+                " host, slowly"
+            )
         collective_timeout = timedelta(seconds=timeout + 60)
         dist.init_process_group(
             "nccl" if nccl else "gloo",
@@ -255,6 +268,18 @@ class World:
         keep_freed_memory()
         if self.size > 1:
             torch.set_num_threads(self.cores)
+
+    def have_gpus_of_their_own(self, store: dist.Store) -> bool:
+        """Whether no two ranks share a GPU, and none is without: NCCL needs that. By the names of
+        the GPUs, for under `srun --gpus-per-task=1` each rank sees one, and not the same. A
+        collective."""
+        name = "none"
+        if self.device.type == "cuda":
+            name = f"{socket.gethostname()} {torch.cuda.get_device_properties(self.device).uuid}"
+        keys = [f"GPU of rank {rank}" for rank in range(self.size)]
+        store.set(keys[self.rank], name)
+        names = set(store.multi_get(keys))
+        return len(names) == self.size and b"none" not in names
 
     @property
     def cores(self) -> int:
