@@ -38,6 +38,7 @@ import train
 from base.world import Groups, keep_freed_memory
 from lessons import demo
 from proof import ranks
+from zero import units as units_of_fsdp
 
 SHAPE = dict(model="llama2-7b", num_layers=6, hidden_size=512, num_heads=8, ffn_hidden_size=1376)
 SHAPE |= dict(seq_length=256, vocab_size=8192, precision="fp32")
@@ -164,7 +165,8 @@ def events_of_a_step(ours: Ours) -> list[tuple[str, int, float, float]]:
     methods = dict(start_gather=for_unit, reduce=for_unit, gather=gather)
     methods |= dict(reduce_gradients=reduce_gradients)
     with (
-        noting(fsdp, all_gather=gathered, reduce_scatter=scattered),
+        noting(units_of_fsdp, all_gather=gathered),
+        noting(fsdp, reduce_scatter=scattered),
         noting(sharder, **methods),
     ):
         dist.barrier()

@@ -159,19 +159,19 @@ def test_float32():
 
 
 ON_A_GPU = [
-    (SMALL, 1, dict()),
-    (SMALL, 1, FULL),
-    (SMALL, 2, dict(tp=2)),
-    (SMALL, 2, SEQUENCE | SELECTIVE),
-    *[(SMALL, 2, stage) for stage in (STAGES[0], SHARDED[1], STAGES[2] | FULL)],
-    *[("experts", 1, dict()), ("experts", 1, FULL), ("experts", 2, dict(ep=2))],
-    ("experts", 2, SEQUENCE),
+    (1, SMALL, dict()),
+    (1, SMALL, FULL),
+    (2, SMALL, dict(tp=2)),
+    (2, SMALL, SEQUENCE | SELECTIVE),
+    *[(2, SMALL, stage) for stage in (STAGES[0], SHARDED[1], STAGES[2] | FULL)],
+    *[(1, "experts", dict()), (1, "experts", FULL), (2, "experts", dict(ep=2))],
+    (2, "experts", SEQUENCE),
 ]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("base, world, flags", ON_A_GPU, ids=str)
-def test_on_a_gpu(base, world, flags):
+@pytest.mark.parametrize("world, base, flags", ON_A_GPU, ids=str)
+def test_on_a_gpu(world, base, flags):
     """The CPU's loss and gradients; ranks share the GPU."""
     for model in EXPERTS.values() if base == "experts" else [base]:
         check(world, [flags | dict(device="cuda")], model)

@@ -9,6 +9,7 @@ import sequence_parallel
 import tensor_parallel
 from proof.mutations import bug
 from sharding import sharding_of
+from zero import units
 
 
 @bug(
@@ -35,7 +36,7 @@ def experts_divided_by_ep():
 )
 def experts_summed_over_all():
     """The gradients of experts are summed over all ranks, also those with other experts."""
-    fsdp.is_sharded_over = lambda p, group: False
+    units.is_sharded_over = lambda p, group: False
 
 
 @bug(4, dict(ep=2, num_experts=4, micro_batch_size=2), first="step 1: output of blocks.0")
