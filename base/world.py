@@ -183,13 +183,13 @@ class World:
     # how often torchrun has started these ranks again
     restarts: int
     device: torch.device | None = None
-    # whether ranks share GPUs, so that gloo carries what they send
-    shares_gpu: bool = False
     groups: Groups | None = None
     watchdog: Watchdog | None = None
     # through which the ranks have met
     store: dist.Store | None = None
     refusals: Refusals | None = None
+    # whether ranks share GPUs, so that gloo carries what they send
+    shares_gpu: bool = False
 
     # --- start and end
 
