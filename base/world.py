@@ -100,9 +100,9 @@ class Groups:
             groups.ep = experts.get_group("ep")
             groups.edp = experts.get_group("edp")
         groups.all = dist.group.WORLD
-        # the group for CPU tensors: gloo, because NCCL cannot carry them
-        # proof/nccl_rules.py is one too
+        # NCCL itself, or its rules on CPUs (proof/nccl_rules.py)
         is_nccl = dist.get_backend().startswith("nccl")
+        # CPU tensors need gloo, because NCCL cannot carry them
         backend = "gloo" if is_nccl else None
         groups.files = dist.new_group(backend=backend, timeout=timeout)
         of_data = (groups.dp, groups.cp, groups.replicas, groups.ep, groups.edp)

@@ -158,12 +158,6 @@ class Work(dist._Work):
         self.done = True
         return True
 
-    def is_completed(self) -> bool:
-        return self.done
-
-    def synchronize(self) -> None:
-        self.wait()
-
 
 def poison(x: Tensor) -> None:
     bad = float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).min
@@ -276,8 +270,6 @@ class NCCLRules(dist.ProcessGroup):
 
         return self.collective(f"all-gather {kinds([input])}", [output], [input], run)
 
-    _allgather_base = all_gather_single
-
     def reduce_scatter_single(self, output, input, opts=None) -> Work:
         opts = opts or dist.ReduceScatterOptions()
 
@@ -287,8 +279,6 @@ class NCCLRules(dist.ProcessGroup):
         what = f"reduce-scatter {name_of(opts.reduceOp)} {kinds([output])}"
         return self.collective(what, [output], [input], run)
 
-    _reduce_scatter_base = reduce_scatter_single
-
     def all_to_all_single(self, output, input, output_splits, input_splits, opts=None) -> Work:
         def run(results, copies):
             return self.gloo.alltoall_base(results[0], copies[0], output_splits, input_splits)
@@ -296,24 +286,12 @@ class NCCLRules(dist.ProcessGroup):
         what = f"all-to-all {input.dtype}"
         return self.collective(what, [output], [input], run)
 
-    alltoall_base = all_to_all_single
-
     def gather(self, outputs, inputs, opts) -> Work:
         def run(results, copies):
             return self.gloo.gather([results] if results else [], copies, opts)
 
         flat = outputs[0] if outputs else []
         return self.collective(f"gather to {opts.rootRank} {kinds(inputs)}", flat, inputs, run)
-
-    def scatter(self, outputs, inputs, opts) -> Work:
-        def run(results, copies):
-            return self.gloo.scatter(results, [copies] if copies else [], opts)
-
-        flat = inputs[0] if inputs else []
-        return self.collective(f"scatter from {opts.rootRank}", outputs, flat, run)
-
-    def barrier(self, opts=None) -> Work:
-        return self.collective("barrier", [], [], lambda results, copies: self.gloo.barrier())
 
     # --- messages
 

@@ -182,18 +182,25 @@ def all_reduce_warms_up():
     two_ahead()
 
 
+def no_first_messages():
+    """Nothing has gone through a link before the step; the tied embedding's copies send first."""
+    world.dist = mock.Mock(wraps=dist)
+    world.dist.send = world.dist.recv = lambda x, peer, group: None
+
+
 def two_ahead():
     pipeline_parallel.lower = partial(transfers.lower, ahead=2)
 
 
 @pytest.mark.parametrize(
-    "mutate, schedule, queues, message",
+    "mutate, p, schedule, queues, message",
     [
-        (all_reduce_warms_up, "1f1b", 8, "a meeting"),
-        (two_ahead, "gpipe", 1, "holds up the computation|does not end|cannot start"),
+        (all_reduce_warms_up, 2, "1f1b", 8, "a meeting"),
+        (no_first_messages, 4, "1f1b", 8, "a meeting"),
+        (two_ahead, 2, "gpipe", 1, "holds up the computation|does not end|cannot start"),
     ],
 )
-def test_a_hang_in_the_first_step(mutate, schedule, queues, message):
-    flags = PIPELINE | dict(schedule=schedule)
+def test_a_hang_in_the_first_step(mutate, p, schedule, queues, message):
+    flags = PIPELINE | dict(pp=p, schedule=schedule)
     with pytest.raises(RuntimeError, match=message):
-        train(2, [flags], queues, mutate, timeout=5)
+        train(p, [flags], queues, mutate, timeout=5)
