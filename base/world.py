@@ -127,25 +127,45 @@ def nccl_groups(
     There is one for each link of `pipeline_links`. pipelines: the global ranks of every pipeline.
     timeout: of their messages.
 
-    A collective of all ranks. Each communicator carries a message here, in the same order
-    everywhere: the host of NCCL's first send waits for the host of its receive. In a training step
-    two hosts could wait for each other so. A collective instead of the message would not do: it
-    makes another connection.
+    A collective of all ranks. Disjoint pairs, of all pipelines, are split from the world at once: a
+    `new_group` for each pair would be a collective of all ranks each time. A rank without a pair is
+    split alone, because torch names a group by how many this rank has, and both ends need one name.
+
+    Each communicator carries a message here, in the same order everywhere: the host of NCCL's first
+    send waits for the host of its receive. In a training step two hosts could wait for each other
+    so. A collective instead of the message would not do: it makes another connection.
     """
     own = {}
-    for ranks in pipelines:
-        for link in pipeline_links(len(ranks)):
-            sender, receiver, _ = link
-            pair = [ranks[sender], ranks[receiver]]
-            group = dist.new_group(pair, timeout=timeout)
-            if rank in pair:
+    p = len(pipelines[0])
+    for links in disjoint(pipeline_links(p)):
+        places = [sorted(link[:2]) for link in links]
+        places += [[i] for i in range(p) if not any(i in pair for pair in places)]
+        splits = [[ranks[i] for i in place] for ranks in pipelines for place in places]
+        group = dist.split_group(split_ranks=splits, timeout=timeout)
+        for ranks in pipelines:
+            for link in links:
+                sender, receiver = ranks[link[0]], ranks[link[1]]
                 message = torch.zeros(1, device=device)
-                if rank == pair[0]:
-                    dist.send(message, pair[1], group=group)
-                else:
-                    dist.recv(message, pair[0], group=group)
-                own[link] = group
+                if rank == sender:
+                    dist.send(message, receiver, group=group)
+                    own[link] = group
+                elif rank == receiver:
+                    dist.recv(message, sender, group=group)
+                    own[link] = group
     return own
+
+
+def disjoint(links: list[tuple[int, int, str]]) -> list[list[tuple[int, int, str]]]:
+    """The links, in lists of which none has a rank twice."""
+    lists = []
+    for link in links:
+        for others in lists:
+            if not any(set(link[:2]) & set(other[:2]) for other in others):
+                others.append(link)
+                break
+        else:
+            lists.append([link])
+    return lists
 
 
 def pipeline_links(p: int) -> list[tuple[int, int, str]]:

@@ -54,8 +54,12 @@ class GraphedFunction:
 
 def can_capture(stages: list[GPT], device: torch.device) -> bool:
     """Whether a step runs on the GPU without waiting for the host: routing to experts waits, and so
-    do gloo's collectives."""
+    do gloo's collectives. Under ZeRO stage 3 a step gathers parameters, into memory that is new
+    each time, and ranks that write other answers would capture at other steps."""
     if device.type != "cuda" or moe.ExpertLayers(*stages):
+        return False
+    # empty until a layer runs
+    if any(p.untyped_storage().size() < p.nbytes for stage in stages for p in stage.parameters()):
         return False
     modules = [module for stage in stages for module in stage.modules()]
     groups = [module.group for module in modules if getattr(module, "group", None)]

@@ -10,115 +10,34 @@ communicator is a process group; for single sends and receives, each pair of ran
     meeting       a pair's first message, per direction, makes both hosts wait for each other
     same order    ranks that post another operation, size or type: an error that names both
     poison        the output of an operation is NaN until `wait`
-    untouched     an input or output that changes before `wait`: an error
-    waits         an operation that nobody waits for: an error at the end
+    untouched     an input or output that changes, or is freed, before `wait`: an error
+    waits         an operation that nobody waits for: an error at the end (`check_waits`)
     queue         streams share a few hardware queues: an operation that cannot start holds up what
                   was posted behind it in its queue; the compute stream is in queue 0
 
     ranks.run(function, 2, backend="nccl-rules")
 
-Each stream is a thread, and gloo carries the bytes.
+Each stream is a thread (nccl_streams.py), and gloo carries the bytes.
 
-Not covered: the order in which a GPU frees memory; operations on tensors of the CPU, which NCCL
-refuses; the host waits where it would only enqueue, if what it posts shares a queue with compute.
+Not covered: tensors of the CPU, which NCCL refuses, and here all are (tests/test_as_rank.py looks
+for those); the host waits where it would only enqueue, if what it posts shares a queue with
+compute.
 """
 
-import threading
+import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from datetime import timedelta
-from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from proof.nccl_streams import MACHINE, RuleError, Stream
+
 NAME = "nccl-rules"
 # bytes of a description that ranks compare
 DESCRIBED = 160
-
-
-class RuleError(RuntimeError):
-    """A rule of NCCL is broken. The message names the communicator, the operation and the rule."""
-
-
-# --- streams and hardware queues ------------------------------------------------------------------
-
-
-class Operation:
-    """What a host has posted. `run` is called by the thread of its stream."""
-
-    def __init__(self, what: str, run: Callable, ahead: "Operation | None"):
-        self.what = what
-        self.run = run
-        # the one before it in its hardware queue
-        self.ahead = ahead
-        self.started = threading.Event()
-        self.ended = threading.Event()
-        self.error: Exception | None = None
-
-
-class Machine:
-    """What the communicators of one process share: the hardware queues of its GPU."""
-
-    def __init__(self):
-        # CUDA_DEVICE_MAX_CONNECTIONS of a GPU
-        self.queues = 8
-        # the compute stream is the first
-        self.streams = 1
-        # seconds, of the default group: torch gives others half an hour
-        self.timeout: float | None = None
-        # hardware queue -> the operation that was posted last
-        self.latest: dict[int, Operation] = {}
-        # what nobody has waited for yet
-        self.open: set[Operation] = set()
-
-    def queue_of_next_stream(self) -> int:
-        self.streams += 1
-        return (self.streams - 1) % self.queues
-
-
-MACHINE = Machine()
-
-
-class Stream:
-    """Runs its operations in order, in a thread of its own."""
-
-    def __init__(self, name: str, timeout: float):
-        self.name = name
-        self.timeout = timeout
-        self.queue = MACHINE.queue_of_next_stream()
-        self.posted: SimpleQueue = SimpleQueue()
-        threading.Thread(target=self.work, daemon=True).start()
-
-    def work(self) -> None:
-        while (operation := self.posted.get()) is not None:
-            try:
-                if operation.ahead and not operation.ahead.started.wait(self.timeout):
-                    raise RuleError(
-                        f"{operation.what} cannot start: {operation.ahead.what}, which is before it"
-                        " in a hardware queue, waits"
-                    )
-                operation.started.set()
-                operation.run()
-            except RuleError as e:
-                operation.error = e
-            except Exception as e:
-                operation.error = RuleError(f"{operation.what} does not end: {e}")
-            operation.started.set()
-            operation.ended.set()
-
-    def post(self, what: str, run: Callable) -> Operation:
-        what = f"{what} of {self.name}"
-        operation = Operation(what, run, MACHINE.latest.get(self.queue))
-        MACHINE.latest[self.queue] = operation
-        MACHINE.open.add(operation)
-        self.posted.put(operation)
-        # compute is in queue 0, so it is held up by what cannot start there
-        if self.queue == 0 and not operation.started.wait(self.timeout):
-            raise RuleError(f"{what} holds up the computation: they share a hardware queue")
-        return operation
 
 
 # --- one operation --------------------------------------------------------------------------------
@@ -129,9 +48,11 @@ class Work(dist._Work):
 
     def __init__(self, stream: Stream, what: str, outputs: list[Tensor], inputs: list[Tensor], run):
         super().__init__()
-        # the operation reads and writes its own copies
-        self.copies = [x.detach().clone() for x in inputs]
-        self.results = [torch.empty_like(x.detach()) for x in outputs]
+        # The operation reads and writes its own copies, in another thread, where tensors of an
+        # inference mode could not be written to.
+        with torch.inference_mode(False):
+            self.copies = [x.detach().clone() for x in inputs]
+            self.results = [torch.empty_like(x.detach()) for x in outputs]
         self.outputs = outputs
         self.stream = stream
         self.done = False
@@ -165,6 +86,9 @@ def poison(x: Tensor) -> None:
 
 
 def same_bytes(x: Tensor, y: Tensor) -> bool:
+    # `resize_` has freed it
+    if x.untyped_storage().size() < x.nbytes:
+        return False
     x, y = x.detach().contiguous(), y.contiguous()
     return torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8))
 
@@ -293,6 +217,14 @@ class NCCLRules(dist.ProcessGroup):
         flat = outputs[0] if outputs else []
         return self.collective(f"gather to {opts.rootRank} {kinds(inputs)}", flat, inputs, run)
 
+    def scatter(self, outputs, inputs, opts) -> Work:
+        def run(results, copies):
+            return self.gloo.scatter(results, [copies] if copies else [], opts)
+
+        flat = inputs[0] if inputs else []
+        what = f"scatter from {opts.rootRank} {kinds(outputs)}"
+        return self.collective(what, outputs, flat, run)
+
     # --- messages
 
     def send(self, tensors, peer: int, tag: int) -> Work:
@@ -384,16 +316,31 @@ def batch_isend_irecv(ops: list[dist.P2POp]) -> list[dist.Work]:
     return group.start(messages)
 
 
+def split_group(split_ranks: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
+    """dist.split_group of all ranks. torch's own splits NCCL's groups only."""
+    if len(set(itertools.chain(*split_ranks))) < sum(map(len, split_ranks)):
+        raise RuleError(f"split {split_ranks}: a rank is in two of them")
+    own = None
+    for ranks in split_ranks:
+        group = dist.new_group(ranks, timeout=timeout)
+        if dist.get_rank() in ranks:
+            own = group
+    return own
+
+
 def create(store, rank: int, size: int, timeout: timedelta) -> NCCLRules:
     MACHINE.timeout = MACHINE.timeout or timeout.total_seconds()
     return NCCLRules(store, rank, size, MACHINE.timeout)
 
 
-def unwaited() -> list[str]:
-    """The operations of this process that nobody has waited for."""
-    return sorted(operation.what for operation in MACHINE.open)
+def check_waits() -> None:
+    """At the end. Raises RuleError for an operation of this process that nobody has waited for."""
+    if MACHINE.open:
+        whats = sorted(operation.what for operation in MACHINE.open)
+        raise RuleError(f"nobody waits for {'; '.join(whats)}")
 
 
 dist.Backend.register_backend(NAME, create, devices=["cpu"])
 one_by_one = dist.batch_isend_irecv
 dist.batch_isend_irecv = batch_isend_irecv
+dist.split_group = split_group

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
+import gradients
 import recompute
 import train as trainer
 from base.world import Groups
@@ -183,6 +185,31 @@ def test_few_micro_batches_tell_of_all(layout):
         collectives = [as_rank.Collective(*key, n) for key, n in step.collectives.items()]
         assert said.collectives == sorted(collectives)
         assert (said.flops, said.activations) == (step.flops, step.kept.peak)
+
+
+class OnTheGPU(Counters):
+    """NCCL refuses tensors of the CPU. Here the meta device is the GPU. An even routing counts on
+    the CPU (planning/stand_ins.py)."""
+
+    def note(self, function, args):
+        super().note(function, args)
+        for x in tree_leaves(args):
+            if isinstance(x, torch.Tensor) and not x.is_meta and x.dtype != torch.int64:
+                raise RuntimeError(f"{function} of a tensor of the CPU, {x.dtype}")
+
+
+@pytest.mark.parametrize("world, layouts", LAYOUTS)
+def test_ranks_send_tensors_of_the_gpu(world, layouts, monkeypatch):
+    monkeypatch.setattr(as_rank, "Counters", OnTheGPU)
+    for layout in layouts:
+        as_rank.report(trainer.Config(**layout), trainer.Trainer, world - 1, world)
+
+
+def test_a_tensor_of_the_cpu_is_seen(monkeypatch):
+    monkeypatch.setattr(as_rank, "Counters", OnTheGPU)
+    monkeypatch.setattr(gradients, "norm_device", lambda *arguments: torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=r"allreduce.* of a tensor of the CPU, torch.float64"):
+        as_rank.report(trainer.Config(**GPT, pp=2), trainer.Trainer, 0, 2)
 
 
 def said(words: str) -> as_rank.Report:

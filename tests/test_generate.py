@@ -28,7 +28,7 @@ from base import terminal
 from base.world import Groups
 from corpus.tokenizer import ByteTokenizer
 from gpt import GPT
-from inference import batches, cli, kv_cache, loading, sampling, weight_layouts
+from inference import batches, cli, cuda_graphs, kv_cache, loading, sampling, weight_layouts
 from inference.sampling import DIVERGED, choose, keys_of, uniform
 from proof import ranks
 from run.config import ConfigError
@@ -440,6 +440,18 @@ def test_from_a_model_in_training(flags):
     experts = {name: value for name, value in flags.items() if name == "num_experts"}
     one_device = train.Trainer(train.Config(**base | experts), torch.device("cpu"), Groups())
     assert texts == [generate.generate(one_device.model, [[1, 2, 3], [4]], 20, seed=1)] * 4
+
+
+def captures(rank, stage):
+    flags = dict(model="gpt2", num_layers=1, hidden_size=8, num_heads=1, vocab_size=61)
+    config = train.Config(**flags, seq_length=8, global_batch_size=2, zero_stage=stage)
+    t = train.Trainer(config, torch.device("cpu"), Groups.make("cpu", 2))
+    return cuda_graphs.can_capture(t.stages, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("stage, captured", [(1, True), (3, False)])
+def test_a_step_that_gathers_parameters_is_not_captured(stage, captured):
+    assert ranks.run(captures, 2, stage) == [captured] * 2
 
 
 # --- bad input, and the command -------------------------------------------------------------------

@@ -1,11 +1,14 @@
 """Programs of a pipeline by the rules of GPUs and NCCL, simulated."""
 
+import itertools
+from datetime import timedelta
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from base.collectives import Collectives
-from base.world import nccl_groups, pipeline_links
+from base.world import disjoint, nccl_groups, pipeline_links
 from pipelines.nccl_model import run
 from pipelines.transfers import Transfer, lower
 from proof import ranks
@@ -36,7 +39,8 @@ def with_first_messages(programs):
     """What `world.nccl_groups` does before: a message through each link, in one order."""
     p = len(programs)
     before = [[] for _ in range(p)]
-    for number, (sender, receiver, kind) in enumerate(pipeline_links(p)):
+    links = itertools.chain(*disjoint(pipeline_links(p)))
+    for number, (sender, receiver, kind) in enumerate(links):
         before[sender].append(Transfer("send", receiver, kind, -1, number))
         before[receiver].append(Transfer("receive", sender, kind, -1, number))
     return [first + program for first, program in zip(before, programs)]
@@ -93,23 +97,36 @@ def test_one_receive_ahead_hides_what_can_be_hidden(name, p):
             assert late > ideal if transfer else late == pytest.approx(ideal)
 
 
-def on_rank(rank):
-    pipelines = [[0, 2], [1, 3]]
-    with Collectives() as noted:
-        groups = nccl_groups(pipelines, rank, torch.device("cpu"))
-    messages = [name for name, _ in noted.calls if name in ("send", "receive")]
-    sizes = {dist.get_world_size(group) for group in groups.values()}
-    return list(groups), messages, sizes
+def on_rank(rank, pipelines):
+    """{link: messages that went each way}, how often the ranks split, and the groups' names."""
+    from proof import nccl_rules
+
+    split = mock.Mock(side_effect=nccl_rules.split_group)
+    with mock.patch.object(dist, "split_group", split):
+        groups = nccl_groups(pipelines, rank, torch.device("cpu"), timedelta(seconds=20))
+    messages = {link: dict(group.messages) for link, group in groups.items()}
+    return messages, split.call_count, [group.group_name for group in groups.values()]
 
 
-def test_every_link_has_carried_a_message():
-    """Not an all-reduce, which makes another connection."""
-    for rank, (links, messages, sizes) in enumerate(ranks.run(on_rank, 4)):
-        assert links == pipeline_links(2) and sizes == {2}
-        position = rank // 2
-        expected = ["send" if link[0] == position else "receive" for link in links]
-        assert messages == expected
+@pytest.mark.parametrize("pipelines, splits", [([[0, 2], [1, 3]], 4), ([[0, 1, 2]], 7)])
+def test_every_link_has_carried_a_message(pipelines, splits):
+    """Not an all-reduce, which makes another connection. Each has a communicator of its own."""
+    world = sum(map(len, pipelines))
+    found = ranks.run(on_rank, world, pipelines, backend="nccl-rules")
+    for pipeline in pipelines:
+        links = pipeline_links(len(pipeline))
+        for position, rank in enumerate(pipeline):
+            messages, count, names = found[rank]
+            assert count == splits and len(set(names)) == len(names)
+            assert sorted(messages) == [link for link in links if position in link[:2]]
+            for (sender, receiver, _), sent in messages.items():
+                assert sent == {(int(sender > receiver), int(receiver > sender)): 1}
 
+
+def test_communicators_of_1024_ranks():
+    """A new_group for each pair of each pipeline: 16 x 130 of them."""
+    rounds = disjoint(pipeline_links(64))
+    assert len(rounds) == 5 and sum(map(len, rounds)) * 1024 // 64 == 2064
 
 # --- each rule, alone -----------------------------------------------------------------------------
 
