@@ -22,8 +22,8 @@ through identity | all-reduce on their way into a layer, together, as one flat a
 layer. Second, the input of X A_i is kept for backward as its shard, [b, s/t, h], and gathered again
 there: overlap.py does so, and gathers beside the computation of the input gradient.
 
-Not covered: Megatron-LM stores activations as [s, b, h], so that a shard of the sequence is
-contiguous and the copies in `start_gather` and `start_scatter` are not needed. It sums the norms'
+Not covered: Megatron-LM stores activations as [s, b, h], so that the shards of b sequences lie side
+by side, and one collective moves them. Here b collectives start together. It sums the norms'
 gradients once a step in the optimizer; here it happens where the weights are used, for each
 micro-batch, so that no other file has to remember it.
 """
@@ -51,10 +51,6 @@ from base import compiling
 from model_config import FieldError, GPTConfig
 from sharding import sharding_of
 
-# their names from torch 2.13 on
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 # --- g and ḡ --------------------------------------------------------------------------------------
 
 
@@ -63,13 +59,13 @@ def start_gather(x: Tensor, group: dist.ProcessGroup):
 
     x: [b, s/t, h]; returns a function that waits and gives [b, s, h].
     """
-    shards = x.new_empty(group.size() * x.shape[0], *x.shape[1:])  # [t b, s/t, h]
-    work = all_gather(shards, x.contiguous(), group=group, async_op=True)
+    whole = x.new_empty(x.shape[0], group.size() * x.shape[1], *x.shape[2:])  # [b, s, h]
+    # a collective for each of b sequences, because the shards of one lie side by side
+    work = group.allgather_into_tensor_coalesced(list(whole), list(x.contiguous()))
 
     def finish() -> Tensor:
         work.wait()
-        # a copy if b > 1
-        return shards.unflatten(0, (-1, x.shape[0])).transpose(0, 1).flatten(1, 2)  # [b, s, h]
+        return whole
 
     return finish
 
@@ -77,11 +73,9 @@ def start_gather(x: Tensor, group: dist.ProcessGroup):
 def start_scatter(x: Tensor, group: dist.ProcessGroup):
     """Begin to reduce-scatter. x: [b, s, h], each rank's part of a sum; returns a function that
     waits and gives [b, s/t, h]."""
-    shards = x.unflatten(1, (group.size(), -1)).transpose(0, 1)  # [t, b, s/t, h]
-    # a copy if b > 1
-    shards = shards.flatten(0, 1).contiguous()  # [t b, s/t, h]
-    mine = torch.empty_like(shards[: x.shape[0]])
-    work = reduce_scatter(mine, shards, group=group, async_op=True)
+    x = x.contiguous()
+    mine = x.new_empty(x.shape[0], x.shape[1] // group.size(), *x.shape[2:])  # [b, s/t, h]
+    work = group.reduce_scatter_tensor_coalesced(list(mine), list(x))
 
     def finish() -> Tensor:
         work.wait()

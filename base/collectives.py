@@ -48,6 +48,9 @@ class Collectives(TorchDispatchMode):
         kinds = [kind for part, kind in KINDS.items() if part in operation]
         name = kinds[0] if kinds else operation
         sizes = [x.nbytes for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+        if "coalesced" in operation:
+            # one call for several tensors: lists of outputs and inputs
+            sizes = [sum(x.nbytes for x in list_) for list_ in args[:2]]
         self.calls.append((name, max(sizes, default=0)))
         self.group_names.append(group_name(args))
 

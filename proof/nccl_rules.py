@@ -203,6 +203,27 @@ class NCCLRules(dist.ProcessGroup):
         what = f"reduce-scatter {name_of(opts.reduceOp)} {kinds([output])}"
         return self.collective(what, [output], [input], run)
 
+    def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None) -> Work:
+        def run(results, copies):
+            for result, copy in zip(results, copies):
+                work = self.gloo._allgather_base(result, copy)
+                work.wait()
+            return work
+
+        return self.collective(f"all-gathers {kinds(inputs)}", outputs, inputs, run)
+
+    def reduce_scatter_tensor_coalesced(self, outputs, inputs, opts=None) -> Work:
+        opts = opts or dist.ReduceScatterOptions()
+
+        def run(results, copies):
+            for result, copy in zip(results, copies):
+                work = self.gloo._reduce_scatter_base(result, copy, opts)
+                work.wait()
+            return work
+
+        what = f"reduce-scatters {name_of(opts.reduceOp)} {kinds(outputs)}"
+        return self.collective(what, outputs, inputs, run)
+
     def all_to_all_single(self, output, input, output_splits, input_splits, opts=None) -> Work:
         def run(results, copies):
             return self.gloo.alltoall_base(results[0], copies[0], output_splits, input_splits)

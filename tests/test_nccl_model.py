@@ -128,6 +128,7 @@ def test_communicators_of_1024_ranks():
     rounds = disjoint(pipeline_links(64))
     assert len(rounds) == 5 and sum(map(len, rounds)) * 1024 // 64 == 2064
 
+
 # --- each rule, alone -----------------------------------------------------------------------------
 
 F0, F1 = Action("F", 0, 0), Action("F", 0, 1)
