@@ -16,11 +16,12 @@ On CUDA `F.scaled_dot_product_attention` chooses by the GPU, the sizes and cuDNN
 version is at least 9.15.1: older ones are wrong for some lengths. (FlashAttention 2 uses 35% of an
 H100, arXiv 2407.08608.)
 
-They are not public: a version of PyTorch may lack one. Then, and for sizes that a kernel does not
+The operations are not public: a version of PyTorch may lack one. Then, and for sizes that a kernel does not
 know, `kernel_for` gives None, and attention/ring_attention.py computes by hand.
 
-Not covered: heads that share a key, which cuDNN and FlashAttention know; they come repeated. Those
-for CUDA have not run on a GPU yet; tests hold their arguments to PyTorch's signatures.
+Not covered: query heads that share a key head, which cuDNN and FlashAttention know; here keys come
+repeated. The operations for CUDA have not run on a GPU yet; tests hold their arguments to PyTorch's
+signatures.
 """
 
 from functools import cache
