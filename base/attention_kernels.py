@@ -16,8 +16,8 @@ On CUDA `F.scaled_dot_product_attention` chooses by the GPU, the sizes and cuDNN
 version is at least 9.15.1: older ones are wrong for some lengths. (FlashAttention 2 uses 35% of an
 H100, arXiv 2407.08608.)
 
-The operations are not public: a version of PyTorch may lack one. Then, and for sizes that a kernel does not
-know, `kernel_for` gives None, and attention/ring_attention.py computes by hand.
+The operations are not public: a version of PyTorch may lack one. Then, and for sizes that a kernel
+does not know, `kernel_for` gives None, and attention/ring_attention.py computes by hand.
 
 Not covered: query heads that share a key head, which cuDNN and FlashAttention know; here keys come
 repeated. The operations for CUDA have not run on a GPU yet; tests hold their arguments to PyTorch's
