@@ -19,6 +19,7 @@ Bytes per element of the first argument in bf16, forward + backward:
     bias_gelu            4 + 6     gelu(x + b), tanh form                        arXiv 1606.08415
     bias_dropout_add     6 + 4     residual + dropout(x + b), mask recomputed    dropout.py
     causal_softmax       3 + 4     softmax(scale x + causal mask); half is read
+    softmax_dropout      3 + 4     dropout of that, mask and softmax recomputed  dropout.py
     cross_entropy        2 + 4     log Σ exp z - z_target, gradient in place     arXiv 1805.02867
     permute              6 + 6     copies of tokens, sorted by expert, k = 2     moe.py
     unpermute            3 + 5     back: times probabilities, summed, k = 2      moe.py
@@ -239,6 +240,11 @@ def _(ctx, dy, _):
     return dx, d_bias[0] if wanted else None, dy, *[None] * 6
 
 
+def mask_numbers(start: int, site: int, p: float) -> tuple[int, int, int, float]:
+    """What a kernel needs to know of dropout beside keys: start, site, limit and scale."""
+    return start, site, min(round(p * 2**32), 2**32 - 1), 1 / (1 - p)
+
+
 def bias_dropout_add(x, bias, residual, key, site: int, start: int, p: float) -> Tensor:
     """residual + dropout(x + bias), with the mask of dropout.dropout_mask.
 
@@ -248,7 +254,7 @@ def bias_dropout_add(x, bias, residual, key, site: int, start: int, p: float) ->
     """
     key = key if p else None
     if supported_rows(x):
-        mask = start, site, min(round(p * 2**32), 2**32 - 1), 1 / (1 - p)
+        mask = mask_numbers(start, site, p)
         return bias_dropout_add_forward(x, bias, residual, key, 0, *mask)[0]
     y = x if bias is None else x + bias
     if key is not None:
@@ -279,6 +285,37 @@ def causal_softmax(scores: Tensor, scale: float) -> Tensor:
         above = torch.full_like(scores, -math.inf).triu(1)
         return (scores * scale + above).softmax(-1)
     return causal_softmax_forward(scores, scale)
+
+
+# start: global number of the first head; keep_scale: 1 / (1 - p). Backward begins with the scores,
+# so that neither a mask nor the undropped probabilities stay in memory.
+softmax_dropout_forward = kernel(
+    "softmax_dropout(scores[b, a, s, s], key i32[b], scale: float,"
+    " start: int, site: int, limit: int, keep_scale: float) -> y[b, a, s, s]"
+)
+softmax_dropout_backward = kernel(
+    "softmax_dropout_backward(dy[b, a, s, s], scores[b, a, s, s], key i32[b], scale: float,"
+    " start: int, site: int, limit: int, keep_scale: float) -> d_scores[b, a, s, s]"
+)
+
+
+@gradient(softmax_dropout_forward, keep=(0, 1))
+def _(ctx, dy):
+    return softmax_dropout_backward(dy, *ctx.saved_tensors, *ctx.numbers), *[None] * 6
+
+
+def softmax_dropout(
+    scores: Tensor, key: Tensor, scale: float, site: int, start: int, p: float
+) -> Tensor:
+    """dropout(causal_softmax(scores, scale)), with the mask of dropout.dropout_mask.
+
+    scores: [b, a, s, s]; key: [b] from dropout.layer_key; site: which dropout of a layer; start:
+    global number of the first head -> [b, a, s, s]
+    """
+    if supported_rows(scores, LONGEST):
+        return softmax_dropout_forward(scores, key, scale, *mask_numbers(start, site, p))
+    dropped = dropout_mask(key, site, scores.shape, {1: start}, p)
+    return causal_softmax(scores, scale).masked_fill(dropped, 0.0) * (1 / (1 - p))
 
 
 # --- cross entropy --------------------------------------------------------------------------------
@@ -465,13 +502,22 @@ def rotary_of_module(self: Rotary, q: Tensor, k: Tensor, table: tuple[Tensor, Te
     return rotary(q, k, *table) if table[0].dim() == 2 else Rotary.forward(self, q, k, table)
 
 
-def causal_probabilities(
-    self: gpt.CausalProbabilities, q: Tensor, k: Tensor, documents: Tensor | None
+def explicit_attention(
+    self: gpt.ExplicitAttention, q: Tensor, k: Tensor, v: Tensor, context: gpt.Context
 ) -> Tensor:
-    if documents is not None:
-        # the operation knows the causal mask alone
-        return gpt.CausalProbabilities.forward(self, q, k, documents)
-    return causal_softmax(q @ k.transpose(2, 3), q.shape[-1] ** -0.5)
+    # The operations know the causal mask alone, and heads that are a range.
+    is_causal = type(self.probabilities) is gpt.CausalProbabilities and context.documents is None
+    if not is_causal or self.dropout.coordinates:
+        return gpt.ExplicitAttention.forward(self, q, k, v, context)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores, scale = q @ k.transpose(2, 3), q.shape[-1] ** -0.5
+    if context.drop_key is None or self.dropout.p == 0:
+        p = causal_softmax(scores, scale)
+    else:
+        start = self.dropout.shard_index.get(1, 0) * q.shape[1]
+        mask = self.dropout.site, start, self.dropout.p
+        p = softmax_dropout(scores, context.drop_key, scale, *mask)
+    return (p @ v).transpose(1, 2).flatten(2)
 
 
 def parallel_loss(self: tensor_parallel.VocabParallelHead, logits, targets) -> Tensor:
@@ -487,7 +533,7 @@ FUSED = [
     (gpt.SwiGLU, "forward", lambda self, gate, up: swiglu(gate, up)),
     (gpt.GELU, "forward", lambda self, x, bias: bias_gelu(x, bias)),
     (gpt.BiasDropoutAdd, "forward", bias_dropout_add_of_module),
-    (gpt.CausalProbabilities, "forward", causal_probabilities),
+    (gpt.ExplicitAttention, "forward", explicit_attention),
     (gpt.Head, "loss", lambda self, logits, targets: cross_entropy(logits, targets)),
     (tensor_parallel.VocabParallelHead, "loss", parallel_loss),
     (moe.MoE, "permute", lambda self, *args: permute(*args)),

@@ -95,7 +95,7 @@ def drop(p: Tensor, block: Block) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """Attention to these keys alone: (o [b, a, m, d], L [b, a, m, 1])"""
-    kernel = kernel_for(q)
+    kernel = kernel_for(q, k)
     if kernel and block.visible is None and block.dropped is None:
         return kernel.forward(q, k, v, block.causal)
     p, log_sum = probabilities(q, k, block)
@@ -104,7 +104,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tenso
 
 def attend_backward(q, k, v, o, log_sum, grad, block: Block) -> tuple[Tensor, Tensor, Tensor]:
     """(∂q, ∂k, ∂v) through these keys. o, log_sum: over all keys; grad: ∂o, [b, a, m, d]."""
-    kernel = kernel_for(q)
+    kernel = kernel_for(q, k)
     if kernel and block.visible is None and block.dropped is None:
         return kernel.backward(grad, q, k, v, o, log_sum, block.causal)
     p, _ = probabilities(q, k, block, log_sum)

@@ -6,15 +6,22 @@
 
 and their backward takes o and L as arguments: those of all keys, where k and v are only some.
 
-    CPU                    _scaled_dot_product_flash_attention_for_cpu
-    CUDA, 16 bits          _scaled_dot_product_flash_attention
-    CUDA, 32 bits          _scaled_dot_product_efficient_attention
+    CPU                           _scaled_dot_product_flash_attention_for_cpu
+    CUDA, 16 bits, new GPUs       _scaled_dot_product_cudnn_attention
+    CUDA, 16 bits                 _scaled_dot_product_flash_attention
+    CUDA, 32 bits                 _scaled_dot_product_efficient_attention
 
-They are not public: a version of PyTorch may lack one. Then, and for sizes that a kernel does not
-know, `kernel_for` gives None, and attention/ring_attention.py computes by hand.
+On CUDA `F.scaled_dot_product_attention` chooses by the GPU, the sizes and cuDNN's version, and
+`kernel_for` takes its choice. PyTorch 2.13 tries cuDNN first on compute capability 9 and 10, if its
+version is at least 9.15.1: older ones are wrong for some lengths. (FlashAttention 2 uses 35% of an
+H100, arXiv 2407.08608.)
 
-Not covered: cuDNN's kernel. Those for CUDA have not run on a GPU yet; tests hold their arguments to
-PyTorch's signatures.
+The operations are not public: a version of PyTorch may lack one. Then, and for sizes that a kernel
+does not know, `kernel_for` gives None, and attention/ring_attention.py computes by hand.
+
+Not covered: query heads that share a key head, which cuDNN and FlashAttention know; here keys come
+repeated. The operations for CUDA have not run on a GPU yet; tests hold their arguments to PyTorch's
+signatures.
 """
 
 from functools import cache
@@ -22,6 +29,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 PREFIX = "_scaled_dot_product_"
 
@@ -45,6 +53,25 @@ class Kernel:
         """(∂q, ∂k, ∂v). grad: ∂o."""
         tensors = grad, q, k, v, o, log_sum.squeeze(-1).contiguous()
         return self.run_backward(*tensors, 0.0, causal)
+
+
+class CuDNN(Kernel):
+    """cuDNN's, with the instructions of Hopper and newer GPUs."""
+
+    name = "cudnn_attention"
+
+    def forward(self, q, k, v, causal):
+        # without a bias, with L
+        o, log_sum, *_ = self.run(q, k, v, None, True, 0.0, causal)
+        return o, log_sum
+
+    def backward(self, grad, q, k, v, o, log_sum, causal):
+        # where sequences of a packed batch begin: there is none
+        bounds = None, None, q.shape[2], k.shape[2]
+        # the random state of dropout, and a bias: there is none
+        state = torch.zeros((), dtype=torch.int64, device=q.device)
+        tensors = grad, q, k, v, o, log_sum.contiguous()
+        return self.run_backward(*tensors, state, state, None, *bounds, 0.0, causal)
 
 
 class FlashOnCUDA(Kernel):
@@ -94,14 +121,22 @@ def make(kind: type[Kernel]) -> Kernel | None:
         return None
 
 
-def kernel_for(q: Tensor) -> Kernel | None:
-    """The kernel for such queries, [b, a, m, d]. None: there is none."""
+KINDS = {
+    SDPBackend.CUDNN_ATTENTION: CuDNN,
+    SDPBackend.FLASH_ATTENTION: FlashOnCUDA,
+    SDPBackend.EFFICIENT_ATTENTION: EfficientOnCUDA,
+}
+
+
+def kernel_for(q: Tensor, k: Tensor) -> Kernel | None:
+    """The kernel for such queries and keys, [b, a, m, d] and [b, a, n, d]. None: there is none."""
     if q.device.type == "cpu":
         return make(Kernel)
-    head_dim = q.shape[-1]
-    if q.device.type != "cuda" or head_dim % 8 or head_dim > 256 or q.dtype == torch.float64:
+    # PyTorch pads other heads before it calls a kernel
+    if q.shape[-1] % 8:
         return None
-    if q.dtype == torch.float32:
-        return make(EfficientOnCUDA)
-    # A100 and later
-    return make(FlashOnCUDA) if torch.cuda.get_device_capability(q.device) >= (8, 0) else None
+    # some kernels know sizes forward that they do not know backward
+    with torch.enable_grad():
+        choice = torch._fused_sdp_choice(q.detach().requires_grad_(), k, k)
+    kind = KINDS.get(SDPBackend(choice))
+    return kind and make(kind)

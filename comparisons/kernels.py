@@ -3,10 +3,10 @@
     python comparisons/kernels.py [--sizes llama2-7b] [--cases swiglu rotary] [--rounds 20]
 
 Measured are the time, and the share of the copy bandwidth: bytes of one pass / time / bandwidth of
-a copy. One pass reads every input once and writes every output once; for causal_softmax half of
-the reads count, because the upper triangle is not read. The bytes are the same for all three kinds,
-so a kind that moves more bytes has a smaller share. The copy bandwidth is that of a copy of a large
-tensor in the same run, bytes read and written.
+a copy. One pass reads every input once and writes every output once; for causal_softmax and
+softmax_dropout half of the reads count, because the upper triangle is not read. The bytes are the
+same for all three kinds, so a kind that moves more bytes has a smaller share. The copy bandwidth is
+that of a copy of a large tensor in the same run, bytes read and written.
 
 Launching and filling the GPU take microseconds, and no small copy reaches that bandwidth. So a copy
 of as many bytes is measured beside each operation, in turn with it and in the same way. Where that

@@ -23,7 +23,7 @@ import optimizer
 from attention.rotary import rotary_frequencies, rotary_table, rotate
 from base import cuda_kernels
 from base.cross_entropy import cross_entropy
-from dropout import dropout_key
+from dropout import Dropout, dropout_key
 from lessons import form
 from model_config import GPTConfig, MoEConfig
 
@@ -105,6 +105,7 @@ def module_examples(new, b: int, s: int, h: int, ffn: int, heads: int) -> dict:
     table = rotary_table(frequencies, s, new(1))
     key = dropout_key(0, 1, torch.arange(b, device=new(1).device))
     mask = torch.full_like(new(s, s), -math.inf).triu(1)
+    dropout = Dropout(0.1, site=1)
     return {
         "rotary": (
             (new(b, s, heads, d).transpose(1, 2), new(b, s, heads, d).transpose(1, 2), *table),
@@ -129,6 +130,12 @@ def module_examples(new, b: int, s: int, h: int, ffn: int, heads: int) -> dict:
             (new(b * heads, s, s),),
             lambda scores: kernels.causal_softmax(scores, d**-0.5),
             lambda scores: (scores * d**-0.5 + mask).softmax(-1),
+            (0,),
+        ),
+        "softmax_dropout": (
+            (new(b, heads, s, s), key),
+            lambda scores, k: kernels.softmax_dropout(scores, k, d**-0.5, 1, 0, 0.1),
+            lambda scores, k: dropout((scores * d**-0.5 + mask).softmax(-1), k),
             (0,),
         ),
     }
@@ -251,8 +258,8 @@ def on_meta(args: tuple) -> tuple:
 def one_pass(name: str, fused, args: tuple, with_gradient: tuple) -> list[int]:
     """[forward, backward]: the bytes of every input and output of the operation, once."""
     moved = measure(fused, on_meta(args), with_gradient)
-    if name == "causal_softmax":
-        # the upper triangle is not read: of the scores; of the probabilities and their gradient
+    if name in ("causal_softmax", "softmax_dropout"):
+        # the upper triangle is not read: of the scores or probabilities, nor of their gradient
         half = args[0].nbytes // 2
         return [moved[0] - half, moved[1] - 2 * half]
     return moved
@@ -327,7 +334,7 @@ def time_swiglu(lesson: form.Lesson) -> None:
 
 def teach_table(lesson: form.Lesson, cases: dict) -> None:
     lesson.predict(
-        "PyTorch makes most of the twelve operations of kernels.py out of several, and each reads"
+        "PyTorch makes most of the thirteen operations of kernels.py out of several, and each reads"
         " and writes memory. For how many does it move at least ten times the bytes of one pass?"
     )
     lesson.say(f"{'bytes per element':<18}{'one pass':>12}{'PyTorch':>16}{'ratio':>7}")
@@ -340,7 +347,7 @@ def teach_table(lesson: form.Lesson, cases: dict) -> None:
         ratios.append(ratio)
         if [round(n) for n in passes] != expected()[name]:
             differ.append(name)
-        bar = form.bar(ratio, 16, 32)
+        bar = form.bar(ratio, 24, 32)
         lesson.say(f"{name:<18}{written(passes):>12}{written(several):>16}{ratio:>7.1f}  {bar}")
     lesson.check(
         "one pass is as in the table of kernels.py"

@@ -117,7 +117,7 @@ STAND_INS = {
     (F, "scaled_dot_product_attention"): attention_in_one,
     (dropout, "dropout_mask"): mask_without_bits,
     (ring_attention, "dropout_mask"): mask_without_bits,
-    (ring_attention, "kernel_for"): lambda q: attention_kernels.make(attention_kernels.Kernel),
+    (ring_attention, "kernel_for"): lambda q, k: attention_kernels.make(attention_kernels.Kernel),
     (dist, "batch_isend_irecv"): one_after_the_other,
 }
 

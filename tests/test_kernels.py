@@ -169,6 +169,15 @@ def softmax_arguments(r, new):
     return [new(matrices, s, s) * r.choice([3, 100]), r.choice([1.0, 0.125])]
 
 
+def attention_arguments(r, new):
+    s = r.choice([8, 16, 104, 264, 520, 776, 5, 513])
+    b, a = (r.choice([0, 1, 3]), r.choice([1, 2, 5])) if s < 200 else (r.choice([1, 2]), 1)
+    key = dropout_key(1, r.randrange(99), torch.arange(b) + 7).to(new(1).device)
+    scale = r.choice([1.0, 0.125])
+    start = r.choice([0, 3, 2**20])
+    return [new(b, a, s, s) * 3, key, scale, r.randrange(4), start, r.choice([0.1, 0.5, 0.9])]
+
+
 def loss_arguments(r, new):
     rows = r.choice([(3, 5), (0,), (7,)])
     v = r.choice([1, 2, 7, 61, 512, 5003, 12301, 40001])
@@ -231,6 +240,11 @@ def softmax(scores, scale):
     return (scores * scale + torch.full_like(scores, -math.inf).triu(1)).softmax(-1)
 
 
+def softmax_then_dropout(scores, key, scale, site, start, p):
+    dropped = dropout_mask(key, site, scores.shape, {1: start}, p)
+    return softmax(scores, scale).masked_fill(dropped, 0.0) * (1 / (1 - p))
+
+
 def norm(x, weight, bias, eps):
     if bias is None:
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -272,6 +286,7 @@ CASES = {
     ),
     "bias_dropout_add": (dropout_arguments, kernels.bias_dropout_add, dropout_add),
     "causal_softmax": (softmax_arguments, kernels.causal_softmax, softmax),
+    "softmax_dropout": (attention_arguments, kernels.softmax_dropout, softmax_then_dropout),
     "cross_entropy": (
         loss_arguments,
         lambda z, targets: kernels.cross_entropy(
@@ -503,6 +518,7 @@ def test_any_order_of_threads(monkeypatch):
     logits = torch.randn(5, 5003)
     targets = torch.randint(5003, (5,))
     scores = torch.randn(2, 104, 104)
+    keys = dropout_key(1, 1, torch.arange(1))
 
     def everything():
         _, y, mean, rstd = kernels.norm_forward(x, None, w, b, 1e-5)
@@ -514,6 +530,7 @@ def test_any_order_of_threads(monkeypatch):
             *kernels.bias_gelu_backward(dy, x, b, 1),
             *kernels.cross_entropy_statistics(logits, targets, 5003),
             kernels.causal_softmax(scores, 0.5),
+            kernels.softmax_dropout(scores[None], keys, 0.5, 1, 0, 0.5),
         ]
 
     results = {}
@@ -595,6 +612,22 @@ def test_first_try_of_swiglu(place):
 
 
 @pytest.mark.parametrize("place", PLACES, indirect=True)
+def test_mask_of_attention(place):
+    """Bit for bit that of dropout.py, of heads 6 to 9 in three samples, forward and backward."""
+    key = dropout_key(1, 1, torch.arange(3)).to(place)
+    scores = torch.zeros(3, 4, 40, 40, device=place, requires_grad=True)
+    launched.clear()
+    y = kernels.softmax_dropout(scores, key, 1.0, 1, 6, 0.3)
+    kept = (~dropout_mask(key, 1, scores.shape, {1: 6}, 0.3)).tril()
+    assert torch.equal(y != 0, kept)
+    # The score of a kept probability gains, that of a dropped one loses.
+    y.sum().backward()
+    both = kept.any(-1) & (~kept).tril().any(-1)
+    assert torch.equal((scores.grad > 0)[both], kept[both]) and both.sum() > 300
+    assert launched == ["softmax_dropout", "softmax_dropout_backward"]
+
+
+@pytest.mark.parametrize("place", PLACES, indirect=True)
 def test_frozen_norm(place, monkeypatch):
     """A norm whose weights are frozen computes no gradients of them; one that is half frozen, the
     other half."""
@@ -644,7 +677,7 @@ def examples(dtype: torch.dtype, place: str) -> dict[str, tuple]:
     states = [adamw_state("split", shape, place) for shape in ((5, 7), (64,))]
     weights, lows, _, gradients, m, v = map(list, zip(*states))
     control = torch.tensor([0.5, 3, 1], device=place)
-    square = new(2, 8, 8)
+    square, squares = new(2, 8, 8), new(2, 3, 8, 8)
     return {
         "add_norm": (x, x, w, w, 1e-5),
         "add_norm_backward": (x, x, x, w, per_row, per_row, 2),
@@ -656,6 +689,8 @@ def examples(dtype: torch.dtype, place: str) -> dict[str, tuple]:
         "bias_dropout_add": (x, w, x, key, 1, 0, 2, 2**30, 1.5),
         "causal_softmax": (square, 0.5),
         "causal_softmax_backward": (square, square, 0.5),
+        "softmax_dropout": (squares, key, 0.5, 0, 1, 2**30, 1.5),
+        "softmax_dropout_backward": (squares, squares, key, 0.5, 0, 1, 2**30, 1.5),
         "cross_entropy_statistics": (x, targets, 24),
         "cross_entropy_gradient": (x.clone(), targets, per_row, per_row, per_row, 24),
         "permute": (new(3, 8), order, position),
@@ -697,7 +732,9 @@ def test_compiled(backend, monkeypatch):
         y = kernels.swiglu(y, gate)
         y = kernels.bias_dropout_add(kernels.bias_gelu(y, b), b, x, key, 2, 0, 0.3)
         q, k = kernels.rotary(y[:, None], y[:, None], w[:12].repeat(8, 2), b[:12].repeat(8, 2))
-        p = kernels.causal_softmax((q @ k.transpose(2, 3))[:, 0], 0.5)
+        scores = q @ k.transpose(2, 3)
+        p = kernels.causal_softmax(scores[:, 0], 0.5)
+        p = p * kernels.softmax_dropout(scores, key, 0.5, 1, 0, 0.3)[:, 0]
         return p.sum() + kernels.cross_entropy(logits * 1.0, targets).sum() + q.square().sum()
 
     torch.manual_seed(0)
@@ -745,6 +782,9 @@ BAD_INPUT = {
     "bias_dropout_add: x has shape [5, 24], expected [5, 24, 'h']": lambda: dropped(X[0], I32),
     "causal_softmax: scores has shape [2, 5, 24], expected [2, 24, 24]": lambda: (
         kernels.causal_softmax(X, 1.0)
+    ),
+    "softmax_dropout: key has shape [2], expected [3]": lambda: kernels.softmax_dropout(
+        X.new_empty(3, 2, 8, 8), I32, 1.0, 1, 0, 0.1
     ),
     "targets has shape [1, 5], expected [2, 5]": lambda: kernels.cross_entropy(X, I64[:1]),
     "unpermute: probabilities has shape [5, 3], expected [5, 2]": lambda: kernels.unpermute(
@@ -909,7 +949,7 @@ def swapped(model) -> list[str]:
         ({}, "GELU LayerNorm Rotary"),
         (
             dict(num_layers=2, llama=True, attention="explicit", num_experts=2),
-            "CausalProbabilities MoE RMSNorm Rotary SwiGLU",
+            "ExplicitAttention MoE RMSNorm Rotary SwiGLU",
         ),
         # no operation adds 1 to a weight, or multiplies with GELU
         (dict(llama=True, norm="rmsnorm1p", activation="geglu", qk_norm=True), "Rotary"),
@@ -931,6 +971,35 @@ def test_what_is_handed_in(fields, names):
     others = torch.nn.ModuleList([*others, layer_norm(8, elementwise_affine=False)])
     kernels.swap(others)
     assert not swapped(others)
+
+
+class OtherProbabilities(gpt.CausalProbabilities):
+    """In the place of the plain ones, as families.py puts some in."""
+
+
+@by_emulator
+@pytest.mark.parametrize("what", ["none", "documents", "probabilities", "coordinates"])
+def test_attention_that_the_operation_does_not_know(monkeypatch, what):
+    """Another mask, or heads that are no range: as without kernels."""
+    emulate(monkeypatch.setattr)
+    core = gpt.ExplicitAttention(0.1, site=1)
+    context = gpt.Context(dropout_key(1, 1, torch.arange(1)))
+    if what == "documents":
+        context = context._replace(documents=torch.zeros(1, 16, dtype=torch.int64))
+    if what == "probabilities":
+        core.probabilities = OtherProbabilities()
+    if what == "coordinates":
+        core.dropout.coordinates = lambda size, n: torch.arange(size).flip(0)
+    qkv = torch.randn(3, 1, 2, 16, 8)
+    expected = core(*qkv, context)
+    kernels.swap(core)
+    launched.clear()
+    y = core(*qkv, context)
+    if what == "none":
+        torch.testing.assert_close(y, expected)
+        assert launched == ["softmax_dropout"]
+    else:
+        assert torch.equal(y, expected) and not launched
 
 
 @by_emulator
@@ -977,6 +1046,13 @@ def swapped_without_residual() -> None:
     swapped_and_emulated()
     add_norm = kernels.add_norm
     kernels.add_norm = lambda x, *rest: (x.detach(), add_norm(x, *rest)[1])
+
+
+def swapped_with_first_heads() -> None:
+    """A mutation: every rank drops probabilities as if its heads were the first ones."""
+    swapped_and_emulated()
+    dropout = kernels.softmax_dropout
+    kernels.softmax_dropout = lambda *args: dropout(*args[:4], 0, args[5])
 
 
 EXPERTS = LLAMA | dict(
@@ -1028,7 +1104,8 @@ def test_same_training(place, base, world, flags):
 
 @by_emulator
 @pytest.mark.parametrize(
-    "mutate, world", [(swapped_without_sums, 2), (swapped_without_residual, 1)]
+    "mutate, world",
+    [(swapped_without_sums, 2), (swapped_without_residual, 1), (swapped_with_first_heads, 2)],
 )
 def test_mutations_are_seen(mutate, world):
     emulated(torch.float32)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend
 
 import context_parallel
 import gpt
@@ -18,7 +19,7 @@ from attention.ring_attention import (
     own_positions,
 )
 from base import attention_kernels
-from base.attention_kernels import EfficientOnCUDA, FlashOnCUDA, Kernel
+from base.attention_kernels import CuDNN, EfficientOnCUDA, FlashOnCUDA, Kernel
 from proof import ranks
 
 B, A, S, D = 2, 4, 24, 8
@@ -63,7 +64,7 @@ def test_large_scores_merge():
 def test_gradients_of_parts_add_up(cut, by_hand, monkeypatch):
     """Of PyTorch's own attention over all keys, by the kernel and by hand, in any two parts."""
     if by_hand:
-        monkeypatch.setattr(ring_attention, "kernel_for", lambda q: None)
+        monkeypatch.setattr(ring_attention, "kernel_for", lambda q, k: None)
     q, k, v, grad = (random(B, A, 12, D, seed=n).requires_grad_() for n in range(4))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     gradients = torch.autograd.grad(expected, (q, k, v), grad)
@@ -94,7 +95,7 @@ def test_kernel_and_hand_agree(causal, dtype, tolerance, monkeypatch):
     results = []
     for hand in (False, True):
         if hand:
-            monkeypatch.setattr(ring_attention, "kernel_for", lambda q: None)
+            monkeypatch.setattr(ring_attention, "kernel_for", lambda q, k: None)
         o, log_sum = attend(q, k, v, plain(causal=causal))
         # of 16 bits too
         assert log_sum.dtype == torch.promote_types(dtype, torch.float32)
@@ -201,7 +202,12 @@ def test_whole_sequences_puts_one_device_back():
 
 @pytest.mark.parametrize(
     "kernel, dtype",
-    [(FlashOnCUDA, torch.bfloat16), (EfficientOnCUDA, torch.float32), (Kernel, torch.float32)],
+    [
+        (CuDNN, torch.bfloat16),
+        (FlashOnCUDA, torch.bfloat16),
+        (EfficientOnCUDA, torch.float32),
+        (Kernel, torch.float32),
+    ],
     ids=lambda x: getattr(x, "__name__", None),
 )
 @pytest.mark.parametrize("m, n", [(24, 24), (24, 12), (12, 24)])
@@ -220,8 +226,37 @@ def test_a_missing_kernel_is_computed_by_hand():
         name = "attention_of_next_year"
 
     assert attention_kernels.make(Missing) is None
-    # sizes that no kernel knows, and a device without one
-    assert attention_kernels.kernel_for(torch.empty(1, 1, 4, D, device="meta")) is None
+    # a device without one
+    q = torch.empty(1, 1, 4, D, device="meta")
+    assert attention_kernels.kernel_for(q, q) is None
+
+
+@pytest.mark.parametrize(
+    "choice, kind",
+    [
+        (SDPBackend.CUDNN_ATTENTION, CuDNN),
+        (SDPBackend.FLASH_ATTENTION, FlashOnCUDA),
+        (SDPBackend.EFFICIENT_ATTENTION, EfficientOnCUDA),
+        (SDPBackend.MATH, type(None)),
+        (SDPBackend.ERROR, type(None)),
+    ],
+    ids=str,
+)
+def test_pytorch_chooses_the_kernel(choice, kind, monkeypatch):
+    """As for `F.scaled_dot_product_attention` in training, also where no gradients are recorded."""
+    asked = []
+
+    def choose(q, k, v):
+        asked.append((q.requires_grad and torch.is_grad_enabled(), k.shape[2]))
+        return int(choice)
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
+    q, k = torch.empty(1, 1, 4, D, device="meta"), torch.empty(1, 1, 2, D, device="meta")
+    with torch.no_grad():
+        assert type(attention_kernels.kernel_for(q, k)) is kind
+    # heads that are no whole vectors
+    assert attention_kernels.kernel_for(q[..., :7], k[..., :7]) is None
+    assert asked == [(True, 2)]
 
 
 @pytest.mark.gpu
@@ -239,9 +274,9 @@ def test_kernels_on_a_gpu(dtype, tolerance, causal, monkeypatch):
     results = []
     for hand in (False, True):
         if hand:
-            monkeypatch.setattr(ring_attention, "kernel_for", lambda q: None)
+            monkeypatch.setattr(ring_attention, "kernel_for", lambda q, k: None)
         else:
-            assert attention_kernels.kernel_for(q)
+            assert attention_kernels.kernel_for(q, k)
         o, log_sum = attend(q, k, v, plain(causal=causal))
         gradients = attend_backward(q, k, v, o, log_sum + 0.5, grad, plain(causal=causal))
         results.append([o, log_sum, *gradients])
