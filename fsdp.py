@@ -37,8 +37,10 @@ themselves, in autograd and in the layers:
                                stages 0 and 1 in the last backward, in 2 and 3 in every one
     reduce_gradients()         wait until `main_grad` of each shard is the sum over the ranks
     (optimizer step)           updates `parameter.shard` from `main_grad`; in stage 0 the parameter
-    renew_parameters()         stages 1 and 2: get the shards that other ranks have updated;
+    renew_parameters()         stages 1 and 2: start to get the shards that other ranks have
+                               updated; each layer of the next forward waits for its own;
                                stage 3: drop whole parameters that are old now
+    wait_for_parameters()      stages 1 and 2: before anything but a forward reads them
 
     a unit's tensors       stages 0, 1            stage 2                 stage 3
     parameters             in the model           in the model            row [T]; whole for a while
@@ -74,7 +76,7 @@ from torch import Tensor, nn
 from gradients import GradientAccumulator, LossScaler, accumulation_dtype, sum_uses_apart
 from model_config import FieldError
 from sharding import local_part
-from zero.units import Unit, named_layers, reduce_scatter, units_of
+from zero.units import Unit, named_layers, reduce_scatter, units_of, wait_in_forward
 
 # --- stages 0 to 2: every rank has all parameters -------------------------------------------------
 
@@ -246,21 +248,20 @@ class DataParallel(GradientAccumulator):
 
     @torch.no_grad()
     def renew_parameters(self) -> None:
-        """After the optimizer's step: every rank gets the shards that the others have updated."""
+        """After the optimizer's step: start to get the shards that other ranks have updated."""
         if self.stage == 0:
             return
-        previous = None
         for unit in self.units:
+            unit.drop_all_gather()
             flat = unit.parameters[0].new_empty(unit.N, unit.T)
             row = flat[unit.rank]
             for p in unit.parameters:
                 unit.shard_in(row, p).copy_(p.shard)
             unit.start_all_gather(flat, row)
-            # copied while this one is on its way
-            if previous:
-                previous.finish_all_gather()
-            previous = unit
-        previous.finish_all_gather()
+
+    def wait_for_parameters(self) -> None:
+        for unit in self.units:
+            unit.finish_all_gather()
 
 
 # --- stage 3: parameters are gathered for each use ------------------------------------------------
@@ -355,10 +356,7 @@ class FullySharded(DataParallel):
         """After the optimizer's step: drop parameters that a forward without a backward has left,
         for they are old now. The next forward gathers new ones."""
         for unit in self.units:
-            if unit.gathering:
-                _, work = unit.gathering
-                work.wait()
-                unit.gathering = None
+            unit.drop_all_gather()
             self.free(unit)
 
 
@@ -396,4 +394,6 @@ def apply(
     sum_uses_apart(model)
     if stage == 3:
         return FullySharded(list(layers.values()), units, scaler, reduce_dtype)
+    if stage > 0:
+        wait_in_forward(layers.values(), units)
     return DataParallel(units, stage, scaler, reduce_dtype)

@@ -28,8 +28,9 @@ if __name__ == "__main__":
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -157,7 +158,10 @@ class Unit(FlatParameters):
 
     @torch.no_grad()
     def finish_all_gather(self) -> None:
-        """Wait for the rows, and copy them to where the model reads its parameters."""
+        """Wait for rows that are on their way, and copy them to where the model reads its
+        parameters."""
+        if not self.gathering:
+            return
         flat, work = self.gathering
         work.wait()
         for p in self.parameters:
@@ -166,6 +170,13 @@ class Unit(FlatParameters):
             for in_flat, in_whole in self.views(flat, p, p.data):
                 in_whole.copy_(in_flat)
         self.gathering = None
+
+    def drop_all_gather(self) -> None:
+        """Forget rows that nobody has used, for they are old now."""
+        if self.gathering:
+            _, work = self.gathering
+            work.wait()
+            self.gathering = None
 
 
 # --- the units of a model -------------------------------------------------------------------------
@@ -294,6 +305,20 @@ def set_shard(unit: Unit, p: nn.Parameter, part: Tensor) -> None:
     placements = (*record.placements, Shard(unit.slots[p].dim, unit.group))
     p.shard = nn.Parameter(part, requires_grad=p.requires_grad)
     set_sharding(p.shard, replace(record, placements=placements))
+
+
+def wait_in_forward(layers: Iterable[nn.Module], units: list[Unit]) -> None:
+    """Stages 1 and 2: before its forward, each layer waits for the units that it reads."""
+    for layer in layers:
+        own = set(layer.parameters())
+        of_layer = [unit for unit in units if not own.isdisjoint(unit.parameters)]
+        layer.register_forward_pre_hook(partial(finish_all_gathers, of_layer))
+
+
+def finish_all_gathers(units: list[Unit], *_) -> None:
+    """*_: what a module gives its hook."""
+    for unit in units:
+        unit.finish_all_gather()
 
 
 # --- the table of fsdp.py -------------------------------------------------------------------------
