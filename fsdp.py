@@ -37,8 +37,10 @@ themselves, in autograd and in the layers:
                                stages 0 and 1 in the last backward, in 2 and 3 in every one
     reduce_gradients()         wait until `main_grad` of each shard is the sum over the ranks
     (optimizer step)           updates `parameter.shard` from `main_grad`; in stage 0 the parameter
-    renew_parameters()         stages 1 and 2: get the shards that other ranks have updated;
-                               stage 3: drop whole parameters that are old now
+    renew_parameters()         stages 1 and 2: start to get the shards that other ranks have
+                               updated; each layer of the next forward waits for its own, while
+                               the next ones come; stage 3: drop whole parameters, old now
+    wait_for_parameters()      stages 1 and 2: before anything but a forward reads them
 
     a unit's tensors       stages 0, 1            stage 2                 stage 3
     parameters             in the model           in the model            row [T]; whole for a while
@@ -98,6 +100,8 @@ class DataParallel(GradientAccumulator):
         self.is_last_backward = False
         # units whose gradients are being summed
         self.reductions: list[Unit] = []
+        # stages 1 and 2: units whose new parameters are to come, in order
+        self.coming: list[Unit] = []
         self.unit_of = {p: unit for unit in units for p in unit.parameters}
         self.parameters = [p for unit in units for p in unit.trainable]
         first = units[0].parameters[0]
@@ -244,23 +248,29 @@ class DataParallel(GradientAccumulator):
         self.finish_reductions()
         self.is_last_backward = False
 
-    @torch.no_grad()
     def renew_parameters(self) -> None:
-        """After the optimizer's step: every rank gets the shards that the others have updated."""
+        """After the optimizer's step: start to get the shards that other ranks have updated."""
         if self.stage == 0:
             return
-        previous = None
         for unit in self.units:
-            flat = unit.parameters[0].new_empty(unit.N, unit.T)
-            row = flat[unit.rank]
-            for p in unit.parameters:
-                unit.shard_in(row, p).copy_(p.shard)
-            unit.start_all_gather(flat, row)
-            # copied while this one is on its way
-            if previous:
-                previous.finish_all_gather()
-            previous = unit
-        previous.finish_all_gather()
+            unit.drop_all_gather()
+        self.coming = list(self.units)
+        self.start_gathers()
+
+    def start_gathers(self) -> None:
+        """Those of two units are on their way: more would be memory."""
+        for unit in self.coming[:2]:
+            if not unit.gathering:
+                unit.gather_shards()
+
+    def wait_for_parameters(self, units: list[Unit] | None = None, *_) -> None:
+        """Of `units`, or all. Units come in one order on every rank, so those before them come
+        too. *_: what a module gives its hook."""
+        for unit in self.units if units is None else units:
+            while unit in self.coming:
+                self.coming[0].finish_all_gather()
+                self.coming.pop(0)
+                self.start_gathers()
 
 
 # --- stage 3: parameters are gathered for each use ------------------------------------------------
@@ -355,10 +365,7 @@ class FullySharded(DataParallel):
         """After the optimizer's step: drop parameters that a forward without a backward has left,
         for they are old now. The next forward gathers new ones."""
         for unit in self.units:
-            if unit.gathering:
-                _, work = unit.gathering
-                work.wait()
-                unit.gathering = None
+            unit.drop_all_gather()
             self.free(unit)
 
 
@@ -396,4 +403,10 @@ def apply(
     sum_uses_apart(model)
     if stage == 3:
         return FullySharded(list(layers.values()), units, scaler, reduce_dtype)
-    return DataParallel(units, stage, scaler, reduce_dtype)
+    gradients = DataParallel(units, stage, scaler, reduce_dtype)
+    if stage > 0:
+        for layer in layers.values():
+            own = set(layer.parameters())
+            of_layer = [unit for unit in units if not own.isdisjoint(unit.parameters)]
+            layer.register_forward_pre_hook(partial(gradients.wait_for_parameters, of_layer))
+    return gradients

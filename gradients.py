@@ -105,6 +105,9 @@ class GradientAccumulator:
     def renew_parameters(self) -> None:
         pass
 
+    def wait_for_parameters(self) -> None:
+        """Before anything but a forward reads the parameters."""
+
     def zero_grad(self) -> None:
         for p in self.parameters:
             p.main_grad = None

@@ -28,7 +28,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from base import terminal
 from base.device_queue import number
@@ -84,7 +84,7 @@ class Groups:
         """One mesh (pp, dp, cp, tp) of `world` ranks. timeout: of collectives. A collective."""
         replicas = world // pp // tp
         names = ("pp", "dp", "cp", "tp")
-        mesh = init_device_mesh(device_type, (pp, replicas // cp, cp, tp), mesh_dim_names=names)
+        mesh = make_mesh(device_type, (pp, replicas // cp, cp, tp), names, timeout)
         groups = cls()
         for name, size in zip(mesh.mesh_dim_names, mesh.shape):
             if size > 1:
@@ -96,7 +96,7 @@ class Groups:
             # the same ranks, with dp times cp = (edp, ep)
             shape = (pp, replicas // ep, ep, tp)
             names = ("pp", "edp", "ep", "tp")
-            experts = init_device_mesh(device_type, shape, mesh_dim_names=names)
+            experts = make_mesh(device_type, shape, names, timeout)
             groups.ep = experts.get_group("ep")
             groups.edp = experts.get_group("edp")
         groups.all = dist.group.WORLD
@@ -114,6 +114,38 @@ class Groups:
             device = torch.device(device_type)
             groups.nccl = nccl_groups(pipelines, dist.get_rank(), device, timeout)
         return groups
+
+
+# the groups for whose messages the next computation waits; sums of gradients are not waited for
+URGENT = ("pp", "cp", "tp", "ep")
+
+
+def make_mesh(
+    device_type: str, shape: tuple[int, ...], names: tuple[str, ...], timeout: timedelta | None
+) -> DeviceMesh:
+    """torch's mesh, whose `URGENT` groups have streams of high priority. A collective."""
+    options = {}
+    for name in names:
+        # one for each group, because torch writes into it
+        urgent = high_priority(timeout)
+        if urgent and name in URGENT:
+            options[name] = urgent
+    return init_device_mesh(device_type, shape, mesh_dim_names=names, backend_override=options)
+
+
+def high_priority(timeout: timedelta | None) -> "dist.ProcessGroupNCCL.Options | None":
+    """Options of one communicator: its stream has high priority. None without NCCL.
+
+    A matrix multiplication that was launched earlier fills the GPU. As its blocks end, those of the
+    stream with the highest priority start first. So communication runs beside the multiplication,
+    without CUDA_DEVICE_MAX_CONNECTIONS=1 (Megatron-LM's --high-priority-stream-groups).
+    """
+    if dist.get_backend() != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if timeout:
+        options._timeout = timeout
+    return options
 
 
 def nccl_groups(
@@ -141,7 +173,8 @@ def nccl_groups(
         places = [sorted(link[:2]) for link in links]
         places += [[i] for i in range(p) if not any(i in pair for pair in places)]
         splits = [[ranks[i] for i in place] for ranks in pipelines for place in places]
-        group = dist.split_group(split_ranks=splits, timeout=timeout)
+        options = high_priority(timeout)
+        group = dist.split_group(split_ranks=splits, timeout=timeout, pg_options=options)
         for ranks in pipelines:
             for link in links:
                 sender, receiver = ranks[link[0]], ranks[link[1]]

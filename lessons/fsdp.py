@@ -137,6 +137,7 @@ def measure(stage: int, n: int, m: int) -> dict:
             gradients.reduce_gradients()
             optimizer.step(learning_rate)
             gradients.renew_parameters()
+            gradients.wait_for_parameters()
     moments = [*optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()]
     return {
         "held": (*held_bytes(model, gradients), storage_bytes(moments)),

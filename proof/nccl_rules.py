@@ -337,7 +337,9 @@ def batch_isend_irecv(ops: list[dist.P2POp]) -> list[dist.Work]:
     return group.start(messages)
 
 
-def split_group(split_ranks: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
+def split_group(
+    split_ranks: list[list[int]], timeout: timedelta, pg_options=None
+) -> dist.ProcessGroup | None:
     """dist.split_group of all ranks. torch's own splits NCCL's groups only."""
     if len(set(itertools.chain(*split_ranks))) < sum(map(len, split_ranks)):
         raise RuleError(f"split {split_ranks}: a rank is in two of them")

@@ -147,9 +147,12 @@ class Run:
             self.note(f"step {step}: gradient of ", gradients[::-1])
             norm = t.update(step)[0]
             self.note(f"step {step}: ", [self.norm_of_rank(norm)])
+            if self.trace:
+                self.wait_for_parameters()
             self.note(f"step {step}: updated ", self.parameters_in_use())
             result.losses.append(loss.item())
             result.norms.append(norm.item())
+        self.wait_for_parameters()
         result.parameters = self.gather(self.parameters())
         return result
 
@@ -159,6 +162,11 @@ class Run:
             count = steps * self.trainer.config.global_batch_size
             self.dataset.reference = None
             self.dataset.reference = self.trainer.task.log_probabilities(self.dataset, count)
+
+    def wait_for_parameters(self) -> None:
+        for learner in self.trainer.task.learners().values():
+            for gradients in learner.gradients:
+                gradients.wait_for_parameters()
 
     # --- entries: (global name, global shape, offset, part)
 

@@ -315,6 +315,58 @@ def test_nothing_old_is_left_after_a_step():
     assert ranks.run(forward_without_backward, 2) == [(True, False)] * 2
 
 
+def parameters_on_their_way(rank, stage):
+    """[(layer, the units that are being gathered when it runs)] of the forward after a step; those
+    before it; whether it was of the new parameters."""
+    model, gradients = sharded_model("gpt", stage)
+    tokens = torch.randint(61, (2, 17), generator=torch.Generator().manual_seed(1))
+    log = []
+    for i, layer in enumerate(units.named_layers(model).values()):
+        layer.register_forward_pre_hook(
+            lambda *_, i=i: log.append(
+                (i, [k for k, unit in enumerate(gradients.units) if unit.gathering])
+            )
+        )
+    with torch.no_grad():
+        for p in gradients.parameters:
+            p.shard.mul_(1.5)
+    gradients.renew_parameters()
+    started = [k for k, unit in enumerate(gradients.units) if unit.gathering]
+    first = model(tokens[:, :-1], tokens[:, 1:])
+    reference, _ = sharded_model("gpt", 0)
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.mul_(1.5)
+    return log, started, torch.equal(first, reference(tokens[:, :-1], tokens[:, 1:]))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_come_while_the_next_forward_runs(stage):
+    """Two units are on their way while a layer runs. Each has one; the head is tied to the
+    embedding, and its own unit is its norm."""
+    for log, started, is_new in ranks.run(parameters_on_their_way, 2, stage):
+        assert started == [0, 1] and is_new
+        assert log == [(0, [1, 2]), (1, [2, 3]), (2, [3, 4]), (3, [4]), (4, [])]
+
+
+def two_steps_without_a_forward(rank, stage):
+    """What the first one has sent is old when the second one sends."""
+    model = small_model()
+    gradients = fsdp.apply(model, dist.group.WORLD, stage)
+    for factor in (2.0, 3.0):
+        with torch.no_grad():
+            for p in gradients.parameters:
+                p.shard.fill_(factor)
+        gradients.renew_parameters()
+    gradients.wait_for_parameters()
+    return all((p == 3).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_old_parameters_do_not_come_late(stage):
+    assert ranks.run(two_steps_without_a_forward, 2, stage) == [True, True]
+
+
 def garbage_free(rank, stage):
     """A model that is dropped takes its buffers with it."""
     model = small_model()

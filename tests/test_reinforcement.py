@@ -48,6 +48,8 @@ REMOTE = [
     dict(zero_stage=3, rollout_tp=2),
     dict(tp=2, rollout_pp=2),
     dict(pp=2, rollout_tp=1),
+    # the copy is made while the parameters of the update before are gathered
+    dict(zero_stage=1, rollout_tp=2),
 ]
 
 

@@ -22,10 +22,11 @@ from small_run import equal, lines_of, numbers_of, tensors_of
 
 import checkpoint
 import data
+import gradients
 import train
 from corpus.tokenizer import ByteTokenizer
 from inference import cli
-from run import metrics, rules, training_run
+from run import finish, metrics, rules, training_run
 from run.config import ConfigError
 from run.flags import parse
 from run.metrics import Metrics
@@ -620,3 +621,17 @@ def test_an_environment_that_names_no_rank(name, text_, monkeypatch, capfd):
     assert train.main(["--steps", "1"]) == 2
     error = capfd.readouterr().err
     assert error.count("\n") == 1 and error.startswith("train.py: ") and name in error
+
+
+def test_no_rank_leaves_while_parameters_are_on_their_way(tmp_path, monkeypatch):
+    """Under ZeRO 1 and 2 nothing else waits for what the last update has sent."""
+    order = []
+
+    def noted(name):
+        return lambda self: order.append(name)
+
+    monkeypatch.setattr(gradients.GradientAccumulator, "renew_parameters", noted("renew"))
+    monkeypatch.setattr(gradients.GradientAccumulator, "wait_for_parameters", noted("wait"))
+    monkeypatch.setattr(finish, "finish", lambda *_: order.append("finish"))
+    assert small_run.run(*small_run.flags(steps=2, out=tmp_path / "out")) == 0
+    assert order == ["renew", "renew", "wait", "finish"]

@@ -60,6 +60,8 @@ class Writer:
 
     def write(self, prompts, samples: range, step: int, end_tokens) -> list[Answer]:
         """The answers to prompts, in the order of the samples; on every rank. A collective."""
+        for gradients in self.trainer.gradients:
+            gradients.wait_for_parameters()
         if self.resharding:
             self.resharding.copy()
         return write_answers(

@@ -156,6 +156,15 @@ class Unit(FlatParameters):
         self.gathering = flat, work
 
     @torch.no_grad()
+    def gather_shards(self) -> None:
+        """Begin to collect the shards, which each rank has updated."""
+        flat = self.parameters[0].new_empty(self.N, self.T)
+        row = flat[self.rank]
+        for p in self.parameters:
+            self.shard_in(row, p).copy_(p.shard)
+        self.start_all_gather(flat, row)
+
+    @torch.no_grad()
     def finish_all_gather(self) -> None:
         """Wait for the rows, and copy them to where the model reads its parameters."""
         flat, work = self.gathering
@@ -166,6 +175,13 @@ class Unit(FlatParameters):
             for in_flat, in_whole in self.views(flat, p, p.data):
                 in_whole.copy_(in_flat)
         self.gathering = None
+
+    def drop_all_gather(self) -> None:
+        """Forget rows that nobody has used, for they are old now."""
+        if self.gathering:
+            _, work = self.gathering
+            work.wait()
+            self.gathering = None
 
 
 # --- the units of a model -------------------------------------------------------------------------
