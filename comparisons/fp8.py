@@ -129,8 +129,8 @@ def operands(scaling: Scaling, place, x: Tensor, w: Tensor, dy: Tensor) -> dict:
     """{product: (left, right)}, bytes of x: [tokens, in], w: [out, in], dy: [tokens, out]"""
     for_y, x_for_dw = scaling.both([x], [place], INPUT, None)[0]
     for_dx, dy_for_dw = scaling.both([dy], [place], GRADIENT, None)[0]
-    weight = scaling.weight(w, place, None)
-    return {"y": (for_y, weight.t()), "dx": (for_dx, weight), "dw": (dy_for_dw.t(), x_for_dw)}
+    w_for_y, w_for_dx = scaling.weight(w, place, None)
+    return {"y": (for_y, w_for_y.t()), "dx": (for_dx, w_for_dx), "dw": (dy_for_dw.t(), x_for_dw)}
 
 
 def products(x: Tensor, w: Tensor, dy: Tensor) -> dict[str, Tensor]:
@@ -182,7 +182,8 @@ def prepared(a: Quantised, b: Quantised):
     if not float8.runs_in_fp8(a, b):
         return lambda: a @ b
     arguments = float8.library_operands(a, b)
-    return lambda: F.scaled_mm(*arguments, output_dtype=a.dtype)
+    options = dict(output_dtype=a.dtype, use_fast_accum=float8.accumulates_fast(a, b))
+    return lambda: F.scaled_mm(*arguments, **options)
 
 
 def calls(tokens: int, h: int, device) -> dict:

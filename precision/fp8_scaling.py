@@ -42,7 +42,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from model_config import LINEARS
-from precision.float8 import E4M3, E5M2, Format, Quantised, block_maxima, quantise, scale_of
+from precision.float8 import (
+    E4M3,
+    E5M2,
+    Format,
+    Quantised,
+    block_maxima,
+    in_both_layouts,
+    quantise,
+    scale_of,
+)
 
 # --- what has a scale -----------------------------------------------------------------------------
 
@@ -87,8 +96,8 @@ class Scaling:
         shape = num_layers, len(LINEARS), len(OPERANDS)
         self.amax = torch.zeros(shape, device=device)
         self.history = torch.zeros(0, *shape, device=device)
-        # weight -> (scale, bytes); of experts (bytes for y, bytes for ∂x), as in fp8_experts.py
-        self.weights: dict[nn.Parameter, tuple[Tensor, Quantised | None]] = {}
+        # weight -> (scale, (bytes for y, bytes for ∂x) or None); of experts the pair alone
+        self.weights: dict[nn.Parameter, tuple] = {}
         # False where no gradient is asked for: an evaluation leaves no maxima of inputs, nor does
         # the first of the two forwards of recompute.py
         self.recording = True
@@ -166,20 +175,26 @@ class Scaling:
                 made.append([None] * len(tensors))
         return list(zip(*made))
 
-    def weight(self, w: nn.Parameter, place, group) -> Quantised:
-        """The bytes of a weight [out, in], which are made at its first use in a step; without
-        `keep_bytes` at each use, by the scale of the first."""
-        scale, q = self.weights.get(w, (None, None))
-        if q is not None:
-            return q
+    def weight(self, w: nn.Parameter, place, group) -> tuple[Quantised, Quantised]:
+        """The bytes of a weight [out, in], (for y, for ∂x), which are made at its first use in a
+        step; without `keep_bytes` at each use, by the scale of the first.
+
+        On GPUs that multiply bytes the two lie in memory by rows and by columns, for y sums over
+        the columns of W, and ∂x over its rows.
+        """
+        scale, pair = self.weights.get(w, (None, None))
+        if pair is not None:
+            return pair
         recipe = self.recipe
         to = recipe.format(WEIGHT)
         block = (recipe.block, recipe.block) if recipe.scaling == "block" else None
         if scale is None:
             (scale,) = self.scales([w.detach()], [place], WEIGHT, group, block)
         q = quantise(w.detach(), scale, to, block, recipe.power_of_two)
-        self.weights[w] = scale, (q if self.keep_bytes else None)
-        return q
+        # what is not kept is used once: its product copies it, if need be
+        pair = in_both_layouts(q) if self.keep_bytes else (q, q)
+        self.weights[w] = scale, (pair if self.keep_bytes else None)
+        return pair
 
     @torch.no_grad()
     def end_step(self, group: dist.ProcessGroup | None = None, taken: Tensor | None = None) -> None:
