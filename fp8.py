@@ -86,10 +86,12 @@ class Layer:
         flat = x.detach().flatten(0, -2)
         return self.scaling.both([flat], self.places[:1], INPUT, self.input_group, wanted)[0]
 
-    def weight_bytes(self, i: int, w: nn.Parameter) -> tuple[Quantised, Quantised]:
+    def weight_bytes(
+        self, i: int, w: nn.Parameter, wanted: tuple[bool, bool]
+    ) -> tuple[Quantised | None, Quantised | None]:
         """The i-th weight in bytes, (for y, for ∂x): [out / t, in], or [out, in / t] of a
-        row-parallel layer."""
-        return self.scaling.weight(w, self.places[i], self.weight_group)
+        row-parallel layer. wanted: as in Scaling.both."""
+        return self.scaling.weight(w, self.places[i], self.weight_group, wanted)
 
 
 class _Linear(torch.autograd.Function):
@@ -115,7 +117,8 @@ class _Linear(torch.autograd.Function):
             ctx.for_dw = replace(for_dw, q=None, inverse=None)
         outputs = []
         for i, (w, bias) in enumerate(zip(weights, biases)):
-            y = for_y @ layer.weight_bytes(i, w)[0].t()  # [b s, out / t]
+            w_for_y, _ = layer.weight_bytes(i, w, (True, False))
+            y = for_y @ w_for_y.t()  # [b s, out / t]
             y = y if bias is None else y + bias
             # not a view for autograd, because g overwrites it in place
             outputs.append(torch.ops.aten._unsafe_view(y, (*whole.shape[:-1], y.shape[-1])))
@@ -138,7 +141,8 @@ class _Linear(torch.autograd.Function):
             arriving = layer.start_input(*ctx.saved_tensors, layer.group)
         dx = 0
         for i, (for_dx, _) in enumerate(pairs):
-            dx = dx + for_dx @ layer.weight_bytes(i, weights[i])[1]  # [b s, in]
+            _, w_for_dx = layer.weight_bytes(i, weights[i], (False, True))
+            dx = dx + for_dx @ w_for_dx  # [b s, in]
         leaving = layer.start_input_grad(dx.view(*grads[0].shape[:-1], -1), layer.group)
         if arriving:
             _, x = layer.input_bytes(arriving(), (False, True))

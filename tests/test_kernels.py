@@ -32,6 +32,7 @@ from base.cross_entropy import cross_entropy
 from dropout import dropout_key, dropout_mask
 from lessons import kernels as lesson
 from model_config import GPTConfig, MoEConfig
+from precision import fp8_cast as fp8_cast
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 by_emulator = pytest.mark.skipif(
@@ -645,6 +646,8 @@ def examples(dtype: torch.dtype, place: str) -> dict[str, tuple]:
     weights, lows, _, gradients, m, v = map(list, zip(*states))
     control = torch.tensor([0.5, 3, 1], device=place)
     square = new(2, 8, 8)
+    tile = new(16, 32)
+    amax, inverse, known = torch.tensor([[2.0], [0.0], [1.0]], device=place)
     return {
         "add_norm": (x, x, w, w, 1e-5),
         "add_norm_backward": (x, x, x, w, per_row, per_row, 2),
@@ -661,6 +664,8 @@ def examples(dtype: torch.dtype, place: str) -> dict[str, tuple]:
         "permute": (new(3, 8), order, position),
         "unpermute": (new(4, 8), position, probabilities, order),
         "unpermute_backward": (new(3, 8), new(4, 8), order, probabilities, probabilities.clone()),
+        "fp8_maximum": (tile, amax, known),
+        "fp8_cast": (tile, amax, inverse, known, 16, 16, 0, 1),
         "adamw": (weights, lows, [], gradients, m, v, [0.1, 0.0], control, 1e-2, 0.9, 0.95, 1e-8),
     }
 
