@@ -3,6 +3,8 @@
 The kernels run on a GPU, or their source in an emulator on the CPU (cuda_on_cpu.py).
 """
 
+from types import SimpleNamespace
+
 import pytest
 import test_kernels
 import torch
@@ -13,7 +15,7 @@ import fp8
 import kernels
 import train
 from base.world import Groups
-from precision import fp8_cast
+from precision import fp8_cast, fp8_scaling
 from precision.float8 import E4M3, E5M2
 from precision.fp8_scaling import GRADIENT, INPUT, Recipe, Scaling
 from proof.kinds import config_of
@@ -111,6 +113,40 @@ def test_a_history_of_zeros(place):
         for scaling in pair:
             scaling.end_step()
     assert len(pair[0].history) == 2 and ours.q.float().any()
+
+
+@in_each_place
+def test_a_known_maximum_costs_no_reading(place):
+    x = values(32, 32, torch.bfloat16, place)
+    for known, found in ((3.0, 0.0), (0.0, x.abs().max().item())):
+        amax = torch.zeros(1, device=place)
+        fp8_cast.fp8_maximum(x, amax, torch.full_like(amax, known))
+        assert amax.item() == found
+
+
+@pytest.mark.parametrize("recipe, agreed", [("current", 2), ("delayed", 1)])
+@in_each_place
+def test_ranks_agree_on_a_maximum(place, recipe, agreed, monkeypatch):
+    """As by PyTorch's operations: of all tensors together, here with a rank whose maxima are three
+    times those of this one; not where a history knows them."""
+    sizes = []
+
+    def all_reduce(maxima, op, group):
+        sizes.append(maxima.numel())
+        maxima *= 3
+
+    ranks = SimpleNamespace(all_reduce=all_reduce, ReduceOp=torch.distributed.ReduceOp)
+    monkeypatch.setattr(fp8_scaling, "dist", ranks)
+    tensors = [values(m, 32, torch.bfloat16, place) for m in (16, 48)]
+    pair = scalings(Recipe(recipe), place)
+    for _ in range(2):
+        both = [s.both(tensors, [PLACE, (0, 1)], GRADIENT, "group") for s in pair]
+        for (ours, _), (theirs, _) in zip(*both):
+            assert equal_bytes(ours.q, theirs.q) and ours.inverse == theirs.inverse
+        pair[0].amax.copy_(pair[1].amax)
+        for scaling in pair:
+            scaling.end_step()
+    assert sizes == [2, 2] * agreed
 
 
 @in_each_place
