@@ -1078,6 +1078,9 @@ def everything() -> None:
         for name, (_, fused, _) in CASES.items():
             for trial in range(2):
                 run(fused, arguments(name, dtype, "cuda", trial), dtype, dtype)
+        x, (amax, inverse) = torch.randn(80, 144).cuda().to(dtype), torch.zeros(2, 1).cuda()
+        fp8_cast.fp8_maximum(x, amax, None)
+        fp8_cast.fp8_cast(x, amax, inverse, None, 80, 80, 0, 1)
     for kind in ("split", "beside bf16"):
         update([adamw_state(kind, (4099,), "cuda")], [0.1], 0.5, 3)
     torch.cuda.synchronize()
