@@ -23,10 +23,10 @@ softmax, embedding, head and routers stay in the precision of the run. Weights a
 are stored as without FP8. Experts have a way of their own: precision/fp8_experts.py.
 
 A weight becomes bytes once in a step (with ZeRO stage 3, by default, for each product). They are
-kept beside it until the next update. Of x, backward has the bytes: half the memory of 16 bits. But
-where sequence parallelism gathers x it has this rank's shard, as without FP8. If a layer is
-recomputed, the same bytes come out. A scale of x or ∂y is that of one micro-batch, so layouts are
-equal to one device with the same micro-batch size.
+kept beside it until the next update, on GPUs by rows and by columns: 2 bytes a parameter. Of x,
+backward has the bytes: half the memory of 16 bits. But where sequence parallelism gathers x it has
+this rank's shard, as without FP8. If a layer is recomputed, the same bytes come out. A scale of x
+or ∂y is that of one micro-batch, so layouts are equal to one device with the same micro-batch size.
 
 Not covered, and in Transformer Engine or torchao: all-gathers of bytes; casts fused with the
 operation before.
@@ -86,9 +86,12 @@ class Layer:
         flat = x.detach().flatten(0, -2)
         return self.scaling.both([flat], self.places[:1], INPUT, self.input_group, wanted)[0]
 
-    def weight_bytes(self, i: int, w: nn.Parameter) -> Quantised:
-        """The i-th weight in bytes: [out / t, in], or [out, in / t] of a row-parallel layer."""
-        return self.scaling.weight(w, self.places[i], self.weight_group)
+    def weight_bytes(
+        self, i: int, w: nn.Parameter, wanted: tuple[bool, bool]
+    ) -> tuple[Quantised | None, Quantised | None]:
+        """The i-th weight in bytes, (for y, for ∂x): [out / t, in], or [out, in / t] of a
+        row-parallel layer. wanted: as in Scaling.both."""
+        return self.scaling.weight(w, self.places[i], self.weight_group, wanted)
 
 
 class _Linear(torch.autograd.Function):
@@ -114,7 +117,8 @@ class _Linear(torch.autograd.Function):
             ctx.for_dw = replace(for_dw, q=None, inverse=None)
         outputs = []
         for i, (w, bias) in enumerate(zip(weights, biases)):
-            y = for_y @ layer.weight_bytes(i, w).t()  # [b s, out / t]
+            w_for_y, _ = layer.weight_bytes(i, w, (True, False))
+            y = for_y @ w_for_y.t()  # [b s, out / t]
             y = y if bias is None else y + bias
             # not a view for autograd, because g overwrites it in place
             outputs.append(torch.ops.aten._unsafe_view(y, (*whole.shape[:-1], y.shape[-1])))
@@ -137,7 +141,8 @@ class _Linear(torch.autograd.Function):
             arriving = layer.start_input(*ctx.saved_tensors, layer.group)
         dx = 0
         for i, (for_dx, _) in enumerate(pairs):
-            dx = dx + for_dx @ layer.weight_bytes(i, weights[i])  # [b s, in]
+            _, w_for_dx = layer.weight_bytes(i, weights[i], (False, True))
+            dx = dx + for_dx @ w_for_dx  # [b s, in]
         leaving = layer.start_input_grad(dx.view(*grads[0].shape[:-1], -1), layer.group)
         if arriving:
             _, x = layer.input_bytes(arriving(), (False, True))

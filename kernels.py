@@ -41,8 +41,10 @@ then raises RuntimeError.) `apply(model, device, dtype)` hands them to the modul
 model, as their forward, so names, parameters and the work of other techniques stay. Hooks on the
 norms of a block do not run: the block computes them.
 
-Not covered, and found in Transformer Engine, Apex and Liger: casts to FP8 (fp8.py uses PyTorch's);
-norms fused with the matrix multiplication behind them; kernels tuned for each card and size.
+Casts to FP8 are beside FP8's lessons, in precision/fp8_cast.py.
+
+Not covered, and found in Transformer Engine, Apex and Liger: norms fused with the matrix
+multiplication behind them; kernels tuned for each card and size.
 """
 
 if __name__ == "__main__":

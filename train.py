@@ -133,6 +133,7 @@ class Trainer:
         if self.fp8:
             import fp8
 
+            self.fp8.fused = not self.kernels_refused
             fp8.apply(stage, self.fp8, config.fp8_skip)
         self.task.after_model_parallel(stage)
         if groups.cp:

@@ -98,7 +98,13 @@ def why_not(dtype: torch.dtype = torch.bfloat16) -> str:
 LIBRARY = torch.library.Library("kernels", "DEF")
 # Bytes of a vector, and vectors of the longest row that threads can hold in registers.
 VECTOR, LONGEST = 16, 2048
-DTYPES = {"f32": torch.float32, "sum": torch.float32, "i32": torch.int32, "i64": torch.int64}
+DTYPES = {
+    "f32": torch.float32,
+    "sum": torch.float32,
+    "i32": torch.int32,
+    "i64": torch.int64,
+    "u8": torch.uint8,
+}
 ITEM = r"(\w+)(?:: (\w+)|(!?)(?: (\w+))?\[(.*?)\](\??)(?: if (\w+))?)"
 
 

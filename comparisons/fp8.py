@@ -19,8 +19,9 @@ they were rounded, in float64, over the norm of that product. Beside it stands h
 gradients that were not zero became zero.
 
 speed, on a GPU: the three products of a layer h -> h, in bf16 and in FP8, for 4,096 and 16,384
-tokens. With casts: maxima, scales and bytes of inputs, weights and gradients are in the time.
-Without: bytes are there, contiguous as the library wants them. The crossing point is the smallest
+tokens. With casts: maxima, scales and bytes of inputs, weights and gradients are in the time, cast
+as in a run (precision/fp8_cast.py), and beside it by PyTorch's operations. Without: bytes are
+there, contiguous as the library wants them. The crossing point is the smallest
 h from which FP8 needs less time than bf16.
 """
 
@@ -37,6 +38,7 @@ import torch.nn.functional as F
 from report import format_spread, ratio, scaled, spread, timed
 from torch import Tensor
 
+from base.cuda_kernels import why_not
 from base.world import keep_freed_memory
 from lessons import demo
 from model_config import LINEARS
@@ -129,8 +131,8 @@ def operands(scaling: Scaling, place, x: Tensor, w: Tensor, dy: Tensor) -> dict:
     """{product: (left, right)}, bytes of x: [tokens, in], w: [out, in], dy: [tokens, out]"""
     for_y, x_for_dw = scaling.both([x], [place], INPUT, None)[0]
     for_dx, dy_for_dw = scaling.both([dy], [place], GRADIENT, None)[0]
-    weight = scaling.weight(w, place, None)
-    return {"y": (for_y, weight.t()), "dx": (for_dx, weight), "dw": (dy_for_dw.t(), x_for_dw)}
+    w_for_y, w_for_dx = scaling.weight(w, place, None)
+    return {"y": (for_y, w_for_y.t()), "dx": (for_dx, w_for_dx), "dw": (dy_for_dw.t(), x_for_dw)}
 
 
 def products(x: Tensor, w: Tensor, dy: Tensor) -> dict[str, Tensor]:
@@ -182,7 +184,8 @@ def prepared(a: Quantised, b: Quantised):
     if not float8.runs_in_fp8(a, b):
         return lambda: a @ b
     arguments = float8.library_operands(a, b)
-    return lambda: F.scaled_mm(*arguments, output_dtype=a.dtype)
+    options = dict(output_dtype=a.dtype, use_fast_accum=float8.accumulates_fast(a, b))
+    return lambda: F.scaled_mm(*arguments, **options)
 
 
 def calls(tokens: int, h: int, device) -> dict:
@@ -201,13 +204,17 @@ def calls(tokens: int, h: int, device) -> dict:
             found[name] = "no such product on this GPU, or in this build of PyTorch"
             continue
 
-        def whole(scaling=scaling):
+        def whole(fused: bool, scaling=scaling):
+            scaling.fused = fused
             scaling.weights.clear()
             for a, b in operands(scaling, place, x, w, dy).values():
                 a @ b
 
         alone = [prepared(a, b) for a, b in pairs.values()]
-        found[name] = whole
+        has_kernels = not why_not(x.dtype)
+        found[name] = partial(whole, has_kernels)
+        if has_kernels and name != "block":
+            found[f"{name}, casts by PyTorch"] = partial(whole, False)
         found[f"{name}, products alone"] = lambda alone=alone: [call() for call in alone]
     return found
 

@@ -42,6 +42,7 @@ PARITY = 240
 COMMANDS = "check", "kernels", "gpt2", "llama", "fp8"
 # A line for each test, and the reason of each that is skipped.
 PYTEST = ["-m", "pytest", "-vv", "-rs", "--no-header", "-p", "no:cacheprovider", "-m", "gpu"]
+KERNEL_TESTS = ["tests/test_scaled_mm.py", "tests/test_fp8_cast.py", "tests/test_kernels.py"]
 PARITY_TESTS = ["tests/test_compositions.py", "tests/test_generate.py", "tests/test_optimizer.py"]
 # Those that say most come first: time may be over after any of them.
 KERNELS = "kernels auto"
@@ -75,7 +76,7 @@ def parts(name: str, args) -> list[tuple[list[str], float]]:
         "check": [
             (["kernels.py"], LIMIT),
             # those with compute-sanitizer come last
-            ([*pytest, "tests/test_scaled_mm.py", "tests/test_kernels.py"], LIMIT),
+            ([*pytest, *KERNEL_TESTS], LIMIT),
         ],
         "kernels": [(["comparisons/kernels.py", *flags], LIMIT)],
         "gpt2": [([*step, "gpt2-124m", "--cases", *GPT2_CASES], LIMIT)],

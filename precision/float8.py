@@ -208,17 +208,27 @@ def product_dtype(dtype: torch.dtype, exact: bool) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def runs_in_fp8(a: Quantised, b: Quantised) -> bool:
-    """Whether a GPU multiplies the bytes of a @ b: from capability 8.9 on, sizes that 16 divides.
-    With blocks capability 9.0, CUDA 12.9, and whole blocks of 128. No product is in float64."""
+def device_multiplies(a: Quantised) -> bool:
+    """Whether a is on a GPU that multiplies such bytes: from capability 8.9 on; with blocks
+    capability 9.0 and CUDA 12.9. No product is in float64."""
     # torch.version.cuda: None on CPUs and on AMD's GPUs, where e4m3 is another format
     if not a.q.is_cuda or not torch.version.cuda or a.dtype == torch.float64:
         return False
     capability = torch.cuda.get_device_capability(a.q.device)
     if a.block is None:
-        return capability >= (8, 9) and all(size % 16 == 0 for size in (*a.q.shape, *b.q.shape))
+        return capability >= (8, 9)
     cuda = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
-    return capability == (9, 0) and cuda >= (12, 9) and blocks_for_library(a, b)
+    return capability == (9, 0) and cuda >= (12, 9)
+
+
+def runs_in_fp8(a: Quantised, b: Quantised) -> bool:
+    """Whether a GPU multiplies the bytes of a @ b: sizes that 16 divides, or whole blocks of
+    128."""
+    if not device_multiplies(a):
+        return False
+    if a.block is None:
+        return all(size % 16 == 0 for size in (*a.q.shape, *b.q.shape))
+    return blocks_for_library(a, b)
 
 
 def blocks_for_library(a: Quantised, b: Quantised) -> bool:
@@ -230,16 +240,35 @@ def blocks_for_library(a: Quantised, b: Quantised) -> bool:
 
 def multiply_bytes(a: Quantised, b: Quantised) -> Tensor:
     """a @ b by torch.nn.functional.scaled_mm"""
-    return F.scaled_mm(*library_operands(a, b), output_dtype=a.dtype)
+    fast = accumulates_fast(a, b)
+    return F.scaled_mm(*library_operands(a, b), output_dtype=a.dtype, use_fast_accum=fast)
+
+
+def accumulates_fast(a: Quantised, b: Quantised) -> bool:
+    """Whether Hopper GPUs may sum a @ b in their fast way: of a running sum some 14 bits stay. The
+    other way adds partial sums up in float32 (arXiv 2412.19437, section 3.3.2).
+
+    As in Transformer Engine forward may, whose operands are both in e4m3. Backward may not: ∂y is
+    in e5m2. Nor may a product of blocks.
+    """
+    return a.block is None and a.q.dtype == b.q.dtype == E4M3.dtype
 
 
 def library_operands(a: Quantised, b: Quantised) -> tuple:
     """The arguments of scaled_mm: (bytes of a, of b, scales of a, their kind, those of b). Before
     compute capability 10 the bytes of both must be contiguous in the dimension that is summed over,
-    which costs a transposed copy where they are not."""
+    which costs a transposed copy where they are not: see `in_both_layouts`."""
     q_a = a.q.contiguous()
     q_b = b.q.t().contiguous().t()
     return q_a, q_b, *scales_for_library(a), *scales_for_library(b.t())
+
+
+def in_both_layouts(a: Quantised) -> tuple[Quantised, Quantised]:
+    """(a, a whose columns are contiguous): what reads one by rows and one by columns copies
+    neither. Where no GPU multiplies these bytes, a twice."""
+    if not device_multiplies(a):
+        return a, a
+    return a, replace(a, q=a.q.t().contiguous().t())
 
 
 def scales_for_library(a: Quantised) -> tuple[Tensor, F.ScalingType]:

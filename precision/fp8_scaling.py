@@ -42,7 +42,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from model_config import LINEARS
-from precision.float8 import E4M3, E5M2, Format, Quantised, block_maxima, quantise, scale_of
+from precision import fp8_cast
+from precision.float8 import (
+    E4M3,
+    E5M2,
+    Format,
+    Quantised,
+    block_maxima,
+    in_both_layouts,
+    quantise,
+    scale_of,
+)
 
 # --- what has a scale -----------------------------------------------------------------------------
 
@@ -87,8 +97,11 @@ class Scaling:
         shape = num_layers, len(LINEARS), len(OPERANDS)
         self.amax = torch.zeros(shape, device=device)
         self.history = torch.zeros(0, *shape, device=device)
-        # weight -> (scale, bytes); of experts (bytes for y, bytes for ∂x), as in fp8_experts.py
-        self.weights: dict[nn.Parameter, tuple[Tensor, Quantised | None]] = {}
+        # whether the kernels of fp8_cast.py cast what they can
+        self.fused = False
+        # weight -> (scale, or maximum of a kernel; (bytes for y, bytes for ∂x) or None); of experts
+        # the pair alone
+        self.weights: dict[nn.Parameter, tuple] = {}
         # False where no gradient is asked for: an evaluation leaves no maxima of inputs, nor does
         # the first of the two forwards of recompute.py
         self.recording = True
@@ -134,7 +147,7 @@ class Scaling:
         row; infinity for NaN."""
         if amax.numel() and (self.recording or operand != INPUT):
             seen = self.amax[*place, operand]
-            seen.copy_(torch.maximum(seen, amax.amax()))
+            torch.maximum(seen, amax.amax(), out=seen)
 
     def quantise(self, tensors, places, operand: int, group, block) -> list[Quantised]:
         """Matrices in bytes. Arguments as in `scales`; only the recipe `block` has a use for
@@ -155,6 +168,8 @@ class Scaling:
         may be None.
         """
         size = self.recipe.block
+        if self.casts_in_kernels(tensors):
+            return self.cast(tensors, places, operand, group, wanted)[0]
         if self.recipe.scaling != "block":
             once = self.quantise(tensors, places, operand, group, None)
             return list(zip(once, once))
@@ -166,20 +181,62 @@ class Scaling:
                 made.append([None] * len(tensors))
         return list(zip(*made))
 
-    def weight(self, w: nn.Parameter, place, group) -> Quantised:
-        """The bytes of a weight [out, in], which are made at its first use in a step; without
-        `keep_bytes` at each use, by the scale of the first."""
-        scale, q = self.weights.get(w, (None, None))
-        if q is not None:
-            return q
+    def casts_in_kernels(self, tensors: list[Tensor]) -> bool:
+        has_blocks = self.recipe.scaling == "block"
+        return self.fused and not has_blocks and all(map(fp8_cast.supported, tensors))
+
+    def cast(
+        self, tensors: list[Tensor], places, operand: int, group, wanted, maxima=None
+    ) -> tuple[list[tuple[Quantised | None, Quantised | None]], Tensor]:
+        """(`both`, by kernels, which also note the maxima; `maxima`). maxima: of tensors that were
+        cast before, [n]; by default a kernel finds them, where the history has none."""
+        history = [None] * len(tensors)
+        if len(self.history):
+            history = [self.history[:, *place, operand].amax(0, True) for place in places]
+        if maxima is None:
+            maxima = torch.zeros(len(tensors), device=self.amax.device)
+            for x, amax, known in zip(tensors, maxima.split(1), history):
+                fp8_cast.fp8_maximum(x, amax, known)
+            if group is not None and not len(self.history):
+                dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+        inverses = torch.zeros_like(maxima).split(1)
+        options = self.recipe.format(operand), self.recipe.power_of_two, wanted
+        pairs = []
+        for i, (x, amax) in enumerate(zip(tensors, maxima.split(1))):
+            pairs.append(fp8_cast.cast(x, amax, inverses[i], history[i], *options))
+            self.record(amax, places[i], operand)
+        return pairs, maxima
+
+    def weight(
+        self, w: nn.Parameter, place, group, wanted: tuple[bool, bool] = (True, True)
+    ) -> tuple[Quantised | None, Quantised | None]:
+        """The bytes of a weight [out, in], (for y, for ∂x), which are made at its first use in a
+        step; without `keep_bytes` at each use, by the scale of the first. wanted: as in `both`.
+
+        On GPUs that multiply bytes the two lie in memory by rows and by columns, for y sums over
+        the columns of W, and ∂x over its rows.
+        """
+        scale, pair = self.weights.get(w, (None, None))
+        if pair is not None:
+            return pair
+        if self.keep_bytes:
+            wanted = True, True
+        if self.casts_in_kernels([w]):
+            (pair,), scale = self.cast([w.detach()], [place], WEIGHT, group, wanted, scale)
+        else:
+            scale, pair = self.weight_by_pytorch(w.detach(), place, group, scale)
+        self.weights[w] = scale, (pair if self.keep_bytes else None)
+        return pair
+
+    def weight_by_pytorch(self, w: Tensor, place, group, scale: Tensor | None):
+        """(scale, pair) of `weight`; scale: of the first use, or None."""
         recipe = self.recipe
-        to = recipe.format(WEIGHT)
         block = (recipe.block, recipe.block) if recipe.scaling == "block" else None
         if scale is None:
-            (scale,) = self.scales([w.detach()], [place], WEIGHT, group, block)
-        q = quantise(w.detach(), scale, to, block, recipe.power_of_two)
-        self.weights[w] = scale, (q if self.keep_bytes else None)
-        return q
+            (scale,) = self.scales([w], [place], WEIGHT, group, block)
+        q = quantise(w, scale, recipe.format(WEIGHT), block, recipe.power_of_two)
+        # what is not kept is used once: its product copies it, if need be
+        return scale, (in_both_layouts(q) if self.keep_bytes else (q, q))
 
     @torch.no_grad()
     def end_step(self, group: dist.ProcessGroup | None = None, taken: Tensor | None = None) -> None:

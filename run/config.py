@@ -247,7 +247,7 @@ class RunConfig(Kind):
     fp8_keep_bytes: bool = flag(
         False,
         "with --zero-stage 3: keep the bytes of whole weights for a step, instead of making them "
-        "anew for each product (1 byte for each parameter in FP8)",
+        "anew for each product (2 bytes for each parameter in FP8)",
     )
     fp8_block: int = flag(
         128, "size of a block with --fp8 block; only 128 has a GPU's FP8 multiplications"

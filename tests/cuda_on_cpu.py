@@ -49,6 +49,7 @@ HEADER = r"""
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #undef __shared__
 #undef __launch_bounds__
 #define __shared__ static
@@ -270,6 +271,12 @@ inline unsigned __float_as_uint(float x) {
     unsigned y;
     memcpy(&y, &x, 4);
     return y;
+}
+// Fibers take turns, so nothing comes between.
+inline unsigned atomicMax(unsigned* address, unsigned x) {
+    unsigned before = *address;
+    *address = std::max(before, x);
+    return before;
 }
 extern "C" int64_t set_order(int64_t order, int64_t multiprocessors) {
     emulator::order = order;

@@ -32,6 +32,7 @@ from base.cross_entropy import cross_entropy
 from dropout import dropout_key, dropout_mask
 from lessons import kernels as lesson
 from model_config import GPTConfig, MoEConfig
+from precision import fp8_cast as fp8_cast
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 by_emulator = pytest.mark.skipif(
@@ -678,6 +679,8 @@ def examples(dtype: torch.dtype, place: str) -> dict[str, tuple]:
     weights, lows, _, gradients, m, v = map(list, zip(*states))
     control = torch.tensor([0.5, 3, 1], device=place)
     square, squares = new(2, 8, 8), new(2, 3, 8, 8)
+    tile = new(16, 32)
+    amax, inverse, known = torch.tensor([[2.0], [0.0], [1.0]], device=place)
     return {
         "add_norm": (x, x, w, w, 1e-5),
         "add_norm_backward": (x, x, x, w, per_row, per_row, 2),
@@ -696,6 +699,8 @@ def examples(dtype: torch.dtype, place: str) -> dict[str, tuple]:
         "permute": (new(3, 8), order, position),
         "unpermute": (new(4, 8), position, probabilities, order),
         "unpermute_backward": (new(3, 8), new(4, 8), order, probabilities, probabilities.clone()),
+        "fp8_maximum": (tile, amax, known),
+        "fp8_cast": (tile, amax, inverse, known, 16, 16, 0, 1),
         "adamw": (weights, lows, [], gradients, m, v, [0.1, 0.0], control, 1e-2, 0.9, 0.95, 1e-8),
     }
 
@@ -1150,6 +1155,9 @@ def everything() -> None:
         for name, (_, fused, _) in CASES.items():
             for trial in range(2):
                 run(fused, arguments(name, dtype, "cuda", trial), dtype, dtype)
+        x, (amax, inverse) = torch.randn(80, 144).cuda().to(dtype), torch.zeros(2, 1).cuda()
+        fp8_cast.fp8_maximum(x, amax, None)
+        fp8_cast.fp8_cast(x, amax, inverse, None, 80, 80, 0, 1)
     for kind in ("split", "beside bf16"):
         update([adamw_state(kind, (4099,), "cuda")], [0.1], 0.5, 3)
     torch.cuda.synchronize()

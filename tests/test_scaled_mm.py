@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import fp8
 from precision import float8
 from precision.float8 import E4M3, E5M2, Quantised, block_maxima, quantise, scale_of
+from precision.fp8_scaling import Recipe, Scaling
 
 
 def matrix(m: int, k: int, block, to=E4M3, dtype=torch.float32, device="cpu") -> Quantised:
@@ -78,13 +80,51 @@ def products(recipe: str, tokens: int, n_out: int, n_in: int, **options):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_library_reads_the_scales_that_were_meant(recipe, sizes, monkeypatch):
-    monkeypatch.setattr(F, "scaled_mm", cublas)
+    """Only forward, and without blocks, sums in the fast way."""
+    fast = []
+
+    def noted(*args, use_fast_accum, **options):
+        fast.append(use_fast_accum)
+        return cublas(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_mm", noted)
     for name, a, b in products(recipe, *sizes):
         expected = a.values(torch.float64) @ b.values(torch.float64)
         found = float8.multiply_bytes(a, b)
+        assert fast.pop() == (name == "y" and recipe == "tensor")
         assert found.dtype == torch.float32
         # rounded once, from float64
         assert torch.allclose(found.double(), expected, rtol=1e-6, atol=0), name
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
+def test_a_weight_is_transposed_once_a_step(recipe, monkeypatch):
+    """Each micro-batch's products read the same bytes of W, by rows in forward and by columns in
+    backward, and copy none. After the step there are others."""
+    size = 128
+    monkeypatch.setattr(float8, "device_multiplies", lambda a: True)
+    read, weight_at = {"y": set(), "dx": set()}, []
+
+    def noted(a, b, *rest, use_fast_accum, **options):
+        weight_at.append(b.data_ptr())
+        return cublas(a, b, *rest, **options)
+
+    monkeypatch.setattr(F, "scaled_mm", noted)
+    scaling = Scaling(Recipe(recipe), 1, "cpu")
+    layer = fp8.Layer(scaling, ((0, 0),))
+    w = torch.nn.Parameter(torch.randn(size, 2 * size))
+    for _ in range(3):
+        x = torch.randn(1, size, 2 * size, requires_grad=True)
+        (y,) = fp8.linear(layer, x, w, None)
+        y.sum().backward()
+        for name, address in zip(read, weight_at):
+            read[name].add(address)
+        weight_at.clear()
+    by_rows, by_columns = scaling.weights[w][1]
+    assert read == {"y": {by_rows.q.data_ptr()}, "dx": {by_columns.q.data_ptr()}}
+    assert torch.equal(by_rows.q.view(torch.uint8), by_columns.q.view(torch.uint8))
+    scaling.end_step()
+    assert not scaling.weights
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,234 @@
+"""csrc/fp8_cast.cu: bytes, scales and maxima are those of PyTorch's operations, to the last bit.
+
+The kernels run on a GPU, or their source in an emulator on the CPU (cuda_on_cpu.py).
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import test_kernels
+import torch
+from parity import SMALL
+from test_kernels import PLACES, launched
+
+import fp8
+import kernels
+import train
+from base.world import Groups
+from precision import fp8_cast, fp8_scaling
+from precision.float8 import E4M3, E5M2
+from precision.fp8_scaling import GRADIENT, INPUT, Recipe, Scaling
+from proof.kinds import config_of
+
+# the fixture: a device, after the kernels there or the emulator has been selected
+place = test_kernels.place
+PLACE = (0, 0)
+in_each_place = pytest.mark.parametrize("place", PLACES, indirect=True)
+
+
+def values(m: int, k: int, dtype, device) -> torch.Tensor:
+    """Of all sizes: subnormal bytes, those that round to zero, and zeros with both signs."""
+    generator = torch.Generator().manual_seed(m + k)
+    x = torch.randn(m, k, generator=generator)
+    x = x * torch.exp2(torch.randint(-40, 6, (m, k), generator=generator))
+    x[0, :4] = torch.tensor([0.0, -0.0, 1e-40, -1e-40])
+    return x.to(device, dtype)
+
+
+def scalings(recipe: Recipe, device) -> list[Scaling]:
+    """One that casts in kernels, and one that does not."""
+    pair = [Scaling(recipe, 1, device), Scaling(recipe, 1, device)]
+    pair[0].fused = True
+    return pair
+
+
+def equal_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "dtype, operand, power_of_two",
+    [
+        (torch.bfloat16, INPUT, True),
+        (torch.bfloat16, GRADIENT, False),
+        (torch.float32, INPUT, False),
+        (torch.float32, GRADIENT, True),
+        pytest.param(torch.bfloat16, INPUT, False, marks=pytest.mark.repetition),
+        pytest.param(torch.bfloat16, GRADIENT, True, marks=pytest.mark.repetition),
+        pytest.param(torch.float16, INPUT, False, marks=pytest.mark.repetition),
+    ],
+    ids=str,
+)
+@in_each_place
+def test_bytes_scales_and_maxima(place, dtype, operand, power_of_two):
+    """By both recipes, for tiles that are whole and not. In the second step of `delayed` values
+    have grown and saturate."""
+    to = E5M2 if operand == GRADIENT else E4M3
+    for m, k in ((16, 16), (80, 144)):
+        x = values(m, k, dtype, place)
+        for name in ("current", "delayed"):
+            pair = scalings(Recipe(name, power_of_two), place)
+            for factor in (1, 8):
+                launched.clear()
+                ours, theirs = (s.both([x * factor], [PLACE], operand, None)[0] for s in pair)
+                assert launched == ["fp8_maximum", "fp8_cast"]
+                by_rows, by_columns = ours
+                assert by_rows.q.dtype == by_columns.q.dtype == to.dtype
+                assert by_rows.q.is_contiguous() and by_columns.q.t().is_contiguous()
+                for one in ours:
+                    assert equal_bytes(one.q, theirs[0].q) and one.inverse == theirs[0].inverse
+                for scaling in pair:
+                    scaling.end_step()
+                assert torch.equal(pair[0].report, pair[1].report)
+                assert torch.equal(pair[0].history, pair[1].history)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@in_each_place
+def test_what_is_not_finite(place, recipe, bad):
+    """Whatever a byte is then, all that is computed with it is NaN. The log names the tensor."""
+    pair = scalings(Recipe(recipe), place)
+    x = values(80, 16, torch.bfloat16, place)
+    for scaling in pair:
+        scaling.both([x], [PLACE], INPUT, None)
+        scaling.end_step()
+    # in the last tile, whose block is not the one that writes 1 / scale of finite tensors
+    x[-1, -1] = bad
+    for scaling in pair:
+        for one in scaling.both([x], [PLACE], INPUT, None)[0]:
+            assert one.values(torch.float32).isnan().all()
+        scaling.end_step()
+        assert scaling.report[0, 0, 0, INPUT] == torch.inf
+
+
+@in_each_place
+def test_a_history_of_zeros(place):
+    """The maximum now counts, as in the first step."""
+    pair = scalings(Recipe("delayed"), place)
+    x = values(32, 32, torch.bfloat16, place)
+    for factor in (0, 1):
+        ours, theirs = (s.both([x * factor], [PLACE], GRADIENT, None)[0][0] for s in pair)
+        assert equal_bytes(ours.q, theirs.q) and ours.inverse == theirs.inverse
+        for scaling in pair:
+            scaling.end_step()
+    assert len(pair[0].history) == 2 and ours.q.float().any()
+
+
+@in_each_place
+def test_a_known_maximum_costs_no_reading(place):
+    x = values(32, 32, torch.bfloat16, place)
+    for known, found in ((3.0, 0.0), (0.0, x.abs().max().item())):
+        amax = torch.zeros(1, device=place)
+        fp8_cast.fp8_maximum(x, amax, torch.full_like(amax, known))
+        assert amax.item() == found
+
+
+@pytest.mark.parametrize("recipe, agreed", [("current", 2), ("delayed", 1)])
+@in_each_place
+def test_ranks_agree_on_a_maximum(place, recipe, agreed, monkeypatch):
+    """As by PyTorch's operations: of all tensors together, here with a rank whose maxima are three
+    times those of this one; not where a history knows them."""
+    sizes = []
+
+    def all_reduce(maxima, op, group):
+        sizes.append(maxima.numel())
+        maxima *= 3
+
+    ranks = SimpleNamespace(all_reduce=all_reduce, ReduceOp=torch.distributed.ReduceOp)
+    monkeypatch.setattr(fp8_scaling, "dist", ranks)
+    tensors = [values(m, 32, torch.bfloat16, place) for m in (16, 48)]
+    pair = scalings(Recipe(recipe), place)
+    for _ in range(2):
+        both = [s.both(tensors, [PLACE, (0, 1)], GRADIENT, "group") for s in pair]
+        for (ours, _), (theirs, _) in zip(*both):
+            assert equal_bytes(ours.q, theirs.q) and ours.inverse == theirs.inverse
+        pair[0].amax.copy_(pair[1].amax)
+        for scaling in pair:
+            scaling.end_step()
+    assert sizes == [2, 2] * agreed
+
+
+@in_each_place
+def test_bytes_that_nobody_reads_are_not_made(place):
+    (scaling, _) = scalings(Recipe(), place)
+    x = values(16, 32, torch.bfloat16, place)
+    by_rows, nothing = scaling.both([x], [PLACE], INPUT, None, (True, False))[0]
+    assert nothing is None and by_rows.q.shape == (16, 32)
+    nothing, by_columns = scaling.both([x], [PLACE], INPUT, None, (False, True))[0]
+    assert nothing is None and equal_bytes(by_columns.q, by_rows.q)
+
+
+@in_each_place
+def test_who_casts(place):
+    """PyTorch's operations: blocks, odd sizes, float64, and where fused kernels are off."""
+    x = values(16, 32, torch.bfloat16, place)
+    by_blocks = Recipe("block", block=16)
+    others = [(by_blocks, x), (Recipe(), x[:15]), (Recipe(), x[:, :24]), (Recipe(), x.double())]
+    for recipe, other in others:
+        launched.clear()
+        ours, theirs = (s.both([other], [PLACE], INPUT, None)[0] for s in scalings(recipe, place))
+        assert not launched and all(equal_bytes(a.q, b.q) for a, b in zip(ours, theirs))
+    Scaling(Recipe(), 1, place).both([x], [PLACE], INPUT, None)
+    assert not launched
+
+
+@pytest.mark.parametrize(
+    "recipe, keep",
+    [
+        ("current", True),
+        ("delayed", False),
+        pytest.param("current", False, marks=pytest.mark.repetition),
+        pytest.param("delayed", True, marks=pytest.mark.repetition),
+    ],
+)
+@in_each_place
+def test_a_layer(place, recipe, keep, monkeypatch):
+    """Two steps of two micro-batches: outputs and gradients of two weights that share their
+    input. Each weight is cast once a step, and by rows and by columns together; without
+    `keep_bytes` for each product, in the one order that it reads."""
+    cast_of = []
+
+    def cast(x, *rest, original=fp8_cast.cast):
+        cast_of.append(x.data_ptr())
+        return original(x, *rest)
+
+    monkeypatch.setattr(fp8_cast, "cast", cast)
+    results = []
+    for scaling in scalings(Recipe(recipe), place):
+        scaling.keep_bytes = keep
+        generator = torch.Generator().manual_seed(0)
+
+        def new(*shape, generator=generator):
+            return torch.randn(shape, generator=generator).to(place, torch.bfloat16)
+
+        weights = [torch.nn.Parameter(new(16, 32)) for _ in range(2)]
+        layer = fp8.Layer(scaling, (PLACE, (0, 1)))
+        found = []
+        for _ in range(2):
+            cast_of.clear()
+            for _ in range(2):
+                x = new(2, 8, 32).requires_grad_()
+                ys = fp8.linear(layer, x, *weights, None, None)
+                torch.autograd.backward(ys, [new(*y.shape) for y in ys])
+                found += [*ys, x.grad]
+            if scaling.fused:
+                counts = [cast_of.count(w.data_ptr()) for w in weights]
+                assert counts == [1 if keep else 4] * 2
+                assert len(cast_of) == sum(counts) + 2 * 3
+            scaling.end_step()
+            found += [w.grad for w in weights] + [scaling.report]
+        results.append(found)
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize(
+    "flag, refused, fused",
+    [("auto", None, True), ("auto", "no nvcc", False), ("off", None, False)],
+)
+def test_when_a_run_has_them(flag, refused, fused, monkeypatch):
+    """Where it has the other kernels."""
+    monkeypatch.setattr(kernels, "apply", lambda *args: refused)
+    config = config_of(SMALL | dict(fp8="current", fp8_skip=0, kernels=flag))
+    trainer = train.Trainer(config, torch.device("cpu"), Groups(), config.task())
+    assert trainer.fp8.fused == fused
