@@ -21,11 +21,13 @@ saved in fp32, moments in the optimizer's dtype.
     python checkpoint.py verify CKPT     reads all of it and compares the checksums
 
 A save may be killed. It writes into `.step-000100.saving`, flushes that to the disk, and renames
-it: whatever happens before the rename, earlier checkpoints stay as they were. `Saver` copies this
-rank's slices and writes the copies in a thread, so that training goes on:
+it: whatever happens before the rename, earlier checkpoints stay as they were. `Saver` does all of
+it in a thread. Training waits until the slices that this rank is to write are copied, and goes on:
 
-    training     step 100 | copy | step 101 | step 102 | ..
-    thread                       | write, flush, hash, rename |     with a process group of its own
+    training     step 100 |             | step 101 | step 102 | ..
+    thread                | plan | copy | write, flush, hash, rename |
+
+The thread has a process group of its own.
 
 A load does not trust the files. A flipped byte, a missing file or a short one is found and named
 before anything is loaded: the ranks share the work of hashing all files. Nothing is ever unpickled,
@@ -44,6 +46,7 @@ import hashlib
 import json
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -79,7 +82,7 @@ from checkpoints.tokenizer_files import (  # noqa: F401 (.. checkpoint.tokenizer
     tokenizer_record,
     verify_tokenizer,
 )
-from sharding import set_sharding, sharding_of
+from sharding import sharding_of
 
 # after which a rank begins its next file
 FILE_BYTES = 2**30
@@ -140,6 +143,7 @@ def write(
     read: Callable[[str], Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
     replace: bool = False,
+    copied: Callable[[], None] | None = None,
 ) -> Path:
     """Write one checkpoint as the folder `path`. A collective of the ranks in `group`.
 
@@ -147,6 +151,8 @@ def write(
     holds. For a tensor on the meta device `read(name)` is called when its file is written, so that
     one file at a time is in memory. state: `config` and `model`, the configurations as dicts, and
     whatever else the next step depends on, as JSON. replace: overwrite a checkpoint at `path`.
+    copied: if given, this rank copies what it will write, then calls this; from then on `tensors`
+    may change.
 
     Raises CheckpointError, on all ranks, when a rank cannot write. Earlier checkpoints are not
     touched before the new one is whole."""
@@ -163,7 +169,7 @@ def write(
         number = assign_files(shapes_of_ranks, FILE_BYTES)
         files = {}
         with agreed(what, group):
-            slices().write(building, tensors, number, read, group)
+            slices().write(building, tensors, number, read, group, copied)
             for file in sorted(building.glob(f"shard-{rank + 1:05d}-*")):
                 files[file.name] = flush_and_hash(file)
         index = {"format": FORMAT, "step": step, **state}
@@ -194,11 +200,12 @@ def save(
     state: dict,
     keep: int = 0,
     group: dist.ProcessGroup | None = None,
+    copied: Callable[[], None] | None = None,
 ) -> Path:
     """`write` folder/step-00NNNN, and keep the newest `keep` checkpoints (0: all). A collective of
     the ranks in `group`."""
     path = Path(folder) / folder_name(step)
-    write(path, step, tensors, state, group=group, replace=True)
+    write(path, step, tensors, state, group=group, replace=True, copied=copied)
     if rank_and_world(group)[0] == 0:
         remove_old(Path(folder), step, keep)
     return path
@@ -216,19 +223,21 @@ class Saver:
     def save(
         self, folder: Path, step: int, tensors: dict[str, Tensor], state: dict, keep: int = 0
     ) -> None:
-        """Copy `tensors` to the CPU and start to `save` the copies. Waits for the previous save
-        first; raises what that one raised."""
+        """Start to `save`, and wait until each rank has copied to the CPU what it will write. Waits
+        for the previous save first; raises what that one raised. A collective."""
         self.wait()
         # imported here: not by two threads at a time
         slices()
-        copies = {
-            name: set_sharding(tensor.detach().to("cpu", copy=True), sharding_of(tensor))
-            for name, tensor in tensors.items()
-        }
+        copied = threading.Event()
         thread = ThreadPoolExecutor(1)
-        self.future = thread.submit(save, folder, step, copies, state, keep, self.group)
+        self.future = thread.submit(
+            save, folder, step, tensors, state, keep, self.group, copied.set
+        )
+        # one that fails may end without its copies
+        self.future.add_done_callback(lambda _: copied.set())
         # the thread ends with the save
         thread.shutdown(wait=False)
+        copied.wait()
 
     @property
     def busy(self) -> bool:

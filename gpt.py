@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.document_mask import fused_attention, masked_probabilities, positions_of
+from attention.document_mask import block_mask, fused_attention, masked_probabilities, positions_of
 from attention.rotary import Rotary, rotary_frequencies, rotary_table
 from base.cross_entropy import cross_entropy
 from dropout import Dropout, layer_key
@@ -43,11 +43,12 @@ from model_config import GPTConfig
 
 class Context(NamedTuple):
     """What every layer reads beside x: the key of its dropout masks (dropout.py), each token's
-    document, and cos and sin of its position, which `GPT.run_blocks` makes."""
+    document, and what `GPT.run_blocks` makes: cos and sin of its position, a mask."""
 
     drop_key: Tensor | None = None  # [b]
     documents: Tensor | None = None  # [b, s] int64
     rotary: tuple[Tensor, Tensor] | None = None  # [s, d] or [b, 1, s, d] each
+    block_mask: object | None = None  # of documents, for fused attention on a GPU
 
 
 PLAIN = Context()
@@ -115,7 +116,7 @@ class FusedAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         if context.documents is not None:
-            y = fused_attention(q, k, v, context.documents)  # [b, a, s, d]
+            y = fused_attention(q, k, v, context.documents, context.block_mask)
         else:
             grouped = q.shape[1] != k.shape[1]
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
@@ -189,9 +190,10 @@ class GPT(nn.Module):
     def run_blocks(self, x: Tensor, s: int, context: Context = PLAIN) -> Tensor:
         """x: [b, s, h], or a shard of it; s: the length of the whole sequence."""
         rotary = self.rotary_table(s, x, context.documents)
+        mask = block_mask(context.documents, x) if self.config.attention == "fused" else None
         for number, block in self.blocks.items():
             drop_key = layer_key(context.drop_key, int(number))
-            x = block(x, context._replace(drop_key=drop_key, rotary=rotary))
+            x = block(x, Context(drop_key, context.documents, rotary, mask))
         return x
 
     def rotary_table(self, s: int, like: Tensor, documents: Tensor | None = None):

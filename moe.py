@@ -27,8 +27,8 @@ What differs from a dense layer:
   each expert's inner dimension (ffn). That is one more all-reduce of b s E numbers in backward;
   with sequence parallelism an all-gather in forward and a reduce-scatter in backward.
 - The gathered rows are kept for backward. Full recomputation repeats the all-to-alls. Under ZB-H1
-  (zero_bubble.py) experts' weight gradients are not deferred. On a GPU the host waits for each
-  iteration of Sinkhorn, and once for the counts.
+  (zero_bubble.py) experts' weight gradients are not deferred. On a GPU the host waits for the
+  counts.
 
 Not covered: all-to-alls that overlap with computation, or send only a shard of the tokens from each
 tensor-parallel rank; a tensor-parallel size of experts other than attention's; experts that all

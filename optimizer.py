@@ -32,6 +32,7 @@ if __name__ == "__main__":
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -79,7 +80,30 @@ def split_master(master: Tensor, weight: Tensor, low: Tensor) -> None:
 
 def join_master(weight: Tensor, low: Tensor) -> Tensor:
     """The fp32 master of a bf16 weight and its low bits (int16, same shape, contiguous)."""
-    return ((weight.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
+    # In place: no second tensor of this size.
+    bits = weight.view(torch.int16).int()
+    bits <<= 16
+    bits += low
+    return bits.view(torch.float32)
+
+
+@dataclass(eq=False)
+class SplitMaster:
+    """A master as a checkpoint sees it, while only its halves exist: it is joined when it is copied
+    from, and split when it is copied to. One master at a time takes its 4 bytes a parameter."""
+
+    weight: Tensor
+    low: Tensor
+    dtype = torch.float32
+
+    def __getitem__(self, region) -> "SplitMaster":
+        return SplitMaster(self.weight[region], self.low[region])
+
+    def join(self) -> Tensor:
+        return join_master(self.weight, self.low)
+
+    def copy_(self, master: Tensor) -> None:
+        split_master(master, self.weight, self.low)
 
 
 # --- AdamW ----------------------------------------------------------------------------------------
@@ -327,30 +351,21 @@ class AdamW:
 
     # --- what a checkpoint holds
 
-    @torch.no_grad()
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor | SplitMaster]:
         """The tensors of a checkpoint under global names, each with its parameter's sharding
-        record: `model.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`.
-
-        `model.NAME` is the master, joined where it is split, so that a checkpoint does not depend
-        on the compute precision. After loading into these tensors, call `restore`.
+        record: `model.NAME`, the master, so that a checkpoint does not depend on the compute
+        precision; `exp_avg.NAME`, `exp_avg_sq.NAME`. After loading, call `weights_from_masters`.
         """
         tensors = {}
         for name, p in self.parameters.items():
-            master = join_master(p, self.low[name]) if name in self.low else self.masters[name]
+            split = name in self.low
+            master = SplitMaster(p.detach(), self.low[name]) if split else self.masters[name]
             tensors[f"model.{name}"] = master
             tensors[f"exp_avg.{name}"] = self.exp_avg[name]
             tensors[f"exp_avg_sq.{name}"] = self.exp_avg_sq[name]
             for kind in ("model", "exp_avg", "exp_avg_sq"):
                 set_sharding(tensors[f"{kind}.{name}"], sharding_of(p))
         return tensors
-
-    @torch.no_grad()
-    def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Copy masters, which were loaded into what `tensors()` gave, back into the weights."""
-        for name, low in self.low.items():
-            split_master(tensors[f"model.{name}"], self.parameters[name], low)
-        self.weights_from_masters()
 
     def state_dict(self) -> dict:
         """The numbers that go with `tensors()`: updates taken, steps skipped, the loss scaler."""

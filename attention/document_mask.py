@@ -70,30 +70,40 @@ def masked_probabilities(q: Tensor, k: Tensor, documents: Tensor) -> Tensor:
     return scores.masked_fill(~visible(documents), -torch.inf).softmax(-1)
 
 
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, blocks) -> Tensor:
     """softmax(q kᵀ / √d + mask) v; the s x s matrix of probabilities is never written.
 
-    q: [b, a, s, d]; k, v: [b, a_kv, s, d]; documents: [b, s] -> [b, a, s, d]"""
+    q: [b, a, s, d]; k, v: [b, a_kv, s, d]; documents: [b, s]; blocks: their `block_mask`
+    -> [b, a, s, d]"""
     grouped = q.shape[1] != k.shape[1]
-    # its kernels are for at most 32 bits
-    if q.is_cuda and q.dtype != torch.float64:
-        return flex_on_cuda(q, k, v, documents, grouped)
+    if blocks is not None:
+        attention, _ = compiled()
+        return attention(q, k, v, block_mask=blocks, enable_gqa=grouped)
     mask = visible(documents)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
-def flex_on_cuda(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, grouped: bool) -> Tensor:
-    """FlexAttention (arXiv 2412.05496): a kernel compiled for this mask, which skips the blocks of
-    128 x 128 tokens that are all hidden. Nothing here waits for the GPU, as a list of the places
-    where documents begin would."""
-    attention, block_mask = compiled()
+def has_flex(x: Tensor) -> bool:
+    """Its kernels are CUDA's, for at most 32 bits."""
+    return x.is_cuda and x.dtype != torch.float64
+
+
+def block_mask(documents: Tensor | None, x: Tensor) -> flex.BlockMask | None:
+    """FlexAttention (arXiv 2412.05496): a kernel compiled for this mask skips the blocks of
+    128 x 128 tokens that are all hidden. One list of blocks serves all layers. Nothing here waits
+    for the GPU, as a list of the places where documents begin would.
+
+    documents: [b, s]; x: activations of these layers. None where there are no documents, or where
+    FlexAttention does not run."""
+    if documents is None or not has_flex(x):
+        return None
 
     def sees(row, head, i, j):
         return (j <= i) & (documents[row, j] == documents[row, i])
 
     b, s = documents.shape
-    blocks = block_mask(sees, b, None, s, s, device=documents.device)
-    return attention(q, k, v, block_mask=blocks, enable_gqa=grouped)
+    _, create_block_mask = compiled()
+    return create_block_mask(sees, b, None, s, s, device=documents.device)
 
 
 @cache

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata, planner, planner_helpers
 
 from checkpoints.index import CheckpointError
-from sharding import local_slice, sharding_of, unpad
+from sharding import local_slice, set_sharding, sharding_of, unpad
 
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
 # without a process group there is one rank, as intended
@@ -37,10 +37,16 @@ class _SavePlanner(dcp.DefaultSavePlanner):
     """Each rank offers its slices. The base class keeps one of equal offers, and checks that the
     slices cover every tensor."""
 
-    def __init__(self, tensors: dict[str, Tensor], read: Callable[[str], Tensor] | None = None):
+    def __init__(
+        self,
+        tensors: dict[str, Tensor],
+        read: Callable[[str], Tensor] | None,
+        copied: Callable[[], None] | None,
+    ):
         super().__init__(flatten_state_dict=False)
         self.tensors = tensors
         self.read = read
+        self.copied = copied
 
     def create_local_plan(self) -> dcp.SavePlan:
         items = []
@@ -50,7 +56,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
                 continue
             data = planner.TensorWriteData(
                 chunk=chunk(tensor),
-                properties=metadata.TensorProperties.create_from_tensor(tensor),
+                properties=metadata.TensorProperties(dtype=tensor.dtype),
                 size=torch.Size(sharding_of(tensor).shape),
             )
             index = metadata.MetadataIndex(name, chunk(tensor).offsets)
@@ -59,11 +65,33 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         self.plan = dcp.SavePlan(items)
         return self.plan
 
+    def finish_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
+        """plan: what of the offers this rank is to write. Only that is copied, where training waits
+        for a copy."""
+        if self.copied:
+            copies = {}
+            for item in plan.items:
+                name = item.index.fqn
+                copy = host_copy(self.lookup_object(item.index))
+                copies[name] = set_sharding(copy, sharding_of(self.tensors[name]))
+            self.tensors = copies
+            self.copied()
+        return super().finish_plan(plan)
+
     def lookup_object(self, index: metadata.MetadataIndex) -> Tensor:
         tensor = self.tensors[index.fqn]
-        if tensor.is_meta:
-            return self.read(index.fqn)
-        return unpad(tensor, sharding_of(tensor))
+        part = unpad(tensor, sharding_of(tensor))
+        if not isinstance(part, Tensor):
+            # a SplitMaster of optimizer.py
+            return part.join()
+        return self.read(index.fqn) if part.is_meta else part
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """In pinned memory where the tensor is on a GPU. PyTorch keeps the pinned memory that is free
+    again, so the copies of the next save lie where those of this one were."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor.detach())
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
@@ -92,6 +120,20 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         tensor = self.tensors[index.fqn]
         return unpad(tensor, sharding_of(tensor))
 
+    def resolve_tensor(self, item: planner.ReadItem) -> Tensor:
+        """Where the reader is to put one stored slice."""
+        tensor = self.tensors[item.dest_index.fqn]
+        if isinstance(tensor, Tensor):
+            return super().resolve_tensor(item)
+        return torch.empty(item.lengths, dtype=tensor.dtype)
+
+    def commit_tensor(self, item: planner.ReadItem, read: Tensor) -> None:
+        """The reader has filled what `resolve_tensor` gave it: a split master is split now."""
+        tensor = self.tensors[item.dest_index.fqn]
+        if not isinstance(tensor, Tensor):
+            ends = map(sum, zip(item.dest_offsets, item.lengths))
+            tensor[tuple(map(slice, item.dest_offsets, ends))].copy_(read)
+
 
 def write(
     folder: Path,
@@ -99,16 +141,18 @@ def write(
     number: dict[str, int],
     read: Callable[[str], Tensor] | None,
     group: dist.ProcessGroup | None,
+    copied: Callable[[], None] | None,
 ) -> None:
-    """This rank's safetensors files. A collective. number: tensor name -> number of its file; read:
-    as in checkpoint.write. Raises what the first rank raised that could not write."""
+    """This rank's safetensors files. A collective. number: tensor name -> number of its file; read,
+    copied: as in checkpoint.write. Raises what the first rank raised that could not write."""
     to = dcp.HuggingFaceStorageWriter(
         str(folder), fqn_to_index_mapping=number, save_distributed=True
     )
     alone = not dist.is_initialized()
-    plans = _SavePlanner(tensors, read)
+    plans = _SavePlanner(tensors, read, copied)
     try:
-        dcp.save(tensors, planner=plans, storage_writer=to, process_group=group, no_dist=alone)
+        # the planner has the tensors
+        dcp.save({}, planner=plans, storage_writer=to, process_group=group, no_dist=alone)
     except dcp.CheckpointException as e:
         raise first_cause(e) from None
 
@@ -118,7 +162,7 @@ def read(path: Path, tensors: dict[str, Tensor]) -> None:
     source = dcp.HuggingFaceStorageReader(str(path))
     alone = not dist.is_initialized()
     try:
-        dcp.load(tensors, planner=_LoadPlanner(tensors), storage_reader=source, no_dist=alone)
+        dcp.load({}, planner=_LoadPlanner(tensors), storage_reader=source, no_dist=alone)
     except (dcp.CheckpointException, OSError) as e:
         why = first_cause(e) if isinstance(e, dcp.CheckpointException) else e
         raise CheckpointError(f"{path} cannot be loaded: {why}") from None

@@ -202,7 +202,7 @@ class PromptParameters(FrozenBase):
                     target = tensors.get(f"model.{name}", p)
                     whole = values[name.removeprefix(PARAMETER_PREFIX)]
                     target.copy_(shard_of(whole, sharding_of(p)))
-        self.trainer.checkpoints.set(tensors)
+        self.trainer.checkpoints.use_loaded()
 
     def save_prompts(self, path: Path) -> None:
         """Write the prompt file: the new tables, and the existing ones as they were. A collective
@@ -211,7 +211,8 @@ class PromptParameters(FrozenBase):
         values = {}
         for name, tensor in self.trainer.optimizer.tensors().items():
             if name.startswith("model."):
-                values[name.removeprefix(prefix)] = sharding.gather(tensor, sharding_of(tensor))
+                master = tensor if isinstance(tensor, Tensor) else tensor.join()
+                values[name.removeprefix(prefix)] = sharding.gather(master, sharding_of(tensor))
         if values and (not dist.is_initialized() or dist.get_rank() == 0):
             h = self.model_config.hidden_size
             tables = existing_tables(self.prompts, self.identity)

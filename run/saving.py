@@ -79,17 +79,16 @@ class RunCheckpoints:
         """Continue from a checkpoint, or start from its weights. Returns its index. new(name): of
         a weight that keeps its initial value. Raises CheckpointError, naming the fields in which
         its model differs."""
-        tensors = self.tensors()
-        wanted = tensors
+        wanted = self.tensors()
         if weights_only:
-            wanted = {n: t for n, t in tensors.items() if n.startswith("model.")}
+            wanted = {n: t for n, t in wanted.items() if n.startswith("model.")}
         if new:
             wanted = {n: t for n, t in wanted.items() if not new(n.removeprefix("model."))}
         fixed = checkpoint.fixed_fields(self.trainer.model_config, weights_only)
         index = checkpoint.load(path, wanted, fixed)
         if self.trainer.model_config.positions != "learned":
             self.longest = max(self.longest, index["model"]["seq_length"])
-        self.set(tensors)
+        self.use_loaded()
         if weights_only:
             return index
         try:
@@ -105,17 +104,13 @@ class RunCheckpoints:
             ) from None
 
     @torch.no_grad()
-    def set(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Use the new values of what `tensors()` gave."""
+    def use_loaded(self) -> None:
+        """Compute with the new values of what `tensors()` gave."""
         if self.trainer.fp8:
             # they were made from the weights before
             self.trainer.fp8.weights.clear()
-        for prefix, learner in self.trainer.task.learners().items():
-            of_learner = {}
-            for name, tensor in tensors.items():
-                if name.startswith(prefix):
-                    of_learner[name.removeprefix(prefix)] = tensor
-            learner.optimizer.restore(of_learner)
+        for learner in self.trainer.task.learners().values():
+            learner.optimizer.weights_from_masters()
             for gradients in learner.gradients:
                 gradients.renew_parameters()
 

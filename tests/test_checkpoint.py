@@ -10,6 +10,7 @@ import signal
 import struct
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from parity import LLAMA, SMALL, Synthetic
 from safetensors import safe_open
 from safetensors.torch import save_file
 from small_run import equal
+from torch import nn
 
 import checkpoint
 import gpt
@@ -27,6 +29,8 @@ from base.world import Groups
 from checkpoint import CheckpointError
 from checkpoints import slices
 from model_config import MoEConfig
+from optimizer import AdamW, SplitMaster
+from planning.counters import LiveTensors
 from proof import ranks
 from tuning.frozen_base import identifying_fields
 
@@ -432,14 +436,15 @@ def save_in_the_background(rank, folder):
     saver = checkpoint.Saver(dist.new_group(backend="gloo"))
     part = tensors()
     gate = threading.Event()
-    original = slices.dcp.save
+    writer = slices.dcp.HuggingFaceStorageWriter
+    original = writer.write_data
 
     # the disk is slow
-    def waiting(*args, **kwargs):
+    def waiting(*args):
         assert gate.wait(20)
-        return original(*args, **kwargs)
+        return original(*args)
 
-    slices.dcp.save = waiting
+    writer.write_data = waiting
     saver.save(Path(folder), 1, part, STATE)
     # training goes on, collectives too
     for t in part.values():
@@ -459,15 +464,15 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
     assert ranks.run(save_in_the_background, 2, str(tmp_path)) == [(True, 1024.0, True)] * 2
 
 
-def background_failure(rank, folder):
+def background_failure(rank, folder, function, of_rank):
     saver = checkpoint.Saver(dist.new_group(backend="gloo"))
     # one rank's disk is full
-    if rank == 1:
+    if rank == of_rank:
 
         def full(*args, **kwargs):
             raise OSError(28, "No space left on device")
 
-        checkpoint.flush_and_hash = full
+        setattr(checkpoint, function, full)
     saver.save(Path(folder), 1, tensors(), STATE)
     try:
         saver.wait()
@@ -475,10 +480,125 @@ def background_failure(rank, folder):
         return str(e), saver.failed
 
 
-def test_a_failure_in_the_background_is_everybodys(tmp_path):
-    for message, failed in ranks.run(background_failure, 2, str(tmp_path)):
+@pytest.mark.parametrize("function, of_rank", [("prepare", 0), ("flush_and_hash", 1)])
+def test_a_failure_in_the_background_is_everybodys(tmp_path, function, of_rank):
+    """Before the copies are made, when training still waits for them, and after."""
+    for message, failed in ranks.run(background_failure, 2, str(tmp_path), function, of_rank):
         assert "cannot save" in message and "No space left" in message and not failed
     assert not checkpoint.steps(tmp_path)
+
+
+# --- bytes of a save and of a load ----------------------------------------------------------------
+
+
+def peak_of_save(folder, tensors, held, group=None):
+    """Bytes of the tensors that a save adds to `held`, at its peak."""
+    live = LiveTensors()
+    for tensor in held:
+        live.add(tensor.untyped_storage())
+    before = live.bytes
+    original = checkpoint.save
+
+    # the mode is one thread's
+    def save(*args):
+        with live:
+            return original(*args)
+
+    with mock.patch.object(checkpoint, "save", save), live:
+        saver = checkpoint.Saver(group)
+        saver.save(Path(folder), 1, tensors, STATE)
+        saver.wait()
+    return live.peak - before
+
+
+def split_state(value=1.0):
+    """AdamW with bf16 state over ten weights of 2,500 and one of 25,000, and all that it holds."""
+    sizes = [25_000] + [2500] * 10
+    weights = [
+        (str(i), nn.Parameter(torch.full((n,), value).bfloat16())) for i, n in enumerate(sizes)
+    ]
+    o = AdamW(weights, state_dtype=torch.bfloat16)
+    kept = (o.parameters, o.low, o.exp_avg, o.exp_avg_sq)
+    return o, [tensor for tensors in kept for tensor in tensors.values()]
+
+
+def test_a_save_joins_one_master_at_a_time(tmp_path):
+    """The copies are as large as the state, 8 bytes a parameter, and no more than one master is
+    joined beside them. A load takes temporary tensors of one master."""
+    optimizer, held = split_state()
+    state = 8 * 50_000
+    largest = 4 * 25_000
+    master = optimizer.tensors()["model.0"]
+    with LiveTensors() as live:
+        master.join()
+    # beside its halves
+    assert live.peak == 4 * 25_000 + largest
+    assert state <= peak_of_save(tmp_path, optimizer.tensors(), held) <= state + largest
+    other, held = split_state(0.0)
+    with LiveTensors() as live:
+        checkpoint.load(tmp_path / "step-000001", other.tensors())
+    assert live.peak <= sum(tensor.nbytes for tensor in held) + 5 * largest
+
+
+def save_of_replicas(rank, folder):
+    copies = {f"model.{i}": torch.ones(100_000) for i in range(10)}
+    return peak_of_save(folder, copies, copies.values(), dist.new_group(backend="gloo"))
+
+
+def test_replicas_copy_the_state_once(tmp_path):
+    """Together, half of it each. The rest is the text of the plan."""
+    state = 4 * 100_000 * 10
+    for peak in ranks.run(save_of_replicas, 2, str(tmp_path)):
+        assert state / 2 <= peak <= 1.02 * state / 2
+
+
+def test_copies_of_what_is_on_a_gpu_are_pinned(monkeypatch):
+    class OnGPU(torch.Tensor):
+        is_cuda = True
+
+    pinned = []
+    original = torch.empty
+
+    def empty(*args, pin_memory, **kwargs):
+        pinned.append(pin_memory)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    for tensor in (torch.ones(3), torch.ones(3).as_subclass(OnGPU)):
+        assert slices.host_copy(tensor).tolist() == [1, 1, 1]
+    assert pinned == [False, True]
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_used_again():
+    addresses = set()
+    for value in (1.0, 2.0):
+        copy = slices.host_copy(torch.full((100_000,), value, device="cuda"))
+        assert copy.is_pinned() and copy[-1] == value
+        addresses.add(copy.data_ptr())
+        del copy
+    assert len(addresses) == 1
+
+
+def split_rows(rank, source, target):
+    """Load a [5, 3] master as halves, 3 rows on each of 2 ranks, and save it."""
+    rows = sharding.Sharding((5, 3), (sharding.Shard(0, dist.group.WORLD),))
+    low = torch.zeros(3, 3, dtype=torch.int16)
+    master = SplitMaster(torch.zeros(3, 3, dtype=torch.bfloat16), low)
+    tensors = {"model.a": sharding.set_sharding(master, rows)}
+    checkpoint.load(Path(source), tensors)
+    checkpoint.save(Path(target), 2, tensors, STATE)
+    return low.count_nonzero().item()
+
+
+def test_halves_are_saved_and_loaded_as_one_master(tmp_path):
+    """Whole, in rows of two ranks, whole again: bit for bit, and as an fp32 tensor in the files."""
+    path = checkpoint.save(tmp_path, 1, tensors(), STATE)
+    assert ranks.run(split_rows, 2, str(path), str(tmp_path)) == [9, 6]
+    loaded = {"model.a": torch.zeros(5, 3)}
+    index = checkpoint.load(tmp_path / "step-000002", loaded)
+    assert torch.equal(loaded["model.a"], tensors()["model.a"])
+    assert index["tensors"] == {"model.a": ["float32", [5, 3]]}
 
 
 def test_tensors_that_are_read_when_their_file_is_written(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import types
 from fractions import Fraction
 from functools import partial
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from parity import SMALL, Synthetic
+from torch.overrides import TorchFunctionMode
 
 import fsdp
 import moe
@@ -118,6 +120,53 @@ def test_a_low_temperature_balances_the_choices():
     paper = load(routers.sinkhorn(logits))
     low = load(routers.sinkhorn(logits, 0.02))
     assert raw > 3 and low < 1.05 < paper < raw
+
+
+@pytest.mark.parametrize("n, e", [(128, 8), (32768, 8), (4096, 64)])
+@pytest.mark.parametrize("scale, skew", [(1, 2), (3, 3)])
+def test_a_gpus_iterations_reach_the_tolerance_of_a_cpu(n, e, scale, skew):
+    """In float32, for the tokens of a sequence of tiny-moe and of mixtral-8x7b, and 64 experts. The
+    load of the plan, as `balance` measures it."""
+    g = torch.Generator().manual_seed(0)
+    logits = scale * torch.randn(n, e, generator=g) + skew * torch.randn(e, generator=g)
+    f = routers.potentials_in_fixed_time(logits, 0.02)
+    load = e * ((logits + f).double() / 0.02).softmax(1).mean(0)
+    assert (1 - load).abs().mean() <= 1e-2
+    # nearly all tokens go where a CPU sends them
+    cpu = logits + routers.balance(logits, 0.02, 1e-2)[1]
+    assert ((logits + f).argmax(1) == cpu.argmax(1)).float().mean() > 0.97
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_a_gpus_iterations_are_sinkhorns(temperature):
+    """Up to a constant, which adds the same to all logits."""
+    logits = torch.randn(50, 6, generator=torch.Generator().manual_seed(1)).double()
+    exact = routers.balance(logits, temperature, 1e-13, 100_000)[1]
+    found = routers.potentials_in_fixed_time(logits, temperature)
+    torch.testing.assert_close(found - found[0], exact - exact[0], rtol=0, atol=1e-6)
+
+
+class Reads(TorchFunctionMode):
+    """Counts calls that copy a tensor to the host."""
+
+    count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += function in (torch.Tensor.tolist, torch.Tensor.item)
+        return function(*args, **(kwargs or {}))
+
+
+def test_what_routing_copies_to_the_host():
+    """Sinkhorn nothing: tensors on the meta device have no values to copy. All-to-all's sizes go in
+    one copy."""
+    layer = make(4)
+    assert layer.router.scores(torch.empty(6, 4, device="meta"), training=True).is_meta
+    routing = layer.routing
+    routing.group = types.SimpleNamespace(size=lambda: 2)
+    routing.exchange = lambda counts: counts
+    with Reads() as reads:
+        _, sent, received, *_ = routing.across_ranks(torch.tensor([1, 2, 3, 4]))
+    assert sent == [3, 7] and received == [3, 7] and reads.count == 1
 
 
 def test_later_choices_are_in_the_plans_order():

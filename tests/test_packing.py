@@ -157,9 +157,35 @@ def test_the_mask_of_the_kernel_for_gpus(monkeypatch):
     uncompiled = flex.flex_attention, flex.create_block_mask
     monkeypatch.setattr(document_mask, "compiled", lambda: uncompiled)
     q, k, v = (torch.randn(2, heads, 16, 8) for heads in (4, 2, 2))
-    expected = document_mask.fused_attention(q, k, v, DOCUMENTS)
-    found = document_mask.flex_on_cuda(q, k, v, DOCUMENTS, grouped=True)
+    expected = document_mask.fused_attention(q, k, v, DOCUMENTS, None)
+    monkeypatch.setattr(document_mask, "has_flex", lambda x: True)
+    blocks = document_mask.block_mask(DOCUMENTS, q)
+    found = document_mask.fused_attention(q, k, v, DOCUMENTS, blocks)
     assert (found - expected).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_the_mask_is_made_once_for_all_layers(monkeypatch):
+    """On a GPU; on a CPU, without documents and by explicit attention none is made."""
+    made = []
+
+    def create_block_mask(*args, **kwargs):
+        made.append(args)
+        return flex.create_block_mask(*args, **kwargs)
+
+    monkeypatch.setattr(document_mask, "compiled", lambda: (flex.flex_attention, create_block_mask))
+    fields = TINY | dict(dropout=0.0, num_layers=3, hidden_size=32, num_heads=2)
+    tokens = torch.randint(61, (2, 16))
+    masked = gpt.Context(documents=DOCUMENTS)
+    model = gpt.GPT(GPTConfig(**fields, attention="fused"))
+    expected = model(tokens, context=masked)
+    assert not made
+    monkeypatch.setattr(document_mask, "has_flex", lambda x: True)
+    found = model(tokens, context=masked)
+    assert len(made) == 1 and (found - expected).abs().max() < 1e-5
+    model(tokens)
+    gpt.GPT(GPTConfig(**fields, attention="explicit"))(tokens, context=masked)
+    assert len(made) == 1
 
 
 @pytest.mark.gpu
@@ -172,7 +198,9 @@ def test_flex_attention_on_a_gpu(dtype, tolerance, kv_heads):
     results = []
     for device, kind in (("cpu", torch.float64), ("cuda", dtype)):
         inputs = [x.to(device, kind).requires_grad_() for x in (q, k, v)]
-        y = document_mask.fused_attention(*inputs, documents.to(device))
+        numbers = documents.to(device)
+        blocks = document_mask.block_mask(numbers, inputs[0])
+        y = document_mask.fused_attention(*inputs, numbers, blocks)
         y.square().sum().backward()
         results.append([x.detach().cpu().double() for x in (y, *(i.grad for i in inputs))])
     for exact, measured in zip(*results):

@@ -558,6 +558,17 @@ def test_tasks_one_after_the_other(base, tmp_path, capsys):
     assert files_in(base / "checkpoints") == before
 
 
+def test_the_prompt_file_of_split_masters_is_in_fp32(base, tmp_path, capsys):
+    """With bf16 state a table is the upper half of its master; the file has both halves."""
+    flags = "--precision bf16 --optimizer-state bf16 --steps 1".split()
+    assert learn(tmp_path / "a", for_base(base, "a"), *flags) == 0
+    table = load_file(tmp_path / "a" / "prompts.safetensors")["a"]
+    saved = {f"model.{PARAMETER_PREFIX}tables.task-a": torch.zeros_like(table)}
+    checkpoint.load(checkpoint.find(tmp_path / "a"), saved)
+    (master,) = saved.values()
+    assert torch.equal(table, master) and not torch.equal(table, table.bfloat16().float())
+
+
 def test_resume_goes_on_bit_for_bit(base, tmp_path, capsys):
     encoder = dict(encoder_type="lstm", encoder_hidden=4)
     content = for_base(base, style="p-tuning", p_tuning=encoder)
