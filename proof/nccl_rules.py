@@ -92,6 +92,8 @@ class Stream:
         self.posted: SimpleQueue = SimpleQueue()
         threading.Thread(target=self.work, daemon=True).start()
 
+    # a rank that writes answers posts tensors of its inference mode
+    @torch.inference_mode()
     def work(self) -> None:
         while (operation := self.posted.get()) is not None:
             try:
