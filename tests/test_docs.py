@@ -23,7 +23,7 @@ from lessons import form
 from planning import commands as planning_commands
 from planning.inputs import TRAIN
 from planning.memory import memory
-from planning.plan import layout_of
+from planning.plan import layout_of, predict
 from prompts.nemo_config import PromptConfig
 from proof.kinds import KINDS
 from run import flags, rules
@@ -218,6 +218,23 @@ def test_commands_for_gpus_fit_into_80_gb():
             assert config.model_config().dropout == 0, arguments
             fitting += 1
     assert fitting >= 4
+
+
+def test_predictions_of_the_first_hour():
+    """The seconds and bytes marked *p* in docs/gpu.md are those of its commands."""
+    text = (ROOT / "docs" / "gpu.md").read_text()
+    found = []
+    for words in commands(ROOT / "docs" / "gpu.md"):
+        if words[0] == "torchrun" and "--plan" in words:
+            _, arguments, each = split_launcher(words[1:])
+            ranks = int(each) * (2 if "--nnodes" in words else 1)
+            config, _ = flags.parse_all(arguments, 0, Config)
+            seconds = sum(predict(config, ranks).values())
+            parts = memory(config.model_config(), layout_of(config, ranks), TRAIN)
+            found.append((f"{seconds:.3g} s *p*", f"{sum(parts.values()) / 1e9:.0f} GB"))
+    (first, gb), (large, gb_of_large), (two_nodes, _) = found
+    for words in first, large, two_nodes, f"{gb} of a GPU *p*", f"{gb_of_large} *p*":
+        assert words in " ".join(text.split()), words
 
 
 def test_prompt_configuration():
