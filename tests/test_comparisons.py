@@ -288,6 +288,16 @@ def test_losses_of_a_run_by_nccl(tmp_path):
     assert nccl.compare_losses(tmp_path / "two", one) == "loss by 5.0e-10"
 
 
+def test_a_resumed_run_by_nccl_that_differs(tmp_path, monkeypatch):
+    (tmp_path / "newest").mkdir()
+    found = ["", "loss by 1.0e-09"]
+    monkeypatch.setattr(nccl, "launch", lambda world, words: None)
+    monkeypatch.setattr(nccl, "compare_losses", lambda *folders: found.pop(0))
+    monkeypatch.setattr(nccl.checkpoint, "find", lambda out: tmp_path / "newest")
+    assert nccl.check_run("cpu") == "after --resume: loss by 1.0e-09"
+    assert not (tmp_path / "newest").exists()
+
+
 @pytest.mark.repetition
 @pytest.mark.parametrize("world, flags", nccl.LAYOUTS)
 def test_every_layout_by_the_rules_of_nccl(world, flags):

@@ -13,13 +13,13 @@ import pytest
 import small_run
 
 ROOT = Path(__file__).parent.parent
-STEPS = 80
+STEPS = 40
 FLAGS = small_run.flags(
     dropout=0.1,
     zero_stage=3,
     micro_batch_size=1,
     steps=STEPS,
-    save_every=10,
+    save_every=5,
     log_every=STEPS,
     data=argparse.__file__,
 )
@@ -79,7 +79,7 @@ def test_a_killed_node(tmp_path, logs):
     nodes = start_nodes(flags, logs)
     try:
         # its second checkpoint is there by then
-        wait_for_steps(out, 25, nodes)
+        wait_for_steps(out, 12, nodes)
         kill(nodes[1])
         assert nodes[0].wait(PATIENCE) != 0
         before = len(small_run.lines_of(out))
