@@ -41,7 +41,7 @@ figures: .venv/installed
 	.venv/bin/python comparisons/generation.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/layouts.py $(RESULTS) $(ARGS)
 
-# on a GPU, ten minutes each (docs/gpu.md); gpu runs the five after it, in this order
+# on a GPU, ten minutes each (docs/gpu.md); gpu runs the six after it, in this order
 gpu: .venv/tests-installed
 	.venv/bin/python comparisons/gpu.py $(RESULTS) $(ARGS)
 
@@ -59,6 +59,10 @@ gpu-llama: .venv/tests-installed
 
 gpu-fp8: .venv/tests-installed
 	.venv/bin/python comparisons/gpu.py fp8 $(RESULTS) $(ARGS)
+
+# two or more GPUs of one machine
+gpu-nccl: .venv/tests-installed
+	.venv/bin/python comparisons/gpu.py nccl $(RESULTS) $(ARGS)
 
 .venv/bin/pip:
 	$(PYTHON) -m venv .venv
@@ -78,4 +82,4 @@ endef
 	$(call install,tests/requirements.txt)
 	touch .venv/installed $@
 
-.PHONY: train test test-all lint figures gpu gpu-check gpu-kernels gpu-gpt2 gpu-llama gpu-fp8
+.PHONY: train test test-all lint figures gpu gpu-check gpu-kernels gpu-gpt2 gpu-llama gpu-fp8 gpu-nccl

@@ -13,6 +13,9 @@ nothing else. But (a + b) + c is not a + (b + c): each sum is rounded. So there 
     bf16, ..      Rounding shows in the loss. Some runs of one device that differ only in the order
                   of their sums say by how much: the band.
 
+    python verify.py --backend nccl -- --tp 2 --pp 2
+                  the float64 comparison of ranks that have a GPU each, by NCCL
+
     python verify.py --metrics A/metrics.jsonl --against B/metrics.jsonl -- FLAGS OF BOTH
                   whether the losses of two runs of yours differ by no more than the band
 
@@ -33,7 +36,8 @@ leave the band without a bug. float64 is equal with scales of both kinds (--fp8-
 
 Exit status: 0 equal and inside the band, 1 not, 2 for flags that the command refuses.
 
-Not covered: CUDA kernels, NCCL, torch.compile, the reading of data, prompts, reinforcement.
+Not covered: CUDA kernels, torch.compile, the reading of data, prompts, reinforcement learning;
+losses by NCCL beside the band.
 """
 
 if __name__ == "__main__":
@@ -79,12 +83,14 @@ FLOAT64 = dict(
 # --- float64: equal, or the first difference ------------------------------------------------------
 
 
-def compare(world: int, layout: dict, mutate=None) -> tuple[Result, Result]:
+def compare(world: int, layout: dict, mutate=None, backend: str = "gloo") -> tuple[Result, Result]:
     """(the layout on `world` ranks, one device): two steps in float64, with a trace. layout: flags
-    as `shrink` gives them. mutate: as in `train`, breaks the layout."""
+    as `shrink` gives them. mutate: as in `train`, breaks the layout. backend: of the ranks; under
+    nccl they compute on GPUs, and the one device is the CPU still."""
     layout = in_float64(layout)
     one = train(1, steps=2, trace=True, base=one_device(layout))
-    return train(world, steps=2, trace=True, mutate=mutate, base=layout), one
+    layout |= dict(device="cuda" if backend == "nccl" else "cpu")
+    return train(world, 2, mutate, layout, True, backend), one
 
 
 def in_float64(layout: dict) -> dict:
@@ -157,6 +163,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--steps", type=int, help=f"steps of the band; 0: only float64 (default: {STEPS})"
     )
+    backend_help = "nccl: a GPU for each rank, and no band (default: gloo, on the CPU)"
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help=backend_help)
     parser.add_argument("--metrics", type=Path, help="metrics.jsonl of a run of this layout")
     parser.add_argument("--against", type=Path, help="metrics.jsonl of a run to compare it with")
     parser.add_argument(
@@ -202,12 +210,18 @@ def read_flags(argv: list[str], world: int | None) -> tuple[RunConfig, int]:
     raise refused
 
 
-def verify(config: RunConfig, world: int, steps: int, mutate=None) -> tuple[bool, dict]:
+def verify(
+    config: RunConfig, world: int, steps: int, mutate=None, backend: str = "gloo"
+) -> tuple[bool, dict]:
     """(whether the small layout is right, the band of each step). world: ranks of `config`; steps:
-    of the band, 0 for none; mutate: breaks the layout."""
+    of the band, 0 for none; mutate: breaks the layout; backend: as of `compare`. Raises
+    VerifyError."""
     small_world, layout = shrink(config, world)
+    if backend == "nccl" and small_world > torch.cuda.device_count():
+        rule = f"its {small_world} ranks need a GPU each, and here are {torch.cuda.device_count()}"
+        raise VerifyError(f"--backend nccl: {rule}; --ranks says how many ranks, or leave it out")
     say("layout", described(config, world, small_world, layout))
-    right = say_equality(*compare(small_world, layout, mutate))
+    right = say_equality(*compare(small_world, layout, mutate, backend))
     if not steps:
         return right, {}
     layout["precision"] = config.precision or ("bf16" if torch.cuda.is_available() else "fp32")
@@ -245,7 +259,8 @@ def attempt(args: argparse.Namespace, train_flags: list[str], mutate) -> bool:
     if args.repeats:
         band = measured_band(args.repeats)
     else:
-        right, band = verify(*read_flags(train_flags, args.ranks), args.steps, mutate)
+        config, world = read_flags(train_flags, args.ranks)
+        right, band = verify(config, world, args.steps, mutate, args.backend)
     if pair:
         found = times_band(*pair, band)
         if not found:
@@ -262,7 +277,10 @@ def main(argv: list[str] | None = None, mutate=None) -> int:
     args = parser.parse_args(own)
     if args.repeats and (args.ranks or args.steps is not None or argv[len(own) + 1 :]):
         parser.error("--repeats: the band is that of these runs; leave out --ranks, --steps and --")
-    args.steps = STEPS if args.steps is None else args.steps
+    if args.backend == "nccl" and (args.steps or args.metrics):
+        parser.error("--backend nccl: measures no band; leave out --steps, --metrics and --against")
+    if args.steps is None:
+        args.steps = STEPS if args.backend == "gloo" else 0
     if args.steps < 0 or (args.ranks is not None and args.ranks < 1):
         parser.error("--steps and --ranks: steps are 0 or more, ranks 1 or more")
     if bool(args.metrics) != bool(args.against):

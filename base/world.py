@@ -455,6 +455,15 @@ class World:
             terminal.say(*words, error=True)
 
 
+def why_no_gpu() -> str:
+    """Why torch finds no GPU, in torch's words: no driver, one that is too old for this wheel, .."""
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as e:
+        return terminal.one_line(e)
+    return "torch.cuda.is_available() is False"
+
+
 def keep_freed_memory() -> None:
     """Tell glibc to keep large blocks when they are freed. By default the kernel gives new memory,
     zeroed page by page, for each logits or gradient tensor: a fifth of the time of a GPT-2 124M

@@ -1,14 +1,16 @@
-"""What to run where there is a GPU: five commands of at most ten minutes each, in this order.
+"""What to run where there is a GPU: six commands of at most ten minutes each, in this order.
 
-    python comparisons/gpu.py                 all five
-    python comparisons/gpu.py check           one of them: check, kernels, gpt2, llama, fp8
-    python comparisons/gpu.py --toy           all five at tiny sizes, also without a GPU
+    python comparisons/gpu.py                 all six
+    python comparisons/gpu.py check           one of them: check, kernels, gpt2, llama, fp8, nccl
+    python comparisons/gpu.py --toy           all six at tiny sizes, also without a GPU
 
     check     builds the kernels; their bytes and errors; their tests on the GPU; compute-sanitizer
     kernels   the time of each operation                               comparisons/kernels.py
     gpt2      a step of GPT-2 124M                                     comparisons/training_step.py
-    llama     one device's loss and gradients under layouts that share the GPU; a step of Llama-2 7B
-    fp8       a layer's products in FP8, by size; a step of Llama-2 7B   comparisons/fp8.py speed
+    llama     one device's loss and gradients under layouts that share the GPU; a step of 16 layers
+              of Llama-2 7B, for all 32 need more than 80 GB
+    fp8       a layer's products in FP8, by size; those 16 layers        comparisons/fp8.py speed
+    nccl      layouts of ranks that have a GPU each                      comparisons/nccl.py
 
 docs/gpu.md says what each prints and writes. The output also goes to gpu_NAME.txt, a line at a
 time, and the comparisons write their files after each case. So whatever stops a command costs at
@@ -31,6 +33,8 @@ import report
 import torch
 from report import ROOT
 
+from base.world import why_no_gpu
+
 # Seconds that a command may take. What still runs is stopped a little before: the command's own
 # imports take time too.
 LIMIT = 600
@@ -39,13 +43,15 @@ MARGIN = 20
 END = 30
 # Seconds that parity may take of the ten minutes of `llama`.
 PARITY = 240
-COMMANDS = "check", "kernels", "gpt2", "llama", "fp8"
+COMMANDS = "check", "kernels", "gpt2", "llama", "fp8", "nccl"
 # A line for each test, and the reason of each that is skipped.
 PYTEST = ["-m", "pytest", "-vv", "-rs", "--no-header", "-p", "no:cacheprovider", "-m", "gpu"]
 KERNEL_TESTS = ["tests/test_scaled_mm.py", "tests/test_fp8_cast.py", "tests/test_kernels.py"]
 PARITY_TESTS = ["tests/test_compositions.py", "tests/test_generate.py", "tests/test_optimizer.py"]
 # Those that say most come first: time may be over after any of them.
 KERNELS = "kernels auto"
+# the whole model needs more than 80 GB
+LLAMA = "llama2-7b-16-layers"
 LLAMA_CASES = [KERNELS, "kernels off, compile", f"{KERNELS}, compile", "kernels off"]
 GPT2_CASES = list(LLAMA_CASES)
 LLAMA_CASES += [f"{KERNELS}, full recompute"]
@@ -82,12 +88,13 @@ def parts(name: str, args) -> list[tuple[list[str], float]]:
         "gpt2": [([*step, "gpt2-124m", "--cases", *GPT2_CASES], LIMIT)],
         "llama": [
             ([*pytest, *PARITY_TESTS], PARITY),
-            ([*step, "llama2-7b", "--steps", "5", "--cases", *LLAMA_CASES], LIMIT),
+            ([*step, LLAMA, "--steps", "5", "--cases", *LLAMA_CASES], LIMIT),
         ],
         "fp8": [
             (["comparisons/fp8.py", "speed", *flags], LAYERS),
-            ([*step, "llama2-7b", "--steps", "5", "--cases", *FP8_CASES], LIMIT),
+            ([*step, LLAMA, "--steps", "5", "--cases", *FP8_CASES], LIMIT),
         ],
+        "nccl": [(["comparisons/nccl.py", *flags], LIMIT)],
     }[name]
 
 
@@ -164,7 +171,8 @@ def main() -> int:
     args = report.parse(parser)
     report.check_names(parser, args.names, COMMANDS)
     if not torch.cuda.is_available() and not args.toy:
-        report.refuse(parser, "there is no GPU here; --toy runs all of it at tiny sizes")
+        rule = "no GPU can be used here; --toy runs all of it at tiny sizes"
+        report.refuse(parser, f"{why_no_gpu()}: {rule}")
     results = [run(name, args) for name in args.names or COMMANDS]
     return int(not all(results))
 

@@ -7,10 +7,16 @@ FP8 (fp8.py) by each recipe, with fused kernels, compiled or not. Beside these s
 torchao, for the model without biases, and a recipe like nanochat's (fp8_peers.py): without fused
 kernels, compiled. In FP8 are all layers but the first and the last. The models:
 
-    model        shape                                         micro-batch   state
-    gpt2-124m    L 12  h 768   a 12  s 1024  V 50304  GPT      32 x 8        float32
-    gpt-1.3b     L 24  h 2048  a 16  s 2048  V 50304  GPT      4 x 8         float32
-    llama2-7b    L 32  h 4096  a 32  s 4096  V 32000  Llama    1 x 8         bf16, 8 bytes/parameter
+    model                 shape                                         micro-batch   state
+    gpt2-124m             L 12  h 768   a 12  s 1024  V 50304  GPT      32 x 8        float32
+    gpt-1.3b              L 24  h 2048  a 16  s 2048  V 50304  GPT      4 x 8         float32
+    llama2-7b             L 32  h 4096  a 32  s 4096  V 32000  Llama    1 x 8         bf16
+    llama2-7b-16-layers   L 16  the same                                1 x 8         bf16
+
+The whole Llama-2 7B is for GPUs of more than 80 GB: weights and state (bf16: 8 bytes a parameter),
+gradients in float32 and what a micro-batch keeps are 102 GB, by planning/memory.py; half of its
+layers need 56. The last column of the table is what is predicted. To FP8's cases it adds a byte for
+each weight; of the compiler and of fused kernels it knows nothing.
 
 32 x 8 is 8 micro-batches of 32 sequences. The vocabulary of 50257 is padded to 50304, so that a row
 of logits is a whole number of vectors. Selective recomputation is of explicit attention; the other
@@ -31,6 +37,7 @@ again replaces the old one. The figure, figures/training_step.svg, shows all of 
 --toy runs the same at toy size on any device: one case of each model.
 """
 
+import dataclasses
 import itertools
 import json
 import math
@@ -49,20 +56,25 @@ from steps import Steps
 
 import fp8
 import kernels
-from base.world import keep_freed_memory
+from base.world import keep_freed_memory, why_no_gpu
 from gpt import GPT
 from model_config import flops_per_token
+from planning.inputs import TRAIN
+from planning.memory import memory
+from planning.plan import layout_of
+from proof.kinds import config_of
 from run.metrics import peak_flops, peak_memory
 from run.task import Task
 
 BF16 = dict(precision="bf16", dropout=0.0, warmup_steps=0)
 GPT2 = dict(model="gpt2", vocab_size=50304)
 GPT13 = GPT2 | dict(num_layers=24, hidden_size=2048, num_heads=16, seq_length=2048)
-LLAMA = dict(model="llama2-7b", optimizer_state="bf16")
+LLAMA = dict(model="llama2-7b", optimizer_state="bf16", micro_batch_size=1, global_batch_size=8)
 CASES = {
     "gpt2-124m": GPT2 | dict(micro_batch_size=32, global_batch_size=256),
     "gpt-1.3b": GPT13 | dict(micro_batch_size=4, global_batch_size=32),
-    "llama2-7b": LLAMA | dict(micro_batch_size=1, global_batch_size=8),
+    "llama2-7b": LLAMA,
+    "llama2-7b-16-layers": LLAMA | dict(num_layers=16),
 }
 TOY = dict(num_layers=2, hidden_size=64, num_heads=4, seq_length=64, vocab_size=512)
 TOY |= dict(micro_batch_size=2, global_batch_size=4)
@@ -101,7 +113,7 @@ def cases(model: str) -> dict[str, dict]:
         name = f"kernels auto, fp8 {recipe}" + compiled * ", compile"
         named[name] = dict(kernels="auto", compile=compiled, fp8=recipe)
     for peer in PEERS:
-        if model == "llama2-7b" or not peer.startswith("torchao"):
+        if "llama" in model or not peer.startswith("torchao"):
             named[f"{peer}, compile"] = dict(kernels="off", compile=True, peer=peer)
     return named
 
@@ -189,9 +201,29 @@ def peak(toy: bool) -> tuple[float, str]:
     return measured, f"a bf16 matrix multiplication measured here, {measured / 1e12:.2f} TFLOP/s"
 
 
+def predicted_bytes(model: str, fields: dict) -> float:
+    """What a step takes of the GPU's memory, by the planner's formulas. fields: of a case."""
+    fields = {name: value for name, value in fields.items() if name != "peer"}
+    config = config_of(BF16 | CASES[model] | fields)
+    # an fp32 master and two moments, or their 16 bits
+    state = 6 if config.optimizer_state == "bf16" else 12
+    software = dataclasses.replace(TRAIN, optimizer_state=state)
+    parts = memory(config.model_config(), layout_of(config, 1), software)
+    # FP8 holds the weights in bytes too, for a step
+    in_bytes = parts["parameters"] / software.weight if config.fp8 != "off" else 0
+    return sum(parts.values()) + in_bytes
+
+
 def published(model: str) -> list[tuple[int, str]]:
-    """(tokens/s, what it is) of the published figures of a model."""
-    return [(rate, name) for of_model, rate, name in PUBLISHED if of_model == model]
+    """(tokens/s, what it is) of the published figures of a model; of half its layers, the tokens/s
+    of as many FLOP/s."""
+    whole = model.removesuffix("-16-layers")
+    found = [(rate, name) for of_model, rate, name in PUBLISHED if of_model == whole]
+    if whole == model:
+        return found
+    flops = [flops_per_token(config_of(CASES[name]).model_config()) for name in (whole, model)]
+    more = flops[0] / flops[1]
+    return [(round(more * rate), f"{name}; its FLOP/s in 16 layers") for rate, name in found]
 
 
 def draw_model(axes, model: str, rows: dict) -> None:
@@ -282,7 +314,8 @@ def run(args, results: dict, flops: float, of: str) -> list[dict]:
     saved = {"toy": args.toy, "peak_flops": flops, "peak": of, "published": PUBLISHED}
     for model, name in report.missing_first(pairs, results):
         row = measure(model, name, args, flops)
-        table.row({"model": model, "case": name} | shown(row))
+        predicted = {"GiB predicted": predicted_bytes(model, cases(model)[name]) / 2**30}
+        table.row({"model": model, "case": name} | shown(row) | predicted)
         if row is not None:
             rows.append(row)
             results.setdefault(model, {})[name] = row
@@ -314,9 +347,8 @@ def main() -> int:
         return 0
     results = report.earlier("training_step", parser, args)
     if not torch.cuda.is_available() and not args.toy:
-        sys.exit(
-            "training_step.py: there is no GPU here; --toy runs the same at toy size on any device"
-        )
+        rule = "no GPU can be used here; --toy runs the same at toy size on any device"
+        sys.exit(f"training_step.py: {why_no_gpu()}: {rule}")
     flops, of = peak(args.toy)
     if why_not := kernels.why_not():
         print(f"(fused kernels do not run here, {why_not}: 'kernels auto' is PyTorch's own)")
@@ -325,7 +357,7 @@ def main() -> int:
     results = in_order(results)
     for model in args.models:
         for rate, name in published(model):
-            print(f"| {name} | published | {rate:,} | | |")
+            print(f"| {name} | published | {rate:,} | | | |")
     for model, of_model in results.items():
         print_losses(model, of_model)
     if results:

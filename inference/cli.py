@@ -26,7 +26,7 @@ import kernels
 import moe
 import pipeline_parallel
 import tensor_parallel
-from base.world import World
+from base.world import World, why_no_gpu
 from corpus.tokenizer import prompt_ids
 from generate import check_options, stages_of
 from inference import generation_config, quantization
@@ -100,7 +100,7 @@ def check_flags(args: argparse.Namespace, world: World) -> MoEConfig:
         raise ConfigError("--stop '': is in every text; name one that is not empty")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "--device cuda: this machine has no usable CUDA device; --device cpu would run"
+            f"--device cuda: no GPU can be used here ({why_no_gpu()}); --device cpu would run"
         )
     config, *_ = open_model(args.checkpoint)
     if summary := generation_config.set_defaults(args):

@@ -18,6 +18,7 @@ import planner
 from base import json_files
 from planning.inputs import MACHINES, TRAIN, Layout, Machine
 from run.config import ConfigError
+from run.metrics import peak_of
 from run.pretraining import Config
 
 FILE = "machine.json"
@@ -29,9 +30,10 @@ def machine_of(name: str, flag: str = "--plan") -> Machine:
     if name in MACHINES:
         return MACHINES[name]
     if name == "auto":
-        gpu = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
         for known, machine in MACHINES.items():
-            if known in gpu:
+            # an H100 PCIe has another peak
+            if known.upper() in gpu and machine.peak == peak_of(gpu):
                 return machine
         if not Path(FILE).exists():
             raise ConfigError(

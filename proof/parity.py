@@ -109,8 +109,9 @@ class Run:
         self.groups = Groups()
         if world > 1:
             layout = dict(tp=config.tp, pp=config.pp, ep=config.ep, cp=config.cp)
-            self.groups = Groups.make("cpu", world, **layout)
-        # on CUDA: gloo still, all ranks on one GPU
+            # under gloo, ranks on CUDA share one GPU
+            of_messages = "cuda" if dist.get_backend() == "nccl" else "cpu"
+            self.groups = Groups.make(of_messages, world, **layout)
         device = torch.device(config.device)
         if getattr(config, "peft", None):
             # else A has no gradient in the first step, and one that is wrong shows later
@@ -279,23 +280,32 @@ def scores_with_margin(result: Result, routing, original, logits, training):
 
 
 def train(
-    world: int = 1, steps: int = 3, mutate=None, base: dict = SMALL, trace: bool = False, **flags
+    world: int = 1,
+    steps: int = 3,
+    mutate=None,
+    base: dict = SMALL,
+    trace: bool = False,
+    backend: str = "gloo",
+    **flags,
 ) -> Result:
     """What rank 0 has after `steps` steps. mutate: a function at the top of a module, called first
-    on each rank, that breaks something."""
+    on each rank, that breaks something. backend: as of ranks.run."""
     frozen = {}
     for name, value in (base | flags).items():
         frozen[name] = tuple(value) if isinstance(value, list) else value
-    return _train(world, steps, mutate, trace, tuple(sorted(frozen.items())))
+    return _train(world, steps, mutate, trace, backend, tuple(sorted(frozen.items())))
 
 
 # one-device references are shared between tests
 @lru_cache(maxsize=32)
-def _train(world, steps, mutate, trace, frozen):
+def _train(world, steps, mutate, trace, backend, frozen):
     flags = {}
     for name, value in frozen:
         flags[name] = list(value) if isinstance(value, tuple) else value
-    (result,) = ranks.run(on_rank, world, world, [flags], steps, mutate, trace)[0]
+    arguments = world, [flags], steps, mutate, trace
+    # a hang on GPUs is to cost minutes
+    limit = 600 if backend == "gloo" else 120
+    (result,) = ranks.run(on_rank, world, *arguments, backend=backend, limit=limit)[0]
     return result
 
 

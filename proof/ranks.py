@@ -86,7 +86,8 @@ def run(
     """Call `function(rank, *args)` on `world` ranks with a default group, and return their results
     in the order of ranks. The function and its arguments must be picklable: a function stands at
     the top of a module. threads: of each rank; timeout: seconds that a collective may wait; limit:
-    seconds that the whole may take; backend: gloo, or that of nccl_rules.py.
+    seconds that the whole may take; backend: gloo, that of nccl_rules.py, or nccl: rank r has GPU
+    r of this machine.
 
     Raises RuntimeError with the first failing rank's traceback, or with the numbers of the ranks
     that died or did not finish."""
@@ -130,14 +131,19 @@ def _main(rank, world, store: str, threads, timeout: float, backend: str, functi
     gc.freeze()
     torch.set_num_threads(threads)
     try:
-        if backend != "gloo":
+        device = None
+        if backend == "nccl-rules":
             importlib.import_module("proof.nccl_rules")
+        if backend == "nccl":
+            device = torch.device("cuda", rank)
+            torch.cuda.set_device(device)
         dist.init_process_group(
             backend,
             rank=rank,
             world_size=world,
             store=dist.FileStore(store, world),
             timeout=timedelta(seconds=timeout),
+            device_id=device,
         )
         outcome = True, function(rank, *args)
     except BaseException:

@@ -32,6 +32,7 @@ With experts, these have one number for each layer that has experts:
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import sys
@@ -152,16 +153,36 @@ class Curves:
         self.writer.flush()
 
 
-# FLOP/s of dense matrix multiplication in 16 bits, from NVIDIA's data sheets. The sparse numbers
-# are twice as high.
-PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
+# Words of a GPU's name: its FLOP/s of dense matrix multiplication in 16 bits, from NVIDIA's data
+# sheets. The sparse numbers are twice as high, and so are the dense ones of FP8 from Hopper on.
+PEAK = {
+    "A100": 312e12,
+    "H100 HBM3": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200": 989e12,
+    "H200 NVL": 835e12,
+    "B200": 2250e12,
+    "GB200": 2500e12,
+    "B300": 2250e12,
+    "GB300": 2500e12,
+}
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's dense peak in 16 bits, FLOP/s; None where it is not known: on CPUs and on other
-    GPUs."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for gpu, peak in PEAK.items() if gpu in name), None)
+    """The device's dense peak in 16 bits, FLOP/s; None where it is not known: on CPUs, on other
+    GPUs, and on a part of a GPU (MIG)."""
+    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_of(name: str) -> float | None:
+    """name: as torch.cuda.get_device_name gives it. Of the entries of PEAK whose words are all in
+    it, the one of most words counts."""
+    words = set(re.split("[ -]", name))
+    fitting = [known for known in PEAK if set(known.split()) <= words]
+    if not fitting or "MIG" in words:
+        return None
+    return PEAK[max(fitting, key=lambda known: len(known.split()))]
 
 
 def mfu(tflops: float, device: torch.device, precision: str, fp8: bool = False) -> dict:

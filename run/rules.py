@@ -23,6 +23,7 @@ import recompute
 import sequence_parallel
 import tensor_parallel
 from base import json_files
+from base.world import why_no_gpu
 from model_config import EXPERT_FIELDS, MoEConfig, divisors
 from run.config import ConfigError, RunConfig, as_flags, flag_name
 
@@ -279,7 +280,7 @@ def check_device(config: RunConfig) -> None:
         raise ConfigError("--tensorboard: needs the package tensorboard (pip install tensorboard)")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "--device cuda: this machine has no usable CUDA device; --device cpu would run"
+            f"--device cuda: no GPU can be used here ({why_no_gpu()}); --device cpu would run"
         )
 
 

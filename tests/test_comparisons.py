@@ -2,6 +2,7 @@
 them overwrites measured results."""
 
 import argparse
+import contextlib
 import functools
 import importlib
 import io
@@ -13,15 +14,19 @@ import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import matplotlib.pyplot
 import processes
 import pytest
 import report
+import small_run
 import torch
 import torch._functorch.config
 
-from comparisons import gpu, kernels, redraw, sums_task
+import verify
+from comparisons import gpu, kernels, nccl, redraw, sums_task, training_step
+from proof import mutations
 
 ROOT = Path(__file__).parent.parent
 COMPARISONS = ROOT / "comparisons"
@@ -62,14 +67,20 @@ GPU = [
     (
         "llama",
         ["gpu_llama.txt", "training_step.json", "training_step.svg"],
-        ["test_on_a_gpu[2-", "| llama2-7b | kernels auto |"],
+        ["test_on_a_gpu[2-", "| llama2-7b-16-layers | kernels auto |"],
     ),
     (
         "fp8",
         ["gpu_fp8.txt", *(f"{name}.{kind}" for name in FP8 for kind in ("json", "svg"))],
-        ["h 128, block:", "| llama2-7b | kernels auto, fp8 current |"],
+        ["h 128, block:", "| llama2-7b-16-layers | kernels auto, fp8 current |"],
+    ),
+    (
+        "nccl",
+        ["gpu_nccl.txt"],
+        ["--schedule zb-h1", "--method ppo", "all that ran are equal"],
     ),
 ]
+FLAGS = argparse.Namespace(toy=False, out=Path("runs"), figures=Path("runs"))
 # these start training runs as commands
 LAUNCHERS = ("layouts", "prompt_memory")
 # these need transformers, which is not installed everywhere
@@ -163,11 +174,28 @@ def test_toy(script, argv, files, tmp_path, monkeypatch, capfd):
     assert f"written: {out}" in printed.out
 
 
+def in_this_process(argv: list[str], log) -> tuple[int, str]:
+    """comparisons/nccl.py starts ranks, which a forked process cannot."""
+
+    def launch(world: int, words: list[str]) -> None:
+        done = processes.run(words, world)
+        assert done.returncode == 0, done.stderr
+
+    with (
+        mock.patch("sys.argv", argv),
+        mock.patch.object(nccl, "launch", launch),
+        contextlib.redirect_stdout(log),
+    ):
+        return nccl.main(), ""
+
+
 def forked(call, argv: list[str], seconds: float, log) -> tuple[int, str]:
     """As `call` of comparisons/gpu.py, but in a process that has imported the project."""
     if argv == ["kernels.py"]:
         # It registers its operations, which a process can do once.
         return call(argv, seconds, log)
+    if argv[0] == "comparisons/nccl.py":
+        return in_this_process(argv, log)
     if argv[:2] == ["-m", "pytest"]:
         argv = [Path(pytest.__file__).parent / "__main__.py", *argv[2:]]
     done = processes.run(argv)
@@ -209,8 +237,96 @@ subprocess.run([sys.executable, "-c", "import time; time.sleep(60)"])
     assert gpu.call(["-c", "raise SystemExit(3)"], 60, log) == (3, "")
 
 
+def test_gpu_command_says_why_there_is_none(monkeypatch, capsys):
+    """In torch's words."""
+
+    def no_driver():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040)")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", no_driver)
+    for script in "gpu", "training_step":
+        with pytest.raises(SystemExit) as e:
+            main_of(script, ["--out", "runs/none"], monkeypatch)
+        assert "too old (found version 11040)" in capsys.readouterr().err + str(e.value)
+
+
+@pytest.mark.parametrize("gpus, lines", [(1, ["nothing to check"]), (2, ["equal", "needs 4 GPUs"])])
+def test_layouts_that_the_gpus_suffice_for(gpus, lines, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    for name in ("check_layout", "check_reinforcement", "check_run"):
+        monkeypatch.setattr(nccl, name, lambda *arguments: "")
+    assert main_of("nccl", ["--out", tmp_path], monkeypatch) == 0
+    printed = capsys.readouterr().out
+    assert f"GPUs of this machine: {gpus}\n" in printed and all(line in printed for line in lines)
+
+
+def test_what_differs_or_fails_by_nccl_is_a_line(tmp_path, monkeypatch, capsys):
+    bug = mutations.bugs()["no-tied-sum"]
+    compare = functools.partial(verify.compare, mutate=bug.apply)
+    monkeypatch.setattr(verify, "compare", lambda *a, backend: compare(*a, backend="gloo"))
+    monkeypatch.setattr(nccl, "TOY", (3,))
+    monkeypatch.setattr(nccl, "check_reinforcement", lambda backend: nccl.worst_of({"loss": 1e-9}))
+
+    def fails(device):
+        raise RuntimeError("of rank 1:\nNCCL error")
+
+    monkeypatch.setattr(nccl, "check_run", fails)
+    assert main_of("nccl", ["--toy", "--out", tmp_path], monkeypatch) == 1
+    printed = capsys.readouterr().out
+    assert "DIFFERS, first in step 1: gradient" in printed
+    assert "DIFFERS, loss by 1.0e-09" in printed and "FAILED: NCCL error" in printed
+
+
+def test_losses_of_a_run_by_nccl(tmp_path):
+    for name, last in ("one", 2.0), ("two", 2.0 + 1e-9):
+        (tmp_path / name).mkdir()
+        lines = [dict(step=n, loss=x, grad_norm=1.0) for n, x in ((1, 3.0), (2, last))]
+        small_run.write_lines(tmp_path / name / "metrics.jsonl", lines)
+    one = tmp_path / "one"
+    assert nccl.compare_losses(one, one) == ""
+    assert nccl.compare_losses(tmp_path / "two", one) == "loss by 5.0e-10"
+
+
+def test_a_resumed_run_by_nccl_that_differs(tmp_path, monkeypatch):
+    (tmp_path / "newest").mkdir()
+    found = ["", "loss by 1.0e-09"]
+    monkeypatch.setattr(nccl, "launch", lambda world, words: None)
+    monkeypatch.setattr(nccl, "compare_losses", lambda *folders: found.pop(0))
+    monkeypatch.setattr(nccl.checkpoint, "find", lambda out: tmp_path / "newest")
+    assert nccl.check_run("cpu") == "after --resume: loss by 1.0e-09"
+    assert not (tmp_path / "newest").exists()
+
+
+@pytest.mark.repetition
+@pytest.mark.parametrize("world, flags", nccl.LAYOUTS)
+def test_every_layout_by_the_rules_of_nccl(world, flags):
+    assert nccl.check_layout(world, flags, "nccl-rules") == ""
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "fp8"])
+def test_cases_on_a_gpu_fit_into_80_gb(name):
+    """With 4 to spare, by the planner's formulas."""
+    ((words, _),) = [part for part in gpu.parts(name, FLAGS) if "--models" in part[0]]
+    model, cases = words[words.index("--models") + 1], words[words.index("--cases") + 1 :]
+    assert len(cases) >= 4
+    for case in cases:
+        fields = training_step.cases(model)[case]
+        assert training_step.predicted_bytes(model, fields) < 76e9, case
+    # the whole model does not
+    assert training_step.predicted_bytes("llama2-7b", {}) > 80e9
+
+
+def test_published_rates_of_half_the_layers():
+    """As many FLOP/s: more tokens/s, and fewer than twice as many, for the head is whole."""
+    (rate, _), *_ = training_step.published("llama2-7b")
+    (more, name), *_ = training_step.published(gpu.LLAMA)
+    assert rate == 16_913 and 1.9 * rate < more < 2 * rate and "16 layers" in name
+
+
 def test_none_is_forgotten():
-    scripts = {script for script, _, _ in SCRIPTS} | {"gpu", "kernels", "training_step", "redraw"}
+    scripts = {script for script, _, _ in SCRIPTS} | {"gpu", "kernels", "nccl"}
+    scripts |= {"training_step", "redraw"}
     commands = [path for path in COMPARISONS.glob("*.py") if "\ndef main(" in path.read_text()]
     assert {path.stem for path in commands} == scripts
 

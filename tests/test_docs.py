@@ -21,6 +21,9 @@ import torch.distributed.run
 from base import start
 from lessons import form
 from planning import commands as planning_commands
+from planning.inputs import TRAIN
+from planning.memory import memory
+from planning.plan import layout_of, predict
 from prompts.nemo_config import PromptConfig
 from proof.kinds import KINDS
 from run import flags, rules
@@ -190,7 +193,8 @@ def training_commands() -> list[tuple[int, str]]:
             found[int(ranks), shlex.join(words[1:])] = None
     # four nodes of eight
     script = (ROOT / "train.sbatch").read_text()
-    found[32, re.search(r'^TRAIN="(.*?)"', script, re.MULTILINE | re.DOTALL)[1]] = None
+    flags_of_job = re.search(r'^TRAIN="(.*?)"', script, re.MULTILINE | re.DOTALL)[1]
+    found[32, " ".join(flags_of_job.split())] = None
     return list(found)
 
 
@@ -199,6 +203,38 @@ def test_training_command_can_run(ranks, arguments):
     """Its layout and batch fit its ranks and its model. Nothing starts."""
     config, question = flags.parse_all(shlex.split(arguments), 0, Config)
     rules.validate(config, question.get("of", ranks))
+
+
+def test_commands_for_gpus_fit_into_80_gb():
+    """Those of README.md and train.sbatch, with 4 to spare, by the planner's formulas."""
+    text = " ".join((README.read_text() + (ROOT / "train.sbatch").read_text()).split())
+    fitting = 0
+    for ranks, arguments in training_commands():
+        if ranks >= 8 and arguments in text:
+            config, _ = flags.parse_all(shlex.split(arguments), 0, Config)
+            layout = layout_of(config, ranks)
+            assert sum(memory(config.model_config(), layout, TRAIN).values()) < 76e9, arguments
+            # attention is fused without dropout alone
+            assert config.model_config().dropout == 0, arguments
+            fitting += 1
+    assert fitting >= 4
+
+
+def test_predictions_of_the_first_hour():
+    """The seconds and bytes marked *p* in docs/gpu.md are those of its commands."""
+    text = (ROOT / "docs" / "gpu.md").read_text()
+    found = []
+    for words in commands(ROOT / "docs" / "gpu.md"):
+        if words[0] == "torchrun" and "--plan" in words:
+            _, arguments, each = split_launcher(words[1:])
+            ranks = int(each) * (2 if "--nnodes" in words else 1)
+            config, _ = flags.parse_all(arguments, 0, Config)
+            seconds = sum(predict(config, ranks).values())
+            parts = memory(config.model_config(), layout_of(config, ranks), TRAIN)
+            found.append((f"{seconds:.3g} s *p*", f"{sum(parts.values()) / 1e9:.0f} GB"))
+    (first, gb), (large, gb_of_large), (two_nodes, _) = found
+    for words in first, large, two_nodes, f"{gb} of a GPU *p*", f"{gb_of_large} *p*":
+        assert words in " ".join(text.split()), words
 
 
 def test_prompt_configuration():

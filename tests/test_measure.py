@@ -244,3 +244,6 @@ def test_auto_finds_the_gpu_by_its_name(monkeypatch):
     monkeypatch.setattr(plan.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(plan.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     assert plan.machine_of("auto") is MACHINES["h200"]
+    monkeypatch.setattr(plan.torch.cuda, "get_device_name", lambda: "NVIDIA H100 PCIe")
+    with pytest.raises(ConfigError, match="no GPU here is one of"):
+        plan.machine_of("auto")

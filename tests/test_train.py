@@ -255,8 +255,12 @@ def test_refusals(here, text, more, words, capfd):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_no_cuda(here, text, capfd):
+    """And why, in torch's words."""
     assert in_process(text, "--device", "cuda") == 2
-    assert "--device cuda" in capfd.readouterr().err
+    with pytest.raises((AssertionError, RuntimeError)) as e:
+        torch.cuda.init()
+    err = capfd.readouterr().err
+    assert "--device cuda: no GPU can be used here" in err and str(e.value) in err
 
 
 @pytest.mark.parametrize("more", [["--no-such-flag"], ["--steps", "many"], ["--zero-stage", "4"]])
@@ -555,6 +559,43 @@ def test_tensorboard_is_an_optional_package(here, text, capfd, monkeypatch):
     assert in_process(text, "--out", "run", "--tensorboard", "--steps", "2") == 0
     assert written[0] == ("run/tensorboard", 1)
     assert ("loss", lines_of("run")[1]["loss"], 2) in written
+
+
+@pytest.mark.parametrize(
+    "name, tflops",
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA B300 SXM6 AC", 2250),
+        ("NVIDIA GB300", 2500),
+        # no other card's, and not that of the whole GPU for a part of it
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H100", None),
+        ("NVIDIA H800", None),
+        ("NVIDIA A10", None),
+        ("NVIDIA A100X", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_peak_of_a_gpu_by_its_name(name, tflops, monkeypatch):
+    """16 bits, dense; in FP8 twice as much. An unknown name gives no MFU."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    device = torch.device("cuda")
+    peak = tflops and tflops * 1e12
+    assert metrics.peak_flops(device) == peak
+    assert metrics.mfu(100.0, device, "bf16") == ({"mfu": 100e12 / peak} if peak else {})
+    in_fp8 = metrics.mfu(100.0, device, "bf16", fp8=True)
+    assert in_fp8 == ({"mfu": 50e12 / peak} if peak else {})
 
 
 def test_mfu_is_against_the_dense_peak_of_a_known_gpu(monkeypatch):

@@ -88,6 +88,26 @@ def test_refused_flags(capsys):
         assert left.value.code == 2
 
 
+def test_by_nccl(monkeypatch, capsys):
+    """Ranks that need a GPU each; then what runs on them: no band, and the reference on the CPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    flags = ["--backend", "nccl", "--", "--tp", "2"]
+    assert verify.main(flags) == 2
+    assert "its 4 ranks need a GPU each, and here are 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        verify.main(["--steps", "1", *flags])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    asked = []
+
+    def train(world, steps, mutate=None, base=None, trace=False, backend="gloo"):
+        asked.append((world, base["device"], backend))
+        return Result(trace={"loss": torch.ones(1)})
+
+    monkeypatch.setattr(verify, "train", train)
+    assert verify.main(flags) == 0
+    assert asked == [(1, "cpu", "gloo"), (4, "cuda", "nccl")]
+
+
 def test_first_difference_sees_what_is_not_a_number():
     one = Result(
         trace={

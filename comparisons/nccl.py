@@ -1,0 +1,185 @@
+"""Layouts by NCCL, a GPU for each rank: each gives what one device gives, in float64.
+
+    python comparisons/nccl.py            two or more GPUs of one machine
+    python comparisons/nccl.py --toy      a few of the same on CPUs, by the rules of NCCL
+
+Three kinds of checks, and a line for each, as soon as it is there:
+
+    layouts          verify.py's: every tensor of two steps of a small model, to 1e-10
+    reinforcement    answers, gradients and weights of PPO with ZeRO stage 3, to 1e-10
+    a run            torchrun train.py, its losses beside those of one process; then it goes on from
+                     its first checkpoint under another layout
+
+The one device is the CPU, but in the run. A layout that needs more GPUs than there are says so. One
+that hangs is stopped after two minutes, and the others are checked.
+
+With a line that says DIFFERS: `python verify.py --backend nccl --ranks N -- FLAGS` says more.
+
+Not covered: several machines, 16 bits, CUDA kernels, speed.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import report
+import torch
+from report import ROOT
+
+import checkpoint
+import verify
+from proof import parity, ranks
+from proof.shrink import shrink
+from run.metrics import read_metrics
+
+GPT2 = "--model gpt2"
+# (ranks, flags of train.py): GPT-2 has a tied embedding, and dropout
+LAYOUTS = [
+    (2, f"{GPT2} --pp 2"),
+    (2, f"{GPT2} --pp 2 --schedule gpipe"),
+    (2, f"{GPT2} --pp 2 --virtual-stages 2"),
+    (2, f"{GPT2} --pp 2 --schedule zb-h1"),
+    (2, f"{GPT2} --tp 2 --sequence-parallel"),
+    (2, "--model llama2-70b --tp 2 --sequence-parallel --recompute selective"),
+    (2, f"{GPT2} --cp 2"),
+    (2, f"{GPT2} --cp 2 --cp-kind all-to-all"),
+    (2, f"{GPT2} --zero-stage 1 --micro-batch-size 1"),
+    (2, f"{GPT2} --zero-stage 2 --micro-batch-size 1"),
+    (2, f"{GPT2} --zero-stage 3 --recompute full --micro-batch-size 1"),
+    (2, "--model mixtral-8x7b --ep 2 --micro-batch-size 1"),
+    (4, f"{GPT2} --pp 4"),
+    (4, f"{GPT2} --pp 4 --schedule zb-h1"),
+    (4, f"{GPT2} --pp 2 --tp 2 --sequence-parallel"),
+    (4, f"{GPT2} --pp 2 --zero-stage 2 --schedule zb-h1"),
+    (4, f"{GPT2} --cp 2 --zero-stage 3"),
+    (8, "--model llama2-7b --tp 2 --pp 2 --zero-stage 1 --sequence-parallel"),
+]
+# of them with --toy
+TOY = 3, 4
+REINFORCEMENT = parity.SMALL | dict(
+    command="reinforcement.py",
+    method="ppo",
+    critic_lr=1e-2,
+    seq_length=24,
+    dropout=0.0,
+    answer_tokens=8,
+    micro_batch_size=1,
+    epochs=2,
+    lr=5e-3,
+)
+RUN = (
+    "--num-layers 2 --hidden-size 32 --num-heads 4 --ffn-hidden-size 64 --seq-length 32"
+    " --global-batch-size 4 --micro-batch-size 1 --dropout 0.1 --precision fp64 --eval-every 0"
+    " --steps 6 --save-every 3 --warmup-steps 0 --lr 1e-3"
+)
+# the layout of a run, and that under which it goes on
+FIRST, SECOND = "--pp 2", "--zero-stage 3"
+
+
+def check_layout(world: int, flags: str, backend: str) -> str:
+    """What is wrong with a layout, "" for nothing."""
+    small_world, layout = shrink(*verify.read_flags(flags.split(), world))
+    assert small_world == world, flags
+    first = parity.first_difference(*verify.compare(world, layout, backend=backend))
+    return f"first in {first}" if first else ""
+
+
+def check_reinforcement(backend: str) -> str:
+    one = parity.train(steps=2, base=REINFORCEMENT)
+    device = "cuda" if backend == "nccl" else "cpu"
+    layout = REINFORCEMENT | dict(zero_stage=3, device=device)
+    two = parity.train(2, steps=2, base=layout, backend=backend)
+    return worst_of(parity.difference(two, one))
+
+
+def worst_of(differences: dict) -> str:
+    """Those above the tolerance."""
+    above = [f"{name} by {x:.1e}" for name, x in differences.items() if not x <= verify.TOLERANCE]
+    return ", ".join(above)
+
+
+def launch(world: int, argv: list[str]) -> None:
+    """Run a command on so many ranks. Raises RuntimeError with what it said when it failed."""
+    launcher = [sys.executable]
+    if world > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    done = subprocess.run([*launcher, *argv], cwd=ROOT, capture_output=True, text=True, timeout=180)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
+        raise RuntimeError((lines or done.stderr.splitlines())[-1])
+
+
+def check_run(device: str) -> str:
+    """A run of two ranks beside one of one process, and the same after it was resumed."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["train.py", *RUN.split(), "--device", device, "--data", argparse.__file__]
+        words += ["--cache", f"{folder}/cache"]
+        one, two = Path(folder) / "one", Path(folder) / "two"
+        launch(1, [*words, "--out", str(one)])
+        launch(2, [*words, *FIRST.split(), "--out", str(two)])
+        of_run = compare_losses(two, one)
+        # as if the run had been killed after its first checkpoint
+        shutil.rmtree(checkpoint.find(two))
+        launch(2, ["train.py", "--resume", "--out", str(two), *SECOND.split()])
+        resumed = compare_losses(two, one)
+    return of_run or (resumed and f"after --resume: {resumed}")
+
+
+def compare_losses(out: Path, one: Path) -> str:
+    lines, expected = (read_metrics(folder / "metrics.jsonl")[0] for folder in (out, one))
+    worst = {}
+    for name in ("loss", "grad_norm"):
+        pairs = zip(lines, expected, strict=True)
+        worst[name] = max(abs(a[name] / b[name] - 1) for a, b in pairs)
+    return worst_of(worst)
+
+
+def checks(args: argparse.Namespace) -> list[tuple]:
+    """(ranks, name, function, its arguments)"""
+    backend, device = ("nccl-rules", "cpu") if args.toy else ("nccl", "cuda")
+    layouts = [LAYOUTS[i] for i in TOY] if args.toy else LAYOUTS
+    found = [(n, flags, check_layout, (n, flags, backend)) for n, flags in layouts]
+    ppo = "reinforcement.py --method ppo --zero-stage 3"
+    run = f"torchrun train.py {FIRST}, --resume {SECOND}"
+    return [*found, (2, ppo, check_reinforcement, (backend,)), (2, run, check_run, (device,))]
+
+
+def outcome(check, arguments: tuple) -> str:
+    """A check that fails in any way is a line, and the next one runs."""
+    try:
+        wrong = check(*arguments)
+    except Exception as e:
+        # of a rank's traceback, the line that says what happened
+        return f"FAILED: {str(e).strip().splitlines()[-1][:160]}"
+    return f"DIFFERS, {wrong}" if wrong else "equal"
+
+
+def main() -> int:
+    parser = report.arguments(__doc__)
+    report.minutes(parser)
+    args = report.parse(parser)
+    gpus = torch.cuda.device_count()
+    print(f"GPUs of this machine: {gpus}")
+    if gpus < 2 and not args.toy:
+        print("NCCL needs two or more, one for each rank: nothing to check here")
+        return 0
+    ranks.preload("train", "proof.parity", "verify")
+    failed = 0
+    for world, name, check, arguments in checks(args):
+        if world > gpus and not args.toy:
+            found = f"needs {world} GPUs"
+        elif report.is_over(args):
+            found = "no time left"
+        else:
+            found = outcome(check, arguments)
+        failed += found.startswith(("DIFFERS", "FAILED"))
+        print(f"{world} ranks  {name:<75} {found}", flush=True)
+    print(f"{failed} failed" if failed else "all that ran are equal to one device")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
