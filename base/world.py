@@ -456,7 +456,7 @@ class World:
 
 
 def why_no_gpu() -> str:
-    """Why torch finds no GPU, in torch's words: no driver, one that is too old for this wheel, .."""
+    """Why torch finds no GPU, in its words: no driver, one too old for this wheel, .."""
     try:
         torch.cuda.init()
     except (AssertionError, RuntimeError) as e:
