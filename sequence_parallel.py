@@ -23,7 +23,7 @@ layer. Second, the input of X A_i is kept for backward as its shard, [b, s/t, h]
 there: overlap.py does so, and gathers beside the computation of the input gradient.
 
 Not covered: Megatron-LM stores activations as [s, b, h], so that the shards of b sequences lie side
-by side, and one collective moves them. Here b collectives start together. It sums the norms'
+by side, and one collective moves them. Here, on GPUs, b of them start together. It sums the norms'
 gradients once a step in the optimizer; here it happens where the weights are used, for each
 micro-batch, so that no other file has to remember it.
 """
@@ -51,6 +51,9 @@ from base import compiling
 from model_config import FieldError, GPTConfig
 from sharding import sharding_of
 
+# its name from torch 2.13 on
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # --- g and ḡ --------------------------------------------------------------------------------------
 
 
@@ -73,9 +76,13 @@ def start_gather(x: Tensor, group: dist.ProcessGroup):
 def start_scatter(x: Tensor, group: dist.ProcessGroup):
     """Begin to reduce-scatter. x: [b, s, h], each rank's part of a sum; returns a function that
     waits and gives [b, s/t, h]."""
-    x = x.contiguous()
     mine = x.new_empty(x.shape[0], x.shape[1] // group.size(), *x.shape[2:])  # [b, s/t, h]
-    work = group.reduce_scatter_tensor_coalesced(list(mine), list(x))
+    if dist.get_backend(group) == "gloo":
+        # on CPUs b small sums take up to twice the time of a large one, of a copy if b > 1
+        shards = x.unflatten(1, (group.size(), -1)).transpose(0, 1)  # [t, b, s/t, h]
+        work = reduce_scatter(mine, shards.flatten(0, 1).contiguous(), group=group, async_op=True)
+    else:
+        work = group.reduce_scatter_tensor_coalesced(list(mine), list(x.contiguous()))
 
     def finish() -> Tensor:
         work.wait()
