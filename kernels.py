@@ -41,6 +41,8 @@ then raises RuntimeError.) `apply(model, device, dtype)` hands them to the modul
 model, as their forward, so names, parameters and the work of other techniques stay. Hooks on the
 norms of a block do not run: the block computes them.
 
+The kernels have not yet run on a GPU: tests run their source in an emulator.
+
 Casts to FP8 are beside FP8's lessons, in precision/fp8_cast.py.
 
 Not covered, and found in Transformer Engine, Apex and Liger: norms fused with the matrix

@@ -24,8 +24,8 @@ sequence, so they take a slice of the whole row's positions.
 
 Not covered: saving the masked work. The explicit attention and PyTorch's kernel on CPUs compute the
 scores that the mask then removes; only the kernel for CUDA skips blocks. Megatron-LM hands kernels
-the places where documents begin (cu_seqlens) instead. The CUDA branch below has not run on a GPU
-yet.
+the places where documents begin (cu_seqlens) instead. The CUDA branch below has not yet run on
+a GPU.
 """
 
 if __name__ == "__main__":

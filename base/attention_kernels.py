@@ -20,7 +20,7 @@ The operations are not public: a version of PyTorch may lack one. Then, and for 
 does not know, `kernel_for` gives None, and attention/ring_attention.py computes by hand.
 
 Not covered: query heads that share a key head, which cuDNN and FlashAttention know; here keys come
-repeated. The operations for CUDA have not run on a GPU yet; tests hold their arguments to PyTorch's
+repeated. The operations for CUDA have not yet run on a GPU; tests hold their arguments to PyTorch's
 signatures.
 """
 

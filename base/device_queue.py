@@ -12,7 +12,8 @@ waits for. A copy from ordinary (pageable) memory waits too; one from pinned mem
     to_host      a step's results, to pinned memory; there once a later Moment has passed
     Moment       a place in the queue: the host can wait for it, and time it
 
-A CPU has no queue: tensors are ready at once, and nothing here changes what runs there.
+A CPU has no queue: tensors are ready at once, and nothing here changes what runs there. This has
+not yet run on a GPU: tests see on the meta device that nothing waits.
 
 Not covered: a stream of its own for the copies of batches. They take microseconds of a step.
 """

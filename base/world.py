@@ -16,7 +16,8 @@ are summed. Experts are spread over --ep of them, neighbours again: replicas = (
     torchrun --nproc-per-node 8 train.py --pp 2 --tp 2
 
 No module of this project keeps a process group in a global variable: a technique gets its group as
-an argument (`Groups`).
+an argument (`Groups`). What stands here for NCCL has not yet run on a GPU; proof/nccl_rules.py has
+its rules.
 """
 
 import ctypes

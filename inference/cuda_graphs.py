@@ -12,6 +12,8 @@ copied to where the graph expects them.
 
     python -m pytest tests/test_generate.py -k captured      on a GPU: the tokens of the CPU
 
+This has not yet run on a GPU.
+
 Source: pytorch.org/docs/stable/notes/cuda.html, "CUDA Graphs".
 """
 

@@ -11,7 +11,7 @@ training, and each measurement is one constant:
 
 The file is short: for a machine that is not here it is written by hand (docs/planning.md).
 
-Not yet run on several GPUs. Not covered: several nodes; CPU ranks, which share processors.
+This has not yet run on a GPU. Not covered: several nodes; CPU ranks, which share processors.
 """
 
 import dataclasses

@@ -19,7 +19,8 @@ two only changes exponents: then the rounding to bytes is the only one.
 
 On GPUs from compute capability 8.9 on, F.scaled_mm multiplies bytes; with blocks, on Hopper GPUs
 (9.0) alone. Elsewhere FP8 is emulated: bytes are decoded and multiplied in higher precision. The
-results differ by the rounding of sums. fp8.py trains with these matrices.
+results differ by the rounding of sums. fp8.py trains with these matrices. Products of bytes have
+not yet run on a GPU.
 
     python -m precision.float8        a lesson: bytes by hand, rounding, scales by three recipes
 

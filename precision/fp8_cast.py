@@ -11,7 +11,7 @@ Bytes and scales are those of float8.py, to the last bit, but for a tensor that 
 a known maximum its bytes are other ones, and they mean as little, because 1 / scale is NaN.
 
 Blocks (the recipe `block`) and the rows of experts have scales of their own, and are cast by
-PyTorch's operations.
+PyTorch's operations. The kernels have not yet run on a GPU.
 """
 
 from torch import Tensor
