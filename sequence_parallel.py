@@ -23,7 +23,7 @@ layer. Second, the input of X A_i is kept for backward as its shard, [b, s/t, h]
 there: overlap.py does so, and gathers beside the computation of the input gradient.
 
 Not covered: Megatron-LM stores activations as [s, b, h], so that the shards of b sequences lie side
-by side, and one collective moves them. Here, on GPUs, b of them start together. It sums the norms'
+by side, and one collective moves them. Here, by NCCL, b of them start together. It sums the norms'
 gradients once a step in the optimizer; here it happens where the weights are used, for each
 micro-batch, so that no other file has to remember it.
 """
@@ -51,10 +51,17 @@ from base import compiling
 from model_config import FieldError, GPTConfig
 from sharding import sharding_of
 
-# its name from torch 2.13 on
+# their names from torch 2.13 on
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # --- g and ḡ --------------------------------------------------------------------------------------
+
+
+def launches_together(group: dist.ProcessGroup) -> bool:
+    """NCCL runs several collectives as one launch. So each of b sequences can have its own, which
+    reads and writes where the sequence lies. Elsewhere there is one, of a copy."""
+    return dist.get_backend(group).startswith("nccl")
 
 
 def start_gather(x: Tensor, group: dist.ProcessGroup):
@@ -62,13 +69,19 @@ def start_gather(x: Tensor, group: dist.ProcessGroup):
 
     x: [b, s/t, h]; returns a function that waits and gives [b, s, h].
     """
-    whole = x.new_empty(x.shape[0], group.size() * x.shape[1], *x.shape[2:])  # [b, s, h]
-    # a collective for each of b sequences, because the shards of one lie side by side
-    work = group.allgather_into_tensor_coalesced(list(whole), list(x.contiguous()))
+    b, t = x.shape[0], group.size()
+    x = x.contiguous()
+    if launches_together(group):
+        whole = x.new_empty(b, t, *x.shape[1:])  # [b, t, s/t, h]
+        work = group.allgather_into_tensor_coalesced(list(whole.flatten(1, 2)), list(x))
+    else:
+        shards = x.new_empty(t, *x.shape)  # [t, b, s/t, h]
+        work = all_gather(shards.flatten(0, 1), x, group=group, async_op=True)
+        whole = shards.transpose(0, 1)
 
     def finish() -> Tensor:
         work.wait()
-        return whole
+        return whole.flatten(1, 2)  # [b, s, h]
 
     return finish
 
@@ -76,13 +89,13 @@ def start_gather(x: Tensor, group: dist.ProcessGroup):
 def start_scatter(x: Tensor, group: dist.ProcessGroup):
     """Begin to reduce-scatter. x: [b, s, h], each rank's part of a sum; returns a function that
     waits and gives [b, s/t, h]."""
-    mine = x.new_empty(x.shape[0], x.shape[1] // group.size(), *x.shape[2:])  # [b, s/t, h]
-    if dist.get_backend(group) == "gloo":
-        # on CPUs b small sums take up to twice the time of a large one, of a copy if b > 1
-        shards = x.unflatten(1, (group.size(), -1)).transpose(0, 1)  # [t, b, s/t, h]
-        work = reduce_scatter(mine, shards.flatten(0, 1).contiguous(), group=group, async_op=True)
-    else:
+    parts = x.unflatten(1, (group.size(), -1))  # [b, t, s/t, h]
+    mine = torch.empty_like(parts[:, 0], memory_format=torch.contiguous_format)
+    if launches_together(group):
         work = group.reduce_scatter_tensor_coalesced(list(mine), list(x.contiguous()))
+    else:
+        shards = parts.transpose(0, 1).flatten(0, 1).contiguous()  # [t b, s/t, h]
+        work = reduce_scatter(mine, shards, group=group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()

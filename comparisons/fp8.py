@@ -107,9 +107,9 @@ class Recorder(Scaling):
         self.keep(tensors, places, operand)
         return super().both(tensors, places, operand, group, *wanted)
 
-    def weight(self, w, place, group):
+    def weight(self, w, place, *rest):
         self.keep([w], [place], WEIGHT)
-        return super().weight(w, place, group)
+        return super().weight(w, place, *rest)
 
 
 def trained(num_steps: int, fields: dict) -> Recorder:

@@ -167,6 +167,8 @@ def run_step(trainer, m: int) -> Step:
         tokens = Tokens(trainer.model_config.seq_length, trainer.config.document_mask)
         trainer.forward_backward(1, tokens)
         trainer.update(1)
+        # what the next forward would wait for
+        trainer.task.wait_for_parameters()
     if actions:
         # the pipeline's own methods again
         del trainer.model.act, trainer.model.defer

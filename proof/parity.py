@@ -149,11 +149,11 @@ class Run:
             norm = t.update(step)[0]
             self.note(f"step {step}: ", [self.norm_of_rank(norm)])
             if self.trace:
-                self.wait_for_parameters()
+                t.task.wait_for_parameters()
             self.note(f"step {step}: updated ", self.parameters_in_use())
             result.losses.append(loss.item())
             result.norms.append(norm.item())
-        self.wait_for_parameters()
+        t.task.wait_for_parameters()
         result.parameters = self.gather(self.parameters())
         return result
 
@@ -163,11 +163,6 @@ class Run:
             count = steps * self.trainer.config.global_batch_size
             self.dataset.reference = None
             self.dataset.reference = self.trainer.task.log_probabilities(self.dataset, count)
-
-    def wait_for_parameters(self) -> None:
-        for learner in self.trainer.task.learners().values():
-            for gradients in learner.gradients:
-                gradients.wait_for_parameters()
 
     # --- entries: (global name, global shape, offset, part)
 

@@ -178,9 +178,7 @@ def train(config: RunConfig, world: World, tokenizer, trainer_class, loop) -> No
     begin = time.perf_counter()
     stopped = loop(trainer, this)
     # most ranks have nothing more to do, and would leave while others still receive
-    for learner in task.learners().values():
-        for gradients in learner.gradients:
-            gradients.wait_for_parameters()
+    task.wait_for_parameters()
     if not stopped:
         finish.finish(trainer, this, tokenizer, time.perf_counter() - begin)
 

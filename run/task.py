@@ -206,6 +206,12 @@ class Task(PartOfTrainer):
         """The trainers whose weights and optimizer state a checkpoint keeps: prefix -> trainer."""
         return {"": self.trainer}
 
+    def wait_for_parameters(self) -> None:
+        """Before anything but a forward reads the weights that learn, and before ranks part."""
+        for learner in self.learners().values():
+            for gradients in learner.gradients:
+                gradients.wait_for_parameters()
+
     def extra_state(self) -> dict:
         return self.learned.extra_state()
 

@@ -141,6 +141,7 @@ def measured(world: int, config: trainer.Config) -> dict:
     with kept, Counters() as counters:
         t.forward_backward(1, dataset)
         t.update(1)
+        t.task.wait_for_parameters()
     collectives = [as_rank.Collective(*key, n) for key, n in counters.counted(groups).items()]
     return as_rank.bytes_of(t) | {
         "activations": kept.peak,

@@ -642,6 +642,7 @@ def trained(rank, world, flags, load_from, save_to, steps):
                 dist.all_reduce(loss)
             losses.append(loss.item())
             t.update(step)
+        t.task.wait_for_parameters()
         if save_to:
             t.checkpoints.save(Path(save_to), steps, 0, "corpus")
             t.checkpoints.saver.wait()

@@ -216,6 +216,7 @@ def bytes_and_elements(rank, n, stage, shape, m):
         held = held_bytes(model, gradients)
         optimizer.step(1e-3)
         gradients.renew_parameters()
+        gradients.wait_for_parameters()
     moments = [*optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()]
     elements = 0
     for kind, size in sent.calls:

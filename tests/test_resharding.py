@@ -216,6 +216,7 @@ def after_a_step(rank, stages):
         copier = Resharding(resharding.weights(*source.stages), target)
         source.forward_backward(1, Synthetic(16, 61))
         source.update(1)
+        source.task.wait_for_parameters()
         copier.copy()
         for (name, shard), (_, p) in zip(sharding.named_parameters(*source.stages), target):
             trained = sharding.gather(shard.detach(), sharding_of(shard))
