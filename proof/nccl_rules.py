@@ -1,32 +1,40 @@
 """A process group for CPUs that keeps the rules of NCCL, and says who broke one.
 
 gloo forgives what NCCL does not: it has tags, its hosts do not wait for each other, and what it
-writes may be there before anyone waits for it. Here each communicator is what it is on a GPU: a
-*stream*, operations that run one after the other, in the order in which the host has posted them. A
-communicator is a process group; for single sends and receives, each pair of ranks in it.
+writes may be there before anyone waits for it. On a GPU a communicator is a *stream*: operations
+that run one after the other, in the order in which the host has posted them. Here each process
+group is a communicator. Where NCCL hangs or gives wrong numbers, this group raises an error:
 
-    rule          what breaks it, and what happens then
-    no tags       the first send of a pair meets the first receive, whatever their tags say
-    meeting       a pair's first message, per direction, makes both hosts wait for each other
-    same order    ranks that post another operation, size or type: an error that names both
-    poison        the output of an operation is NaN until `wait`
-    untouched     an input or output that changes, or is freed, before `wait`: an error
-    waits         an operation that nobody waits for: an error at the end (`check_waits`)
-    queue         streams share a few hardware queues: an operation that cannot start holds up what
-                  was posted behind it in its queue; the compute stream is in queue 0
+    rule          what NCCL does                                    what breaks it
+    no tags       the first send of a pair meets its first receive  another size or type comes
+    meeting       the first message of a pair, per direction, and   the hosts post first messages
+                  the first collective of a kind make connections:  in different orders
+                  the hosts of all its ranks wait for each other
+    same order    ranks run the same collectives of a group         another operation, size or type
+    poison        an output is there after `wait` alone             it is NaN before
+    untouched     inputs and outputs are in use until `wait`        they change, or are freed
+    waits         an operation is asynchronous                      nobody waits (`check_waits`)
+    queue         streams share a few hardware queues; what cannot  compute, whose stream is in
+                  start holds up what was posted behind it there    queue 0, is held up
 
     ranks.run(function, 2, backend="nccl-rules")
 
-Each stream is a thread (nccl_streams.py), and gloo carries the bytes.
+Each stream is a thread (nccl_streams.py), and gloo carries the bytes. Messages of
+`batch_isend_irecv` start together, as one operation of the group's stream.
 
-Not covered: tensors of the CPU, which NCCL refuses, and here all are (tests/test_as_rank.py looks
-for those); the host waits where it would only enqueue, if what it posts shares a queue with
-compute.
+Sources: NVIDIA/nccl issue 783; NCCL's connections at run time (NCCL_RUNTIME_CONNECT); torch's
+ProcessGroupNCCL with a device_id, where messages use the group's own communicator.
+
+Not covered: NCCL refuses tensors of the CPU, and here all are (tests/test_as_rank.py looks for
+those); operations of two groups that wait for each other on the device. A host waits here in one
+case in which NCCL's does not: what it posts shares a hardware queue with compute.
 """
 
 import itertools
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import torch
@@ -124,10 +132,9 @@ class NCCLRules(dist.ProcessGroup):
         self.timeout = timeout
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
         self.stream = Stream(f"a group of {size} ranks", timeout)
-        # (lower, higher rank) -> the stream of their single sends and receives
-        self.pairs: dict[tuple[int, int], Stream] = {}
-        # (sender, receiver): those that have a connection, and how many messages went each way
-        self.met: set[tuple[int, int]] = set()
+        # kinds of collectives that have a connection
+        self.connected: set[str] = set()
+        # (sender, receiver): how many messages went this way
         self.messages = defaultdict(int)
 
     def size(self) -> int:
@@ -144,6 +151,8 @@ class NCCLRules(dist.ProcessGroup):
 
     def collective(self, what: str, outputs: list[Tensor], inputs: list[Tensor], run) -> Work:
         """run(outputs, inputs) -> gloo's Work. what: compared between the ranks."""
+
+        self.meet_all(what.split()[0])
 
         def compare_and_run(results, copies):
             self.compare(what)
@@ -254,33 +263,33 @@ class NCCLRules(dist.ProcessGroup):
     def recv(self, tensors, peer: int, tag: int) -> Work:
         return self.message("receive", tensors[0], peer, self.me)
 
-    def message(self, op: str, x: Tensor, sender: int, receiver: int):
-        pair = min(sender, receiver), max(sender, receiver)
-        if pair not in self.pairs:
-            name = f"the pair {pair} in {self.stream.name}"
-            self.pairs[pair] = Stream(name, self.timeout)
-        self.meet(op, sender, receiver)
-        return self.post(self.pairs[pair], op, x, sender, receiver)
+    def message(self, op: str, x: Tensor, sender: int, receiver: int) -> Work:
+        return self.start([(op, x, sender, receiver)])
 
-    def post(self, stream: Stream, op: str, x: Tensor, sender: int, receiver: int) -> Work:
-        number = self.messages[sender, receiver]
-        self.messages[sender, receiver] += 1
-        what = f"{op} {number} from {sender} to {receiver}, {kinds([x])}"
-        kind = kinds([x])
+    def start(self, messages: list[tuple]) -> Work:
+        """Post (send or receive, tensor, sender, receiver) messages that NCCL starts together."""
+        jobs, new = [], []
+        for op, x, sender, receiver in messages:
+            number = self.messages[sender, receiver]
+            self.messages[sender, receiver] += 1
+            jobs.append((op, number, kinds([x]), sender + receiver - self.me))
+            if number == 0:
+                new.append((op, sender, receiver))
+        self.meet(new)
+        outputs = [x for op, x, *_ in messages if op == "receive"]
+        inputs = [x for op, x, *_ in messages if op == "send"]
 
-        def send(results, copies):
-            self.greet(number, kind, receiver)
-            self.gloo.send(copies, receiver, 2 * number + 1).wait()
+        def run(results, copies):
+            tensors = {"receive": iter(results), "send": iter(copies)}
+            with ThreadPoolExecutor(len(jobs)) as threads:
+                carried = [threads.submit(self.carry, *job, next(tensors[job[0]])) for job in jobs]
+            for one in carried:
+                one.result()
 
-        def receive(results, copies):
-            self.greet(number, kind, sender)
-            self.gloo.recv(results, sender, 2 * number + 1).wait()
+        what = "; ".join(f"{op} {number} with {peer}, {kind}" for op, number, kind, peer in jobs)
+        return Work(self.stream, what, outputs, inputs, run)
 
-        if op == "send":
-            return Work(stream, what, [], [x], send)
-        return Work(stream, what, [x], [], receive)
-
-    def greet(self, number: int, kind: str, peer: int) -> None:
+    def carry(self, op: str, number: int, kind: str, peer: int, x: Tensor) -> None:
         """Both ends of a message say what it is, and wait until the other is there."""
         mine, other = as_bytes(kind), as_bytes("")
         sending = self.gloo.send([mine], peer, 2 * number)
@@ -291,35 +300,37 @@ class NCCLRules(dist.ProcessGroup):
                 f"message {number} between rank {self.me} and rank {peer} of {self.stream.name}:"
                 f" {kind} here, {as_text(other)} there"
             )
+        transfer = self.gloo.send if op == "send" else self.gloo.recv
+        transfer([x], peer, 2 * number + 1).wait()
 
-    def meet(self, op: str, sender: int, receiver: int) -> None:
+    # --- meetings of hosts
+
+    def meet(self, messages: list[tuple]) -> None:
         """The first message makes a connection: the hosts of both ends wait for each other."""
-        if (sender, receiver) in self.met:
-            return
-        self.met.add((sender, receiver))
-        key = f"meeting {sender} {receiver}"
-        self.store.set(f"{key} {op}", "here")
-        other = {"send": "receive", "receive": "send"}[op]
+        other = {"send": "receive", "receive": "send"}
+        for op, sender, receiver in messages:
+            self.store.set(f"meeting {sender} {receiver} {op}", "here")
+        for op, sender, receiver in messages:
+            key = f"meeting {sender} {receiver} {other[op]}"
+            what = f"{op} from {sender} to {receiver}"
+            self.wait_for(lambda key=key: self.store.check([key]), what)
+
+    def meet_all(self, kind: str) -> None:
+        """The first collective of a kind makes connections: the hosts of all ranks meet."""
+        if kind not in self.connected:
+            self.connected.add(kind)
+            self.store.add(f"first {kind}", 1)
+            self.wait_for(lambda: self.store.add(f"first {kind}", 0) >= self.count, kind)
+
+    def wait_for(self, all_are_here: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self.timeout
-        while not self.store.check([f"{key} {other}"]):
+        while not all_are_here():
             if time.monotonic() > deadline:
                 raise RuleError(
-                    f"a meeting: the host of rank {self.me} waits in its first {op} from {sender}"
-                    f" to {receiver} of {self.stream.name}, and the other host does not come"
+                    f"a meeting: the host of rank {self.me} waits in its first {what} of"
+                    f" {self.stream.name}, and the other host does not come"
                 )
             time.sleep(0.0005)
-
-    def start(self, messages: list[tuple]) -> list[Work]:
-        """Post messages that NCCL starts together: each has a stream of its own, and no host waits
-        for another one."""
-        works = []
-        for op, x, sender, receiver in messages:
-            if (op, sender, receiver) not in self.pairs:
-                name = f"the batches from {sender} to {receiver} in {self.stream.name}"
-                stream = Stream(name, self.timeout)
-                self.pairs[op, sender, receiver] = stream
-            works.append(self.post(self.pairs[op, sender, receiver], op, x, sender, receiver))
-        return works
 
 
 def batch_isend_irecv(ops: list[dist.P2POp]) -> list[dist.Work]:
@@ -334,7 +345,7 @@ def batch_isend_irecv(ops: list[dist.P2POp]) -> list[dist.Work]:
             messages.append(("send", op.tensor, group.me, peer))
         else:
             messages.append(("receive", op.tensor, peer, group.me))
-    return group.start(messages)
+    return [group.start(messages)]
 
 
 def split_group(

@@ -151,6 +151,28 @@ def both_send_first(rank):
     sending.wait()
 
 
+def other_groups_first(rank):
+    """Their hosts meet in the first collective of each group."""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    works = [dist.all_reduce(torch.ones(2), group=groups[k - rank], async_op=True) for k in (0, 1)]
+    for work in works:
+        work.wait()
+
+
+def batch_or_collective_first(rank):
+    """Messages that start together are in the group's stream, as its collectives are."""
+    ops = [dist.P2POp(dist.isend, torch.ones(2), 1 - rank)]
+    ops.append(dist.P2POp(dist.irecv, torch.empty(2), 1 - rank))
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    starts = [
+        lambda: dist.batch_isend_irecv(ops)[0],
+        lambda: dist.all_reduce(torch.ones(2), async_op=True),
+    ]
+    for work in [start() for start in (starts, starts[::-1])[rank]]:
+        work.wait()
+
+
 def other_order(rank):
     x, y = torch.ones(2), torch.ones(3)
     for tensor in (x, y) if rank == 0 else (y, x):
@@ -213,6 +235,8 @@ def hidden_behind_another(rank):
     [
         (by_tags, "message 0 between rank . and rank", 8),
         (both_send_first, "a meeting: the host of rank 0 waits in its first send from 0 to 1", 8),
+        (other_groups_first, "a meeting: the host of rank . waits in its first all-reduce", 8),
+        (batch_or_collective_first, "does not end", 8),
         (other_order, "another order: rank .* runs all-reduce SUM .[23].", 8),
         (other_type, "another order: rank 0 .* float32, and rank 1 .* float64", 8),
         (changed_input, "its input or output has changed", 8),
