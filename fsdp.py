@@ -258,14 +258,14 @@ class DataParallel(GradientAccumulator):
         self.start_gathers()
 
     def start_gathers(self) -> None:
-        """Those of two units are on their way: more would be memory."""
+        """At most two all-gathers run at a time: each needs a buffer of a whole unit."""
         for unit in self.coming[:2]:
             if not unit.gathering:
                 unit.gather_shards()
 
     def wait_for_parameters(self, units: list[Unit] | None = None, *_) -> None:
-        """Of `units`, or all. Units come in one order on every rank, so those before them come
-        too. *_: what a module gives its hook."""
+        """Wait for `units`; by default for all. All ranks gather in the same order, so this also
+        waits for earlier units. *_: what a module gives its hook."""
         for unit in self.units if units is None else units:
             while unit in self.coming:
                 self.coming[0].finish_all_gather()

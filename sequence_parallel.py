@@ -23,7 +23,7 @@ layer. Second, the input of X A_i is kept for backward as its shard, [b, s/t, h]
 there: overlap.py does so, and gathers beside the computation of the input gradient.
 
 Not covered: Megatron-LM stores activations as [s, b, h], so that the shards of b sequences lie side
-by side, and one collective moves them. Here, by NCCL, b of them start together. It sums the norms'
+by side, and one collective moves them. Here NCCL starts b of them in one launch. It sums the norms'
 gradients once a step in the optimizer; here it happens where the weights are used, for each
 micro-batch, so that no other file has to remember it.
 """

@@ -138,8 +138,9 @@ def high_priority(timeout: timedelta | None) -> "dist.ProcessGroupNCCL.Options |
     """Options of one communicator: its stream has high priority. None without NCCL.
 
     A matrix multiplication that was launched earlier fills the GPU. As its blocks end, those of the
-    stream with the highest priority start first. So communication runs beside the multiplication,
-    without CUDA_DEVICE_MAX_CONNECTIONS=1 (Megatron-LM's --high-priority-stream-groups).
+    stream with the highest priority start first. So communication is meant to run beside the
+    multiplication, without CUDA_DEVICE_MAX_CONNECTIONS=1 (Megatron-LM's option
+    --high-priority-stream-groups).
     """
     if dist.get_backend() != "nccl":
         return None
@@ -164,9 +165,9 @@ def nccl_groups(
     `new_group` for each pair would be a collective of all ranks each time. A rank without a pair is
     split alone, because torch names a group by how many this rank has, and both ends need one name.
 
-    Each communicator carries a message here, in the same order everywhere: the host of NCCL's first
-    send waits for the host of its receive. In a training step two hosts could wait for each other
-    so. A collective instead of the message would not do: it makes another connection.
+    Each communicator carries a message here, in the same order everywhere. NCCL's first send blocks
+    its host until the host of the receive arrives; in a training step two hosts could wait for each
+    other. An all-reduce here would not help, because collectives use other connections.
     """
     own = {}
     p = len(pipelines[0])

@@ -10,10 +10,11 @@ Three kinds of checks, and a line for each, as soon as it is there:
     a run            torchrun train.py, its losses beside those of one process; then it goes on from
                      its first checkpoint under another layout
 
-The one device is the CPU, but in the run. A layout that needs more GPUs than there are says so. One
-that hangs is stopped after two minutes, and the others are checked.
+The reference is one CPU; for the run it is one GPU. A layout that needs more GPUs than there are
+says so. One that hangs is stopped after two minutes, a run after three, and the others are checked.
+Exit status: 0 if all that the GPUs allow were equal, 1 if one was not, or had no time.
 
-With a line that says DIFFERS: `python verify.py --backend nccl --ranks N -- FLAGS` says more.
+With a line that says DIFFERS or FAILED: `python verify.py --backend nccl --ranks N -- FLAGS`.
 
 Not covered: several machines, 16 bits, CUDA kernels, speed.
 """
@@ -108,6 +109,8 @@ def launch(world: int, argv: list[str]) -> None:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     done = subprocess.run([*launcher, *argv], cwd=ROOT, capture_output=True, text=True, timeout=180)
     if done.returncode:
+        # what NCCL_DEBUG has printed, if it is set
+        print(done.stdout, end="")
         lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
         raise RuntimeError((lines or done.stderr.splitlines())[-1])
 
@@ -167,7 +170,7 @@ def main() -> int:
         print("NCCL needs two or more, one for each rank: nothing to check here")
         return 0
     ranks.preload("train", "proof.parity", "verify")
-    failed = 0
+    failed = left = 0
     for world, name, check, arguments in checks(args):
         if world > gpus and not args.toy:
             found = f"needs {world} GPUs"
@@ -176,9 +179,13 @@ def main() -> int:
         else:
             found = outcome(check, arguments)
         failed += found.startswith(("DIFFERS", "FAILED"))
+        left += found == "no time left"
         print(f"{world} ranks  {name:<75} {found}", flush=True)
-    print(f"{failed} failed" if failed else "all that ran are equal to one device")
-    return int(failed > 0)
+    if failed or left:
+        print(f"{failed} failed, for {left} there was no time")
+    else:
+        print("all that ran are equal to one device")
+    return int(failed + left > 0)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ and the GPU runs it later. Four rules of the machine decide whether a program en
     message   A send and its receive run together, when both have started. There are no tags: the
               first send of a communicator meets its first receive, and so on.
     meeting   The first message of a communicator makes a connection. For it the two *hosts* wait
-              for each other. Afterwards a host never waits.
+              for each other. Afterwards no host waits for a message.
     queue     The streams reach the GPU through a few hardware queues. Where two streams share one,
               an operation that cannot start yet holds up all that were enqueued behind it.
 
@@ -22,8 +22,9 @@ what is stuck. Nothing depends on chance: an operation that starts sooner never 
 
     python pipeline_parallel.py        a lesson that runs the four schedules through this model
 
-Sources: NVIDIA/nccl issue 783 (the meeting), CUDA C++ Programming Guide, section "Implicit
-Synchronization", and torch's ProcessGroupNCCL, whose streams wait for the current stream.
+Sources: NVIDIA/nccl issue 783 (the meeting); CUDA C++ Programming Guide, "CUDA Environment
+Variables", CUDA_DEVICE_MAX_CONNECTIONS (which stream gets which queue is assumed); torch's
+ProcessGroupNCCL, whose streams wait for the current stream.
 
 Not covered: the multiprocessors on which a started receive waits for its sender; other traffic.
 """
@@ -233,8 +234,8 @@ def run(
     """Run the programs of all ranks in the model. Returns the actions by start; raises
     ScheduleError, saying what is stuck or what does not match.
 
-    queues: the hardware queues of each GPU. Without stuck programs for one queue, no mapping of
-    streams to queues sticks: more queues only take waits away. connected: every communicator has
+    queues: the hardware queues of each GPU. Programs that end with one queue end with any number:
+    more queues only take waits away. connected: every communicator has
     had a message before, so that no host waits.
     """
     machine = Machine(programs, cost, v, queues, connected)
