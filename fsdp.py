@@ -73,7 +73,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradients import GradientAccumulator, LossScaler, accumulation_dtype, sum_uses_apart
+from gradients import (
+    GradientAccumulator,
+    LossScaler,
+    accumulation_dtype,
+    add_product,
+    sum_uses_apart,
+)
 from model_config import FieldError
 from sharding import local_part
 from zero.units import Unit, named_layers, reduce_scatter, units_of
@@ -145,11 +151,12 @@ class DataParallel(GradientAccumulator):
 
     def accumulate(self, p: nn.Parameter) -> None:
         """Move p.grad into its unit. Autograd calls this when the gradient of p is complete."""
-        # None: a pipeline schedule has deferred this weight gradient
+        # None: a pipeline schedule has deferred this weight gradient, or `accumulate_product` has
+        # added it
         if p.grad is None:
             return
         unit = self.unit_of[p]
-        unscale = 1 / self.scaler.scale if self.scaler else 1
+        unscale = self.unscale
         if unit.local_grads is None:
             unit.local_grads = self.new_grads(unit)
         for in_flat, in_grad in unit.views(unit.local_grads, p, p.grad):
@@ -160,6 +167,17 @@ class DataParallel(GradientAccumulator):
                 if unscale != 1:
                     in_flat.mul_(unscale)
         p.grad = None
+        self.note_arrival(p)
+
+    def accumulate_product(self, p: nn.Parameter, grad_output: Tensor, x: Tensor) -> None:
+        # in stage 0, where a gradient lies in its unit as it is
+        beta = 1 if p in self.unit_of[p].arrived else 0
+        add_product(p.main_grad, grad_output, x, beta, self.unscale)
+        self.note_arrival(p)
+
+    def note_arrival(self, p: nn.Parameter) -> None:
+        """The gradient of p is in its unit."""
+        unit = self.unit_of[p]
         unit.arrived.add(p)
         # Under zb-h1 (pipelines/zero_bubble.py) gradients of weights come later than those of
         # biases. A bias may have that of the next micro-batch first: it is added, and the unit

@@ -17,8 +17,13 @@ over ranks. The optimizer reads `main_grad`, and clips it by its `global_norm`: 
 whole model's gradient, as one vector. When a gradient overflows, every rank sees a norm that is not
 finite. Then the step is skipped and the scale is lowered (`LossScaler`).
 
-Not covered: Megatron-LM can also fuse the addition into the matrix multiplication that computes the
-gradient of a weight.
+On a GPU, linear layers with 16-bit weights add the gradient of a weight inside the matrix
+multiplication that computes it, main_grad += ∂yᵀ x (`fuse_accumulation`; in Megatron-LM it is
+called gradient_accumulation_fusion). So it is never written and read in 16 bits, nor rounded to
+them.
+
+Not covered: this fusion for embeddings, tied weights, experts and FP8, in compiled layers, and from
+ZeRO stage 1 on.
 """
 
 if __name__ == "__main__":
@@ -53,10 +58,14 @@ def sum_uses_apart(model: nn.Module) -> None:
     In fp16 that sum can overflow although neither part does. A pipeline has a copy of the weight on
     two stages, and sums the two parts in float32. With this, one device gets the same gradient.
     """
-    uses = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
-    for p, count in uses.items():
+    for p, count in uses_of(model).items():
         if count > 1 and p.requires_grad:
             p.grad_dtype = accumulation_dtype(p.dtype)
+
+
+def uses_of(model: nn.Module) -> Counter:
+    """How many names each parameter has: more than one for a tied weight."""
+    return Counter(p for _, p in model.named_parameters(remove_duplicate=False))
 
 
 class GradientAccumulator:
@@ -66,6 +75,9 @@ class GradientAccumulator:
     step, `next_backward_is_last()` before the last one, `reduce_gradients()` after it, and
     `renew_parameters()` after the optimizer's step. Here the last three have nothing to do.
     """
+
+    # of ZeRO (fsdp.py): nothing is sharded
+    stage = 0
 
     def __init__(self, model: nn.Module, scaler: "LossScaler | None" = None):
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -82,11 +94,17 @@ class GradientAccumulator:
         for p in self.parameters:
             p.register_post_accumulate_grad_hook(lambda p: this() and this().accumulate(p))
 
+    @property
+    def unscale(self) -> float:
+        """What a gradient is multiplied by on its way into the sum."""
+        return 1 / self.scaler.scale if self.scaler else 1
+
     def accumulate(self, p: nn.Parameter) -> None:
-        # None: a pipeline schedule has deferred this weight gradient.
+        # None: a pipeline schedule has deferred this weight gradient, or `accumulate_product` has
+        # added it.
         if p.grad is None:
             return
-        unscale = 1 / self.scaler.scale if self.scaler else 1
+        unscale = self.unscale
         if p.main_grad is None:
             # For a float32 parameter this is p.grad itself, not a copy.
             p.main_grad = p.grad.to(accumulation_dtype(p.dtype))
@@ -95,6 +113,14 @@ class GradientAccumulator:
         else:
             p.main_grad.add_(p.grad, alpha=unscale)
         p.grad = None
+
+    def accumulate_product(self, p: nn.Parameter, grad_output: Tensor, x: Tensor) -> None:
+        """Add the gradient ∂yᵀ x of a weight that a backward uses once. Backward calls this
+        (overlap.py), not autograd. grad_output: ∂y [n, out]; x: [n, in]"""
+        is_first = p.main_grad is None
+        if is_first:
+            p.main_grad = torch.empty_like(p, dtype=accumulation_dtype(p.dtype))
+        add_product(p.main_grad, grad_output, x, 0 if is_first else 1, self.unscale)
 
     def next_backward_is_last(self) -> None:
         pass
@@ -111,6 +137,50 @@ class GradientAccumulator:
     def zero_grad(self) -> None:
         for p in self.parameters:
             p.main_grad = None
+
+
+# --- gradients: added inside the matrix multiplication --------------------------------------------
+
+
+@torch.no_grad()
+def add_product(total: Tensor, grad_output: Tensor, x: Tensor, beta: int, alpha: float) -> None:
+    """total = beta total + alpha ∂yᵀ x. With beta 0, what was in `total` is not read.
+
+    total: [out, in] float32; grad_output: ∂y [n, out] and x: [n, in], both bf16 or both fp16. One
+    call of cuBLAS on a GPU. PyTorch has no such product for CPUs: there ∂y and x are copied to the
+    type of the sum, for tests.
+    """
+    factors = dict(beta=beta, alpha=alpha)
+    if x.device.type == "cpu":
+        total.addmm_(grad_output.t().to(total.dtype), x.to(total.dtype), **factors)
+    else:
+        torch.addmm(total, grad_output.t(), x, out_dtype=total.dtype, out=total, **factors)
+
+
+def is_fusable(p: nn.Parameter) -> bool:
+    """Whether torch has the product of `add_product`, and it is worth it."""
+    return p.is_cuda and p.dtype.itemsize == 2
+
+
+def fuse_accumulation(model: nn.Module, gradients: GradientAccumulator) -> None:
+    """Let linear layers of a model, or of a stage, add the gradients of their weights inside the
+    matrix multiplication, where that is possible; in place.
+
+    After what gives parameters their values, and not with torch.compile, which would leave the new
+    layers out. A tied weight has a second gradient, which is no product. From ZeRO stage 1 on, the
+    sum is cut into the rows of the ranks (zero/units.py): a product has no place there.
+    """
+    fusable = [p for p in gradients.parameters if is_fusable(p)]
+    if gradients.stage > 0 or not fusable:
+        return
+    from pipelines import zero_bubble
+
+    # linear layers whose backward is that of overlap.py
+    zero_bubble.apply(model)
+    uses = uses_of(model)
+    for p in fusable:
+        if uses[p] == 1:
+            p.accumulator = gradients
 
 
 # --- the global gradient norm ---------------------------------------------------------------------

@@ -20,7 +20,8 @@ gathers x again (arXiv 2205.05198, section 4.2.2).
     python sequence_parallel.py      a lesson: the collectives of backward, the bytes that are kept
 
 ∂W can also wait for longer. Where the pipeline has put a list on a weight, backward appends to it
-what ∂W is computed from (pipelines/zero_bubble.py).
+what ∂W is computed from (pipelines/zero_bubble.py). Or it goes straight to the sum of the weight's
+gradients (gradients.py, `fuse_accumulation`).
 
 Not covered: overlap inside one matrix multiplication, chunk by chunk (user buffers of Transformer
 Engine).
@@ -74,13 +75,19 @@ STARTS = {
 
 
 def weight_gradient(weight: Tensor, grad_output: Tensor, x: Tensor) -> Tensor | None:
-    """∂W = ∂yᵀ x; or None where the weight has a list, to which the three are appended.
+    """∂W = ∂yᵀ x; or None where the weight has a list, to which the three are appended, and where
+    the weight has an accumulator, which has added ∂W to the sum.
 
     grad_output: ∂y [b s, out]; x: [b s, in] -> [out, in]
     """
-    if getattr(weight, "deferred", None) is None:
+    if getattr(weight, "deferred", None) is not None:
+        weight.deferred.append((weight, grad_output, x))
+        return None
+    accumulator = getattr(weight, "accumulator", None)
+    # in FP8 (fp8.py) these are no tensors
+    if accumulator is None or not isinstance(x, Tensor):
         return grad_output.t() @ x
-    weight.deferred.append((weight, grad_output, x))
+    accumulator.accumulate_product(weight, grad_output, x)
     return None
 
 

@@ -50,6 +50,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 import gpt
+import overlap
 import sharding
 from model_config import FieldError
 from pipelines.transfers import Transfer, lower
@@ -327,8 +328,10 @@ class Pipeline:
 
     def weight_gradients(self, step: _Step, action: Action) -> None:
         for weight, grad_output, x in step.deferred.pop((action.chunk, action.micro_batch)):
-            # adds to weight.grad and runs the weight's hooks, as a backward pass would
-            weight.backward(grad_output.t() @ x)
+            gradient = overlap.weight_gradient(weight, grad_output, x)
+            if gradient is not None:
+                # adds to weight.grad and runs the weight's hooks, as a backward pass would
+                weight.backward(gradient)
 
     def defer(self, chunk: int, deferred: list | None) -> None:
         """Give the weights of a stage a list, or take it back. While a weight has one, the linear

@@ -51,7 +51,7 @@ from base.device_queue import number
 from base.world import Groups
 from dropout import dropout_key
 from gpt import GPT, Context
-from gradients import GradientAccumulator, LossScaler, accumulation_dtype
+from gradients import GradientAccumulator, LossScaler, accumulation_dtype, fuse_accumulation
 from optimizer import AdamW, learning_rate
 from run import launch
 from run.config import DTYPES, RunConfig
@@ -149,12 +149,15 @@ class Trainer:
             compiling.apply(stage.blocks.values())
         recompute.apply(stage, config.recompute, config.recompute_layers)
         init = partial(sharding.init, stage, config.seed, self.device, dtype)
-        if not groups.replicas:
+        if groups.replicas:
+            options = self.scaler, DTYPES.get(config.reduce_dtype), init, groups.edp
+            gradients = fsdp.apply(stage, groups.replicas, config.zero_stage, *options)
+        else:
             init()
-            return GradientAccumulator(stage, self.scaler)
-        reduce_dtype = DTYPES.get(config.reduce_dtype)
-        options = self.scaler, reduce_dtype, init, groups.edp
-        return fsdp.apply(stage, groups.replicas, config.zero_stage, *options)
+            gradients = GradientAccumulator(stage, self.scaler)
+        if not config.compile:
+            fuse_accumulation(stage, gradients)
+        return gradients
 
     def make_optimizer(self) -> AdamW:
         fused = None

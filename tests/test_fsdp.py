@@ -11,6 +11,7 @@ from torch import nn
 
 import fsdp
 import gpt
+import gradients as of_gradients
 import sharding
 from lessons.fsdp import held_bytes
 from model_config import GPTConfig
@@ -25,10 +26,13 @@ def small_model():
     return nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
 
 
-def units_while_backward_runs(rank, stage):
+def units_while_backward_runs(rank, stage, fuse):
     model = small_model()
     reference = copy.deepcopy(model)
     gradients = fsdp.apply(model, dist.group.WORLD, stage)
+    if fuse:
+        of_gradients.is_fusable = lambda p: True
+        of_gradients.fuse_accumulation(model, gradients)
     log = []
 
     def noted(original):
@@ -68,11 +72,11 @@ def units_while_backward_runs(rank, stage):
     return done, sent_early
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_units_go_while_backward_runs(stage):
+@pytest.mark.parametrize("stage, fuse", [(0, False), (0, True), (1, False), (2, False), (3, False)])
+def test_units_go_while_backward_runs(stage, fuse):
     """A layer's gradients leave before the next layer's backward ends: in stages 0 and 1 on the
-    last micro-batch alone, in 2 and 3 on each."""
-    for log, sent_early in ranks.run(units_while_backward_runs, 2, stage):
+    last micro-batch alone, in 2 and 3 on each. fuse: weights are summed inside their products."""
+    for log, sent_early in ranks.run(units_while_backward_runs, 2, stage, fuse):
         assert sent_early == ([0, 0, 5] if stage < 2 else [5, 10, 15])
         last = log[-10:] if stage > 1 else log
         sends = [i for i, e in enumerate(last) if e.startswith("send")][:5]

@@ -1,16 +1,22 @@
 import math
+from types import SimpleNamespace
 
 import parity
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp
+import gradients as of_gradients
 import sharding
 import train as trainer
-from gradients import GradientAccumulator, LossScaler, global_norm
+from gradients import GradientAccumulator, LossScaler, add_product, fuse_accumulation, global_norm
+from pipeline_parallel import Pipeline
 from proof import ranks
+from proof.parity import on_rank
+from schedules import Action
 from sharding import Shard, local_part, shard_of
 
 
@@ -68,6 +74,148 @@ def test_a_tied_weight_sums_its_uses_in_float32(stage, dtype, a, b):
     """110016 is infinite in fp16, 257 is 256 in bf16. The sum of two micro-batches."""
     (gradient,) = ranks.run(one_tied_gradient, 1, stage, dtype, a, b)
     assert gradient == 2 * (a + b)
+
+
+# --- the sum inside the matrix multiplication -----------------------------------------------------
+
+
+def fuse_on_cpus():
+    of_gradients.is_fusable = lambda p: True
+
+
+# its tied matrix is alone in the unit of the embedding
+TIED = parity.LLAMA | dict(model="llama3.2-1b")
+PIPELINE = parity.SMALL | dict(pp=2, micro_batch_size=1)
+FUSED = {
+    "one device": (1, [parity.SMALL, parity.LLAMA, TIED], dict(micro_batch_size=2)),
+    "data": (2, [parity.SMALL, parity.LLAMA, TIED], dict(micro_batch_size=1)),
+    "tensor": (
+        2,
+        [dict(tp=2), dict(tp=2, sequence_parallel=True, recompute="full")],
+        parity.LLAMA | dict(micro_batch_size=2),
+    ),
+    "pipeline": (2, [dict(schedule="1f1b"), dict(schedule="zb-h1")], PIPELINE),
+    "data and pipeline": (4, [dict(schedule="zb-h1")], PIPELINE),
+    # or in parts
+    "left alone": (
+        2,
+        [
+            dict(zero_stage=1),
+            dict(head_chunk=8),
+            dict(num_experts=4, ep=2),
+            dict(fp8="current", num_layers=4),
+        ],
+        parity.SMALL | dict(micro_batch_size=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("world, variants, common", FUSED.values(), ids=FUSED)
+def test_fused_sums_are_those_of_one_device(world, variants, common):
+    variants = [common | variant for variant in variants]
+    results = ranks.run(on_rank, world, world, variants, 3, fuse_on_cpus)[0]
+    for flags, result in zip(variants, results, strict=True):
+        # also its experts and its FP8 scales, which are about a micro-batch
+        kept = parity.OF_LAYOUT - {"micro_batch_size"}
+        one = {name: value for name, value in flags.items() if name not in kept}
+        parity.same(result, parity.train(base=one | dict(device="cpu")))
+
+
+def error_of_a_sum(way, dtype, scaler):
+    """Of the gradient of a weight over eight micro-batches, beside float64's."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 32, 24, generator=g).to(dtype)
+    grad_output = torch.randn(8, 32, 16, generator=g).to(dtype)
+    model = nn.Sequential(nn.Linear(24, 16)).to(dtype)
+    weight = model[0].weight
+    if way == "data":
+        accumulator = fsdp.apply(model, dist.group.WORLD, 0, scaler)
+    else:
+        accumulator = GradientAccumulator(model, scaler)
+    fuse_accumulation(model, accumulator)
+    for _ in range(2):
+        # the second step does not see the sums of the first
+        accumulator.zero_grad()
+        for k in range(8):
+            if k == 7:
+                accumulator.next_backward_is_last()
+            deferred = []
+            weight.deferred = deferred if way == "zero bubble" else None
+            model(x[k]).backward(grad_output[k])
+            weight.deferred = None
+            step = SimpleNamespace(deferred={(0, k): deferred})
+            Pipeline.weight_gradients(None, step, Action("W", 0, k))
+        accumulator.reduce_gradients()
+    scale = scaler.scale if scaler else 1
+    exact = (grad_output.double().transpose(1, 2) @ x.double()).sum(0) / scale
+    assert weight.main_grad.dtype == torch.float32
+    return ((weight.main_grad - exact).norm() / exact.norm()).item()
+
+
+def errors_of_sums(rank, dtype):
+    scaler = LossScaler(scale=8.0) if dtype == torch.float16 else None
+    # a CPU does not fuse
+    errors = {"plain": error_of_a_sum("one device", dtype, scaler)}
+    fuse_on_cpus()
+    for way in ("one device", "data", "zero bubble"):
+        errors[way] = error_of_a_sum(way, dtype, scaler)
+    return errors
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_fused_sum_is_not_rounded_to_16_bits(dtype):
+    """In fp16, unscaled too."""
+    (errors,) = ranks.run(errors_of_sums, 1, dtype)
+    assert errors.pop("plain") > 1e-4
+    assert max(errors.values()) < 1e-6, errors
+
+
+class Calls(TorchDispatchMode):
+    """Which operations PyTorch would run, with their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.seen.append((op, args, kwargs))
+        return kwargs["out"] if "out" in (kwargs or {}) else op(*args, **kwargs or {})
+
+
+def test_the_product_on_a_gpu_is_one_call():
+    """Of PyTorch's overload for sums of another type, which is not there for CPUs. Its schema takes
+    the arguments by these names."""
+    total = torch.empty(16, 24, device="meta")
+    grad_output, x = (torch.empty(32, n, device="meta", dtype=torch.bfloat16) for n in (16, 24))
+    for beta in (0, 1):
+        with Calls() as calls:
+            add_product(total, grad_output, x, beta, 0.125)
+        # a transposed matrix is a view
+        *_, (op, args, options) = calls.seen
+        assert op == torch.ops.aten.addmm.dtype_out and len(calls.seen) == 2
+        assert args[0] is total and args[1].shape == (16, 32) and args[2] is x
+        assert args[3] == torch.float32
+        # an argument that has its default is not passed on
+        assert options.pop("out") is total and options.pop("beta", 1) == beta
+        assert options == dict(alpha=0.125)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_product_on_a_gpu(dtype):
+    """Into a sum that lies anywhere in a unit, as fsdp.py has it."""
+    torch.manual_seed(0)
+    grad_output, x = (torch.randn(72, n).to(dtype) for n in (40, 56))
+    start = torch.randn(3 + 40 * 56)
+    for beta in (0, 1):
+        sums = []
+        for device in ("cpu", "cuda"):
+            total = start.to(device)[3:].view(40, 56)
+            if beta == 0:
+                total.fill_(torch.nan)
+            add_product(total, grad_output.to(device), x.to(device), beta, 0.125)
+            sums.append(total.cpu())
+        torch.testing.assert_close(*sums, rtol=1e-5, atol=1e-5)
 
 
 def scale_that_fits():
