@@ -30,6 +30,7 @@ those); operations of two groups that wait for each other on the device. A host 
 case in which NCCL's does not: what it posts shares a hardware queue with compute.
 """
 
+import hashlib
 import itertools
 import time
 from collections import defaultdict
@@ -110,8 +111,12 @@ def name_of(op: dist.ReduceOp) -> str:
 
 
 def as_bytes(text: str) -> Tensor:
-    data = text.encode()[:DESCRIBED].ljust(DESCRIBED)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    """Of one length. A long text is cut, and a hash says what was cut off."""
+    data = text.encode()
+    if len(data) > DESCRIBED:
+        cut = f" .. ({hashlib.sha256(data).hexdigest()[:8]})".encode()
+        data = data[: DESCRIBED - len(cut)] + cut
+    return torch.frombuffer(bytearray(data.ljust(DESCRIBED)), dtype=torch.uint8)
 
 
 def as_text(data: Tensor) -> str:
@@ -170,6 +175,19 @@ class NCCLRules(dist.ProcessGroup):
                 raise RuleError(
                     f"another order: rank {self.me} of {self.stream.name} runs {what}, and rank"
                     f" {rank} {as_text(other)}"
+                )
+
+    def compare_sizes(self, output, output_splits, input, input_splits) -> None:
+        """Raises RuleError where a rank sends more or fewer rows than its receiver has room for."""
+        sent = torch.tensor(input_splits or [len(input) // self.count] * self.count)
+        room = output_splits or [len(output) // self.count] * self.count
+        of_all = [torch.empty_like(sent) for _ in range(self.count)]
+        self.gloo.allgather([of_all], [sent]).wait()
+        for rank, rows in enumerate(of_all):
+            if rows[self.me] != room[rank]:
+                raise RuleError(
+                    f"another size: rank {rank} of {self.stream.name} sends {rows[self.me]} rows,"
+                    f" and rank {self.me} has room for {room[rank]}"
                 )
 
     def allreduce(self, tensors, opts=None) -> Work:
@@ -235,6 +253,7 @@ class NCCLRules(dist.ProcessGroup):
 
     def all_to_all_single(self, output, input, output_splits, input_splits, opts=None) -> Work:
         def run(results, copies):
+            self.compare_sizes(output, output_splits, input, input_splits)
             return self.gloo.alltoall_base(results[0], copies[0], output_splits, input_splits)
 
         what = f"all-to-all {input.dtype}"

@@ -151,6 +151,8 @@ def train(config: RunConfig, world: World, tokenizer, trainer_class, loop) -> No
     out = Path(config.out)
     start, tokens = saving.restore(trainer, world, train_set.index["corpus"], tokenizer)
     if is_done(config, world, out / task.last_file, start):
+        # what was loaded is on its way to other ranks
+        task.wait_for_parameters()
         return
     if config.warmup_steps > config.steps > start:
         end = learning_rate(config.steps, config.lr, 0, config.warmup_steps, config.steps)

@@ -230,6 +230,19 @@ def hidden_behind_another(rank):
         work.wait()
 
 
+def another_number(rank):
+    """Many parts: their description is longer than what ranks compare."""
+    parts = [torch.ones(4, 32) for _ in range(10 + rank)]
+    whole = [torch.empty(8, 32) for _ in parts]
+    dist.group.WORLD.allgather_into_tensor_coalesced(whole, parts).wait()
+
+
+def another_room(rank):
+    """Rank 1 sends fewer rows than rank 0 has room for."""
+    x, y = torch.ones(4), torch.empty(4)
+    dist.all_to_all_single(y, x, *(([2, 2], [2, 2]) if rank == 0 else ([2, 2], [1, 3])))
+
+
 @pytest.mark.parametrize(
     "function, message, queues",
     [
@@ -238,6 +251,8 @@ def hidden_behind_another(rank):
         (other_groups_first, "a meeting: the host of rank . waits in its first all-reduce", 8),
         (batch_or_collective_first, "does not end", 8),
         (other_order, "another order: rank .* runs all-reduce SUM .[23].", 8),
+        (another_number, "another order: rank 0 .* runs all-gathers", 8),
+        (another_room, "another size: rank 1 .* sends 1 rows, and rank 0 has room for 2", 8),
         (other_type, "another order: rank 0 .* float32, and rank 1 .* float64", 8),
         (changed_input, "its input or output has changed", 8),
         (used_output, "its input or output has changed", 8),

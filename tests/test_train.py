@@ -674,5 +674,11 @@ def test_no_rank_leaves_while_parameters_are_on_their_way(tmp_path, monkeypatch)
     monkeypatch.setattr(gradients.GradientAccumulator, "renew_parameters", noted("renew"))
     monkeypatch.setattr(gradients.GradientAccumulator, "wait_for_parameters", noted("wait"))
     monkeypatch.setattr(finish, "finish", lambda *_: order.append("finish"))
-    assert small_run.run(*small_run.flags(steps=2, out=tmp_path / "out")) == 0
+    words = small_run.flags(steps=2, out=tmp_path / "out")
+    assert small_run.run(*words) == 0
     assert order == ["renew", "renew", "wait", "finish"]
+    # a run that is done loads its checkpoint, and takes no step
+    order.clear()
+    (tmp_path / "out" / "sample.txt").touch()
+    assert small_run.run(*words, "--resume") == 0
+    assert order == ["renew", "wait"]
