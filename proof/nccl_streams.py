@@ -74,6 +74,8 @@ class Stream:
                 operation.error = e
             except Exception as e:
                 operation.error = RuleError(f"{operation.what} does not end: {e}")
+            # neither those before it nor its tensors stay in memory
+            operation.ahead = operation.run = None
             operation.started.set()
             operation.ended.set()
 
