@@ -45,6 +45,7 @@ def on_rank(rank: int, n: int, stage: int, state: str, shape: dict) -> tuple[dic
         steps.forward_backward()
         held = held_bytes(trainer.model, sharder)
         trainer.update(1)
+        trainer.task.wait_for_parameters()
     parts = dict(zip(PARTS, (*held, state_bytes(trainer.optimizer))))
     # the norm is one number
     calls = [(kind, size) for kind, size in sent.calls if size > 64]

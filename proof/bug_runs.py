@@ -186,6 +186,7 @@ class BugRun(parity.Run):
             dist.all_reduce(loss)
             gradients = self.gradients()
             norm = t.update(step)[0]
+            t.task.wait_for_parameters()
             self.note_step(step, loss, gradients, norm)
             if step == 1:
                 result.gradients = self.first_of_ranks(gradients)

@@ -104,6 +104,7 @@ def train_on(trainer, rows: Rows, step: int) -> list[torch.Tensor]:
     trainer.task.seen.clear()
     trainer.forward_backward(step, rows)
     trainer.update(step)
+    trainer.task.wait_for_parameters()
     seen = {}
     for of_rank in of_all_ranks({n: row.numpy() for n, row in trainer.task.seen.items()}):
         seen |= of_rank
