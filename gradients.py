@@ -207,15 +207,23 @@ def global_norm(
         gradients[groups].append(p.main_grad)
     total = torch.zeros((), dtype=torch.float64, device=norm_device(parameters, stages))
     for groups, local_gradients in gradients.items():
-        # one launch for many tensors
-        norms = torch.stack(torch._foreach_norm(local_gradients))
-        subtotal = norms.double().square().sum()
+        subtotal = norms_of(local_gradients).double().square().sum()
         for group in groups:
             dist.all_reduce(subtotal, group=group)
         total += subtotal
     if stages:
         dist.all_reduce(total, group=stages)
     return total.sqrt()
+
+
+def norms_of(tensors: list[Tensor]) -> Tensor:
+    """2-norms of these tensors, or of their parts: [n]."""
+    if tensors[0].device.type != "cpu":
+        # one launch for many tensors
+        return torch.stack(torch._foreach_norm(tensors))
+    # On a CPU PyTorch adds up the squares of a whole float32 matrix one by one: 40 million lose
+    # 0.1%. A norm for each row loses nothing, and takes half the time.
+    return torch.cat([torch.linalg.vector_norm(x, dim=-1).flatten() for x in tensors])
 
 
 def norm_device(

@@ -561,8 +561,22 @@ def swap(model: nn.Module) -> None:
 
 def apply(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
     """`swap` if the kernels of this dtype run on this device. Returns None, or why they do not: the
-    model is unchanged then."""
+    model is unchanged then, but for what `apply_on_cpu` does."""
+    if device.type == "cpu":
+        apply_on_cpu(model, dtype)
     refused = why_not(dtype) if device.type == "cuda" else "no CUDA device"
     if not refused:
         swap(model)
     return refused or None
+
+
+def apply_on_cpu(model: nn.Module, dtype: torch.dtype) -> None:
+    """Attention and GELU as a CPU computes them faster, with PyTorch's operations, in place."""
+    from attention import causal_blocks
+    from base import cpu
+
+    causal_blocks.apply(model)
+    for module in model.modules():
+        # of 16 bits each of its steps would be rounded
+        if type(module) is gpt.GELU and dtype.itemsize >= 4:
+            module.forward = lambda x, bias: cpu.gelu(x if bias is None else x.add_(bias))

@@ -29,12 +29,15 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, targets):
         # a copy of 16-bit logits, or the logits themselves
         z = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        z -= z.amax(-1, keepdim=True)
-        target_logit = z.gather(-1, targets.unsqueeze(-1))  # [..., 1]
-        total = z.exp_().sum(-1, keepdim=True)
-        ctx.save_for_backward(z.div_(total), targets)
+        largest = z.amax(-1)  # [...]
+        target_logit = z.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        # one pass of PyTorch's own, in place; the probability of the largest logit is 1 / Σ exp(z -
+        # largest), and never 0
+        p = torch.softmax(z, -1, out=z)
+        log_total = largest - p.amax(-1).log()
+        ctx.save_for_backward(p, targets)
         ctx.dtype = logits.dtype
-        return (total.log() - target_logit).squeeze(-1)
+        return log_total - target_logit
 
     @staticmethod
     def backward(ctx, grad):

@@ -20,7 +20,6 @@ an argument (`Groups`). What stands here for NCCL has not yet run on a GPU; proo
 its rules.
 """
 
-import ctypes
 import gc
 import os
 import socket
@@ -319,8 +318,10 @@ class World:
             self.device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
             return
+        from base import cpu
+
         self.device = torch.device("cpu")
-        keep_freed_memory()
+        cpu.keep_freed_memory()
         if self.size > 1:
             torch.set_num_threads(self.cores)
 
@@ -464,21 +465,6 @@ def why_no_gpu() -> str:
     except (AssertionError, RuntimeError) as e:
         return terminal.one_line(e)
     return "torch.cuda.is_available() is False"
-
-
-def keep_freed_memory() -> None:
-    """Tell glibc to keep large blocks when they are freed. By default the kernel gives new memory,
-    zeroed page by page, for each logits or gradient tensor: a fifth of the time of a GPT-2 124M
-    step on a CPU."""
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        # another C library
-        return
-    m_trim_threshold = -1
-    m_mmap_max = -4
-    mallopt(m_mmap_max, 0)
-    mallopt(m_trim_threshold, -1)
 
 
 def memory(device: str, ranks_on_machine: int) -> int:

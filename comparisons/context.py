@@ -39,7 +39,7 @@ import gpt
 import recompute
 import sharding
 from attention import ring_attention
-from base.world import keep_freed_memory
+from base import cpu
 from lessons import demo
 from model_config import GPTConfig
 from proof import ranks
@@ -80,7 +80,7 @@ def attention_seconds(cutting: str, rank: int, n: int, shape: dict) -> float:
 
 def measure_work(rank: int, shape: dict, rounds: int) -> list[dict]:
     """A row for each cutting, N and rank."""
-    keep_freed_memory()
+    cpu.set_up()
     keys = [(c, n, r) for n in SIZES for c in CUTTINGS for r in range(n)]
     kinds = {key: partial(attention_seconds, key[0], key[2], key[1], shape) for key in keys}
     times = report.in_turn(kinds, rounds)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 import context_parallel
 from attention import ring_attention
-from base.world import Groups, keep_freed_memory
+from base import cpu
+from base.world import Groups
 from proof import ranks
 
 MESSAGES = ("keys and values", "gradients")
@@ -104,7 +105,7 @@ def silent():
 def on_rank(rank: int, rounds: int, shape: dict) -> dict:
     """times: {kind: seconds}, round by round; processor: {kind: seconds of a step}; losses: {kind:
     of the first step, this rank's part}; events: {cutting: time line of a step}"""
-    keep_freed_memory()
+    cpu.set_up()
     one = Measured(shape)
     steps = {
         "ring": Measured(shape, "ring"),

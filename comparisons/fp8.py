@@ -38,8 +38,8 @@ import torch.nn.functional as F
 from report import format_spread, ratio, scaled, spread, timed
 from torch import Tensor
 
+from base import cpu
 from base.cuda_kernels import why_not
-from base.world import keep_freed_memory
 from lessons import demo
 from model_config import LINEARS
 from precision import float8
@@ -345,7 +345,7 @@ def main():
     if args.what == "numbers":
         if args.steps < 2:
             report.refuse(parser, f"--steps {args.steps}: must be at least 2")
-        keep_freed_memory()
+        cpu.set_up()
         results = numbers(args.steps, steps.TOY if args.toy else {})
         print(
             "relative error, median (least to most) of the matrices; gradients that became zero\n"

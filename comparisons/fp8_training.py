@@ -31,7 +31,7 @@ import steps
 import style
 import torch
 
-from base.world import keep_freed_memory
+from base import cpu
 from precision import fp8_scaling
 
 MUTATION = "e4m3 everywhere"
@@ -54,7 +54,7 @@ def measure(job: tuple) -> tuple[str, int, dict]:
     the steps in which some tensor had values beyond its scale."""
     case, seed, num_steps, lr, fields = job
     torch.set_num_threads(1)
-    keep_freed_memory()
+    cpu.set_up()
     if case == MUTATION:
         fp8_scaling.Recipe.format = lambda self, operand: fp8_scaling.E4M3
     fields = fields | dict(precision="bf16", seed=seed, steps=num_steps, lr=lr) | CASES[case]

@@ -35,7 +35,8 @@ from torch.distributed.fsdp import fully_shard
 import fsdp
 import sharding
 import train
-from base.world import Groups, keep_freed_memory
+from base import cpu
+from base.world import Groups
 from lessons import demo
 from proof import ranks
 from zero import units as units_of_fsdp
@@ -108,7 +109,7 @@ def peak_bytes(rank: int, kind: str, shape: dict) -> int:
 
 def on_rank(rank: int, rounds: int, shape: dict) -> tuple[list[dict], dict, list]:
     """(seconds of each kind, round by round; {kind: losses}; the time line of one of our steps)"""
-    keep_freed_memory()
+    cpu.set_up()
     trainers = {kind: make(shape) for kind, make in KINDS.items()}
     losses = {kind: [] for kind in KINDS}
 

@@ -29,7 +29,7 @@ import families
 import generate
 import huggingface
 import sharding
-from base.world import keep_freed_memory
+from base import cpu
 from inference import weight_layouts
 from model_config import GPTConfig
 
@@ -208,7 +208,7 @@ def main():
     torch.set_num_threads(args.threads)
     if args.device == "cpu":
         # for both
-        keep_freed_memory()
+        cpu.keep_freed_memory()
     results = {name: measure(name, (CASES | TOY)[name], args) for name in args.cases}
     report.finish("generation", {"results": results}, args, draw)
 

@@ -34,7 +34,8 @@ import fsdp
 import gpt
 import moe
 import sharding
-from base.world import Groups, keep_freed_memory
+from base import cpu
+from base.world import Groups
 from lessons import demo
 from model_config import GPTConfig, flops_per_token
 from proof import ranks
@@ -85,7 +86,7 @@ def one_training(arguments: tuple[str, int, int, dict]) -> dict:
     """A run on one thread: training losses, held-out losses and loads."""
     kind, seed, num_steps, shape = arguments
     torch.set_num_threads(1)
-    keep_freed_memory()
+    cpu.set_up()
     fields = shape | KINDS[kind] | dict(expert_every=2, seed=seed, steps=num_steps)
     trainer, training, held_out = steps.on_corpus(fields)
     # {layer: loads of this step}
@@ -286,14 +287,14 @@ class Timed:
 
 def one_rank(rank: int, rounds: int, size: dict) -> list[dict]:
     """Seconds of each kind, round by round."""
-    keep_freed_memory()
+    cpu.set_up()
     layers = {"dense": Timed(size, 0, seed=0), "experts": Timed(size, 8, seed=0)}
     return report.in_turn({kind: layer.together for kind, layer in layers.items()}, rounds)
 
 
 def two_ranks(rank: int, rounds: int, size: dict) -> tuple[list[dict], list]:
     """(seconds of each kind, round by round; what `training_steps` returns)"""
-    keep_freed_memory()
+    cpu.set_up()
     world = dist.group.WORLD
     alone = demo.singleton_group()
     layers = {

@@ -16,7 +16,7 @@ from statistics import mean
 import report
 import steps
 
-from base.world import keep_freed_memory
+from base import cpu
 
 TOY = dict(model="tiny", num_layers=2, hidden_size=32, num_heads=4, ffn_hidden_size=64)
 LOSSES = "held_out", "training"
@@ -41,7 +41,7 @@ def main():
     parser = report.arguments(__doc__, seeds=2, steps=500)
     parser.add_argument("--lr", type=float, default=1e-3)
     args = report.parse(parser, seeds=1, steps=3)
-    keep_freed_memory()
+    cpu.set_up()
     rows = []
     table = report.Table()
     for seed in range(args.seeds):

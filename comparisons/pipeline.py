@@ -32,8 +32,9 @@ import gpt
 import pipeline_parallel
 import schedules
 import train
+from base import cpu
 from base.cross_entropy import cross_entropy
-from base.world import Groups, keep_freed_memory
+from base.world import Groups
 from lessons import demo
 from pipelines import drawing
 from proof import ranks
@@ -163,7 +164,7 @@ class Pipelined(Steps):
 def on_rank(rank: int, rounds: int, shape: dict) -> dict:
     """times: of each round, {(kind, m or layout): seconds}; events: {(layout, m): this rank's, a
     list for each round}; difference: {layout: of loss and gradients, from PyTorch's}"""
-    keep_freed_memory()
+    cpu.set_up()
     kinds = {}
     pipelines = {}
     for m in MICRO_BATCHES:

@@ -38,7 +38,7 @@ import torch
 import data
 import generate
 import gpt
-from base.world import keep_freed_memory
+from base import cpu
 from checkpoint import CheckpointError
 from corpus.tokenizer import TokenizerError
 from huggingface import HuggingFaceError
@@ -251,7 +251,7 @@ def main():
         report.refuse(parser, "--models: name the runs of trained models; --toy needs none")
     check(parser, args)
     torch.set_num_threads(args.threads)
-    keep_freed_memory()
+    cpu.keep_freed_memory()
     models = measure_models(args)
     print_summary(models)
     draw(report.saved("quantization", args), args.figures)

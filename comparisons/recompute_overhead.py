@@ -21,7 +21,7 @@ import torch.distributed as dist
 from activation_memory import Layer
 from report import median, scaled, spread
 
-from base.world import keep_freed_memory
+from base import cpu
 from lessons import demo
 from proof import ranks
 
@@ -69,7 +69,7 @@ def extra_flops(granularity: str, shape: dict, t: int) -> float:
 
 def on_rank(rank: int, rounds: int, dropout: float, shape: dict) -> dict:
     """times: {row: [(forward, backward)] by round}; flops: {row: FLOPs}"""
-    keep_freed_memory()
+    cpu.set_up()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     fields = dict(dropout=dropout, attention="explicit")

@@ -32,7 +32,8 @@ import torch
 import torch.distributed as dist
 from steps import Steps
 
-from base.world import Groups, keep_freed_memory
+from base import cpu
+from base.world import Groups
 from proof import ranks
 from proof.synthetic import Questions
 from tuning.prompt_set import Question
@@ -134,7 +135,7 @@ class Rollout(Steps):
 
 def on_rank(rank: int, world: int, shape: dict, kinds: dict) -> dict:
     """One round: {kind: {part: seconds}}. Before it each kind takes a step of few tokens."""
-    keep_freed_memory()
+    cpu.set_up()
     results = {}
     for name, flags in kinds.items():
         groups = Groups()

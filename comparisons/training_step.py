@@ -56,7 +56,8 @@ from steps import Steps
 
 import fp8
 import kernels
-from base.world import keep_freed_memory, why_no_gpu
+from base import cpu
+from base.world import why_no_gpu
 from gpt import GPT
 from model_config import flops_per_token
 from planning.inputs import TRAIN
@@ -153,7 +154,7 @@ def run_case(fields: dict, counted: int) -> dict:
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
-        keep_freed_memory()
+        cpu.set_up()
     fields = dict(fields)
     peer = fields.pop("peer", None)
     steps = Steps(fields, device=device, task=WithPeer(peer) if peer else None)

@@ -29,7 +29,8 @@ import torch.distributed as dist
 from report import median, ratio, spread
 from steps import GPT, Steps
 
-from base.world import Groups, keep_freed_memory
+from base import cpu
+from base.world import Groups
 from proof import ranks
 
 SHAPE = GPT | dict(global_batch_size=8)
@@ -84,7 +85,7 @@ PARTS = {
 
 def on_rank(rank: int, what: str, rounds: int, shape: dict) -> list[dict]:
     """Seconds of each kind, round by round."""
-    keep_freed_memory()
+    cpu.set_up()
     return report.in_turn(PARTS[what][0](shape), rounds)
 
 

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 import adapters
 import families
 import gpt
+from base import cpu
 from model_config import GPTConfig
 
 # A layout other than the first takes at most this share of its time.
@@ -150,17 +151,14 @@ class PackedRMSNorm(nn.Module):
 
 
 class PackedGELU(nn.Module):
-    """gpt.GELU in half of its time on CPUs. With z = √(2/π) (x + 0.044715 x³) it is
-    x (1 + tanh z) / 2 = x / (1 + exp(-2z)), and exp is cheaper than tanh."""
+    """gpt.GELU, whose bias has been added (base/cpu.py)."""
 
     def __init__(self, like: Tensor):
         super().__init__()
-        self.factor = 2 * (2 / math.pi) ** 0.5
-        self.register_buffer("offset", like.new_tensor(self.factor))
+        self.register_buffer("factor", like.new_tensor(cpu.GELU_FACTOR))
 
     def forward(self, x: Tensor, bias: None) -> Tensor:
-        two_z = torch.addcmul(self.offset, x, x, value=0.044715 * self.factor).mul_(x)
-        return two_z.sigmoid_().mul_(x)
+        return cpu.gelu_forward(x, self.factor)
 
 
 def pack(model: gpt.GPT, texts: int = 1, quantize: Callable | None = None) -> None:

@@ -128,6 +128,10 @@ def run(config: RunConfig, world: World, trainer_class, loop) -> None:
 def build(config: RunConfig, world: World, trainer_class, task: Task):
     """The trainer. Raises RunError where there is no memory for it."""
     multiply_in(config.precision, world.device)
+    if world.device.type == "cpu":
+        from base import cpu
+
+        cpu.multiply_by_onednn()
     try:
         return trainer_class(config, world.device, world.groups, task)
     except (RuntimeError, MemoryError) as e:

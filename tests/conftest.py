@@ -41,6 +41,13 @@ def _handlers():
         signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def _products():
+    """Commands that train in this process choose who multiplies (base/cpu.py)."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("no CUDA device")

@@ -918,7 +918,8 @@ def fails_to_build(*args):
 
 
 def test_without_a_compiler(monkeypatch, tmp_path):
-    """A device that is too old, or no nvcc: the reason in one line, and the model is unchanged."""
+    """A device that is too old, or no nvcc: the reason in one line, and the model is unchanged. On
+    a CPU it has another fused attention."""
     load = cuda_kernels.load.__wrapped__
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -930,10 +931,11 @@ def test_without_a_compiler(monkeypatch, tmp_path):
     assert load(torch.bfloat16) == (None, "the build failed: nvcc fatal error: no such thing")
     assert load(torch.float64) == (None, "there are none for torch.float64")
     model = on_meta()
-    assert kernels.apply(model, torch.device("cpu"), torch.bfloat16) == "no CUDA device"
     monkeypatch.setattr(cuda_kernels, "load", lambda dtype: (None, "no nvcc"))
     assert kernels.apply(model, torch.device("cuda"), torch.bfloat16) == "no nvcc"
     assert not swapped(model)
+    assert kernels.apply(model, torch.device("cpu"), torch.bfloat16) == "no CUDA device"
+    assert swapped(model) == ["FusedAttention"]
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")

@@ -368,6 +368,9 @@ def test_two_ranks_have_the_numbers_of_one(toy, tmp_path):
     done = processes.run([*words, *layout], world=2)
     assert done.returncode == 0, done.stderr
     for two, one in zip(numbers_of(tmp_path / "two"), numbers_of(tmp_path / "one"), strict=True):
+        # in the first step both models are one, and rounding says which answer is better
+        if abs(one["margin"]) < 1e-13:
+            del one["accuracy"], two["accuracy"]
         assert two == pytest.approx(one, rel=1e-10, abs=1e-13)
 
 
