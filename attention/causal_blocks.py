@@ -15,8 +15,8 @@ A block is two large matrix multiplications and a softmax. On CPUs the kernel of
 whole, and backward computes the probabilities again from q and k (FlashAttention, arXiv 2205.14135,
 section 3.1): it keeps q, k and v.
 
-Where heads share a key (grouped-query attention), the rows of all heads that share it stand one
-after the other, and multiply it at once.
+Where heads share a key (grouped-query attention), a row has the queries of all of them, one after
+the other, and they multiply the key at once.
 
     python -m attention.causal_blocks      a lesson: FLOPs, bytes that are kept, equal gradients
 
@@ -31,6 +31,7 @@ if __name__ == "__main__":
 
 import math
 from types import MethodType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,23 +45,39 @@ ROWS = 128
 LONGEST = 512
 
 
-def probabilities(q: Tensor, k: Tensor) -> Tensor:
-    """softmax(q kᵀ / √d + causal mask) of a block. q: [n, r, rows, d], its last row sees all of k;
-    k: [n, columns, d] -> [n, r rows, columns]"""
-    r, rows, d = q.shape[1:]
-    mask = causal_mask(rows, k.shape[1], q.dtype).repeat(r, 1)
-    scores = torch.baddbmm(mask, q.flatten(1, 2), k.transpose(1, 2), alpha=d**-0.5)
-    return scores.softmax(-1)
+class Block(NamedTuple):
+    """Rows of q and of the scores, and the columns that they see, as slices of tensors in which a
+    row has r queries."""
+
+    rows: slice
+    columns: slice
+    r: int
+
+    @property
+    def tokens(self) -> int:
+        return (self.rows.stop - self.rows.start) // self.r
 
 
-def causal_mask(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """0 where a row sees a column, else -∞. [rows, columns], of which the last row sees all."""
-    return torch.full((rows, columns), -math.inf, dtype=dtype).triu(columns - rows + 1)
+def blocks(s: int, r: int) -> list[Block]:
+    """From the last to the first; the last may have fewer rows."""
+    ends = [(first, min(s, first + ROWS)) for first in range(0, s, ROWS)]
+    return [Block(slice(r * first, r * end), slice(end), r) for first, end in reversed(ends)]
 
 
-def blocks(s: int) -> list[slice]:
-    """The rows of each block; the last may have fewer."""
-    return [slice(first, min(s, first + ROWS)) for first in range(0, s, ROWS)]
+def probabilities(q: Tensor, k: Tensor, block: Block, scale: float) -> Tensor:
+    """softmax(q kᵀ / √d + causal mask) of a block. q: [n, r s, d]; k: [n, s, d]
+    -> [n, rows, columns]"""
+    q, k = q[:, block.rows], k[:, block.columns]
+    scores = torch.baddbmm(q.new_empty(1), q, k.transpose(1, 2), beta=0, alpha=scale)
+    # the columns before these are seen by all rows
+    scores[:, :, -block.tokens :] += causal_mask(block.tokens, block.r, q.dtype)
+    return torch.softmax(scores, -1, out=scores)
+
+
+def causal_mask(tokens: int, r: int, dtype: torch.dtype) -> Tensor:
+    """0 where a row sees a column, else -∞. [r tokens, tokens]"""
+    mask = torch.full((tokens, tokens), -math.inf, dtype=dtype).triu(1)
+    return mask.repeat_interleave(r, 0)
 
 
 class _CausalAttention(torch.autograd.Function):
@@ -73,38 +90,53 @@ class _CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v):
-        # q: [n, r, s, d]; k, v: [n, s, d]. n: batch and key heads; r: heads that share one
+        a_kv = k.shape[1]
+        q, k, v = (rows_of_groups(x, a_kv) for x in (q, k, v))  # q: [n, r s, d]; k, v: [n, s, d]
         ctx.save_for_backward(q, k, v)
+        ctx.a_kv = a_kv
+        s, d = k.shape[1:]
         y = torch.empty_like(q)
-        for rows in blocks(q.shape[2]):
-            p = probabilities(q[:, :, rows], k[:, : rows.stop])
-            y[:, :, rows] = (p @ v[:, : rows.stop]).view_as(y[:, :, rows])
-        return y
+        for block in blocks(s, q.shape[1] // s):
+            p = probabilities(q, k, block, d**-0.5)
+            torch.bmm(p, v[:, block.columns], out=y[:, block.rows])
+        return heads_of_rows(y, a_kv, s)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         q, k, v = ctx.saved_tensors
-        scale = q.shape[-1] ** -0.5
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for rows in blocks(q.shape[2]):
-            columns = slice(rows.stop)
-            p = probabilities(q[:, :, rows], k[:, columns])
-            q_rows, dy_rows = q[:, :, rows].flatten(1, 2), dy[:, :, rows].flatten(1, 2)
-            dv[:, columns].baddbmm_(p.transpose(1, 2), dy_rows)
-            dp = dy_rows @ v[:, columns].transpose(1, 2)
-            dz = torch._softmax_backward_data(dp, p, -1, p.dtype)
-            dq[:, :, rows] = (dz @ k[:, columns]).mul_(scale).view_as(dq[:, :, rows])
-            dk[:, columns].baddbmm_(dz.transpose(1, 2), q_rows, alpha=scale)
-        return dq, dk, dv
+        dy = rows_of_groups(dy, ctx.a_kv)
+        s, d = k.shape[1:]
+        scale = d**-0.5
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        # The first of them has all columns: its gradients overwrite what is there.
+        beta = 0
+        for block in blocks(s, q.shape[1] // s):
+            rows, columns = block.rows, block.columns
+            p = probabilities(q, k, block, scale)
+            dv[:, columns].baddbmm_(p.transpose(1, 2), dy[:, rows], beta=beta)
+            dp = torch.bmm(dy[:, rows], v[:, columns].transpose(1, 2))
+            dz = torch._softmax_backward_data(dp, p, -1, p.dtype).mul_(scale)
+            torch.bmm(dz, k[:, columns], out=dq[:, rows])
+            dk[:, columns].baddbmm_(dz.transpose(1, 2), q[:, rows], beta=beta)
+            beta = 1
+        return tuple(heads_of_rows(x, ctx.a_kv, s) for x in (dq, dk, dv))
+
+
+def rows_of_groups(x: Tensor, a_kv: int) -> Tensor:
+    """[b, a, s, d] -> [n, s r, d], where n = b a_kv, and r = a / a_kv heads share a key"""
+    return x.unflatten(1, (a_kv, -1)).transpose(2, 3).flatten(2, 3).flatten(0, 1)
+
+
+def heads_of_rows(x: Tensor, a_kv: int, s: int) -> Tensor:
+    """The way back, with the numbers of a token beside each other, as gpt.Attention reads them."""
+    x = x.view(-1, a_kv, s, x.shape[1] // s, x.shape[2])  # [b, a_kv, s, r, d]
+    return x.transpose(1, 2).flatten(2, 3).transpose(1, 2)  # [b, a, s, d]
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q kᵀ / √d + causal mask) v. q: [b, a, s, d]; k, v: [b, a_kv, s, d] -> [b, a, s, d]"""
-    b, a, s, d = q.shape
-    group = a // k.shape[1]
-    k, v = k.flatten(0, 1), v.flatten(0, 1)
-    return _CausalAttention.apply(q.reshape(len(k), group, s, d), k, v).view(b, a, s, d)
+    return _CausalAttention.apply(q, k, v)
 
 
 def attention_of_module(

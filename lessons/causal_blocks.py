@@ -24,8 +24,8 @@ def one_block():
 
 
 def no_mask():
-    shape = lambda rows, columns, dtype: torch.zeros(rows, columns, dtype=dtype)  # noqa: E731
-    return mock.patch.object(causal_blocks, "causal_mask", shape)
+    zeros = lambda tokens, r, dtype: torch.zeros(r * tokens, tokens, dtype=dtype)  # noqa: E731
+    return mock.patch.object(causal_blocks, "causal_mask", zeros)
 
 
 WITHOUT = {
