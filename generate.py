@@ -41,6 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import families
+from base import compiling
 from gpt import GPT, Context
 from inference import cuda_graphs
 from inference.batches import (
@@ -105,7 +106,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     # a compiled block would be compiled again for every length
-    @torch.compiler.set_stance("force_eager")
+    @compiling.eagerly
     def forward(
         self, batch: DecodeBatch, tokens: Tensor, chunk: int = 0, activations: Tensor | None = None
     ) -> Tensor:

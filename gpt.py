@@ -295,13 +295,13 @@ class Embedding(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        h = config.hidden_size
-        self.seq_length = config.seq_length
-        self.tokens = TokenEmbedding(config.vocab_size, h)
-        # two places for families.py
-        self.scale, self.norm = nn.Identity(), nn.Identity()
+        h, self.seq_length = config.hidden_size, config.seq_length
+        # empty: torch's own initial values would load its compiler, on the meta device
+        tokens, places = (torch.empty(n, h) for n in (config.vocab_size, config.seq_length))
+        self.tokens = TokenEmbedding.from_pretrained(tokens, freeze=False)
+        self.scale, self.norm = nn.Identity(), nn.Identity()  # two places for families.py
         learned = config.positions == "learned"
-        self.positions = LearnedPositions(config.seq_length, h) if learned else None
+        self.positions = LearnedPositions.from_pretrained(places, freeze=False) if learned else None
         self.dropout = Dropout(config.dropout, site=0)
 
     def forward(self, tokens: Tensor, context: Context = PLAIN) -> Tensor:

@@ -6,7 +6,8 @@
     compiling.apply(model.blocks.values())
 
 torch.compiler.disable says the same. But it loads the compiler, and a run that compiles nothing
-would wait one to two seconds for it. Here `apply` does it for all of them.
+would wait one to two seconds for it. Here `apply` does it for all of them, and `eagerly` asks
+whether it is there.
 """
 
 import functools
@@ -30,6 +31,19 @@ def left_out(function: Callable) -> Callable:
 
     call.function = function
     _LEFT_OUT.append(call)
+    return call
+
+
+def eagerly(function: Callable) -> Callable:
+    """The function, in which modules that are compiled run as they were before."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        with torch.compiler.set_stance("force_eager"):
+            return function(*args, **kwargs)
+
     return call
 
 

@@ -91,9 +91,6 @@ def run(
 
     Raises RuntimeError with the first failing rank's traceback, or with the numbers of the ranks
     that died or did not finish."""
-    if _context.get_start_method() == "fork":
-        # each rank would import it, for nn.Embedding on the meta device
-        importlib.import_module("torch._dynamo")
     processes = []
     pipes = []
     with tempfile.TemporaryDirectory() as folder:
