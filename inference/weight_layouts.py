@@ -7,10 +7,10 @@ A decoding step multiplies each matrix W [out, in] with a few rows x [n, in], on
     bias inside                 added by the packed layer, also where the block would add it later
     a layout for each matrix    on a CPU, the fastest of four ways to get y [n, out]
 
-        by rows            y  = x Wᵀ       torch's own layout
-        by columns         y  = x Wᵀ       W is stored transposed
-        weights first      yᵀ = W xᵀ       the same product, with n as the inner dimension
-        weights in oneDNN  yᵀ = W xᵀ       the same by oneDNN instead of MKL; float32 alone
+        by rows            y  = x Wᵀ     torch's own layout
+        by columns         y  = x Wᵀ     W is stored transposed
+        columns in oneDNN  y  = x Wᵀ     the same by oneDNN instead of MKL; float32 alone
+        weights in oneDNN  yᵀ = W xᵀ     with n as the inner dimension; float32 alone
 
 A matrix library is made for two large factors. With few rows one factor is narrow, and each of the
 four calls runs another kernel: none is the fastest for every shape, number of rows and processor.
@@ -60,18 +60,13 @@ def by_columns(matrix: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, matrix, bias)
 
 
-def weights_first(matrix: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    return transposed(matrix @ x.flatten(0, -2).t(), x, bias)
+def columns_in_onednn(matrix: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, matrix, bias, "none", [], "")
 
 
 def weights_in_onednn(matrix: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     product = torch.ops.mkldnn._linear_pointwise(matrix, x.flatten(0, -2), None, "none", [], "")
-    return transposed(product, x, bias)
-
-
-def transposed(product: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    """product: W xᵀ, [out, n] -> [.., out]"""
-    y = product.t().contiguous()
+    y = product.t().contiguous()  # [n, out]
     y = y if bias is None else y.add_(bias)
     return y.unflatten(0, x.shape[:-1])
 
@@ -84,18 +79,16 @@ def layouts_for(matrix: Tensor) -> list[Callable]:
     layouts = [by_rows]
     if matrix.device.type == "cpu":
         layouts.append(by_columns)
-        # in 16 bits, a bias that is added afterwards rounds once more
-        if matrix.dtype in (torch.float32, torch.float64):
-            layouts.append(weights_first)
         if matrix.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-            layouts.append(weights_in_onednn)
+            layouts += [columns_in_onednn, weights_in_onednn]
     return layouts
 
 
 def stored(matrix: Tensor, layout: Callable) -> Tensor:
     if not isinstance(matrix, Tensor):
         return matrix.stored(layout)
-    return matrix.t().contiguous().t() if layout is by_columns else matrix
+    by_column = layout in (by_columns, columns_in_onednn)
+    return matrix.t().contiguous().t() if by_column else matrix
 
 
 class PackedLinear(nn.Module):

@@ -15,6 +15,7 @@ import processes
 import pytest
 import shortened
 import torch
+import torch.nn.functional as F
 import torch.distributed as dist
 from test_gpt import GPT_SHAPES, LLAMA_SHAPES, build
 
@@ -261,9 +262,7 @@ def test_ends():
     [*GPT_SHAPES, LLAMA_SHAPES[1], EXPERTS, QWEN3, GEMMA],
     ids=lambda s: f"h{s['hidden_size']}",
 )
-@pytest.mark.parametrize(
-    "layout", [weight_layouts.by_rows, weight_layouts.by_columns, weight_layouts.weights_first]
-)
+@pytest.mark.parametrize("layout", [weight_layouts.by_rows, weight_layouts.by_columns])
 def test_packed(shape, layout, monkeypatch):
     """Laid out for decoding, biases folded in: the same tokens."""
     monkeypatch.setattr(weight_layouts, "layouts_for", lambda matrix: [layout])
@@ -280,6 +279,19 @@ def test_packed(shape, layout, monkeypatch):
     weight_layouts.pack(model, 16)
     assert (model(torch.tensor([prompts[2]])) - logits).abs().max() < 1e-12 * logits.abs().max()
     assert generate.generate(model, prompts, 24, **SAMPLED) == expected
+
+
+@pytest.mark.parametrize("texts", [1, 5])
+def test_layouts_multiply_alike(texts):
+    """Those of float32, with a bias and without; [b, 1, in] as in a step."""
+    matrix, x, bias = torch.randn(30, 16), torch.randn(texts, 1, 16), torch.randn(30)
+    layouts = weight_layouts.layouts_for(matrix)
+    assert len(layouts) == 2 + 2 * torch.backends.mkldnn.is_available()
+    for layout in layouts:
+        stored = weight_layouts.stored(matrix, layout)
+        for added in (bias, None):
+            found = layout(stored, x, added)
+            torch.testing.assert_close(found, F.linear(x, matrix, added), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -299,13 +311,13 @@ def test_packed_with_kernels(shape):
 
 def test_each_matrix_has_its_fastest_layout(monkeypatch):
     """What is missing or is not clearly faster is not chosen; the rows are those that will come."""
-    by_rows, weights_first = weight_layouts.by_rows, weight_layouts.weights_first
-    costs = {by_rows: 1.0, weight_layouts.by_columns: 0.97, weights_first: 0.5}
+    by_rows, fastest = weight_layouts.by_rows, weight_layouts.weights_in_onednn
+    costs = {by_rows: 1.0, weight_layouts.by_columns: 0.97, fastest: 0.5}
     rows = set()
 
     def time_of(layout, matrix, x, bias):
         rows.add(len(x))
-        missing = layout is weights_first and len(matrix) == 257
+        missing = layout is fastest and len(matrix) == 257
         return math.inf if missing else costs[layout]
 
     monkeypatch.setattr(weight_layouts, "time_of", time_of)
@@ -314,7 +326,7 @@ def test_each_matrix_has_its_fastest_layout(monkeypatch):
     weight_layouts.pack(model, 3)
     assert rows == {3}
     assert model.head.output.layout is by_rows
-    assert model.blocks["0"].mlp.down.layout is weights_first
+    assert model.blocks["0"].mlp.down.layout is fastest
     monkeypatch.undo()
 
     def missing(*args):
