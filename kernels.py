@@ -66,8 +66,9 @@ from torch.autograd.function import once_differentiable
 import gpt
 import moe
 import tensor_parallel
+from attention import causal_blocks
 from attention.rotary import Rotary, rotate
-from base import compiling
+from base import compiling, cpu
 from base import cross_entropy as plain
 from base.adamw_kernel import adamw as adamw
 from base.cuda_kernels import (
@@ -571,12 +572,21 @@ def apply(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | N
 
 
 def apply_on_cpu(model: nn.Module, dtype: torch.dtype) -> None:
-    """Attention and GELU as a CPU computes them faster, with PyTorch's operations, in place."""
-    from attention import causal_blocks
-    from base import cpu
-
-    causal_blocks.apply(model)
+    """Fused attention and GELU as a CPU computes them faster, with PyTorch's operations, in
+    place."""
     for module in model.modules():
+        if type(module) is gpt.FusedAttention:
+            module.forward = MethodType(attention_on_cpu, module)
         # of 16 bits each of its steps would be rounded
         if type(module) is gpt.GELU and dtype.itemsize >= 4:
-            module.forward = lambda x, bias: cpu.gelu(x if bias is None else x.add_(bias))
+            module.forward = MethodType(gelu_on_cpu, module)
+
+
+def attention_on_cpu(self: gpt.FusedAttention, q: Tensor, k: Tensor, v: Tensor, context) -> Tensor:
+    if context.documents is not None or q.shape[2] > causal_blocks.LONGEST:
+        return gpt.FusedAttention.forward(self, q, k, v, context)
+    return causal_blocks.causal_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def gelu_on_cpu(self: gpt.GELU, x: Tensor, bias: Tensor | None) -> Tensor:
+    return cpu.gelu(x if bias is None else x.add_(bias))

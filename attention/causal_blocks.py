@@ -30,18 +30,15 @@ if __name__ == "__main__":
     start.lesson("attention.causal_blocks")
 
 import math
-from types import MethodType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-import gpt
-
 # rows of a block
 ROWS = 128
-# Beyond so many tokens PyTorch's kernel is as fast in float32.
+# Beyond so many tokens PyTorch's kernel is as fast in float32; kernels.py asks that one then.
 LONGEST = 512
 
 
@@ -137,19 +134,3 @@ def heads_of_rows(x: Tensor, a_kv: int, s: int) -> Tensor:
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q kᵀ / √d + causal mask) v. q: [b, a, s, d]; k, v: [b, a_kv, s, d] -> [b, a, s, d]"""
     return _CausalAttention.apply(q, k, v)
-
-
-def attention_of_module(
-    self: gpt.FusedAttention, q: Tensor, k: Tensor, v: Tensor, context: gpt.Context
-) -> Tensor:
-    if context.documents is not None or q.shape[2] > LONGEST:
-        return gpt.FusedAttention.forward(self, q, k, v, context)
-    return causal_attention(q, k, v).transpose(1, 2).flatten(2)
-
-
-def apply(model: gpt.GPT) -> None:
-    """Let fused attention compute so, in place; on a CPU. Before what wraps the core or its
-    forward."""
-    for module in model.modules():
-        if type(module) is gpt.FusedAttention:
-            module.forward = MethodType(attention_of_module, module)

@@ -198,7 +198,7 @@ class RunConfig(Kind):
     )
     kernels: str = flag(
         "auto",
-        "auto: fused CUDA operations where the device has them (kernels.py)",
+        "auto: operations of kernels.py: fused ones on a GPU, faster attention and GELU on a CPU",
         ("auto", "off"),
     )
     compile: bool = flag(False, "torch.compile each block")

@@ -15,8 +15,8 @@ import processes
 import pytest
 import shortened
 import torch
-import torch.nn.functional as F
 import torch.distributed as dist
+import torch.nn.functional as F
 from test_gpt import GPT_SHAPES, LLAMA_SHAPES, build
 
 import checkpoint
