@@ -296,12 +296,12 @@ class Embedding(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         h, self.seq_length = config.hidden_size, config.seq_length
-        # empty: torch's own initial values would load its compiler, on the meta device
-        tokens, places = (torch.empty(n, h) for n in (config.vocab_size, config.seq_length))
+        # GPT fills them; torch's own initial values would load its compiler, on the meta device
+        tokens, positions = (torch.empty(n, h) for n in (config.vocab_size, config.seq_length))
         self.tokens = TokenEmbedding.from_pretrained(tokens, freeze=False)
         self.scale, self.norm = nn.Identity(), nn.Identity()  # two places for families.py
-        learned = config.positions == "learned"
-        self.positions = LearnedPositions.from_pretrained(places, freeze=False) if learned else None
+        positions = LearnedPositions.from_pretrained(positions, freeze=False)
+        self.positions = positions if config.positions == "learned" else None
         self.dropout = Dropout(config.dropout, site=0)
 
     def forward(self, tokens: Tensor, context: Context = PLAIN) -> Tensor:

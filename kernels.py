@@ -573,9 +573,12 @@ def apply(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | N
 
 def apply_on_cpu(model: nn.Module, dtype: torch.dtype) -> None:
     """Fused attention and GELU as a CPU computes them faster, with PyTorch's operations, in
-    place."""
+    place. Of float32 attention where oneDNN multiplies (base/cpu.py): blocks of rows are no faster
+    by MKL."""
+    by_onednn = torch.get_float32_matmul_precision() != "highest"
+    has_blocks = dtype in (torch.bfloat16, torch.float64) or (dtype == torch.float32 and by_onednn)
     for module in model.modules():
-        if type(module) is gpt.FusedAttention:
+        if type(module) is gpt.FusedAttention and has_blocks:
             module.forward = MethodType(attention_on_cpu, module)
         # of 16 bits each of its steps would be rounded
         if type(module) is gpt.GELU and dtype.itemsize >= 4:

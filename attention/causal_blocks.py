@@ -9,19 +9,22 @@ others. With s = 4 and blocks of 2 rows:
       2    x x   x .      block 1: rows 2 and 3, all columns
       3    x x   x x
 
-A block is two large matrix multiplications and a softmax. On CPUs the kernel of
-`scaled_dot_product_attention` multiplies smaller pieces, and takes up to three times as long
+A block is two large matrix multiplications and a softmax. Where oneDNN multiplies (in 16 bits; in
+float32 by base/cpu.py), small matrices are slow, and the kernel of `scaled_dot_product_attention`
+multiplies many: it takes up to three times as long
 ([docs/results.md](../docs/results.md#one-device)). As in that kernel, the s x s matrix never exists
 whole, and backward computes the probabilities again from q and k (FlashAttention, arXiv 2205.14135,
-section 3.1): it keeps q, k and v.
+section 3.1): it keeps copies of q, k and v. In 16 bits the scores have 16 bits, as those of
+explicit attention; PyTorch's kernel has them in float32.
 
-Where heads share a key (grouped-query attention), a row has the queries of all of them, one after
-the other, and they multiply the key at once.
+r heads may share a key (grouped-query attention). Then a token has r rows, one for each of them,
+and these multiply the key at once.
 
     python -m attention.causal_blocks      a lesson: FLOPs, bytes that are kept, equal gradients
 
-Not covered: other masks; blocks of columns, with which FlashAttention also bounds the width of a
-block. So a sequence of more than `LONGEST` tokens, or with documents, is left to PyTorch.
+Not covered: second derivatives; other masks; blocks of columns, with which FlashAttention also
+bounds the width of a block. So a sequence of more than `LONGEST` tokens, or with documents, is left
+to PyTorch.
 """
 
 if __name__ == "__main__":
@@ -36,15 +39,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# rows of a block
+# tokens of a block
 ROWS = 128
 # Beyond so many tokens PyTorch's kernel is as fast in float32; kernels.py asks that one then.
 LONGEST = 512
 
 
 class Block(NamedTuple):
-    """Rows of q and of the scores, and the columns that they see, as slices of tensors in which a
-    row has r queries."""
+    """Rows of q and of the scores, r for each token, and the columns up to the last of them."""
 
     rows: slice
     columns: slice
@@ -56,15 +58,16 @@ class Block(NamedTuple):
 
 
 def blocks(s: int, r: int) -> list[Block]:
-    """From the last to the first; the last may have fewer rows."""
+    """From the bottom of the matrix to its top. The one at the bottom may have fewer rows."""
     ends = [(first, min(s, first + ROWS)) for first in range(0, s, ROWS)]
     return [Block(slice(r * first, r * end), slice(end), r) for first, end in reversed(ends)]
 
 
 def probabilities(q: Tensor, k: Tensor, block: Block, scale: float) -> Tensor:
-    """softmax(q kᵀ / √d + causal mask) of a block. q: [n, r s, d]; k: [n, s, d]
+    """softmax(q kᵀ / √d + causal mask) of a block. q: [n, s r, d]; k: [n, s, d]
     -> [n, rows, columns]"""
     q, k = q[:, block.rows], k[:, block.columns]
+    # beta 0: what would be added is not read
     scores = torch.baddbmm(q.new_empty(1), q, k.transpose(1, 2), beta=0, alpha=scale)
     # the columns before these are seen by all rows
     scores[:, :, -block.tokens :] += causal_mask(block.tokens, block.r, q.dtype)
@@ -72,7 +75,7 @@ def probabilities(q: Tensor, k: Tensor, block: Block, scale: float) -> Tensor:
 
 
 def causal_mask(tokens: int, r: int, dtype: torch.dtype) -> Tensor:
-    """0 where a row sees a column, else -∞. [r tokens, tokens]"""
+    """0 where a row sees a column, else -∞. [tokens r, tokens]"""
     mask = torch.full((tokens, tokens), -math.inf, dtype=dtype).triu(1)
     return mask.repeat_interleave(r, 0)
 
@@ -87,13 +90,13 @@ class _CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v):
-        a_kv = k.shape[1]
-        q, k, v = (rows_of_groups(x, a_kv) for x in (q, k, v))  # q: [n, r s, d]; k, v: [n, s, d]
+        ctx.a_kv = a_kv = k.shape[1]
+        ctx.r = q.shape[1] // a_kv
+        q, k, v = (rows_of_groups(x, a_kv) for x in (q, k, v))  # q: [n, s r, d]; k, v: [n, s, d]
         ctx.save_for_backward(q, k, v)
-        ctx.a_kv = a_kv
         s, d = k.shape[1:]
         y = torch.empty_like(q)
-        for block in blocks(s, q.shape[1] // s):
+        for block in blocks(s, ctx.r):
             p = probabilities(q, k, block, d**-0.5)
             torch.bmm(p, v[:, block.columns], out=y[:, block.rows])
         return heads_of_rows(y, a_kv, s)
@@ -106,9 +109,9 @@ class _CausalAttention(torch.autograd.Function):
         s, d = k.shape[1:]
         scale = d**-0.5
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        # The first of them has all columns: its gradients overwrite what is there.
+        # The block at the bottom has all columns: its gradients overwrite what is there.
         beta = 0
-        for block in blocks(s, q.shape[1] // s):
+        for block in blocks(s, ctx.r):
             rows, columns = block.rows, block.columns
             p = probabilities(q, k, block, scale)
             dv[:, columns].baddbmm_(p.transpose(1, 2), dy[:, rows], beta=beta)

@@ -7,7 +7,7 @@
 
 torch.compiler.disable says the same. But it loads the compiler, and a run that compiles nothing
 would wait one to two seconds for it. Here `apply` does it for all of them, and `eagerly` asks
-whether it is there.
+whether the compiler is loaded.
 """
 
 import functools
@@ -35,7 +35,7 @@ def left_out(function: Callable) -> Callable:
 
 
 def eagerly(function: Callable) -> Callable:
-    """The function, in which modules that are compiled run as they were before."""
+    """The function, in which compiled modules run as they were before they were compiled."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):

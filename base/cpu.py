@@ -1,12 +1,12 @@
-"""Two settings of a process that trains on a CPU: freed memory stays, and oneDNN multiplies.
+"""For CPUs: two settings of a process that trains (freed memory stays, oneDNN multiplies); GELU.
 
     cpu.set_up()
 
 Both hold for the whole process, and any PyTorch program could make them. A comparison with another
 project makes them for both (comparisons/single_device.py). Generation has the first alone: it
-measures who multiplies its narrow matrices (inference/weight_layouts.py).
+measures which library is the faster for its narrow matrices (inference/weight_layouts.py).
 
-`gelu` is PyTorch's GELU in less time.
+`gelu` is PyTorch's GELU in the tanh form, in less time.
 """
 
 import ctypes
@@ -43,7 +43,7 @@ def multiply_by_onednn() -> None:
     PyTorch leaves them to MKL, which uses no AVX-512 on AMD's processors; oneDNN does, and takes
     half the time. PyTorch asks oneDNN where float32 may be multiplied in bf16 ("medium"). A
     processor without matrix units (AMX) has no such product, and oneDNN multiplies in float32: that
-    is checked here, with numbers of which bf16 keeps a third of the bits.
+    is checked here, with 1 + 2⁻²⁰, which bf16 would round to 1.
     """
     if "AMD" not in processor():
         return
@@ -59,6 +59,7 @@ def processor() -> str:
     return getattr(torch.cpu, "get_capabilities", dict)().get("cpu_name", "")
 
 
+# 2 √(2/π)
 GELU_FACTOR = 2 * (2 / math.pi) ** 0.5
 
 

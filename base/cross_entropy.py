@@ -34,10 +34,10 @@ class _CrossEntropy(torch.autograd.Function):
         # one pass of PyTorch's own, in place; the probability of the largest logit is 1 / Σ exp(z -
         # largest), and never 0
         p = torch.softmax(z, -1, out=z)
-        log_total = largest - p.amax(-1).log()
         ctx.save_for_backward(p, targets)
         ctx.dtype = logits.dtype
-        return log_total - target_logit
+        # in this order: large logits cancel before anything is rounded
+        return (largest - target_logit) - p.amax(-1).log()
 
     @staticmethod
     def backward(ctx, grad):

@@ -172,7 +172,7 @@ def peers_of(args, precision: str) -> dict[str, Peer]:
 
 def breakdown(step) -> dict[str, float]:
     """Milliseconds of one step by kind of operation, from the profiler."""
-    seconds = [dict.fromkeys([*KINDS, "the rest"], 0.0) for _ in range(PROFILED)]
+    microseconds = [dict.fromkeys([*KINDS, "the rest"], 0.0) for _ in range(PROFILED)]
     with torch.profiler.profile() as profile:
         for n in range(PROFILED):
             with torch.profiler.record_function(f"step {n}"):
@@ -182,8 +182,9 @@ def breakdown(step) -> dict[str, float]:
     for event in events:
         kinds = [kind for kind, parts in KINDS.items() if any(p in event.name for p in parts)]
         n = min(bisect.bisect_left(ends, event.time_range.start), PROFILED - 1)
-        seconds[n][[*kinds, "the rest"][0]] += event.self_cpu_time_total
-    return {kind: min(s[kind] for s in seconds) / 1e3 for kind in seconds[0]}
+        # the first kind that fits
+        microseconds[n][[*kinds, "the rest"][0]] += event.self_cpu_time_total
+    return {kind: min(us[kind] for us in microseconds) / 1e3 for kind in microseconds[0]}
 
 
 def on_rank(rank: int, peers: dict, fields: dict, precision: str, args):

@@ -49,7 +49,7 @@ SAMPLE_BYTES = 64 * 2**20
 SECONDS_TO_MEASURE = 0.5
 
 
-# --- four ways to multiply: matrix [out, in], x [.., in], bias [out] or None -> [.., out] ---------
+# --- four ways to multiply: matrix [out, in], x [.., n, in], bias [out] or None -> [.., n, out] ---
 
 
 def by_rows(matrix: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:

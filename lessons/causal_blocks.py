@@ -74,13 +74,13 @@ def teach(lesson: form.Lesson) -> None:
 def flops(lesson: form.Lesson) -> None:
     lesson.predict(
         f"{S} rows in blocks of 128; a block has the columns up to its last row. What share of the"
-        " s x s scores is computed? What share would a mask leave?"
+        " s x s scores is computed, in forward? What share does a causal mask need?"
     )
     found = demo.flops(lambda: causal_blocks.causal_attention(*leaves())) / WHOLE
     n = S // 128
     lesson.check(
         f"{found:.1%} of the FLOPs; (1 + .. + n) / n² = (n + 1) / 2n = {(n + 1) / (2 * n):.1%}; a"
-        f" mask leaves (s + 1) / 2s = {(S + 1) / (2 * S):.1%}",
+        f" mask needs (s + 1) / 2s = {(S + 1) / (2 * S):.1%}",
         found == (n + 1) / (2 * n),
     )
 

@@ -43,7 +43,7 @@ def _handlers():
 
 @pytest.fixture(autouse=True)
 def _products():
-    """Commands that train in this process choose who multiplies (base/cpu.py)."""
+    """Commands that train in this process may choose the library that multiplies (base/cpu.py)."""
     yield
     torch.set_float32_matmul_precision("highest")
 

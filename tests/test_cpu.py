@@ -11,6 +11,7 @@ import kernels
 import train
 from attention import causal_blocks
 from base import cpu
+from base.cross_entropy import cross_entropy
 from gradients import global_norm
 from proof.synthetic import Synthetic
 
@@ -55,7 +56,7 @@ def test_blocks_equal_the_kernel(shape, dtype, tolerance):
 
 def test_kernels_auto_puts_blocks_into_a_model_on_a_cpu(monkeypatch):
     """Rows of 3 blocks; --kernels off leaves PyTorch's own; beyond LONGEST and with documents it
-    is asked too."""
+    is asked too, and in float32 where MKL multiplies."""
     fields = dict(num_layers=2, hidden_size=16, num_heads=2, seq_length=24, vocab_size=50)
     fields |= dict(model="gpt2", dropout=0.0, global_batch_size=2)
     calls = []
@@ -64,7 +65,8 @@ def test_kernels_auto_puts_blocks_into_a_model_on_a_cpu(monkeypatch):
     monkeypatch.setattr(causal_blocks, "causal_attention", count)
     monkeypatch.setattr(causal_blocks, "ROWS", 9)
     losses = {}
-    for name in ("auto", "off", "too long"):
+    for name in ("auto", "off", "too long", "MKL"):
+        torch.set_float32_matmul_precision("highest" if name == "MKL" else "medium")
         monkeypatch.setattr(causal_blocks, "LONGEST", 23 if name == "too long" else 24)
         config = train.Config(**fields, kernels="off" if name == "off" else "auto")
         calls.clear()
@@ -123,6 +125,16 @@ def test_products_keep_float32():
     x, y = torch.randn(2, 300, 300, generator=torch.Generator().manual_seed(0))
     exact = x.double() @ y.double()
     assert ((x @ y - exact).abs().max() / exact.abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("offset", [0, 100, 1e4, -1e8])
+def test_loss_of_large_logits(offset):
+    """What all logits have in common cancels before anything is rounded."""
+    logits = torch.randn(64, 100, generator=torch.Generator().manual_seed(0)) + offset
+    targets = torch.arange(64)
+    expected = F.cross_entropy(logits.double(), targets, reduction="none")
+    found = cross_entropy(logits.requires_grad_() * 1, targets)
+    assert (found.double() - expected).abs().max() < 3e-6
 
 
 def test_norm_of_a_large_gradient():
