@@ -217,6 +217,9 @@ def choose_layouts(layers: list[PackedLinear], rows: int) -> None:
     """Give each layer the layout in which matrices of its shape take the least time in a step with
     `rows` rows. layers: in the order of a step."""
     layouts = layouts_for(layers[0].matrix)
+    if rows == 1:
+        # in a step, its calls take longer than they do alone
+        layouts = [x for x in layouts if x not in (columns_in_onednn, weights_in_onednn)]
     choice = {}
     if len(layouts) > 1:
         for shape, seconds in measure(sample_of(layers), layouts, rows).items():
