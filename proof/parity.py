@@ -345,7 +345,7 @@ def difference(a: Result, b: Result) -> dict[str, float]:
     """Largest relative differences of a from the reference b: loss, norm, gradient, parameter."""
     assert a.gradients.keys() == b.gradients.keys() and a.parameters.keys() == b.parameters.keys()
     worst = {
-        "loss": max(abs(x - y) / abs(y) for x, y in zip(a.losses, b.losses, strict=True)),
+        "loss": max(abs(x - y) / (abs(y) or 1) for x, y in zip(a.losses, b.losses, strict=True)),
         "norm": max(abs(x - y) / abs(y) for x, y in zip(a.norms, b.norms, strict=True)),
     }
     for kind, label in (("gradient", "gradient of "), ("parameter", "updated ")):

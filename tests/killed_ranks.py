@@ -52,8 +52,11 @@ FORKED = [sys.executable, str(ROOT / "tests/forked_torchrun.py"), "--nproc-per-n
 REWARD = "def evenness(prompt, answer, record):\n    return sum(map(ord, answer)) % 7\n"
 
 
-def is_step(line: str) -> bool:
-    return re.match(r"step +\d", line) is not None
+def has_checkpoint(line: str) -> bool:
+    """Whether it is of a step before which a checkpoint is whole: the save after step 2 has waited
+    for that after step 1."""
+    found = re.match(r"step +(\d+)", line)
+    return found is not None and int(found[1]) >= 3
 
 
 def run(command: list[str], seed: int, most: int) -> tuple[int, str]:
@@ -69,7 +72,7 @@ def run(command: list[str], seed: int, most: int) -> tuple[int, str]:
     )
     kills = 0
     output = []
-    # set at the first step after the start, and after each restart
+    # set at a step after the start, and after each restart
     training = threading.Event()
 
     def kill():
@@ -88,7 +91,7 @@ def run(command: list[str], seed: int, most: int) -> tuple[int, str]:
     threading.Thread(target=kill, daemon=True).start()
     for line in process.stdout:
         output.append(line)
-        if is_step(line) and len(output) > 1 and not is_step(output[-2]):
+        if has_checkpoint(line) and len(output) > 1 and not has_checkpoint(output[-2]):
             training.set()
     if process.wait() != 0:
         raise RuntimeError(f"exit status {process.returncode}\n{''.join(output)}")
