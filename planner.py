@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 from model_config import MoEConfig, block_matrices, num_mlps
 from planning.fits import USABLE, PlanError, what_would_fit
-from planning.inputs import Layout, Machine, Software
+from planning.inputs import STATE_IN_16_BITS, Layout, Machine, Software
 from planning.layouts import layouts
 from planning.memory import bias_heads, block_parameters, is_fused, memory, parameters
 
@@ -69,8 +69,11 @@ ACCUMULATION = 8
 # for each logit: to 32 bits (6), maximum (4), minus it (8), exp (8), sum (4), softmax (8), its
 # gradient (8), to 16 bits (6)
 LOSS = 52
-# for each parameter: unscale (8), norm (4), clip (8), AdamW (28), to 16 bits (6), zero (4)
-UPDATE = 58
+# for each parameter: unscale (8), norm (4), clip (8), zero (4); the gradient (4)
+UPDATE = 28
+# .. and its state, read and written; in 32 bits also to 16 (6). In 16 bits the weight is the other
+# half of the master (4)
+TO_16_BITS, OTHER_HALF = 6, 4
 # for each of h: gradients of two norms and two biases, in 32 bits
 NORM_GRADIENTS = 6 * 4
 
@@ -353,7 +356,9 @@ def step_time(
         seconds["data"] = data_parallel(rank, layers * sum(forward), layers * sum(backward))
     shards = layout.replicas if layout.zero_stage else 1
     held = sum(parameters(model, layout))
-    seconds["optimizer"] = UPDATE * held / shards / rank.bytes_per_second
+    state = software.optimizer_state
+    update = UPDATE + 2 * state + (OTHER_HALF if state == STATE_IN_16_BITS else TO_16_BITS)
+    seconds["optimizer"] = update * held / shards / rank.bytes_per_second
     return seconds
 
 

@@ -33,7 +33,7 @@ from base import terminal
 from base.json_files import JSONError
 from model_config import MoEConfig, flops_per_token, least_parameters
 from planning.fits import gib
-from planning.inputs import MACHINES, TRAIN, Layout, Machine
+from planning.inputs import MACHINES, Layout, Machine, software_of
 from planning.plan import machine_of as machine_named
 from run import flags, rules
 from run.config import MODEL_FLAGS, ConfigError, flag_name
@@ -44,6 +44,8 @@ from run.rules import Run, check_effects
 TOKENS = 300e9
 # seconds
 DAY = 86400
+# the flags of train.py that `plan` takes, and puts into the commands that it prints
+GIVEN = {"model", *MODEL_FLAGS, "optimizer_state"}
 # what the table calls the parts of planning/memory.py, and how wide they are
 PARTS = {
     "params": (7, ("parameters", "gathered")),
@@ -248,10 +250,10 @@ def why_it_loses(first: planner.Plan, second: planner.Plan) -> str:
 
 
 def model_words(args: argparse.Namespace) -> list[str]:
-    """The flags of the model, as they were given."""
+    """The flags of the model and of its optimizer's state, as they were given."""
     words = []
     for name, value in vars(args).items():
-        if name in MODEL_FLAGS or name == "model":
+        if name in GIVEN:
             words += [flag_name(name), str(value)]
     return words
 
@@ -267,7 +269,7 @@ def plan_parser() -> Parser:
     )
     parser.add_argument("--top", type=count, default=10, metavar="N", help="how many layouts")
     for field in dataclasses.fields(Config):
-        if field.name in MODEL_FLAGS or field.name == "model":
+        if field.name in GIVEN:
             flags.add_flag(parser, field)
     return parser
 
@@ -276,15 +278,17 @@ def plan(argv: list[str]) -> None:
     args = plan_parser().parse_args(argv)
     if not hasattr(args, "model"):
         raise ConfigError("--model: which one? for example --model gpt3-175b")
-    given = {name: value for name, value in vars(args).items() if name in MODEL_FLAGS}
-    config = Config(model=args.model, **given)
+    given = {name: value for name, value in vars(args).items() if name in GIVEN}
+    config = Config(**given)
     model = config.model_config()
     # flags that this model has no use for
     rules.check_techniques(config, model, world=1)
     check_effects(Run(config, model, replicas=1))
     machine = machine_of(args)
     try:
-        plans = planner.search(machine, TRAIN, model, args.gpus, args.batch)
+        plans = planner.search(
+            machine, software_of(config.optimizer_state), model, args.gpus, args.batch
+        )
     except planner.PlanError as e:
         raise ConfigError(f"--gpus {args.gpus} --batch {args.batch}: {e}") from None
     best, *others = plans

@@ -4,10 +4,11 @@ every layout of 8 GPUs takes at least 367 GiB on each, of which a100 has 75 for 
 would hold it
 """
 
+import dataclasses
 from collections.abc import Callable
 
 from model_config import MoEConfig
-from planning.inputs import Machine, Software
+from planning.inputs import STATE_IN_16_BITS, Machine, Software
 from planning.layouts import layouts
 from planning.memory import memory
 
@@ -31,10 +32,13 @@ def what_would_fit(
 
     least = least_bytes(software, model, gpus, global_batch)
     if least is not None:
+        smaller = dataclasses.replace(software, optimizer_state=STATE_IN_16_BITS)
+        less = least_bytes(smaller, model, gpus, global_batch)
+        flag = "--optimizer-state bf16 or " if less <= USABLE * machine.memory else ""
         return (
             f"every layout of {gpus:,} GPUs takes at least {gib(least)} GiB on each, of which"
             f" {machine.name} has {gib(USABLE * machine.memory)} for tensors;"
-            f" {enough(gpus, global_batch, fits)}"
+            f" {flag}{enough(gpus, global_batch, fits)}"
         )
     # data parallelism alone can share this batch
     batch = divisible(global_batch, gpus)

@@ -227,6 +227,17 @@ TRAIN = Software(
     scatters_pipeline=False,
     cp_kinds=("ring", "all-to-all"),
 )
+# what --optimizer-state bf16 keeps: the low half of a master, two moments (optimizer.AdamW)
+STATE_IN_16_BITS = 6
+
+
+def software_of(optimizer_state: str) -> Software:
+    """train.py with this --optimizer-state."""
+    if optimizer_state == "fp32":
+        return TRAIN
+    return dataclasses.replace(TRAIN, optimizer_state=STATE_IN_16_BITS)
+
+
 SOFTWARE = {
     "train.py": TRAIN,
     # arXiv 2104.04473 and 2205.05198

@@ -16,7 +16,7 @@ import torch
 
 import planner
 from base import json_files
-from planning.inputs import MACHINES, TRAIN, Layout, Machine
+from planning.inputs import MACHINES, Layout, Machine, software_of
 from run.config import ConfigError
 from run.metrics import peak_of
 from run.pretraining import Config
@@ -66,7 +66,8 @@ def predict(config: Config, ranks: int, s: int | None = None) -> dict[str, float
         return {}
     model = config.model_config()
     model = dataclasses.replace(model, seq_length=s or model.seq_length)
-    return planner.step_time(machine_of(config.plan), TRAIN, model, layout_of(config, ranks))
+    software = software_of(config.optimizer_state)
+    return planner.step_time(machine_of(config.plan), software, model, layout_of(config, ranks))
 
 
 def describe(seconds: dict[str, float], name: str) -> str:

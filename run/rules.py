@@ -260,6 +260,8 @@ def check_plan(config: RunConfig) -> None:
         rule = f"train a whole model on text, and this run {config.unpredicted}; leave it out"
     elif config.fp8 != "off":
         rule = "do without --fp8; leave one of the two out"
+    elif config.recompute_layers is not None:
+        rule = "recompute all layers or none; leave out one of --plan and --recompute-layers"
     if config.plan and rule:
         refuse(config, "plan", f"predicts steps that {rule}")
 

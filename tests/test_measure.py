@@ -19,7 +19,7 @@ from model_config import MoEConfig
 from planning import commands, measure, plan, try_layouts
 from planning.inputs import MACHINES, TRAIN, Constants, Layout, Machine
 from proof import ranks
-from run import flags
+from run import flags, rules
 from run.config import ConfigError
 from run.pretraining import Config
 
@@ -217,6 +217,12 @@ def test_train_prints_the_prediction(here):
 
 def test_without_the_flag_nothing_is_predicted():
     assert plan.predict(Config(), 1) == {}
+
+
+def test_plan_does_not_predict_some_layers_recomputed():
+    config = Config(model="tiny", dropout=0.0, recompute="full", recompute_layers=2, plan="h100")
+    with pytest.raises(ConfigError, match=r"--plan h100: predicts .* --recompute-layers"):
+        rules.validate(config, 1)
 
 
 @pytest.mark.parametrize(

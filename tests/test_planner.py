@@ -21,9 +21,11 @@ import schedules
 from lessons import planner as lesson
 from model_config import MoEConfig
 from planning import budget, commands, errors
+from planning import plan as plan_of
 from planning import rows as published
-from planning.inputs import A100, H100, H200, SOFTWARE, TRAIN, Layout
+from planning.inputs import A100, H100, H200, SOFTWARE, TRAIN, Layout, software_of
 from planning.layouts import layouts
+from planning.memory import memory
 from planning.rows import Row
 from run import flags, rules
 from run.presets import PRESETS
@@ -227,6 +229,27 @@ def test_train_accepts_every_command(name, gpus, batch):
                 wanted = getattr(plan.layout, field.name)
                 assert getattr(config, field.name) == wanted, field.name
         assert config.micro_batch(dp) == plan.layout.micro_batch_size
+
+
+def test_optimizer_state_in_16_bits(capsys):
+    """A 70B fits eight H200s; each rank's state is half, and its update takes less; the printed
+    command has the flag, and the refusal without it names it."""
+    words = "--model llama2-70b --gpus 8 --gpu h200 --batch 64".split()
+    assert commands.main(["plan", *words]) == 2
+    assert "; --optimizer-state bf16 or 16 GPUs would hold it" in capsys.readouterr().err
+    assert commands.main(["plan", *words, "--optimizer-state", "bf16"]) == 0
+    out = capsys.readouterr().out
+    best = out[out.index("torchrun") : out.index("\n\nThe second")]
+    assert "--model llama2-70b --optimizer-state bf16 --tp" in best
+    config, ranks = parse(best)
+    parts = {}
+    for name in ("fp32", "bf16"):
+        config = dataclasses.replace(config, optimizer_state=name, plan="h200")
+        layout = plan_of.layout_of(config, ranks)
+        held = memory(config.model_config(), layout, software_of(name))
+        parts[name] = held["optimizer"], plan_of.predict(config, ranks)["optimizer"]
+    assert parts["bf16"][0] == parts["fp32"][0] / 2
+    assert parts["bf16"][1] == pytest.approx(parts["fp32"][1] * 44 / 58)
 
 
 def test_long_sequences_are_spread_over_ranks():

@@ -11,7 +11,7 @@ import schedules
 import train
 from model_config import MoEConfig
 from planning import as_rank, memory, plan
-from planning.inputs import TRAIN, Layout
+from planning.inputs import TRAIN, Layout, software_of
 from run.presets import PRESETS
 
 # as-rank runs on the meta device, where RMSNorm is made of single operations
@@ -71,6 +71,11 @@ LAYOUTS = {
     "qwen3": (SEQUENCE | dict(model="qwen3-8b", tp=4, pp=2, zero_stage=1), 32, [0, 31]),
     "mistral, chunked head": (dict(model="mistral-7b", tp=4, head_chunk=1024), 8, [0]),
     "bloom": (dict(model="bloom-7b1", tp=4, pp=2), 8, [0, 4]),
+    "state in 16 bits": (
+        dict(model="llama2-70b", optimizer_state="bf16", tp=4, pp=2, sequence_parallel=True),
+        8,
+        [0, 4],
+    ),
 }
 
 
@@ -89,7 +94,9 @@ def test_memory_is_what_as_rank_counts(name):
         }
         stage = report.place["pp"][0] if config.pp > 1 else 0
         layout = plan.layout_of(config, world)
-        predicted = memory.memory(config.model_config(), layout, META, stage)
+        state = software_of(config.optimizer_state).optimizer_state
+        software = dataclasses.replace(META, optimizer_state=state)
+        predicted = memory.memory(config.model_config(), layout, software, stage)
         # what is there for a moment, as-rank does not count
         assert set(predicted) == {*counted, "gathered", "summed", "moment"}
         for part, size in counted.items():
