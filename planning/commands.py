@@ -291,6 +291,7 @@ def config_of(args: argparse.Namespace) -> tuple[Config, dict]:
     given = {name: value for name, value in vars(args).items() if name in GIVEN}
     config = Config(**given)
     model = config.model_config()
+    rules.check_types(config)
     rules.check_numbers(config)
     # flags that this model has no use for
     rules.check_techniques(config, model, world=1)

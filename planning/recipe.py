@@ -78,5 +78,5 @@ def flags_of(recipe: Recipe, model: MoEConfig, batch: int, tokens: float, given:
     words = []
     for name, value in fields.items():
         values = value if isinstance(value, list) else [value]
-        words += [flag_name(name), *(f"{x:g}" if isinstance(x, float) else str(x) for x in values)]
+        words += [flag_name(name), *map(str, values)]
     return words

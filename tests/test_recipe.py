@@ -54,7 +54,11 @@ def test_llama2_by_hand():
     row = row_of("llama2-70b")
     assert row.lr == 1.5e-4 and recipe.batch_of(row, 4096, 64) == 1024
     words = words_of("llama2-70b", 1024, 2e12)
-    assert (words["--lr"], words["--warmup-steps"], words["--dropout"]) == ("0.00015", "2000", "0")
+    assert (words["--lr"], words["--warmup-steps"], words["--dropout"]) == (
+        "0.00015",
+        "2000",
+        "0.0",
+    )
     # 2e12 / 2^22
     assert (words["--steps"], words["--tokenizer"]) == ("476837", "TOKENIZER")
 
@@ -147,6 +151,7 @@ def test_few_tokens(capsys):
     for line, words in (
         ("plan --model tiny --gpus 1 --tokens 1e20", "--tokens 1e+20: makes 48,828,125,"),
         ("plan --model gpt2 --gpus 8 --lr -1", "--lr -1.0: must be at least 0"),
+        ("plan --model gpt2 --gpus 8 --tokenizer=", "--tokenizer '': is empty"),
     ):
         assert commands.main(line.split()) == 2
         assert words in capsys.readouterr().err
