@@ -122,7 +122,7 @@ def main(argv: list[str]) -> None:
     if found.memory_is_full:
         print("A larger model would not fit into memory.")
     print()
-    print("\n".join(commands.table([found.plan], machine, model, found.tokens)))
+    print("\n".join(commands.table([found.plan], machine, TRAIN, model, found.tokens)))
     # any GPT: the flags say the rest of its shape
     shape = {"model": "gpt2"}
     for field in ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size"):
@@ -130,4 +130,4 @@ def main(argv: list[str]) -> None:
     row = recipe_of_size(found.parameters)
     batch = found.plan.layout.global_batch_size
     recipe_flags = flags_of(row, model, batch, found.tokens, {})
-    commands.show_command(found.plan, machine, commands.model_words(shape), recipe_flags, row)
+    commands.show_command(found.plan, machine, commands.beginning(shape), recipe_flags, row)

@@ -34,7 +34,7 @@ from base.json_files import JSONError
 from model_config import MoEConfig, flops_per_token, least_parameters
 from planning import recipe
 from planning.fits import gib
-from planning.inputs import MACHINES, Layout, Machine
+from planning.inputs import MACHINES, Layout, Machine, Software
 from planning.plan import machine_of as machine_named
 from planning.plan import software_of
 from run import flags, rules
@@ -49,7 +49,7 @@ TOKENS = 300e9
 DAY = 86400
 # the flags of train.py that `plan` takes, and puts into the commands that it prints: what decides
 # time and memory, and how to train (planning/recipe.py)
-PLANNED = {"model", *MODEL_FLAGS, "optimizer_state"}
+PLANNED = {"model", *MODEL_FLAGS, "optimizer_state", "reduce_dtype", "fp8", "fp8_skip", "lora_rank"}
 GIVEN = PLANNED | set(recipe.GIVEN)
 # what the table calls the parts of planning/memory.py, and how wide they are
 PARTS = {
@@ -130,11 +130,10 @@ def machine_of(args: argparse.Namespace) -> Machine:
 # --- plan -----------------------------------------------------------------------------------------
 
 
-def command(
-    model_flags: list[str], layout: Layout, ranks_per_node: int, recipe_flags: list[str]
-) -> str:
-    """The command that trains under this layout. On several nodes it runs on each of them."""
-    train = ["train.py", *model_flags, *layout.flags(), *recipe_flags]
+def command(begin: list[str], layout: Layout, ranks_per_node: int, recipe_flags: list[str]) -> str:
+    """The command that trains under this layout. On several nodes it runs on each of them. begin:
+    the program, and the flags of the model."""
+    train = [*begin, *layout.flags(), *recipe_flags]
     ranks = layout.ranks
     if ranks == 1:
         return shlex.join(["python", *train])
@@ -152,9 +151,9 @@ def wrapped(text: str) -> str:
     """A command on lines of at most 96 columns, each but the last with \\ at its end. A flag stays
     on the line of its value."""
     lines = [""]
-    words = re.sub(r" (--|train\.py)", r"\n\1", text).split("\n")
+    words = re.sub(r" (--|train\.py|adapters\.py)", r"\n\1", text).split("\n")
     for word in words:
-        starts = word == "train.py" and len(words) > 8
+        starts = word.split()[0].endswith(".py") and len(words) > 8
         if starts or len(lines[-1]) + len(word) > 92:
             lines.append("   ")
         lines[-1] += f" {word}" if lines[-1] else word
@@ -162,11 +161,14 @@ def wrapped(text: str) -> str:
 
 
 def speed(
-    machine: Machine, model: MoEConfig, layout: Layout, seconds: float
+    machine: Machine, software: Software, model: MoEConfig, layout: Layout, seconds: float
 ) -> tuple[float, float]:
-    """(tokens/s, model FLOPs over those of the peak) of a step."""
+    """(tokens/s, model FLOPs over those of the peak) of a step. FP8 has twice the peak; the frozen
+    weights beside LoRA have no gradients, a third of the FLOPs."""
     rate = layout.global_batch_size * model.seq_length / seconds
-    return rate, flops_per_token(model) * rate / (layout.ranks * machine.peak)
+    peak = machine.peak * (1 if software.fp8 == "off" else 2)
+    share = 2 / 3 if software.lora_rank else 1
+    return rate, share * flops_per_token(model) * rate / (layout.ranks * peak)
 
 
 def schedule_of(layout: Layout) -> str:
@@ -202,7 +204,11 @@ COLUMNS: list[tuple[str, int, Callable[[Layout], str]]] = [
 
 
 def table(
-    plans: list[planner.Plan], machine: Machine, model: MoEConfig, tokens: float
+    plans: list[planner.Plan],
+    machine: Machine,
+    software: Software,
+    model: MoEConfig,
+    tokens: float,
 ) -> list[str]:
     """A heading, and a line for each plan. tokens: to train on."""
     # without experts there is no ep
@@ -218,7 +224,7 @@ def table(
     rows = [names]
     for plan in plans:
         row = [text(plan.layout) for _, _, text in columns]
-        rate, mfu = speed(machine, model, plan.layout, plan.seconds)
+        rate, mfu = speed(machine, software, model, plan.layout, plan.seconds)
         row += [f"{plan.seconds:.3f}", f"{rate:,.0f}", f"{mfu:.1%}", days(tokens / rate / DAY)]
         for _, parts in PARTS.values():
             row.append(f"{sum(plan.bytes[part] for part in parts) / 2**30:.1f}")
@@ -230,13 +236,13 @@ def table(
 def show_command(
     plan: planner.Plan,
     machine: Machine,
-    model_flags: list[str],
+    begin: list[str],
     recipe_flags: list[str],
     row: Recipe,
 ) -> None:
     """The command that trains under this plan, and where its values come from."""
     print()
-    print(wrapped(command(model_flags, plan.layout, machine.ranks_per_node, recipe_flags)))
+    print(wrapped(command(begin, plan.layout, machine.ranks_per_node, recipe_flags)))
     print()
     print(textwrap.fill(recipe.ADVICE.format(row.name), 96))
 
@@ -269,9 +275,13 @@ def why_it_loses(first: planner.Plan, second: planner.Plan) -> str:
     return f"{differs}; {longer}: {because}."
 
 
-def model_words(given: dict) -> list[str]:
-    """The flags of the model and of its optimizer's state, as they were given."""
-    words = []
+def beginning(given: dict) -> list[str]:
+    """The program that trains, and flags of the model and of its bytes, as they were given."""
+    words = ["train.py"]
+    if "lora_rank" in given:
+        # a preset stands for the model that is there already
+        words = ["adapters.py", "train", "--load", "BASE"]
+        given = {name: value for name, value in given.items() if name != "model"}
     for name, value in given.items():
         if name in PLANNED and name not in recipe.GIVEN:
             words += [flag_name(name), str(value)]
@@ -287,6 +297,8 @@ def plan_parser() -> Parser:
         "--tokens", type=number, default=TOKENS, help="to train on (default: 300e9)"
     )
     parser.add_argument("--top", type=count, default=10, metavar="N", help="how many layouts")
+    lora = "learn LoRA of this rank in all matrices of a frozen model (adapters.py)"
+    parser.add_argument("--lora-rank", type=count, metavar="R", help=lora)
     for field in dataclasses.fields(Config):
         if field.name in GIVEN:
             flags.add_flag(parser, field)
@@ -299,13 +311,18 @@ def config_of(args: argparse.Namespace) -> tuple[Config, dict]:
     if not hasattr(args, "model"):
         raise ConfigError("--model: which one? for example --model gpt3-175b")
     given = {name: value for name, value in vars(args).items() if name in GIVEN}
-    config = Config(**given)
+    kind = Config
+    if "lora_rank" in given:
+        from tuning import adapter_training
+
+        kind = adapter_training.TextPeftConfig
+    config = kind(**given)
     model = config.model_config()
     rules.check_types(config)
     rules.check_numbers(config)
     # flags that this model has no use for
     rules.check_techniques(config, model, world=1)
-    check_effects(Run(config, model, replicas=1))
+    check_effects(Run(config, model, replicas=2))
     return config, given
 
 
@@ -314,9 +331,13 @@ def plan(argv: list[str]) -> None:
     config, given = config_of(args)
     model, machine = config.model_config(), machine_of(args)
     row, _ = recipe_of_model(config)
+    if "lora_rank" in given:
+        rate, what = config.default_lr()
+        row = row._replace(lr=rate, name=f"{row.name}, with the rate of {what}")
     batch = args.batch or recipe.batch_of(row, model.seq_length, args.gpus)
+    software = software_of(config)
     try:
-        plans = planner.search(machine, software_of(config), model, args.gpus, batch)
+        plans = planner.search(machine, software, model, args.gpus, batch)
     except planner.PlanError as e:
         raise ConfigError(f"--gpus {args.gpus} --batch {batch}: {e}") from None
     best, *others = plans
@@ -330,9 +351,9 @@ def plan(argv: list[str]) -> None:
         "v: interleaved, v stages on a rank; b: micro-batch; seq: sequence parallelism; right: GiB"
     )
     print()
-    print("\n".join(table(plans[: args.top], machine, model, args.tokens)))
+    print("\n".join(table(plans[: args.top], machine, software, model, args.tokens)))
     recipe_flags = recipe.flags_of(row, model, batch, args.tokens, given)
-    show_command(best, machine, model_words(given), recipe_flags, row)
+    show_command(best, machine, beginning(given), recipe_flags, row)
     if others:
         print()
         print(textwrap.fill(why_it_loses(best, others[0]), 96))

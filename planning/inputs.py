@@ -133,10 +133,10 @@ class Software:
     # RMSNorm in one kernel; else in single operations, as on the meta device, which keep more
     fused_rms_norm: bool = True
     # matrices of attention and MLP in FP8 (fp8.py): a recipe, or off; how many of the first and of
-    # the last layers are not; whether their bytes are kept for a step beside the weights
+    # the last layers are not; whether their bytes are kept for a step under ZeRO stage 3 too
     fp8: str = "off"
     fp8_skip: int = 0
-    fp8_keeps_bytes: bool = True
+    fp8_keep_bytes: bool = False
     # r of LoRA (adapters.py) in all matrices, whose base is frozen; 0: all parameters learn
     lora_rank: int = 0
 

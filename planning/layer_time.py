@@ -15,7 +15,7 @@ from model_config import MoEConfig, block_matrices, mlp_matrices, num_mlps
 from planning.fits import PlanError
 from planning.inputs import Layout, Machine, Software
 from planning.memory import bias_heads, is_fused
-from planning.state import block_parameters, lora_parameters
+from planning.state import block_parameters, keeps_fp8_bytes, lora_parameters
 
 # --- what a layer reads and writes ----------------------------------------------------------------
 #
@@ -208,7 +208,7 @@ def fp8_casts(rank: Rank) -> tuple[float, float]:
     outputs = 2 * model.hidden_size + (heads + keys + inner * (1 + model.gated)) / layout.tp
     attention, mlp, experts = block_parameters(model, layout)
     weights = attention + (experts if model.num_experts else mlp)
-    if software.fp8_keeps_bytes:
+    if keeps_fp8_bytes(layout, software):
         weights /= 2 * layout.micro_batches
     cast = rank.in_fp8 * CAST[software.fp8]
     forward, backward = (cast * (rank.tokens * n + weights) for n in (inputs, outputs))

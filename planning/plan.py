@@ -94,7 +94,7 @@ def software_of(config: Config) -> Software:
         fused_rms_norm=config.kernels == "auto",
         fp8=config.fp8,
         fp8_skip=config.fp8_skip,
-        fp8_keeps_bytes=config.keeps_bytes,
+        fp8_keep_bytes=config.fp8_keep_bytes,
         lora_rank=config.lora_rank if learns_lora else 0,
     )
 

@@ -75,6 +75,9 @@ def flags_of(recipe: Recipe, model: MoEConfig, batch: int, tokens: float, given:
         data=["DATA"],
     )
     fields |= {name: given[name] for name in GIVEN if name in given}
+    if "lora_rank" in given and "tokenizer" not in given:
+        # that of the model that is there
+        del fields["tokenizer"]
     words = []
     for name, value in fields.items():
         values = value if isinstance(value, list) else [value]

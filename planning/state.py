@@ -149,9 +149,14 @@ def state(
     return held, *(learning * x + experts_learning * y for x, y in zip(dense[1:], experts[1:]))
 
 
+def keeps_fp8_bytes(layout: Layout, software: Software) -> bool:
+    """Whether weights become bytes once in a step, and not for each product."""
+    return layout.zero_stage < 3 or software.fp8_keep_bytes
+
+
 def fp8_bytes(model: MoEConfig, layout: Layout, software: Software, rank: int) -> float:
     """Of weights in FP8, which are kept beside them for a step, by rows and by columns."""
-    if software.fp8 == "off" or not software.fp8_keeps_bytes:
+    if software.fp8 == "off" or not keeps_fp8_bytes(layout, software):
         return 0.0
     of_rank = stages_of(model, layout, software)[rank]
     in_fp8 = []
