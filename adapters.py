@@ -225,6 +225,8 @@ def lora_output(linear: nn.Module, x: Tensor) -> Tensor:
         # one g for both sums
         both = linear.reduce(torch.cat((y, z), -1))  # [b, s, h + r]
         y, z = both.split((y.shape[-1], z.shape[-1]), -1)
+        # B's gradient needs z: as a view it would keep all of [b, s, h + r]
+        z = z.contiguous()
     else:
         y = type(linear).forward(linear, x)
     return lora.add(y, z)

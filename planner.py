@@ -31,241 +31,31 @@ if __name__ == "__main__":
     start.lesson("planner", command="planning.commands")
 
 import dataclasses
+import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
-from model_config import MoEConfig, block_matrices, num_mlps
+import pipeline_parallel
+import schedules
+from model_config import MoEConfig
 from planning.fits import USABLE, PlanError, what_would_fit
 from planning.inputs import STATE_IN_16_BITS, Layout, Machine, Software
+from planning.layer_time import Pass, Rank, layer
 from planning.layouts import layouts
-from planning.memory import bias_heads, block_parameters, is_fused, memory, parameters
+from planning.memory import memory
+from planning.state import learned, parameters
 
-# --- what a layer reads and writes ----------------------------------------------------------------
-#
-# Bytes in forward, with 16-bit numbers. Matrix multiplications that are fused with what follows
-# them would save some; Megatron-LM of 2021 and 2022 fused what is one line here.
+# --- bytes outside the layers ---------------------------------------------------------------------
 
-# for each of b s h: two norms (read 2, write 2), two dropouts with bias and residual (read 4,
-# write 2, mask 1)
-NORMS_AND_RESIDUALS = 2 * 4 + 2 * 7
-# for each of b s a d / t: the context is made contiguous (read 2, write 2)
-CONTEXT = 4
-# for each number of queries and keys that have norms (read 2, write 2)
-HEAD_NORMS = 4
-# for each of b s and inner size of the MLP / t: GELU (read 2, write 2); a gate is a second matrix
-GELU = 4
-GATED = 6
-# for each of a s² b / t: scores (write 2), softmax (4), dropout (4 and its mask 1), probabilities
-# (read 2)
-SCORES = 13
-# for each of s², and under ALiBi of a / t heads, in each layer: what a window or ALiBi adds to the
-# scores (families.py) is written in 32 bits (4), masked (8), and written in 16 (6)
-LOCAL_BIAS = 18
-# backward reads and writes so many times the bytes of forward: counted as above, 21 of 13 for
-# scores, 34 of 22 for norms and residuals
-BACKWARD = 1.6
-# for each weight: its gradient, of a micro-batch, is added to a 32-bit sum (4 + 4)
-ACCUMULATION = 8
 # for each logit: to 32 bits (6), maximum (4), minus it (8), exp (8), sum (4), softmax (8), its
-# gradient (8), to 16 bits (6)
-LOSS = 52
+# gradient (8), to 16 bits (6); with --head-chunk backward has to 32 bits (6) and minus (8) again
+LOSS, LOSS_AGAIN = 52, 14
 # for each parameter: unscale (8), norm (4), clip (8), zero (4); the gradient (4)
 UPDATE = 28
 # .. and its state, read and written; in 32 bits also to 16 (6). In 16 bits the weight is the other
 # half of the master (4)
 TO_16_BITS, OTHER_HALF = 6, 4
-# for each of h: gradients of two norms and two biases, in 32 bits
-NORM_GRADIENTS = 6 * 4
-
-# --- how fast one rank is -------------------------------------------------------------------------
-
-
-class Rank:
-    """One rank of a run: how long, in seconds, it takes for what."""
-
-    def __init__(self, machine: Machine, software: Software, model: MoEConfig, layout: Layout):
-        self.machine = machine
-        self.software = software
-        self.model = model
-        self.layout = layout
-        self.flops_per_second = machine.peak * machine.constants.matmul
-        self.bytes_per_second = machine.memory_bandwidth * machine.constants.memory
-        # tokens of a micro-batch, b s, over context-parallel ranks; and the bytes of an activation
-        self.tokens = layout.tokens(model.seq_length)
-        self.activation = software.weight * self.tokens * model.hidden_size
-        # the ranks of a group are numbered so far apart: tensor-parallel ranks are neighbours
-        t = layout.tp
-        self.strides = {"tp": 1, "ep": t, "cp": t, "replicas": t, "pp": t * layout.replicas}
-        # over which sequence parallelism shards what tensor parallelism leaves whole
-        self.sequence_ranks = layout.tp if layout.sequence_parallel else 1
-        # MLPs that a token goes through, and numbers in all matrices that it meets, of one layer
-        mlps = num_mlps(model, "router_topk")[0]
-        self.mlps = mlps / model.num_layers
-        self.met = block_matrices(model, mlps) / model.num_layers
-        self.fused_attention = software.fused_attention and model.attention == "fused"
-        # in backward, always
-        self.scores_again = is_fused(model, layout, software)
-
-    def matmul(self, flops: float) -> float:
-        return flops / self.flops_per_second
-
-    def read_write(self, nbytes: float) -> float:
-        return nbytes / self.bytes_per_second
-
-    def collective(self, group: str, nbytes: float, passes: int = 1, share: float = 1.0) -> float:
-        """An all-gather, reduce-scatter or all-to-all of nbytes in all is one pass around a ring:
-        each of N ranks sends (N - 1) / N of the bytes. An all-reduce is two passes. share: of the
-        link."""
-        size = getattr(self.layout, group)
-        if size == 1:
-            return 0.0
-        link = self.machine.link(size, self.strides[group]) * share
-        return passes * (self.machine.constants.wait + nbytes * (size - 1) / size / link)
-
-    def send(self, nbytes: float) -> float:
-        """To the next stage: in the node if the whole pipeline is there, else over the network."""
-        in_node = self.layout.pp * self.strides["pp"] <= self.machine.ranks_per_node
-        link = self.machine.node_link if in_node else self.machine.network_link
-        return self.machine.constants.wait + nbytes / link
-
-
-# --- a layer --------------------------------------------------------------------------------------
-
-
-class Pass(NamedTuple):
-    """Seconds of one micro-batch going through one layer, forward or backward."""
-
-    matmul: float
-    elementwise: float
-    tensor: float
-    expert: float
-    context: float
-
-    def plus(self, other: "Pass") -> "Pass":
-        return Pass(*(x + y for x, y in zip(self, other)))
-
-
-def layer(rank: Rank) -> tuple[Pass, Pass, float]:
-    """(forward, backward, the part of backward that computes weight gradients), of one layer; the
-    mean where only some layers have experts."""
-    model, layout = rank.model, rank.layout
-    t, s, L = layout.tp, model.seq_length, model.num_layers
-    heads = model.num_heads * model.head_dim
-    # numbers in the matrices of this rank
-    attention, mlp, experts = block_parameters(model, layout)
-    with_experts = len(model.expert_layers) / L
-    held = attention + (1 - with_experts) * mlp + with_experts * experts
-    linear = rank.matmul(2 * rank.tokens * rank.met / t)
-    # scores and context
-    core = rank.matmul(4 * rank.tokens * s * heads / t)
-    elementwise, scores, bias = read_and_written(rank)
-    # all-reduces after attention and after the MLP; to the experts and back
-    all_reduce = rank.collective("tp", rank.activation, passes=2)
-    exchange = 2 * with_experts
-    exchange *= rank.collective("ep", rank.activation * model.router_topk / rank.sequence_ranks)
-    core_backward = (3 if rank.scores_again else 2) * core
-    waits = context(rank, core, core_backward)
-    forward = Pass(linear + core, elementwise + scores + bias, 2 * all_reduce, exchange, waits[0])
-
-    # stages 2 and 3 keep a row of the sum
-    adds = layout.zero_stage < 2 and not rank.software.fuses_accumulation
-    accumulated = (rank.software.weight + ACCUMULATION) * held if adds else 0.0
-    accumulation = accumulated / rank.bytes_per_second
-    backward = Pass(
-        # fused attention computes the scores again
-        2 * linear + core_backward,
-        BACKWARD * (elementwise + scores) + accumulation,
-        tensor_backward(rank, all_reduce, linear),
-        exchange,
-        waits[1],
-    )
-    if layout.recompute == "full":
-        backward = backward.plus(forward)
-    elif layout.recompute == "selective" and not rank.scores_again:
-        backward = backward.plus(Pass(core, scores + bias, 0.0, 0.0, 0.0))
-    return forward, backward, linear + accumulation
-
-
-def read_and_written(rank: Rank) -> tuple[float, float, float]:
-    """Seconds of forward's element-wise operations: (outside, inside core attention, what is added
-    to its scores). The last one has no backward."""
-    model, t, s = rank.model, rank.layout.tp, rank.model.seq_length
-    activation = (GATED if model.gated else GELU) * model.ffn_hidden_size * rank.mlps
-    norms = NORMS_AND_RESIDUALS * model.hidden_size / rank.sequence_ranks
-    context = CONTEXT * model.num_heads * model.head_dim
-    if model.qk_norm:
-        context += HEAD_NORMS * (model.num_heads + model.num_kv_heads) * model.head_dim
-    scores = 0 if rank.fused_attention else SCORES * model.num_heads * s / t
-    bias = LOCAL_BIAS * bias_heads(model, t) * s**2
-    outside = rank.tokens * (norms + (context + activation) / t)
-    return rank.read_write(outside), rank.read_write(rank.tokens * scores), rank.read_write(bias)
-
-
-def tensor_backward(rank: Rank, all_reduce: float, linear: float) -> float:
-    """Seconds that backward waits for tensor-parallel ranks.
-
-    Before attention and before the MLP there is an all-reduce, beside the weight gradient of q, k,
-    v and of the MLP's first matrix: each a quarter of all of the layer's weight gradients, `linear`
-    seconds; less where heads share keys and values. Sequence parallelism has three collectives
-    instead, each half of an all-reduce. Nothing runs beside the all-gather of the output's
-    gradient. The reduce-scatter of the input's gradient runs beside the weight gradient, and the
-    kept input is gathered again beside the input gradient.
-    """
-    half = all_reduce / 2
-    waits = 0.0
-    model = rank.model
-    qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.hidden_size
-    for share in (min(1 / 4, qkv / rank.met), 1 / 4):
-        beside = share * linear if rank.software.overlaps_tensor else 0.0
-        if rank.layout.sequence_parallel:
-            waits += half + 2 * max(0.0, half - beside)
-        else:
-            waits += max(0.0, all_reduce - beside)
-    if rank.layout.sequence_parallel and rank.software.sums_norms_by_layer:
-        waits += rank.collective("tp", NORM_GRADIENTS * rank.model.hidden_size, passes=2)
-    if rank.model.qk_norm and not rank.layout.sequence_parallel:
-        # gradients of the two norms, which each rank has of its heads
-        waits += rank.collective("tp", 2 * rank.model.head_dim * rank.software.weight, passes=2)
-    return waits
-
-
-def head_bytes(rank: Rank, heads: int) -> float:
-    """Of the keys, for example, of this rank's tokens and of so many heads of the whole model."""
-    return rank.software.weight * rank.tokens * heads * rank.model.head_dim / rank.layout.tp
-
-
-def to_neighbour(rank: Rank, width: float = 1.0) -> float:
-    """Seconds in which keys and values go to the next rank of the ring, on all ranks at once.
-    width: of a number, over that of a weight."""
-    link = rank.machine.link(rank.layout.cp, rank.strides["cp"])
-    nbytes = 2 * head_bytes(rank, rank.model.num_kv_heads) * width
-    return rank.machine.constants.wait + nbytes / link
-
-
-def context(rank: Rank, forward: float, backward: float) -> tuple[float, float]:
-    """Seconds that (forward, backward) waits for context-parallel ranks. forward, backward: seconds
-    of attention to all keys.
-
-    A ring's next keys and values come beside attention to those that are there. In backward the
-    gradients of keys and values follow them from the second step on, and nothing runs beside their
-    last way, to the rank that they belong to.
-    """
-    n = rank.layout.cp
-    if n == 1:
-        return 0.0, 0.0
-    if rank.layout.cp_kind == "all-to-all":
-        # queries and results, keys and values
-        heads = rank.model.num_heads, rank.model.num_kv_heads
-        seconds = 2 * sum(rank.collective("cp", head_bytes(rank, a)) for a in heads)
-        return seconds, seconds
-    keys = to_neighbour(rank)
-    gradients = to_neighbour(rank, max(4, rank.software.weight) / rank.software.weight)
-    # attention in each of the n - 1 steps that have something on the way
-    beside_forward, beside_backward = (seconds * (n - 1) / n for seconds in (forward, backward))
-    moved = (n - 1) * keys + (n - 2) * gradients
-    waits = max(0.0, moved - beside_backward) + gradients
-    return max(0.0, (n - 1) * keys - beside_forward), waits
-
 
 # --- outside the layers ---------------------------------------------------------------------------
 
@@ -280,10 +70,14 @@ def head(rank: Rank) -> float:
     summed = 2 if rank.layout.pp == 1 else 1
     waits = summed * rank.collective("tp", rank.activation, passes=2)
     # the loss: the largest logit; the sum of exponentials and the target's logit, in 32 bits
-    waits += rank.collective("tp", 4 * rank.tokens, passes=2)
-    waits += rank.collective("tp", 8 * rank.tokens, passes=2)
-    loss = LOSS * logits / rank.bytes_per_second
-    return rank.matmul(6 * logits * rank.model.hidden_size) + loss + waits
+    chunk = rank.layout.head_chunk
+    tokens = min(chunk, rank.tokens) if chunk else rank.tokens
+    for nbytes in (4, 8):
+        waits += rank.tokens / tokens * rank.collective("tp", nbytes * tokens, passes=2)
+    loss = (LOSS + (LOSS_AGAIN if chunk else 0)) * logits / rank.bytes_per_second
+    # a chunk multiplies again in backward; a frozen matrix has no gradient
+    multiplied = 6 + (2 if chunk else 0) - (2 if rank.software.lora_rank else 0)
+    return rank.matmul(multiplied * logits * rank.model.hidden_size) + loss + waits
 
 
 def pipeline(rank: Rank) -> float:
@@ -297,7 +91,8 @@ def pipeline(rank: Rank) -> float:
         send = rank.send(rank.activation / rank.sequence_ranks)
     # activations and gradients: of each chunk and micro-batch, and while the pipeline fills
     count = 2 * (layout.micro_batches * layout.virtual_stages + layout.pp - 1)
-    tied = model.vocab_size * model.hidden_size / layout.tp if model.tied else 0
+    is_summed = model.tied and not rank.software.lora_rank
+    tied = model.vocab_size * model.hidden_size / layout.tp if is_summed else 0
     return count * send + rank.send(rank.software.gradient * tied)
 
 
@@ -307,12 +102,15 @@ def data_parallel(rank: Rank, forward: float, backward: float) -> float:
     forward, backward: seconds of one micro-batch, beside which they run.
     """
     software, stage, m = rank.software, rank.layout.zero_stage, rank.layout.micro_batches
-    size = sum(parameters(rank.model, rank.layout))
+    size = sum(parameters(rank.model, rank.layout, software))
+    # what has gradients, and is new after a step
+    learning = sum(learned(rank.model, rank.layout, software))
     share = rank.machine.constants.zero3 if software.waits_for_reductions else 1.0
     # each layer, the embedding and the head
     units = rank.model.num_layers / rank.layout.pp + 2 if software.reduces_by_layer else 1
-    gather = units * rank.collective("replicas", software.weight * size / units, share=share)
-    reduce = units * rank.collective("replicas", software.reduced * size / units, share=share)
+    gathered = size if stage == 3 else learning
+    gather = units * rank.collective("replicas", software.weight * gathered / units, share=share)
+    reduce = units * rank.collective("replicas", software.reduced * learning / units, share=share)
     if stage == 3:
         if software.waits_for_reductions:
             return m * (max(0, gather - forward) + max(0, gather - backward) + reduce)
@@ -329,40 +127,88 @@ def data_parallel(rank: Rank, forward: float, backward: float) -> float:
 # --- a step ---------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=2**12)
+def layers_of_ranks(
+    num_layers: int, p: int, v: int, split: tuple[int, ...] | None, recomputed: int | None
+) -> tuple[tuple[int, int], ...]:
+    """(layers, those of them that recompute) of each pipeline rank. recomputed: of the model, the
+    first so many; None for all."""
+    layers = pipeline_parallel.layers_of_stages(num_layers, p, v, split)
+    first = num_layers if recomputed is None else recomputed
+    found = []
+    for rank in range(p):
+        mine = [n for stage in layers[rank::p] for n in stage]
+        found.append((len(mine), sum(n < first for n in mine)))
+    return tuple(found)
+
+
+def slowest(rank: Rank) -> tuple[int, float]:
+    """(layers, share of them that recompute) of the pipeline rank that takes the longest."""
+    layout = rank.layout
+    shape = layout.pp, layout.virtual_stages, layout.layer_split, layout.recompute_layers
+    ranks = layers_of_ranks(rank.model.num_layers, *shape)
+    if layout.recompute_layers is None:
+        return max(layers for layers, _ in ranks), 1.0
+    once, again = (sum(map(sum, layer(rank, share)[:2])) for share in (0.0, 1.0))
+    layers, recomputed = max(ranks, key=lambda pair: pair[0] * once + pair[1] * (again - once))
+    return layers, recomputed / max(1, layers)
+
+
 def step_time(
     machine: Machine, software: Software, model: MoEConfig, layout: Layout
 ) -> dict[str, float]:
     """Seconds of one step of the global batch, by part. Their sum is the step.
 
-    The slowest rank sets the pace: it has the most layers, and the head.
+    The slowest rank sets the pace: it has the most layers, and the head. Raises ScheduleError for a
+    schedule that does not exist, PlanError for FP8 on a machine without it.
     """
+    if layout.pipeline_schedule not in schedules.NAMES:
+        raise schedules.ScheduleError(
+            f"{layout.pipeline_schedule}: no such schedule; there are {', '.join(schedules.NAMES)}"
+        )
     rank = Rank(machine, software, model, layout)
-    p, v, m, L = layout.pp, layout.virtual_stages, layout.micro_batches, model.num_layers
-    forward, backward, weight_gradient = layer(rank)
-    layers = layout.most_layers(L)
+    p, m = layout.pp, layout.micro_batches
+    layers, recomputed = slowest(rank)
+    forward, backward, _ = layer(rank, recomputed)
     seconds = {}
     for name, in_forward, in_backward in zip(Pass._fields, forward, backward):
         seconds[name] = m * layers * (in_forward + in_backward)
     seconds["head"] = m * head(rank)
     if p > 1:
-        # it waits while the others fill and drain the pipeline
-        waits = sum(forward) + sum(backward)
-        if layout.pipeline_schedule == "zb-h1":
-            # f + I - W instead of f + I + W: weight gradients fill the waits for input gradients
-            waits -= 2 * min(weight_gradient, sum(backward) / 2)
-        seconds["bubble"] = (p - 1) * L / p * waits / v
+        seconds["bubble"] = fill_and_drain(rank)
         seconds["pipeline"] = pipeline(rank)
     if layout.replicas > 1:
         seconds["data"] = data_parallel(rank, layers * sum(forward), layers * sum(backward))
     shards = layout.replicas if layout.zero_stage else 1
-    held = sum(parameters(model, layout))
-    state = software.optimizer_state
-    update = UPDATE + 2 * state + (OTHER_HALF if state == STATE_IN_16_BITS else TO_16_BITS)
+    held = sum(learned(model, layout, software))
+    update = UPDATE + 2 * software.optimizer_state
+    if software.weight == 2:
+        in_16_bits = software.optimizer_state == STATE_IN_16_BITS
+        update += OTHER_HALF if in_16_bits else TO_16_BITS
     seconds["optimizer"] = update * held / shards / rank.bytes_per_second
     return seconds
 
 
+def fill_and_drain(rank: Rank) -> float:
+    """Seconds of the bubble: a rank waits while the others, with their layers, fill and drain the
+    pipeline."""
+    layout, L = rank.layout, rank.model.num_layers
+    again = 1.0 if layout.recompute_layers is None else layout.recompute_layers / L
+    forward, backward, weight_gradient = layer(rank, again)
+    waits = sum(forward) + sum(backward)
+    if layout.pipeline_schedule == "zb-h1":
+        # f + I - W instead of f + I + W: weight gradients fill the waits for input gradients
+        waits -= 2 * min(weight_gradient, sum(backward) / 2)
+    return (layout.pp - 1) * L / layout.pp * waits / layout.virtual_stages
+
+
 # --- which layout ---------------------------------------------------------------------------------
+
+
+# tokens that have logits at a time, where all of a micro-batch do not fit
+HEAD_CHUNK = 1024
+# a layout is looked at more closely where it may be at most so many times as slow as the fastest
+NEAR = 1.05
 
 
 class Plan(NamedTuple):
@@ -395,15 +241,61 @@ def search(
 def fitting(
     machine: Machine, software: Software, model: MoEConfig, gpus: int, global_batch: int
 ) -> Iterator[Plan]:
-    """Every layout that train.py accepts and that fits into memory."""
-    # layouts, without their micro-batch: larger ones will not fit either
+    """Every layout that train.py accepts and that fits into memory. What fits without recomputation
+    or without --head-chunk is not tried with it: both take time."""
+    room = USABLE * machine.memory
+    # layouts that do not fit, without their micro-batch: larger ones will not fit either
     full = set()
+    # layouts that fit without recomputation
+    roomy = set()
+    fastest = math.inf
     for layout in layouts(model, software, gpus, global_batch):
+        plain = dataclasses.replace(layout, recompute="none")
         others = dataclasses.replace(layout, micro_batch_size=1)
-        if others in full:
+        if others in full or plain in roomy:
             continue
-        held = memory(model, layout, software)
-        if sum(held.values()) > USABLE * machine.memory:
+        layout = made_to_fit(model, software, layout, room)
+        if layout is None:
             full.add(others)
             continue
-        yield Plan(layout, step_time(machine, software, model, layout), held)
+        if layout == plain:
+            roomy.add(plain)
+        elif layout.recompute != "none":
+            least = dataclasses.replace(layout, recompute="none")
+            # what loses even without recomputation recomputes all
+            if sum(step_time(machine, software, model, least).values()) < NEAR * fastest:
+                layout = recomputing_least(model, software, layout, room)
+        held = memory(model, layout, software)
+        plan = Plan(layout, step_time(machine, software, model, layout), held)
+        fastest = min(fastest, plan.seconds)
+        yield plan
+
+
+def fits(model: MoEConfig, software: Software, layout: Layout, room: float, **fields) -> bool:
+    """Whether a layout, with other values of these fields, takes at most `room` bytes."""
+    changed = dataclasses.replace(layout, **fields)
+    return sum(memory(model, changed, software).values()) <= room
+
+
+def made_to_fit(model: MoEConfig, software: Software, layout: Layout, room: float) -> Layout | None:
+    """The layout, or the same with --head-chunk; None where neither fits."""
+    if fits(model, software, layout, room):
+        return layout
+    is_chunk = layout.tokens(model.seq_length) > HEAD_CHUNK
+    if is_chunk and fits(model, software, layout, room, head_chunk=HEAD_CHUNK):
+        return dataclasses.replace(layout, head_chunk=HEAD_CHUNK)
+    return None
+
+
+def recomputing_least(model: MoEConfig, software: Software, layout: Layout, room: float) -> Layout:
+    """A layout that fits, with as few recomputed layers as do it."""
+    # so few do not fit, so many do
+    few, many = 0, model.num_layers
+    while many - few > 1:
+        middle = (few + many) // 2
+        if fits(model, software, layout, room, recompute_layers=middle):
+            many = middle
+        else:
+            few = middle
+    layers = None if many == model.num_layers else many
+    return dataclasses.replace(layout, recompute_layers=layers)

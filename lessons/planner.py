@@ -9,9 +9,9 @@ from unittest import mock
 import planner
 import schedules
 from lessons import form
-from planning import errors
+from planning import errors, layer_time
 from planning import rows as published
-from planning.inputs import A100, Constants, Machine
+from planning.inputs import A100, Machine
 from planning.rows import Row
 from schedules import Cost
 
@@ -59,12 +59,12 @@ def without_elementwise():
 
 def without_overlap():
     """Backward waits for each tensor-parallel all-reduce."""
-    tensor_backward = planner.tensor_backward
+    tensor_backward = layer_time.tensor_backward
 
     def waiting(rank, all_reduce, linear):
         return tensor_backward(rank, all_reduce, linear=0.0)
 
-    return mock.patch.object(planner, "tensor_backward", waiting)
+    return mock.patch.object(layer_time, "tensor_backward", waiting)
 
 
 WITHOUT = {
@@ -127,10 +127,10 @@ def teach_constants(lesson: form.Lesson, fitted: Machine) -> None:
         " of quantities over rates; six constants serve for all models and layouts:"
     )
     close = True
-    for field in dataclasses.fields(Constants):
-        value = getattr(A100.constants, field.name)
-        lesson.say(f"{field.name:<9}{shown(field.name, value):>7}  {MEANING[field.name]}")
-        close &= abs(getattr(fitted.constants, field.name) / value - 1) < 0.01
+    for name, meaning in MEANING.items():
+        value = getattr(A100.constants, name)
+        lesson.say(f"{name:<9}{shown(name, value):>7}  {meaning}")
+        close &= abs(getattr(fitted.constants, name) / value - 1) < 0.01
     lesson.check("least squares over six published step times gives the same, to 1%", close)
 
 
@@ -229,7 +229,7 @@ def teach(lesson: form.Lesson) -> None:
         machine = A100
         if lesson.mutate:
             machine = errors.calibrate(A100, fitted)
-            values = dataclasses.asdict(machine.constants).items()
+            values = [(name, getattr(machine.constants, name)) for name in MEANING]
             text = ", ".join(f"{name} {shown(name, value)}" for name, value in values)
             lesson.say(f"fitted without it: {text}")
         teach_parts(lesson, machine, pair)

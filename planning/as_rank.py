@@ -35,11 +35,14 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import Tensor
+
 import schedules
 from base import terminal
 from base.world import Groups
 from planning.counters import Counters, Held, Kept, by_dtype, key
 from planning.stand_ins import META, Tokens, fake_world, stand_ins, with_even_routing
+from precision.float8 import Quantised
 from run import rules
 from run.config import ConfigError
 from run.pretraining import Config
@@ -93,7 +96,8 @@ class Deferred(tuple):
 
 
 class DeferredList:
-    """Stands on a weight during I (pipelines/zero_bubble.py); fills the pipeline's list."""
+    """Stands on a weight during I (pipelines/zero_bubble.py); fills the pipeline's list. In FP8 an
+    item has bytes in the place of tensors (float8.Quantised)."""
 
     def __init__(self, kept: Kept, target: list):
         self.kept = kept
@@ -101,7 +105,7 @@ class DeferredList:
 
     def append(self, item: tuple) -> None:
         entry = Deferred(item)
-        entry.held = [Held(self.kept, tensor) for tensor in item[1:]]
+        entry.held = [Held(self.kept, getattr(x, "q", x)) for x in item[1:]]
         self.target.append(entry)
 
 
@@ -151,6 +155,8 @@ class Step(NamedTuple):
     kept: Kept
     # None without a pipeline
     actions: Actions | None
+    # weights in FP8, as long as the step needs them
+    fp8_weights: list[Tensor]
 
 
 def run_step(trainer, m: int) -> Step:
@@ -166,6 +172,7 @@ def run_step(trainer, m: int) -> Step:
     with kept, stand_ins(), Counters() as counters:
         tokens = Tokens(trainer.model_config.seq_length, trainer.config.document_mask)
         trainer.forward_backward(1, tokens)
+        fp8_weights = fp8_weights_of(trainer)
         trainer.update(1)
         # what the next forward would wait for
         trainer.task.wait_for_parameters()
@@ -173,7 +180,20 @@ def run_step(trainer, m: int) -> Step:
         # the pipeline's own methods again
         del trainer.model.act, trainer.model.defer
     trainer.config, trainer.schedule = whole
-    return Step(counters.flops, counters.counted(trainer.groups), kept, actions)
+    calls = counters.counted(trainer.groups)
+    return Step(counters.flops, calls, kept, actions, fp8_weights)
+
+
+def fp8_weights_of(trainer) -> list[Tensor]:
+    """Bytes that are kept beside weights, by rows and by columns as on a GPU."""
+    if not trainer.fp8:
+        return []
+    found = []
+    for kept in trainer.fp8.weights.values():
+        # beside experts' pairs of matrices stands no scale
+        pair = kept if isinstance(kept[0], Quantised) else kept[1]
+        found += [quantised.q for quantised in pair or ()]
+    return found
 
 
 def report(config: Config, trainer_class, rank: int, world: int) -> Report:
@@ -195,7 +215,8 @@ def report(config: Config, trainer_class, rank: int, world: int) -> Report:
         place = place_of(groups)
         counts = counts_of(trainer, m - few, first, second)
         layers = [int(n) for stage in trainer.stages for n in stage.blocks]
-        return Report(rank, world, place, layers, m, **bytes_of(trainer), **counts)
+        held = bytes_of(trainer, first.fp8_weights)
+        return Report(rank, world, place, layers, m, **held, **counts)
 
 
 def as_on_a_cluster(config: Config, world: int) -> Config:
@@ -203,7 +224,8 @@ def as_on_a_cluster(config: Config, world: int) -> Config:
     # kernels and the compiler do not run on the meta device
     meta = {"device": "auto", "kernels": "off", "compile": False}
     config = dataclasses.replace(config, precision=config.precision or "bf16", **meta)
-    rules.validate(config, world)
+    # adapters are asked about the base that --model names
+    rules.validate(config, world, base_needed=False)
     return config
 
 
@@ -224,7 +246,7 @@ def counts_of(trainer, more: int, first: Step, second: Step) -> dict:
     }
 
 
-def bytes_of(trainer) -> dict[str, dict[str, int]]:
+def bytes_of(trainer, fp8_weights: list[Tensor]) -> dict[str, dict[str, int]]:
     """What a trainer holds between backward and update, as fields of Report."""
     parameters = [p for stage in trainer.stages for p in stage.parameters()]
     local = [local_part(p) for p in parameters]
@@ -238,7 +260,7 @@ def bytes_of(trainer) -> dict[str, dict[str, int]]:
             if key(tensor.untyped_storage()) != key(weight.untyped_storage()):
                 state.append(tensor)
     return {
-        "parameters": by_dtype(parameters + local),
+        "parameters": by_dtype(parameters + local + fp8_weights),
         "gradients": by_dtype(gradients),
         "optimizer_state": by_dtype(state),
     }
@@ -289,7 +311,6 @@ def check(config: Config, question: dict) -> tuple[int, int]:
         (config.load, "reads no checkpoint; leave --load out"),
         (config.plan, "runs no step; leave --plan out"),
         (config.profile, "runs no step; leave --profile out"),
-        (config.fp8 != "off", "knows a step without FP8; leave --fp8 out"),
     ):
         if wrong:
             raise ConfigError(f"--as-rank {rank}: {rule}")

@@ -33,8 +33,9 @@ from base import terminal
 from base.json_files import JSONError
 from model_config import MoEConfig, flops_per_token, least_parameters
 from planning.fits import gib
-from planning.inputs import MACHINES, Layout, Machine, software_of
+from planning.inputs import MACHINES, Layout, Machine
 from planning.plan import machine_of as machine_named
+from planning.plan import software_of
 from run import flags, rules
 from run.config import MODEL_FLAGS, ConfigError, flag_name
 from run.pretraining import Config
@@ -171,6 +172,12 @@ def schedule_of(layout: Layout) -> str:
     return layout.pipeline_schedule
 
 
+def recomputation_of(layout: Layout) -> str:
+    """full, or of 12 layers alone: full 12"""
+    layers = layout.recompute_layers
+    return layout.recompute if layers is None else f"{layout.recompute} {layers}"
+
+
 # heading, width, text of a layout
 COLUMNS: list[tuple[str, int, Callable[[Layout], str]]] = [
     ("tp", 3, lambda x: str(x.tp)),
@@ -181,9 +188,10 @@ COLUMNS: list[tuple[str, int, Callable[[Layout], str]]] = [
     ("ep", 4, lambda x: str(x.ep)),
     ("sched", 6, schedule_of),
     ("b", 3, lambda x: str(x.micro_batch_size)),
-    ("recompute", 10, lambda x: x.recompute),
+    ("recompute", 10, recomputation_of),
     ("seq", 4, lambda x: "yes" if x.sequence_parallel else "no"),
     ("zero", 5, lambda x: str(x.zero_stage)),
+    ("chunk", 6, lambda x: str(x.head_chunk or "-")),
 ]
 
 
@@ -195,6 +203,8 @@ def table(
     left_out = set() if model.num_experts else {"ep"}
     if all(plan.layout.cp == 1 for plan in plans):
         left_out |= {"cp", "by"}
+    if not any(plan.layout.head_chunk for plan in plans):
+        left_out.add("chunk")
     columns = [c for c in COLUMNS if c[0] not in left_out]
     names = [name for name, _, _ in columns] + ["s/step", "tokens/s", "MFU", "days", *PARTS]
     least = [width for _, width, _ in columns] + [8, 10, 6, 7]
@@ -286,9 +296,7 @@ def plan(argv: list[str]) -> None:
     check_effects(Run(config, model, replicas=1))
     machine = machine_of(args)
     try:
-        plans = planner.search(
-            machine, software_of(config.optimizer_state), model, args.gpus, args.batch
-        )
+        plans = planner.search(machine, software_of(config), model, args.gpus, args.batch)
     except planner.PlanError as e:
         raise ConfigError(f"--gpus {args.gpus} --batch {args.batch}: {e}") from None
     best, *others = plans

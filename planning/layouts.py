@@ -5,8 +5,10 @@ divide the ranks and the batch is decided here.
 
 Sequences of at least LONG tokens are also spread over context-parallel ranks.
 
-Not covered: uneven --layer-split, --recompute-layers, --head-chunk; gpipe, which is as fast as 1f1b
-and holds more; --cp for shorter sequences.
+Where a layout needs them, planner.search adds --recompute-layers and --head-chunk.
+
+Not covered: uneven --layer-split; gpipe, which is as fast as 1f1b and holds more; --cp for shorter
+sequences.
 """
 
 import itertools

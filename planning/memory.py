@@ -1,7 +1,6 @@
 """Bytes that one rank of train.py holds at the peak of a step, by formulas.
 
-    parameters, gradients, optimizer     ZeRO's table, units.bytes_per_parameter, times the numbers
-                                         in the matrices of this rank
+    parameters, gradients, optimizer     planning/state.py
     activations                          what autograd keeps: of a layer, times the layers of a
                                          stage, times the micro-batches in flight (schedules.py)
     gathered, summed, moment             what is there for a moment, an estimate
@@ -34,77 +33,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-import pipeline_parallel
 import schedules
-from model_config import MoEConfig, block_matrices, mlp_matrices
+from model_config import MoEConfig
 from planning.inputs import Layout, Software
-from zero import units
-
-# --- the stages of a pipeline rank ----------------------------------------------------------------
-
-
-class Stage(NamedTuple):
-    """How many of each part one of the v stages of a pipeline rank has."""
-
-    # blocks with one MLP; with experts
-    dense: int
-    experts: int
-    embedding: bool
-    head: bool
-
-
-@lru_cache(maxsize=2**14)
-def stages(
-    model: MoEConfig, p: int, v: int, split: tuple[int, ...] | None, rank: int
-) -> tuple[Stage, ...]:
-    layers = pipeline_parallel.layers_of_stages(model.num_layers, p, v, split)
-    found = []
-    for number in range(rank, p * v, p):
-        experts = sum(layer in model.expert_layers for layer in layers[number])
-        dense = len(layers[number]) - experts
-        found.append(Stage(dense, experts, number == 0, number == p * v - 1))
-    return tuple(found)
-
-
-def stages_of(model: MoEConfig, layout: Layout, rank: int) -> tuple[Stage, ...]:
-    return stages(model, layout.pp, layout.virtual_stages, layout.layer_split, rank)
-
-
-def block_parameters(model: MoEConfig, layout: Layout) -> tuple[float, float, float]:
-    """Numbers that one rank has of one block: in attention, in one MLP, in its experts."""
-    attention = block_matrices(model, 0) / model.num_layers / layout.tp
-    mlp = mlp_matrices(model) / layout.tp
-    return attention, mlp, model.num_experts * mlp / layout.ep
-
-
-def vocabulary(model: MoEConfig, layout: Layout) -> float:
-    """Numbers that one rank has of the embedding, or of the head."""
-    return model.vocab_size * model.hidden_size / layout.tp
-
-
-def parameters(model: MoEConfig, layout: Layout, rank: int = 0) -> tuple[float, float]:
-    """(numbers outside the experts, numbers of the experts) in the matrices of a pipeline rank. The
-    first has the embedding, the last the head, which on one stage may be the embedding."""
-    dense, with_experts, embeddings, heads = map(sum, zip(*stages_of(model, layout, rank)))
-    attention, mlp, experts = block_parameters(model, layout)
-    vocabularies = 1 if model.tied and layout.pp == 1 else embeddings + heads
-    outside = dense * (attention + mlp) + with_experts * attention
-    return outside + vocabularies * vocabulary(model, layout), with_experts * experts
-
-
-def state(
-    model: MoEConfig, layout: Layout, software: Software, rank: int
-) -> tuple[float, float, float]:
-    """Bytes of (parameters, gradients, optimizer state)."""
-    number_bytes = software.weight, software.gradient, software.optimizer_state
-    n = layout.replicas
-    dense = units.bytes_per_parameter(layout.zero_stage, n, *number_bytes)
-    experts = units.bytes_per_parameter(layout.zero_stage, n // layout.ep, *number_bytes)
-    numbers, of_experts = parameters(model, layout, rank)
-    if rank == 0 and model.positions == "learned":
-        numbers += model.seq_length * model.hidden_size
-    return tuple(numbers * x + of_experts * y for x, y in zip(dense, experts))
-
+from planning.state import (
+    Kind,
+    block_parameters,
+    learned,
+    parameters,
+    stages_of,
+    state,
+    vocabulary,
+)
 
 # --- what one micro-batch keeps -------------------------------------------------------------------
 
@@ -143,43 +83,98 @@ class Sizes:
         # of a dropout after attention, or after the MLP: 1 byte
         self.mask = self.x / w if model.dropout else 0.0
         self.norm_is_one = model.norm == "layernorm" or software.fused_rms_norm
+        self.frozen = software.lora_rank > 0
+        # x and scores of LoRA's thin matrices
+        self.lora = n * software.lora_rank * w
 
     def norm(self, x: float) -> float:
         """A norm whose input has x bytes keeps it, in single operations in 32 bits. Then RMSNorm
-        keeps the normalised one too; 1 + weight multiplies it in the type of the model."""
+        keeps the normalised one too, for the gradient of its weight; 1 + weight multiplies it in
+        the type of the model."""
         wide = x if self.norm_is_one else x * self.widened
+        if self.frozen:
+            return wide
         if self.model.norm == "rmsnorm1p":
             return wide + x
         return wide if self.norm_is_one else 2 * wide
 
 
-def layer(model: MoEConfig, layout: Layout, software: Software, experts: bool = False) -> Kept:
+def layer(model: MoEConfig, layout: Layout, software: Software, kind: Kind) -> Kept:
     """One block, with one MLP or with experts."""
     size = Sizes(model, layout, software)
-    norm = size.norm(size.x)
-    core, scores = core_bytes(model, layout, software)
-    attention = norm + size.x + core + size.query + size.mask
-    if model.qk_norm:
-        attention += size.norm(size.query + size.key)
-    inner = 2 * size.ffn * (2 if model.gated else 1)
-    # ∂y and x of each matrix, whole; those of experts do not wait
-    deferred = 2 * (size.whole + size.query + size.key)
-    if experts:
-        # rows that a rank's experts get, where the load is even, over its tokens
-        rows = min(1.0, model.capacity_factor or 1.0) * model.router_topk
-        # the router's input in 32 bits; what goes to the experts and what comes back
-        mlp = norm + size.x * size.widened + rows * (2 * size.whole + inner) + size.mask
-    else:
-        mlp = norm + size.x + inner + size.mask
-        deferred += 2 * size.whole + (3 if model.gated else 2) * size.ffn
-    if layout.recompute == "full":
+    # LoRA's A reads 16 bits
+    in_fp8 = kind.fp8 and not size.frozen
+    attention, scores, attention_waits = attention_bytes(model, layout, software, in_fp8)
+    mlp, mlp_waits = mlp_bytes(model, layout, size, kind.experts, in_fp8)
+    if kind.fp8:
+        attention_waits, mlp_waits = attention_waits / size.weight, mlp_waits / size.weight
+    deferred = attention_waits + mlp_waits
+    if size.frozen:
+        # thin matrices do not wait
+        deferred = mlp_waits = 0.0
+    if layout.recompute == "full" and kind.recomputes:
         # a norm that copies its input keeps the copy, not the layer's input
         shared = size.x if size.norm_is_one else 0.0
         return Kept(size.x, attention + mlp + scores - shared, deferred)
-    if layout.recompute == "selective":
-        # the MLP is free by then
-        return Kept(attention + mlp, max(0, scores - mlp), deferred)
+    if layout.recompute == "selective" and kind.recomputes:
+        # the MLP is free by then, but for what its W waits for
+        freed = mlp - waits_for_w(layout) * mlp_waits
+        return Kept(attention + mlp, max(0, scores - freed), deferred)
     return Kept(attention + mlp + scores, 0.0, deferred)
+
+
+def read_bytes(layout: Layout, size: Sizes, in_fp8: bool) -> float:
+    """What matrices that read x keep of it. In FP8 it is bytes, but for the shard of sequence
+    parallelism, which is gathered again."""
+    return size.whole / size.weight if in_fp8 and not layout.sequence_parallel else size.x
+
+
+def attention_bytes(
+    model: MoEConfig, layout: Layout, software: Software, in_fp8: bool
+) -> tuple[float, float, float]:
+    """(what is kept always, what selective recomputation computes again, what W waits for: ∂y and x
+    of each matrix, whole)"""
+    size = Sizes(model, layout, software)
+    core, scores = core_bytes(model, layout, software)
+    output = size.query
+    if in_fp8:
+        output = size.query / size.weight + kept_output(model, layout, software)
+    kept = size.norm(size.x) + read_bytes(layout, size, in_fp8) + core + output + size.mask
+    if model.qk_norm:
+        kept += size.norm(size.query + size.key)
+    return kept + 4 * size.lora, scores, 2 * (size.whole + size.query + size.key)
+
+
+def mlp_bytes(
+    model: MoEConfig, layout: Layout, size: Sizes, experts: bool, in_fp8: bool
+) -> tuple[float, float]:
+    """(what is kept, what W waits for), of an MLP or of experts."""
+    matrices = 3 if model.gated else 2
+    down = size.ffn / size.weight if in_fp8 and not experts else size.ffn
+    inner = (3 if model.gated else 1) * size.ffn + down
+    kept = size.norm(size.x) + size.mask + matrices * size.lora
+    if not experts:
+        waits = 2 * size.whole + matrices * size.ffn
+        return kept + read_bytes(layout, size, in_fp8) + inner, waits
+    # rows that a rank's experts get, where the load is even, over its tokens
+    rows = min(1.0, model.capacity_factor or 1.0) * model.router_topk
+    # the router's input in 32 bits; what goes to the experts and what comes back
+    router = 0.0 if size.frozen else size.x * size.widened
+    return kept + router + rows * (2 * size.whole + inner), 0.0
+
+
+def is_reordered(model: MoEConfig, layout: Layout) -> bool:
+    """Whether the output matrix reads another order than fused attention writes: queries head by
+    head, or a part of the heads."""
+    exchanges = layout.cp > 1 and not is_ring(layout)
+    return bool(model.qk_norm or exchanges or (is_ring(layout) and model.dropout))
+
+
+def kept_output(model: MoEConfig, layout: Layout, software: Software) -> float:
+    """Bytes of its result that fused attention keeps, and shares with a matrix in 16 bits alone."""
+    if not is_fused(model, layout, software) or is_reordered(model, layout):
+        return 0.0
+    return Sizes(model, layout, software).query
 
 
 def core_bytes(model: MoEConfig, layout: Layout, software: Software) -> tuple[float, float]:
@@ -187,14 +182,17 @@ def core_bytes(model: MoEConfig, layout: Layout, software: Software) -> tuple[fl
     size = Sizes(model, layout, software)
     qkv = size.query + 2 * size.key
     if is_fused(model, layout, software):
-        exchanges = layout.cp > 1 and not is_ring(layout)
-        # queries head by head, or a part of the heads; the output matrix keeps another order
-        reordered = model.qk_norm or exchanges or (is_ring(layout) and model.dropout)
+        reordered = is_reordered(model, layout)
         bias = bias_heads(model, layout.tp) * model.seq_length**2 * software.weight
         return qkv + (size.query if reordered else 0.0) + bias, 0.0
     # softmax; with dropout its mask and its dropped copy
     each = 2 * software.weight + 1 if model.dropout else software.weight
     return qkv, size.scores * each
+
+
+def waits_for_w(layout: Layout) -> bool:
+    """Whether weight gradients are computed later than input gradients."""
+    return layout.pp > 1 and layout.pipeline_schedule == "zb-h1"
 
 
 def is_ring(layout: Layout) -> bool:
@@ -217,11 +215,17 @@ def ends(model: MoEConfig, layout: Layout, software: Software) -> tuple[Kept, Ke
     """(embedding, head). The head has logits in 32 bits; the gradient that waits has 16."""
     size = Sizes(model, layout, software)
     norm = size.norm(size.x)
-    embedding = Kept(size.mask + (norm if model.embedding_norm else 0.0))
+    embedding = size.mask + (norm if model.embedding_norm else 0.0)
+    if size.frozen:
+        # before LoRA's first matrices nothing needs a gradient: nor does the first norm's input
+        embedding = -norm
     if layout.head_chunk:
-        return embedding, Kept(norm + size.whole)
+        return Kept(embedding), Kept(norm + size.whole)
     logits = size.logits * size.widened
-    return embedding, Kept(norm + size.x + logits, 0.0, size.whole + size.logits)
+    # a frozen head has no use for its input
+    read = 0.0 if size.frozen else size.x
+    deferred = 0.0 if size.frozen else size.whole + size.logits
+    return Kept(embedding), Kept(norm + read + logits, 0.0, deferred)
 
 
 # --- at the peak of the step ----------------------------------------------------------------------
@@ -243,28 +247,41 @@ def in_flight(name: str, p: int, m: int, v: int, rank: int) -> np.ndarray:
 @lru_cache(maxsize=2**14)
 def activations(model: MoEConfig, layout: Layout, software: Software, rank: int) -> float:
     """Bytes that are kept for backward, at the peak of the step."""
-    block = layer(model, layout, software)
-    expert_block = layer(model, layout, software, experts=True) if model.num_experts else block
     embedding, head = ends(model, layout, software)
+    waits = waits_for_w(layout)
     kept, deferred = [], []
-    of_rank = stages_of(model, layout, rank)
+    again = 0.0
+    of_rank = stages_of(model, layout, software)[rank]
+    logits = head if of_rank[-1].head else Kept(0.0)
     for stage in of_rank:
-        parts = list(zip(stage, (block, expert_block, embedding, head)))
-        kept.append(sum(n * part.kept for n, part in parts) + rotary_bytes(model, layout, software))
-        deferred.append(sum(n * part.deferred for n, part in parts))
+        parts = [(n, kind, layer(model, layout, software, kind)) for kind, n in stage.blocks]
+        parts += [(stage.embedding, None, embedding), (stage.head, None, head)]
+        rotary = rotary_bytes(model, layout, software)
+        kept.append(sum(n * part.kept for n, _, part in parts) + rotary)
+        deferred.append(sum(n * part.deferred for n, _, part in parts))
+        again = max(again, again_bytes(layout, parts, logits, waits))
     name = layout.pipeline_schedule if layout.pp > 1 else "1f1b"
     # further micro-batches repeat what 2 p of them do, except under gpipe
     m = layout.micro_batches if name == "gpipe" else min(layout.micro_batches, 2 * layout.pp)
     states = in_flight(name, layout.pp, m, layout.virtual_stages, rank)
-    waits = name == "zb-h1"
-    # the first block is computed again when the head's backward is over
-    freed = head.kept - waits * head.deferred if of_rank[-1].head else 0.0
+    return float((states @ np.array(kept + deferred)).max()) + again
+
+
+def again_bytes(layout: Layout, parts: list, head: Kept, waits: bool) -> float:
+    """What backward computes again beside all that is kept, of one stage. The first block comes
+    when the head's backward is over, and that of the layers after it which keep all. parts:
+    (how many, kind, Kept); waits: for W of zb-h1."""
+    freed = head.kept - waits * head.deferred
+    if layout.recompute_layers is not None:
+        for n, kind, part in parts:
+            if kind and not kind.recomputes:
+                freed += n * (part.kept - waits * part.deferred)
     again = 0.0
-    for part in (block, expert_block):
+    for _, _, part in parts:
         # where more waits for W than was kept, the fullest state is that after I
         left_to_w = waits * (part.deferred - part.kept)
         again = max(again, part.again - (left_to_w if left_to_w > 0 else freed))
-    return float((states @ np.array(kept + deferred)).max()) + again
+    return again
 
 
 def rotary_bytes(model: MoEConfig, layout: Layout, software: Software) -> float:
@@ -278,7 +295,7 @@ def buffers(model: MoEConfig, layout: Layout, software: Software, rank: int) -> 
     """Bytes that are there for a moment: an estimate. Whole units of ZeRO stage 3; gradients on
     their way to their sums; what attention's core or the loss needs, and messages."""
     size = Sizes(model, layout, software)
-    of_rank = stages_of(model, layout, rank)
+    of_rank = stages_of(model, layout, software)[rank]
     attention, mlp, experts = block_parameters(model, layout)
     block = attention + max(mlp, experts)
     is_end = of_rank[0].embedding or of_rank[-1].head
@@ -286,8 +303,10 @@ def buffers(model: MoEConfig, layout: Layout, software: Software, rank: int) -> 
     units = block + max(block, is_end * vocabulary(model, layout))
     stage = layout.zero_stage if layout.replicas > 1 else 0
     # under zb-h1 all units wait for gradients of matrices
-    waits = layout.pp > 1 and layout.pipeline_schedule == "zb-h1"
-    summed = sum(parameters(model, layout, rank)) if waits else units
+    whole = sum(parameters(model, layout, software, rank))
+    summed = whole if waits_for_w(layout) else units
+    if software.lora_rank:
+        summed *= sum(learned(model, layout, software, rank)) / whole
     # two are received, one of them ahead; one is on its way (transfers.lower)
     messages = 3 * size.x if layout.pp > 1 else 0.0
     # the logits in the model's type

@@ -16,7 +16,8 @@ import torch
 
 import planner
 from base import json_files
-from planning.inputs import MACHINES, Layout, Machine, software_of
+from planning.inputs import MACHINES, TRAIN, Layout, Machine, Software
+from run import room
 from run.config import ConfigError
 from run.metrics import peak_of
 from run.pretraining import Config
@@ -59,6 +60,27 @@ def layout_of(config: Config, ranks: int) -> Layout:
     return Layout(dp=dp, **fields)
 
 
+def software_of(config: Config) -> Software:
+    """train.py under these flags, in bf16 unless --precision is given."""
+    weight, gradient, state = room.bytes_of_number(
+        config.precision or "bf16", config.optimizer_state
+    )
+    # flags of adapters (tuning/adapter_training.py), which train.py does not have
+    learns_lora = getattr(config, "peft", None) == "lora"
+    return dataclasses.replace(
+        TRAIN,
+        weight=weight,
+        gradient=gradient,
+        optimizer_state=state,
+        reduced=2 if config.reduce_dtype == "bf16" else gradient,
+        fused_rms_norm=config.kernels == "auto",
+        fp8=config.fp8,
+        fp8_skip=config.fp8_skip,
+        fp8_keeps_bytes=config.keeps_bytes,
+        lora_rank=config.lora_rank if learns_lora else 0,
+    )
+
+
 def predict(config: Config, ranks: int, s: int | None = None) -> dict[str, float]:
     """Seconds of a step by part, on rows of s tokens, by default the longest; empty without --plan.
     Raises ConfigError."""
@@ -66,8 +88,8 @@ def predict(config: Config, ranks: int, s: int | None = None) -> dict[str, float
         return {}
     model = config.model_config()
     model = dataclasses.replace(model, seq_length=s or model.seq_length)
-    software = software_of(config.optimizer_state)
-    return planner.step_time(machine_of(config.plan), software, model, layout_of(config, ranks))
+    machine = machine_of(config.plan)
+    return planner.step_time(machine, software_of(config), model, layout_of(config, ranks))
 
 
 def describe(seconds: dict[str, float], name: str) -> str:

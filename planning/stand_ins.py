@@ -9,6 +9,7 @@ operation, or look for a backend; STAND_INS has what runs in their place.
 """
 
 import contextlib
+import dataclasses
 from functools import partial
 from unittest import mock
 
@@ -22,6 +23,7 @@ import moe
 from attention import ring_attention
 from base import attention_kernels
 from data import Batch, Dataset
+from precision import float8, fp8_scaling
 from routers import DispatchPlan, Routing
 
 META = torch.device("meta")
@@ -112,6 +114,11 @@ def one_after_the_other(ops: list[dist.P2POp]) -> list[dist.Work]:
     return [op.op(op.tensor, op.peer, op.group, op.tag) for op in ops]
 
 
+def in_both_layouts(a: float8.Quantised) -> tuple[float8.Quantised, float8.Quantised]:
+    """float8.in_both_layouts, as on a GPU: bytes by rows and by columns."""
+    return a, dataclasses.replace(a, q=a.q.clone())
+
+
 # (module, name of a function): what the meta device runs in its place
 STAND_INS = {
     (F, "scaled_dot_product_attention"): attention_in_one,
@@ -119,6 +126,7 @@ STAND_INS = {
     (ring_attention, "dropout_mask"): mask_without_bits,
     (ring_attention, "kernel_for"): lambda q, k: attention_kernels.make(attention_kernels.Kernel),
     (dist, "batch_isend_irecv"): one_after_the_other,
+    (fp8_scaling, "in_both_layouts"): in_both_layouts,
 }
 
 

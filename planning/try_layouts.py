@@ -31,7 +31,7 @@ import torch
 import planner
 from base import terminal
 from planning import commands, plan
-from planning.inputs import Layout, software_of
+from planning.inputs import Layout
 from run import flags, rules
 from run.config import LAYOUT, ConfigError, flag_name
 from run.pretraining import Config
@@ -161,8 +161,9 @@ def main(argv: list[str]) -> int:
     config = config_of(rest)
     machine = plan.machine_of(args.machine, "--machine")
     model, batch = config.model_config(), config.global_batch_size
-    software = software_of(config.optimizer_state)
-    plans = planner.search(machine, software, model, args.ranks, batch)[: args.count]
+    plans = planner.search(machine, plan.software_of(config), model, args.ranks, batch)[
+        : args.count
+    ]
     device = "cuda" if torch.cuda.device_count() >= args.ranks else "cpu"
     # kill, and a terminal that is closed, end it as Ctrl-C does
     for number in (signal.SIGTERM, signal.SIGHUP):

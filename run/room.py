@@ -38,6 +38,15 @@ def state_parts(
     return parts_of(dense // p, experts // p, precision, optimizer_state, zero_stage, ranks)
 
 
+def bytes_of_number(precision: str, optimizer_state: str) -> tuple[int, int, int]:
+    """(weight, gradient, optimizer state) of one parameter, unsharded."""
+    weight = SIZES.get(precision, 2)
+    gradient = max(weight, 4)
+    small = optimizer_state == "bf16"
+    master = (2 if small else 4) * (weight == 2)
+    return weight, gradient, master + (4 if small else 2 * gradient)
+
+
 def parts_of(
     dense: int,
     experts: int,
@@ -47,11 +56,7 @@ def parts_of(
     ranks: dict[str, int],
 ) -> tuple[float, float, float]:
     """The same of a pipeline rank that has so many numbers, all tp and ep ranks together."""
-    weight = SIZES.get(precision, 2)
-    gradient = max(weight, 4)
-    small = optimizer_state == "bf16"
-    master = (2 if small else 4) * (weight == 2)
-    sizes = weight, gradient, master + (4 if small else 2 * gradient)
+    sizes = bytes_of_number(precision, optimizer_state)
     each = units.bytes_per_parameter(zero_stage, ranks["dp"], *sizes)
     of_experts = units.bytes_per_parameter(zero_stage, ranks["dp"] // ranks["ep"], *sizes)
     held = dense // ranks["tp"]

@@ -23,7 +23,7 @@ from model_config import MoEConfig
 from planning import budget, commands, errors
 from planning import plan as plan_of
 from planning import rows as published
-from planning.inputs import A100, H100, H200, SOFTWARE, TRAIN, Layout, software_of
+from planning.inputs import A100, H100, H200, SOFTWARE, TRAIN, Layout
 from planning.layouts import layouts
 from planning.memory import memory
 from planning.rows import Row
@@ -246,7 +246,7 @@ def test_optimizer_state_in_16_bits(capsys):
     for name in ("fp32", "bf16"):
         config = dataclasses.replace(config, optimizer_state=name, plan="h200")
         layout = plan_of.layout_of(config, ranks)
-        held = memory(config.model_config(), layout, software_of(name))
+        held = memory(config.model_config(), layout, plan_of.software_of(config))
         parts[name] = held["optimizer"], plan_of.predict(config, ranks)["optimizer"]
     assert parts["bf16"][0] == parts["fp32"][0] / 2
     assert parts["bf16"][1] == pytest.approx(parts["fp32"][1] * 44 / 58)
@@ -380,7 +380,7 @@ def test_what_is_said_to_fit_fits(seed):
     g = random.Random(seed)
     model = MoEConfig(g.choice([2, 3, 5, 7]), 96, g.choice([2, 3]), seq_length=64, vocab_size=257)
     gpus, batch = g.choice([1, 2, 3, 5, 6, 7, 12]), g.randint(1, 7)
-    nbytes = planner.memory(model, Layout(), TRAIN)
+    nbytes = memory(model, Layout(), TRAIN)
     machine = dataclasses.replace(A100, memory=sum(nbytes.values()) * g.choice([0.3, 0.7, 2]))
 
     def refusal(gpus: int, batch: int) -> str:

@@ -13,7 +13,7 @@ import pytest
 import planner
 import train
 from model_config import MoEConfig
-from planning import as_rank, plan
+from planning import as_rank, layer_time, plan
 from planning.inputs import TRAIN, Constants, Layout, Machine
 
 # nothing runs beside computation, which takes no time here
@@ -115,7 +115,7 @@ def test_a_ring_waits_for_what_attention_does_not_hide():
         model, layout = inputs(dict(cp=4, global_batch_size=1, seq_length=s), 4)
         rank = planner.Rank(machine, SOFTWARE_ALONE, model, layout)
         waited = planner.step_time(machine, SOFTWARE_ALONE, model, layout)["context"]
-        waits.append(waited / planner.to_neighbour(rank) / model.num_layers)
+        waits.append(waited / layer_time.to_neighbour(rank) / model.num_layers)
     assert waits[1] == pytest.approx(2)
     assert 11.9 < waits[0] < 12
 

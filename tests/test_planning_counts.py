@@ -11,11 +11,9 @@ import schedules
 import train
 from model_config import MoEConfig
 from planning import as_rank, memory, plan
-from planning.inputs import TRAIN, Layout, software_of
+from planning.inputs import TRAIN, Layout
 from run.presets import PRESETS
 
-# as-rank runs on the meta device, where RMSNorm is made of single operations
-META = dataclasses.replace(TRAIN, fused_rms_norm=False)
 # largest relative difference, of parameters, gradients and optimizer state; of activations
 MARGIN, OF_ACTIVATIONS = 0.01, 0.03
 
@@ -94,8 +92,8 @@ def test_memory_is_what_as_rank_counts(name):
         }
         stage = report.place["pp"][0] if config.pp > 1 else 0
         layout = plan.layout_of(config, world)
-        state = software_of(config.optimizer_state).optimizer_state
-        software = dataclasses.replace(META, optimizer_state=state)
+        # as-rank runs on the meta device, where RMSNorm is made of single operations
+        software = dataclasses.replace(plan.software_of(config), fused_rms_norm=False)
         predicted = memory.memory(config.model_config(), layout, software, stage)
         # what is there for a moment, as-rank does not count
         assert set(predicted) == {*counted, "gathered", "summed", "moment"}
@@ -144,7 +142,7 @@ def test_in_16_bits_a_layer_keeps_what_the_paper_says(name, row):
     model = MoEConfig(**PRESETS[name][0])
     t = 1 if row == "no parallelism" else 8
     layout = Layout(tp=t, recompute=granularity, sequence_parallel=sequence_parallel)
-    kept = memory.layer(model, layout, TRAIN).kept
+    kept = memory.layer(model, layout, TRAIN, memory.Kind()).kept
     s, h, a = model.seq_length, model.hidden_size, model.num_heads
     paper = recompute.layer_bytes(s, 1, h, a, t, sequence_parallel, granularity)
     assert kept == pytest.approx(paper, rel=1e-12)

@@ -1,0 +1,309 @@
+"""Seconds of one micro-batch in one layer, forward and backward, on one rank: a part of planner.py.
+
+    Rank       how fast a rank is: products, bytes of its memory, collectives
+    Pass       seconds of a layer, by part
+    layer      (forward, backward), with what recomputation, LoRA and FP8 change
+
+Sources and letters: as in planner.py.
+
+Not covered: as there.
+"""
+
+from typing import NamedTuple
+
+from model_config import MoEConfig, block_matrices, mlp_matrices, num_mlps
+from planning.fits import PlanError
+from planning.inputs import Layout, Machine, Software
+from planning.memory import bias_heads, is_fused
+from planning.state import block_parameters, lora_parameters
+
+# --- what a layer reads and writes ----------------------------------------------------------------
+#
+# Bytes in forward, with 16-bit numbers. Matrix multiplications that are fused with what follows
+# them would save some; Megatron-LM of 2021 and 2022 fused what is one line here.
+
+# for each of b s h: two norms (read 2, write 2), two dropouts with bias and residual (read 4,
+# write 2, mask 1)
+NORMS_AND_RESIDUALS = 2 * 4 + 2 * 7
+# for each of b s a d / t: the context is made contiguous (read 2, write 2)
+CONTEXT = 4
+# for each number of queries and keys that have norms (read 2, write 2)
+HEAD_NORMS = 4
+# for each of b s and inner size of the MLP / t: GELU (read 2, write 2); a gate is a second matrix
+GELU = 4
+GATED = 6
+# for each of a s² b / t: scores (write 2), softmax (4), dropout (4 and its mask 1), probabilities
+# (read 2)
+SCORES = 13
+# for each of s², and under ALiBi of a / t heads, in each layer: what a window or ALiBi adds to the
+# scores (families.py) is written in 32 bits (4), masked (8), and written in 16 (6)
+LOCAL_BIAS = 18
+# backward reads and writes so many times the bytes of forward: counted as above, 21 of 13 for
+# scores, 34 of 22 for norms and residuals
+BACKWARD = 1.6
+# for each weight: its gradient, of a micro-batch, is added to a 32-bit sum (4 + 4)
+ACCUMULATION = 8
+# for each number that becomes a byte: read (2), written by rows and by columns (1 + 1); `current`
+# first reads it for its maximum (2), blocks have two maxima
+CAST = {"off": 0, "delayed": 4, "current": 6, "block": 8}
+# LoRA: for each number that A reads (2); that B writes (2) and adds (read 4, write 2)
+LORA_READ, LORA_ADD = 2, 8
+# for each of h: gradients of two norms and two biases, in 32 bits
+NORM_GRADIENTS = 6 * 4
+
+# --- how fast one rank is -------------------------------------------------------------------------
+
+
+class Rank:
+    """One rank of a run: how long, in seconds, it takes for what."""
+
+    def __init__(self, machine: Machine, software: Software, model: MoEConfig, layout: Layout):
+        self.machine = machine
+        self.software = software
+        self.model = model
+        self.layout = layout
+        self.flops_per_second = machine.peak * machine.constants.matmul
+        self.bytes_per_second = machine.memory_bandwidth * machine.constants.memory
+        # tokens of a micro-batch, b s, over context-parallel ranks; and the bytes of an activation
+        self.tokens = layout.tokens(model.seq_length)
+        self.activation = software.weight * self.tokens * model.hidden_size
+        # the ranks of a group are numbered so far apart: tensor-parallel ranks are neighbours
+        t = layout.tp
+        self.strides = {"tp": 1, "ep": t, "cp": t, "replicas": t, "pp": t * layout.replicas}
+        # over which sequence parallelism shards what tensor parallelism leaves whole
+        self.sequence_ranks = layout.tp if layout.sequence_parallel else 1
+        # MLPs that a token goes through, and numbers in all matrices that it meets, of one layer
+        mlps = num_mlps(model, "router_topk")[0]
+        self.mlps = mlps / model.num_layers
+        self.met = block_matrices(model, mlps) / model.num_layers
+        self.fused_attention = software.fused_attention and model.attention == "fused"
+        # in backward, always
+        self.scores_again = is_fused(model, layout, software)
+        # the share of layers whose matrices are in FP8
+        self.in_fp8 = 0.0
+        if software.fp8 != "off":
+            if not machine.has_fp8:
+                raise PlanError(f"{machine.name} multiplies no FP8; leave --fp8 out")
+            self.in_fp8 = 1 - 2 * software.fp8_skip / model.num_layers
+
+    def matmul(self, flops: float, in_fp8: float = 0.0) -> float:
+        """in_fp8: of these FLOPs, the share that reads bytes."""
+        twice = 2 * self.machine.peak * self.machine.constants.fp8
+        return flops * ((1 - in_fp8) / self.flops_per_second + in_fp8 / twice)
+
+    def read_write(self, nbytes: float) -> float:
+        """nbytes: where numbers have 16 bits."""
+        return nbytes * self.software.weight / 2 / self.bytes_per_second
+
+    def collective(self, group: str, nbytes: float, passes: int = 1, share: float = 1.0) -> float:
+        """An all-gather, reduce-scatter or all-to-all of nbytes in all is one pass around a ring:
+        each of N ranks sends (N - 1) / N of the bytes. An all-reduce is two passes. share: of the
+        link."""
+        size = getattr(self.layout, group)
+        if size == 1:
+            return 0.0
+        link = self.machine.link(size, self.strides[group]) * share
+        return passes * (self.machine.constants.wait + nbytes * (size - 1) / size / link)
+
+    def send(self, nbytes: float) -> float:
+        """To the next stage: in the node if the whole pipeline is there, else over the network."""
+        in_node = self.layout.pp * self.strides["pp"] <= self.machine.ranks_per_node
+        link = self.machine.node_link if in_node else self.machine.network_link
+        return self.machine.constants.wait + nbytes / link
+
+
+# --- a layer --------------------------------------------------------------------------------------
+
+
+class Pass(NamedTuple):
+    """Seconds of one micro-batch going through one layer, forward or backward."""
+
+    matmul: float
+    elementwise: float
+    tensor: float
+    expert: float
+    context: float
+
+    def plus(self, other: "Pass") -> "Pass":
+        return Pass(*(x + y for x, y in zip(self, other)))
+
+
+def layer(rank: Rank, recomputed: float = 1.0) -> tuple[Pass, Pass, float]:
+    """(forward, backward, the part of backward that computes weight gradients), of one layer; the
+    mean where only some layers have experts. recomputed: the share of layers that recompute."""
+    model, layout = rank.model, rank.layout
+    with_experts = len(model.expert_layers) / model.num_layers
+    linear, weight_gradient = products(rank, with_experts)
+    # scores and context
+    heads = model.num_heads * model.head_dim
+    core = rank.matmul(4 * rank.tokens * model.seq_length * heads / layout.tp)
+    elementwise, scores, bias = read_and_written(rank)
+    # all-reduces after attention and after the MLP; to the experts and back
+    all_reduce = rank.collective("tp", rank.activation, passes=2)
+    exchange = 2 * with_experts
+    exchange *= rank.collective("ep", rank.activation * model.router_topk / rank.sequence_ranks)
+    core_backward = (3 if rank.scores_again else 2) * core
+    waits = context(rank, core, core_backward)
+    casts, casts_backward = fp8_casts(rank)
+    read_write = elementwise + scores + bias + casts
+    forward = Pass(linear + core, read_write, 2 * all_reduce, exchange, waits[0])
+
+    accumulation = accumulated(rank, with_experts) / rank.bytes_per_second
+    backward = Pass(
+        # fused attention computes the scores again
+        linear + weight_gradient + core_backward,
+        BACKWARD * (elementwise + scores) + casts_backward + accumulation,
+        tensor_backward(rank, all_reduce, weight_gradient),
+        exchange,
+        waits[1],
+    )
+    again = Pass(0.0, 0.0, 0.0, 0.0, 0.0)
+    if layout.recompute == "full":
+        again = forward
+    elif layout.recompute == "selective" and not rank.scores_again:
+        again = Pass(core, scores + bias, 0.0, 0.0, 0.0)
+    backward = backward.plus(Pass(*(recomputed * seconds for seconds in again)))
+    return forward, backward, weight_gradient + accumulation
+
+
+def products(rank: Rank, with_experts: float) -> tuple[float, float]:
+    """Seconds of the products with one layer's matrices: (forward, which the input gradient takes
+    too; weight gradients). LoRA's own are thin, and counted whole."""
+    model, t = rank.model, rank.layout.tp
+    flops = 2 * rank.tokens * rank.met / t
+    forward = rank.matmul(flops, rank.in_fp8)
+    r = rank.software.lora_rank
+    if r:
+        attention, mlp, _ = lora_parameters(model, rank.layout, r)
+        thin = rank.matmul(2 * rank.tokens * (attention + rank.mlps * mlp))
+        # the base is frozen
+        return forward + thin, thin
+    # weight gradients of experts are not in FP8
+    experts = with_experts * model.router_topk * mlp_matrices(model) / rank.met
+    return forward, rank.matmul(flops, rank.in_fp8 * (1 - experts))
+
+
+def accumulated(rank: Rank, with_experts: float) -> float:
+    """Bytes that one layer's weight gradients of a micro-batch, and their sum, read and write."""
+    software = rank.software
+    # stages 2 and 3 keep a row of the sum
+    if rank.layout.zero_stage >= 2 or software.fuses_accumulation:
+        return 0.0
+    # numbers that learn
+    attention, mlp, experts = block_parameters(rank.model, rank.layout)
+    if software.lora_rank:
+        attention, mlp, experts = lora_parameters(rank.model, rank.layout, software.lora_rank)
+    held = attention + (1 - with_experts) * mlp + with_experts * experts
+    return (software.weight + ACCUMULATION) * held
+
+
+def fp8_casts(rank: Rank) -> tuple[float, float]:
+    """Seconds in which one layer's numbers become bytes, (forward, backward): inputs of matrices
+    and gradients of their outputs; weights in each step, or for each product."""
+    model, layout, software = rank.model, rank.layout, rank.software
+    heads = model.num_heads * model.head_dim
+    inner = rank.mlps * model.ffn_hidden_size
+    keys = 2 * model.num_kv_heads * model.head_dim
+    inputs = 2 * model.hidden_size + (heads + inner) / layout.tp
+    outputs = 2 * model.hidden_size + (heads + keys + inner * (1 + model.gated)) / layout.tp
+    attention, mlp, experts = block_parameters(model, layout)
+    weights = attention + (experts if model.num_experts else mlp)
+    if software.fp8_keeps_bytes:
+        weights /= 2 * layout.micro_batches
+    cast = rank.in_fp8 * CAST[software.fp8]
+    forward, backward = (cast * (rank.tokens * n + weights) for n in (inputs, outputs))
+    return rank.read_write(forward), rank.read_write(backward)
+
+
+def read_and_written(rank: Rank) -> tuple[float, float, float]:
+    """Seconds of forward's element-wise operations: (outside, inside core attention, what is added
+    to its scores). The last one has no backward."""
+    model, t, s = rank.model, rank.layout.tp, rank.model.seq_length
+    activation = (GATED if model.gated else GELU) * model.ffn_hidden_size * rank.mlps
+    norms = NORMS_AND_RESIDUALS * model.hidden_size / rank.sequence_ranks
+    context = CONTEXT * model.num_heads * model.head_dim
+    if model.qk_norm:
+        context += HEAD_NORMS * (model.num_heads + model.num_kv_heads) * model.head_dim
+    scores = 0 if rank.fused_attention else SCORES * model.num_heads * s / t
+    bias = LOCAL_BIAS * bias_heads(model, t) * s**2
+    outside = rank.tokens * (norms + (context + activation) / t + lora_bytes(rank))
+    return rank.read_write(outside), rank.read_write(rank.tokens * scores), rank.read_write(bias)
+
+
+def lora_bytes(rank: Rank) -> float:
+    """Of each token in one layer, what LoRA's matrices read and add."""
+    model, t = rank.model, rank.layout.tp
+    if not rank.software.lora_rank:
+        return 0.0
+    h, heads, inner = model.hidden_size, model.num_heads * model.head_dim, model.ffn_hidden_size
+    up = 1 + model.gated
+    reads = 3 * h + heads / t + rank.mlps * (up * h + inner / t)
+    keys = 2 * model.num_kv_heads * model.head_dim
+    adds = (heads + keys) / t + h + rank.mlps * (up * inner / t + h)
+    return LORA_READ * reads + LORA_ADD * adds
+
+
+def tensor_backward(rank: Rank, all_reduce: float, linear: float) -> float:
+    """Seconds that backward waits for tensor-parallel ranks.
+
+    Before attention and before the MLP there is an all-reduce, beside the weight gradient of q, k,
+    v and of the MLP's first matrix: each a quarter of all of the layer's weight gradients, `linear`
+    seconds; less where heads share keys and values. Sequence parallelism has three collectives
+    instead, each half of an all-reduce. Nothing runs beside the all-gather of the output's
+    gradient. The reduce-scatter of the input's gradient runs beside the weight gradient, and the
+    kept input is gathered again beside the input gradient.
+    """
+    half = all_reduce / 2
+    waits = 0.0
+    model = rank.model
+    qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.hidden_size
+    for share in (min(1 / 4, qkv / rank.met), 1 / 4):
+        beside = share * linear if rank.software.overlaps_tensor else 0.0
+        if rank.layout.sequence_parallel:
+            waits += half + 2 * max(0.0, half - beside)
+        else:
+            waits += max(0.0, all_reduce - beside)
+    if rank.layout.sequence_parallel and rank.software.sums_norms_by_layer:
+        waits += rank.collective("tp", NORM_GRADIENTS * rank.model.hidden_size, passes=2)
+    if rank.model.qk_norm and not rank.layout.sequence_parallel:
+        # gradients of the two norms, which each rank has of its heads
+        waits += rank.collective("tp", 2 * rank.model.head_dim * rank.software.weight, passes=2)
+    return waits
+
+
+def head_bytes(rank: Rank, heads: int) -> float:
+    """Of the keys, for example, of this rank's tokens and of so many heads of the whole model."""
+    return rank.software.weight * rank.tokens * heads * rank.model.head_dim / rank.layout.tp
+
+
+def to_neighbour(rank: Rank, width: float = 1.0) -> float:
+    """Seconds in which keys and values go to the next rank of the ring, on all ranks at once.
+    width: of a number, over that of a weight."""
+    link = rank.machine.link(rank.layout.cp, rank.strides["cp"])
+    nbytes = 2 * head_bytes(rank, rank.model.num_kv_heads) * width
+    return rank.machine.constants.wait + nbytes / link
+
+
+def context(rank: Rank, forward: float, backward: float) -> tuple[float, float]:
+    """Seconds that (forward, backward) waits for context-parallel ranks. forward, backward: seconds
+    of attention to all keys.
+
+    A ring's next keys and values come beside attention to those that are there. In backward the
+    gradients of keys and values follow them from the second step on, and nothing runs beside their
+    last way, to the rank that they belong to.
+    """
+    n = rank.layout.cp
+    if n == 1:
+        return 0.0, 0.0
+    if rank.layout.cp_kind == "all-to-all":
+        # queries and results, keys and values
+        heads = rank.model.num_heads, rank.model.num_kv_heads
+        seconds = 2 * sum(rank.collective("cp", head_bytes(rank, a)) for a in heads)
+        return seconds, seconds
+    keys = to_neighbour(rank)
+    gradients = to_neighbour(rank, max(4, rank.software.weight) / rank.software.weight)
+    # attention in each of the n - 1 steps that have something on the way
+    beside_forward, beside_backward = (seconds * (n - 1) / n for seconds in (forward, backward))
+    moved = (n - 1) * keys + (n - 2) * gradients
+    waits = max(0.0, moved - beside_backward) + gradients
+    return max(0.0, (n - 1) * keys - beside_forward), waits
