@@ -126,13 +126,16 @@ SECTIONS = [
     Section(
         "Tokens per second",
         f"NeMo; Llama-2 in steps of {predictions.LLAMA_BATCH} sequences of 4,096 tokens",
-        {"predicted": PLAN.format("llama2-7b", 8, "h200", predictions.LLAMA_BATCH)},
+        {
+            "predicted, bf16": PLAN.format("llama2-7b", 8, "a100", predictions.LLAMA_BATCH),
+            "FP8": "python comparisons/reproduction.py",
+        },
         lambda search: [*predictions.llama_speeds(search), *predictions.h100_speeds()],
     ),
     Section(
         "FSDP over tensor and pipeline parallelism",
         "NeMo, bf16, steps of 256 sequences of 2,048 tokens; the fastest layout of each kind",
-        {"predicted": "python comparisons/reproduction.py"},
+        {"predicted": PLAN.format("gpt3-20b --dropout 0", 8, "h100", predictions.FSDP_BATCH)},
         predictions.fsdp_ratios,
     ),
     Section(
@@ -143,7 +146,7 @@ SECTIONS = [
     ),
     Section(
         "What was announced",
-        "NVIDIA, 2021 to 2023",
+        "NVIDIA's announcements; for 1T arXiv 2104.04473",
         {"predicted": ALL_LAYOUTS, "measured": "python comparisons/rollout.py"},
         lambda search: [
             *announced.gpt_3(search),

@@ -200,9 +200,7 @@ def draw_layouts(axes, found: dict) -> None:
     style.label(axes, "announced: best / 6.85", (2, best / 6.85e3), offset=(0, -8))
     axes.set(xlabel="% of the layouts of this micro-batch size", ylim=(0, 1.45 * best / 1000))
     axes.set_ylabel("thousand tokens/s")
-    axes.set_title(
-        f"175B on 1,024 A100s: all {found['count']:,}\nlayouts that fit, the fastest first"
-    )
+    axes.set_title(f"175B on 1,024 A100s: the {found['count']:,}\nlayouts searched, fastest first")
     axes.legend(loc="upper right", title="micro-batch size", title_fontsize=style.SMALL, ncols=2)
 
 

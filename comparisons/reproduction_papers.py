@@ -22,7 +22,8 @@ from moe import build
 from planning import as_rank
 from planning import rows as published_rows
 from planning.inputs import A100, SOFTWARE, Layout
-from planning.memory import block_parameters
+from planning.layer_time import Rank, layer
+from planning.state import block_parameters
 from run import flags
 from run.presets import PRESETS
 from sharding import num_parameters
@@ -224,7 +225,10 @@ def activation_formulas() -> list[Claim]:
         words = f"--as-rank 0 {words}{BATCHES[name]}"
         if name == "175B":
             words += " --micro-batch-size 1"
-        for what, gib, more in (("tensor", tensor, ""), ("all three", both, BOTH)):
+        for what, gib, more in (
+            ("tensor", tensor, ""),
+            ("tensor + sequence + selective", both, BOTH),
+        ):
             ours = counted(words + more).activations / 2**30
             claim = f"{name}: GiB of activations on the first stage, {what}"
             found.append(Claim(claim, gib, ours, note="with the ends"))
@@ -260,7 +264,7 @@ def layer_times() -> list[Claim]:
     for name, (forward, backward, sequence, again) in TABLE_4.items():
         sizes = dict(tp=8, micro_batch_size=4, global_batch_size=4)
         layout = Layout(**sizes, sequence_parallel=sequence, recompute=again)
-        passes = planner.layer(planner.Rank(A100, software, preset("megatron-22b"), layout))
+        passes = layer(Rank(A100, software, preset("megatron-22b"), layout))
         ours = [1000 * sum(seconds) for seconds in passes[:2]]
         totals[name] = sum(ours)
         for what, published, value in zip(("forward", "backward"), (forward, backward), ours):
