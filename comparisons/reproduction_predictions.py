@@ -59,7 +59,7 @@ class Search:
         """Of a case (machine, software, model, GPUs, global batch), the fastest first."""
         if self.toy:
             kept = (plan for plan in planner.fitting(*case) if keep(plan.layout))
-            return sorted(itertools.islice(kept, 20), key=lambda plan: plan.seconds)
+            return sorted(itertools.islice(kept, 2), key=lambda plan: plan.seconds)
         if case not in self.found:
             self.found[case] = planner.search(*case)
         return [plan for plan in self.found[case] if keep(plan.layout)]
