@@ -70,13 +70,12 @@ def head(rank: Rank) -> float:
     summed = 2 if rank.layout.pp == 1 else 1
     waits = summed * rank.collective("tp", rank.activation, passes=2)
     # the loss: the largest logit; the sum of exponentials and the target's logit, in 32 bits
-    chunk = rank.layout.head_chunk
-    tokens = min(chunk, rank.tokens) if chunk else rank.tokens
-    for nbytes in (4, 8):
-        waits += rank.tokens / tokens * rank.collective("tp", nbytes * tokens, passes=2)
-    loss = (LOSS + (LOSS_AGAIN if chunk else 0)) * logits / rank.bytes_per_second
-    # a chunk multiplies again in backward; a frozen matrix has no gradient
-    multiplied = 6 + (2 if chunk else 0) - (2 if rank.software.lora_rank else 0)
+    waits += rank.collective("tp", 4 * rank.tokens, passes=2)
+    waits += rank.collective("tp", 8 * rank.tokens, passes=2)
+    again = rank.layout.head_chunk > 0
+    loss = (LOSS + LOSS_AGAIN * again) * logits / rank.bytes_per_second
+    # chunks multiply again in backward; a frozen matrix has no gradient
+    multiplied = 6 + 2 * again - (2 if rank.software.lora_rank else 0)
     return rank.matmul(multiplied * logits * rank.model.hidden_size) + loss + waits
 
 

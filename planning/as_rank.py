@@ -210,6 +210,9 @@ def report(config: Config, trainer_class, rank: int, world: int) -> Report:
         m = config.global_batch_size // trainer.dp // trainer.micro_batch
         # under zb-h1 up to p micro-batches wait for their weight gradients when the step ends
         few = min(m, config.pp if config.pipeline_schedule == "zb-h1" else 1)
+        if config.fp8 == "delayed":
+            # the first step of a run has no history, and finds its maxima itself
+            run_step(trainer, few)
         first = run_step(trainer, few)
         second = run_step(trainer, few + 1) if m > few else first
         place = place_of(groups)

@@ -5,7 +5,7 @@
 The model is a GPT of the proportions of GPT-3 175B, on 20 tokens for each parameter. Its speed is
 that of the fastest layout that planner.py finds.
 
-Not covered: other shapes of the same size, and batches that grow with the model.
+Not covered: other shapes of the same size.
 """
 
 import argparse
@@ -17,7 +17,9 @@ from planner import Plan, fitting
 from planning import commands
 from planning.fits import PlanError, what_would_fit
 from planning.inputs import TRAIN, Machine, Software
-from run.config import ConfigError, flag_name
+from planning.recipe import batch_of, flags_of
+from run.config import ConfigError
+from run.presets import recipe_of_size
 
 # tokens for each parameter (Hoffmann et al., arXiv 2203.15556, section 3)
 TOKENS_PER_PARAMETER = 20
@@ -58,11 +60,11 @@ def size_for(
 
     Raises PlanError where there is none.
     """
-    batch = batch_of(gpus)
     no_room = False
     for layers in range(LARGEST, SMALLEST - 1, -1):
         model = gpt_of(layers)
         count = least_parameters(model)
+        batch = batch_of(recipe_of_size(count), model.seq_length, gpus)
         total = tokens or TOKENS_PER_PARAMETER * count
         needed = total * flops_per_token(model)
         # even at the peak it would take longer
@@ -82,11 +84,6 @@ def size_for(
         f"too little for a model of {SMALLEST} layers; more GPUs, a larger budget or fewer --tokens"
         " would do"
     )
-
-
-def batch_of(gpus: int) -> int:
-    """Sequences of a step: near 2 million tokens, and divisible by the GPUs."""
-    return gpus * max(1, round(1024 / gpus))
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -124,8 +121,13 @@ def main(argv: list[str]) -> None:
     )
     if found.memory_is_full:
         print("A larger model would not fit into memory.")
+    print()
+    print("\n".join(commands.table([found.plan], machine, model, found.tokens)))
     # any GPT: the flags say the rest of its shape
-    words = ["--model", "gpt2"]
-    for field in ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size", "dropout"):
-        words += [flag_name(field), f"{getattr(model, field):g}"]
-    commands.show([found.plan], machine, model, found.tokens, words)
+    shape = {"model": "gpt2"}
+    for field in ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size"):
+        shape[field] = getattr(model, field)
+    row = recipe_of_size(found.parameters)
+    batch = found.plan.layout.global_batch_size
+    recipe_flags = flags_of(row, model, batch, found.tokens, {})
+    commands.show_command(found.plan, machine, commands.model_words(shape), recipe_flags, row)

@@ -1,6 +1,6 @@
 """The commands of planner.py.
 
-    python planner.py plan --model gpt3-175b --gpus 1024 --gpu a100 --batch 1536
+    python planner.py plan --model gpt3-175b --gpus 1024 --gpu a100
     python planner.py size --gpus 64 --days 7
     python planner.py predict planning/published_times.json
     python planner.py measure
@@ -32,12 +32,14 @@ import planner
 from base import terminal
 from base.json_files import JSONError
 from model_config import MoEConfig, flops_per_token, least_parameters
+from planning import recipe
 from planning.fits import gib
 from planning.inputs import MACHINES, Layout, Machine
 from planning.plan import machine_of as machine_named
 from planning.plan import software_of
 from run import flags, rules
 from run.config import MODEL_FLAGS, ConfigError, flag_name
+from run.presets import Recipe, recipe_of_model
 from run.pretraining import Config
 from run.rules import Run, check_effects
 
@@ -45,8 +47,10 @@ from run.rules import Run, check_effects
 TOKENS = 300e9
 # seconds
 DAY = 86400
-# the flags of train.py that `plan` takes, and puts into the commands that it prints
-GIVEN = {"model", *MODEL_FLAGS, "optimizer_state"}
+# the flags of train.py that `plan` takes, and puts into the commands that it prints: what decides
+# time and memory, and how to train (planning/recipe.py)
+PLANNED = {"model", *MODEL_FLAGS, "optimizer_state"}
+GIVEN = PLANNED | set(recipe.GIVEN)
 # what the table calls the parts of planning/memory.py, and how wide they are
 PARTS = {
     "params": (7, ("parameters", "gathered")),
@@ -126,9 +130,11 @@ def machine_of(args: argparse.Namespace) -> Machine:
 # --- plan -----------------------------------------------------------------------------------------
 
 
-def command(model_flags: list[str], layout: Layout, ranks_per_node: int) -> str:
+def command(
+    model_flags: list[str], layout: Layout, ranks_per_node: int, recipe_flags: list[str]
+) -> str:
     """The command that trains under this layout. On several nodes it runs on each of them."""
-    train = ["train.py", *model_flags, *layout.flags()]
+    train = ["train.py", *model_flags, *layout.flags(), *recipe_flags]
     ranks = layout.ranks
     if ranks == 1:
         return shlex.join(["python", *train])
@@ -221,14 +227,18 @@ def table(
     return ["".join(cell.rjust(w) for cell, w in zip(row, widths)) for row in rows]
 
 
-def show(
-    plans: list[planner.Plan], machine: Machine, model: MoEConfig, tokens: float, words: list[str]
+def show_command(
+    plan: planner.Plan,
+    machine: Machine,
+    model_flags: list[str],
+    recipe_flags: list[str],
+    row: Recipe,
 ) -> None:
-    """The table of these plans, and the command of the best. words: the flags of the model."""
+    """The command that trains under this plan, and where its values come from."""
     print()
-    print("\n".join(table(plans, machine, model, tokens)))
+    print(wrapped(command(model_flags, plan.layout, machine.ranks_per_node, recipe_flags)))
     print()
-    print(wrapped(command(words, plans[0].layout, machine.ranks_per_node)))
+    print(textwrap.fill(recipe.ADVICE.format(row.name), 96))
 
 
 def days(number: float) -> str:
@@ -259,11 +269,11 @@ def why_it_loses(first: planner.Plan, second: planner.Plan) -> str:
     return f"{differs}; {longer}: {because}."
 
 
-def model_words(args: argparse.Namespace) -> list[str]:
+def model_words(given: dict) -> list[str]:
     """The flags of the model and of its optimizer's state, as they were given."""
     words = []
-    for name, value in vars(args).items():
-        if name in GIVEN:
+    for name, value in given.items():
+        if name in PLANNED and name not in recipe.GIVEN:
             words += [flag_name(name), str(value)]
     return words
 
@@ -271,9 +281,8 @@ def model_words(args: argparse.Namespace) -> list[str]:
 def plan_parser() -> Parser:
     parser = make_parser("plan", "The fastest layouts of a model that fit into memory.")
     add_machine(parser)
-    parser.add_argument(
-        "--batch", type=count, required=True, metavar="N", help="sequences in a step"
-    )
+    batch_help = "sequences in a step (default: as published models of this size have them)"
+    parser.add_argument("--batch", type=count, default=None, metavar="N", help=batch_help)
     parser.add_argument(
         "--tokens", type=number, default=TOKENS, help="to train on (default: 300e9)"
     )
@@ -284,24 +293,35 @@ def plan_parser() -> Parser:
     return parser
 
 
-def plan(argv: list[str]) -> None:
-    args = plan_parser().parse_args(argv)
+def config_of(args: argparse.Namespace) -> tuple[Config, dict]:
+    """(the configuration that flags of train.py make, its fields that were given). Raises
+    ConfigError."""
     if not hasattr(args, "model"):
         raise ConfigError("--model: which one? for example --model gpt3-175b")
     given = {name: value for name, value in vars(args).items() if name in GIVEN}
     config = Config(**given)
     model = config.model_config()
+    rules.check_types(config)
+    rules.check_numbers(config)
     # flags that this model has no use for
     rules.check_techniques(config, model, world=1)
     check_effects(Run(config, model, replicas=1))
-    machine = machine_of(args)
+    return config, given
+
+
+def plan(argv: list[str]) -> None:
+    args = plan_parser().parse_args(argv)
+    config, given = config_of(args)
+    model, machine = config.model_config(), machine_of(args)
+    row, _ = recipe_of_model(config)
+    batch = args.batch or recipe.batch_of(row, model.seq_length, args.gpus)
     try:
-        plans = planner.search(machine, software_of(config), model, args.gpus, args.batch)
+        plans = planner.search(machine, software_of(config), model, args.gpus, batch)
     except planner.PlanError as e:
-        raise ConfigError(f"--gpus {args.gpus} --batch {args.batch}: {e}") from None
+        raise ConfigError(f"--gpus {args.gpus} --batch {batch}: {e}") from None
     best, *others = plans
     print(
-        f"{args.model}, {billions(least_parameters(model))} parameters; {args.batch:,}"
+        f"{args.model}, {billions(least_parameters(model))} parameters; {batch:,}"
         f" sequences of {model.seq_length:,} tokens a step; {billions(args.tokens)} tokens"
     )
     fit = "1 layout fits" if not others else f"{len(plans):,} layouts fit"
@@ -309,7 +329,10 @@ def plan(argv: list[str]) -> None:
     print(
         "v: interleaved, v stages on a rank; b: micro-batch; seq: sequence parallelism; right: GiB"
     )
-    show(plans[: args.top], machine, model, args.tokens, model_words(args))
+    print()
+    print("\n".join(table(plans[: args.top], machine, model, args.tokens)))
+    recipe_flags = recipe.flags_of(row, model, batch, args.tokens, given)
+    show_command(best, machine, model_words(given), recipe_flags, row)
     if others:
         print()
         print(textwrap.fill(why_it_loses(best, others[0]), 96))

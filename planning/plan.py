@@ -22,6 +22,24 @@ from run.config import ConfigError
 from run.metrics import peak_of
 from run.pretraining import Config
 
+# Flags that change no prediction, by reason. tests/test_planned_flags.py holds each flag to this:
+# it changes seconds or bytes, or stands here.
+UNPREDICTED = {
+    "how well a run learns, not how fast": (
+        "lr min_lr warmup_steps weight_decay seed aux_loss z_loss router router_temperature"
+        " lora_alpha fp8_scales"
+    ),
+    "below 1% of a step: the norm, and adding a scale to each product": "grad_clip fp8_block",
+    "outside of the steps": (
+        "steps eval_every save_every keep resume load out log_every max_bad_steps timeout plan"
+        " tensorboard profile device sample_prompt cache"
+    ),
+    "the text: its tokens count, and which mask it has costs no FLOPs less": (
+        "data val_data tokenizer skip_bad_examples document_mask"
+    ),
+    "what the compiler fuses is not known; constants are those of fused kernels": "compile",
+    "refused beside --plan": "peft peft_targets lora_dropout adapter_size",
+}
 FILE = "machine.json"
 ADVICE = "docs/planning.md says how to write one, and `python planner.py measure` does on GPUs"
 
@@ -88,8 +106,16 @@ def predict(config: Config, ranks: int, s: int | None = None) -> dict[str, float
         return {}
     model = config.model_config()
     model = dataclasses.replace(model, seq_length=s or model.seq_length)
-    machine = machine_of(config.plan)
-    return planner.step_time(machine, software_of(config), model, layout_of(config, ranks))
+    machine, software = machine_of(config.plan), software_of(config)
+    if config.plan in MACHINES and software.weight != 2:
+        raise ConfigError(
+            f"--plan {config.plan}: knows the FLOP/s of 16 bits, not of --precision"
+            f" {config.precision}; a machine's file with its peak would fit: {ADVICE}"
+        )
+    try:
+        return planner.step_time(machine, software, model, layout_of(config, ranks))
+    except planner.PlanError as e:
+        raise ConfigError(f"--plan {config.plan}: {e}") from None
 
 
 def describe(seconds: dict[str, float], name: str) -> str:

@@ -1,4 +1,4 @@
-"""The shapes of published models, and the default of --lr.
+"""The shapes of published models, and how to pretrain one: the default of --lr among it.
 
     PRESETS[name] = (fields of the model's configuration, published number of parameters or 0)
 
@@ -17,6 +17,7 @@ parameters needs no memory.
 """
 
 import math
+from typing import NamedTuple
 
 from model_config import MoEConfig, flops_per_token, least_parameters
 
@@ -205,55 +206,93 @@ PRESETS: dict[str, tuple[dict, float]] = {
 }
 
 
-# --- learning rates -------------------------------------------------------------------------------
+# --- how to pretrain ------------------------------------------------------------------------------
 #
-#     pretraining, by size    GPT-3's (arXiv 2005.14165, table 2.1): 125M 6e-4, .. 175B 6e-5
-#                             below 30M, which its table does not have: 3e-3
-#     presets                 as published: Llama 2 and 3, BLOOM; not with --load
-#     with --load             a tenth of the rate by size
+#     by size        the row of GPT-3's table whose size is nearest on a log scale
+#                    below 30M, which its table does not have: the row of the preset tiny
+#     presets        as published: Llama 2 and 3, BLOOM; not with --load
+#     with --load    a tenth of the rate by size
 #
-# Other kinds of training have their own (`default_lr` of their configuration). All are where a
+# The papers of GPT-3 and Llama 2 agree on the rest, which is train.py's default: a cosine down to a
+# tenth of the peak, weight decay 0.1, a gradient norm of at most 1, betas 0.9 and 0.95.
+#
+# Other kinds of training have their own rate (`default_lr` of their configuration). All are where a
 # search begins, not where it ends.
 
-# parameters -> rate
+
+class Recipe(NamedTuple):
+    """A row: how one model was pretrained."""
+
+    name: str
+    # at its peak
+    lr: float
+    # tokens of a step, and of the linear warmup
+    batch: int
+    warmup: int
+
+
+def _gpt3(name: str, lr: float, sequences: int, source: str = "2005.14165, table 2.1") -> Recipe:
+    """sequences: in a step. The papers round their tokens to 0.5M, 1M, 2M and 3.2M."""
+    return Recipe(f"{name} (arXiv {source})", lr, sequences * 2048, 375_000_000)
+
+
+def _bloom_recipe(name: str, lr: float, sequences: int) -> Recipe:
+    return _gpt3(name, lr, sequences, "2211.05100, table 3")
+
+
+def _llama(name: str, lr: float, source: str = "2307.09288, section 2.2") -> Recipe:
+    """A step of 4M tokens, 2,000 steps of warmup."""
+    batch = 1024 * 4096
+    return Recipe(f"{name} (arXiv {source})", lr, batch, 2000 * batch)
+
+
+# parameters -> recipe
 GPT_3 = {
-    125e6: 6e-4,
-    350e6: 3e-4,
-    760e6: 2.5e-4,
-    1.3e9: 2e-4,
-    2.7e9: 1.6e-4,
-    6.7e9: 1.2e-4,
-    13e9: 1e-4,
-    175e9: 6e-5,
+    125e6: _gpt3("GPT-3 125M", 6e-4, 256),
+    350e6: _gpt3("GPT-3 350M", 3e-4, 256),
+    760e6: _gpt3("GPT-3 760M", 2.5e-4, 256),
+    1.3e9: _gpt3("GPT-3 1.3B", 2e-4, 512),
+    2.7e9: _gpt3("GPT-3 2.7B", 1.6e-4, 512),
+    6.7e9: _gpt3("GPT-3 6.7B", 1.2e-4, 1024),
+    13e9: _gpt3("GPT-3 13B", 1e-4, 1024),
+    175e9: _gpt3("GPT-3 175B", 6e-5, 1536),
 }
 SMALL, SMALL_RATE = 30e6, 3e-3
-# arXiv 2307.09288, section 2.2; 2407.21783, table 3; 2211.05100, table 3
+# train.py's own batch and warmup
+TINY = Recipe("the preset tiny", SMALL_RATE, 16 * 128, 50 * 16 * 128)
 PUBLISHED = {
-    "llama2-7b": 3e-4,
-    "llama2-13b": 3e-4,
-    "llama2-70b": 1.5e-4,
-    "llama3.1-8b": 3e-4,
-    "bloom-560m": 3e-4,
-    "bloom-7b1": 1.2e-4,
+    "llama2-7b": _llama("Llama 2 7B", 3e-4),
+    "llama2-13b": _llama("Llama 2 13B", 3e-4),
+    "llama2-70b": _llama("Llama 2 70B", 1.5e-4),
+    # of 8B only the rate is published
+    "llama3.1-8b": _llama("Llama 3 8B", 3e-4, "2407.21783, table 3; batch and warmup of Llama 2"),
+    "bloom-560m": _bloom_recipe("BLOOM 560M", 3e-4, 256),
+    "bloom-7b1": _bloom_recipe("BLOOM 7.1B", 1.2e-4, 512),
 }
 
 
-def lr_of_size(parameters: int) -> float:
-    """For pretraining: the rate of the size that is nearest on a log scale."""
+def recipe_of_size(parameters: int) -> Recipe:
+    """The row of the size that is nearest on a log scale."""
     if parameters < SMALL:
-        return SMALL_RATE
+        return TINY
     return GPT_3[min(GPT_3, key=lambda size: abs(math.log(size / parameters)))]
 
 
-def lr_of_model(config) -> tuple[float, str]:
-    """(the peak rate of pretraining its model, words that say for which). config:
-    run.config.RunConfig. Raises its errors."""
+def recipe_of_model(config) -> tuple[Recipe, str]:
+    """(how its model is pretrained, words that say for which model). config: run.config.RunConfig.
+    Raises its errors."""
     model = config.model_config()
     parameters = least_parameters(model)
     as_published = config.num_layers is None and config.hidden_size is None
     if config.model in PUBLISHED and as_published and not config.load:
         return PUBLISHED[config.model], config.model
-    return lr_of_size(parameters), f"a model of about {parameters / 1e6:,.1f} M parameters"
+    return recipe_of_size(parameters), f"a model of about {parameters / 1e6:,.1f} M parameters"
+
+
+def lr_of_model(config) -> tuple[float, str]:
+    """(the peak rate of pretraining its model, for which). As `recipe_of_model`."""
+    recipe, what = recipe_of_model(config)
+    return recipe.lr, what
 
 
 def default_lr(config) -> tuple[float, str]:

@@ -255,15 +255,9 @@ def check_length(config: RunConfig) -> None:
 
 def check_plan(config: RunConfig) -> None:
     """Whether a step can be predicted, on whatever machine. Raises ConfigError."""
-    rule = ""
-    if config.unpredicted:
-        rule = f"train a whole model on text, and this run {config.unpredicted}; leave it out"
-    elif config.fp8 != "off":
-        rule = "do without --fp8; leave one of the two out"
-    elif config.recompute_layers is not None:
-        rule = "recompute all layers or none; leave out one of --plan and --recompute-layers"
-    if config.plan and rule:
-        refuse(config, "plan", f"predicts steps that {rule}")
+    if config.plan and config.unpredicted:
+        rule = "predicts steps that train a model, or LoRA, on text, and this run"
+        refuse(config, "plan", f"{rule} {config.unpredicted}; leave it out")
 
 
 def check_device(config: RunConfig) -> None:

@@ -446,8 +446,8 @@ GIVEN = dict(load="runs/base", data=["x"], peft="lora")
         (GIVEN | dict(peft="adapter", adapter_size=0), "--adapter-size 0: must be at least 1"),
         (dict(peft="lora"), "--peft lora: for which model? --load CKPT names it"),
         (
-            GIVEN | dict(plan="h100"),
-            "--plan h100: predicts steps that train a whole model on text, and this run trains an",
+            GIVEN | dict(plan="h100", lora_dropout=0.1),
+            "--plan h100: predicts steps that train a model, or LoRA, on text, and this run trains",
         ),
     ],
 )

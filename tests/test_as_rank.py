@@ -9,6 +9,7 @@ import json
 import re
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -23,12 +24,14 @@ from data import Batch
 from model_config import flops_per_token
 from planning import as_rank, stand_ins
 from planning.counters import Counters, Kept
+from precision import fp8_scaling
 from proof import ranks
 from proof.parity import LLAMA, SMALL
 from proof.synthetic import Documents, Synthetic
 from run import flags
 from run.config import ConfigError
 from run.task import Task
+from tuning.adapter_training import TextPeftConfig
 
 GPT = SMALL | dict(precision="fp32", micro_batch_size=1)
 LLAMA = LLAMA | dict(precision="fp32", micro_batch_size=1, dropout=0.0)
@@ -37,6 +40,7 @@ EXPERTS = GPT | dict(num_experts=4, expert_every=2, ep=2)
 QWEN3 = LLAMA | dict(model="qwen3-0.6b", head_dim=12)
 MISTRAL = LLAMA | dict(model="mistral-7b", sliding_window=5)
 BLOOM = GPT | dict(model="bloom-560m", dropout=0.0)
+FP8 = LLAMA | dict(fp8="delayed", fp8_skip=0, precision="bf16")
 # (ranks, layouts)
 LAYOUTS = [
     (
@@ -54,6 +58,8 @@ LAYOUTS = [
             GPT | dict(cp=2, cp_kind="all-to-all", recompute="selective"),
             QWEN3 | dict(tp=2),
             BLOOM | dict(tp=2, sequence_parallel=True),
+            FP8 | dict(tp=2, pp=1),
+            LLAMA | dict(peft="lora", tp=2),
         ],
     ),
     (4, [EXPERTS | SEQUENCE | dict(zero_stage=1)]),
@@ -76,6 +82,11 @@ MORE = [
             GPT | dict(cp=2),
             LLAMA | dict(cp=2, cp_kind="all-to-all", recompute="full"),
             LLAMA | dict(cp=2, document_mask=True),
+            FP8 | dict(zero_stage=3),
+            FP8 | dict(pp=2, schedule="zb-h1"),
+            EXPERTS | LLAMA | dict(fp8="current", fp8_skip=0),
+            LLAMA | dict(peft="lora", zero_stage=3, recompute="full"),
+            LLAMA | dict(peft="lora", tp=2, sequence_parallel=True),
             EXPERTS | LLAMA | dict(router="topk", router_topk=2, capacity_factor=1.0),
         ],
     ),
@@ -112,10 +123,14 @@ class InDocuments(Apart, Documents):
     pass
 
 
+def config_of(layout: dict) -> trainer.Config:
+    return (TextPeftConfig if "peft" in layout else trainer.Config)(**layout)
+
+
 def both(rank: int, world: int, layouts: list[dict]) -> list[tuple[dict, dict]]:
     """(what this rank does, what as_rank says) of each layout."""
     # as_rank has no kernels; with them fused attention on a CPU keeps no sums of rows
-    configs = [trainer.Config(**layout, kernels="off") for layout in layouts]
+    configs = [config_of(layout | dict(kernels="off")) for layout in layouts]
     real = [measured(world, config) for config in configs]
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -129,7 +144,7 @@ def measured(world: int, config: trainer.Config) -> dict:
     if world > 1:
         layout = dict(tp=config.tp, pp=config.pp, ep=config.ep, cp=config.cp)
         groups = Groups.make("cpu", world, **layout)
-    t = trainer.Trainer(config, torch.device("cpu"), groups)
+    t = trainer.Trainer(config, torch.device("cpu"), groups, config.task())
     for layer in t.expert_layers.values():
         layer.routing.scores = partial(stand_ins.even_scores, layer.routing.k)
     dataset = (InDocuments if config.document_mask else Plain)(
@@ -139,12 +154,20 @@ def measured(world: int, config: trainer.Config) -> dict:
     if t.schedule:
         # so that what W waits for counts
         as_rank.Actions(t.model, kept)
-    with kept, Counters() as counters:
+    if config.fp8 == "delayed":
+        # a step that has a history
         t.forward_backward(1, dataset)
         t.update(1)
         t.task.wait_for_parameters()
+    # bytes of weights as on a GPU
+    layouts = mock.patch.object(fp8_scaling, "in_both_layouts", stand_ins.in_both_layouts)
+    with kept, layouts, Counters() as counters:
+        t.forward_backward(1, dataset)
+        fp8_weights = as_rank.fp8_weights_of(t)
+        t.update(1)
+        t.task.wait_for_parameters()
     collectives = [as_rank.Collective(*key, n) for key, n in counters.counted(groups).items()]
-    return as_rank.bytes_of(t) | {
+    return as_rank.bytes_of(t, fp8_weights) | {
         "activations": kept.peak,
         "flops": counters.flops,
         "collectives": sorted(collectives),
@@ -204,7 +227,7 @@ class OnTheGPU(Counters):
 def test_ranks_send_tensors_of_the_gpu(world, layouts, monkeypatch):
     monkeypatch.setattr(as_rank, "Counters", OnTheGPU)
     for layout in layouts:
-        as_rank.report(trainer.Config(**layout), trainer.Trainer, world - 1, world)
+        as_rank.report(config_of(layout), trainer.Trainer, world - 1, world)
 
 
 def test_a_tensor_of_the_cpu_is_seen(monkeypatch):

@@ -385,7 +385,6 @@ REFUSED = [
     (dict(fp8="block", fp8_block=0), "--fp8-block 0: must be at least 1", ""),
     (dict(fp8="block", precision="fp16"), "--fp8 block: has scales of its own", "bf16 would"),
     (dict(fp8="current", fp8_keep_bytes=True), "--fp8-keep-bytes: is for --zero-stage 3", ""),
-    (dict(fp8="current", plan="dgx-h100"), "--plan dgx-h100: predicts", "without --fp8"),
 ]
 
 

@@ -19,7 +19,7 @@ from model_config import MoEConfig
 from planning import commands, measure, plan, try_layouts
 from planning.inputs import MACHINES, TRAIN, Constants, Layout, Machine
 from proof import ranks
-from run import flags, rules
+from run import flags
 from run.config import ConfigError
 from run.pretraining import Config
 
@@ -110,7 +110,7 @@ def test_the_file_of_the_document_is_a_machine(here):
     Path("shown.json").write_text(shown)
     machine = json_files.read("shown.json", Machine)
     # every field that has no default
-    assert set(json.loads(shown)) == set(dataclasses.asdict(machine))
+    assert set(json.loads(shown)) | {"has_fp8"} == set(dataclasses.asdict(machine))
 
 
 # --- try ------------------------------------------------------------------------------------------
@@ -219,10 +219,17 @@ def test_without_the_flag_nothing_is_predicted():
     assert plan.predict(Config(), 1) == {}
 
 
-def test_plan_does_not_predict_some_layers_recomputed():
-    config = Config(model="tiny", dropout=0.0, recompute="full", recompute_layers=2, plan="h100")
-    with pytest.raises(ConfigError, match=r"--plan h100: predicts .* --recompute-layers"):
-        rules.validate(config, 1)
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (dict(fp8="delayed", plan="a100"), "--plan a100: a100 multiplies no FP8"),
+        (dict(precision="fp32", plan="h100"), "--plan h100: knows the FLOP/s of 16 bits, not of"),
+    ],
+)
+def test_what_no_data_sheet_says_is_refused(flags, words):
+    with pytest.raises(ConfigError) as refused:
+        plan.predict(Config(dropout=0.0, **flags), 1)
+    assert str(refused.value).startswith(words)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,12 @@ def test_tensor(t, recompute):
     assert predicted(flags, ("tensor", "head"), t) == pytest.approx(called(flags, "tp", t))
 
 
+def test_chunks_of_the_head():
+    """As many collectives, however many chunks."""
+    flags = dict(tp=2, global_batch_size=6, micro_batch_size=2, head_chunk=64)
+    assert predicted(flags, ("tensor", "head"), 2) == pytest.approx(called(flags, "tp", 2))
+
+
 def test_heads_of_another_size():
     tensor = QWEN3 | dict(tp=4, global_batch_size=6)
     assert predicted(tensor, ("tensor", "head"), 4) == pytest.approx(called(tensor, "tp", 4))

@@ -13,6 +13,7 @@ from model_config import MoEConfig
 from planning import as_rank, memory, plan
 from planning.inputs import TRAIN, Layout
 from run.presets import PRESETS
+from tuning.adapter_training import TextPeftConfig
 
 # largest relative difference, of parameters, gradients and optimizer state; of activations
 MARGIN, OF_ACTIVATIONS = 0.01, 0.03
@@ -26,6 +27,8 @@ GPT = dict(model="gpt3-5b")
 LLAMA = dict(model="llama2-7b")
 LONG = dict(model="llama2-13b", seq_length=32768, cp=8)
 MIXTRAL = dict(model="mixtral-8x7b")
+FP8 = dict(fp8="delayed")
+LORA = dict(peft="lora", lora_rank=16)
 
 # flags, ranks, the ranks that are asked
 LAYOUTS = {
@@ -69,6 +72,35 @@ LAYOUTS = {
     "qwen3": (SEQUENCE | dict(model="qwen3-8b", tp=4, pp=2, zero_stage=1), 32, [0, 31]),
     "mistral, chunked head": (dict(model="mistral-7b", tp=4, head_chunk=1024), 8, [0]),
     "bloom": (dict(model="bloom-7b1", tp=4, pp=2), 8, [0, 4]),
+    "zb-h1, selective": (
+        EXPLICIT | dict(pp=2, schedule="zb-h1", recompute="selective"),
+        16,
+        [0, 8],
+    ),
+    "some layers, full": (
+        LLAMA | FULL | dict(num_layers=16, pp=4, virtual_stages=2, recompute_layers=5),
+        16,
+        [0, 4, 12],
+    ),
+    "some layers, selective": (
+        EXPLICIT | dict(pp=2, schedule="zb-h1", recompute="selective", recompute_layers=5),
+        16,
+        [0, 8],
+    ),
+    "fp32": (EXPLICIT | dict(precision="fp32", optimizer_state="bf16", tp=2), 8, [0]),
+    "fp8": (FP8 | LLAMA, 8, [0]),
+    "fp8, sequence": (FP8 | SEQUENCE | GPT | dict(tp=4), 8, [0]),
+    "fp8, zb-h1, bytes of stage 3": (
+        FP8 | ZB_H1 | LLAMA | dict(zero_stage=3, fp8_keep_bytes=True),
+        16,
+        [0, 12],
+    ),
+    "fp8, scores": (FP8 | EXPLICIT | dict(tp=2), 8, [0]),
+    "fp8, experts": (FP8 | MIXTRAL | dict(tp=2, ep=4), 8, [0]),
+    "lora": (LORA | LLAMA | FULL | dict(zero_stage=3), 8, [0]),
+    "lora, sequence": (LORA | SEQUENCE | dict(model="llama2-70b", tp=8), 8, [0]),
+    "lora, experts": (LORA | MIXTRAL | dict(tp=2, ep=4), 8, [0]),
+    "lora, zb-h1, fp8": (LORA | FP8 | ZB_H1 | LLAMA, 16, [0, 12]),
     "state in 16 bits": (
         dict(model="llama2-70b", optimizer_state="bf16", tp=4, pp=2, sequence_parallel=True),
         8,
@@ -81,7 +113,7 @@ LAYOUTS = {
 def test_memory_is_what_as_rank_counts(name):
     flags, world, ranks = LAYOUTS[name]
     flags = dict(num_layers=8, global_batch_size=1024, micro_batch_size=1) | flags
-    config = train.Config(**flags)
+    config = (TextPeftConfig if "peft" in flags else train.Config)(**flags)
     for rank in ranks:
         report = as_rank.report(config, train.Trainer, rank, world)
         counted = {

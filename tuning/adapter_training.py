@@ -69,7 +69,9 @@ class PeftConfig(RunConfig):
 
     @property
     def unpredicted(self) -> str:
-        return "trains an adapter, and not the whole model" if self.peft else ""
+        if self.peft in (None, "lora") and not self.peft_targets and not self.lora_dropout:
+            return ""
+        return "trains another adapter than LoRA without dropout in all matrices"
 
     def learned(self) -> WholeModel:
         """Which parameters learn."""
@@ -106,7 +108,6 @@ class TextPeftConfig(PeftConfig, Config):
 
     command: ClassVar[str] = "adapters.py train"
     purpose: ClassVar[str] = "Train an adapter of a frozen model on text."
-    can_be_asked: ClassVar[bool] = False
 
     peft: str | None = flag(
         "lora",
