@@ -51,6 +51,7 @@ SCRIPTS = [
     ("prompt_tuning", [], ["prompt_tuning.json", "prompt_tuning.svg"]),
     ("quantization", [], ["quantization.json", "quantization.svg"]),
     ("recompute_overhead", [], ["recompute_overhead.json", "recompute_overhead.svg"]),
+    ("reproduction", [], ["reproduction.json", "reproduction.svg", "reproduction_scaling.svg"]),
     ("rollout", [], ["rollout.json", "rollout.svg"]),
     ("silent_bugs", [], ["silent_bugs.json", "silent_bugs.svg"]),
     ("single_device", [], ["single_device.json"]),
