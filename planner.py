@@ -98,29 +98,47 @@ def pipeline(rank: Rank) -> float:
 def data_parallel(rank: Rank, forward: float, backward: float) -> float:
     """Seconds that sums of gradients and gathers of parameters add to a step.
 
-    forward, backward: seconds of one micro-batch, beside which they run.
+    forward, backward: seconds of one micro-batch, beside which they run. What is longer than these
+    is waited for; the rest slows them down (`Constants.hidden`).
     """
     software, stage, m = rank.software, rank.layout.zero_stage, rank.layout.micro_batches
-    size = sum(parameters(rank.model, rank.layout, software))
-    # what has gradients, and is new after a step
-    learning = sum(learned(rank.model, rank.layout, software))
-    share = rank.machine.constants.zero3 if software.waits_for_reductions else 1.0
-    # each layer, the embedding and the head
-    units = rank.model.num_layers / rank.layout.pp + 2 if software.reduces_by_layer else 1
-    gathered = size if stage == 3 else learning
-    gather = units * rank.collective("replicas", software.weight * gathered / units, share=share)
-    reduce = units * rank.collective("replicas", software.reduced * learning / units, share=share)
+    gather, reduce = gathers_and_sums(rank)
+
+    # collectives of single parameters mostly wait, and share nothing
+    lost = 0.0 if software.waits_for_reductions else rank.machine.constants.hidden
+
+    def beside(seconds: float, computation: float) -> float:
+        waits = max(0.0, seconds - computation)
+        return waits + lost * (seconds - waits)
+
     if stage == 3:
         if software.waits_for_reductions:
-            return m * (max(0, gather - forward) + max(0, gather - backward) + reduce)
-        return m * (max(0, gather - forward) + max(0, gather + reduce - backward))
-    beside = backward if software.overlaps_data else 0.0
+            return m * (beside(gather, forward) + beside(gather, backward) + reduce)
+        return m * (beside(gather, forward) + beside(gather + reduce, backward))
+    if not software.overlaps_data:
+        backward = 0.0
     if stage == 2:
-        return m * max(0, reduce - beside) + gather
+        return m * beside(reduce, backward) + gather
     if stage == 1:
-        return max(0, reduce - beside) + gather
+        return beside(reduce, backward) + gather
     # an all-reduce: twice the bytes
-    return max(0, 2 * reduce - beside)
+    return beside(2 * reduce, backward)
+
+
+def gathers_and_sums(rank: Rank) -> tuple[float, float]:
+    """Seconds of the collectives over data-parallel ranks, each by itself: (all-gathers of
+    parameters, reduce-scatters of gradients)."""
+    software, layout = rank.software, rank.layout
+    size = sum(parameters(rank.model, layout, software))
+    # what has gradients, and is new after a step
+    learning = sum(learned(rank.model, layout, software))
+    share = rank.machine.constants.zero3 if software.waits_for_reductions else 1.0
+    # each layer, the embedding and the head
+    units = rank.model.num_layers / layout.pp + 2 if software.reduces_by_layer else 1
+    gathered = size if layout.zero_stage == 3 else learning
+    gather = units * rank.collective("replicas", software.weight * gathered / units, share=share)
+    reduce = units * rank.collective("replicas", software.reduced * learning / units, share=share)
+    return gather, reduce
 
 
 # --- a step ---------------------------------------------------------------------------------------

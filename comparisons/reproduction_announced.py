@@ -40,8 +40,7 @@ TORCHTITAN = (
 )
 TORCHTITAN_BATCH = 16
 OF_TORCHTITAN = (
-    "Its batch and its recomputation are not said, its H100s are held to 500 W, and the planner"
-    " hides all of FSDP's communication."
+    "Its batch and its recomputation are not said, and its H100s are held to 500 W, of 700."
 )
 GPT_2_BATCH = 512
 OF_GPT_2 = (

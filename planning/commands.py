@@ -5,12 +5,14 @@
     python planner.py predict planning/published_times.json
     python planner.py measure
     python planner.py try 5
+    python planner.py ppo --model llama2-70b --gpus 64 --gpu h100
 
 plan       the fastest layouts of a model, the command of the best, and why the second one loses
 size       which model to train with so many GPUs and days, on how many tokens
 predict    a JSON object for each row of a file: name, seconds of a step, bytes of the fullest rank
 measure    the constants of this machine (planning/measure.py)
 try        the best layouts, run on this machine for a few steps (planning/try_layouts.py)
+ppo        a step of reinforcement learning: answers, scores, updates (planning/ppo.py)
 
 What cannot be answered is refused in one line: the flag, its value, the rule, what would fit. The
 exit status is then 2.
@@ -374,6 +376,7 @@ COMMANDS = {
     "predict": "planning.rows",
     "measure": "planning.measure",
     "try": "planning.try_layouts",
+    "ppo": "planning.ppo",
 }
 
 

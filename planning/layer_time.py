@@ -186,8 +186,10 @@ def products(rank: Rank, with_experts: float) -> tuple[float, float]:
 def accumulated(rank: Rank, with_experts: float) -> float:
     """Bytes that one layer's weight gradients of a micro-batch, and their sum, read and write."""
     software = rank.software
+    # products of bytes are not fused
+    fuses = rank.layout.zero_stage in software.fuses_accumulation and software.fp8 == "off"
     # stages 2 and 3 keep a row of the sum
-    if rank.layout.zero_stage >= 2 or software.fuses_accumulation:
+    if rank.layout.zero_stage >= 2 or fuses:
         return 0.0
     # numbers that learn
     attention, mlp, experts = block_parameters(rank.model, rank.layout)
@@ -200,6 +202,8 @@ def accumulated(rank: Rank, with_experts: float) -> float:
 def fp8_casts(rank: Rank) -> tuple[float, float]:
     """Seconds in which one layer's numbers become bytes, (forward, backward): inputs of matrices
     and gradients of their outputs; weights in each step, or for each product."""
+    if not rank.in_fp8:
+        return 0.0, 0.0
     model, layout, software = rank.model, rank.layout, rank.software
     heads = model.num_heads * model.head_dim
     inner = rank.mlps * model.ffn_hidden_size

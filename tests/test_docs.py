@@ -23,7 +23,7 @@ from lessons import form
 from planning import commands as planning_commands
 from planning.inputs import TRAIN
 from planning.memory import memory
-from planning.plan import layout_of, predict
+from planning.plan import layout_of, predict, software_of
 from prompts.nemo_config import PromptConfig
 from proof.kinds import KINDS
 from run import flags, rules
@@ -245,7 +245,7 @@ def test_predictions_of_the_first_hour():
             ranks = int(each) * (2 if "--nnodes" in words else 1)
             config, _ = flags.parse_all(arguments, 0, Config)
             seconds = sum(predict(config, ranks).values())
-            parts = memory(config.model_config(), layout_of(config, ranks), TRAIN)
+            parts = memory(config.model_config(), layout_of(config, ranks), software_of(config))
             found.append((f"{seconds:.3g} s *p*", f"{sum(parts.values()) / 1e9:.0f} GB"))
     (first, gb), (large, gb_of_large), (two_nodes, _) = found
     for words in first, large, two_nodes, f"{gb} of a GPU *p*", f"{gb_of_large} *p*":

@@ -1,0 +1,201 @@
+"""How long a step of PPO takes: the answers that the model writes, and the updates from them.
+
+    python planner.py ppo --model llama2-70b --gpus 64 --gpu h100
+
+    answers     prompts: one forward; then for each token all weights and the cache of keys and
+                values are read, (2 P / t + cache) / bytes/s, and each layer waits for two
+                all-reduces
+    scores      a forward each of reference, critic and reward model
+    updates     planner.step_time, of actor and critic
+
+Two choices make four rows. Answers are written in the layout of training, or in another one (train
+with `reinforcement.py --rollout-tp`): with p pipeline stages a rank reads its weights for each of p
+groups of sequences, so p times as long. Actor and critic are on the same ranks, one after the
+other; or each on one half of the ranks, at the same time.
+
+Source: answers, arXiv 2211.05102, section 2 (memory and compute time of decoding).
+
+A collective's wait is that of training, and answers need one for each token and layer: with CUDA
+graphs it is shorter, so the seconds of answers under tensor parallelism are an upper bound.
+
+Not covered: answers of different lengths; the seconds in which weights go from one layout to the
+other.
+"""
+
+import argparse
+import dataclasses
+from typing import NamedTuple
+
+import planner
+from model_config import MoEConfig, least_parameters
+from planning import commands
+from planning.fits import USABLE, PlanError
+from planning.inputs import TRAIN, Layout, Machine
+from planning.layer_time import Rank, layer
+from run.config import ConfigError
+
+# sequences of an update, answers of a step, tokens (announced for Llama 2 70B); prompts: our choice
+BATCH, ANSWERS, PROMPT, ANSWER = 64, 512, 512, 1024
+# bytes of a weight, and of a number in the cache
+BYTES = 2
+
+
+class Step(NamedTuple):
+    """Seconds of one PPO step, and the layouts of training and of writing."""
+
+    ranks: str
+    training: Layout
+    writing: Layout
+    answers: float
+    scores: float
+    updates: float
+
+    @property
+    def seconds(self) -> float:
+        return self.answers + self.scores + self.updates
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def cache_bytes(model: MoEConfig, tokens: float) -> float:
+    """Of the keys and values of so many tokens, in all layers."""
+    heads = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    return BYTES * heads * tokens
+
+
+def token_seconds(machine: Machine, model: MoEConfig, layout: Layout, b: int, s: float) -> float:
+    """In which each of the b sequences of one replica gets its next token, after s tokens."""
+    rank = Rank(machine, TRAIN, model, layout)
+    t, p = layout.tp, layout.pp
+    # stages work on as many groups of sequences at a time
+    group = max(1.0, b / p)
+    numbers = least_parameters(model) / (t * p)
+    reads = rank.read_write(BYTES * numbers)
+    # a small group waits for memory, a large one for the matrix units
+    seconds = max(reads, rank.matmul(2 * group * numbers))
+    seconds += rank.read_write(cache_bytes(model, group * s) / (t * p))
+    # of one token of each sequence
+    message = BYTES * group * model.hidden_size
+    seconds += 2 * model.num_layers / p * rank.collective("tp", message, passes=2)
+    return p * (seconds + (rank.send(message) if p > 1 else 0.0))
+
+
+def forward_seconds(machine: Machine, model: MoEConfig, layout: Layout, sequences: int) -> float:
+    """A forward of so many sequences over all replicas, one at a time."""
+    m = -(-sequences // layout.dp)
+    alone = Layout(tp=layout.tp, pp=layout.pp, sequence_parallel=layout.sequence_parallel)
+    forward = sum(layer(Rank(machine, TRAIN, model, alone))[0])
+    return (m + layout.pp - 1) * model.num_layers / layout.pp * forward
+
+
+def at_a_time(machine: Machine, model: MoEConfig, layout: Layout, case) -> int:
+    """How many sequences a replica can write at a time, beside its weights."""
+    room = layout.tp * layout.pp * USABLE * machine.memory - BYTES * least_parameters(model)
+    return int(room // cache_bytes(model, case.prompt_tokens + case.answer_tokens))
+
+
+def writing_seconds(machine: Machine, model: MoEConfig, layout: Layout, case) -> float:
+    """In which all answers of a step are written. case: the command's arguments."""
+    each = -(-case.answers // layout.dp)
+    rounds = -(-each // at_a_time(machine, model, layout, case))
+    prompts = dataclasses.replace(model, seq_length=case.prompt_tokens)
+    first = forward_seconds(machine, prompts, layout, case.answers)
+    # on average half of the answer is there
+    s = case.prompt_tokens + case.answer_tokens / 2
+    each = -(-each // rounds)
+    return first + rounds * case.answer_tokens * token_seconds(machine, model, layout, each, s)
+
+
+def best_writing(machine: Machine, model: MoEConfig, gpus: int, case) -> Layout:
+    """The fastest layout with one stage whose weights and cache fit. Raises PlanError."""
+    found = {}
+    for t in range(1, machine.ranks_per_node + 1):
+        layout = Layout(tp=t, dp=gpus // t)
+        divides = gpus % t == model.num_heads % t == model.num_kv_heads % t == 0
+        if divides and at_a_time(machine, model, layout, case) > 0:
+            found[layout] = writing_seconds(machine, model, layout, case)
+    if not found:
+        raise PlanError("no --rollout-tp of one node holds the weights and a sequence's cache")
+    return min(found, key=found.get)
+
+
+# --- a step ---------------------------------------------------------------------------------------
+
+
+def steps(machine: Machine, model: MoEConfig, case) -> list[Step]:
+    """The four ways. Raises PlanError."""
+    model = dataclasses.replace(model, seq_length=case.prompt_tokens + case.answer_tokens)
+    model = dataclasses.replace(model, dropout=0.0, attention="fused")
+    found = []
+    for ranks, gpus, share in (("all", case.gpus, 2), ("halves", case.gpus // 2, 1)):
+        # on the same ranks two models have half of the memory each
+        name = f"half of {machine.name}" if share == 2 else machine.name
+        room = dataclasses.replace(machine, name=name, memory=machine.memory / share)
+        plan = planner.search(room, TRAIN, model, gpus, case.batch)[0]
+        updates = case.answers / case.batch * plan.seconds * share
+        # reference, critic and reward; on halves the critic's ranks have two of them
+        forwards = 3 if share == 2 else 2
+        scores = forwards * forward_seconds(machine, model, plan.layout, case.answers)
+        for layout in (plan.layout, best_writing(room, model, gpus, case)):
+            answers = writing_seconds(machine, model, layout, case)
+            found.append(Step(ranks, plan.layout, layout, answers, scores, updates))
+    return found
+
+
+def table(found: list[Step]) -> list[str]:
+    lines = [f"{'ranks':<8}{'training':<34}{'answers':<16}{'answers, s':>11}{'scores':>8}"]
+    lines[0] += f"{'updates':>9}{'step, s':>9}"
+    for step in found:
+        trained = f"tp {step.training.tp} pp {step.training.pp} dp {step.training.dp}"
+        trained += f" zero {step.training.zero_stage} {step.training.recompute}"
+        written = f"tp {step.writing.tp} pp {step.writing.pp}"
+        lines.append(
+            f"{step.ranks:<8}{trained:<34}{written:<16}{step.answers:>11.1f}{step.scores:>8.1f}"
+            f"{step.updates:>9.1f}{step.seconds:>9.1f}"
+        )
+    return lines
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def arguments(argv: list[str]) -> tuple[argparse.Namespace, MoEConfig]:
+    parser = commands.make_parser("ppo", "Seconds of a step of reinforcement.py --method ppo.")
+    commands.add_machine(parser)
+    parser.add_argument("--model", required=True, help="a preset: actor, critic and the others")
+    for name, default, words in (
+        ("batch", BATCH, "sequences of an update"),
+        ("answers", ANSWERS, "of a step"),
+        ("prompt-tokens", PROMPT, "of each prompt"),
+        ("answer-tokens", ANSWER, "of each answer"),
+    ):
+        words = f"{words} (default: {default:,})"
+        parser.add_argument(f"--{name}", type=commands.count, default=default, help=words)
+    case = parser.parse_args(argv)
+    if case.gpus % 2:
+        raise ConfigError(f"--gpus {case.gpus}: two halves need an even number")
+    if case.answers % case.batch:
+        raise ConfigError(f"--answers {case.answers}: must be a multiple of --batch {case.batch}")
+    return case, commands.Config(model=case.model).model_config()
+
+
+def main(argv: list[str]) -> None:
+    case, model = arguments(argv)
+    machine = commands.machine_of(case)
+    try:
+        found = steps(machine, model, case)
+    except PlanError as e:
+        raise ConfigError(f"--gpus {case.gpus}: {e}") from None
+    print(
+        f"{case.model} on {case.gpus:,} {machine.name}: {case.answers:,} answers of"
+        f" {case.answer_tokens:,} tokens to prompts of {case.prompt_tokens:,};"
+        f" {case.answers // case.batch} updates of {case.batch} sequences"
+    )
+    print("\n".join(["", *table(found), ""]))
+    same, other, _, halves = found
+    print(
+        f"On all ranks another layout for the answers makes them {same.answers / other.answers:.1f}"
+        f" times as fast, and the step {same.seconds / other.seconds:.1f} times. Halves take"
+        f" {halves.seconds / other.seconds:.2f} times as long as all ranks."
+    )
