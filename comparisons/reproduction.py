@@ -128,7 +128,7 @@ SECTIONS = [
         f"NeMo; Llama-2 in steps of {predictions.LLAMA_BATCH} sequences of 4,096 tokens",
         {
             "predicted, bf16": PLAN.format("llama2-7b", 8, "a100", predictions.LLAMA_BATCH),
-            "FP8": "python comparisons/reproduction.py",
+            "FP8": PLAN.format("llama2-7b --fp8 delayed", 8, "h200", predictions.LLAMA_BATCH),
         },
         lambda search: [*predictions.llama_speeds(search), *predictions.h100_speeds()],
     ),
