@@ -5,6 +5,7 @@ what the thing is; the filled part of a dashed box is what this rank holds of th
 differ in grey too: by brightness, edge, hatch or corners.
 """
 
+import re
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,7 +145,9 @@ def draw(texts: dict[str, str], items: list, path: Path) -> None:
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, WIDTH), ylim=(HEIGHT, 0))
     axes.set_axis_off()
-    lines = textwrap.wrap(texts["foot"], 120, break_on_hyphens=False)
+    # no line ends inside a shape
+    foot = re.sub(r"\[[^]]*]", lambda shape: shape[0].replace(" ", "\xa0"), texts["foot"])
+    lines = textwrap.wrap(foot, 120, break_on_hyphens=False)
     y = HEIGHT - 3.4 - LINE * len(lines)
     head = [Note(2, 1, texts["title"], TITLE, bold=True), Note(2, 4.6, texts["subtitle"])]
     for item in [*head, *items, Note(2, y, "\n".join(lines)), *legend(items)]:
