@@ -19,6 +19,7 @@ the place of W. This merge removes the extra computation.
     python adapters.py                                       a lesson: parameters, gradients, merge
     python adapters.py train --load runs/base --data FILE --peft lora --out runs/lora
     python adapters.py merge runs/base runs/lora MERGED      W + α/r B A in the place of W
+    picture: figures/ranks_adapters.svg
 
 The base is still there: `disabled` gives its outputs back for a while, without a second copy.
 Only the new parameters have gradients, float32 masters and optimizer state, and only they are in

@@ -36,6 +36,7 @@ those of data-parallel ranks are: over dp times cp ranks.
 
     python context_parallel.py
     torchrun --nproc-per-node 2 train.py --cp 2
+    picture: figures/ranks_context.svg
 
 Not covered: keys that stay on a node while queries travel; pieces for sliding windows.
 """

@@ -17,6 +17,7 @@ Each of Ψ parameters has 2 bytes of weight (bf16), 4 of gradient (fp32) and 12 
 
     python fsdp.py      four stages on two ranks in fp32 (4 + 4 + 8 bytes): bytes and elements
                         measured beside the formulas, gradients, parameters
+    picture: figures/ranks_zero.svg
 
 A reduce-scatter sums [N, T] tensors over the ranks and gives rank r row r of the sum. An all-gather
 collects the ranks' rows to [N, T] on every rank. An all-reduce is a reduce-scatter, then an

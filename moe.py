@@ -16,6 +16,7 @@ unpermute are each other's adjoint (transpose), and the adjoint of an all-to-all
 back.
 
     python moe.py      a lesson: two ranks with half of the experts each, gradients, bytes sent
+    picture: figures/ranks_experts.svg
 
 What differs from a dense layer:
 

@@ -22,6 +22,7 @@ messages that the actions need, and one loop runs the list:
     settle   wait for a send, as soon as a later message has shown that its peer has consumed it
 
     python pipeline_parallel.py        a lesson: four schedules on two ranks; sends and receives
+    picture: figures/ranks_pipeline.svg
 
 After a stage's forward only the autograd graph of its output is kept, not the output itself:
 `get_gradient_edge(y)` is where backward starts, and the values of y are freed once they are sent.

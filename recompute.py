@@ -14,6 +14,7 @@ Backward needs the activations of forward. They take more memory than anything e
     backward     x --layer, recorded------> y,  then back through this recording with ∂L/∂y
 
     python recompute.py      one layer, three ways: bytes kept, FLOPs, equal gradients
+    picture: figures/ranks_recompute.svg
 
 Dropout needs no care: its masks are hashes of coordinates, so the second run makes the same ones. A
 `RunOnce` module runs once, and recomputation reuses its result: a router's dispatch plan, for

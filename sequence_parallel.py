@@ -15,6 +15,7 @@ the bytes on the wire stay the same:
     [b, s/t, h] --LayerNorm, g--> [b, s, h] --X A_i .. B_i, ḡ--> [b, s/t, h] --dropout, residual-->
 
     python sequence_parallel.py      two ranks: gradients, bytes sent, bytes kept
+    picture: figures/ranks_sequence.svg
 
 Two things come with it. First, a whole weight that has seen only s/t of the tokens (norms,
 positions, the biases after ḡ) has only a part of its gradient on each rank. Such weights pass

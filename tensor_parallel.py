@@ -16,6 +16,7 @@ elements in forward and 2 in backward. In backward overlap.py lets them run besi
 gradients.
 
     python tensor_parallel.py      two ranks against one: gradients, collectives and their bytes
+    picture: figures/ranks_tensor.svg
 
 The embedding is sharded by vocabulary, and so is the head's matrix (often the same one). Training
 never gathers logits: the loss needs max, Σ exp and the target's logit, three numbers per token

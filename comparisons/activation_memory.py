@@ -128,7 +128,7 @@ def draw(results: dict, figures: Path) -> None:
         axes.bar_label(bars, fmt="{:.1f}", fontsize=style.SMALL, padding=3, bbox=box)
         axes.set(title=model, xlabel="GiB on the first stage", xlim=(0, 180))
     for axes in models:
-        style.label(axes, "80 GB", (CARD, 4), offset=(3, 0))
+        style.label(axes, f"{CARD:.1f}", (CARD, 4), offset=(3, 0))
     t = max(r["t"] for r in results["layers"])
     found = {(r["layer"], r["row"]): r for r in results["layers"] if r["t"] == t}
     for axes, (name, x) in zip(layers, shapes.items()):
@@ -144,8 +144,9 @@ def draw(results: dict, figures: Path) -> None:
         style.rows_of(axes, DRAWN)
         axes.title.set_size(style.SMALL)
     figure.suptitle(
-        "Activations a rank holds. Above: the paper's models by its formulas, t = 8. Below:"
-        f" measured, t = {t};\na black mark is where the formula is."
+        "Activations that a rank holds. Above: the paper's models by its formulas, t = 8; dashed:"
+        f" a GPU of 80 GB, {CARD:.1f} GiB.\nBelow: one layer, t = {t}; bar: measured; black mark:"
+        " the formula."
     )
     style.save(figure, figures / "activation_memory.svg")
 

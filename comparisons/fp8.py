@@ -273,12 +273,15 @@ COLOURS = dict(zip(RECIPES, (*style.SERIES, "#cc79a7"))) | {"bf16": "#4d4d4d"}
 SHOWN = -26, 18
 
 
+def power_of_two(exponent: float) -> str:
+    return "2" + f"{exponent:.0f}".translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
 def draw_formats(axes, found: dict) -> None:
     for y, row in enumerate(found.values()):
         ends = [math.log2(row[key]) for key in ("smallest", "smallest_normal", "largest")]
-        from_to = f"2^{ends[0]:.0f} to {row['largest']:,.0f}"
-        if row["largest"] > 1e6:
-            from_to = f"2^{ends[0]:.0f} to 2^{ends[2]:.0f}"
+        largest = f"{row['largest']:,.0f}" if row["largest"] < 1e6 else power_of_two(ends[2])
+        from_to = f"{power_of_two(ends[0])} to {largest}"
         style.label(axes, f"{row['significant_bits']} bits, {from_to}", (SHOWN[1], y))
         left, normal, right = (min(max(end, SHOWN[0]), SHOWN[1]) for end in ends)
         if "positive" not in row:
@@ -290,7 +293,8 @@ def draw_formats(axes, found: dict) -> None:
         axes.vlines(powers, y - 0.3, y + 0.3, color=colours, linewidth=0.8)
     style.rows_of(axes, list(found))
     axes.set_xlim(*SHOWN)
-    axes.set(title="Positive numbers, powers of two (grey: subnormal); significant bits, range")
+    axes.set(title="Positive numbers of each format: a line is one of them, grey is subnormal")
+    axes.set_xlabel("exponent: the number is 2 to the power of it")
 
 
 def draw_numbers(results: dict, figures: Path) -> None:
@@ -305,8 +309,11 @@ def draw_numbers(results: dict, figures: Path) -> None:
         for y, (name, of_recipe) in enumerate(spreads.items()):
             style.ranges(axes, [y], [scaled(of_recipe[product], 100)], COLOURS[name])
         style.rows_of(axes, list(spreads), hidden=product != "y")
-        axes.set_xlim(0, 105 * most)
-        axes.set(title=title, xlabel="relative error, %")
+        axes.set_xlim(-2 * most, 105 * most)
+        axes.set(title=f"Error of {title}", xlabel="relative error, %")
+    figure.supxlabel(
+        "dot: the median of the matrices; line: from the least to the most", fontsize=style.SMALL
+    )
     style.save(figure, figures / "fp8.svg")
 
 

@@ -165,29 +165,30 @@ def training(seeds: int, num_steps: int, shape: dict) -> dict:
 
 # of the figure of loads: what: (key of its row, marker, place in its row)
 LOADS = {
-    "of the largest raw logits": ("raw_logits_mean", "D", -0.22),
-    "of the experts chosen": ("mean", "o", 0),
-    "of the experts chosen, in the worst step": ("largest_of_any_step_and_layer", "s", 0.22),
+    "by the largest raw logit": ("raw_logits_mean", "D", -0.22),
+    "by the experts chosen": ("mean", "o", 0),
+    "by the experts chosen, in the worst step": ("largest_of_any_step_and_layer", "s", 0.22),
 }
 
 
 def draw_load(rows: dict[str, dict], path: Path) -> None:
     kinds = [kind for kind in KINDS if "8 experts" in kind]
     seeds = rows["dense"]["training"]["n"]
-    figure, axes = style.figure(2.9)
+    figure, axes = style.figure(3.2)
     for colour, (label, (key, marker, shift)) in zip(style.SERIES, LOADS.items()):
         loads = [rows[kind]["load_over_mean_after_200_steps"][key] for kind in kinds]
         positions = [y + shift for y in range(len(kinds))]
-        style.ranges(axes, positions, loads, colour, marker=marker)
-        style.label(axes, label, (loads[0]["max"], positions[0]), colour)
+        style.ranges(axes, positions, loads, colour, marker=marker, label=label)
     axes.axvline(1, color="black", linewidth=0.8)
     style.rows_of(axes, [kind.removesuffix(", 8 experts") for kind in kinds])
     style.ticks(axes, x=[1, 1.15, 1.5, 2, 3, 4, 6, 8])
     axes.set_xlim(0.95, 9)
     axes.set(
         xlabel="largest load of an expert over the mean",
-        title=f"8 experts, after step {SETTLED}; {seeds} seeds: median, least and most",
+        title=f"Load of 8 experts after step {SETTLED}. Mark: the median of {seeds} seeds; line:"
+        " from the least to the most",
     )
+    figure.legend(loc="outside lower center", ncols=3)
     style.save(figure, path)
 
 

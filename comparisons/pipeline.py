@@ -59,7 +59,14 @@ IN_TORCH = ("1f1b", "interleaved v=2")
 # layouts whose time lines are drawn, with m = 8
 DRAWN = ("1f1b", "interleaved v=2", "zb-h1")
 # of the figure of bubbles: layout: marker
-MARKERS = {"gpipe": "x", "1f1b": ".", "zb-h1": "d", "interleaved v=2": "^", "interleaved v=4": "v"}
+# mark and colour; gpipe and 1f1b have one bubble
+MARKERS = {
+    "gpipe": ("x", "#000000"),
+    "1f1b": ("o", "#0072b2"),
+    "interleaved v=2": ("^", "#d55e00"),
+    "zb-h1": ("D", "#009e73"),
+    "interleaved v=4": ("v", "#cc79a7"),
+}
 
 
 def layout(name: str) -> tuple[str, int]:
@@ -259,19 +266,22 @@ def draw_bubbles(rows: list[dict], path: Path) -> None:
     """rows: what `simulated_bubbles` returned."""
     ps = sorted({row["p"] for row in rows})
     figure, panels = style.figure(3.2, 1, len(ps), sharey=True)
-    colour = style.COLOURS["pipeline"]
     for axes, p in zip(panels, ps):
-        for name, marker in MARKERS.items():
+        for name, (marker, colour) in MARKERS.items():
             points = [row for row in rows if (row["p"], row["layout"]) == (p, name)]
             ms = [row["m"] for row in points]
             axes.plot(ms, [100 * row["formula"] for row in points], color=colour, label=name)
             marks = [100 * row["simulated"] for row in points]
-            axes.plot(ms, marks, marker, color="black", markersize=6)
+            hollow = "none" if name == "1f1b" else colour
+            axes.plot(ms, marks, marker, color=colour, markersize=7, markerfacecolor=hollow)
         style.ticks(axes, x=ms, y={x: f"{x}%" for x in (3, 10, 30, 100)})
         axes.set(xlabel="micro-batches m", title=f"p = {p}")
     panels[0].set_ylabel("bubble: idle / ideal time")
     style.label_ends(panels[-1])
-    figure.suptitle("Lines: by formula; marks: by simulation, with F, I and W of equal length")
+    figure.suptitle(
+        "The bubble of pipeline schedules. Lines: by formula; marks: by simulation, with F, I and W"
+        " of equal length"
+    )
     style.save(figure, path)
 
 

@@ -267,46 +267,27 @@ def draw_all(axes, rows: list[dict]) -> None:
         axes.plot(*points, "o", label=f"{name}, {len(these)}", **marks)
     style.ticks(axes, x=TICKS, y=TICKS, minor=True)
     axes.set(xlabel="published seconds", ylabel="predicted seconds", aspect="equal")
-    axes.set(xlim=ends, ylim=ends, title="72 published steps")
+    axes.set(xlim=ends, ylim=ends, title=f"{len(rows)} published steps")
     axes.legend(loc="upper left")
 
 
-def draw_sweep(axes, rows: list[dict], label: str, series: str, title: str) -> None:
-    """Points are published, lines predicted. label: of the x axis, series: of a line, with fields
-    of the layout."""
-    labels = [label.format(**row["layout"]) for row in rows]
-    names = list(dict.fromkeys(labels))
-    lines = {}
-    for row, x in zip(rows, labels):
-        lines.setdefault(series.format(**row["layout"]), []).append((names.index(x), row))
-    highest = 0.0
-    for colour, (name, points) in zip(style.SERIES, lines.items()):
-        x, these = zip(*points)
-        batches = [row["layout"]["global_batch_size"] for row in these]
-        predicted = [row["predicted"] / batch for row, batch in zip(these, batches)]
-        measured = [row["published"] / batch for row, batch in zip(these, batches)]
-        axes.plot(x, predicted, color=colour, label=name)
+def draw_sweep(axes, rows: list[dict]) -> None:
+    """A line for each global batch. Points are published, lines predicted."""
+    names = list(dict.fromkeys("{tp} x {pp}".format(**row["layout"]) for row in rows))
+    for colour, batch in zip(
+        style.SERIES, sorted({r["layout"]["global_batch_size"] for r in rows})
+    ):
+        these = [row for row in rows if row["layout"]["global_batch_size"] == batch]
+        predicted, measured = (
+            [r[key] / batch for r in these] for key in ("predicted", "published")
+        )
+        x = [names.index("{tp} x {pp}".format(**row["layout"])) for row in these]
+        axes.plot(x, predicted, color=colour, label=f"batch {batch}")
         axes.plot(x, measured, color=colour, linestyle="none", marker="o", label="_")
-        highest = max([highest, *predicted, *measured])
     axes.set_xticks(range(len(names)), names)
-    # room for the labels of the lines
-    axes.set(xlim=(-0.3, len(names) - 0.3), ylim=(0, 1.15 * highest))
-    axes.set_title(title, fontsize=style.SMALL)
-    style.label_ends(axes)
-
-
-def draw_sweeps(three_axes, rows: list[dict]) -> None:
-    sweeps = {
-        "Points: published; lines: predicted\n162B: tensor x pipeline": (
-            ("fig13", "{tp}x{pp}", "B {global_batch_size}")
-        ),
-        "91B: micro-batch": ("fig16", "{micro_batch_size}", "_"),
-        "175B: interleaving (v 4), by B": ("fig12", "{global_batch_size}", "v {virtual_stages}"),
-    }
-    for axes, (title, (group, label, series)) in zip(three_axes, sweeps.items()):
-        of_group = [row for row in rows if row["group"] == group]
-        draw_sweep(axes, of_group, label, series, title)
-    three_axes[1].set_ylabel("seconds of a step / B")
+    axes.set(ylim=(0, None), ylabel="seconds of a step / batch", xlabel="tensor x pipeline")
+    axes.set_title("162B on 64 A100s\nline: predicted; dot: published")
+    axes.legend(loc="lower left")
 
 
 def draw_parts(axes, rows: list[dict]) -> None:
@@ -318,10 +299,8 @@ def draw_parts(axes, rows: list[dict]) -> None:
             share = percent * row["parts"].get(part, 0.0)
             axes.bar(x, share, bottom=bottom, color=colour, width=0.7, label="_" if x else part)
             bottom += share
-        style.label(axes, f"{row['predicted_days']:.3g}", (x, 100), offset=(0, 6), ha="center")
     axes.set_xticks(range(len(rows)), [row["model"].removeprefix("gpt3-").upper() for row in rows])
-    axes.set(ylabel="% of the step", ylim=(0, 100))
-    axes.set_title("Days on 160 A100s,\nand parts of a step\n", pad=2)
+    axes.set(ylabel="% of the step", ylim=(0, 100), title="Parts of a step, 160 A100s\n(predicted)")
     axes.grid(visible=False, axis="x")
     # the highest part first, as in the columns
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
@@ -329,15 +308,10 @@ def draw_parts(axes, rows: list[dict]) -> None:
 
 def draw(results: dict, figures: Path) -> None:
     """results: what planner.json holds."""
-    figure = style.pyplot().figure(figsize=(style.WIDTH, 4))
-    # placed by hand: columns of one panel, of three, of one
-    left = figure.add_gridspec(1, 1, left=0.07, right=0.35, bottom=0.1, top=0.9)
-    middle = figure.add_gridspec(3, 1, left=0.43, right=0.66, bottom=0.07, top=0.86, hspace=0.7)
-    right = figure.add_gridspec(1, 1, left=0.75, right=0.86, bottom=0.07, top=0.86)
-    draw_all(figure.add_subplot(left[0]), results["rows"])
-    draw_sweeps([figure.add_subplot(panel) for panel in middle], results["rows"])
-    of_160 = [row for row in results["nemo"] if row["gpus"] == GPUS[-1]]
-    draw_parts(figure.add_subplot(right[0]), of_160)
+    figure, (left, middle, right) = style.figure(3.4, 1, 3, width_ratios=(1.25, 1.1, 0.6))
+    draw_all(left, results["rows"])
+    draw_sweep(middle, [row for row in results["rows"] if row["group"] == "fig13"])
+    draw_parts(right, [row for row in results["nemo"] if row["gpus"] == GPUS[-1]])
     style.save(figure, figures / "planner.svg")
 
 

@@ -233,6 +233,9 @@ def print_summary(results: dict) -> None:
 
 # --- figures --------------------------------------------------------------------------------------
 
+# of a method's last point
+MARKS = dict(zip(METHODS, "osD^vPX*"))
+
 
 def draw_paths(axes, results: dict, names: list[str], x: str = "kl", y: str = "reward") -> None:
     """A line for each seed, through the points of its run; the last has a mark."""
@@ -242,13 +245,12 @@ def draw_paths(axes, results: dict, names: list[str], x: str = "kl", y: str = "r
             points = found["points"]
             xs, ys = [p[x] for p in points], [p[y] for p in points]
             colour = style.COLOURS[name]
-            axes.plot(xs, ys, color=colour, linewidth=1, label="_" if n else name)
-            if x == "kl":
-                axes.plot(xs[-1], ys[-1], "o", color=colour, label="_")
+            mark = dict(marker=MARKS[name], markevery=[-1], markersize=6) if x == "kl" else {}
+            axes.plot(xs, ys, color=colour, linewidth=1, label="_" if n else name, **mark)
 
 
 def draw_best_of(axes, results: dict) -> None:
-    for judge, colour in zip(JUDGES, ("black", style.SERIES[2])):
+    for judge, colour in zip(JUDGES, ("black", "#56b4e9")):
         for n, found in enumerate(results.get(BEST_OF, {}).values()):
             rows = list(found[judge].values())
             line = [r["kl"] for r in rows], [r["reward"] for r in rows]
@@ -259,18 +261,21 @@ def draw_best_of(axes, results: dict) -> None:
 def draw(results: dict, figures: Path) -> None:
     """results: what preference.json holds."""
     results = results["results"]
-    figure, (left, right) = style.figure(3.2, 1, 2, sharey=True)
+    figure, (left, right) = style.figure(4, 1, 2, sharey=True)
     line = dict(color="black", linestyle="--", linewidth=1, label="the most that is possible")
     for axes in (left, right):
         axes.plot(*zip(*results["task"]["bound"]), **line)
         axes.set(xlabel="KL from the base, nats per answer", ylim=(0, 1.02))
     draw_paths(left, results, LEARNED)
-    left.set(ylabel="reward: share of right answers", title="the verifier's rewards, or pairs")
-    left.legend(loc="lower right")
+    left.set(ylabel="reward: share of right answers", title="The verifier's rewards, or pairs")
     draw_best_of(right, results)
     draw_paths(right, results, ["PPO, learned reward"])
-    right.set(title="a learned reward, and best of n")
-    right.legend(loc="lower right")
+    right.set(title="A learned reward, and best of n")
+    # each name once
+    names = {}
+    for axes in (left, right):
+        names |= dict(zip(*axes.get_legend_handles_labels()[::-1]))
+    figure.legend(names.values(), names, ncols=3, loc="outside lower center")
     style.save(figure, figures / "preference.svg")
     draw_training(results, figures)
 

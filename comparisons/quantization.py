@@ -202,7 +202,7 @@ def draw(results: dict, figures: Path) -> None:
     """results: what quantization.json holds. Perplexity, bytes and speed beside bf16; for each
     model a row of panels' dots."""
     models = results["models"]
-    figure, (quality_, size, speeds) = style.figure(2.2, 1, 3)
+    figure, (quality_, size, speeds) = style.figure(2.9, 1, 3)
     kinds = [kind for kind in KINDS if kind != "bf16"]
     for m, (name, model) in enumerate(models.items()):
         colour = style.SERIES[m % len(style.SERIES)]
@@ -210,20 +210,28 @@ def draw(results: dict, figures: Path) -> None:
         places = [i + 0.22 * (m - (len(models) - 1) / 2) for i in range(len(kinds))]
         changes = [100 * row["change"] for row in rows]
         errors = [100 * row["standard_error"] for row in rows]
-        quality_.errorbar(changes, places, xerr=errors, fmt="o", color=colour, markersize=4)
+        mark = "os^"[m % 3]
+        quality_.errorbar(changes, places, xerr=errors, fmt=mark, color=colour, markersize=5)
         sizes = [100 * row["bytes"] / model["kinds"]["bf16"]["bytes"] for row in rows]
-        size.plot(sizes, places, "o", color=colour, label=name)
-        style.ranges(speeds, places, [row["speed, batch 1"] for row in rows], colour)
+        size.plot(sizes, places, mark, color=colour, markersize=5, label=f"model of {name}")
+        speed_rows = [row["speed, batch 1"] for row in rows]
+        style.ranges(speeds, places, speed_rows, colour, marker=mark)
     for kind, limit in LIMITS.items():
         i = kinds.index(kind)
-        quality_.vlines(100 * limit, i - 0.35, i + 0.35, color="#888888", linestyle="--")
+        limits = quality_.vlines(100 * limit, i - 0.35, i + 0.35, color="#555555", linestyle="--")
     style.rows_of(quality_, kinds)
     for axes in (size, speeds):
         style.rows_of(axes, kinds, hidden=True)
-    quality_.set(xlabel="% perplexity over bf16; dashed: limit")
-    size.set(xlabel="bytes, % of bf16", xlim=(0, None))
-    size.legend(loc="lower right")
-    speeds.set(xlabel="tokens/s over bf16, batch 1", xlim=(0, None))
+    quality_.set(title="Perplexity", xlabel="% over that of bf16")
+    size.set(title="Bytes of the weights", xlabel="% of those of bf16", xlim=(0, None))
+    speeds.set(
+        title="Speed, one text at a time", xlabel="tokens/s over those of bf16", xlim=(0, None)
+    )
+    limits.set_label("limit that was set before")
+    marks, names = size.get_legend_handles_labels()
+    figure.legend(
+        [*marks, limits], [*names, limits.get_label()], ncols=3, loc="outside lower center"
+    )
     style.save(figure, figures / "quantization.svg")
 
 

@@ -6,7 +6,7 @@ float64 a correct layout gives one device's numbers to 1e-10, so every differenc
 
     python -m exercises.bugs                    the list: name, and what is removed
     python -m exercises.bugs no-tied-sum  one bug: its code, losses, gradients, ranks
-    python -m exercises.bugs --figure           all curves on one page, from silent_bugs.json
+    python -m exercises.bugs --figure           six of the curves, from silent_bugs.json
 
 docs/bugs.md starts from the other end: what you see in a run, and which bugs show it.
 
@@ -189,7 +189,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help=f"of training (default: {STEPS})")
     args = parser.parse_args(argv)
     if args.figure and args.name:
-        parser.error(f"{args.name}: --figure draws every bug; one of the two")
+        parser.error(f"{args.name}: --figure draws six bugs; one of the two")
     if args.steps and not args.name:
         parser.error(f"--steps {args.steps}: is for one bug; name it")
     steps = STEPS if args.steps is None else args.steps

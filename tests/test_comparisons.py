@@ -24,8 +24,10 @@ import small_run
 import torch
 import torch._functorch.config
 
+import recompute
 import verify
 from comparisons import gpu, kernels, nccl, redraw, sums_task, training_step
+from figures import pictures
 from proof import mutations
 
 ROOT = Path(__file__).parent.parent
@@ -343,26 +345,47 @@ def without_ids(svg: str) -> str:
 
 
 def test_figures_are_drawn_from_the_results(tmp_path):
-    """What redraw.py draws is what is tracked: byte for byte, but for ids, where this matplotlib
-    drew it, else with the same texts. No text is smaller than 8 points at the size at which it is
-    shown."""
+    """What redraw.py and pictures.py draw is what is tracked: byte for byte, but for ids, where
+    this matplotlib drew it, else with the same texts. No text is smaller than 8 points at the size
+    at which it is shown: 16 pixels of a slide that is 1,280 wide."""
     for name in redraw.measured():
         redraw.redraw(name, tmp_path)
+    pictures.main(tmp_path)
     tracked_figures = ROOT / "figures"
     drawn = sorted(path.name for path in tmp_path.iterdir())
-    assert drawn == sorted(path.name for path in tracked_figures.iterdir())
+    assert drawn == sorted(path.name for path in tracked_figures.glob("*.svg"))
     for name in drawn:
         new = (tmp_path / name).read_text()
         old = (tracked_figures / name).read_text()
         same_version = f"Matplotlib v{matplotlib.__version__}," in old
-        assert texts(new) == texts(old), f"{name}: python comparisons/redraw.py draws it again"
+        again = "python comparisons/redraw.py, or python -m figures.pictures, draws it again"
+        assert texts(new) == texts(old), f"{name}: {again}"
         same = without_ids(new) == without_ids(old)
-        assert same or not same_version, f"{name}: python comparisons/redraw.py"
+        assert same or not same_version, f"{name}: {again}"
         assert len(new) < 300_000
         assert float(re.search(r'<svg [^>]*width="([\d.]+)pt"', new)[1]) <= 8.5 * 72
         # outlines are scaled from a font of 100 points
         sizes = [100 * float(scale) for scale in re.findall(r"scale\(([\d.]+) -", new)]
         assert len(sizes) >= len(texts(new)) and min(sizes) >= 8
+
+
+def test_each_technique_names_its_picture():
+    sources = "".join(path.read_text() for path in ROOT.glob("*.py"))
+    for name in pictures.PICTURES:
+        assert sources.count(f"    picture: figures/ranks_{name}.svg\n") == 1, name
+
+
+def test_picture_of_recomputation_has_the_bytes_of_recompute():
+    """For GPT-3 175B; and the boxes of a layer add up to them, in units of s b h."""
+    sizes = dict(s=2048, b=1, h=12288, a=96)
+    data = pictures.DATA["recompute"]
+    of_scores = 5 * sizes["a"] * sizes["s"] / sizes["h"]
+    units = [float(text) if text.isdigit() else of_scores for _, text, _ in data["kept"]]
+    for name, text, freed, _ in data["rows"]:
+        exact = recompute.layer_bytes(**sizes, recompute=name)
+        kept = sum(x for i, x in enumerate(units) if i not in freed)
+        assert kept * 2048 * 12288 == exact
+        assert f" {exact / 1e9:.2f} GB" in text
 
 
 @pytest.mark.repetition

@@ -324,13 +324,14 @@ def test_links(path):
 
 
 def test_every_figure_and_every_comparison_is_shown():
-    text = (ROOT / "docs" / "results.md").read_text() + (ROOT / "README.md").read_text()
-    names = [f"figures/{path.name}" for path in (ROOT / "figures").iterdir()]
+    shown = README, ROOT / "docs" / "results.md", ROOT / "docs" / "course.md"
+    text = "".join(path.read_text() for path in shown)
+    names = [f"figures/{path.name}" for path in (ROOT / "figures").glob("*.svg")]
     for path in (ROOT / "comparisons").glob("*.py"):
         if "\ndef main(" in path.read_text():
             names.append(f"python comparisons/{path.name}")
     missing = [name for name in names if name not in text]
-    assert not missing, "show each in docs/results.md or README.md"
+    assert not missing, "show each in docs/results.md, docs/course.md or README.md"
 
 
 def test_every_folder_is_described():
