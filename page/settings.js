@@ -61,6 +61,13 @@ function readAddress() {
   const words = `The address has settings that this page does not know: ${ignored.join(", ")}`;
   byId("ignored").textContent = ignored.length ? words : "";
   show();
+  showExample();
+}
+
+// What an example shows, as long as no setting of it is changed.
+function showExample() {
+  const example = EXAMPLES.find(({ address }) => `#${address}` === location.hash);
+  byId("shows").innerHTML = example ? `<b>${example.name}.</b> ${example.why}` : "";
 }
 
 let timer = 0;
@@ -69,7 +76,10 @@ function writeAddress() {
   const changed = controls.filter((c) => valueOf(c) !== standard(c));
   const hash = new URLSearchParams(changed.map((c) => [c.id, valueOf(c)]));
   clearTimeout(timer);
-  timer = setTimeout(() => history.replaceState(null, "", `#${hash}`), 150);
+  timer = setTimeout(() => {
+    history.replaceState(null, "", `#${hash}`);
+    showExample();
+  }, 150);
 }
 
 function show() {
@@ -100,6 +110,8 @@ function start() {
   const isFirst = (name) => (name === "megatron-7.5b" ? "selected" : "");
   const options = Object.keys(PRESETS).map((name) => `<option ${isFirst(name)}>${name}`);
   byId("preset").innerHTML = options.join("");
+  const example = ({ name, address, why }) => `<li><a href="#${address}">${name}</a>: ${why}</li>`;
+  byId("examples").innerHTML = EXAMPLES.map(example).join("");
   for (const control of controls) {
     written[control.id] = valueOf(control);
     control.required = control.type !== "checkbox";
