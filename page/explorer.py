@@ -1,8 +1,7 @@
 """Write docs/explorer.html: pipeline schedules and the memory of a rank, in a browser.
 
     schedules    time lines of GPipe, 1F1B, interleaved and ZB-H1; what an action waits for; the
-                 activations in flight at any moment, played as a film; the bubble. Two schedules
-                 on one scale.
+                 activations in flight, played over time; the bubble. Two on one scale.
     memory       weights, gradients, optimizer state and activations of a rank under a layout,
                  beside GPUs of 24, 80 and 141 GB; the seconds of a step, as planner.py predicts
 
@@ -11,9 +10,8 @@
 The page is one file. It asks for nothing over the network, and its address holds all settings.
 
 Its formulas stand twice, for a browser runs no Python: in the lessons and planner.py, and by hand
-in page/formulas.js and page/planner.js. tests/test_explorer.py holds the two together: in random
-settings of each view they give the same times, bytes and refusals. Who changes a formula changes
-it in both.
+in formulas.js and planner.js. tests/test_explorer.py holds the two together: in random settings
+they give the same times, bytes and refusals. Who changes a formula changes it in both.
 
 Not covered: measured times. `python pipeline_parallel.py` measures time lines, and
 comparisons/zero_memory.py bytes.
@@ -40,8 +38,8 @@ from run.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
 DEFAULT = ROOT / "docs" / "explorer.html"
-# {examples: whole settings, as what stands behind # in the page's address, and why to look at them;
-# models: why, by the beginning of a preset's name, a longer one before a shorter one}
+# examples: settings, as in the page's address, and what they show; models: what to look at, by the
+# beginning of a preset's name, a longer one before a shorter one
 TEXTS = json.loads((ROOT / "page" / "examples.json").read_text())
 # fields of a configuration that the page reads
 FIELDS = (

@@ -85,16 +85,15 @@ function simulate(schedule, cost, transfer, v) {
 const IN_FLIGHT = { F: 1, B: -1, I: -1, W: 0 };
 const DEFERRED = { F: 0, B: 0, I: 1, W: -1 };
 
-// How many such pairs are held after each action of a list; the most; those of a rank at a time.
+// How many such pairs are held after each action of a rank; the most; those at a time.
 const held = (list, change, n = 0) => list.map((a) => (n += change[a.op]));
 const peak = (list, change) => Math.max(...held(list, change));
-const heldAt = (time, events, rank, change) =>
-  sum(events.filter((e) => e.rank === rank && e.end <= time).map((e) => change[e.op]));
+const heldAt = (time, ofRank, change) =>
+  sum(ofRank.filter((e) => e.end <= time).map((e) => change[e.op]));
 
+const inGroups = "interleaving needs micro-batches in groups of p";
 const notInGroups = (p, m) =>
-  m % p &&
-  refused(`interleaving needs micro-batches in groups of p: ${m} must be divisible by ${p}`,
-    multiples(m, p));
+  m % p && refused(`${inGroups}: ${m} must be divisible by ${p}`, multiples(m, p));
 
 // forward, input, weight: times of one micro-batch in all layers of a rank; a chunk takes 1 / v.
 // bubble, formula: idle / ideal time; ZB-H1's formula is for m >= p and T_W <= T_F.
@@ -106,11 +105,11 @@ function timeLines(name, { p, m, v, forward, input, weight, transfer }) {
   const zeroBubble = ((p - 1) * (F + Math.max(0, I - W))) / (m * (F + I + W));
   const events = simulate(schedule, { F, I, W, B: I + W }, transfer, v);
   const end = Math.max(...events.map((e) => e.end));
-  const onRank = (rank) => events.filter((e) => e.rank === rank);
-  const work = range(p).map((rank) => sum(onRank(rank).map((e) => e.end - e.start)));
+  const ranks = range(p).map((rank) => events.filter((e) => e.rank === rank));
+  const work = ranks.map((ofRank) => sum(ofRank.map((e) => e.end - e.start)));
   const bubble = end / Math.max(...work) - 1;
   return {
-    ...{ events, end, bubble, idleOfTotal: bubble / (1 + bubble) },
+    ...{ events, ranks, end, bubble, idleOfTotal: bubble / (1 + bubble) },
     formula: name === "zb-h1" ? zeroBubble : (p - 1) / (v * m),
     idle: work.map((time) => end - time),
     inFlight: schedule.map((list) => peak(list, IN_FLIGHT)),
@@ -174,9 +173,8 @@ function brokenRule(model, { t, p, v, dp, cp, ep, sp }) {
   return subject && refused(`${subject}: ${rule}`, fits, setting);
 }
 
-// Numbers in the matrices of a rank (planning/state.py): outside the experts, of the experts, and of
-// learned positions. The first pipeline rank has the embedding, the last the head, which may be the
-// embedding again.
+// Numbers in the matrices of a rank (planning/state.py): outside the experts, of the experts, of
+// learned positions. The first pipeline rank has the embedding, the last the head, which may be it.
 function matrices(model, rank, { t, p, v, ep }) {
   const { num_layers: L, hidden_size: h, num_experts: e, vocab_size: V } = model;
   const { attention_matrices: attention, mlp_matrices: mlp } = model;
@@ -198,8 +196,8 @@ function stateOf([outside, experts, positions], { dp, cp, ep, zero }) {
   });
 }
 
-// Activations that a micro-batch keeps in all layers of a rank (recompute.py). A fused core keeps no
-// s² matrix, nor does a ring of context-parallel ranks.
+// Activations that a micro-batch keeps in all layers of a rank (recompute.py). A fused core keeps
+// no s² matrix, nor does a ring of context-parallel ranks.
 function microBatchBytes(model, { t, p, b, cp, sp, recompute }) {
   const { num_layers: L, hidden_size: h, num_heads: a, seq_length: s } = model;
   const n = sp ? t : 1;

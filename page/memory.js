@@ -50,7 +50,8 @@ function compared(s) {
     <p class="hint">${model.why}</p>
     ${now.error ? refusal(now.error) : verdict(now.total) + predicted(now)}
     <div class="row">${legend.join("")}</div>${bars(rows, name)}
-    ${tableOf("GB on the rank that holds most, micro-batches in flight, time", heads, rows.map(tableRow))}${notes(model)}`;
+    ${tableOf("GB on the rank that holds most; its time", heads, rows.map(tableRow))}
+    ${notes(model)}`;
 }
 
 function verdict(total) {
@@ -62,11 +63,12 @@ function verdict(total) {
 
 function predicted({ its, times }) {
   const step = sum(Object.values(times));
+  const sequences = number(its.micro * its.b * its.dp);
   const largest = Object.entries(times).sort(([, a], [, b]) => b - a);
   const part = ([name, x]) => `${name} <b>${number((100 * x) / step, 0)}%</b>`;
   const parts = largest.filter(([, x]) => x > step / 200).map(part);
-  return `<p><b>${seconds(step)} s</b>, predicted, for a step of ${number(its.micro * its.b * its.dp)}
-    sequences on ${number(ranksOf(its))} ${its.gpu}: ${parts.join(", ")}.</p>`;
+  return `<p><b>${seconds(step)} s</b>, predicted, for a step of ${sequences} sequences on
+    ${number(ranksOf(its))} ${its.gpu}: ${parts.join(", ")}.</p>`;
 }
 
 function bars(rows, name) {

@@ -17,9 +17,8 @@ function rankOf(model, layout, machine) {
   // [ranks of a group, how far apart they are numbered]
   const groups = { tp: [t, 1], ep: [ep, t], cp: [cp, t], replicas: [replicas, t] };
   const collective = (group, bytes, passes = 1) => {
-    const [size, stride] = groups[group];
-    const ring = () => share.wait + (bytes * (size - 1)) / size / link(size, stride);
-    return size === 1 ? 0 : passes * ring();
+    const [n, stride] = groups[group];
+    return n === 1 ? 0 : passes * (share.wait + (bytes * (n - 1)) / n / link(n, stride));
   };
   const tokens = (b * model.seq_length) / cp;
   const withExperts = model.num_experts ? Math.floor(L / model.expert_every) / L : 0;
@@ -34,10 +33,8 @@ function rankOf(model, layout, machine) {
     matmul: (flops) => flops / (peak * share.matmul),
     readWrite: (bytes) => bytes / (memory * share.memory),
     send: (bytes) => share.wait + bytes / (p * t * replicas <= perNode ? inNode : network),
-    // keys and values, of 2 bytes, to the next rank of the ring
-    toNeighbour: share.wait + (4 * tokens * kv * d) / t / link(cp, t),
-    // .. and their gradients, of 4
-    gradientsToNeighbour: share.wait + (8 * tokens * kv * d) / t / link(cp, t),
+    // keys and values, or their gradients, to the next rank of the ring
+    toNeighbour: (bytes) => share.wait + (2 * bytes * tokens * kv * d) / t / link(cp, t),
   };
 }
 
@@ -85,20 +82,18 @@ function readAndWritten(model, t, { tokens, mlps, heads, fused, sequenceRanks })
 // of the MLP's first matrix.
 function tensorBackward(model, { sp }, { collective, met }, allReduce, weightGradient) {
   const { num_heads: a, num_kv_heads: kv, head_dim: d, hidden_size: h } = model;
-  const half = allReduce / 2;
-  const wait = (share) => {
-    const beside = share * weightGradient;
-    if (!sp) return Math.max(0, allReduce - beside);
-    return half + 2 * Math.max(0, half - beside);
-  };
+  const [whole, half] = [allReduce, allReduce / 2];
+  const beyond = (seconds, share) => Math.max(0, seconds - share * weightGradient);
+  const wait = (share) => (sp ? half + 2 * beyond(half, share) : beyond(whole, share));
   const waits = wait(Math.min(1 / 4, ((a + 2 * kv) * d * h) / met)) + wait(1 / 4);
   if (sp) return waits + collective("tp", PLANNER.NORM_GRADIENTS * h, 2);
   return waits + (model.qk_norm ? collective("tp", 4 * d, 2) : 0);
 }
 
 // [forward, backward]: seconds that attention waits for keys and values, and for their gradients.
-function ringWaits(n, { toNeighbour: keys, gradientsToNeighbour: gradients }, forward, backward) {
+function ringWaits(n, { toNeighbour }, forward, backward) {
   if (n === 1) return [0, 0];
+  const [keys, gradients] = [2, 4].map(toNeighbour);
   const beside = (seconds) => (seconds * (n - 1)) / n;
   const moved = (n - 1) * keys + (n - 2) * gradients;
   const last = Math.max(0, moved - beside(backward)) + gradients;
@@ -106,10 +101,10 @@ function ringWaits(n, { toNeighbour: keys, gradientsToNeighbour: gradients }, fo
 }
 
 // Logits and loss of one micro-batch.
-function headTime({ vocab_size: V, hidden_size: h }, { t, p }, rank) {
-  const logits = (rank.tokens * V) / t;
-  const summed = [...(p === 1 ? [2, 2] : [2]).map((bytes) => bytes * h), 4, 8];
-  const waits = sum(summed.map((bytes) => rank.collective("tp", bytes * rank.tokens, 2)));
+function headTime({ vocab_size: V, hidden_size: h }, { t, p }, { tokens, activation, ...rank }) {
+  const logits = (tokens * V) / t;
+  const inLoss = [4, 8].map((bytes) => rank.collective("tp", bytes * tokens, 2));
+  const waits = sum(inLoss) + rank.collective("tp", activation, p === 1 ? 4 : 2);
   return rank.matmul(6 * logits * h) + rank.readWrite(PLANNER.LOSS * logits) + waits;
 }
 
@@ -119,16 +114,11 @@ function dataTime(model, { p, m, zero }, rank, numbers, forward, backward) {
   const units = model.num_layers / p + 2;
   const all = (bytes) => units * rank.collective("replicas", (bytes * numbers) / units);
   const [gather, reduce] = [all(2), all(4)];
-  const beside = (seconds, computation) => {
-    const waits = Math.max(0, seconds - computation);
-    return waits + rank.hidden * (seconds - waits);
-  };
-  return [
-    () => beside(2 * reduce, backward),
-    () => beside(reduce, backward) + gather,
-    () => m * beside(reduce, backward) + gather,
-    () => m * (beside(gather, forward) + beside(gather + reduce, backward)),
-  ][zero]();
+  const beside = (seconds, computation) =>
+    rank.hidden * seconds + (1 - rank.hidden) * Math.max(0, seconds - computation);
+  if (zero === 0) return beside(2 * reduce, backward);
+  if (zero === 3) return m * (beside(gather, forward) + beside(gather + reduce, backward));
+  return (zero === 2 ? m : 1) * beside(reduce, backward) + gather;
 }
 
 // {part: seconds} of a step with m micro-batches; their sum is the step.
@@ -141,19 +131,17 @@ function stepTime(settings) {
   const passes = layerTime(model, layout, rank);
   const [forward, backward] = passes.map((parts) => layers * sum(parts));
   const [outside, experts] = matrices(model, 0, layout);
-  const inLayers = ["matmul", "elementwise", "tensor", "expert", "context"].map((name, i) => {
-    return [name, m * layers * (passes[0][i] + passes[1][i])];
-  });
+  const names = ["matmul", "elementwise", "tensor", "expert", "context"];
+  const inLayers = names.map((name, i) => [name, m * layers * (passes[0][i] + passes[1][i])]);
   const messages = 2 * (m * v + p - 1) * rank.send(rank.activation / rank.sequenceRanks);
   const tied = model.tied ? (model.vocab_size * model.hidden_size) / t : 0;
-  const update = PLANNER.UPDATE + 2 * 12 + PLANNER.TO_16_BITS;
-  const shards = zero ? rank.replicas : 1;
+  const update = (PLANNER.UPDATE + 2 * 12 + PLANNER.TO_16_BITS) * (outside + experts);
   return {
     ...Object.fromEntries(inLayers),
     head: m * headTime(model, layout, rank),
     bubble: ((p - 1) * (forward + backward)) / v,
     pipeline: p > 1 ? messages + rank.send(4 * tied) : 0,
     data: dataTime(model, layout, rank, outside + experts, forward, backward),
-    optimizer: rank.readWrite((update * (outside + experts)) / shards),
+    optimizer: rank.readWrite(zero ? update / rank.replicas : update),
   };
 }

@@ -10,7 +10,8 @@ let chosen = null;
 
 function showSchedules(s) {
   const now = JSON.stringify([{ ...s, time: 0, rank: 0, speed: 0 }, innerWidth]);
-  if (now !== drawn) charts = ["schedule", "below"].filter((id) => s[id] !== "none").map((id) => chartOf(id, s));
+  const ids = ["schedule", "below"].filter((id) => s[id] !== "none");
+  if (now !== drawn) charts = ids.map((id) => chartOf(id, s));
   const end = Math.max(...charts.map((c) => c.end));
   Object.assign(byId("time"), { max: end || 1, disabled: end === 0 });
   if (now !== drawn) drawCharts(s, end);
@@ -82,24 +83,23 @@ function facts(chart, s) {
 // lane: of so many in a row.
 function box(kind, rank, x, width, more = "", lane = 0, lanes = 1) {
   const height = (ROW - 2) / lanes;
-  const place = `x="${x}" y="${rank * ROW + 1 + lane * height}" width="${width}" height="${height}"`;
+  const y = rank * ROW + 1 + lane * height;
+  const place = `x="${x}" y="${y}" width="${width}" height="${height}"`;
   return `<rect class="${kind}" ${place} ${more}/>`;
 }
 
-// Narrow actions: those of one kind and chunk that follow each other on a rank are drawn as one, and
-// each kind has a lane.
+// Narrow actions: those of one kind and chunk that follow each other on a rank are drawn as one,
+// and each kind has a lane.
 function runs(events) {
   const kinds = [...new Set(events.map((e) => e.op))];
-  const [open, before, all] = [{}, {}, []];
+  // of each rank: since when it works without a pause, until when
+  const [since, until, open, all] = [{}, {}, {}, []];
   for (const e of events) {
-    const row = `${e.rank} ${e.op}`;
-    const isIdle = !(before[e.rank] >= e.start - 1e-9);
-    if (isIdle) for (const op of kinds) delete open[`${e.rank} ${op}`];
-    if (open[row]?.chunk !== e.chunk) {
-      open[row] = { ...e, lane: kinds.indexOf(e.op), lanes: kinds.length };
-      all.push(open[row]);
-    }
-    open[row].end = before[e.rank] = e.end;
+    if (!(until[e.rank] >= e.start - 1e-9)) since[e.rank] = e.start;
+    const row = `${e.rank} ${e.op} ${since[e.rank]}`;
+    const isNew = open[row]?.chunk !== e.chunk;
+    if (isNew) all.push((open[row] = { ...e, lane: kinds.indexOf(e.op), lanes: kinds.length }));
+    open[row].end = until[e.rank] = e.end;
   }
   return all;
 }
@@ -137,9 +137,9 @@ function legend() {
   const ops = new Set(charts.flatMap((c) => c.events.map((e) => e.op)));
   const entries = [...ops].map((op) => legendEntry(COLOURS[op], MEANINGS[op]));
   const darker = charts.some((c) => c.v > 1) ? "<span>darker: a later chunk</span>" : "";
-  const lanes = charts.some((c) => c.narrow)
-    ? "<span>where actions are narrow each kind has a lane: zoom in to see one by one</span>" : "";
-  return entries.join("") + legendEntry("var(--idle)", "idle") + darker + lanes;
+  const lanes = "<span>narrow actions: a lane for each kind; zoom in to see one by one</span>";
+  const narrow = charts.some((c) => c.narrow) ? lanes : "";
+  return entries.join("") + legendEntry("var(--idle)", "idle") + darker + narrow;
 }
 
 // The number of the action under the pointer: where many are drawn as one, of that at this time.
@@ -161,22 +161,20 @@ function point(i, n, kept) {
 
 // Arrow keys in a focused chart.
 function pressed(i, key) {
-  const { events } = charts[i];
+  const { events, ranks } = charts[i];
   const now = chosen?.i === i ? chosen.event : events[0];
-  const onRank = (rank) => events.filter((e) => e.rank === rank);
-  const own = onRank(now.rank);
+  const own = ranks[now.rank];
   const at = own.indexOf(now);
   const distance = (e) => Math.abs(e.start + e.end - now.start - now.end);
-  const nearest = (rank) => onRank(rank).sort((a, b) => distance(a) - distance(b))[0];
+  const nearest = (rank) => ranks[rank]?.toSorted((a, b) => distance(a) - distance(b))[0];
   const along = { ArrowLeft: own[at - 1], ArrowRight: own[at + 1], Home: own[0], End: own.at(-1) };
   const others = { ArrowUp: nearest(now.rank - 1), ArrowDown: nearest(now.rank + 1) };
   const moves = { ...along, ...others, Enter: lastOf(now)[0]?.[0] };
   if (key.ctrlKey || key.metaKey || key.altKey) return;
   if (key.key === "Escape") choose(null);
-  if (key.key === " ") play();
-  if (key.key === " ") key.preventDefault();
-  if (!(key.key in moves)) return;
+  if (key.key !== " " && !(key.key in moves)) return;
   key.preventDefault();
+  if (key.key === " ") return play();
   const event = moves[key.key] ?? now;
   point(i, events.indexOf(event), true);
   const frame = key.currentTarget.querySelector(".chosen");

@@ -60,14 +60,9 @@ function readAddress() {
   if (ignored.length > 5) ignored.splice(5, Infinity, "…");
   const words = `The address has settings that this page does not know: ${ignored.join(", ")}`;
   byId("ignored").textContent = ignored.length ? words : "";
-  show();
-  showExample();
-}
-
-// What an example shows, as long as no setting of it is changed.
-function showExample() {
   const example = EXAMPLES.find(({ address }) => `#${address}` === location.hash);
   byId("shows").innerHTML = example ? `<b>${example.name}.</b> ${example.why}` : "";
+  show();
 }
 
 let timer = 0;
@@ -76,10 +71,7 @@ function writeAddress() {
   const changed = controls.filter((c) => valueOf(c) !== standard(c));
   const hash = new URLSearchParams(changed.map((c) => [c.id, valueOf(c)]));
   clearTimeout(timer);
-  timer = setTimeout(() => {
-    history.replaceState(null, "", `#${hash}`);
-    showExample();
-  }, 150);
+  timer = setTimeout(() => history.replaceState(null, "", `#${hash}`), 150);
 }
 
 function show() {

@@ -9,8 +9,8 @@ let playing = 0;
 function showTime(s) {
   const at = byId("time").valueAsNumber;
   const rank = Math.min(s.rank, s.p - 1);
-  const drawn = charts.filter((chart) => !chart.error);
-  const most = Math.max(...drawn.map((c) => Math.max(...c.inFlight, ...c.deferred) / c.v));
+  const peaks = charts.flatMap((c) => [c.inFlight, c.deferred].flat().map((n) => n / c.v));
+  const most = Math.max(...peaks.filter((n) => n > 0));
   charts.forEach((chart, i) => {
     if (chart.error) return;
     const part = (name) => byId(`chart-${i}`).querySelector(name);
@@ -20,16 +20,19 @@ function showTime(s) {
     part(".holds").innerHTML = rankHolds(chart, at, rank, s);
     part("details div").innerHTML = tableAt(chart, at);
     part(".now").setAttribute("d", `M${now} 0V${chart.idle.length * ROW + GRAPH + 9}`);
-    const { scrollLeft, clientWidth } = part(".lines div");
-    const inSight = now >= scrollLeft && now <= scrollLeft + clientWidth;
-    if (!inSight) part(".lines div").scrollLeft = now - clientWidth / 8;
+    if (s.zoom > 1) keepInSight(part(".lines div"), now);
   });
 }
 
-// Micro-batches in flight on a rank over time, on one scale in both charts. Dashed: whose W is to do.
-function curve({ events, idle, v, x, end }, rank, most) {
-  const own = events.filter((e) => e.rank === rank);
-  const y = (n) => idle.length * ROW + 4 + GRAPH * (1 - n / v / most);
+function keepInSight(box, x) {
+  const { scrollLeft: left, clientWidth: width } = box;
+  if (x < left || x > left + width) box.scrollLeft = x - width / 8;
+}
+
+// Micro-batches in flight on a rank over time, on one scale in both charts. Dashed: for their W.
+function curve({ ranks, v, x, end }, rank, most) {
+  const own = ranks[rank];
+  const y = (n) => ranks.length * ROW + 4 + GRAPH * (1 - n / v / most);
   const line = (change) => held(own, change).map((n, i) => `H${x(own[i].end)}V${y(n)}`).join("");
   const deferred = own.some((e) => e.op === "W");
   return `<path class="gauge" d="M0 ${y(0)}${line(IN_FLIGHT)}Z"/>
@@ -38,25 +41,25 @@ function curve({ events, idle, v, x, end }, rank, most) {
 }
 
 // A layout of the other view, with the ranks and chunks of this one, gives bytes to micro-batches.
-function rankHolds({ events, inFlight, v }, time, rank, s) {
-  const now = heldAt(time, events, rank, IN_FLIGHT) / v;
+function rankHolds({ ranks, inFlight, v }, time, rank, s) {
+  const now = heldAt(time, ranks[rank], IN_FLIGHT) / v;
   const most = inFlight[rank] / v;
   const layout = layoutOf({ ...s, pp: s.p, vp: v });
   const model = modelOf(s);
   const bytes = microBatchBytes(model, layout);
-  const value = (x, text) => `<b data-value="${x}">${text}</b>`;
+  const value = (x, text) => `<b data-value="${x}">${text(x)}</b>`;
   const both = (each, text, unit) =>
-    `${value(now * each, text(now * each))} ${unit}(at most ${value(most * each, text(most * each))})`;
+    `${value(now * each, text)} ${unit}(at most ${value(most * each, text)})`;
   const rule = brokenRule(model, layout)?.error.rule;
   const inBytes = rule ? `no bytes, for ${rule}` : both(bytes, shortly, "");
   return `<b>Rank ${rank}</b> holds ${both(1, (n) => number(n), "micro-batches ")} of its layers. In
     ${s.preset}: ${bytes > 0 ? inBytes : "no bytes, see Memory"}.`;
 }
 
-function gauges({ events, inFlight }, time, rank) {
+function gauges({ ranks, inFlight }, time, rank) {
   const width = (chunks) => (46 * chunks) / Math.max(...inFlight);
   const rows = inFlight.map((most, r) => {
-    const [now, y] = [heldAt(time, events, r, IN_FLIGHT), r * ROW + 16];
+    const [now, y] = [heldAt(time, ranks[r], IN_FLIGHT), r * ROW + 16];
     const both = `${now}/${most}`;
     return `<text x="0" y="${y}" ${r === rank ? 'font-weight="700"' : ""}>rank ${r}</text>
       ${box("idle", r, 50, width(most))}${box("gauge", r, 50, width(now))}
@@ -67,9 +70,9 @@ function gauges({ events, inFlight }, time, rank) {
     <text class="quiet" x="0" y="${below + 15}">batches held</text>`;
 }
 
-function tableAt({ events, idle, inFlight, deferred, v }, time) {
+function tableAt({ ranks, idle, inFlight, deferred, v }, time) {
   const rows = idle.map((unused, rank) => {
-    const [now, later] = [IN_FLIGHT, DEFERRED].map((change) => heldAt(time, events, rank, change));
+    const [now, later] = [IN_FLIGHT, DEFERRED].map((change) => heldAt(time, ranks[rank], change));
     const most = inFlight[rank];
     const numbers = [now, most, most / v, later, deferred[rank], unused].map((n) => number(n));
     return `<tr>${[rank, ...numbers].map((cell) => `<td>${cell}</td>`).join("")}</tr>`;

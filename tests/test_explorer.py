@@ -248,8 +248,9 @@ const givenLines = (l) => {
   if (l.error) return l.error.rule;
   const row = (e) => [e.rank, e.op, e.chunk, e.microBatch, e.start, e.end];
   const waits = (e) => e.waits.map(([other, there]) => [l.events.indexOf(other), there]);
-  const held = (_, rank) => [IN_FLIGHT, DEFERRED].map((c) => heldAt(l.end / 2, l.events, rank, c));
-  return { ...l, events: l.events.map(row), waits: l.events.map(waits), held: l.idle.map(held) };
+  const held = (ofRank) => [IN_FLIGHT, DEFERRED].map((c) => heldAt(l.end / 2, ofRank, c));
+  const lists = { events: l.events.map(row), waits: l.events.map(waits), held: l.ranks.map(held) };
+  return { ...l, ranks: l.ranks.length, ...lists };
 };
 const givenBytes = (s) => {
   const m = memory(s);
@@ -294,6 +295,23 @@ def test_memory_on_random_settings(n):
     expected = [memory(s) for s in settings]
     found = in_node(f"{json.dumps(settings)}.map(givenBytes)")
     assert worst_difference(found, expected) <= 1e-12
+
+
+def test_examples_show_layouts_that_can_be():
+    """Each preset has a word of what to look at, each example an address of the page's own
+    settings; its layout can be, and so has bytes and seconds."""
+    page = (ROOT / "page" / "page.html").read_text()
+    usual = dict(preset="megatron-7.5b", tp=1, pp=1, vp=1, dp=64, cp=1, ep=1, zero=1, b=1)
+    usual |= dict(micro=8, recompute="selective", sp=True, gpu="h100")
+    assert len(explorer.TEXTS["examples"]) > 5
+    for example in explorer.TEXTS["examples"]:
+        pairs = [pair.split("=") for pair in example["address"].split("&")]
+        assert all(f'id="{name}"' in page for name, _ in pairs), example
+        s = usual | {name: int(text) if text.isdigit() else text for name, text in pairs}
+        shape = PRESETS[s["preset"]][0]
+        s = dict(s=shape["seq_length"], experts=shape.get("num_experts", 0)) | s
+        assert isinstance(memory(s), list), memory(s)
+    assert all(model["why"] for model in in_node("Object.values(PRESETS)"))
 
 
 def test_text_has_the_colour_of_the_figures():
@@ -539,6 +557,52 @@ def test_views_charts_and_buttons_by_keys_alone(visit):
     page.wait_for_function("location.hash === '#view=memory'")
 
 
+@pytest.mark.parametrize("motion", ["no-preference", "reduce"])
+def test_play_pause_and_step_by_keys_alone(visit, motion):
+    """Without motion the time stands at ends of actions only."""
+    page = visit("time=0")
+    page.emulate_media(reduced_motion=motion)
+    time = "byId('time').valueAsNumber"
+    tab_to(page, "e.id === 'play'")
+    page.keyboard.press("Enter")
+    assert page.locator("#play").text_content() == "Pause"
+    page.wait_for_function(f"{time} > 0.5")
+    assert (page.evaluate(time) == 1) == (motion == "reduce")
+    page.keyboard.press("Enter")
+    assert page.locator("#play").text_content() == "Play"
+    stands = page.evaluate(time)
+    page.wait_for_timeout(100)
+    assert page.evaluate(time) == stands
+    page.wait_for_function(f"location.hash === '#time=' + {time}")
+    page = visit("time=1.5&speed=4&below=none&p=1&m=1")
+    tab_to(page, "e.getAttribute('aria-label') === 'one action on'")
+    page.keyboard.press("Enter")
+    assert page.evaluate(time) == 3
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Enter")
+    assert page.evaluate(time) == 1
+    tab_to(page, "e.id === 'time'")
+    page.keyboard.press("Space")
+    page.wait_for_function(f"{time} === 3 && byId('play').textContent === 'Play'")
+
+
+# many actions in few pixels: the rectangles of one chart, and whether they are in lanes
+DRAWN = """() => [charts[0].narrow, document.querySelectorAll("#chart-0 .action").length]"""
+
+
+@pytest.mark.parametrize("visit", [(390, "light")], indirect=True)
+def test_many_chunks_are_drawn_as_few_strips(visit):
+    start = "schedule=interleaved&below=none&p=8&m=16&v=12"
+    page = visit(start)
+    narrow, strips = page.evaluate(DRAWN)
+    assert narrow and strips < 8 * 12 * 16
+    # the strip at a place is the action of that time
+    page.locator("#chart-0 .action").first.click(position={"x": 2, "y": 4})
+    assert "F of micro-batch" in page.locator("#waits").text_content()
+    page = visit(f"{start}&zoom=64")
+    assert page.evaluate(DRAWN) == [False, 2 * 8 * 12 * 16]
+
+
 # text that is too small or too pale, and controls without a name
 LOOKS = """() => {
   const problems = [];
@@ -577,6 +641,8 @@ STATES = {
     "refused": "schedule=interleaved&m=6&p=5&foo=bar",
     "memory": "view=memory",
     "experts": "view=memory&preset=mixtral-8x7b&ep=8&compare=ep&tp=2",
+    "context": "view=memory&preset=llama3.1-8b&dp=1&tp=8&cp=8&compare=cp&zero=3",
+    "chunks": explorer.TEXTS["examples"][2]["address"],
     "no-layout": "view=memory&preset=llama2-70b&tp=3&compare=tp",
 }
 
