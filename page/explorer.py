@@ -1,17 +1,17 @@
 """Write docs/explorer.html: pipeline schedules and the memory of a rank, in a browser.
 
     schedules    time lines of GPipe, 1F1B, interleaved and ZB-H1; what an action waits for; the
-                 activations in flight at any moment; the bubble. Two schedules on one scale.
+                 activations in flight, played over time; the bubble. Two on one scale.
     memory       weights, gradients, optimizer state and activations of a rank under a layout,
-                 beside GPUs of 24, 80 and 141 GB
+                 beside GPUs of 24, 80 and 141 GB; the seconds of a step, as planner.py predicts
 
     python -m page.explorer                     then open docs/explorer.html in a browser
 
 The page is one file. It asks for nothing over the network, and its address holds all settings.
 
-Its formulas stand twice, for a browser runs no Python: in the lessons, and in page/formulas.js, by
-hand. tests/test_explorer.py holds the two together: in 500 random settings of each view they give
-the same times, bytes and refusals. Who changes a formula changes it in both.
+Its formulas stand twice, for a browser runs no Python: in the lessons and planner.py, and by hand
+in formulas.js and planner.js. tests/test_explorer.py holds the two together: in random settings
+they give the same times, bytes and refusals. Who changes a formula changes it in both.
 
 Not covered: measured times. `python pipeline_parallel.py` measures time lines, and
 comparisons/zero_memory.py bytes.
@@ -23,39 +23,53 @@ if __name__ == "__main__":
     start.command("page.explorer")
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 
+import planner
 from base import terminal
 from comparisons import style
 from model_config import MoEConfig, block_matrices, mlp_matrices
 from pipelines import drawing
+from planning import layer_time
+from planning.inputs import MACHINES
 from run.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
 DEFAULT = ROOT / "docs" / "explorer.html"
+# examples: settings, as in the page's address, and what they show; models: what to look at, by the
+# beginning of a preset's name, a longer one before a shorter one
+TEXTS = json.loads((ROOT / "page" / "examples.json").read_text())
 # fields of a configuration that the page reads
 FIELDS = (
     "num_layers hidden_size num_heads num_kv_heads ffn_hidden_size seq_length vocab_size attention"
-    " norm positions tied sliding_window expert_every router_topk"
+    " norm positions tied sliding_window expert_every router router_topk head_dim gated qk_norm"
 ).split()
+SCRIPTS = "formulas planner settings schedules time memory".split()
 PARTS = ("weights", "gradients", "optimizer state", "activations")
 
 
-def model(shape: dict) -> dict:
+def model(name: str, shape: dict) -> dict:
     """What the page knows of a preset."""
     experts = shape.get("num_experts", 0)
     # with experts, for without them their fields are reset
     config = MoEConfig(**shape | {"num_experts": experts or 8})
     attention = block_matrices(config, 0) // config.num_layers
     matrices = {"attention_matrices": attention, "mlp_matrices": mlp_matrices(config)}
-    return {name: getattr(config, name) for name in FIELDS} | matrices | {"num_experts": experts}
+    fields = {field: getattr(config, field) for field in FIELDS}
+    why = next(text for start, text in TEXTS["models"].items() if name.startswith(start))
+    return fields | matrices | {"num_experts": experts, "why": why}
 
 
 def constants() -> str:
     """What the page takes from Python as it is."""
+    counts = vars(planner) | vars(layer_time)
     values = {
-        "PRESETS": {name: model(shape) for name, (shape, _) in PRESETS.items()},
+        "PRESETS": {name: model(name, shape) for name, (shape, _) in PRESETS.items()},
+        "EXAMPLES": TEXTS["examples"],
+        "MACHINES": {name: dataclasses.asdict(machine) for name, machine in MACHINES.items()},
+        "PLANNER": {k: x for k, x in counts.items() if k.isupper() and isinstance(x, (int, float))},
         "PART_COLOURS": {part: style.COLOURS[part] for part in PARTS},
         "COLOURS": drawing.COLOURS,
         "MEANINGS": drawing.MEANINGS,
@@ -65,7 +79,7 @@ def constants() -> str:
 
 def page() -> str:
     """The whole page."""
-    names = ("page.html", "page.css", "formulas.js", "settings.js", "schedules.js", "memory.js")
+    names = ("page.html", "page.css", *(f"{name}.js" for name in SCRIPTS))
     text, css, *scripts = [(ROOT / "page" / name).read_text() for name in names]
     text = text.replace("/* page.css */\n", css)
     return text.replace("/* scripts */\n", "\n".join([constants(), *scripts]))

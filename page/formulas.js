@@ -85,29 +85,31 @@ function simulate(schedule, cost, transfer, v) {
 const IN_FLIGHT = { F: 1, B: -1, I: -1, W: 0 };
 const DEFERRED = { F: 0, B: 0, I: 1, W: -1 };
 
-// How many such pairs are held after some actions; the most at a time; those of a rank at a time.
-const held = (list, change) => sum(list.map((a) => change[a.op]));
-const peak = (list, change) => Math.max(...list.map((_, i) => held(list.slice(0, i + 1), change)));
-const heldAt = (time, events, rank, change) =>
-  held(events.filter((e) => e.rank === rank && e.end <= time), change);
+// How many such pairs are held after each action of a rank; the most; those at a time.
+const held = (list, change, n = 0) => list.map((a) => (n += change[a.op]));
+const peak = (list, change) => Math.max(...held(list, change));
+const heldAt = (time, ofRank, change) =>
+  sum(ofRank.filter((e) => e.end <= time).map((e) => change[e.op]));
+
+const inGroups = "interleaving needs micro-batches in groups of p";
+const notInGroups = (p, m) =>
+  m % p && refused(`${inGroups}: ${m} must be divisible by ${p}`, multiples(m, p));
 
 // forward, input, weight: times of one micro-batch in all layers of a rank; a chunk takes 1 / v.
 // bubble, formula: idle / ideal time; ZB-H1's formula is for m >= p and T_W <= T_F.
 function timeLines(name, { p, m, v, forward, input, weight, transfer }) {
-  if (name === "interleaved" && m % p) {
-    const rule = `interleaving needs micro-batches in groups of p: ${m} must be divisible by ${p}`;
-    return refused(rule, multiples(m, p));
-  }
+  const refusal = name === "interleaved" && notInGroups(p, m);
+  if (refusal) return refusal;
   const schedule = lists(name, p, m, v);
   const [F, I, W] = [forward / v, input / v, weight / v];
   const zeroBubble = ((p - 1) * (F + Math.max(0, I - W))) / (m * (F + I + W));
   const events = simulate(schedule, { F, I, W, B: I + W }, transfer, v);
   const end = Math.max(...events.map((e) => e.end));
-  const onRank = (rank) => events.filter((e) => e.rank === rank);
-  const work = range(p).map((rank) => sum(onRank(rank).map((e) => e.end - e.start)));
+  const ranks = range(p).map((rank) => events.filter((e) => e.rank === rank));
+  const work = ranks.map((ofRank) => sum(ofRank.map((e) => e.end - e.start)));
   const bubble = end / Math.max(...work) - 1;
   return {
-    ...{ events, end, bubble, idleOfTotal: bubble / (1 + bubble) },
+    ...{ events, ranks, end, bubble, idleOfTotal: bubble / (1 + bubble) },
     formula: name === "zb-h1" ? zeroBubble : (p - 1) / (v * m),
     idle: work.map((time) => end - time),
     inFlight: schedule.map((list) => peak(list, IN_FLIGHT)),
@@ -123,8 +125,9 @@ function textOn(rgb) {
 
 // --- memory -----------------------------------------------------------------------------------
 //
-// t, p, dp, ep ranks; v chunks on each pipeline rank; b micro-batch, s sequence, h hidden, a heads,
-// L layers, V vocabulary, e experts. A model has the fields of its configuration in Python.
+// t, p, dp, cp, ep ranks; m micro-batches of a step, v chunks on each pipeline rank; b micro-batch,
+// s sequence, h hidden, a heads, L layers, V vocabulary, e experts. A model has the fields of its
+// configuration in Python.
 
 const modelOf = (s) => ({ ...PRESETS[s.preset], seq_length: s.s, num_experts: s.experts });
 
@@ -136,13 +139,19 @@ function divisors(numbers, near) {
 }
 
 // The first rule that is broken, of routers.py, tensor_parallel.py, sequence_parallel.py,
-// pipeline_parallel.py and moe.py; the setting to change, and what would fit.
-function brokenRule(model, { t, p, v, dp, ep, sp }) {
+// pipeline_parallel.py, context_parallel.py, moe.py and run/rules.py; the setting to change, and
+// what would fit.
+function brokenRule(model, { t, p, v, dp, cp, ep, sp }) {
   const { num_layers: L, seq_length: s, num_experts: e, router_topk: k } = model;
+  const bias = model.positions === "alibi" ? "ALiBi" : model.sliding_window && "a sliding window";
+  const pieces = `must be divisible by twice cp ${cp}: the sequence is cut into so many pieces`;
+  const both = `must be divisible by 2 cp t under sequence parallelism, here ${2 * cp * t}`;
+  const sinkhorn = "router sinkhorn balances all tokens together; topk would do";
   const cut = ["num_heads", "num_kv_heads", "ffn_hidden_size"];
   const words = (field) => `${field.replaceAll("_", " ")} ${model[field]}`;
-  const tFits = divisors([t * p * dp, ...cut.map((field) => model[field])], t);
-  const epFits = divisors([e, dp], ep);
+  const replicas = dp * cp;
+  const tFits = divisors([t * p * replicas, ...cut.map((field) => model[field])], t);
+  const epFits = divisors([e, replicas], ep);
   const sequence = `must be divisible by t ${t} under sequence parallelism`;
   const layers = `must be divisible by p ${p} times v ${v}, unless layer split is given`;
   const none = `this model has no experts; experts ${ep} would give it one for each rank`;
@@ -152,16 +161,20 @@ function brokenRule(model, { t, p, v, dp, ep, sp }) {
     ...cut.map((field) => [model[field] % t, `t ${t}`, `must divide ${words(field)}`, tFits, "tp"]),
     [sp && s % t, `s ${s}`, sequence, multiples(s, t)],
     [L % (p * v), `num layers ${L}`, layers, multiples(L, p * v)],
-    [dp % ep, `ep ${ep}`, `must divide the ${dp} data-parallel ranks`, epFits, "ep"],
+    [cp > 1 && bias, `cp ${cp}`, `a model with ${bias} cannot share its sequences`, "1"],
+    [cp > 1 && s % (2 * cp), `s ${s}`, pieces, multiples(s, 2 * cp)],
+    [replicas % ep, `ep ${ep}`, `must divide the ${replicas} data-parallel ranks`, epFits, "ep"],
     [ep > 1 && !e, `ep ${ep}`, none],
     [e % ep, `ep ${ep}`, even, epFits, "ep"],
+    [cp > 1 && e && model.router === "sinkhorn", `cp ${cp}`, sinkhorn],
+    [cp > 1 && sp && s % (2 * cp * t), `s ${s}`, both, multiples(s, 2 * cp * t)],
   ];
   const [, subject, rule, fits, setting] = rules.find(([isBroken]) => isBroken) ?? [];
   return subject && refused(`${subject}: ${rule}`, fits, setting);
 }
 
-// Numbers in the matrices of a rank (planning/memory.py): outside the experts, and of the experts.
-// The first pipeline rank has the embedding, the last the head, which may be the embedding again.
+// Numbers in the matrices of a rank (planning/state.py): outside the experts, of the experts, of
+// learned positions. The first pipeline rank has the embedding, the last the head, which may be it.
 function matrices(model, rank, { t, p, v, ep }) {
   const { num_layers: L, hidden_size: h, num_experts: e, vocab_size: V } = model;
   const { attention_matrices: attention, mlp_matrices: mlp } = model;
@@ -171,41 +184,50 @@ function matrices(model, rank, { t, p, v, ep }) {
   const mlps = layers.length - withExperts;
   const outside = (layers.length * attention + mlps * mlp + vocabularies * h * V) / t;
   const positions = rank === 0 && model.positions === "learned" ? h * model.seq_length : 0;
-  return [outside + positions, (withExperts * e * mlp) / ep / t];
+  return [outside, (withExperts * e * mlp) / ep / t, positions];
 }
 
 // Bytes of weights, gradients and optimizer state: in mixed precision 2, 4 and 12 for each
 // parameter, sharded from ZeRO stage 3, 2 and 1 (fsdp.py).
-function stateOf([outside, experts], { dp, ep, zero }) {
+function stateOf([outside, experts, positions], { dp, cp, ep, zero }) {
   return [[2, 3], [4, 2], [12, 1]].map(([bytes, stage]) => {
-    const [n, ofExperts] = zero >= stage ? [dp, dp / ep] : [1, 1];
-    return bytes * (outside / n + experts / ofExperts);
+    const [n, ofExperts] = zero >= stage ? [dp * cp, (dp * cp) / ep] : [1, 1];
+    return bytes * ((outside + positions) / n + experts / ofExperts);
   });
 }
 
-// Activations of the first stage (recompute.py). A fused core keeps no s² matrix.
-function activations(model, { t, p, v, b, sp, recompute }) {
-  const { num_layers: L, hidden_size: h, num_heads: a, seq_length: s, vocab_size: V } = model;
+// Activations that a micro-batch keeps in all layers of a rank (recompute.py). A fused core keeps
+// no s² matrix, nor does a ring of context-parallel ranks.
+function microBatchBytes(model, { t, p, b, cp, sp, recompute }) {
+  const { num_layers: L, hidden_size: h, num_heads: a, seq_length: s } = model;
   const n = sp ? t : 1;
-  const scores = recompute === "none" && model.attention !== "fused" ? (5 * a * s) / (h * t) : 0;
-  const layer = s * b * h * (recompute === "full" ? 2 / n : 10 / n + 24 / t + scores);
-  const layers = v === 1 ? L : L * (1 + (p - 1) / (p * v));
-  const embedding = (s * b * h * p) / n;
-  const head = p > 1 ? 0 : 4 * s * b * (h / n + V / t);
-  return layer * layers + embedding + head;
+  const keepsScores = recompute === "none" && model.attention !== "fused" && cp === 1;
+  const scores = keepsScores ? (5 * a * s) / (h * t) : 0;
+  const layer = recompute === "full" ? 2 / n : 10 / n + 24 / t + scores;
+  return ((s * b * h) / cp) * layer * (L / p);
 }
 
-// Bytes of the rank that holds most: weights, gradients, optimizer state, and activations under
-// 1F1B or interleaved with m >= p.
+// .. and outside the layers, on the first stage.
+function outsideLayers({ hidden_size: h, seq_length: s, vocab_size: V }, { t, p, b, cp, sp }) {
+  const n = sp ? t : 1;
+  return ((s * b) / cp) * ((h * p) / n + (p > 1 ? 0 : 4 * (h / n + V / t)));
+}
+
+// A layout: settings of the view of memory, in the papers' letters.
+const layoutOf = (s) => ({ ...s, t: s.tp, p: s.pp, v: s.pp > 1 ? s.vp : 1, m: s.micro });
+
+// Of the rank that holds most: bytes of weights, gradients, optimizer state and activations;
+// inFlight: micro-batches that the first stage holds under 1F1B or interleaved.
 function memory(settings) {
-  const { tp: t, pp: p } = settings;
-  const v = p > 1 ? settings.vp : 1;
   const model = modelOf(settings);
-  const layout = { ...settings, t, p, v };
-  const refusal = brokenRule(model, layout);
+  const layout = layoutOf(settings);
+  const { p, v, m } = layout;
+  const refusal = brokenRule(model, layout) || (v > 1 && notInGroups(p, m));
   if (refusal) return refusal;
   const states = range(p).map((rank) => stateOf(matrices(model, rank, layout), layout));
   const fullest = states.reduce((most, state) => (sum(state) > sum(most) ? state : most));
-  const parts = [...fullest, activations(model, layout)];
-  return { parts, total: sum(parts) };
+  const inFlight = Math.min(m, p + (v > 1 ? (p - 1) / v : 0));
+  const inLayers = microBatchBytes(model, layout) * inFlight;
+  const parts = [...fullest, inLayers + outsideLayers(model, layout)];
+  return { parts, total: sum(parts), inFlight };
 }

@@ -1,15 +1,25 @@
 // The view of schedules: time lines, what an action waits for, what is held at one moment.
 
 const ROW = 24;
-// what is drawn; and the action that is chosen: { i: its chart, event, kept }
+// pixels, of the longest action
+const NARROW = 4;
+// what is drawn, and of which settings; the action that is chosen: { i: its chart, event, kept }
 let charts = [];
+let drawn = "";
 let chosen = null;
 
 function showSchedules(s) {
-  const ids = s.below === "none" ? ["schedule"] : ["schedule", "below"];
-  charts = ids.map((id) => chartOf(id, s));
+  const now = JSON.stringify([{ ...s, time: 0, rank: 0, speed: 0 }, innerWidth]);
+  const ids = ["schedule", "below"].filter((id) => s[id] !== "none");
+  if (now !== drawn) charts = ids.map((id) => chartOf(id, s));
   const end = Math.max(...charts.map((c) => c.end));
   Object.assign(byId("time"), { max: end || 1, disabled: end === 0 });
+  if (now !== drawn) drawCharts(s, end);
+  drawn = now;
+  showTime(s);
+}
+
+function drawCharts(s, end) {
   byId("v").disabled = charts.every((c) => c.key !== "interleaved");
   byId("v-hint").hidden = !byId("v").disabled;
   byId("chart-1").hidden = charts.length === 1;
@@ -33,23 +43,25 @@ function showChart(chart, i, end, s) {
   section.innerHTML = `<h2>${name} <span class="hint">${sizes}</span></h2>
     ${error ? refusal(error) : ""}`;
   if (error) return;
-  const time = byId("time").valueAsNumber;
   const width = Math.max(200, section.clientWidth - 104) * s.zoom - 2;
-  const height = chart.idle.length * ROW + 24;
+  const height = chart.idle.length * ROW + GRAPH + 28;
   chart.x = (at) => (at / end) * (width - 1);
   const idle = chart.idle.map((_, rank) => box("idle", rank, 0, chart.x(chart.end)));
-  const actions = chart.events.map((e, n) => drawAction(e, n, chart));
+  const numbered = chart.events.map((e, n) => ({ ...e, n, lane: 0, lanes: 1 }));
+  chart.narrow = Math.max(...numbered.map((e) => chart.x(e.end - e.start))) < NARROW;
+  const actions = (chart.narrow ? runs(numbered) : numbered).map((e) => drawAction(e, chart));
   section.innerHTML += `<dl class="row">${facts(chart, s)}</dl><div class="lines">
-    <svg width="104" height="${height}" aria-hidden="true">${gauges(chart, time)}</svg>
+    <svg class="gauges" width="104" height="${height}" aria-hidden="true"></svg>
     <div><svg class="time" width="${width}" height="${height}" tabindex="0" role="application"
       aria-roledescription="time lines" aria-describedby="waits"
       aria-label="${name}, ${sizes}: arrow keys go from action to action">
       ${[...idle, ...actions, ...ticks(chart.x, end, width, height - 24)].join("")}
-      <path class="now" d="M${chart.x(time)} 0V${height - 19}"/><g class="marks"></g></svg></div>
-    </div><details ${open}><summary>${name} as a table</summary>${tableAt(chart, time)}</details>`;
+      <g class="curve"></g><path class="now"/><g class="marks"></g></svg></div></div>
+    <p class="holds hint"></p>
+    <details ${open}><summary>${name} as a table</summary><div></div></details>`;
   const svg = section.querySelector(".time");
-  svg.onpointermove = (event) => point(i, event.target.dataset.i, false);
-  svg.onclick = (event) => point(i, event.target.dataset.i, true);
+  svg.onpointermove = (event) => point(i, under(i, event), false);
+  svg.onclick = (event) => point(i, under(i, event), true);
   svg.onfocus = () => !chosen && svg.matches(":focus-visible") && point(i, 0, false);
   svg.onkeydown = (event) => pressed(i, event);
 }
@@ -68,21 +80,42 @@ function facts(chart, s) {
   ].map(fact).join("");
 }
 
-function box(kind, rank, x, width, more = "") {
-  const place = `x="${x}" y="${rank * ROW + 1}" width="${width}" height="${ROW - 2}"`;
+// lane: of so many in a row.
+function box(kind, rank, x, width, more = "", lane = 0, lanes = 1) {
+  const height = (ROW - 2) / lanes;
+  const y = rank * ROW + 1 + lane * height;
+  const place = `x="${x}" y="${y}" width="${width}" height="${height}"`;
   return `<rect class="${kind}" ${place} ${more}/>`;
 }
 
+// Narrow actions: those of one kind and chunk that follow each other on a rank are drawn as one,
+// and each kind has a lane.
+function runs(events) {
+  const kinds = [...new Set(events.map((e) => e.op))];
+  // of each rank: since when it works without a pause, until when
+  const [since, until, open, all] = [{}, {}, {}, []];
+  for (const e of events) {
+    if (!(until[e.rank] >= e.start - 1e-9)) since[e.rank] = e.start;
+    const row = `${e.rank} ${e.op} ${since[e.rank]}`;
+    const isNew = open[row]?.chunk !== e.chunk;
+    if (isNew) all.push((open[row] = { ...e, lane: kinds.indexOf(e.op), lanes: kinds.length }));
+    open[row].end = until[e.rank] = e.end;
+  }
+  return all;
+}
+
 // Darker in later chunks; with a name where there is room.
-function drawAction(e, i, { x, v }) {
+function drawAction(e, { x, v, narrow }) {
   const brightness = 1 - (0.45 * e.chunk) / Math.max(1, v - 1);
   const hex = [1, 3, 5].map((at) => COLOURS[e.op].slice(at, at + 2));
   const rgb = hex.map((digits) => (parseInt(digits, 16) / 255) * brightness);
   const fill = `rgb(${rgb.map((c) => Math.round(255 * c))})`;
-  const width = 0.98 * (x(e.end) - x(e.start));
-  const name = [e.op + e.microBatch, `${e.microBatch}`].find((t) => 7.2 * t.length + 3 < width);
+  const width = (narrow ? 1 : 0.98) * (x(e.end) - x(e.start));
+  const names = narrow ? [] : [e.op + e.microBatch, `${e.microBatch}`];
+  const name = names.find((t) => 7.2 * t.length + 3 < width);
   const place = `x="${x(e.start) + width / 2}" y="${e.rank * ROW + 16}"`;
-  return `${box("action", e.rank, x(e.start), width, `data-i="${i}" fill="${fill}"`)}
+  const more = `data-i="${e.n}" fill="${fill}"`;
+  return `${box("action", e.rank, x(e.start), width, more, e.lane, e.lanes)}
     ${name ? `<text class="label" ${place} style="fill: ${textOn(rgb)}">${name}</text>` : ""}`;
 }
 
@@ -104,7 +137,18 @@ function legend() {
   const ops = new Set(charts.flatMap((c) => c.events.map((e) => e.op)));
   const entries = [...ops].map((op) => legendEntry(COLOURS[op], MEANINGS[op]));
   const darker = charts.some((c) => c.v > 1) ? "<span>darker: a later chunk</span>" : "";
-  return entries.join("") + legendEntry("var(--idle)", "idle") + darker;
+  const lanes = "<span>narrow actions: a lane for each kind; zoom in to see one by one</span>";
+  const narrow = charts.some((c) => c.narrow) ? lanes : "";
+  return entries.join("") + legendEntry("var(--idle)", "idle") + darker + narrow;
+}
+
+// The number of the action under the pointer: where many are drawn as one, of that at this time.
+function under(i, { target, clientX, currentTarget }) {
+  const { events, x } = charts[i];
+  const first = events[target.dataset.i];
+  const right = clientX - currentTarget.getBoundingClientRect().left;
+  const isHere = (e) => e.rank === first.rank && e.op === first.op && e.start >= first.start;
+  return first && Math.max(events.findIndex((e) => isHere(e) && x(e.end) >= right), 0);
 }
 
 // Action n of a chart is pointed at; without n, what is no action.
@@ -112,28 +156,29 @@ function point(i, n, kept) {
   if (n === undefined && kept) choose(null);
   if (n === undefined || (chosen?.kept && !kept)) return;
   choose({ i, event: charts[i].events[n], kept });
+  if (kept) change({ rank: chosen.event.rank });
 }
 
 // Arrow keys in a focused chart.
 function pressed(i, key) {
-  const { events } = charts[i];
+  const { events, ranks } = charts[i];
   const now = chosen?.i === i ? chosen.event : events[0];
-  const onRank = (rank) => events.filter((e) => e.rank === rank);
-  const own = onRank(now.rank);
+  const own = ranks[now.rank];
   const at = own.indexOf(now);
   const distance = (e) => Math.abs(e.start + e.end - now.start - now.end);
-  const nearest = (rank) => onRank(rank).sort((a, b) => distance(a) - distance(b))[0];
+  const nearest = (rank) => ranks[rank]?.toSorted((a, b) => distance(a) - distance(b))[0];
   const along = { ArrowLeft: own[at - 1], ArrowRight: own[at + 1], Home: own[0], End: own.at(-1) };
   const others = { ArrowUp: nearest(now.rank - 1), ArrowDown: nearest(now.rank + 1) };
   const moves = { ...along, ...others, Enter: lastOf(now)[0]?.[0] };
   if (key.ctrlKey || key.metaKey || key.altKey) return;
   if (key.key === "Escape") choose(null);
-  if (!(key.key in moves)) return;
+  if (key.key !== " " && !(key.key in moves)) return;
   key.preventDefault();
+  if (key.key === " ") return play();
   const event = moves[key.key] ?? now;
-  choose({ i, event, kept: true });
-  const action = key.currentTarget.querySelector(`[data-i="${events.indexOf(event)}"]`);
-  action.scrollIntoView({ block: "nearest", inline: "nearest" });
+  point(i, events.indexOf(event), true);
+  const frame = key.currentTarget.querySelector(".chosen");
+  frame.scrollIntoView({ block: "nearest", inline: "nearest" });
 }
 
 function choose(what) {
@@ -179,35 +224,3 @@ function marks(event, { x }) {
   });
   return box("chosen", event.rank, x(event.start), x(event.end) - x(event.start)) + lines.join("");
 }
-
-function gauges({ events, inFlight }, time) {
-  const width = (chunks) => (46 * chunks) / Math.max(...inFlight);
-  const rows = inFlight.map((most, rank) => {
-    const [now, y] = [heldAt(time, events, rank, IN_FLIGHT), rank * ROW + 16];
-    return `<text x="0" y="${y}">rank ${rank}</text>${box("idle", rank, 50, width(most))}
-      ${box("gauge", rank, 50, width(now))}<text x="54" y="${y}">${now}/${most}</text>`;
-  });
-  const below = rows.length * ROW + 18;
-  return `${rows.join("")}<text class="quiet" x="50" y="${below}">in flight</text>`;
-}
-
-function tableAt({ events, idle, inFlight, deferred }, time) {
-  const rows = idle.map((unused, rank) => {
-    const [now, later] = [IN_FLIGHT, DEFERRED].map((change) => heldAt(time, events, rank, change));
-    const cells = [rank, now, inFlight[rank], later, deferred[rank], number(unused)];
-    return `<tr>${cells.map((cell) => `<td>${cell}</td>`).join("")}</tr>`;
-  });
-  const caption = `At time ${number(time)}: chunks in flight, and those whose W is still to do`;
-  return tableOf(caption, ["rank", "in flight", "most", "W to do", "most", "idle in all"], rows);
-}
-
-// Arrow keys on the scrubber: to the next moment at which an action ends.
-byId("time").addEventListener("keydown", (key) => {
-  const direction = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1 }[key.key];
-  if (!direction) return;
-  key.preventDefault();
-  const time = byId("time").valueAsNumber;
-  const ends = [0, ...charts.flatMap((c) => c.events.map((e) => e.end))];
-  ends.sort((a, b) => (a - b) * direction);
-  change({ time: ends.find((end) => (end - time) * direction > 1e-9) ?? time });
-});

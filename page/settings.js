@@ -60,6 +60,8 @@ function readAddress() {
   if (ignored.length > 5) ignored.splice(5, Infinity, "…");
   const words = `The address has settings that this page does not know: ${ignored.join(", ")}`;
   byId("ignored").textContent = ignored.length ? words : "";
+  const example = EXAMPLES.find(({ address }) => `#${address}` === location.hash);
+  byId("shows").innerHTML = example ? `<b>${example.name}.</b> ${example.why}` : "";
   show();
 }
 
@@ -100,6 +102,8 @@ function start() {
   const isFirst = (name) => (name === "megatron-7.5b" ? "selected" : "");
   const options = Object.keys(PRESETS).map((name) => `<option ${isFirst(name)}>${name}`);
   byId("preset").innerHTML = options.join("");
+  const example = ({ name, address, why }) => `<li><a href="#${address}">${name}</a>: ${why}</li>`;
+  byId("examples").innerHTML = EXAMPLES.map(example).join("");
   for (const control of controls) {
     written[control.id] = valueOf(control);
     control.required = control.type !== "checkbox";

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+import context_parallel
 import moe
 import pipeline_parallel
+import planner
 import recompute
 import schedules
 import sequence_parallel
@@ -25,7 +27,7 @@ from model_config import FieldError, MoEConfig
 from page import explorer
 from pipelines import drawing
 from planning import memory as planned
-from planning.inputs import TRAIN, Layout
+from planning.inputs import MACHINES, TRAIN, Layout
 from run import rules
 from run.presets import PRESETS
 
@@ -118,37 +120,65 @@ def held(events: list, rank: int, time: float, change: dict[str, int]) -> int:
 NAMES = {"tp": "t", "pp": "p", "virtual_stages": "v", "seq_length": "s", "num_experts": "experts"}
 
 
+def check_context(config, cp: int, sequence_ranks: int) -> str:
+    """The message of what run/rules.py refuses beside context parallelism."""
+    if cp > 1 and config.num_experts and config.router == "sinkhorn":
+        return f"cp {cp}: router sinkhorn balances all tokens together; topk would do"
+    pieces, length = 2 * cp * sequence_ranks, config.seq_length
+    if cp > 1 and sequence_ranks > 1 and length % pieces:
+        rule = f"must be divisible by 2 cp t under sequence parallelism, here {pieces}"
+        return f"s {length}: {rule}; {rules.multiples(length, pieces)}"
+    return ""
+
+
 def memory(s: dict) -> list[float] | str:
     """Weights, gradients, optimizer state and activations of the rank that holds most, and their
-    sum; or the message of what cannot be. In mixed precision, under 1F1B or interleaved, m >= p.
+    sum, micro-batches in flight, seconds of a step; or the message of what cannot be. In mixed
+    precision, under 1F1B or interleaved.
 
     The bytes of parameters are the planner's, which test_planning_counts.py holds to as-rank. The
-    activations are those of the paper's layer (recompute.py), of which a fused core keeps no
-    s² matrix.
+    activations are those of the paper's layer (recompute.py), of which a fused core and a ring keep
+    no s² matrix.
     """
-    t, p, dp, ep, sequence = s["tp"], s["pp"], s["dp"], s["ep"], s["sp"]
+    t, p, dp, cp, ep, sequence = (s[key] for key in ("tp", "pp", "dp", "cp", "ep", "sp"))
     v = s["vp"] if p > 1 else 1
+    name = "interleaved" if v > 1 else "1f1b"
     fields = PRESETS[s["preset"]][0] | {"seq_length": s["s"], "num_experts": s["experts"]}
     try:
         config = MoEConfig(**fields)
-        tensor_parallel.check(config, t, t * p * dp)
+        tensor_parallel.check(config, t, t * p * dp * cp)
         if sequence:
             sequence_parallel.check(config, t)
         pipeline_parallel.check(config.num_layers, p, v)
-        moe.check(config, ep, dp)
+        context_parallel.check(config, cp, t, "ring")
+        moe.check(config, ep, dp * cp)
+        refused = check_context(config, cp, t if sequence else 1)
+        m, b, granularity = s["micro"], s["b"], s["recompute"]
+        schedule = [] if refused else schedules.lists(name, p, m, v)
     except FieldError as e:
         return e.message(lambda field: NAMES.get(field, field.replace("_", " ")))
-    layout = Layout(tp=t, pp=p, dp=dp, ep=ep, virtual_stages=v, zero_stage=s["zero"])
+    except schedules.ScheduleError as e:
+        refused = f"{e}; {rules.multiples(m, p)}"
+    if refused:
+        return refused
+    sizes = dict(micro_batch_size=b, global_batch_size=m * b * dp, recompute=granularity)
+    choices = dict(virtual_stages=v, zero_stage=s["zero"], sequence_parallel=sequence)
+    layout = Layout(tp=t, pp=p, dp=dp, ep=ep, cp=cp, **sizes, **choices)
     of_ranks = [planned.state(config, layout, TRAIN, rank) for rank in range(p)]
-    granularity = s["recompute"]
-    if config.attention == "fused" and granularity == "none":
+    keeps_no_scores = config.attention == "fused" or cp > 1
+    if granularity == "none" and keeps_no_scores:
         granularity = "selective"
-    b, h, length = s["b"], config.hidden_size, config.seq_length
-    layer = recompute.layer_bytes(length, b, h, config.num_heads, t, sequence, granularity)
-    layers = layer * recompute.first_stage_layers(config.num_layers, p, v)
-    outside = recompute.outside_layers_bytes(length, b, h, config.vocab_size, t, p, sequence)
-    parts = [*max(of_ranks, key=sum), layers + outside]
-    return [*parts, sum(parts)]
+    h, length = config.hidden_size, config.seq_length
+    layer = recompute.layer_bytes(length, b, h, config.num_heads, t, sequence, granularity, cp)
+    in_flight = schedules.in_flight(schedule)[0] / v
+    outside = recompute.outside_layers_bytes(length, b, h, config.vocab_size, t, p, sequence, cp)
+    layers = config.num_layers / p * in_flight
+    if m >= 2 * p:
+        paper = recompute.first_stage_layers(config.num_layers, p, v)
+        assert layers == pytest.approx(paper)
+    parts = [*max(of_ranks, key=sum), layer * layers + outside]
+    seconds = planner.step_time(MACHINES[s["gpu"]], TRAIN, config, layout)
+    return [*parts, sum(parts), in_flight, sum(seconds.values())]
 
 
 # --- random settings ------------------------------------------------------------------------------
@@ -177,6 +207,9 @@ def random_memory(rng) -> dict:
         pp=rng.choice([*power, 5]),
         vp=rng.choice([1, 1, 2, 3]),
         dp=rng.choice([1, 8, 24, 64, 100]),
+        cp=rng.choice([1, 1, 1, 2, 4, 6]),
+        micro=rng.choice([rng.randint(1, 24), 8, 16]),
+        gpu=rng.choice(list(MACHINES)),
         ep=rng.choice([1, 1, 1, 1, 2, 3]),
         zero=rng.randint(0, 3),
         b=rng.randint(1, 8),
@@ -215,10 +248,14 @@ const givenLines = (l) => {
   if (l.error) return l.error.rule;
   const row = (e) => [e.rank, e.op, e.chunk, e.microBatch, e.start, e.end];
   const waits = (e) => e.waits.map(([other, there]) => [l.events.indexOf(other), there]);
-  const held = (_, rank) => [IN_FLIGHT, DEFERRED].map((c) => heldAt(l.end / 2, l.events, rank, c));
-  return { ...l, events: l.events.map(row), waits: l.events.map(waits), held: l.idle.map(held) };
+  const held = (ofRank) => [IN_FLIGHT, DEFERRED].map((c) => heldAt(l.end / 2, ofRank, c));
+  const lists = { events: l.events.map(row), waits: l.events.map(waits), held: l.ranks.map(held) };
+  return { ...l, ranks: l.ranks.length, ...lists };
 };
-const givenBytes = (m) => m.error?.rule ?? [...m.parts, m.total];
+const givenBytes = (s) => {
+  const m = memory(s);
+  return m.error?.rule ?? [...m.parts, m.total, m.inFlight, sum(Object.values(stepTime(s)))];
+};
 """
 
 
@@ -227,29 +264,54 @@ def in_node(result: str):
     node = shutil.which("node")
     if node is None:
         pytest.skip("no node on this machine: JavaScript is not run")
-    formulas = (ROOT / "page" / "formulas.js").read_text()
-    code = f"{explorer.constants()}{formulas}{GIVEN}console.log(JSON.stringify({result}))"
+    formulas = [(ROOT / "page" / f"{name}.js").read_text() for name in ("formulas", "planner")]
+    code = "".join([explorer.constants(), *formulas, GIVEN])
+    code += f"console.log(JSON.stringify({result}))"
     done = subprocess.run([node, "-"], input=code, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
 
-def test_time_lines_on_random_settings():
-    """500, of every schedule: starts, ends, what is waited for, bubbles, what is held, messages."""
+# how many random settings; with --all 500
+SIZES = pytest.mark.parametrize("n", [60, pytest.param(500, marks=pytest.mark.repetition)])
+
+
+@SIZES
+def test_time_lines_on_random_settings(n):
+    """Of every schedule: starts, ends, what is waited for, bubbles, what is held, messages."""
     rng = random.Random(0)
-    settings = [random_schedule(rng, SCHEDULES[i % len(SCHEDULES)]) for i in range(500)]
+    settings = [random_schedule(rng, SCHEDULES[i % len(SCHEDULES)]) for i in range(n)]
     expected = [time_lines(s["schedule"], s) for s in settings]
-    assert sum(isinstance(lines, str) for lines in expected) > 30
+    assert sum(isinstance(lines, str) for lines in expected) > n / 17
     found = in_node(f"{json.dumps(settings)}.map((s) => givenLines(timeLines(s.schedule, s)))")
     assert worst_difference(found, expected) <= 1e-12
 
 
-def test_memory_on_random_settings():
-    """500: bytes of each part; 125 that cannot be, with the same message."""
-    settings = memory_settings(random.Random(0), 375, 125)
+@SIZES
+def test_memory_on_random_settings(n):
+    """Bytes of each part, micro-batches in flight, seconds of a step; a quarter of the settings
+    cannot be, with the same message."""
+    settings = memory_settings(random.Random(0), n - n // 4, n // 4)
     expected = [memory(s) for s in settings]
-    found = in_node(f"{json.dumps(settings)}.map((s) => givenBytes(memory(s)))")
+    found = in_node(f"{json.dumps(settings)}.map(givenBytes)")
     assert worst_difference(found, expected) <= 1e-12
+
+
+def test_examples_show_layouts_that_can_be():
+    """Each preset has a word of what to look at, each example an address of the page's own
+    settings; its layout can be, and so has bytes and seconds."""
+    page = (ROOT / "page" / "page.html").read_text()
+    usual = dict(preset="megatron-7.5b", tp=1, pp=1, vp=1, dp=64, cp=1, ep=1, zero=1, b=1)
+    usual |= dict(micro=8, recompute="selective", sp=True, gpu="h100")
+    assert len(explorer.TEXTS["examples"]) > 5
+    for example in explorer.TEXTS["examples"]:
+        pairs = [pair.split("=") for pair in example["address"].split("&")]
+        assert all(f'id="{name}"' in page for name, _ in pairs), example
+        s = usual | {name: int(text) if text.isdigit() else text for name, text in pairs}
+        shape = PRESETS[s["preset"]][0]
+        s = dict(s=shape["seq_length"], experts=shape.get("num_experts", 0)) | s
+        assert isinstance(memory(s), list), memory(s)
+    assert all(model["why"] for model in in_node("Object.values(PRESETS)"))
 
 
 def test_text_has_the_colour_of_the_figures():
@@ -270,7 +332,8 @@ SHOWN = """
   readAddress();
   show();
   const value = (element) => Number(element.dataset.value);
-  const facts = (i) => [...document.querySelectorAll(`#chart-${i} dd`)].map(value);
+  const marked = (i) => document.querySelectorAll(`#chart-${i} [data-value]`);
+  const facts = (i) => [...marked(i)].map(value);
   const lines = charts.map((c, i) => c.error ? c.error.rule : facts(i));
   const set = document.querySelector("#stack tr[aria-current]");
   const words = set?.querySelector(".words");
@@ -326,17 +389,38 @@ def facts(name: str, s: dict) -> list[float] | str:
     lines = time_lines(name, s | {"v": s["v"] if name == "interleaved" else 1})
     if isinstance(lines, str):
         return lines
-    end = max(event[5] for event in lines["events"])
-    return [lines["bubble"], lines["formula"], lines["idleOfTotal"], end]
+    p, v = s["p"], s["v"] if name == "interleaved" else 1
+    rank = min(s["rank"], p - 1)
+    events = [schedules.Event(*event) for event in lines["events"]]
+    found = [lines["bubble"], lines["formula"], lines["idleOfTotal"], max(e.end for e in events)]
+    numbers = held(events, rank, s["time"], schedules.IN_FLIGHT), lines["inFlight"][rank]
+    micro_batches = [n / v for n in numbers]
+    config = MoEConfig(**PRESETS["megatron-7.5b"][0])
+    if config.num_layers % (p * v):
+        return found + micro_batches
+    layer = recompute.layer_bytes(2048, 1, config.hidden_size, 32, 1, True, "selective")
+    return found + micro_batches + [n * layer * config.num_layers / p for n in micro_batches]
+
+
+def memory_shown(s: dict) -> list[float] | str:
+    """What the page says of a layout."""
+    found = memory(s)
+    if isinstance(found, str):
+        return found
+    # of one GPU, in a second
+    tokens = s["micro"] * s["b"] * s["s"] / found[-1] / (s["tp"] * s["pp"] * s["cp"])
+    return [*found, tokens]
 
 
 def test_page_shows_what_python_computes(visit):
-    """200 random settings: bubbles, ends, bytes, messages."""
+    """200 random settings: bubbles, ends, what a rank holds at a time, bytes, seconds, messages."""
     rng = random.Random(1)
     page = visit()
     for i in range(100):
         s = random_schedule(rng, SCHEDULES[i % len(SCHEDULES)])
-        s["below"] = rng.choice(("none", *SCHEDULES))
+        s |= dict(below=rng.choice(("none", *SCHEDULES)), rank=rng.randint(0, 8))
+        # before any schedule of so many micro-batches ends
+        s["time"] = round(rng.random() * s["m"] * (s["forward"] + s["input"] + s["weight"]), 3)
         names = [name for name in (s["schedule"], s["below"]) if name != "none"]
         found, _, ignored = page.evaluate(SHOWN, address(s))
         assert not ignored
@@ -344,7 +428,7 @@ def test_page_shows_what_python_computes(visit):
     for s in memory_settings(rng, 80, 20):
         _, found, ignored = page.evaluate(SHOWN, address(s))
         assert not ignored
-        assert worst_difference(found, memory(s)) <= 1e-12
+        assert worst_difference(found, memory_shown(s)) <= 1e-12
 
 
 GARBAGE = [
@@ -473,6 +557,52 @@ def test_views_charts_and_buttons_by_keys_alone(visit):
     page.wait_for_function("location.hash === '#view=memory'")
 
 
+@pytest.mark.parametrize("motion", ["no-preference", "reduce"])
+def test_play_pause_and_step_by_keys_alone(visit, motion):
+    """Without motion the time stands at ends of actions only."""
+    page = visit("time=0")
+    page.emulate_media(reduced_motion=motion)
+    time = "byId('time').valueAsNumber"
+    tab_to(page, "e.id === 'play'")
+    page.keyboard.press("Enter")
+    assert page.locator("#play").text_content() == "Pause"
+    page.wait_for_function(f"{time} > 0.5")
+    assert (page.evaluate(time) == 1) == (motion == "reduce")
+    page.keyboard.press("Enter")
+    assert page.locator("#play").text_content() == "Play"
+    stands = page.evaluate(time)
+    page.wait_for_timeout(100)
+    assert page.evaluate(time) == stands
+    page.wait_for_function(f"location.hash === '#time=' + {time}")
+    page = visit("time=1.5&speed=4&below=none&p=1&m=1")
+    tab_to(page, "e.getAttribute('aria-label') === 'one action on'")
+    page.keyboard.press("Enter")
+    assert page.evaluate(time) == 3
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Enter")
+    assert page.evaluate(time) == 1
+    tab_to(page, "e.id === 'time'")
+    page.keyboard.press("Space")
+    page.wait_for_function(f"{time} === 3 && byId('play').textContent === 'Play'")
+
+
+# many actions in few pixels: the rectangles of one chart, and whether they are in lanes
+DRAWN = """() => [charts[0].narrow, document.querySelectorAll("#chart-0 .action").length]"""
+
+
+@pytest.mark.parametrize("visit", [(390, "light")], indirect=True)
+def test_many_chunks_are_drawn_as_few_strips(visit):
+    start = "schedule=interleaved&below=none&p=8&m=16&v=12"
+    page = visit(start)
+    narrow, strips = page.evaluate(DRAWN)
+    assert narrow and strips < 8 * 12 * 16
+    # the strip at a place is the action of that time
+    page.locator("#chart-0 .action").first.click(position={"x": 2, "y": 4})
+    assert "F of micro-batch" in page.locator("#waits").text_content()
+    page = visit(f"{start}&zoom=64")
+    assert page.evaluate(DRAWN) == [False, 2 * 8 * 12 * 16]
+
+
 # text that is too small or too pale, and controls without a name
 LOOKS = """() => {
   const problems = [];
@@ -511,6 +641,8 @@ STATES = {
     "refused": "schedule=interleaved&m=6&p=5&foo=bar",
     "memory": "view=memory",
     "experts": "view=memory&preset=mixtral-8x7b&ep=8&compare=ep&tp=2",
+    "context": "view=memory&preset=llama3.1-8b&dp=1&tp=8&cp=8&compare=cp&zero=3",
+    "chunks": explorer.TEXTS["examples"][2]["address"],
     "no-layout": "view=memory&preset=llama2-70b&tp=3&compare=tp",
 }
 
