@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.run
+import yaml
 
 from base import start
 from lessons import form
@@ -31,7 +32,8 @@ from run.pretraining import Config
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-DOCS = [README, ROOT / "exercises" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [README, ROOT / "CONTRIBUTING.md", ROOT / "exercises" / "README.md"]
+DOCS += sorted((ROOT / "docs").glob("*.md"))
 MAKEFILE = (ROOT / "Makefile").read_text()
 # files whose command line is parsed by a function that takes it; others read sys.argv
 # those with a parser of their own
@@ -55,6 +57,11 @@ def code_blocks(text: str) -> list[str]:
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     plain = "\n".join(block for language, block in blocks if not language)
     return plain.replace("\\\n", " ").split("\n")
+
+
+def without_code(text: str) -> str:
+    """Without blocks of code: they may have files and flags of their own."""
+    return re.sub(r"^```(?:python|diff)\n.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def inline_code(text: str) -> list[str]:
@@ -206,8 +213,10 @@ def test_training_command_can_run(ranks, arguments):
 
 
 def test_commands_for_gpus_fit_into_80_gb():
-    """Those of README.md and train.sbatch, with 4 to spare, by the planner's formulas."""
-    text = " ".join((README.read_text() + (ROOT / "train.sbatch").read_text()).split())
+    """Those of train.sbatch and of the tables of tasks, with 4 to spare, by the planner's
+    formulas."""
+    files = README, ROOT / "docs" / "training.md", ROOT / "train.sbatch"
+    text = " ".join(" ".join(path.read_text() for path in files).split())
     fitting = 0
     for ranks, arguments in training_commands():
         if ranks >= 8 and arguments in text:
@@ -292,7 +301,7 @@ def test_flags(monkeypatch):
     for main, argv in mains:
         known |= option_strings(main, argv, monkeypatch)
     for path in DOCS:
-        text = path.read_text().partition("\n## What moved")[0]
+        text = without_code(path.read_text()).partition("\n## What moved")[0]
         mentioned = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
         assert mentioned <= known, (path.name, mentioned - known)
 
@@ -359,6 +368,17 @@ def test_paths_in_prose_exist():
     # but files with other endings
     pattern = rf"(?<![\w/-])(?:{'|'.join(folders)})/\w+\b(?!\.(?:json|txt|js|html))(?:\.py)?"
     for path in DOCS:
-        for name in re.findall(pattern, path.read_text()):
+        for name in re.findall(pattern, without_code(path.read_text())):
             file = ROOT / (name if name.endswith(".py") else f"{name}.py")
             assert file.exists() or (ROOT / name).is_dir(), f"{path.name}: {name}"
+
+
+def test_workflow():
+    """A public forge runs the checks of the Makefile, and no action but those that it needs."""
+    (job,) = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"].values()
+    actions = [step["uses"].split("@")[0] for step in job["steps"] if "uses" in step]
+    assert actions == ["actions/checkout", "actions/setup-python"]
+    assert job["steps"][1]["with"]["python-version"] == "3.11" and "ubuntu" in job["runs-on"]
+    targets = set(re.findall(r"^([\w-]+):", MAKEFILE, re.MULTILINE))
+    runs = [step["run"] for step in job["steps"] if "run" in step]
+    assert runs == ["make lint", "make test"] and {"lint", "test"} <= targets
