@@ -154,7 +154,7 @@ FORMULAS = [
 
 COLLECTIVES = [
     Collective("all-reduce", "identity", "the sum", "2 n (N - 1)/N", "tensor_parallel.py"),
-    Collective("identity", "all-reduce", "the same tensor", "0 n", "tensor_parallel.py"),
+    Collective("identity", "all-reduce", "the same tensor", "0", "tensor_parallel.py"),
     Collective(
         "all-gather", "reduce-scatter", "all shards, joined", "n (N - 1)/N", "sequence_parallel.py"
     ),
@@ -207,11 +207,6 @@ def python(formula: str) -> str:
     return re.sub(r"(?<=[\w)²]) (?=[\w(])", " * ", formula).replace("²", "**2")
 
 
-def values() -> dict[str, float]:
-    """The letters of the example."""
-    return EXAMPLE | {"Ψ": eval(python(FORMULAS[0].text), {}, EXAMPLE)}
-
-
 def amount(value: float, unit: str) -> str:
     """358.6 MB"""
     if unit == "%":
@@ -235,7 +230,7 @@ def table(heads: str, tags: str, rows: list[tuple]) -> str:
 
 
 def sheet() -> str:
-    known = values()
+    known = EXAMPLE | {"Ψ": eval(python(FORMULAS[0].text), {}, EXAMPLE)}
     formulas = []
     for name, case, text, unit, paper, call in FORMULAS:
         value = amount(eval(python(text), {}, known), unit)

@@ -55,11 +55,6 @@ def test_notebook_is_up_to_date_and_runs(no_answers, tmp_path, monkeypatch, caps
 PRINTED = {"print(answers[": "CHECK", "--without": "fail without", "check.py": "not written yet"}
 
 
-@pytest.mark.repetition
-def test_cells_run_in_processes_of_their_own(tmp_path, monkeypatch):
-    check_cells(tmp_path, monkeypatch)
-
-
 def check_cells(folder: Path, monkeypatch) -> None:
     """Each cell, with the reader's answers in a folder of the test."""
     monkeypatch.chdir(ROOT / "docs")
