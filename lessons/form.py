@@ -29,6 +29,7 @@ can be removed:
 
 import argparse
 import importlib
+import os
 import textwrap
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -142,6 +143,12 @@ class Lesson:
         return 1 if self.failed else 0
 
 
+def has_no_keyboard() -> bool:
+    """Whether this is `!python FILE` in a notebook: its terminal never sends a line. (`%run` asks
+    in a box below the cell.)"""
+    return "JPY_PARENT_PID" in os.environ and os.isatty(0)
+
+
 def main(name: str, argv: list[str] | None = None) -> int:
     """Run the lesson of a module (of tuning.packing: lessons/packing.py). Returns its status."""
     folder, _, file = name.rpartition(".")
@@ -159,6 +166,9 @@ def main(name: str, argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     ranks.fork_this_process()
     mutate = removals[args.without].mutate if args.without else None
+    if args.quiz and has_no_keyboard():
+        print("A cell has no keyboard, so no question waits. docs/course.ipynb asks one by one.\n")
+        args.quiz = False
     lesson = Lesson(command, args.quiz, args.without, mutate)
     module.teach(lesson)
     for mechanism, removal in removals.items():
