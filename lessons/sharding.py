@@ -92,7 +92,8 @@ def teach(lesson: form.Lesson) -> None:
 
     lesson.predict(
         "Each rank gathers the whole weight again, in float32. Over which ranks first? How many"
-        " bytes has a part that is sent?"
+        " bytes has a part that is sent?",
+        "bytes over dp; bytes over tp",
     )
     sent = results[0]["sent"]
     sizes = " and ".join(f"{size}" for _, size in sent)
@@ -101,15 +102,20 @@ def teach(lesson: form.Lesson) -> None:
         f"parts of {sizes} bytes: over dp first, 2 x 3 x 4 bytes; padding is dropped; then over"
         " tp, 3 x 3 x 4 bytes",
         sent == steps,
+        [size for _, size in sent],
     )
     back = [result["back"] for result in results]
     lesson.check(f"equal to the whole weight on {sum(back)} of 4 ranks", all(back))
 
-    lesson.predict("How many elements do 4 ranks hold together? How many parameters is that?")
+    lesson.predict(
+        "How many elements do 4 ranks hold together? How many parameters is that?",
+        "elements; parameters",
+    )
     held = sum(result["held"] for result in results)
     lesson.check(
         f"{held} elements, {results[0]['parameters']} parameters: padding is no parameter",
         (held, results[0]["parameters"]) == (4 * 2 * COLUMNS, ROWS * COLUMNS),
+        [held, results[0]["parameters"]],
     )
 
     lesson.predict("Weights begin as random numbers. Do 4 ranks begin with the weight of 1 rank?")
