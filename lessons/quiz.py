@@ -24,8 +24,8 @@ from base import terminal
 # "PREDICT  "
 MARGIN = 9
 NO_NUMBER = "no number. Write 1,024, 1.5e9, 12%, 2/3, 8*32*64 or 3 GiB; return for no answer"
-# right: at most 1% off
-RIGHT = 1.01
+# right: at most 1% off; 33% is right for 1/3
+RIGHT = 1.0102
 NEAR = 2.0
 
 # --- a number -------------------------------------------------------------------------------------

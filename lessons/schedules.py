@@ -69,7 +69,8 @@ class Drawn:
         return abs(self.bubble - self.formula) < 1e-12
 
 
-def teach(lesson: form.Lesson) -> None:
+def teach_one_chunk(lesson: form.Lesson) -> None:
+    """GPipe and 1F1B."""
     lesson.predict(
         f"p {P} ranks, m {M} micro-batches, F takes 1 and B takes 2: a rank's work takes {3 * M}."
         " For what fraction of that is it idle (the bubble), under GPipe and under 1F1B?",
@@ -96,6 +97,9 @@ def teach(lesson: form.Lesson) -> None:
         [*map(max, held)],
     )
 
+
+def teach(lesson: form.Lesson) -> None:
+    teach_one_chunk(lesson)
     lesson.predict(
         "Interleaved: v 2 chunks on each rank (the second in lower case), actions half as long. The"
         " bubble? Activations of how many chunks does a rank hold at most?",

@@ -84,10 +84,9 @@ def teach(lesson: form.Lesson) -> None:
     for rank, result in enumerate(results):
         rows = ", ".join("padding" if row < 0 else f"row {row}" for row in result["rows"])
         lesson.say(f"rank {rank}: dp {rank // 2}, tp {rank % 2}   {rows}")
-    expected = [[0, 1], [3, 4], [2, -1], [5, -1]]
     lesson.check(
         "each tp has 3 rows; of these, dp 0 has two, dp 1 the third and a row of padding",
-        [result["rows"] for result in results] == expected,
+        [result["rows"] for result in results] == [[0, 1], [3, 4], [2, -1], [5, -1]],
     )
 
     lesson.predict(
@@ -111,11 +110,11 @@ def teach(lesson: form.Lesson) -> None:
         "How many elements do 4 ranks hold together? How many parameters is that?",
         "elements; parameters",
     )
-    held = sum(result["held"] for result in results)
+    held = [sum(result["held"] for result in results), results[0]["parameters"]]
     lesson.check(
-        f"{held} elements, {results[0]['parameters']} parameters: padding is no parameter",
-        (held, results[0]["parameters"]) == (4 * 2 * COLUMNS, ROWS * COLUMNS),
-        [held, results[0]["parameters"]],
+        f"{held[0]} elements, {held[1]} parameters: padding is no parameter",
+        held == [4 * 2 * COLUMNS, ROWS * COLUMNS],
+        held,
     )
 
     lesson.predict("Weights begin as random numbers. Do 4 ranks begin with the weight of 1 rank?")
