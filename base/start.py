@@ -51,4 +51,4 @@ def imported(module: str):
 def is_asked(argv: list[str]) -> bool:
     """Whether these arguments, of a file that is a command too, start its lesson: none, or only
     the lesson's own. argv: without the file's name."""
-    return all(word.startswith(("--quiz", "--without")) for word in argv[:1])
+    return all(word.startswith(("--quiz", "--why", "--without")) for word in argv[:1])

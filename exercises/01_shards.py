@@ -18,6 +18,7 @@ Read         gpt.py once; the top of proof/ranks.py, for what runs your code on 
 Paper        Megatron-LM, arXiv 1909.08053, section 3: weights, cut by columns or by rows
 Not yet      `shard_of` and `gather` in sharding.py
 Check        python exercises/check.py 1
+Hints        python exercises/check.py 1 --hint      one more at each call
 Par          one all-gather
 """
 

@@ -17,10 +17,11 @@ what is its gradient?
 An autograd function has a forward and a backward of its own. `ctx` carries what backward needs;
 backward returns one gradient for each argument of forward, None for `group`.
 
-Read         sharding.py up to `shard_of`; the first 25 lines of tensor_parallel.py
+Read         sharding.py up to `shard_of`; `MLP` in gpt.py
 Paper        Megatron-LM, arXiv 1909.08053, section 3, figure 3
-Not yet      `_Copy` and `_Reduce` in tensor_parallel.py
+Not yet      tensor_parallel.py, from its first line: `_Copy` and `_Reduce` are f and g
 Check        python exercises/check.py 2
+Hints        python exercises/check.py 2 --hint      one more at each call
 Par          two all-reduces of b s h elements: one in forward, one in backward
 """
 

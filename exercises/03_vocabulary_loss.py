@@ -24,6 +24,7 @@ Read         base/cross_entropy.py
 Paper        Megatron-LM, arXiv 1909.08053, section 3: "fuse the output .. with the cross entropy"
 Not yet      `local_ids` and `_VocabParallelCrossEntropy` in tensor_parallel.py
 Check        python exercises/check.py 3
+Hints        python exercises/check.py 3 --hint      one more at each call
 Par          3 b s numbers are reduced, in forward; none in backward
 """
 

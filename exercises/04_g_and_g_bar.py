@@ -13,18 +13,18 @@ These are the letters of arXiv 2205.05198. Its g is not the g of exercise 2, for
     all-gather        each rank gives its shard, every rank gets all shards, joined
     reduce-scatter    each rank gives a whole tensor; rank r gets shard r of their sum
 
-Each is the backward of the other. Why? A shard goes to all ranks in g, so its gradient is the sum
-of what all ranks have for it. A term goes into every shard of the sum in ḡ, so its gradient has a
-part on each rank.
+Backward. In g a shard goes to all ranks: what is its gradient? In ḡ a rank's term has a part in the
+shard of each rank: where are the parts of its gradient, and what brings them together?
 
 Collectives join and cut along dimension 0, and the sequence is dimension 1:
 `all_gather(out [t b, s/t, h], x)` and `reduce_scatter(out [b, s/t, h], x [t b, s/t, h])` with
 `group=group`. Order the dimensions before or after it. Tensors must be contiguous.
 
-Read         exercise 2; the first 30 lines of sequence_parallel.py
+Read         exercise 2
 Paper        Korthikanti et al., arXiv 2205.05198, section 4.2.2, figure 5
-Not yet      `start_gather` and `start_scatter` in sequence_parallel.py
+Not yet      sequence_parallel.py, from its first line: `start_gather`, `start_scatter`
 Check        python exercises/check.py 4
+Hints        python exercises/check.py 4 --hint      one more at each call
 Par          one all-gather and one reduce-scatter in forward, the same in backward
 """
 
@@ -52,17 +52,13 @@ class Pair(torch.autograd.Function):
 def join(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather along the sequence. [b, s/t, h] -> [b, s, h]"""
     raise NotImplementedError(
-        "`all_gather` into x.new_empty(t * b, s/t, h): the shards of rank 0, then those of rank 1. "
-        "unflatten(0, (t, b)), bring t beside s/t, flatten."
+        "`all_gather` gives the shard of rank 0, then that of rank 1. In which order are its rows?"
     )
 
 
 def sum_and_cut(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Reduce-scatter along the sequence. [b, s, h] -> [b, s/t, h]"""
-    raise NotImplementedError(
-        "The reverse: [b, s, h] -> [b, t, s/t, h] -> [t, b, s/t, h] -> [t b, s/t, h], contiguous, "
-        "then `reduce_scatter` into a tensor of b rows."
-    )
+    raise NotImplementedError("Which rows must stand first, so that rank 0 gets its tokens?")
 
 
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:

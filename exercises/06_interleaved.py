@@ -27,6 +27,7 @@ Read         exercise 5
 Paper        arXiv 2104.04473, section 2.2.2, figure 4
 Not yet      `interleaved_one_f_one_b` in schedules.py
 Check        python exercises/check.py 6
+Hints        python exercises/check.py 6 --hint      one more at each call
 Par          idle time / ideal time is (p - 1) / (v m)
 """
 

@@ -8,22 +8,21 @@ before waits for both. Here B becomes I, the input gradient, and W, the weight g
                rank 1    .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- .. B3 --
                rank 2    .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 --
 
-    ZB-H1      rank 0    F0 F1 F2 .. .. I0 W0 F3 I1 W1 I2 W2 I3 W3
-               rank 1    .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
-               rank 2    .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
-
 I goes out at once, and W fills time in which the rank would wait. How long may W be put off? What
-it is computed from stays in memory until then. 1F1B holds p - r micro-batches on rank r: rank 0
-has the most. ZB-H1 lets the other ranks hold as much, so rank r may have r weight gradients more
-to do:
+it is computed from stays in memory until then. 1F1B holds at most p - r micro-batches on rank r:
+rank 0 has the most. ZB-H1 lets every rank hold p. A micro-batch is held from its F to its W.
 
-    on rank r the W of micro-batch k comes right after the I of micro-batch k + r,
-    and at the end come the W that are left
+So some number of W may wait on rank r, and no more, from the first I to the last. Where an I would
+make it one more, the oldest W comes right after this I. At the end come the W that are left. Which
+number is it?
 
-Read         exercise 5; the docstring of pipelines/zero_bubble.py
+On paper first: the lists for p = 2, m = 3. Each has 9 actions.
+
+Read         exercise 5
 Paper        Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.1, figure 3
 Not yet      `zero_bubble_h1` in schedules.py
 Check        python exercises/check.py 7
+Hints        python exercises/check.py 7 --hint      one more at each call
 Par          with T_F = T_I = T_W the bubble is (p - 1) / (3 m), a third of what 1F1B has
 """
 
@@ -33,6 +32,5 @@ from schedules import Action, one_f_one_b
 def zero_bubble_h1(p: int, m: int) -> list[list[Action]]:
     """For each of p ranks: Action("F", 0, k), Action("I", 0, k) and Action("W", 0, k)."""
     raise NotImplementedError(
-        "Go through the list of one_f_one_b. F stays. B of micro-batch k becomes I of k, followed "
-        "by W of micro-batch k - rank if there is one. After the list: every W that has not come."
+        "In the list of one_f_one_b, B becomes I. Which W, if any, comes right after it on rank r?"
     )

@@ -25,6 +25,7 @@ Read         schedules.py: the first 25 lines, `needs`, `Cost`, `Event`
 Paper        arXiv 2104.04473, section 2.2: figures 3 and 4 are drawn from such times
 Not yet      `simulate` in schedules.py
 Check        python exercises/check.py 8
+Hints        python exercises/check.py 8 --hint      one more at each call
 Par          the bubble of 1F1B, simulated, is exactly (p - 1) / m
 """
 

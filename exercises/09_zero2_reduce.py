@@ -20,6 +20,7 @@ Read         zero/units.py; the first 45 lines of fsdp.py
 Paper        ZeRO, arXiv 1910.02054, section 5.2
 Not yet      `accumulate` and `reduce` in fsdp.py
 Check        python exercises/check.py 9
+Hints        python exercises/check.py 9 --hint      one more at each call
 Par          one reduce-scatter for each micro-batch; between them a rank keeps 1/N
 """
 

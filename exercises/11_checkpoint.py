@@ -22,6 +22,7 @@ Read         the first 35 lines of recompute.py
 Paper        Chen et al., arXiv 1604.06174; Korthikanti et al., arXiv 2205.05198, section 5
 Not yet      `_Checkpoint` in recompute.py
 Check        python exercises/check.py 11
+Hints        python exercises/check.py 11 --hint      one more at each call
 Par          0 bytes are kept beside the arguments; the function runs once in forward and once in
              backward
 """

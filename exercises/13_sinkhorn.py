@@ -24,6 +24,7 @@ Read         the first 30 lines of routers.py
 Paper        Clark et al., arXiv 2202.01169, section 3.1
 Not yet      `scale_rows_and_columns` and `balance` in routers.py
 Check        python exercises/check.py 13
+Hints        python exercises/check.py 13 --hint      one more at each call
 Par          the matrix C is made once; an iteration makes vectors only
 """
 

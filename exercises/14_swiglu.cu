@@ -25,6 +25,7 @@
 // Paper        GLU Variants Improve Transformer, arXiv 2002.05202, section 2
 // Not yet      csrc/swiglu.cu: it holds the answer, and a slower one
 // Check        python exercises/check.py 14      (an emulator: needs g++, and no GPU)
+// Hints        python exercises/check.py 14 --hint      one more at each call
 // Par          each vector of gate and of up is read once, each vector of y is written once
 #include "../csrc/common.cuh"
 

@@ -2,6 +2,7 @@
 
     python exercises/check.py          all of them, one line each
     python exercises/check.py 2        one, with what differs and why
+    python exercises/check.py 2 --hint one hint more at each call; --hint 1 the first again
     python exercises/check.py hunt 1   a training run with a silent bug: which one? (hunt.py)
 
     correct    equal to the project's own function: 1e-10 in float64, data exactly
@@ -11,6 +12,7 @@ You edit exercises/01_shards.py and so on: each says what to write and what to r
 exercises/README.md lists them. The exit status is 0 where all that were asked for are correct and
 reach par.
 
+    --hint [K]           of one exercise: the next hint, or the K-th (hints.py)
     --solutions DIR      grade the files of that folder instead
     --answer NAME        of a hunt; without it the symptoms are shown first
 """
@@ -31,7 +33,7 @@ sys.path.insert(0, str(FOLDER.parent))
 import torch.distributed as dist  # noqa: E402
 
 from base import terminal  # noqa: E402
-from exercises import cuda_grader  # noqa: E402
+from exercises import cuda_grader, hints  # noqa: E402
 from exercises.graders import EXERCISES  # noqa: E402
 from exercises.grading import Grade, Watch, grade_on_rank  # noqa: E402
 from proof import ranks  # noqa: E402
@@ -169,16 +171,27 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("hunt", nargs="?", type=int, metavar="NUMBER of a hunt")
     parser.add_argument("--solutions", type=Path, default=FOLDER, metavar="DIR")
     parser.add_argument("--answer", metavar="NAME")
+    parser.add_argument("--hint", nargs="?", type=int, const=True, metavar="K")
     args = parser.parse_args(argv)
+    number = int(args.what) if args.what and args.what.isdecimal() else 0
+    if args.hint is not None and number not in EXERCISES:
+        parser.error(f"--hint: of which exercise, 1 to {len(EXERCISES)}? check.py NUMBER --hint")
     if args.what == "hunt":
         sys.exit(not hunt_bug(1 if args.hunt is None else args.hunt, args.answer))
     if args.hunt is not None:
         parser.error(f"{args.what} {args.hunt}: one exercise, or none for all")
     if args.what is None:
         sys.exit(not grade_exercises(list(EXERCISES), args.solutions))
-    if not args.what.isdecimal() or int(args.what) not in EXERCISES:
+    if number not in EXERCISES:
         parser.error(f"{args.what}: the exercises are 1 to {len(EXERCISES)}, and hunt")
-    sys.exit(not grade_exercises([int(args.what)], args.solutions))
+    if args.hint is not None:
+        # without a number it is True
+        hint = hints.next_hint(number, args.solutions) if args.hint is True else args.hint
+        if not 1 <= hint <= hints.count(number):
+            parser.error(f"--hint {hint}: exercise {number} has hints 1 to {hints.count(number)}")
+        print(hints.show(number, hint, args.solutions))
+        return
+    sys.exit(not grade_exercises([number], args.solutions))
 
 
 if __name__ == "__main__":

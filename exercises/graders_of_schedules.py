@@ -94,9 +94,9 @@ def schedule_grader(name: str, hint: str, chunks: tuple[int, ...] = (1,)):
 
 one_f_one_b = schedule_grader(
     "1f1b",
-    "Warmup is p - 1 - rank forwards: what the ranks behind need until the first gradient comes "
-    "back. Then one F, one B in turn, and the backwards that are left. With few micro-batches the "
-    "warmup ends early.",
+    "Warmup is what the ranks behind need until the first gradient comes back: how many forwards "
+    "is that? Then one F, one B in turn, and the backwards that are left. With few micro-batches "
+    "the warmup ends early.",
 )
 interleaved = schedule_grader(
     "interleaved",
@@ -107,8 +107,8 @@ interleaved = schedule_grader(
 )
 zb_h1 = schedule_grader(
     "zb-h1",
-    "I stands where 1F1B has B. On rank r the W of micro-batch k comes right after the I of "
-    "micro-batch k + r, and the W that are left come at the end.",
+    "I stands where 1F1B has B. How many W may wait on this rank? One more, and the oldest comes "
+    "right after the I; the W that are left come at the end.",
 )
 
 

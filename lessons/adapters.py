@@ -75,7 +75,8 @@ def teach_bytes(lesson: form.Lesson) -> None:
     base = sharding.num_parameters(full)
     lesson.predict(
         f"A GPT of h = {H}, L = 2 has N = {base:,} weights. Each layer has 4 matrices [h, h]"
-        f" and 2 of [4h, h]. Each gets a LoRA of rank r = {R}. How many parameters learn?"
+        f" and 2 of [4h, h]. Each gets a LoRA of rank r = {R}. How many parameters learn?",
+        "parameters",
     )
     lora = lora_model(torch.bfloat16)
     n = sum(p.numel() for p in lora.parameters() if p.requires_grad)
@@ -83,16 +84,19 @@ def teach_bytes(lesson: form.Lesson) -> None:
         f"L (4 · r 2h + 2 · r 5h) = {n:,}, {n / base:.0%} of N; the share goes as 1 / h: with h ="
         " 4096, about 64 times smaller",
         n == 2 * (4 * R * 2 * H + 2 * R * 5 * H),
+        [n],
     )
     lesson.predict(
         "In bf16 a weight needs 2 bytes. If it learns, its gradient needs 4, its float32 master 4,"
-        " its two moments 8. How many bytes does training all weights need? LoRA?"
+        " its two moments 8. How many bytes does training all weights need? LoRA?",
+        "bytes, all weights; bytes, LoRA",
     )
     of_full, of_lora = training_bytes(full), training_bytes(lora)
     lesson.check(
         f"all weights 18 N = {of_full:,}; LoRA 2 N + 18 n = {of_lora:,}, of which 2 N is the frozen"
         f" base, and n = {n:,} learn",
         of_full == 18 * base and of_lora == 2 * base + 18 * n,
+        [of_full, of_lora],
     )
 
 
@@ -137,7 +141,8 @@ def merged_model(weights: dict[str, Tensor]) -> gpt.GPT:
 def teach_ranks(lesson: form.Lesson, two: dict, one: dict) -> None:
     lesson.predict(
         "Two tensor-parallel ranks, float64. A layer without LoRA has 2 all-reduces of b s h"
-        " numbers in forward and 2 in backward. How many with LoRA? How many bytes has each?"
+        " numbers in forward and 2 in backward. How many with LoRA? How many bytes has each?",
+        "in forward; bytes of each of these; in backward",
     )
     token = B * S * 8
     forward = [("all-reduce", token * (H + R))] * 2
@@ -145,12 +150,14 @@ def teach_ranks(lesson: form.Lesson, two: dict, one: dict) -> None:
         f"forward {len(two['forward'])}, each b s (h + r) 8 = {token * (H + R):,}: in a"
         " row-parallel layer one all-reduce (g) sums W x and A x side by side",
         two["forward"] == forward,
+        [len(two["forward"]), token * (H + R)],
     )
     backward = [("all-reduce", token * n) for n in (H, H, R, 3 * R)]
     lesson.check(
         f"backward {len(two['backward'])}: twice b s h 8 = {token * H:,}; and f, on A x, one for up"
         f" with r columns, {token * R:,}, one for query, key and value with 3 r, {token * 3 * R:,}",
         sorted(two["backward"]) == sorted(backward),
+        [len(two["backward"])],
     )
 
     lesson.predict("Does sharding change the loss? The gradients of A and B?")

@@ -74,7 +74,8 @@ def teach(lesson: form.Lesson) -> None:
 def flops(lesson: form.Lesson) -> None:
     lesson.predict(
         f"{S} rows in blocks of 128; a block has the columns up to its last row. What share of the"
-        " s x s scores is computed, in forward? What share does a causal mask need?"
+        " s x s scores is computed, in forward? What share does a causal mask need?",
+        "share computed; share that a mask needs",
     )
     found = demo.flops(lambda: causal_blocks.causal_attention(*leaves())) / WHOLE
     n = S // 128
@@ -82,13 +83,15 @@ def flops(lesson: form.Lesson) -> None:
         f"{found:.1%} of the FLOPs; (1 + .. + n) / n² = (n + 1) / 2n = {(n + 1) / (2 * n):.1%}; a"
         f" mask needs (s + 1) / 2s = {(S + 1) / (2 * S):.1%}",
         found == (n + 1) / (2 * n),
+        [found, (S + 1) / (2 * S)],
     )
 
 
 def kept_bytes(lesson: form.Lesson) -> None:
     lesson.predict(
         f"b {B}, a {A}, s {S}, d {D}, float64. How many bytes are kept for backward? And where the"
-        " probabilities are whole?"
+        " probabilities are whole?",
+        "bytes",
     )
     ours = recompute.saved_bytes(lambda: causal_blocks.causal_attention(*leaves()))
     theirs = recompute.saved_bytes(lambda: whole(*leaves()))
@@ -97,4 +100,5 @@ def kept_bytes(lesson: form.Lesson) -> None:
         f"{ours:,} and {theirs:,}; q, k and v: 3 b a s d 8 = {qkv:,}, with p: + b a s² 8 ="
         f" {qkv + p:,}",
         ours == qkv and theirs >= qkv + p,
+        [ours],
     )

@@ -143,14 +143,15 @@ def teach(lesson: form.Lesson) -> None:
 def rows(lesson: form.Lesson, folder: str) -> None:
     lesson.predict(
         "A [5, 3] weight, sharded by rows over 2 ranks: 3 rows each, one of them padding. How many"
-        " rows does each write?"
+        " rows does each write?",
+        "rows of rank 0; rows of rank 1",
     )
     lesson.on_ranks(2, save_rows, folder)
     files = sorted((Path(folder) / folder_name(1)).glob("*.safetensors"))
     written = [rows_in(file) for file in files]
     for file, count in zip(files, written):
         lesson.say(f"{file.name}: {count} rows, {file.stat().st_size:,} bytes")
-    lesson.check(f"{written}: padding is never written", written == [3, 2])
+    lesson.check(f"{written}: padding is never written", written == [3, 2], written)
 
 
 def copies(lesson: form.Lesson, folder: str) -> None:

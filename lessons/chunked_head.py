@@ -89,7 +89,8 @@ def close(found: list[float], expected: list[float]) -> bool:
 def one_token(lesson: form.Lesson) -> None:
     lesson.predict(
         "A vocabulary of 3, with logits 2, 1, 0; the first is the target. What is the loss? What is"
-        " its gradient by each logit? (e² = 7.39, e = 2.72)"
+        " its gradient by each logit? (e² = 7.39, e = 2.72)",
+        "loss; gradient by the first",
     )
     loss, gradient = loss_and_gradient(2.0, 1.0, 0.0)
     total = math.e**2 + math.e + 1
@@ -97,20 +98,25 @@ def one_token(lesson: form.Lesson) -> None:
     lesson.check(
         f"loss {loss:.4f}; log (e² + e + 1) - 2 = {math.log(total) - 2:.4f}",
         close([loss], [math.log(total) - 2]),
+        [loss],
     )
     lesson.check(
         "gradient " + ", ".join(f"{g:.4f}" for g in gradient) + "; softmax(z) - (1, 0, 0) = "
         f"{', '.join(f'{g:.4f}' for g in expected)}",
         close(gradient, expected),
+        [gradient[0]],
     )
 
 
 def large_logits(lesson: form.Lesson) -> None:
-    lesson.predict("Logits 1000, 0, 0: exp(1000) is too large for float32. What is the loss?")
+    lesson.predict(
+        "Logits 1000, 0, 0: exp(1000) is too large for float32. What is the loss?", "loss"
+    )
     loss, gradient = loss_and_gradient(1000.0, 0.0, 0.0)
     lesson.check(
         f"{loss}, and the gradient is {gradient}: the largest logit is subtracted first",
         close([loss, *gradient], [0, 0, 0, 0]),
+        [loss],
     )
 
 
@@ -153,7 +159,8 @@ def chunks(lesson: form.Lesson) -> None:
         f"b {B}, s {S}, h {H}, V {V:,}, float32: the logits, b s V, have {logits:,} bytes."
         " F.cross_entropy keeps log softmax and makes two gradients of this size. Here each"
         " overwrites the one before; at the end x and ∂x [b, s, h] and ∂W [V, h] are beside it. How"
-        " many bytes at the peak? With the logits of 64 tokens at a time, and ∂W and a part of it?"
+        " many bytes at the peak? With the logits of 64 tokens at a time, and ∂W and a part of it?",
+        "bytes at the peak; with 64 tokens at a time",
     )
     with use(pytorchs_own):
         results = {"F.cross_entropy": measure(0)}
@@ -171,16 +178,19 @@ def chunks(lesson: form.Lesson) -> None:
         "measured / 4 (3 b s V), 4 (b s V + 2 b s h + V h), 4 (N V + 2 b s h + 2 V h): "
         + ", ".join(f"{ratio:.3f}" for ratio in ratios),
         all(abs(ratio - 1) < 0.02 for ratio in ratios),
+        [results["whole"][0], results["64 tokens"][0]],
     )
 
     lesson.predict(
         "A multiplication by W has 2 b s h V FLOPs; forward has one, backward two. Chunks forget"
-        " their logits, and backward needs them. How many FLOPs then, in b s h V?"
+        " their logits, and backward needs them. How many FLOPs then, in b s h V?",
+        "FLOPs / b s h V",
     )
     flops = [flops / (B * S * H * V) for _, flops, _ in results.values()]
     lesson.check(
         f"whole {flops[1]:.2f}; 256 tokens {flops[2]:.2f}; 64 tokens {flops[3]:.2f}: 6 and 8",
         flops == [6, 6, 8, 8],
+        [flops[3]],
     )
 
     lesson.predict("Do the gradients change?")

@@ -125,12 +125,14 @@ def teach_merge(lesson: form.Lesson) -> None:
     lesson.predict(
         "One query. Rank 0 has keys with exp(q k / √d) = 1 and 3 and values 0 and 8: its part is 6,"
         " with L = ln 4. Rank 1 has a key with 6 and value 2: its part is 2, with L = ln 6. Over"
-        " all keys?"
+        " all keys?",
+        "over all keys",
     )
     by_hand = lesson.on_ranks(1, merged_by_hand)[0]
     lesson.check(
         f"4/10 of 6 + 6/10 of 2 = 3.6; merged {by_hand:.1f}; (1 · 0 + 3 · 8 + 6 · 2) / 10 = 3.6",
         abs(by_hand - 3.6) < 1e-6,
+        [by_hand],
     )
 
 
@@ -138,7 +140,8 @@ def teach_work(lesson: form.Lesson, of_ranks: list[dict]) -> None:
     whole = S * (S + 1) // 2
     lesson.predict(
         f"A token at position i sees i + 1 keys, so {S} tokens compute {whole:,} scores. Cut in"
-        f" order over 2 ranks, how many has each? And in zigzag: pieces 0 and 3, pieces 1 and 2?"
+        f" order over 2 ranks, how many has each? And in zigzag: pieces 0 and 3, pieces 1 and 2?",
+        "rank 0, in order; rank 1, in order; each, in zigzag",
     )
     half = S // N
     ordered = [half * (half + 1) // 2, whole - half * (half + 1) // 2]
@@ -149,6 +152,7 @@ def teach_work(lesson: form.Lesson, of_ranks: list[dict]) -> None:
     lesson.check(
         f"in order {ordered[0]:,} and {ordered[1]:,}; in zigzag {whole // 2:,} each",
         work == [whole // 2] * N,
+        [*ordered, work[0]],
     )
 
 
@@ -159,25 +163,29 @@ def teach_bytes(lesson: form.Lesson, results: dict[str, dict]) -> None:
     lesson.predict(
         f"b s h 8 = {tensor:,} bytes, k = a_kv / a = {k}, N = {N}. In a layer's forward the ring"
         " sends keys and values, the all-to-all one N-th of queries, keys, values and result. Bytes"
-        " by each rank?"
+        " by each rank?",
+        "ring; all-to-all",
     )
     measured = [results[kind]["bytes"] for kind in ("ring", "all-to-all")]
     lesson.check(
         f"ring 2 k (N - 1) b s h 8 / N = {ring:,}, sent {measured[0]:,}; all-to-all (2 + 2 k)"
         f" (N - 1) b s h 8 / N² = {exchange:,}, sent {measured[1]:,}",
         measured == [ring, exchange],
+        measured,
     )
 
     message = ring // (N - 1)
     lesson.predict(
         f"In the ring, keys and values of a rank, {message:,} bytes, go to the next rank N - 1"
         f" times. A rank's own part of their gradients waits at home: {N - 1} more. How many"
-        " messages has a layer?"
+        " messages has a layer?",
+        "in forward; in backward",
     )
     forward, backward = results["ring"]["messages"]
     lesson.check(
         f"forward {len(forward) // 2}, backward {len(backward) // 2}, of {message:,} bytes each",
         forward == [message] * 2 * (N - 1) and backward == [message] * 2 * (2 * N - 2),
+        [len(forward) // 2, len(backward) // 2],
     )
 
 

@@ -66,7 +66,8 @@ def teach_shards(lesson: form.Lesson) -> None:
     lesson.predict(
         "A tensor of 4 rows and 12 columns; rank 0 has rows 0 and 1, rank 1 has rows 2 and 3. Each"
         " computes the mask of its own rows. How many of the 48 elements differ from the mask of"
-        " one device?"
+        " one device?",
+        "elements that differ",
     )
     whole = mask(lesson, (4, 12))
     shards = torch.cat([mask(lesson, (2, 12), start={1: first}) for first in (0, 2)])
@@ -77,13 +78,15 @@ def teach_shards(lesson: form.Lesson) -> None:
     lesson.check(
         f"{different}: a mask is a hash of global coordinates; rank 1 counts from row 2",
         different == 0,
+        [different],
     )
 
 
 def teach_again(lesson: form.Lesson) -> None:
     lesson.predict(
         "Recomputation runs dropout a second time. What share of the elements is dropped in one"
-        " run and not in the other: with this hash? With F.dropout, which draws new numbers?"
+        " run and not in the other: with this hash? With F.dropout, which draws new numbers?",
+        "share with this hash; share with F.dropout",
     )
     ours = (mask(lesson, (N, N)) != mask(lesson, (N, N))).double().mean().item()
     with torch.random.fork_rng(devices=[]):
@@ -95,11 +98,13 @@ def teach_again(lesson: form.Lesson) -> None:
         f"the hash {ours:.3f}; F.dropout {theirs:.3f}; independent masks: 2 p (1 - p) ="
         f" {independent:.3f}",
         ours == 0 and abs(theirs - independent) < 0.003,
+        [ours, independent],
     )
 
     lesson.predict(
         "And between two steps, two samples, two layers, or two places in a layer? These should be"
-        " independent."
+        " independent.",
+        "share",
     )
     here = mask(lesson, (N, N))
     shares = {}
@@ -110,13 +115,15 @@ def teach_again(lesson: form.Lesson) -> None:
         ", ".join(f"{name} {share:.3f}" for name, share in shares.items())
         + f"; 2 p (1 - p) = {independent:.3f}",
         all(abs(share - independent) < 0.003 for share in shares.values()),
+        [independent],
     )
 
 
 def teach(lesson: form.Lesson) -> None:
     lesson.predict(
         f"x is 1 everywhere, {N * N:,} elements; p = {P}. How many become 0? What do the others"
-        " become, so that the mean stays 1?"
+        " become, so that the mean stays 1?",
+        "zeros; the others",
     )
     y = Dropout(P, site=1)(torch.ones(1, N, N), key_of(COORDINATES))
     dropped = (y == 0).sum().item()
@@ -125,10 +132,12 @@ def teach(lesson: form.Lesson) -> None:
     lesson.check(
         f"{dropped:,} are 0; p N = {P * N * N:,.0f}, with a standard deviation of {deviation:.0f}",
         abs(dropped - P * N * N) < 4 * deviation,
+        [dropped],
     )
     lesson.check(
         f"others are {kept:.4f}; 1 / (1 - p) = {1 / (1 - P):.4f}; the mean is {y.mean():.4f}",
         abs(kept - 1 / (1 - P)) < 1e-6 and abs(y.mean().item() - 1) < 0.003,
+        [kept],
     )
     teach_shards(lesson)
     teach_again(lesson)

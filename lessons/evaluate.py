@@ -98,7 +98,8 @@ def teach(lesson: form.Lesson) -> None:
 def one_request(lesson: form.Lesson, evaluator: Evaluator) -> None:
     lesson.predict(
         "A context of 7 tokens, a continuation of 3. For log p, how many tokens does the model"
-        " read, and how many positions go through the head, where a training forward has all?"
+        " read, and how many positions go through the head, where a training forward has all?",
+        "tokens read; positions through the head",
     )
     ids = [5, 9, 2, 44, 17, 3, 30, 8, 21, 50]
     through_head = []
@@ -113,13 +114,15 @@ def one_request(lesson: form.Lesson, evaluator: Evaluator) -> None:
         f"9, for the last token predicts nothing; {sum(through_head)}. log p = {log_p:.4f}; a"
         f" training forward gives {by_hand:.4f}",
         through_head == [3] and abs(log_p - by_hand) < 1e-12,
+        [9, sum(through_head)],
     )
 
 
 def long_texts(lesson: form.Lesson, evaluator: Evaluator) -> None:
     lesson.predict(
         f"The model's context holds {CONTEXT} tokens. The same continuation after 30 tokens: which"
-        " of them are read? And a text of 40 tokens, scored as a whole: how many forward passes?"
+        " of them are read? And a text of 40 tokens, scored as a whole: how many forward passes?",
+        "forward passes",
     )
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(61, (40,), generator=generator).tolist()
@@ -136,6 +139,7 @@ def long_texts(lesson: form.Lesson, evaluator: Evaluator) -> None:
         f"{len(requests)}; tokens to read and to score: {', '.join(f'{c} {y}' for c, y in sizes)}."
         " Each of the 40 is scored once, the last 8 in a full context too",
         scored == ids and sizes == [(1, 16), (1, 16), (9, 8)],
+        [len(requests)],
     )
 
 

@@ -93,20 +93,22 @@ def sizes(lesson: form.Lesson, session: export.Session) -> None:
 
 def weights(lesson: form.Lesson, model, folder: Path) -> None:
     count = num_parameters(model)
-    lesson.predict(f"{count:,} parameters: bytes of weights, for prefill and decode?")
+    lesson.predict(f"{count:,} parameters: bytes of weights, for prefill and decode?", "bytes")
     size = (folder / "model.onnx.data").stat().st_size
     table = 2 * SEQ_LENGTH * model.config.head_dim
     lesson.check(
         f"{size:,} = 4 for each, and a table of angles with {table:,} numbers; norms are in the"
         " graph's own file",
         0 <= 4 * (count + table) - size < 4 * 3 * 64 + 1,
+        [size],
     )
 
 
 def same_tokens(lesson: form.Lesson, model, session: export.Session) -> None:
     lesson.predict(
         f"Three prompts of {', '.join(map(str, LENGTHS))} tokens, in one batch. How many of"
-        f" {3 * NEW} greedy tokens are generate.py's?"
+        f" {3 * NEW} greedy tokens are generate.py's?",
+        "tokens",
     )
     prompts = [list(range(1, n + 1)) for n in LENGTHS]
     expected = generate.generate(model, prompts, NEW, temperature=0)
@@ -117,6 +119,7 @@ def same_tokens(lesson: form.Lesson, model, session: export.Session) -> None:
         f"{equal}, with a cache of {columns} columns: {max(LENGTHS)} and {NEW - 1} tokens were"
         " read, the last one is not",
         equal == 3 * NEW and columns == max(LENGTHS) + NEW - 1,
+        [equal],
     )
 
 

@@ -104,18 +104,25 @@ def draw(lesson: form.Lesson) -> None:
 def teach_window(lesson: form.Lesson, one: dict) -> None:
     lesson.predict(
         f"A window of {W} tokens, {L} layers. Token 0 is changed. Which is the last token whose"
-        " logits change?"
+        " logits change?",
+        "token",
     )
     draw(lesson)
-    lesson.check(f"token {one['reach']}; L (w - 1) = {L * (W - 1)}", one["reach"] == L * (W - 1))
+    lesson.check(
+        f"token {one['reach']}; L (w - 1) = {L * (W - 1)}",
+        one["reach"] == L * (W - 1),
+        [one["reach"]],
+    )
     lesson.predict(
         f"A prompt of {PROMPT} tokens, and {NEW} more are generated. How many columns does the"
-        " cache need?"
+        " cache need?",
+        "columns",
     )
     same = "the same" if one["cached"] == one["plain"] else "other"
     lesson.check(
         f"{one['columns']}, not {PROMPT + NEW}; {same} tokens as without a cache",
         one["columns"] == W and same == "the same",
+        [one["columns"]],
     )
 
 
@@ -151,13 +158,15 @@ def teach_parts(lesson: form.Lesson) -> None:
     """What a Qwen3 and a Gemma have beside a Llama."""
     lesson.predict(
         f"A Llama of {L} layers, h 64, with 4 heads. As a Qwen3 each layer has a norm for the"
-        " queries of its heads, and one for the keys. How many parameters more?"
+        " queries of its heads, and one for the keys. How many parameters more?",
+        "parameters more",
     )
     more = count_parameters(qk_norm=True) - count_parameters()
-    lesson.check(f"{more}; 2 d L = 2 · 16 · {L}", more == 2 * 16 * L)
+    lesson.check(f"{more}; 2 d L = 2 · 16 · {L}", more == 2 * 16 * L, [more])
     lesson.predict(
         "A Gemma's norm gives y + y w, y = x / rms(x), where a Llama's gives y w. Both begin as y."
-        " What is w then?"
+        " What is w then?",
+        "w",
     )
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     llama, gemma = (
@@ -168,6 +177,7 @@ def teach_parts(lesson: form.Lesson) -> None:
     lesson.check(
         f"{gemma.weight[0]:.0f}, and {llama.weight[0]:.0f} in a Llama: {same} result",
         gemma.weight.eq(0).all() and same == "the same",
+        [gemma.weight[0].item()],
     )
 
 

@@ -104,7 +104,7 @@ def as_bits(byte: int, of: Format) -> str:
 
 def meaning(lesson: form.Lesson) -> None:
     lesson.predict(
-        "e4m3, bias 7: the byte 0 1000 101 has e = 8 and m = 5 of 8. Which number is it?"
+        "e4m3, bias 7: the byte 0 1000 101 has e = 8 and m = 5 of 8. Which number is it?", "number"
     )
     rows = [("smallest", 0x01, 0x01), ("one", 0x38, 0x3C), ("largest", 0x7E, 0x7B)]
     for name, of_e4m3, of_e5m2 in rows:
@@ -121,13 +121,15 @@ def meaning(lesson: form.Lesson) -> None:
     lesson.check(
         f"2^(8 - 7) (1 + 5/8) = {value}; {equal} of 2 x 256 bytes by hand are PyTorch's numbers",
         value == 3.25 and equal == 512,
+        [value],
     )
 
 
 def density(lesson: form.Lesson) -> None:
     lesson.predict(
         "How many numbers has each format from 1 up to 2? Between two neighbours, how far off is"
-        " the nearest at most, as a share of the number?"
+        " the nearest at most, as a share of the number?",
+        "numbers of e4m3; numbers of e5m2; share, e4m3; share, e5m2",
     )
     counts = []
     errors = []
@@ -141,6 +143,7 @@ def density(lesson: form.Lesson) -> None:
         f"e4m3 {counts[0]}, e5m2 {counts[1]}; {errors[0]:.1%} = 1/17, half a step of 1/8 at 1 +"
         f" 1/16, and {errors[1]:.1%} = 1/9",
         counts == [8, 4] and errors == [1 / 17, 1 / 9],
+        [*counts, *errors],
     )
 
 
@@ -161,7 +164,8 @@ def small_and_large(lesson: form.Lesson) -> None:
     lesson.predict(
         "What becomes of 1,000 in e4m3 and in e5m2? And of 4,096 gradients of size 1e-6 in e5m2,"
         " whose smallest number is 2^-16 = 1.5e-5: how many become 0? With the scale 57,344 / max"
-        " |x|?"
+        " |x|?",
+        "1,000 in e4m3; 1,000 in e5m2; gradients that become 0; with the scale",
     )
     thousand = torch.tensor([[1e3]])
     found = [unscaled(thousand, of).item() for of in (E4M3, E5M2)]
@@ -169,6 +173,7 @@ def small_and_large(lesson: form.Lesson) -> None:
         f"{found[0]:,.0f}, the largest number (it saturates, and gives no infinity), and"
         f" {found[1]:,.0f}, the nearest",
         found == [448, 1024],
+        found,
     )
     x = 1e-6 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     scaled = in_bytes_and_back(x, E5M2)
@@ -177,13 +182,15 @@ def small_and_large(lesson: form.Lesson) -> None:
     lesson.check(
         f"{zeros[0]:,}; {zeros[1]:,} with a scale, and the tensor is off by {error:.1%}",
         zeros == [4096, 0] and error < 1 / 9,
+        zeros,
     )
 
 
 def powers_of_two(lesson: form.Lesson) -> None:
     lesson.predict(
         "4,096 numbers of 4 significant bits, from 1 to 3. The scale is 448 / 3 = 149.33, or"
-        " rounded down, 128. How many come back from e4m3 as they were?"
+        " rounded down, 128. How many come back from e4m3 as they were?",
+        "equal with 128",
     )
     x = 1 + torch.randint(17, (64, 64), generator=torch.Generator().manual_seed(0)) / 8
     # 4 significant bits: steps of 1/8 below 2, of 1/4 above
@@ -194,6 +201,7 @@ def powers_of_two(lesson: form.Lesson) -> None:
     lesson.check(
         f"{equal[0]:,} with 149.33; {equal[1]:,} with 128, which only moves exponents",
         equal[0] < 2048 and equal[1] == 4096,
+        [equal[1]],
     )
 
 
@@ -214,7 +222,8 @@ def outlier(lesson: form.Lesson) -> None:
     x[0, 0] = 1e5
     lesson.predict(
         f"One of {x.numel():,} values is 100,000, the others are about 1. e4m3 reaches from 2^-9 to"
-        " 448. How many of the others become 0 with one scale? With one for each block of 1 x 128?"
+        " 448. How many of the others become 0 with one scale? With one for each block of 1 x 128?",
+        "zeros with one scale; zeros with blocks",
     )
     others = torch.ones_like(x, dtype=torch.bool)
     others[0, 0] = False
@@ -231,6 +240,7 @@ def outlier(lesson: form.Lesson) -> None:
         f"448 / 100,000 is rounded down to 2^-8, so all below 1/4: {zeros['current']:,}; in the"
         f" outlier's block {zeros['block']}",
         zeros == {"current": expected, "block": of_block} and error < 0.05,
+        [zeros["current"], zeros["block"]],
     )
 
 

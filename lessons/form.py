@@ -7,8 +7,9 @@ the formula:
     CHECK    forward 2, backward 2, each b s h 8 = 131,072 bytes                                  ok
     BREAK IT python tensor_parallel.py --without f      same first loss, wrong gradients. Why?
 
-`--quiz` waits for your answer after each question. `--without NAME` removes one mechanism: checks
-that needed it fail. The exit status is 1 where a check fails.
+`--quiz` asks you for the numbers, and says how far off you were (quiz.py). `--without NAME` removes
+one mechanism: checks that needed it fail, and WHY is said. `--why` says it without a run. The exit
+status is 1 where a check fails.
 
 A lesson is a function of a `Lesson`, in the file of its name; `main` runs it, then asks of what
 can be removed:
@@ -22,26 +23,25 @@ can be removed:
     }
 
     def teach(lesson: form.Lesson) -> None:
-        lesson.predict("All-reduces in one layer?")
+        lesson.predict("All-reduces in the forward of one layer?", "all-reduces")
         calls = lesson.on_ranks(2, calls_of_a_layer)[0]
-        lesson.check(f"forward {len(calls)}", len(calls) == 2)
+        lesson.check(f"forward {len(calls)}", len(calls) == 2, [len(calls)])
 """
 
 import argparse
 import importlib
 import os
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
+from lessons.quiz import MARGIN, Quiz
 from proof import ranks
 
 WIDTH = 100
-# "PREDICT  "
-MARGIN = 9
 
 
 class Removal(NamedTuple):
@@ -72,7 +72,7 @@ class Lesson:
     def __init__(self, command: str, quiz: bool = False, without: str = "", mutate=None):
         """command: tensor_parallel.py. without: the name of what is removed, by `mutate`."""
         self.command = command
-        self.quiz = quiz
+        self.quiz = Quiz() if quiz else None
         self.without = without
         # of the Removal of that name; None: nothing is removed
         self.mutate = mutate
@@ -101,34 +101,43 @@ class Lesson:
             text, width, initial_indent=label.ljust(MARGIN), subsequent_indent=" " * MARGIN
         )
 
-    def predict(self, question: str) -> None:
-        """Ask. With --quiz, wait for a line from the reader."""
+    def _print(self, label: str, text: str) -> None:
+        print("\n".join(self._paragraph(label, text)), flush=True)
+
+    def predict(self, question: str, names: str = "") -> None:
+        """Ask. names: of the numbers that answer it, "in forward; in backward". With --quiz, wait
+        for each of them; without names, for a line of words."""
         if self.questions:
             print()
         self.questions += 1
-        print("\n".join(self._paragraph("PREDICT", question)), flush=True)
+        self._print("PREDICT", question)
         if self.quiz:
-            try:
-                input(" " * MARGIN + "your answer: ")
-            except EOFError:
-                print(flush=True)
+            self.quiz.ask(names)
 
-    def check(self, text: str, holds: bool) -> None:
-        """The measurement beside the formula, and whether they agree."""
+    def check(self, text: str, holds: bool, numbers: Sequence[float] = ()) -> None:
+        """The measurement beside the formula, and whether they agree. numbers: those that the
+        question has named, in their order; several checks may share them."""
         self.checks += 1
         self.failed += not holds
         verdict = "ok" if holds else "WRONG"
         *lines, last = self._paragraph("CHECK", text, WIDTH - 7)
         print("\n".join([*lines, last.ljust(WIDTH - 5) + verdict.rjust(5)]), flush=True)
+        if self.quiz:
+            for line in self.quiz.compare(numbers):
+                self._print("YOU SAID", line)
 
-    def break_it(self, name: str, question: str, why: str) -> None:
-        """Name a flag that removes one mechanism, and ask what it does; where it is removed, say
-        why."""
-        if not self.without:
-            command = f"python {self.command} --without {name}"
-            print("\n".join(self._paragraph("BREAK IT", f"{command}   {question}")), flush=True)
-        elif self.without == name:
-            print("\n".join(self._paragraph("WHY", why)), flush=True)
+    def break_it(self, name: str, question: str) -> None:
+        """Name a flag that removes one mechanism, and ask what it does."""
+        self._print("BREAK IT", f"python {self.command} --without {name}   {question}")
+
+    def explain(self, why: str) -> None:
+        """Answer the question of BREAK IT."""
+        self._print("WHY", why)
+
+    def score(self) -> None:
+        """With --quiz: how many of the reader's numbers are right."""
+        if self.quiz and self.quiz.factors:
+            self._print("SCORE", self.quiz.score())
 
     def verdict(self) -> int:
         """Says how the checks went. Returns the exit status."""
@@ -140,6 +149,7 @@ class Lesson:
             without = f" without {self.without}" if self.without else ""
             outcome = f"{self.failed} of {self.checks} checks fail{without}."
         print(outcome, flush=True)
+        self.score()
         return 1 if self.failed else 0
 
 
@@ -155,25 +165,59 @@ def main(name: str, argv: list[str] | None = None) -> int:
     module = importlib.import_module(f"lessons.{file}")
     removals = module.WITHOUT
     command = f"-m {name}" if folder else f"{name}.py"
-    parser = argparse.ArgumentParser(
-        prog=f"python {command}", description="A lesson: predict, check, break it."
-    )
-    parser.add_argument("--quiz", action="store_true", help="wait for an answer to each question")
-    parser.add_argument(
-        "--without", choices=list(removals), default="", help="remove one mechanism"
-    )
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    ranks.fork_this_process()
+    args = parse(command, list(removals), argv)
     mutate = removals[args.without].mutate if args.without else None
     if args.quiz and has_no_keyboard():
         print("A cell has no keyboard, so no question waits. docs/course.ipynb asks one by one.\n")
         args.quiz = False
     lesson = Lesson(command, args.quiz, args.without, mutate)
-    module.teach(lesson)
-    for mechanism, removal in removals.items():
-        lesson.break_it(mechanism, removal.question, removal.why)
+    if args.why is not None:
+        for mechanism in args.why or removals:
+            lesson.break_it(mechanism, removals[mechanism].question)
+            lesson.explain(removals[mechanism].why)
+        return 0
+    torch.set_num_threads(1)
+    ranks.fork_this_process()
+    try:
+        module.teach(lesson)
+    except KeyboardInterrupt:
+        # at a question of --quiz
+        print(flush=True)
+        lesson.score()
+        raise
+    if args.without:
+        lesson.explain(removals[args.without].why)
+    else:
+        for mechanism, removal in removals.items():
+            lesson.break_it(mechanism, removal.question)
     return lesson.verdict()
+
+
+def parse(command: str, mechanisms: list[str], argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"python {command}", description="A lesson: predict, check, break it."
+    )
+    parser.add_argument(
+        "--quiz",
+        action="store_true",
+        help="ask for your predictions, say how far off each number is, and give a score",
+    )
+    parser.add_argument(
+        "--without",
+        choices=mechanisms,
+        default="",
+        help="remove one mechanism; WHY says at the end why checks fail",
+    )
+    parser.add_argument(
+        "--why",
+        nargs="*",
+        choices=mechanisms,
+        help="print WHY of these mechanisms, or of all, and run nothing",
+    )
+    args = parser.parse_args(argv)
+    if args.why is not None and (args.quiz or args.without):
+        parser.error("--why runs nothing: leave out --quiz and --without")
+    return args
 
 
 # --- pictures in text -----------------------------------------------------------------------------

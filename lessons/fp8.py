@@ -126,7 +126,8 @@ def teach_products(lesson: form.Lesson) -> None:
     e4m3, e5m2 = rounding_error(x, E4M3), rounding_error(dy, E5M2)
     lesson.predict(
         f"Rounding changes a tensor by {e4m3:.1%} in e4m3, by {e5m2:.1%} in e5m2. Both operands are"
-        f" rounded. By how much do y = x Wᵀ, each a sum of {IN} products, ∂x and ∂W change?"
+        f" rounded. By how much do y = x Wᵀ, each a sum of {IN} products, ∂x and ∂W change?",
+        "share with e4m3 twice; share with e5m2 and e4m3",
     )
     exact = [x.double() @ w.double().t(), dy.double() @ w.double(), dy.double().t() @ x.double()]
     lesson.say(f"{'recipe':10}{'y':>8}{'∂x':>8}{'∂W':>8}")
@@ -144,6 +145,7 @@ def teach_products(lesson: form.Lesson) -> None:
         f"errors are independent, so squares add: {both:.1%} with e4m3 twice, {mixed:.1%} with e5m2"
         " and e4m3. A sum errs by no larger share than one product",
         near.all().item(),
+        [both, mixed],
     )
 
 
@@ -151,7 +153,8 @@ def teach_gradients(lesson: form.Lesson) -> None:
     x, w, dy = operands()
     lesson.predict(
         f"From the first of {N} tokens to the last, gradients ∂y fall evenly by 8 powers of ten."
-        " e4m3 reaches from 448 down to 2^-9. How many tokens get ∂x = 0? In e5m2?"
+        " e4m3 reaches from 448 down to 2^-9. How many tokens get ∂x = 0? In e5m2?",
+        "tokens with 0 in e4m3; tokens with 0 in e5m2",
     )
     dy = dy * torch.logspace(0, -8, N).unsqueeze(1)
 
@@ -169,6 +172,7 @@ def teach_gradients(lesson: form.Lesson) -> None:
         f"{in_e4m3} in e4m3, which spans 5.4 powers of ten; {zeros['current']} in e5m2, which spans"
         f" 9.6; {zeros['block']} by blocks, where each token has scales of its own",
         zeros == {"current": 0, "block": 0} and N / 8 < in_e4m3 < N / 3,
+        [in_e4m3, zeros["current"]],
     )
 
 
@@ -177,7 +181,9 @@ def teach_bytes(lesson: form.Lesson) -> None:
     x = x.bfloat16().unsqueeze(0).requires_grad_()
     w = nn.Parameter(w.bfloat16())
     lesson.predict(
-        f"Backward needs x [{N}, {IN}] for ∂W. bf16 keeps 2 bytes of each number. FP8? With blocks?"
+        f"Backward needs x [{N}, {IN}] for ∂W. bf16 keeps 2 bytes of each number. FP8? With"
+        " blocks?",
+        "bytes for x, FP8; bytes for x, blocks",
     )
     kept = [recompute.saved_bytes(lambda: F.linear(x, w), w)]
     for name in ("current", "block"):
@@ -188,6 +194,7 @@ def teach_bytes(lesson: form.Lesson) -> None:
         f"bf16 {kept[0]:,}; FP8 {kept[1]:,}, a byte each and one scale; blocks {kept[2]:,}, and a"
         " scale of 4 bytes for each 128",
         kept == [2 * n, n + 4, n + 4 * n // 128],
+        [kept[1], kept[2]],
     )
 
 
@@ -195,14 +202,17 @@ def teach_experts(lesson: form.Lesson) -> None:
     lesson.predict(
         "Two ranks send 64 tokens each to one expert; those of the second are ten times as large."
         " In how many of the first rank's 64 rows do the bytes differ from those without the"
-        " second?"
+        " second?",
+        "rows",
     )
     layer = fp8_experts.Layer(Scaling(Recipe(), 1, "cpu"), ((0, 5),), None, None)
     tokens = torch.randn(128, 32, generator=torch.Generator().manual_seed(0))
     tokens[64:] *= 10
     alone, together = (layer.in_bytes(x, (0, 5), INPUT, None) for x in (tokens[:64], tokens))
     differ = (alone.q.view(torch.uint8) != together.q[:64].view(torch.uint8)).any(1).sum().item()
-    lesson.check(f"in {differ} of 64: a row's scale depends on this row alone", differ == 0)
+    lesson.check(
+        f"in {differ} of 64: a row's scale depends on this row alone", differ == 0, [differ]
+    )
 
 
 # --- two ranks ------------------------------------------------------------------------------------
@@ -260,7 +270,8 @@ def teach_ranks(lesson: form.Lesson, one: dict, two: dict) -> None:
     lesson.predict(
         "Two tensor-parallel ranks have parts of all weights of a layer, of the inputs of two"
         " matrices, of the gradients of the other four. How many all-reduces of maxima are there in"
-        " one forward and backward, by recipe, when two steps are over?"
+        " one forward and backward, by recipe, when two steps are over?",
+        "current; delayed; block",
     )
     counts = {name: two[name]["maxima"] for name in RECIPES}
     lesson.check(
@@ -268,6 +279,7 @@ def teach_ranks(lesson: form.Lesson, one: dict, two: dict) -> None:
         f" {counts['current'][1]} in backward (query, key and value in one); delayed"
         f" {sum(counts['delayed'])}, block {sum(counts['block'])}",
         counts == {"current": [8, 2], "delayed": [0, 0], "block": [0, 0]},
+        [*map(sum, counts.values())],
     )
     lesson.predict("Two steps on two ranks, float64. Are losses and gradients those of one device?")
     worst = {}

@@ -167,7 +167,8 @@ def flat_rows(rank: int) -> Tensor:
 def teach_flat(lesson: form.Lesson) -> None:
     lesson.predict(
         "Stages 1 to 3 shard a layer's parameters as one tensor [N, T]. Of weight [5, 2] and bias"
-        " [2], for N = 2, both sharded by rows: how large is T? How many elements are padding?"
+        " [2], for N = 2, both sharded by rows: how large is T? How many elements are padding?",
+        "T; elements of padding",
     )
     flat = lesson.on_ranks(1, flat_rows)[0]
     for rank, row in enumerate(flat):
@@ -177,6 +178,7 @@ def teach_flat(lesson: form.Lesson) -> None:
     lesson.check(
         f"T = {flat.shape[1]} = 3 · 2 + 1; padding {padding} = 2 · 7 - 12",
         (flat.shape[1], padding) == (7, 2),
+        [flat.shape[1], padding],
     )
 
 
@@ -184,7 +186,8 @@ def teach_bytes(lesson: form.Lesson, stages: list[dict], psi: int) -> None:
     lesson.predict(
         f"A Llama of Ψ = {psi:,} parameters in fp32: 4 bytes each, 4 for its gradient, 8 for two"
         f" moments. Bytes for a parameter on each of {N} ranks, in stage 0 (nothing is sharded),"
-        " 1 (moments), 2 (and gradients), 3 (and parameters)?"
+        " 1 (moments), 2 (and gradients), 3 (and parameters)?",
+        "stage 0; stage 1; stage 2; stage 3",
     )
     right = True
     for stage, measured in enumerate(stages):
@@ -195,7 +198,9 @@ def teach_bytes(lesson: form.Lesson, stages: list[dict], psi: int) -> None:
         total = sum(measured["held"])
         lesson.say(f"stage {stage}  {total:>10,} = {total / psi:>4.1f} Ψ  {picture}")
     lesson.check(
-        "parameters █, gradients ▒, moments ░, as in the formula: 16, 12, 10 and 8 Ψ", right
+        "parameters █, gradients ▒, moments ░, as in the formula: 16, 12, 10 and 8 Ψ",
+        right,
+        [sum(measured["held"]) / psi for measured in stages],
     )
 
 
@@ -210,12 +215,15 @@ def teach(lesson: form.Lesson) -> None:
     lesson.predict(
         f"Stages 0 and 1 send gradients once in a step of m = {M} micro-batches, 2 and 3 after"
         " each one. Stage 3 gathers parameters for each forward and each backward. How many"
-        " elements does a rank send, in Ψ (N-1)/N? An all-reduce counts twice."
+        " elements does a rank send, in Ψ (N-1)/N? An all-reduce counts twice.",
+        "stage 0; stage 1; stage 2; stage 3",
     )
     sent = [measured["sent"] / psi for measured in stages]
     formulas = [units.elements_sent(stage, M) for stage in range(4)]
     lesson.check(
-        ", ".join(f"{n:.3f}" for n in sent) + "; by formula 2, 2, m + 1, 3 m", sent == formulas
+        ", ".join(f"{n:.3f}" for n in sent) + "; by formula 2, 2, m + 1, 3 m",
+        sent == formulas,
+        sent,
     )
 
     lesson.predict("Do the gradients differ from those of one rank without micro-batches?")
@@ -232,6 +240,7 @@ def teach(lesson: form.Lesson) -> None:
     most, layers = stages[3]["whole_units"]
     lesson.predict(
         f"Stage 3 gathers a layer's parameters while the layer before it computes. The model has"
-        f" {layers} layers: embedding, 2 blocks, head. How many are whole at one time, at most?"
+        f" {layers} layers: embedding, 2 blocks, head. How many are whole at one time, at most?",
+        "layers",
     )
-    lesson.check(f"{most}: the one that computes, and the next one", most == 2)
+    lesson.check(f"{most}: the one that computes, and the next one", most == 2, [most])

@@ -108,7 +108,8 @@ def same_tokens(lesson: form.Lesson, model) -> None:
 def tokens_read(lesson: form.Lesson, model) -> None:
     lesson.predict(
         "A prompt of 40 tokens, then 20 new ones. How many tokens does the model read, with the"
-        " cache and without?"
+        " cache and without?",
+        "with the cache; without",
     )
     read = []
     for cached in (True, False):
@@ -118,6 +119,7 @@ def tokens_read(lesson: form.Lesson, model) -> None:
     lesson.check(
         f"{read[0]} = 40 + 19, for the last one is not read; {read[1]} = 40 + 41 + .. + 59",
         read == [40 + 19, sum(range(40, 60))],
+        read,
     )
 
 
@@ -125,7 +127,8 @@ def cache_size(lesson: form.Lesson, model) -> None:
     layers, h = SHAPE["num_layers"], SHAPE["hidden_size"]
     lesson.predict(
         f"L {layers}, h {h}, 60 positions, float64. Bytes of the cache? And with grouped-query"
-        " attention, where 4 heads share one key?"
+        " attention, where 4 heads share one key?",
+        "bytes; bytes, grouped",
     )
     with Watch() as watch:
         generate.generate(model, [[1] * 40], 20, temperature=0)
@@ -139,13 +142,15 @@ def cache_size(lesson: form.Lesson, model) -> None:
         f"{watch.cache_bytes:,}; keys and values, 2 L h 60 8 = {formula:,}. Grouped:"
         f" {watch_grouped.cache_bytes:,}, a quarter",
         watch.cache_bytes == formula == 4 * watch_grouped.cache_bytes,
+        [watch.cache_bytes, watch_grouped.cache_bytes],
     )
 
 
 def work(lesson: form.Lesson, model) -> None:
     lesson.predict(
         "FLOPs of one more token after 32 and after 448 tokens of context: how many times as many,"
-        " with the cache and without?"
+        " with the cache and without?",
+        "with the cache, times; without, times",
     )
     growth = {}
     for cached in (True, False):
@@ -156,6 +161,7 @@ def work(lesson: form.Lesson, model) -> None:
         f"with 14 times the context, {growth[True]:.1f} times with the cache, {growth[False]:.1f}"
         " times without",
         growth[True] < 2 and growth[False] > 14,
+        [growth[True], growth[False]],
     )
 
 

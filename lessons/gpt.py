@@ -93,13 +93,15 @@ def changed_rows(model: gpt.GPT, tokens: Tensor) -> list[int]:
 def teach_causality(lesson: form.Lesson, model: gpt.GPT, tokens: Tensor) -> None:
     lesson.predict(
         f"Positions are 0 to {S - 1}. The token at {CHANGED} is changed. At how many positions do"
-        " the logits change?"
+        " the logits change?",
+        "positions",
     )
     rows = changed_rows(model, tokens)
     lesson.check(
         f"{len(rows)}, from {rows[0]} to {rows[-1]}: a token sees itself and earlier ones,"
         f" {S} - {CHANGED} = {S - CHANGED}",
         rows == list(range(CHANGED, S)),
+        [len(rows)],
     )
 
 
@@ -111,7 +113,8 @@ def teach(lesson: form.Lesson) -> None:
     lesson.predict(
         f"A GPT: L {L} layers, h {H}, V {V}, positions for {S} tokens. How many parameters? In a"
         " layer, attention has four matrices h x h, the MLP has h x 4h and 4h x h. Embedding and"
-        " head are one matrix."
+        " head are one matrix.",
+        "parameters",
     )
     parts = count_parameters(model)
     formula = 12 * L * H * H + 13 * L * H + (V + S) * H + 2 * H
@@ -119,19 +122,23 @@ def teach(lesson: form.Lesson) -> None:
         f"{sum(parts.values()):,}; 12 L h² in matrices, 13 L h in biases and norms, (V + {S}) h in"
         f" embeddings, 2 h in the last norm: {formula:,}",
         sum(parts.values()) == formula,
+        [sum(parts.values())],
     )
     for part, count in parts.items():
         lesson.say(f"{part:<10}{count:>8,}  {form.bar(count, max(parts.values()))}")
 
-    lesson.predict(f"Before training, all {V} tokens are about equally likely. What is the loss?")
+    lesson.predict(
+        f"Before training, all {V} tokens are about equally likely. What is the loss?", "loss"
+    )
     tokens, targets = demo.random_tokens(8, S, V)
     loss = model(tokens, targets).mean().item()
-    lesson.check(f"{loss:.3f}; ln V = {math.log(V):.3f}", abs(loss - math.log(V)) < 0.05)
+    lesson.check(f"{loss:.3f}; ln V = {math.log(V):.3f}", abs(loss - math.log(V)) < 0.05, [loss])
 
     lesson.predict(
         "Initial weights have standard deviation 0.02. Two matrices of each layer add to the"
         " residual stream: the last of attention and of the MLP. Their standard deviation is"
-        f" smaller, so that 2 L sums add up to the variance of one. What is it for L = {L}?"
+        f" smaller, so that 2 L sums add up to the variance of one. What is it for L = {L}?",
+        "standard deviation",
     )
     block = model.blocks["0"]
     deviations = [w.std().item() for w in (block.attention.output.weight, block.mlp.down.weight)]
@@ -139,5 +146,6 @@ def teach(lesson: form.Lesson) -> None:
     lesson.check(
         f"{deviations[0]:.4f} and {deviations[1]:.4f}; 0.02 / √(2 L) = {expected:.4f}",
         all(abs(deviation / expected - 1) < 0.05 for deviation in deviations),
+        [expected],
     )
     teach_causality(lesson, model, tokens)

@@ -84,12 +84,15 @@ def teach(lesson: form.Lesson) -> None:
 def names(lesson: form.Lesson, parameters: dict[str, Tensor], folder: Path) -> None:
     lesson.predict(
         f"A GPT-2 (L 2) has {len(parameters)} tensors here. Theirs has one c_attn for query, key"
-        " and value, weights and biases. How many tensors are in their file?"
+        " and value, weights and biases. How many tensors are in their file?",
+        "tensors",
     )
     count = len(load_file(folder / "model.safetensors"))
     expected = len(parameters) - 2 * (6 - 2)
     lesson.check(
-        f"{count}; in each of 2 layers 2 take the place of 6: {expected}", count == expected
+        f"{count}; in each of 2 layers 2 take the place of 6: {expected}",
+        count == expected,
+        [count],
     )
 
 
@@ -112,21 +115,27 @@ def columns(lesson: form.Lesson, model, folder: Path) -> None:
 
 
 def back(lesson: form.Lesson, parameters: dict[str, Tensor], theirs: Path, folder: Path) -> None:
-    lesson.predict("Imported again: how many of the tensors are equal to the last bit?")
+    lesson.predict(
+        "Imported again: how many of the tensors are equal to the last bit?", "equal tensors"
+    )
     huggingface.import_folder(theirs, folder)
     again = {name: torch.empty_like(p) for name, p in parameters.items()}
     checkpoint.read(folder, again)
     equal = sum(torch.equal(p, again[name]) for name, p in parameters.items())
-    lesson.check(f"{equal} of {len(parameters)}: nothing is computed", equal == len(parameters))
+    lesson.check(
+        f"{equal} of {len(parameters)}: nothing is computed", equal == len(parameters), [equal]
+    )
 
 
 def sizes(lesson: form.Lesson, parameters: dict[str, Tensor], ours: Path, folder: Path) -> None:
     count = sum(p.numel() for p in parameters.values())
-    lesson.predict(f"{count:,} parameters: bytes of numbers in an export with --dtype bf16?")
+    lesson.predict(
+        f"{count:,} parameters: bytes of numbers in an export with --dtype bf16?", "bytes"
+    )
     huggingface.export_folder(ours, folder, "bf16")
     tensors = load_file(folder / "model.safetensors").values()
     stored = sum(x.nbytes for x in tensors)
-    lesson.check(f"{stored:,}, 2 for each", stored == 2 * count)
+    lesson.check(f"{stored:,}, 2 for each", stored == 2 * count, [stored])
 
 
 def logits(lesson: form.Lesson, model, folder: Path) -> None:

@@ -335,7 +335,8 @@ def time_swiglu(lesson: form.Lesson) -> None:
 def teach_table(lesson: form.Lesson, cases: dict) -> None:
     lesson.predict(
         "PyTorch makes most of the thirteen operations of kernels.py out of several, and each reads"
-        " and writes memory. For how many does it move at least ten times the bytes of one pass?"
+        " and writes memory. For how many does it move at least ten times the bytes of one pass?",
+        "operations",
     )
     lesson.say(f"{'bytes per element':<18}{'one pass':>12}{'PyTorch':>16}{'ratio':>7}")
     ratios = []
@@ -358,6 +359,7 @@ def teach_table(lesson: form.Lesson, cases: dict) -> None:
         f"ten times for {sum(ratio > 9.95 for ratio in ratios)} of {len(ratios)}; never fewer:"
         f" ratios from {min(ratios):.2f}",
         min(ratios) > 0.99,
+        [sum(ratio > 9.95 for ratio in ratios)],
     )
 
 
@@ -376,17 +378,21 @@ def teach(lesson: form.Lesson) -> None:
 
     lesson.predict(
         "A bf16 number has 2 bytes. y = layer_norm(x), in one pass over memory: how many bytes for"
-        " each element of x? And backward, which reads x and ∂y, and writes ∂x?"
+        " each element of x? And backward, which reads x and ∂y, and writes ∂x?",
+        "forward; backward",
     )
     args, fused, _, with_gradient = cases["layer_norm"]
     passes = per_element(one_pass("layer_norm", fused, args, with_gradient), args)
     lesson.check(
-        f"{written(passes)}; 2 tensors of 2 bytes + 3 of 2", [round(n) for n in passes] == [4, 6]
+        f"{written(passes)}; 2 tensors of 2 bytes + 3 of 2",
+        [round(n) for n in passes] == [4, 6],
+        passes,
     )
 
     lesson.predict(
         "swiglu: y = silu(gate) up. Bytes of one pass, forward? PyTorch makes two operations of it,"
-        " silu and a product; backward is three. How many bytes have these?"
+        " silu and a product; backward is three. How many bytes have these?",
+        "one pass, forward; PyTorch, forward; PyTorch, backward",
     )
     args, fused, own, with_gradient = cases["swiglu"]
     passes = per_element(one_pass("swiglu", fused, args, with_gradient), args)
@@ -394,9 +400,11 @@ def teach(lesson: form.Lesson) -> None:
     lesson.check(
         f"one pass {written(passes)}; 3 tensors of 2 bytes + 5 of 2",
         [round(n) for n in passes] == [6, 10],
+        [passes[0]],
     )
     lesson.check(
         f"PyTorch {written(several)}; (2 + 3) · 2 + 3 · 3 · 2",
         [round(n) for n in several] == [10, 18],
+        several,
     )
     teach_table(lesson, cases)

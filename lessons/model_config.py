@@ -45,11 +45,12 @@ def teach(lesson: form.Lesson) -> None:
     config_class = lesson.mutate or GPTConfig
     lesson.predict(
         "GPTConfig(num_layers=2, hidden_size=64, num_heads=4) says no more. How large is a head?"
-        " How wide is the MLP? How many heads have keys and values of their own?"
+        " How wide is the MLP? How many heads have keys and values of their own?",
+        "size of a head; width of the MLP; heads with keys and values",
     )
     config = config_class(2, 64, 4)
     found = config.head_dim, config.ffn_hidden_size, config.num_kv_heads
-    lesson.check(f"{found}: h / a, 4 h, a", found == (64 // 4, 4 * 64, 4))
+    lesson.check(f"{found}: h / a, 4 h, a", found == (64 // 4, 4 * 64, 4), found)
 
     lesson.predict(
         "A family is a set of defaults. Beside llama=True stand norm='rmsnorm1p' and tied=True:"

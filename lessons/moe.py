@@ -88,7 +88,8 @@ def teach_exchanges(lesson: form.Lesson, forward: list[int], backward: list[int]
     """The all-to-alls of a step. forward, backward: the bytes of each, in order."""
     lesson.predict(
         f"A micro-batch is {TOKENS} tokens of {H} numbers of 8 bytes. How many all-to-alls has a"
-        " layer in forward, and in backward? What do they carry?"
+        " layer in forward, and in backward? What do they carry?",
+        "in forward; in backward",
     )
     for name, sizes in (("forward", forward), ("backward", backward)):
         words = ", ".join(f"{size:,}" for size in sizes)
@@ -99,6 +100,7 @@ def teach_exchanges(lesson: form.Lesson, forward: list[int], backward: list[int]
         f" number is the larger of what a rank sends, {TOKENS * H * 8:,} bytes of rows with those"
         " for itself, and what it receives",
         len(forward) == 3 * L and backward == rows[::-1] and min(rows) >= TOKENS * H * 8,
+        [len(forward) / L, len(backward) / L],
     )
 
 
@@ -108,7 +110,8 @@ def teach(lesson: form.Lesson) -> None:
     torch.nn.init.zeros_(experts.router.weight)
     lesson.predict(
         f"An MLP ({H} -> {FFN} -> {H}) becomes {E} experts; each token goes through k = 1. How do"
-        " the numbers in matrices grow, and the FLOPs of a micro-batch?"
+        " the numbers in matrices grow, and the FLOPs of a micro-batch?",
+        "numbers grow by the factor; FLOPs grow by the factor",
     )
     weights = sum(p.numel() for name, p in experts.named_parameters() if "router" not in name)
     dense_weights = sum(p.numel() for p in dense.parameters() if p.dim() == 2)
@@ -120,19 +123,22 @@ def teach(lesson: form.Lesson) -> None:
         f"numbers {dense_weights:,} -> {weights:,}, times E; FLOPs {dense_flops:,} -> {flops:,},"
         f" and 2 b s h E = {router:,} for the router",
         weights == E * dense_weights and flops == dense_flops,
+        [weights / dense_weights, flops / dense_flops],
     )
 
     one = ranks.run(on_rank, 1)[0]
     two = lesson.on_ranks(2, on_rank)
     lesson.predict(
         f"One rank holds {one['parameters']:,} parameters, {L * weights:,} of them in experts. How"
-        " many does each of two ranks hold, with ep 2?"
+        " many does each of two ranks hold, with ep 2?",
+        "parameters",
     )
     expected = one["parameters"] - L * weights // 2
     lesson.check(
         f"{two[0]['parameters']:,}: half of the experts, {L * weights:,} / 2, and all of the rest,"
         f" {one['parameters'] - L * weights:,}",
         two[0]["parameters"] == expected,
+        [two[0]["parameters"]],
     )
 
     lesson.predict(

@@ -121,7 +121,10 @@ def sum_of(dtype: torch.dtype, gradient: float, times: int, scaler=None) -> floa
 
 
 def sums(lesson: form.Lesson) -> None:
-    lesson.predict("300 micro-batches each bring a gradient of 1. Their sum in bf16? In main_grad?")
+    lesson.predict(
+        "300 micro-batches each bring a gradient of 1. Their sum in bf16? In main_grad?",
+        "in bf16; in main_grad",
+    )
     plain = torch.zeros(1, dtype=torch.bfloat16)
     for _ in range(300):
         plain += 1
@@ -129,6 +132,7 @@ def sums(lesson: form.Lesson) -> None:
     lesson.check(
         f"in bf16 {plain.item():.0f}, for 256 + 1 is rounded to 256; in main_grad {total:.0f}",
         (plain.item(), total) == (256, 300),
+        [plain.item(), total],
     )
 
 
@@ -147,13 +151,16 @@ def loss_scale(lesson: form.Lesson) -> None:
     lesson.predict(
         "A gradient of 1e-8 in fp16, whose smallest number is 6e-8: what is in main_grad without a"
         " loss scale, and with 2^16? The scale begins at 2^32, and here gradients overflow above"
-        " 2^16; an overflow skips the step and divides the scale by 2^8. Skipped steps? By halving?"
+        " 2^16; an overflow skips the step and divides the scale by 2^8. Skipped steps? By"
+        " halving?",
+        "main_grad without a scale; main_grad with 2^16; skipped steps; by halving",
     )
     without = sum_of(torch.float16, 1e-8, 1)
     scaled = sum_of(torch.float16, 1e-8, 1, LossScaler(scale=2.0**16))
     lesson.check(
         f"{without:.2e} without; with 2^16 backward computes 6.6e-4, and main_grad is {scaled:.2e}",
         without == 0 and abs(scaled / 1e-8 - 1) < 1e-3,
+        [without, scaled],
     )
     skipped, scale = skipped_steps()
     with no_search():
@@ -162,6 +169,7 @@ def loss_scale(lesson: form.Lesson) -> None:
         f"{skipped}, at last {scale:,.0f} = 2^16; by halving {by_halves}: the first overflow"
         " changes nothing",
         (skipped, scale, by_halves) == (2, 2.0**16, 17),
+        [skipped, by_halves],
     )
 
 
@@ -179,19 +187,23 @@ def moved(
 
 def first_step(lesson: form.Lesson) -> None:
     lesson.predict(
-        "lr 0.001, no decay: how far does the first step move a weight whose gradient is 100? 0.01?"
+        "lr 0.001, no decay: how far does the first step move a weight whose gradient is 100?"
+        " 0.01?",
+        "with gradient 100; with gradient 0.01",
     )
     large, small = [-moved(0.0, [g], 1e-3) for g in (100.0, 0.01)]
     lesson.check(
         f"{large:.6f} and {small:.6f}: at t = 1 the step is lr g / √g² = lr",
         max(abs(large - 1e-3), abs(small - 1e-3)) < 1e-8,
+        [large, small],
     )
 
 
 def masters(lesson: form.Lesson) -> None:
     lesson.predict(
         "A bf16 weight is 1, and 100 steps of lr 0.001 each subtract 0.001. What is it then, if it"
-        " is updated in bf16? If an fp32 master is?"
+        " is updated in bf16? If an fp32 master is?",
+        "in bf16; with a master",
     )
     plain = torch.ones(1, dtype=torch.bfloat16)
     for _ in range(100):
@@ -202,6 +214,7 @@ def masters(lesson: form.Lesson) -> None:
         f"in bf16 {plain.item():.4f}: below 1 its numbers are 0.0039 apart; with a master"
         f" {value:.4f}",
         plain.item() == 1 and value == rounded,
+        [plain.item(), value],
     )
 
 
@@ -216,12 +229,14 @@ def bytes_per_parameter(state_dtype: torch.dtype | None) -> float:
 def state(lesson: form.Lesson) -> None:
     lesson.predict(
         "Bytes of a bf16 parameter and its AdamW state: with the state in fp32, and in 16 bits? Is"
-        " the master still exact in 16 bits?"
+        " the master still exact in 16 bits?",
+        "bytes, fp32; bytes, 16 bits",
     )
     wide, narrow = bytes_per_parameter(None), bytes_per_parameter(torch.bfloat16)
     lesson.check(
         f"{wide:.0f} = 2 + 4 + 4 + 4 and {narrow:.0f} = 2 + 2 + 2 + 2",
         (wide, narrow) == (14, 8),
+        [wide, narrow],
     )
     master = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     weight = torch.empty_like(master, dtype=torch.bfloat16)
@@ -236,22 +251,27 @@ def state(lesson: form.Lesson) -> None:
 
 def decay(lesson: form.Lesson) -> None:
     lesson.predict(
-        "lr 0.1, weight decay 0.1, gradient 0. A weight of 1 after a step, in a matrix? In a bias?"
+        "lr 0.1, weight decay 0.1, gradient 0. A weight of 1 after a step, in a matrix? In a bias?",
+        "in a matrix; in a bias",
     )
     matrix, bias = [moved(1.0, [0.0], 0.1, shape=shape) for shape in ((2, 2), (2,))]
     lesson.check(
         f"{matrix:.4f} = w - lr λ w; {bias:.4f}: no decay of biases and norms",
         abs(matrix - 0.99) < 1e-6 and bias == 1,
+        [matrix, bias],
     )
 
 
 def learning_rate(lesson: form.Lesson) -> None:
     lesson.predict(
-        "Peak 3e-4, minimum 3e-5, 10 of 100 steps warmup. The learning rate at step 5, 10, 55, 100?"
+        "Peak 3e-4, minimum 3e-5, 10 of 100 steps warmup. The learning rate at step 5, 10, 55,"
+        " 100?",
+        "at step 5; at step 10; at step 55; at step 100",
     )
     rates = [optimizer.learning_rate(n, 3e-4, 3e-5, 10, 100) for n in (5, 10, 55, 100)]
     lesson.check(
         ", ".join(f"{rate:.2e}" for rate in rates)
         + ": half the peak, the peak, half of peak + minimum, the minimum",
         all(abs(a - b) < 1e-12 for a, b in zip(rates, [1.5e-4, 3e-4, 1.65e-4, 3e-5])),
+        rates,
     )

@@ -71,7 +71,8 @@ def teach_fill(lesson: form.Lesson) -> Packed:
         f"2,000 examples take {lengths.sum():,} positions: half of them at most"
         f" {int(np.median(lengths))}, a twentieth more than {int(np.quantile(lengths, 0.95))}. A"
         f" row has s = {S}. With one example a row, what share of the positions is used? Packed by"
-        " first-fit, how many rows are there?"
+        " first-fit, how many rows are there?",
+        "share used; rows",
     )
     padded, used = lengths.mean() / S, packed.fill(0)
     for name, rows, share in (("padded", 2000, padded), ("packed", packed.num_sequences, used)):
@@ -81,6 +82,7 @@ def teach_fill(lesson: form.Lesson) -> Packed:
         f"{packed.num_sequences} rows, and at least {fewest} are needed: {used:.1%} used,"
         f" {used / padded:.1f} times as many tokens for the same computation",
         used > 0.98,
+        [padded, packed.num_sequences],
     )
     return packed
 

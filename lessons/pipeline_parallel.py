@@ -225,21 +225,26 @@ def teach_runs(lesson: form.Lesson, one: Run, of_schedule: dict[str, list[Run]])
     lesson.check(f"none: the largest relative difference is {max(worst):.1e}", max(worst) < 1e-10)
 
     lesson.predict(
-        f"{M} micro-batches: activations of how many does each rank hold, under GPipe? 1F1B?"
+        f"{M} micro-batches: activations of how many does each rank hold, under GPipe? 1F1B?",
+        "GPipe; 1F1B, rank 0; 1F1B, rank 1",
     )
     held = {name: [run.held for run in runs] for name, runs in of_schedule.items()}
     lesson.check(
         f"GPipe {held['gpipe']}, all m; 1F1B {held['1f1b']}, p - rank",
         held["gpipe"] == [M, M] and held["1f1b"] == [2, 1],
+        [held["gpipe"][0], *held["1f1b"]],
     )
 
-    lesson.predict("v 2 halves the bubble. How many messages does a step send, with v 1 and v 2?")
+    lesson.predict(
+        "v 2 halves the bubble. How many messages does a step send, with v 1 and v 2?", "v 1; v 2"
+    )
     sent = {name: sum((run.sent for run in runs), ()) for name, runs in of_schedule.items()}
     size = S * 128 * 8
     lesson.check(
         f"{len(sent['1f1b'])} and {len(sent['interleaved'])}, 2 m (p v - 1); each b s h 8 ="
         f" {size:,} bytes",
         sent["1f1b"] == (size,) * 8 and sent["interleaved"] == (size,) * 24,
+        [len(sent["1f1b"]), len(sent["interleaved"])],
     )
 
 
@@ -300,10 +305,13 @@ def teach_programs(lesson: form.Lesson) -> None:
 
     lesson.predict(
         "1F1B, p 4: of how many messages does a rank keep the tensor at a time, at most? With m 8,"
-        " and with m 64?"
+        " and with m 64?",
+        "m 8; m 64",
     )
     most = [max(map(most_unsettled, programs_of("1f1b", 4, m))) for m in (8, 64)]
-    lesson.check(f"{most[0]} and {most[1]}: p, on rank 0. It does not grow with m", most == [4, 4])
+    lesson.check(
+        f"{most[0]} and {most[1]}: p, on rank 0. It does not grow with m", most == [4, 4], most
+    )
 
 
 def teach(lesson: form.Lesson) -> None:

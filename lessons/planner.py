@@ -198,7 +198,8 @@ def teach_pipeline(lesson: form.Lesson, machine: Machine, row: Row) -> None:
 def teach_errors(lesson: form.Lesson, machine: Machine, rows: list[Row]) -> None:
     _, held_out = errors.split(rows)
     lesson.predict(
-        f"{len(held_out)} more published times were not fitted. Their mean error (and the worst)?"
+        f"{len(held_out)} more published times were not fitted. Their mean error (and the worst)?",
+        "mean error",
     )
     groups = errors.by_group(machine, held_out)
     cells = []
@@ -212,6 +213,7 @@ def teach_errors(lesson: form.Lesson, machine: Machine, rows: list[Row]) -> None
         f"mean {everything.mean:.1%}, at most 4%; nine of ten within {everything.ninth_decile:.1%},"
         f" at most 8%; table5 {table5:.1%}, at most 2%",
         everything.mean <= 0.04 and everything.ninth_decile <= 0.08 and table5 <= 0.02,
+        [everything.mean],
     )
     row = max(held_out, key=lambda row: abs(errors.error(machine, row)))
     reason = row.why_off.split(";")[0]

@@ -109,7 +109,8 @@ def teach_value_head(lesson: form.Lesson) -> None:
 def teach_comparisons(lesson: form.Lesson) -> None:
     lesson.predict(
         "Three pairs have r_w - r_l = -2, 0 and 2: wrong, undecided, right. The loss is"
-        " -log sigmoid(r_w - r_l). How hard does each pull r_w up: by which gradient?"
+        " -log sigmoid(r_w - r_l). How hard does each pull r_w up: by which gradient?",
+        "gradient at -2; gradient at 0; gradient at 2",
     )
     differences = torch.tensor([-2.0, 0.0, 2.0], requires_grad=True)
     preference.reward_loss(differences, torch.zeros(3)).sum().backward()
@@ -118,6 +119,7 @@ def teach_comparisons(lesson: form.Lesson) -> None:
         f"{', '.join(f'{g:.3f}' for g in differences.grad.tolist())} = p - 1, where p is the"
         " probability that w wins: what is right already pulls little",
         torch.allclose(differences.grad, torch.tensor(expected)),
+        differences.grad.tolist(),
     )
 
 
@@ -190,11 +192,13 @@ def teach_dpo(lesson: form.Lesson) -> None:
     first, last = result["losses"][0], result["losses"][-1]
     lesson.predict(
         f"DPO, β = {BETA}. What is the loss before the first step, for any model and any β? After"
-        f" {STEPS} steps, has log π of the chosen answers grown, and that of the rejected fallen?"
+        f" {STEPS} steps, has log π of the chosen answers grown, and that of the rejected fallen?",
+        "loss before the first step",
     )
     lesson.check(
         f"{first:.6f}; log 2 = {math.log(2):.6f}, since π = π_ref and all rewards are 0",
         abs(first - math.log(2)) < 1e-12,
+        [first],
     )
     chosen, rejected = result["moved"]
     lesson.check(

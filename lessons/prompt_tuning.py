@@ -191,7 +191,8 @@ def teach(lesson: form.Lesson, seed: int = 0) -> None:
 
     lesson.predict(
         f"P-tuning learns inputs [{T}, {H}] and an encoder: Linear({H}, {INNER}), ReLU,"
-        f" Linear({INNER}, {H}), with biases. How many numbers? How many are kept for a task?"
+        f" Linear({INNER}, {H}), with biases. How many numbers? How many are kept for a task?",
+        "numbers that learn; numbers kept",
     )
     tables = {}
     first = learn_task(model, "first", tables, settings, seed)
@@ -200,19 +201,24 @@ def teach(lesson: form.Lesson, seed: int = 0) -> None:
         f"{first.parameters:,} = T h + {encoder:,} learn; a table of T h ="
         f" {tables['first'].numel()} is kept",
         first.parameters == T * H + encoder and tables["first"].numel() == T * H,
+        [first.parameters, tables["first"].numel()],
     )
 
     lesson.predict(
         f"A second task is learned. How many of the model's {len(before)} tensors change? Of the"
-        f" {tables['first'].numel()} numbers in the first task's table?"
+        f" {tables['first'].numel()} numbers in the first task's table?",
+        "tensors of the model; numbers of the table",
     )
     table = tables["first"].clone()
     last = learn_task(model, "last", tables, settings, seed)
     changed = [n for n, p in model.named_parameters() if not torch.equal(p, before[n])]
-    lesson.check(f"{len(changed)} of {len(before)} tensors of the model", not changed)
+    lesson.check(
+        f"{len(changed)} of {len(before)} tensors of the model", not changed, [len(changed)]
+    )
     lesson.check(
         f"{(tables['first'] != table).sum()} of {table.numel()} numbers of the table",
         torch.equal(tables["first"], table),
+        [(tables["first"] != table).sum().item()],
     )
 
     lesson.predict(

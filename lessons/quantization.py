@@ -55,7 +55,10 @@ def teach(lesson: form.Lesson) -> None:
 
 
 def by_hand(lesson: form.Lesson) -> None:
-    lesson.predict("w = -0.3, 0.15, 0, 0.45 share a scale in 4 bits. Which numbers from 0 to 15?")
+    lesson.predict(
+        "w = -0.3, 0.15, 0, 0.45 share a scale in 4 bits. Which numbers from 0 to 15?",
+        "of -0.3; of 0.15; of 0; of 0.45",
+    )
     w = torch.tensor([[-0.3, 0.15, 0.0, 0.45]])
     matrix = Int4Matrix.of(w, group=4)
     scale, zero = matrix.scale_and_zero.flatten().tolist()
@@ -63,15 +66,20 @@ def by_hand(lesson: form.Lesson) -> None:
     lesson.check(
         f"s = 0.75 / 15 = {scale:.3g}, z = -0.3 + 8 s = {zero:.3g}: {q}",
         q == [0, 9, 6, 15] and abs(scale - 0.05) < 1e-6 and abs(zero - 0.1) < 1e-6,
+        q,
     )
 
 
 def one_sided(lesson: form.Lesson) -> None:
-    lesson.predict("Numbers from 0.9 to 1.1 in 4 bits, in groups of 32. The largest error?")
+    lesson.predict(
+        "Numbers from 0.9 to 1.1 in 4 bits, in groups of 32. The largest error?", "largest error"
+    )
     w = 1 + 0.1 * (2 * torch.rand(64, 256, generator=torch.Generator().manual_seed(0)) - 1)
     error = (Int4Matrix.of(w).dequantize() - w).abs().max().item()
     lesson.check(
-        f"{error:.4f}; at most half a step, 0.2 / 15 / 2 = {0.1 / 15:.4f}", error <= 0.1001 / 15
+        f"{error:.4f}; at most half a step, 0.2 / 15 / 2 = {0.1 / 15:.4f}",
+        error <= 0.1001 / 15,
+        [error],
     )
 
 
@@ -93,12 +101,15 @@ def outlier(lesson: form.Lesson) -> None:
 
 
 def size(lesson: form.Lesson) -> None:
-    lesson.predict("Bits for a weight of a 1024 x 1024 matrix, with scales in 16 bits?")
+    lesson.predict(
+        "Bits for a weight of a 1024 x 1024 matrix, with scales in 16 bits?", "int8; int4"
+    )
     w = normal(1024, 1024).bfloat16()
     bits = [8 * matrix.nbytes / w.numel() for matrix in (Int8Matrix.of(w), Int4Matrix.of(w))]
     lesson.check(
         f"int8 {bits[0]:.3f} = 8 + 16 / 1024; int4 {bits[1]:.3f} = 4 + 2 * 16 / 32",
         bits == [8 + 16 / 1024, 5],
+        bits,
     )
 
 

@@ -64,19 +64,23 @@ def teach_flops(lesson: form.Lesson, none: int, selective: int, full: int) -> No
     layer_flops = 24 * B * S * H * H + score_flops
     lesson.predict(
         "Selective computes q kᵀ and the product with v a second time, 2 b s² h FLOPs each. Full"
-        " computes all of forward again, 24 b s h² more. How many FLOPs are added?"
+        " computes all of forward again, 24 b s h² more. How many FLOPs are added?",
+        "FLOPs, selective; FLOPs, full",
     )
     lesson.check(
         f"selective {selective - none:,}; 4 b s² h = {score_flops:,}",
         selective - none == score_flops,
+        [selective - none],
     )
     lesson.check(
         f"full {full - none:,}; 24 b s h² + 4 b s² h = {layer_flops:,}",
         full - none == layer_flops,
+        [full - none],
     )
 
     lesson.predict(
-        "Forward has one FLOP for two of backward. How much more has full in all? And selective?"
+        "Forward has one FLOP for two of backward. How much more has full in all? And selective?",
+        "full; selective",
     )
     shares = [(flops - none) / none for flops in (full, selective)]
     selective_share = score_flops / (3 * layer_flops)
@@ -84,6 +88,7 @@ def teach_flops(lesson: form.Lesson, none: int, selective: int, full: int) -> No
         f"full {shares[0]:.1%}, one third; selective {shares[1]:.1%}, s / (18 h + 3 s) ="
         f" {selective_share:.1%}",
         abs(shares[0] - 1 / 3) < 1e-9 and abs(shares[1] - selective_share) < 1e-9,
+        shares,
     )
 
 
@@ -92,7 +97,8 @@ def teach(lesson: form.Lesson) -> None:
     none, selective, full = results.values()
     lesson.predict(
         f"One GPT layer in bf16: s {S}, b {B}, h {H}, a {A}, dropout 0.1. How many bytes does it"
-        " keep for backward: by the formula; without the s² part; and if it keeps its input alone?"
+        " keep for backward: by the formula; without the s² part; and if it keeps its input alone?",
+        "by the formula; without s²; its input",
     )
     ratios = []
     for name, (kept, _, _) in results.items():
@@ -103,12 +109,14 @@ def teach(lesson: form.Lesson) -> None:
         "measured / formula (34 s b h + 5 a s² b, 34 s b h, 2 s b h): "
         + ", ".join(f"{ratio:.3f}" for ratio in ratios),
         all(abs(ratio - 1) < 0.02 for ratio in ratios),
+        [kept for kept, _, _ in results.values()],
     )
 
     teach_flops(lesson, none[1], selective[1], full[1])
 
     lesson.predict(
-        f"Dropout runs twice. How many of the {len(none[2])} gradients differ in the last bit?"
+        f"Dropout runs twice. How many of the {len(none[2])} gradients differ in the last bit?",
+        "gradients, selective; gradients, full",
     )
     different = []
     for _, _, gradients in (selective, full):
@@ -117,4 +125,5 @@ def teach(lesson: form.Lesson) -> None:
     lesson.check(
         f"{counts}: masks are hashes of coordinates, so the same again",
         different == [0, 0],
+        different,
     )

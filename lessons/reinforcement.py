@@ -170,7 +170,8 @@ def divergence(probs: Tensor) -> float:
 def teach_advantages(lesson: form.Lesson) -> None:
     lesson.predict(
         "An answer of 3 tokens has the score 1, and the critic says V = 0.5 before each token."
-        " γ = 1, no KL. The advantages of the three tokens with λ = 1? With λ = 0?"
+        " γ = 1, no KL. The advantages of the three tokens with λ = 1? With λ = 0?",
+        "first token, λ = 1; first token, λ = 0",
     )
     rewards = torch.tensor([[0.0, 0.0, 1.0]])
     values = torch.full((1, 3), 0.5)
@@ -182,6 +183,7 @@ def teach_advantages(lesson: form.Lesson) -> None:
     lesson.check(
         f"λ = 1: {found[0]}, what came less V; λ = 0: {found[1]}, only the last is a surprise",
         found == [[0.5, 0.5, 0.5], [0.0, 0.0, 0.5]],
+        [advantages[0] for advantages in found],
     )
 
 
@@ -189,7 +191,8 @@ def teach_clip(lesson: form.Lesson) -> None:
     lesson.predict(
         f"The policy is a table: tokens {' '.join(TOKENS)} with probabilities 0.4 0.3 0.2 0.1. An"
         f" answer is one token; d is worth 1. One rollout of {ANSWERS} answers, and 300 updates"
-        f" from it. With ε = {CLIP}, how likely can d become?"
+        f" from it. With ε = {CLIP}, how likely can d become?",
+        "probability of d",
     )
     policy = Table()
     answers, targets = rollout(policy, GRPO_SCORES, "ppo")
@@ -199,6 +202,7 @@ def teach_clip(lesson: form.Lesson) -> None:
     lesson.check(
         f"{after:.3f}; (1 + ε) 0.1 = {0.1 * (1 + CLIP):.3f}: at this ratio its gradient ends",
         0.115 < after < 0.125,
+        [0.1 * (1 + CLIP)],
     )
 
 
@@ -223,7 +227,8 @@ def teach_grpo(lesson: form.Lesson) -> None:
     lesson.predict(
         "GRPO with d worth 1, all else 0, and β = 1. Its advantages are divided by their standard"
         " deviation √(p (1 - p)), where p is the probability of d. Its KL is in the loss. The two"
-        " pulls are equal where √(p (1 - p)) = β (p - 0.1). p? If d is worth 10?"
+        " pulls are equal where √(p (1 - p)) = β (p - 0.1). p? If d is worth 10?",
+        "p; p, worth 10",
     )
     # 2 p² - 1.2 p + 0.01 = 0
     expected = (1.2 + math.sqrt(1.44 - 0.08)) / 4
@@ -233,6 +238,7 @@ def teach_grpo(lesson: form.Lesson) -> None:
         f"{one:.3f}, where {expected:.3f} is expected; worth 10: {ten:.3f}. GRPO does not see the"
         f" scale of scores, so its β is not PPO's: that gives {of_ppo[0]:.3f} and {of_ppo[1]:.4f}",
         abs(one - expected) < 0.01 and abs(ten - one) < 0.01,
+        [expected, expected],
     )
 
 

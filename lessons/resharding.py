@@ -154,7 +154,8 @@ def teach_bytes(lesson: form.Lesson, results: list[dict]) -> None:
     lesson.predict(
         f"A GPT (L {L}, h {H}, float32) is on 2 ranks, tp 2: each has half of every matrix. It goes"
         " to pp 2: rank 0 needs block 0 whole, rank 1 block 1. How many bytes of blocks does a rank"
-        " receive?"
+        " receive?",
+        "bytes",
     )
     # query, key, value: h² and h each; output h²; up 4 h² and 4 h; down 4 h²
     half = (12 * H * H + 7 * H) // 2 * 4
@@ -163,16 +164,19 @@ def teach_bytes(lesson: form.Lesson, results: list[dict]) -> None:
         f"{blocks[0]:,} and {blocks[1]:,} = (12 h² + 7 h) / 2 · 4: the other half of one block."
         " Norms and the biases behind an all-reduce are on both ranks, and do not move",
         blocks == [half, half],
+        [blocks[0]],
     )
 
     lesson.predict(
         f"The embedding has V = {V} rows: 129 on rank 0, 128 and one of padding on rank 1. It is"
-        " tied: the first stage needs it, and the last one for the head. Bytes?"
+        " tied: the first stage needs it, and the last one for the head. Bytes?",
+        "bytes to rank 0; bytes to rank 1",
     )
     tokens = [result["tokens"] for result in results]
     lesson.check(
         f"rank 0 receives 128 rows, {tokens[0]:,}, and rank 1 129, {tokens[1]:,}; no padding",
         tokens == [128 * H * 4, 129 * H * 4],
+        tokens,
     )
 
     lesson.predict("And from tp 2 to a whole model on each rank? n = 2, Ψ: bytes that are sharded.")
@@ -194,7 +198,8 @@ def teach(lesson: form.Lesson) -> None:
 
     lesson.predict(
         f"Buffers of {BUFFER:,} bytes, and rank 1 receives {results[1]['all']:,}. How many"
-        " all-to-alls are there at least?"
+        " all-to-alls are there at least?",
+        "all-to-alls",
     )
     rounds = [result["rounds"] for result in results]
     least = -(-results[1]["all in rounds"] // BUFFER)
@@ -202,6 +207,7 @@ def teach(lesson: form.Lesson) -> None:
     lesson.check(
         f"{rounds[1]}, at least {least}; no buffer is larger than {largest:,} bytes",
         least <= rounds[1] <= least + 1 and largest <= BUFFER,
+        [least],
     )
 
     lesson.predict("Training changes the weights. What must a second copy send, beside weights?")

@@ -133,9 +133,14 @@ def teach(lesson: form.Lesson) -> None:
     teach_ranks(lesson, one, two)
     teach_log_probs(lesson, two)
     teach_targets(lesson, two)
-    lesson.predict("The next step, with the same weights and prompts: how many answers are equal?")
+    lesson.predict(
+        "The next step, with the same weights and prompts: how many answers are equal?",
+        "equal answers",
+    )
     equal = count_equal(two.answers, two.of_next_step)
-    lesson.check(f"{equal} of {len(PROMPTS)}: a step has random numbers of its own", equal == 0)
+    lesson.check(
+        f"{equal} of {len(PROMPTS)}: a step has random numbers of its own", equal == 0, [equal]
+    )
 
 
 def count_equal(a: list[Answer], b: list[Answer]) -> int:
@@ -145,7 +150,8 @@ def count_equal(a: list[Answer], b: list[Answer]) -> int:
 def teach_ranks(lesson: form.Lesson, one: Seen, two: Seen) -> None:
     lesson.predict(
         f"One rank wrote these {len(PROMPTS)} answers. Two data-parallel ranks write three each,"
-        " drawn at temperature 1. How many are the same? Are those to the two equal prompts?"
+        " drawn at temperature 1. How many are the same? Are those to the two equal prompts?",
+        "equal answers",
     )
     equal = count_equal(one.answers, two.answers)
     twins = two.answers[0].ids == two.answers[-1].ids
@@ -153,6 +159,7 @@ def teach_ranks(lesson: form.Lesson, one: Seen, two: Seen) -> None:
         f"{equal} of {len(PROMPTS)}, for the random numbers depend on (seed, step, sample) alone;"
         f" equal prompts have {'equal' if twins else 'different'} answers",
         equal == len(PROMPTS) and not twins,
+        [equal],
     )
 
 
@@ -178,9 +185,11 @@ def teach_targets(lesson: form.Lesson, two: Seen) -> None:
     ended = sum(answer.ended for answer in two.answers)
     lesson.predict(
         f"The model drew {written} tokens, {ended} of them end tokens. How many targets are in the"
-        " loss?"
+        " loss?",
+        "targets",
     )
     lesson.check(
         f"{two.targets}, where {written} were drawn: each choice of the model is one, to stop too",
         two.targets == written,
+        [two.targets],
     )

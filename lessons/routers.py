@@ -67,18 +67,24 @@ def plan_by_hand(lesson: form.Lesson) -> None:
     lesson.predict(
         "4 tokens, 2 experts: what does a row of Sinkhorn's plan sum to? A column? How many of the"
         f" tokens with logits {EXAMPLE.tolist()} does e0 get in training (temperature 0.02), and in"
-        " evaluation?"
+        " evaluation?",
+        "a row; a column; e0 in training; e0 in evaluation",
     )
     plan = routers.sinkhorn(EXAMPLE)
     rows = [f"{x:.3f}" for x in plan.sum(1)]
     columns = [f"{x:.3f}" for x in plan.sum(0)]
     even = (plan.sum(1) - 1 / 4).abs().max() < 1e-3 and (plan.sum(0) - 1 / 2).abs().max() < 1e-3
-    lesson.check(f"rows {', '.join(rows)}: 1 / 4; columns {', '.join(columns)}: 1 / 2", bool(even))
+    lesson.check(
+        f"rows {', '.join(rows)}: 1 / 4; columns {', '.join(columns)}: 1 / 2",
+        bool(even),
+        [1 / 4, 1 / 2],
+    )
     router = SinkhornRouter(config_of(num_experts=2))
     counts = [int(loads(router.scores(EXAMPLE, training))[0]) for training in (True, False)]
     lesson.check(
         f"in training {counts[0]}, by the plan; in evaluation {counts[1]}, by the raw logits",
         counts == [2, 4],
+        counts,
     )
 
 
@@ -86,7 +92,8 @@ def temperature(lesson: form.Lesson) -> None:
     n, e = 4096, 8
     lesson.predict(
         f"{n:,} tokens, {e} experts. The even load? Which plan comes nearer, that of temperature 1"
-        " or that of 0.02?"
+        " or that of 0.02?",
+        "even load",
     )
     # 3 directions for 8 experts: raw logits are far from even
     generator = torch.Generator().manual_seed(0)
@@ -101,13 +108,15 @@ def temperature(lesson: form.Lesson) -> None:
     lesson.check(
         f"even is {n // e}; the largest load is {at_1:,} at temperature 1, {at_002:,} at 0.02",
         n // e <= at_002 < 1.05 * n // e < at_1,
+        [n // e],
     )
 
 
 def capacity(lesson: form.Lesson) -> None:
     lesson.predict(
         "8 tokens choose among 4 experts: 5, 1, 1 and 1 tokens. Capacity factor 1: how many choices"
-        " are dropped? And in evaluation?"
+        " are dropped? And in evaluation?",
+        "in training; in evaluation",
     )
     chosen = torch.tensor([0, 0, 1, 0, 2, 0, 3, 0])
     logits = torch.nn.functional.one_hot(chosen, 4).float()
@@ -119,15 +128,21 @@ def capacity(lesson: form.Lesson) -> None:
     lesson.check(
         f"{dropped[0]}: an expert takes 1 * 8 / 4 = 2; in evaluation {dropped[1]}",
         dropped == [3, 0],
+        dropped,
     )
 
 
 def losses(lesson: form.Lesson) -> None:
     lesson.predict(
         "The load-balancing loss E Σ load_e p_e of 4 experts, where load and probabilities are"
-        " even? Where one expert has all tokens, with probability 1?"
+        " even? Where one expert has all tokens, with probability 1?",
+        "even; one expert",
     )
     router = TopKRouter(config_of(num_experts=4, router="topk", aux_loss=1.0, z_loss=0.0))
     even = router.losses(torch.zeros(1, 4), torch.full((4,), 0.25)).item()
     collapsed = router.losses(torch.tensor([[100.0, 0, 0, 0]]), torch.tensor([1.0, 0, 0, 0])).item()
-    lesson.check(f"{even:.4f} and {collapsed:.4f} = E", abs(even - 1) + abs(collapsed - 4) < 1e-5)
+    lesson.check(
+        f"{even:.4f} and {collapsed:.4f} = E",
+        abs(even - 1) + abs(collapsed - 4) < 1e-5,
+        [even, collapsed],
+    )

@@ -69,10 +69,12 @@ class Drawn:
         return abs(self.bubble - self.formula) < 1e-12
 
 
-def teach(lesson: form.Lesson) -> None:
+def teach_one_chunk(lesson: form.Lesson) -> None:
+    """GPipe and 1F1B."""
     lesson.predict(
         f"p {P} ranks, m {M} micro-batches, F takes 1 and B takes 2: a rank's work takes {3 * M}."
-        " For what fraction of that is it idle (the bubble), under GPipe and under 1F1B?"
+        " For what fraction of that is it idle (the bubble), under GPipe and under 1F1B?",
+        "bubble of GPipe; bubble of 1F1B",
     )
     lesson.draw("  GPipe, then 1F1B:")
     gpipe = Drawn(lesson, "gpipe")
@@ -81,20 +83,27 @@ def teach(lesson: form.Lesson) -> None:
         f"GPipe {gpipe.bubble:.4f}, 1F1B {one_f_one_b.bubble:.4f}; (p - 1) / m ="
         f" {gpipe.formula:.4f}",
         gpipe.agrees and one_f_one_b.agrees,
+        [gpipe.bubble, one_f_one_b.bubble],
     )
 
     lesson.predict(
-        "So what is 1F1B for? How many micro-batches' activations does a rank hold at most?"
+        "So what is 1F1B for? How many micro-batches' activations does a rank hold at most?",
+        "held under GPipe; held under 1F1B",
     )
     held = [schedules.in_flight(drawn.schedule) for drawn in (gpipe, one_f_one_b)]
     lesson.check(
         f"on ranks 0, 1, 2: GPipe {held[0]}, all m; 1F1B {held[1]}, p - rank",
         held == [[M] * P, [P - rank for rank in range(P)]],
+        [*map(max, held)],
     )
 
+
+def teach(lesson: form.Lesson) -> None:
+    teach_one_chunk(lesson)
     lesson.predict(
         "Interleaved: v 2 chunks on each rank (the second in lower case), actions half as long. The"
-        " bubble? Activations of how many chunks does a rank hold at most?"
+        " bubble? Activations of how many chunks does a rank hold at most?",
+        "bubble; chunks",
     )
     interleaved = Drawn(lesson, "interleaved", v=2)
     held_chunks = schedules.in_flight(interleaved.schedule)
@@ -103,13 +112,18 @@ def teach(lesson: form.Lesson) -> None:
         f"{interleaved.bubble:.4f}; (p - 1) / (v m) = {interleaved.formula:.4f}. Held:"
         f" {held_chunks}, warmup + 1; each is half as large",
         interleaved.agrees and held_chunks == expected,
+        [interleaved.bubble, max(held_chunks)],
     )
 
-    lesson.predict("ZB-H1: F, I and W take 1 each. The bubble? How many W wait on a rank at most?")
+    lesson.predict(
+        "ZB-H1: F, I and W take 1 each. The bubble? How many W wait on a rank at most?",
+        "bubble; W that wait",
+    )
     zero_bubble = Drawn(lesson, "zb-h1")
     deferred = schedules.deferred_weight_gradients(zero_bubble.schedule)
     lesson.check(
         f"{zero_bubble.bubble:.4f}; (p - 1) (T_F + T_I - T_W) / (m (T_F + T_I + T_W)) ="
         f" {zero_bubble.formula:.4f}. Waiting: {deferred}, rank + 1",
         zero_bubble.agrees and deferred == [rank + 1 for rank in range(P)],
+        [zero_bubble.bubble, max(deferred)],
     )

@@ -99,18 +99,21 @@ def teach_collectives(lesson: form.Lesson, tensor: dict, sequence: dict) -> None
     lesson.predict(
         "Tensor parallelism has 2 all-reduces in the forward of a layer. Which collectives take"
         f" their place? b s h 8 = {size:,} bytes each. How many more bytes are sent? (An"
-        " all-reduce sends its bytes twice.)"
+        " all-reduce sends its bytes twice.)",
+        "more bytes",
     )
     more = wire_bytes(sequence["forward"]) - wire_bytes(tensor["forward"])
     gathers, scatters = [("all-gather", size)] * 2, [("reduce-scatter", size)] * 2
     lesson.check(
         f"{counted(sequence['forward'])}; {more} bytes more",
         sorted(sequence["forward"]) == gathers + scatters and more == 0,
+        [more],
     )
 
     lesson.predict(
         "In backward two inputs, kept as slices, are gathered again; the gradients of 6 whole"
-        f" weights of h = {H} elements are summed in one all-reduce. How many more bytes?"
+        f" weights of h = {H} elements are summed in one all-reduce. How many more bytes?",
+        "more bytes",
     )
     more = wire_bytes(sequence["backward"]) - wire_bytes(tensor["backward"])
     expected = 2 * size + 2 * 6 * H * 8
@@ -118,6 +121,7 @@ def teach_collectives(lesson: form.Lesson, tensor: dict, sequence: dict) -> None
         f"{counted(sequence['backward'])}; {more:,} bytes more; 2 b s h 8 + 2 · 6 h 8 ="
         f" {expected:,}",
         more == expected,
+        [more],
     )
 
 
@@ -130,7 +134,8 @@ def teach(lesson: form.Lesson) -> None:
     whole = recompute.layer_bytes(S, B, H, A)
     lesson.predict(
         f"In bf16 a layer keeps 34 s b h + 5 a s² b = {whole:,.0f} bytes for backward. Tensor"
-        " parallelism over 2 ranks halves all but 10 s b h. And with sequence parallelism?"
+        " parallelism over 2 ranks halves all but 10 s b h. And with sequence parallelism?",
+        "bytes",
     )
     ratios = []
     lesson.say(f"{'one rank':<10}{one['kept']:>10,}  {form.bar(one['kept'], whole)}")
@@ -142,6 +147,7 @@ def teach(lesson: form.Lesson) -> None:
         f"a half of everything; measured / formula: tensor {ratios[0]:.3f}, sequence"
         f" {ratios[1]:.3f}",
         all(abs(ratio - 1) < 0.02 for ratio in ratios),
+        [sequence["kept"]],
     )
 
     lesson.predict("Dropout is 0.1, and each rank has half of the tokens. Does the loss change?")

@@ -124,7 +124,9 @@ def teach_targets(lesson: form.Lesson) -> None:
     lesson.predict(
         'The user says "cafe", the assistant "c". The plain chat template writes "user:", a new'
         ' line, the question, a new line, "assistant:", a new line, the answer and an end token.'
-        " With a token for each byte, how many tokens are there? How many are targets, in the loss?"
+        " With a token for each byte, how many tokens are there? How many are targets, in the"
+        " loss?",
+        "tokens; targets",
     )
     example = example_of(lesson, "cafe", "c")
     draw(lesson, example)
@@ -135,6 +137,7 @@ def teach_targets(lesson: form.Lesson) -> None:
         f"{len(example.ids)} tokens = {total}; {targets} targets, where 2 are expected: the answer,"
         " and the token <> that ends the turn",
         len(example.ids) == sum(lengths) and targets == 2,
+        [len(example.ids), targets],
     )
 
 
@@ -142,7 +145,8 @@ def teach_weights(lesson: form.Lesson) -> None:
     lesson.predict(
         "A batch has two conversations, with answers of 1 and of 18 letters. What share of the loss"
         " has each, if the loss is the mean over all targets, as here? If it were the mean of each"
-        " conversation's own mean?"
+        " conversation's own mean?",
+        "first, mean over targets; first, mean of means",
     )
     answers = ("a", "a" * 18)
     examples = [example_of(lesson, "b", answer) for answer in answers]
@@ -158,6 +162,7 @@ def teach_weights(lesson: form.Lesson) -> None:
         f" means: {means[0]:.3f} and {means[1]:.3f}, so a token of the short answer would weigh"
         f" {counted[1] / counted[0]:.1f} times as much",
         abs(shares[0] - 2 / 21) < 1e-6 and abs(shares[1] - 19 / 21) < 1e-6,
+        [shares[0], means[0]],
     )
 
 

@@ -84,15 +84,15 @@ def teach(lesson: form.Lesson) -> None:
     for rank, result in enumerate(results):
         rows = ", ".join("padding" if row < 0 else f"row {row}" for row in result["rows"])
         lesson.say(f"rank {rank}: dp {rank // 2}, tp {rank % 2}   {rows}")
-    expected = [[0, 1], [3, 4], [2, -1], [5, -1]]
     lesson.check(
         "each tp has 3 rows; of these, dp 0 has two, dp 1 the third and a row of padding",
-        [result["rows"] for result in results] == expected,
+        [result["rows"] for result in results] == [[0, 1], [3, 4], [2, -1], [5, -1]],
     )
 
     lesson.predict(
         "Each rank gathers the whole weight again, in float32. Over which ranks first? How many"
-        " bytes has a part that is sent?"
+        " bytes has a part that is sent?",
+        "bytes over dp; bytes over tp",
     )
     sent = results[0]["sent"]
     sizes = " and ".join(f"{size}" for _, size in sent)
@@ -101,15 +101,20 @@ def teach(lesson: form.Lesson) -> None:
         f"parts of {sizes} bytes: over dp first, 2 x 3 x 4 bytes; padding is dropped; then over"
         " tp, 3 x 3 x 4 bytes",
         sent == steps,
+        [size for _, size in sent],
     )
     back = [result["back"] for result in results]
     lesson.check(f"equal to the whole weight on {sum(back)} of 4 ranks", all(back))
 
-    lesson.predict("How many elements do 4 ranks hold together? How many parameters is that?")
-    held = sum(result["held"] for result in results)
+    lesson.predict(
+        "How many elements do 4 ranks hold together? How many parameters is that?",
+        "elements; parameters",
+    )
+    held = [sum(result["held"] for result in results), results[0]["parameters"]]
     lesson.check(
-        f"{held} elements, {results[0]['parameters']} parameters: padding is no parameter",
-        (held, results[0]["parameters"]) == (4 * 2 * COLUMNS, ROWS * COLUMNS),
+        f"{held[0]} elements, {held[1]} parameters: padding is no parameter",
+        held == [4 * 2 * COLUMNS, ROWS * COLUMNS],
+        held,
     )
 
     lesson.predict("Weights begin as random numbers. Do 4 ranks begin with the weight of 1 rank?")

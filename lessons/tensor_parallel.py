@@ -70,7 +70,8 @@ def on_rank(rank: int, world: int, mutate) -> dict:
 def teach(lesson: form.Lesson) -> None:
     lesson.predict(
         f"One layer, 2 ranks, b {B}, s {S}, h {H}, float64: how many all-reduces in forward, in"
-        " backward? Bytes each?"
+        " backward? Bytes each?",
+        "in forward; in backward; bytes each",
     )
     two = ranks.run(on_rank, 2, 2, lesson.mutate)[0]
     forward, backward = two["forward"], two["backward"]
@@ -80,6 +81,7 @@ def teach(lesson: form.Lesson) -> None:
         f"forward {len(forward)}, backward {len(backward)}; the paper: 2 and 2, each b s h 8 ="
         f" {size:,} bytes",
         forward == backward == expected,
+        [len(forward), len(backward), size],
     )
 
     lesson.predict("Does sharding the model over 2 ranks change the loss? The gradients?")
@@ -90,20 +92,23 @@ def teach(lesson: form.Lesson) -> None:
     lesson.check(f"largest relative difference of a gradient {worst:.1e}", worst < 1e-10)
 
     lesson.predict(
-        f"The model has {one['parameters']:,} parameters. How many has each of two ranks?"
+        f"The model has {one['parameters']:,} parameters. How many has each of two ranks?",
+        "parameters",
     )
     half = one["parameters"] / 2
     lesson.check(
         f"{two['parameters']:,}: a little more than half, {half:,.0f}, for norms, positions and two"
         " biases are whole on each rank",
         half < two["parameters"] < 1.05 * half,
+        [two["parameters"]],
     )
 
     lesson.predict(
-        f"The logits have b s V 8 = {B * S * V * 8:,} bytes. How many does the loss send?"
+        f"The logits have b s V 8 = {B * S * V * 8:,} bytes. How many does the loss send?", "bytes"
     )
     sent = sum(size for _, size in two["whole"][-2:])
     lesson.check(
         f"{sent:,}: for each token the maximum, Σ exp and the target's logit, 3 b s 8",
         sent == 3 * B * S * 8,
+        [sent],
     )

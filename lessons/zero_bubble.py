@@ -103,13 +103,15 @@ def teach_flops(lesson: form.Lesson) -> None:
     """The two halves cost what forward costs."""
     lesson.predict(
         f"A linear layer reads {ROWS} rows of {H} numbers and writes rows of {FFN}. FLOPs of"
-        " forward (F), of I and of W?"
+        " forward (F), of I and of W?",
+        "F; I; W",
     )
     flops = flops_of_a_linear()
     formula = 2 * ROWS * H * FFN
     lesson.check(
         f"F {flops[0]:,}, I {flops[1]:,}, W {flops[2]:,}; 2 · rows · n_in · n_out = {formula:,}",
         flops == [formula] * 3,
+        flops,
     )
 
 
@@ -133,21 +135,25 @@ def teach(lesson: form.Lesson) -> None:
     count = len(list(split.parameters()))
     lesson.predict(
         f"A block has {count} parameters: 6 matrices, 6 biases, 2 norms with weight and bias. How"
-        " many have a gradient after I? After W?"
+        " many have a gradient after I? After W?",
+        "after I; after W",
     )
     after_w = with_gradient(split)
     lesson.check(
         f"after I {after_i}, biases and norms; after W {after_w}",
         (after_i, after_w) == (count - 6, count),
+        [after_i, after_w],
     )
 
     lesson.predict(
         f"Between I and W the linear layer mlp.up ({ROWS} rows, {H} -> {FFN}, float64) keeps which"
-        " tensors? How many bytes?"
+        " tensors? How many bytes?",
+        "bytes",
     )
     lesson.check(
         f"{kept_bytes:,}, of x and ∂y: 8 bytes · rows · (n_in + n_out) = {ROWS * (H + FFN) * 8:,}",
         kept_bytes == ROWS * (H + FFN) * 8,
+        [kept_bytes],
     )
 
     teach_gradients(lesson, gradients_of(plain, x), gradients_of(split, x_of_split))

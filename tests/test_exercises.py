@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from exercises import check, hunt
+from exercises import check, hints, hunt
 from exercises.check import Answer, grade
 from exercises.graders import EXERCISES
 from proof import mutations
@@ -99,7 +99,7 @@ WRONG = [
     (4, "scatter_sequence = GAndGBar.backward_repeats", "Backward of ḡ is an all-gather"),
     (4, "scatter_sequence = GAndGBar.by_all_reduce", "par: 2 all-gathers"),
     (5, "one_f_one_b = OneFOneB.gpipe", "8 micro-batches in flight, the paper's 4"),
-    (5, "one_f_one_b = OneFOneB.warmup_too_long", "Warmup is p - 1 - rank forwards"),
+    (5, "one_f_one_b = OneFOneB.warmup_too_long", "how many forwards is that?"),
     (5, "one_f_one_b = OneFOneB.warmup_of_the_first_rank", "rank 1, position 3"),
     (5, "one_f_one_b = OneFOneB.cooldown_forgotten", "the backwards that are left"),
     (6, "interleaved_one_f_one_b = Interleaved.warmup_of_1f1b", "Warmup is 2 (p - 1 - rank)"),
@@ -357,7 +357,7 @@ def test_stubs_have_one_form(number):
     """The idea, what to read, what not yet, and the command: in half a page."""
     text = text_of(number)
     head = text.split('"""')[1] if '"""' in text else text
-    for label in ("Read ", "Paper ", "Not yet ", "Check ", "Par "):
+    for label in ("Read ", "Paper ", "Not yet ", "Check ", "Hints ", "Par "):
         assert len(re.findall(rf"^(?:// )?{label}", text, re.MULTILINE)) == 1, label
     assert f"python exercises/check.py {number}" in head
     assert re.match(rf"(?:// )?Exercise {number}: ", head)
@@ -403,3 +403,65 @@ def test_hunt_knows_its_answer(number, capsys):
         with pytest.raises(SystemExit) as ended:
             check.main(["hunt", str(number), "--answer", answer])
         assert ended.value.code == status and words in capsys.readouterr().out
+
+
+# --- hints ----------------------------------------------------------------------------------------
+
+
+def files_after(label: str, number: int) -> set[str]:
+    line = re.search(rf"^(?:// )?{label} .*", text_of(number), re.MULTILINE)[0]
+    return set(re.findall(r"[\w/]+\.(?:py|cuh?)\b", line))
+
+
+@pytest.mark.parametrize("number", EXERCISES)
+def test_hints_begin_with_a_question_and_end_with_the_file(number):
+    *steps, last = hints.HINTS[str(number)]
+    answer = files_after("Not yet", number)
+    assert len(steps) >= 2 and steps[0].rstrip().endswith("?")
+    assert answer and all(file in last for file in answer)
+    assert not any(file in step for file in answer for step in steps)
+    assert max(map(len, "".join([*steps, last]).split("\n"))) <= 100
+
+
+@pytest.mark.parametrize("number", [2, 4, 5, 7])
+def test_what_is_read_first_does_not_hold_the_answer(number):
+    assert not files_after("Read", number) & files_after("Not yet", number)
+
+
+def test_hints_come_one_by_one(tmp_path, capsys):
+    def hint(*words) -> str:
+        check.main(["2", "--solutions", str(tmp_path), "--hint", *words])
+        head, text = capsys.readouterr().out.split("\n\n", 1)
+        which = int(re.fullmatch(r"hint (\d) of 5", head)[1])
+        assert text.startswith(hints.HINTS["2"][which - 1])
+        assert ("One more: python exercises/check.py 2 --hint" in text) == (which < 5)
+        return which
+
+    assert [hint(), hint(), hint(), hint("1"), hint()] == [1, 2, 3, 1, 2]
+    assert [hint("5"), hint()] == [5, 5]
+    # another exercise has its own
+    check.main(["5", "--solutions", str(tmp_path), "--hint"])
+    assert capsys.readouterr().out.startswith("hint 1 of 5")
+    for damaged in ("{", "[2]", '{"2": "x"}', '{"2": null}', '{"2": 99, "1": {}}'):
+        (tmp_path / ".hints.json").write_text(damaged)
+        assert hint() == 1
+    (tmp_path / ".hints.json").unlink()
+    (tmp_path / ".hints.json").mkdir()
+    assert [hint(), hint(), hint("3")] == [1, 1, 3]
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["2", "--hint", "6"], "exercise 2 has hints 1 to 5"),
+        (["2", "--hint", "0"], "exercise 2 has hints 1 to 5"),
+        (["--hint"], "of which exercise, 1 to 14?"),
+        (["--hint", "2"], "of which exercise, 1 to 14?"),
+        (["hunt", "1", "--hint"], "of which exercise, 1 to 14?"),
+        (["15", "--hint"], "of which exercise, 1 to 14?"),
+    ],
+)
+def test_hints_that_there_are_not(argv, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        check.main(argv)
+    assert ended.value.code == 2 and words in capsys.readouterr().err

@@ -1,9 +1,11 @@
 """`python FILE`: the lessons, and the demonstrations of modules whose own tests do not run them."""
 
 import importlib
+import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from base import start
-from lessons import form
+from lessons import form, quiz
 
 ROOT = Path(__file__).parent.parent
 
@@ -86,7 +88,7 @@ def lesson_of(name: str):
 def test_every_lesson_is_the_lesson_of_a_file():
     lessons = [path.stem for path in (ROOT / "lessons").glob("*.py")]
     names = {name.rpartition(".")[2] for name in LESSONS}
-    assert names == set(lessons) - {"__init__", "form", "demo"}
+    assert names == set(lessons) - {"__init__", "form", "quiz", "demo"}
 
 
 def removals() -> list[tuple[str, str]]:
@@ -97,11 +99,39 @@ def removals() -> list[tuple[str, str]]:
     return cases
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def reader(monkeypatch):
+    """reader("7", ..) sits at a terminal and answers so, the last answer for ever: an exception is
+    raised. Returns the prompts that it has been shown."""
+
+    def sit_down(*answers) -> list[str]:
+        prompts = []
+
+        def answer(prompt: str) -> str:
+            prompts.append(prompt)
+            said = answers[min(len(prompts), len(answers)) - 1]
+            if isinstance(said, str):
+                return said
+            raise said
+
+        monkeypatch.setattr("sys.stdin", Terminal())
+        monkeypatch.setattr("builtins.input", answer)
+        return prompts
+
+    return sit_down
+
+
 @pytest.mark.parametrize("name, removed", removals())
-def test_predict_check_break_it(name, removed, capsys):
-    """Every check holds; without a mechanism, one does not. It fits on a projector."""
-    argv = ["--without", removed] if removed else []
-    status = status_of_lesson(name, argv)
+def test_predict_check_break_it(name, removed, capsys, reader):
+    """Every check holds; without a mechanism, one does not. It fits on a projector. Each number
+    that the quiz asks for has a check that gives it."""
+    prompts = reader("7")
+    status = status_of_lesson(name, ["--without", removed] if removed else ["--quiz"])
     out = capsys.readouterr().out
     assert status == (1 if removed else 0), out
     assert ("WRONG" in out) == bool(removed), out
@@ -109,7 +139,11 @@ def test_predict_check_break_it(name, removed, capsys):
     # the answer to the question of BREAK IT
     assert len(re.findall("^WHY ", out, re.MULTILINE)) == bool(removed), out
     lines = out.splitlines()
-    assert len(lines) <= 40
+    answers = [line.removeprefix("YOU SAID ") for line in lines if line.startswith("YOU SAID ")]
+    asked = [prompt.partition("answer: ")[2] for prompt in prompts]
+    assert [answer.partition("7")[0] for answer in answers] == asked, out
+    assert sum(line.startswith("SCORE ") for line in lines) == any(asked)
+    assert len(lines) - len(answers) - any(asked) <= 40
     assert max(map(len, lines)) <= 100
     # the README and docs/course.md say `python NAME.py`, and each flag that is named exists
     command = f"-m {name}" if "." in name else f"{name}.py"
@@ -123,19 +157,155 @@ def test_what_an_unchecked_shape_does_is_what_its_lesson_says(capsys):
     assert "CHECK    in forward: " in out and "CHECK    nothing: it runs " in out
 
 
-def test_quiz_waits_for_an_answer(monkeypatch, capsys):
+def test_quiz_without_a_terminal_reads_a_line_and_forgets_it(monkeypatch, capsys):
     answers = iter(["two", "no"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(answers))
     lesson = form.Lesson("some.py", quiz=True)
-    lesson.predict("How many?")
-    lesson.check("2", True)
+    lesson.predict("How many?", "in forward; in backward")
+    lesson.check("2", True, [1, 1])
     lesson.predict("More?")
     lesson.check("a measured 3 where the formula says 4", False)
     assert next(answers, "none left") == "none left"
     assert lesson.verdict() == 1
     out = capsys.readouterr().out
-    assert "1 of 2 checks fail." in out
+    assert "1 of 2 checks fail." in out and "YOU SAID" not in out and "SCORE" not in out
     assert re.search(r"says 4 +WRONG$", out, re.MULTILINE)
+
+
+def test_quiz_shows_answers_beside_checks_and_counts(reader, capsys):
+    answers = ["none", "2", "64 KiB", "", EOFError(), "they do", "60e3", "-1"]
+    prompts = reader(*answers)
+    lesson = form.Lesson("some.py", quiz=True)
+    lesson.predict("All-reduces? Bytes each? Here? There?", "all-reduces; bytes each; here; there")
+    lesson.check("2 all-reduces", True, [2])
+    lesson.check("each of 131,072 bytes", True, [131_072, 1, 1])
+    lesson.predict("Do gradients differ?")
+    lesson.check("the loss does not", True)
+    lesson.check("nor do gradients", True)
+    lesson.predict("Parameters? And twice?", "parameters; twice")
+    lesson.check("60,500", True, [60_500, 0])
+    assert lesson.verdict() == 0
+    # the first answer is no number, so it is asked for again
+    names = ["all-reduces = "] * 2 + ["bytes each = ", "here = ", "there = ", ""]
+    names += ["parameters = ", "twice = "]
+    assert prompts == [f"         your answer: {name}" for name in names]
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
+        "PREDICT  All-reduces? Bytes each? Here? There?",
+        f"         {quiz.NO_NUMBER}",
+        # Ctrl-D ends no line
+        "",
+        f"CHECK    2 all-reduces{'ok':>78}",
+        "YOU SAID all-reduces = 2: right",
+        f"CHECK    each of 131,072 bytes{'ok':>70}",
+        "YOU SAID bytes each = 64 KiB: too small by a factor of 2; it is 131,072",
+        "",
+        "PREDICT  Do gradients differ?",
+        f"CHECK    the loss does not{'ok':>74}",
+        "YOU SAID they do",
+        f"CHECK    nor do gradients{'ok':>75}",
+        "",
+        "PREDICT  Parameters? And twice?",
+        f"CHECK    60,500{'ok':>85}",
+        "YOU SAID parameters = 60e3: right, 0.8% too small; it is 60,500",
+        "YOU SAID twice = -1: off by 1; it is 0",
+        "All 5 checks hold.",
+        "SCORE    2 of 6 numbers right, to 1%; 1 more within a factor of 2.",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text, number",
+    [
+        ("1,024", 1024),
+        ("1,234,567.5", 1_234_567.5),
+        ("1.5e9", 1.5e9),
+        ("-.5E-3", -0.0005),
+        ("12%", 0.12),
+        ("62.5 %", 0.625),
+        ("3 GiB", 3 * 2**30),
+        ("3gb", 3e9),
+        ("1.5 k", 1500),
+        ("7 bytes", 7),
+        ("2/3", 2 / 3),
+        ("8 * 32*64 · 8", 131_072),
+        ("1 KiB / 2", 512),
+        *[(text, None) for text in ("", "two", "1,5", "0,375", "12,34", "2 3", "2 or 3", "1/0")],
+        *[(text, None) for text in ("nan", "inf", "1e999", "2**3", "/2", "%", "GiB", "1e9/1e-999")],
+    ],
+)
+def test_numbers_that_a_reader_writes(text, number):
+    assert quiz.number_of(text) == (number and pytest.approx(number, rel=1e-15))
+
+
+@pytest.mark.parametrize(
+    "said, right, words",
+    [
+        (0, 0, "right"),
+        (0.33333, 1 / 3, "right"),
+        (0.333, 1 / 3, "right, 0.1% too small; it is 0.3333"),
+        (0.33, 1 / 3, "right, 1.0% too small; it is 0.3333"),
+        (60, 59, "1.7% too large; it is 59"),
+        (-3, -2, "50.0% too large; it is -2"),
+        (2, 4, "too small by a factor of 2; it is 4"),
+        (1e6, 3, "too large by a factor of 333,333; it is 3"),
+        (0, 5, "off by 5; it is 5"),
+        (0.5, -0.5, "off by 1; it is -0.5"),
+        (-1.7e308, 1.7e308, "off by inf; it is 1.7e+308"),
+        (1e300, 1e-300, "off by 1e+300; it is 1e-300"),
+    ],
+)
+def test_how_far_off_in_words(said, right, words):
+    assert quiz.how_far(said, right) == words
+
+
+def test_ctrl_c_at_a_question_ends_the_lesson_with_its_score(reader, capsys):
+    reader("7", "7", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        status_of_lesson("schedules", ["--quiz"])
+    assert capsys.readouterr().out.endswith("\nSCORE    0 of 2 numbers right, to 1%.\n")
+
+
+def test_quiz_in_a_terminal():
+    """Ctrl-D is no answer, Ctrl-C ends it with status 130, and neither shows a traceback."""
+    ours, theirs = os.openpty()
+    command = [sys.executable, "schedules.py", "--quiz"]
+    lesson = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    seen = b""
+    for answer in (b"1/3\n", b"\x04", None):
+        while not seen.endswith(b" = "):
+            seen += os.read(ours, 4096)
+        if answer:
+            os.write(ours, answer)
+            seen += b"|"
+    lesson.send_signal(signal.SIGINT)
+    assert lesson.wait(timeout=60) == 130
+    seen = (seen + os.read(ours, 4096)).decode()
+    os.close(ours)
+    assert "YOU SAID bubble of GPipe = 1/3: right" in seen and "Traceback" not in seen
+    assert seen.count("YOU SAID") == 1 and "SCORE    1 of 2 numbers right, to 1%." in seen
+
+
+@pytest.mark.parametrize("names", [[], ["own-shard"], ["g", "f"]])
+def test_why_without_a_run(names, monkeypatch, capsys):
+    monkeypatch.setattr("lessons.tensor_parallel.teach", None)
+    removals = lesson_of("tensor_parallel").WITHOUT
+    assert status_of_lesson("tensor_parallel", ["--why", *names]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    expected = []
+    for name in names or removals:
+        removal = removals[name]
+        asked = f"BREAK IT python tensor_parallel.py --without {name} {removal.question}"
+        expected += [asked, f"WHY {removal.why}"]
+    assert said == " ".join(expected)
+
+
+@pytest.mark.parametrize("argv", [["--why", "--quiz"], ["--without", "f", "--why"], ["--why", "x"]])
+def test_why_is_alone_and_of_the_lesson(argv, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        status_of_lesson("tensor_parallel", argv)
+    said = capsys.readouterr().err
+    assert "--quiz" in said and "--without {f,g,own-shard}" in said and "--why [" in said
 
 
 def test_a_lesson_from_the_command_line():
@@ -161,6 +331,8 @@ def test_a_lesson_from_the_command_line():
         ([], True),
         (["--quiz"], True),
         (["--without", "mask"], True),
+        (["--why"], True),
+        (["--why", "mask"], True),
         (["--checkpoint", "runs/one"], False),
         (["show", "runs/one"], False),
         (["--help"], False),

@@ -121,8 +121,8 @@ PICTURES = {
     "schedules.py": [("1f1b", 4, 6, Cost())],
     "pipelines/zero_bubble.py": [("1f1b", 3, 4, Cost()), ("zb-h1", 3, 4, Cost())],
     "pipeline_parallel.py": [("1f1b", 2, 2, EVEN)],
-    "exercises/05_one_f_one_b.py": [("1f1b", 4, 6, Cost())],
-    "exercises/07_zb_h1.py": [("1f1b", 3, 4, Cost()), ("zb-h1", 3, 4, Cost())],
+    "exercises/05_one_f_one_b.py": [("gpipe", 3, 4, Cost())],
+    "exercises/07_zb_h1.py": [("1f1b", 3, 4, Cost())],
     "exercises/08_simulate.py": [("1f1b", 2, 2, Cost())],
 }
 ROW = re.compile(r"rank (\d) +((?:[FBIW]\d|\.\.|--)(?: (?:[FBIW]\d|\.\.|--))*)")

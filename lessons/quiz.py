@@ -1,0 +1,146 @@
+"""`--quiz`: what the reader answers is kept, compared with the measurement, and counted.
+
+    PREDICT  The model has 118,592 parameters. How many has each of two ranks?
+             your answer: parameters = 50e3
+    CHECK    60,800: a little more than half, ..                                               ok
+    YOU SAID parameters = 50e3: 17.8% too small; it is 60,800
+    ..
+    SCORE    3 of 4 numbers right, to 1%; 1 more within a factor of 2.
+
+A question that names numbers is asked for each of them, and its CHECK gives them. Any other answer
+is shown below the CHECK as it was typed, without a score. No answer to a number counts as wrong.
+
+Without a terminal a line is read for each question and forgotten.
+"""
+
+import math
+import re
+import signal
+import sys
+from collections.abc import Sequence
+
+from base import terminal
+
+# "PREDICT  "
+MARGIN = 9
+NO_NUMBER = "no number. Write 1,024, 1.5e9, 12%, 2/3, 8*32*64 or 3 GiB; return for no answer"
+# right: at most 1% off; 33% is right for 1/3
+RIGHT = 1.0102
+NEAR = 2.0
+
+# --- a number -------------------------------------------------------------------------------------
+
+DIGITS = r"[+-]?(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
+UNITS = {"": 1, "%": 0.01}
+for power, letter in enumerate("kmgt", start=1):
+    UNITS |= {letter: 1000**power, f"{letter}i": 1024**power}
+FACTOR = re.compile(rf"({DIGITS})\s*({'|'.join(UNITS)})(?:b|bytes?)?", re.IGNORECASE)
+
+
+def number_of(text: str) -> float | None:
+    """Of 1,024, 1.5e9, 12%, 3 GiB, and of products and quotients of these; None of other words."""
+    value = 1.0
+    # a factor, then in turn * or / and a factor
+    first, *rest = re.split(r"\s*([*·/])\s*", text.strip())
+    for sign, word in zip(["*", *rest[::2]], [first, *rest[1::2]]):
+        found = FACTOR.fullmatch(word)
+        factor = float(found[1].replace(",", "")) * UNITS[found[2].lower()] if found else 0
+        if found is None or (sign == "/" and factor == 0):
+            return None
+        value = value / factor if sign == "/" else value * factor
+    return value if math.isfinite(value) else None
+
+
+def written(number: float) -> str:
+    """60,800 and 0.3333"""
+    if abs(number) < 1e15 and (abs(number) >= 1000 or number == round(number)):
+        return f"{number:,.0f}"
+    return f"{number:.4g}"
+
+
+def factor_off(said: float | None, right: float) -> float:
+    """1 or more; infinite without a number, and where there is no factor: 0, or the other sign."""
+    if said == right:
+        return 1.0
+    if said is None or said * right <= 0:
+        return math.inf
+    return max(said / right, right / said)
+
+
+def how_far(said: float, right: float) -> str:
+    """17.8% too small; it is 60,800"""
+    factor = factor_off(said, right)
+    if factor < 1.0001:
+        return "right"
+    direction = "large" if abs(said) > abs(right) else "small"
+    if factor == math.inf:
+        off = f"off by {written(abs(said - right))}"
+    elif factor < NEAR:
+        off = f"{abs(said / right - 1):.1%} too {direction}"
+    else:
+        off = f"too {direction} by a factor of {written(round(factor, 1))}"
+    return f"{'right, ' if factor <= RIGHT else ''}{off}; it is {written(right)}"
+
+
+# --- a quiz ---------------------------------------------------------------------------------------
+
+
+def typed(prompt: str) -> str:
+    """A line of the reader; "" where there is none. Ctrl-C raises KeyboardInterrupt; elsewhere it
+    ends a lesson at once."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return terminal.one_line(input(" " * MARGIN + prompt).strip())
+    except EOFError:
+        print(flush=True)
+        return ""
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+class Quiz:
+    """Asks, keeps the answers until a CHECK answers them, and counts."""
+
+    def __init__(self):
+        # without a terminal nobody is there who could be asked again, or shown an answer
+        self.keeps = sys.stdin.isatty()
+        # not yet shown beside a CHECK: an answer in words, and (name, answer) of numbers
+        self.words = ""
+        self.answers: list[tuple[str, str]] = []
+        # of each number asked for: by which factor the answer is off
+        self.factors: list[float] = []
+
+    def ask(self, names: str) -> None:
+        """For each of the numbers "in forward; in backward"; without names, for words."""
+        self.words, self.answers = "", []
+        if not self.keeps:
+            typed("your answer: ")
+            return
+        if not names:
+            self.words = typed("your answer: ")
+            return
+        for name in names.split("; "):
+            answer = typed(f"your answer: {name} = ")
+            while answer and number_of(answer) is None:
+                print(" " * MARGIN + NO_NUMBER)
+                answer = typed(f"your answer: {name} = ")
+            self.answers.append((name, answer))
+
+    def compare(self, numbers: Sequence[float]) -> list[str]:
+        """The answers to the numbers that a CHECK gives, and how far off they are; an answer in
+        words stands at the first CHECK after its question."""
+        lines = [self.words] if self.words else []
+        self.words = ""
+        for (name, answer), right in zip(self.answers, map(float, numbers)):
+            self.factors.append(factor_off(number_of(answer), right))
+            if answer:
+                lines.append(f"{name} = {answer}: {how_far(number_of(answer), right)}")
+        self.answers = self.answers[len(numbers) :]
+        return lines
+
+    def score(self) -> str:
+        """3 of 4 numbers right, to 1%; 1 more within a factor of 2."""
+        right = sum(factor <= RIGHT for factor in self.factors)
+        near = sum(RIGHT < factor <= NEAR for factor in self.factors)
+        text = f"{right} of {len(self.factors)} numbers right, to 1%"
+        return f"{text}; {near} more within a factor of 2." if near else f"{text}."
