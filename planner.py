@@ -36,15 +36,14 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-import pipeline_parallel
 import schedules
 from model_config import MoEConfig
 from planning.fits import USABLE, PlanError, what_would_fit
 from planning.inputs import STATE_IN_16_BITS, Layout, Machine, Software
 from planning.layer_time import Pass, Rank, layer
 from planning.layouts import layouts
-from planning.memory import memory
-from planning.state import learned, parameters
+from planning.memory import memory, waits_for_w
+from planning.state import Stage, learned, parameters, stages_of
 
 # --- bytes outside the layers ---------------------------------------------------------------------
 
@@ -127,48 +126,53 @@ def data_parallel(rank: Rank, forward: float, backward: float) -> float:
 
 def gathers_and_sums(rank: Rank) -> tuple[float, float]:
     """Seconds of the collectives over data-parallel ranks, each by itself: (all-gathers of
-    parameters, reduce-scatters of gradients)."""
+    parameters, reduce-scatters of gradients). Ranks that share experts have fewer replicas."""
     software, layout = rank.software, rank.layout
-    size = sum(parameters(rank.model, layout, software))
-    # what has gradients, and is new after a step
-    learning = sum(learned(rank.model, layout, software))
     share = rank.machine.constants.zero3 if software.waits_for_reductions else 1.0
     # each layer, the embedding and the head
     units = rank.model.num_layers / layout.pp + 2 if software.reduces_by_layer else 1
-    gathered = size if layout.zero_stage == 3 else learning
-    gather = units * rank.collective("replicas", software.weight * gathered / units, share=share)
-    reduce = units * rank.collective("replicas", software.reduced * learning / units, share=share)
-    return gather, reduce
+    # what has gradients, and is new after a step
+    learning = learned(rank.model, layout, software)
+    gathered = parameters(rank.model, layout, software) if layout.zero_stage == 3 else learning
+
+    def seconds(numbers: tuple[float, float], number_bytes: int) -> float:
+        total = 0.0
+        for group, count in zip(("replicas", "expert_replicas"), numbers):
+            if count:
+                total += units * rank.collective(group, number_bytes * count / units, share=share)
+        return total
+
+    return seconds(gathered, software.weight), seconds(learning, software.reduced)
 
 
 # --- a step ---------------------------------------------------------------------------------------
 
 
+class Work(NamedTuple):
+    """What one pipeline rank has to do in a micro-batch."""
+
+    layers: int
+    # shares of these layers
+    recomputed: float
+    in_fp8: float
+    head: bool
+
+
 @lru_cache(maxsize=2**12)
-def layers_of_ranks(
-    num_layers: int, p: int, v: int, split: tuple[int, ...] | None, recomputed: int | None
-) -> tuple[tuple[int, int], ...]:
-    """(layers, those of them that recompute) of each pipeline rank. recomputed: of the model, the
-    first so many; None for all."""
-    layers = pipeline_parallel.layers_of_stages(num_layers, p, v, split)
-    first = num_layers if recomputed is None else recomputed
+def works_of(of_ranks: tuple[tuple[Stage, ...], ...]) -> tuple[Work, ...]:
+    """Of all pipeline ranks, those that differ; then that of the mean rank, for which most ranks
+    wait while the pipeline fills."""
     found = []
-    for rank in range(p):
-        mine = [n for stage in layers[rank::p] for n in stage]
-        found.append((len(mine), sum(n < first for n in mine)))
-    return tuple(found)
-
-
-def slowest(rank: Rank) -> tuple[int, float]:
-    """(layers, share of them that recompute) of the pipeline rank that takes the longest."""
-    layout = rank.layout
-    shape = layout.pp, layout.virtual_stages, layout.layer_split, layout.recompute_layers
-    ranks = layers_of_ranks(rank.model.num_layers, *shape)
-    if layout.recompute_layers is None:
-        return max(layers for layers, _ in ranks), 1.0
-    once, again = (sum(map(sum, layer(rank, share)[:2])) for share in (0.0, 1.0))
-    layers, recomputed = max(ranks, key=lambda pair: pair[0] * once + pair[1] * (again - once))
-    return layers, recomputed / max(1, layers)
+    for stages in of_ranks:
+        blocks = [block for stage in stages for block in stage.blocks]
+        layers = sum(n for _, n in blocks)
+        again = sum(n for kind, n in blocks if kind.recomputes)
+        fp8 = sum(n for kind, n in blocks if kind.fp8)
+        found.append((layers, again, fp8, stages[-1].head))
+    total, again, fp8, _ = map(sum, zip(*found))
+    mean = Work(total / len(found), again / total, fp8 / total, False)
+    works = [Work(n, r / max(1, n), f / max(1, n), head) for n, r, f, head in found]
+    return *dict.fromkeys(works), mean
 
 
 def step_time(
@@ -176,8 +180,8 @@ def step_time(
 ) -> dict[str, float]:
     """Seconds of one step of the global batch, by part. Their sum is the step.
 
-    The slowest rank sets the pace: it has the most layers, and the head. Raises ScheduleError for a
-    schedule that does not exist, PlanError for FP8 on a machine without it.
+    The slowest rank sets the pace: mostly the last one, which has the head. Raises ScheduleError
+    for a schedule that does not exist, PlanError for FP8 on a machine without it.
     """
     if layout.pipeline_schedule not in schedules.NAMES:
         raise schedules.ScheduleError(
@@ -185,38 +189,51 @@ def step_time(
         )
     rank = Rank(machine, software, model, layout)
     p, m = layout.pp, layout.micro_batches
-    layers, recomputed = slowest(rank)
-    forward, backward, _ = layer(rank, recomputed)
+    of_head = head(rank)
+    *works, mean = works_of(stages_of(model, layout, software))
+
+    def passes_of(work: Work) -> float:
+        forward, backward, _ = layer(rank, work.recomputed, work.in_fp8)
+        return work.layers * (sum(forward) + sum(backward)) + work.head * of_head
+
+    work = max(works, key=passes_of)
+    forward, backward, _ = layer(rank, work.recomputed, work.in_fp8)
     seconds = {}
     for name, in_forward, in_backward in zip(Pass._fields, forward, backward):
-        seconds[name] = m * layers * (in_forward + in_backward)
-    seconds["head"] = m * head(rank)
+        seconds[name] = m * work.layers * (in_forward + in_backward)
+    # where another rank is slower, its head is a part of what fills and drains the pipeline
+    seconds["head"] = (m if work.head else 1) * of_head
     if p > 1:
-        seconds["bubble"] = fill_and_drain(rank)
+        seconds["bubble"] = fill_and_drain(rank, mean)
         seconds["pipeline"] = pipeline(rank)
     if layout.replicas > 1:
-        seconds["data"] = data_parallel(rank, layers * sum(forward), layers * sum(backward))
-    shards = layout.replicas if layout.zero_stage else 1
-    held = sum(learned(model, layout, software))
-    update = UPDATE + 2 * software.optimizer_state
-    if software.weight == 2:
-        in_16_bits = software.optimizer_state == STATE_IN_16_BITS
-        update += OTHER_HALF if in_16_bits else TO_16_BITS
-    seconds["optimizer"] = update * held / shards / rank.bytes_per_second
+        beside = work.layers * sum(forward), work.layers * sum(backward)
+        seconds["data"] = data_parallel(rank, *beside)
+    seconds["optimizer"] = update(rank)
     return seconds
 
 
-def fill_and_drain(rank: Rank) -> float:
+def fill_and_drain(rank: Rank, mean: Work) -> float:
     """Seconds of the bubble: a rank waits while the others, with their layers, fill and drain the
     pipeline."""
-    layout, L = rank.layout, rank.model.num_layers
-    again = 1.0 if layout.recompute_layers is None else layout.recompute_layers / L
-    forward, backward, weight_gradient = layer(rank, again)
+    forward, backward, deferred = layer(rank, mean.recomputed, mean.in_fp8)
     waits = sum(forward) + sum(backward)
-    if layout.pipeline_schedule == "zb-h1":
+    if waits_for_w(rank.layout):
         # f + I - W instead of f + I + W: weight gradients fill the waits for input gradients
-        waits -= 2 * min(weight_gradient, sum(backward) / 2)
-    return (layout.pp - 1) * L / layout.pp * waits / layout.virtual_stages
+        waits -= 2 * min(deferred, sum(backward) / 2)
+    return (rank.layout.pp - 1) * mean.layers * waits / rank.layout.virtual_stages
+
+
+def update(rank: Rank) -> float:
+    """Seconds of the optimizer's step."""
+    software, layout = rank.software, rank.layout
+    shards = layout.replicas if layout.zero_stage else 1
+    held = sum(learned(rank.model, layout, software))
+    nbytes = UPDATE + 2 * software.optimizer_state
+    if software.weight == 2:
+        in_16_bits = software.optimizer_state == STATE_IN_16_BITS
+        nbytes += OTHER_HALF if in_16_bits else TO_16_BITS
+    return nbytes * held / shards / rank.bytes_per_second
 
 
 # --- which layout ---------------------------------------------------------------------------------
@@ -247,8 +264,10 @@ def search(
 
     Raises PlanError where none does.
     """
+    # of equals, the one with the largest micro-batch: it launches fewer kernels
     plans = sorted(
-        fitting(machine, software, model, gpus, global_batch), key=lambda plan: plan.seconds
+        fitting(machine, software, model, gpus, global_batch),
+        key=lambda plan: (round(plan.seconds, 9), -plan.layout.micro_batch_size),
     )
     if not plans:
         raise PlanError(what_would_fit(machine, software, model, gpus, global_batch))

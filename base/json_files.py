@@ -19,6 +19,7 @@ unknown fields are ignored. What types cannot express, such as ranges, goes into
 `__post_init__`, which raises ValueError.
 """
 
+import dataclasses
 import errno
 import json
 import os
@@ -74,6 +75,15 @@ def convert(value, kind, where: str):
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, ValueError, RecursionError) as e:
         raise JSONError(f"{where}: {one_line(e)}") from None
+
+
+def convert_exactly(given: dict, kind, where: str):
+    """A dictionary as `kind`, a dataclass that has all of its fields. Raises JSONError."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    for name in given:
+        if name not in names:
+            raise JSONError(f"{where}: {name}: no such field; there are {', '.join(names)}")
+    return convert(given, kind, where)
 
 
 def read_lines(path: "str | Path", kind=dict[str, Any]):

@@ -61,8 +61,8 @@ def without_overlap():
     """Backward waits for each tensor-parallel all-reduce."""
     tensor_backward = layer_time.tensor_backward
 
-    def waiting(rank, all_reduce, linear):
-        return tensor_backward(rank, all_reduce, linear=0.0)
+    def waiting(rank, all_reduce, weight_gradient):
+        return tensor_backward(rank, all_reduce, weight_gradient=0.0)
 
     return mock.patch.object(layer_time, "tensor_backward", waiting)
 

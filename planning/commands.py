@@ -51,7 +51,8 @@ TOKENS = 300e9
 DAY = 86400
 # the flags of train.py that `plan` takes, and puts into the commands that it prints: what decides
 # time and memory, and how to train (planning/recipe.py)
-PLANNED = {"model", *MODEL_FLAGS, "optimizer_state", "reduce_dtype", "fp8", "fp8_skip", "lora_rank"}
+PLANNED = {"model", *MODEL_FLAGS, "optimizer_state", "reduce_dtype", "fp8", "fp8_skip", "kernels"}
+PLANNED.add("lora_rank")
 GIVEN = PLANNED | set(recipe.GIVEN)
 # what the table calls the parts of planning/memory.py, and how wide they are
 PARTS = {
@@ -169,8 +170,11 @@ def speed(
     weights beside LoRA have no gradients, a third of the FLOPs."""
     rate = layout.global_batch_size * model.seq_length / seconds
     peak = machine.peak * (1 if software.fp8 == "off" else 2)
-    share = 2 / 3 if software.lora_rank else 1
-    return rate, share * flops_per_token(model) * rate / (layout.ranks * peak)
+    flops = flops_per_token(model)
+    if software.lora_rank:
+        # a third of 6 N: scores have no weights
+        flops -= 2 * (least_parameters(model) if not model.num_experts else flops / 6)
+    return rate, flops * rate / (layout.ranks * peak)
 
 
 def schedule_of(layout: Layout) -> str:
@@ -332,6 +336,9 @@ def plan(argv: list[str]) -> None:
     args = plan_parser().parse_args(argv)
     config, given = config_of(args)
     model, machine = config.model_config(), machine_of(args)
+    if config.fp8 != "off" and not machine.has_fp8:
+        rule = f"{machine.name} has no FP8; h100 or h200 would fit, or a file with has_fp8"
+        raise ConfigError(f"--fp8 {config.fp8}: {rule}")
     row, _ = recipe_of_model(config)
     if "lora_rank" in given:
         rate, what = config.default_lr()
@@ -343,6 +350,10 @@ def plan(argv: list[str]) -> None:
     except planner.PlanError as e:
         raise ConfigError(f"--gpus {args.gpus} --batch {batch}: {e}") from None
     best, *others = plans
+    if best.layout.replicas == 1:
+        # nothing is reduced, and train.py refuses it
+        given.pop("reduce_dtype", None)
+    recipe_flags = recipe.flags_of(row, model, batch, args.tokens, given)
     print(
         f"{args.model}, {billions(least_parameters(model))} parameters; {batch:,}"
         f" sequences of {model.seq_length:,} tokens a step; {billions(args.tokens)} tokens"
@@ -354,7 +365,6 @@ def plan(argv: list[str]) -> None:
     )
     print()
     print("\n".join(table(plans[: args.top], machine, software, model, args.tokens)))
-    recipe_flags = recipe.flags_of(row, model, batch, args.tokens, given)
     show_command(best, machine, beginning(given), recipe_flags, row)
     if others:
         print()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 class Constants:
     """What data sheets do not say: fitted (planning/errors.py) or measured (measure.py).
 
-    All but `wait` are shares of a data-sheet number, from 0 to 1.
+    All but `wait` and `hidden` are shares of a data-sheet number, from 0 to 1.
     """
 
     # of the peak, that large matrix multiplications reach
@@ -102,7 +102,8 @@ class Software:
     """Facts about an implementation, known from its source; none is fitted. From `fp8` on: what a
     run asks of it.
 
-    Overlapped communication takes time only where it is longer than the computation beside it.
+    Overlapped communication takes time where it is longer than the computation beside it; that of
+    data-parallel ranks also slows the computation down (`Constants.hidden`).
     """
 
     name: str
@@ -180,6 +181,11 @@ class Layout:
     def replicas(self) -> int:
         """Ranks that hold the same weights: they have other samples, or other tokens."""
         return self.dp * self.cp
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.replicas // self.ep
 
     def tokens(self, s: int) -> int:
         """Of a micro-batch of sequences of s tokens, those that a rank works on."""

@@ -2,7 +2,7 @@
 
     Rank       how fast a rank is: products, bytes of its memory, collectives
     Pass       seconds of a layer, by part
-    layer      (forward, backward), with what recomputation, LoRA and FP8 change
+    layer      (forward, backward, what W of zb-h1 has), with recomputation, LoRA and FP8
 
 Sources and letters: as in planner.py.
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from model_config import MoEConfig, block_matrices, mlp_matrices, num_mlps
 from planning.fits import PlanError
 from planning.inputs import Layout, Machine, Software
-from planning.memory import bias_heads, is_fused
+from planning.memory import bias_heads, is_fused, waits_for_w
 from planning.state import block_parameters, keeps_fp8_bytes, lora_parameters
 
 # --- what a layer reads and writes ----------------------------------------------------------------
@@ -70,6 +70,7 @@ class Rank:
         # the ranks of a group are numbered so far apart: tensor-parallel ranks are neighbours
         t = layout.tp
         self.strides = {"tp": 1, "ep": t, "cp": t, "replicas": t, "pp": t * layout.replicas}
+        self.strides["expert_replicas"] = t * layout.ep
         # over which sequence parallelism shards what tensor parallelism leaves whole
         self.sequence_ranks = layout.tp if layout.sequence_parallel else 1
         # MLPs that a token goes through, and numbers in all matrices that it meets, of one layer
@@ -79,12 +80,8 @@ class Rank:
         self.fused_attention = software.fused_attention and model.attention == "fused"
         # in backward, always
         self.scores_again = is_fused(model, layout, software)
-        # the share of layers whose matrices are in FP8
-        self.in_fp8 = 0.0
-        if software.fp8 != "off":
-            if not machine.has_fp8:
-                raise PlanError(f"{machine.name} multiplies no FP8; leave --fp8 out")
-            self.in_fp8 = 1 - 2 * software.fp8_skip / model.num_layers
+        if software.fp8 != "off" and not machine.has_fp8:
+            raise PlanError(f"{machine.name} has no FP8; leave --fp8 out")
 
     def matmul(self, flops: float, in_fp8: float = 0.0) -> float:
         """in_fp8: of these FLOPs, the share that reads bytes."""
@@ -128,12 +125,12 @@ class Pass(NamedTuple):
         return Pass(*(x + y for x, y in zip(self, other)))
 
 
-def layer(rank: Rank, recomputed: float = 1.0) -> tuple[Pass, Pass, float]:
-    """(forward, backward, the part of backward that computes weight gradients), of one layer; the
-    mean where only some layers have experts. recomputed: the share of layers that recompute."""
+def layer(rank: Rank, recomputed: float = 1.0, in_fp8: float = 0.0) -> tuple[Pass, Pass, float]:
+    """(forward, backward, the part of backward that zb-h1 computes later: weight gradients), of one
+    layer; the mean where only some layers have experts. recomputed, in_fp8: shares of layers."""
     model, layout = rank.model, rank.layout
     with_experts = len(model.expert_layers) / model.num_layers
-    linear, weight_gradient = products(rank, with_experts)
+    linear, weight_gradient, deferred = products(rank, with_experts, in_fp8)
     # scores and context
     heads = model.num_heads * model.head_dim
     core = rank.matmul(4 * rank.tokens * model.seq_length * heads / layout.tp)
@@ -144,7 +141,7 @@ def layer(rank: Rank, recomputed: float = 1.0) -> tuple[Pass, Pass, float]:
     exchange *= rank.collective("ep", rank.activation * model.router_topk / rank.sequence_ranks)
     core_backward = (3 if rank.scores_again else 2) * core
     waits = context(rank, core, core_backward)
-    casts, casts_backward = fp8_casts(rank)
+    casts, casts_backward = fp8_casts(rank, in_fp8)
     read_write = elementwise + scores + bias + casts
     forward = Pass(linear + core, read_write, 2 * all_reduce, exchange, waits[0])
 
@@ -163,24 +160,25 @@ def layer(rank: Rank, recomputed: float = 1.0) -> tuple[Pass, Pass, float]:
     elif layout.recompute == "selective" and not rank.scores_again:
         again = Pass(core, scores + bias, 0.0, 0.0, 0.0)
     backward = backward.plus(Pass(*(recomputed * seconds for seconds in again)))
-    return forward, backward, weight_gradient + accumulation
+    return forward, backward, deferred + (accumulation if deferred else 0.0)
 
 
-def products(rank: Rank, with_experts: float) -> tuple[float, float]:
+def products(rank: Rank, with_experts: float, in_fp8: float) -> tuple[float, float, float]:
     """Seconds of the products with one layer's matrices: (forward, which the input gradient takes
-    too; weight gradients). LoRA's own are thin, and counted whole."""
+    too; weight gradients; those of them that zb-h1 can compute later). LoRA's own are thin."""
     model, t = rank.model, rank.layout.tp
     flops = 2 * rank.tokens * rank.met / t
-    forward = rank.matmul(flops, rank.in_fp8)
+    forward = rank.matmul(flops, in_fp8)
     r = rank.software.lora_rank
     if r:
         attention, mlp, _ = lora_parameters(model, rank.layout, r)
         thin = rank.matmul(2 * rank.tokens * (attention + rank.mlps * mlp))
         # the base is frozen
-        return forward + thin, thin
-    # weight gradients of experts are not in FP8
+        return forward + thin, thin, 0.0
+    # weight gradients of experts are not in FP8, and come at once
     experts = with_experts * model.router_topk * mlp_matrices(model) / rank.met
-    return forward, rank.matmul(flops, rank.in_fp8 * (1 - experts))
+    outside = rank.matmul((1 - experts) * flops, in_fp8)
+    return forward, outside + rank.matmul(experts * flops), outside
 
 
 def accumulated(rank: Rank, with_experts: float) -> float:
@@ -199,10 +197,10 @@ def accumulated(rank: Rank, with_experts: float) -> float:
     return (software.weight + ACCUMULATION) * held
 
 
-def fp8_casts(rank: Rank) -> tuple[float, float]:
+def fp8_casts(rank: Rank, in_fp8: float) -> tuple[float, float]:
     """Seconds in which one layer's numbers become bytes, (forward, backward): inputs of matrices
     and gradients of their outputs; weights in each step, or for each product."""
-    if not rank.in_fp8:
+    if not in_fp8:
         return 0.0, 0.0
     model, layout, software = rank.model, rank.layout, rank.software
     heads = model.num_heads * model.head_dim
@@ -214,7 +212,7 @@ def fp8_casts(rank: Rank) -> tuple[float, float]:
     weights = attention + (experts if model.num_experts else mlp)
     if keeps_fp8_bytes(layout, software):
         weights /= 2 * layout.micro_batches
-    cast = rank.in_fp8 * CAST[software.fp8]
+    cast = in_fp8 * CAST[software.fp8]
     forward, backward = (cast * (rank.tokens * n + weights) for n in (inputs, outputs))
     return rank.read_write(forward), rank.read_write(backward)
 
@@ -247,22 +245,23 @@ def lora_bytes(rank: Rank) -> float:
     return LORA_READ * reads + LORA_ADD * adds
 
 
-def tensor_backward(rank: Rank, all_reduce: float, linear: float) -> float:
+def tensor_backward(rank: Rank, all_reduce: float, weight_gradient: float) -> float:
     """Seconds that backward waits for tensor-parallel ranks.
 
     Before attention and before the MLP there is an all-reduce, beside the weight gradient of q, k,
-    v and of the MLP's first matrix: each a quarter of all of the layer's weight gradients, `linear`
-    seconds; less where heads share keys and values. Sequence parallelism has three collectives
-    instead, each half of an all-reduce. Nothing runs beside the all-gather of the output's
-    gradient. The reduce-scatter of the input's gradient runs beside the weight gradient, and the
-    kept input is gathered again beside the input gradient.
+    v and of the MLP's first matrix: each a quarter of all of the layer's weight gradients; less
+    where heads share keys and values, and none where zb-h1 computes them later. Sequence
+    parallelism has three collectives instead, each half of an all-reduce. Nothing runs beside the
+    all-gather of the output's gradient. The reduce-scatter of the input's gradient runs beside the
+    weight gradient, and the kept input is gathered again beside the input gradient.
     """
     half = all_reduce / 2
     waits = 0.0
     model = rank.model
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.hidden_size
     for share in (min(1 / 4, qkv / rank.met), 1 / 4):
-        beside = share * linear if rank.software.overlaps_tensor else 0.0
+        overlaps = rank.software.overlaps_tensor and not waits_for_w(rank.layout)
+        beside = share * weight_gradient if overlaps else 0.0
         if rank.layout.sequence_parallel:
             waits += half + 2 * max(0.0, half - beside)
         else:

@@ -16,7 +16,7 @@ import torch
 
 import planner
 from base import json_files
-from planning.inputs import MACHINES, TRAIN, Layout, Machine, Software
+from planning.inputs import MACHINES, TRAIN, Constants, Layout, Machine, Software
 from run import room
 from run.config import ConfigError
 from run.metrics import peak_of
@@ -61,11 +61,26 @@ def machine_of(name: str, flag: str = "--plan") -> Machine:
             )
         name = FILE
     try:
-        return json_files.read(name, Machine)
+        return machine_of_file(name)
     except json_files.JSONError as e:
         raise ConfigError(
             f"{flag} {e}; auto, {', '.join(MACHINES)} or a machine's file would fit: {ADVICE}"
         ) from None
+
+
+def machine_of_file(name: str) -> Machine:
+    """Raises JSONError, also for fields that a machine does not have."""
+    given = json_files.read(name, dict)
+    constants = given.get("constants")
+    if isinstance(constants, dict):
+        shares = vars(json_files.convert_exactly(constants, Constants, f"{name}: constants"))
+        for field, share in shares.items():
+            if field != "wait" and share > 1:
+                raise json_files.JSONError(f"{name}: constants: {field} {share:g}: is a share of 1")
+        if given.get("has_fp8") and "fp8" not in constants:
+            rule = "has_fp8 needs the share of FP8 that is reached; that of an h100 is 0.61"
+            raise json_files.JSONError(f"{name}: constants: fp8: {rule}")
+    return json_files.convert_exactly(given, Machine, name)
 
 
 def layout_of(config: Config, ranks: int) -> Layout:
@@ -118,8 +133,9 @@ def predict(config: Config, ranks: int, s: int | None = None) -> dict[str, float
         raise ConfigError(f"--plan {config.plan}: {e}") from None
 
 
-def describe(seconds: dict[str, float], name: str) -> str:
+def describe(seconds: dict[str, float], name: str, fp8: str = "off") -> str:
     """The prediction, for the start of a run."""
     parts = [f"{part} {value:.3g}" for part, value in seconds.items() if value]
-    where = f" on {name} in bf16" if name in MACHINES else ""
+    precision = "bf16" if fp8 == "off" else "FP8"
+    where = f" on {name} in {precision}" if name in MACHINES else ""
     return f"--plan {name}: a step of {sum(seconds.values()):.3g} s{where}: {', '.join(parts)}"

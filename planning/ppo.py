@@ -19,11 +19,12 @@ A collective's wait is that of training, and answers need one for each token and
 graphs it is shorter, so the seconds of answers under tensor parallelism are an upper bound.
 
 Not covered: answers of different lengths; the seconds in which weights go from one layout to the
-other.
+other; in a forward, the head and the sends between stages.
 """
 
 import argparse
 import dataclasses
+import math
 from typing import NamedTuple
 
 import planner
@@ -33,6 +34,7 @@ from planning.fits import USABLE, PlanError
 from planning.inputs import TRAIN, Layout, Machine
 from planning.layer_time import Rank, layer
 from run.config import ConfigError
+from run.rules import multiples
 
 # sequences of an update, answers of a step, tokens (announced for Llama 2 70B); prompts: our choice
 BATCH, ANSWERS, PROMPT, ANSWER = 64, 512, 512, 1024
@@ -70,10 +72,11 @@ def token_seconds(machine: Machine, model: MoEConfig, layout: Layout, b: int, s:
     t, p = layout.tp, layout.pp
     # stages work on as many groups of sequences at a time
     group = max(1.0, b / p)
-    numbers = least_parameters(model) / (t * p)
-    reads = rank.read_write(BYTES * numbers)
+    # of many sequences some use each expert; a sequence uses a few
+    met = rank.met * model.num_layers + model.vocab_size * model.hidden_size
+    reads = rank.read_write(BYTES * least_parameters(model) / (t * p))
     # a small group waits for memory, a large one for the matrix units
-    seconds = max(reads, rank.matmul(2 * group * numbers))
+    seconds = max(reads, rank.matmul(2 * group * met / (t * p)))
     seconds += rank.read_write(cache_bytes(model, group * s) / (t * p))
     # of one token of each sequence
     message = BYTES * group * model.hidden_size
@@ -89,16 +92,20 @@ def forward_seconds(machine: Machine, model: MoEConfig, layout: Layout, sequence
     return (m + layout.pp - 1) * model.num_layers / layout.pp * forward
 
 
-def at_a_time(machine: Machine, model: MoEConfig, layout: Layout, case) -> int:
-    """How many sequences a replica can write at a time, beside its weights."""
-    room = layout.tp * layout.pp * USABLE * machine.memory - BYTES * least_parameters(model)
-    return int(room // cache_bytes(model, case.prompt_tokens + case.answer_tokens))
+def at_a_time(model: MoEConfig, layout: Layout, free: float, case) -> int:
+    """How many sequences a replica can write at a time. free: bytes of each rank."""
+    room = layout.tp * layout.pp * free
+    return max(0, int(room // cache_bytes(model, case.prompt_tokens + case.answer_tokens)))
 
 
-def writing_seconds(machine: Machine, model: MoEConfig, layout: Layout, case) -> float:
-    """In which all answers of a step are written. case: the command's arguments."""
+def writing_seconds(machine: Machine, model: MoEConfig, layout: Layout, free: float, case) -> float:
+    """In which all answers of a step are written; infinite where no cache fits. case: the command's
+    arguments."""
     each = -(-case.answers // layout.dp)
-    rounds = -(-each // at_a_time(machine, model, layout, case))
+    at_most = at_a_time(model, layout, free, case)
+    if not at_most:
+        return math.inf
+    rounds = -(-each // at_most)
     prompts = dataclasses.replace(model, seq_length=case.prompt_tokens)
     first = forward_seconds(machine, prompts, layout, case.answers)
     # on average half of the answer is there
@@ -107,24 +114,26 @@ def writing_seconds(machine: Machine, model: MoEConfig, layout: Layout, case) ->
     return first + rounds * case.answer_tokens * token_seconds(machine, model, layout, each, s)
 
 
-def best_writing(machine: Machine, model: MoEConfig, gpus: int, case) -> Layout:
-    """The fastest layout with one stage whose weights and cache fit. Raises PlanError."""
-    found = {}
+def best_writing(
+    machine: Machine, model: MoEConfig, gpus: int, free: float, case
+) -> tuple[float, Layout]:
+    """The fastest layout with one stage whose copy of the weights and cache fit: (seconds, it)."""
+    found = []
     for t in range(1, machine.ranks_per_node + 1):
         layout = Layout(tp=t, dp=gpus // t)
-        divides = gpus % t == model.num_heads % t == model.num_kv_heads % t == 0
-        if divides and at_a_time(machine, model, layout, case) > 0:
-            found[layout] = writing_seconds(machine, model, layout, case)
-    if not found:
-        raise PlanError("no --rollout-tp of one node holds the weights and a sequence's cache")
-    return min(found, key=found.get)
+        if gpus % t == model.num_heads % t == model.num_kv_heads % t == 0:
+            left = free - BYTES * least_parameters(model) / t
+            seconds = writing_seconds(machine, model, layout, left, case)
+            found.append((seconds, -t, layout))
+    seconds, _, layout = min(found, key=lambda one: one[:2])
+    return seconds, layout
 
 
 # --- a step ---------------------------------------------------------------------------------------
 
 
 def steps(machine: Machine, model: MoEConfig, case) -> list[Step]:
-    """The four ways. Raises PlanError."""
+    """The four ways; without those whose layout of training cannot write. Raises PlanError."""
     model = dataclasses.replace(model, seq_length=case.prompt_tokens + case.answer_tokens)
     model = dataclasses.replace(model, dropout=0.0, attention="fused")
     found = []
@@ -132,14 +141,24 @@ def steps(machine: Machine, model: MoEConfig, case) -> list[Step]:
         # on the same ranks two models have half of the memory each
         name = f"half of {machine.name}" if share == 2 else machine.name
         room = dataclasses.replace(machine, name=name, memory=machine.memory / share)
-        plan = planner.search(room, TRAIN, model, gpus, case.batch)[0]
+        plans = planner.search(room, TRAIN, model, gpus, case.batch)
+        plan = next(plan for plan in plans if plan.layout.cp == 1)
         updates = case.answers / case.batch * plan.seconds * share
         # reference, critic and reward; on halves the critic's ranks have two of them
         forwards = 3 if share == 2 else 2
         scores = forwards * forward_seconds(machine, model, plan.layout, case.answers)
-        for layout in (plan.layout, best_writing(room, model, gpus, case)):
-            answers = writing_seconds(machine, model, layout, case)
-            found.append(Step(ranks, plan.layout, layout, answers, scores, updates))
+        # beside the state of what learns, and the frozen models
+        state = sum(plan.bytes[part] for part in ("parameters", "gradients", "optimizer"))
+        frozen = plan.bytes["parameters"] * (forwards - share + 1)
+        free = USABLE * machine.memory - share * state - frozen
+        own = writing_seconds(machine, model, plan.layout, free, case)
+        # under stage 3 no rank has whole weights
+        if plan.layout.zero_stage < 3 and own < math.inf:
+            found.append(Step(ranks, plan.layout, plan.layout, own, scores, updates))
+        answers, layout = best_writing(machine, model, gpus, free, case)
+        if answers == math.inf:
+            raise PlanError("beside the state no --rollout-tp of one node has room for answers")
+        found.append(Step(ranks, plan.layout, layout, answers, scores, updates))
     return found
 
 
@@ -173,16 +192,28 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, MoEConfig]:
         words = f"{words} (default: {default:,})"
         parser.add_argument(f"--{name}", type=commands.count, default=default, help=words)
     case = parser.parse_args(argv)
-    if case.gpus % 2:
-        raise ConfigError(f"--gpus {case.gpus}: two halves need an even number")
     if case.answers % case.batch:
-        raise ConfigError(f"--answers {case.answers}: must be a multiple of --batch {case.batch}")
-    return case, commands.Config(model=case.model).model_config()
+        rule = f"must be a multiple of --batch {case.batch}"
+        fits = multiples(case.answers, case.batch)
+        raise ConfigError(f"--answers {case.answers}: {rule}; {fits}")
+    model = commands.Config(model=case.model).model_config()
+    tokens = case.prompt_tokens + case.answer_tokens
+    if model.positions == "learned" and tokens > model.seq_length:
+        rule = (
+            f"with --prompt-tokens {case.prompt_tokens} they are {tokens}, and --model {case.model}"
+        )
+        rule += f" has {model.seq_length} learned positions"
+        raise ConfigError(f"--answer-tokens {case.answer_tokens}: {rule}; fewer would fit")
+    return case, model
 
 
 def main(argv: list[str]) -> None:
     case, model = arguments(argv)
     machine = commands.machine_of(case)
+    node = machine.ranks_per_node
+    if case.gpus % 2 or (case.gpus > node and case.gpus % (2 * node)):
+        fits = multiples(case.gpus, 2 if case.gpus <= node else 2 * node)
+        raise ConfigError(f"--gpus {case.gpus}: two halves of whole nodes are needed; {fits}")
     try:
         found = steps(machine, model, case)
     except PlanError as e:
@@ -193,9 +224,8 @@ def main(argv: list[str]) -> None:
         f" {case.answers // case.batch} updates of {case.batch} sequences"
     )
     print("\n".join(["", *table(found), ""]))
-    same, other, _, halves = found
+    best = {step.ranks: step for step in found if step.writing != step.training}
     print(
-        f"On all ranks another layout for the answers makes them {same.answers / other.answers:.1f}"
-        f" times as fast, and the step {same.seconds / other.seconds:.1f} times. Halves take"
-        f" {halves.seconds / other.seconds:.2f} times as long as all ranks."
+        f"With a layout of their own for the answers, halves take"
+        f" {best['halves'].seconds / best['all'].seconds:.2f} times as long as all ranks."
     )

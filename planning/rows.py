@@ -87,20 +87,11 @@ def read(path: str | Path) -> list[Row]:
         # Megatron-LM trained with dropout, which fused attention does not have
         default = {} if software.fused_attention else {"dropout": 0.1}
         where = f"{path}: rows[{number}] {line.name}"
-        model = convert(default | line.model, MoEConfig, f"{where}: model")
-        layout = convert(line.layout, Layout, f"{where}: layout")
+        model = json_files.convert_exactly(default | line.model, MoEConfig, f"{where}: model")
+        layout = json_files.convert_exactly(line.layout, Layout, f"{where}: layout")
         inputs = line.name, model, layout, software, machine
         rows.append(Row(*inputs, line.seconds, line.group, line.why_off))
     return rows
-
-
-def convert(given: dict, kind: type, where: str):
-    """`kind` of these fields. Raises JSONError."""
-    names = [f.name for f in dataclasses.fields(kind)]
-    for name in given:
-        if name not in names:
-            raise RowError(f"{where}: {name}: no such field; there are {', '.join(names)}")
-    return json_files.convert(given, kind, where)
 
 
 # --- the command ----------------------------------------------------------------------------------

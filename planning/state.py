@@ -146,6 +146,9 @@ def state(
         numbers += positions
         learning += 0 if software.lora_rank else positions
     held = numbers * dense[0] + of_experts * experts[0] + fp8_bytes(model, layout, software, rank)
+    if layout.zero_stage in (1, 2) and 1 < model.num_experts // layout.ep < layout.expert_replicas:
+        # a few experts on many ranks: a shard is a copy (units.share_own_shards)
+        held += of_experts * software.weight / layout.expert_replicas
     return held, *(learning * x + experts_learning * y for x, y in zip(dense[1:], experts[1:]))
 
 

@@ -146,7 +146,8 @@ def config_of(rest: list[str]) -> Config:
         # what argparse refuses is printed in the name of train.py
         message = said.getvalue().strip().removeprefix("train.py: ")
         raise ConfigError(message.replace("; --help", "; train.py --help")) from None
-    tried = dict.fromkeys((*LAYOUT, "recompute", "micro_batch_size"), "is what is tried here")
+    others = "recompute", "recompute_layers", "head_chunk", "micro_batch_size"
+    tried = dict.fromkeys((*LAYOUT, *others), "is what is tried here")
     unkept = dict.fromkeys(("out", "plan", "resume"), "the runs that are tried leave nothing")
     for field, rule in (tried | unkept).items():
         if getattr(config, field) != getattr(Config(), field):

@@ -179,7 +179,7 @@ def train(config: RunConfig, world: World, tokenizer, trainer_class, loop) -> No
         from planning import plan
 
         this.predicted = plan.predict(config, world.size, task.row_length(train_set))
-        world.say(plan.describe(this.predicted, config.plan))
+        world.say(plan.describe(this.predicted, config.plan, config.fp8))
     task.before_steps(this)
     begin = time.perf_counter()
     stopped = loop(trainer, this)

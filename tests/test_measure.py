@@ -222,7 +222,7 @@ def test_without_the_flag_nothing_is_predicted():
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (dict(fp8="delayed", plan="a100"), "--plan a100: a100 multiplies no FP8"),
+        (dict(fp8="delayed", plan="a100"), "--plan a100: a100 has no FP8"),
         (dict(precision="fp32", plan="h100"), "--plan h100: knows the FLOP/s of 16 bits, not of"),
     ],
 )

@@ -345,7 +345,10 @@ def test_lora_in_the_plan(capsys):
 def test_fp8_in_the_plan(capsys):
     line = "plan --model llama2-7b --gpus 8 --batch 128 --fp8 delayed"
     status, out, err = run(f"{line} --gpu a100", capsys)
-    assert (status, out) == (2, "") and "a100 multiplies no FP8; leave --fp8 out" in err
+    assert (status, out) == (
+        2,
+        "",
+    ) and "--fp8 delayed: a100 has no FP8; h100 or h200 would fit" in err
     status, out, _ = run(f"{line} --gpu h200", capsys)
     assert status == 0 and "train.py --model llama2-7b --fp8 delayed" in out
 
@@ -456,7 +459,8 @@ def test_bad_rows(content, words, tmp_path, capsys):
 
 
 def test_stages_that_do_not_divide_the_layers(tmp_path, capsys):
-    """BLOOM's 70 layers on 12 stages: the slowest has 6. Rows need no published seconds."""
+    """BLOOM's 70 layers on 12 stages: ten have 6, and the last one, with the head, has 5. Rows need
+    no published seconds."""
     model = {"num_layers": 70, "hidden_size": 14336, "num_heads": 112, "seq_length": 2048}
     layout = {"tp": 4, "pp": 12, "dp": 8, "micro_batch_size": 2, "global_batch_size": 2048}
     path = tmp_path / "rows.json"
@@ -468,7 +472,7 @@ def test_stages_that_do_not_divide_the_layers(tmp_path, capsys):
     status, out, _ = run(f"predict {path}", capsys)
     bloom, even = map(json.loads, out.splitlines())
     assert status == 0
-    assert 0.98 * even["seconds"] < bloom["seconds"] < even["seconds"]
+    assert 0.95 * even["seconds"] < bloom["seconds"] < even["seconds"]
     assert 0.98 * even["bytes"] < bloom["bytes"] <= even["bytes"]
 
 
@@ -545,12 +549,17 @@ def test_a_machine_from_a_file(tmp_path, capsys):
     status, out, _ = run(f"{PLAN} --machine {path}", capsys)
     assert status == 0 and "64 x mine, 160 GiB each" in out
     slow = machine["constants"] | {"matmul": 0}
+    few = {name: share for name, share in machine["constants"].items() if name != "fp8"}
     for content, words in (
         ({}, "missing required field `name`"),
         (machine | {"peak": 0}, "machine.json: peak 0"),
         (machine | {"memory": 0}, "machine.json: memory 0"),
         (machine | {"ranks_per_node": 0}, "machine.json: ranks_per_node 0"),
         (machine | {"constants": slow}, "constants: matmul 0"),
+        (machine | {"constants": slow | {"matmul": 50}}, "matmul 50: is a share of 1"),
+        (machine | {"constants": slow | {"hiden": 0.5}}, "constants: hiden: no such field"),
+        (machine | {"speed": 1}, "machine.json: speed: no such field"),
+        (machine | {"has_fp8": True, "constants": few}, "fp8: has_fp8 needs the share"),
     ):
         path.write_text(json.dumps(content))
         status, out, err = run(f"{PLAN} --machine {path}", capsys)

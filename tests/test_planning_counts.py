@@ -58,6 +58,8 @@ LAYOUTS = {
         16,
         [0],
     ),
+    "one expert on each rank": (MIXTRAL | dict(ep=8, zero_stage=2), 32, [0]),
+    "two experts on each rank": (MIXTRAL | dict(ep=4, tp=2, zero_stage=1), 64, [0]),
     "experts in half of the layers": (
         GPT | dict(num_experts=4, expert_every=2, ep=4, pp=2),
         16,

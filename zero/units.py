@@ -289,19 +289,20 @@ def keep_own_row(unit: Unit) -> None:
 
 @torch.no_grad()
 def share_own_shards(unit: Unit) -> None:
-    """Stages 1 and 2: the shard of a parameter that is sharded along dimension 0 is a view of it,
-    so it costs no memory. Any other shard is a copy: a parameter whose first dimension is smaller
-    than N, which is rare and small."""
+    """Stages 1 and 2: the shard of a parameter is a view of it where its numbers lie together, so
+    it costs no memory: along dimension 0, or where the dimensions before are 1, as of one expert.
+    Any other shard is a copy, a share 1 / N of the parameter: of a few experts on many ranks."""
     for p, (_, dim, shape) in unit.slots.items():
         padded_shape = list(shape)
         padded_shape[dim] *= unit.N
         padded = p.new_zeros(padded_shape)
-        padded.narrow(dim, 0, p.shape[dim]).copy_(p)
-        if dim == 0:
+        whole = padded.narrow(dim, 0, p.shape[dim]).copy_(p)
+        part = padded.narrow(dim, unit.rank * shape[dim], shape[dim])
+        if part.is_contiguous():
             # p moves to where it has room for the padding
-            p.data = padded[: p.shape[0]]
-        # contiguous() of a slice along dimension 0 is the slice itself
-        set_shard(unit, p, padded.narrow(dim, unit.rank * shape[dim], shape[dim]).contiguous())
+            p.data = whole
+        # contiguous() of what is contiguous is the same tensor
+        set_shard(unit, p, part.contiguous())
 
 
 def set_shard(unit: Unit, p: nn.Parameter, part: Tensor) -> None:
