@@ -10,8 +10,8 @@ float64 a correct layout gives one device's numbers to 1e-10, so every differenc
 
 docs/bugs.md starts from the other end: what you see in a run, and which bugs show it.
 
-Not covered: bugs that crash or hang, and those of precision. The watchdog and the loss scale are
-for these.
+Not covered: bugs that crash or hang (docs/hangs.md), and those of precision, for which there is the
+loss scale.
 """
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
     python exercises/check.py 2        one, with what differs and why
     python exercises/check.py 2 --hint one hint more at each call; --hint 1 the first again
     python exercises/check.py hunt 1   a training run with a silent bug: which one? (hunt.py)
+    python exercises/check.py hunt 7   a run that crashes or hangs: why? (hang_hunt.py)
 
     correct    equal to the project's own function: 1e-10 in float64, data exactly
     par        as many collectives, as many bytes, as much memory as in the paper
@@ -147,18 +148,19 @@ def grade_exercises(numbers: list[int], folder: Path) -> bool:
 def hunt_bug(number: int, answer: str | None) -> bool:
     """Prints the symptoms, unless an answer is given, and judges it. Whether it is right."""
     # it imports train.py, which no exercise needs
-    from exercises import hunt
+    from exercises import hang_hunt, hunt
 
-    if number not in hunt.HUNTS:
-        sys.exit(f"the hunts are 1 to {len(hunt.HUNTS)}")
+    kind = hang_hunt if number in hang_hunt.HUNTS else hunt
+    if number not in kind.HUNTS:
+        sys.exit(f"the hunts are 1 to {max(hang_hunt.HUNTS)}")
     if answer is None:
         ranks.preload("train")
-        print(hunt.symptoms(number), flush=True)
+        print(kind.symptoms(number), flush=True)
         if not sys.stdin.isatty():
             print(f"python exercises/check.py hunt {number} --answer NAME")
             return True
         answer = input("your answer: ").strip()
-    right, text = hunt.judge(number, answer)
+    right, text = kind.judge(number, answer)
     print("\n".join(textwrap.fill(part, 100) for part in text.split("\n")))
     return right
 

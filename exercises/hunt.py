@@ -105,10 +105,17 @@ def show(number: int, right: Result, run: Result) -> str:
         "",
         "Which one is it?",
     ]
+    sentences = {name: bug.removes for name, bug in mutations.bugs().items()}
+    return "\n".join(lines + choices(found, sentences))
+
+
+def choices(found: Hunt, sentences: dict[str, str]) -> list[str]:
+    """The names of a hunt, each with its sentence."""
+    lines = []
     for name in found.names:
-        text = f"  {name:32}{mutations.bugs()[name].removes}"
+        text = f"  {name:32}{sentences[name]}"
         lines += textwrap.wrap(text, 100, subsequent_indent=" " * 34)
-    return "\n".join(lines)
+    return lines
 
 
 def symptoms(number: int) -> str:
@@ -119,14 +126,19 @@ def symptoms(number: int) -> str:
     return show(number, right, run)
 
 
+HINT = (
+    "Ask of each name: is the first loss right without it? Which gradients are? Do the ranks agree?"
+)
+
+
 def judge(number: int, answer: str) -> tuple[bool, str]:
     """Whether the answer is right, and what to read."""
-    found = HUNTS[number]
+    return verdict(HUNTS[number], answer, HINT)
+
+
+def verdict(found: Hunt, answer: str, hint: str) -> tuple[bool, str]:
     if answer == found.bug:
         return True, f"Right: {found.bug}. {found.why}\nRead {found.read}."
     if answer not in found.names:
         return False, f"{answer} is none of {', '.join(found.names)}."
-    return False, (
-        f"No, not {answer}. Ask of each name: is the first loss right without it? Which gradients "
-        "are? Do the ranks agree?"
-    )
+    return False, f"No, not {answer}. {hint}"
