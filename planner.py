@@ -14,7 +14,8 @@ micro-batch, s sequence, h hidden, t tensor-parallel ranks, p stages, v of them 
     data          sums of gradients over data-parallel ranks
     optimizer     bytes that the update reads and writes
 
-Five shares and one wait, for each pass of a collective, are fitted to published times: `Constants`.
+Five shares and one wait, for each pass of a collective, are fitted to published times; two more are
+chosen (`Constants`).
 
     python planner.py      the constants, one layout taken apart, predicted beside published times
 

@@ -128,7 +128,9 @@ SECTIONS = [
         f"NeMo; Llama-2 in steps of {predictions.LLAMA_BATCH} sequences of 4,096 tokens",
         {
             "predicted, bf16": PLAN.format("llama2-7b", 8, "a100", predictions.LLAMA_BATCH),
-            "FP8": PLAN.format("llama2-7b --fp8 delayed", 8, "h200", predictions.LLAMA_BATCH),
+            "FP8": PLAN.format(
+                "llama2-7b --fp8 delayed --fp8-skip 0", 8, "h200", predictions.LLAMA_BATCH
+            ),
         },
         lambda search: [*predictions.llama_speeds(search), *predictions.h100_speeds()],
     ),
@@ -147,7 +149,7 @@ SECTIONS = [
     Section(
         "What was announced",
         "NVIDIA's announcements; for 1T arXiv 2104.04473",
-        {"predicted": ALL_LAYOUTS, "measured": "python comparisons/rollout.py"},
+        {"predicted": ALL_LAYOUTS, "measured": "python comparisons/optimizer_state.py"},
         lambda search: [
             *announced.gpt_3(search),
             *announced.many_gpus(search),

@@ -204,8 +204,10 @@ def llama_speeds(search: Search) -> list[Claim]:
             )
             # the share of FP8 was fitted to it
             how = "fitted" if (machine, name) == (H200, "7b") else PREDICTED
-            why = OF_LARGE if (machine, name) == (H200, "70b") else ""
-            found.append(Claim(claim, published, ours, how, described(plan), why))
+            words, why = described(plan), ""
+            if (machine, name) == (H200, "70b"):
+                words, why = f"`--optimizer-state bf16`, {words}", OF_LARGE
+            found.append(Claim(claim, published, ours, how, words, why))
     return found
 
 

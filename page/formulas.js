@@ -189,11 +189,16 @@ function matrices(model, rank, { t, p, v, ep }) {
 
 // Bytes of weights, gradients and optimizer state: in mixed precision 2, 4 and 12 for each
 // parameter, sharded from ZeRO stage 3, 2 and 1 (fsdp.py).
-function stateOf([outside, experts, positions], { dp, cp, ep, zero }) {
-  return [[2, 3], [4, 2], [12, 1]].map(([bytes, stage]) => {
+function stateOf({ num_experts: e }, [outside, experts, positions], { dp, cp, ep, zero }) {
+  const replicas = Math.floor((dp * cp) / ep);
+  const parts = [[2, 3], [4, 2], [12, 1]].map(([bytes, stage]) => {
     const [n, ofExperts] = zero >= stage ? [dp * cp, (dp * cp) / ep] : [1, 1];
     return bytes * ((outside + positions) / n + experts / ofExperts);
   });
+  // a few experts on many ranks: the shard of their weights is a copy (zero/units.py)
+  const each = Math.floor(e / ep);
+  if ((zero === 1 || zero === 2) && each > 1 && each < replicas) parts[0] += (2 * experts) / replicas;
+  return parts;
 }
 
 // Activations that a micro-batch keeps in all layers of a rank (recompute.py). A fused core keeps
@@ -224,7 +229,7 @@ function memory(settings) {
   const { p, v, m } = layout;
   const refusal = brokenRule(model, layout) || (v > 1 && notInGroups(p, m));
   if (refusal) return refusal;
-  const states = range(p).map((rank) => stateOf(matrices(model, rank, layout), layout));
+  const states = range(p).map((rank) => stateOf(model, matrices(model, rank, layout), layout));
   const fullest = states.reduce((most, state) => (sum(state) > sum(most) ? state : most));
   const inFlight = Math.min(m, p + (v > 1 ? (p - 1) / v : 0));
   const inLayers = microBatchBytes(model, layout) * inFlight;

@@ -16,6 +16,7 @@ function rankOf(model, layout, machine) {
   const replicas = dp * cp;
   // [ranks of a group, how far apart they are numbered]
   const groups = { tp: [t, 1], ep: [ep, t], cp: [cp, t], replicas: [replicas, t] };
+  groups.expertReplicas = [Math.floor(replicas / ep), t * ep];
   const collective = (group, bytes, passes = 1) => {
     const [n, stride] = groups[group];
     return n === 1 ? 0 : passes * (share.wait + (bytes * (n - 1)) / n / link(n, stride));
@@ -109,10 +110,11 @@ function headTime({ vocab_size: V, hidden_size: h }, { t, p }, { tokens, activat
 }
 
 // Seconds that collectives of parameters and gradients add to a step. forward, backward: of one
-// micro-batch, beside which they run.
-function dataTime(model, { p, m, zero }, rank, numbers, forward, backward) {
+// micro-batch, beside which they run. outside, experts: numbers of this rank.
+function dataTime(model, { p, m, zero }, rank, [outside, experts], forward, backward) {
   const units = model.num_layers / p + 2;
-  const all = (bytes) => units * rank.collective("replicas", (bytes * numbers) / units);
+  const one = (group, bytes) => (bytes ? units * rank.collective(group, bytes / units) : 0);
+  const all = (bytes) => one("replicas", bytes * outside) + one("expertReplicas", bytes * experts);
   const [gather, reduce] = [all(2), all(4)];
   const beside = (seconds, computation) =>
     rank.hidden * seconds + (1 - rank.hidden) * Math.max(0, seconds - computation);
@@ -141,7 +143,7 @@ function stepTime(settings) {
     head: m * headTime(model, layout, rank),
     bubble: ((p - 1) * (forward + backward)) / v,
     pipeline: p > 1 ? messages + rank.send(4 * tied) : 0,
-    data: dataTime(model, layout, rank, outside + experts, forward, backward),
+    data: dataTime(model, layout, rank, [outside, experts], forward, backward),
     optimizer: rank.readWrite(zero ? update / rank.replicas : update),
   };
 }

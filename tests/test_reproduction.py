@@ -94,7 +94,8 @@ def test_ratios_of_today():
     for title, claims in cases.items():
         saved = {claim["claim"]: claim["ratio"] for claim in SECTIONS[title]["claims"]}
         for claim in claims:
-            assert claim.ratio == pytest.approx(saved[claim.claim], rel=1e-6), claim
+            ratio = saved[claim.claim]
+            assert claim.ratio == (ratio and pytest.approx(ratio, rel=1e-6)), claim
 
 
 def test_a_ratio_by_hand():
