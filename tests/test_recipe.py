@@ -200,13 +200,13 @@ MACHINE = "machine.json"
 # each trains on at most 4 ranks, when it is small
 TRAINED = [
     "plan --model gpt3-126m --gpus 1",
-    "plan --model llama2-70b --gpus 8 --gpu h200 --optimizer-state bf16",
     "plan --model tiny-moe --gpus 4 --tokens 1e8",
     "size --gpus 64 --days 7 --gpu h100",
     *map(
         again,
         [
             "plan --model tiny --gpus 1 --tokens 1e6",
+            "plan --model llama2-70b --gpus 8 --gpu h200 --optimizer-state bf16",
             "plan --model gpt2 --gpus 8 --gpu h100",
             "plan --model gpt2-xl --gpus 2 --memory 20",
             "plan --model gpt3-5b --gpus 160",
