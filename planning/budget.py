@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from model_config import MoEConfig, flops_per_token, least_parameters
 from planner import Plan, fitting
-from planning import commands
+from planning import commands, table
 from planning.fits import PlanError, what_would_fit
 from planning.inputs import TRAIN, Machine, Software
 from planning.recipe import batch_of, flags_of
@@ -68,12 +68,12 @@ def size_for(
         total = tokens or TOKENS_PER_PARAMETER * count
         needed = total * flops_per_token(model)
         # even at the peak it would take longer
-        if needed > min(flops, days * commands.DAY * gpus * machine.peak):
+        if needed > min(flops, days * table.DAY * gpus * machine.peak):
             continue
         plans = fitting(machine, software, model, gpus, batch)
         plan = min(plans, key=lambda plan: plan.seconds, default=None)
         if plan:
-            taken = total / (batch * model.seq_length) * plan.seconds / commands.DAY
+            taken = total / (batch * model.seq_length) * plan.seconds / table.DAY
             if taken <= days:
                 return Sized(model, count, total, taken, plan, memory_is_full=no_room)
         no_room = plan is None
@@ -122,7 +122,7 @@ def main(argv: list[str]) -> None:
     if found.memory_is_full:
         print("A larger model would not fit into memory.")
     print()
-    print("\n".join(commands.table([found.plan], machine, TRAIN, model, found.tokens)))
+    print("\n".join(table.lines([found.plan], machine, TRAIN, model, found.tokens)))
     # any GPT: the flags say the rest of its shape
     shape = {"model": "gpt2"}
     for field in ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size"):
