@@ -35,7 +35,7 @@ WITHOUT = {
         no_warmup,
         "Less is held, and the order is right. What does it cost?",
         "Time: only one micro-batch is in the pipeline, so while one rank works on it the others"
-        " wait. With F and B the bubble of all three is p - 1 = 2 times the work.",
+        " wait. The bubble of GPipe, 1F1B and interleaved is then p - 1 = 2 times the work.",
     ),
     "deferral": form.Removal(
         no_deferral,
@@ -60,9 +60,10 @@ class Drawn:
         events = schedules.simulate(self.schedule, cost)
         self.bubble = schedules.bubble(events)
         self.formula = schedules.bubble_formula(name, P, M, v, cost)
-        # two characters a unit
-        unit = max(1 / v, max(e.end for e in events) / 42)
-        lesson.draw(drawing.text(events, unit))
+        # two characters a unit; a line has 42 of them, and what comes later is left out
+        unit = 1 / v
+        shown = [e for e in events if e.end <= 42 * unit + 1e-9]
+        lesson.draw(drawing.text(shown, unit))
 
     @property
     def agrees(self) -> bool:

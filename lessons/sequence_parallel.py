@@ -98,8 +98,8 @@ def teach_collectives(lesson: form.Lesson, tensor: dict, sequence: dict) -> None
     size = B * S * H * 8
     lesson.predict(
         "Tensor parallelism has 2 all-reduces in the forward of a layer. Which collectives take"
-        f" their place? b s h 8 = {size:,} bytes each. How many more bytes are sent? (An"
-        " all-reduce sends its bytes twice.)",
+        f" their place? 8 bytes of each of b s h numbers = {size:,} bytes. How many more bytes are"
+        " sent, by both ranks together? (An all-reduce sends its bytes twice.)",
         "more bytes",
     )
     more = wire_bytes(sequence["forward"]) - wire_bytes(tensor["forward"])

@@ -112,7 +112,7 @@ def lessons(bullet: str) -> list[dict]:
 def exercises(bullet: str) -> list[dict]:
     """The exercises that a bullet of the course names."""
     cells = []
-    for number in re.findall(r"\d\d", bullet):
+    for number in re.findall(r"\[(\d\d)\]", bullet):
         (path,) = (ROOT / "exercises").glob(f"{number}_*.py")
         source = path.read_text()
         title, _, body = ast.get_docstring(ast.parse(source)).partition("\n")

@@ -180,7 +180,8 @@ NOTES = [
     " Parameters: without norms and biases; the head has the embedding's matrix.",
     "Activations have 16 bits, masks 8, with LayerNorm, GELU and dropout (arXiv 2205.05198, table"
     " 2). Selective and full are recomputation. Fused attention keeps no 5 a s/(h t).",
-    "A bubble x is x / (1 + x) of the total time. The formula of ZB-H1 needs T_W ≤ T_I, m ≥ p.",
+    "A bubble x is x / (1 + x) of the total time. The formula of ZB-H1 needs m ≥ p,"
+    " T_W ≤ T_F and T_W ≤ T_I.",
     "ZeRO: 2 bytes of weight (bf16), 4 of gradient (fp32), K of optimizer state. Stage 1 shards the"
     " last, stage 2 gradients too, stage 3 all. In its paper a gradient has 2 bytes.",
     "Collectives: n is the size of the whole tensor; for all-to-all and send, that of one rank. An"
