@@ -13,6 +13,7 @@ standard error says so, and the run goes on. metrics.jsonl has every step.
 """
 
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -91,6 +92,10 @@ def refuse(message: str):
     sys.exit(2)
 
 
+# of a stream that is closed or full; other errors have another cause
+STREAM_ERRORS = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
+
+
 def run(main) -> None:
     """Run main() and end the process with what it returns. Where standard output is closed or full:
     with 1; after Ctrl-C: 130. Both without a traceback."""
@@ -102,7 +107,7 @@ def run(main) -> None:
     except KeyboardInterrupt:
         status = 130
     except OSError as e:
-        if e.filename is not None:
+        if e.filename is not None or e.errno not in STREAM_ERRORS:
             raise
         mute(sys.stdout)
         if not isinstance(e, BrokenPipeError):

@@ -152,17 +152,31 @@ def hunt_bug(number: int, answer: str | None) -> bool:
 
     kind = hang_hunt if number in hang_hunt.HUNTS else hunt
     if number not in kind.HUNTS:
-        sys.exit(f"the hunts are 1 to {max(hang_hunt.HUNTS)}")
+        terminal.refuse(f"hunt {number}: the hunts are 1 to {max(hang_hunt.HUNTS)}")
     if answer is None:
         ranks.preload("train")
         print(kind.symptoms(number), flush=True)
         if not sys.stdin.isatty():
             print(f"python exercises/check.py hunt {number} --answer NAME")
             return True
-        answer = input("your answer: ").strip()
-    right, text = kind.judge(number, answer)
+        answer = asked(kind.HUNTS[number].names)
+    right, text = kind.judge(number, answer.strip().lower())
     print("\n".join(textwrap.fill(part, 100) for part in text.split("\n")))
     return right
+
+
+def asked(names) -> str:
+    """One of the names; "none" at the end of input."""
+    try:
+        while (answer := input("your answer: ").strip().lower()) not in names:
+            print(f"one of {', '.join(names)}")
+    except EOFError:
+        print()
+        return "none"
+    except KeyboardInterrupt:
+        print()
+        raise
+    return answer
 
 
 def main(argv: list[str] | None = None) -> None:

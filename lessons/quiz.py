@@ -17,6 +17,7 @@ import math
 import re
 import signal
 import sys
+import textwrap
 from collections.abc import Sequence
 
 from base import terminal
@@ -129,7 +130,7 @@ class Quiz:
     def compare(self, numbers: Sequence[float]) -> list[str]:
         """The answers to the numbers that a CHECK gives, and how far off they are; an answer in
         words stands at the first CHECK after its question."""
-        lines = [self.words] if self.words else []
+        lines = [textwrap.shorten(self.words, 200, placeholder=" ..")] if self.words else []
         self.words = ""
         for (name, answer), right in zip(self.answers, map(float, numbers)):
             self.factors.append(factor_off(number_of(answer), right))
