@@ -24,7 +24,7 @@ from base import terminal
 
 # "PREDICT  "
 MARGIN = 9
-NO_NUMBER = "no number. Write 1,024, 1.5e9, 12%, 2/3, 8*32*64 or 3 GiB; return for no answer"
+NO_NUMBER = "no number. Write 1,024, 1.5e9, 12%, 2/3, 2^16, ln 257 or 3 GiB; return: no answer"
 # right: at most 1% off; 33% is right for 1/3
 RIGHT = 1.0102
 NEAR = 2.0
@@ -35,21 +35,37 @@ DIGITS = r"[+-]?(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+)(?:e[+-]?\d
 UNITS = {"": 1, "%": 0.01}
 for power, letter in enumerate("kmgt", start=1):
     UNITS |= {letter: 1000**power, f"{letter}i": 1024**power}
-FACTOR = re.compile(rf"({DIGITS})\s*({'|'.join(UNITS)})(?:b|bytes?)?", re.IGNORECASE)
+FUNCTIONS = {"": float, "ln": math.log, "log": math.log, "sqrt": math.sqrt, "√": math.sqrt}
+FACTOR = re.compile(
+    # a function, a number, its unit, its power
+    rf"({'|'.join(FUNCTIONS)})\s*\(?({DIGITS})\s*({'|'.join(UNITS)})(?:b|bytes?)?\)?(?:\^(\d+))?",
+    re.IGNORECASE,
+)
 
 
 def number_of(text: str) -> float | None:
-    """Of 1,024, 1.5e9, 12%, 3 GiB, and of products and quotients of these; None of other words."""
+    """Of 1,024, 1.5e9, 12%, 3 GiB, 2^16, ln 257, √2, and of products and quotients of these; None
+    of other words."""
     value = 1.0
     # a factor, then in turn * or / and a factor
-    first, *rest = re.split(r"\s*([*·/])\s*", text.strip())
-    for sign, word in zip(["*", *rest[::2]], [first, *rest[1::2]]):
-        found = FACTOR.fullmatch(word)
-        factor = float(found[1].replace(",", "")) * UNITS[found[2].lower()] if found else 0
-        if found is None or (sign == "/" and factor == 0):
-            return None
-        value = value / factor if sign == "/" else value * factor
+    first, *rest = re.split(r"\s*([*·/])\s*", text.strip().replace("**", "^"))
+    try:
+        for sign, word in zip(["*", *rest[::2]], [first, *rest[1::2]]):
+            factor = factor_of(word)
+            value = value / factor if sign == "/" else value * factor
+    except (ValueError, ArithmeticError):
+        return None
     return value if math.isfinite(value) else None
+
+
+def factor_of(word: str) -> float:
+    """Raises ValueError or ArithmeticError for what is no number."""
+    found = FACTOR.fullmatch(word)
+    if found is None:
+        raise ValueError
+    function, digits, unit, power = found.groups()
+    number = float(digits.replace(",", "")) * UNITS[unit.lower()]
+    return FUNCTIONS[function.lower()](number) ** int(power or 1)
 
 
 def written(number: float) -> str:

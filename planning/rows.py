@@ -21,7 +21,7 @@ import planner
 from base import json_files
 from model_config import MoEConfig
 from planning import commands
-from planning.inputs import MACHINES, SOFTWARE, Layout, Machine, Software
+from planning.inputs import MACHINES, SOFTWARE, TRAIN, Layout, Machine, Software
 from planning.memory import memory
 from run import rules
 from run.config import ConfigError
@@ -97,8 +97,9 @@ def read(path: str | Path) -> list[Row]:
 # --- the command ----------------------------------------------------------------------------------
 
 
-def check(model: MoEConfig, layout: Layout) -> None:
-    """Raises ConfigError where train.py would refuse this layout of this model."""
+def check(model: MoEConfig, layout: Layout, software: Software = TRAIN) -> None:
+    """Raises ConfigError where train.py would refuse this layout of this model, and for what the
+    software does not have."""
     fields = vars(layout) | {"layer_split": layout.layer_split and list(layout.layer_split)}
     config = Config(**{name: value for name, value in fields.items() if name != "dp"})
     rules.check_types(config)
@@ -108,6 +109,13 @@ def check(model: MoEConfig, layout: Layout) -> None:
     rules.check_ranks(config, model, layout.ranks)
     rules.check_techniques(config, model, layout.ranks)
     rules.check_batch(config, model, layout.dp)
+    has = {"zero_stage": software.zero_stages, "pipeline_schedule": software.schedules}
+    for name, known in has.items():
+        value = getattr(layout, name)
+        # gpipe is as fast as 1f1b
+        if value not in (*known, "gpipe"):
+            have = ", ".join(map(str, known))
+            raise ConfigError(f"{name} {value}: {software.name} has {have}")
 
 
 def with_layer_split(model: MoEConfig, layout: Layout) -> Layout:
@@ -133,7 +141,7 @@ def main(argv: list[str]) -> None:
     for number, row in enumerate(found):
         layout = with_layer_split(row.model, row.layout)
         try:
-            check(row.model, layout)
+            check(row.model, layout, row.software)
         except ConfigError as e:
             raise RowError(f"{path}: rows[{number}] {row.name}: {e}") from None
         seconds = planner.step_time(row.machine, row.software, row.model, layout)

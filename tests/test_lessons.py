@@ -3,6 +3,7 @@
 import importlib
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -230,8 +231,15 @@ def test_quiz_shows_answers_beside_checks_and_counts(reader, capsys):
         ("2/3", 2 / 3),
         ("8 * 32*64 · 8", 131_072),
         ("1 KiB / 2", 512),
+        ("2**3 / 2^2", 2),
+        ("ln 257", math.log(257)),
+        ("0.02/sqrt(4)", 0.01),
+        ("√2", math.sqrt(2)),
         *[(text, None) for text in ("", "two", "1,5", "0,375", "12,34", "2 3", "2 or 3", "1/0")],
-        *[(text, None) for text in ("nan", "inf", "1e999", "2**3", "/2", "%", "GiB", "1e9/1e-999")],
+        *[
+            (text, None)
+            for text in ("nan", "inf", "1e999", "ln 0", "10^400", "/2", "%", "GiB", "1e9/1e-999")
+        ],
     ],
 )
 def test_numbers_that_a_reader_writes(text, number):

@@ -105,7 +105,7 @@ def test_a_published_layout_is_near_the_best(name):
 
 def test_no_published_layout_is_refused():
     for row in ROWS:
-        published.check(row.model, row.layout)
+        published.check(row.model, row.layout, row.software)
 
 
 # --- what holds for every layout ------------------------------------------------------------------
@@ -442,6 +442,11 @@ def changed(**fields) -> dict:
         ([changed(layout={"micro_batch_size": 3})], "--micro-batch-size 3: must divide"),
         ([changed(layout={"recompute": "all"})], "--recompute all: must be one of"),
         ([changed(layout={"tp": "two"})], "Expected `int`"),
+        ([changed(layout={"zero_stage": 3, "dp": 2})], "zero_stage 3: megatron-2022 has 0, 1"),
+        (
+            [changed(layout={"pp": 2, "schedule": "zb-h1"})],
+            "pipeline_schedule zb-h1: megatron-2022 has 1f1b, interleaved",
+        ),
         ([GOOD, changed(model={"num_heads": 5})], "rows[1] one: model: num_heads 5: must divide"),
         ([changed(model={"heads": 5})], "rows[0] one: model: "),
         ([changed(machine="v100")], "machine 'v100': not known; there are a100, h100, h200"),
