@@ -182,23 +182,21 @@ def step_time(
     """Seconds of one step of the global batch, by part. Their sum is the step.
 
     The slowest rank sets the pace: mostly the last one, which has the head. Raises ScheduleError
-    for a schedule that does not exist, PlanError for FP8 on a machine without it.
+    for a schedule whose bubble has no formula, PlanError for FP8 on a machine without it.
     """
-    if layout.pipeline_schedule not in schedules.NAMES:
-        raise schedules.ScheduleError(
-            f"{layout.pipeline_schedule}: no such schedule; there are {', '.join(schedules.NAMES)}"
-        )
-    rank = Rank(machine, software, model, layout)
     p, m = layout.pp, layout.micro_batches
+    # raises: no schedule is taken for another one
+    schedules.bubble_formula(layout.pipeline_schedule, p, m, layout.virtual_stages)
+    rank = Rank(machine, software, model, layout)
     of_head = head(rank)
     *works, mean = works_of(stages_of(model, layout, software))
+    passes = {work: layer(rank, work.recomputed, work.in_fp8)[:2] for work in works}
 
-    def passes_of(work: Work) -> float:
-        forward, backward, _ = layer(rank, work.recomputed, work.in_fp8)
-        return work.layers * (sum(forward) + sum(backward)) + work.head * of_head
+    def seconds_of(work: Work) -> float:
+        return work.layers * sum(map(sum, passes[work])) + work.head * of_head
 
-    work = max(works, key=passes_of)
-    forward, backward, _ = layer(rank, work.recomputed, work.in_fp8)
+    work = max(works, key=seconds_of)
+    forward, backward = passes[work]
     seconds = {}
     for name, in_forward, in_backward in zip(Pass._fields, forward, backward):
         seconds[name] = m * work.layers * (in_forward + in_backward)

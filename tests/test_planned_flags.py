@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 
 import planner
+import schedules
 import train
 from planning import as_rank, memory, plan
 from planning.inputs import H100
@@ -155,7 +156,11 @@ def test_as_rank_knows_each_flag(name):
     assert answers[0] != answers[1]
 
 
-def test_a_schedule_that_does_not_exist_raises():
+@pytest.mark.parametrize("registered", [False, True])
+def test_no_schedule_is_taken_for_another_one(registered, monkeypatch):
+    """Nor one that has a list and no formula."""
+    if registered:
+        monkeypatch.setitem(schedules.NAMES, "dualpipe", schedules.one_f_one_b)
     layout = planner.Layout(pp=2, schedule="dualpipe", global_batch_size=8)
-    with pytest.raises(planner.schedules.ScheduleError, match="dualpipe: no such schedule"):
+    with pytest.raises(schedules.ScheduleError, match="dualpipe: there is no formula"):
         planner.step_time(H100, plan.TRAIN, config_of({}).model_config(), layout)
