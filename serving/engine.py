@@ -1,0 +1,401 @@
+"""The engine: takes requests, runs the scheduler's steps on a model, gives tokens.
+
+    engine = Engine(model)
+    number = engine.add(Request([5, 3, 9], max_tokens=20))
+    while engine.busy:
+        for output in engine.step():            # one step: a token for each sequence that draws
+            print(output.number, output.token, output.finish)
+
+    engine.generate(prompts, max_tokens=20)     # the same, for a list of prompts
+
+An answer is the one of generate.py for its prompt alone, greedy or sampled, whoever else is in the
+batch, under any layout (in float64; elsewhere up to rounding: tests/test_engine.py).
+
+Of several ranks, each makes an Engine from its part of the model. Rank 0, the driver, calls the
+functions above, and `close` in the end; every other rank calls `follow`, which returns then. In a
+pipeline, a step is handed to the next stage, and `step` waits for the oldest one only when there
+are as many in flight as stages.
+
+    step k      stage 0 | stage 1 | drawn
+    step k + 1            stage 0 | stage 1 | drawn         other sequences than in step k
+
+    python serve.py       a lesson
+
+Not covered: data-parallel ranks (start an engine for each), experts spread over ranks, context
+parallelism of long prompts, adapters mixed in one step (S-LoRA, arXiv 2311.03285).
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import generate
+from base import compiling
+from base.world import Groups
+from gpt import GPT, Context
+from inference.kv_cache import CacheSlot, caching
+from inference.sampling import DIVERGED, SamplingParams, keys_of, sample
+from pipeline_parallel import Pipeline
+from serve import BlockPool, Draw, Request, Scheduler, Sequence, Step
+from serving.paged_attention import PagedCache
+from serving.ranks import Link
+
+
+class LogProb(NamedTuple):
+    """log_softmax(logits) of a token, before temperature, top-k and top-p."""
+
+    token: int
+    log_prob: float
+    # the likeliest tokens in its place, with theirs
+    top: list[tuple[int, float]]
+
+
+class Output(NamedTuple):
+    """What a step gives to a request: as inference.batches.NewToken, and what the request asked to
+    know about it."""
+
+    number: int
+    token: int | None
+    finish: str | None
+    log_prob: LogProb | None = None
+    # of the prompt's tokens but the first one; with the first output
+    of_prompt: list[LogProb] | None = None
+
+
+class Drawn(NamedTuple):
+    """What the last stage gives for a step."""
+
+    # of the pieces whose next token is not known
+    tokens: list[int]
+    # number of a request -> log-probabilities of the tokens after those of its piece
+    log_probs: dict[int, list[LogProb]]
+
+
+class Engine:
+    """Runs requests on a model."""
+
+    def __init__(
+        self,
+        model: GPT | Pipeline,
+        groups: Groups | None = None,
+        max_sequences: int = 32,
+        budget: int = 512,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        use_adapter: Callable[[str | None], None] | None = None,
+    ):
+        """model: this rank's part; it serves from now on, until `close`. max_sequences: that run at
+        a time. budget: tokens of a step. num_blocks: of the cache; the default has room for
+        max_sequences of the model's longest. use_adapter(name): gives the model the values of an
+        adapter (inference.adapted.Adapters.use).
+
+        A collective. Raises ValueError for a number that is not possible."""
+        stages = generate.stages_of(model)
+        config = stages[0].config
+        if num_blocks is None:
+            num_blocks = max_sequences * -(-config.seq_length // block_size) + 1
+        check_sizes(stages, max_sequences, budget, block_size, num_blocks)
+        self.config = config
+        self.stages = stages
+        self.link = Link(groups or Groups(), next(stages[0].parameters()).device)
+        window = config.sliding_window
+        self.pool = BlockPool(num_blocks, block_size)
+        self.scheduler = Scheduler(self.pool, max_sequences, budget, self.link.stages, window)
+        self.runner = StepRunner(stages[0], PagedCache(num_blocks, block_size, window), use_adapter)
+        self.sequences: dict[int, Sequence] = {}
+        # the oldest first
+        self.in_flight: deque[Step] = deque()
+        # number of a request -> what it asked to know about its prompt, so far
+        self.of_prompts: dict[int, list[LogProb]] = {}
+        self.numbers = itertools.count()
+
+    # --- requests ---
+
+    def add(self, request: Request) -> int:
+        """Returns the number that the request's outputs have. Raises ValueError for a request that
+        is not possible."""
+        self.check(request)
+        sequence = Sequence(next(self.numbers), request)
+        self.sequences[sequence.number] = sequence
+        self.scheduler.waiting.append(sequence)
+        return sequence.number
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError, naming what to change."""
+        generate.check_options(request.max_tokens, *request.draw.sampling)
+        generate.check_prompts(self.stages[0], [request.prompt], [request.draw.key])
+        room = (len(self.pool.users) - 1) * self.pool.block_size
+        longest = min(room, self.config.seq_length)
+        if len(request.prompt) + request.max_tokens > longest:
+            place = "the cache" if room < self.config.seq_length else "the model's context"
+            raise ValueError(
+                f"a prompt of {len(request.prompt)} tokens and max_tokens {request.max_tokens} are"
+                f" together more than the {longest} that {place} holds: shorten one of them"
+            )
+
+    def cancel(self, number: int) -> None:
+        """The request has no more outputs. Its blocks are free once no step uses them."""
+        sequence = self.sequences.get(number)
+        if sequence:
+            sequence.finish = "cancelled"
+            if not sequence.in_flight:
+                self.end(sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        self.scheduler.remove(sequence)
+        del self.sequences[sequence.number]
+        self.of_prompts.pop(sequence.number, None)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.sequences)
+
+    # --- steps ---
+
+    def step(self) -> list[Output]:
+        """Start a step, if one can start. Returns the outputs of the oldest one in flight, where
+        the stages have enough to do or no other can start before it; otherwise nothing. Raises
+        FloatingPointError for logits that are not finite."""
+        step = self.scheduler.schedule()
+        drawn = None
+        if step:
+            self.in_flight.append(step)
+            drawn = self.run(self.link.share_step(step))
+            if len(self.in_flight) < self.link.stages:
+                return []
+        if not self.in_flight:
+            return []
+        if not self.link.is_last:
+            drawn = self.link.receive_object()
+        return self.complete(self.in_flight.popleft(), drawn)
+
+    def run(self, step: Step) -> Drawn | None:
+        """This rank's part of a step. Returns what it drew, on the last stage."""
+        link = self.link
+        x = None
+        if link.stage > 0:
+            rows = sum(len(piece.tokens) for piece in step.pieces)
+            x = link.receive((rows, 1, self.config.hidden_size), self.runner.dtype)
+        y = self.runner.forward(step, x)
+        if link.is_last:
+            return draw(step, y)
+        link.send_object(step)
+        link.send(y)
+        return None
+
+    def complete(self, step: Step, drawn: Drawn) -> list[Output]:
+        """Give the sequences of a step their tokens."""
+        if DIVERGED in drawn.tokens:
+            raise FloatingPointError("the model's logits are not finite")
+        tokens = iter(drawn.tokens)
+        outputs = []
+        for piece in step.pieces:
+            token = next(tokens) if piece.next is None else None
+            sequence = self.sequences[piece.number]
+            sequence.in_flight = False
+            if sequence.finish:
+                self.end(sequence)
+                continue
+            log_probs = drawn.log_probs.get(piece.number, [])
+            if piece.draw.of_prompt and piece.start < len(sequence.request.prompt):
+                # after a preemption they come again
+                known = self.of_prompts.get(piece.number, []) if piece.start else []
+                of_piece = len(piece.tokens) - (piece.next is None)
+                self.of_prompts[piece.number] = known + log_probs[:of_piece]
+            if piece.next is None:
+                outputs.append(self.append(sequence, token, log_probs[-1:]))
+        return outputs
+
+    def append(self, sequence: Sequence, token: int, log_prob: list[LogProb]) -> Output:
+        """Give a sequence its next token. log_prob: of it, or empty."""
+        request = sequence.request
+        of_prompt = self.of_prompts.pop(sequence.number, None)
+        if token in request.end_tokens or request.max_tokens == 0:
+            sequence.finish = "end of text" if request.max_tokens else "length"
+            token = None
+        else:
+            sequence.ids.append(token)
+            new = sequence.ids[len(request.prompt) :]
+            if request.stopped and request.stopped(new):
+                sequence.finish = "stop"
+            elif len(new) == request.max_tokens:
+                sequence.finish = "length"
+        if sequence.finish:
+            self.end(sequence)
+        known = log_prob[0] if log_prob and token is not None else None
+        return Output(sequence.number, token, sequence.finish, known, of_prompt)
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, **options) -> list[list[int]]:
+        """The token ids that follow each prompt. options: temperature, top_k, top_p, seed, eot and
+        keys, as of generate.stream. Raises as `add` and `step` do."""
+        requests = requests_of(prompts, max_tokens, **options)
+        for request in requests:
+            self.check(request)
+        ids = {self.add(request): [] for request in requests}
+        while self.busy:
+            for output in self.step():
+                if output.token is not None:
+                    ids[output.number].append(output.token)
+        return list(ids.values())
+
+    # --- other ranks ---
+
+    def follow(self) -> None:
+        """On every rank but the driver: run its steps, until it closes the engine."""
+        while (step := self.link.share_step()) is not None:
+            drawn = self.run(step)
+            if self.link.answers:
+                self.link.send_object(drawn)
+        if not self.link.is_last:
+            self.link.send_object(None)
+        self.leave()
+
+    def close(self) -> None:
+        """On the driver: the other ranks stop. The model is as it was."""
+        self.link.share_step(None)
+        if not self.link.is_last:
+            self.link.send_object(None)
+        self.leave()
+
+    def leave(self) -> None:
+        self.runner.close()
+        self.link.close()
+
+
+def check_sizes(
+    stages: list[GPT], max_sequences: int, budget: int, block_size: int, num_blocks: int
+) -> None:
+    """Raises ValueError, naming what to change."""
+    if len(stages) > 1:
+        raise ValueError(f"{len(stages)} virtual stages on a rank: an engine runs one")
+    sizes = dict(max_sequences=max_sequences, budget=budget, block_size=block_size)
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} {value}: must be at least 1")
+    if num_blocks < 2:
+        raise ValueError(f"num_blocks {num_blocks}: must be at least 2, for block 0 is nobody's")
+
+
+def requests_of(
+    prompts: list[list[int]],
+    max_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    eot: int | tuple[int, ...] | None = None,
+    keys: list[int] | None = None,
+) -> list[Request]:
+    """Requests that are answered as generate.generate answers these prompts."""
+    params = SamplingParams(temperature, top_k, top_p)
+    end_tokens = (eot,) if isinstance(eot, int) else tuple(eot or ())
+    keys = keys_of(prompts, seed) if keys is None else keys
+    return [
+        Request(prompt, max_tokens, Draw(params, key), end_tokens)
+        for prompt, key in zip(prompts, keys, strict=True)
+    ]
+
+
+# --- one rank's forward pass ----------------------------------------------------------------------
+
+
+class StepRunner(generate.ModelRunner):
+    """Forward passes of this rank's stage, with the paged cache."""
+
+    def __init__(
+        self, stage: GPT, cache: PagedCache, use_adapter: Callable[[str | None], None] | None
+    ):
+        slot = CacheSlot(cache)
+        super().__init__([stage], slot)
+        self.stage = stage
+        self.cache = cache
+        self.use_adapter = use_adapter
+        self.adapter = None
+        # while it is open the model has the cache
+        self.caching = caching([stage], slot)
+        self.caching.__enter__()
+
+    def close(self) -> None:
+        self.caching.__exit__(None, None, None)
+
+    @torch.inference_mode()
+    @compiling.eagerly
+    def forward(self, step: Step, x: Tensor | None) -> Tensor:
+        """x: [T, 1, h] of the stage before, None on the first one. Returns activations [T, 1, h];
+        from the last stage logits [rows, V] of the rows that `rows_of` names."""
+        if step.adapter != self.adapter:
+            self.use_adapter(step.adapter)
+            self.adapter = step.adapter
+        stage = self.stage
+        tokens = self.cache.begin(step, self.local, self.dtype, self.device)  # [T]
+        context = Context(rotary=self.rotary_at(self.cache, 1))
+        if stage.embedding is not None:
+            x = stage.embedding(tokens.unsqueeze(1))  # [T, 1, h]
+        for block in stage.blocks.values():
+            x = block(x, context)
+        if stage.head is None:
+            return x
+        rows = list(itertools.chain(*rows_of(step)))
+        if len(rows) < len(x):
+            x = x[rows]
+        return stage.head(x)[:, 0]
+
+
+def rows_of(step: Step) -> list[list[int]]:
+    """The rows of each piece that have logits: the last one if a token is drawn, and all of a
+    prompt whose log-probabilities are asked for."""
+    rows = []
+    end = 0
+    for piece in step.pieces:
+        end += len(piece.tokens)
+        count = len(piece.tokens) if piece.draw.of_prompt else int(piece.next is None)
+        rows.append(list(range(end - count, end)))
+    return rows
+
+
+def draw(step: Step, logits: Tensor) -> Drawn:
+    """Draw the tokens of a step. logits: [rows, V]"""
+    counts = [len(rows) for rows in rows_of(step)]
+    ends = list(itertools.accumulate(counts))
+    # the pieces that draw, and the row of each
+    drawing = [(piece, end - 1) for piece, end in zip(step.pieces, ends) if piece.next is None]
+    alike: dict[SamplingParams, list[int]] = {}
+    for i, (piece, _) in enumerate(drawing):
+        alike.setdefault(piece.draw.sampling, []).append(i)
+    tokens = [0] * len(drawing)
+    for params, places in alike.items():
+        pieces = [drawing[i][0] for i in places]
+        rows = [drawing[i][1] for i in places]
+        drawn = sample(
+            logits if len(rows) == len(logits) else logits[rows],
+            [piece.draw.key for piece in pieces],
+            [piece.start + len(piece.tokens) for piece in pieces],
+            params,
+        )
+        for i, token in zip(places, drawn.tolist()):
+            tokens[i] = token
+    new = iter(tokens)
+    log_probs = {}
+    for piece, count, end in zip(step.pieces, counts, ends):
+        after = next(new) if piece.next is None else piece.next
+        if piece.draw.log_probs is not None and count:
+            targets = [*piece.tokens, after][-count:]
+            log_probs[piece.number] = log_probs_of(
+                logits[end - count : end], targets, piece.draw.log_probs
+            )
+    return Drawn(tokens, log_probs)
+
+
+def log_probs_of(logits: Tensor, targets: list[int], most: int) -> list[LogProb]:
+    """Of each target and of the `most` likeliest tokens. logits: [n, V]; targets: n tokens."""
+    log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    # where logits are not finite the token is DIVERGED, and the driver raises
+    at = torch.tensor(targets, device=logits.device).clamp(min=0).unsqueeze(1)
+    of_targets = log_p.gather(1, at).squeeze(1).tolist()
+    values, ids = log_p.topk(min(most, log_p.shape[1]))  # [n, most]
+    tops = [list(zip(*pair)) for pair in zip(ids.tolist(), values.tolist())]
+    return [LogProb(*row) for row in zip(targets, of_targets, tops)]
