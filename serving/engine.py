@@ -101,11 +101,11 @@ class Engine:
         check_sizes(stages, max_sequences, budget, block_size, num_blocks)
         self.config = config
         self.stages = stages
-        self.link = Link(groups or Groups(), next(stages[0].parameters()).device)
         window = config.sliding_window
+        self.runner = StepRunner(stages[0], PagedCache(num_blocks, block_size, window), use_adapter)
+        self.link = Link(groups or Groups(), self.runner.device)
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(self.pool, max_sequences, budget, self.link.stages, window)
-        self.runner = StepRunner(stages[0], PagedCache(num_blocks, block_size, window), use_adapter)
         self.sequences: dict[int, Sequence] = {}
         # the oldest first
         self.in_flight: deque[Step] = deque()
@@ -201,8 +201,8 @@ class Engine:
                 self.end(sequence)
                 continue
             log_probs = drawn.log_probs.get(piece.number, [])
-            if piece.draw.of_prompt and piece.start < len(sequence.request.prompt):
-                # after a preemption they come again
+            # not again after a preemption
+            if piece.draw.of_prompt and len(sequence.ids) == len(sequence.request.prompt):
                 known = self.of_prompts.get(piece.number, []) if piece.start else []
                 of_piece = len(piece.tokens) - (piece.next is None)
                 self.of_prompts[piece.number] = known + log_probs[:of_piece]

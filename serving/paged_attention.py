@@ -64,8 +64,11 @@ class PagedCache:
         # [T] of a step: the position of each row, and its place in the cache
         self.positions: Tensor | None = None
         self.slots: Tensor | None = None
-        # rows 0 .. b - 1 decode: [b, blocks] of their sequences
+        # rows 0 .. b - 1 decode: the blocks of their sequences, [b, blocks], also as rows of all
+        # heads' blocks, or as the one slice that they are; what is added to the scores
         self.tables: Tensor | None = None
+        self.rows: Tensor | None = None
+        self.span: slice | None = None
         self.mask: Tensor | None = None
         self.prompts: list[Prompt] = []
 
@@ -104,21 +107,27 @@ class PagedCache:
         return max(0, position - self.window + 1) // self.size if self.window else 0
 
     def prepare_decodes(self, pieces: list[Piece], local: LocalBias | None) -> None:
-        self.tables = self.mask = None
+        self.tables = self.rows = self.span = self.mask = None
         if not pieces:
             return
         first = [self.first_block(piece.start) for piece in pieces]
         tables = [piece.table[n:] for n, piece in zip(first, pieces)]
+        if len(pieces) == 1 and local is None and is_run(tables[0]):
+            begin = tables[0][0] * self.size
+            self.span = slice(begin, begin + pieces[0].start + 1)
         longest = max(map(len, tables))
         filled = [table + [0] * (longest - len(table)) for table in tables]
-        self.tables = torch.tensor(filled, device=self.like.device)  # [b, blocks]
+        device = self.like.device
+        self.tables = torch.tensor(filled, device=device)  # [b, blocks]
+        if self.span is not None:
+            return
         positions = self.positions[: len(pieces)].unsqueeze(1)  # [b, 1]
-        columns = torch.arange(longest * self.size, device=self.like.device)  # [S]
-        columns = columns + torch.tensor(first, device=self.like.device).unsqueeze(1) * self.size
+        columns = torch.arange(longest * self.size, device=device)  # [S]
         if local is None:
-            mask = torch.zeros(columns.shape, device=self.like.device, dtype=self.like.dtype)
+            mask = self.like.new_zeros(len(pieces), len(columns))
             mask = mask.masked_fill_(columns > positions, -torch.inf)[:, None, None]
         else:
+            columns = columns + torch.tensor(first, device=device).unsqueeze(1) * self.size
             mask = local.between(positions, columns, self.like)
         self.mask = mask  # [b, 1 or a, 1, S]
 
@@ -173,30 +182,35 @@ class PagedCache:
         a_kv = len(keys)
         # heads that share a key stand where the tokens of a sequence would
         q = q.view(b, a_kv, a // a_kv, d).transpose(0, 1)
-        keys, values = (
-            self.gathered(n, stored).view(a_kv, b, -1, d) for n, stored in enumerate((keys, values))
-        )
-        mask = self.mask
-        if mask.shape[1] > 1:
-            mask = mask.view(b, a_kv, a // a_kv, -1).transpose(0, 1)
+        if self.span is not None:
+            keys, values = keys[:, None, self.span], values[:, None, self.span]
         else:
-            mask = mask.transpose(0, 1)  # [1, b, 1, S]
+            keys, values = self.gathered(0, keys), self.gathered(1, values)
+        mask = self.mask
+        if mask is not None:
+            # [1 or a_kv, b, 1 or a / a_kv, S]
+            mask = mask.view(b, min(a_kv, mask.shape[1]), -1, mask.shape[3]).transpose(0, 1)
         # as inference.kv_cache.Cache.attend_decode chooses
         in_one_call = q.device.type == "cpu" and q.dtype.itemsize >= 4 and b * a_kv >= 32
         attention = attention_in_one_call if in_one_call else F.scaled_dot_product_attention
         return attention(q, keys, values, mask).transpose(0, 1).reshape(b, a, d)
 
     def gathered(self, n: int, stored: Tensor) -> Tensor:
-        """The blocks in the tables of the sequences that decode. stored: [a_kv, blocks * size, d]
-        -> [a_kv, b * blocks, size * d]"""
-        blocks = stored.view(len(stored), self.num_blocks, -1)
-        shape = (len(stored), self.tables.numel(), blocks.shape[2])
-        count = shape[0] * shape[1] * shape[2]
+        """The blocks of all sequences that decode. n: of the buffer for them; stored: [a_kv,
+        blocks * size, d] -> [a_kv, b, S, d]"""
+        a_kv, _, d = stored.shape
+        if self.rows is None:
+            # of the blocks of all heads, [a_kv * blocks]
+            heads = torch.arange(a_kv, device=stored.device) * self.num_blocks
+            self.rows = (heads.unsqueeze(1) + self.tables.flatten()).flatten()
+        blocks = stored.view(a_kv * self.num_blocks, -1)  # [.., size * d]
+        count = len(self.rows) * blocks.shape[1]
         if n not in self.buffers or len(self.buffers[n]) < count:
             # new memory would be slow: the system clears each page of it
             self.buffers[n] = stored.new_empty(2 * count)
-        out = self.buffers[n][:count].view(shape)
-        return torch.index_select(blocks, 1, self.tables.flatten(), out=out)
+        out = self.buffers[n][:count].view(len(self.rows), -1)
+        torch.index_select(blocks, 0, self.rows, out=out)
+        return out.view(a_kv, len(self.tables), -1, d)
 
     def prefill(self, prompt: Prompt, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """The queries of one piece of a prompt. q: [T, a, 1, d] -> [tokens, a, d]"""
@@ -217,3 +231,8 @@ class PagedCache:
             enable_gqa=q.shape[1] != len(keys),
         )
         return y[0].transpose(0, 1)
+
+
+def is_run(table: list[int]) -> bool:
+    """Whether these blocks stand next to each other."""
+    return table == list(range(table[0], table[0] + len(table)))

@@ -1,0 +1,437 @@
+"""The engine gives each request the answer of generate.py for its prompt alone: whoever else is in
+the batch, with shared prefixes, prompts in chunks, preemptions, cancellations, on each layout."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from parity import again
+from test_generate import BLOOM, EXPERTS, GEMMA, QWEN3, loud, save
+from test_gpt import GPT_SHAPES, LLAMA_SHAPES, build
+
+import generate
+import serve
+from base.world import Groups
+from inference import cli, quantization, weight_layouts
+from inference.sampling import SamplingParams, keys_of
+from proof import ranks
+from serve import BlockPool, Draw, Request, Scheduler, Sequence
+from serving import engine as engines
+from serving.engine import Engine, requests_of
+from serving.paged_attention import PagedCache
+
+CONTEXT = 48
+VOCAB = 61
+END = 5
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.95),
+)
+SHAPES = {
+    "gpt": GPT_SHAPES[0],
+    "llama": LLAMA_SHAPES[1],
+    "window": LLAMA_SHAPES[1] | dict(sliding_window=7),
+    "bloom": BLOOM,
+    "qwen3": QWEN3,
+    "gemma": GEMMA,
+    "experts": EXPERTS,
+}
+# blocks for some three of the longest: sequences are preempted; and for all
+SMALL = dict(max_sequences=6, budget=10, block_size=4, num_blocks=20)
+LARGE = dict(max_sequences=16, budget=64, block_size=3)
+
+
+def make(name: str, **fields):
+    shape = SHAPES[name] | dict(num_layers=2, seq_length=CONTEXT, vocab_size=VOCAB) | fields
+    return loud(build(torch.float64, **shape)).eval().requires_grad_(False)
+
+
+def make_requests(count: int, seed: int = 0) -> list[Request]:
+    """Prompts of random lengths, many of which begin alike, and some of which are equal."""
+    r = random.Random(seed)
+    texts = [[r.randrange(VOCAB) for _ in range(30)] for _ in range(3)]
+    requests = []
+    for n in range(count):
+        prompt = r.choice(texts)[: r.randint(1, 24)] + [
+            r.randrange(VOCAB) for _ in range(r.randint(0, 4))
+        ]
+        if n % 5 == 4:
+            prompt = requests[-2].prompt
+        if n % 5 == 3:
+            # equal blocks after others
+            prompt = [r.randrange(VOCAB) for _ in range(4)] + texts[0][4:24]
+        draw = Draw(r.choice(SAMPLINGS), keys_of([prompt], n)[0])
+        requests.append(Request(prompt, r.randint(1, 18), draw, (END,)))
+    return requests
+
+
+def answers_alone(model, requests: list[Request]) -> list[list[int]]:
+    """Of generate.py."""
+    answers = {}
+    for params in SAMPLINGS:
+        numbers = [n for n, request in enumerate(requests) if request.draw.sampling == params]
+        of = [requests[n] for n in numbers]
+        ids = generate.generate(
+            model,
+            [request.prompt for request in of],
+            max(request.max_tokens for request in of),
+            **params._asdict(),
+            keys=[request.draw.key for request in of],
+            eot=END,
+        )
+        for n, request, answer in zip(numbers, of, ids):
+            answers[n] = answer[: request.max_tokens]
+    return [answers[n] for n in range(len(requests))]
+
+
+def check_blocks(engine: Engine) -> None:
+    engine.pool.check([sequence.table for sequence in engine.sequences.values()])
+
+
+def serve_all(engine: Engine, requests: list[Request], seed: int = 0):
+    """Random arrivals and cancellations. Returns (ids, finish) of each request; finish is None
+    where it was cancelled."""
+    r = random.Random(seed)
+    answers = [([], None) for _ in requests]
+    place_of, todo = {}, list(range(len(requests)))
+    while todo or engine.busy:
+        while todo and r.random() < 0.6:
+            n = todo.pop(0)
+            place_of[engine.add(requests[n])] = n
+        if engine.sequences and r.random() < 0.03:
+            engine.cancel(r.choice(list(engine.sequences)))
+        for output in engine.step():
+            ids, _ = answers[place_of[output.number]]
+            if output.token is not None:
+                ids.append(output.token)
+            answers[place_of[output.number]] = ids, output.finish
+        check_blocks(engine)
+    assert len(engine.pool.free) == len(engine.pool.users) - 1
+    return answers
+
+
+def as_alone(served, expected, requests) -> bool:
+    """Whether each answer is the expected one, or as far as it came before it was cancelled."""
+    for (ids, finish), alone, request in zip(served, expected, requests):
+        if finish is None:
+            alone = alone[: len(ids)]
+        elif finish != ("length" if len(alone) == request.max_tokens else "end of text"):
+            return False
+        if ids != alone:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_each_answer_is_the_one_alone(name, sizes):
+    model = make(name)
+    requests = make_requests(200 if name == "llama" else 60)
+    engine = Engine(model, **sizes)
+    served = serve_all(engine, requests)
+    scheduler = engine.scheduler
+    engine.close()
+    assert as_alone(served, answers_alone(model, requests), requests)
+    # the run had what it is about
+    assert any(finish is None for _, finish in served)
+    assert {"end of text", "length"} <= {finish for _, finish in served}
+    assert scheduler.found > 100
+    if sizes is SMALL and not model.config.sliding_window:
+        assert scheduler.preemptions > 0
+
+
+# --- layouts --------------------------------------------------------------------------------------
+
+
+def on_ranks(rank, path, world, layout, sizes, requests):
+    layout = dict(layout)
+    split = layout.pop("layer_split", None)
+    groups = Groups.make("cpu", world, **layout)
+    model, _ = cli.load_model(path, torch.device("cpu"), torch.float64, groups, split)
+    for stage in generate.stages_of(model):
+        weight_layouts.pack(stage)
+    engine = Engine(model, groups, **sizes)
+    if rank:
+        return engine.follow()
+    served = serve_all(engine, requests)
+    # so many tokens of a step do not fit into the first message
+    engine.generate([list(range(40))] * 3, 2)
+    engine.close()
+    return served, engine.scheduler.preemptions
+
+
+LAYOUTS = {
+    "gpt": [(2, dict(tp=2)), (2, dict(pp=2)), (4, dict(tp=2, pp=2))],
+    "bloom": [(4, dict(tp=2, pp=2))],
+    "experts": [(2, dict(tp=2))],
+    "llama": [(4, dict(pp=4, layer_split=[1, 2, 1, 1]))],
+}
+
+
+@pytest.mark.parametrize(
+    "name, world, layout",
+    [(name, *layout) for name, layouts in LAYOUTS.items() for layout in layouts],
+    ids=str,
+)
+@pytest.mark.parametrize("count", [40, again(200)])
+def test_layouts(name, world, layout, count, tmp_path):
+    model = make(name, num_layers=sum(layout.get("layer_split", [2])))
+    save(tmp_path, model)
+    requests = make_requests(count, seed=1)
+    results = ranks.run(on_ranks, world, str(tmp_path), world, layout, SMALL, requests)
+    served, preemptions = results[0]
+    assert as_alone(served, answers_alone(model, requests), requests)
+    assert preemptions > 0 or model.config.sliding_window
+
+
+# --- what an answer could depend on ---------------------------------------------------------------
+
+
+def freed_early(monkeypatch):
+    """A sequence's first block is free while it runs."""
+    original = Scheduler.place
+
+    def place(self, step, sequence, left):
+        count = original(self, step, sequence, left)
+        if len(sequence.table) > 1 and self.pool.users[sequence.table[0]] == 1:
+            self.pool.release(sequence.table[0])
+            self.pool.overwrite(sequence.table[0], 0)
+            self.pool.users[sequence.table[0]] = 1
+        return count
+
+    monkeypatch.setattr(Scheduler, "place", place)
+    # and nobody looks
+    monkeypatch.setattr(BlockPool, "check", lambda *_: None)
+
+
+def hash_without_parent(monkeypatch):
+    monkeypatch.setattr(serve, "hash_of", lambda _, tokens: repr(tokens).encode())
+
+
+def no_copy_on_write(monkeypatch):
+    monkeypatch.setattr(PagedCache, "copy", lambda *_: None)
+
+
+def hashes_that_stay(monkeypatch):
+    original = BlockPool.overwrite
+
+    def overwrite(self, block, kept):
+        # those of a block that is written to in place; of an allocated one they go
+        if kept == 0:
+            original(self, block, kept)
+
+    monkeypatch.setattr(BlockPool, "overwrite", overwrite)
+
+
+def mask_of_the_next_request(monkeypatch):
+    original = PagedCache.prepare_decodes
+
+    def prepare_decodes(self, pieces, local):
+        original(self, pieces, local)
+        if self.mask is not None:
+            self.mask = self.mask.roll(1, 0)
+
+    monkeypatch.setattr(PagedCache, "prepare_decodes", prepare_decodes)
+
+
+def numbers_of_the_place(monkeypatch):
+    """Random numbers belong to the place in the batch."""
+    original = engines.sample
+
+    def sample(logits, keys, positions, params):
+        return original(logits, list(range(len(keys))), positions, params)
+
+    monkeypatch.setattr(engines, "sample", sample)
+
+
+def positions_from_the_piece(monkeypatch):
+    """A chunk of a prompt begins at position 0."""
+    original = PagedCache.begin
+
+    def begin(self, *args):
+        tokens = original(self, *args)
+        self.positions = torch.zeros_like(self.positions)
+        return tokens
+
+    monkeypatch.setattr(PagedCache, "begin", begin)
+
+
+BREAKAGES = (
+    freed_early,
+    hash_without_parent,
+    no_copy_on_write,
+    mask_of_the_next_request,
+    numbers_of_the_place,
+    positions_from_the_piece,
+)
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda f: f.__name__)
+def test_the_answers_show(breakage, monkeypatch):
+    model = make("gpt")
+    requests = make_requests(60)
+    expected = answers_alone(model, requests)
+    breakage(monkeypatch)
+    engine = Engine(model, **SMALL)
+    try:
+        served = serve_all(engine, requests)
+    except (AssertionError, KeyError, StopIteration):
+        # the blocks were given away twice
+        served = None
+    engine.close()
+    assert served is None or not as_alone(served, expected, requests)
+
+
+# --- log-probabilities ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
+def test_log_probabilities(sizes):
+    """Those of the plain model, also of a prompt in chunks, and after a preemption."""
+    model = make("llama")
+    requests = [
+        replace(request, draw=request.draw._replace(log_probs=n % 4, of_prompt=n % 3 == 0))
+        for n, request in enumerate(make_requests(30, seed=2))
+    ]
+    engine = Engine(model, **sizes)
+    numbers = [engine.add(request) for request in requests]
+    outputs = {number: [] for number in numbers}
+    while engine.busy:
+        for output in engine.step():
+            outputs[output.number].append(output)
+    engine.close()
+    for number, request in zip(numbers, requests):
+        told = outputs[number][0].of_prompt or []
+        assert (outputs[number][0].of_prompt is not None) == request.draw.of_prompt
+        assert not any(output.of_prompt for output in outputs[number][1:])
+        drawn = [output.token for output in outputs[number] if output.token is not None]
+        told = told + [output.log_prob for output in outputs[number] if output.log_prob]
+        ids = request.prompt + drawn
+        log_p = model(torch.tensor([ids]))[0].log_softmax(-1)
+        first = len(ids) - len(told)
+        assert first == (1 if request.draw.of_prompt else len(request.prompt))
+        for at, found in enumerate(told, first):
+            assert found.token == ids[at]
+            assert abs(found.log_prob - log_p[at - 1, ids[at]]) < 1e-10
+            values, tokens = log_p[at - 1].topk(request.draw.log_probs)
+            assert [token for token, _ in found.top] == tokens.tolist()
+            assert [value for _, value in found.top] == pytest.approx(values.tolist(), abs=1e-10)
+
+
+def test_no_tokens_but_the_prompts_log_probabilities():
+    model = make("gpt")
+    engine = Engine(model, **SMALL)
+    engine.add(Request([3, 4, 9], 0, Draw(log_probs=1, of_prompt=True)))
+    [output] = engine.step()
+    assert (output.token, output.finish, engine.busy) == (None, "length", False)
+    assert [found.token for found in output.of_prompt] == [4, 9]
+    engine.close()
+
+
+# --- beside ---------------------------------------------------------------------------------------
+
+
+def test_a_pipeline_has_a_step_in_flight_for_each_stage():
+    """Sequences in flight are left out, and those of a step are their share."""
+    pool = BlockPool(100, 4)
+    scheduler = Scheduler(pool, 8, 64, stages=2)
+    scheduler.waiting.extend(Sequence(n, Request([1, 2, n], 9)) for n in range(8))
+    first = scheduler.schedule()
+    assert len(first.pieces) == 8
+    assert scheduler.schedule() is None
+    for sequence in scheduler.running:
+        sequence.in_flight = False
+        sequence.ids.append(7)
+    steps = [scheduler.schedule(), scheduler.schedule()]
+    numbers = [{piece.number for piece in step.pieces} for step in steps]
+    assert [len(found) for found in numbers] == [4, 4]
+    assert not numbers[0] & numbers[1]
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantised_weights(kind):
+    model = make("llama").float()
+    quantization.apply(model, 4, kind)
+    prompts = [request.prompt for request in make_requests(6)]
+    expected = generate.generate(model, prompts, 8, temperature=0)
+    engine = Engine(model, **LARGE)
+    found = engine.generate(prompts, 8, temperature=0)
+    engine.close()
+    # in 32 bits, nearly equal logits may change places
+    equal = sum(a == b for a, b in zip(expected, found))
+    assert equal >= len(prompts) - 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_types(dtype):
+    """The log-probabilities of the plain model, up to what the type rounds."""
+    model = make("llama").to(dtype)
+    engine = Engine(model, **LARGE)
+    requests = requests_of([request.prompt for request in make_requests(8)], 6)
+    numbers = [engine.add(replace(r, draw=r.draw._replace(log_probs=0))) for r in requests]
+    outputs = {number: [] for number in numbers}
+    while engine.busy:
+        for output in engine.step():
+            outputs[output.number].append(output)
+    engine.close()
+    for number, request in zip(numbers, requests):
+        ids = request.prompt + [output.token for output in outputs[number]]
+        log_p = model(torch.tensor([ids]))[0].float().log_softmax(-1)
+        for at, output in enumerate(outputs[number], len(request.prompt)):
+            expected = log_p[at - 1, output.token].item()
+            assert output.log_prob.log_prob == pytest.approx(
+                expected, abs=1e-4 if dtype == torch.float32 else 1.0
+            )
+
+
+def test_the_model_is_as_before():
+    model = make("llama")
+    tokens = torch.tensor([[3, 4, 5]])
+    before = model(tokens)
+    engine = Engine(model, **LARGE)
+    engine.generate([[3, 4]], 3)
+    engine.close()
+    assert torch.equal(model(tokens), before)
+
+
+@pytest.mark.parametrize(
+    "request_, words",
+    [
+        (Request([], 3), "prompt 0 is empty"),
+        (Request([VOCAB], 3), f"the model knows 0 to {VOCAB - 1}"),
+        (Request([1] * 40, 9), "more than the 48 that the model's context holds"),
+        (Request([1], 3, Draw(SamplingParams(top_p=0.0))), "top_p 0.0: must be above 0"),
+    ],
+)
+def test_bad_requests(request_, words):
+    engine = Engine(make("gpt"), **LARGE)
+    with pytest.raises(ValueError, match=words):
+        engine.add(request_)
+    assert not engine.busy
+    engine.close()
+
+
+def test_bad_sizes():
+    model = make("gpt")
+    for sizes, words in [
+        (dict(max_sequences=0), "max_sequences 0: must be at least 1"),
+        (dict(num_blocks=1), "num_blocks 1: must be at least 2"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            Engine(model, **sizes)
+    engine = Engine(model, block_size=4, num_blocks=3)
+    with pytest.raises(ValueError, match="more than the 8 that the cache holds"):
+        engine.add(Request([1] * 6, 3))
+    engine.close()
+
+
+def test_logits_that_are_not_finite():
+    model = make("gpt")
+    model.head.output.weight.fill_(torch.nan)
+    engine = Engine(model, **LARGE)
+    engine.add(Request([1], 3))
+    with pytest.raises(FloatingPointError, match="not finite"):
+        engine.step()
+    engine.close()
