@@ -40,7 +40,7 @@ from gpt import GPT, Context
 from inference.kv_cache import CacheSlot, caching
 from inference.sampling import DIVERGED, SamplingParams, keys_of, sample
 from pipeline_parallel import Pipeline
-from serve import BlockPool, Draw, Request, Scheduler, Sequence, Step
+from serve import BlockPool, Draw, Piece, Request, Scheduler, Sequence, Step
 from serving.paged_attention import PagedCache
 from serving.ranks import Link
 
@@ -61,6 +61,7 @@ class Output(NamedTuple):
     number: int
     token: int | None
     finish: str | None
+    # of the drawn token, also where it ends the text
     log_prob: LogProb | None = None
     # of the prompt's tokens but the first one; with the first output
     of_prompt: list[LogProb] | None = None
@@ -69,9 +70,9 @@ class Output(NamedTuple):
 class Drawn(NamedTuple):
     """What the last stage gives for a step."""
 
-    # of the pieces whose next token is not known
-    tokens: list[int]
-    # number of a request -> log-probabilities of the tokens after those of its piece
+    # number of a request -> its next token
+    tokens: dict[int, int]
+    # number of a request that asked -> of the tokens that follow those of its piece
     log_probs: dict[int, list[LogProb]]
 
 
@@ -189,12 +190,10 @@ class Engine:
 
     def complete(self, step: Step, drawn: Drawn) -> list[Output]:
         """Give the sequences of a step their tokens."""
-        if DIVERGED in drawn.tokens:
+        if DIVERGED in drawn.tokens.values():
             raise FloatingPointError("the model's logits are not finite")
-        tokens = iter(drawn.tokens)
         outputs = []
         for piece in step.pieces:
-            token = next(tokens) if piece.next is None else None
             sequence = self.sequences[piece.number]
             sequence.in_flight = False
             if sequence.finish:
@@ -207,7 +206,7 @@ class Engine:
                 of_piece = len(piece.tokens) - (piece.next is None)
                 self.of_prompts[piece.number] = known + log_probs[:of_piece]
             if piece.next is None:
-                outputs.append(self.append(sequence, token, log_probs[-1:]))
+                outputs.append(self.append(sequence, drawn.tokens[piece.number], log_probs[-1:]))
         return outputs
 
     def append(self, sequence: Sequence, token: int, log_prob: list[LogProb]) -> Output:
@@ -226,7 +225,7 @@ class Engine:
                 sequence.finish = "length"
         if sequence.finish:
             self.end(sequence)
-        known = log_prob[0] if log_prob and token is not None else None
+        known = log_prob[0] if log_prob else None
         return Output(sequence.number, token, sequence.finish, known, of_prompt)
 
     def generate(self, prompts: list[list[int]], max_tokens: int, **options) -> list[list[int]]:
@@ -345,7 +344,7 @@ class StepRunner(generate.ModelRunner):
         return stage.head(x)[:, 0]
 
 
-def rows_of(step: Step) -> list[list[int]]:
+def rows_of(step: Step) -> list[range]:
     """The rows of each piece that have logits: the last one if a token is drawn, and all of a
     prompt whose log-probabilities are asked for."""
     rows = []
@@ -353,49 +352,52 @@ def rows_of(step: Step) -> list[list[int]]:
     for piece in step.pieces:
         end += len(piece.tokens)
         count = len(piece.tokens) if piece.draw.of_prompt else int(piece.next is None)
-        rows.append(list(range(end - count, end)))
+        rows.append(range(end - count, end))
     return rows
 
 
 def draw(step: Step, logits: Tensor) -> Drawn:
     """Draw the tokens of a step. logits: [rows, V]"""
-    counts = [len(rows) for rows in rows_of(step)]
-    ends = list(itertools.accumulate(counts))
-    # the pieces that draw, and the row of each
-    drawing = [(piece, end - 1) for piece, end in zip(step.pieces, ends) if piece.next is None]
-    alike: dict[SamplingParams, list[int]] = {}
-    for i, (piece, _) in enumerate(drawing):
-        alike.setdefault(piece.draw.sampling, []).append(i)
-    tokens = [0] * len(drawing)
-    for params, places in alike.items():
-        pieces = [drawing[i][0] for i in places]
-        rows = [drawing[i][1] for i in places]
-        drawn = sample(
-            logits if len(rows) == len(logits) else logits[rows],
-            [piece.draw.key for piece in pieces],
-            [piece.start + len(piece.tokens) for piece in pieces],
-            params,
-        )
-        for i, token in zip(places, drawn.tolist()):
-            tokens[i] = token
-    new = iter(tokens)
-    log_probs = {}
-    for piece, count, end in zip(step.pieces, counts, ends):
-        after = next(new) if piece.next is None else piece.next
-        if piece.draw.log_probs is not None and count:
-            targets = [*piece.tokens, after][-count:]
-            log_probs[piece.number] = log_probs_of(
-                logits[end - count : end], targets, piece.draw.log_probs
-            )
-    return Drawn(tokens, log_probs)
+    ends = list(itertools.accumulate(map(len, rows_of(step))))
+    # pieces that are drawn in one call, and their rows
+    alike: dict[SamplingParams, list[tuple[Piece, int]]] = {}
+    for piece, end in zip(step.pieces, ends):
+        if piece.next is None:
+            alike.setdefault(piece.draw.sampling, []).append((piece, end - 1))
+    token_of = {}
+    for params, drawn in alike.items():
+        pieces, rows = zip(*drawn)
+        keys = [piece.draw.key for piece in pieces]
+        positions = [piece.start + len(piece.tokens) for piece in pieces]
+        of_rows = logits if len(rows) == len(logits) else logits[list(rows)]
+        tokens = sample(of_rows, keys, positions, params)
+        token_of |= zip((piece.number for piece in pieces), tokens.tolist())
+    return Drawn(token_of, log_probs(step, logits, token_of))
 
 
-def log_probs_of(logits: Tensor, targets: list[int], most: int) -> list[LogProb]:
-    """Of each target and of the `most` likeliest tokens. logits: [n, V]; targets: n tokens."""
+def log_probs(step: Step, logits: Tensor, token_of: dict[int, int]) -> dict[int, list[LogProb]]:
+    """As Drawn.log_probs. token_of: the drawn tokens."""
+    asked = [piece for piece in step.pieces if piece.draw.log_probs is not None]
+    if not asked:
+        return {}
     log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    targets = [0] * len(logits)
+    spans, row = {}, 0
+    for piece, rows in zip(step.pieces, rows_of(step)):
+        after = token_of.get(piece.number, piece.next)
+        spans[piece.number] = range(row, row + len(rows))
+        targets[row : row + len(rows)] = [*piece.tokens, after][len(piece.tokens) + 1 - len(rows) :]
+        row += len(rows)
     # where logits are not finite the token is DIVERGED, and the driver raises
     at = torch.tensor(targets, device=logits.device).clamp(min=0).unsqueeze(1)
     of_targets = log_p.gather(1, at).squeeze(1).tolist()
-    values, ids = log_p.topk(min(most, log_p.shape[1]))  # [n, most]
-    tops = [list(zip(*pair)) for pair in zip(ids.tolist(), values.tolist())]
-    return [LogProb(*row) for row in zip(targets, of_targets, tops)]
+    most = max(piece.draw.log_probs for piece in asked)
+    values, ids = (x.tolist() for x in log_p.topk(min(most, log_p.shape[1])))  # [rows, most]
+    found = {}
+    for piece in asked:
+        n = piece.draw.log_probs
+        found[piece.number] = [
+            LogProb(targets[i], of_targets[i], list(zip(ids[i][:n], values[i][:n])))
+            for i in spans[piece.number]
+        ]
+    return found

@@ -306,8 +306,10 @@ def test_log_probabilities(sizes):
         told = outputs[number][0].of_prompt or []
         assert (outputs[number][0].of_prompt is not None) == request.draw.of_prompt
         assert not any(output.of_prompt for output in outputs[number][1:])
+        ends = outputs[number][-1].finish == "end of text"
         drawn = [output.token for output in outputs[number] if output.token is not None]
-        told = told + [output.log_prob for output in outputs[number] if output.log_prob]
+        drawn += [END] * ends
+        told = told + [output.log_prob for output in outputs[number]]
         ids = request.prompt + drawn
         log_p = model(torch.tensor([ids]))[0].log_softmax(-1)
         first = len(ids) - len(told)
