@@ -25,10 +25,9 @@ import torch
 import torch._functorch.config
 
 import recompute
-import verify
 from comparisons import gpu, kernels, nccl, redraw, sums_task, training_step
 from figures import pictures
-from proof import mutations
+from proof import mutations, verify
 
 ROOT = Path(__file__).parent.parent
 COMPARISONS = ROOT / "comparisons"

@@ -37,7 +37,7 @@ DOCS += sorted((ROOT / "docs").glob("*.md"))
 MAKEFILE = (ROOT / "Makefile").read_text()
 # files whose command line is parsed by a function that takes it; others read sys.argv
 # those with a parser of their own
-COMMANDS = ("generate.py", "prompt_tuning.py", "adapters.py", "huggingface.py", "verify.py")
+COMMANDS = ("generate.py", "prompt_tuning.py", "adapters.py", "huggingface.py", "proof/verify.py")
 COMMANDS += ("inference/evaluate.py", "exchange/export.py", "exercises/bugs.py")
 COMMANDS += ("page/explorer.py",)
 
