@@ -33,13 +33,12 @@ from planning import commands
 from planning.fits import USABLE, PlanError
 from planning.inputs import TRAIN, Layout, Machine
 from planning.layer_time import Rank, layer
+from planning.serving import BYTES, cache_bytes
 from run.config import ConfigError
 from run.rules import multiples
 
 # sequences of an update, answers of a step, tokens (announced for Llama 2 70B); prompts: our choice
 BATCH, ANSWERS, PROMPT, ANSWER = 64, 512, 512, 1024
-# bytes of a weight, and of a number in the cache
-BYTES = 2
 
 
 class Step(NamedTuple):
@@ -58,12 +57,6 @@ class Step(NamedTuple):
 
 
 # --- answers --------------------------------------------------------------------------------------
-
-
-def cache_bytes(model: MoEConfig, tokens: float) -> float:
-    """Of the keys and values of so many tokens, in all layers."""
-    heads = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-    return BYTES * heads * tokens
 
 
 def token_seconds(machine: Machine, model: MoEConfig, layout: Layout, b: int, s: float) -> float:
@@ -197,13 +190,8 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, MoEConfig]:
         fits = multiples(case.answers, case.batch)
         raise ConfigError(f"--answers {case.answers}: {rule}; {fits}")
     model = commands.Config(model=case.model).model_config()
-    tokens = case.prompt_tokens + case.answer_tokens
-    if model.positions == "learned" and tokens > model.seq_length:
-        rule = (
-            f"with --prompt-tokens {case.prompt_tokens} they are {tokens}, and --model {case.model}"
-        )
-        rule += f" has {model.seq_length} learned positions"
-        raise ConfigError(f"--answer-tokens {case.answer_tokens}: {rule}; fewer would fit")
+    lengths = "--answer-tokens", case.answer_tokens, "--prompt-tokens", case.prompt_tokens
+    commands.check_positions(case.model, model, *lengths)
     return case, model
 
 
