@@ -31,6 +31,7 @@ FITTED = {
 }
 # the frontier that is drawn: tokens of a prompt and of an answer
 MODELS, PROMPT, ANSWER, GPUS = ("llama2-70b", "gpt3-175b"), 200, 200, 16
+OF_TP = dict(zip((1, 2, 4, 8, 16), (*style.SERIES, "#e69f00", "#332288")))
 
 
 class Row(NamedTuple):
@@ -121,18 +122,22 @@ def print_results(results: dict) -> None:
 
 
 def draw(results: dict, figures: Path) -> None:
-    """results: what serving_plan.json holds."""
+    """results: what serving_plan.json holds. A colour for each t; dashed with several stages."""
     figure, axes = style.figure(3.2, 1, len(results["frontier"]), squeeze=False)
     for axis, (name, found) in zip(axes[0], results["frontier"].items()):
-        layouts = {}
-        for latency, rate, tp, pp in found["all"]:
-            layouts.setdefault(f"{tp} x {pp}", []).append((latency, rate))
-        for colour, (layout, points) in zip(style.SERIES * 3, layouts.items()):
-            axis.plot(*zip(*points), ".-", color=colour, label=layout, linewidth=0.7)
-        axis.plot(*zip(*found["frontier"]), color="black", linewidth=5, alpha=0.2)
-        style.ticks(axis, x=(1, 2, 5, 10, 20), y=(10, 100, 1000))
+        curves = {}
+        for latency, rate, *layout in found["all"]:
+            curves.setdefault(tuple(layout), []).append((latency, rate))
+        for (tp, pp), points in sorted(curves.items()):
+            named = f"tp {tp}" if pp == min(p for t, p in curves if t == tp) else "_"
+            line = dict(color=OF_TP[tp], linestyle="-" if pp == 1 else "--")
+            axis.plot(*zip(*points), label=named, linewidth=1, **line)
+        axis.plot(
+            *zip(*found["frontier"]), color="black", linewidth=6, alpha=0.15, label="frontier"
+        )
+        style.ticks(axis, x=(2, 5, 10, 20, 50), y=(1, 10, 100, 1000))
         axis.set(xlabel="seconds of a request", title=f"{name} on H100s (predicted)")
-        axis.legend(title="tp x pp", loc="lower right")
+        axis.legend(loc="lower right")
     axes[0][0].set_ylabel("tokens/s of each GPU")
     style.save(figure, figures / "serving_frontier.svg")
 

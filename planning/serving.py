@@ -127,7 +127,8 @@ class Serving(NamedTuple):
         return {
             "weights": share * matrix * matrices + ends * vector * vocabulary * h / t,
             "cache": share * self.cached(batch, tokens),
-            "activations": BYTES * chunk * numbers + LOGIT * batch * vocabulary / t,
+            "activations": BYTES * min(chunk, batch * tokens) * numbers
+            + LOGIT * batch * vocabulary / t,
         }
 
     def all_reduce(self, nbytes: float) -> float:

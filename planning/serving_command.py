@@ -99,8 +99,11 @@ def main(argv: list[str]) -> None:
     print("\n".join(["", *table([found[i] for i in sorted(shown)]), ""]))
     best = found[-1]
     copies = case.gpus // best.serving.ranks
+    experts = model.num_experts > 0
     room = f"; {case.gpus} GPUs hold {copies} of it" if copies > 1 else ""
-    print(f"The last has the most tokens/s of a GPU{room}:\n\n{command_of(case, best)}")
-    refused = best.serving.tp > 1 or model.num_experts
-    if case.weights == "fp8" or (case.weights != "bf16" and refused):
-        print(f"\n--weights {case.weights}: this is for other engines; here it is refused so far")
+    print(f"The last has the most tokens/s of a GPU{room}:\n")
+    if case.weights == "fp8" or (case.weights != "bf16" and (best.serving.tp > 1 or experts)):
+        print(f"--weights {case.weights} is refused here under --tp, of experts, and in fp8: it is")
+        print("how other engines serve")
+    else:
+        print(command_of(case, best))

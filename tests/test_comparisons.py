@@ -54,6 +54,7 @@ SCRIPTS = [
     ("recompute_overhead", [], ["recompute_overhead.json", "recompute_overhead.svg"]),
     ("reproduction", [], ["reproduction.json", "reproduction.svg", "reproduction_scaling.svg"]),
     ("rollout", [], ["rollout.json", "rollout.svg"]),
+    ("serving_plan", [], ["serving_plan.json", "serving_frontier.svg"]),
     ("silent_bugs", [], ["silent_bugs.json", "silent_bugs.svg"]),
     ("single_device", [], ["single_device.json"]),
     ("two_ranks", ["data"], ["data_parallel.json"]),
