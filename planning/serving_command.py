@@ -63,9 +63,8 @@ def found_by(case: argparse.Namespace, one: Serving) -> list[Found]:
 
 
 def table(found: list[Found]) -> list[str]:
-    lines = [
-        " tp  pp batch  first, s  between, ms  request, s  tokens/s/GPU  weights   cache  activ."
-    ]
+    names = " tp  pp batch  first, s  between, ms  request, s  tokens/s/GPU  weights   cache"
+    lines = [f"{names}  activ."]
     for x in found:
         line = f"{x.serving.tp:>3}{x.serving.pp:>4}{x.batch:>6}{x.first:>10.3f}"
         line += f"{1e3 * x.between:>13.1f}{x.latency:>12.2f}{x.rate:>14,.1f} "
@@ -95,15 +94,17 @@ def main(argv: list[str]) -> None:
         f"{case.model} on {machine.name}, {gib(machine.memory)} GiB each, at most {case.gpus}:"
         f" prompts of {case.input:,} tokens, answers of {case.output:,}; {case.weights} weights"
     )
-    shown = {round(i * (len(found) - 1) / max(1, case.top - 1)) for i in range(case.top)}
-    print("\n".join(["", *table([found[i] for i in sorted(shown)]), ""]))
+    # some of the frontier, its last among them
+    step = (len(found) - 1) / max(1, case.top - 1)
+    shown = sorted({len(found) - 1 - round(i * step) for i in range(case.top)})
+    print("\n".join(["", *table([found[i] for i in shown]), ""]))
     best = found[-1]
     copies = case.gpus // best.serving.ranks
-    experts = model.num_experts > 0
     room = f"; {case.gpus} GPUs hold {copies} of it" if copies > 1 else ""
     print(f"The last has the most tokens/s of a GPU{room}:\n")
-    if case.weights == "fp8" or (case.weights != "bf16" and (best.serving.tp > 1 or experts)):
-        print(f"--weights {case.weights} is refused here under --tp, of experts, and in fp8: it is")
-        print("how other engines serve")
-    else:
+    is_plain = best.serving.tp == 1 and not model.num_experts
+    if case.weights == "bf16" or (case.weights != "fp8" and is_plain):
         print(command_of(case, best))
+    else:
+        rule = "int8 and int4 are there for --tp 1 and without experts"
+        print(f"serve.py has no --weights {case.weights} for it: {rule}")

@@ -88,6 +88,17 @@ def test_a_decoding_step_by_hand():
     assert sixteen == pytest.approx(3 + GRAPHS.network_wait / GRAPHS.wait)
 
 
+def test_messages_by_hand():
+    """An all-reduce of 8 ranks sends and receives 7/8 of the bytes twice; a stage sends them once,
+    over the network where the pipeline is not in one node."""
+    eight, two_nodes = on_h100(GPT_3, tp=8), on_h100(GPT_3, tp=8, pp=2)
+    assert eight.all_reduce(1e9) - eight.all_reduce(0) == pytest.approx(1.75e9 / H100.node_link)
+    assert eight.send(1e9) == on_h100(GPT_3).all_reduce(1e9) == 0
+    in_node = on_h100(GPT_3, tp=4, pp=2).send(1e9)
+    assert in_node == pytest.approx(GRAPHS.wait + 1e9 / H100.node_link)
+    assert two_nodes.send(1e9) == pytest.approx(GRAPHS.network_wait + 1e9 / H100.network_link)
+
+
 def test_a_prompt_by_hand():
     one = on_h100(GPT_3, engine=AT_ONCE)
     n, rate = 4 * 512, H100.peak * H100.constants.matmul
@@ -141,6 +152,7 @@ def test_stages_give_tokens_and_no_latency():
     one, two = on_h100(preset("llama2-7b")), on_h100(preset("llama2-7b"), pp=2)
     assert one.step(1, 100) < two.step(1, 100) < 1.01 * one.step(1, 100)
     assert one.first_token(1, 512) <= two.first_token(1, 512)
+    assert two.step(2, 100) == pytest.approx(2 * two.stage(1, 1, 100) + 2 * two.head(1))
     # many prompts fill the pipeline; but each group reads the weights again
     assert 0.5 < two.first_token(64, 512) / one.first_token(64, 512) < 0.62
     assert two.step(128, 100) == pytest.approx(one.step(64, 100), rel=0.02)
@@ -195,14 +207,18 @@ def test_rows_that_were_held_out():
         assert sum(without) / len(without) > found["mean"] * 1.02, change
 
 
-def test_the_memory_that_fastertransformer_used():
-    """GPT-6.7B, 512 + 32 tokens (docs/gpt_guide.md): 15.96 GB for one sequence, 41.84 GB for 64. It
-    takes a prompt whole. What one sequence needs beside its weights is the CUDA context and
-    workspaces of a fixed size, 2.3 GB."""
-    row = next(row for row in ROWS if row.key[0] == "ft-6.7b")
-    one, many = (sum(row.serving.bytes(b, 544, b * 512).values()) / 1e9 for b in (1, 64))
-    assert many - one == pytest.approx(41.84 - 15.96, rel=0.25)
-    assert 2 < 15.96 - one < 2.6
+@pytest.mark.parametrize(
+    "name, one, many", [("6.7b", 15.96, 41.84), ("1.3b", 5.58, 15.61), ("350m", 3.57, 8.67)]
+)
+def test_the_memory_that_fastertransformer_used(name, one, many):
+    """GB of 1 and of 64 sequences of 512 + 32 tokens (docs/gpt_guide.md). One takes 2.3 to 2.9 GB
+    more than its weights, cache and activations: CUDA and workspaces. What 63 others add is
+    predicted 14% to 16% too low."""
+    row = next(row for row in ROWS if row.key[0] == f"ft-{name}")
+    # a prompt is taken whole
+    found = [sum(row.serving.bytes(b, 544, b * 512).values()) / 1e9 for b in (1, 64)]
+    assert 2.3 < one - found[0] < 2.9
+    assert -0.17 < (found[1] - found[0]) / (many - one) - 1 < -0.13
 
 
 # --- the search -----------------------------------------------------------------------------------
@@ -247,7 +263,7 @@ def test_a_command_that_would_be_refused_is_not_printed(capsys):
         "--model llama2-7b --weights fp8",
     ):
         status, out, _ = run(f"serve --gpu h100 {words}", capsys)
-        assert status == 0 and "serve.py" not in out and "is refused here" in out
+        assert status == 0 and "--checkpoint" not in out and "serve.py has no --weights" in out
     status, out, _ = run("serve --gpu h100 --model llama2-7b --gpus 1 --weights int4", capsys)
     assert "--tp 1 --pp 1" in out and "--weights int4" in out
 
