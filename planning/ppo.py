@@ -2,9 +2,7 @@
 
     python planner.py ppo --model llama2-70b --gpus 64 --gpu h100
 
-    answers     prompts: one forward; then for each token all weights and the cache of keys and
-                values are read, (2 P / t + cache) / bytes/s, and each layer waits for two
-                all-reduces
+    answers     prompts: one forward; then a step of planning/serving.py for each token
     scores      a forward each of reference, critic and reward model
     updates     planner.step_time, of actor and critic
 
@@ -12,11 +10,6 @@ Two choices make four rows. Answers are written in the layout of training, or in
 with `reinforcement.py --rollout-tp`): with p pipeline stages a rank reads its weights for each of p
 groups of sequences, so p times as long. Actor and critic are on the same ranks, one after the
 other; or each on one half of the ranks, at the same time.
-
-Source: answers, arXiv 2211.05102, section 2 (memory and compute time of decoding).
-
-A collective's wait is that of training, and answers need one for each token and layer: with CUDA
-graphs it is shorter, so the seconds of answers under tensor parallelism are an upper bound.
 
 Not covered: answers of different lengths; the seconds in which weights go from one layout to the
 other; in a forward, the head and the sends between stages.
@@ -33,7 +26,7 @@ from planning import commands
 from planning.fits import USABLE, PlanError
 from planning.inputs import TRAIN, Layout, Machine
 from planning.layer_time import Rank, layer
-from planning.serving import BYTES, cache_bytes
+from planning.serving import BYTES, ENGINES, Serving, cache_bytes
 from run.config import ConfigError
 from run.rules import multiples
 
@@ -57,24 +50,6 @@ class Step(NamedTuple):
 
 
 # --- answers --------------------------------------------------------------------------------------
-
-
-def token_seconds(machine: Machine, model: MoEConfig, layout: Layout, b: int, s: float) -> float:
-    """In which each of the b sequences of one replica gets its next token, after s tokens."""
-    rank = Rank(machine, TRAIN, model, layout)
-    t, p = layout.tp, layout.pp
-    # stages work on as many groups of sequences at a time
-    group = max(1.0, b / p)
-    # of many sequences some use each expert; a sequence uses a few
-    met = rank.met * model.num_layers + model.vocab_size * model.hidden_size
-    reads = rank.read_write(BYTES * least_parameters(model) / (t * p))
-    # a small group waits for memory, a large one for the matrix units
-    seconds = max(reads, rank.matmul(2 * group * met / (t * p)))
-    seconds += rank.read_write(cache_bytes(model, group * s) / (t * p))
-    # of one token of each sequence
-    message = BYTES * group * model.hidden_size
-    seconds += 2 * model.num_layers / p * rank.collective("tp", message, passes=2)
-    return p * (seconds + (rank.send(message) if p > 1 else 0.0))
 
 
 def forward_seconds(machine: Machine, model: MoEConfig, layout: Layout, sequences: int) -> float:
@@ -104,7 +79,8 @@ def writing_seconds(machine: Machine, model: MoEConfig, layout: Layout, free: fl
     # on average half of the answer is there
     s = case.prompt_tokens + case.answer_tokens / 2
     each = -(-each // rounds)
-    return first + rounds * case.answer_tokens * token_seconds(machine, model, layout, each, s)
+    serving = Serving(machine, ENGINES["graphs"], model, layout.tp, layout.pp)
+    return first + rounds * case.answer_tokens * serving.step(each, s)
 
 
 def best_writing(
