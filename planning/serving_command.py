@@ -74,7 +74,7 @@ def table(found: list[Found]) -> list[str]:
 
 def command_of(case: argparse.Namespace, x: Found) -> str:
     words = ["serve.py", "--checkpoint", "CHECKPOINT", "--tp", x.serving.tp, "--pp", x.serving.pp]
-    blocks = x.batch * -(-(case.input + case.output) // BLOCK)
+    blocks = x.batch * math.ceil(x.serving.kept(case.input + case.output) / BLOCK)
     words += ["--max-sequences", x.batch, "--block-size", BLOCK, "--blocks", blocks]
     words += ["--chunk", case.chunk, "--precision", "bf16"]
     if case.weights != "bf16":

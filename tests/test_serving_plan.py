@@ -257,6 +257,13 @@ def test_the_command(capsys):
     assert int(given["--blocks"]) * 16 >= batch * 400 > (int(given["--blocks"]) - batch) * 16
 
 
+def test_blocks_of_a_window(capsys):
+    words = "--model mistral-7b --gpus 1 --input 9000 --output 1000 --top 1"
+    out = run(f"serve {words}", capsys)[1]
+    batch = int(re.search(r"--max-sequences (\d+)", out)[1])
+    assert int(re.search(r"--blocks (\d+)", out)[1]) == batch * 4096 / 16
+
+
 def test_a_command_that_would_be_refused_is_not_printed(capsys):
     for words in (
         "--model llama2-70b --gpus 8 --weights int4 --latency 3s",
