@@ -212,7 +212,7 @@ def test_rows_that_were_held_out():
 )
 def test_the_memory_that_fastertransformer_used(name, one, many):
     """GB of 1 and of 64 sequences of 512 + 32 tokens (docs/gpt_guide.md). One takes 2.3 to 2.9 GB
-    more than its weights, cache and activations: CUDA and workspaces. What 63 others add is
+    more than its weights, cache and activations, perhaps CUDA and workspaces. What 63 others add is
     predicted 14% to 16% too low."""
     row = next(row for row in ROWS if row.key[0] == f"ft-{name}")
     # a prompt is taken whole
