@@ -29,6 +29,7 @@ figures: .venv/installed
 	.venv/bin/python comparisons/pipeline.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/context.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/planner.py $(RESULTS) $(ARGS)
+	.venv/bin/python comparisons/serving_plan.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/zero_memory.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/fsdp.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/silent_bugs.py $(RESULTS) $(ARGS)

@@ -5,7 +5,7 @@
 
 Three kinds of checks, and a line for each, as soon as it is there:
 
-    layouts          verify.py's: every tensor of two steps of a small model, to 1e-10
+    layouts          proof/verify.py's: every tensor of two steps of a small model, to 1e-10
     reinforcement    answers, gradients and weights of PPO with ZeRO stage 3, to 1e-10
     a run            torchrun train.py, its losses beside those of one process; then it goes on from
                      its first checkpoint under another layout
@@ -14,7 +14,7 @@ The reference is one CPU; for the run it is one GPU. A layout that needs more GP
 says so. One that hangs is stopped after two minutes, a run after three, and the others are checked.
 Exit status: 0 if all that the GPUs allow were equal, 1 if one was not, or had no time.
 
-With a line that says DIFFERS or FAILED: `python verify.py --backend nccl --ranks N -- FLAGS`.
+With a line that says DIFFERS or FAILED: `python -m proof.verify --backend nccl --ranks N -- FLAGS`.
 
 Not covered: several machines, 16 bits, CUDA kernels, speed.
 """
@@ -31,8 +31,7 @@ import torch
 from report import ROOT
 
 import checkpoint
-import verify
-from proof import parity, ranks
+from proof import parity, ranks, verify
 from proof.shrink import shrink
 from run.metrics import read_metrics
 
@@ -169,7 +168,7 @@ def main() -> int:
     if gpus < 2 and not args.toy:
         print("NCCL needs two or more, one for each rank: nothing to check here")
         return 0
-    ranks.preload("train", "proof.parity", "verify")
+    ranks.preload("train", "proof.parity", "proof.verify")
     failed = left = 0
     for world, name, check, arguments in checks(args):
         if world > gpus and not args.toy:

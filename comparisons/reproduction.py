@@ -142,8 +142,8 @@ SECTIONS = [
     ),
     Section(
         "Memory of inference",
-        "NeMo, FP16, batches of 1 to 256",
-        {},
+        "NeMo, FP16, batches of 1 to 256, 60 + 20 to 200 + 200 tokens",
+        {"predicted": "python planner.py serve --model gpt3-175b --gpus 8 --input 60 --output 20"},
         lambda search: predictions.inference_memory(),
     ),
     Section(

@@ -12,6 +12,7 @@ from reproduction_papers import Claim, preset
 
 import planner
 from model_config import MoEConfig, flops_per_token
+from planning.budget import gpt_of
 from planning.inputs import (
     A100,
     H100,
@@ -22,6 +23,7 @@ from planning.inputs import (
     Machine,
     Software,
 )
+from planning.serving import ENGINES, Serving
 
 FP8 = dataclasses.replace(TRAIN, fp8="delayed")
 # the state in 16 bits
@@ -141,22 +143,36 @@ def rule_of_thumb() -> list[Claim]:
     return found
 
 
-# GB, least and most: batches of 1 to 256
+# GB, least and most; layers of the smallest and the largest model, of GPT-3 175B's proportions
 INFERENCE = {
-    "100M to 3B": (0.2, 6),
-    "5B to 20B": (10, 600),
-    "100B to 300B": (200, 2000),
-    "0.5T to 1T": (1000, 5000),
+    "100M to 3B": ((0.2, 6), (7, 24)),
+    "5B to 20B": ((10, 600), (29, 46)),
+    "100B to 300B": ((200, 2000), (80, 115)),
+    "0.5T to 1T": ((1000, 5000), (136, 172)),
 }
+# sequences at a time, tokens of a prompt and its answer
+OF_INFERENCE = {"least": (1, 60 + 20), "most": (256, 200 + 200)}
+OF_SMALLEST = "0.2 GB is 2 bytes for each of 100 million weights; this GPT has 113 million."
+OF_WEIGHTS = "6 GB is 2 bytes for each of 3 billion weights; 256 sequences add 30 GB of cache."
+OF_MEMORY = (
+    "Predicted are weights, cache and activations; what the published number has beside them is not"
+    " said, and of 20B it is nearly all of 8 GPUs of 80 GB."
+)
+OFF_INFERENCE = {"100M to 3B": (OF_SMALLEST, OF_WEIGHTS)}
 
 
 def inference_memory() -> list[Claim]:
-    why = "The memory of serving is not planned yet."
-    return [
-        Claim(f"{name}: GB of inference in FP16, {what}", number, None, UNREACHABLE, why=why)
-        for name, ends in INFERENCE.items()
-        for what, number in zip(("least", "most"), ends)
-    ]
+    found = []
+    for name, (numbers, layers) in INFERENCE.items():
+        reasons = OFF_INFERENCE.get(name, (OF_MEMORY, OF_MEMORY))
+        ends = zip(OF_INFERENCE.items(), numbers, layers, reasons)
+        for (what, (batch, tokens)), number, depth, why in ends:
+            one = Serving(A100, ENGINES["graphs"], gpt_of(depth))
+            ours = sum(one.bytes(batch, tokens, chunk=2048).values()) / 1e9
+            claim = f"{name}: GB of inference in FP16, {what}"
+            note = f"{depth} layers of {128 * depth:,}, {batch} x {tokens} tokens"
+            found.append(Claim(claim, number, ours, PREDICTED, note, why))
+    return found
 
 
 # --- Llama 2 and GPT-3 by GPU ---------------------------------------------------------------------

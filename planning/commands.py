@@ -6,6 +6,7 @@
     python planner.py measure
     python planner.py try 5
     python planner.py ppo --model llama2-70b --gpus 64 --gpu h100
+    python planner.py serve --model gpt3-175b --gpu h100 --latency 5s
 
 plan       the fastest layouts of a model, the command of the best, and why the second one loses
 size       which model to train with so many GPUs and days, on how many tokens
@@ -13,6 +14,7 @@ predict    a JSON object for each row of a file: name, seconds of a step, bytes 
 measure    the constants of this machine (planning/measure.py)
 try        the best layouts, run on this machine for a few steps (planning/try_layouts.py)
 ppo        a step of reinforcement learning: answers, scores, updates (planning/ppo.py)
+serve      layouts that serve a model: how soon, how many tokens/s (planning/serving.py)
 
 What cannot be answered is refused in one line: the flag, its value, the rule, what would fit. The
 exit status is then 2.
@@ -32,7 +34,7 @@ import textwrap
 import planner
 from base import terminal
 from base.json_files import JSONError
-from model_config import least_parameters
+from model_config import MoEConfig, least_parameters
 from planning import recipe, table
 from planning.fits import gib
 from planning.inputs import MACHINES, Layout, Machine
@@ -94,8 +96,11 @@ def make_parser(name: str, description: str) -> Parser:
     )
 
 
-def add_machine(parser: Parser) -> None:
-    parser.add_argument("--gpus", type=count, required=True, metavar="N", help="how many")
+def add_machine(parser: Parser, gpus: int | None = None) -> None:
+    """gpus: the default; None: the flag must be given."""
+    words = "how many" + (f" (default: {gpus})" if gpus else "")
+    how = dict(default=gpus) if gpus else dict(required=True)
+    parser.add_argument("--gpus", type=count, metavar="N", help=words, **how)
     parser.add_argument("--gpu", choices=list(MACHINES), default=None, help="default: a100")
     parser.add_argument(
         "--memory", type=number, metavar="GIB", default=None, help="of each, instead of the GPU's"
@@ -120,6 +125,15 @@ def machine_of(args: argparse.Namespace) -> Machine:
     return machine
 
 
+def check_positions(name: str, model: MoEConfig, more: str, n: int, first: str, s: int) -> None:
+    """Raises ConfigError where n tokens of flag `more`, behind s of flag `first`, have no
+    positions."""
+    if model.positions == "learned" and s + n > model.seq_length:
+        rule = f"with {first} {s} they are {s + n}, and --model {name}"
+        rule += f" has {model.seq_length} learned positions"
+        raise ConfigError(f"{more} {n}: {rule}; fewer would fit")
+
+
 # --- plan -----------------------------------------------------------------------------------------
 
 
@@ -127,24 +141,28 @@ def command(begin: list[str], layout: Layout, ranks_per_node: int, recipe_flags:
     """The command that trains under this layout. On several nodes it runs on each of them. begin:
     the program, and the flags of the model."""
     train = [*begin, *layout.flags(), *recipe_flags]
-    ranks = layout.ranks
+    return shlex.join(launcher(layout.ranks, ranks_per_node) + train)
+
+
+def launcher(ranks: int, ranks_per_node: int) -> list[str]:
+    """The words that start a program on so many ranks."""
     if ranks == 1:
-        return shlex.join(["python", *train])
+        return ["python"]
     nodes, each = 1, ranks
     if ranks > ranks_per_node:
         nodes, each = ranks // ranks_per_node, ranks_per_node
-    launcher = ["torchrun", "--nproc-per-node", str(each)]
+    words = ["torchrun", "--nproc-per-node", str(each)]
     if nodes > 1:
-        launcher[1:1] = ["--nnodes", str(nodes)]
-        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "FIRST_NODE:29500"]
-    return shlex.join(launcher + train)
+        words[1:1] = ["--nnodes", str(nodes)]
+        words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "FIRST_NODE:29500"]
+    return words
 
 
 def wrapped(text: str) -> str:
     """A command on lines of at most 96 columns, each but the last with \\ at its end. A flag stays
     on the line of its value."""
     lines = [""]
-    words = re.sub(r" (--|train\.py|adapters\.py)", r"\n\1", text).split("\n")
+    words = re.sub(r" (--|train\.py|adapters\.py|serve\.py)", r"\n\1", text).split("\n")
     for word in words:
         starts = word.split()[0].endswith(".py") and len(words) > 8
         if starts or len(lines[-1]) + len(word) > 92:
@@ -273,6 +291,7 @@ COMMANDS = {
     "measure": "planning.measure",
     "try": "planning.try_layouts",
     "ppo": "planning.ppo",
+    "serve": "planning.serving_command",
 }
 
 

@@ -2,9 +2,7 @@
 
     python planner.py ppo --model llama2-70b --gpus 64 --gpu h100
 
-    answers     prompts: one forward; then for each token all weights and the cache of keys and
-                values are read, (2 P / t + cache) / bytes/s, and each layer waits for two
-                all-reduces
+    answers     prompts: one forward; then a step of planning/serving.py for each token
     scores      a forward each of reference, critic and reward model
     updates     planner.step_time, of actor and critic
 
@@ -12,11 +10,6 @@ Two choices make four rows. Answers are written in the layout of training, or in
 with `reinforcement.py --rollout-tp`): with p pipeline stages a rank reads its weights for each of p
 groups of sequences, so p times as long. Actor and critic are on the same ranks, one after the
 other; or each on one half of the ranks, at the same time.
-
-Source: answers, arXiv 2211.05102, section 2 (memory and compute time of decoding).
-
-A collective's wait is that of training, and answers need one for each token and layer: with CUDA
-graphs it is shorter, so the seconds of answers under tensor parallelism are an upper bound.
 
 Not covered: answers of different lengths; the seconds in which weights go from one layout to the
 other; in a forward, the head and the sends between stages.
@@ -33,13 +26,12 @@ from planning import commands
 from planning.fits import USABLE, PlanError
 from planning.inputs import TRAIN, Layout, Machine
 from planning.layer_time import Rank, layer
+from planning.serving import BYTES, ENGINES, Serving, cache_bytes
 from run.config import ConfigError
 from run.rules import multiples
 
 # sequences of an update, answers of a step, tokens (announced for Llama 2 70B); prompts: our choice
 BATCH, ANSWERS, PROMPT, ANSWER = 64, 512, 512, 1024
-# bytes of a weight, and of a number in the cache
-BYTES = 2
 
 
 class Step(NamedTuple):
@@ -58,30 +50,6 @@ class Step(NamedTuple):
 
 
 # --- answers --------------------------------------------------------------------------------------
-
-
-def cache_bytes(model: MoEConfig, tokens: float) -> float:
-    """Of the keys and values of so many tokens, in all layers."""
-    heads = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-    return BYTES * heads * tokens
-
-
-def token_seconds(machine: Machine, model: MoEConfig, layout: Layout, b: int, s: float) -> float:
-    """In which each of the b sequences of one replica gets its next token, after s tokens."""
-    rank = Rank(machine, TRAIN, model, layout)
-    t, p = layout.tp, layout.pp
-    # stages work on as many groups of sequences at a time
-    group = max(1.0, b / p)
-    # of many sequences some use each expert; a sequence uses a few
-    met = rank.met * model.num_layers + model.vocab_size * model.hidden_size
-    reads = rank.read_write(BYTES * least_parameters(model) / (t * p))
-    # a small group waits for memory, a large one for the matrix units
-    seconds = max(reads, rank.matmul(2 * group * met / (t * p)))
-    seconds += rank.read_write(cache_bytes(model, group * s) / (t * p))
-    # of one token of each sequence
-    message = BYTES * group * model.hidden_size
-    seconds += 2 * model.num_layers / p * rank.collective("tp", message, passes=2)
-    return p * (seconds + (rank.send(message) if p > 1 else 0.0))
 
 
 def forward_seconds(machine: Machine, model: MoEConfig, layout: Layout, sequences: int) -> float:
@@ -111,7 +79,8 @@ def writing_seconds(machine: Machine, model: MoEConfig, layout: Layout, free: fl
     # on average half of the answer is there
     s = case.prompt_tokens + case.answer_tokens / 2
     each = -(-each // rounds)
-    return first + rounds * case.answer_tokens * token_seconds(machine, model, layout, each, s)
+    serving = Serving(machine, ENGINES["graphs"], model, layout.tp, layout.pp)
+    return first + rounds * case.answer_tokens * serving.step(each, s)
 
 
 def best_writing(
@@ -197,13 +166,8 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, MoEConfig]:
         fits = multiples(case.answers, case.batch)
         raise ConfigError(f"--answers {case.answers}: {rule}; {fits}")
     model = commands.Config(model=case.model).model_config()
-    tokens = case.prompt_tokens + case.answer_tokens
-    if model.positions == "learned" and tokens > model.seq_length:
-        rule = (
-            f"with --prompt-tokens {case.prompt_tokens} they are {tokens}, and --model {case.model}"
-        )
-        rule += f" has {model.seq_length} learned positions"
-        raise ConfigError(f"--answer-tokens {case.answer_tokens}: {rule}; fewer would fit")
+    lengths = "--answer-tokens", case.answer_tokens, "--prompt-tokens", case.prompt_tokens
+    commands.check_positions(case.model, model, *lengths)
     return case, model
 
 

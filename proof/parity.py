@@ -22,7 +22,7 @@ must be equal on all of them; where it is not, the tensor is infinite.
 `first_difference(a, b)` is the first of them that differs. verify.py asks this for the flags of a
 run; the tests ask it of every bug in proof/mutations/.
 
-    python verify.py -- --model gpt2 --tp 2
+    python -m proof.verify -- --model gpt2 --tp 2
 """
 
 import math

@@ -16,7 +16,7 @@ What a layout does to a model stays, and only its size goes:
     as they are      dropout, schedule, recomputation, ZeRO stage, sequence parallelism, routers,
                      precision, learning rate
 
-    python verify.py -- --model llama2-70b --tp 8 --pp 4
+    python -m proof.verify -- --model llama2-70b --tp 8 --pp 4
 """
 
 import dataclasses

@@ -7,7 +7,7 @@ Prompted           virtual tokens in the middle                   prompt_tuning.
 SyntheticPairs     two answers to one prompt                      preference.py
 Questions          prompts, and a reward for any answer           reinforcement.py
 
-python verify.py -- --model gpt2 --tp 2
+python -m proof.verify -- --model gpt2 --tp 2
 """
 
 import torch

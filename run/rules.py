@@ -307,7 +307,7 @@ NEEDS = (
     ),
     Need(
         ("router_temperature",),
-        # verify.py gives the shape of a model whole, defaults too
+        # proof.verify gives the shape of a model whole, defaults too
         lambda run: (
             run.model.router == "sinkhorn"
             or run.config.router_temperature == MoEConfig.router_temperature

@@ -25,10 +25,9 @@ import torch
 import torch._functorch.config
 
 import recompute
-import verify
 from comparisons import gpu, kernels, nccl, redraw, sums_task, training_step
 from figures import pictures
-from proof import mutations
+from proof import mutations, verify
 
 ROOT = Path(__file__).parent.parent
 COMPARISONS = ROOT / "comparisons"
@@ -55,6 +54,7 @@ SCRIPTS = [
     ("recompute_overhead", [], ["recompute_overhead.json", "recompute_overhead.svg"]),
     ("reproduction", [], ["reproduction.json", "reproduction.svg", "reproduction_scaling.svg"]),
     ("rollout", [], ["rollout.json", "rollout.svg"]),
+    ("serving_plan", [], ["serving_plan.json", "serving_frontier.svg"]),
     ("silent_bugs", [], ["silent_bugs.json", "silent_bugs.svg"]),
     ("single_device", [], ["single_device.json"]),
     ("two_ranks", ["data"], ["data_parallel.json"]),

@@ -229,7 +229,7 @@ def layouts_of_bugs() -> list:
 @pytest.mark.parametrize("name, layout", layouts_of_bugs())
 def test_gate_sees(name, layout):
     """Each bug removes one thing that parity needs. If this fails, the gate has gone blind to it,
-    or verify.py names another tensor than the one where it begins."""
+    or proof/verify.py names another tensor than the one where it begins."""
     bug = BUGS[name]
     flags = bug.layouts[layout]
     # what is wrong after the update shows in the second step

@@ -37,7 +37,7 @@ DOCS += sorted((ROOT / "docs").glob("*.md"))
 MAKEFILE = (ROOT / "Makefile").read_text()
 # files whose command line is parsed by a function that takes it; others read sys.argv
 # those with a parser of their own
-COMMANDS = ("generate.py", "prompt_tuning.py", "adapters.py", "huggingface.py", "verify.py")
+COMMANDS = ("generate.py", "prompt_tuning.py", "adapters.py", "huggingface.py", "proof/verify.py")
 COMMANDS += ("inference/evaluate.py", "exchange/export.py", "exercises/bugs.py")
 COMMANDS += ("page/explorer.py",)
 
@@ -300,6 +300,8 @@ def test_flags(monkeypatch):
     mains.append((main_of("exercises/check.py", []), []))
     for main, argv in mains:
         known |= option_strings(main, argv, monkeypatch)
+    # of the server whose command planner.py serve prints
+    known |= {"--max-sequences", "--block-size", "--blocks"}
     for path in DOCS:
         text = without_code(path.read_text()).partition("\n## What moved")[0]
         mentioned = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))

@@ -94,7 +94,7 @@ def test_only_trainers_built_on_train_import_it():
     built = {"prompts.commands", "tuning.companions", "proof.mutations.training_loop"}
     built |= {f"tuning.{kind}_command" for kind in ("sft", "preference", "reinforcement")}
     built |= {"tuning.adapter_training"}
-    of_one_device = {"verify", "proof.parity", "proof.bug_runs"}
+    of_one_device = {"proof.verify", "proof.parity", "proof.bug_runs"}
     assert importers <= built | of_one_device
 
 

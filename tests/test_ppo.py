@@ -1,4 +1,4 @@
-"""planner.py ppo: seconds of answers by hand, what fits, halves beside all ranks."""
+"""planner.py ppo: seconds of answers, what fits, halves beside all ranks."""
 
 import dataclasses
 import math
@@ -7,42 +7,26 @@ from types import SimpleNamespace
 import pytest
 from test_planner import preset, run
 
-from model_config import least_parameters
 from planning import ppo
 from planning.inputs import H100, Layout
+from planning.serving import ENGINES, Serving
 
 MODEL = preset("llama2-7b")
 CASE = SimpleNamespace(gpus=8, batch=64, answers=512, prompt_tokens=512, answer_tokens=1024)
-# nothing waits
-AT_ONCE = dataclasses.replace(H100, constants=dataclasses.replace(H100.constants, wait=0.0))
-BANDWIDTH = H100.memory_bandwidth * H100.constants.memory
 
 
-def test_a_token_of_one_sequence_reads_all_weights_and_the_cache():
-    # K and V of 1,000 tokens: 2 x 32 layers x 4,096 numbers of 2 bytes each
-    cache = 2 * 32 * 4096 * 2 * 1000
-    seconds = (2 * least_parameters(MODEL) + cache) / BANDWIDTH
-    assert ppo.token_seconds(AT_ONCE, MODEL, Layout(), 1, 1000) == pytest.approx(seconds)
-
-
-def test_many_sequences_wait_for_the_matrix_units():
-    b = 4096
-    cache = ppo.cache_bytes(MODEL, b * 10) / BANDWIDTH
-    numbers = least_parameters(MODEL) - MODEL.vocab_size * MODEL.hidden_size
-    flops = 2 * b * numbers / (H100.peak * H100.constants.matmul)
-    assert ppo.token_seconds(AT_ONCE, MODEL, Layout(), b, 10) == pytest.approx(flops + cache)
-
-
-def test_each_group_of_a_pipeline_reads_the_weights_again():
-    """With as many sequences as stages four stages take as long as one rank, which has all of the
-    weights and one group; and each layer waits for two all-reduces of two passes."""
-    one, four = (ppo.token_seconds(AT_ONCE, MODEL, Layout(pp=p), p, 0) for p in (1, 4))
-    assert four == pytest.approx(one, rel=0.01)
-    # eight ranks of tensor parallelism read an eighth
-    wide = ppo.token_seconds(AT_ONCE, MODEL, Layout(tp=8), 1, 0)
-    assert wide == pytest.approx(one / 8, rel=0.01)
-    waits = ppo.token_seconds(H100, MODEL, Layout(tp=8), 1, 0) - wide
-    assert waits == pytest.approx(32 * 2 * 2 * H100.constants.wait)
+def test_answers_are_written_in_steps_of_serving():
+    """512 answers on 8 tensor-parallel ranks: a forward of the prompts, then all at a time."""
+    layout = Layout(tp=8)
+    found = ppo.writing_seconds(H100, MODEL, layout, 60e9, CASE)
+    prompts = dataclasses.replace(MODEL, seq_length=512)
+    first = ppo.forward_seconds(H100, prompts, layout, 512)
+    step = Serving(H100, ENGINES["graphs"], MODEL, tp=8).step(512, 512 + 1024 / 2)
+    assert found == pytest.approx(first + 1024 * step)
+    # where half of them fit at a time, weights are read twice as often
+    halves = ppo.writing_seconds(H100, MODEL, layout, 256 * ppo.cache_bytes(MODEL, 1536) / 8, CASE)
+    step = Serving(H100, ENGINES["graphs"], MODEL, tp=8).step(256, 512 + 1024 / 2)
+    assert halves == pytest.approx(first + 2 * 1024 * step)
 
 
 def test_what_does_not_fit_beside_the_weights_is_written_later():
@@ -52,16 +36,6 @@ def test_what_does_not_fit_beside_the_weights_is_written_later():
     assert [ppo.at_a_time(MODEL, layout, n * each, CASE) for n in (-1, 0.9, 64.5)] == [0, 0, 64]
     found = [ppo.writing_seconds(H100, MODEL, layout, n * each, CASE) for n in (0, 16, 64, 99)]
     assert found[0] == math.inf and found[1] > 1.5 * found[2] and found[2] == found[3]
-
-
-def test_experts_that_a_token_does_not_meet_are_read_and_not_multiplied():
-    model = preset("mixtral-8x7b")
-    b = 2**14
-    cache = ppo.cache_bytes(model, b) / BANDWIDTH
-    seconds = ppo.token_seconds(AT_ONCE, model, Layout(), b, 1) - cache
-    flops = seconds * H100.peak * H100.constants.matmul / b
-    # 12.9 of 46.7 billion parameters, less the embedding
-    assert flops / 2 == pytest.approx(12.75e9, rel=0.01)
 
 
 def test_the_four_ways():

@@ -15,10 +15,9 @@ import checkpoint
 import generate
 import huggingface
 import preference
-import verify
 from corpus.tokenizer import ByteTokenizer
 from inference import cli
-from proof import kinds
+from proof import kinds, verify
 from run.config import ConfigError
 from run.rules import validate
 from sft import Chat

@@ -121,10 +121,12 @@ def of_session(session: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("command", [["verify.py", "--steps", "0", "--", "--tp", "2"], ["fsdp.py"]])
+@pytest.mark.parametrize(
+    "command", [["-m", "proof.verify", "--steps", "0", "--", "--tp", "2"], ["fsdp.py"]]
+)
 def test_ctrl_c_before_the_ranks_stand(command):
     """Ranks, the server that forks them, and its tracker end too."""
-    argv = [sys.executable, ROOT / command[0], *command[1:]]
+    argv = [sys.executable, *command]
     streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     process = subprocess.Popen(argv, cwd=ROOT, start_new_session=True, **streams)
     deadline = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""verify.py: layouts that are equal, a bug that is named, losses inside and outside the band."""
+"""proof/verify.py: equal layouts, a bug that is named, losses inside and outside the band."""
 
 import random
 
@@ -8,8 +8,7 @@ import torch
 from parity import again
 from small_run import write_lines
 
-import verify
-from proof import mutations, ranks, rounding
+from proof import mutations, ranks, rounding, verify
 from proof.kinds import config_of
 from proof.parity import Result, first_difference, train_each
 from proof.shrink import one_device, shrink, shrink_split

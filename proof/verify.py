@@ -1,6 +1,6 @@
 """Is a layout equal to one device? And is this difference of losses normal?
 
-    python verify.py -- --model llama2-7b --tp 2 --pp 2 --zero-stage 1 --sequence-parallel
+    python -m proof.verify -- --model llama2-7b --tp 2 --pp 2 --zero-stage 1 --sequence-parallel
 
 After `--` stand flags of train.py, or another command that trains and its flags: sft.py,
 preference.py, adapters.py train. A layout changes the order in which numbers are added, and
@@ -13,10 +13,10 @@ nothing else. But (a + b) + c is not a + (b + c): each sum is rounded. So there 
     bf16, ..      Rounding shows in the loss. Some runs of one device that differ only in the order
                   of their sums say by how much: the band.
 
-    python verify.py --backend nccl -- --tp 2 --pp 2
+    python -m proof.verify --backend nccl -- --tp 2 --pp 2
                   the float64 comparison of ranks that have a GPU each, by NCCL
 
-    python verify.py --metrics A/metrics.jsonl --against B/metrics.jsonl -- FLAGS OF BOTH
+    python -m proof.verify --metrics A/metrics.jsonl --against B/metrics.jsonl -- FLAGS OF BOTH
                   whether the losses of two runs of yours differ by no more than the band
 
 The model is made small (proof/shrink.py), so all this takes seconds. What a layout does to it
@@ -43,7 +43,7 @@ losses by NCCL beside the band.
 if __name__ == "__main__":
     from base import start
 
-    start.command("verify")
+    start.command("proof.verify")
 
 import argparse
 import sys
@@ -153,8 +153,8 @@ def say(name: str, text: str) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python verify.py",
-        usage="python verify.py [flags] -- [train.py, or another command that trains] [its flags]",
+        prog="python -m proof.verify",
+        usage="python -m proof.verify [flags] -- [train.py, or another that trains] [its flags]",
         description="Whether a layout equals one device; whether losses differ by rounding alone.",
     )
     parser.add_argument(

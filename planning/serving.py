@@ -1,0 +1,246 @@
+"""How many tokens a GPU can serve, and how soon: bytes and seconds of a layout, and the frontier.
+
+A prompt has s tokens, an answer n. A layout has t tensor-parallel ranks, p stages, and b sequences
+at a time. Bytes of a rank, where a weight has w bytes:
+
+    weights      w x the matrices / (t p), and the vocabulary's / t
+    cache        b x 2 L a_kv d (s + n) x 2 / (t p)
+    activations  what a chunk of the prompts needs in one layer, and the logits
+
+Seconds in which one stage takes some tokens of each sequence:
+
+    2 FLOPs for each weight and token / FLOP/s + bytes of weights and of the cache / bytes/s
+        + element-wise operations, as in training
+        + L / p (start of a layer's kernels + 2 all-reduces: bytes, a wait for each doubling of t)
+
+A prompt has many tokens for each weight: FLOP/s bound it. A decoding step has one token of each
+sequence: bytes/s and waits bound it. A token goes through all p stages, one after the other; they
+work on p groups of sequences at a time, so the tokens/s grow, and no token comes sooner. Of E
+experts a step reads those that its tokens are expected to meet, E (1 - (1 - k/E)^tokens).
+
+    python planner.py serve --model gpt3-175b --gpu h100 --input 200 --output 200 --latency 5s
+
+Source: arXiv 2211.05102, section 2. FLOP/s and links are those of training (planning/inputs.py).
+
+Not covered: requests that differ in length, wait in a queue or share a prefix.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from model_config import MoEConfig, block_matrices, mlp_matrices, num_mlps
+from planning.fits import USABLE
+from planning.inputs import SOFTWARE, TRAIN, Layout, Machine, Software
+from planning.layer_time import Rank, read_and_written
+
+# bytes of a weight in a layer's matrices, and in the embedding and the head; int4 has a scale and
+# a zero point for 32 numbers (inference/quantization.py)
+WEIGHTS = {"bf16": (2, 2), "fp8": (1, 1), "int8": (1, 1), "int4": (0.5 + 4 / 32, 1)}
+# of an activation and of a number in the cache; of a logit
+BYTES, LOGIT = 2, 4
+# sequences at a time
+BATCHES = sorted({n for power in range(10) for n in (2**power, 3 * 2**power // 2)} | {768, 1024})
+
+
+class Engine(NamedTuple):
+    """What a data sheet does not say: fitted to published times of A100s, a row for each constant
+    (comparisons/serving_plan.py)."""
+
+    # of the memory's bandwidth, what reading reaches; seconds in which a layer's kernels start
+    read: float
+    layer: float
+    # seconds that an all-reduce waits for each doubling of the ranks in a node, and of the nodes
+    wait: float
+    network_wait: float
+    # FLOPs at the peak in whose time a weight of int8 or int4 becomes one of 16 bits
+    convert: float
+    # whose element-wise operations it has
+    software: Software = TRAIN
+
+
+# kernels that start one by one, as in 2022; CUDA graphs or fused kernels, as today
+ENGINES = {
+    "eager": Engine(0.85, 98e-6, 11.6e-6, 54e-6, 0.0, SOFTWARE["megatron-2022"]),
+    "graphs": Engine(0.786, 37.4e-6, 4.56e-6, 54e-6, 48.9),
+}
+
+
+def cache_bytes(model: MoEConfig, tokens: float, number: int = BYTES) -> float:
+    """Of the keys and values of so many tokens, in all layers."""
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * number * tokens
+
+
+@lru_cache(maxsize=2**12)
+def elementwise(machine: Machine, software: Software, model: MoEConfig, t: int, s: int) -> float:
+    """Seconds of one layer's element-wise operations on s tokens of a sequence."""
+    model = dataclasses.replace(model, seq_length=s, dropout=0.0, attention="fused")
+    return sum(read_and_written(Rank(machine, software, model, Layout(tp=t))))
+
+
+class Serving(NamedTuple):
+    """A model on t x p ranks."""
+
+    machine: Machine
+    engine: Engine
+    model: MoEConfig
+    tp: int = 1
+    pp: int = 1
+    weights: str = "bf16"
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def flops_per_second(self) -> float:
+        shares = self.machine.constants
+        return self.machine.peak * (2 * shares.fp8 if self.weights == "fp8" else shares.matmul)
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.machine.memory_bandwidth * self.engine.read
+
+    def kept(self, tokens: float) -> float:
+        """Of so many tokens of a sequence, those whose keys a sliding window leaves."""
+        return min(tokens, self.model.sliding_window or tokens)
+
+    def cached(self, sequences: float, tokens: float) -> float:
+        """Bytes of the keys and values of all ranks."""
+        number = 1 if self.weights == "fp8" else BYTES
+        return cache_bytes(self.model, sequences * self.kept(tokens), number)
+
+    def bytes(self, batch: int, tokens: int, chunk: int) -> dict[str, float]:
+        """Of the fullest rank. tokens: of a prompt and its answer; chunk: in a step."""
+        model, t = self.model, self.tp
+        h, vocabulary = model.hidden_size, model.vocab_size
+        matrix, vector = WEIGHTS[self.weights]
+        # a stage may have one layer more; with one stage, embedding and head are on it
+        share = -(-model.num_layers // self.pp) / model.num_layers / t
+        ends = 2 if self.pp == 1 and not model.tied else 1
+        matrices = block_matrices(model, num_mlps(model, "num_experts")[0])
+        heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        # the residual stream, its norm and a sum whole; the rest of a layer by rank
+        numbers = 3 * h + (mlp_matrices(model) / h + heads) / t
+        return {
+            "weights": share * matrix * matrices + ends * vector * vocabulary * h / t,
+            "cache": share * self.cached(batch, tokens),
+            "activations": BYTES * min(chunk, batch * tokens) * numbers
+            + LOGIT * batch * vocabulary / t,
+        }
+
+    def all_reduce(self, nbytes: float) -> float:
+        t, engine = self.tp, self.engine
+        nodes = max(1, t // self.machine.ranks_per_node)
+        wait = engine.wait * math.log2(t / nodes) + engine.network_wait * math.log2(nodes)
+        return wait + 2 * (t - 1) / t * nbytes / self.machine.link(t, 1)
+
+    def send(self, nbytes: float) -> float:
+        """To the next stage."""
+        if self.pp == 1:
+            return 0.0
+        if self.ranks <= self.machine.ranks_per_node:
+            return self.engine.wait + nbytes / self.machine.node_link
+        return self.engine.network_wait + nbytes / self.machine.network_link
+
+    def stage(self, sequences: float, tokens: int, seen: float) -> float:
+        """Seconds in which one stage takes `tokens` new tokens of each sequence, after `seen` of
+        the cache, and sends them on."""
+        model, n = self.model, sequences * tokens
+        mlps, experts = num_mlps(model, "router_topk")
+        used = read = block_matrices(model, mlps)
+        if experts:
+            k, count = model.router_topk, model.num_experts
+            met = count * (1 - (1 - k / count) ** n)
+            read += experts * (met - k) * mlp_matrices(model)
+        keys = self.kept(seen + (tokens + 1) / 2)
+        scores = 4 * n * keys * model.num_layers * model.num_heads * model.head_dim
+        seconds = (2 * n * used + scores) / self.flops_per_second
+        nbytes = WEIGHTS[self.weights][0] * read + self.cached(sequences, seen)
+        seconds += nbytes / self.bytes_per_second
+        if self.weights in ("int8", "int4"):
+            seconds += self.engine.convert * read / self.machine.peak
+        activation = BYTES * n * model.hidden_size
+        layer = self.engine.layer + 2 * self.all_reduce(activation)
+        layer += sequences * elementwise(self.machine, self.engine.software, model, self.tp, tokens)
+        return seconds / self.ranks + model.num_layers / self.pp * layer + self.send(activation)
+
+    def head(self, sequences: float) -> float:
+        """Seconds of the logits of one token of each sequence, on the last stage."""
+        numbers = self.model.vocab_size * self.model.hidden_size / self.tp
+        read = WEIGHTS[self.weights][1] * numbers / self.bytes_per_second
+        return read + 2 * sequences * numbers / self.flops_per_second
+
+    def first_token(self, batch: int, prompt: int) -> float:
+        """Seconds in which a batch of prompts goes through, in as many groups as are best."""
+        found = []
+        for m in (2**power for power in range(batch.bit_length() if self.pp > 1 else 1)):
+            stages = (m + self.pp - 1) * self.stage(batch / m, prompt, 0)
+            found.append(stages + m * self.head(batch / m))
+        return min(found)
+
+    def step(self, batch: int, seen: float) -> float:
+        """Seconds in which each sequence gets its next token; a group for each stage."""
+        m = min(self.pp, batch)
+        return self.pp * self.stage(batch / m, 1, seen) + m * self.head(batch / m)
+
+    def request(self, batch: int, prompt: int, answer: int) -> float:
+        """Seconds in which a batch has its answers: on average half of each is there."""
+        steps = (answer - 1) * self.step(batch, prompt + answer / 2)
+        return self.first_token(batch, prompt) + steps
+
+
+# --- which layout ---------------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """A layout with a batch, and what it gives."""
+
+    serving: Serving
+    batch: int
+    # seconds: to the first token, between two others, of the request
+    first: float
+    between: float
+    latency: float
+    # tokens of answers in a second, of each GPU
+    rate: float
+    bytes: dict[str, float]
+
+
+def layouts(gpus: int, one: Serving) -> Iterator[Serving]:
+    """`one`, on each t x p ranks of which so many GPUs are a multiple, in whole nodes."""
+    each = one.machine.ranks_per_node
+    for ranks in range(1, gpus + 1):
+        if gpus % ranks or (ranks > each and ranks % each):
+            continue
+        for tp in range(1, ranks + 1):
+            pp = ranks // tp
+            divides = ranks % tp == one.model.num_heads % tp == one.model.num_kv_heads % tp == 0
+            if divides and pp <= one.model.num_layers and (tp <= each or tp % each == 0):
+                yield one._replace(tp=tp, pp=pp)
+
+
+def fitting(one: Serving, gpus: int, prompt: int, answer: int, chunk: int) -> Iterator[Found]:
+    """Each layout with each batch that fits into memory."""
+    room = USABLE * one.machine.memory
+    for serving in layouts(gpus, one):
+        for batch in BATCHES:
+            nbytes = serving.bytes(batch, prompt + answer, chunk)
+            if sum(nbytes.values()) > room:
+                break
+            first = serving.first_token(batch, prompt)
+            between = serving.step(batch, prompt + answer / 2)
+            latency = first + (answer - 1) * between
+            rate = batch * answer / latency / serving.ranks
+            yield Found(serving, batch, first, between, latency, rate, nbytes)
+
+
+def frontier(found: Iterator[Found]) -> list[Found]:
+    """Those that no other beats in latency and in tokens/s of a GPU, the soonest first."""
+    best = []
+    for one in sorted(found, key=lambda one: (one.latency, -one.rate)):
+        if not best or one.rate > best[-1].rate:
+            best.append(one)
+    return best
