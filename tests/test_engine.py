@@ -10,6 +10,7 @@ from parity import again
 from test_generate import BLOOM, EXPERTS, GEMMA, QWEN3, loud, save
 from test_gpt import GPT_SHAPES, LLAMA_SHAPES, build
 
+import adapters
 import generate
 import serve
 from base.world import Groups
@@ -20,6 +21,7 @@ from serve import BlockPool, Draw, Request, Scheduler, Sequence
 from serving import engine as engines
 from serving.engine import Engine, requests_of
 from serving.paged_attention import PagedCache
+from tuning.adapter_config import AdapterConfig
 
 CONTEXT = 48
 VOCAB = 61
@@ -70,7 +72,7 @@ def make_requests(count: int, seed: int = 0) -> list[Request]:
 def answers_alone(model, requests: list[Request]) -> list[list[int]]:
     """Of generate.py."""
     answers = {}
-    for params in SAMPLINGS:
+    for params in {request.draw.sampling for request in requests}:
         numbers = [n for n, request in enumerate(requests) if request.draw.sampling == params]
         of = [requests[n] for n in numbers]
         ids = generate.generate(
@@ -350,6 +352,41 @@ def test_a_pipeline_has_a_step_in_flight_for_each_stage():
     numbers = [{piece.number for piece in step.pieces} for step in steps]
     assert [len(found) for found in numbers] == [4, 4]
     assert not numbers[0] & numbers[1]
+
+
+def test_adapters_by_request():
+    """Each request has the answer of its adapter: no step mixes two, no prefix is shared."""
+    model = make("llama")
+    config = AdapterConfig(peft="lora", lora_rank=3)
+    adapters.apply(model, config, None)
+    model.requires_grad_(False)
+    parameters = {n: p for n, p in model.named_parameters() if adapters.is_adapter(n)}
+    g = torch.Generator().manual_seed(0)
+    values = {
+        name: {n: torch.randn(p.shape, generator=g, dtype=p.dtype) for n, p in parameters.items()}
+        for name in ("fr", "de")
+    }
+
+    def use(name):
+        for full_name, p in parameters.items():
+            p.copy_(values[name][full_name] if name else torch.zeros_like(p))
+
+    requests = [
+        replace(request, adapter=(None, "fr", "de")[n % 3])
+        for n, request in enumerate(make_requests(45))
+    ]
+    expected = [None] * len(requests)
+    for name in (None, "fr", "de"):
+        use(name)
+        numbers = [n for n, request in enumerate(requests) if request.adapter == name]
+        for n, ids in zip(numbers, answers_alone(model, [requests[n] for n in numbers])):
+            expected[n] = ids
+    assert expected[0] != answers_alone(model, requests[:1])[0]
+    use(None)
+    engine = Engine(model, **SMALL, use_adapter=use)
+    served = serve_all(engine, requests)
+    engine.close()
+    assert as_alone(served, expected, requests)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

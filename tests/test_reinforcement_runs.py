@@ -210,7 +210,8 @@ def test_16_bits(toy, tmp_path, precision):
     words = [*flags, "--method", "ppo", "--reward", f"{folder}/rewards.py:ascii", "--steps", 3]
     assert run(*words, "--precision", precision, "--out", tmp_path / "out") == 0
     first, _, last = numbers_of(tmp_path / "out")
-    assert first["kl"] == 0 and 0 < first["rollout_difference"] < 0.1
+    # in bf16 few bits are left to differ
+    assert first["kl"] == 0 and 0 <= first["rollout_difference"] < 0.1
     # fp16 may skip the first two updates, while it looks for its loss scale
     assert last["kl"] != 0
 
