@@ -24,8 +24,8 @@ stages run the same loop over micro-batches (inference/pipelined.py).
     python generate.py --checkpoint runs/default --weights int8 --prompt "def "
     torchrun --nproc-per-node 4 generate.py --tp 2 --pp 2 --checkpoint HF_DIR --interactive
 
-Not covered: continuous batching (new prompts join a batch that is decoding), speculative decoding,
-a cache in 8 bits. Serving systems such as vLLM and TensorRT-LLM have them.
+Not covered: new prompts that join a batch that is decoding (serve.py); speculative decoding, a
+cache in 8 bits. Serving systems such as vLLM and TensorRT-LLM have them.
 """
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ each goes on until the last one has finished.
 
     python generate.py       a lesson: three prompts together, and each by itself
 
-Not covered: continuous batching, where a new prompt takes the place of a finished sequence (Orca,
-Yu et al., OSDI 2022).
+Not covered: a new prompt in the place of a finished sequence. That is continuous batching: serve.py.
 """
 
 from collections.abc import Callable

@@ -11,7 +11,7 @@ The order is the same for each command that generates (prompt_tuning.py has two 
     connect         the ranks meet; model and tokenizer are loaded
     then            stream_text, answer_file or converse
 
-Not covered: a server. These commands generate for one person, or for one file.
+Not covered: a server, for these commands generate for one person or one file: serve.py.
 """
 
 import argparse

@@ -26,8 +26,8 @@ cache, and decodes all sequences as one device does: a step of one token has not
 
     python generate.py       a lesson: with the cache and without, tokens read, bytes, speed
 
-Not covered: a cache in pages, so that sequences of any length share memory without free columns
-(vLLM, arXiv 2309.06180).
+Not covered: a cache in blocks, so that sequences of any length share memory without free columns:
+serve.py.
 """
 
 import contextlib

@@ -18,7 +18,7 @@ from inference import cli, quantization, weight_layouts
 from inference.sampling import SamplingParams, keys_of
 from proof import ranks
 from serve import BlockPool, Draw, Request, Scheduler, Sequence
-from serving import engine as engines
+from serving import drawing
 from serving.engine import Engine, requests_of
 from serving.paged_attention import PagedCache
 from tuning.adapter_config import AdapterConfig
@@ -240,12 +240,12 @@ def mask_of_the_next_request(monkeypatch):
 
 def numbers_of_the_place(monkeypatch):
     """Random numbers belong to the place in the batch."""
-    original = engines.sample
+    original = drawing.sample
 
     def sample(logits, keys, positions, params):
         return original(logits, list(range(len(keys))), positions, params)
 
-    monkeypatch.setattr(engines, "sample", sample)
+    monkeypatch.setattr(drawing, "sample", sample)
 
 
 def positions_from_the_piece(monkeypatch):
