@@ -1,5 +1,4 @@
-"""The lesson of serve.py: blocks by hand, ten requests on a time line, what a cache wastes, and a
-model that answers.
+"""The lesson of serve.py: blocks by hand, a time line, what a cache wastes, a model that answers.
 
 python serve.py
 """
@@ -107,14 +106,14 @@ def by_hand(lesson: form.Lesson) -> None:
     requests = [Request(prompt, 9) for prompt in prompts]
     two_steps = list(itertools.islice(steps(Scheduler(BlockPool(9, 4), 4, 32), requests), 2))
     for step in two_steps:
-        tables = "  ".join(str(piece.table) for piece in sorted(step.pieces))
-        lesson.say(f"{step!s:<63}tables {tables}")
+        tables = " ".join(str(piece.table) for piece in sorted(step.pieces))
+        lesson.say(f"{step!s:<62} tables {tables}")
     tokens = sum(len(piece.tokens) for piece in two_steps[0].pieces)
     blocks = len({block for piece in two_steps[0].pieces for block in piece.table})
     copies = two_steps[1].copies
     lesson.check(
-        f"{blocks} blocks; {tokens} tokens = 6 + 2 + 1, as a last token runs to draw; copied on"
-        f" write: {copies}, (from, to)",
+        f"{blocks} blocks; 6 + 2 + 1 = {tokens} tokens, as a last one runs to draw. Copied on write,"
+        f" (from, to): {copies}",
         (blocks, tokens, copies) == (3, 9, [(2, 4)]),
         [blocks, tokens, len(copies)],
     )
@@ -206,7 +205,7 @@ def waste(lesson: form.Lesson) -> None:
     lengths = [(rng.randint(16, 256), rng.randint(16, 256)) for _ in range(200)]
     shares = [waste_of_batches(lengths), waste_of_blocks(lengths)]
     lesson.check(
-        f"rows {shares[0]:.1%}, blocks {shares[1]:.1%}: half a block of each sequence",
+        f"rows {shares[0]:.1%}, blocks {shares[1]:.1%}: half a block each, 7.5 of some 230 tokens",
         shares[0] > 0.3 and shares[1] < 0.04,
         shares,
     )
