@@ -112,7 +112,7 @@ def by_hand(lesson: form.Lesson) -> None:
     blocks = len({block for piece in two_steps[0].pieces for block in piece.table})
     copies = two_steps[1].copies
     lesson.check(
-        f"{blocks} blocks; 6 + 2 + 1 = {tokens} tokens, as a last one runs to draw. Copied on write,"
+        f"{blocks} blocks; 6 + 2 + 1 = {tokens} tokens: a last one runs to draw. Copied on write,"
         f" (from, to): {copies}",
         (blocks, tokens, copies) == (3, 9, [(2, 4)]),
         [blocks, tokens, len(copies)],
