@@ -243,7 +243,9 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """The next step; None where no sequence can go on before a step in flight ends."""
         ready = [sequence for sequence in self.running if not sequence.in_flight]
-        candidates = [*ready, *list(self.waiting)[:1]]
+        candidates = list(ready)
+        if self.waiting and self.may_begin(self.waiting[0].request.adapter):
+            candidates.append(self.waiting[0])
         if not candidates:
             return None
         # a step has one adapter, and all have their turns
