@@ -15,7 +15,7 @@ import serve
 import sharding
 from lessons import demo, form
 from serve import BlockPool, Request, Scheduler, Sequence, Step
-from serving import engine
+from serving import drawing, engine
 from serving.paged_attention import PagedCache
 
 # --- what --without removes -----------------------------------------------------------------------
@@ -37,7 +37,7 @@ def mask_of_another(self, pieces, local, original=PagedCache.prepare_decodes) ->
         self.mask = self.mask.roll(1, dims=0)
 
 
-def sample_by_place(logits, keys, positions, params, original=engine.sample):
+def sample_by_place(logits, keys, positions, params, original=drawing.sample):
     return original(logits, list(range(len(keys))), positions, params)
 
 
@@ -62,7 +62,7 @@ WITHOUT = {
         " shorter one's not at its newest tokens. With equal lengths, nothing is seen.",
     ),
     "request": form.Removal(
-        lambda: mock.patch.object(engine, "sample", sample_by_place),
+        lambda: mock.patch.object(drawing, "sample", sample_by_place),
         "Random numbers of (place, position). What else?",
         "The place in the step depends on who else is served, and so does the answer. After a"
         " preemption a text goes on as another one.",

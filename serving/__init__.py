@@ -1,3 +1,3 @@
 """Serving beside serve.py: attention to a paged cache, the engine that runs steps, an address for
-clients. Built on inference/ (sampling, loading, layouts of weights), and imported by no other file.
-Begin with paged_attention.py."""
+clients. Imports serve.py, generate.py, inference/ and what these import. Begin with
+paged_attention.py: what a step's rows look at."""
