@@ -200,7 +200,7 @@ class Piece(NamedTuple):
 class Step(NamedTuple):
     """One forward pass."""
 
-    # those of one token first
+    # those of one token first, the shortest sequence before the others
     pieces: list[Piece]
     # blocks that are copied before it: (from, to)
     copies: list[tuple[int, int]]
@@ -264,8 +264,8 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             left -= self.place(step, self.running[-1], left)
         self.turns[adapter] = max(self.turns.values()) + 1
-        # one call attends for all pieces of one token
-        step.pieces.sort(key=lambda piece: len(piece.tokens) > 1)
+        # one call attends for several pieces of one token, if they are about as long
+        step.pieces.sort(key=lambda p: (1, 0) if len(p.tokens) > 1 else (0, len(p.table)))
         return step if step.pieces else None
 
     def may_begin(self, adapter: str | None) -> bool:

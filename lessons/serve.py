@@ -16,7 +16,7 @@ import sharding
 from lessons import demo, form
 from serve import BlockPool, Request, Scheduler, Sequence, Step
 from serving import drawing, engine
-from serving.paged_attention import PagedCache
+from serving.paged_attention import Decodes
 
 # --- what --without removes -----------------------------------------------------------------------
 
@@ -31,8 +31,8 @@ def without_parent(parent: bytes, tokens: list[int], original=serve.hash_of) -> 
     return original(b"", tokens)
 
 
-def mask_of_another(self, pieces, local, original=PagedCache.prepare_decodes) -> None:
-    original(self, pieces, local)
+def mask_of_another(self, *args, original=Decodes.__init__) -> None:
+    original(self, *args)
     if self.mask is not None:
         self.mask = self.mask.roll(1, dims=0)
 
@@ -56,7 +56,7 @@ WITHOUT = {
         " the first prompt, which begins otherwise. The tables are in order: no invariant fails.",
     ),
     "mask": form.Removal(
-        lambda: mock.patch.object(PagedCache, "prepare_decodes", mask_of_another),
+        lambda: mock.patch.object(Decodes, "__init__", mask_of_another),
         "Sequences swap masks. Who sees what?",
         "Under a longer one's mask a sequence looks at places that it has not filled, under a"
         " shorter one's not at its newest tokens. With equal lengths, nothing is seen.",

@@ -20,7 +20,7 @@ from proof import ranks
 from serve import BlockPool, Draw, Request, Scheduler, Sequence
 from serving import drawing
 from serving.engine import Engine, requests_of
-from serving.paged_attention import PagedCache
+from serving.paged_attention import Decodes, PagedCache
 from tuning.adapter_config import AdapterConfig
 
 CONTEXT = 48
@@ -213,29 +213,23 @@ def hash_without_parent(monkeypatch):
 
 
 def no_copy_on_write(monkeypatch):
-    monkeypatch.setattr(PagedCache, "copy", lambda *_: None)
+    original = PagedCache.begin
 
+    def begin(self, step, *args):
+        return original(self, step._replace(copies=[]), *args)
 
-def hashes_that_stay(monkeypatch):
-    original = BlockPool.overwrite
-
-    def overwrite(self, block, kept):
-        # those of a block that is written to in place; of an allocated one they go
-        if kept == 0:
-            original(self, block, kept)
-
-    monkeypatch.setattr(BlockPool, "overwrite", overwrite)
+    monkeypatch.setattr(PagedCache, "begin", begin)
 
 
 def mask_of_the_next_request(monkeypatch):
-    original = PagedCache.prepare_decodes
+    original = Decodes.__init__
 
-    def prepare_decodes(self, pieces, local):
-        original(self, pieces, local)
+    def init(self, *args):
+        original(self, *args)
         if self.mask is not None:
             self.mask = self.mask.roll(1, 0)
 
-    monkeypatch.setattr(PagedCache, "prepare_decodes", prepare_decodes)
+    monkeypatch.setattr(Decodes, "__init__", init)
 
 
 def numbers_of_the_place(monkeypatch):
