@@ -532,7 +532,7 @@ def test_the_step_in_the_introduction():
     assert step.pieces[2].next == 17
     hand.scheduler.remove(b)
     assert str(hand.step(7, 7)) == "0: 3, and draws | 2: 6 .. 8, and draws | 3: 0 .. 3"
-    assert str(hand.step(6, 6, 6)) == "0: 4, and draws | 2: 9, and draws | 3: 4, and draws"
+    assert str(hand.step(6, 6, 6)) == "0: 4, and draws | 3: 4, and draws | 2: 9, and draws"
     assert a.ids == [1, 2, 8, 9, 7, 6]
 
 
