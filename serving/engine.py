@@ -101,11 +101,12 @@ class Engine:
         check_sizes(stages, max_sequences, budget, block_size, num_blocks)
         self.config = config
         self.stages = stages
-        self.link = Link(groups or Groups(), next(stages[0].parameters()).device)
         window = config.sliding_window
+        self.runner = StepRunner(stages[0], PagedCache(num_blocks, block_size, window), use_adapter)
+        # a packed stage may have no parameters
+        self.link = Link(groups or Groups(), self.runner.device)
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(self.pool, max_sequences, budget, self.link.stages, window)
-        self.runner = StepRunner(stages[0], PagedCache(num_blocks, block_size, window), use_adapter)
         self.sequences: dict[int, Sequence] = {}
         # the oldest first
         self.in_flight: deque[Step] = deque()
