@@ -15,6 +15,7 @@ Not covered: tools, images, outputs that follow a grammar, penalties.
 import asyncio
 import contextlib
 import json
+import re
 import secrets
 import time
 from functools import partial
@@ -92,11 +93,9 @@ class Fields(Struct, kw_only=True):
                     raise ApiError(400, f"{name}: this server does not have it; leave it out", name)
             return json_files.convert(fields, cls, "the body")
         except json_files.JSONError as e:
-            # msgspec ends with where it is: at `$.prompt[0]`
-            names = [
-                name for name in cls.__struct_fields__ if f"$.{name}" in f"{e}".replace("[", "`")
-            ]
-            raise ApiError(400, str(e), names[0] if names else None) from None
+            # msgspec's last word is `$.prompt[0]`, or `prompt` where it is missing
+            named = re.search(r"`(?:\$\.)?(\w+)[^`]*`$", str(e))
+            raise ApiError(400, str(e), named and named[1]) from None
 
     @property
     def stops(self) -> list[str]:
@@ -106,7 +105,7 @@ class Fields(Struct, kw_only=True):
 class Completion(Fields):
     """A text that goes on."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
 
@@ -214,8 +213,10 @@ class ChatCompletion(Fields):
 
     def log(self, choice: "Choice", entries: list[LogProb]) -> dict:
         def item(token: int, log_p: float) -> dict:
-            name = choice.name(token)
-            return {"token": name, "logprob": log_p, "bytes": list(name.encode())}
+            name, text = choice.name(token), choice.tokenizer.decode([token])
+            # of half a character nobody has told the bytes
+            code = list(name.encode()) if name == text else None
+            return {"token": name, "logprob": log_p, "bytes": code}
 
         content = []
         for entry in entries:
