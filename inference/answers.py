@@ -82,7 +82,7 @@ class TextStream:
     the cost of a token does not grow. Together, what it gives is Detokenizer's text."""
 
     # tokens that are decoded again
-    KEPT = 8
+    KEPT = 16
 
     def __init__(self, tokenizer, prompt: list[int], stop: list[str] = ()):
         self.tokenizer = tokenizer
@@ -100,11 +100,13 @@ class TextStream:
         self.ids.append(token)
         self.window.append(token)
         text = self.tokenizer.decode(self.window)
-        # the last character may be half of one
-        certain = max(self.taken, len(text) - text.endswith("\ufffd"))
+        # half a character; with byte fallback, all characters that it follows without a letter
+        halves = len(text) - len(text.rstrip("\ufffd"))
+        is_long = len(self.window) > 2 * self.KEPT
+        certain = max(self.taken, len(text) - (min(halves, 1) if is_long else halves))
         self.held += text[self.taken : certain]
         self.taken = certain
-        if len(self.window) > 2 * self.KEPT:
+        if is_long:
             self.shorten(text)
         ready = min((self.before(stop) for stop in self.detokenizer.stop), default=len(self.held))
         self.given += ready
@@ -127,7 +129,7 @@ class TextStream:
         is_whole = self.tokenizer.decode(first) + rest == text
         # a decoder may drop the first space; after a whole character nothing else can differ
         is_end = text.endswith(rest) and not text.endswith("\ufffd")
-        if rest and (is_whole or is_end):
+        if len(rest) > len(text) - self.taken and (is_whole or is_end):
             self.window = last
             self.taken -= len(text) - len(rest)
 

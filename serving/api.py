@@ -207,8 +207,8 @@ class ChatCompletion(Fields):
     def written(self, choice: "Choice", text: str, streams: bool) -> dict:
         if not streams:
             return {"message": {"role": "assistant", "content": text}}
-        role = {} if choice.begun else {"role": "assistant"}
-        choice.begun = True
+        role = {} if choice.sent else {"role": "assistant"}
+        choice.sent = True
         return {"delta": role | {"content": text}}
 
     def log(self, choice: "Choice", entries: list[LogProb]) -> dict:
@@ -237,20 +237,21 @@ class Choice:
         if fields.stops:
             request.stopped = partial(self.stream.detokenizer.stopped, 0)
         prompt = tokenizer.decode(request.prompt)
-        self.unsaid = prompt if fields.echo else ""
+        self.echoed = prompt if fields.echo else ""
         # where its next token stands in prompt and answer
-        self.offset = 0 if fields.echo else len(prompt)
+        self.offset = len(prompt) - len(self.echoed)
         self.entries: list[LogProb] = []
         self.finish: str | None = None
-        # whether a client has a piece of it
-        self.begun = False
+        # whether it has a token, and whether a client has a piece of it
+        self.begun = self.sent = False
         # of the server: the engine's number, and where its outputs go
         self.number: int | None = None
         self.outputs: asyncio.Queue | None = None
 
     def take(self, output: Output) -> str:
         """Of one token. Returns text that is certain by now."""
-        text, self.unsaid = self.unsaid, ""
+        text = "" if self.begun else self.echoed
+        self.begun = True
         if output.of_prompt is not None:
             first = LogProb(self.request.prompt[0], None, [])
             self.entries += [first, *output.of_prompt]
@@ -262,6 +263,10 @@ class Choice:
             text += self.stream.end()
             self.finish = FINISH[output.finish]
         return text
+
+    @property
+    def whole(self) -> str:
+        return self.echoed + self.stream.detokenizer.text(0, self.stream.ids)
 
     def name(self, token: int) -> str:
         """A token as a text; one that is half a character, or has no text, by its id."""
@@ -297,9 +302,7 @@ class Writer:
             "created": int(time.time()),
             "model": model,
         }
-        # of a whole answer
-        self.texts = [""] * len(choices)
-        # the stream
+        # of a stream
         self.response: web.StreamResponse | None = None
 
     @property
@@ -318,16 +321,14 @@ class Writer:
 
     async def write(self, choice: Choice, text: str) -> None:
         """text: of a choice, after the text before it."""
-        if self.response is None:
-            self.texts[choice.index] += text
-        elif text or choice.finish:
+        if self.response and (text or choice.finish):
             usage = {"usage": None} if self.with_usage else {}
             await self.send(self.head | {"choices": [choice.as_object(text, True)]} | usage)
 
     async def end(self) -> web.StreamResponse:
         usage = {"usage": usage_of(self.choices, self.fields.n or 1)}
         if self.response is None:
-            objects = [choice.as_object(text) for choice, text in zip(self.choices, self.texts)]
+            objects = [choice.as_object(choice.whole) for choice in self.choices]
             return web.json_response(self.head | {"choices": objects} | usage)
         if self.with_usage:
             await self.send(self.head | {"choices": []} | usage)
