@@ -102,11 +102,13 @@ class TextStream:
         text = self.tokenizer.decode(self.window)
         # half a character; with byte fallback, all characters that it follows without a letter
         halves = len(text) - len(text.rstrip("\ufffd"))
-        is_long = len(self.window) > 2 * self.KEPT
-        certain = max(self.taken, len(text) - (min(halves, 1) if is_long else halves))
+        if len(self.window) > 4 * self.KEPT:
+            # it is no text
+            halves = min(halves, 1)
+        certain = max(self.taken, len(text) - halves)
         self.held += text[self.taken : certain]
         self.taken = certain
-        if is_long:
+        if len(self.window) > 2 * self.KEPT:
             self.shorten(text)
         ready = min((self.before(stop) for stop in self.detokenizer.stop), default=len(self.held))
         self.given += ready

@@ -52,8 +52,10 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_ranks(args: argparse.Namespace, size: int) -> None:
-    """Raises ConfigError."""
+def check_own_flags(args: argparse.Namespace, size: int) -> None:
+    """What only a server knows. Raises ConfigError."""
+    if not 0 <= args.port < 2**16:
+        raise ConfigError(f"--port {args.port}: below 65536; 0 is a free one")
     for name in ("cp", "ep"):
         if getattr(args, name) > 1:
             raise ConfigError(f"--{name} {getattr(args, name)}: an engine has --tp and --pp alone")
@@ -73,7 +75,7 @@ def bind(host: str, port: int) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
         return bound
-    except (OSError, OverflowError, UnicodeError) as e:
+    except (OSError, UnicodeError) as e:
         raise ConfigError(f"--host {host} --port {port}: {e}; --port 0 is a free one") from None
 
 
@@ -83,15 +85,16 @@ def read_keys(path: str | None) -> list[bytes]:
         text = os.environ.get("SERVE_API_KEY", "") if path is None else Path(path).read_text()
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"--api-key-file {path}: cannot be read ({e})") from None
-    if path is not None and not text.split():
+    keys = [line.strip().encode() for line in text.splitlines() if line.strip()]
+    if path is not None and not keys:
         raise ConfigError(f"--api-key-file {path}: has no key in it")
-    return [key.encode() for key in text.split()]
+    return keys
 
 
 def run(args: argparse.Namespace, world: World) -> None:
     """What `python serve.py` does with flags."""
     cli.check_least(args, LEAST)
-    check_ranks(args, world.size)
+    check_own_flags(args, world.size)
     config = cli.check_flags(args, world)
     adapters = Adapters(args.adapter, args.checkpoint, config, args.tp)
     quantize = cli.open_weights(args, config, adapters)

@@ -277,7 +277,7 @@ class Server:
         except web.HTTPException as e:
             response = ApiError(e.status, f"{request.path}: {e.text}").response()
         except ConnectionError:
-            raise
+            response = ApiError(499, "the client has gone away").response()
         except Exception:
             traceback.print_exc()
             response = ApiError(500, "a fault of the server; its log has more").response()
