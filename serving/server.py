@@ -18,7 +18,6 @@ a client that has left. Starlette would need uvicorn beside it, and a limit of o
 Not covered: TLS, for which a proxy stands in front; users with different rights.
 """
 
-import argparse
 import asyncio
 import base64
 import hashlib
@@ -34,14 +33,8 @@ import traceback
 from functools import partial
 from pathlib import Path
 
+import prometheus_client as prometheus
 from aiohttp import web
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    generate_latest,
-)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from base import terminal
@@ -65,14 +58,16 @@ class Metrics:
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.registry = CollectorRegistry()
+        self.registry = prometheus.CollectorRegistry()
         self.registry.register(self)
         own = dict(namespace="serve", registry=self.registry)
-        self.requests = Counter("requests", "by status of the response", ["status"], **own)
-        self.tokens = Counter("generated_tokens", "of answers", **own)
-        self.prompts = Counter("prompt_tokens", "of prompts", **own)
-        self.first = Histogram("time_to_first_token_seconds", "after the request", **own)
-        self.between = Histogram("time_between_tokens_seconds", "of one answer", **own)
+        self.requests = prometheus.Counter(
+            "requests", "by status of the response", ["status"], **own
+        )
+        self.tokens = prometheus.Counter("generated_tokens", "of answers", **own)
+        self.prompts = prometheus.Counter("prompt_tokens", "of prompts", **own)
+        self.first = prometheus.Histogram("time_to_first_token_seconds", "after the request", **own)
+        self.between = prometheus.Histogram("time_between_tokens_seconds", "of one answer", **own)
 
     def collect(self):
         """What the engine counts."""
@@ -90,17 +85,9 @@ class Metrics:
 class Server:
     """An engine behind an address."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        tokenizer,
-        models: dict,
-        keys: list[bytes],
-        processes,
-        args: argparse.Namespace,
-    ):
+    def __init__(self, engine: Engine, tokenizer, models: dict, keys: list, processes, args):
         """models: name -> api.Model, the base first. keys: whoever has one may ask; empty:
-        everybody. processes: serving.ranks.Processes."""
+        everybody. processes: serving.ranks.Processes. args: of serving/command.py."""
         self.engine, self.tokenizer, self.models = engine, tokenizer, models
         self.keys, self.processes, self.args = keys, processes, args
         self.created = int(time.time())
@@ -125,16 +112,11 @@ class Server:
         thread = threading.Thread(target=self.drive, daemon=True)
         thread.start()
         app = web.Application(client_max_size=self.args.max_body, middlewares=[self.guard])
-        completions, chats = partial(self.answer, Completion), partial(self.answer, ChatCompletion)
-        for path, handler in (("completions", completions), ("chat/completions", chats)):
-            app.router.add_post(f"/v1/{path}", handler)
-        for path, handler in (
-            ("/", self.page),
-            ("/health", self.health),
-            ("/metrics", self.read_metrics),
-            ("/v1/models", self.list_models),
-            ("/v1/models/{name:.+}", self.list_models),
-        ):
+        for path, kind in (("completions", Completion), ("chat/completions", ChatCompletion)):
+            app.router.add_post(f"/v1/{path}", partial(self.answer, kind))
+        addresses = {"/": self.page, "/health": self.health, "/metrics": self.read_metrics}
+        addresses |= dict.fromkeys(("/v1/models", "/v1/models/{name:.+}"), self.list_models)
+        for path, handler in addresses.items():
             app.router.add_get(path, handler)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=5)
         await runner.setup()
@@ -303,8 +285,8 @@ class Server:
         return web.Response(text=PAGE, content_type="text/html", headers=headers)
 
     async def read_metrics(self, request: web.Request) -> web.Response:
-        text = generate_latest(self.metrics.registry)
-        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+        text = prometheus.generate_latest(self.metrics.registry)
+        return web.Response(body=text, headers={"Content-Type": prometheus.CONTENT_TYPE_LATEST})
 
     async def list_models(self, request: web.Request) -> web.Response:
         one = request.match_info.get("name")
