@@ -13,7 +13,6 @@ Not covered: tools, images, outputs that follow a grammar, penalties.
 """
 
 import asyncio
-import contextlib
 import json
 import re
 import secrets
@@ -338,8 +337,10 @@ class Writer:
     async def fail(self, error: ApiError) -> web.StreamResponse:
         if self.response is None:
             raise error
-        # a client that does not read is not waited for
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(1):
                 await self.send(error.body)
+        except TimeoutError:
+            # this client does not read
+            self.request.transport.abort()
         return self.response

@@ -97,6 +97,8 @@ def run(args: argparse.Namespace, world: World) -> None:
     check_own_flags(args, world.size)
     config = cli.check_flags(args, world)
     adapters = Adapters(args.adapter, args.checkpoint, config, args.tp)
+    if name_of(args) in adapters.names:
+        raise ConfigError(f"--adapter {name_of(args)}=..: is the model's own name; take another")
     quantize = cli.open_weights(args, config, adapters)
     if world.rank == 0:
         keys, bound = read_keys(args.api_key_file), bind(args.host, args.port)
@@ -128,15 +130,20 @@ def follow(engine: Engine, processes: Processes) -> None:
         processes.fail(e)
 
 
+def name_of(args: argparse.Namespace) -> str:
+    return Path(args.checkpoint).resolve().name
+
+
 def find_models(args: argparse.Namespace, tokenizer, adapters: Adapters) -> dict:
     """What a request can name -> api.Model, the base first."""
     from serving.api import Model
 
     models = {}
-    for name in (Path(args.checkpoint).resolve().name, *adapters.names):
+    for name in (name_of(args), *adapters.names):
         adapter = name if name in adapters.names else None
+        # one without a name is in the base
+        runs = [opened.path for key, opened in adapters.opened.items() if key == (adapter or "")]
         try:
-            runs = [adapters.opened[adapter].path] if adapter else []
             chat = find_chat(args.checkpoint, tokenizer, runs)
             models[name] = Model(adapter, chat, chat.end_of_turn())
         except ChatError as e:
