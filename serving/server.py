@@ -118,7 +118,7 @@ class Server:
         addresses |= dict.fromkeys(("/v1/models", "/v1/models/{name:.+}"), self.list_models)
         for path, handler in addresses.items():
             app.router.add_get(path, handler)
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=5)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1)
         await runner.setup()
         await web.SockSite(runner, bound, backlog=1024).start()
         host, port = bound.getsockname()[:2]
@@ -146,6 +146,7 @@ class Server:
                         return self.engine.close()
                     command(choices)
                 outputs = self.engine.step()
+                self.metrics.tokens.inc(sum(output.token is not None for output in outputs))
                 if outputs:
                     news = [(choices[output.number], output) for output in outputs]
                     self.loop.call_soon_threadsafe(deliver, news)
@@ -241,7 +242,6 @@ class Server:
             histogram = self.metrics.between if choice.stream.ids else self.metrics.first
             histogram.observe(now - last[choice])
             last[choice] = now
-            self.metrics.tokens.inc(output.token is not None)
             await writer.write(choice, choice.take(output))
 
     # --- other addresses ---

@@ -210,8 +210,28 @@ def test_completions_are_those_of_generate(place, server, capsys):
     lines = written(place, capsys, [{"prompt": "The quick"}] * 3, *flags, "--stop", stop)
     assert [choice.text for choice in stopped.choices] == [line["text"] for line in lines]
     assert stopped.choices[0].finish_reason == "stop"
-    of_ids = client.completions.create(**ask | dict(prompt=[5, 7, 9], n=1), logprobs=0, echo=True)
-    assert of_ids.usage.prompt_tokens == 3 and of_ids.choices[0].logprobs.token_logprobs[0] is None
+
+
+def test_echo(server):
+    """The prompt comes first, with its tokens' log-probabilities, streamed too."""
+    ask = dict(model="chat", prompt="hello", max_tokens=9, seed=5, logprobs=0, n=2)
+    client = server.client()
+    alone = client.completions.create(**ask)
+    found = client.completions.create(**ask, echo=True)
+    texts, names, offsets = ["", ""], [[], []], [[], []]
+    for piece in client.completions.create(**ask, echo=True, stream=True):
+        for choice in piece.choices:
+            texts[choice.index] += choice.text
+            names[choice.index] += choice.logprobs.tokens
+            offsets[choice.index] += choice.logprobs.text_offset
+    for n, (without, choice) in enumerate(zip(alone.choices, found.choices)):
+        assert choice.text == texts[n] == "hello" + without.text
+        assert choice.logprobs.tokens == names[n]
+        assert names[n][-len(without.logprobs.tokens) :] == without.logprobs.tokens
+        assert offsets[n][-len(without.logprobs.tokens) :] == without.logprobs.text_offset
+        assert choice.logprobs.token_logprobs[0] is None and offsets[n][0] == 0
+    ids = client.completions.create(**ask | dict(prompt=[5, 7, 9]))
+    assert ids.usage.prompt_tokens == 3
 
 
 def test_32_at_once(place, server, capsys):
@@ -577,7 +597,7 @@ def test_page(servers, tmp_path):
 def test_sigterm_lets_answers_end(servers, endless):
     """Whoever is answered gets the rest, nobody else comes in, and the status is 0."""
     server, strict = servers
-    ask = dict(model="chat", stream=True) | endless | dict(max_tokens=400, n=2)
+    ask = dict(model="chat", stream=True) | endless
     pieces = iter(server.client().completions.create(**ask))
     first = next(pieces)
     server.ranks[0].kill(signal.SIGTERM)
@@ -588,7 +608,7 @@ def test_sigterm_lets_answers_end(servers, endless):
         finishes += [choice.finish_reason for choice in piece.choices if choice.finish_reason]
         if status is None:
             status, _, headers = post(server, COMPLETIONS, {"prompt": "a"})
-    assert first.choices and len(finishes) == 2
+    assert first.choices and len(finishes) == 16
     assert status == 503 and headers["Retry-After"] == "1"
     for each in servers:
         assert each.ranks[0].wait() == 0 and each.ranks[0].stderr == ""
@@ -644,7 +664,9 @@ def test_ranks(layout, place, capsys):
         server.end()
 
 
-@pytest.mark.parametrize("layout, dies, busy", [("--tp 2", 1, True), ("--pp 2", 0, False)])
+@pytest.mark.parametrize(
+    "layout, dies, busy", [("--tp 2", 1, True), ("--pp 2", 0, False), ("--tp 2", 1, False)]
+)
 def test_a_rank_dies(layout, dies, busy, place, endless):
     """One line, which names it, from the other one, and status 1."""
     server = Address("--checkpoint", "chat", *layout.split(), world=2)
