@@ -22,6 +22,7 @@ import asyncio
 import base64
 import hashlib
 import hmac
+import ipaddress
 import queue
 import re
 import secrets
@@ -120,9 +121,10 @@ class Server:
             app.router.add_get(path, handler)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1)
         await runner.setup()
-        await web.SockSite(runner, bound, backlog=1024).start()
         host, port = bound.getsockname()[:2]
+        self.is_local = ipaddress.ip_address(host).is_loopback
         host = f"[{host}]" if ":" in host else host
+        await web.SockSite(runner, bound, backlog=1024).start()
         terminal.say(f"http://{host}:{port} serves {', '.join(self.models)}")
         await self.draining.wait()
         while self.open:
@@ -271,9 +273,13 @@ class Server:
         """Raises ApiError."""
         word = request.headers.get("Authorization", "").removeprefix("Bearer ")
         word = word.encode(errors="surrogateescape")
-        if self.keys and request.path not in ("/", "/health"):
-            if not any(hmac.compare_digest(word, key) for key in self.keys):
+        if self.keys:
+            is_known = any(hmac.compare_digest(word, key) for key in self.keys)
+            if not is_known and request.path not in ("/", "/health"):
                 raise ApiError(401, "no valid API key", None, "invalid_api_key")
+        elif self.is_local and request.url.host not in ("localhost", "127.0.0.1", "::1"):
+            # a web page whose name now leads to this machine
+            raise ApiError(403, f"{request.host}: ask at the address that the server has printed")
         if self.draining.is_set():
             raise ApiError(503, "the server ends")
 

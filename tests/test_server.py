@@ -311,7 +311,9 @@ def test_a_client_goes_away(server, endless, streams):
     else:
         host, port = server.url.removeprefix("http://").split(":")
         body = json.dumps(endless).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        )
         with socket.create_connection((host, int(port))) as s:
             s.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             server.wait_until("running", 16)
@@ -401,6 +403,9 @@ def test_other_addresses(server):
     for name in ("time_to_first_token_seconds", "time_between_tokens_seconds"):
         assert f"serve_{name}_bucket" in text
     assert 'serve_requests_total{status="200"}' in text
+    request = urllib.request.Request(f"{server.url}/v1/models", headers={"Host": "evil.example"})
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(request)
     # a page of another site may send this without asking
     assert post(server, COMPLETIONS, {"prompt": "a"}, content_type="text/plain")[0] == 415
 
