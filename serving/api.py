@@ -126,9 +126,11 @@ class Completion(Fields):
             raise PromptError("prompt: a list has texts, or lists of tokens, or tokens")
         return question
 
-    def limit(self, rest: int) -> int:
-        """Tokens of an answer. rest: what the context holds after the prompt."""
-        return 16 if self.max_tokens is None else self.max_tokens
+    def limit(self, usual: int | None, rest: int) -> int:
+        """Tokens of an answer. usual: where the request does not say; rest: what the context holds
+        after the prompt."""
+        chosen = (self.max_tokens, usual)
+        return next((n for n in chosen if n is not None), 16)
 
     @property
     def log_probs(self) -> int | None:
@@ -193,11 +195,9 @@ class ChatCompletion(Fields):
             raise PromptError(model.refusal)
         return model.chat.prompt([message(m.role, m.text) for m in question])
 
-    def limit(self, rest: int) -> int:
-        for given in (self.max_completion_tokens, self.max_tokens):
-            if given is not None:
-                return given
-        return max(1, rest)
+    def limit(self, usual: int | None, rest: int) -> int:
+        chosen = (self.max_completion_tokens, self.max_tokens, usual)
+        return next((n for n in chosen if n is not None), max(1, rest))
 
     @property
     def log_probs(self) -> int | None:

@@ -10,6 +10,7 @@ Ctrl-C, lets running requests end, and then all ranks end with status 0.
 
 import argparse
 import asyncio
+import importlib.util
 import ipaddress
 import os
 import signal
@@ -48,6 +49,8 @@ def make_parser() -> argparse.ArgumentParser:
     flag("--queue", type=int, default=128, help="answers that wait; more get status 429 (128)")
     flag("--deadline", type=int, default=600, metavar="SECONDS", help="of a request (600)")
     flag("--max-body", type=int, default=2**20, metavar="BYTES", help="of a request (1 MiB)")
+    unsaid = "of an answer where the request does not say (default: 16; of a chat, what is left)"
+    flag("--max-tokens", type=int, dest="usual_tokens", help=unsaid)
     parser.set_defaults(prompt_file=None, batch_size=None, **OF_REQUESTS)
     return parser
 
@@ -56,6 +59,11 @@ def check_own_flags(args: argparse.Namespace, size: int) -> None:
     """What only a server knows. Raises ConfigError."""
     if not 0 <= args.port < 2**16:
         raise ConfigError(f"--port {args.port}: below 65536; 0 is a free one")
+    if args.usual_tokens is not None and args.usual_tokens < 1:
+        raise ConfigError(f"--max-tokens {args.usual_tokens}: must be at least 1")
+    for package in ("aiohttp", "prometheus_client"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"an address needs the package {package} (pip install {package})")
     for name in ("cp", "ep"):
         if getattr(args, name) > 1:
             raise ConfigError(f"--{name} {getattr(args, name)}: an engine has --tp and --pp alone")

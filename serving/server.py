@@ -211,7 +211,7 @@ class Server:
         try:
             for question in fields.questions:
                 prompt = fields.ids(question, self.tokenizer, model, self.longest)
-                limit = fields.limit(self.longest - len(prompt))
+                limit = fields.limit(self.args.usual_tokens, self.longest - len(prompt))
                 for key in keys_of([prompt] * (fields.n or 1), seed):
                     draw = Draw(sampling, key, fields.log_probs, of_prompt)
                     request = Request(prompt, limit, draw, ends, adapter=model.adapter)

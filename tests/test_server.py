@@ -628,7 +628,7 @@ def test_adapters_by_request(place, capsys):
     flags |= dict(load="base", peft="lora", lr=0.5, steps=3)
     assert small_run.run("adapters.py", "train", *small_run.flags(out="lora", **flags)) == 0
     names = ["--checkpoint", "base", "--adapter", "fr=lora"]
-    server = Address(*names, "--host", "0.0.0.0")
+    server = Address(*names, "--host", "0.0.0.0", "--max-tokens", "7")
     lines = [{"prompt": "x1 = "}, {"prompt": "x1 = ", "adapter": "fr"}, {"prompt": "x2"}]
     expected = written(place, capsys, lines, "--max-tokens", "20", *names)
     try:
@@ -639,6 +639,8 @@ def test_adapters_by_request(place, capsys):
             answer = server.client().completions.create(**fields, max_tokens=20, seed=0)
             found.append(answer.choices[0].text)
         assert [model.id for model in server.client().models.list()] == ["base", "fr"]
+        usage = server.client().completions.create(model="base", prompt="x", seed=0).usage
+        assert usage.completion_tokens == 7
         assert "--host 0.0.0.0 without --api-key-file" in server.ranks[0].stderr
     finally:
         server.end()
@@ -695,6 +697,7 @@ def test_a_rank_dies(layout, dies, busy, place, endless):
         ("--cp 2", "an engine has --tp and --pp alone"),
         ("--blocks 1", "--blocks 1: must be at least 2"),
         ("--port 70000", "0 is a free one"),
+        ("--max-tokens 0", "--max-tokens 0: must be at least 1"),
         ("--api-key-file nowhere", "cannot be read"),
         ("--api-key-file /dev/null", "has no key in it"),
         ("--weights int4 --group-size 5", "invalid choice"),
