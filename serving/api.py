@@ -248,18 +248,21 @@ class Choice:
         self.outputs: asyncio.Queue | None = None
 
     def take(self, output: Output) -> str:
-        """Of one token. Returns text that is certain by now."""
+        """Of one token. Returns text of a stream that is certain by now."""
         text = "" if self.begun else self.echoed
         self.begun = True
         if output.of_prompt is not None:
             first = LogProb(self.request.prompt[0], None, [])
             self.entries += [first, *output.of_prompt]
-        if output.token is not None:
+        if output.token is not None and self.fields.stream:
             text += self.stream.push(output.token)
+        elif output.token is not None:
+            # it is decoded once, at the end
+            self.stream.ids.append(output.token)
         if output.log_prob:
             self.entries.append(output.log_prob)
         if output.finish:
-            text += self.stream.end()
+            text += self.stream.end() if self.fields.stream else ""
             self.finish = FINISH[output.finish]
         return text
 
