@@ -77,6 +77,69 @@ class Detokenizer:
         return any(stop in text for stop in self.stop)
 
 
+class TextStream:
+    """The text of one answer while its tokens come: `push` decodes some of the newest tokens, so
+    the cost of a token does not grow. Together, what it gives is Detokenizer's text."""
+
+    # tokens that are decoded again
+    KEPT = 16
+
+    def __init__(self, tokenizer, prompt: list[int], stop: list[str] = ()):
+        self.tokenizer = tokenizer
+        self.detokenizer = Detokenizer(tokenizer, [prompt], stop)
+        self.ids: list[int] = []
+        # the newest tokens, and how many characters of theirs are in `held`, or were before
+        self.window = prompt[-self.KEPT :]
+        self.taken = len(tokenizer.decode(self.window))
+        # text that may be the beginning of a stop string
+        self.held = ""
+        self.given = 0
+
+    def push(self, token: int) -> str:
+        """One more token. Returns text that is certain by now."""
+        self.ids.append(token)
+        self.window.append(token)
+        text = self.tokenizer.decode(self.window)
+        # half a character; with byte fallback, all characters that it follows without a letter
+        halves = len(text) - len(text.rstrip("\ufffd"))
+        if len(self.window) > 4 * self.KEPT:
+            # it is no text
+            halves = min(halves, 1)
+        certain = max(self.taken, len(text) - halves)
+        self.held += text[self.taken : certain]
+        self.taken = certain
+        if len(self.window) > 2 * self.KEPT:
+            self.shorten(text)
+        ready = min((self.before(stop) for stop in self.detokenizer.stop), default=len(self.held))
+        self.given += ready
+        given, self.held = self.held[:ready], self.held[ready:]
+        return given
+
+    def before(self, stop: str) -> int:
+        """So many characters of `held` come before this stop string, or its beginning."""
+        if stop in self.held:
+            return self.held.index(stop)
+        lengths = range(min(len(stop) - 1, len(self.held)), 0, -1)
+        begun = (length for length in lengths if self.held.endswith(stop[:length]))
+        return len(self.held) - next(begun, 0)
+
+    def shorten(self, text: str) -> None:
+        """Leave out the first tokens of the window, if the others have the same text without them.
+        Where a character has tokens on both sides, or a word its space before it, they differ."""
+        first, last = self.window[: -self.KEPT], self.window[-self.KEPT :]
+        rest = self.tokenizer.decode(last)
+        is_whole = self.tokenizer.decode(first) + rest == text
+        # a decoder may drop the first space; after a whole character nothing else can differ
+        is_end = text.endswith(rest) and not text.endswith("\ufffd")
+        if len(rest) > len(text) - self.taken and (is_whole or is_end):
+            self.window = last
+            self.taken -= len(text) - len(rest)
+
+    def end(self) -> str:
+        """The rest of the text, after the last token."""
+        return self.detokenizer.text(0, self.ids)[self.given :]
+
+
 def encode(text: str, tokenizer, seq_length: int) -> list[int]:
     """The ids of a prompt. Raises PromptError where it is empty, too long, or no text."""
     try:
@@ -104,24 +167,15 @@ def stream_text(
 ) -> GenerationTimer:
     """Print the continuation of a prompt while it is generated. out: a file like sys.stdout, or
     None on ranks that print nothing. options: of generate.stream."""
-    detokenizer = Detokenizer(tokenizer, [prompt], stop)
+    texts = TextStream(tokenizer, prompt, stop)
     timer = GenerationTimer()
-    ids = []
-    printed = 0
-    # so many characters may be the beginning of a stop string
-    held_back = max(map(len, stop), default=1) - 1
-    for new_tokens in stream(model, [prompt], stopped=detokenizer.stopped, **options):
+    for new_tokens in stream(model, [prompt], stopped=texts.detokenizer.stopped, **options):
         timer.tick(new_tokens)
-        ids += [new.token for new in new_tokens if new.token is not None]
-        text = detokenizer.text(0, ids)
-        finished = new_tokens[-1].finish is not None
-        # half a character
-        if text.endswith("\ufffd") and not finished:
-            continue
-        ready = len(text) if finished else len(text) - held_back
-        if out and ready > printed:
-            print(text[printed:ready], end="", flush=True, file=out)
-        printed = max(printed, ready)
+        text = "".join(texts.push(new.token) for new in new_tokens if new.token is not None)
+        if new_tokens[-1].finish is not None:
+            text += texts.end()
+        if out and text:
+            print(text, end="", flush=True, file=out)
     return timer
 
 

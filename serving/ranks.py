@@ -12,18 +12,28 @@ are stages after the first one.
 
     torchrun --nproc-per-node 4 serve.py --tp 2 --pp 2 --checkpoint runs/chat
 
-Not covered: objects are pickled, tens of microseconds a step. Production systems write them into
-shared memory.
+A rank that dies leaves the others in a collective, or idle before one. The kernel tells each
+process when another one has ended (pidfd_open), so all end with one line and status 1.
+
+Not covered: a rank that hangs, or whose machine is gone, is waited for; objects are pickled, tens
+of microseconds a step, and production systems write them into shared memory.
 """
 
+import os
 import pickle
+import select
+import signal
+import socket
+import time
+import traceback
 from collections import deque
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from base.world import Groups
+from base import terminal
+from base.world import Groups, World
 from pipeline_parallel import Channels
 
 # bytes of the first message of an object, which begins with its length: most fit
@@ -120,3 +130,42 @@ def unpacked(messages: list[Tensor]):
     length = int.from_bytes(content[:LENGTH], "little")
     # from a rank of this engine
     return pickle.loads(content[LENGTH : LENGTH + length])
+
+
+# --- a rank that dies -----------------------------------------------------------------------------
+
+
+class Processes:
+    """The processes of the other ranks on this machine."""
+
+    def __init__(self, world: World):
+        """A collective."""
+        self.rank = world.rank
+        host = socket.gethostname()
+        places = world.gather((host, os.getpid()))
+        # rank -> a file that can be read once its process has ended
+        self.files = {n: os.pidfd_open(pid) for n, (at, pid) in enumerate(places) if at == host}
+        os.close(self.files.pop(self.rank))
+
+    def dead(self, patience: float) -> list[int]:
+        """Ranks that have ended, the first of them within so many seconds."""
+        ended = select.select([*self.files.values()], [], [], patience if self.files else 0)[0]
+        return [rank for rank, file in self.files.items() if file in ended]
+
+    def fail(self, error: Exception | None = None) -> None:
+        """End all ranks, with one line and status 1. error: what this rank met, perhaps because
+        another one has died."""
+        dead = self.dead(patience=1)
+        living = sorted({self.rank, *self.files} - {*dead})
+        if dead:
+            error = f"rank {', '.join(map(str, dead))} has died, and the server ends with it"
+        elif not isinstance(error, FloatingPointError):
+            traceback.print_exception(error)
+        if dead and self.rank > living[0]:
+            # that one says so, and ends this process
+            time.sleep(10)
+        else:
+            terminal.say(terminal.one_line(f"serve.py: {error}"), error=True)
+            for rank in {*living} - {self.rank}:
+                signal.pidfd_send_signal(self.files[rank], signal.SIGKILL)
+        os._exit(1)

@@ -39,7 +39,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 # those with a parser of their own
 COMMANDS = ("generate.py", "prompt_tuning.py", "adapters.py", "huggingface.py", "proof/verify.py")
 COMMANDS += ("inference/evaluate.py", "exchange/export.py", "exercises/bugs.py")
-COMMANDS += ("page/explorer.py",)
+COMMANDS += ("page/explorer.py", "serve.py")
 
 
 def tracked() -> set[str]:

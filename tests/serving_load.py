@@ -1,0 +1,181 @@
+"""Requests by the thousand for serve.py on the loopback address: good ones, bad ones, clients that
+go away, a full queue, preemptions. Nothing leaks (blocks, memory, files), and answers are those of
+generate.py.
+
+    python tests/serving_load.py [--requests 2000] [--tp 2] [--pp 2] [--kill]
+
+--kill: the last rank is killed half way, and all ranks end with status 1.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import aiohttp
+
+ROOT = Path(__file__).parent.parent
+# 69 blocks hold the longest text; those of 16 answers do not always fit
+LIMITS = "--port 0 --max-sequences 16 --queue 32 --blocks 70 --deadline 60".split()
+BAD = [{}, {"prompt": "a", "n": 0}, {"prompt": "a", "tools": [1]}, {"prompt": "a" * 9000}]
+BAD += [{"prompt": "a", "model": "x"}, {"prompt": [10**6]}, {"prompt": "a", "temperature": -1}]
+WORDS = ("The quick", "hello", "def add", "Größe", "2 o'clock", "user")
+
+
+class Load:
+    """The clients."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession):
+        self.url = url
+        self.session = session
+        self.random = random.Random(1)
+        # how requests ended
+        self.ends = Counter()
+        # (prompt, seed, max_tokens, text)
+        self.answers = []
+
+    async def request(self) -> None:
+        g = self.random
+        draw, words, seed = g.random(), f"{g.choice(WORDS)} {g.randrange(40)}", g.randrange(1000)
+        fields = {"prompt": words, "max_tokens": g.randint(1, 60), "seed": seed}
+        patience = None
+        if draw < 0.15:
+            fields = g.choice(BAD)
+        elif draw < 0.35:
+            fields |= {"stream": g.random() < 0.7, "n": g.choice([1, 4]), "max_tokens": 400}
+            patience = g.uniform(0.005, 0.4)
+        else:
+            fields["stream"] = draw < 0.6
+        try:
+            async with asyncio.timeout(patience):
+                status, text = await self.post(fields)
+            self.ends[str(status)] += 1
+            if status == 200 and "n" not in fields:
+                self.answers.append((words, seed, fields["max_tokens"], text))
+        except TimeoutError:
+            self.ends["went away"] += 1
+        except aiohttp.ClientError:
+            self.ends["no server"] += 1
+
+    async def post(self, fields: dict) -> tuple[int, str]:
+        async with self.session.post(f"{self.url}/v1/completions", json=fields) as response:
+            if response.status != 200:
+                return response.status, ""
+            if not fields["stream"]:
+                return 200, (await response.json())["choices"][0]["text"]
+            text = ""
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    text += "".join(c["text"] for c in json.loads(line[6:])["choices"])
+            return 200, text
+
+    async def many(self, count: int, at_once: int) -> None:
+        places = asyncio.Semaphore(at_once)
+
+        async def one() -> None:
+            async with places:
+                await self.request()
+
+        await asyncio.gather(*(one() for _ in range(count)))
+
+    async def metric(self, name: str) -> int:
+        async with self.session.get(f"{self.url}/metrics") as response:
+            text = await response.text()
+        return int(float(re.search(rf"^serve_{name} (\S+)", text, re.MULTILINE)[1]))
+
+
+async def ask(url: str, ranks: list[int], requests: int, kill: bool) -> Load:
+    """In four parts; in the second one the queue is full. Prints what the server holds after each.
+    Raises AssertionError for blocks that are not free."""
+    # connections that are kept would count as files
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        load = Load(url, session)
+        for part in range(4):
+            asked = asyncio.create_task(load.many(requests // 4, 80 if part == 1 else 24))
+            if kill and part == 2:
+                await asyncio.sleep(0.5)
+                os.kill(ranks[-1], signal.SIGKILL)
+                await asked
+                return load
+            await asked
+            await asyncio.sleep(0.5)
+            used, preemptions = [await load.metric(x) for x in ("blocks_used", "preemptions_total")]
+            statuses = [Path(f"/proc/{pid}/status").read_text() for pid in ranks]
+            memory = [int(re.search(r"VmRSS:\s+(\d+)", text)[1]) // 1024 for text in statuses]
+            files = [len(os.listdir(f"/proc/{pid}/fd")) for pid in ranks]
+            print(
+                f"{memory} MiB, {files} files, {used} blocks, {preemptions} preemptions, ", end=""
+            )
+            print(dict(load.ends), flush=True)
+            assert used == 0
+        return load
+
+
+def wrong_answers(answers: list, model: str, count: int) -> int:
+    """How many of `count` answers are not those of generate.py alone."""
+    import generate
+    from inference.answers import Detokenizer, encode
+    from inference.loading import find_tokenizer, load_model
+
+    loaded, index = load_model(model)
+    tokenizer = find_tokenizer(model, index)
+    wrong = 0
+    for prompt, seed, max_tokens, text in random.Random(0).sample(
+        answers, min(count, len(answers))
+    ):
+        ids = encode(prompt, tokenizer, 1024)
+        options = dict(seed=seed, temperature=1.0, eot=tokenizer.stop_ids)
+        (written,) = generate.generate(loaded, [ids], max_tokens, **options)
+        wrong += text != Detokenizer(tokenizer, [ids]).text(0, written)
+    return wrong
+
+
+def run(model: str, requests: int, tp: int, pp: int, kill: bool) -> tuple[int, int]:
+    """(exit status of the server, wrong answers of 200)"""
+    words = [str(ROOT / "serve.py"), "--checkpoint", model, *LIMITS]
+    words += ["--tp", str(tp), "--pp", str(pp)]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(tp * pp)]
+    command = [sys.executable, *(launcher if tp * pp > 1 else []), *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    url = process.stdout.readline().split()[0]
+    ranks = [process.pid]
+    if tp * pp > 1:
+        found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+        ranks = sorted(map(int, found.stdout.split()))
+    load = asyncio.run(ask(url, ranks, requests, kill))
+    if not kill:
+        os.kill(ranks[0], signal.SIGTERM)
+    return process.wait(60), wrong_answers(load.answers, model, 200)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in (("requests", 2000), ("tp", 1), ("pp", 1)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--kill", action="store_true", help="the last rank, half way")
+    args = parser.parse_args()
+    import test_evaluate
+
+    # long texts, so that clients can leave before the end
+    test_evaluate.CONTEXT = 1024
+    with tempfile.TemporaryDirectory() as folder:
+        test_evaluate.save_model(Path(folder), begins=False)
+        status, wrong = run(folder, args.requests, args.tp, args.pp, args.kill)
+    print(f"the server ended with status {status}; {wrong} wrong answers of 200")
+    sys.exit(wrong > 0 or status != int(args.kill))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()
