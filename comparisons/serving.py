@@ -114,7 +114,7 @@ def by_engine(model, asked: list[Asked], together: int) -> Measured:
 
 
 def in_batches(run: Callable, asked: list[Asked], together: int) -> Measured:
-    """Static batches. run(prompts, tokens, ticks) -> ids: appends the time to ticks after each step."""
+    """Static batches. run(prompts, tokens, ticks) -> ids appends the time to ticks after a step."""
     measured = Measured()
     for start in range(0, len(asked), together):
         batch = asked[start : start + together]

@@ -15,7 +15,7 @@ each goes on until the last one has finished.
 
     python generate.py       a lesson: three prompts together, and each by itself
 
-Not covered: a new prompt in the place of a finished sequence. That is continuous batching: serve.py.
+Not covered: a new prompt in the place of a finished sequence (continuous batching): serve.py.
 """
 
 from collections.abc import Callable
