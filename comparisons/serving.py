@@ -1,7 +1,7 @@
 """Requests of mixed lengths: the engine of serving/ beside Hugging Face transformers, in static
 batches and with its continuous batching, and beside generate.py; the same weights, in turn.
 
-    python comparisons/serving.py [--threads 2] [--rounds 3] [--cases small gpt2-124m]
+    python comparisons/serving.py [--threads 2] [--rounds 3] [--cases "h 256" "h 768"]
                                   [--together 1 8 32] [--toy] [--out DIR]
 
 Greedy, float32 on CPUs, prompts of random tokens. Lengths of prompts and answers are log-normal,
@@ -14,6 +14,7 @@ one ends, the next one comes. A static batch begins with as many, and all wait f
     waste                the share of the cache's room that holds no token of an open request"""
 
 import copy
+import dataclasses
 import itertools
 import random
 import time
@@ -26,7 +27,7 @@ from typing import NamedTuple
 import report
 import style
 import torch
-from generation import CASES, TOY, build, packed
+from generation import SMALL, TOY, build, packed
 from report import median
 
 import generate
@@ -35,6 +36,12 @@ from serving.engine import Engine, requests_of
 
 # tokens of a prompt, and of an answer
 MEDIAN, SIGMA, LONGEST = 64, 0.9, 512
+CASES = {
+    "h 256": SMALL,
+    "h 768": dataclasses.replace(
+        SMALL, hidden_size=768, num_heads=12, head_dim=64, num_kv_heads=12, ffn_hidden_size=3072
+    ),
+}
 # of a step, for both
 BUDGET = 512
 BLOCK = 16
@@ -282,7 +289,7 @@ def draw(results: dict, figures: Path) -> None:
 def main():
     parser = report.arguments(__doc__, threads=2, rounds=3)
     parser.add_argument("--together", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--cases", nargs="+", default=["small", "gpt2-124m"], choices=list(CASES))
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     args = report.parse(parser, rounds=1, together=[1, 4], cases=["toy"])
     torch.set_num_threads(args.threads)
     # for all
