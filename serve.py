@@ -26,8 +26,7 @@ because its random numbers belong to (seed, request, position) (inference/sampli
 
 serving/engine.py runs the steps, serving/server.py has the address.
 
-Not covered: priorities, blocks that move to the host's memory, speculative decoding, prefill and
-decoding on different machines. vLLM, SGLang and TensorRT-LLM have them.
+Not covered: priorities, blocks in the host's memory, speculative decoding (vLLM, SGLang have them).
 """
 
 if __name__ == "__main__":
@@ -151,7 +150,6 @@ class Sequence:
     table: list[int] = field(default_factory=list)
     # so many tokens have keys and values in the cache, once the steps in flight have run
     computed: int = 0
-    # of its full blocks
     hashes: list[bytes] = field(default_factory=list)
     in_flight: bool = False
     # None, or why it ended: as in inference.batches.NewToken, or `cancelled`
@@ -216,6 +214,13 @@ class Step(NamedTuple):
         return " | ".join(words)
 
 
+def most_blocks(tokens: int, block_size: int, budget: int, window: int) -> int:
+    """That a sequence of so many tokens has at a time."""
+    # with a window: what a piece looks back at, the piece, the beginning of its first block
+    held = min(tokens, window + budget + block_size) if window else tokens
+    return -(-held // block_size)
+
+
 # --- the scheduler --------------------------------------------------------------------------------
 
 
@@ -274,7 +279,7 @@ class Scheduler:
             return False
         sequence = self.waiting[0]
         in_use = sum(self.pool.users[block] > 0 for block in self.blocks_found(sequence))
-        has_room = self.blocks_for(len(sequence.ids)) - in_use <= len(self.pool.free)
+        has_room = self.most_blocks(len(sequence.ids)) - in_use <= len(self.pool.free)
         return has_room and sequence.request.adapter == adapter
 
     def place(self, step: Step, sequence: Sequence, left: int) -> int:
@@ -298,23 +303,19 @@ class Scheduler:
         sequence.in_flight = True
         if writes:
             self.remember(sequence, start)
-        step.pieces.append(
-            Piece(
-                number=sequence.number,
-                start=start,
-                tokens=sequence.ids[start : start + count],
-                table=list(sequence.table),
-                writes=writes,
-                next=sequence.ids[start + count] if sequence.to_compute else None,
-                draw=sequence.request.draw,
-            )
-        )
+        tokens, table = sequence.ids[start : start + count], list(sequence.table)
+        after = sequence.ids[start + count] if sequence.to_compute else None
+        draw = sequence.request.draw
+        step.pieces.append(Piece(sequence.number, start, tokens, table, writes, after, draw))
         return count
 
     # --- blocks of a sequence ---
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.pool.block_size)
+
+    def most_blocks(self, tokens: int) -> int:
+        return most_blocks(tokens, self.pool.block_size, self.budget, self.window)
 
     def blocks_found(self, sequence: Sequence) -> list[int]:
         """Blocks of the prefix cache that have the sequence's next tokens."""

@@ -168,7 +168,7 @@ def inference_memory() -> list[Claim]:
         ends = zip(OF_INFERENCE.items(), numbers, layers, reasons)
         for (what, (batch, tokens)), number, depth, why in ends:
             one = Serving(A100, ENGINES["graphs"], gpt_of(depth))
-            ours = sum(one.bytes(batch, tokens, chunk=2048).values()) / 1e9
+            ours = sum(one.bytes(batch, tokens, budget=2048).values()) / 1e9
             claim = f"{name}: GB of inference in FP16, {what}"
             note = f"{depth} layers of {128 * depth:,}, {batch} x {tokens} tokens"
             found.append(Claim(claim, number, ours, PREDICTED, note, why))

@@ -5,7 +5,7 @@ at a time. Bytes of a rank, where a weight has w bytes:
 
     weights      w x the matrices / (t p), and the vocabulary's / t
     cache        b x 2 L a_kv d (s + n) x 2 / (t p)
-    activations  what a chunk of the prompts needs in one layer, and the logits
+    activations  what the tokens of a step need in one layer, and the logits
 
 Seconds in which one stage takes some tokens of each sequence:
 
@@ -112,8 +112,8 @@ class Serving(NamedTuple):
         number = 1 if self.weights == "fp8" else BYTES
         return cache_bytes(self.model, sequences * self.kept(tokens), number)
 
-    def bytes(self, batch: int, tokens: int, chunk: int) -> dict[str, float]:
-        """Of the fullest rank. tokens: of a prompt and its answer; chunk: in a step."""
+    def bytes(self, batch: int, tokens: int, budget: int) -> dict[str, float]:
+        """Of the fullest rank. tokens: of a prompt and its answer; budget: of a step."""
         model, t = self.model, self.tp
         h, vocabulary = model.hidden_size, model.vocab_size
         matrix, vector = WEIGHTS[self.weights]
@@ -127,7 +127,7 @@ class Serving(NamedTuple):
         return {
             "weights": share * matrix * matrices + ends * vector * vocabulary * h / t,
             "cache": share * self.cached(batch, tokens),
-            "activations": BYTES * min(chunk, batch * tokens) * numbers
+            "activations": BYTES * min(budget, batch * tokens) * numbers
             + LOGIT * batch * vocabulary / t,
         }
 
@@ -222,12 +222,12 @@ def layouts(gpus: int, one: Serving) -> Iterator[Serving]:
                 yield one._replace(tp=tp, pp=pp)
 
 
-def fitting(one: Serving, gpus: int, prompt: int, answer: int, chunk: int) -> Iterator[Found]:
+def fitting(one: Serving, gpus: int, prompt: int, answer: int, budget: int) -> Iterator[Found]:
     """Each layout with each batch that fits into memory."""
     room = USABLE * one.machine.memory
     for serving in layouts(gpus, one):
         for batch in BATCHES:
-            nbytes = serving.bytes(batch, prompt + answer, chunk)
+            nbytes = serving.bytes(batch, prompt + answer, budget)
             if sum(nbytes.values()) > room:
                 break
             first = serving.first_token(batch, prompt)

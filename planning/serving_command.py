@@ -32,7 +32,7 @@ def parser() -> commands.Parser:
     for name, default, words in (
         ("input", 200, "tokens of each prompt"),
         ("output", 200, "tokens of each answer"),
-        ("chunk", 2048, "tokens of prompts in a step"),
+        ("budget", 2048, "tokens of a step"),
         ("top", 8, "how many layouts"),
     ):
         words = f"{words} (default: {default:,})"
@@ -46,10 +46,10 @@ def parser() -> commands.Parser:
 
 def found_by(case: argparse.Namespace, one: Serving) -> list[Found]:
     """The frontier within --latency. Raises ConfigError where there is none."""
-    found = frontier(fitting(one, case.gpus, case.input, case.output, case.chunk))
+    found = frontier(fitting(one, case.gpus, case.input, case.output, case.budget))
     if not found:
         tokens = case.input + case.output
-        least = min(sum(x.bytes(1, tokens, case.chunk).values()) for x in layouts(case.gpus, one))
+        least = min(sum(x.bytes(1, tokens, case.budget).values()) for x in layouts(case.gpus, one))
         room = f"{gib(USABLE * one.machine.memory)} GiB for tensors; more GPUs would fit"
         room += ", or --weights int4" if case.weights != "int4" else ", or fewer tokens"
         rule = f"every layout takes at least {gib(least)} GiB on each, of which"
@@ -74,9 +74,10 @@ def table(found: list[Found]) -> list[str]:
 
 def command_of(case: argparse.Namespace, x: Found) -> str:
     words = ["serve.py", "--checkpoint", "CHECKPOINT", "--tp", x.serving.tp, "--pp", x.serving.pp]
-    blocks = x.batch * math.ceil(x.serving.kept(case.input + case.output) / BLOCK)
+    # one is nobody's (serve.BlockPool)
+    blocks = 1 + x.batch * math.ceil(x.serving.kept(case.input + case.output) / BLOCK)
     words += ["--max-sequences", x.batch, "--block-size", BLOCK, "--blocks", blocks]
-    words += ["--chunk", case.chunk, "--precision", "bf16"]
+    words += ["--budget", case.budget, "--precision", "bf16"]
     if case.weights != "bf16":
         words += ["--weights", case.weights]
     launcher = commands.launcher(x.serving.ranks, x.serving.machine.ranks_per_node)

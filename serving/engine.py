@@ -35,12 +35,12 @@ from torch import Tensor
 
 import generate
 from base import compiling
-from base.world import Groups
+from base.world import Groups, memory
 from gpt import GPT, Context
 from inference.kv_cache import CacheSlot, caching
 from inference.sampling import DIVERGED, SamplingParams, keys_of
 from pipeline_parallel import Pipeline
-from serve import BlockPool, Draw, Request, Scheduler, Sequence, Step
+from serve import BlockPool, Draw, Request, Scheduler, Sequence, Step, most_blocks
 from serving.drawing import Drawn, LogProb, draw, rows_of
 from serving.paged_attention import PagedCache
 from serving.ranks import Link
@@ -80,14 +80,16 @@ class Engine:
         A collective. Raises ValueError for a number that is not possible."""
         stages = generate.stages_of(model)
         config = stages[0].config
+        window = config.sliding_window
         if num_blocks is None:
-            num_blocks = max_sequences * -(-config.seq_length // block_size) + 1
+            longest = most_blocks(config.seq_length, max(1, block_size), budget, window)
+            num_blocks = 1 + max_sequences * longest
         check_sizes(stages, max_sequences, budget, block_size, num_blocks)
         self.config = config
         self.stages = stages
-        window = config.sliding_window
         self.runner = StepRunner(stages[0], PagedCache(num_blocks, block_size, window), use_adapter)
         self.link = Link(groups or Groups(), self.runner.device)
+        check_memory(self.runner, num_blocks, block_size, self.link.tp_size)
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(self.pool, max_sequences, budget, self.link.stages, window)
         self.sequences: dict[int, Sequence] = {}
@@ -112,14 +114,21 @@ class Engine:
         """Raises ValueError, naming what to change."""
         generate.check_options(request.max_tokens, *request.draw.sampling)
         generate.check_prompts(self.stages[0], [request.prompt], [request.draw.key])
-        room = (len(self.pool.users) - 1) * self.pool.block_size
-        longest = min(room, self.config.seq_length)
+        longest = self.longest
         if len(request.prompt) + request.max_tokens > longest:
-            place = "the cache" if room < self.config.seq_length else "the model's context"
+            place = "the cache" if longest < self.config.seq_length else "the model's context"
             raise ValueError(
                 f"a prompt of {len(request.prompt)} tokens and max_tokens {request.max_tokens} are"
                 f" together more than the {longest} that {place} holds: shorten one of them"
             )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt and its answer, at most."""
+        blocks = len(self.pool.users) - 1
+        if self.scheduler.most_blocks(self.config.seq_length) <= blocks:
+            return self.config.seq_length
+        return blocks * self.pool.block_size
 
     def cancel(self, number: int) -> None:
         """The request has no more outputs. Its blocks are free once no step uses them."""
@@ -260,6 +269,19 @@ def check_sizes(
             raise ValueError(f"{name} {value}: must be at least 1")
     if num_blocks < 2:
         raise ValueError(f"num_blocks {num_blocks}: must be at least 2, for block 0 is nobody's")
+
+
+def check_memory(runner: "StepRunner", num_blocks: int, block_size: int, tp: int) -> None:
+    """Of this rank's part of the cache. Raises ValueError, naming what would fit."""
+    config, layers = runner.config, len(runner.stage.blocks)
+    heads = max(1, config.num_kv_heads // tp)
+    block = 2 * layers * heads * config.head_dim * block_size * runner.dtype.itemsize
+    has = memory(runner.device.type, 1)
+    if num_blocks * block > has:
+        raise ValueError(
+            f"num_blocks {num_blocks}: keys and values take {num_blocks * block:,} bytes, and the"
+            f" {runner.device.type} has {has:,} in all; at most {has // block} would fit"
+        )
 
 
 def requests_of(

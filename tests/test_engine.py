@@ -451,6 +451,7 @@ def test_bad_sizes():
     for sizes, words in [
         (dict(max_sequences=0), "max_sequences 0: must be at least 1"),
         (dict(num_blocks=1), "num_blocks 1: must be at least 2"),
+        (dict(num_blocks=2**40), "num_blocks 1099511627776: keys and values take .* would fit"),
     ]:
         with pytest.raises(ValueError, match=words):
             Engine(model, **sizes)
@@ -458,6 +459,18 @@ def test_bad_sizes():
     with pytest.raises(ValueError, match="more than the 8 that the cache holds"):
         engine.add(Request([1] * 6, 3))
     engine.close()
+
+
+def test_a_window_needs_fewer_blocks():
+    """A text as long as the model's context, in a cache that holds a part of it."""
+    model = make("window")
+    requests = [replace(request, max_tokens=20) for request in make_requests(12)]
+    sizes = dict(max_sequences=3, budget=6, block_size=4)
+    engine = Engine(model, **sizes, num_blocks=1 + 5 + 3)
+    assert engine.longest == CONTEXT > 8 * 4
+    served = serve_all(engine, requests)
+    engine.close()
+    assert as_alone(served, answers_alone(model, requests), requests)
 
 
 def test_logits_that_are_not_finite():

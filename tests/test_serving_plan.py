@@ -36,7 +36,7 @@ def on_h100(model: MoEConfig, tp: int = 1, pp: int = 1, engine=GRAPHS, **fields)
 def test_bytes_of_gpt_3():
     """96 layers of 96 heads of 128: 2 x 96 x 12,288 numbers of 2 bytes are 4.72 MB a token."""
     assert cache_bytes(GPT_3, 1) == 4_718_592
-    found = on_h100(GPT_3, tp=8).bytes(batch=256, tokens=400, chunk=2048)
+    found = on_h100(GPT_3, tp=8).bytes(batch=256, tokens=400, budget=2048)
     assert found["cache"] == 4_718_592 * 256 * 400 / 8
     # 12 h² in each layer; embedding and head are one matrix of 50,257 x h
     numbers = 96 * 12 * 12288**2 + 50257 * 12288
@@ -254,14 +254,15 @@ def test_the_command(capsys):
     assert int(given["--nproc-per-node"]) == tp * pp == int(given["--tp"]) * int(given["--pp"])
     assert int(given["--max-sequences"]) == batch
     # the cache has room for all of them
-    assert int(given["--blocks"]) * 16 >= batch * 400 > (int(given["--blocks"]) - batch) * 16
+    blocks = int(given["--blocks"]) - 1
+    assert blocks * 16 >= batch * 400 > (blocks - batch) * 16
 
 
 def test_blocks_of_a_window(capsys):
     words = "--model mistral-7b --gpus 1 --input 9000 --output 1000 --top 1"
     out = run(f"serve {words}", capsys)[1]
     batch = int(re.search(r"--max-sequences (\d+)", out)[1])
-    assert int(re.search(r"--blocks (\d+)", out)[1]) == batch * 4096 / 16
+    assert int(re.search(r"--blocks (\d+)", out)[1]) == 1 + batch * 4096 / 16
 
 
 def test_a_command_that_would_be_refused_is_not_printed(capsys):
