@@ -61,9 +61,10 @@ class BlockPool:
         self.block_of: dict[bytes, int] = {}
         self.hashes_of: dict[int, dict[int, bytes]] = defaultdict(dict)
 
-    def allocate(self) -> int:
-        """A free block for one table. Raises KeyError where there is none."""
-        block, _ = self.free.popitem(last=False)
+    def allocate(self, last: int = 0) -> int:
+        """A free block: the one after `last`, or the first. Raises StopIteration without one."""
+        block = last + 1 if last and last + 1 in self.free else next(iter(self.free))
+        del self.free[block]
         self.overwrite(block, 0)
         self.users[block] = 1
         return block
@@ -278,8 +279,10 @@ class Scheduler:
         if not self.waiting or len(self.running) == self.max_sequences:
             return False
         sequence = self.waiting[0]
-        in_use = sum(self.pool.users[block] > 0 for block in self.blocks_found(sequence))
-        has_room = self.most_blocks(len(sequence.ids)) - in_use <= len(self.pool.free)
+        found = [] if self.window else self.blocks_found(sequence)
+        in_use = sum(self.pool.users[block] > 0 for block in found)
+        most = most_blocks(len(sequence.ids), self.pool.block_size, self.budget, self.window)
+        has_room = most - in_use <= len(self.pool.free)
         return has_room and sequence.request.adapter == adapter
 
     def place(self, step: Step, sequence: Sequence, left: int) -> int:
@@ -313,9 +316,6 @@ class Scheduler:
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.pool.block_size)
-
-    def most_blocks(self, tokens: int) -> int:
-        return most_blocks(tokens, self.pool.block_size, self.budget, self.window)
 
     def blocks_found(self, sequence: Sequence) -> list[int]:
         """Blocks of the prefix cache that have the sequence's next tokens."""
@@ -353,7 +353,9 @@ class Scheduler:
         elif kept:
             self.pool.overwrite(table[first], kept)
         while len(table) < self.blocks_for(end):
-            table.append(self.pool.allocate())
+            # one sequence alone has neighbours, if it can: they are read without a copy
+            alone = table and len(self.running) == 1 and not self.waiting
+            table.append(self.pool.allocate(table[-1] if alone else 0))
         return True
 
     def remember(self, sequence: Sequence, start: int) -> None:

@@ -226,7 +226,7 @@ def measure(name: str, config, args) -> dict:
     results = {}
     table = report.Table()
     for together in args.together:
-        asked = make_requests(max(6, 3 * together), config, together)
+        asked = make_requests(max(16, 3 * together), config, together)
         engine_model, batch_model = packed(model, together), packed(copy.deepcopy(model), together)
         contenders = {
             "engine": partial(by_engine, engine_model),

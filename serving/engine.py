@@ -126,7 +126,8 @@ class Engine:
     def longest(self) -> int:
         """Tokens of a prompt and its answer, at most."""
         blocks = len(self.pool.users) - 1
-        if self.scheduler.most_blocks(self.config.seq_length) <= blocks:
+        sizes = self.pool.block_size, self.scheduler.budget, self.scheduler.window
+        if most_blocks(self.config.seq_length, *sizes) <= blocks:
             return self.config.seq_length
         return blocks * self.pool.block_size
 

@@ -73,9 +73,9 @@ class PagedCache:
         for pieces in self.calls(step.pieces, device):
             part = Prompt if len(pieces[0].tokens) > 1 else Decodes
             self.parts.append(part(self, pieces, local, like))
-        for stored in self.layers.values():
-            blocks = stored.unflatten(2, (-1, self.size))
-            for source, target in step.copies:
+        for source, target in step.copies:
+            for stored in self.layers.values():
+                blocks = stored.unflatten(2, (-1, self.size))
                 blocks[:, :, target] = blocks[:, :, source]
         return tokens
 
@@ -90,8 +90,8 @@ class PagedCache:
         first."""
         most = len(pieces) * self.num_blocks
         if self.layers and device.type == "cpu":
-            keys, _ = next(iter(self.layers.values()))
-            most = CALL_BYTES * self.num_blocks // keys.nbytes
+            keys_and_values = next(iter(self.layers.values()))
+            most = CALL_BYTES * self.num_blocks // (keys_and_values.nbytes // 2)
         call = []
         for piece in pieces:
             if call and (len(piece.tokens) > 1 or (len(call) + 1) * len(piece.table) > most):
@@ -147,19 +147,23 @@ class Decodes:
         self.count = len(pieces)
         first = [cache.first_block(piece.start) for piece in pieces]
         tables = [piece.table[n:] for n, piece in zip(first, pieces)]
-        # the slice of the cache that the sequence is, if it is alone
-        self.span: slice | None = None
+        # of a sequence that is alone: its keys, without those that fill up the last block; and the
+        # slice of the cache that it is, where its blocks stand next to each other
+        self.columns = self.span = None
         # what is added to the scores, [b, 1 or a, 1, S]
         self.mask: Tensor | None = None
         # [a_kv b blocks], of the blocks of all heads
         self.rows: Tensor | None = None
-        if len(pieces) == 1 and local is None and not cache.window and is_run(tables[0]):
-            begin = tables[0][0] * cache.size
-            self.span = slice(begin, begin + pieces[0].start + 1)
-            return
+        if len(pieces) == 1 and local is None:
+            begin, self.columns = tables[0][0] * cache.size, pieces[0].start + 1
+            if is_run(tables[0]):
+                self.span = slice(begin, begin + self.columns)
+                return
         longest = max(map(len, tables))
         filled = [table + [0] * (longest - len(table)) for table in tables]
         self.table = torch.tensor(filled, device=like.device).flatten()  # [b blocks]
+        if self.columns:
+            return
         self.mask = mask_of(
             torch.tensor([[piece.start] for piece in pieces], device=like.device),
             torch.tensor([[n * cache.size] for n in first], device=like.device)
@@ -179,6 +183,7 @@ class Decodes:
             keys, values = keys[:, None, self.span], values[:, None, self.span]
         else:
             keys, values = self.gathered(0, keys), self.gathered(1, values)
+        if mask is not None:
             # [1 or a_kv, b, 1 or a / a_kv, S]
             mask = mask.view(b, min(a_kv, mask.shape[1]), -1, mask.shape[3]).transpose(0, 1)
         # as inference.kv_cache.Cache.attend_decode chooses
@@ -194,7 +199,7 @@ class Decodes:
             heads = torch.arange(a_kv, device=stored.device).unsqueeze(1) * num_blocks
             self.rows = (heads + self.table).flatten()
         blocks = self.cache.gathered(n, stored.view(a_kv * num_blocks, -1), self.rows)
-        return blocks.view(a_kv, self.count, -1, d)
+        return blocks.view(a_kv, self.count, -1, d)[:, :, : self.columns]
 
 
 class Prompt:
