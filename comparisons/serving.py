@@ -27,8 +27,8 @@ from typing import NamedTuple
 import report
 import style
 import torch
-from generation import SMALL, TOY, build, packed
-from report import median
+from generation import SMALL, TOY, build, memory_speed, packed
+from report import median, timed
 
 import generate
 from base import cpu
@@ -249,6 +249,14 @@ def measure(name: str, config, args) -> dict:
     return results
 
 
+def machine(config) -> dict:
+    """What planning/serving.py asks about a machine."""
+    a, b = torch.randn(2, 2048, 2048)
+    seconds = median([timed(lambda: a @ b) for _ in range(7)])
+    bandwidth = memory_speed(config, "cpu")
+    return {"flops_per_second": 2 * 2048**3 / seconds, "memory_bytes_per_second": bandwidth}
+
+
 def summary(rounds: list[dict]) -> dict:
     """Medians over rounds of each contender's numbers, and of the engine's tokens/s over its own in
     the same round."""
@@ -295,7 +303,8 @@ def main():
     # for all
     cpu.keep_freed_memory()
     results = {name: measure(name, (CASES | TOY)[name], args) for name in args.cases}
-    report.finish("serving", {"results": results}, args, draw)
+    speeds = machine((CASES | TOY)[args.cases[-1]])
+    report.finish("serving", {"results": results, "machine": speeds}, args, draw)
 
 
 if __name__ == "__main__":
