@@ -54,6 +54,7 @@ SCRIPTS = [
     ("recompute_overhead", [], ["recompute_overhead.json", "recompute_overhead.svg"]),
     ("reproduction", [], ["reproduction.json", "reproduction.svg", "reproduction_scaling.svg"]),
     ("rollout", [], ["rollout.json", "rollout.svg"]),
+    ("serving_speed", [], ["serving_speed.json", "serving_speed.svg"]),
     ("serving_plan", [], ["serving_plan.json", "serving_frontier.svg"]),
     ("silent_bugs", [], ["silent_bugs.json", "silent_bugs.svg"]),
     ("single_device", [], ["single_device.json"]),
@@ -87,7 +88,7 @@ FLAGS = argparse.Namespace(toy=False, out=Path("runs"), figures=Path("runs"))
 # these start training runs as commands
 LAUNCHERS = ("layouts", "prompt_memory")
 # these need transformers, which is not installed everywhere
-TRANSFORMERS = ("generation", "single_device")
+TRANSFORMERS = ("generation", "serving_speed", "single_device")
 
 
 def main_of(script: str, argv: list[str], monkeypatch):

@@ -1,7 +1,7 @@
 """Requests of mixed lengths: the engine of serving/ beside Hugging Face transformers, in static
 batches and with its continuous batching, and beside generate.py; the same weights, in turn.
 
-    python comparisons/serving.py [--threads 2] [--rounds 3] [--cases "h 256" "h 768"]
+    python comparisons/serving_speed.py [--threads 2] [--rounds 3] [--cases "h 256" "h 768"]
                                   [--together 1 8 32] [--toy] [--out DIR]
 
 Greedy, float32 on CPUs, prompts of random tokens. Lengths of prompts and answers are log-normal,
@@ -278,7 +278,7 @@ def summary(rounds: list[dict]) -> dict:
 
 
 def draw(results: dict, figures: Path) -> None:
-    """results: what serving.json holds."""
+    """results: what serving_speed.json holds."""
     cases = results["results"]
     figure, panels = style.figure(3.2, 1, len(cases))
     for axes, (name, of_model) in zip(panels if len(cases) > 1 else [panels], cases.items()):
@@ -291,7 +291,7 @@ def draw(results: dict, figures: Path) -> None:
         style.ticks(axes, x=together)
         axes.set_ylim(0, None)
         style.label_ends(axes)
-    style.save(figure, figures / "serving.svg")
+    style.save(figure, figures / "serving_speed.svg")
 
 
 def main():
@@ -304,7 +304,7 @@ def main():
     cpu.keep_freed_memory()
     results = {name: measure(name, (CASES | TOY)[name], args) for name in args.cases}
     speeds = machine((CASES | TOY)[args.cases[-1]])
-    report.finish("serving", {"results": results, "machine": speeds}, args, draw)
+    report.finish("serving_speed", {"results": results, "machine": speeds}, args, draw)
 
 
 if __name__ == "__main__":
