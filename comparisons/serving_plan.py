@@ -3,27 +3,31 @@
     python comparisons/serving_plan.py [--toy] [--out DIR]
 
 Rows: planning/published_serving.json, 443 published times on A100s, H100s and H200s. Four rows give
-the four constants of each kind of engine; the others are held out. Nothing is measured.
+the four constants of each kind of engine; the others are held out. Then this project's engine, from
+serving_speed.json: one constant from one row. Nothing is measured.
 
 Figure: figures/serving_frontier.svg
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import report
+import serving_speed
 import style
 
 from model_config import MoEConfig
 from planning import serving
 from planning.errors import Errors, least_squares
-from planning.inputs import H100, MACHINES
+from planning.inputs import H100, MACHINES, Constants, Machine
 from planning.serving import ENGINES, Engine, Serving
 from run.presets import PRESETS
 
 PUBLISHED = json.loads((Path(serving.__file__).parent / "published_serving.json").read_text())
+SPEED = report.HERE / "serving_speed.json"
 # engine -> {constant: the row that gives it}
 FITTED = {
     name: {constant: tuple(key) for constant, key in rows.items()}
@@ -84,6 +88,31 @@ def summary(rows: list[Row]) -> dict:
     return Errors(size.mean(), np.quantile(size, 0.9), size.max(), len(size))._asdict()
 
 
+def on_this_machine(measured: dict) -> dict:
+    """Seconds between two tokens of serving/'s engine on a CPU: measured, and predicted from the
+    machine's FLOP/s and bytes/s. The start of a layer's operations is that of the first row.
+    measured: what serving_speed.json holds."""
+    flops, nbytes = measured["machine"].values()
+    links = dict(node_bandwidth=1.0, network_bandwidth=1.0, ranks_per_node=1)
+    shares = Constants(matmul=1.0, memory=1.0, node=1.0, network=1.0, wait=0.0)
+    machine = Machine("this machine", flops, 1.0, nbytes, **links, constants=shares)
+    engine, found = Engine(1.0, 0.0, 0.0, 0.0, 0.0), {}
+    for name, of_model in measured["results"].items():
+        config = serving_speed.CASES[name]
+        for together, numbers in of_model.items():
+            asked = serving_speed.make_requests(int(together), config)
+            # of the tokens of all answers, on average
+            tokens = sum(request.tokens for request in asked)
+            before = sum(r.tokens * (len(r.prompt) + r.tokens / 2) for r in asked) / tokens
+            one = Serving(machine, engine, MoEConfig(**asdict(config)), weights="fp32")
+            seconds = numbers["engine"]["between_tokens_median"]
+            if not found:
+                engine = engine._replace(layer=(seconds - one.step(1, before)) / config.num_layers)
+                one = one._replace(engine=engine)
+            found[f"{name}, {together}"] = [seconds, one.step(int(together), before)]
+    return found
+
+
 def measure(toy: bool) -> dict:
     rows = read()
     others = held_out(rows)
@@ -107,6 +136,7 @@ def measure(toy: bool) -> dict:
         | {"all": summary(others)},
         "worst": [[*r.key, r.error(), r.why_off] for r in worst],
         "frontier": drawn,
+        "this_machine": on_this_machine(json.loads(SPEED.read_text())),
     }
 
 
@@ -117,6 +147,9 @@ def print_results(results: dict) -> None:
     for name, found in results["groups"].items():
         numbers = [f"{found[key]:.1%}" for key in ("mean", "ninth_decile", "worst")]
         print(f"| {name} | {found['rows']} | {' | '.join(numbers)} |")
+    print("this machine: ms between tokens, predicted, error")
+    for name, (seconds, ours) in results["this_machine"].items():
+        print(f"| {name} | {1e3 * seconds:.2f} | {1e3 * ours:.2f} | {ours / seconds - 1:+.0%} |")
     for name, tp, pp, batch, prompt, answer, error, why in results["worst"]:
         print(f"{name}, {tp} x {pp}, {batch} x ({prompt} + {answer}): {error:+.1%}: {why}")
 

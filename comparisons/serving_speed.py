@@ -78,8 +78,8 @@ class Measured:
         return found
 
 
-def make_requests(count: int, config, seed: int) -> list[Asked]:
-    r = random.Random(seed)
+def make_requests(together: int, config) -> list[Asked]:
+    r = random.Random(together)
     most = min(LONGEST, config.seq_length // 2)
 
     def length() -> int:
@@ -87,7 +87,7 @@ def make_requests(count: int, config, seed: int) -> list[Asked]:
 
     return [
         Asked([r.randrange(config.vocab_size) for _ in range(length())], length())
-        for _ in range(count)
+        for _ in range(max(16, 2 * together))
     ]
 
 
@@ -96,8 +96,8 @@ def make_requests(count: int, config, seed: int) -> list[Asked]:
 
 def by_engine(model, asked: list[Asked], together: int) -> Measured:
     measured = Measured()
-    longest = -(-model.config.seq_length // BLOCK)
-    engine = Engine(model, max_sequences=together, budget=BUDGET, num_blocks=1 + together * longest)
+    # as serve.py has it: a cache for 32 of the longest
+    engine = Engine(model, budget=BUDGET, block_size=BLOCK)
     waiting = list(range(len(asked)))[::-1]
     number_of = {}
     while waiting or engine.busy:
@@ -226,7 +226,7 @@ def measure(name: str, config, args) -> dict:
     results = {}
     table = report.Table()
     for together in args.together:
-        asked = make_requests(max(16, 3 * together), config, together)
+        asked = make_requests(together, config)
         engine_model, batch_model = packed(model, together), packed(copy.deepcopy(model), together)
         contenders = {
             "engine": partial(by_engine, engine_model),

@@ -38,9 +38,10 @@ from planning.layer_time import Rank, read_and_written
 
 # bytes of a weight in a layer's matrices, and in the embedding and the head; int4 has a scale and
 # a zero point for 32 numbers (inference/quantization.py)
-WEIGHTS = {"bf16": (2, 2), "fp8": (1, 1), "int8": (1, 1), "int4": (0.5 + 4 / 32, 1)}
-# of an activation and of a number in the cache; of a logit
-BYTES, LOGIT = 2, 4
+WEIGHTS = {"fp32": (4, 4), "bf16": (2, 2), "fp8": (1, 1), "int8": (1, 1)}
+WEIGHTS |= {"int4": (0.5 + 4 / 32, 1)}
+# of an activation, and of a number in the cache where it is another one; of a logit
+BYTES, CACHED, LOGIT = 2, {"fp8": 1, "fp32": 4}, 4
 # sequences at a time
 BATCHES = sorted({n for power in range(10) for n in (2**power, 3 * 2**power // 2)} | {768, 1024})
 
@@ -109,7 +110,7 @@ class Serving(NamedTuple):
 
     def cached(self, sequences: float, tokens: float) -> float:
         """Bytes of the keys and values of all ranks."""
-        number = 1 if self.weights == "fp8" else BYTES
+        number = CACHED.get(self.weights, BYTES)
         return cache_bytes(self.model, sequences * self.kept(tokens), number)
 
     def bytes(self, batch: int, tokens: int, budget: int) -> dict[str, float]:

@@ -40,7 +40,7 @@ def parser() -> commands.Parser:
     words = "of a whole request, at most: 5s, 500ms"
     parser.add_argument("--latency", type=duration, default=None, metavar="TIME", help=words)
     words = "of each weight (default: bf16)"
-    parser.add_argument("--weights", choices=list(WEIGHTS), default="bf16", help=words)
+    parser.add_argument("--weights", choices=list(WEIGHTS)[1:], default="bf16", help=words)
     return parser
 
 
