@@ -87,9 +87,12 @@ class Engine:
         check_sizes(stages, max_sequences, budget, block_size, num_blocks)
         self.config = config
         self.stages = stages
-        self.runner = StepRunner(stages[0], PagedCache(num_blocks, block_size, window), use_adapter)
-        self.link = Link(groups or Groups(), self.runner.device)
-        check_memory(self.runner, num_blocks, block_size, self.link.tp_size)
+        groups = groups or Groups()
+        cache = PagedCache(num_blocks, block_size, window)
+        self.runner = StepRunner(
+            stages[0], cache, groups.tp.size() if groups.tp else 1, use_adapter
+        )
+        self.link = Link(groups, self.runner.device)
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(self.pool, max_sequences, budget, self.link.stages, window)
         self.sequences: dict[int, Sequence] = {}
@@ -112,6 +115,8 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raises ValueError, naming what to change."""
+        if request.adapter is not None and self.runner.use_adapter is None:
+            raise ValueError(f"adapter {request.adapter}: this engine has none")
         generate.check_options(request.max_tokens, *request.draw.sampling)
         generate.check_prompts(self.stages[0], [request.prompt], [request.draw.key])
         longest = self.longest
@@ -272,19 +277,6 @@ def check_sizes(
         raise ValueError(f"num_blocks {num_blocks}: must be at least 2, for block 0 is nobody's")
 
 
-def check_memory(runner: "StepRunner", num_blocks: int, block_size: int, tp: int) -> None:
-    """Of this rank's part of the cache. Raises ValueError, naming what would fit."""
-    config, layers = runner.config, len(runner.stage.blocks)
-    heads = max(1, config.num_kv_heads // tp)
-    block = 2 * layers * heads * config.head_dim * block_size * runner.dtype.itemsize
-    has = memory(runner.device.type, 1)
-    if num_blocks * block > has:
-        raise ValueError(
-            f"num_blocks {num_blocks}: keys and values take {num_blocks * block:,} bytes, and the"
-            f" {runner.device.type} has {has:,} in all; at most {has // block} would fit"
-        )
-
-
 def requests_of(
     prompts: list[list[int]],
     max_tokens: int,
@@ -311,13 +303,12 @@ def requests_of(
 class StepRunner(generate.ModelRunner):
     """Forward passes of this rank's stage, with the paged cache."""
 
-    def __init__(
-        self, stage: GPT, cache: PagedCache, use_adapter: Callable[[str | None], None] | None
-    ):
+    def __init__(self, stage: GPT, cache: PagedCache, tp: int, use_adapter: Callable | None):
         slot = CacheSlot(cache)
         super().__init__([stage], slot)
         self.stage = stage
         self.cache = cache
+        self.check_memory(tp)
         self.use_adapter = use_adapter
         self.adapter = None
         # while it is open the model has the cache
@@ -326,6 +317,19 @@ class StepRunner(generate.ModelRunner):
 
     def close(self) -> None:
         self.caching.__exit__(None, None, None)
+
+    def check_memory(self, tp: int) -> None:
+        """Of this rank's part of the cache. Raises ValueError, naming what would fit."""
+        config, cache = self.config, self.cache
+        heads = max(1, config.num_kv_heads // tp)
+        numbers = 2 * len(self.stage.blocks) * heads * config.head_dim * cache.size
+        block = numbers * self.dtype.itemsize
+        has = memory(self.device.type, 1)
+        if cache.num_blocks * block > has:
+            raise ValueError(
+                f"num_blocks {cache.num_blocks}: keys and values take {cache.num_blocks * block:,}"
+                f" bytes, and {self.device.type} has {has:,} in all; {has // block} would fit"
+            )
 
     @torch.inference_mode()
     @compiling.eagerly

@@ -50,7 +50,6 @@ class Link:
         self.stages = groups.pp.size() if groups.pp else 1
         self.stage = groups.pp.rank() if groups.pp else 0
         self.is_last = self.stage == self.stages - 1
-        self.tp_size = groups.tp.size() if groups.tp else 1
         tp_rank = groups.tp.rank() if groups.tp else 0
         self.is_driver = self.stage == 0 and tp_rank == 0
         # who tells the driver what was drawn

@@ -436,6 +436,7 @@ def test_the_model_is_as_before():
         (Request([VOCAB], 3), f"the model knows 0 to {VOCAB - 1}"),
         (Request([1] * 40, 9), "more than the 48 that the model's context holds"),
         (Request([1], 3, Draw(SamplingParams(top_p=0.0))), "top_p 0.0: must be above 0"),
+        (Request([1], 3, adapter="fr"), "adapter fr: this engine has none"),
     ],
 )
 def test_bad_requests(request_, words):
