@@ -13,18 +13,19 @@
     a step of 8 tokens    A decodes  | B decodes | C: tokens 0 .. 5 of its prompt of 9
     the next step         A decodes  | C: 6 .. 8, and draws  | D: 0 .. 3      B has ended
 
-    blocks of 4 tokens    block   0 1 2 3 4 5 6        A  [3 1]      A and C begin with the same
-                                  - A C A C D .        C  [3 2 4]    4 tokens, and share block 3
+    blocks of 4 tokens    block   0 1 2 3 4 5 6        E  [3 1]      E and F begin with the same
+                                  - E F E F G .        F  [3 2 4]    4 tokens, and share block 3
 
-The scheduler needs no model: a step is data that can be printed and simulated. Where blocks run
+Prefill computes a prompt, decoding one new token of each sequence (generate.py). A token is drawn
+from the logits of the last one, which must run even where the prefix cache has all keys and values.
+
+A step is data: the scheduler needs no model (serving/engine.py runs the steps). Where blocks run
 out, the youngest sequence gives up its own, and is computed again later: its text stays the same,
-because its random numbers belong to (seed, request, position) (inference/sampling.py).
+because its random numbers belong to (seed, prompt, position) (inference/sampling.py).
 
     python serve.py                          a lesson: ten requests, in batches and continuously
-    python serve.py --checkpoint runs/chat   an address that clients of OpenAI's API speak to
+    python serve.py --checkpoint runs/chat   OpenAI's API at an address (serving/server.py)
     torchrun --nproc-per-node 2 serve.py --checkpoint runs/chat --tp 2
-
-serving/engine.py runs the steps, serving/server.py has the address.
 
 Not covered: priorities, blocks in the host's memory, speculative decoding (vLLM, SGLang have them).
 """
@@ -70,12 +71,12 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """One more table has this block."""
+        """One more table uses this block."""
         self.free.pop(block, None)
         self.users[block] += 1
 
     def release(self, block: int) -> None:
-        """One table less has this block. Blocks that can be found are taken last."""
+        """One table fewer uses this block. Blocks that can be found are taken last."""
         self.users[block] -= 1
         if self.users[block] == 0:
             self.free[block] = None
@@ -120,7 +121,7 @@ class Draw(NamedTuple):
     """How a request's tokens are drawn, and what is said of them."""
 
     sampling: SamplingParams = SamplingParams()
-    # of its random numbers (sampling.keys_of)
+    # the key of its random numbers (sampling.keys_of)
     key: int = 0
     # the log-probability of each token, and of so many likeliest ones in its place
     log_probs: int | None = None
@@ -216,7 +217,7 @@ class Step(NamedTuple):
 
 
 def most_blocks(tokens: int, block_size: int, budget: int, window: int) -> int:
-    """That a sequence of so many tokens has at a time."""
+    """The most blocks that a sequence of so many tokens holds at a time."""
     # with a window: what a piece looks back at, the piece, the beginning of its first block
     held = min(tokens, window + budget + block_size) if window else tokens
     return -(-held // block_size)
@@ -269,8 +270,8 @@ class Scheduler:
         while left and self.may_begin(adapter):
             self.running.append(self.waiting.popleft())
             left -= self.place(step, self.running[-1], left)
-        self.turns[adapter] = max(self.turns.values()) + 1
-        # one call attends for several pieces of one token, if they are about as long
+        self.turns[adapter] = 1 + max(self.turns.values())
+        # one call of attention serves several pieces of one token, if they are about as long
         step.pieces.sort(key=lambda p: (1, 0) if len(p.tokens) > 1 else (0, len(p.table)))
         return step if step.pieces else None
 
@@ -311,8 +312,6 @@ class Scheduler:
         draw = sequence.request.draw
         step.pieces.append(Piece(sequence.number, start, tokens, table, writes, after, draw))
         return count
-
-    # --- blocks of a sequence ---
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.pool.block_size)
@@ -395,7 +394,7 @@ class Scheduler:
         sequence.table, sequence.computed = [], 0
 
     def remove(self, sequence: Sequence) -> None:
-        """Of one that has ended, and is not in flight."""
+        """Forget a sequence that has ended, and is not in flight."""
         self.release(sequence)
         for queue in (self.running, self.waiting):
             if sequence in queue:

@@ -52,18 +52,19 @@ WITHOUT = {
     "parent": form.Removal(
         lambda: mock.patch.object(serve, "hash_of", without_parent),
         "A hash of the block's own tokens. What is found?",
-        "Keys and values of equal tokens behind other ones: the last prompt finds its question in"
-        " the first prompt, which begins otherwise. The tables are in order: no invariant fails.",
+        "Keys and values of equal tokens that follow other tokens: the last prompt finds its"
+        " question in the first, which begins otherwise. The tables are in order: no invariant"
+        " fails.",
     ),
     "mask": form.Removal(
         lambda: mock.patch.object(Decodes, "__init__", mask_of_another),
         "Sequences swap masks. Who sees what?",
         "Under a longer one's mask a sequence looks at places that it has not filled, under a"
-        " shorter one's not at its newest tokens. With equal lengths, nothing is seen.",
+        " shorter one's not at its newest tokens. With equal lengths, no error shows.",
     ),
     "request": form.Removal(
         lambda: mock.patch.object(drawing, "sample", sample_by_place),
-        "Random numbers of (place, position). What else?",
+        "Random numbers of the row in the step. What do answers depend on?",
         "The place in the step depends on who else is served, and so does the answer. After a"
         " preemption a text goes on as another one.",
     ),
@@ -99,21 +100,22 @@ def batches(lengths: list[tuple[int, int]], size: int) -> list[list[tuple[int, i
 def by_hand(lesson: form.Lesson) -> None:
     lesson.predict(
         "Blocks of 4 tokens. The prompts 1 2 3 4 5 6, 1 2 3 4 8 9 and again 1 2 3 4 5 6 begin in"
-        " one step. How many blocks have they, and how many tokens run? Then each draws: copies?",
+        " one step. How many blocks do they use together? How many tokens does the step compute? In"
+        " the next step each writes its new token: how many blocks are copied?",
         "blocks; tokens; copies",
     )
     prompts = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 8, 9], [1, 2, 3, 4, 5, 6]]
     requests = [Request(prompt, 9) for prompt in prompts]
     two_steps = list(itertools.islice(steps(Scheduler(BlockPool(9, 4), 4, 32), requests), 2))
     for step in two_steps:
-        tables = " ".join(str(piece.table) for piece in sorted(step.pieces))
-        lesson.say(f"{step!s:<62} tables {tables}")
+        tables = " ".join(str(piece.table) for piece in step.pieces)
+        lesson.say(f"{step!s:<62} blocks {tables}")
     tokens = sum(len(piece.tokens) for piece in two_steps[0].pieces)
     blocks = len({block for piece in two_steps[0].pieces for block in piece.table})
     copies = two_steps[1].copies
     lesson.check(
-        f"{blocks} blocks; 6 + 2 + 1 = {tokens} tokens: a last one runs to draw. Copied on write,"
-        f" (from, to): {copies}",
+        f"{blocks} blocks; 6 + 2 + 1 = {tokens} tokens: the last one of a prompt always runs."
+        f" Copied on write, (from, to): {copies}",
         (blocks, tokens, copies) == (3, 9, [(2, 4)]),
         [blocks, tokens, len(copies)],
     )
@@ -154,9 +156,9 @@ def continuous_rows() -> list[str]:
 def time_line(lesson: form.Lesson) -> None:
     lengths = ", ".join(f"{prompt} + {answer}" for prompt, answer in TEN)
     lesson.predict(
-        f"Ten requests (prompt + answer): {lengths}. 4 run at a time. A step takes max({FIXED}, its"
-        f" tokens); here 1 = {FIXED}. How long do padded batches of 4 take? And continuous ones,"
-        f" {FIXED} tokens a step at most?",
+        f"Ten requests (prompt + answer): {lengths}. 4 run at a time. A step of up to {FIXED}"
+        f" tokens takes 1, one of n tokens n / {FIXED}. How long do padded batches of 4 take? And"
+        f" continuous ones, at most {FIXED} tokens a step?",
         "batches; continuous",
     )
     static, continuous = static_rows(), continuous_rows()

@@ -4,7 +4,7 @@ A prompt has s tokens, an answer n. A layout has t tensor-parallel ranks, p stag
 at a time. Bytes of a rank, where a weight has w bytes:
 
     weights      w x the matrices / (t p), and the vocabulary's / t
-    cache        b x 2 L a_kv d (s + n) x 2 / (t p)
+    cache        b x 2 (keys, values) L a_kv d (s + n) x 2 bytes / (t p)
     activations  what the tokens of a step need in one layer, and the logits
 
 Seconds in which one stage takes some tokens of each sequence:
@@ -15,7 +15,7 @@ Seconds in which one stage takes some tokens of each sequence:
 
 A prompt has many tokens for each weight: FLOP/s bound it. A decoding step has one token of each
 sequence: bytes/s and waits bound it. A token goes through all p stages, one after the other; they
-work on p groups of sequences at a time, so the tokens/s grow, and no token comes sooner. Of E
+work on p groups of sequences at a time: more tokens/s, and no sequence has its token sooner. Of E
 experts a step reads those that its tokens are expected to meet, E (1 - (1 - k/E)^tokens).
 
     python planner.py serve --model gpt3-175b --gpu h100 --input 200 --output 200 --latency 5s
@@ -47,7 +47,7 @@ BATCHES = sorted({n for power in range(10) for n in (2**power, 3 * 2**power // 2
 
 
 class Engine(NamedTuple):
-    """What a data sheet does not say: fitted to published times of A100s, a row for each constant
+    """Constants of the serving software: fitted to published times of A100s, a row for each
     (comparisons/serving_plan.py)."""
 
     # of the memory's bandwidth, what reading reaches; seconds in which a layer's kernels start
@@ -218,7 +218,8 @@ def layouts(gpus: int, one: Serving) -> Iterator[Serving]:
             continue
         for tp in range(1, ranks + 1):
             pp = ranks // tp
-            divides = ranks % tp == one.model.num_heads % tp == one.model.num_kv_heads % tp == 0
+            divided = (ranks, one.model.num_heads, one.model.num_kv_heads)
+            divides = all(number % tp == 0 for number in divided)
             if divides and pp <= one.model.num_layers and (tp <= each or tp % each == 0):
                 yield one._replace(tp=tp, pp=pp)
 

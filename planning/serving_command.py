@@ -13,6 +13,7 @@ from planning import commands
 from planning.fits import USABLE, gib
 from planning.serving import ENGINES, WEIGHTS, Found, Serving, fitting, frontier, layouts
 from run.config import ConfigError
+from serve import most_blocks
 
 # tokens of a block of the cache
 BLOCK = 16
@@ -75,7 +76,10 @@ def table(found: list[Found]) -> list[str]:
 def command_of(case: argparse.Namespace, x: Found) -> str:
     words = ["serve.py", "--checkpoint", "CHECKPOINT", "--tp", x.serving.tp, "--pp", x.serving.pp]
     # one is nobody's (serve.BlockPool)
-    blocks = 1 + x.batch * math.ceil(x.serving.kept(case.input + case.output) / BLOCK)
+    tokens, window = case.input + case.output, x.serving.model.sliding_window
+    blocks = x.batch * math.ceil(x.serving.kept(tokens) / BLOCK)
+    # a prompt behind a window needs more while it is computed
+    blocks = 1 + max(blocks, most_blocks(tokens, BLOCK, case.budget, window))
     words += ["--max-sequences", x.batch, "--block-size", BLOCK, "--blocks", blocks]
     words += ["--budget", case.budget, "--precision", "bf16"]
     if case.weights != "bf16":

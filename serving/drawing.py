@@ -36,7 +36,7 @@ class Drawn(NamedTuple):
 
     # number of a request -> its next token
     tokens: dict[int, int]
-    # number of a request that asked -> of the tokens that follow those of its piece
+    # number of a request that asked -> log-probabilities of the tokens after its piece's tokens
     log_probs: dict[int, list[LogProb]]
 
 

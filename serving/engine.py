@@ -156,9 +156,9 @@ class Engine:
     # --- steps ---
 
     def step(self) -> list[Output]:
-        """Start a step, if one can start. Returns the outputs of the oldest one in flight, where
-        the stages have enough to do or no other can start before it; otherwise nothing. Raises
-        FloatingPointError for logits that are not finite."""
+        """Starts a step, if one can start. If the pipeline is full, or none could start, waits for
+        the oldest step and returns its outputs; otherwise an empty list. Raises FloatingPointError
+        for logits that are not finite."""
         step = self.scheduler.schedule()
         drawn = None
         if step:

@@ -13,13 +13,13 @@ for each token, the blocks in the table of its sequence.
                 sequences about as long: what is gathered is then still in the processor's cache
     a prompt    its queries attend to its own blocks, in a call by itself
 
-Keys are [a_kv, blocks · size, d] in each layer. With heads outermost, the blocks of a sequence that
-stand next to each other are a slice, and the gathered ones need no other order.
+Keys are [a_kv, blocks · size, d] in each layer: heads are the first dimension. So neighbouring
+blocks of a sequence are one slice, and gathered blocks need no transpose.
 
     python serve.py       a lesson: what blocks waste, and what batches do
 
 Not covered: a kernel that reads the blocks where they are (vLLM's, FlashInfer), as GPUs need it.
-Here the gathered blocks are a copy, written into one buffer for all layers. CUDA graphs.
+Here the gathered blocks are a copy, but for a sequence that is alone. CUDA graphs.
 """
 
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ class PagedCache:
         # [T] of a step: the position of each row, and its place in the cache
         self.positions: Tensor | None = None
         self.slots: Tensor | None = None
-        # whose rows, one after the other, are those of the step
+        # one for each call of attention; together their rows, in order, are the rows of the step
         self.parts: list[Decodes | Prompt] = []
 
     def begin(
@@ -124,8 +124,8 @@ class PagedCache:
             y = torch.cat([part.attend(x, keys, values) for part, x in zip(self.parts, rows)])
         return y.flatten(1).unsqueeze(1)
 
-    def gathered(self, n: int, stored: Tensor, rows: Tensor) -> Tensor:
-        """n: of the buffer for them; stored: [blocks of all heads, size d]; rows: of it"""
+    def copied(self, n: int, stored: Tensor, rows: Tensor) -> Tensor:
+        """These rows in buffer n. stored: [blocks of all heads, size d]"""
         count = len(rows) * stored.shape[1]
         if len(self.buffers) <= n:
             self.buffers.append(stored.new_empty(0))
@@ -176,7 +176,7 @@ class Decodes:
         """q: [b, a, 1, d]; keys, values: of a layer, [a_kv, blocks * size, d] -> [b, a, d]"""
         b, a, _, d = q.shape
         a_kv = len(keys)
-        # heads that share a key stand where the tokens of a sequence would
+        # query heads that share a key head take the place of the sequence dimension
         q = q.view(b, a_kv, a // a_kv, d).transpose(0, 1)
         mask = self.mask
         if self.span is not None:
@@ -192,13 +192,13 @@ class Decodes:
         return attention(q, keys, values, mask).transpose(0, 1).reshape(b, a, d)
 
     def gathered(self, n: int, stored: Tensor) -> Tensor:
-        """stored: [a_kv, blocks * size, d] -> [a_kv, b, S, d]"""
+        """The blocks of the b sequences. stored: [a_kv, blocks * size, d] -> [a_kv, b, S, d]"""
         a_kv, _, d = stored.shape
         num_blocks = self.cache.num_blocks
         if self.rows is None:
             heads = torch.arange(a_kv, device=stored.device).unsqueeze(1) * num_blocks
             self.rows = (heads + self.table).flatten()
-        blocks = self.cache.gathered(n, stored.view(a_kv * num_blocks, -1), self.rows)
+        blocks = self.cache.copied(n, stored.view(a_kv * num_blocks, -1), self.rows)
         return blocks.view(a_kv, self.count, -1, d)[:, :, : self.columns]
 
 

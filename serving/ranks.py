@@ -7,8 +7,8 @@ the cache, and wait for steps.
     stage  -> the same rank of the next stage                step, activations
     last stage -> driver                                     what was drawn
 
-A step travels with its activations, so a stage may be behind the driver by as many steps as there
-are stages after the first one.
+A step travels with its activations. With p stages, a stage may be up to p - 1 steps behind the
+driver.
 
     torchrun --nproc-per-node 4 serve.py --tp 2 --pp 2 --checkpoint runs/chat
 
