@@ -89,6 +89,8 @@ class Engine:
         self.runner = StepRunner(stages[0], PagedCache(num_blocks, block_size, window), use_adapter)
         self.link = Link(groups or Groups(), self.runner.device)
         self.pool = BlockPool(num_blocks, block_size)
+        # tokens of a prompt and its answer
+        self.longest = min((num_blocks - 1) * block_size, config.seq_length)
         self.scheduler = Scheduler(self.pool, max_sequences, budget, self.link.stages, window)
         self.sequences: dict[int, Sequence] = {}
         # the oldest first
@@ -112,13 +114,12 @@ class Engine:
         """Raises ValueError, naming what to change."""
         generate.check_options(request.max_tokens, *request.draw.sampling)
         generate.check_prompts(self.stages[0], [request.prompt], [request.draw.key])
-        room = (len(self.pool.users) - 1) * self.pool.block_size
-        longest = min(room, self.config.seq_length)
-        if len(request.prompt) + request.max_tokens > longest:
-            place = "the cache" if room < self.config.seq_length else "the model's context"
+        if len(request.prompt) + request.max_tokens > self.longest:
+            is_whole = self.longest == self.config.seq_length
+            place = "the model's context" if is_whole else "the cache"
             raise ValueError(
                 f"a prompt of {len(request.prompt)} tokens and max_tokens {request.max_tokens} are"
-                f" together more than the {longest} that {place} holds: shorten one of them"
+                f" together more than the {self.longest} that {place} holds: shorten one of them"
             )
 
     def cancel(self, number: int) -> None:
@@ -162,8 +163,9 @@ class Engine:
         link = self.link
         x = None
         if link.stage > 0:
-            rows = sum(len(piece.tokens) for piece in step.pieces)
-            x = link.receive((rows, 1, self.config.hidden_size), self.runner.dtype)
+            shape = (sum(len(piece.tokens) for piece in step.pieces), 1, self.config.hidden_size)
+            x = torch.empty(shape, dtype=self.runner.dtype, device=link.device)  # [T, 1, h]
+            link.receive(x)
         y = self.runner.forward(step, x)
         if link.is_last:
             return draw(step, y)
