@@ -133,19 +133,18 @@ class Completion(Fields):
     # the whole answer, and a piece of it
     objects: ClassVar = ("text_completion", "text_completion")
     asked: ClassVar = "prompt"
-    # tokens of an answer
+    # how many tokens where nobody says
     usual: ClassVar = 16
 
     def prompts(self, tokenizer, model: Model, room: int) -> list[list[int]]:
         """One for each text that goes on. Raises PromptError."""
-        if isinstance(self.prompt, str):
-            return [encode(self.prompt, tokenizer, room)]
-        kinds = {type(part) for part in self.prompt}
+        several = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        kinds = {type(one) for one in several}
         if len(kinds) > 1:
             raise PromptError("prompt: a list has texts, or lists of tokens, or tokens")
         if kinds == {str}:
-            return [encode(text, tokenizer, room) for text in self.prompt]
-        return [self.prompt] if kinds == {int} else self.prompt
+            return [encode(text, tokenizer, room) for text in several]
+        return [several] if kinds == {int} else several
 
     def written(self, choice: "Choice") -> dict:
         return {"text": choice.text}
@@ -155,8 +154,9 @@ class Completion(Fields):
         for token, log_p, top in choice.entries:
             # where two tokens have one name, the likelier one stays
             names = {choice.name(other): p for other, p in [(token, log_p), *reversed(top)]}
-            first = log_p is None
-            values = (choice.name(token), log_p, None if first else names, choice.offset)
+            # nobody predicts the first token of a prompt
+            known = None if log_p is None else names
+            values = (choice.name(token), log_p, known, choice.offset)
             for column, value in zip(log.values(), values):
                 column.append(value)
             choice.offset += len(choice.tokenizer.decode([token]))
@@ -164,7 +164,7 @@ class Completion(Fields):
 
 
 class Part(Struct):
-    """Of a message's content."""
+    """A piece of a message's content."""
 
     type: Literal["text"]
     text: str
@@ -190,7 +190,7 @@ class ChatCompletion(Fields):
     echo: ClassVar = False
     objects: ClassVar = ("chat.completion", "chat.completion.chunk")
     asked: ClassVar = "messages"
-    # what the context holds
+    # an answer may fill the context
     usual: ClassVar = None
 
     def prompts(self, tokenizer, model: Model, room: int) -> list[list[int]]:
@@ -204,7 +204,7 @@ class ChatCompletion(Fields):
         return self.top_logprobs if self.logprobs else None
 
     def written(self, choice: "Choice") -> dict:
-        # the first piece has it
+        # only the first piece names the role
         role = {} if choice.is_sent else {"role": "assistant"}
         return {"delta" if self.stream else "message": role | {"content": choice.text}}
 
@@ -241,13 +241,13 @@ class Choice:
         self.offset = len(prompt) - len(self.text)
         self.finish: str | None = None
         self.is_sent = False
-        # of the server: the engine's number, where its outputs go, and when the newest one came
+        # the server keeps the engine's number, where outputs go, and when the newest one came
         self.number: int | None = None
         self.outputs: asyncio.Queue | None = None
         self.time = time.monotonic()
 
     def take(self, output: Output) -> None:
-        """Of one token."""
+        """Add what a step gave."""
         if output.of_prompt is not None:
             first = LogProb(self.request.prompt[0], None, [])
             self.entries += [first, *output.of_prompt]
@@ -284,7 +284,7 @@ class Writer:
         self.head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": fields.objects[fields.stream]}
         self.head |= {"created": int(time.time()), "model": model}
         self.with_usage = bool(fields.stream_options.get("include_usage"))
-        # of a stream that has begun
+        # a stream that has begun
         self.response: web.StreamResponse | None = None
 
     async def send(self, event: dict) -> None:

@@ -28,6 +28,7 @@ import signal
 import socket
 import time
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -41,12 +42,13 @@ from inference.sampling import SamplingParams, keys_of
 from serve import Draw, Request
 from serving.api import ApiError, ChatCompletion, Choice, Completion, Fields, Model, Writer
 from serving.engine import Engine, Output
+from serving.ranks import Processes
 
 PAGE = {"/": "page.html", "/page.js": "page.js", "/page.css": "page.css"}
 # a browser runs the page's script and style, and loads nothing else
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
 POLICY += " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-# for these nobody needs a key
+# nobody needs a key for these
 OPEN = {"/health", *PAGE}
 
 REQUESTS = Counter("serve_requests", "by status of the response", ["status"])
@@ -73,9 +75,8 @@ class Server:
         self.draining = asyncio.Event()
         REGISTRY.register(self)
 
-    async def run(self, bound: socket.socket, processes) -> None:
-        """Serve until SIGTERM or Ctrl-C, and then until all answers have ended. processes:
-        serving.ranks.Processes."""
+    async def run(self, bound: socket.socket, processes: Processes) -> None:
+        """Serve until SIGTERM or Ctrl-C, and then until all answers have ended."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.draining.set)
@@ -108,8 +109,8 @@ class Server:
         self.to_engine.put(None)
         await steps
 
-    def drive(self, loop: asyncio.AbstractEventLoop, fail) -> None:
-        """The engine's thread: steps, while there is something to do. fail: of Processes."""
+    def drive(self, loop: asyncio.AbstractEventLoop, fail: Callable[[Exception], None]) -> None:
+        """The engine's thread: add and cancel choices, and run steps while there are any."""
         choices: dict[int, Choice] = {}
         try:
             while True:
