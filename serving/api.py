@@ -3,6 +3,7 @@
     Completion       POST /v1/completions            a text, or token ids, that goes on
     ChatCompletion   POST /v1/chat/completions       messages, in the chat template of the model
     Choice           one of the answers to a request, while it is written
+    Writer           sends the choices, as one object or as a stream of pieces
 
 Types and ranges of fields are declared, and msgspec checks them. A field that is not here but would
 change the answer is refused by name; others, such as `user`, change nothing and are ignored.
@@ -21,14 +22,17 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from aiohttp import web
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from base import json_files
+from inference.adapted import Adapters
 from inference.answers import TextStream, encode
+from inference.loading import find_chat
 from prompts.prompt_data import PromptError
 from serve import Request
 from serving.engine import LogProb, Output
 from sft import Chat, message
+from tuning.chat_template import ChatError
 
 # a field that would change the answer -> what it may be, besides null
 NEUTRAL = {name: ([],) for name in ("tools", "functions", "stop_token_ids")}
@@ -36,8 +40,6 @@ NEUTRAL |= {name: (0,) for name in ("presence_penalty", "frequency_penalty", "mi
 NEUTRAL |= {"logit_bias": ({},), "suffix": ("",), "tool_choice": ("none", "auto"), "audio": ()}
 NEUTRAL |= {"response_format": ({"type": "text"},), "modalities": (["text"],), "prediction": ()}
 NEUTRAL |= {"repetition_penalty": (1,), "ignore_eos": (False,), "use_beam_search": (False,)}
-# as the engine names it -> as the API does
-FINISH = {"end of text": "stop", "stop": "stop", "length": "length"}
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -57,38 +59,56 @@ class ApiError(Exception):
 class Model(NamedTuple):
     """What a request can name as its model."""
 
+    name: str
     adapter: str | None
-    # its chat template, and the token that ends an answer; without them, why
-    chat: Chat | None
-    end_of_turn: int | None = None
-    refusal: str = ""
+    # its chat template, or why there is none
+    chat: Chat | str
+    # the tokens that end an answer in a chat
+    ends: tuple[int, ...] = ()
+
+
+def find_models(base: str, checkpoint: str, tokenizer, adapters: Adapters) -> dict[str, Model]:
+    """By name, the base first. Raises CheckpointError."""
+    models = {}
+    for adapter in (None, *adapters.names):
+        name = adapter or base
+        # an adapter without a name is in the base
+        opened = adapters.opened.get(adapter or "")
+        try:
+            chat = find_chat(checkpoint, tokenizer, [opened.path] if opened else [])
+            models[name] = Model(name, adapter, chat, (*tokenizer.stop_ids, chat.end_of_turn()))
+        except ChatError as e:
+            models[name] = Model(name, adapter, str(e))
+    return models
 
 
 # --- requests -------------------------------------------------------------------------------------
 
 
 class Fields(Struct, kw_only=True):
-    """What requests of both kinds have. Each field may be null."""
+    """What requests of both kinds have. A field that is null counts as left out."""
 
     model: str | None = None
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    n: Annotated[int, Meta(ge=1)] | None = None
+    max_completion_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    n: Annotated[int, Meta(ge=1)] = 1
     seed: int | None = None
-    stop: Stop | Annotated[list[Stop], Meta(max_length=16)] | None = None
-    stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=16)] = []
+    stream: bool = False
+    stream_options: dict[str, Any] = {}
 
     @classmethod
     def read(cls, body: bytes) -> "Fields":
         """Raises ApiError."""
         try:
             fields = json_files.parse(body, dict[str, Any], "the body")
-            neutral = NEUTRAL | {"best_of": (fields.get("n") or 1,)}
+            fields = {name: value for name, value in fields.items() if value is not None}
+            neutral = NEUTRAL | {"best_of": (fields.get("n", 1),)}
             for name in neutral.keys() & fields.keys():
-                if fields[name] is not None and fields[name] not in neutral[name]:
+                if fields[name] not in neutral[name]:
                     raise ApiError(400, f"{name}: this server does not have it; leave it out", name)
             return json_files.convert(fields, cls, "the body")
         except json_files.JSONError as e:
@@ -96,66 +116,55 @@ class Fields(Struct, kw_only=True):
             named = re.search(r"`(?:\$\.)?(\w+)[^`]*`$", str(e))
             raise ApiError(400, str(e), named and named[1]) from None
 
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+    def limit(self, usual: int | None, rest: int) -> int:
+        """Tokens of an answer. usual: of --max-tokens; rest: what the context holds after the
+        prompt."""
+        chosen = (self.max_completion_tokens, self.max_tokens, usual, self.usual, max(1, rest))
+        return next(n for n in chosen if n is not None)
 
 
 class Completion(Fields):
     """A text that goes on."""
 
     prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
-    echo: bool | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    echo: bool = False
+    log_probs: Annotated[int, Meta(ge=0, le=5)] | None = field(name="logprobs", default=None)
 
-    prefix: ClassVar = "cmpl-"
     # the whole answer, and a piece of it
     objects: ClassVar = ("text_completion", "text_completion")
     asked: ClassVar = "prompt"
+    # how many tokens where nobody says
+    usual: ClassVar = 16
 
-    @property
-    def questions(self) -> list[str | list[int]]:
-        is_one = isinstance(self.prompt, str) or any(isinstance(p, int) for p in self.prompt)
-        return [self.prompt] if is_one else self.prompt
-
-    def ids(self, question: str | list[int], tokenizer, model: Model, room: int) -> list[int]:
-        """The prompt of a question. Raises PromptError."""
-        if isinstance(question, str):
-            return encode(question, tokenizer, room)
-        if not all(isinstance(token, int) for token in question):
+    def prompts(self, tokenizer, model: Model, room: int) -> list[list[int]]:
+        """One for each text that goes on. Raises PromptError."""
+        several = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        kinds = {type(one) for one in several}
+        if len(kinds) > 1:
             raise PromptError("prompt: a list has texts, or lists of tokens, or tokens")
-        return question
+        if kinds == {str}:
+            return [encode(text, tokenizer, room) for text in several]
+        return [several] if kinds == {int} else several
 
-    def limit(self, usual: int | None, rest: int) -> int:
-        """Tokens of an answer. usual: where the request does not say; rest: what the context holds
-        after the prompt."""
-        chosen = (self.max_tokens, usual)
-        return next((n for n in chosen if n is not None), 16)
+    def written(self, choice: "Choice") -> dict:
+        return {"text": choice.text}
 
-    @property
-    def log_probs(self) -> int | None:
-        return self.logprobs
-
-    def written(self, choice: "Choice", text: str, streams: bool) -> dict:
-        return {"text": text}
-
-    def log(self, choice: "Choice", entries: list[LogProb]) -> dict:
+    def log(self, choice: "Choice") -> dict:
         log = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for entry in entries:
-            top = None
-            if entry.log_prob is not None:
-                # where two tokens have one name, the likelier one stays
-                ranked = [(entry.token, entry.log_prob), *reversed(entry.top)]
-                top = {choice.name(token): log_p for token, log_p in ranked}
-            values = (choice.name(entry.token), entry.log_prob, top, choice.offset)
+        for token, log_p, top in choice.entries:
+            # where two tokens have one name, the likelier one stays
+            names = {choice.name(other): p for other, p in [(token, log_p), *reversed(top)]}
+            # nobody predicts the first token of a prompt
+            known = None if log_p is None else names
+            values = (choice.name(token), log_p, known, choice.offset)
             for column, value in zip(log.values(), values):
                 column.append(value)
-            choice.offset += len(choice.tokenizer.decode([entry.token]))
+            choice.offset += len(choice.tokenizer.decode([token]))
         return log
 
 
 class Part(Struct):
-    """Of a message's content."""
+    """A piece of a message's content."""
 
     type: Literal["text"]
     text: str
@@ -165,62 +174,51 @@ class Message(Struct):
     role: str
     content: str | list[Part]
 
-    @property
-    def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
+    def plain(self) -> dict:
+        is_text = isinstance(self.content, str)
+        text = self.content if is_text else "".join(part.text for part in self.content)
+        return message(self.role, text)
 
 
 class ChatCompletion(Fields):
     """A conversation that the model answers."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0
 
     echo: ClassVar = False
-    prefix: ClassVar = "chatcmpl-"
     objects: ClassVar = ("chat.completion", "chat.completion.chunk")
     asked: ClassVar = "messages"
+    # an answer may fill the context
+    usual: ClassVar = None
 
-    @property
-    def questions(self) -> list[list[Message]]:
-        return [self.messages]
-
-    def ids(self, question: list[Message], tokenizer, model: Model, room: int) -> list[int]:
+    def prompts(self, tokenizer, model: Model, room: int) -> list[list[int]]:
         """Raises ChatError, or PromptError for a model without a template."""
-        if model.chat is None:
-            raise PromptError(model.refusal)
-        return model.chat.prompt([message(m.role, m.text) for m in question])
-
-    def limit(self, usual: int | None, rest: int) -> int:
-        chosen = (self.max_completion_tokens, self.max_tokens, usual)
-        return next((n for n in chosen if n is not None), max(1, rest))
+        if isinstance(model.chat, str):
+            raise PromptError(model.chat)
+        return [model.chat.prompt([each.plain() for each in self.messages])]
 
     @property
     def log_probs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+        return self.top_logprobs if self.logprobs else None
 
-    def written(self, choice: "Choice", text: str, streams: bool) -> dict:
-        if not streams:
-            return {"message": {"role": "assistant", "content": text}}
-        role = {} if choice.sent else {"role": "assistant"}
-        choice.sent = True
-        return {"delta": role | {"content": text}}
+    def written(self, choice: "Choice") -> dict:
+        # only the first piece names the role
+        role = {} if choice.is_sent else {"role": "assistant"}
+        return {"delta" if self.stream else "message": role | {"content": choice.text}}
 
-    def log(self, choice: "Choice", entries: list[LogProb]) -> dict:
+    def log(self, choice: "Choice") -> dict:
         def item(token: int, log_p: float) -> dict:
-            name, text = choice.name(token), choice.tokenizer.decode([token])
+            name = choice.name(token)
             # of half a character nobody has told the bytes
-            code = list(name.encode()) if name == text else None
+            code = list(name.encode()) if name == choice.tokenizer.decode([token]) else None
             return {"token": name, "logprob": log_p, "bytes": code}
 
         content = []
-        for entry in entries:
-            top = [item(*pair) for pair in entry.top]
-            content.append(item(entry.token, entry.log_prob) | {"top_logprobs": top})
+        for token, log_p, top in choice.entries:
+            likeliest = [item(*pair) for pair in top]
+            content.append(item(token, log_p) | {"top_logprobs": likeliest})
         return {"content": content}
 
 
@@ -232,65 +230,50 @@ class Choice:
 
     def __init__(self, index: int, fields: Fields, request: Request, tokenizer):
         self.index, self.fields, self.request, self.tokenizer = index, fields, request, tokenizer
-        self.stream = TextStream(tokenizer, request.prompt, fields.stops)
-        if fields.stops:
-            request.stopped = partial(self.stream.detokenizer.stopped, 0)
+        stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop
+        self.stream = TextStream(tokenizer, request.prompt, stops)
+        request.stopped = partial(self.stream.detokenizer.stopped, 0)
         prompt = tokenizer.decode(request.prompt)
-        self.echoed = prompt if fields.echo else ""
-        # where its next token stands in prompt and answer
-        self.offset = len(prompt) - len(self.echoed)
+        # what the client does not have yet: text, and log-probabilities
+        self.text = prompt if fields.echo else ""
         self.entries: list[LogProb] = []
+        # where its next token stands in prompt and answer
+        self.offset = len(prompt) - len(self.text)
         self.finish: str | None = None
-        # whether it has a token, and whether a client has a piece of it
-        self.begun = self.sent = False
-        # of the server: the engine's number, and where its outputs go
+        self.is_sent = False
+        # the server keeps the engine's number, where outputs go, and when the newest one came
         self.number: int | None = None
         self.outputs: asyncio.Queue | None = None
+        self.time = time.monotonic()
 
-    def take(self, output: Output) -> str:
-        """Of one token. Returns text of a stream that is certain by now."""
-        text = "" if self.begun else self.echoed
-        self.begun = True
+    def take(self, output: Output) -> None:
+        """Add what a step gave."""
         if output.of_prompt is not None:
             first = LogProb(self.request.prompt[0], None, [])
             self.entries += [first, *output.of_prompt]
-        if output.token is not None and self.fields.stream:
-            text += self.stream.push(output.token)
-        elif output.token is not None:
-            # it is decoded once, at the end
-            self.stream.ids.append(output.token)
-        if output.log_prob:
-            self.entries.append(output.log_prob)
+        if output.token is not None:
+            if output.log_prob:
+                self.entries.append(output.log_prob)
+            if self.fields.stream:
+                self.text += self.stream.push(output.token)
+            else:
+                # decoded once, at the end
+                self.stream.ids.append(output.token)
         if output.finish:
-            text += self.stream.end() if self.fields.stream else ""
-            self.finish = FINISH[output.finish]
-        return text
-
-    @property
-    def whole(self) -> str:
-        return self.echoed + self.stream.detokenizer.text(0, self.stream.ids)
+            self.text += self.stream.end()
+            self.finish = "length" if output.finish == "length" else "stop"
 
     def name(self, token: int) -> str:
         """A token as a text; one that is half a character, or has no text, by its id."""
         text = self.tokenizer.decode([token])
         return f"token_id:{token}" if not text or "\ufffd" in text else text
 
-    def as_object(self, text: str, streams: bool = False) -> dict:
-        """The answer, or a piece of it."""
-        log = None
-        if self.fields.log_probs is not None:
-            log = self.fields.log(self, self.entries)
-            self.entries = []
-        written = self.fields.written(self, text, streams)
+    def as_object(self) -> dict:
+        """The answer, or the next piece of it."""
+        log = self.fields.log(self) if self.fields.log_probs is not None else None
+        written = self.fields.written(self)
+        self.text, self.entries, self.is_sent = "", [], True
         return {"index": self.index} | written | {"logprobs": log, "finish_reason": self.finish}
-
-
-def usage_of(choices: list[Choice], n: int) -> dict:
-    """n: answers to one prompt."""
-    prompt = sum(len(choice.request.prompt) for choice in choices[::n])
-    answer = sum(len(choice.stream.ids) for choice in choices)
-    counts = {"prompt_tokens": prompt, "completion_tokens": answer}
-    return counts | {"total_tokens": prompt + answer}
 
 
 class Writer:
@@ -298,43 +281,36 @@ class Writer:
 
     def __init__(self, request: web.Request, fields: Fields, choices: list[Choice], model: str):
         self.request, self.fields, self.choices = request, fields, choices
-        self.head = {
-            "id": fields.prefix + secrets.token_hex(12),
-            "object": fields.objects[bool(fields.stream)],
-            "created": int(time.time()),
-            "model": model,
-        }
-        # of a stream
+        self.head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": fields.objects[fields.stream]}
+        self.head |= {"created": int(time.time()), "model": model}
+        self.with_usage = bool(fields.stream_options.get("include_usage"))
+        # a stream that has begun
         self.response: web.StreamResponse | None = None
 
-    @property
-    def with_usage(self) -> bool:
-        return bool((self.fields.stream_options or {}).get("include_usage"))
-
-    async def begin(self) -> None:
-        if self.fields.stream:
+    async def send(self, event: dict) -> None:
+        if self.response is None:
             headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
             self.response = web.StreamResponse(headers=headers)
             await self.response.prepare(self.request)
+        await self.response.write(f"data: {json.dumps(event)}\n\n".encode())
 
-    async def send(self, event: dict | str) -> None:
-        line = event if isinstance(event, str) else json.dumps(event)
-        await self.response.write(f"data: {line}\n\n".encode())
-
-    async def write(self, choice: Choice, text: str) -> None:
-        """text: of a choice, after the text before it."""
-        if self.response and (text or choice.finish):
+    async def write(self, choice: Choice) -> None:
+        """What a choice has by now."""
+        if self.fields.stream and (choice.text or choice.finish):
             usage = {"usage": None} if self.with_usage else {}
-            await self.send(self.head | {"choices": [choice.as_object(text, True)]} | usage)
+            await self.send(self.head | {"choices": [choice.as_object()]} | usage)
 
     async def end(self) -> web.StreamResponse:
-        usage = {"usage": usage_of(self.choices, self.fields.n or 1)}
-        if self.response is None:
-            objects = [choice.as_object(choice.whole) for choice in self.choices]
+        prompt = sum(len(choice.request.prompt) for choice in self.choices[:: self.fields.n])
+        answer = sum(len(choice.stream.ids) for choice in self.choices)
+        counts = {"prompt_tokens": prompt, "completion_tokens": answer}
+        usage = {"usage": counts | {"total_tokens": prompt + answer}}
+        if not self.fields.stream:
+            objects = [choice.as_object() for choice in self.choices]
             return web.json_response(self.head | {"choices": objects} | usage)
         if self.with_usage:
             await self.send(self.head | {"choices": []} | usage)
-        await self.send("[DONE]")
+        await self.response.write(b"data: [DONE]\n\n")
         return self.response
 
     async def fail(self, error: ApiError) -> web.StreamResponse:

@@ -10,8 +10,6 @@ Ctrl-C, lets running requests end, and then all ranks end with status 0.
 
 import argparse
 import asyncio
-import importlib.util
-import ipaddress
 import os
 import signal
 import socket
@@ -20,15 +18,25 @@ from pathlib import Path
 from base.world import World
 from inference import cli, quantization
 from inference.adapted import Adapters
-from inference.loading import find_chat
-from run.config import ConfigError
+from run.config import ConfigError, flag_name
 from serving.engine import Engine
 from serving.ranks import Processes
-from tuning.chat_template import ChatError
 
-LEAST = dict(max_sequences=1, budget=1, block_size=1, blocks=2, queue=0, deadline=1, max_body=1)
-# flags of generate.py that are fields of a request here
+# flags that are numbers -> their default, the least, what they are
+NUMBERS = {
+    "port": (8000, 0, "0: any that is free"),
+    "max_sequences": (32, 1, "answers written at a time"),
+    "budget": (512, 1, "tokens of a step"),
+    "block_size": (16, 1, "tokens of a block of the cache"),
+    "blocks": (None, 2, "of the cache (default: for --max-sequences of the longest)"),
+    "queue": (128, 0, "answers that wait; more get status 429"),
+    "deadline": (600, 1, "seconds of a request"),
+    "max_body": (2**20, 1, "bytes of a request"),
+    "max_tokens": (None, 1, "where a request does not say (default: 16; of a chat, what is left)"),
+}
+# flags of generate.py that are fields of a request here, or have no meaning
 OF_REQUESTS = dict(max_tokens=0, temperature=0.0, top_k=0, top_p=1.0, seed=None, stop=[])
+OF_REQUESTS |= dict(batch_size=None)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -40,33 +48,20 @@ def make_parser() -> argparse.ArgumentParser:
     flag("--weights", choices=("int8", "int4"), help="store the weights in 8 or 4 bits")
     flag("--group-size", type=int, choices=quantization.GROUPS, help="of --weights int4")
     flag("--host", default="127.0.0.1", help="the default is for clients on this machine")
-    flag("--port", type=int, default=8000, help="0: any that is free (default: 8000)")
     flag("--api-key-file", metavar="FILE", help="keys, one a line; or in SERVE_API_KEY")
-    flag("--max-sequences", type=int, default=32, help="answers written at a time (32)")
-    flag("--budget", type=int, default=512, help="tokens of a step (512)")
-    flag("--block-size", type=int, default=16, help="tokens of a block of the cache (16)")
-    flag("--blocks", type=int, help="of the cache (default: for --max-sequences of the longest)")
-    flag("--queue", type=int, default=128, help="answers that wait; more get status 429 (128)")
-    flag("--deadline", type=int, default=600, metavar="SECONDS", help="of a request (600)")
-    flag("--max-body", type=int, default=2**20, metavar="BYTES", help="of a request (1 MiB)")
-    unsaid = "of an answer where the request does not say (default: 16; of a chat, what is left)"
-    flag("--max-tokens", type=int, dest="usual_tokens", help=unsaid)
-    parser.set_defaults(prompt_file=None, batch_size=None, **OF_REQUESTS)
+    for name, (default, _, what) in NUMBERS.items():
+        shown = "" if default is None else f" (default: {default})"
+        flag(flag_name(name), type=int, default=default, metavar="N", help=what + shown)
     return parser
 
 
 def check_own_flags(args: argparse.Namespace, size: int) -> None:
     """What only a server knows. Raises ConfigError."""
-    if not 0 <= args.port < 2**16:
-        raise ConfigError(f"--port {args.port}: below 65536; 0 is a free one")
-    if args.usual_tokens is not None and args.usual_tokens < 1:
-        raise ConfigError(f"--max-tokens {args.usual_tokens}: must be at least 1")
-    for package in ("aiohttp", "prometheus_client"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"an address needs the package {package} (pip install {package})")
-    for name in ("cp", "ep"):
-        if getattr(args, name) > 1:
-            raise ConfigError(f"--{name} {getattr(args, name)}: an engine has --tp and --pp alone")
+    cli.check_least(args, {name: least for name, (_, least, _) in NUMBERS.items()})
+    if args.port >= 2**16:
+        raise ConfigError(f"--port {args.port}: must be below 65536; 0 is a free one")
+    if args.cp * args.ep > 1:
+        raise ConfigError(f"--cp {args.cp} --ep {args.ep}: an engine has --tp and --pp alone")
     ranks = args.tp * args.pp
     if ranks != size:
         raise ConfigError(
@@ -101,34 +96,34 @@ def read_keys(path: str | None) -> list[bytes]:
 
 def run(args: argparse.Namespace, world: World) -> None:
     """What `python serve.py` does with flags."""
-    cli.check_least(args, LEAST)
+    try:
+        # generate.py does without their packages
+        from serving.api import find_models
+        from serving.server import Server
+    except ModuleNotFoundError as e:
+        install = "pip install -U aiohttp prometheus_client"
+        raise ConfigError(f"an address needs the package {e.name} ({install})") from None
     check_own_flags(args, world.size)
+    args.usual_tokens = args.max_tokens
+    vars(args).update(OF_REQUESTS)
     config = cli.check_flags(args, world)
     adapters = Adapters(args.adapter, args.checkpoint, config, args.tp)
-    if name_of(args) in adapters.names:
-        raise ConfigError(f"--adapter {name_of(args)}=..: is the model's own name; take another")
+    name = Path(args.checkpoint).resolve().name
+    if name in adapters.names:
+        raise ConfigError(f"--adapter {name}=..: is the model's own name; take another")
     quantize = cli.open_weights(args, config, adapters)
     if world.rank == 0:
         keys, bound = read_keys(args.api_key_file), bind(args.host, args.port)
-        if not keys and not ipaddress.ip_address(bound.getsockname()[0]).is_loopback:
-            world.say_aside(f"serve.py: --host {args.host} without --api-key-file: anybody may ask")
     # an idle server waits for long
     options = (cli.MONTH, adapters, quantize)
     model, tokenizer, _ = cli.connect(args, world, args.max_sequences, *options)
     sizes = (args.max_sequences, args.budget, args.block_size, args.blocks)
     engine = Engine(model, world.groups, *sizes, adapters.use if adapters.names else None)
     processes = Processes(world)
-    if world.rank:
-        return follow(engine, processes)
-    # only a server needs aiohttp
-    from serving.server import Server
-
-    models = find_models(args, tokenizer, adapters)
-    asyncio.run(Server(engine, tokenizer, models, keys, processes, args).run(bound))
-
-
-def follow(engine: Engine, processes: Processes) -> None:
-    """On every rank but 0."""
+    if world.rank == 0:
+        models = find_models(name, args.checkpoint, tokenizer, adapters)
+        server = Server(engine, tokenizer, models, keys, args)
+        return asyncio.run(server.run(bound, processes))
     for number in (signal.SIGTERM, signal.SIGINT):
         # rank 0 closes the engine
         signal.signal(number, signal.SIG_IGN)
@@ -136,27 +131,6 @@ def follow(engine: Engine, processes: Processes) -> None:
         engine.follow()
     except Exception as e:
         processes.fail(e)
-
-
-def name_of(args: argparse.Namespace) -> str:
-    return Path(args.checkpoint).resolve().name
-
-
-def find_models(args: argparse.Namespace, tokenizer, adapters: Adapters) -> dict:
-    """What a request can name -> api.Model, the base first."""
-    from serving.api import Model
-
-    models = {}
-    for name in (name_of(args), *adapters.names):
-        adapter = name if name in adapters.names else None
-        # one without a name is in the base
-        runs = [opened.path for key, opened in adapters.opened.items() if key == (adapter or "")]
-        try:
-            chat = find_chat(args.checkpoint, tokenizer, runs)
-            models[name] = Model(adapter, chat, chat.end_of_turn())
-        except ChatError as e:
-            models[name] = Model(adapter, None, refusal=str(e))
-    return models
 
 
 def main(argv: list[str]) -> int:

@@ -94,6 +94,10 @@ class Engine:
         )
         self.link = Link(groups, self.runner.device)
         self.pool = BlockPool(num_blocks, block_size)
+        # tokens of a prompt and its answer
+        self.longest = config.seq_length
+        if most_blocks(self.longest, block_size, budget, window) >= num_blocks:
+            self.longest = (num_blocks - 1) * block_size
         self.scheduler = Scheduler(self.pool, max_sequences, budget, self.link.stages, window)
         self.sequences: dict[int, Sequence] = {}
         # the oldest first
@@ -119,22 +123,13 @@ class Engine:
             raise ValueError(f"adapter {request.adapter}: this engine has none")
         generate.check_options(request.max_tokens, *request.draw.sampling)
         generate.check_prompts(self.stages[0], [request.prompt], [request.draw.key])
-        longest = self.longest
-        if len(request.prompt) + request.max_tokens > longest:
-            place = "the cache" if longest < self.config.seq_length else "the model's context"
+        if len(request.prompt) + request.max_tokens > self.longest:
+            is_whole = self.longest == self.config.seq_length
+            place = "the model's context" if is_whole else "the cache"
             raise ValueError(
                 f"a prompt of {len(request.prompt)} tokens and max_tokens {request.max_tokens} are"
-                f" together more than the {longest} that {place} holds: shorten one of them"
+                f" together more than the {self.longest} that {place} holds: shorten one of them"
             )
-
-    @property
-    def longest(self) -> int:
-        """Tokens of a prompt and its answer, at most."""
-        blocks = len(self.pool.users) - 1
-        sizes = self.pool.block_size, self.scheduler.budget, self.scheduler.window
-        if most_blocks(self.config.seq_length, *sizes) <= blocks:
-            return self.config.seq_length
-        return blocks * self.pool.block_size
 
     def cancel(self, number: int) -> None:
         """The request has no more outputs. Its blocks are free once no step uses them."""
@@ -177,8 +172,9 @@ class Engine:
         link = self.link
         x = None
         if link.stage > 0:
-            rows = sum(len(piece.tokens) for piece in step.pieces)
-            x = link.receive((rows, 1, self.config.hidden_size), self.runner.dtype)
+            shape = (sum(len(piece.tokens) for piece in step.pieces), 1, self.config.hidden_size)
+            x = torch.empty(shape, dtype=self.runner.dtype, device=link.device)  # [T, 1, h]
+            link.receive(x)
         y = self.runner.forward(step, x)
         if link.is_last:
             return draw(step, y)

@@ -27,6 +27,8 @@ import socket
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -63,21 +65,15 @@ class Link:
         before. None: there are no more."""
         if self.stage > 0:
             return self.receive_object()
-        if self.tp:
-            return self.broadcast(step)
-        return step
-
-    def broadcast(self, step):
+        if self.tp is None:
+            return step
         source = dist.get_process_group_ranks(self.tp)[0]
-        messages = [torch.empty(FIRST, dtype=torch.uint8, device=self.device)]
-        if self.is_driver:
-            messages = packed(step, self.device)
-        dist.broadcast(messages[0], source, group=self.tp)
-        if not self.is_driver and (rest := length_of_rest(messages[0])):
-            messages.append(torch.empty(rest, dtype=torch.uint8, device=self.device))
-        if len(messages) > 1:
-            dist.broadcast(messages[1], source, group=self.tp)
-        return step if self.is_driver else unpacked(messages)
+        broadcast = partial(dist.broadcast, src=source, group=self.tp)
+        if not self.is_driver:
+            return unpacked(broadcast, self.device)
+        for message in packed(step, self.device):
+            broadcast(message)
+        return step
 
     # --- to the next stage; from the last one to the first ---
 
@@ -89,20 +85,15 @@ class Link:
         while len(self.sending) > 3 * (self.stages + 1):
             self.sending.popleft()[0].wait()
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+    def receive(self, tensor: Tensor) -> None:
         self.channels.receive(tensor, (self.stage - 1) % self.stages, "F", 0).wait()
-        return tensor
 
     def send_object(self, value) -> None:
         for message in packed(value, self.device):
             self.send(message)
 
     def receive_object(self):
-        messages = [self.receive((FIRST,), torch.uint8)]
-        if rest := length_of_rest(messages[0]):
-            messages.append(self.receive((rest,), torch.uint8))
-        return unpacked(messages)
+        return unpacked(self.receive, self.device)
 
     def close(self) -> None:
         while self.sending:
@@ -115,21 +106,21 @@ def packed(value, device: torch.device) -> list[Tensor]:
     content = pickle.dumps(value)
     content = len(content).to_bytes(LENGTH, "little") + content
     message = torch.frombuffer(bytearray(content.ljust(FIRST, b"\0")), dtype=torch.uint8)
-    messages = message.to(device).split([FIRST, len(message) - FIRST])
-    return [m for m in messages if len(m)]
+    first, rest = message.to(device).split([FIRST, len(message) - FIRST])
+    return [first, rest] if len(rest) else [first]
 
 
-def length_of_rest(first: Tensor) -> int:
-    """How many bytes follow the first message."""
-    length = int.from_bytes(bytes(first[:LENGTH].tolist()), "little")
-    return max(0, LENGTH + length - FIRST)
-
-
-def unpacked(messages: list[Tensor]):
-    content = torch.cat(messages).cpu().numpy().tobytes()
-    length = int.from_bytes(content[:LENGTH], "little")
+def unpacked(receive: Callable[[Tensor], object], device: torch.device):
+    """The object. receive(tensor): the next message."""
+    message = torch.empty(FIRST, dtype=torch.uint8, device=device)
+    receive(message)
+    length = int.from_bytes(bytes(message[:LENGTH].tolist()), "little")
+    if LENGTH + length > FIRST:
+        rest = message.new_empty(LENGTH + length - FIRST)
+        receive(rest)
+        message = torch.cat((message, rest))
     # from a rank of this engine
-    return pickle.loads(content[LENGTH : LENGTH + length])
+    return pickle.loads(message[LENGTH:].cpu().numpy().tobytes())
 
 
 # --- a rank that dies -----------------------------------------------------------------------------
@@ -141,31 +132,30 @@ class Processes:
     def __init__(self, world: World):
         """A collective."""
         self.rank = world.rank
+        # rank -> a file that can be read once its process has ended; and one for all of them
+        self.files: dict[int, int] = {}
+        self.ended = select.epoll()
         host = socket.gethostname()
-        places = world.gather((host, os.getpid()))
-        # rank -> a file that can be read once its process has ended
-        self.files = {n: os.pidfd_open(pid) for n, (at, pid) in enumerate(places) if at == host}
-        os.close(self.files.pop(self.rank))
-
-    def dead(self, patience: float) -> list[int]:
-        """Ranks that have ended, the first of them within so many seconds."""
-        ended = select.select([*self.files.values()], [], [], patience if self.files else 0)[0]
-        return [rank for rank, file in self.files.items() if file in ended]
+        for rank, (at, pid) in enumerate(world.gather((host, os.getpid()))):
+            if at == host and rank != world.rank:
+                self.files[rank] = os.pidfd_open(pid)
+                self.ended.register(self.files[rank], select.EPOLLIN)
 
     def fail(self, error: Exception | None = None) -> None:
         """End all ranks, with one line and status 1. error: what this rank met, perhaps because
-        another one has died."""
-        dead = self.dead(patience=1)
-        living = sorted({self.rank, *self.files} - {*dead})
+        another one dies: a second shows it."""
+        ended = dict(self.ended.poll(1))
+        dead = [rank for rank, file in self.files.items() if file in ended]
+        others = self.files.keys() - {*dead}
         if dead:
             error = f"rank {', '.join(map(str, dead))} has died, and the server ends with it"
         elif not isinstance(error, FloatingPointError):
             traceback.print_exception(error)
-        if dead and self.rank > living[0]:
+        if dead and self.rank > min(others, default=self.rank):
             # that one says so, and ends this process
             time.sleep(10)
-        else:
-            terminal.say(terminal.one_line(f"serve.py: {error}"), error=True)
-            for rank in {*living} - {self.rank}:
-                signal.pidfd_send_signal(self.files[rank], signal.SIGKILL)
+            os._exit(1)
+        terminal.say(terminal.one_line(f"serve.py: {error}"), error=True)
+        for rank in others:
+            signal.pidfd_send_signal(self.files[rank], signal.SIGKILL)
         os._exit(1)

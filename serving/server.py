@@ -4,7 +4,7 @@
     GET  /v1/models, /health, /metrics, /           names, whether it serves, numbers, a chat page
 
     asyncio: a task for each request              the engine's thread
-    fields -> prompts -> choices   ── commands ─>   add, cancel
+    fields -> prompts -> choices   ── choices ──>   add, cancel
     text, piece by piece           <── outputs ──   step, step, ..
 
 A client that goes away ends its task, and the task cancels its choices. Nothing of a request is
@@ -19,8 +19,6 @@ Not covered: TLS, for which a proxy stands in front; users with different rights
 """
 
 import asyncio
-import base64
-import hashlib
 import hmac
 import ipaddress
 import queue
@@ -28,143 +26,111 @@ import re
 import secrets
 import signal
 import socket
-import threading
 import time
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import prometheus_client as prometheus
 from aiohttp import web
+from prometheus_client import REGISTRY, Counter, Histogram
+from prometheus_client.aiohttp import make_aiohttp_handler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from base import terminal
 from inference.sampling import SamplingParams, keys_of
 from serve import Draw, Request
-from serving.api import ApiError, ChatCompletion, Choice, Completion, Fields, Writer
-from serving.engine import Engine
+from serving.api import ApiError, ChatCompletion, Choice, Completion, Fields, Model, Writer
+from serving.engine import Engine, Output
+from serving.ranks import Processes
 
-PAGE = (Path(__file__).parent / "page.html").read_text()
-# a browser runs this script and this style, and loads nothing else
-INLINE = [re.search(f"<{tag}>(.*)</{tag}>", PAGE, re.DOTALL)[1] for tag in ("script", "style")]
-SCRIPT, STYLE = (base64.b64encode(hashlib.sha256(x.encode()).digest()).decode() for x in INLINE)
-POLICY = f"script-src 'sha256-{SCRIPT}'; style-src 'sha256-{STYLE}'; connect-src 'self'"
-POLICY = (
-    f"default-src 'none'; {POLICY}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
+PAGE = {"/": "page.html", "/page.js": "page.js", "/page.css": "page.css"}
+# a browser runs the page's script and style, and loads nothing else
+POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
+POLICY += " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+# nobody needs a key for these
+OPEN = {"/health", *PAGE}
 
-
-class Metrics:
-    """What Prometheus reads."""
-
-    def __init__(self, engine: Engine):
-        self.engine = engine
-        self.registry = prometheus.CollectorRegistry()
-        self.registry.register(self)
-        own = dict(namespace="serve", registry=self.registry)
-        self.requests = prometheus.Counter(
-            "requests", "by status of the response", ["status"], **own
-        )
-        self.tokens = prometheus.Counter("generated_tokens", "of answers", **own)
-        self.prompts = prometheus.Counter("prompt_tokens", "of prompts", **own)
-        self.first = prometheus.Histogram("time_to_first_token_seconds", "after the request", **own)
-        self.between = prometheus.Histogram("time_between_tokens_seconds", "of one answer", **own)
-
-    def collect(self):
-        """What the engine counts."""
-        scheduler, pool = self.engine.scheduler, self.engine.pool
-        total = len(pool.users) - 1
-        gauge, counter = GaugeMetricFamily, CounterMetricFamily
-        yield gauge("serve_waiting", "answers that wait for room", len(scheduler.waiting))
-        yield gauge("serve_running", "answers that are written", len(scheduler.running))
-        yield gauge("serve_blocks_used", "of the cache", total - len(pool.free))
-        yield gauge("serve_blocks", "of the cache", total)
-        yield counter("serve_prefix_cache_tokens", "prompt tokens found there", scheduler.found)
-        yield counter("serve_preemptions", "answers that lost their blocks", scheduler.preemptions)
+REQUESTS = Counter("serve_requests", "by status of the response", ["status"])
+TOKENS = Counter("serve_generated_tokens", "of answers")
+PROMPTS = Counter("serve_prompt_tokens", "of prompts")
+FIRST = Histogram("serve_time_to_first_token_seconds", "after the request")
+BETWEEN = Histogram("serve_time_between_tokens_seconds", "of one answer")
 
 
 class Server:
     """An engine behind an address."""
 
-    def __init__(self, engine: Engine, tokenizer, models: dict, keys: list, processes, args):
-        """models: name -> api.Model, the base first. keys: whoever has one may ask; empty:
-        everybody. processes: serving.ranks.Processes. args: of serving/command.py."""
+    def __init__(self, engine: Engine, tokenizer, models: dict[str, Model], keys: list, args):
+        """models: by name, the base first. keys: whoever has one may ask; empty: everybody. args:
+        of serving/command.py."""
         self.engine, self.tokenizer, self.models = engine, tokenizer, models
-        self.keys, self.processes, self.args = keys, processes, args
-        self.created = int(time.time())
-        room = (len(engine.pool.users) - 1) * engine.pool.block_size
-        # tokens of a prompt and its answer
-        self.longest = min(room, engine.config.seq_length)
-        self.metrics = Metrics(engine)
+        self.keys, self.args = keys, args
+        self.about = {"object": "model", "created": int(time.time()), "owned_by": "serve.py"}
         # answers that have not ended, and how many there may be
         self.open = 0
         self.most = args.max_sequences + args.queue
-        # functions for the engine's thread; None: it ends
-        self.commands = queue.SimpleQueue()
+        # choices to add; one that comes again is cancelled. None: the engine's thread ends
+        self.to_engine: queue.SimpleQueue[Choice | None] = queue.SimpleQueue()
         self.draining = asyncio.Event()
+        REGISTRY.register(self)
 
-    async def run(self, bound: socket.socket) -> None:
+    async def run(self, bound: socket.socket, processes: Processes) -> None:
         """Serve until SIGTERM or Ctrl-C, and then until all answers have ended."""
-        self.loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            self.loop.add_signal_handler(number, self.draining.set)
-        for file in self.processes.files.values():
-            self.loop.add_reader(file, self.processes.fail)
-        thread = threading.Thread(target=self.drive, daemon=True)
-        thread.start()
+            loop.add_signal_handler(number, self.draining.set)
+        loop.add_reader(processes.ended, processes.fail)
         app = web.Application(client_max_size=self.args.max_body, middlewares=[self.guard])
-        for path, kind in (("completions", Completion), ("chat/completions", ChatCompletion)):
-            app.router.add_post(f"/v1/{path}", partial(self.answer, kind))
-        addresses = {"/": self.page, "/health": self.health, "/metrics": self.read_metrics}
-        addresses |= dict.fromkeys(("/v1/models", "/v1/models/{name:.+}"), self.list_models)
-        for path, handler in addresses.items():
-            app.router.add_get(path, handler)
+        get, post = app.router.add_get, app.router.add_post
+        post("/v1/completions", partial(self.answer, Completion))
+        post("/v1/chat/completions", partial(self.answer, ChatCompletion))
+        get("/v1/models", self.list_models)
+        get("/v1/models/{name:.+}", self.list_models)
+        get("/metrics", make_aiohttp_handler())
+        get("/health", self.health)
+        for path in PAGE:
+            get(path, self.page)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1)
         await runner.setup()
-        host, port = bound.getsockname()[:2]
-        self.is_local = ipaddress.ip_address(host).is_loopback
-        host = f"[{host}]" if ":" in host else host
-        await web.SockSite(runner, bound, backlog=1024).start()
-        terminal.say(f"http://{host}:{port} serves {', '.join(self.models)}")
+        site = web.SockSite(runner, bound, backlog=1024)
+        await site.start()
+        self.is_local = ipaddress.ip_address(bound.getsockname()[0]).is_loopback
+        if not self.keys and not self.is_local:
+            warning = f"serve.py: --host {self.args.host} without --api-key-file: anybody may ask"
+            terminal.say(warning, error=True)
+        steps = loop.run_in_executor(None, self.drive, loop, processes.fail)
+        terminal.say(f"{site.name} serves {', '.join(self.models)}")
         await self.draining.wait()
         while self.open:
             await asyncio.sleep(0.02)
         await runner.cleanup()
-        for file in self.processes.files.values():
-            self.loop.remove_reader(file)
-        self.commands.put(None)
-        await asyncio.to_thread(thread.join)
+        loop.remove_reader(processes.ended)
+        self.to_engine.put(None)
+        await steps
 
-    # --- the engine's thread ---
-
-    def drive(self) -> None:
-        """Run commands, and steps while there is something to do."""
+    def drive(self, loop: asyncio.AbstractEventLoop, fail: Callable[[Exception], None]) -> None:
+        """The engine's thread: add and cancel choices, and run steps while there are any."""
         choices: dict[int, Choice] = {}
         try:
             while True:
-                while not self.engine.busy or not self.commands.empty():
-                    command = self.commands.get()
-                    if command is None:
+                while not self.engine.busy or not self.to_engine.empty():
+                    choice = self.to_engine.get()
+                    if choice is None:
                         return self.engine.close()
-                    command(choices)
-                outputs = self.engine.step()
-                self.metrics.tokens.inc(sum(output.token is not None for output in outputs))
-                if outputs:
-                    news = [(choices[output.number], output) for output in outputs]
-                    self.loop.call_soon_threadsafe(deliver, news)
-                for output in outputs:
+                    if choice.number is None:
+                        choice.number = self.engine.add(choice.request)
+                        choices[choice.number] = choice
+                    else:
+                        self.engine.cancel(choice.number)
+                        choices.pop(choice.number, None)
+                news = [(choices[output.number], output) for output in self.engine.step()]
+                loop.call_soon_threadsafe(deliver, news)
+                for choice, output in news:
                     if output.finish:
-                        del choices[output.number]
+                        del choices[choice.number]
         except Exception as e:
-            self.loop.call_soon_threadsafe(self.processes.fail, e)
-
-    def add(self, choice: Choice, choices: dict[int, Choice]) -> None:
-        choice.number = self.engine.add(choice.request)
-        choices[choice.number] = choice
-
-    def cancel(self, choice: Choice, choices: dict[int, Choice]) -> None:
-        self.engine.cancel(choice.number)
-        choices.pop(choice.number, None)
+            loop.call_soon_threadsafe(fail, e)
 
     # --- answers ---
 
@@ -174,15 +140,26 @@ class Server:
             # a page of another site could send other types without asking first
             raise ApiError(415, f"{request.content_type}: application/json would fit")
         fields = kind.read(await request.read())
-        choices = self.choices_of(fields)
+        model = self.model_of(fields.model)
+        choices = self.choices_of(fields, model)
         if self.open + len(choices) > self.most:
             raise ApiError(429, f"{self.open} answers are written or wait: ask again later")
         self.open += len(choices)
-        writer = Writer(request, fields, choices, fields.model or next(iter(self.models)))
+        outputs = asyncio.Queue()
+        for choice in choices:
+            choice.outputs = outputs
+            self.to_engine.put(choice)
+            PROMPTS.inc(len(choice.request.prompt))
+        writer = Writer(request, fields, choices, model.name)
         try:
             async with asyncio.timeout(self.args.deadline):
-                await writer.begin()
-                await self.follow(choices, writer)
+                while any(choice.finish is None for choice in choices):
+                    choice, output = await outputs.get()
+                    now = time.monotonic()
+                    (BETWEEN if choice.stream.ids else FIRST).observe(now - choice.time)
+                    choice.time = now
+                    choice.take(output)
+                    await writer.write(choice)
                 return await writer.end()
         except TimeoutError:
             late = ApiError(504, f"not answered within {self.args.deadline} s", None, "deadline")
@@ -190,29 +167,24 @@ class Server:
         finally:
             self.open -= len(choices)
             for choice in choices:
-                if choice.finish is None and choice.outputs:
-                    self.commands.put(partial(self.cancel, choice))
+                if choice.finish is None:
+                    self.to_engine.put(choice)
 
-    def choices_of(self, fields: Fields) -> list[Choice]:
+    def choices_of(self, fields: Fields, model: Model) -> list[Choice]:
         """Raises ApiError."""
-        model = self.model_of(fields.model)
-        count = (fields.n or 1) * len(fields.questions)
-        if count > self.most:
-            raise ApiError(400, f"{count} answers: at most {self.most}", "n")
         seed = secrets.randbits(31) if fields.seed is None else fields.seed
-        ends = self.tokenizer.stop_ids
-        if isinstance(fields, ChatCompletion):
-            ends = (*ends, model.end_of_turn)
-        given = (fields.temperature, fields.top_k, fields.top_p)
-        pairs = zip(given, SamplingParams())
-        sampling = SamplingParams(*(usual if own is None else own for own, usual in pairs))
-        of_prompt = bool(fields.echo) and fields.log_probs is not None
+        sampling = SamplingParams(fields.temperature, fields.top_k, fields.top_p)
+        of_prompt = fields.echo and fields.log_probs is not None
+        ends = model.ends if isinstance(fields, ChatCompletion) else self.tokenizer.stop_ids
+        longest = self.engine.longest
         choices = []
         try:
-            for question in fields.questions:
-                prompt = fields.ids(question, self.tokenizer, model, self.longest)
-                limit = fields.limit(self.args.usual_tokens, self.longest - len(prompt))
-                for key in keys_of([prompt] * (fields.n or 1), seed):
+            prompts = fields.prompts(self.tokenizer, model, longest)
+            if fields.n * len(prompts) > self.most:
+                raise ApiError(400, f"{fields.n * len(prompts)} answers: at most {self.most}", "n")
+            for prompt in prompts:
+                limit = fields.limit(self.args.usual_tokens, longest - len(prompt))
+                for key in keys_of([prompt] * fields.n, seed):
                     draw = Draw(sampling, key, fields.log_probs, of_prompt)
                     request = Request(prompt, limit, draw, ends, adapter=model.adapter)
                     self.engine.check(request)
@@ -223,28 +195,14 @@ class Server:
             raise ApiError(400, str(e), named[0] if named else fields.asked, code) from None
         return choices
 
-    def model_of(self, name: str | None):
-        name = next(iter(self.models)) if name is None else name
+    def model_of(self, name: str | None) -> Model:
+        """The base where there is no name. Raises ApiError."""
+        if name is None:
+            return next(iter(self.models.values()))
         if name not in self.models:
             text = f"model {name}: there is {', '.join(self.models)}"
             raise ApiError(404, text, "model", "model_not_found")
         return self.models[name]
-
-    async def follow(self, choices: list[Choice], writer: Writer) -> None:
-        """Write what the engine gives, until all choices have ended."""
-        outputs = asyncio.Queue()
-        last = dict.fromkeys(choices, time.monotonic())
-        for choice in choices:
-            choice.outputs = outputs
-            self.commands.put(partial(self.add, choice))
-            self.metrics.prompts.inc(len(choice.request.prompt))
-        while any(choice.finish is None for choice in choices):
-            choice, output = await outputs.get()
-            now = time.monotonic()
-            histogram = self.metrics.between if choice.stream.ids else self.metrics.first
-            histogram.observe(now - last[choice])
-            last[choice] = now
-            await writer.write(choice, choice.take(output))
 
     # --- other addresses ---
 
@@ -266,16 +224,15 @@ class Server:
             traceback.print_exc()
             response = ApiError(500, "a fault of the server; its log has more").response()
         finally:
-            self.metrics.requests.labels(response.status if response else 499).inc()
+            REQUESTS.labels(response.status if response else 499).inc()
         return response
 
     def admit(self, request: web.Request) -> None:
         """Raises ApiError."""
-        word = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        word = word.encode(errors="surrogateescape")
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if self.keys:
-            is_known = any(hmac.compare_digest(word, key) for key in self.keys)
-            if not is_known and request.path not in ("/", "/health"):
+            is_known = any(hmac.compare_digest(given, b"Bearer " + key) for key in self.keys)
+            if not is_known and request.path not in OPEN:
                 raise ApiError(401, "no valid API key", None, "invalid_api_key")
         elif self.is_local and request.url.host not in ("localhost", "127.0.0.1", "::1"):
             # a web page whose name now leads to this machine
@@ -286,24 +243,32 @@ class Server:
     async def health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
 
-    async def page(self, request: web.Request) -> web.Response:
-        headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
-        return web.Response(text=PAGE, content_type="text/html", headers=headers)
-
-    async def read_metrics(self, request: web.Request) -> web.Response:
-        text = prometheus.generate_latest(self.metrics.registry)
-        return web.Response(body=text, headers={"Content-Type": prometheus.CONTENT_TYPE_LATEST})
+    async def page(self, request: web.Request) -> web.FileResponse:
+        path = Path(__file__).with_name(PAGE[request.path])
+        headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"}
+        return web.FileResponse(path, headers=headers)
 
     async def list_models(self, request: web.Request) -> web.Response:
         one = request.match_info.get("name")
-        if one:
-            self.model_of(one)
-        about = {"object": "model", "created": self.created, "owned_by": "serve.py"}
-        data = [{"id": name} | about for name in self.models if one in (None, name)]
+        self.model_of(one)
+        data = [{"id": name} | self.about for name in self.models if one in (None, name)]
         return web.json_response(data[0] if one else {"object": "list", "data": data})
 
+    def collect(self):
+        """What the engine counts."""
+        scheduler, pool = self.engine.scheduler, self.engine.pool
+        total = len(pool.users) - 1
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        yield gauge("serve_waiting", "answers that wait for room", len(scheduler.waiting))
+        yield gauge("serve_running", "answers that are written", len(scheduler.running))
+        yield gauge("serve_blocks_used", "of the cache", total - len(pool.free))
+        yield gauge("serve_blocks", "of the cache", total)
+        yield counter("serve_prefix_cache_tokens", "prompt tokens found there", scheduler.found)
+        yield counter("serve_preemptions", "answers that lost their blocks", scheduler.preemptions)
 
-def deliver(news: list) -> None:
+
+def deliver(news: list[tuple[Choice, Output]]) -> None:
     """In asyncio's thread: what a step gives, to the tasks of the requests."""
     for choice, output in news:
+        TOKENS.inc(output.token is not None)
         choice.outputs.put_nowait((choice, output))
