@@ -21,6 +21,7 @@ Not covered: TLS, for which a proxy stands in front; users with different rights
 import asyncio
 import hmac
 import ipaddress
+import os
 import queue
 import re
 import secrets
@@ -100,7 +101,7 @@ class Server:
             warning = f"serve.py: --host {self.args.host} without --api-key-file: anybody may ask"
             terminal.say(warning, error=True)
         steps = loop.run_in_executor(None, self.drive, loop, processes.fail)
-        terminal.say(f"{site.name} serves {', '.join(self.models)}")
+        terminal.say(f"{site.name} serves {', '.join(self.models)} (process {os.getpid()})")
         await self.draining.wait()
         while self.open:
             await asyncio.sleep(0.02)
@@ -138,7 +139,7 @@ class Server:
         """Raises ApiError."""
         if request.content_type != "application/json":
             # a page of another site could send other types without asking first
-            raise ApiError(415, f"{request.content_type}: application/json would fit")
+            raise ApiError(415, "the header Content-Type must be application/json")
         fields = kind.read(await request.read())
         model = self.model_of(fields.model)
         choices = self.choices_of(fields, model)
@@ -200,7 +201,7 @@ class Server:
         if name is None:
             return next(iter(self.models.values()))
         if name not in self.models:
-            text = f"model {name}: there is {', '.join(self.models)}"
+            text = f"model {name}: unknown; this server has {', '.join(self.models)}"
             raise ApiError(404, text, "model", "model_not_found")
         return self.models[name]
 
