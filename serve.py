@@ -117,7 +117,7 @@ def hash_of(parent: bytes, tokens: list[int]) -> bytes:
 # --- requests -------------------------------------------------------------------------------------
 
 
-class Draw(NamedTuple):
+class DrawOptions(NamedTuple):
     """How a request's tokens are drawn, and what is said of them."""
 
     sampling: SamplingParams = SamplingParams()
@@ -135,7 +135,7 @@ class Request:
 
     prompt: list[int]
     max_tokens: int
-    draw: Draw = field(default_factory=Draw)
+    draw: DrawOptions = field(default_factory=DrawOptions)
     end_tokens: tuple[int, ...] = ()
     # stopped(generated ids): whether the text ends here
     stopped: Callable[[list[int]], bool] | None = None
@@ -194,7 +194,7 @@ class Piece(NamedTuple):
     writes: bool
     # the token after the last one; None: it is drawn
     next: int | None
-    draw: Draw
+    draw: DrawOptions
 
 
 class Step(NamedTuple):

@@ -40,7 +40,7 @@ from gpt import GPT, Context
 from inference.kv_cache import CacheSlot, caching
 from inference.sampling import DIVERGED, SamplingParams, keys_of
 from pipeline_parallel import Pipeline
-from serve import BlockPool, Draw, Request, Scheduler, Sequence, Step, most_blocks
+from serve import BlockPool, DrawOptions, Request, Scheduler, Sequence, Step, most_blocks
 from serving.drawing import Drawn, LogProb, draw, rows_of
 from serving.paged_attention import PagedCache
 from serving.ranks import Link
@@ -288,7 +288,7 @@ def requests_of(
     end_tokens = (eot,) if isinstance(eot, int) else tuple(eot or ())
     keys = keys_of(prompts, seed) if keys is None else keys
     return [
-        Request(prompt, max_tokens, Draw(params, key), end_tokens)
+        Request(prompt, max_tokens, DrawOptions(params, key), end_tokens)
         for prompt, key in zip(prompts, keys, strict=True)
     ]
 

@@ -40,7 +40,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from base import terminal
 from inference.sampling import SamplingParams, keys_of
-from serve import Draw, Request
+from serve import DrawOptions, Request
 from serving.api import ApiError, ChatCompletion, Choice, Completion, Fields, Model, Writer
 from serving.engine import Engine, Output
 from serving.ranks import Processes
@@ -186,7 +186,7 @@ class Server:
             for prompt in prompts:
                 limit = fields.limit(self.args.usual_tokens, longest - len(prompt))
                 for key in keys_of([prompt] * fields.n, seed):
-                    draw = Draw(sampling, key, fields.log_probs, of_prompt)
+                    draw = DrawOptions(sampling, key, fields.log_probs, of_prompt)
                     request = Request(prompt, limit, draw, ends, adapter=model.adapter)
                     self.engine.check(request)
                     choices.append(Choice(len(choices), fields, request, self.tokenizer))

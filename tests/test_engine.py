@@ -17,7 +17,7 @@ from base.world import Groups
 from inference import cli, quantization, weight_layouts
 from inference.sampling import SamplingParams, keys_of
 from proof import ranks
-from serve import BlockPool, Draw, Request, Scheduler, Sequence
+from serve import BlockPool, DrawOptions, Request, Scheduler, Sequence
 from serving import drawing
 from serving.engine import Engine, requests_of
 from serving.paged_attention import Decodes, PagedCache
@@ -64,7 +64,7 @@ def make_requests(count: int, seed: int = 0) -> list[Request]:
         if n % 5 == 3:
             # equal blocks after others
             prompt = [r.randrange(VOCAB) for _ in range(4)] + texts[0][4:24]
-        draw = Draw(r.choice(SAMPLINGS), keys_of([prompt], n)[0])
+        draw = DrawOptions(r.choice(SAMPLINGS), keys_of([prompt], n)[0])
         requests.append(Request(prompt, r.randint(1, 18), draw, (END,)))
     return requests
 
@@ -321,7 +321,7 @@ def test_log_probabilities(sizes):
 def test_no_tokens_but_the_prompts_log_probabilities():
     model = make("gpt")
     engine = Engine(model, **SMALL)
-    engine.add(Request([3, 4, 9], 0, Draw(log_probs=1, of_prompt=True)))
+    engine.add(Request([3, 4, 9], 0, DrawOptions(log_probs=1, of_prompt=True)))
     [output] = engine.step()
     assert (output.token, output.finish, engine.busy) == (None, "length", False)
     assert [found.token for found in output.of_prompt] == [4, 9]
@@ -435,7 +435,7 @@ def test_the_model_is_as_before():
         (Request([], 3), "prompt 0 is empty"),
         (Request([VOCAB], 3), f"the model knows 0 to {VOCAB - 1}"),
         (Request([1] * 40, 9), "more than the 48 that the model's context holds"),
-        (Request([1], 3, Draw(SamplingParams(top_p=0.0))), "top_p 0.0: must be above 0"),
+        (Request([1], 3, DrawOptions(SamplingParams(top_p=0.0))), "top_p 0.0: must be above 0"),
         (Request([1], 3, adapter="fr"), "adapter fr: this engine has none"),
     ],
 )

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 
 import serve
-from serve import BlockPool, Draw, Piece, Request, Scheduler, Sequence, Step
+from serve import BlockPool, DrawOptions, Piece, Request, Scheduler, Sequence, Step
 
 # --- the oracle -----------------------------------------------------------------------------------
 
@@ -291,7 +291,7 @@ def drawn_wishes(rng: random.Random) -> list[Wish]:
         if kind > 0.5:
             prompt = prompt[: rng.randint(1, len(prompt))] + tokens(0, 4)
         answer = tokens(0, 16)
-        draw = Draw(of_prompt=rng.random() < 0.1)
+        draw = DrawOptions(of_prompt=rng.random() < 0.1)
         adapter = rng.choice(adapters)
         wishes.append(Wish(Request(prompt, len(answer), draw, adapter=adapter), answer))
     return wishes
