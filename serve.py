@@ -365,8 +365,7 @@ class Scheduler:
         if end == len(sequence.request.prompt) and end % size:
             ends.append(end)
         for at in ends:
-            first = (at - 1) // size
-            filled = at - first * size
+            first, filled = (at - 1) // size, (at - 1) % size + 1
             self.pool.remember(sequence.table[first], filled, sequence.prefix_hash(at, size))
 
     def leave_window(self, sequence: Sequence) -> None:
