@@ -78,15 +78,16 @@ class Measured:
         return found
 
 
-def make_requests(together: int, config) -> list[Asked]:
-    r = random.Random(together)
+def make_requests(together: int, config, turn: int = 0) -> list[Asked]:
+    """turn: has other tokens, so that no prefix cache has them, and the same lengths."""
+    r, tokens = random.Random(together), random.Random(turn)
     most = min(LONGEST, config.seq_length // 2)
 
     def length() -> int:
         return max(4, min(most, round(r.lognormvariate(0, SIGMA) * min(MEDIAN, most // 2))))
 
     return [
-        Asked([r.randrange(config.vocab_size) for _ in range(length())], length())
+        Asked([tokens.randrange(config.vocab_size) for _ in range(length())], length())
         for _ in range(max(16, 2 * together))
     ]
 
@@ -94,10 +95,8 @@ def make_requests(together: int, config) -> list[Asked]:
 # --- contenders: each answers all requests, `together` at a time ----------------------------------
 
 
-def by_engine(model, asked: list[Asked], together: int) -> Measured:
+def by_engine(engine: Engine, asked: list[Asked], together: int) -> Measured:
     measured = Measured()
-    # as serve.py has it: a cache for 32 of the longest
-    engine = Engine(model, budget=BUDGET, block_size=BLOCK)
     waiting = list(range(len(asked)))[::-1]
     number_of = {}
     while waiting or engine.busy:
@@ -116,7 +115,6 @@ def by_engine(model, asked: list[Asked], together: int) -> Measured:
         if room:
             filled = sum(sequence.computed for sequence in engine.scheduler.running)
             measured.waste.append(1 - filled / room)
-    engine.close()
     return measured
 
 
@@ -226,17 +224,22 @@ def measure(name: str, config, args) -> dict:
     results = {}
     table = report.Table()
     for together in args.together:
-        asked = make_requests(together, config)
-        engine_model, batch_model = packed(model, together), packed(copy.deepcopy(model), together)
+        batch_model = packed(model, together)
+        # room for twice as many of the longest, at least for four
+        num_blocks = 1 + 2 * max(2, together) * config.seq_length // BLOCK
+        sizes = dict(budget=BUDGET, block_size=BLOCK, num_blocks=num_blocks)
+        engine = Engine(copy.deepcopy(batch_model), **sizes)
         contenders = {
-            "engine": partial(by_engine, engine_model),
+            "engine": partial(by_engine, engine),
             "generate.py": partial(ours_in_batches, batch_model),
             "transformers, static": partial(theirs_in_batches, theirs),
             "transformers, continuous": partial(theirs_continuous, theirs),
         }
         rounds = []
-        for _ in range(args.rounds + 1):
+        for turn in range(args.rounds + 1):
+            asked = make_requests(together, config, turn)
             rounds.append({kind: run(asked, together) for kind, run in contenders.items()})
+        engine.close()
         # the first one warms up
         found = summary([{k: m.numbers() for k, m in of.items()} for of in rounds[1:]])
         alike = [

@@ -80,6 +80,11 @@ def command_of(case: argparse.Namespace, x: Found) -> str:
     blocks = x.batch * math.ceil(x.serving.kept(tokens) / BLOCK)
     # a prompt behind a window needs more while it is computed
     blocks = 1 + max(blocks, most_blocks(tokens, BLOCK, case.budget, window))
+    layers, p = x.serving.model.num_layers, x.serving.pp
+    if layers % p:
+        # the last stages have one more
+        split = [layers // p + (stage >= p - layers % p) for stage in range(p)]
+        words += ["--layer-split", *split]
     words += ["--max-sequences", x.batch, "--block-size", BLOCK, "--blocks", blocks]
     words += ["--budget", case.budget, "--precision", "bf16"]
     if case.weights != "bf16":
@@ -91,7 +96,10 @@ def command_of(case: argparse.Namespace, x: Found) -> str:
 def main(argv: list[str]) -> None:
     case = parser().parse_args(argv)
     machine, model = commands.machine_of(case), commands.Config(model=case.model).model_config()
-    commands.check_positions(case.model, model, "--output", case.output, "--input", case.input)
+    if case.input + case.output > model.seq_length:
+        rule = f"with --input {case.input} they are {case.input + case.output}, and the context of"
+        rule += f" --model {case.model} holds {model.seq_length}; fewer would fit"
+        raise ConfigError(f"--output {case.output}: {rule}")
     if case.weights == "fp8" and not machine.has_fp8:
         raise ConfigError(f"--weights fp8: {machine.name} has no FP8; h100 or h200 would fit")
     found = found_by(case, Serving(machine, ENGINES["graphs"], model, weights=case.weights))

@@ -34,6 +34,8 @@ NUMBERS = {
     "max_body": (2**20, 1, "bytes of a request"),
     "max_tokens": (None, 1, "where a request does not say (default: 16; of a chat, what is left)"),
 }
+# for so many sequences at a time, at most, the layout of the weights is chosen
+MOST_ROWS = 512
 # flags of generate.py that are fields of a request here, or have no meaning
 OF_REQUESTS = dict(max_tokens=0, temperature=0.0, top_k=0, top_p=1.0, seed=None, stop=[])
 OF_REQUESTS |= dict(batch_size=None)
@@ -57,7 +59,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check_own_flags(args: argparse.Namespace, size: int) -> None:
     """What only a server knows. Raises ConfigError."""
-    cli.check_least(args, {name: least for name, (_, least, _) in NUMBERS.items()})
+    least = cli.LEAST | {name: least for name, (_, least, _) in NUMBERS.items()}
+    cli.check_least(args, {name: value for name, value in least.items() if name in args})
     if args.port >= 2**16:
         raise ConfigError(f"--port {args.port}: must be below 65536; 0 is a free one")
     if args.cp * args.ep > 1:
@@ -116,9 +119,13 @@ def run(args: argparse.Namespace, world: World) -> None:
         keys, bound = read_keys(args.api_key_file), bind(args.host, args.port)
     # an idle server waits for long
     options = (cli.MONTH, adapters, quantize)
-    model, tokenizer, _ = cli.connect(args, world, args.max_sequences, *options)
+    rows = min(args.max_sequences, MOST_ROWS)
+    model, tokenizer, _ = cli.connect(args, world, rows, *options)
     sizes = (args.max_sequences, args.budget, args.block_size, args.blocks)
-    engine = Engine(model, world.groups, *sizes, adapters.use if adapters.names else None)
+    try:
+        engine = Engine(model, world.groups, *sizes, adapters.use if adapters.names else None)
+    except ValueError as e:
+        raise ConfigError(str(e).replace("num_blocks", "--blocks")) from None
     processes = Processes(world)
     if world.rank == 0:
         models = find_models(name, args.checkpoint, tokenizer, adapters)

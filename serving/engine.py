@@ -26,6 +26,7 @@ parallelism of long prompts, adapters mixed in one step (S-LoRA, arXiv 2311.0328
 """
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -249,6 +250,10 @@ class Engine:
 
     def close(self) -> None:
         """On the driver: the other ranks stop. The model is as it was."""
+        # the last stage waits until somebody takes what it drew
+        while self.in_flight and not self.link.is_last:
+            self.in_flight.popleft()
+            self.link.receive_object()
         self.link.share_step(None)
         if not self.link.is_last:
             self.link.send_object(None)
@@ -304,7 +309,7 @@ class StepRunner(generate.ModelRunner):
         super().__init__([stage], slot)
         self.stage = stage
         self.cache = cache
-        self.check_memory(tp)
+        self.add_layers(tp)
         self.use_adapter = use_adapter
         self.adapter = None
         # while it is open the model has the cache
@@ -314,18 +319,26 @@ class StepRunner(generate.ModelRunner):
     def close(self) -> None:
         self.caching.__exit__(None, None, None)
 
-    def check_memory(self, tp: int) -> None:
-        """Of this rank's part of the cache. Raises ValueError, naming what would fit."""
-        config, cache = self.config, self.cache
-        heads = max(1, config.num_kv_heads // tp)
-        numbers = 2 * len(self.stage.blocks) * heads * config.head_dim * cache.size
-        block = numbers * self.dtype.itemsize
-        has = memory(self.device.type, 1)
-        if cache.num_blocks * block > has:
+    def add_layers(self, tp: int) -> None:
+        """Give the cache its memory, for the layers of this rank. Raises ValueError where there is
+        not so much, naming what would fit."""
+        config, cache, blocks = self.config, self.cache, self.cache.num_blocks
+        shape = (2, max(1, config.num_kv_heads // tp), blocks * cache.size, config.head_dim)
+        block = len(self.stage.blocks) * self.dtype.itemsize * math.prod(shape) // blocks
+        tensors = (*self.stage.parameters(), *self.stage.buffers())
+        free = memory(self.device.type, 1) - sum(tensor.nbytes for tensor in tensors)
+        try:
+            if block * blocks > free:
+                raise MemoryError
+            for layer in self.stage.blocks:
+                # zeros: a hidden column counts 0 times its value, and 0 times NaN is NaN
+                stored = torch.zeros(shape, dtype=self.dtype, device=self.device)
+                cache.layers[layer] = stored
+        except (MemoryError, RuntimeError):
             raise ValueError(
-                f"num_blocks {cache.num_blocks}: keys and values take {cache.num_blocks * block:,}"
-                f" bytes, and {self.device.type} has {has:,} in all; {has // block} would fit"
-            )
+                f"num_blocks {blocks}: keys and values take {block * blocks:,} bytes, and beside"
+                f" the model the {self.device.type} has {free:,}; {free // block} would fit"
+            ) from None
 
     @torch.inference_mode()
     @compiling.eagerly

@@ -89,7 +89,7 @@ class PagedCache:
         """The pieces that one call attends for. In the order of a step, the shortest decodes come
         first."""
         most = len(pieces) * self.num_blocks
-        if self.layers and device.type == "cpu":
+        if device.type == "cpu":
             keys_and_values = next(iter(self.layers.values()))
             most = CALL_BYTES * self.num_blocks // (keys_and_values.nbytes // 2)
         call = []
@@ -109,10 +109,6 @@ class PagedCache:
     ) -> Tensor:
         """Store k and v, and attend to the tokens of each row's sequence. q: [T, a, 1, d];
         k, v: [T, a_kv, 1, d] -> [T, 1, a d]"""
-        if layer not in self.layers:
-            shape = (2, k.shape[1], self.num_blocks * self.size, k.shape[3])
-            # zeros: a hidden column counts 0 times its value, and 0 times NaN is NaN
-            self.layers[layer] = k.new_zeros(shape)
         keys, values = self.layers[layer]  # [a_kv, blocks * size, d]
         k, v = k.squeeze(2).transpose(0, 1), v.squeeze(2).transpose(0, 1)  # [a_kv, T, d]
         keys.index_copy_(1, self.slots, k)

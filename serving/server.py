@@ -103,8 +103,11 @@ class Server:
         steps = loop.run_in_executor(None, self.drive, loop, processes.fail)
         terminal.say(f"{site.name} serves {', '.join(self.models)} (process {os.getpid()})")
         await self.draining.wait()
-        while self.open:
+        # a client that does not read is not waited for
+        patience = 5.0
+        while self.open and patience > 0:
             await asyncio.sleep(0.02)
+            patience -= 0 if self.engine.busy else 0.02
         await runner.cleanup()
         loop.remove_reader(processes.ended)
         self.to_engine.put(None)
@@ -140,9 +143,11 @@ class Server:
         if request.content_type != "application/json":
             # a page of another site could send other types without asking first
             raise ApiError(415, "the header Content-Type must be application/json")
-        fields = kind.read(await request.read())
-        model = self.model_of(fields.model)
-        choices = self.choices_of(fields, model)
+        async with asyncio.timeout(self.args.deadline):
+            fields = kind.read(await request.read())
+            model = self.model_of(fields.model)
+            # a long text takes seconds to be encoded
+            choices = await asyncio.to_thread(self.choices_of, fields, model)
         if self.open + len(choices) > self.most:
             raise ApiError(429, f"{self.open} answers are written or wait: ask again later")
         self.open += len(choices)
@@ -219,6 +224,10 @@ class Server:
             response = e.response()
         except web.HTTPException as e:
             response = ApiError(e.status, f"{request.path}: {e.text}").response()
+        except web.RequestPayloadError as e:
+            response = ApiError(400, f"the body cannot be read ({e})").response()
+        except TimeoutError:
+            response = ApiError(408, "the body did not come in time").response()
         except ConnectionError:
             response = ApiError(499, "the client has gone away").response()
         except Exception:
@@ -235,11 +244,18 @@ class Server:
             is_known = any(hmac.compare_digest(given, b"Bearer " + key) for key in self.keys)
             if not is_known and request.path not in OPEN:
                 raise ApiError(401, "no valid API key", None, "invalid_api_key")
-        elif self.is_local and request.url.host not in ("localhost", "127.0.0.1", "::1"):
+        elif self.is_local and not self.is_own(request):
             # a web page whose name now leads to this machine
             raise ApiError(403, f"{request.host}: ask at the address that the server has printed")
         if self.draining.is_set():
             raise ApiError(503, "the server ends")
+
+    def is_own(self, request: web.Request) -> bool:
+        """Whether the header Host names this machine."""
+        try:
+            return request.url.host in ("localhost", "127.0.0.1", "::1", self.args.host)
+        except ValueError:
+            return False
 
     async def health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})

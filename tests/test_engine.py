@@ -160,6 +160,10 @@ def on_ranks(rank, path, world, layout, sizes, requests):
     served = serve_all(engine, requests)
     # so many tokens of a step do not fit into the first message
     engine.generate([list(range(40))] * 3, 2)
+    # with steps in flight, it can be closed
+    for request in requests[:6]:
+        engine.add(request)
+    engine.step()
     engine.close()
     return served, engine.scheduler.preemptions
 
