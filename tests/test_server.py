@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -20,11 +21,14 @@ import published_tokenizers
 import pytest
 import small_run
 import test_evaluate
+from parity import again
 
 from corpus.tokenizer import make_tokenizer
 from inference import cli, evaluation_commands
 from inference.answers import Detokenizer, TextStream
 from serving import command
+
+ROOT = Path(__file__).parent.parent
 
 aiohttp = pytest.importorskip("aiohttp")
 openai = pytest.importorskip("openai", reason="tests/requirements.txt names it")
@@ -403,9 +407,10 @@ def test_other_addresses(server):
     for name in ("time_to_first_token_seconds", "time_between_tokens_seconds"):
         assert f"serve_{name}_bucket" in text
     assert 'serve_requests_total{status="200"}' in text
-    request = urllib.request.Request(f"{server.url}/v1/models", headers={"Host": "evil.example"})
-    with pytest.raises(urllib.error.HTTPError, match="403"):
-        urllib.request.urlopen(request)
+    for host in ("evil.example", "localhost:abc"):
+        request = urllib.request.Request(f"{server.url}/v1/models", headers={"Host": host})
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(request)
     # a page of another site may send this without asking
     assert post(server, COMPLETIONS, {"prompt": "a"}, content_type="text/plain")[0] == 415
 
@@ -597,6 +602,26 @@ def test_page(servers, tmp_path):
 
 
 # --- the end --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [again("--requests 300"), again("--requests 300 --pp 2 --kill")])
+def test_load(words):
+    """Nothing leaks, and no answer is wrong."""
+    command = [sys.executable, "tests/serving_load.py", *words.split()]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "0 wrong answers" in found.stdout
+
+
+def test_a_cache_beyond_the_memory(place, capsys):
+    flags = dict(data="text.txt", seq_length=64, steps=1, warmup_steps=0)
+    (place / "text.txt").write_text("one two three " * 100)
+    assert small_run.run(*small_run.flags(out="one", **flags)) == 0
+    capsys.readouterr()
+    words = [sys.executable, ROOT / "serve.py", "--checkpoint", "one", "--blocks", str(2**30)]
+    found = subprocess.run(words, capture_output=True, text=True)
+    assert found.returncode == 2 and found.stderr.count("\n") == 1
+    assert "serve.py: --blocks 1073741824: keys and values take" in found.stderr
 
 
 def test_sigterm_lets_answers_end(servers, endless):
