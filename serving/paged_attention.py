@@ -40,9 +40,6 @@ class PagedCache:
     """Keys and values of all sequences, for the layers of this rank, and where the rows of the
     current step belong. In the place of inference.kv_cache.Cache."""
 
-    # for generate.ModelRunner: ranks that share a prefill
-    group = None
-
     def __init__(self, num_blocks: int, block_size: int, window: int):
         self.num_blocks = num_blocks
         self.size = block_size

@@ -284,6 +284,16 @@ def test_the_answers_show(breakage, monkeypatch):
     assert served is None or not as_alone(served, expected, requests)
 
 
+def outputs_of(engine: Engine, requests: list[Request]) -> list[list]:
+    """What the engine gives to each request. Closes it."""
+    outputs = {engine.add(request): [] for request in requests}
+    while engine.busy:
+        for output in engine.step():
+            outputs[output.number].append(output)
+    engine.close()
+    return list(outputs.values())
+
+
 # --- log-probabilities ----------------------------------------------------------------------------
 
 
@@ -295,21 +305,13 @@ def test_log_probabilities(sizes):
         replace(request, draw=request.draw._replace(log_probs=n % 4, of_prompt=n % 3 == 0))
         for n, request in enumerate(make_requests(30, seed=2))
     ]
-    engine = Engine(model, **sizes)
-    numbers = [engine.add(request) for request in requests]
-    outputs = {number: [] for number in numbers}
-    while engine.busy:
-        for output in engine.step():
-            outputs[output.number].append(output)
-    engine.close()
-    for number, request in zip(numbers, requests):
-        told = outputs[number][0].of_prompt or []
-        assert (outputs[number][0].of_prompt is not None) == request.draw.of_prompt
-        assert not any(output.of_prompt for output in outputs[number][1:])
-        ends = outputs[number][-1].finish == "end of text"
-        drawn = [output.token for output in outputs[number] if output.token is not None]
-        drawn += [END] * ends
-        told = told + [output.log_prob for output in outputs[number]]
+    for outputs, request in zip(outputs_of(Engine(model, **sizes), requests), requests):
+        told = outputs[0].of_prompt or []
+        assert (outputs[0].of_prompt is not None) == request.draw.of_prompt
+        assert not any(output.of_prompt for output in outputs[1:])
+        drawn = [output.token for output in outputs if output.token is not None]
+        drawn += [END] * (outputs[-1].finish == "end of text")
+        told = told + [output.log_prob for output in outputs]
         ids = request.prompt + drawn
         log_p = model(torch.tensor([ids]))[0].log_softmax(-1)
         first = len(ids) - len(told)
@@ -405,22 +407,16 @@ def test_quantised_weights(kind):
 def test_types(dtype):
     """The log-probabilities of the plain model, up to what the type rounds."""
     model = make("llama").to(dtype)
-    engine = Engine(model, **LARGE)
     requests = requests_of([request.prompt for request in make_requests(8)], 6)
-    numbers = [engine.add(replace(r, draw=r.draw._replace(log_probs=0))) for r in requests]
-    outputs = {number: [] for number in numbers}
-    while engine.busy:
-        for output in engine.step():
-            outputs[output.number].append(output)
-    engine.close()
-    for number, request in zip(numbers, requests):
-        ids = request.prompt + [output.token for output in outputs[number]]
+    requests = [replace(r, draw=r.draw._replace(log_probs=0)) for r in requests]
+    # in bf16 the largest difference was 0.015
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    for outputs, request in zip(outputs_of(Engine(model, **LARGE), requests), requests):
+        ids = request.prompt + [output.token for output in outputs]
         log_p = model(torch.tensor([ids]))[0].float().log_softmax(-1)
-        for at, output in enumerate(outputs[number], len(request.prompt)):
+        for at, output in enumerate(outputs, len(request.prompt)):
             expected = log_p[at - 1, output.token].item()
-            assert output.log_prob.log_prob == pytest.approx(
-                expected, abs=1e-4 if dtype == torch.float32 else 1.0
-            )
+            assert abs(output.log_prob.log_prob - expected) < tolerance
 
 
 def test_the_model_is_as_before():

@@ -198,9 +198,9 @@ def write_continuously(
     draws: Draws, model, groups: Groups, prompts: list[list[int]], max_tokens: int, options: dict
 ) -> None:
     """By the engine, whose steps have the answers that have not ended. Fills `draws` on its driver.
-    It takes 1 / 1.2 to 1 / 1.5 of the time where lengths differ much, and 1.1 times the time where
-    all are equal: so it is for answers that may end early. options: as of Engine.generate. A
-    collective of the ranks that hold the model. Raises FloatingPointError on one of them."""
+    It is faster where lengths differ, and slower where all are equal: so it is for answers that may
+    end early. options: as of Engine.generate. A collective of the ranks that hold the model. Raises
+    FloatingPointError on one of them."""
     blocks = 1 + sum(-(-(len(prompt) + max_tokens) // BLOCK) for prompt in prompts)
     sizes = dict(max_sequences=max(1, len(prompts)), block_size=BLOCK, num_blocks=max(2, blocks))
     engine = Engine(model, groups, **sizes)
