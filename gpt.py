@@ -17,8 +17,7 @@ Shapes: b micro-batch, s sequence, h hidden, a heads of d (mostly h / a), L laye
 
     python gpt.py        parameters, the loss before training, what a changed token changes
 
-Not covered: T5's positions, layers of several kinds. Several documents in one row:
-attention/document_mask.py.
+Not covered: T5's positions, layers of several kinds.
 """
 
 if __name__ == "__main__":
@@ -319,12 +318,13 @@ class Head(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.norm = make_norm(config)
+        self.norm, self.vocab_size = make_norm(config), config.vocab_size
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        logits = self.output(self.norm(x))  # [b, s, V]
-        return logits if targets is None else self.loss(logits, targets)
+        # [b, s, V], and more columns where the matrix has rows of padding (tensor_parallel.py)
+        logits = self.output(self.norm(x))
+        return logits[..., : self.vocab_size] if targets is None else self.loss(logits, targets)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(logits, targets)
+        return cross_entropy(logits, targets, self.vocab_size)

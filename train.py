@@ -15,8 +15,7 @@ The layout changes nothing but speed and memory. Nothing else depends on it:
 
 With experts this holds for one --micro-batch-size: routers balance within a micro-batch.
 
-The way of a run to its first step. run/task.py says what a batch is and what the loss; the rest of
-run/ is flags, files and messages:
+How a run reaches its first step (run/task.py: batch and loss; the rest of run/: flags, files):
 
     main           here
       launch.main      flags, rules, processes and groups; the tokenizer, the data
@@ -121,6 +120,7 @@ class Trainer:
         every run has is loaded where it is applied."""
         config, groups, dtype = self.config, self.groups, DTYPES[self.precision]
         self.task.before_techniques(stage)
+        tensor_parallel.pad_vocabulary(stage, config.vocab_multiple(self.device))
         if groups.tp:
             tensor_parallel.apply(stage, groups.tp)
         chunked_head.apply(stage, config.head_chunk)

@@ -191,6 +191,11 @@ class RunConfig(Kind):
     head_chunk: int = flag(
         0, "tokens that have logits at a time; by default all of a micro-batch have them"
     )
+    make_vocab_size_divisible_by: int | None = flag(
+        None,
+        "times --tp: of what the rows of embedding and head are a multiple, by padding; the default"
+        " is 128 on GPUs and 1 on CPUs",
+    )
     attention: str | None = flag(
         None,
         "fused never writes the s x s scores; it is the default where dropout is 0",
@@ -345,6 +350,13 @@ class RunConfig(Kind):
         if self.micro_batch_size:
             return self.micro_batch_size
         return self.least_rows if self.pp > 1 else self.global_batch_size // dp
+
+    def vocab_multiple(self, device: torch.device) -> int:
+        """Of what the rows of the whole embedding and of the head's matrix are a multiple; 1 for no
+        padding but that of the ranks."""
+        by_default = 128 if device.type == "cuda" else 1
+        multiple = self.make_vocab_size_divisible_by or by_default
+        return multiple * self.tp if multiple > 1 else 1
 
     @property
     def length_multiple(self) -> int:
