@@ -311,16 +311,24 @@ def check(config: GPTConfig, t: int, world: int = 0) -> None:
             raise FieldError("tp", t, f"must divide {{{field}}}", fits, **{field: n})
 
 
-def pad_vocabulary(model: gpt.GPT, multiple: int) -> None:
-    """Add rows of zeros to the embedding and to the head's matrix of a model, or of a stage, up to
-    a multiple; in place, before `apply`. (Megatron-LM: make-vocab-size-divisible-by.)
+def pad_vocabulary(
+    model: gpt.GPT,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    of_rank: int | None = None,
+) -> None:
+    """Add rows of zeros to the embedding and to the head's matrix of a model, or of a stage, so
+    that the rows of each rank of `group` are a multiple of `of_rank`, by default 128 on a GPU; in
+    place, before `apply`. (Megatron-LM: make-vocab-size-divisible-by.)
 
     With 50,257 tokens, a row of logits in 16 bits begins at any even address, which keeps cuBLAS
     off its fast kernels in three products: z = x Wᵀ, ∂x = ∂z W, ∂W = ∂zᵀ x. With 50,304 = 393 x 128
     each begins at a multiple of 256 bytes.
     """
+    multiple = of_rank or (128 if device.type == "cuda" else 1)
     if multiple == 1:
         return
+    multiple *= group.size() if group else 1
     tokens = model.embedding and model.embedding.tokens
     # a reward model has another head
     output = model.head.output if isinstance(model.head, gpt.Head) else None

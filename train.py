@@ -66,8 +66,7 @@ class Trainer:
     def __init__(
         self, config: RunConfig, device: torch.device, groups: Groups, task: Task | None = None
     ):
-        """task: what is learned (run/task.py); by default the next token, of data that the caller
-        hands to each step."""
+        """task: what is learned (run/task.py); by default the next token."""
         self.config, self.device, self.groups = config, device, groups
         self.model_config = config.model_config()
         self.dp = groups.dp.size() if groups.dp else 1
@@ -120,7 +119,8 @@ class Trainer:
         every run has is loaded where it is applied."""
         config, groups, dtype = self.config, self.groups, DTYPES[self.precision]
         self.task.before_techniques(stage)
-        tensor_parallel.pad_vocabulary(stage, config.vocab_multiple(self.device))
+        of_rank = config.make_vocab_size_divisible_by
+        tensor_parallel.pad_vocabulary(stage, self.device, groups.tp, of_rank)
         if groups.tp:
             tensor_parallel.apply(stage, groups.tp)
         chunked_head.apply(stage, config.head_chunk)

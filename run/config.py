@@ -351,13 +351,6 @@ class RunConfig(Kind):
             return self.micro_batch_size
         return self.least_rows if self.pp > 1 else self.global_batch_size // dp
 
-    def vocab_multiple(self, device: torch.device) -> int:
-        """Of what the rows of the whole embedding and of the head's matrix are a multiple; 1 for no
-        padding but that of the ranks."""
-        by_default = 128 if device.type == "cuda" else 1
-        multiple = self.make_vocab_size_divisible_by or by_default
-        return multiple * self.tp if multiple > 1 else 1
-
     @property
     def length_multiple(self) -> int:
         """What divides the length of a row: context parallelism cuts it into 2 cp pieces, and

@@ -1,6 +1,8 @@
 """A vocabulary that is padded for the matrix multiplications of a GPU: no probability, no gradient,
 no token and no checkpoint sees it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from parity import LLAMA, SMALL, again, check, differs
@@ -16,7 +18,6 @@ from base import cross_entropy
 from base.world import Groups
 from model_config import GPTConfig
 from proof import ranks
-from run.config import RunConfig
 
 MULTIPLE = dict(make_vocab_size_divisible_by=16)
 # tied and not; three ranks have heads too
@@ -83,12 +84,13 @@ def test_rows(tp, rows):
 @pytest.mark.parametrize("tp, rows", [(1, 50304), (8, 51200)])
 def test_gpt2_on_gpus(tp, rows):
     """The vocabularies that nanoGPT (t = 1) and Megatron-LM's papers (t = 8) have."""
-    run = RunConfig(tp=tp)
-    assert run.vocab_multiple(torch.device("cpu")) == 1
     with torch.device("meta"):
         model = families.build(GPTConfig(num_layers=1, hidden_size=64, num_heads=8))
     before = sharding.num_parameters(model)
-    tensor_parallel.pad_vocabulary(model, run.vocab_multiple(torch.device("cuda")))
+    group = SimpleNamespace(size=lambda: tp)
+    tensor_parallel.pad_vocabulary(model, torch.device("cpu"), group)
+    assert len(model.head.output.weight) == 50257
+    tensor_parallel.pad_vocabulary(model, torch.device("cuda"), group)
     assert model.head.output.weight is model.embedding.tokens.weight
     assert model.head.output.weight.shape == (rows, 64)
     assert sharding.num_parameters(model) == before
@@ -101,7 +103,7 @@ def test_tokens_and_logits():
     for multiple in (1, 16):
         with torch.device("meta"):
             model = families.build(config)
-        tensor_parallel.pad_vocabulary(model, multiple)
+        tensor_parallel.pad_vocabulary(model, torch.device("cpu"), of_rank=multiple)
         sharding.init(model, 0, "cpu", torch.float64)
         models.append(model.eval())
     ids = torch.arange(20).view(2, 10)
