@@ -105,7 +105,8 @@ class _AllToAll(torch.autograd.Function):
         ctx.arguments = received, sent, group
         y = rows.new_empty(sum(received), rows.shape[1])
         dist.all_to_all_single(y, rows.contiguous(), received, sent, group=group)
-        return y
+        # detached: as in base/cpu.py
+        return y.detach()
 
     @staticmethod
     @once_differentiable
