@@ -336,6 +336,30 @@ def test_each_matrix_has_its_fastest_layout(monkeypatch):
     assert weight_layouts.time_of(missing, torch.ones(4, 4), torch.ones(1, 4), None) == math.inf
 
 
+def test_a_layout_is_timed_until_the_device_is_done(monkeypatch):
+    """On a GPU a call returns before its kernel has run."""
+    clock = {"asked": 0.0, "done": 0.0}
+
+    class Queue:
+        """A device that needs a second for each product, and is at `done`."""
+
+        def __init__(self, device):
+            self.at = clock["asked"]
+
+        def wait(self):
+            clock["done"] = self.at
+
+        def seconds_since(self, earlier):
+            assert clock["done"] == self.at
+            return self.at - earlier.at
+
+    def layout(matrix, x, bias):
+        clock["asked"] += 1.0
+
+    monkeypatch.setattr(weight_layouts, "Moment", Queue)
+    assert weight_layouts.time_of(layout, None, torch.ones(1), None) == 1.0
+
+
 # --- under every layout ---------------------------------------------------------------------------
 
 LAYOUTS = {
