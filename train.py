@@ -155,8 +155,7 @@ class Trainer:
         else:
             init()
             gradients = GradientAccumulator(stage, self.scaler)
-        if not config.compile:
-            fuse_accumulation(stage, gradients)
+        fuse_accumulation(stage, gradients)
         return gradients
 
     def make_optimizer(self) -> AdamW:
