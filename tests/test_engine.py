@@ -207,6 +207,19 @@ def test_captured_answers_show(breakage, monkeypatch):
     assert not as_alone(served, expected, requests)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gpt", "window", "bloom"])
+def test_captured_on_a_gpu(name):
+    model = make(name)
+    requests = make_requests(60)
+    expected = answers_alone(model, requests)
+    engine = Engine(model.cuda(), **LARGE)
+    served = serve_all(engine, requests)
+    assert len(engine.runner.graphs.captured) >= 4
+    engine.close()
+    assert as_alone(served, expected, requests)
+
+
 # --- layouts --------------------------------------------------------------------------------------
 
 
