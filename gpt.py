@@ -41,12 +41,12 @@ from model_config import GPTConfig
 
 
 class Context(NamedTuple):
-    """What every layer reads beside x: the key of its dropout masks (dropout.py), each token's
-    document, and what `GPT.run_blocks` makes: cos and sin of its position, a mask."""
+    """What every layer reads beside x. `GPT.run_blocks` makes the last two."""
 
-    drop_key: Tensor | None = None  # [b]
-    documents: Tensor | None = None  # [b, s] int64
-    rotary: tuple[Tensor, Tensor] | None = None  # [s, d] or [b, 1, s, d] each
+    drop_key: Tensor | None = None  # [b], of its dropout masks (dropout.py)
+    documents: Tensor | None = None  # [b, s] int64, each token's document
+    real: Tensor | None = None  # [b, s] bool, positions that are not padding, for experts
+    rotary: tuple[Tensor, Tensor] | None = None  # cos, sin: [s, d] or [b, 1, s, d] each
     block_mask: object | None = None  # of documents, for fused attention on a GPU
 
 
@@ -134,7 +134,7 @@ class MLP(nn.Module):
         self.activation = SwiGLU() if config.gated else GELU()
         self.down = DeferredBiasLinear(ffn, h, bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
         if self.gate is None:
             return self.down(self.activation(*self.project(x, self.up), self.up.bias))
         return self.down(self.activation(*self.project(x, self.gate, self.up)))  # [b, s, ffn]
@@ -155,7 +155,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
         y = self.attention(self.attention_norm(x), context)
         x = self.attention_residual(y, self.attention.output.bias, x, context.drop_key)
-        y = self.mlp(self.mlp_norm(x))
+        y = self.mlp(self.mlp_norm(x), context)
         return self.mlp_residual(y, self.mlp.down.bias, x, context.drop_key)
 
 
@@ -192,7 +192,7 @@ class GPT(nn.Module):
         mask = block_mask(context.documents, x) if self.config.attention == "fused" else None
         for number, block in self.blocks.items():
             drop_key = layer_key(context.drop_key, int(number))
-            x = block(x, Context(drop_key, context.documents, rotary, mask))
+            x = block(x, context._replace(drop_key=drop_key, rotary=rotary, block_mask=mask))
         return x
 
     def rotary_table(self, s: int, like: Tensor, documents: Tensor | None = None):

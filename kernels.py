@@ -482,7 +482,7 @@ def block(self: gpt.Block, x: Tensor, context: gpt.Context = gpt.PLAIN) -> Tenso
     else:
         x = self.attention_residual(y, bias, x, context.drop_key)
         x, y = add_norm(x, None, *second)
-    y = self.mlp(y)
+    y = self.mlp(y, context)
     return self.mlp_residual(y, self.mlp.down.bias, x, context.drop_key)
 
 

@@ -203,9 +203,8 @@ class Trainer:
             """Micro-batch k through stage number `chunk` of this rank, from the activation x."""
             batch = self.own_tokens(dataset.batch(mine[k * b : (k + 1) * b]).to(self.device))
             key = dropout_key(self.config.seed, step, batch.samples) if self.task.dropout else None
-            if self.expert_layers:
-                self.expert_layers.begin_micro_batch(batch.real)
-            y = self.stages[chunk](batch.tokens, batch.targets, Context(key, batch.documents), *x)
+            context = Context(key, batch.documents, batch.real)
+            y = self.stages[chunk](batch.tokens, batch.targets, context, *x)
             if self.stages[chunk].head is None:
                 return y  # [b, s, h], for the next stage
             total = self.task.total_loss(y, batch)  # y: [b, s]
