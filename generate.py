@@ -224,15 +224,12 @@ def stream(
     runner = runner or ModelRunner(stages)
     if runner.stages != stages:
         raise ValueError("runner: is that of another model")
-    # as many micro-batches as pipeline stages, but none without a prompt on any rank
-    p = 1 if isinstance(model, GPT) else model.p
-    num_batches = min(p, max_over_ranks(len(prompts), lockstep, runner.device))
-    if num_batches == 0 or max_tokens == 0:
-        return
     end_tokens = (eot,) if isinstance(eot, int) else eot or ()
     rule = StopRule(max_tokens, tuple(end_tokens), stopped)
-    batches = make_batches(prompts, keys, num_batches, rule, runner, cached, cp_group)
     params = SamplingParams(temperature, top_k, top_p)
+    batches = make_batches(model, prompts, keys, rule, runner, cached, lockstep, cp_group)
+    if not batches or max_tokens == 0:
+        return
     with caching(stages, runner.slot):
         yield from decode_all(model, runner, batches, params, lockstep, observe)
     for batch in batches:
@@ -247,15 +244,19 @@ def decode_all(model: GPT | Pipeline, runner: ModelRunner, batches: list[DecodeB
 
 
 def make_batches(
+    model: GPT | Pipeline,
     prompts: list[list[int]],
     keys: list[int],
-    num_batches: int,
     rule: StopRule,
     runner: ModelRunner,
     cached: bool,
-    cp_group: dist.ProcessGroup | None = None,
+    lockstep: dist.ProcessGroup | None,
+    cp_group: dist.ProcessGroup | None,
 ) -> list[DecodeBatch]:
-    """The prompts, dealt out in turn; a rank with fewer than batches adds idle sequences."""
+    """The prompts, dealt out in turn: as many micro-batches as pipeline stages, but none without a
+    prompt on any rank. A rank with fewer prompts than batches adds idle sequences."""
+    p = 1 if isinstance(model, GPT) else model.p
+    num_batches = min(p, max_over_ranks(len(prompts), lockstep, runner.device))
     sequences = [Sequence(i, list(ids), key) for i, (ids, key) in enumerate(zip(prompts, keys))]
     while len(sequences) < num_batches:
         sequences.append(idle_sequence())

@@ -75,7 +75,7 @@ def leaf(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
-def cases(group) -> dict:
+def on_one_rank() -> dict:
     """{(file, function): (what uses it, leaves)}"""
     x, w = leaf(2, 8, 16), leaf(16, 16)
     q, k = leaf(2, 4, 8, 16), leaf(2, 2, 8, 16)
@@ -85,17 +85,12 @@ def cases(group) -> dict:
     order, position = torch.randperm(6), torch.empty(1, 6, dtype=torch.int64)
     position[0, order] = torch.arange(6)
     permutation = moe.permute_rows, moe.unpermute_rows, order, position
-    ring = RingAttention(group)
     scaling = fp8.make(("current", True, 16), GPTConfig(2, 16, 2), "cpu", True)
     of_linear = fp8.Layer(scaling, ((0, 0),))
     of_experts = fp8_experts.Layer(scaling, ((0, 4),), None, None)
     weight = torch.nn.Parameter(w.detach().clone())
     return {
         ("attention.causal_blocks", "_CausalAttention"): (causal_attention, (q, k, leaf(*k.shape))),
-        ("attention.ring_attention", "_RingAttention"): (
-            lambda q, k, v: ring(q, k, v, PLAIN),
-            (q, k, leaf(*k.shape)),
-        ),
         ("base.cpu", "_GELU"): (cpu.gelu, (x,)),
         ("base.cross_entropy", "_CrossEntropy"): (lambda z: cross_entropy(z * 1, targets), (x,)),
         ("base.grouped_linear", "_GroupedLinear"): (
@@ -106,24 +101,37 @@ def cases(group) -> dict:
             lambda x, w: chunked_head.chunked_loss(x, w, targets, 3, 16),
             (x, w),
         ),
-        ("context_parallel", "_AllToAll"): (
-            lambda x: context_parallel._AllToAll.apply(x, group, 1, 2),
-            (q,),
-        ),
         ("fp8", "_Linear"): (lambda x: fp8.linear(of_linear, x, weight, None)[0], (x,)),
         ("moe", "_AddLoss"): (lambda x, y: moe._AddLoss.apply(x, y.sum()), (x, w)),
-        ("moe", "_AllToAll"): (lambda x: moe._AllToAll.apply(x, [3, 3], [3, 3], group), (rows,)),
         ("moe", "_Permute"): (lambda x: moe._Permute.apply(x, *permutation), (rows,)),
         ("overlap", "_Linear"): (lambda x, w: overlap.linear(x, w, w, None, None)[1], (x, w)),
         ("precision.fp8_experts", "_GroupedLinear"): (
             lambda x, w: fp8_experts._GroupedLinear.apply(x, counts, of_experts, w)[0],
             (rows, experts),
         ),
+        ("recompute", "_Checkpoint"): (lambda x: recompute.checkpoint(torch.sin, x), (x,)),
+    }
+
+
+def on_several_ranks(group) -> dict:
+    x, w, rows = leaf(2, 8, 16), leaf(16, 16), leaf(6, 16)
+    q, k = leaf(2, 4, 8, 16), leaf(2, 2, 8, 16)
+    targets = torch.randint(16, (2, 8))
+    ring = RingAttention(group)
+    return {
+        ("attention.ring_attention", "_RingAttention"): (
+            lambda q, k, v: ring(q, k, v, PLAIN),
+            (q, k, leaf(*k.shape)),
+        ),
+        ("context_parallel", "_AllToAll"): (
+            lambda x: context_parallel._AllToAll.apply(x, group, 1, 2),
+            (q,),
+        ),
+        ("moe", "_AllToAll"): (lambda x: moe._AllToAll.apply(x, [3, 3], [3, 3], group), (rows,)),
         ("preference", "_GatherValues"): (
             lambda x: preference.gather_values(x[..., 0], group),
             (x,),
         ),
-        ("recompute", "_Checkpoint"): (lambda x: recompute.checkpoint(torch.sin, x), (x,)),
         ("sequence_parallel", "_CopyWeights"): (
             lambda x, w: x @ sequence_parallel.copy_weights([w], group)[0],
             (x, w),
@@ -159,7 +167,8 @@ def compiled_beside_plain(rank) -> tuple[set, dict]:
     """(our functions with gradients of their own, largest differences by case)"""
     torch.manual_seed(0)
     found = {}
-    for name, (function, leaves) in cases(dist.group.WORLD).items():
+    cases = on_one_rank() | on_several_ranks(dist.group.WORLD)
+    for name, (function, leaves) in cases.items():
         torch._dynamo.reset()
         plain = results(function, leaves)
         compiled = results(torch.compile(function, backend="aot_eager"), leaves)
