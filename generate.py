@@ -206,14 +206,11 @@ def stream(
     cached: False runs the whole context again at each step.
     lockstep: ranks with prompts of their own (or none), whose forward passes are collectives:
         experts are spread over them, or parameters (ZeRO stage 3).
-    keys: of the random numbers; the default is `keys_of(prompts, seed)`. To be given where these
-        prompts are some of more.
+    keys: of random numbers; `keys_of(prompts, seed)`, or given where prompts are some of more.
     observe(batch, logits [b, V], sampled [b]): called on the ranks that sample, after they have:
         all ranks of a model, or of a pipeline those of the last stage (tuning/rollout.py).
-    cp_group: ranks with the same prompts, which share the prefill (context parallelism). The model
-        is that of one device: what shares is in the cache.
-    runner: `ModelRunner(stages_of(model))`, to be given again with other prompts. On a GPU it keeps
-        the memory of caches and the CUDA graphs of decoding steps.
+    cp_group: ranks with the same prompts, which share the prefill (context parallelism).
+    runner: `ModelRunner(stages_of(model))`, which keeps the CUDA graphs for other prompts.
 
     Raises ValueError for a prompt or an option that is not possible; FloatingPointError where the
     model's logits are not finite."""
@@ -224,8 +221,8 @@ def stream(
     runner = runner or ModelRunner(stages)
     if runner.stages != stages:
         raise ValueError("runner: is that of another model")
-    end_tokens = (eot,) if isinstance(eot, int) else eot or ()
-    rule = StopRule(max_tokens, tuple(end_tokens), stopped)
+    end_tokens = (eot,) if isinstance(eot, int) else tuple(eot or ())
+    rule = StopRule(max_tokens, end_tokens, stopped)
     params = SamplingParams(temperature, top_k, top_p)
     batches = make_batches(model, prompts, keys, rule, runner, cached, lockstep, cp_group)
     if not batches or max_tokens == 0:
