@@ -225,10 +225,9 @@ def stream(
     rule = StopRule(max_tokens, end_tokens, stopped)
     params = SamplingParams(temperature, top_k, top_p)
     batches = make_batches(model, prompts, keys, rule, runner, cached, lockstep, cp_group)
-    if not batches or max_tokens == 0:
-        return
-    with caching(stages, runner.slot):
-        yield from decode_all(model, runner, batches, params, lockstep, observe)
+    if batches and max_tokens > 0:
+        with caching(stages, runner.slot):
+            yield from decode_all(model, runner, batches, params, lockstep, observe)
     for batch in batches:
         batch.end()
 
