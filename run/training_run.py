@@ -308,7 +308,7 @@ class TrainingRun:
     def save(self, step: int) -> None:
         self.save_waits = False
         corpus = self.train_set.index["corpus"]
-        self.trainer.checkpoints.save(self.checkpoints, step, self.tokens, corpus)
+        self.trainer.checkpoints.save(self.checkpoints, step, self.tokens, corpus, self.train_set)
 
     def end_step(self, step: int) -> None:
         if self.is_last(step):
