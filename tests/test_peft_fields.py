@@ -174,6 +174,10 @@ def test_what_peft_makes(method, shape, bases, tmp_path, capsys):
         except Exception:
             # peft itself refuses it
             continue
+        # in the words of the user: peft makes a list of "all-linear"
+        file = path / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
         if imported(bases, shape, path, change, capsys, logits) is not None:
             same.append(change)
     assert len(same) > (25 if method == "lora" else 7), same
+    assert ({"target_modules": "all-linear"} in same) == (method == "lora")

@@ -22,8 +22,11 @@ same bits. An IA3 of c_attn scales query too; it is accepted where it scales que
 such a module too, query_key_value, whose rows stand head by head: the query of head 0, its key, its
 value, the query of head 1.
 
-A folder that says what adapters.py does not compute is refused, and so is adapter_model.bin, a
-pickle: to load it would execute what it says.
+adapters.py has one rank and one scale for all layers. Where rank_pattern or alpha_pattern names
+others, B is multiplied by the quotient of the scales, and a smaller rank is filled up with zeros.
+
+Each field of adapter_config.json is obeyed, or in IGNORED, or the folder is refused by its name. So
+is adapter_model.bin, a pickle: to load it would execute what it says.
 
 Not covered: experts, whose matrices transformers 5 holds in one parameter, and bottleneck adapters,
 which peft does not have.
@@ -485,7 +488,7 @@ def split_ia3(
 
 
 def our_config(told: PeftConfig, values: dict[str, Tensor]) -> AdapterConfig:
-    """And all LoRAs get the rank of the largest: with zeros they compute the same."""
+    """The adapter's configuration. Each of the values gets the largest rank, in place."""
     targets = targets_of(values)
     if told.peft_type == "IA3":
         return AdapterConfig("ia3", peft_targets=targets)
