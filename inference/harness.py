@@ -30,7 +30,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
 
 from base import terminal
-from corpus.tokenizer import FileTokenizer, begin_id
+from corpus.tokenizer import begin_id
 from generate import check_options
 from inference.evaluate import Evaluator, Request, check, encode_pair
 from run.config import ConfigError
@@ -108,9 +108,8 @@ class HarnessLM(LM):
                     f"--tasks: {max_tokens} new tokens (max_gen_toks) leave no room for a prompt in"
                     f" the model's context of {self.evaluator.config.seq_length}"
                 )
-            ends = end_ids(self.tokenizer, until)
             prompts = [prompt or [self.begin] for prompt in prompts]
-            written = self.call("generate", prompts, max_tokens, until, ends, sampling)
+            written = self.call("generate", prompts, max_tokens, until, sampling)
             texts |= zip(numbers, written)
         return [texts[n] for n in range(len(requests))]
 
@@ -133,15 +132,6 @@ class HarnessLM(LM):
     @property
     def tokenizer_name(self) -> str:
         return self.tokenizer.name.replace("/", "__")
-
-
-def end_ids(tokenizer, until: list[str]) -> tuple[int, ...]:
-    """The tokens at which a text ends. A special token in `until` is one: it has no text."""
-    ids = tokenizer.stop_ids
-    if isinstance(tokenizer, FileTokenizer):
-        added = tokenizer.tokenizer.get_added_tokens_decoder()
-        ids += tuple(i for i, token in added.items() if token.special and token.content in until)
-    return ids
 
 
 def generation_options(options: dict) -> tuple[int, list[str], dict]:

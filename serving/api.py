@@ -18,7 +18,6 @@ import json
 import re
 import secrets
 import time
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from aiohttp import web
@@ -152,14 +151,17 @@ class Completion(Fields):
     def log(self, choice: "Choice") -> dict:
         log = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, log_p, top in choice.entries:
-            # where two tokens have one name, the likelier one stays
-            names = {choice.name(other): p for other, p in [(token, log_p), *reversed(top)]}
+            names = {choice.name(token): log_p}
+            for other, p in top:
+                # two tokens may have one name, as the letter a and the byte 61
+                name = choice.name(other)
+                names[f"token_id:{other}" if name in names and other != token else name] = p
             # nobody predicts the first token of a prompt
             known = None if log_p is None else names
             values = (choice.name(token), log_p, known, choice.offset)
             for column, value in zip(log.values(), values):
                 column.append(value)
-            choice.offset += len(choice.tokenizer.decode([token]))
+            choice.offset += len(choice.places.push(token))
         return log
 
 
@@ -210,10 +212,8 @@ class ChatCompletion(Fields):
 
     def log(self, choice: "Choice") -> dict:
         def item(token: int, log_p: float) -> dict:
-            name = choice.name(token)
-            # of half a character nobody has told the bytes
-            code = list(name.encode()) if name == choice.tokenizer.decode([token]) else None
-            return {"token": name, "logprob": log_p, "bytes": code}
+            code = list(choice.stream.bytes.of(token)) or None
+            return {"token": choice.name(token), "logprob": log_p, "bytes": code}
 
         content = []
         for token, log_p, top in choice.entries:
@@ -229,16 +229,18 @@ class Choice:
     """One answer, while it is written."""
 
     def __init__(self, index: int, fields: Fields, request: Request, tokenizer):
-        self.index, self.fields, self.request, self.tokenizer = index, fields, request, tokenizer
+        self.index, self.fields, self.request = index, fields, request
         stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop
         self.stream = TextStream(tokenizer, request.prompt, stops)
-        request.stopped = partial(self.stream.detokenizer.stopped, 0)
-        prompt = tokenizer.decode(request.prompt)
+        if stops:
+            # the engine's thread has its own
+            request.stopped = TextStream(tokenizer, request.prompt, stops).stopped
         # what the client does not have yet: text, and log-probabilities
-        self.text = prompt if fields.echo else ""
+        self.text = self.stream.prompt if fields.echo else ""
         self.entries: list[LogProb] = []
-        # where its next token stands in prompt and answer
-        self.offset = len(prompt) - len(self.text)
+        # the tokens in `entries`, and where the next one stands in the text of prompt and answer
+        self.places = TextStream(tokenizer, [] if fields.echo else request.prompt)
+        self.offset = len(self.places.prompt)
         self.finish: str | None = None
         self.is_sent = False
         # the server keeps the engine's number, where outputs go, and when the newest one came
@@ -254,19 +256,16 @@ class Choice:
         if output.token is not None:
             if output.log_prob:
                 self.entries.append(output.log_prob)
-            if self.fields.stream:
-                self.text += self.stream.push(output.token)
-            else:
-                # decoded once, at the end
-                self.stream.ids.append(output.token)
+            self.text += self.stream.push(output.token)
         if output.finish:
             self.text += self.stream.end()
             self.finish = "length" if output.finish == "length" else "stop"
 
     def name(self, token: int) -> str:
         """A token as a text; one that is half a character, or has no text, by its id."""
-        text = self.tokenizer.decode([token])
-        return f"token_id:{token}" if not text or "\ufffd" in text else text
+        text = self.stream.bytes.of(token).decode(errors="ignore")
+        is_whole = text.encode() == self.stream.bytes.of(token)
+        return text if text and is_whole else f"token_id:{token}"
 
     def as_object(self) -> dict:
         """The answer, or the next piece of it."""
@@ -302,7 +301,7 @@ class Writer:
 
     async def end(self) -> web.StreamResponse:
         prompt = sum(len(choice.request.prompt) for choice in self.choices[:: self.fields.n])
-        answer = sum(len(choice.stream.ids) for choice in self.choices)
+        answer = sum(choice.stream.count for choice in self.choices)
         counts = {"prompt_tokens": prompt, "completion_tokens": answer}
         usage = {"usage": counts | {"total_tokens": prompt + answer}}
         if not self.fields.stream:

@@ -162,7 +162,7 @@ class Server:
                 while any(choice.finish is None for choice in choices):
                     choice, output = await outputs.get()
                     now = time.monotonic()
-                    (BETWEEN if choice.stream.ids else FIRST).observe(now - choice.time)
+                    (BETWEEN if choice.stream.count else FIRST).observe(now - choice.time)
                     choice.time = now
                     choice.take(output)
                     await writer.write(choice)
