@@ -6,6 +6,9 @@ import random
 
 import published_tokenizers
 import pytest
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from corpus.token_bytes import token_bytes
 from corpus.tokenizer import make_tokenizer
@@ -13,7 +16,8 @@ from inference.answers import TextStream, text_of
 from serve import Request
 from serving.engine import LogProb, Output
 
-api = pytest.importorskip("serving.api", reason="needs aiohttp", exc_type=ImportError)
+pytest.importorskip("aiohttp", reason="requirements.txt names it")
+from serving import api
 
 KINDS = ["bytes", *published_tokenizers.KINDS]
 LETTERS = "".join(published_tokenizers.TEXT[:4] + list(published_tokenizers.TEXTS))
@@ -225,3 +229,51 @@ def test_each_token_has_a_name_of_its_own(kind, tokenizers):
         code = token_bytes(tokenizer).of(token)
         assert item["bytes"] == (list(code) or None)
         assert item["token"].startswith("token_id:") or item["token"].encode() == code
+
+
+# --- tokenizers of other shapes -------------------------------------------------------------------
+
+END = "<｜end▁of▁sentence｜>"
+
+
+@pytest.mark.parametrize("kind", ["qwen", "llama2"])
+def test_names_that_no_bytes_are(kind, tmp_path):
+    """A special token whose name has ▁, and an added one that is text, beyond Latin."""
+    library = published_tokenizers.KINDS[kind].make(["<unk>", "<s>", END])
+    library.add_tokens([AddedToken("日本", normalized=False)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = make_tokenizer(str(tmp_path / "tokenizer.json"))
+    one, two = ([int(i) for i in tokenizer.encode(text)] for text in ("hello", "world"))
+    ids = [*one, tokenizer.vocabulary["日本"], tokenizer.vocabulary[END], *two]
+    text = text_of(tokenizer, one, ids)
+    assert text == tokenizer.decode(one + ids)[len("hello") :] and "日本" in text
+    assert text_of(tokenizer, one, ids, [END]) == text[: text.index("日本") + 2]
+    # a model may know more ids than its tokenizer
+    assert text_of(tokenizer, one, [*ids, 10**6]) == text
+
+
+def test_words(tmp_path):
+    """Without a decoder a space stands between tokens, and an end token is none of the library's
+    special ones."""
+    ids = {word: i for i, word in enumerate(["?", "if", "a", "in", "b", "</s>"])}
+    library = Tokenizer(WordLevel(ids, unk_token="?"))
+    library.pre_tokenizer = Whitespace()
+    library.save(str(tmp_path / "words.json"))
+    tokenizer = make_tokenizer(str(tmp_path / "words.json"))
+    assert tokenizer.stop_ids == (5,)
+    assert text_of(tokenizer, [1], [2, 3, 5, 4]) == " a in b"
+    assert text_of(tokenizer, [5], [2, 3, 5, 4], [" b"]) == "a in"
+    assert text_of(tokenizer, [1], [2, 3, 5, 4], ["</s>"]) == " a in"
+
+
+def test_ids_beyond_a_built_in_vocabulary():
+    """GPT-2's 50,257 tokens are often padded to 50,304."""
+
+    class GPT2:
+        name, bos, stop_ids, vocab_size = "gpt2", None, (1,), 2
+
+        class encoding:  # noqa: N801
+            decode_single_token_bytes = [b"a", b"<|endoftext|>"].__getitem__
+
+    for tokenizer in (GPT2(), make_tokenizer("bytes")):
+        assert text_of(tokenizer, [0], [0, 300, tokenizer.stop_ids[0]]) in ("a", "\x00")
