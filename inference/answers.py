@@ -28,6 +28,10 @@ from generate import ModelRunner, stages_of, stream
 from inference.batches import NewToken, data_parallel
 from inference.sampling import keys_of
 from prompts.prompt_data import PromptError, read_lines
+from tuning.chat_template import ChatError, ChatTemplate
+
+# stands at the end of a message; the space shows whether a template strips messages
+MARK = "END_OF_THE_UNFINISHED_MESSAGE "
 
 
 class GenerationTimer:
@@ -139,6 +143,18 @@ def encode(text: str, tokenizer, seq_length: int) -> list[int]:
             " shorten it"
         )
     return ids
+
+
+def unfinished(template: ChatTemplate, messages: list[dict]) -> str:
+    """A conversation whose last message the model goes on with: as far as a mark at its end, as
+    transformers does. Raises ChatError."""
+    *others, last = messages
+    text = template.render([*others, last | {"content": last.get("content", "") + MARK}]).text
+    if MARK.strip() not in text:
+        raise ChatError(f"{template.where} leaves out the message that is to be continued")
+    before = text[: text.rindex(MARK.strip())]
+    # a template that strips messages has stripped the mark too
+    return before if MARK in text else before.rstrip()
 
 
 # --- one prompt, streamed -------------------------------------------------------------------------

@@ -32,13 +32,12 @@ from lm_eval.utils import make_table
 from base import terminal
 from corpus.tokenizer import begin_id
 from generate import check_options
+from inference.answers import unfinished
 from inference.evaluate import Evaluator, Request, check, encode_pair
 from run.config import ConfigError
 from sft import Chat
 
 ROOT = Path(__file__).resolve().parent.parent
-# stands at the end of a message; the space shows whether a template strips messages
-MARK = "END_OF_THE_UNFINISHED_MESSAGE "
 # of a generation, where a task does not say
 MAX_TOKENS = 256
 MAX_TOKENS_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -119,12 +118,7 @@ class HarnessLM(LM):
         template = self.chat.template
         if add_generation_prompt:
             return template.render(chat_history, ask=True).text
-        # the model goes on with the last message: as far as a mark at its end, as transformers does
-        *others, last = chat_history
-        text = template.render([*others, last | {"content": last["content"] + MARK}]).text
-        unfinished = text[: text.rindex(MARK.strip())]
-        # a template that strips messages has stripped the mark too
-        return unfinished if MARK in text else unfinished.rstrip()
+        return unfinished(template, chat_history)
 
     def chat_template(self, chat_template=False) -> str:
         return self.chat.template.text if self.chat else ""

@@ -187,7 +187,8 @@ class Server:
         try:
             prompts = fields.prompts(self.tokenizer, model, longest)
             if fields.n * len(prompts) > self.most:
-                raise ApiError(400, f"{fields.n * len(prompts)} answers: at most {self.most}", "n")
+                text = f"{fields.n * len(prompts)} answers: at most {self.most}"
+                raise ApiError(400, text, "n" if len(prompts) <= self.most else fields.asked)
             for prompt in prompts:
                 limit = fields.limit(self.args.usual_tokens, longest - len(prompt))
                 for key in keys_of([prompt] * fields.n, seed):
