@@ -97,12 +97,18 @@ class Metrics:
         self.path = path
         self.notice = ""
         self.lines = [line for line in lines if line["step"] <= last_step]
+        lost = sorted(set(range(1, last_step + 1)) - {line["step"] for line in self.lines})
         try:
             if damaged:
                 shutil.copyfile(path, f"{path}.damaged")
                 self.notice = f"{path}: {left_out(damaged)}; {path}.damaged is as it was"
             elif lines and not last_step:
                 self.notice = f"{path}: begun anew; its {len(lines)} steps are in no checkpoint"
+            elif lost:
+                which = f"steps {lost[0]} to {lost[-1]}" if lost[1:] else f"step {lost[0]}"
+                self.notice = (
+                    f"{path}: {which} of the checkpoint have no line: {len(lost)} are lost"
+                )
             # In one operation: a kill leaves the old file or the new one.
             text = "".join(json.dumps(line) + "\n" for line in self.lines)
             path.with_suffix(".tmp").write_text(text, encoding="utf-8")
@@ -110,6 +116,13 @@ class Metrics:
             self.file = open(path, "a", encoding="utf-8")
         except OSError as e:
             raise MetricsError(f"{path}: cannot be written ({e.strerror})") from None
+
+    def sync(self) -> None:
+        """Before a checkpoint: after a power failure the lines are there if it is."""
+        try:
+            os.fsync(self.file.fileno())
+        except OSError as e:
+            raise MetricsError(f"{self.path}: cannot be written ({e.strerror})") from None
 
     def add(self, line: dict) -> None:
         """Raises MetricsError."""
