@@ -105,10 +105,8 @@ class Metrics:
             elif lines and not last_step:
                 self.notice = f"{path}: begun anew; its {len(lines)} steps are in no checkpoint"
             elif lost:
-                which = f"steps {lost[0]} to {lost[-1]}" if lost[1:] else f"step {lost[0]}"
-                self.notice = (
-                    f"{path}: {which} of the checkpoint have no line: {len(lost)} are lost"
-                )
+                missing = f"{len(lost)} of {last_step} steps have no line"
+                self.notice = f"{path}: {missing}, from step {lost[0]} to step {lost[-1]}"
             # In one operation: a kill leaves the old file or the new one.
             text = "".join(json.dumps(line) + "\n" for line in self.lines)
             path.with_suffix(".tmp").write_text(text, encoding="utf-8")
