@@ -38,6 +38,12 @@ def test_a_second_run_is_refused_and_told_by_whom(tmp_path):
     RunFolder(tmp_path / "run", resume=False).close()
 
 
+def test_a_link_to_nowhere(tmp_path):
+    (tmp_path / "run").symlink_to(tmp_path / "gone")
+    with pytest.raises(RunFolderError, match="is a link to .*gone, which does not exist; create"):
+        RunFolder(tmp_path / "run", resume=False)
+
+
 def test_the_lock_of_a_killed_process_is_free(tmp_path):
     process = in_another_process(
         f"folder = RunFolder({str(tmp_path)!r}, False)",
