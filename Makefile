@@ -37,7 +37,7 @@ figures: .venv/installed
 	.venv/bin/python comparisons/preference.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/rollout.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/reproduction.py $(RESULTS) $(ARGS)
-	.venv/bin/python comparisons/fp8.py numbers $(RESULTS) $(ARGS)
+	.venv/bin/python comparisons/fp8.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/moe.py training $(RESULTS) $(ARGS)             # half an hour of this
 	.venv/bin/pip install --quiet transformers
 	.venv/bin/python comparisons/generation.py $(RESULTS) $(ARGS)

@@ -75,8 +75,8 @@ WORDS[LEFT] = "done, but for cases that had no time left"
 PROCESSES = 4
 # seconds with which begin at the least: a stage, a case, a case that compiles
 BEGIN, CASE, COMPILED = 10, 5, 20
-# values of a case that are shown, the first ones
-SHOWN = 3
+# values of a case that are shown, the first ones; not those that every case has
+SHOWN, OF_EVERY_CASE = 3, ("s in all", "run")
 
 # --- what is known so far -------------------------------------------------------------------------
 
@@ -85,9 +85,12 @@ def read(args: argparse.Namespace) -> dict:
     """gpu.json: {"environment", "toy", "results": {stage: {case: row}}, "stages": {stage: how it
     ended}}"""
     try:
-        return report.saved("gpu", args)
+        found = report.saved("gpu", args)
     except FileNotFoundError:
         return {"toy": args.toy, "results": {}, "stages": {}}
+    if "results" not in found:
+        raise ValueError("gpu.json was not written by this command")
+    return found
 
 
 def note(args: argparse.Namespace, value: dict, *keys: str) -> None:
@@ -112,6 +115,8 @@ def shown(row: dict, most: int = SHOWN) -> str:
         return f"FAILED, {row['error']}"
     texts = []
     for name, value in row.items():
+        if name in OF_EVERY_CASE:
+            continue
         if isinstance(value, str):
             texts.append(value)
         elif isinstance(value, int | float) or (isinstance(value, dict) and "median" in value):

@@ -36,6 +36,8 @@ from run.metrics import read_metrics
 PACKAGES = "numpy msgspec transformers tokenizers safetensors matplotlib triton torchao trl".split()
 PYTEST = "-m pytest -vv -rfEs --no-header --tb=short -p no:cacheprovider --all -m gpu".split()
 SELECTED = {"tests": ["-k", "not sanitizer"], "sanitizer": ["-k", "sanitizer"]}
+# of each, at toy size, where they are skipped
+TOY_TESTS = {"tests": "tests/test_device_queue.py", "sanitizer": "tests/test_kernels.py"}
 OUTCOMES = {"passed": "PASSED", "failed": "FAILED", "errors": "ERROR", "skipped": "SKIPPED"}
 # stages that run beside the tests at toy size, in two lanes
 SMOKE = "gpt2 run serve attention matrices medium parity kernels llama fp8 decode".split()
@@ -143,7 +145,9 @@ def build() -> dict:
 def pytest(stage: str, args, workers: int) -> dict:
     """Run the tests of a stage."""
     argv = [*PYTEST, *SELECTED[stage]]
-    if importlib.util.find_spec("xdist") and not args.toy:
+    if args.toy:
+        argv.append(TOY_TESTS[stage])
+    elif importlib.util.find_spec("xdist"):
         argv += ["-n", str(workers), "--dist", "worksteal"]
     status, lines = call(argv, args.deadline)
     tests = [f" {line} " for line in lines if "::" in line]
