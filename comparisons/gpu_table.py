@@ -1,11 +1,12 @@
 """What was predicted of a GPU, beside what gpu.json has: tables in Markdown, and figures.
 
-    python comparisons/gpu.py table [--out comparisons] [--figures figures]
+    python comparisons/gpu.py table --out comparisons
+    python comparisons/redraw.py gpu
 
 The first table is for docs/results.md: goals, and how far they are reached. The second one is that
 of docs/gpu.md, a row for each case of each stage: what planner.py predicts, computed again, and
-what was predicted by hand, read from that document. A new case has a row with blanks. Then the
-published figures, and a figure of each stage that has numbers, gpu_STAGE.svg.
+what was predicted by hand, read from that document. A new case has a row with blanks. Then come the
+published figures.
 """
 
 import argparse
@@ -22,6 +23,8 @@ from comparisons.gpu import STAGES, read, shown
 
 DOCUMENT = ROOT / "docs" / "gpu.md"
 ALL = argparse.Namespace(toy=False, cases=[], deadline=math.inf)
+FIGURES = {"gpu_steps": ("gpt2", "llama", "fp8", "medium", "decode", "serve")}
+FIGURES |= {"gpu_kernels": ("kernels",)}
 COLUMNS = "stage", "case", "planner", "by hand", "measured"
 
 # --- goals ----------------------------------------------------------------------------------------
@@ -138,20 +141,32 @@ def first_number(row: dict) -> dict | None:
 
 
 def draw(found: dict, figures: Path) -> None:
-    """A bar for each case of a stage, of the first of its numbers. found: what gpu.json holds."""
-    for stage, rows in found["results"].items():
-        bars = {name: first_number(row) for name, row in rows.items() if "error" not in row}
-        bars = {name: spread for name, spread in bars.items() if spread}
-        if not bars:
-            continue
-        figure, axes = style.figure(0.3 * len(bars) + 1)
-        for y, (name, spread) in enumerate(bars.items()):
-            text = shown(rows[name]).replace(" | ", "   ")
+    """A bar for each case, of the first of its numbers. found: what gpu.json holds."""
+    for figure_name, stages in FIGURES.items():
+        bars = {}
+        for stage in stages:
+            rows = found["results"].get(stage, {})
+            numbers = {name: first_number(row) for name, row in rows.items() if "error" not in row}
+            bars[stage] = {name: spread for name, spread in numbers.items() if spread}
+        bars = {stage: of_stage for stage, of_stage in bars.items() if of_stage}
+        if bars:
+            draw_stages(bars, found, figures / f"{figure_name}.svg")
+
+
+def draw_stages(bars: dict, found: dict, path: Path) -> None:
+    """bars: {stage: {case: spread}}"""
+    heights = [len(of_stage) + 2 for of_stage in bars.values()]
+    ratios = dict(height_ratios=heights, squeeze=False)
+    figure, panels = style.figure(0.3 * sum(heights), len(bars), **ratios)
+    for axes, (stage, of_stage) in zip(panels[:, 0], bars.items()):
+        for y, (name, spread) in enumerate(of_stage.items()):
+            text = shown(found["results"][stage][name]).replace(" | ", "   ")
             style.bar(axes, y, spread, text, height=0.75, color=style.SERIES[0])
-        style.rows_of(axes, list(bars))
-        axes.margins(x=1)
-        axes.set_title(f"{stage}, {found['environment']['device']}")
-        style.save(figure, figures / f"gpu_{stage}.svg")
+        style.rows_of(axes, list(of_stage))
+        axes.margins(x=1.2)
+        axes.set(title=stage, xlim=(0, None))
+    figure.suptitle(found["environment"]["device"])
+    style.save(figure, path)
 
 
 def show(args: argparse.Namespace) -> None:
@@ -165,4 +180,3 @@ def show(args: argparse.Namespace) -> None:
     for model in training_step.MODELS:
         for rate, name in training_step.published(model):
             print(f"{model}: published {rate:,} tokens/s: {name}")
-    draw(found, args.figures)

@@ -521,10 +521,11 @@ def test_table_of_a_measured_file(tmp_path, monkeypatch, capsys):
         "gpt2-124m: published 475,000 tokens/s",
     ):
         assert line in printed
-    assert sorted(path.name for path in tmp_path.glob("*.svg")) == [
-        "gpu_gpt2.svg",
-        "gpu_kernels.svg",
-    ]
+    gpu_table.draw(MEASURED, tmp_path)
+    figures = sorted(path.name for path in tmp_path.glob("*.svg"))
+    assert figures == ["gpu_kernels.svg", "gpu_steps.svg"]
+    text = (tmp_path / "gpu_steps.svg").read_text()
+    assert "<!-- nanoGPT -->" in text and "<!-- kernels off -->" not in text
 
 
 def test_predictions_of_the_document(tmp_path):
