@@ -18,6 +18,7 @@ On a GPU the stage `decode` also has the median of our steps, without CUDA graph
 launch of a step (inference/cuda_graphs.py), and without cuDNN's attention, which makes a plan for
 each new shape. It is of GPT-2 124M."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -194,6 +195,17 @@ def measure(name: str, config: GPTConfig, args) -> dict:
 # --- on a GPU, of gpu.py --------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def attention(cudnn: bool):
+    """While entered, cuDNN's attention is as it was, or off."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(before and cudnn)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 def our_steps(model, batch: int, new: int) -> dict:
     """Of greedy decoding: tokens/s by the median of the steps, and the slowest ones, in which CUDA
     graphs are captured."""
@@ -220,12 +232,8 @@ def cases_of(stage: str, args) -> dict:
 
     def ours(batch: int, graphs: bool = True, cudnn: bool = True) -> dict:
         can_capture = cuda_graphs.can_capture if graphs else lambda *_: False
-        torch.backends.cuda.enable_cudnn_sdp(cudnn)
-        try:
-            with mock.patch.object(cuda_graphs, "can_capture", can_capture):
-                return our_steps(packed(pair()[0], batch), batch, new)
-        finally:
-            torch.backends.cuda.enable_cudnn_sdp(True)
+        with attention(cudnn), mock.patch.object(cuda_graphs, "can_capture", can_capture):
+            return our_steps(packed(pair()[0], batch), batch, new)
 
     def both(batch: int) -> dict:
         row = against_transformers(packed(pair()[0], batch), pair()[1], batch, rounds)

@@ -102,11 +102,11 @@ def note(args: argparse.Namespace, value: dict, *keys: str) -> None:
     table[keys[-1]] = value
     path = args.out / "gpu.json"
     try:
-        path.with_suffix(".tmp").write_text(json.dumps(found, indent=1) + "\n")
+        path.with_suffix(".tmp").write_text(json.dumps(found, indent=1, default=str) + "\n")
         os.replace(path.with_suffix(".tmp"), path)
     except OSError as e:
         words = f"{path} cannot be written, {e.strerror}"
-        print(f"{args.stage}: {words}: {json.dumps(value)}", flush=True)
+        print(f"{args.stage}: {words}: {json.dumps(value, default=str)}", flush=True)
 
 
 def shown(row: dict, most: int = SHOWN) -> str:
@@ -131,7 +131,7 @@ def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """The cases of a stage. Returns the exit status."""
     if not args.toy and "environment" in read(args):
         report.earlier("gpu", parser, args)
-    note(args, report.environment(), "environment")
+    note(args, report.environment() | {"command": "python comparisons/gpu.py"}, "environment")
     module = STAGES.get(args.stage, WARM).module
     cases = importlib.import_module(f"comparisons.{module}").cases_of(args.stage, args)
     report.check_names(parser, args.cases, cases)
@@ -149,7 +149,7 @@ def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         else:
             note(args, {"error": "its process ended", "run": args.run}, *keys)
             row = attempt(cases[name])
-            print(f"{stage}: {name}: {shown(row)}\n{json.dumps(row)}", flush=True)
+            print(f"{stage}: {name}: {shown(row)}\n{json.dumps(row, default=str)}", flush=True)
             note(args, row | {"run": args.run}, *keys)
             if report.faulty():
                 return FAULT

@@ -35,7 +35,7 @@ import report
 import style
 import torch
 from generation import CASES as MODELS
-from generation import SMALL, TOY, build, memory_speed, packed
+from generation import SMALL, TOY, attention, build, memory_speed, packed
 from report import median, timed
 from steps import profile
 
@@ -203,7 +203,8 @@ def theirs_continuous(theirs, asked: list[Asked], together: int) -> Measured:
     page = 32
     config = ContinuousBatchingConfig(
         num_blocks=together * -(-theirs.config.max_position_embeddings // page),
-        page_size=page,
+        # page_size, as later versions call it
+        block_size=page,
         max_batch_tokens=BUDGET,
         max_requests_per_batch=together,
     )
@@ -289,12 +290,9 @@ def cases_of(stage: str, args) -> dict:
         return engine, answering
 
     def answer(kind: str, cudnn: bool, turns: tuple[int, ...]) -> dict:
-        torch.backends.cuda.enable_cudnn_sdp(cudnn)
-        try:
+        with attention(cudnn):
             run = made()[1][kind]
             found = [run(make_requests(together, config, n), together).numbers() for n in turns]
-        finally:
-            torch.backends.cuda.enable_cudnn_sdp(True)
         last = found[-1]
         return {
             "tokens/s": last["tokens_per_second"],

@@ -24,6 +24,7 @@ from lessons import kernels as lesson
 from proof import mutations, verify
 
 ROOT = Path(__file__).parent.parent
+DOCUMENT = gpu_table.DOCUMENT.read_text()
 # these start processes, which a forked one cannot
 IN_THIS_PROCESS = ("tests", "run", "sanitizer", "nccl")
 TRANSFORMERS = ("decode", "serve")
@@ -528,13 +529,29 @@ def test_table_of_a_measured_file(tmp_path, monkeypatch, capsys):
     assert "<!-- nanoGPT -->" in text and "<!-- kernels off -->" not in text
 
 
-def test_predictions_of_the_document(tmp_path):
+def test_two_calls_of_the_document_are_all_stages():
+    """But nccl, which needs two GPUs."""
+    calls = re.findall(r"^python comparisons/gpu.py --seconds \d+ (.*)", DOCUMENT, re.MULTILINE)
+    first, second = (call.split() for call in calls)
+    assert {*first, *second, "nccl"} == set(gpu.STAGES)
+    # the kernels are built first, and what says most is in the first call
+    assert first == list(gpu.STAGES)[: len(first)] and second[0] == "build"
+
+
+def test_goals_of_the_document():
+    rows = gpu_table.goals({})
+    text = (ROOT / "docs" / "results.md").read_text()
+    assert all(f"| {' | '.join(row.values())} |" in text for row in rows) and len(rows) == 5
+
+
+def test_predictions_of_the_document():
     """Each case of each stage has a row, the planner's numbers are today's, and somebody has
     predicted it by hand."""
-    text = gpu_table.DOCUMENT.read_text()
     for row in gpu_table.cases({}):
         cells = [row[column] for column in ("stage", "case", "planner", "by hand")]
-        assert f"| {' | '.join(cells)} |" in text, "python comparisons/gpu.py table prints the rows"
+        assert f"| {' | '.join(cells)} |" in DOCUMENT, (
+            "python comparisons/gpu.py table prints the rows"
+        )
         assert row["by hand"], row
     names = {(row["stage"], row["case"]) for row in gpu_table.cases({})}
     assert set(gpu_table.by_hand()) == names
