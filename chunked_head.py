@@ -55,11 +55,11 @@ class _ChunkedLoss(torch.autograd.Function):
         # not saved by autograd: under ZeRO stage 3 its values are freed, and gathered again
         ctx.weight = weight
         ctx.chunk = chunk
-        ctx.columns = len(weight)
+        # the columns after these are padding
+        ctx.columns = vocab_size
         local, elsewhere = targets, torch.zeros_like(targets, dtype=torch.bool)
         if group is not None:
             local, elsewhere = tensor_parallel.local_ids(targets, len(weight), vocab_size, group)
-            # the columns after these are padding
             ctx.columns = min(len(weight), max(0, vocab_size - group.rank() * len(weight)))
         dtype = torch.promote_types(x.dtype, torch.float32)
         largest, total, target_logit = x.new_empty(3, len(x), dtype=dtype)
@@ -163,10 +163,8 @@ class ChunkedHead(nn.Module):
             return chunked_loss(x, weight, targets, self.chunk, self.vocab_size, self.group)
         logits = self.output(x)
         if self.group is None:
-            return logits
-        placements = (sharding.Shard(logits.dim() - 1, self.group),)
-        by_vocabulary = sharding.Sharding((*logits.shape[:-1], self.vocab_size), placements)
-        return sharding.gather(logits.detach(), by_vocabulary)
+            return logits[..., : self.vocab_size]
+        return tensor_parallel.gather_logits(logits, self.vocab_size, self.group)
 
 
 def check(chunk: int) -> None:

@@ -42,6 +42,7 @@ from torch import Tensor
 
 import families
 from base import compiling
+from base.attention_kernels import any_shape
 from gpt import GPT, Context
 from inference import cuda_graphs
 from inference.batches import (
@@ -54,7 +55,7 @@ from inference.batches import (
     idle_sequence,
     max_over_ranks,
 )
-from inference.kv_cache import Cache, CacheSlot, caching
+from inference.kv_cache import Cache, Caches, CacheSlot, caching
 from inference.pipelined import PipelinedDecoder, Ring
 from inference.sampling import SamplingParams, keys_of, sample
 from pipeline_parallel import Pipeline
@@ -88,10 +89,10 @@ def decode(
 class ModelRunner:
     """Forward passes of this rank's part of a model, with the cache."""
 
-    def __init__(self, stages: list[GPT], slot: CacheSlot):
+    def __init__(self, stages: list[GPT], slot: CacheSlot | None = None):
         """stages: this rank's stages of a pipeline, or the whole model. slot: as of `caching`."""
         self.stages = stages
-        self.slot = slot
+        self.slot = slot or CacheSlot()
         self.config = stages[0].config
         # inference/weight_layouts.py makes buffers of parameters
         tensors = (t for stage in stages for t in (*stage.parameters(), *stage.buffers()))
@@ -103,8 +104,10 @@ class ModelRunner:
         blocks = [block for stage in stages for block in stage.blocks.values()]
         self.local = families.local_bias(blocks[0]) if blocks else None
         self.captures = cuda_graphs.can_capture(stages, self.device)
+        self.caches = Caches(keeps=self.captures)
 
     @torch.inference_mode()
+    @any_shape()
     # a compiled block would be compiled again for every length
     @compiling.eagerly
     def forward(
@@ -192,6 +195,7 @@ def stream(
     keys: list[int] | None = None,
     observe: Observer | None = None,
     cp_group: dist.ProcessGroup | None = None,
+    runner: ModelRunner | None = None,
 ) -> Iterator[list[NewToken]]:
     """Yields the new tokens after each step, of the batch or, in a pipeline, of a micro-batch. All
     ranks that hold a part of the model call this with the same arguments.
@@ -202,12 +206,11 @@ def stream(
     cached: False runs the whole context again at each step.
     lockstep: ranks with prompts of their own (or none), whose forward passes are collectives:
         experts are spread over them, or parameters (ZeRO stage 3).
-    keys: of the random numbers; the default is `keys_of(prompts, seed)`. To be given where these
-        prompts are some of more.
+    keys: of random numbers; `keys_of(prompts, seed)`, or given where prompts are some of more.
     observe(batch, logits [b, V], sampled [b]): called on the ranks that sample, after they have:
         all ranks of a model, or of a pipeline those of the last stage (tuning/rollout.py).
-    cp_group: ranks with the same prompts, which share the prefill (context parallelism). The model
-        is that of one device: what shares is in the cache.
+    cp_group: ranks with the same prompts, which share the prefill (context parallelism).
+    runner: `ModelRunner(stages_of(model))`, which keeps the CUDA graphs for other prompts.
 
     Raises ValueError for a prompt or an option that is not possible; FloatingPointError where the
     model's logits are not finite."""
@@ -215,18 +218,18 @@ def stream(
     keys = keys_of(prompts, seed) if keys is None else keys
     check_options(max_tokens, temperature, top_k, top_p)
     check_prompts(stages[0], prompts, keys)
-    runner = ModelRunner(stages, CacheSlot())
-    # as many micro-batches as pipeline stages, but none without a prompt on any rank
-    p = 1 if isinstance(model, GPT) else model.p
-    num_batches = min(p, max_over_ranks(len(prompts), lockstep, runner.device))
-    if num_batches == 0 or max_tokens == 0:
-        return
-    end_tokens = (eot,) if isinstance(eot, int) else eot or ()
-    rule = StopRule(max_tokens, tuple(end_tokens), stopped)
-    batches = make_batches(prompts, keys, num_batches, rule, runner, cached, cp_group)
+    runner = runner or ModelRunner(stages)
+    if runner.stages != stages:
+        raise ValueError("runner: is that of another model")
+    end_tokens = (eot,) if isinstance(eot, int) else tuple(eot or ())
+    rule = StopRule(max_tokens, end_tokens, stopped)
     params = SamplingParams(temperature, top_k, top_p)
-    with caching(stages, runner.slot):
-        yield from decode_all(model, runner, batches, params, lockstep, observe)
+    batches = make_batches(model, prompts, keys, rule, runner, cached, lockstep, cp_group)
+    if batches and max_tokens > 0:
+        with caching(stages, runner.slot):
+            yield from decode_all(model, runner, batches, params, lockstep, observe)
+    for batch in batches:
+        batch.end()
 
 
 def decode_all(model: GPT | Pipeline, runner: ModelRunner, batches: list[DecodeBatch], *rest):
@@ -237,20 +240,25 @@ def decode_all(model: GPT | Pipeline, runner: ModelRunner, batches: list[DecodeB
 
 
 def make_batches(
+    model: GPT | Pipeline,
     prompts: list[list[int]],
     keys: list[int],
-    num_batches: int,
     rule: StopRule,
     runner: ModelRunner,
     cached: bool,
-    cp_group: dist.ProcessGroup | None = None,
+    lockstep: dist.ProcessGroup | None,
+    cp_group: dist.ProcessGroup | None,
 ) -> list[DecodeBatch]:
-    """The prompts, dealt out in turn; a rank with fewer than batches adds idle sequences."""
+    """The prompts, dealt out in turn: as many micro-batches as pipeline stages, but none without a
+    prompt on any rank. A rank with fewer prompts than batches adds idle sequences."""
+    p = 1 if isinstance(model, GPT) else model.p
+    num_batches = min(p, max_over_ranks(len(prompts), lockstep, runner.device))
     sequences = [Sequence(i, list(ids), key) for i, (ids, key) in enumerate(zip(prompts, keys))]
     while len(sequences) < num_batches:
         sequences.append(idle_sequence())
     config = runner.config
-    options = config.seq_length, runner.device, cached, cp_group, config.sliding_window
+    options = config.seq_length, runner.device, runner.caches, cached, cp_group
+    options = *options, config.sliding_window
     return [DecodeBatch(sequences[i::num_batches], rule, *options) for i in range(num_batches)]
 
 

@@ -17,8 +17,7 @@ Shapes: b micro-batch, s sequence, h hidden, a heads of d (mostly h / a), L laye
 
     python gpt.py        parameters, the loss before training, what a changed token changes
 
-Not covered: T5's positions, layers of several kinds. Several documents in one row:
-attention/document_mask.py.
+Not covered: T5's positions, layers of several kinds.
 """
 
 if __name__ == "__main__":
@@ -42,12 +41,12 @@ from model_config import GPTConfig
 
 
 class Context(NamedTuple):
-    """What every layer reads beside x: the key of its dropout masks (dropout.py), each token's
-    document, and what `GPT.run_blocks` makes: cos and sin of its position, a mask."""
+    """What every layer reads beside x. `GPT.run_blocks` makes the last two."""
 
-    drop_key: Tensor | None = None  # [b]
-    documents: Tensor | None = None  # [b, s] int64
-    rotary: tuple[Tensor, Tensor] | None = None  # [s, d] or [b, 1, s, d] each
+    drop_key: Tensor | None = None  # [b], of its dropout masks (dropout.py)
+    documents: Tensor | None = None  # [b, s] int64, each token's document
+    real: Tensor | None = None  # [b, s] bool, positions that are not padding, for experts
+    rotary: tuple[Tensor, Tensor] | None = None  # cos, sin: [s, d] or [b, 1, s, d] each
     block_mask: object | None = None  # of documents, for fused attention on a GPU
 
 
@@ -135,7 +134,7 @@ class MLP(nn.Module):
         self.activation = SwiGLU() if config.gated else GELU()
         self.down = DeferredBiasLinear(ffn, h, bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
         if self.gate is None:
             return self.down(self.activation(*self.project(x, self.up), self.up.bias))
         return self.down(self.activation(*self.project(x, self.gate, self.up)))  # [b, s, ffn]
@@ -156,7 +155,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, context: Context = PLAIN) -> Tensor:
         y = self.attention(self.attention_norm(x), context)
         x = self.attention_residual(y, self.attention.output.bias, x, context.drop_key)
-        y = self.mlp(self.mlp_norm(x))
+        y = self.mlp(self.mlp_norm(x), context)
         return self.mlp_residual(y, self.mlp.down.bias, x, context.drop_key)
 
 
@@ -193,7 +192,7 @@ class GPT(nn.Module):
         mask = block_mask(context.documents, x) if self.config.attention == "fused" else None
         for number, block in self.blocks.items():
             drop_key = layer_key(context.drop_key, int(number))
-            x = block(x, Context(drop_key, context.documents, rotary, mask))
+            x = block(x, context._replace(drop_key=drop_key, rotary=rotary, block_mask=mask))
         return x
 
     def rotary_table(self, s: int, like: Tensor, documents: Tensor | None = None):
@@ -319,12 +318,13 @@ class Head(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.norm = make_norm(config)
+        self.norm, self.vocab_size = make_norm(config), config.vocab_size
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        logits = self.output(self.norm(x))  # [b, s, V]
-        return logits if targets is None else self.loss(logits, targets)
+        # [b, s, V], and more columns where the matrix has rows of padding (tensor_parallel.py)
+        logits = self.output(self.norm(x))
+        return logits[..., : self.vocab_size] if targets is None else self.loss(logits, targets)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(logits, targets)
+        return cross_entropy(logits, targets, self.vocab_size)

@@ -22,8 +22,7 @@ multiplication that computes it, main_grad += ∂yᵀ x (`fuse_accumulation`; in
 called gradient_accumulation_fusion). So it is never written and read in 16 bits, nor rounded to
 them.
 
-Not covered: this fusion for embeddings, tied weights, experts and FP8, in compiled layers, and from
-ZeRO stage 1 on.
+Not covered: this fusion for embeddings, tied weights, experts and FP8, and from ZeRO stage 1 on.
 """
 
 if __name__ == "__main__":
@@ -164,19 +163,22 @@ def is_fusable(p: nn.Parameter) -> bool:
 
 def fuse_accumulation(model: nn.Module, gradients: GradientAccumulator) -> None:
     """Let linear layers of a model, or of a stage, add the gradients of their weights inside the
-    matrix multiplication, where that is possible; in place.
+    matrix multiplication, where that is possible, and those of an input that they share; in place.
 
-    After what gives parameters their values, and not with torch.compile, which would leave the new
-    layers out. A tied weight has a second gradient, which is no product. From ZeRO stage 1 on, the
-    sum is cut into the rows of the ranks (zero/units.py): a product has no place there.
+    After what gives parameters their values. torch.compile calls the new layers as they are: a
+    block becomes several graphs, with a product between each two. A tied weight has a second
+    gradient, which is no product. From ZeRO stage 1 on, the sum is cut into the rows of the ranks
+    (zero/units.py): a product has no place there.
     """
     fusable = [p for p in gradients.parameters if is_fusable(p)]
-    if gradients.stage > 0 or not fusable:
+    if not fusable:
         return
     from pipelines import zero_bubble
 
     # linear layers whose backward is that of overlap.py
     zero_bubble.apply(model)
+    if gradients.stage > 0:
+        return
     uses = uses_of(model)
     for p in fusable:
         if uses[p] == 1:

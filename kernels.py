@@ -348,7 +348,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, vocab_size, group):
         n = logits.shape[-1]
-        local, valid = targets, n
+        local, valid = targets, vocab_size
         if group is not None:
             local, elsewhere = tensor_parallel.local_ids(targets, n, vocab_size, group)
             local = local.masked_fill(elsewhere & (local >= 0), ELSEWHERE)
@@ -374,15 +374,15 @@ class _CrossEntropy(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int | None = None) -> Tensor:
     """log Σ exp z - z_target of each row, in float32.
 
-    logits: [.., V]; targets: [..] int64 -> [..]. Backward **overwrites** the logits with their
-    gradient, so it can run only once.
+    logits: [.., V]; targets: [..] int64 -> [..]; vocab_size: columns that count, V by default.
+    Backward **overwrites** the logits with their gradient, so it can run only once.
     """
     if not supported(logits):
-        return plain.cross_entropy(logits, targets)
-    return _CrossEntropy.apply(logits.contiguous(), targets, logits.shape[-1], None)
+        return plain.cross_entropy(logits, targets, vocab_size)
+    return _CrossEntropy.apply(logits.contiguous(), targets, vocab_size or logits.shape[-1], None)
 
 
 @compiling.left_out
@@ -482,7 +482,7 @@ def block(self: gpt.Block, x: Tensor, context: gpt.Context = gpt.PLAIN) -> Tenso
     else:
         x = self.attention_residual(y, bias, x, context.drop_key)
         x, y = add_norm(x, None, *second)
-    y = self.mlp(y)
+    y = self.mlp(y, context)
     return self.mlp_residual(y, self.mlp.down.bias, x, context.drop_key)
 
 
@@ -539,7 +539,7 @@ FUSED = [
     (gpt.GELU, "forward", lambda self, x, bias: bias_gelu(x, bias)),
     (gpt.BiasDropoutAdd, "forward", bias_dropout_add_of_module),
     (gpt.ExplicitAttention, "forward", explicit_attention),
-    (gpt.Head, "loss", lambda self, logits, targets: cross_entropy(logits, targets)),
+    (gpt.Head, "loss", lambda self, *args: cross_entropy(*args, self.vocab_size)),
     (tensor_parallel.VocabParallelHead, "loss", parallel_loss),
     (moe.MoE, "permute", lambda self, *args: permute(*args)),
     (moe.MoE, "unpermute", lambda self, *args: unpermute(*args)),

@@ -105,7 +105,8 @@ class _AllToAll(torch.autograd.Function):
         ctx.arguments = received, sent, group
         y = rows.new_empty(sum(received), rows.shape[1])
         dist.all_to_all_single(y, rows.contiguous(), received, sent, group=group)
-        return y
+        # detached: as in base/cpu.py
+        return y.detach()
 
     @staticmethod
     @once_differentiable
@@ -225,11 +226,12 @@ class MoE(nn.Module):
         return grouped_linear(rows, counts, *(matrix.weight for matrix in matrices))
 
     @compiling.left_out
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: gpt.Context = gpt.PLAIN) -> Tensor:
+        """context.real: a router sees nothing of the positions that are padding."""
         logits = self.router(x)  # [b, s, E], or a shard of the sequence
         x = self.enter(x)  # [b, s, h], the whole micro-batch
         all_logits = self.enter(logits).flatten(0, 1)  # [b s, E]
-        plan = self.routing(all_logits.detach())
+        plan = self.routing(all_logits.detach(), context.real)
         rows = dispatch(x.flatten(0, 1), plan, self.group, self.permute)
         rows = self.experts(rows, plan.counts)
         probabilities = self.router.probabilities(all_logits, plan.chosen)  # [b s, k]
@@ -271,12 +273,6 @@ class ExpertLayers(dict[int, MoE]):
         for layer in self.values():
             layer.token_weight = token_weight
             layer.routing.statistics = None
-
-    def begin_micro_batch(self, real: Tensor | None) -> None:
-        """Before a forward pass in training. real: [b, s] bool, of data.Batch: the positions that
-        are not padding. A router sees nothing of the others."""
-        for layer in self.values():
-            layer.routing.real = real
 
     def statistics(
         self, config: MoEConfig, groups: list[dist.ProcessGroup], device

@@ -155,6 +155,15 @@ def weights_and_biases(linears: tuple[nn.Linear, ...]) -> list[Tensor | None]:
     return [layer.weight for layer in linears] + biases
 
 
+class JoinedInput(gpt.SharedInput):
+    """gpt.SharedInput on one device: one function of autograd for all the layers. So ∂x is added up
+    inside their matrix multiplications, and not by an addition after each. It reads the parameters
+    of the layers, and does not call them."""
+
+    def forward(self, x: Tensor, *linears: nn.Linear) -> list[Tensor]:
+        return list(linear(x, *weights_and_biases(linears)))
+
+
 class OverlappedLinear(ColumnParallelLinear):
     """ColumnParallelLinear, whose communication runs beside computation. It reads the parameters of
     the layers, and does not call them."""

@@ -369,7 +369,7 @@ class Pipeline:
         def run_stage(chunk, k, x):
             stage = self.stages[chunk]
             batch = batches[k]
-            context = gpt.Context(documents=batch.documents)
+            context = gpt.Context(documents=batch.documents, real=batch.real)
             y = stage(batch.tokens, batch.targets, context, x)
             if stage.head is not None:
                 result(batch, y)

@@ -262,21 +262,19 @@ class Routing(recompute.RunOnce):
         self.group: dist.ProcessGroup | None = None
         # the ranks of context parallelism, with other tokens of the same sequences
         self.sequence_group: dist.ProcessGroup | None = None
-        # positions of the next training forward that are not padding, [b, s] bool; None: all
-        self.real: Tensor | None = None
         # [E + 5], sums over training tokens: choices of each expert, then ROUTER_STATS
         self.statistics: Tensor | None = None
 
     @torch.no_grad()
-    def forward(self, logits: Tensor) -> DispatchPlan:
-        """logits: [n, E], of the whole micro-batch. Padding (`real`) takes no part.
+    def forward(self, logits: Tensor, real: Tensor | None = None) -> DispatchPlan:
+        """logits: [n, E], of the whole micro-batch. real: [b, s] bool, positions that are not
+        padding, which takes no part; None: all.
 
         With a capacity, an expert drops its last choices: second choices before first ones, later
         tokens before earlier ones. A dropped choice adds zeros; the probabilities of the token's
         other choices stay as they are.
         """
         n, e = logits.shape
-        real, self.real = self.real, None
         if real is not None:
             # the numbers of the positions that hold a token; on a GPU the host waits for them
             tokens = real.flatten().nonzero().squeeze(1)

@@ -13,7 +13,7 @@ sharded by rows over 2 tensor-parallel ranks, then over 2 data-parallel ranks:
 
 Initialisation, checkpoints, the gradient norm and the tests read this record and nothing else, so
 none of them has a case per technique. Where the ranks do not divide a size, it is padded with zeros
-at the end. Padding belongs to no global tensor.
+at the end. A technique may ask for more (`pad_parameter`). Padding belongs to no global tensor.
 
 Initial weights do not depend on the layout. Each parameter is drawn whole, from a generator seeded
 by (seed, global name), then sharded. Models are built on the meta device first, so a rank never
@@ -57,12 +57,14 @@ class Sharding:
 
     shape: of the global tensor, without padding. placements: outermost first; none for a whole
     parameter. copy_of: where a tied weight is on two pipeline stages, the global name of the first
-    copy, on the record of the second.
+    copy, on the record of the second. padded: the shape with the padding that a technique asked
+    for; None for no more than the ranks need.
     """
 
     shape: tuple[int, ...]
     placements: tuple[Shard, ...] = ()
     copy_of: str | None = None
+    padded: tuple[int, ...] | None = None
 
 
 def sharding_of(parameter: Tensor) -> Sharding:
@@ -105,7 +107,7 @@ def local_slice(sharding: Sharding) -> tuple[list[int], list[int], list[int]]:
     number per dimension."""
     start = [0] * len(sharding.shape)
     end = list(sharding.shape)
-    padded = list(sharding.shape)
+    padded = list(sharding.padded or sharding.shape)
     for shard in sharding.placements:
         dim = shard.dim
         padded[dim] = -(-padded[dim] // shard.group.size())  # ceil
@@ -146,12 +148,23 @@ def shard_parameter(module: nn.Module, name: str, shard: Shard) -> None:
     setattr(module, name, set_sharding(nn.Parameter(part, p.requires_grad), record))
 
 
+def pad_parameter(module: nn.Module, name: str, dim: int, multiple: int) -> None:
+    """Replace the parameter `name` of a module, which is not sharded yet, by one whose size in a
+    dimension is a multiple: zeros follow, which the record leaves out."""
+    p = getattr(module, name)
+    padded = list(p.shape)
+    padded[dim] = -(-padded[dim] // multiple) * multiple  # ceil
+    record = replace(sharding_of(p), padded=tuple(padded))
+    part = shard_of(p.detach(), record)
+    setattr(module, name, set_sharding(nn.Parameter(part, p.requires_grad), record))
+
+
 def gather(part: Tensor, sharding: Sharding) -> Tensor:
     """The global tensor, on every rank of the groups of its placements. A collective: all of those
     ranks call it."""
     # what is sharded by each placement: (shard, its dimension's size without padding)
     steps = []
-    shape = list(sharding.shape)
+    shape = list(sharding.padded or sharding.shape)
     for shard in sharding.placements:
         steps.append((shard, shape[shard.dim]))
         shape[shard.dim] = -(-shape[shard.dim] // shard.group.size())
@@ -161,7 +174,7 @@ def gather(part: Tensor, sharding: Sharding) -> Tensor:
         parts = [torch.empty_like(part) for _ in range(shard.group.size())]
         dist.all_gather(parts, part, group=shard.group)
         part = torch.cat(parts, shard.dim).narrow(shard.dim, 0, size)
-    return part
+    return part[tuple(slice(0, n) for n in sharding.shape)]
 
 
 # --- initial values -------------------------------------------------------------------------------

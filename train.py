@@ -15,8 +15,7 @@ The layout changes nothing but speed and memory. Nothing else depends on it:
 
 With experts this holds for one --micro-batch-size: routers balance within a micro-batch.
 
-The way of a run to its first step. run/task.py says what a batch is and what the loss; the rest of
-run/ is flags, files and messages:
+How a run reaches its first step (run/task.py: batch and loss; the rest of run/: flags, files):
 
     main           here
       launch.main      flags, rules, processes and groups; the tokenizer, the data
@@ -67,8 +66,7 @@ class Trainer:
     def __init__(
         self, config: RunConfig, device: torch.device, groups: Groups, task: Task | None = None
     ):
-        """task: what is learned (run/task.py); by default the next token, of data that the caller
-        hands to each step."""
+        """task: what is learned (run/task.py); by default the next token."""
         self.config, self.device, self.groups = config, device, groups
         self.model_config = config.model_config()
         self.dp = groups.dp.size() if groups.dp else 1
@@ -121,6 +119,8 @@ class Trainer:
         every run has is loaded where it is applied."""
         config, groups, dtype = self.config, self.groups, DTYPES[self.precision]
         self.task.before_techniques(stage)
+        of_rank = config.make_vocab_size_divisible_by
+        tensor_parallel.pad_vocabulary(stage, self.device, groups.tp, of_rank)
         if groups.tp:
             tensor_parallel.apply(stage, groups.tp)
         chunked_head.apply(stage, config.head_chunk)
@@ -155,8 +155,7 @@ class Trainer:
         else:
             init()
             gradients = GradientAccumulator(stage, self.scaler)
-        if not config.compile:
-            fuse_accumulation(stage, gradients)
+        fuse_accumulation(stage, gradients)
         return gradients
 
     def make_optimizer(self) -> AdamW:
@@ -204,9 +203,8 @@ class Trainer:
             """Micro-batch k through stage number `chunk` of this rank, from the activation x."""
             batch = self.own_tokens(dataset.batch(mine[k * b : (k + 1) * b]).to(self.device))
             key = dropout_key(self.config.seed, step, batch.samples) if self.task.dropout else None
-            if self.expert_layers:
-                self.expert_layers.begin_micro_batch(batch.real)
-            y = self.stages[chunk](batch.tokens, batch.targets, Context(key, batch.documents), *x)
+            context = Context(key, batch.documents, batch.real)
+            y = self.stages[chunk](batch.tokens, batch.targets, context, *x)
             if self.stages[chunk].head is None:
                 return y  # [b, s, h], for the next stage
             total = self.task.total_loss(y, batch)  # y: [b, s]

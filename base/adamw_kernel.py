@@ -13,7 +13,9 @@ from torch import Tensor
 from base.cuda_kernels import check, launch, operation, query
 
 
-@functools.lru_cache(maxsize=8)
+# Sums of gradients are at other addresses in each step, and come round again: two numbers for each
+# kind of parameter and each such turn.
+@functools.lru_cache(maxsize=64)
 def on_device(numbers: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of numbers, which is copied when they change, and without waiting for the copy. For
     one stream of a device, and not while a CUDA graph is captured."""

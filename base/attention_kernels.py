@@ -24,6 +24,7 @@ repeated. The operations for CUDA have not yet run on a GPU; tests hold their ar
 signatures.
 """
 
+import contextlib
 from functools import cache
 
 import torch
@@ -110,6 +111,18 @@ class EfficientOnCUDA(Kernel):
         wanted = [True, True, True, False]
         arguments = None, o, log_sum, state, state, 0.0, wanted, causal
         return self.run_backward(grad, q, k, v, *arguments)[:3]
+
+
+@contextlib.contextmanager
+def any_shape():
+    """Inside, PyTorch does not choose cuDNN's kernel, which has to be planned for each new shape.
+    That takes tenths of a second: in training once, in generation nearly every step."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 @cache

@@ -68,7 +68,8 @@ def gelu_forward(x: Tensor, factor: Tensor) -> Tensor:
     0.044715 x³) it is x (1 + tanh z) / 2 = x / (1 + exp(-2z)), and exp is cheaper than tanh.
     factor: GELU_FACTOR, of the type of x"""
     two_z = torch.addcmul(factor, x, x, value=0.044715 * GELU_FACTOR).mul_(x)
-    return two_z.sigmoid_().mul_(x)
+    # detached: before torch 2.13 compiled code gave what an operation in place returns no gradient
+    return two_z.sigmoid_().mul_(x).detach()
 
 
 class _GELU(torch.autograd.Function):

@@ -26,9 +26,11 @@ class _CrossEntropy(torch.autograd.Function):
     """loss = log Σ exp(z) - z_target;  ∂loss/∂z = softmax(z) - onehot(target), in place of z."""
 
     @staticmethod
-    def forward(ctx, logits, targets):
+    def forward(ctx, logits, targets, vocab_size):
         # a copy of 16-bit logits, or the logits themselves
         z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        # padding: its probability, and so its gradient, is 0
+        z[..., vocab_size:] = -torch.inf
         largest = z.amax(-1)  # [...]
         target_logit = z.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
         # one pass of PyTorch's own, in place; the probability of the largest logit is 1 / Σ exp(z -
@@ -44,17 +46,18 @@ class _CrossEntropy(torch.autograd.Function):
         gradient, targets = ctx.saved_tensors
         minus_one = -torch.ones_like(grad).unsqueeze(-1)
         gradient.scatter_add_(-1, targets.unsqueeze(-1), minus_one)
-        return gradient.mul_(grad.unsqueeze(-1)).to(ctx.dtype), None
+        return gradient.mul_(grad.unsqueeze(-1)).to(ctx.dtype), None, None
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int | None = None) -> Tensor:
     """Per-token loss in at least float32. targets: [...] int64 -> [...].
 
     logits: [..., V], **overwritten**: V is large, so the gradient takes their place, and backward
-    can run once.
+    can run once. vocab_size: columns that count, V by default; padding follows.
     """
     if logits.requires_grad:
-        return _CrossEntropy.apply(logits, targets)
+        return _CrossEntropy.apply(logits, targets, vocab_size or logits.shape[-1])
+    logits = logits[..., :vocab_size]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
     # torch's default of -100 would hide a wrong target; training refuses it too
     loss = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=-(2**63))

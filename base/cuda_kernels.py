@@ -295,7 +295,8 @@ def gradient(of, keep: tuple[int, ...] = (), keep_output: bool = False):
 
     def register(function):
         backward = once_differentiable(function)
-        torch.library.register_autograd(of, backward, setup_context=setup_context)
+        # it goes with the library: before torch 2.13 a module could not be imported again
+        torch.library.register_autograd(of, backward, setup_context=setup_context, lib=LIBRARY)
 
     return register
 

@@ -108,12 +108,21 @@ class Groups:
         of_data = (groups.dp, groups.cp, groups.replicas, groups.ep, groups.edp)
         for group in (*of_data, groups.tp, groups.pp):
             if group and timeout:
-                group.set_timeout(timeout)
+                set_timeout(group, timeout)
         if pp > 1 and is_nccl:
             pipelines = mesh.mesh.flatten(1).t().tolist()  # [dp tp, pp]
             device = torch.device(device_type)
             groups.nccl = nccl_groups(pipelines, dist.get_rank(), device, timeout)
         return groups
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    try:
+        group.set_timeout(timeout)
+    except RuntimeError as e:
+        # torch 2.11's gloo under TORCH_DISTRIBUTED_DEBUG=DETAIL: the default stays
+        if "does not support" not in str(e):
+            raise
 
 
 # the groups for whose messages the next computation waits; sums of gradients are not waited for

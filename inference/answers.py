@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from base.world import World
 from corpus.tokenizer import TokenizerError, prompt_ids
-from generate import stream
+from generate import ModelRunner, stages_of, stream
 from inference.batches import NewToken, data_parallel
 from inference.sampling import keys_of
 from prompts.prompt_data import PromptError, read_lines
@@ -233,6 +233,7 @@ def answer_file(
     called before a batch of requests with this adapter. lockstep, options: as of generate.stream.
     Returns a summary of the speed."""
     timer = GenerationTimer()
+    runner = ModelRunner(stages_of(model))
     dp, dp_rank = data_parallel(world.groups)
     keys = keys_of([ids for _, ids in requests], options.pop("seed"))
     adapter_of = [record.get("adapter") if use_adapter else None for record, _ in requests]
@@ -248,6 +249,7 @@ def answer_file(
             timer,
             keys=[keys[n] for n in mine],
             lockstep=lockstep,
+            runner=runner,
             **options,
         )
         for answers_of_rank in world.gather(dict(zip(mine, answers))):

@@ -29,7 +29,7 @@ from torch import Tensor
 import context_parallel
 from base.world import Groups
 from checkpoint import gather
-from inference.kv_cache import Cache
+from inference.kv_cache import Cache, Caches, power_of_two
 from inference.sampling import DIVERGED
 
 # state of a batch; the largest one of the ranks decides
@@ -106,6 +106,7 @@ class DecodeBatch:
     rule: StopRule
     seq_length: int
     device: torch.device
+    caches: Caches
     cached: bool = True
     # the ranks that have these sequences too, and share their prefill
     cp_group: dist.ProcessGroup | None = None
@@ -116,11 +117,15 @@ class DecodeBatch:
     # [b], during prefill the column of each sequence's last token, in the whole context
     last_column: Tensor | None = None
     diverged: bool = False
+    cache: Cache = field(init=False)
 
     def __post_init__(self):
         longest = max(sequence.prompt_length for sequence in self.sequences) + self.rule.max_tokens
+        if self.caches.keeps:
+            longest = power_of_two(longest)
         columns = min(longest, self.seq_length, self.window or self.seq_length)
-        self.cache = Cache(columns if self.cached else 0, self.cp_group)
+        rows = len(self.sequences)
+        self.cache = self.caches.take(rows, columns if self.cached else 0, self.cp_group)
 
     def next_tokens(self) -> Tensor:
         """The tokens of the next forward pass: the newest of each sequence [b, 1], or the contexts
@@ -169,11 +174,27 @@ class DecodeBatch:
 
     def drop_finished(self) -> None:
         """Go on without the finished sequences, once they are half of the batch."""
+        n = len(self.sequences)
         rows = [i for i, sequence in enumerate(self.sequences) if not sequence.finish]
-        if rows and 2 * len(rows) <= len(self.sequences):
-            self.sequences = [self.sequences[i] for i in rows]
-            self.starts = [self.starts[i] for i in rows]
-            self.cache.keep(rows)
+        if not rows or 2 * len(rows) > n:
+            return
+        if self.caches.keeps:
+            # some finished ones too, so that the next size is n / 2, n / 4, ..
+            size = n // 2
+            while size >= 2 * len(rows):
+                size //= 2
+            finished = [i for i in range(n) if i not in rows]
+            rows = sorted(rows + finished[: size - len(rows)])
+        smaller = self.caches.take(len(rows), self.cache.columns, self.cp_group)
+        self.cache.keep(rows, smaller)
+        self.caches.put_back(n, self.cache)
+        self.cache = smaller
+        self.sequences = [self.sequences[i] for i in rows]
+        self.starts = [self.starts[i] for i in rows]
+
+    def end(self) -> None:
+        """All sequences are finished: other batches may have the cache."""
+        self.caches.put_back(len(self.sequences), self.cache)
 
     @property
     def state(self) -> int:

@@ -28,7 +28,7 @@ import pipeline_parallel
 import tensor_parallel
 from base.world import World, why_no_gpu
 from corpus.tokenizer import prompt_ids
-from generate import check_options, stages_of
+from generate import ModelRunner, check_options, stages_of
 from inference import generation_config, quantization
 from inference.adapted import Adapters
 from inference.answers import answer_file, as_json, encode, read_prompts, stream_text
@@ -330,6 +330,7 @@ def ask(args: argparse.Namespace, tokenizer, config: MoEConfig) -> tuple[list[in
 def converse(world: World, model, tokenizer, config: MoEConfig, stop: list[str], **options) -> None:
     """A prompt a line, until the end of the input. There is no memory from line to line."""
     out = sys.stdout if world.rank == 0 else None
+    options["runner"] = ModelRunner(stages_of(model))
     while True:
         line = None
         if world.rank == 0:

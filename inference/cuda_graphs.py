@@ -7,8 +7,10 @@ GPU needs to run them. A CUDA graph records the launches once and replays them t
     with       copy the inputs, launch the graph       the kernels follow without the host
 
 Shapes and addresses are fixed in a graph. So the number of cache columns that a step reads is
-rounded up to a power of two, and there is one graph for each (stage, number of columns). Inputs are
-copied to where the graph expects them.
+rounded up to a power of two, and there is one graph for each (stage, number of columns) of a cache.
+Inputs are copied to where the graph expects them. A capture takes as long as some steps, so a
+`ModelRunner` keeps its caches, with their graphs, for the next texts. serving/engine.py has a graph
+for each (number of sequences, number of blocks), both rounded up.
 
     python -m pytest tests/test_generate.py -k captured      on a GPU: the tokens of the CPU
 
@@ -25,16 +27,17 @@ from torch import Tensor
 
 import moe
 from gpt import GPT
-from inference.kv_cache import Cache
+from inference.kv_cache import Cache, power_of_two
 
 # a graph reads at least so many columns
 MIN_COLUMNS = 64
 
 
 class GraphedFunction:
-    """A function of tensors as a CUDA graph. A call overwrites the result of the one before."""
+    """A function of tensors as a CUDA graph. pool: of another graph, whose memory this one uses
+    too. They run one after the other, and each call returns a copy of the result."""
 
-    def __init__(self, function: Callable[..., Tensor], *inputs: Tensor):
+    def __init__(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], pool=None):
         self.inputs = [tensor.clone() for tensor in inputs]
         # what a first call sets up (handles, workspaces) must not be captured
         stream = torch.cuda.Stream()
@@ -44,14 +47,29 @@ class GraphedFunction:
                 function(*self.inputs)
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, pool=pool):
             self.result = function(*self.inputs)
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         for captured, tensor in zip(self.inputs, inputs):
             captured.copy_(tensor)
         self.graph.replay()
-        return self.result
+        return self.result.clone()
+
+
+class Graphs:
+    """Captured functions, by a key for what is fixed in them. They share their memory."""
+
+    def __init__(self):
+        self.captured: dict[tuple, GraphedFunction] = {}
+        self.pool = None
+
+    def run(self, key: tuple, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """function(*inputs), which is captured where this key is new."""
+        if key not in self.captured:
+            self.captured[key] = GraphedFunction(function, inputs, self.pool)
+            self.pool = self.captured[key].graph.pool()
+        return self.captured[key](*inputs)
 
 
 def can_capture(stages: list[GPT], device: torch.device) -> bool:
@@ -73,14 +91,11 @@ def decode(
 ) -> Tensor:
     """compute(chunk, cache, inputs, None), a decoding step, as a graph. It is captured where this
     stage has none yet for so many columns."""
-    power_of_two = 1 << (max(MIN_COLUMNS, cache.used) - 1).bit_length()
-    cache.used = min(cache.columns, power_of_two)
-    key = chunk, cache.used
-    if key not in cache.graphs:
+    cache.used = min(cache.columns, power_of_two(max(MIN_COLUMNS, cache.used)))
 
-        def step(inputs: Tensor, positions: Tensor) -> Tensor:
-            cache.positions = positions
-            return compute(chunk, cache, inputs, None)
+    def step(inputs: Tensor, positions: Tensor) -> Tensor:
+        cache.positions = positions
+        return compute(chunk, cache, inputs, None)
 
-        cache.graphs[key] = GraphedFunction(step, inputs, cache.positions)
-    return cache.graphs[key](inputs, cache.positions)
+    cache.graphs = cache.graphs or Graphs()
+    return cache.graphs.run((chunk, cache.used), step, inputs, cache.positions)

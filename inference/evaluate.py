@@ -50,6 +50,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import generate
+from base.attention_kernels import any_shape
 from base.world import Groups
 from gpt import GPT
 from inference.answers import Detokenizer
@@ -113,8 +114,10 @@ class Evaluator:
     def __post_init__(self):
         self.stages = generate.stages_of(self.model)
         self.config = self.stages[0].config
+        self.runner = generate.ModelRunner(self.stages)
 
     @torch.inference_mode()
+    @any_shape()
     def log_likelihoods(self, requests: list[Request]) -> list[Score]:
         """log p(continuation | context) of each request. Raises ValueError as `check`."""
         for request in requests:
@@ -153,6 +156,7 @@ class Evaluator:
                 # what is written is decoded without its prompt
                 texts = Detokenizer(self.tokenizer, [[] for _ in mine], until)
                 options |= {"stopped": texts.stopped, "lockstep": self.lockstep}
+                options["runner"] = self.runner
                 ids = generate.generate(self.model, mine, max_tokens, **options)
                 found |= {n: texts.text(i, ids[i]) for i, n in enumerate(numbers)}
         except FloatingPointError:

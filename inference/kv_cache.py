@@ -31,6 +31,7 @@ serve.py.
 """
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -67,8 +68,8 @@ class Cache:
         self.mask: Tensor | None = None
         # [b, 1], of a prefill: the position of each sequence's last token
         self.last: Tensor | None = None
-        # (stage number, used) -> captured forward pass, over the tensors above (cuda_graphs.py)
-        self.graphs: dict = {}
+        # captured forward passes over the tensors above (cuda_graphs.Graphs)
+        self.graphs = None
 
     def begin_prefill(self, last: list[int]) -> None:
         """last: the position of each sequence's last token; what follows it is padding."""
@@ -170,13 +171,40 @@ class Cache:
         )  # [b, a_kv, a / a_kv, d]
         return context.flatten(1).unsqueeze(1)  # [b, 1, a d]
 
-    def keep(self, rows: list[int]) -> None:
-        """Drop all other rows of the batch."""
-        for stored in (self.keys, self.values):
+    @torch.inference_mode()
+    def keep(self, rows: list[int], smaller: "Cache") -> None:
+        """Copy these rows of the batch into a cache of so many."""
+        for stored, target in ((self.keys, smaller.keys), (self.values, smaller.values)):
             for layer, tensor in stored.items():
-                stored[layer] = tensor[rows]
-        # they were captured over the tensors before
-        self.graphs.clear()
+                # not into other memory, over which a graph may be captured
+                if layer in target:
+                    target[layer].copy_(tensor[rows])
+                else:
+                    target[layer] = tensor[rows]
+
+
+def power_of_two(n: int) -> int:
+    """The smallest one that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+class Caches:
+    """Makes caches. Where decoding steps are captured (`keeps`), a cache is used again for other
+    texts, with its graphs. Then its numbers of rows and of columns are few different ones."""
+
+    def __init__(self, keeps: bool):
+        self.keeps = keeps
+        # (rows, columns, group) -> caches that no batch uses now
+        self.free: dict[tuple, list[Cache]] = defaultdict(list)
+
+    def take(self, rows: int, columns: int, group: dist.ProcessGroup | None = None) -> Cache:
+        """As Cache; rows: sequences of the batch."""
+        free = self.free[rows, columns, group]
+        return free.pop() if free else Cache(columns, group)
+
+    def put_back(self, rows: int, cache: Cache) -> None:
+        if self.keeps:
+            self.free[rows, cache.columns, cache.group].append(cache)
 
 
 def attention_in_one_call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

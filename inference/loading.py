@@ -63,7 +63,7 @@ def load_model(
     HuggingFaceError, or ValueError for a layout that is not possible."""
     groups = groups or Groups()
     config, index, read = open_model(path)
-    stages = build_stages(config, groups, layer_split)
+    stages = build_stages(config, groups, layer_split, device)
     numbers = sum(p.numel() for stage in stages for p in stage.parameters())
     checkpoint.check_room(str(path), numbers * dtype.itemsize, device)
     model = materialise(stages, groups, device, dtype)
@@ -78,10 +78,13 @@ def load_model(
 
 
 def build_stages(
-    config: MoEConfig, groups: Groups, layer_split: list[int] | None = None
+    config: MoEConfig,
+    groups: Groups,
+    layer_split: list[int] | None = None,
+    device="cpu",
 ) -> list[GPT]:
     """This rank's stages of a model, on the meta device. Sequence parallelism is left out: a step
-    of one token has no sequence to shard."""
+    of one token has no sequence to shard. device: where they will be."""
     if groups.cp:
         context_parallel.check_attention(config, groups.cp.size())
     with torch.device("meta"):
@@ -93,8 +96,9 @@ def build_stages(
     if groups.pp:
         p = groups.pp.size()
         stages = pipeline_parallel.apply(model, groups.pp.rank(), p, 1, layer_split)
-    if groups.tp:
-        for stage in stages:
+    for stage in stages:
+        tensor_parallel.pad_vocabulary(stage, torch.device(device), groups.tp)
+        if groups.tp:
             tensor_parallel.apply(stage, groups.tp)
     return stages
 

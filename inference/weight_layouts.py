@@ -39,6 +39,7 @@ import adapters
 import families
 import gpt
 from base import cpu
+from base.device_queue import Moment
 from model_config import GPTConfig
 
 # A layout other than the first takes at most this share of its time.
@@ -261,14 +262,17 @@ def measure(layers: list[PackedLinear], layouts: list[Callable], rows: int) -> d
     return seconds
 
 
-def time_of(layout: Callable, *args) -> float:
+def time_of(layout: Callable, matrix, *args) -> float:
     """Seconds; infinite where this build of PyTorch or this processor has no such operation."""
-    start = time.perf_counter()
+    device = args[0].device
+    start = Moment(device)
     try:
-        layout(*args)
+        layout(matrix, *args)
     except (AttributeError, RuntimeError):
         return math.inf
-    return time.perf_counter() - start
+    end = Moment(device)
+    end.wait()
+    return end.seconds_since(start)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -79,6 +79,8 @@ def apply(model: gpt.GPT) -> None:
             # a frozen weight has no gradient to defer
             if type(child) in REPLACEMENTS and child.weight.requires_grad:
                 setattr(parent, name, with_weights_of(REPLACEMENTS[type(child)], child))
+            if type(child) is gpt.SharedInput:
+                setattr(parent, name, overlap.JoinedInput())
     for module in model.modules():
         # not that of fp8.py, which defers too
         if isinstance(module, tensor_parallel.RowParallelLinear) and module.linear is F.linear:

@@ -29,7 +29,9 @@ UNPREDICTED = {
         "lr min_lr warmup_steps weight_decay seed aux_loss z_loss router router_temperature"
         " lora_alpha fp8_scales"
     ),
-    "below 1% of a step: the norm, and adding a scale to each product": "grad_clip fp8_block",
+    "below 1% of a step: the norm, adding a scale to each product, rows of padding": (
+        "grad_clip fp8_block make_vocab_size_divisible_by"
+    ),
     "outside of the steps": (
         "steps eval_every save_every keep resume load out log_every max_bad_steps timeout plan"
         " tensorboard profile device sample_prompt cache"

@@ -59,9 +59,9 @@ class EvenRouting(Routing):
     """Takes the place of a router's Routing on the meta device: how many rows an expert gets is a
     value. The plan is made on the CPU, from even scores; what it indexes is on the meta device."""
 
-    def forward(self, logits: Tensor) -> DispatchPlan:
+    def forward(self, logits: Tensor, real: Tensor | None = None) -> DispatchPlan:
         self.scores = partial(even_scores, self.k)
-        plan = super().forward(torch.zeros(logits.shape, dtype=logits.dtype))
+        plan = super().forward(torch.zeros(logits.shape, dtype=logits.dtype), real)
         on_meta = {}
         for name, value in plan._asdict().items():
             # of the counts the host reads each number

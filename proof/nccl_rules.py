@@ -259,6 +259,11 @@ class NCCLRules(dist.ProcessGroup):
         what = f"all-to-all {input.dtype}"
         return self.collective(what, [output], [input], run)
 
+    # what torch calls before 2.13
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+
     def gather(self, outputs, inputs, opts) -> Work:
         def run(results, copies):
             return self.gloo.gather([results] if results else [], copies, opts)

@@ -191,6 +191,11 @@ class RunConfig(Kind):
     head_chunk: int = flag(
         0, "tokens that have logits at a time; by default all of a micro-batch have them"
     )
+    make_vocab_size_divisible_by: int | None = flag(
+        None,
+        "times --tp: of what the rows of embedding and head are a multiple, by padding; the default"
+        " is 128 on GPUs and 1 on CPUs",
+    )
     attention: str | None = flag(
         None,
         "fused never writes the s x s scores; it is the default where dropout is 0",

@@ -52,6 +52,7 @@ LEAST = {
     "cp": 1,
     "virtual_stages": 1,
     "ep": 1,
+    "make_vocab_size_divisible_by": 1,
     "fp8_skip": 0,
     "fp8_block": 1,
     "timeout": 1,

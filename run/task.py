@@ -260,7 +260,7 @@ def run_forward(trainer, batches: list, result) -> None:
         stage.eval()
     if trainer.schedule is None:
         for batch in batches:
-            context = Context(documents=batch.documents)
+            context = Context(documents=batch.documents, real=batch.real)
             y = trainer.model(batch.tokens, batch.targets, context)
             result(batch, y)
     else:

@@ -32,12 +32,16 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import generate
 from base import compiling
+from base.attention_kernels import any_shape
+from base.device_queue import to_device
 from base.world import Groups, memory
 from gpt import GPT, Context
+from inference.cuda_graphs import Graphs
 from inference.kv_cache import CacheSlot, caching
 from inference.sampling import DIVERGED, SamplingParams, keys_of
 from pipeline_parallel import Pipeline
@@ -310,6 +314,8 @@ class StepRunner(generate.ModelRunner):
         self.stage = stage
         self.cache = cache
         self.add_layers(tp)
+        # of decodes, by the shape of their table
+        self.graphs = Graphs()
         self.use_adapter = use_adapter
         self.adapter = None
         # while it is open the model has the cache
@@ -341,6 +347,7 @@ class StepRunner(generate.ModelRunner):
             ) from None
 
     @torch.inference_mode()
+    @any_shape()
     @compiling.eagerly
     def forward(self, step: Step, x: Tensor | None) -> Tensor:
         """x: [T, 1, h] of the stage before, None on the first one. Returns activations [T, 1, h];
@@ -348,16 +355,38 @@ class StepRunner(generate.ModelRunner):
         if step.adapter != self.adapter:
             self.use_adapter(step.adapter)
             self.adapter = step.adapter
-        stage = self.stage
-        tokens = self.cache.begin(step, self.local, self.dtype, self.device)  # [T]
-        context = Context(rotary=self.rotary_at(self.cache, 1))
-        if stage.embedding is not None:
-            x = stage.embedding(tokens.unsqueeze(1))  # [T, 1, h]
-        for block in stage.blocks.values():
-            x = block(x, context)
-        if stage.head is None:
-            return x
+        self.cache.copy_blocks(step)
+        table = self.cache.decodes_table(step) if self.captures else None
+        if table:
+            y = self.replay(torch.tensor(table), x)[: len(step.pieces)]
+        else:
+            tokens = self.cache.begin(step, self.local, self.dtype, self.device)  # [T]
+            y = self.blocks(tokens, x)
+        if self.stage.head is None:
+            return y
         rows = list(itertools.chain(*rows_of(step)))
-        if len(rows) < len(x):
-            x = x[rows]
-        return stage.head(x)[:, 0]
+        if len(rows) < len(y):
+            y = y[rows]
+        return y if table else self.stage.head(y)[:, 0]
+
+    def blocks(self, tokens: Tensor, x: Tensor | None) -> Tensor:
+        """tokens: [T] -> [T, 1, h]"""
+        context = Context(rotary=self.rotary_at(self.cache, 1))
+        if self.stage.embedding is not None:
+            x = self.stage.embedding(tokens.unsqueeze(1))  # [T, 1, h]
+        for block in self.stage.blocks.values():
+            x = block(x, context)
+        return x
+
+    def replay(self, table: Tensor, x: Tensor | None) -> Tensor:
+        """Decodes as a CUDA graph, which is captured where none has a table of this shape. table:
+        of PagedCache.decodes_table. Returns [b, 1, h], or from the last stage logits [b, V]."""
+        inputs = [to_device(table, self.device)]
+        if x is not None:
+            inputs.append(F.pad(x, (0, 0, 0, 0, 0, len(table) - len(x))))
+        return self.graphs.run(tuple(table.shape), self.decodes, *inputs)
+
+    def decodes(self, table: Tensor, x: Tensor | None = None) -> Tensor:
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        y = self.blocks(self.cache.begin_decodes(table, self.local, like), x)
+        return y if self.stage.head is None else self.stage.head(y)[:, 0]

@@ -12,6 +12,8 @@ for each token, the blocks in the table of its sequence.
                 block 0, and attended to in one call, under a mask. On a CPU in several calls, of
                 sequences about as long: what is gathered is then still in the processor's cache
     a prompt    its queries attend to its own blocks, in a call by itself
+    captured    on a GPU, a step that has decodes alone is a CUDA graph. Its numbers of sequences
+                and of blocks are rounded up; rows that fill it up write to block 0
 
 Keys are [a_kv, blocks · size, d] in each layer: heads are the first dimension. So neighbouring
 blocks of a sequence are one slice, and gathered blocks need no transpose.
@@ -19,7 +21,7 @@ blocks of a sequence are one slice, and gathered blocks need no transpose.
     python serve.py       a lesson: what blocks waste, and what batches do
 
 Not covered: a kernel that reads the blocks where they are (vLLM's, FlashInfer), as GPUs need it.
-Here the gathered blocks are a copy, but for a sequence that is alone. CUDA graphs.
+Here the gathered blocks are a copy, but for a sequence that is alone.
 """
 
 from collections.abc import Iterator
@@ -29,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from families import LocalBias
-from inference.kv_cache import attention_in_one_call
+from inference.kv_cache import attention_in_one_call, power_of_two
 from serve import Piece, Step
 
 # of the keys that a call for decodes gathers on a CPU
@@ -68,12 +70,38 @@ class PagedCache:
         like = torch.empty(0, device=device, dtype=dtype)
         self.parts = []
         for pieces in self.calls(step.pieces, device):
-            part = Prompt if len(pieces[0].tokens) > 1 else Decodes
+            part = Prompt if len(pieces[0].tokens) > 1 else Decodes.of
             self.parts.append(part(self, pieces, local, like))
+        return tokens
+
+    def copy_blocks(self, step: Step) -> None:
+        """Before a step writes into them."""
         for source, target in step.copies:
             for stored in self.layers.values():
                 blocks = stored.unflatten(2, (-1, self.size))
                 blocks[:, :, target] = blocks[:, :, source]
+
+    def decodes_table(self, step: Step) -> list[list[int]] | None:
+        """For each sequence of a step that has decodes alone: token, position, slot, number of the
+        first block in the table, table. Rows and columns are filled up, so that they are few
+        different numbers. None for another step."""
+        if any(len(piece.tokens) > 1 for piece in step.pieces):
+            return None
+        rows = []
+        for piece in step.pieces:
+            first = self.first_block(piece.start)
+            slot = self.slots_of(piece, [piece.start])
+            rows.append([*piece.tokens, piece.start, *slot, first, *piece.table[first:]])
+        n = len(rows)
+        size = power_of_two(n) if n < 8 else -(-n // 8) * 8  # 1 2 4 8 16 24 ..
+        blocks = power_of_two(max(map(len, rows)) - 4)
+        rows += [[]] * (size - n)
+        return [row + [0] * (4 + blocks - len(row)) for row in rows]
+
+    def begin_decodes(self, table: Tensor, local: LocalBias | None, like: Tensor) -> Tensor:
+        """As `begin`. table: [b, 4 + blocks] of `decodes_table`."""
+        tokens, self.positions, self.slots, first = table[:, :4].unbind(1)
+        self.parts = [Decodes.masked(self, self.positions, first, table[:, 4:], local, like)]
         return tokens
 
     def slots_of(self, piece: Piece, span: range) -> list[int]:
@@ -118,7 +146,9 @@ class PagedCache:
         return y.flatten(1).unsqueeze(1)
 
     def copied(self, n: int, stored: Tensor, rows: Tensor) -> Tensor:
-        """These rows in buffer n. stored: [blocks of all heads, size d]"""
+        """These rows, on a CPU in buffer n. stored: [blocks of all heads, size d]"""
+        if stored.device.type != "cpu":
+            return stored.index_select(0, rows)
         count = len(rows) * stored.shape[1]
         if len(self.buffers) <= n:
             self.buffers.append(stored.new_empty(0))
@@ -132,38 +162,47 @@ class PagedCache:
 class Decodes:
     """One query for each of b sequences."""
 
-    def __init__(
-        self, cache: PagedCache, pieces: list[Piece], local: LocalBias | None, like: Tensor
-    ):
-        """local: of families.py; like: has the scores' device and dtype."""
+    def __init__(self, cache: PagedCache, table: Tensor, mask: Tensor | None):
+        """table: [b, blocks]; mask: what is added to the scores, [b, 1 or a, 1, S]"""
         self.cache = cache
-        self.count = len(pieces)
-        first = [cache.first_block(piece.start) for piece in pieces]
-        tables = [piece.table[n:] for n, piece in zip(first, pieces)]
+        self.count = len(table)
+        self.table = table.flatten()  # [b blocks]
+        self.mask = mask
         # of a sequence that is alone: its keys, without those that fill up the last block; and the
         # slice of the cache that it is, where its blocks stand next to each other
         self.columns = self.span = None
-        # what is added to the scores, [b, 1 or a, 1, S]
-        self.mask: Tensor | None = None
         # [a_kv b blocks], of the blocks of all heads
         self.rows: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, cache: PagedCache, pieces: list[Piece], local: LocalBias | None, like: Tensor
+    ) -> "Decodes":
+        """local: of families.py; like: has the scores' device and dtype."""
+        first = [cache.first_block(piece.start) for piece in pieces]
+        tables = [piece.table[n:] for n, piece in zip(first, pieces)]
         if len(pieces) == 1 and local is None:
-            begin, self.columns = tables[0][0] * cache.size, pieces[0].start + 1
+            decodes = cls(cache, torch.tensor(tables, device=like.device), None)
+            begin, decodes.columns = tables[0][0] * cache.size, pieces[0].start + 1
             if is_run(tables[0]):
-                self.span = slice(begin, begin + self.columns)
-                return
+                decodes.span = slice(begin, begin + decodes.columns)
+            return decodes
         longest = max(map(len, tables))
-        filled = [table + [0] * (longest - len(table)) for table in tables]
-        self.table = torch.tensor(filled, device=like.device).flatten()  # [b blocks]
-        if self.columns:
-            return
-        self.mask = mask_of(
-            torch.tensor([[piece.start] for piece in pieces], device=like.device),
-            torch.tensor([[n * cache.size] for n in first], device=like.device)
-            + torch.arange(longest * cache.size, device=like.device),
-            local,
-            like,
-        )
+        rows = [
+            [piece.start, n, *table, *[0] * (longest - len(table))]
+            for piece, n, table in zip(pieces, first, tables)
+        ]
+        rows = torch.tensor(rows, device=like.device)
+        return cls.masked(cache, rows[:, 0], rows[:, 1], rows[:, 2:], local, like)
+
+    @classmethod
+    def masked(
+        cls, cache: PagedCache, positions: Tensor, first: Tensor, table: Tensor, local, like
+    ) -> "Decodes":
+        """positions: [b]; first: [b], where the table [b, blocks] of a sequence begins."""
+        column = torch.arange(table.shape[1] * cache.size, device=like.device)
+        keys = (first * cache.size).unsqueeze(1) + column  # [b, S]
+        return cls(cache, table, mask_of(positions.unsqueeze(1), keys, local, like))
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q: [b, a, 1, d]; keys, values: of a layer, [a_kv, blocks * size, d] -> [b, a, d]"""

@@ -653,13 +653,15 @@ def trained(rank, world, flags, load_from, save_to, steps):
 
 
 WIDE = LLAMA | dict(num_heads=8, num_kv_heads=4, precision="bf16", micro_batch_size=2)
-LAYOUTS = [(1, {}), (2, dict(tp=2)), (4, dict(tp=4, sequence_parallel=True))]
+PADDED = dict(make_vocab_size_divisible_by=32)
+LAYOUTS = [(1, {}), (1, PADDED), (2, PADDED | dict(tp=2)), (4, dict(tp=4, sequence_parallel=True))]
 
 
-def test_saved_under_one_layout_loads_under_any(tmp_path):
+@pytest.mark.parametrize("padding", [{}, PADDED], ids=["as the ranks need", "to 64 rows"])
+def test_saved_under_one_layout_loads_under_any(tmp_path, padding):
     """Weights, masters and moments, bit for bit, of a vocabulary that the ranks do not divide."""
     folder = str(tmp_path)
-    ((_, saved),) = ranks.run(trained, 4, 4, WIDE | dict(tp=2), [None], folder, 2)[0]
+    ((_, saved),) = ranks.run(trained, 4, 4, WIDE | padding | dict(tp=2), [None], folder, 2)[0]
     assert saved["model.embedding.tokens.weight"].shape == (61, 32)
     payload = sum(f.stat().st_size for f in tmp_path.glob("*/*.safetensors"))
     exact = sum(t.numel() * t.element_size() for t in saved.values())

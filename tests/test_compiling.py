@@ -1,11 +1,33 @@
 """base/compiling.py: what compiled code calls as it is, in a process that began without the
-compiler."""
+compiler; and every function with a gradient of its own, compiled beside uncompiled."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import chunked_head
+import context_parallel
+import fp8
+import moe
+import overlap
+import preference
+import recompute
+import sequence_parallel
+import tensor_parallel
+from attention.causal_blocks import causal_attention
+from attention.ring_attention import RingAttention
+from base import cpu
+from base.cross_entropy import cross_entropy
+from base.grouped_linear import grouped_linear
+from gpt import PLAIN
+from model_config import GPTConfig
+from precision import fp8_experts
+from proof import ranks
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = """
@@ -44,3 +66,125 @@ def test_what_is_left_out_is_not_traced(without, status):
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == status, done.stderr
     assert status == 0 or "AssertionError: [False, True]" in done.stderr, done.stderr
+
+
+# --- every function with a gradient of its own ----------------------------------------------------
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+def on_one_rank() -> dict:
+    """{(file, function): (what uses it, leaves)}"""
+    x, w = leaf(2, 8, 16), leaf(16, 16)
+    q, k = leaf(2, 4, 8, 16), leaf(2, 2, 8, 16)
+    rows, experts = leaf(6, 16), leaf(2, 8, 16)
+    targets = torch.randint(16, (2, 8))
+    counts = torch.tensor([2, 4])
+    order, position = torch.randperm(6), torch.empty(1, 6, dtype=torch.int64)
+    position[0, order] = torch.arange(6)
+    permutation = moe.permute_rows, moe.unpermute_rows, order, position
+    scaling = fp8.make(("current", True, 16), GPTConfig(2, 16, 2), "cpu", True)
+    of_linear = fp8.Layer(scaling, ((0, 0),))
+    of_experts = fp8_experts.Layer(scaling, ((0, 4),), None, None)
+    weight = torch.nn.Parameter(w.detach().clone())
+    return {
+        ("attention.causal_blocks", "_CausalAttention"): (causal_attention, (q, k, leaf(*k.shape))),
+        ("base.cpu", "_GELU"): (cpu.gelu, (x,)),
+        ("base.cross_entropy", "_CrossEntropy"): (lambda z: cross_entropy(z * 1, targets), (x,)),
+        ("base.grouped_linear", "_GroupedLinear"): (
+            lambda x, w: grouped_linear(x, counts, w)[0],
+            (rows, experts),
+        ),
+        ("chunked_head", "_ChunkedLoss"): (
+            lambda x, w: chunked_head.chunked_loss(x, w, targets, 3, 16),
+            (x, w),
+        ),
+        ("fp8", "_Linear"): (lambda x: fp8.linear(of_linear, x, weight, None)[0], (x,)),
+        ("moe", "_AddLoss"): (lambda x, y: moe._AddLoss.apply(x, y.sum()), (x, w)),
+        ("moe", "_Permute"): (lambda x: moe._Permute.apply(x, *permutation), (rows,)),
+        ("overlap", "_Linear"): (lambda x, w: overlap.linear(x, w, w, None, None)[1], (x, w)),
+        ("precision.fp8_experts", "_GroupedLinear"): (
+            lambda x, w: fp8_experts._GroupedLinear.apply(x, counts, of_experts, w)[0],
+            (rows, experts),
+        ),
+        ("recompute", "_Checkpoint"): (lambda x: recompute.checkpoint(torch.sin, x), (x,)),
+    }
+
+
+def on_several_ranks(group) -> dict:
+    x, w, rows = leaf(2, 8, 16), leaf(16, 16), leaf(6, 16)
+    q, k = leaf(2, 4, 8, 16), leaf(2, 2, 8, 16)
+    targets = torch.randint(16, (2, 8))
+    ring = RingAttention(group)
+    return {
+        ("attention.ring_attention", "_RingAttention"): (
+            lambda q, k, v: ring(q, k, v, PLAIN),
+            (q, k, leaf(*k.shape)),
+        ),
+        ("context_parallel", "_AllToAll"): (
+            lambda x: context_parallel._AllToAll.apply(x, group, 1, 2),
+            (q,),
+        ),
+        ("moe", "_AllToAll"): (lambda x: moe._AllToAll.apply(x, [3, 3], [3, 3], group), (rows,)),
+        ("preference", "_GatherValues"): (
+            lambda x: preference.gather_values(x[..., 0], group),
+            (x,),
+        ),
+        ("sequence_parallel", "_CopyWeights"): (
+            lambda x, w: x @ sequence_parallel.copy_weights([w], group)[0],
+            (x, w),
+        ),
+        ("sequence_parallel", "_Pair"): (
+            lambda x: sequence_parallel.gather_sequence(x, group),
+            (x,),
+        ),
+        ("tensor_parallel", "_Copy"): (lambda x: tensor_parallel.copy_to_ranks(x, group), (x,)),
+        ("tensor_parallel", "_Reduce"): (
+            lambda x: tensor_parallel.reduce_from_ranks(x * 1, group),
+            (x,),
+        ),
+        ("tensor_parallel", "_VocabParallelCrossEntropy"): (
+            lambda z: tensor_parallel.vocab_parallel_cross_entropy(z * 1, targets, 32, group),
+            (x,),
+        ),
+    }
+
+
+# of CUDA: test_compiled of test_kernels.py, by the emulator
+BY_THE_EMULATOR = {("kernels", "_Norm"), ("kernels", "_CrossEntropy")}
+
+
+def results(function, leaves) -> list[Tensor]:
+    """What a function of leaves gives, and their gradients. The result is used further: what is in
+    front of compiled code is also behind it."""
+    y = function(*leaves).double().sin()
+    return [y, *torch.autograd.grad((y * torch.linspace(1, 2, y.shape[-1])).sum(), leaves)]
+
+
+def compiled_beside_plain(rank) -> tuple[set, dict]:
+    """(our functions with gradients of their own, largest differences by case)"""
+    torch.manual_seed(0)
+    found = {}
+    cases = on_one_rank() | on_several_ranks(dist.group.WORLD)
+    for name, (function, leaves) in cases.items():
+        torch._dynamo.reset()
+        plain = results(function, leaves)
+        compiled = results(torch.compile(function, backend="aot_eager"), leaves)
+        assert all(grad.any() for grad in plain[1:]), name
+        found[name] = max((a - b).abs().max().item() for a, b in zip(plain, compiled))
+    ours = {
+        (c.__module__, c.__name__)
+        for c in torch.autograd.Function.__subclasses__()
+        if (ROOT / f"{c.__module__.replace('.', '/')}.py").exists()
+    }
+    return ours, found
+
+
+def test_compiled_functions_have_their_gradients():
+    """Before torch 2.13 one whose forward returned what an operation in place gives had none, in
+    silence."""
+    (ours, found), _ = ranks.run(compiled_beside_plain, 2)
+    assert ours - BY_THE_EMULATOR == found.keys()
+    assert max(found.values()) < 1e-12, found

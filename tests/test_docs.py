@@ -300,6 +300,8 @@ def test_flags(monkeypatch):
     mains.append((main_of("exercises/check.py", []), []))
     for main, argv in mains:
         known |= option_strings(main, argv, monkeypatch)
+    # of torchrun from torch 2.13 on
+    known.add("--shutdown-timeout")
     # of the server whose command planner.py serve prints
     known |= {"--max-sequences", "--block-size", "--blocks"}
     for path in DOCS:

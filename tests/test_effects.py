@@ -42,6 +42,7 @@ OTHER = {"reward": "dpo", "dpo": "reward", "grpo": "ppo", "ppo": "grpo"}
 # What a run leaves does not show these: they are about memory, speed, devices, or what breaks.
 UNSEEN = {
     *("attention", "recompute", "recompute_layers", "micro_batch_size", "kernels", "compile"),
+    "make_vocab_size_divisible_by",
     *("device", "timeout", "max_bad_steps", "tensorboard", "fp8_keep_bytes", "out", "resume"),
     # layouts need more ranks; each technique's tests have them
     *("tp", "sequence_parallel", "pp", "cp", "virtual_stages", "ep", "rollout_tp", "rollout_pp"),

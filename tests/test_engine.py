@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from graphs_on_cpu import TapedFunction
 from parity import again
 from test_generate import BLOOM, EXPERTS, GEMMA, QWEN3, loud, save
 from test_gpt import GPT_SHAPES, LLAMA_SHAPES, build
@@ -14,7 +15,7 @@ import adapters
 import generate
 import serve
 from base.world import Groups
-from inference import cli, quantization, weight_layouts
+from inference import cli, cuda_graphs, quantization, weight_layouts
 from inference.sampling import SamplingParams, keys_of
 from proof import ranks
 from serve import BlockPool, DrawOptions, Request, Scheduler, Sequence
@@ -144,12 +145,89 @@ def test_each_answer_is_the_one_alone(name, sizes):
         assert scheduler.preemptions > 0
 
 
+# --- decodes that are captured ----------------------------------------------------------------
+
+
+def tape(setattr) -> None:
+    """Steps of decodes are captured as on a GPU (graphs_on_cpu.py)."""
+    setattr(cuda_graphs, "GraphedFunction", TapedFunction)
+    setattr(cuda_graphs, "can_capture", lambda *args: True)
+
+
+@pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "window", "bloom"])
+def test_captured_steps(name, sizes, monkeypatch):
+    model = make(name)
+    requests = make_requests(60)
+    expected = answers_alone(model, requests)
+    tape(monkeypatch.setattr)
+    engine = Engine(model, **sizes)
+    assert as_alone(serve_all(engine, requests), expected, requests)
+    shapes = {(rows, columns - 4) for rows, columns in engine.runner.graphs.captured}
+    engine.close()
+    # sequences of a step, blocks of the longest
+    assert {rows for rows, _ in shapes} <= {1, 2, 4, 8, 16}
+    assert {blocks for _, blocks in shapes} <= {1, 2, 4, 8, 16}
+    assert len(shapes) >= 4
+
+
+def filled_up_with_block_1(monkeypatch):
+    """Rows that fill up a step write where somebody's keys are."""
+    original = PagedCache.decodes_table
+
+    def table(self, step):
+        rows = original(self, step)
+        for row in rows[len(step.pieces) :] if rows else ():
+            row[2] = self.size
+        return rows
+
+    monkeypatch.setattr(PagedCache, "decodes_table", table)
+
+
+def tables_of_the_capture(monkeypatch):
+    """A graph goes on with the tables that it was captured for."""
+
+    def without_inputs(self, *inputs):
+        self.tape.play()
+        return self.result.clone()
+
+    monkeypatch.setattr(TapedFunction, "__call__", without_inputs)
+
+
+@pytest.mark.parametrize("breakage", [filled_up_with_block_1, tables_of_the_capture])
+def test_captured_answers_show(breakage, monkeypatch):
+    model = make("gpt")
+    requests = make_requests(60)
+    expected = answers_alone(model, requests)
+    tape(monkeypatch.setattr)
+    breakage(monkeypatch)
+    engine = Engine(model, **LARGE)
+    served = serve_all(engine, requests)
+    engine.close()
+    assert not as_alone(served, expected, requests)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gpt", "window", "bloom"])
+def test_captured_on_a_gpu(name):
+    model = make(name)
+    requests = make_requests(60)
+    expected = answers_alone(model, requests)
+    engine = Engine(model.cuda(), **LARGE)
+    served = serve_all(engine, requests)
+    assert len(engine.runner.graphs.captured) >= 4
+    engine.close()
+    assert as_alone(served, expected, requests)
+
+
 # --- layouts --------------------------------------------------------------------------------------
 
 
 def on_ranks(rank, path, world, layout, sizes, requests):
     layout = dict(layout)
     split = layout.pop("layer_split", None)
+    if layout.pop("captured", False):
+        tape(setattr)
     groups = Groups.make("cpu", world, **layout)
     model, _ = cli.load_model(path, torch.device("cpu"), torch.float64, groups, split)
     for stage in generate.stages_of(model):
@@ -169,7 +247,12 @@ def on_ranks(rank, path, world, layout, sizes, requests):
 
 
 LAYOUTS = {
-    "gpt": [(2, dict(tp=2)), (2, dict(pp=2)), (4, dict(tp=2, pp=2))],
+    "gpt": [
+        (2, dict(tp=2)),
+        (2, dict(pp=2)),
+        (4, dict(tp=2, pp=2)),
+        (2, dict(pp=2, captured=True)),
+    ],
     "bloom": [(4, dict(tp=2, pp=2))],
     "experts": [(2, dict(tp=2))],
     "llama": [(4, dict(pp=4, layer_split=[1, 2, 1, 1]))],
@@ -217,12 +300,7 @@ def hash_without_parent(monkeypatch):
 
 
 def no_copy_on_write(monkeypatch):
-    original = PagedCache.begin
-
-    def begin(self, step, *args):
-        return original(self, step._replace(copies=[]), *args)
-
-    monkeypatch.setattr(PagedCache, "begin", begin)
+    monkeypatch.setattr(PagedCache, "copy_blocks", lambda self, step: None)
 
 
 def mask_of_the_next_request(monkeypatch):

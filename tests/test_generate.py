@@ -17,6 +17,7 @@ import shortened
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from graphs_on_cpu import TapedFunction
 from test_gpt import GPT_SHAPES, LLAMA_SHAPES, build
 
 import checkpoint
@@ -333,6 +334,30 @@ def test_each_matrix_has_its_fastest_layout(monkeypatch):
         raise RuntimeError("not in this build")
 
     assert weight_layouts.time_of(missing, torch.ones(4, 4), torch.ones(1, 4), None) == math.inf
+
+
+def test_a_layout_is_timed_until_the_device_is_done(monkeypatch):
+    """On a GPU a call returns before its kernel has run."""
+    clock = {"asked": 0.0, "done": 0.0}
+
+    class Queue:
+        """A device that needs a second for each product, and is at `done`."""
+
+        def __init__(self, device):
+            self.at = clock["asked"]
+
+        def wait(self):
+            clock["done"] = self.at
+
+        def seconds_since(self, earlier):
+            assert clock["done"] == self.at
+            return self.at - earlier.at
+
+    def layout(matrix, x, bias):
+        clock["asked"] += 1.0
+
+    monkeypatch.setattr(weight_layouts, "Moment", Queue)
+    assert weight_layouts.time_of(layout, None, torch.ones(1), None) == 1.0
 
 
 # --- under every layout ---------------------------------------------------------------------------
@@ -656,6 +681,79 @@ def test_an_output_that_is_full_or_ascii(saved, capsys, tmp_path, monkeypatch):
     assert status == 1
     assert muted == [full]
     assert "standard output: No space left on device" in capsys.readouterr().err
+
+
+# --- decoding steps that are captured -------------------------------------------------------------
+
+
+@pytest.fixture
+def taped(monkeypatch):
+    """Captures as on a GPU, by a tape. Returns the number of rows of each capture."""
+    captured = []
+
+    class Counted(TapedFunction):
+        def __init__(self, function, inputs, pool=None):
+            super().__init__(function, inputs, pool)
+            captured.append(len(inputs[0]))
+
+    monkeypatch.setattr(cuda_graphs, "GraphedFunction", Counted)
+    monkeypatch.setattr(cuda_graphs, "can_capture", lambda *args: True)
+    return captured
+
+
+@pytest.mark.parametrize("shape", [*GPT_SHAPES, *LLAMA_SHAPES], ids=str)
+def test_a_captured_step_is_the_step(shape, taped, monkeypatch):
+    """Token for token, of rows that end early, beyond the context; and with the graphs of an
+    earlier call, from caches that have its keys."""
+    model = loud(build(torch.float64, **shape))
+    prompts = ragged(model.config.vocab_size)
+    more = ragged(model.config.vocab_size, (2, 6, 8, 4, 4), seed=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_graphs, "can_capture", lambda *args: False)
+        expected = [generate.generate(model, p, 40, eot=5, **SAMPLED) for p in (prompts, more)]
+    runner = generate.ModelRunner([model])
+    assert generate.generate(model, prompts, 40, eot=5, runner=runner, **SAMPLED) == expected[0]
+    # five rows, then two or one of them
+    assert set(taped) <= {5, 2, 1}
+    count = len(taped)
+    assert generate.generate(model, more, 40, eot=5, runner=runner, **SAMPLED) == expected[1]
+    assert generate.generate(model, prompts, 40, eot=5, runner=runner, **SAMPLED) == expected[0]
+    # one for each number of rows and of columns
+    assert len(taped) - count <= 2
+    with pytest.raises(ValueError, match="another model"):
+        generate.generate(build(torch.float64, **shape), prompts, 4, runner=runner)
+
+
+def test_a_graph_of_another_cache_is_seen(taped, monkeypatch):
+    """Rows that go on in new memory, while the graph writes to the old."""
+    model = loud(build(torch.float64, **GPT_SHAPES[0]))
+    prompts, more = (ragged(model.config.vocab_size, seed=seed) for seed in (1, 2))
+    expected = generate.generate(model, more, 20, **SAMPLED)
+    runner = generate.ModelRunner([model])
+    generate.generate(model, prompts, 20, runner=runner, **SAMPLED)
+
+    def moved(self, layer, *args, original=kv_cache.Cache.attend_prefill):
+        self.keys.pop(layer, None)
+        return original(self, layer, *args)
+
+    monkeypatch.setattr(kv_cache.Cache, "attend_prefill", moved)
+    assert generate.generate(model, more, 20, runner=runner, **SAMPLED) != expected
+
+
+def test_no_plan_for_each_length(monkeypatch):
+    """cuDNN's attention is not chosen while texts are written, and is again afterwards."""
+    model = build(torch.float64, **GPT_SHAPES[0])
+    seen = []
+    compute = generate.ModelRunner.compute
+
+    def watched(self, *args):
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return compute(self, *args)
+
+    monkeypatch.setattr(generate.ModelRunner, "compute", watched)
+    generate.generate(model, [[1, 2]], 3)
+    assert seen == [False] * 3
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 # --- on a GPU -------------------------------------------------------------------------------------

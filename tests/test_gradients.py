@@ -1,5 +1,6 @@
 import math
 from types import SimpleNamespace
+from unittest import mock
 
 import parity
 import pytest
@@ -119,6 +120,36 @@ def test_fused_sums_are_those_of_one_device(world, variants, common):
         kept = parity.OF_LAYOUT - {"micro_batch_size"}
         one = {name: value for name, value in flags.items() if name not in kept}
         parity.same(result, parity.train(base=one | dict(device="cpu")))
+
+
+def fuse_and_compile_on_cpus():
+    fuse_on_cpus()
+    parity.without_cpp()
+
+
+@parity.needs_compiler
+@pytest.mark.parametrize(
+    "world, base, flags",
+    [(1, parity.SMALL, {}), parity.again(1, parity.LLAMA, {}), (2, parity.LLAMA, dict(tp=2))],
+)
+def test_compiled_layers_have_them_too(world, base, flags):
+    """Between their graphs; counted, because gradients that are added apart would be the same."""
+    flags = base | flags | dict(compile=True, micro_batch_size=2)
+    results = ranks.run(counted_products, world, world, flags)
+    count, result = results[0]
+    # of query, key, value, output and two or three of the MLP; an untied head
+    weights = 2 * (4 + 3) + 1 if base is parity.LLAMA else 2 * (4 + 2)
+    assert count == weights * 3 * (8 // 2)
+    parity.same(result, parity.train(base=base | dict(device="cpu")))
+
+
+def counted_products(rank, world, flags):
+    """(products that three steps have added to sums of gradients, their result)"""
+    fuse_and_compile_on_cpus()
+    counted = mock.Mock(side_effect=GradientAccumulator.accumulate_product)
+    GradientAccumulator.accumulate_product = lambda *args: counted(*args)
+    (result,) = on_rank(rank, world, [flags], 3, None)
+    return counted.call_count, result
 
 
 def error_of_a_sum(way, dtype, scaler):

@@ -1,5 +1,6 @@
 """`python FILE`: the lessons, and the demonstrations of modules whose own tests do not run them."""
 
+import contextlib
 import importlib
 import io
 import json
@@ -9,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -287,10 +287,12 @@ def test_quiz_in_a_terminal():
         if answer:
             os.write(ours, answer)
             seen += b"|"
-    # one that comes between the prompt and the read is seen with the next one
+    # one that comes between the prompt and the read is seen with the next one; one that comes while
+    # Python ends would end it by the signal
     while lesson.poll() is None:
         lesson.send_signal(signal.SIGINT)
-        time.sleep(0.3)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            lesson.wait(5)
     assert lesson.returncode == 130
     seen = (seen + os.read(ours, 4096)).decode()
     os.close(ours)

@@ -17,6 +17,7 @@ import pipeline_parallel
 from base import world
 from pipelines import transfers
 from proof import parity, ranks
+from sequence_parallel import all_gather
 from zero.units import Unit
 
 # --- every kind of layout -------------------------------------------------------------------------
@@ -185,7 +186,7 @@ def other_type(rank):
 
 def changed_input(rank):
     x = torch.ones(2)
-    work = dist.all_gather_single(torch.empty(4), x, async_op=True)
+    work = all_gather(torch.empty(4), x, async_op=True)
     x += 1
     work.wait()
 
@@ -201,7 +202,7 @@ def used_output(rank):
 def freed_output(rank):
     """As ZeRO stage 3 frees the parameters of a layer."""
     x = torch.empty(4)
-    work = dist.all_gather_single(x, torch.ones(2), async_op=True)
+    work = all_gather(x, torch.ones(2), async_op=True)
     x.untyped_storage().resize_(0)
     work.wait()
 

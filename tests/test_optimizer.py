@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 import train as trainer
+from base import adamw_kernel
 from base.world import Groups
 from gradients import GradientAccumulator, LossScaler
 from optimizer import AdamW, join_master, learning_rate, split_master
@@ -292,3 +293,15 @@ def test_fp16_scale_finds_its_place_on_the_cpu():
     losses, t = curve("fp16", steps=60)
     assert 1 <= t.optimizer.skipped <= 5 and 1 < t.scaler.scale < 2**32
     assert losses[-5:].mean() < losses[0] - 1.5 and torch.isfinite(losses).all()
+
+
+def test_addresses_that_come_round_are_copied_once():
+    """One launch updates the parameters of a kind. Its table of addresses is another one each step,
+    because the sums of gradients are, and they come round."""
+    adamw_kernel.on_device.cache_clear()
+    for step in range(10):
+        for kind in range(3):
+            table = tuple(range(kind, 100 + step % 2))
+            adamw_kernel.on_device(table, torch.int64, torch.device("cpu"))
+            adamw_kernel.on_device((0.1 + kind,), torch.float32, torch.device("cpu"))
+    assert adamw_kernel.on_device.cache_info().misses == 3 * (2 + 1)

@@ -1,14 +1,19 @@
 """overlap.py: in which order a linear layer communicates and multiplies, and what it keeps. (Its
 numbers: every layout of test_compositions.py with tensor parallelism.)"""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import gpt
 import overlap
 import tensor_parallel
 from gpt import DeferredBiasLinear
+from model_config import GPTConfig
+from pipelines import zero_bubble
 from proof import ranks
 from recompute import saved_bytes
 from sequence_parallel import GatherSequence
@@ -36,6 +41,44 @@ def layers(enter):
 def test_the_bias_that_the_next_module_adds():
     linear = DeferredBiasLinear(2, 3)
     assert overlap.weights_and_biases((linear,)) == [linear.weight, None]
+
+
+class Operations(TorchDispatchMode):
+    """Counts additions and products."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.counts[op.overloadpacket._qualified_op_name.removeprefix("aten::")] += 1
+        return op(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("name", ["attention", "mlp"])
+def test_layers_that_share_an_input_on_one_device(name):
+    """The gradients of three or two layers, bit for bit; without the additions of their ∂x."""
+    torch.manual_seed(0)
+    config = GPTConfig(num_layers=1, hidden_size=H, num_heads=4, seq_length=S, llama=True)
+    found = []
+    for joined in (False, True):
+        part = getattr(gpt.GPT(config).blocks["0"], name).double()
+        if joined:
+            zero_bubble.apply(part)
+            assert type(part.project) is overlap.JoinedInput
+        names = ("query", "key", "value") if name == "attention" else ("gate", "up")
+        layers = [getattr(part, n) for n in names]
+        x = torch.linspace(-1, 1, B * S * H, dtype=torch.float64).view(B, S, H).requires_grad_()
+        outputs = part.project(x, *layers)
+        loss = sum((y * y).sum() for y in outputs)
+        with Operations() as seen:
+            grads = torch.autograd.grad(loss, [x, *(layer.weight for layer in layers)])
+        found.append((grads, seen.counts))
+    (plain, before), (joined, after) = found
+    assert all(torch.equal(a, b) for a, b in zip(plain[1:], joined[1:]))
+    torch.testing.assert_close(plain[0], joined[0], rtol=1e-14, atol=1e-14)
+    assert before["mm"] == after["mm"] + after["addmm_"] == 2 * len(layers)
+    assert after["addmm_"] == before["add"] - after["add"] == len(layers) - 1
 
 
 class Events(TorchDispatchMode):

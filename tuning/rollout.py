@@ -188,8 +188,8 @@ def write_answers(
 
 
 def suits_engine(stages: list[GPT]) -> bool:
-    """Whether serving/engine.py can run the model: one stage on each rank. On a GPU generate.py has
-    CUDA graphs, which the engine has not."""
+    """Whether serving/engine.py can run the model: one stage on each rank. Not on a GPU, where an
+    engine made for these answers would capture its CUDA graphs anew."""
     # a stage in a pipeline may have no parameters, once they are packed
     return len(stages) == 1 and all(p.device.type == "cpu" for p in stages[0].parameters())
 

@@ -86,7 +86,7 @@ def routed_by_slice():
     """Each tensor-parallel rank balances its own slice of the sequence."""
     forward = moe.Routing.forward
 
-    def by_slice(self, logits):
+    def by_slice(self, logits, real):
         scores = self.scores
         # s = 16
         b = len(logits) // 16
@@ -97,7 +97,7 @@ def routed_by_slice():
             return torch.cat(parts, 1).flatten(0, 1)
 
         self.scores = of_halves
-        plan = forward(self, logits)
+        plan = forward(self, logits, real)
         self.scores = scores
         return plan
 

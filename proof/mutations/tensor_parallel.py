@@ -1,5 +1,7 @@
 """What tensor parallelism needs: f, g, its own slice of everything."""
 
+from dataclasses import replace
+
 import torch.distributed as dist
 
 import dropout
@@ -36,12 +38,8 @@ def clones():
             return 0
 
     def shard_of_rank_0(whole, record, original=shard_of):
-        return original(
-            whole,
-            sharding.Sharding(
-                record.shape, tuple(Shard(c.dim, First(c.group)) for c in record.placements)
-            ),
-        )
+        first = tuple(Shard(c.dim, First(c.group)) for c in record.placements)
+        return original(whole, replace(record, placements=first))
 
     sharding.shard_of = shard_of_rank_0
 
