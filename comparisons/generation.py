@@ -14,11 +14,9 @@ both give the same tokens is printed too.
 Both read all weights in each step. So the larger the model, the nearer both come to the speed of
 the memory, measured here as a matrix times a vector, with the shape of the largest matrix.
 
-On a GPU the stage `decode` also has the median of our steps, without CUDA graphs, which make one
-launch of a step (inference/cuda_graphs.py), and without cuDNN's attention, which makes a plan for
-each new shape. It is of GPT-2 124M."""
+On a GPU the stage `decode` also has the median of our steps, with CUDA graphs, which make one
+launch of a step (inference/cuda_graphs.py), and without. It is of GPT-2 124M."""
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -112,7 +110,9 @@ def against_transformers(model, theirs, batch: int, rounds: int) -> dict:
     def decode(function):
         return timed(lambda: function(NEW)) - timed(lambda: function(1))
 
-    ours_generate = partial(generate.generate, model, prompts.tolist(), temperature=0)
+    # as the commands do: it keeps CUDA graphs
+    options = dict(temperature=0, runner=generate.ModelRunner([model]))
+    ours_generate = partial(generate.generate, model, prompts.tolist(), **options)
     equal = ours_generate(NEW) == theirs_generate(NEW)
     kinds = {"ours": partial(decode, ours_generate), "theirs": partial(decode, theirs_generate)}
     times = report.in_turn(kinds, rounds)
@@ -195,24 +195,14 @@ def measure(name: str, config: GPTConfig, args) -> dict:
 # --- on a GPU, of gpu.py --------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def attention(cudnn: bool):
-    """While entered, cuDNN's attention is as it was, or off."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(before and cudnn)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
-
-
 def our_steps(model, batch: int, new: int) -> dict:
-    """Of greedy decoding: tokens/s by the median of the steps, and the slowest ones, in which CUDA
-    graphs are captured."""
+    """Of greedy decoding, after a text in which CUDA graphs are captured: tokens/s by the median of
+    the steps, and the slowest ones."""
     prompts = torch.randint(model.config.vocab_size, (batch, PROMPT)).tolist()
-    generate.generate(model, prompts, 4, temperature=0)
+    options = dict(temperature=0, runner=generate.ModelRunner([model]))
+    generate.generate(model, prompts, new, **options)
     ticks = [time.perf_counter()]
-    for _ in generate.stream(model, prompts, new, temperature=0):
+    for _ in generate.stream(model, prompts, new, **options):
         ticks.append(time.perf_counter())
     each = [b - a for a, b in itertools.pairwise(ticks[1:])]
     return {
@@ -230,9 +220,9 @@ def cases_of(stage: str, args) -> dict:
     new, rounds = (4, 1) if args.toy else (256, 3)
     pair = functools.cache(lambda: build(config, device))
 
-    def ours(batch: int, graphs: bool = True, cudnn: bool = True) -> dict:
+    def ours(batch: int, graphs: bool = True) -> dict:
         can_capture = cuda_graphs.can_capture if graphs else lambda *_: False
-        with attention(cudnn), mock.patch.object(cuda_graphs, "can_capture", can_capture):
+        with mock.patch.object(cuda_graphs, "can_capture", can_capture):
             return our_steps(packed(pair()[0], batch), batch, new)
 
     def both(batch: int) -> dict:
@@ -243,8 +233,7 @@ def cases_of(stage: str, args) -> dict:
     batches = BATCHES[:1] if args.toy else BATCHES
     found = {f"batch {n}": partial(ours, n) for n in batches}
     found |= {f"transformers, batch {n}": partial(both, n) for n in batches}
-    found["batch 16, no graphs"] = partial(ours, 16, graphs=False)
-    return found | {"batch 16, without cuDNN": partial(ours, 16, cudnn=False)}
+    return found | {"batch 16, no graphs": partial(ours, 16, graphs=False)}
 
 
 def predicted(stage: str, args) -> dict[str, str]:
@@ -255,7 +244,7 @@ def predicted(stage: str, args) -> dict[str, str]:
         for batch in BATCHES:
             seconds = on.step(batch, PROMPT + 128)
             found[f"batch {batch}{graphs}"] = f"{batch / seconds:,.0f} tokens/s"
-    return found | {"batch 16, without cuDNN": found["batch 16"]}
+    return found
 
 
 # --- the figure -----------------------------------------------------------------------------------

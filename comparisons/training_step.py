@@ -31,6 +31,7 @@ agree in all cases of this project, to the precision of bf16 or FP8.
 import dataclasses
 import functools
 import itertools
+from collections import Counter
 from functools import partial
 from unittest import mock
 
@@ -44,7 +45,6 @@ from steps import Steps, profile
 import fp8
 import gradients
 import planner
-import train
 from base import cpu
 from gpt import GPT
 from model_config import flops_per_token
@@ -211,8 +211,9 @@ def make(fields: dict, device: torch.device):
     peer, apart = fields.pop("peer", None), fields.pop("apart", False)
     if peer in ("nanoGPT", "plain Llama"):
         return peers.Steps(config_of(fields), device)
-    fuse = (lambda *args: None) if apart else gradients.fuse_accumulation
-    with drawn_on_the_gpu(), mock.patch.object(train, "fuse_accumulation", fuse):
+    # only a weight that is used once can be summed inside its product
+    uses_of = (lambda model: Counter()) if apart else gradients.uses_of
+    with drawn_on_the_gpu(), mock.patch.object(gradients, "uses_of", uses_of):
         return Steps(fields, device=device, task=WithPeer(peer) if peer else None)
 
 
@@ -278,8 +279,7 @@ def predicted_step(model: str, fields: dict) -> tuple[float, float]:
     given = {name: value for name, value in fields.items() if name != "apart"}
     config = config_of(BF16 | MODELS[model] | given)
     shape, layout, software = config.model_config(), layout_of(config, 1), software_of(config)
-    if config.compile or fields.get("apart"):
-        # train.py adds to the float32 sums inside the product where nothing is compiled
+    if fields.get("apart"):
         software = dataclasses.replace(software, fuses_accumulation=())
     seconds = sum(planner.step_time(H100, software, shape, layout).values())
     tokens = config.global_batch_size * shape.seq_length
