@@ -27,6 +27,7 @@ import torch
 from report import ROOT, median
 
 from base import cuda_kernels
+from comparisons.gpu import WORDS
 from planning.plan import predict
 from proof.kinds import config_of
 from proof.parity import LLAMA, SMALL, Result, Run
@@ -38,7 +39,7 @@ PYTEST = "-m pytest -vv -rfEs --no-header --tb=short -p no:cacheprovider --all -
 SELECTED = {"tests": ["-k", "not sanitizer"], "sanitizer": ["-k", "sanitizer"]}
 # of each, at toy size, where they are skipped
 TOY_TESTS = {"tests": "tests/test_device_queue.py", "sanitizer": "tests/test_kernels.py"}
-OUTCOMES = {"passed": "PASSED", "failed": "FAILED", "errors": "ERROR", "skipped": "SKIPPED"}
+OUTCOMES = {"passed": "PASSED", "failed": "FAILED", "skipped": "SKIPPED", "errors": "ERROR"}
 # stages that run beside the tests at toy size, in two lanes
 SMOKE = "gpt2 run serve attention matrices medium parity kernels llama fp8 decode".split()
 # seconds that a stage has left when its last process is stopped
@@ -170,12 +171,12 @@ def cases_of_tests(args) -> dict:
     def started() -> dict[str, Future]:
         own = ThreadPoolExecutor(2)
         found = {"pytest": own.submit(pytest, "tests", args, 8)}
-        found["compiled blocks"] = own.submit(alone, "warm", args, [])
+        found["warm"] = own.submit(alone, "warm", args, [])
         for stage in SMOKE:
             found[f"{stage}, toy"] = lanes.submit(alone, stage, args, ["--toy"])
         return found
 
-    names = [*(f"{stage}, toy" for stage in SMOKE), "pytest", "compiled blocks"]
+    names = [*(f"{stage}, toy" for stage in SMOKE), "pytest", "warm"]
     return {name: lambda name=name: started()[name].result() for name in names}
 
 
@@ -188,8 +189,10 @@ def alone(stage: str, args, flags: list[str]) -> dict:
         path = Path(folder) / "gpu.json"
         rows = json.loads(path.read_text())["results"].get(stage, {}) if path.exists() else {}
     failed = {name: row["error"] for name, row in rows.items() if "error" in row}
-    row = {"cases": len(rows), "failed": failed, "last line": lines[-1] if lines else ""}
-    return row | ({"error": f"{failed}"[:300]} if failed else ended(status))
+    row = {"cases": len(rows), "failed": failed}
+    if failed or status != 0:
+        row |= {"error": f"{failed or WORDS.get(status, status)}"[:300], "said": lines[-3:]}
+    return row
 
 
 def cases_of_sanitizer(args) -> dict:

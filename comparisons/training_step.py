@@ -103,7 +103,7 @@ PUBLISHED = [
 # whose rows say where the time of a step goes
 PROFILED = ("gpt2", AUTO), ("llama", AUTO), ("fp8", "fp8 current")
 # steps that are not counted, and that are
-WARMUP, COUNTED = 2, 4
+WARMUP, COUNTED = 2, 3
 
 
 def of_model(model: str) -> dict[str, dict]:
