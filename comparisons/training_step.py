@@ -104,6 +104,7 @@ PUBLISHED = [
 PROFILED = ("gpt2", AUTO), ("llama", AUTO), ("fp8", "fp8 current")
 # steps that are not counted, and that are
 WARMUP, COUNTED = 2, 3
+ONE_STEP = dict(warmup=1, counted=1)
 
 
 def of_model(model: str) -> dict[str, dict]:
@@ -153,10 +154,12 @@ def cases_of(stage: str, args) -> dict:
         return to_warm(args)
     found = {}
     for name, (model, fields) in chosen(stage, args).items():
-        given = BF16 | MODELS[model] | fields
+        given, options = BF16 | MODELS[model] | fields, {}
         if args.toy:
             given |= TOY | (dict(ffn_hidden_size=256) if "llama" in model else {})
-        found[name] = partial(measure, model, given, args.toy, (stage, name) in PROFILED)
+            options = ONE_STEP | dict(backend="eager")
+        profiled = (stage, name) in PROFILED
+        found[name] = partial(measure, model, given, profiled=profiled, **options)
     return found
 
 
@@ -171,7 +174,7 @@ def to_warm(args) -> dict:
                 # in FP8 is neither the first layer nor the last
                 given |= dict(num_layers=3 if stage == "fp8" else 1)
                 given |= dict(global_batch_size=given["micro_batch_size"])
-                found[f"{stage}, {name}"] = partial(measure, model, given, True, False)
+                found[f"{stage}, {name}"] = partial(measure, model, given, **ONE_STEP)
     return found
 
 
@@ -230,26 +233,30 @@ def peak(n: int) -> tuple[float, str]:
 LOSSES = {}
 
 
-def measure(model: str, fields: dict, toy: bool, profiled: bool) -> dict:
-    """A row: train in this process."""
+def measure(
+    model: str,
+    fields: dict,
+    warmup: int = WARMUP,
+    counted: int = COUNTED,
+    profiled: bool = False,
+    backend: str = "inductor",
+) -> dict:
+    """A row: train in this process. backend: of torch.compile."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         cpu.set_up()
     else:
         torch.cuda.reset_peak_memory_stats()
-    # no compiler's backend at toy size
-    compiled = partial(torch.compile, backend="eager") if toy else torch.compile
     built = []
-    with mock.patch.object(torch, "compile", compiled):
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)):
         init = timed(lambda: built.append(make(fields, device)))
     steps = built[0]
     losses, seconds = [], []
-    for number in range(1, 1 + (2 if toy else WARMUP + COUNTED)):
+    for number in range(1, 1 + warmup + counted):
         seconds.append(timed(lambda number=number: losses.append(steps.step(number))))
-    counted = seconds[1 if toy else WARMUP :]
     tokens = steps.config.global_batch_size * steps.model_config.seq_length
-    rates = spread([tokens / x for x in counted])
-    flops, of = peak(256 if toy else 2048)
+    rates = spread([tokens / x for x in seconds[warmup:]])
+    flops, of = peak(256 if backend == "eager" else 2048)
     row = {
         "tokens/s": rates,
         "% MFU": 100 * rates["median"] * flops_per_token(steps.model_config) / flops,

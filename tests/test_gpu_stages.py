@@ -151,6 +151,17 @@ def test_cases_by_name_are_more():
     assert "gpt-1.3b rotary" in names
 
 
+def test_what_is_warmed_is_compiled():
+    """One block of each case that compiles, as the case itself does."""
+    cases = training_step.cases_of("warm", gpu_table.ALL)
+    names = [f"{stage}, {name}" for stage, first in training_step.FIRST.items() for name in first]
+    assert list(cases) == [name for name in names if "compile" in name]
+    for case in cases.values():
+        assert case.args[1]["compile"] and "backend" not in case.keywords
+    toy = argparse.Namespace(toy=True, cases=[])
+    assert training_step.cases_of("gpt2", toy)["nanoGPT"].keywords["backend"] == "eager"
+
+
 def test_bytes_that_are_predicted_of_a_kernel():
     """By the table of kernels.py, and counted."""
     size = dict(b=2, s=64, h=128, ffn=256, vocab_size=512, heads=4)
