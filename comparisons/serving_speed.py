@@ -382,7 +382,7 @@ def main():
     parser = report.arguments(__doc__, threads=2, rounds=3)
     parser.add_argument("--together", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    args = report.parse(parser, rounds=1, together=[1, 4], cases=["toy"])
+    args = report.parse(parser, threads=1, rounds=1, together=[1, 4], cases=["toy"])
     torch.set_num_threads(args.threads)
     # for all
     cpu.keep_freed_memory()
