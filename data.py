@@ -12,8 +12,9 @@
   a shuffle that does not depend on where or in what order the files lie.
 - The last twentieth of the stream is held out: it is never trained on.
 - Sample n of a run is one sequence. Which one depends on (seed, n) alone; every epoch is a new
-  permutation. Step k = 1, 2, ... trains on samples (k - 1) B to k B - 1, for a global batch of B.
-  So a layout decides which rank computes a sample, never which samples a step has.
+  permutation. Step k = 1, 2, ... trains on samples (k - 1) B to k B - 1, for a global batch of B;
+  a run that goes on with another B takes those that come next. So a layout decides which rank
+  computes a sample, never which samples a step has.
 
 Attention is not masked between the documents of a sequence (Brown et al. 2020, "Language Models are
 Few-Shot Learners", appendix B), unless `--document-mask` asks for it: then a batch has the number
@@ -284,12 +285,23 @@ class Corpus(Dataset):
                 f" and one sequence takes {seq_length + 1}; give more text, or a --seq-length of at"
                 f" most {max(1, len(self.stream) - 1)}"
             )
-        # sample number -> sequence
+        # number of a sample of this corpus -> sequence
         self.sequence_of = Order(self.num_sequences, seed)
+        # what is added to a sample number, where a run went on from other corpora; what those gave
+        self.offset, self.others = 0, {}
+
+    def taken(self, n: int) -> dict:
+        name = self.index["corpus"]
+        corpora = self.others | {name: n + self.offset}
+        return {"blend": name, "start": 0, "before": [], "corpora": corpora}
+
+    def go_on(self, n: int, taken: dict) -> None:
+        self.others = taken["corpora"]
+        self.offset = self.others.get(self.index["corpus"], 0) - n
 
     def batch(self, samples) -> Batch:
         """samples: b global sample numbers."""
-        starts = [self.sequence_of(sample) * self.s for sample in samples]
+        starts = [self.sequence_of(sample + self.offset) * self.s for sample in samples]
         sequences = np.stack([self.stream[start : start + self.s + 1] for start in starts])
         # [b, s + 1]
         ids = torch.from_numpy(sequences.astype(np.int64))

@@ -79,6 +79,17 @@ class FP8Record(TypedDict):
 
 class RunRecord(TypedDict):
     tokenizer: NotRequired[str | None]
+    global_batch_size: NotRequired[Count]
+
+
+class TakenRecord(TypedDict):
+    """What a run has taken from its data, as of corpus/blend.py."""
+
+    blend: str
+    start: Count
+    before: list[Count]
+    # corpus -> samples
+    corpora: dict[str, Count]
 
 
 class Index(TypedDict):
@@ -93,6 +104,8 @@ class Index(TypedDict):
     config: RunRecord
     model: dict[str, Any]
     tokens: NotRequired[Count | None]
+    samples: NotRequired[Count | None]
+    taken: NotRequired[TakenRecord | None]
     corpus: NotRequired[str | None]
     optimizer: NotRequired[OptimizerRecord | None]
     fp8: NotRequired[FP8Record | None]

@@ -10,8 +10,11 @@ and the blend takes the samples in the order of these times:
     0.7:A 0.3:B     A 0.71   B 1.67   A 2.14   A 3.57   A 5.0   B 5.0   A 6.43   A 7.86   B 8.33
 
 By time t corpus k has given floor(w_k t + 1/2) samples, at most half a sample from its share. This
-count is known at any t without the samples before it: sample 2^50 costs as much as sample 0, and a
-resumed run needs no state. Weights are exact fractions, so every machine computes the same order.
+count is known at any t without the samples before it: sample 2^50 costs as much as sample 0.
+Weights are exact fractions, so every machine computes the same order.
+
+A run may be resumed with other weights, or with other corpora. Then the blend begins anew, and each
+corpus goes on after the samples that it has given so far, which the checkpoint tells.
 
     python -m corpus.blend 0.7:A 0.3:B       the order of the first samples, and each corpus's count
 
@@ -72,6 +75,13 @@ class Interleave:
 
     def __call__(self, n: int) -> tuple[int, int]:
         """(k, m): sample n of the blend is sample m of corpus k."""
+        taken = self.taken(n)
+        # (m + 1/2) / w_k, in half units: the next sample of each corpus
+        _, k = min(((2 * taken[k] + 1) * self.steps[k], k) for k in range(len(self.shares)))
+        return k, taken[k]
+
+    def taken(self, n: int) -> list[int]:
+        """How many of the first n samples come from each corpus."""
         # Rounding adds at most 1/2 for each of K corpora: by time n - K/2 no more than n samples
         # were taken. Start there, then take the few that are left one by one.
         time = max(0, n - (len(self.shares) + 1) // 2)
@@ -84,8 +94,7 @@ class Interleave:
             when, k = due[0]
             taken[k] += 1
             heapq.heapreplace(due, (when + 2 * self.steps[k], k))
-        _, k = due[0]
-        return k, taken[k]
+        return taken
 
 
 class Blend(Dataset):
@@ -94,10 +103,13 @@ class Blend(Dataset):
     def __init__(self, corpora: list, weights: list[Fraction]):
         """corpora: each a `data.Corpus`, with a weight."""
         self.corpora = corpora
-        self.locate = Interleave(weights)
+        self.interleave = Interleave(weights)
+        # the sample with which this blend begins; what each corpus had given before, and others
+        self.start, self.before, self.others = 0, [0] * len(corpora), {}
+        self.names = [corpus.index["corpus"] for corpus in corpora]
         self.s = corpora[0].s
         self.num_sequences = sum(corpus.num_sequences for corpus in corpora)
-        shares = [Fraction(share, self.locate.total) for share in self.locate.shares]
+        shares = [Fraction(share, self.interleave.total) for share in self.interleave.shares]
         names = []
         tokens = 0
         bytes_per_token = Fraction(0)
@@ -111,6 +123,29 @@ class Blend(Dataset):
             # not the sum: bytes / tokens is that of the blend's samples
             "bytes": round(tokens * bytes_per_token),
         }
+
+    def taken(self, n: int) -> dict:
+        of_blend = self.interleave.taken(n - self.start)
+        counts = [before + m for before, m in zip(self.before, of_blend)]
+        return {
+            "blend": self.index["corpus"],
+            "start": self.start,
+            "before": self.before,
+            "corpora": self.others | dict(zip(self.names, counts)),
+        }
+
+    def go_on(self, n: int, taken: dict) -> None:
+        self.others = taken["corpora"]
+        if taken["blend"] == self.index["corpus"] and len(taken["before"]) == len(self.names):
+            # as if it had not been interrupted
+            self.start, self.before = min(n, taken["start"]), taken["before"]
+        else:
+            self.start, self.before = n, [taken["corpora"].get(name, 0) for name in self.names]
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """(k, m): a sample of the run is sample m of corpus k."""
+        k, m = self.interleave(sample - self.start)
+        return k, self.before[k] + m
 
     def batch(self, samples) -> Batch:
         """samples: b global sample numbers."""

@@ -39,6 +39,12 @@ class Dataset:
 
     s: int
 
+    def taken(self, n: int) -> dict | None:
+        """What a checkpoint keeps of the first n samples of a run, beside their number."""
+
+    def go_on(self, n: int, taken: dict) -> None:
+        """Sample n is the next, after those of which `taken` told."""
+
     def counted_tokens(self, samples) -> int:
         """How many targets of these samples count: known before any forward."""
         return self.positions(samples)

@@ -153,7 +153,7 @@ def train(config: RunConfig, world: World, tokenizer, trainer_class, loop) -> No
     trainer = build(config, world, trainer_class, task)
     trainer.checkpoints.tokenizer = record(tokenizer)
     out = Path(config.out)
-    start, tokens = saving.restore(trainer, world, train_set.index["corpus"], tokenizer)
+    start, tokens = saving.restore(trainer, world, train_set, tokenizer)
     if is_done(config, world, out / task.last_file, start):
         # what was loaded is on its way to other ranks
         task.wait_for_parameters()

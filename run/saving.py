@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import checkpoint
 from base.world import World
+from corpus.datasets import Dataset
 from corpus.tokenizer import CHAT_TEMPLATE, TokenizerRecord
 from run.config import ConfigError, flag_name
 
@@ -33,15 +34,21 @@ class RunCheckpoints:
         # the longest sequence that the model is known to read; --seq-length may be shorter
         self.longest = trainer.model_config.seq_length
 
-    def save(self, folder: Path, step: int, tokens: int, corpus: str) -> None:
-        """Start to write a checkpoint; `saver.wait()` waits for its end."""
+    def save(
+        self, folder: Path, step: int, tokens: int, corpus: str, dataset: Dataset | None = None
+    ) -> None:
+        """Start to write a checkpoint; `saver.wait()` waits for its end. dataset: what is learned
+        from."""
         self.saver.wait()
         # steps were taken since the checkpoint before, so it may be good
         self.remove_old(folder, good=not self.trainer.optimizer.skipped_in_a_row)
         self.unproven = step
         trainer = self.trainer
+        samples = trainer.task.global_batch(step + 1).start
         state = {
             "tokens": tokens,
+            "samples": samples,
+            "taken": dataset.taken(samples) if dataset else None,
             "corpus": corpus,
             "tokenizer": dataclasses.asdict(self.tokenizer),
             **{f"{prefix}optimizer": state for prefix, state in self.numbers().items()},
@@ -121,7 +128,7 @@ class RunCheckpoints:
 SILENT = ("resume", "out", "cache", "log_every", "plan", "tensorboard")
 
 
-def restore(trainer, world: World, corpus: str, tokenizer) -> tuple[int, int]:
+def restore(trainer, world: World, dataset: Dataset, tokenizer) -> tuple[int, int]:
     """Continue from the newest whole checkpoint of --out if asked to, or start from the weights of
     --load. Returns (steps, tokens) that are done. Raises CheckpointError or ConfigError."""
     config = trainer.config
@@ -141,7 +148,8 @@ def restore(trainer, world: World, corpus: str, tokenizer) -> tuple[int, int]:
         for message in damage:
             world.say(f"{message}; going back to the one before")
         trainer.task.check_base(path, index)
-        changed = changes(trainer, path, index, corpus)
+        go_on(trainer, index, dataset)
+        changed = changes(trainer, path, index, dataset.index["corpus"])
         text = f", with {', '.join(changed)}" if changed else ""
         world.say(f"resuming after step {index['step']}{text}")
         return index["step"], index["tokens"]
@@ -154,6 +162,16 @@ def restore(trainer, world: World, corpus: str, tokenizer) -> tuple[int, int]:
         world.say(f"--resume: no checkpoint in {config.out} yet, starting from step 1")
     trainer.task.load_weights(world)
     return 0, 0
+
+
+def go_on(trainer, index: dict, dataset: Dataset) -> None:
+    """The next step takes the samples after those that the steps of a checkpoint have taken."""
+    # an older checkpoint is of a run whose batches had one size
+    by_size = index["step"] * index["config"].get("global_batch_size", 0)
+    samples = index.get("samples") or by_size
+    trainer.task.go_on(index["step"], samples)
+    if index.get("taken"):
+        dataset.go_on(trainer.task.taken, index["taken"])
 
 
 def changes(trainer, path: Path, index: dict, corpus: str) -> list[str]:

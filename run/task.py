@@ -102,6 +102,8 @@ class Task(PartOfTrainer):
     last_file = "sample.txt"
     # in metrics.jsonl: what `evaluate` gives
     eval_field = "eval_loss"
+    # of the checkpoint that this run goes on from: its steps, and the samples that they have taken
+    steps_done = taken = 0
 
     def __init__(self, learned: WholeModel | None = None):
         """learned: which parameters learn; the default is all."""
@@ -149,9 +151,18 @@ class Task(PartOfTrainer):
         return dataset
 
     def samples(self, step: int) -> range:
-        """The global batch of a step, counted from 1, as sample numbers."""
+        """What a step, counted from 1, computes with, as sample numbers."""
+        return self.global_batch(step)
+
+    def global_batch(self, step: int) -> range:
+        """The samples of the data set that a step takes."""
         size = self.config.global_batch_size
-        return range((step - 1) * size, step * size)
+        first = self.taken + (step - 1 - self.steps_done) * size
+        return range(first, first + size)
+
+    def go_on(self, steps_done: int, taken: int) -> None:
+        """After steps that have taken so many samples, perhaps in batches of another size."""
+        self.steps_done, self.taken = steps_done, taken
 
     def total_loss(self, y: Tensor, batch) -> Tensor:
         """What a micro-batch adds to the loss, before it is divided by `loss_count`. y: [b, s] of

@@ -307,8 +307,10 @@ class TrainingRun:
 
     def save(self, step: int) -> None:
         self.save_waits = False
+        if self.metrics:
+            self.metrics.sync()
         corpus = self.train_set.index["corpus"]
-        self.trainer.checkpoints.save(self.checkpoints, step, self.tokens, corpus)
+        self.trainer.checkpoints.save(self.checkpoints, step, self.tokens, corpus, self.train_set)
 
     def end_step(self, step: int) -> None:
         if self.is_last(step):

@@ -16,6 +16,7 @@ from inference import cli
 from proof import kinds
 from run.config import ConfigError
 from run.rules import validate
+from tuning import prompt_set
 from tuning.rl_files import plot
 
 ROOT = Path(__file__).parent.parent
@@ -41,6 +42,9 @@ def raises(prompt, answer, record):
     if len(answer) > 3:
         raise KeyError("no such thing")
     return 1
+
+def leaves(prompt, answer, record):
+    os._exit(0)
 
 def no_number(prompt, answer, record):
     return float("nan")
@@ -111,6 +115,26 @@ def grpo_run(toy):
     words += small_run.as_flags(global_batch_size=16, steps=16, eval_every=4, save_every=12, keep=0)
     assert run(*words, "--out", folder / "grpo") == 0
     return folder / "grpo", words
+
+
+def test_groups_of_another_size(toy, tmp_path, monkeypatch):
+    """A run that goes on with them asks the next questions."""
+    folder, flags = toy
+    asked = []
+    original = prompt_set.Prompts.question
+
+    def question(self, sample):
+        asked.append(sample // self.group_size + self.offset)
+        return original(self, sample)
+
+    monkeypatch.setattr(prompt_set.Prompts, "question", question)
+    words = [*flags, "--method", "grpo", "--reward", f"{folder}/rewards.py:ascii"]
+    words += ["--out", tmp_path / "run", "--warmup-steps", 0, "--eval-every", 0]
+    for n, (size, batch) in enumerate([(2, 16), (4, 8), (3, 12)], 1):
+        more = dict(group_size=size, global_batch_size=batch, steps=2 * n)
+        assert run(*words, *small_run.as_flags(**more), *["--resume"] * (n > 1)) == 0
+    # 2 x 8, 2 x 2 and 2 x 4 questions, and those of rewards, samples and evaluations among them
+    assert list(dict.fromkeys(asked)) == list(range(28))
 
 
 def test_a_run_learns(grpo_run, tmp_path):
@@ -371,6 +395,7 @@ def test_refused(flags, words, world):
         ("base", "holds no reward model; preference.py --method reward trains one"),
         ("rewards.py:raises", "the function fails for the prompt"),
         ("rewards.py:fails", "Failed: two\\nlines"),
+        ("rewards.py:leaves", "RuntimeError: calls os._exit(0)"),
         ("rewards.py:no_number", "gave nan for the prompt"),
         ("rewards.py:text", "gave 'good' for the prompt"),
         ("rewards.py:later", "is async; a plain function is needed"),

@@ -56,10 +56,21 @@ class Prompts:
             self.end_tokens = (*tokenizer.stop_ids, self.chat.end_of_turn())
         ids = [question.ids for question in self.questions]
         self.index = {"tokens": sum(map(len, ids)), "corpus": fingerprint(json.dumps(ids))}
+        # what is added to the number of a group, where a run went on from groups of another size
+        self.offset = 0
+
+    def taken(self, n: int) -> dict:
+        """As of corpus.datasets.Dataset; of questions, whatever the number of answers."""
+        name = self.index["corpus"]
+        asked = n // self.group_size + self.offset
+        return {"blend": name, "start": 0, "before": [], "corpora": {name: asked}}
+
+    def go_on(self, n: int, taken: dict) -> None:
+        self.offset = taken["corpora"].get(self.index["corpus"], 0) - n // self.group_size
 
     def question(self, sample: int) -> Question:
         """sample: counted over the whole run."""
-        return self.questions[self.order(sample // self.group_size)]
+        return self.questions[self.order(sample // self.group_size + self.offset)]
 
     def text(self, ids: list[int]) -> str:
         """Of an answer, without the token that ends it."""

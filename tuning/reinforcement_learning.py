@@ -123,6 +123,11 @@ class ReinforcementTask(Learner, ConversationTask):
     def learners(self) -> dict:
         return super().learners() | ({"critic.": self.critic.trainer} if self.critic else {})
 
+    def go_on(self, steps_done: int, taken: int) -> None:
+        # a group begins with the first answer to a question
+        size = self.config.answers_per_prompt
+        super().go_on(steps_done, -(-taken // size) * size)
+
     # -- one step ----------------------------------------------------------------------------------
 
     def begin_step(self, step: int, dataset) -> Rows:
@@ -130,8 +135,7 @@ class ReinforcementTask(Learner, ConversationTask):
         of train.py takes that one, from the rows of answers that are returned."""
         begin = time.perf_counter()
         self.step = step
-        size = self.config.global_batch_size
-        answers, rewards = self.write(step, dataset, range((step - 1) * size, step * size))
+        answers, rewards = self.write(step, dataset, self.global_batch(step))
         self.make_targets(answers, rewards)
         self.written = time.perf_counter()
         self.step_metrics["rollout_seconds"] = self.written - begin
