@@ -40,7 +40,7 @@ def test_a_second_run_is_refused_and_told_by_whom(tmp_path):
 
 def test_a_link_to_nowhere(tmp_path):
     (tmp_path / "run").symlink_to(tmp_path / "gone")
-    with pytest.raises(RunFolderError, match="is a link to .*gone, which does not exist; create"):
+    with pytest.raises(RunFolderError, match=r"is a link to .*gone, which does not exist; create"):
         RunFolder(tmp_path / "run", resume=False)
 
 
