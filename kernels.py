@@ -84,12 +84,13 @@ from dropout import dropout_mask
 
 # --- norms ----------------------------------------------------------------------------------------
 
-# z = x + residual; y, its LayerNorm, or without a bias its RMSNorm
+# z = residual + (x + x_bias); y, its LayerNorm, or without a bias its RMSNorm
 norm_forward = kernel(
-    "add_norm(x[.., h], residual[.., h]?, weight[h], bias[h]?, eps: float)"
+    "add_norm(x[.., h], x_bias[h]?, residual[.., h]?, weight[h], bias[h]?, eps: float)"
     " -> z[.., h] if residual, y[.., h], mean f32[..] if bias, rstd f32[..]"
 )
-# dz: the gradient of z that comes from elsewhere; n: 1, with means 2, or 0 for frozen weights
+# dz: the gradient of z that comes from elsewhere; n: 1, with means 2, with x_bias 3, or 0 where none
+# of these learns
 norm_backward = kernel(
     "add_norm_backward(dy[.., h], dz[.., h]?, z[.., h], weight[h], mean f32[..]?, rstd f32[..],"
     " n: int) -> dx[.., h], dweights sum[n, h]"
@@ -98,8 +99,8 @@ norm_backward = kernel(
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps):
-        z, y, mean, rstd = norm_forward(x, residual, weight, bias, eps)
+    def forward(ctx, x, x_bias, residual, weight, bias, eps):
+        z, y, mean, rstd = norm_forward(x, x_bias, residual, weight, bias, eps)
         z = x if residual is None else z
         ctx.save_for_backward(z, weight, mean, rstd)
         ctx.set_materialize_grads(False)
@@ -109,26 +110,39 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dz, dy):
-        _, residual, weight, bias, _ = ctx.needs_input_grad
-        dw = db = None
+        _, x_bias, residual, *learns, _ = ctx.needs_input_grad
+        sums = [None] * 3
         # Without dy nobody used the norm.
         if dy is not None:
             z, w, mean, rstd = ctx.saved_tensors
-            n = (1 + (mean.numel() > 0)) * (weight or bias)
-            dz, dweights = norm_backward(dy, dz, z, w, mean, rstd, n)
-            dw = dweights[0] if weight else None
-            db = dweights[1] if bias else None
-        return dz, dz if residual else None, dw, db, None
+            n = 1 + (mean.numel() > 0) + x_bias if x_bias or any(learns) else 0
+            dz, found = norm_backward(dy, dz, z, w, mean, rstd, n)
+            sums[:n] = found
+        elif x_bias:
+            sums[2] = dz.flatten(0, -2).sum(0)
+        dw, db = (s if wanted else None for s, wanted in zip(sums, learns))
+        return dz, sums[2], dz if residual else None, dw, db, None
 
 
-def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float):
-    """(z, its norm), z = x + residual: a LayerNorm, or without a bias an RMSNorm.
+def add_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    x_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(z, its norm), z = residual + (x + x_bias): a LayerNorm, or without a bias an RMSNorm.
 
-    x, residual: [.., h]; without a residual z is x. In backward the gradient that reaches z beside
-    the norm is added in the same pass.
+    x, residual: [.., h]; without a residual z is x; x_bias: [h] or None, which needs a residual. In
+    backward the gradient that reaches z beside the norm is added in the same pass.
     """
+    # the gradient of x_bias has a place beside those of a LayerNorm, in rows that are not too long
+    if x_bias is not None and (bias is None or not supported_rows(x, LONGEST // 2)):
+        x, residual = bias_dropout_add(x, x_bias, residual, None, 0, 0, 0.0), None
+        x_bias = None
     if supported_rows(x, LONGEST):
-        return _Norm.apply(x, residual, weight, bias, eps)
+        return _Norm.apply(x, x_bias, residual, weight, bias, eps)
     z = x if residual is None else x + residual
     if bias is None:
         return z, F.rms_norm(z, z.shape[-1:], weight, eps)
@@ -470,32 +484,32 @@ def of_norm(norm: nn.Module) -> tuple | None:
 
 def block(self: gpt.Block, x: Tensor, context: gpt.Context = gpt.PLAIN) -> Tensor:
     """gpt.Block, whose norms also pass on the residual, so that in backward the gradients of both
-    are added in one pass. Without dropout and bias they add the residual too."""
+    are added in one pass. Without dropout the second adds the bias and the residual too."""
     first, second = of_norm(self.attention_norm), of_norm(self.mlp_norm)
     if first is None or second is None:
         return gpt.Block.forward(self, x, context)
     x, y = add_norm(x, None, *first)
     y = self.attention(y, context)
     bias = self.attention.output.bias
-    if only_adds(self.attention_residual, bias, context.drop_key):
-        x, y = add_norm(y, x, *second)
-    else:
+    if drops(self.attention_residual, context.drop_key):
         x = self.attention_residual(y, bias, x, context.drop_key)
         x, y = add_norm(x, None, *second)
+    else:
+        x, y = add_norm(y, x, *second, bias)
     y = self.mlp(y)
     return self.mlp_residual(y, self.mlp.down.bias, x, context.drop_key)
 
 
-def only_adds(module: gpt.BiasDropoutAdd, bias: Tensor | None, drop_key: Tensor | None) -> bool:
-    """Whether nothing is left of the module but residual + x."""
-    return bias is None and (drop_key is None or module.dropout.p == 0)
+def drops(module: gpt.BiasDropoutAdd, drop_key: Tensor | None) -> bool:
+    return drop_key is not None and module.dropout.p > 0
 
 
 def bias_dropout_add_of_module(
     self: gpt.BiasDropoutAdd, x: Tensor, bias: Tensor | None, residual: Tensor, drop_key
 ) -> Tensor:
-    # PyTorch adds in one pass already, and the operation knows a range of positions alone.
-    if only_adds(self, bias, drop_key) or self.dropout.coordinates:
+    # PyTorch adds two in one pass already, and the operation knows a range of positions alone.
+    only_adds = bias is None and not drops(self, drop_key)
+    if only_adds or self.dropout.coordinates:
         return gpt.BiasDropoutAdd.forward(self, x, bias, residual, drop_key)
     start = self.dropout.shard_index.get(1, 0) * x.shape[1]
     mask = self.dropout.site, start, self.dropout.p

@@ -30,15 +30,15 @@ __global__ void __launch_bounds__(256)
     float most[1] = {0};
     int64_t stride = int64_t(gridDim.x) * LOADS * 256;
     for (int64_t i = int64_t(blockIdx.x) * LOADS * 256 + threadIdx.x; i < vectors; i += stride) {
-        Vector<> in[LOADS] = {};
+        Packed in[LOADS];
         #pragma unroll
         for (int n = 0; n < LOADS; n++)
-            if (i + n * 256 < vectors) in[n] = read(x + (i + n * 256) * W);
+            if (i + n * 256 < vectors) in[n] = Packed(read(x + (i + n * 256) * W));
         #pragma unroll
         for (int n = 0; n < LOADS; n++)
             #pragma unroll
             for (int w = 0; w < W; w++)
-                most[0] = fmaxf(most[0], magnitude(to_float(in[n].at[w])));
+                most[0] = fmaxf(most[0], magnitude(in[n][w]));
     }
     over_row<Max>(most);
     if (threadIdx.x == 0) raise_to(amax, most[0]);
@@ -65,10 +65,10 @@ __global__ void __launch_bounds__(256) cast_tile(
     int64_t row = int64_t(blockIdx.y) * TALL + down * ROWS;
     int64_t column = (int64_t(blockIdx.x) * ACROSS + across) * W;
     bool inside = row < m && column < k;
-    Vector<> in[ROWS] = {};
+    Packed in[ROWS];
     #pragma unroll
     for (int r = 0; r < ROWS; r++)
-        if (inside) in[r] = read(x + (row + r) * k + column);
+        if (inside) in[r] = Packed(read(x + (row + r) * k + column));
 
     // One thread divides, in double, while the others wait for x.
     __shared__ float of_block;
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(256) cast_tile(
         Vector<uint16_t, W / 2> out;
         #pragma unroll
         for (int w = 0; w < W; w += 2) {
-            float a = to_float(in[r].at[w]), b = to_float(in[r].at[w + 1]);
+            float a = in[r][w], b = in[r][w + 1];
             most[0] = fmaxf(most[0], fmaxf(magnitude(a), magnitude(b)));
             float2 scaled = {a * scale, b * scale};
             // Too large a number becomes the largest one.

@@ -117,7 +117,9 @@ def norm_arguments(r, new):
 
 def add_norm_arguments(r, new):
     x, weight, bias = norm_arguments(r, new)
-    return [x, new(*x.shape), weight, bias if r.random() < 0.5 else None, 1e-5]
+    x = x[None] if x.dim() == 2 else x
+    bias = bias if r.random() < 0.7 else None
+    return [x, new(*x.shape), weight, bias, 1e-5, new(len(weight)) if r.random() < 0.7 else None]
 
 
 def rotary_arguments(r, new):
@@ -256,6 +258,10 @@ def norm_beside(x, *rest):
     return x, norm(x, *rest)
 
 
+def add_then_norm(x, residual, weight, bias, eps, x_bias):
+    return norm_beside(residual + (x if x_bias is None else x + x_bias), weight, bias, eps)
+
+
 # {name: (arguments, fused, PyTorch's own)}. The loss overwrites its logits, so it gets copies.
 CASES = {
     "rms_norm": (
@@ -263,11 +269,7 @@ CASES = {
         kernels.rms_norm,
         lambda x, w, eps: F.rms_norm(x, w.shape, w, eps),
     ),
-    "add_norm": (
-        add_norm_arguments,
-        kernels.add_norm,
-        lambda x, residual, *rest: norm_beside(x + residual, *rest),
-    ),
+    "add_norm": (add_norm_arguments, kernels.add_norm, add_then_norm),
     # with the gradient that reaches x beside the norm
     "layer_norm": (
         lambda r, new: [*norm_arguments(r, new), 1e-5],
@@ -418,6 +420,45 @@ def error_limit(name, theirs, exact) -> float:
     return limit
 
 
+# of a norm's backward: vectors of a row, and of one thread; whole warps and not; 1, 2 or 16 rows a
+# block
+ROWS = [
+    *[(1, False), (32, True), (96, True), (100, False), (1024, True), (1025, False)],
+    *[(1536, True), (1537, False)],
+    *[pytest.param(n, True, marks=pytest.mark.repetition) for n in (200, 256, 640, 1023, 2048)],
+]
+
+
+@pytest.mark.parametrize("vectors, with_x_bias", ROWS)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.repetition)], ids=str
+)
+@pytest.mark.parametrize("place", PLACES, indirect=True)
+def test_norms_of_every_length(place, dtype, vectors, with_x_bias, monkeypatch):
+    """More rows than blocks have at a time, so that each reads its next rows ahead; with a bias of
+    x and without, of LayerNorms and RMSNorms. Rows of more than 1024 vectors add it before."""
+    if place == "cpu":
+        emulate(monkeypatch.setattr, multiprocessors=1)
+    torch.manual_seed(vectors)
+    h = vectors * cuda_kernels.VECTOR // dtype.itemsize
+    rows = 37 if vectors <= 100 else 5
+    x, residual = (1 + torch.randn(2, 1, rows, h, device=place)).to(dtype)
+    weight, bias, x_bias = torch.randn(3, h, device=place).to(dtype)
+    for args in (
+        [x, residual, weight, bias, 1e-5, x_bias if with_x_bias else None],
+        [x, residual, weight, None, 1e-5, x_bias if with_x_bias else None],
+    ):
+        launched.clear()
+        ours = run(kernels.add_norm, args, dtype, dtype)
+        apart = with_x_bias and (args[3] is None or vectors > 1024)
+        kernel_of_x_bias = ["bias_dropout_add"] * apart
+        assert launched == [*kernel_of_x_bias, "add_norm", "add_norm_backward"]
+        theirs, exact = (run(add_then_norm, args, d, dtype) for d in (dtype, torch.float64))
+        for a, b, c in zip(*(sum(result, []) for result in (ours, theirs, exact))):
+            if c is not None:
+                assert error(a, c) <= error_limit("add_norm", b, c)
+
+
 def adamw_state(kind: str, shape, place):
     """[weight, low, master, gradient, exp_avg, exp_avg_sq] with a master that is split into weight
     and low, the weight itself, or beside a 16-bit weight."""
@@ -522,7 +563,7 @@ def test_any_order_of_threads(monkeypatch):
     keys = dropout_key(1, 1, torch.arange(1))
 
     def everything():
-        _, y, mean, rstd = kernels.norm_forward(x, None, w, b, 1e-5)
+        _, y, mean, rstd = kernels.norm_forward(x, None, None, w, b, 1e-5)
         return [
             y,
             mean,
@@ -682,7 +723,7 @@ def examples(dtype: torch.dtype, place: str) -> dict[str, tuple]:
     tile = new(16, 32)
     amax, inverse, known = torch.tensor([[2.0], [0.0], [1.0]], device=place)
     return {
-        "add_norm": (x, x, w, w, 1e-5),
+        "add_norm": (x, w, x, w, w, 1e-5),
         "add_norm_backward": (x, x, x, w, per_row, per_row, 2),
         "rotary": (q, k, new(5, 16), new(5, 16), 1.0),
         "swiglu": (x, x),
