@@ -8,20 +8,6 @@
 #include "rows.cuh"
 #include <cuda_fp8.h>
 
-// |x|, and infinity for NaN, which a maximum would lose.
-__device__ __forceinline__ float magnitude(float x) {
-    x = fabsf(x);
-    return x < INFINITY ? x : INFINITY;
-}
-
-// Raises a number in memory. Numbers that are not negative have the order of their bits. Few blocks
-// need the atomic instruction, for all of them would wait for one address.
-__device__ __forceinline__ void raise_to(float* memory, float x) {
-    unsigned* bits = reinterpret_cast<unsigned*>(memory);
-    if (__float_as_uint(x) > *static_cast<volatile unsigned*>(bits))
-        atomicMax(bits, __float_as_uint(x));
-}
-
 // amax becomes the maximum of |x| and of what it was. Where the maximum is known x is not read.
 constexpr int LOADS = 4;
 __global__ void __launch_bounds__(256)
@@ -40,8 +26,7 @@ __global__ void __launch_bounds__(256)
             for (int w = 0; w < W; w++)
                 most[0] = fmaxf(most[0], magnitude(in[n][w]));
     }
-    over_row<Max>(most);
-    if (threadIdx.x == 0) raise_to(amax, most[0]);
+    raise_over_row(amax, most);
 }
 
 // scale_of in float8.py, to the last bit.
@@ -118,9 +103,8 @@ __global__ void __launch_bounds__(256) cast_tile(
         }
     }
 
-    over_row<Max>(most);
+    raise_over_row(amax, most);
     if (threadIdx.x > 0) return;
-    raise_to(amax, most[0]);
     bool is_finite = most[0] < INFINITY, is_first = blockIdx.x == 0 && blockIdx.y == 0;
     if (is_first || !is_finite) raise_to(inverse, is_finite ? 1 / scale : NAN);
 }

@@ -14,7 +14,7 @@
 template <int K, int MOST, bool MEAN>
 __global__ void __launch_bounds__(MOST) norm_forward_kernel(
     In<> x, In<> x_bias, In<> residual, In<> weight, In<> bias, Out<> z, Out<> y, Out<float> means,
-    Out<float> rstds, int64_t rows, int h, float eps) {
+    Out<float> rstds, float* amax, int64_t rows, int h, float eps) {
     int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
     // Threads without a row go along: all threads of a block meet in over_row.
     int n = row < rows ? h : 0;
@@ -53,6 +53,10 @@ __global__ void __launch_bounds__(MOST) norm_forward_kernel(
         return unit * scale(k, w) + (MEAN ? shift(k, w) : 0.f);
     });
     in.write_to(y + row * h);
+    if (!amax) return;
+    float most[1] = {0.f};
+    in.each([&](int k, int w) { most[0] = fmaxf(most[0], magnitude(in(k, w))); });
+    raise_over_row(amax, most);
 }
 
 // u = (z - mean) rstd,  g = dy weight
@@ -151,15 +155,16 @@ __global__ void __launch_bounds__(MOST<K>) norm_backward_kernel(
 }
 
 // A bias makes it LayerNorm. residual may be null, and then z is not written; x_bias may be null.
+// amax is raised to max |y|, if it is not null.
 extern "C" const char* add_norm(
     cudaStream_t stream, In<> x, In<> x_bias, In<> residual, In<> weight, In<> bias, T* z, T* y,
-    float* means, float* rstds, int64_t rows, int64_t h, double eps) {
+    float* means, float* rstds, float* amax, int64_t rows, int64_t h, int64_t, double eps) {
     return with_row(h, [&](auto K, auto MOST, dim3 block) {
         auto kernel = bias ? norm_forward_kernel<K.value, MOST.value, true>
                            : norm_forward_kernel<K.value, MOST.value, false>;
         return launch_kernel(
             kernel, pieces(rows, block.y), block, stream, x, x_bias, residual, weight, bias, z, y,
-            means, rstds, rows, h, eps);
+            means, rstds, amax, rows, h, eps);
     });
 }
 

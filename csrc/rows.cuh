@@ -94,6 +94,30 @@ __device__ __forceinline__ void over_row(float (&x)[N]) {
     __syncthreads();
 }
 
+// |x|, and infinity for NaN, which a maximum would lose.
+__device__ __forceinline__ float magnitude(float x) {
+    x = fabsf(x);
+    return x < INFINITY ? x : INFINITY;
+}
+
+// Raises a number in memory. Numbers that are not negative have the order of their bits. Few blocks
+// need the atomic instruction, for all of them would wait for one address.
+__device__ __forceinline__ void raise_to(float* memory, float x) {
+    unsigned* bits = reinterpret_cast<unsigned*>(memory);
+    if (__float_as_uint(x) > *static_cast<volatile unsigned*>(bits))
+        atomicMax(bits, __float_as_uint(x));
+}
+
+// Raises N numbers in memory to the maxima of N numbers of each thread of a row, which become those.
+template <int N>
+__device__ __forceinline__ void raise_over_row(float* memory, float (&x)[N]) {
+    over_row<Max>(x);
+    if (threadIdx.x == 0)
+        #pragma unroll
+        for (int n = 0; n < N; n++)
+            raise_to(memory + n, x[n]);
+}
+
 // Chooses K and the threads of a row of n elements: launch(K, MOST, block), K and MOST as types, so
 // that loops unroll. A row that needs at most 3 vectors a lane takes one warp, and no thread waits
 // for another warp; several such rows share a block of at most MOST threads. Rows of more than 2048

@@ -189,14 +189,19 @@ class Scaling:
         self, tensors: list[Tensor], places, operand: int, group, wanted, maxima=None
     ) -> tuple[list[tuple[Quantised | None, Quantised | None]], Tensor]:
         """(`both`, by kernels, which also note the maxima; `maxima`). maxima: of tensors that were
-        cast before, [n]; by default a kernel finds them, where the history has none."""
+        cast before, [n]; by default those noted on the tensors, or a kernel finds them, where the
+        history has none."""
         history = [None] * len(tensors)
         if len(self.history):
             history = [self.history[:, *place, operand].amax(0, True) for place in places]
         if maxima is None:
-            maxima = torch.zeros(len(tensors), device=self.amax.device)
-            for x, amax, known in zip(tensors, maxima.split(1), history):
-                fp8_cast.fp8_maximum(x, amax, known)
+            noted = [fp8_cast.noted_maximum(x) for x in tensors]
+            if all(amax is not None for amax in noted):
+                maxima = torch.cat(noted)
+            else:
+                maxima = torch.zeros(len(tensors), device=self.amax.device)
+                for x, amax, known in zip(tensors, maxima.split(1), history):
+                    fp8_cast.fp8_maximum(x, amax, known)
             if group is not None and not len(self.history):
                 dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
         inverses = torch.zeros_like(maxima).split(1)

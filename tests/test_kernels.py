@@ -454,7 +454,7 @@ def test_norms_of_every_length(place, dtype, vectors, with_x_bias, monkeypatch):
         kernel_of_x_bias = ["bias_dropout_add"] * apart
         assert launched == [*kernel_of_x_bias, "add_norm", "add_norm_backward"]
         theirs, exact = (run(add_then_norm, args, d, dtype) for d in (dtype, torch.float64))
-        for a, b, c in zip(*(sum(result, []) for result in (ours, theirs, exact))):
+        for a, b, c in zip(*([*y, *grads] for y, grads in (ours, theirs, exact))):
             if c is not None:
                 assert error(a, c) <= error_limit("add_norm", b, c)
 
@@ -563,7 +563,7 @@ def test_any_order_of_threads(monkeypatch):
     keys = dropout_key(1, 1, torch.arange(1))
 
     def everything():
-        _, y, mean, rstd = kernels.norm_forward(x, None, None, w, b, 1e-5)
+        _, y, mean, rstd, _ = kernels.norm_forward(x, None, None, w, b, 1e-5, 0)
         return [
             y,
             mean,
@@ -634,9 +634,9 @@ def test_a_missing_barrier_is_seen(monkeypatch, text):
 @by_emulator
 def test_a_wrong_bound_is_seen(monkeypatch):
     """A kernel that writes a vector behind its output fails, and says so."""
-    library = broken(
-        ("common.cuh", "swiglu.cu"), "write(y + i * W, out);", "write(y + i * W + W, out);"
-    )
+    end = "write(y + i * W, out);\n}\n"
+    files = "common.cuh", "rows.cuh", "swiglu.cu"
+    library = broken(files, end, end.replace("W, out", "W + W, out"))
     emulate(monkeypatch.setattr)
     monkeypatch.setattr(cuda_kernels, "load", lambda dtype: (library, ""))
     with pytest.raises(RuntimeError, match="swiglu: a vector outside the tensors of the launch"):
@@ -649,7 +649,7 @@ def test_first_try_of_swiglu(place):
     for dtype in NUMBERS[:2]:
         gate, up = torch.randn(2, 1032, device=place, dtype=dtype)
         y = torch.empty_like(gate)
-        cuda_kernels.launch("swiglu_naive", gate, gate, up, y, 1, y.numel())
+        cuda_kernels.launch("swiglu_naive", gate, gate, up, y, None, 1, y.numel(), 0)
         assert torch.equal(y, kernels.swiglu(gate, up))
 
 
@@ -723,11 +723,11 @@ def examples(dtype: torch.dtype, place: str) -> dict[str, tuple]:
     tile = new(16, 32)
     amax, inverse, known = torch.tensor([[2.0], [0.0], [1.0]], device=place)
     return {
-        "add_norm": (x, w, x, w, w, 1e-5),
+        "add_norm": (x, w, x, w, w, 1e-5, 1),
         "add_norm_backward": (x, x, x, w, per_row, per_row, 2),
         "rotary": (q, k, new(5, 16), new(5, 16), 1.0),
-        "swiglu": (x, x),
-        "swiglu_backward": (x, x, x),
+        "swiglu": (x, x, 1),
+        "swiglu_backward": (x, x, x, 2),
         "bias_gelu": (x, w),
         "bias_gelu_backward": (x, x, w, 1),
         "bias_dropout_add": (x, w, x, key, 1, 0, 2, 2**30, 1.5),
@@ -774,8 +774,10 @@ def test_compiled(backend, monkeypatch):
     key = dropout_key(1, 1, torch.arange(2))
 
     def function(x, w, b, gate, logits, targets):
-        x, y = kernels.add_norm(kernels.add_norm(x, gate, w, None, 1e-5)[0], None, w, b, 1e-5)
-        y = kernels.swiglu(y, gate)
+        x, y = kernels.add_norm(
+            kernels.add_norm(x, gate, w, None, 1e-5)[0], x, w, b, 1e-5, gate[0, 0], True
+        )
+        y = kernels.swiglu(y, gate, notes=True)
         y = kernels.bias_dropout_add(kernels.bias_gelu(y, b), b, x, key, 2, 0, 0.3)
         q, k = kernels.rotary(y[:, None], y[:, None], w[:12].repeat(8, 2), b[:12].repeat(8, 2))
         scores = q @ k.transpose(2, 3)
@@ -855,7 +857,7 @@ def test_without_kernels():
     x = torch.randn(4, 64)
     assert torch.equal(kernels.swiglu(x, x), F.silu(x) * x)
     with pytest.raises(RuntimeError, match="swiglu: the kernels do not run here: no CUDA device"):
-        torch.ops.kernels.swiglu(x, x)
+        torch.ops.kernels.swiglu(x, x, 0)
 
 
 # --- building -------------------------------------------------------------------------------------
@@ -1097,7 +1099,7 @@ def swapped_without_residual() -> None:
     """A mutation: the gradient that goes round a norm is lost."""
     swapped_and_emulated()
     add_norm = kernels.add_norm
-    kernels.add_norm = lambda x, *rest: (x.detach(), add_norm(x, *rest)[1])
+    kernels.add_norm = lambda x, *rest, **options: (x.detach(), add_norm(x, *rest, **options)[1])
 
 
 def swapped_with_first_heads() -> None:
