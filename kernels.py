@@ -13,7 +13,7 @@ Bytes per element of the first argument in bf16, forward + backward:
     operation           one pass   computes                                      source
     rms_norm             4 + 6     x / √(mean x² + ε) w                          arXiv 1910.07467
     layer_norm           4 + 6     (x - mean) / √(variance + ε) w + b            arXiv 1607.06450
-    add_norm             8 + 8     x + residual, and the norm of that
+    add_norm             8 + 8     residual + x + b, and the norm of that
     rotary               8 + 8     queries and keys rotated by their position    arXiv 2104.09864
     swiglu               6 + 10    silu(gate) up                                 arXiv 2002.05202
     bias_gelu            4 + 6     gelu(x + b), tanh form                        arXiv 1606.08415
@@ -516,8 +516,8 @@ def block(self: gpt.Block, x: Tensor, context: gpt.Context = gpt.PLAIN) -> Tenso
 
 
 def is_cast(module: nn.Module) -> bool:
-    """Whether fp8.py casts what the module gives, by its own maximum."""
-    return getattr(module, "is_cast", False)
+    """Whether fp8.py casts what the module gives, by its own maximum. (Compiled code has none.)"""
+    return getattr(module, "is_cast", False) and not torch.compiler.is_compiling()
 
 
 def drops(module: gpt.BiasDropoutAdd, drop_key: Tensor | None) -> bool:

@@ -80,8 +80,8 @@ __global__ void __launch_bounds__(512) cross_entropy_backward(
     // For exp(z - largest) / total: exp(z - log sum exp) would round that large logarithm.
     float share = d / total[blockIdx.x];
     int64_t target = targets[blockIdx.x];
-    // Computed before its logit is overwritten. The target's column is written last, so that no other
-    // column has to be compared with it.
+    // Computed before its logit is overwritten. The target's column is written last, so that no
+    // other column has to be compared with it.
     float at_target = target >= 0 ? share * exp_of(to_float(row[target]) - down) - d : 0.f;
     __syncthreads();
     along_row(row, V, [&](int at, auto z) {

@@ -3,8 +3,9 @@
 //
 // Bytes per element of 16 bits: x in, two bytes out, together 4, if the scale is known beforehand.
 // If not, the maximum comes first and reads x once more, 6: no block may round before all blocks
-// have looked, and blocks cannot wait for each other. PyTorch's operations move 15: maximum 2,
-// scaled values 4, clamped values 4, bytes 3, their transpose 2.
+// have looked, and blocks cannot wait for each other. (norms.cu and swiglu.cu can find the maximum
+// of what they write.) PyTorch's operations move 15: maximum 2, scaled values 4, clamped values 4,
+// bytes 3, their transpose 2.
 #include "rows.cuh"
 #include <cuda_fp8.h>
 

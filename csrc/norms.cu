@@ -65,10 +65,11 @@ __global__ void __launch_bounds__(MOST) norm_forward_kernel(
 // Sums over rows: 1 for RMSNorm, dw of dy u; 2 for LayerNorm, also db of dy; 3 also of dx, which is
 // the gradient of x_bias
 //
-// Each sum over a vector's columns takes 8 registers, and a thread may have 64 if a multiprocessor
-// is to hold 1024. So a thread has one vector of a row, and reads those of its next row before it
-// computes with this one: 32 bytes a thread are always in flight, 32 KB on a multiprocessor. Rows of
-// more than 1024 vectors leave no registers for that, and beyond 1536 none for all of dz at once.
+// Each sum takes 8 registers for the columns of a vector, and a thread may have 64 if a
+// multiprocessor is to hold 1024 threads. So a thread has one vector of a row, and reads those of
+// its next row before it computes with this one: 32 bytes a thread are always in flight, 32 KB on a
+// multiprocessor. Rows of more than 1024 vectors leave no registers for that, and rows of more than
+// 1536 none for all of dz at once.
 template <int K>
 constexpr int MOST = K == 1 ? 1024 : K == 2 ? 768 : 512;
 

@@ -1,9 +1,9 @@
 // Rotary embedding of queries and keys in one launch: y = x cos + (-x_high, x_low) sin. Bytes: q
 // and k in, q and k out; the table is small and stays in the caches. A thread rotates W pairs of up
 // to 4 heads of one token: neighbouring threads have neighbouring pairs, then neighbouring heads.
-// Its heads are all queries or all keys, picked once: picked by an index for each head, the two
-// records of addresses would have to lie in memory. It reads its cosines once. Both halves of a head
-// have the same angles, so half of the table is read. The gradient is the rotation by -angle.
+// Its heads are all queries or all keys: picked by an index for each head, the two records of
+// addresses would have to lie in memory. It reads its cosines once. Both halves of a head have the
+// same angles, so half of the table is read. The gradient is the rotation by -angle.
 #include "common.cuh"
 
 // [b, a, s, d] of any memory layout but for the last dimension.

@@ -108,7 +108,7 @@ __device__ __forceinline__ void raise_to(float* memory, float x) {
         atomicMax(bits, __float_as_uint(x));
 }
 
-// Raises N numbers in memory to the maxima of N numbers of each thread of a row, which become those.
+// x becomes the maxima over the threads of a row, and N numbers in memory are raised to them.
 template <int N>
 __device__ __forceinline__ void raise_over_row(float* memory, float (&x)[N]) {
     over_row<Max>(x);

@@ -7,8 +7,9 @@ or 4 with a known maximum, where PyTorch's operations move 15.
     maximum    amax = max |x|. With a known maximum, as of the recipe `delayed`, it reads nothing
     cast       the scale, the bytes, those of the transpose, 1 / scale, and max |x| for the log
 
-For the recipe `current` the operation that makes x can find the maximum, while it has x in
-registers: norms and SwiGLU note it on x (kernels.py), and then the cast is one launch, 4 bytes.
+For the recipe `current` the kernel that makes x can find the maximum, while it has x in registers:
+norms and SwiGLU note it on x (kernels.py), and then the cast is one launch, 4 bytes. So are five of
+the eleven casts of a Llama layer's inputs and gradients, of 63% of their elements in Llama-2 7B.
 
 Bytes and scales are those of float8.py, to the last bit, but for a tensor that is not finite: with
 a known maximum its bytes are other ones, and they mean as little, because 1 / scale is NaN.

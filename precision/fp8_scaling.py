@@ -3,8 +3,9 @@
 A matrix multiplication in FP8 (fp8.py) has two operands, and each has a scale: the largest number
 of its format, over a maximum (precision/float8.py), called amax. Three recipes say which maximum:
 
-    current    that of this tensor, now. The tensor is read once more, and tensor-parallel ranks
-               that hold parts of it agree on the largest of theirs, in a small all-reduce
+    current    that of this tensor, now. The tensor is read once more, but where the kernel that
+               made it has noted its maximum. Tensor-parallel ranks that hold parts of it agree on
+               the largest of theirs, in a small all-reduce
     delayed    that of this tensor in the last 16 steps, known beforehand (Transformer Engine's
                first recipe). Larger values saturate. In the first step, `current`
     block      one for each 1 x 128 values of activations and of gradients, and each 128 x 128 of

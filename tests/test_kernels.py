@@ -901,24 +901,21 @@ def compiled(file: str, flags: list[str], scratch: Path) -> tuple[str, str]:
 @pytest.mark.parametrize("file", sorted(path.name for path in cuda_kernels.CSRC.glob("*.cu")))
 def test_compiles_for_every_card(tmp_path, file, card, element):
     """For sm_80, sm_90 and sm_100, with the options of torch's build, without warnings. Kernels
-    that move vectors move 16 bytes at a time. No kernel that runs often spills registers to memory,
-    but for the backward of bias_dropout_add on sm_100: 24 bytes."""
+    that move vectors move 16 bytes at a time. None spills registers to memory, or keeps there what
+    it indexes: local memory is as slow as the tensors' own."""
     from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 
     flags = [*COMMON_NVCC_FLAGS, "-std=c++20", "-O3", "-Werror", "all-warnings", "-Xptxas", "-v"]
     flags += [f"-arch=sm_{card}", f"-DELEMENT={element}"]
     messages, ptx = compiled(file, flags, tmp_path)
-    spills = re.findall(r"Function properties for (\S+)\n.*? (\d+) bytes spill stores", messages)
-    spilled = {name for name, bytes_ in spills if int(bytes_) > 16}
-    if card == 100:
-        spilled -= {name for name, bytes_ in spills if "DropoutAddLb1E" in name and bytes_ == "24"}
-    assert "Compiling entry function" in messages
-    # Only LayerNorm's rows of more than 1024 vectors.
-    assert all("norm_backward" in name and "Li4ELi512E" in name for name in spilled), spilled
+    frames = re.findall(r"Function properties for (\S+)\n +(\d+) bytes stack frame, (.*)", messages)
+    assert len(frames) >= messages.count("Compiling entry function") > 0
+    nothing = "0 bytes spill stores, 0 bytes spill loads"
+    assert not [frame for frame in frames if frame[1:] != ("0", nothing)]
     of_16_bytes = r"(ld|st)(\.global)?(\.nc)?(\.\w+)*\.v4\.[ubf]32|\.v2\.[ubf]64|\.b128"
     for kernel in re.split(r"\.visible \.entry ", ptx)[1:]:
         name = kernel.split("(")[0]
-        if "sum_parts" not in name and "swiglu_by_element" not in name:
+        if "swiglu_by_element" not in name:
             assert re.search(of_16_bytes, kernel), name
 
 
