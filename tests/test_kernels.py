@@ -672,7 +672,7 @@ def test_mask_of_attention(place):
 @pytest.mark.parametrize("place", PLACES, indirect=True)
 def test_frozen_norm(place, monkeypatch):
     """A norm whose weights are frozen computes no gradients of them; one that is half frozen, the
-    other half."""
+    other half; one that nobody uses, that of the bias which it has added."""
     x = torch.randn(4, 64, device=place, requires_grad=True)
     w = torch.randn(64, device=place)
     sums = []
@@ -690,6 +690,8 @@ def test_frozen_norm(place, monkeypatch):
     b = torch.zeros(64, device=place, requires_grad=True)
     kernels.layer_norm(x, w, b).sum().backward()
     assert torch.equal(b.grad, torch.full_like(b, 4))
+    kernels.add_norm(x[None], x[None], w, w, 1e-5, b)[0].sum().backward()
+    assert torch.equal(b.grad, torch.full_like(b, 8)) and len(sums) == 2
 
 
 # --- PyTorch's own checks -------------------------------------------------------------------------
