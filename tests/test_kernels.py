@@ -1113,7 +1113,8 @@ EXPERTS = LLAMA | dict(
 )
 LAYOUTS = [
     (SMALL, 1, dict()),
-    # Block adds the residual in the norm
+    # the second norm of a block adds the residual, and the bias
+    (SMALL | dict(dropout=0.0), 2, dict(tp=2, sequence_parallel=True)),
     (LLAMA | dict(dropout=0.0), 1, dict(attention="explicit", micro_batch_size=1)),
     (LLAMA | dict(dropout=0.0), 2, dict(tp=2)),
     (SMALL, 2, dict(tp=2, sequence_parallel=True, recompute="selective")),
@@ -1133,7 +1134,7 @@ FP32 = dict(steps=1, precision="fp32", global_batch_size=4)
 @pytest.mark.parametrize(
     "base, world, flags",
     [
-        layout if i in (1, 3, 8) else pytest.param(*layout, marks=pytest.mark.repetition)
+        layout if i in (1, 2, 4, 9) else pytest.param(*layout, marks=pytest.mark.repetition)
         for i, layout in enumerate(LAYOUTS)
     ],
     ids=str,
