@@ -516,7 +516,8 @@ def block(self: gpt.Block, x: Tensor, context: gpt.Context = gpt.PLAIN) -> Tenso
 
 
 def is_cast(module: nn.Module) -> bool:
-    """Whether fp8.py casts what the module gives, by its own maximum. (Compiled code has none.)"""
+    """Whether a cast to FP8 by its own maximum reads what the module gives (fp8.py), and can find a
+    note: compiled code makes none."""
     return getattr(module, "is_cast", False) and not torch.compiler.is_compiling()
 
 
