@@ -19,6 +19,20 @@ test: .venv/tests-installed
 test-all: .venv/tests-installed
 	$(PYTEST) --all $(ARGS)
 
+# another version, by hand: make test-torch TORCH=2.11.0 PYTHON=python3.12
+TORCH ?= 2.12.1
+OTHER = .venv-$(TORCH)
+
+test-torch: $(OTHER)/installed
+	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+$(OTHER)/installed: requirements.txt tests/requirements.txt
+	$(PYTHON) -m venv $(OTHER)
+	cat requirements.txt tests/requirements.txt | sed '/^-r/d; s/^torch==.*/torch==$(TORCH)/' \
+	    > $(OTHER)/requirements.txt
+	$(OTHER)/bin/pip install --no-compile -r $(OTHER)/requirements.txt
+	touch $@
+
 lint: .venv/tests-installed
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
@@ -65,4 +79,4 @@ endef
 	$(call install,tests/requirements.txt)
 	touch .venv/installed $@
 
-.PHONY: train test test-all lint figures gpu
+.PHONY: train test test-all test-torch lint figures gpu
