@@ -19,6 +19,20 @@ test: .venv/tests-installed
 test-all: .venv/tests-installed
 	$(PYTEST) --all $(ARGS)
 
+# another version, by hand: make test-torch TORCH=2.11.0 PYTHON=python3.12
+TORCH ?= 2.12.1
+OTHER = .venv-$(TORCH)
+
+test-torch: $(OTHER)/installed
+	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+$(OTHER)/installed: requirements.txt tests/requirements.txt
+	$(PYTHON) -m venv $(OTHER)
+	cat requirements.txt tests/requirements.txt | sed '/^-r/d; s/^torch==.*/torch==$(TORCH)/' \
+	    > $(OTHER)/requirements.txt
+	$(OTHER)/bin/pip install --no-compile -r $(OTHER)/requirements.txt
+	touch $@
+
 lint: .venv/tests-installed
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
@@ -37,34 +51,15 @@ figures: .venv/installed
 	.venv/bin/python comparisons/preference.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/rollout.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/reproduction.py $(RESULTS) $(ARGS)
-	.venv/bin/python comparisons/fp8.py numbers $(RESULTS) $(ARGS)
+	.venv/bin/python comparisons/fp8.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/moe.py training $(RESULTS) $(ARGS)             # half an hour of this
 	.venv/bin/pip install --quiet transformers
 	.venv/bin/python comparisons/generation.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/layouts.py $(RESULTS) $(ARGS)
 
-# on a GPU, ten minutes each (docs/gpu.md); gpu runs the six after it, in this order
+# on a GPU, twelve minutes; ARGS="gpt2 llama" runs these stages (docs/gpu.md)
 gpu: .venv/tests-installed
 	.venv/bin/python comparisons/gpu.py $(RESULTS) $(ARGS)
-
-gpu-check: .venv/tests-installed
-	.venv/bin/python comparisons/gpu.py check $(RESULTS) $(ARGS)
-
-gpu-kernels: .venv/tests-installed
-	.venv/bin/python comparisons/gpu.py kernels $(RESULTS) $(ARGS)
-
-gpu-gpt2: .venv/tests-installed
-	.venv/bin/python comparisons/gpu.py gpt2 $(RESULTS) $(ARGS)
-
-gpu-llama: .venv/tests-installed
-	.venv/bin/python comparisons/gpu.py llama $(RESULTS) $(ARGS)
-
-gpu-fp8: .venv/tests-installed
-	.venv/bin/python comparisons/gpu.py fp8 $(RESULTS) $(ARGS)
-
-# two or more GPUs of one machine
-gpu-nccl: .venv/tests-installed
-	.venv/bin/python comparisons/gpu.py nccl $(RESULTS) $(ARGS)
 
 .venv/bin/pip:
 	$(PYTHON) -m venv .venv
@@ -84,4 +79,4 @@ endef
 	$(call install,tests/requirements.txt)
 	touch .venv/installed $@
 
-.PHONY: train test test-all lint figures gpu gpu-check gpu-kernels gpu-gpt2 gpu-llama gpu-fp8 gpu-nccl
+.PHONY: train test test-all test-torch lint figures gpu

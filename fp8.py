@@ -54,9 +54,10 @@ from base import compiling
 from model_config import LINEARS, FieldError, GPTConfig, divisors
 from overlap import start_nothing
 from pipelines import zero_bubble
-from precision import fp8_experts
+from precision import fp8_cast, fp8_experts
 from precision.float8 import Quantised
 from precision.fp8_scaling import GRADIENT, INPUT, Recipe, Scaling
+from sequence_parallel import GatherSequence
 
 # --- the three products of a linear layer ---------------------------------------------------------
 
@@ -83,7 +84,7 @@ class Layer:
     ) -> tuple[Quantised | None, Quantised | None]:
         """x [b, s, in] in bytes -> (for y, for ∂W), [b s, in]. All the weights share them; their
         maximum has the place of the first weight. wanted: as in Scaling.both."""
-        flat = x.detach().flatten(0, -2)
+        flat = fp8_cast.as_matrix(x)
         return self.scaling.both([flat], self.places[:1], INPUT, self.input_group, wanted)[0]
 
     def weight_bytes(
@@ -130,7 +131,7 @@ class _Linear(torch.autograd.Function):
         layer, n, weights = ctx.layer, ctx.n, ctx.weights
         weights_wanted = ctx.needs_input_grad[3 : 3 + n]
         biases_wanted = ctx.needs_input_grad[3 + n :]
-        grads_output = [grad.flatten(0, -2) for grad in grads]  # [b s, out / t]
+        grads_output = [fp8_cast.as_matrix(grad) for grad in grads]  # [b s, out / t]
         # ranks agree on maxima first: on GPUs this would queue behind the gather
         wanted = True, any(weights_wanted)
         group = layer.gradient_group
@@ -179,6 +180,10 @@ class FP8Input(gpt.SharedInput):
         self.project = project
         self.scaling = scaling
         self.places = places
+
+    def gathers(self) -> bool:
+        """Whether x arrives as a shard of the sequence."""
+        return type(getattr(self.project, "enter", None)) is GatherSequence
 
     def forward(self, x: Tensor, *linears: nn.Linear) -> list[Tensor]:
         layer = Layer(self.scaling, self.places)
@@ -265,6 +270,18 @@ def apply(model: gpt.GPT, scaling: Scaling, skip: int = 1) -> None:
             in_fp8(mlp, columns, "down", scaling, number)
         else:
             fp8_experts.apply(mlp, scaling, number)
+        if scaling.fused and scaling.recipe.scaling == "current":
+            mark_casts(block)
+
+
+def mark_casts(block: gpt.Block) -> None:
+    """Ask the norms and SwiGLU, by `is_cast`, to note maxima for the casts after them (kernels.py).
+    Of a shard that is gathered before its cast, nobody would read it."""
+    for norm, part in ((block.attention_norm, block.attention), (block.mlp_norm, block.mlp)):
+        if isinstance(part, gpt.Attention | gpt.MLP):
+            norm.is_cast = not part.project.gathers()
+        if isinstance(part, gpt.MLP):
+            part.activation.is_cast = True
 
 
 def in_fp8(part: nn.Module, columns: tuple[str, ...], row: str, scaling: Scaling, number: int):

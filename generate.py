@@ -41,6 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import families
+from attention.rotary import rotary_at
 from base import compiling
 from base.attention_kernels import any_shape
 from gpt import GPT, Context
@@ -99,7 +100,10 @@ class ModelRunner:
         tensor = next(tensors)
         self.device = tensor.device
         self.dtype = tensor.dtype
-        self.rotary = stages[0].rotary_table(self.config.seq_length, tensor)
+        # of rotary positions; a table of them would be as long as the context
+        self.like, self.frequencies = tensor.new_empty(0), None
+        if self.config.positions == "rotary":
+            self.frequencies = stages[0].rotary_frequencies(self.config, self.device)
         # what a sliding window or ALiBi adds, the same in all layers
         blocks = [block for stage in stages for block in stage.blocks.values()]
         self.local = families.local_bias(blocks[0]) if blocks else None
@@ -143,13 +147,13 @@ class ModelRunner:
     def rotary_at(self, cache: Cache, s: int) -> tuple[Tensor, Tensor] | None:
         """cos and sin for positions [b] of a decoding step, each [b, 1, 1, d]; for a prefill of s
         tokens, [s, d]."""
-        if self.rotary is None:
+        if self.frequencies is None:
             return None
-        cos, sin = self.rotary  # [seq_length, d]
         if cache.positions is None:
-            at = cache.prefill_positions(s, cos.device).clamp(max=len(cos) - 1)
-            return cos[at], sin[at]
-        return cos[cache.positions][:, None, None], sin[cache.positions][:, None, None]
+            at = cache.prefill_positions(s, self.device).clamp(max=self.config.seq_length - 1)
+        else:
+            at = cache.positions[:, None, None]
+        return rotary_at(self.frequencies, at, self.like)
 
 
 def at_column(x: Tensor, last_column: Tensor, cache: Cache) -> Tensor:

@@ -13,7 +13,7 @@ Bytes per element of the first argument in bf16, forward + backward:
     operation           one pass   computes                                      source
     rms_norm             4 + 6     x / √(mean x² + ε) w                          arXiv 1910.07467
     layer_norm           4 + 6     (x - mean) / √(variance + ε) w + b            arXiv 1607.06450
-    add_norm             8 + 8     x + residual, and the norm of that
+    add_norm             8 + 8     residual + x + b, and the norm of that
     rotary               8 + 8     queries and keys rotated by their position    arXiv 2104.09864
     swiglu               6 + 10    silu(gate) up                                 arXiv 2002.05202
     bias_gelu            4 + 6     gelu(x + b), tanh form                        arXiv 1606.08415
@@ -81,15 +81,18 @@ from base.cuda_kernels import (
     why_not,
 )
 from dropout import dropout_mask
+from precision.fp8_cast import note_maximum
 
 # --- norms ----------------------------------------------------------------------------------------
 
-# z = x + residual; y, its LayerNorm, or without a bias its RMSNorm
+# z = residual + (x + x_bias); y, its LayerNorm, or without a bias its RMSNorm
+# n: 1 for max |y|, or 0
 norm_forward = kernel(
-    "add_norm(x[.., h], residual[.., h]?, weight[h], bias[h]?, eps: float)"
-    " -> z[.., h] if residual, y[.., h], mean f32[..] if bias, rstd f32[..]"
+    "add_norm(x[.., h], x_bias[h]?, residual[.., h]?, weight[h], bias[h]?, eps: float, n: int)"
+    " -> z[.., h] if residual, y[.., h], mean f32[..] if bias, rstd f32[..], amax max[n]"
 )
-# dz: the gradient of z that comes from elsewhere; n: 1, with means 2, or 0 for frozen weights
+# dz: the gradient of z that comes from elsewhere
+# n: 1, with means 2, with x_bias 3, or 0 where none of these learns
 norm_backward = kernel(
     "add_norm_backward(dy[.., h], dz[.., h]?, z[.., h], weight[h], mean f32[..]?, rstd f32[..],"
     " n: int) -> dx[.., h], dweights sum[n, h]"
@@ -98,37 +101,55 @@ norm_backward = kernel(
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps):
-        z, y, mean, rstd = norm_forward(x, residual, weight, bias, eps)
+    def forward(ctx, x, x_bias, residual, weight, bias, eps, n):
+        z, y, mean, rstd, amax = norm_forward(x, x_bias, residual, weight, bias, eps, n)
         z = x if residual is None else z
         ctx.save_for_backward(z, weight, mean, rstd)
         ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(amax)
         # a view: autograd does not let an input be an output
-        return z.view_as(z), y
+        return z.view_as(z), y, amax
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dz, dy):
-        _, residual, weight, bias, _ = ctx.needs_input_grad
-        dw = db = None
+    def backward(ctx, dz, dy, _):
+        _, x_bias, residual, *learns, _, _ = ctx.needs_input_grad
+        sums = [None] * 3
         # Without dy nobody used the norm.
         if dy is not None:
             z, w, mean, rstd = ctx.saved_tensors
-            n = (1 + (mean.numel() > 0)) * (weight or bias)
-            dz, dweights = norm_backward(dy, dz, z, w, mean, rstd, n)
-            dw = dweights[0] if weight else None
-            db = dweights[1] if bias else None
-        return dz, dz if residual else None, dw, db, None
+            n = 1 + (mean.numel() > 0) + x_bias if x_bias or any(learns) else 0
+            dz, found = norm_backward(dy, dz, z, w, mean, rstd, n)
+            sums[:n] = found
+        elif x_bias:
+            sums[2] = dz.flatten(0, -2).sum(0)
+        dw, db = (s if wanted else None for s, wanted in zip(sums, learns))
+        return dz, sums[2], dz if residual else None, dw, db, None, None
 
 
-def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float):
-    """(z, its norm), z = x + residual: a LayerNorm, or without a bias an RMSNorm.
+def add_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    x_bias: Tensor | None = None,
+    notes: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(z, its norm), z = residual + (x + x_bias): a LayerNorm, or without a bias an RMSNorm.
 
-    x, residual: [.., h]; without a residual z is x. In backward the gradient that reaches z beside
-    the norm is added in the same pass.
+    x, residual: [.., h]; without a residual z is x; x_bias: [h] or None, which needs a residual;
+    notes: whether to note the norm's maximum on it, for a cast to FP8. In backward the gradient
+    that reaches z beside the norm is added in the same pass.
     """
+    # the gradient of x_bias has a place beside those of a LayerNorm, in rows that are not too long
+    if x_bias is not None and (bias is None or not supported_rows(x, LONGEST // 2)):
+        x, residual = bias_dropout_add(x, x_bias, residual, None, 0, 0, 0.0), None
+        x_bias = None
     if supported_rows(x, LONGEST):
-        return _Norm.apply(x, residual, weight, bias, eps)
+        z, y, amax = _Norm.apply(x, x_bias, residual, weight, bias, eps, int(notes))
+        note_maximum(y, amax)
+        return z, y
     z = x if residual is None else x + residual
     if bias is None:
         return z, F.rms_norm(z, z.shape[-1:], weight, eps)
@@ -181,22 +202,30 @@ def rotary(q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, 
 
 # --- SwiGLU ---------------------------------------------------------------------------------------
 
-swiglu_forward = kernel("swiglu(gate[.., h], up[.., h]) -> y[.., h]")
+# n: 1 for max |y|, or 0; in backward 2 for the maxima of both gradients
+swiglu_forward = kernel("swiglu(gate[.., h], up[.., h], n: int) -> y[.., h], amax max[n]")
 swiglu_backward = kernel(
-    "swiglu_backward(dy[.., h], gate[.., h], up[.., h]) -> d_gate[.., h], d_up[.., h]"
+    "swiglu_backward(dy[.., h], gate[.., h], up[.., h], n: int)"
+    " -> d_gate[.., h], d_up[.., h], amax max[n]"
 )
 
 
 @gradient(swiglu_forward, keep=(0, 1))
-def _(ctx, dy):
-    return swiglu_backward(dy, *ctx.saved_tensors)
+def _(ctx, dy, _):
+    *grads, maxima = swiglu_backward(dy, *ctx.saved_tensors, 2 * ctx.numbers[0])
+    for grad, amax in zip(grads, maxima.split(1)):
+        note_maximum(grad, amax)
+    return *grads, None
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) up (arXiv 2002.05202, eq. 6). gate, up: one shape, any -> the same shape"""
+def swiglu(gate: Tensor, up: Tensor, notes: bool = False) -> Tensor:
+    """silu(gate) up (arXiv 2002.05202, eq. 6). gate, up: one shape, any -> the same shape. notes:
+    whether to note its maximum on it, and on both gradients theirs, for casts to FP8."""
     if not supported(gate) or gate.numel() % vector_elements(gate):
         return F.silu(gate) * up
-    return swiglu_forward(gate, up)
+    y, amax = swiglu_forward(gate, up, int(notes))
+    note_maximum(y, amax.detach())
+    return y
 
 
 # --- bias + GELU, bias + dropout + residual -------------------------------------------------------
@@ -470,32 +499,38 @@ def of_norm(norm: nn.Module) -> tuple | None:
 
 def block(self: gpt.Block, x: Tensor, context: gpt.Context = gpt.PLAIN) -> Tensor:
     """gpt.Block, whose norms also pass on the residual, so that in backward the gradients of both
-    are added in one pass. Without dropout and bias they add the residual too."""
+    are added in one pass. Without dropout the second adds the bias and the residual too."""
     first, second = of_norm(self.attention_norm), of_norm(self.mlp_norm)
     if first is None or second is None:
         return gpt.Block.forward(self, x, context)
-    x, y = add_norm(x, None, *first)
+    x, y = add_norm(x, None, *first, notes=is_cast(self.attention_norm))
     y = self.attention(y, context)
     bias = self.attention.output.bias
-    if only_adds(self.attention_residual, bias, context.drop_key):
-        x, y = add_norm(y, x, *second)
-    else:
+    if drops(self.attention_residual, context.drop_key):
         x = self.attention_residual(y, bias, x, context.drop_key)
-        x, y = add_norm(x, None, *second)
+        x, y = add_norm(x, None, *second, notes=is_cast(self.mlp_norm))
+    else:
+        x, y = add_norm(y, x, *second, bias, is_cast(self.mlp_norm))
     y = self.mlp(y, context)
     return self.mlp_residual(y, self.mlp.down.bias, x, context.drop_key)
 
 
-def only_adds(module: gpt.BiasDropoutAdd, bias: Tensor | None, drop_key: Tensor | None) -> bool:
-    """Whether nothing is left of the module but residual + x."""
-    return bias is None and (drop_key is None or module.dropout.p == 0)
+def is_cast(module: nn.Module) -> bool:
+    """Whether a cast to FP8 by its own maximum reads what the module gives (fp8.py), and can find a
+    note: compiled code makes none."""
+    return getattr(module, "is_cast", False) and not torch.compiler.is_compiling()
+
+
+def drops(module: gpt.BiasDropoutAdd, drop_key: Tensor | None) -> bool:
+    return drop_key is not None and module.dropout.p > 0
 
 
 def bias_dropout_add_of_module(
     self: gpt.BiasDropoutAdd, x: Tensor, bias: Tensor | None, residual: Tensor, drop_key
 ) -> Tensor:
-    # PyTorch adds in one pass already, and the operation knows a range of positions alone.
-    if only_adds(self, bias, drop_key) or self.dropout.coordinates:
+    # PyTorch adds two in one pass already, and the operation knows a range of positions alone.
+    only_adds = bias is None and not drops(self, drop_key)
+    if only_adds or self.dropout.coordinates:
         return gpt.BiasDropoutAdd.forward(self, x, bias, residual, drop_key)
     start = self.dropout.shard_index.get(1, 0) * x.shape[1]
     mask = self.dropout.site, start, self.dropout.p
@@ -535,7 +570,7 @@ FUSED = [
     (nn.LayerNorm, "forward", norm_of_module),
     (gpt.Block, "forward", block),
     (Rotary, "forward", rotary_of_module),
-    (gpt.SwiGLU, "forward", lambda self, gate, up: swiglu(gate, up)),
+    (gpt.SwiGLU, "forward", lambda self, gate, up: swiglu(gate, up, is_cast(self))),
     (gpt.GELU, "forward", lambda self, x, bias: bias_gelu(x, bias)),
     (gpt.BiasDropoutAdd, "forward", bias_dropout_add_of_module),
     (gpt.ExplicitAttention, "forward", explicit_attention),

@@ -53,5 +53,10 @@ def rotary_table(
     at = torch.arange(s, device=like.device)
     if documents is not None:
         at = positions_of(documents).unsqueeze(1)  # [b, 1, s]
-    angle = at.double().unsqueeze(-1) * frequencies.repeat(2)  # [.., s, d]
+    return rotary_at(frequencies, at, like)
+
+
+def rotary_at(frequencies: Tensor, at: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for positions `at`, of any shape: [.., d] each."""
+    angle = at.double().unsqueeze(-1) * frequencies.repeat(2)  # [.., d]
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)

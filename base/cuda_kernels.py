@@ -16,6 +16,7 @@ checks of arguments, the new tensors, the arguments in C, and the schema of the 
     scale: float          a number
     z[.., h] if bias      an output that is empty without that argument: a null pointer
     d_bias sum[n, h]      an output whose blocks leave parts [n, blocks, h], which are added up here
+    amax max[n]           an output, 0 at first, which blocks raise to their maxima
     q heads[b, a, s, d]   any strides of whole vectors; an output lies in memory as [b, s, a, d]
 
 In C: the stream, the tensors, the outputs, three strides of each input of heads, the sizes in the
@@ -101,6 +102,7 @@ VECTOR, LONGEST = 16, 2048
 DTYPES = {
     "f32": torch.float32,
     "sum": torch.float32,
+    "max": torch.float32,
     "i32": torch.int32,
     "i64": torch.int64,
     "u8": torch.uint8,
@@ -205,6 +207,8 @@ class Kernel:
         for n, o in enumerate(self.outputs):
             if o.dtype == "heads":
                 new[n] = new[n].transpose(1, 2)
+            if o.dtype == "max" and new[n].numel():
+                new[n].zero_()
         if not is_meta:
             tensors = [prepare(t) for prepare, t in zip(self.prepare, tensors)]
             strides = [n for i in self.heads for n in tensors[i].stride()[:3]]

@@ -4,6 +4,7 @@ It imports next to nothing, so every file can begin with it (start.py), before P
 seconds to import.
 """
 
+import contextlib
 import os
 import signal
 
@@ -26,6 +27,18 @@ def quiet() -> None:
         os._exit(130)
 
     signal.signal(signal.SIGINT, end)
+
+
+def end_with_launcher() -> None:
+    """Under torchrun: when it is killed, this process gets SIGTERM. Otherwise the ranks would wait
+    for its store, or for each other."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        import ctypes
+
+        pr_set_pdeathsig = 1
+        with contextlib.suppress(OSError, AttributeError):
+            # another system than Linux has no such call
+            ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def kill_descendants() -> None:

@@ -30,6 +30,7 @@ def lesson(name: str, command: str = "") -> None:
 def command(module: str) -> None:
     """Run main(argv) of a module and leave with what it returns."""
     interrupts.quiet()
+    interrupts.end_with_launcher()
     run(module)
 
 

@@ -7,7 +7,8 @@ watches the heartbeat of the main thread, one beat at each step, evaluation and 
     1. No heartbeat for `seconds`: the rank writes where it is into the store that the ranks share.
     2. It waits a moment for the others to do the same.
     3. The lowest rank that could write reports for all.
-    4. Every rank ends with status 1, and the launcher may start them again.
+    4. Every rank ends with status 1, and those of its machine that did not answer with it: a
+       launcher would wait for them. It may start all of them again.
 
     train.py: no progress for 600 s:
     train.py: rank 0: step 7, in repository/fsdp.py:186 finish_reductions
@@ -21,7 +22,10 @@ little after the collective that does not end; the step is the one that the host
 device may be at the step before.
 """
 
+import contextlib
 import os
+import signal
+import socket
 import sys
 import threading
 import time
@@ -43,6 +47,7 @@ class Watchdog:
         called when the heartbeat has stopped; by default it ends the process without any clean-up,
         because clean-up may hang too."""
         self.store = store
+        store.set(f"process {rank}", f"{socket.gethostname()} {os.getpid()}")
         self.rank = rank
         self.size = size
         self.seconds = seconds
@@ -93,6 +98,7 @@ class Watchdog:
             self.stopped.wait(self.patience)
             if self.last == last:
                 self.report()
+                self.kill_silent()
             else:
                 # It was slow, and goes on.
                 self.store.delete_key(f"waits {self.rank}")
@@ -114,6 +120,15 @@ class Watchdog:
                 where = self.store.get(f"beat {rank}").decode()
                 message = f"does not answer; last heard of in {where}"
             self.say(f"rank {rank}: {message}")
+
+    def kill_silent(self) -> None:
+        """End the ranks of this machine that could not write: they may be stopped."""
+        for rank in range(self.size):
+            if not self.store.check([f"waits {rank}"]) and self.store.check([f"process {rank}"]):
+                host, pid = self.store.get(f"process {rank}").decode().split()
+                if host == socket.gethostname():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(pid), signal.SIGKILL)
 
     def report_alone(self, reason) -> None:
         said = f"no progress for {self.seconds:.0f} s in {self.where}, and no word of the others"

@@ -422,6 +422,8 @@ class World:
         gathered = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(gathered, value)
+            if self.watchdog and self.watchdog.last:
+                self.beat(self.watchdog.where)
         return gathered
 
     def on_rank_0(self, work, errors: tuple):

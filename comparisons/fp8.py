@@ -1,11 +1,10 @@
-"""FP8: the numbers that there are, what rounding to them costs, and what a GPU gains.
+"""FP8: the numbers that there are, and what rounding to them costs.
 
-    python comparisons/fp8.py numbers [--steps 300] [--toy] [--out DIR]      figures/fp8.svg
-    python comparisons/fp8.py speed [--rounds 15] [--toy] [--out DIR]        figures/fp8_speed.svg
+    python comparisons/fp8.py [--steps 300] [--toy] [--out DIR]
 
-numbers: the range of each format, with all positive numbers of e4m3 and e5m2. Then the error of a
-linear layer's three products, for matrices as training has them: the default model is trained on
-the default corpus in float32, with the matrix multiplications of layers 1 and 2 in FP8 (delayed
+The range of each format, with all positive numbers of e4m3 and e5m2. Then the error of a linear
+layer's three products, for matrices as training has them: the default model is trained on the
+default corpus in float32, with the matrix multiplications of layers 1 and 2 in FP8 (delayed
 scaling). The inputs, weights and gradients of its last step are rounded again by each recipe:
 
     bf16               rounded to bf16, without scales
@@ -16,34 +15,25 @@ scaling). The inputs, weights and gradients of its last step are rounded again b
 
 Sums are in float32. An error is the norm of the difference from the product of the matrices before
 they were rounded, in float64, over the norm of that product. Beside it stands how many of the
-gradients that were not zero became zero.
-
-speed, on a GPU: the three products of a layer h -> h, in bf16 and in FP8, for 4,096 and 16,384
-tokens. With casts: maxima, scales and bytes of inputs, weights and gradients are in the time, cast
-as in a run (precision/fp8_cast.py), and beside it by PyTorch's operations. Without: bytes are
-there, contiguous as the library wants them. The crossing point is the smallest
-h from which FP8 needs less time than bf16.
+gradients that were not zero became zero. What a GPU gains is in products.py and training_step.py.
 """
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import report
 import steps
 import style
 import torch
-import torch.nn.functional as F
-from report import format_spread, ratio, scaled, spread, timed
+from report import format_spread, scaled, spread
 from torch import Tensor
 
 from base import cpu
-from base.cuda_kernels import why_not
 from lessons import demo
 from model_config import LINEARS
 from precision import float8
-from precision.float8 import E4M3, E5M2, Format, Quantised
+from precision.float8 import E4M3, E5M2, Format
 from precision.fp8_scaling import GRADIENT, INPUT, WEIGHT, Recipe, Scaling
 
 
@@ -176,96 +166,6 @@ def numbers(num_steps: int, fields: dict) -> dict:
     return {"steps": num_steps, "formats": formats(), "errors": errors, "spreads": spreads}
 
 
-# --- speed ----------------------------------------------------------------------------------------
-
-
-def prepared(a: Quantised, b: Quantised):
-    """A call of the product alone. Where no GPU multiplies bytes, that of decoded bytes."""
-    if not float8.runs_in_fp8(a, b):
-        return lambda: a @ b
-    arguments = float8.library_operands(a, b)
-    options = dict(output_dtype=a.dtype, use_fast_accum=float8.accumulates_fast(a, b))
-    return lambda: F.scaled_mm(*arguments, **options)
-
-
-def calls(tokens: int, h: int, device) -> dict:
-    """{name: a call of a layer's three products, or why there is none}, for in_turn."""
-    x, dy = torch.randn(2, tokens, h, device=device).bfloat16()
-    w = torch.randn(h, h, device=device).bfloat16()
-    found = {"bf16": lambda: products(x, w, dy)}
-    place = 0, 0
-    for name in ("current", "delayed", "block"):
-        scaling = Scaling(RECIPES[name], 1, device)
-        scaling.recording = True
-        pairs = operands(scaling, place, x, w, dy)
-        scaling.end_step()
-        fast = all(float8.runs_in_fp8(a, b) for a, b in pairs.values())
-        if torch.device(device).type == "cuda" and not fast:
-            found[name] = "no such product on this GPU, or in this build of PyTorch"
-            continue
-
-        def whole(fused: bool, scaling=scaling):
-            scaling.fused = fused
-            scaling.weights.clear()
-            for a, b in operands(scaling, place, x, w, dy).values():
-                a @ b
-
-        alone = [prepared(a, b) for a, b in pairs.values()]
-        has_kernels = not why_not(x.dtype)
-        found[name] = partial(whole, has_kernels)
-        if has_kernels and name != "block":
-            found[f"{name}, casts by PyTorch"] = partial(whole, False)
-        found[f"{name}, products alone"] = lambda alone=alone: [call() for call in alone]
-    return found
-
-
-def seconds_of(call) -> float:
-    """Of one call, the mean of as many as take 20 ms or more."""
-    once = timed(call)
-    repeats = max(1, math.ceil(0.02 / once))
-    return timed(lambda: [call() for _ in range(repeats)]) / repeats
-
-
-def over_bf16(tokens: int, h: int, device, rounds: int) -> dict:
-    """{name: spread of its time over that of bf16, or why there is none}, and seconds of bf16"""
-    found = calls(tokens, h, device)
-    refused = {name: call for name, call in found.items() if isinstance(call, str)}
-    kinds = {name: partial(seconds_of, found[name]) for name in found if name not in refused}
-    times = report.in_turn(kinds, rounds)
-    row = {"bf16, seconds": spread([t["bf16"] for t in times])} | refused
-    return row | {name: ratio(times, name, "bf16") for name in kinds if name != "bf16"}
-
-
-def crossing(rows: dict[str, dict], name: str) -> int | None:
-    """The smallest h from which FP8 needs less time than bf16, for all larger ones too."""
-    found = None
-    for h in sorted(rows, key=int, reverse=True):
-        ratio = rows[h].get(name)
-        if not isinstance(ratio, dict) or ratio["median"] >= 1:
-            break
-        found = int(h)
-    return found
-
-
-def speed(args, device, sizes: dict) -> None:
-    """Writes fp8_speed.json after each size."""
-    results = {"toy": args.toy, "layers": {}}
-    for tokens in sizes["tokens"]:
-        rows = results["layers"].setdefault(str(tokens), {})
-        for h in sizes["h"]:
-            if report.is_over(args):
-                print(f"no time left for {tokens} tokens, h {h}", flush=True)
-                continue
-            rows[str(h)] = over_bf16(tokens, h, device, args.rounds)
-            for name, value in rows[str(h)].items():
-                print(f"{tokens} tokens, h {h}, {name}: {report.text_of(value)}", flush=True)
-            report.write("fp8_speed", results, args)
-        names = [name for row in rows.values() for name in row if name != "bf16, seconds"]
-        for name in dict.fromkeys(names):
-            print(f"{tokens} tokens, {name}: less time than bf16 from h {crossing(rows, name)}")
-    report.finish("fp8_speed", results, args, draw)
-
-
 # --- figures --------------------------------------------------------------------------------------
 
 COLOURS = dict(zip(RECIPES, (*style.SERIES, "#cc79a7"))) | {"bf16": "#4d4d4d"}
@@ -297,7 +197,8 @@ def draw_formats(axes, found: dict) -> None:
     axes.set_xlabel("exponent: the number is 2 to the power of it")
 
 
-def draw_numbers(results: dict, figures: Path) -> None:
+def draw(results: dict, figures: Path) -> None:
+    """results: what fp8.json holds."""
     figure, panels = style.figure(4.4, 2, 3, height_ratios=(1, 1.1))
     grid = panels[0, 0].get_gridspec()
     for axes in panels[0]:
@@ -317,59 +218,18 @@ def draw_numbers(results: dict, figures: Path) -> None:
     style.save(figure, figures / "fp8.svg")
 
 
-def draw_speed(results: dict, figures: Path) -> None:
-    layers = results["layers"]
-    figure, panels = style.figure(3.2, 1, len(layers), sharey=True, squeeze=False)
-    for axes, (tokens, rows) in zip(panels[0], layers.items()):
-        for name in ("current", "delayed", "block"):
-            for suffix, line in (("", "solid"), (", products alone", "dashed")):
-                label = name + suffix
-                points = [(int(h), row[label]) for h, row in rows.items() if label in row]
-                points = [(h, ratio["median"]) for h, ratio in points if isinstance(ratio, dict)]
-                if points:
-                    options = dict(color=COLOURS[name], linestyle=line, marker="o")
-                    axes.plot(*zip(*points), label=label, **options)
-        axes.axhline(1, color=COLOURS["bf16"], linewidth=1)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks([int(h) for h in rows], list(rows))
-        axes.set(title=f"{int(tokens):,} tokens", xlabel="h of a layer h -> h")
-        axes.set_ylim(bottom=0)
-    panels[0, 0].set_ylabel("time over that of bf16")
-    panels[0, -1].legend()
-    style.save(figure, figures / "fp8_speed.svg")
-
-
-def draw(results: dict, figures: Path) -> None:
-    """results: what fp8.json or fp8_speed.json holds."""
-    (draw_speed if "layers" in results else draw_numbers)(results, figures)
-
-
 def main():
-    parser = report.arguments(__doc__, steps=300, rounds=15)
-    parser.add_argument("what", choices=("numbers", "speed"))
-    report.minutes(parser)
-    args = report.parse(parser, steps=3, rounds=1)
-    if args.what == "numbers":
-        if args.steps < 2:
-            report.refuse(parser, f"--steps {args.steps}: must be at least 2")
-        cpu.set_up()
-        results = numbers(args.steps, steps.TOY if args.toy else {})
-        print(
-            "relative error, median (least to most) of the matrices; gradients that became zero\n"
-        )
-        table = report.Table()
-        for name, found in results["spreads"].items():
-            table.row({"recipe": name} | {k: format_spread(x, ".2%") for k, x in found.items()})
-        report.finish("fp8", results, args, draw)
-        return
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    sizes = dict(tokens=(4096, 16384), h=[2**n for n in range(9, 15)])
-    if args.toy:
-        sizes = dict(tokens=(128,), h=(64, 128))
-    elif device == "cpu":
-        print("fp8.py speed: there is no GPU here, so nothing was measured or written")
-        return
-    speed(args, device, sizes)
+    parser = report.arguments(__doc__, steps=300)
+    args = report.parse(parser, steps=3)
+    if args.steps < 2:
+        report.refuse(parser, f"--steps {args.steps}: must be at least 2")
+    cpu.set_up()
+    results = numbers(args.steps, steps.TOY if args.toy else {})
+    print("relative error, median (least to most) of the matrices; gradients that became zero\n")
+    table = report.Table()
+    for name, found in results["spreads"].items():
+        table.row({"recipe": name} | {k: format_spread(x, ".2%") for k, x in found.items()})
+    report.finish("fp8", results, args, draw)
 
 
 if __name__ == "__main__":

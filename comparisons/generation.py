@@ -3,21 +3,29 @@ Hugging Face transformers with the same weights, in turn, in one run.
 
     python comparisons/generation.py [--threads 1] [--rounds 7] [--cases small gpt2-124m] [--toy]
                                      [--out DIR]
+    python comparisons/gpu.py decode
 
-Greedy, float32 on CPUs. Prefill is left out on both sides: decoding is the time of a prompt of 32
-tokens and 48 new ones, less the time of the same prompt and 1 new one. transformers runs as it
-comes (sdpa attention, its dynamic cache; stopping criteria off), from the folder that
+Greedy, float32 on CPUs, bf16 on a GPU. Prefill is left out on both sides: decoding is the time of
+a prompt of 32 tokens and 48 new ones, less the time of the same prompt and 1 new one. transformers
+runs as it comes (sdpa attention, its dynamic cache; stopping criteria off), from the folder that
 huggingface.py exports. A ratio is the median over rounds of (their seconds / our seconds). Whether
 both give the same tokens is printed too.
 
 Both read all weights in each step. So the larger the model, the nearer both come to the speed of
-the memory, measured here as a matrix times a vector, with the shape of the largest matrix."""
+the memory, measured here as a matrix times a vector, with the shape of the largest matrix.
+
+On a GPU the stage `decode` also has the median of our steps, with CUDA graphs, which make one
+launch of a step (inference/cuda_graphs.py), and without. It is of GPT-2 124M."""
 
 import copy
 import dataclasses
+import functools
+import itertools
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import report
 import style
@@ -30,8 +38,10 @@ import generate
 import huggingface
 import sharding
 from base import cpu
-from inference import weight_layouts
+from inference import cuda_graphs, weight_layouts
 from model_config import GPTConfig
+from planning.inputs import H100
+from planning.serving import ENGINES, Serving
 
 SMALL = GPTConfig(num_layers=4, hidden_size=256, num_heads=8, seq_length=1024, vocab_size=257)
 TINY = GPTConfig(num_layers=2, hidden_size=64, num_heads=4, seq_length=128, vocab_size=257)
@@ -46,6 +56,12 @@ TOY = {"toy": TINY, "toy llama": dataclasses.replace(TINY, ffn_hidden_size=176, 
 # tokens
 PROMPT = 32
 NEW = 48
+# on a GPU, texts at a time
+BATCHES = 1, 16, 64
+
+
+def precision_of(device: str) -> torch.dtype:
+    return torch.bfloat16 if device.startswith("cuda") else torch.float32
 
 
 def build(config: GPTConfig, device: str):
@@ -56,14 +72,15 @@ def build(config: GPTConfig, device: str):
     transformers.utils.logging.disable_progress_bar()
     with torch.device("meta"):
         model = families.build(config)
-    sharding.init(model, 0, "cpu", torch.float32)
+    dtype = precision_of(device)
+    sharding.init(model, 0, "cpu", dtype)
     with tempfile.TemporaryDirectory() as folder:
         ours = Path(folder) / "ckpt"
         exported = Path(folder) / "hf"
         write_model(ours, model)
         huggingface.export_folder(ours, exported)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(
-            exported, attn_implementation="sdpa", dtype=torch.float32
+            exported, attn_implementation="sdpa", dtype=dtype
         )
         theirs = theirs.to(device).eval()
         # until now they are mapped from the file
@@ -93,7 +110,9 @@ def against_transformers(model, theirs, batch: int, rounds: int) -> dict:
     def decode(function):
         return timed(lambda: function(NEW)) - timed(lambda: function(1))
 
-    ours_generate = partial(generate.generate, model, prompts.tolist(), temperature=0)
+    # as the commands do: it keeps CUDA graphs
+    options = dict(temperature=0, runner=generate.ModelRunner([model]))
+    ours_generate = partial(generate.generate, model, prompts.tolist(), **options)
     equal = ours_generate(NEW) == theirs_generate(NEW)
     kinds = {"ours": partial(decode, ours_generate), "theirs": partial(decode, theirs_generate)}
     times = report.in_turn(kinds, rounds)
@@ -133,9 +152,10 @@ def memory_speed(config: GPTConfig, device: str) -> float:
     """Bytes/s at which matrices are multiplied by a vector, the limit of a step at batch 1: as many
     matrices as make up 256 MiB, one after the other."""
     rows = max(config.vocab_size, config.ffn_hidden_size)
+    new = partial(torch.randn, device=device, dtype=precision_of(device))
     count = max(1, 256 * 2**20 // (4 * rows * config.hidden_size))
-    matrices = [torch.randn(rows, config.hidden_size, device=device) for _ in range(count)]
-    x = torch.randn(1, config.hidden_size, device=device)
+    matrices = [new(rows, config.hidden_size) for _ in range(count)]
+    x = new(1, config.hidden_size)
     multiply = lambda: [torch.nn.functional.linear(x, matrix) for matrix in matrices]  # noqa: E731
     seconds = median([timed(multiply) for _ in range(7)])
     return sum(matrix.nbytes for matrix in matrices) / seconds
@@ -170,6 +190,61 @@ def measure(name: str, config: GPTConfig, args) -> dict:
         "bytes_of_weights": weights,
         "memory_bytes_per_second": speed,
     }
+
+
+# --- on a GPU, of gpu.py --------------------------------------------------------------------------
+
+
+def our_steps(model, batch: int, new: int) -> dict:
+    """Of greedy decoding, after a text in which CUDA graphs are captured: tokens/s by the median of
+    the steps, and the slowest ones."""
+    prompts = torch.randint(model.config.vocab_size, (batch, PROMPT)).tolist()
+    options = dict(temperature=0, runner=generate.ModelRunner([model]))
+    generate.generate(model, prompts, new, **options)
+    ticks = [time.perf_counter()]
+    for _ in generate.stream(model, prompts, new, **options):
+        ticks.append(time.perf_counter())
+    each = [b - a for a, b in itertools.pairwise(ticks[1:])]
+    return {
+        "tokens/s": batch / median(each),
+        "ms a step": 1e3 * median(each),
+        "ms to the first token": 1e3 * (ticks[1] - ticks[0]),
+        "ms, the slowest steps": [1e3 * t for t in sorted(each)[-5:]],
+    }
+
+
+def cases_of(stage: str, args) -> dict:
+    """{name: a function that measures it}"""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = TINY if args.toy else CASES["gpt2-124m"]
+    new, rounds = (4, 1) if args.toy else (256, 3)
+    pair = functools.cache(lambda: build(config, device))
+
+    def ours(batch: int, graphs: bool = True) -> dict:
+        can_capture = cuda_graphs.can_capture if graphs else lambda *_: False
+        with mock.patch.object(cuda_graphs, "can_capture", can_capture):
+            return our_steps(packed(pair()[0], batch), batch, new)
+
+    def both(batch: int) -> dict:
+        row = against_transformers(packed(pair()[0], batch), pair()[1], batch, rounds)
+        theirs = row["transformers_tokens_per_second"]
+        return {"tokens/s of transformers": theirs, "times ours": row["ratio"]} | row
+
+    batches = BATCHES[:1] if args.toy else BATCHES
+    found = {f"batch {n}": partial(ours, n) for n in batches}
+    found |= {f"transformers, batch {n}": partial(both, n) for n in batches}
+    return found | {"batch 16, no graphs": partial(ours, 16, graphs=False)}
+
+
+def predicted(stage: str, args) -> dict[str, str]:
+    """Of steps on an H100 in the middle of an answer, by planning/serving.py."""
+    found = {}
+    for graphs, engine in (("", "graphs"), (", no graphs", "eager")):
+        on = Serving(H100, ENGINES[engine], CASES["gpt2-124m"])
+        for batch in BATCHES:
+            seconds = on.step(batch, PROMPT + 128)
+            found[f"batch {batch}{graphs}"] = f"{batch / seconds:,.0f} tokens/s"
+    return found
 
 
 # --- the figure -----------------------------------------------------------------------------------

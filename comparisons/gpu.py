@@ -1,182 +1,319 @@
-"""What to run where there is a GPU: six commands of at most ten minutes each, in this order.
+"""What to run where there is a GPU: stages in order of value, in twelve minutes.
 
-    python comparisons/gpu.py                 all six
-    python comparisons/gpu.py check           one of them: check, kernels, gpt2, llama, fp8, nccl
-    python comparisons/gpu.py --toy           all six at tiny sizes, also without a GPU
+    python comparisons/gpu.py                               all stages
+    python comparisons/gpu.py --seconds 300 gpt2 llama      these, in this order
+    python comparisons/gpu.py fp8 --cases "fp8 block"       a case of a stage, by name
+    python comparisons/gpu.py --toy                         all, at tiny sizes, also without a GPU
+    python comparisons/gpu.py table                         what was predicted, and measured
 
-    check     builds the kernels; their bytes and errors; their tests on the GPU; compute-sanitizer
-    kernels   the time of each operation                               comparisons/kernels.py
-    gpt2      a step of GPT-2 124M                                     comparisons/training_step.py
-    llama     one device's loss and gradients under layouts that share the GPU; a step of 16 layers
-              of Llama-2 7B, for all 32 need more than 80 GB
-    fp8       a layer's products in FP8, by size; those 16 layers        comparisons/fp8.py speed
-    nccl      layouts of ranks that have a GPU each                      comparisons/nccl.py
+A stage is a process with a limit of seconds, and what ends it ends it alone. It measures cases, one
+after the other: functions of a module of this folder, each with a name (`cases_of`). What a case
+gives is in gpu.json before the next one begins, with the time at which the command began. A case
+that fails costs a line. After an access to a wrong address the GPU serves a process no more: the
+stage then goes on in a new process, with the next case. Cases without a result come first.
 
-docs/gpu.md says what each prints and writes. The output also goes to gpu_NAME.txt, a line at a
-time, and the comparisons write their files after each case. So whatever stops a command costs at
-most the case that it was in. The same command again measures first what has no result yet.
+gpu.json holds the results of one device and of one version of PyTorch and Python. gpu.txt has all
+that was printed. docs/gpu.md says what each stage measures, and what was predicted.
 """
 
+import argparse
 import contextlib
-import importlib.util
+import fcntl
+import gc
+import importlib
+import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
-from typing import TextIO
+import traceback
+from collections import deque
+from datetime import datetime
+from typing import NamedTuple
 
 import report
 import torch
-from report import ROOT
 
+from base import terminal
 from base.world import why_no_gpu
 
-# Seconds that a command may take. What still runs is stopped a little before: the command's own
-# imports take time too.
-LIMIT = 600
-MARGIN = 20
-# Seconds that a comparison has to end by itself, after it may begin no case.
-END = 30
-# Seconds that parity may take of the ten minutes of `llama`.
-PARITY = 240
-COMMANDS = "check", "kernels", "gpt2", "llama", "fp8", "nccl"
-# A line for each test, and the reason of each that is skipped.
-PYTEST = ["-m", "pytest", "-vv", "-rs", "--no-header", "-p", "no:cacheprovider", "-m", "gpu"]
-KERNEL_TESTS = ["tests/test_scaled_mm.py", "tests/test_fp8_cast.py", "tests/test_kernels.py"]
-PARITY_TESTS = ["tests/test_compositions.py", "tests/test_generate.py", "tests/test_optimizer.py"]
-# Those that say most come first: time may be over after any of them.
-KERNELS = "kernels auto"
-# the whole model needs more than 80 GB
-LLAMA = "llama2-7b-16-layers"
-LLAMA_CASES = [KERNELS, "kernels off, compile", f"{KERNELS}, compile", "kernels off"]
-GPT2_CASES = list(LLAMA_CASES)
-LLAMA_CASES += [f"{KERNELS}, full recompute"]
-FP8_CASES = [f"{KERNELS}, fp8 current", f"{KERNELS}, compile"]
-FP8_CASES += [f"{KERNELS}, fp8 {recipe}, compile" for recipe in ("current", "block", "delayed")]
-FP8_CASES += ["torchao tensorwise, compile", "like nanochat, compile"]
-FP8_CASES += [f"{KERNELS}, fp8 {recipe}" for recipe in ("block", "delayed")]
-FP8_CASES += ["torchao rowwise, compile"]
-# Seconds that the times of layers may take of the ten minutes of `fp8`.
-LAYERS = 180
+
+class Stage(NamedTuple):
+    # seconds at most
+    limit: float
+    # of comparisons/, whose cases it measures
+    module: str
 
 
-def from_root(folder: Path) -> str:
-    """Its name where commands run. Folders of the project have no name of this machine in it."""
-    folder = folder.resolve()
-    return str(folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder)
+STAGES = {
+    "environment": Stage(40, "gpu_checks"),
+    "build": Stage(90, "gpu_checks"),
+    "tests": Stage(120, "gpu_checks"),
+    "gpt2": Stage(110, "training_step"),
+    "kernels": Stage(60, "kernels"),
+    "llama": Stage(120, "training_step"),
+    "parity": Stage(45, "gpu_checks"),
+    "run": Stage(75, "gpu_checks"),
+    "fp8": Stage(90, "training_step"),
+    "decode": Stage(60, "generation"),
+    "serve": Stage(60, "serving_speed"),
+    "attention": Stage(30, "products"),
+    "matrices": Stage(45, "products"),
+    "medium": Stage(60, "training_step"),
+    "sanitizer": Stage(120, "gpu_checks"),
+    "nccl": Stage(120, "nccl"),
+}
+# compiles blocks, beside the tests
+WARM = Stage(120, "training_step")
+# how a stage's process ends, with its exit status, or None where it was killed; after any other
+# status, that of a FAULT or of a signal, another process goes on
+FAILED, REFUSED, LEFT, FAULT = 1, 2, 3, 4
+WORDS = {0: "done", FAILED: "failed", REFUSED: "refused", None: "killed, its time was over"}
+WORDS[LEFT] = "done, but for cases that had no time left"
+PROCESSES = 4
+# seconds with which begin at the least: a stage, a case, a case that compiles
+BEGIN, CASE, COMPILED = 10, 5, 20
+# values of a case that are shown, the first ones; not those that every case has
+SHOWN, OF_EVERY_CASE = 3, ("s in all", "run")
+
+# --- what is known so far -------------------------------------------------------------------------
 
 
-def parts(name: str, args) -> list[tuple[list[str], float]]:
-    """What a command runs, one after the other: (arguments of python, seconds at most)."""
-    pytest = list(PYTEST)
-    if not args.toy and importlib.util.find_spec("xdist"):
-        pytest += ["-n", "4", "--dist", "worksteal"]
-    flags = ["--out", from_root(args.out), "--figures", from_root(args.figures)]
-    flags += ["--toy"] if args.toy else []
-    step = ["comparisons/training_step.py", *flags, "--models"]
-    return {
-        "check": [
-            (["kernels.py"], LIMIT),
-            # those with compute-sanitizer come last
-            ([*pytest, *KERNEL_TESTS], LIMIT),
-        ],
-        "kernels": [(["comparisons/kernels.py", *flags], LIMIT)],
-        "gpt2": [([*step, "gpt2-124m", "--cases", *GPT2_CASES], LIMIT)],
-        "llama": [
-            ([*pytest, *PARITY_TESTS], PARITY),
-            ([*step, LLAMA, "--steps", "5", "--cases", *LLAMA_CASES], LIMIT),
-        ],
-        "fp8": [
-            (["comparisons/fp8.py", "speed", *flags], LAYERS),
-            ([*step, LLAMA, "--steps", "5", "--cases", *FP8_CASES], LIMIT),
-        ],
-        "nccl": [(["comparisons/nccl.py", *flags], LIMIT)],
-    }[name]
-
-
-def call(argv: list[str], seconds: float, log: TextIO) -> tuple[int, str]:
-    """Run python with these arguments; its output goes to the screen and to the log. Returns its
-    exit status and its last line. After so many seconds it is killed, with the processes that it
-    started."""
-    # One thread, because tests run beside each other. Unbuffered: what was printed before a kill is
-    # kept.
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
-    output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-    options = dict(cwd=ROOT, env=environment, start_new_session=True)
-    process = subprocess.Popen([sys.executable, *argv], **output, **options)
-
-    def kill():
-        # Also those that outlive the first of them.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-    timer = threading.Timer(seconds, kill)
-    timer.start()
-    last = ""
+def read(args: argparse.Namespace) -> dict:
+    """gpu.json: {"environment", "toy", "results": {stage: {case: row}}, "stages": {stage: how it
+    ended}}"""
     try:
-        for line in process.stdout:
-            say(line.rstrip("\n"), log)
-            last = line.strip("= \n") or last
-        return process.wait(), last
-    finally:
-        timer.cancel()
-        kill()
+        found = report.saved("gpu", args)
+    except FileNotFoundError:
+        return {"toy": args.toy, "results": {}, "stages": {}}
+    if "results" not in found:
+        raise ValueError("gpu.json was not written by this command")
+    return found
 
 
-def say(line: str, log: TextIO) -> None:
-    print(line, flush=True)
-    print(line, file=log, flush=True)
+def note(args: argparse.Namespace, value: dict, *keys: str) -> None:
+    """Put a value into gpu.json. Where the file cannot be written, the screen has the value."""
+    found = read(args)
+    table = found
+    for key in keys[:-1]:
+        table = table.setdefault(key, {})
+    table[keys[-1]] = value
+    path = args.out / "gpu.json"
+    try:
+        path.with_suffix(".tmp").write_text(json.dumps(found, indent=1, default=str) + "\n")
+        os.replace(path.with_suffix(".tmp"), path)
+    except OSError as e:
+        words = f"{path} cannot be written, {e.strerror}"
+        print(f"{args.stage}: {words}: {json.dumps(value, default=str)}", flush=True)
 
 
-def describe(status: int) -> str:
-    if status == 0:
-        return "done"
-    if status == -signal.SIGKILL:
-        return "stopped, for its time was over"
-    return f"failed, exit status {status}"
+def shown(row: dict, most: int = SHOWN) -> str:
+    """The first values of a case, or why there are none."""
+    if "error" in row:
+        return f"FAILED, {row['error']}"
+    texts = []
+    for name, value in row.items():
+        if name in OF_EVERY_CASE:
+            continue
+        if isinstance(value, str):
+            texts.append(value)
+        elif isinstance(value, int | float) or (isinstance(value, dict) and "median" in value):
+            texts.append(f"{report.text_of(value)} {name}")
+    return " | ".join(texts[:most])
 
 
-def run(name: str, args) -> bool:
-    """One of the commands. Returns whether all its parts were done."""
-    deadline = time.monotonic() + LIMIT - MARGIN
-    done = True
-    ends = []
-    with open(args.out / f"gpu_{name}.txt", "w") as log:
-        for key, value in report.environment().items():
-            say(f"{key}: {value}", log)
-        for argv, most in parts(name, args):
-            start = time.monotonic()
-            seconds = max(0, min(most, deadline - start))
-            command = f"python {shlex.join(argv)}"
-            say(f"\n$ {command}", log)
-            if argv[0].startswith("comparisons/"):
-                # It ends by itself, and draws what it has.
-                argv = [*argv, "--minutes", f"{max(0, seconds - END) / 60:.1f}"]
-            status, last = call(argv, seconds, log)
-            done = done and status == 0
-            took = time.monotonic() - start
-            ends.append(f"{describe(status)}, {took:.0f} s: {command[:100]}\n    {last}")
-        say(f"\n{name}\n  " + "\n  ".join(ends), log)
-        print(f"written: {log.name}\n", flush=True)
-    return done
+# --- in the process of a stage --------------------------------------------------------------------
+
+
+def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """The cases of a stage. Returns the exit status."""
+    if not args.toy and "environment" in read(args):
+        report.earlier("gpu", parser, args)
+    note(args, report.environment() | {"command": "python comparisons/gpu.py"}, "environment")
+    module = STAGES.get(args.stage, WARM).module
+    cases = importlib.import_module(f"comparisons.{module}").cases_of(args.stage, args)
+    report.check_names(parser, args.cases, cases)
+    rows = read(args)["results"].get(args.stage, {})
+    pairs = [(args.stage, name) for name in args.cases or cases]
+    failed = left = 0
+    for stage, name in report.missing_first(pairs, {args.stage: rows}):
+        keys = "results", stage, name
+        row = rows.get(name, {})
+        if row.get("run") == args.run:
+            print(f"{name}: measured by the process before this one")
+        elif time.monotonic() > args.deadline - (COMPILED if "compile" in name else CASE):
+            print(f"{stage}: {name}: no time left")
+            left += 1
+        else:
+            note(args, {"error": "its process ended", "run": args.run}, *keys)
+            row = attempt(cases[name])
+            print(f"{stage}: {name}: {shown(row)}\n{json.dumps(row, default=str)}", flush=True)
+            note(args, row | {"run": args.run}, *keys)
+            if report.faulty():
+                return FAULT
+        failed += "error" in row and row.get("run", args.run) == args.run
+    return FAILED if failed else LEFT if left else 0
+
+
+def attempt(case) -> dict:
+    """What a case gives, or its error; and the seconds that it took."""
+    start = time.monotonic()
+    try:
+        row = case()
+    except Exception as e:
+        traceback.print_exc(file=sys.stdout)
+        row = {"error": report.one_line(e)}
+    seconds = round(time.monotonic() - start, 1)
+    # the next one begins with what this one has left free
+    gc.collect()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    if torch.cuda.is_available():
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.empty_cache()
+    return row | {"s in all": seconds}
+
+
+# --- the process that starts the stages -----------------------------------------------------------
+
+
+class Command:
+    """Starts the process of each stage, and shows what it prints."""
+
+    def __init__(self, args: argparse.Namespace, parser: argparse.ArgumentParser):
+        self.args = args
+        self.begun = datetime.now().isoformat(timespec="seconds")
+        self.end = time.monotonic() + args.seconds
+        # few stages have all of the time
+        self.scale = max(1.0, args.seconds / sum(STAGES[name].limit for name in args.names))
+        self.tail = deque(maxlen=3)
+        try:
+            self.log = open(args.out / "gpu.txt", "a")
+            fcntl.flock(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if args.toy:
+                (args.out / "gpu.json").unlink(missing_ok=True)
+            read(args)
+        except BlockingIOError:
+            report.refuse(parser, f"--out {args.out}: another run writes into this folder")
+        except (OSError, ValueError) as e:
+            report.refuse(parser, f"--out {args.out}: {e}; name another folder")
+
+    def say(self, line: str, on_screen: bool = True) -> None:
+        if on_screen:
+            terminal.say(line)
+        try:
+            print(line, file=self.log, flush=True)
+        except OSError as e:
+            terminal.say(f"gpu.txt cannot be written, {e.strerror}")
+            self.log = open(os.devnull, "w")
+
+    def run(self) -> int:
+        """All stages. Returns the exit status."""
+        statuses = {}
+        for name in self.args.names:
+            statuses[name] = self.stage(name)
+            if statuses[name] == REFUSED:
+                return REFUSED
+        failed = [name for name, status in statuses.items() if status != 0]
+        self.say(f"not done: {', '.join(failed)}" if failed else "all done")
+        return int(bool(failed))
+
+    def stage(self, name: str) -> int | None:
+        """Returns how its last process ended."""
+        self.args.stage = name
+        begin = time.monotonic()
+        limit = min(self.scale * STAGES[name].limit, self.end - begin)
+        if limit < BEGIN:
+            self.conclude("no time left", begin)
+            return LEFT
+        word = "interrupted"
+        try:
+            for _ in range(PROCESSES):
+                status = self.process(begin + limit - time.monotonic())
+                if status in WORDS:
+                    break
+                self.say(f"{name}: a process ended with status {status}")
+            word = WORDS.get(status, "failed")
+        finally:
+            self.conclude(word, begin)
+        return status
+
+    def process(self, seconds: float) -> int | None:
+        """Measure cases of the stage. Returns the exit status, None if it was killed in the end."""
+        args = self.args
+        argv = ["--stage", args.stage, "--out", str(args.out), "--run", self.begun]
+        argv += ["--limit", f"{seconds:.1f}", *["--toy"] * args.toy]
+        argv += ["--cases", *args.cases] if args.cases else []
+        output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        # in a session, which is killed as one
+        process = subprocess.Popen(
+            [sys.executable, "-u", sys.argv[0], *argv], start_new_session=True, **output
+        )
+        reader = threading.Thread(target=self.follow, args=(process.stdout,), daemon=True)
+        reader.start()
+        try:
+            return process.wait(max(0, seconds))
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            # also what outlives the first of them
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            reader.join(5)
+
+    def follow(self, lines) -> None:
+        """Everything goes to the log, and to the screen what is said of a case."""
+        for line in lines:
+            of_case = line.startswith(f"{self.args.stage}: ")
+            self.say(line.rstrip("\n"), of_case)
+            if not of_case and line.strip():
+                self.tail.append(line.strip())
+
+    def conclude(self, word: str, begin: float) -> None:
+        """The last line of a stage: how it ended, and what it found."""
+        stage, now = self.args.stage, time.monotonic()
+        note(self.args, {"ended": word, "s": now - begin, "run": self.begun}, "stages", stage)
+        rows = read(self.args)["results"].get(stage, {})
+        rows = {case: row for case, row in rows.items() if row["run"] == self.begun}
+        if word != "done" and not any("error" in row for row in rows.values()):
+            for line in self.tail:
+                self.say(f"  {line}")
+        self.tail.clear()
+        found = "; ".join(f"{case}: {shown(row, 1)}" for case, row in rows.items())
+        left = f"{now - begin:.0f} s, {max(0, self.end - now):.0f} s left"
+        self.say(f"[{stage}] {word}, {left}; {found}"[:500] + "\n")
 
 
 def main() -> int:
     parser = report.arguments(__doc__)
-    parser.add_argument("names", nargs="*", metavar="COMMAND", help=", ".join(COMMANDS))
-    args = report.parse(parser)
-    report.check_names(parser, args.names, COMMANDS)
+    names = f"{', '.join(STAGES)}; or table"
+    parser.add_argument("names", nargs="*", metavar="STAGE", help=names)
+    seconds = "of all stages together (default: 720)"
+    parser.add_argument("--seconds", type=float, default=720, help=seconds)
+    parser.add_argument("--cases", nargs="+", default=[], help="of each stage, only these")
+    # of the process of a stage
+    parser.add_argument("--stage", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--run", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, default=600, help=argparse.SUPPRESS)
+    args = report.parse(parser, seconds=3600)
+    # it shall end by itself, before it is killed
+    args.deadline = time.monotonic() + args.limit - 3
+    if args.stage:
+        return measure(args, parser)
+    if args.names == ["table"]:
+        importlib.import_module("comparisons.gpu_table").show(args)
+        return 0
+    report.check_names(parser, args.names, STAGES)
+    args.names = args.names or list(STAGES)
     if not torch.cuda.is_available() and not args.toy:
         rule = "no GPU can be used here; --toy runs all of it at tiny sizes"
         report.refuse(parser, f"{why_no_gpu()}: {rule}")
-    results = [run(name, args) for name in args.names or COMMANDS]
-    return int(not all(results))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    return Command(args, parser).run()
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    sys.exit(main())
+    terminal.run(main)

@@ -1,26 +1,24 @@
 """Every operation of kernels.py at training sizes, beside PyTorch's own and torch.compile.
 
-    python comparisons/kernels.py [--sizes llama2-7b] [--cases swiglu rotary] [--rounds 20]
+    python comparisons/gpu.py kernels
+    python comparisons/gpu.py kernels --cases "llama2-7b swiglu" "gpt-1.3b rotary"
 
 Measured are the time, and the share of the copy bandwidth: bytes of one pass / time / bandwidth of
 a copy. One pass reads every input once and writes every output once; for causal_softmax and
 softmax_dropout half of the reads count, because the upper triangle is not read. The bytes are the
-same for all three kinds, so a kind that moves more bytes has a smaller share. The copy bandwidth is
-that of a copy of a large tensor in the same run, bytes read and written.
+same for all kinds, so a kind that moves more bytes has a smaller share. The copy bandwidth is that
+of a copy of a large tensor in the same process, bytes read and written.
 
 Launching and filling the GPU take microseconds, and no small copy reaches that bandwidth. So a copy
 of as many bytes is measured beside each operation, in turn with it and in the same way. Where that
-copy takes 12 microseconds or less, its time is the measure of the operation: marked *.
+copy takes 12 microseconds or less, its time is the measure of the operation: "small" in its row.
 
 On a GPU a CUDA graph captures many calls, and events time its replays, so that no launch is waited
 for. The calls rotate through sets of arguments that together do not fit the cache. The outputs of
 each set are kept until its next call, so that writes too go to memory. Forward and backward are
-timed separately. All numbers are medians.
-
-kernels.json is written after each case, and cases that it has already stay: a case measured again
-replaces the old one. A case that fails takes one line. The figure shows all of the file's cases of
-one size. After an access to a wrong address the GPU serves a process no more: it ends, and the same
-command goes on with the other cases.
+timed separately. All numbers are medians. torch.compile has cases of its own, the last ones: it
+takes seconds for each. What a call costs the host is measured at sizes so small that the GPU does
+not wait.
 
 Without a GPU only --toy runs: the same code with PyTorch's own operations as the fused ones, at
 sizes whose times mean nothing, and torch.compile without a compiler backend.
@@ -28,33 +26,33 @@ sizes whose times mean nothing, and torch.compile without a compiler backend.
 
 import contextlib
 import functools
-import gc
-import itertools
-import sys
-from datetime import date
-from pathlib import Path
+import time
 
 import report
-import style
 import torch
 import torch._functorch.config
 import torch.nn.functional as F
-from report import median, spread
+from report import median
 
 import kernels
 from lessons import kernels as lesson
+from planning.inputs import H100
 
 SIZES = {
-    "gpt2-124m": dict(b=16, s=1024, h=768, ffn=3072, vocab_size=50304, heads=12),
-    "gpt-1.3b": dict(b=4, s=2048, h=2048, ffn=8192, vocab_size=50304, heads=16),
     "llama2-7b": dict(b=2, s=4096, h=4096, ffn=11008, vocab_size=32000, heads=32),
+    "gpt2-124m": dict(b=16, s=1024, h=768, ffn=3072, vocab_size=50304, heads=12),
+    # by name
+    "gpt-1.3b": dict(b=4, s=2048, h=2048, ffn=8192, vocab_size=50304, heads=16),
 }
 TOY = {"toy": dict(b=2, s=32, h=64, ffn=176, vocab_size=512, heads=4)}
-CASES = list(lesson.examples(1, 8, 8, 8, 8, 1))
+OPERATIONS = list(lesson.examples(1, 8, 8, 8, 8, 1))
 # Bytes of all sets of arguments and outputs together: more than a cache holds.
 CACHE = 2**28
 # Seconds of a copy up to which an operation is held to it.
 SMALL = 12e-6
+ROUNDS = 7
+# what a call costs the host
+HOST, CALLS = "host", 300
 
 
 class Backward:
@@ -147,11 +145,12 @@ def copies(moved: int, count: int, device: str) -> list:
     return functions
 
 
-def copy_bandwidth(device: str, rounds: int) -> float:
+@functools.cache
+def copy_bandwidth(device: str) -> float:
     """Bytes read and written per second by the device's own copy of a large tensor."""
-    moved = 2**32 if device == "cuda" else 2**27
+    moved = 2**32 if device == "cuda" else 2**24
     timer = Timer(copies(moved, 1, device), device)
-    return moved / median([timer() for _ in range(rounds)])
+    return moved / median([timer() for _ in range(ROUNDS)])
 
 
 def loss_of_float_logits(logits, targets):
@@ -163,192 +162,112 @@ def clone(args: tuple) -> tuple:
     return tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
 
 
-def measure(name: str, size: dict, device: str, rounds: int, sets: int | None, backend: str):
-    """{direction: `measure_pass`} of an operation.
+# --- a case ---------------------------------------------------------------------------------------
 
-    sets: how many sets of arguments; None for as many as no cache holds, up to 8. backend: of
-    torch.compile.
-    """
+
+def measure(name: str, size: dict, kinds: tuple[str, ...], toy: bool) -> dict:
+    """The row of an operation. kinds: fused, PyTorch, compiled and copy."""
+    why_not = kernels.why_not()
+    if why_not and not toy:
+        raise RuntimeError(f"the kernels do not run here ({why_not})")
+    device = "cpu" if why_not else "cuda"
     torch.manual_seed(0)
     args, fused, eager, with_gradient = lesson.examples(**size, device=device)[name]
     if name == "cross_entropy":
         # cross_entropy overwrites the logits, so its backward could run only once.
         eager = loss_of_float_logits
-    kinds = {"fused": fused, "PyTorch": eager, "compiled": torch.compile(eager, backend=backend)}
-    rows = {}
-    for direction in ("forward", "backward") if with_gradient else ("forward",):
-        moved = lesson.one_pass(name, fused, args, with_gradient)[direction == "backward"]
-        count = sets or min(8, max(1, -(-CACHE // moved)))
-
-        def calls(kind, direction=direction, count=count):
-            one = functools.partial(call, kind, kinds[kind])
-            return [one(clone(args), with_gradient, direction) for _ in range(count)]
-
-        functions = {kind: functools.partial(calls, kind) for kind in kinds}
-        functions["copy"] = functools.partial(copies, moved, count, device)
-        rows[direction] = {"bytes": moved} | measure_pass(functions, device, rounds)
-    return rows
-
-
-def measure_pass(functions: dict, device: str, rounds: int) -> dict:
-    """Seconds of each kind and its time over the compiled one's and the copy's. A kind that fails
-    is left out, and its error kept. functions: {kind: makes the functions to be timed}."""
-    timers = {}
-    errors = {}
-    for kind, make in functions.items():
-        try:
-            timers[kind] = Timer(make(), device)
-        except Exception as e:
-            errors[kind] = report.one_line(e)
-            if faulty(device):
-                raise
-    times = report.in_turn(timers, rounds)
-
-    def ratios(first: str) -> dict:
-        others = [kind for kind in timers if kind != first and first in timers]
-        return {kind: spread([t[first] / t[kind] for t in times]) for kind in others}
-
-    return {
-        "seconds": {kind: spread([t[kind] for t in times]) for kind in timers},
-        "share of an equal copy": ratios("copy"),
-        "over compiled": ratios("compiled").get("fused"),
-        "errors": errors,
-    }
-
-
-def faulty(device: str) -> bool:
-    """Whether the GPU serves this process no more, as after an access to a wrong address."""
-    if device == "cpu":
-        return False
-    try:
-        torch.ones(1, device=device).item()
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return True
-    return False
-
-
-def add_shares(row: dict, bandwidth: float) -> None:
-    """Add the shares of the copy bandwidth, and the one that the fused operation is held to."""
-    seconds = row["seconds"]
-    row["copy bandwidth"] = bandwidth
-    row["share of copy bandwidth"] = {
-        kind: row["bytes"] / value["median"] / bandwidth for kind, value in seconds.items()
-    }
-    row["small"] = "copy" in seconds and seconds["copy"]["median"] <= SMALL
-    row["share"] = row["share of copy bandwidth"].get("fused")
-    if row["small"] and "fused" in seconds:
-        row["share"] = row["share of an equal copy"]["fused"]["median"]
-
-
-def draw(results: dict, figures: Path) -> None:
-    """Bars of the shares of the copy bandwidth, at the last of the sizes that was measured.
-    results: what kernels.json holds."""
-    measured = results["results"]
-    size = [title for title in [*TOY, *SIZES] if title in measured][-1]
-    rows = {}
-    for name in CASES:
-        passes = measured[size].get(name, {})
-        rows |= {f"{name} {d}": passes[d] for d in ("forward", "backward") if d in passes}
-    figure, axes = style.figure(0.4 * len(rows) + 1.4)
-    for i, kind in enumerate(("fused", "compiled", "PyTorch")):
-        shares = [100 * row["share of copy bandwidth"].get(kind, 0) for row in rows.values()]
-        positions = [y + 0.27 * (i - 1) for y in range(len(rows))]
-        axes.barh(positions, shares, height=0.25, color=style.COLOURS[kind], label=kind)
-    copies = [100 * row["share of copy bandwidth"].get("copy", 0) for row in rows.values()]
-    low, high = ([y + end for y in range(len(rows))] for end in (-0.42, 0.42))
-    axes.vlines(copies, low, high, color="black", linewidth=1, label="copy of as many bytes")
-    style.rows_of(axes, list(rows))
-    axes.set(
-        xlabel="bytes of one pass / time, % of the bandwidth of a large copy",
-        title=f"Sizes of {size}, {results['environment']['device']}, bf16",
-    )
-    figure.legend(loc="outside lower center", ncols=4)
-    style.save(figure, figures / "kernels.svg")
-
-
-def shown(name: str, direction: str, row: dict) -> dict:
-    """The columns of a row of the table: "copy: fused" is the share of an equal copy, * where it is
-    the measure."""
-    seconds = {kind: value["median"] for kind, value in row["seconds"].items()}
-    shares = row["share of copy bandwidth"]
-    equal = row["share of an equal copy"].get("fused", {}).get("median")
-    cells = {"operation": f"{name} {direction}", "MiB": row["bytes"] / 2**20}
-    cells |= {f"{kind}, µs": percent(seconds.get(kind), 1e6) for kind in ("fused", "copy")}
-    kinds = "fused", "compiled", "PyTorch"
-    cells |= {f"{kind}, % of copy bandwidth": percent(shares.get(kind), 100) for kind in kinds}
-    cells["% of copy: fused"] = percent(equal, 100) + "*" * row["small"]
-    compiled = (row["over compiled"] or {}).get("median")
-    return cells | {"compiled over fused": compiled, "errors": row["errors"] or ""}
-
-
-def percent(value: float | None, scale: float) -> str:
-    """A dash where a kind failed."""
-    return "-" if value is None else f"{scale * value:.1f}"
-
-
-def measure_case(name: str, size: dict, device: str, args, bandwidth: float, table) -> dict:
-    """What is kept of one operation: {direction: row}, or {"error": one line}."""
-    backend = "aot_eager" if args.toy else "inductor"
-    try:
-        rows = measure(name, size, device, args.rounds, 1 if args.toy else None, backend)
-        for direction, row in rows.items():
-            add_shares(row, bandwidth)
-            table.row(shown(name, direction, row))
-    except Exception as e:
-        rows = {"error": report.one_line(e)}
-        print(f"{name}: {rows['error']}", flush=True)
-    return rows | {"date": date.today().isoformat()}
-
-
-def run(args, device: str, results: dict) -> None:
-    """Add the cases of this process to the results, and write them after each."""
-    sizes = TOY if args.toy else SIZES
-    pairs = report.missing_first(itertools.product(args.sizes, args.cases), results)
-    bandwidth = copy_bandwidth(device, args.rounds)
-    print(f"copy: {bandwidth / 1e12:.3f} TB/s, bytes read and written")
-    title = None
-    for i, (size, name) in enumerate(pairs):
-        if report.is_over(args):
-            left = ", ".join(f"{size} {name}" for size, name in pairs[i:])
-            print(f"no time left for {left}")
-            break
-        if size != title:
-            title, table = size, report.Table()
-            print(title)
-        rows = measure_case(name, sizes[size], device, args, bandwidth, table)
-        results.setdefault(size, {})[name] = rows
-        report.write("kernels", {"toy": args.toy, "sizes": sizes, "results": results}, args)
-        if faulty(device):
-            sys.exit("the GPU serves this process no more; the same command again goes on")
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-        torch._dynamo.reset()
-
-
-def main():
-    parser = report.arguments(__doc__, rounds=20)
-    parser.add_argument("--sizes", nargs="+", metavar="MODEL", default=list(SIZES), choices=SIZES)
-    parser.add_argument("--cases", nargs="+", metavar="OPERATION", default=CASES, choices=CASES)
-    report.minutes(parser)
-    args = report.parse(parser, sizes=list(TOY), rounds=1)
-    results = report.earlier("kernels", parser, args)
-    why_not = kernels.why_not()
-    if why_not and not args.toy:
-        sys.exit(
-            f"comparisons/kernels.py: the kernels do not run here ({why_not}); --toy runs the same"
-            " at tiny sizes with PyTorch's own operations"
-        )
-    device = "cpu" if why_not else "cuda"
+    functions = {"fused": fused, "PyTorch": eager}
+    if "compiled" in kinds:
+        functions["compiled"] = torch.compile(eager, backend="aot_eager" if toy else "inductor")
+    row, details = {}, {}
     # A compiled backward must run many times, like the others.
-    torch._functorch.config.donated_buffer = False
-    with one_stream(device):
-        run(args, device, results)
-    if results:
-        print(f"written: {args.out / 'kernels.json'}")
-        draw(report.saved("kernels", args), args.figures)
+    no_donation = torch._functorch.config.patch(donated_buffer=False)
+    with one_stream(device), no_donation:
+        for direction in ("forward", "backward") if with_gradient else ("forward",):
+            moved = lesson.one_pass(name, fused, args, with_gradient)[direction == "backward"]
+            count = 1 if toy else min(8, max(1, -(-CACHE // moved)))
+            made = {}
+            for kind in kinds:
+                if kind == "copy":
+                    made[kind] = copies(moved, count, device)
+                    continue
+                one = functools.partial(call, kind, functions[kind])
+                made[kind] = [one(clone(args), with_gradient, direction) for _ in range(count)]
+            found = measure_pass(made, moved, device, 1 if toy else ROUNDS)
+            row |= {f"{key} {direction}": value for key, value in found.pop("shown").items()}
+            details[direction] = found
+    return row | details
 
 
-if __name__ == "__main__":
-    main()
+def measure_pass(functions: dict, moved: int, device: str, rounds: int) -> dict:
+    """A direction of an operation. functions: {kind: functions to be timed in turn}."""
+    timers = {kind: Timer(of_kind, device) for kind, of_kind in functions.items()}
+    times = report.in_turn(timers, rounds)
+    seconds = {kind: median([t[kind] for t in times]) for kind in timers}
+    found = {"bytes": moved, "µs": {kind: 1e6 * value for kind, value in seconds.items()}}
+    if "copy" not in timers:
+        over = {"x as long compiled,": report.ratio(times, "compiled", "fused")}
+        return found | {"shown": over}
+    bandwidth = copy_bandwidth(device)
+    found["% of the copy bandwidth"] = {
+        kind: 100 * moved / value / bandwidth for kind, value in seconds.items()
+    }
+    found["small"] = seconds["copy"] <= SMALL
+    share = found["% of the copy bandwidth"]["fused"]
+    if found["small"]:
+        share = 100 * report.ratio(times, "copy", "fused")["median"]
+    return found | {"shown": {"% of a copy": share}}
+
+
+def host_microseconds(toy: bool) -> dict:
+    """{operation: of a call, fused and by PyTorch}, at sizes at which the GPU is never late."""
+    device = "cpu" if kernels.why_not() else "cuda"
+    found = {}
+    examples = lesson.examples(1, 8, 64, 64, 64, 4, device=device)
+    for name in ("swiglu", "rms_norm", "rotary", "cross_entropy", "bias_dropout_add"):
+        args, fused, eager, _ = examples[name]
+        for kind, function in (("fused", fused), ("PyTorch", eager)):
+            with torch.no_grad():
+                function(*clone(args))
+                report.synchronize()
+                start = time.perf_counter()
+                for _ in range(3 if toy else CALLS):
+                    function(*args)
+                seconds = time.perf_counter() - start
+                report.synchronize()
+            found[f"µs, {name} {kind}"] = 1e6 * seconds / (3 if toy else CALLS)
+    return found
+
+
+def cases_of(stage: str, args) -> dict:
+    """{name: a function that measures it}; of gpu.py."""
+    sizes = TOY if args.toy else SIZES if args.cases else dict(list(SIZES.items())[:2])
+    found = {HOST: functools.partial(host_microseconds, args.toy)}
+    for suffix, kinds in (("", ("fused", "PyTorch", "copy")), (", compile", ("fused", "compiled"))):
+        for size, shape in sizes.items():
+            for name in OPERATIONS:
+                one = functools.partial(measure, name, shape, kinds, args.toy)
+                found[f"{size} {name}{suffix}"] = one
+    return found
+
+
+def predicted(stage: str, args) -> dict[str, str]:
+    """Microseconds on an H100, at the share of its bandwidth that planner.py has for element-wise
+    operations."""
+    found = {}
+    speed = H100.memory_bandwidth * H100.constants.memory
+    for size, shape in list(SIZES.items())[:2]:
+        for name in OPERATIONS:
+            passes = [n * elements(name, **shape) for n in lesson.expected()[name]]
+            times = [f"{1e6 * nbytes / speed:,.0f}" for nbytes in passes]
+            found[f"{size} {name}"] = f"{' + '.join(times)} µs"
+    return found
+
+
+def elements(name: str, b: int, s: int, h: int, ffn: int, vocab_size: int, heads: int) -> int:
+    """Of the first argument, to which the bytes in the table of kernels.py refer."""
+    scores = b * heads * s * s
+    others = dict(swiglu=b * s * ffn, bias_gelu=b * s * ffn, causal_softmax=scores)
+    others |= dict(softmax_dropout=scores, cross_entropy=b * s * vocab_size, adamw=ffn * h)
+    others["unpermute"] = 2 * b * s * h
+    return others.get(name, b * s * h)

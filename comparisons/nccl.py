@@ -1,9 +1,9 @@
 """Layouts by NCCL, a GPU for each rank: each gives what one device gives, in float64.
 
-    python comparisons/nccl.py            two or more GPUs of one machine
-    python comparisons/nccl.py --toy      a few of the same on CPUs, by the rules of NCCL
+    python comparisons/gpu.py nccl            two or more GPUs of one machine
+    python comparisons/gpu.py nccl --toy      a few of the same on CPUs, by the rules of NCCL
 
-Three kinds of checks, and a line for each, as soon as it is there:
+Three kinds of checks, each a case:
 
     layouts          proof/verify.py's: every tensor of two steps of a small model, to 1e-10
     reinforcement    answers, gradients and weights of PPO with ZeRO stage 3, to 1e-10
@@ -12,7 +12,6 @@ Three kinds of checks, and a line for each, as soon as it is there:
 
 The reference is one CPU; for the run it is one GPU. A layout that needs more GPUs than there are
 says so. One that hangs is stopped after two minutes, a run after three, and the others are checked.
-Exit status: 0 if all that the GPUs allow were equal, 1 if one was not, or had no time.
 
 With a line that says DIFFERS or FAILED: `python -m proof.verify --backend nccl --ranks N -- FLAGS`.
 
@@ -24,9 +23,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
-import report
 import torch
 from report import ROOT
 
@@ -139,53 +138,37 @@ def compare_losses(out: Path, one: Path) -> str:
     return worst_of(worst)
 
 
-def checks(args: argparse.Namespace) -> list[tuple]:
-    """(ranks, name, function, its arguments)"""
-    backend, device = ("nccl-rules", "cpu") if args.toy else ("nccl", "cuda")
-    layouts = [LAYOUTS[i] for i in TOY] if args.toy else LAYOUTS
-    found = [(n, flags, check_layout, (n, flags, backend)) for n, flags in layouts]
+def checks(toy: bool) -> list[tuple]:
+    """(ranks, name, a function that says what is wrong)"""
+    backend, device = ("nccl-rules", "cpu") if toy else ("nccl", "cuda")
+    layouts = [LAYOUTS[i] for i in TOY] if toy else LAYOUTS
+    found = [(n, flags, partial(check_layout, n, flags, backend)) for n, flags in layouts]
     ppo = "reinforcement.py --method ppo --zero-stage 3"
     run = f"torchrun train.py {FIRST}, --resume {SECOND}"
-    return [*found, (2, ppo, check_reinforcement, (backend,)), (2, run, check_run, (device,))]
+    found.append((2, ppo, partial(check_reinforcement, backend)))
+    return [*found, (2, run, partial(check_run, device))]
 
 
-def outcome(check, arguments: tuple) -> str:
-    """A check that fails in any way is a line, and the next one runs."""
+def outcome(check) -> dict:
+    """A row of gpu.json."""
     try:
-        wrong = check(*arguments)
+        wrong = check()
     except Exception as e:
         # of a rank's traceback, the line that says what happened
-        return f"FAILED: {str(e).strip().splitlines()[-1][:160]}"
-    return f"DIFFERS, {wrong}" if wrong else "equal"
+        return {"error": str(e).strip().splitlines()[-1][:160]}
+    return {"error": f"DIFFERS, {wrong}"} if wrong else {"found": "equal"}
 
 
-def main() -> int:
-    parser = report.arguments(__doc__)
-    report.minutes(parser)
-    args = report.parse(parser)
+def cases_of(stage: str, args) -> dict:
+    """{name: a function that checks it}; of gpu.py."""
     gpus = torch.cuda.device_count()
-    print(f"GPUs of this machine: {gpus}")
     if gpus < 2 and not args.toy:
-        print("NCCL needs two or more, one for each rank: nothing to check here")
-        return 0
+        words = "nothing to check: NCCL needs two GPUs or more, one for each rank"
+        return {"layouts": lambda: {"found": words}}
     ranks.preload("train", "proof.parity", "proof.verify")
-    failed = left = 0
-    for world, name, check, arguments in checks(args):
-        if world > gpus and not args.toy:
-            found = f"needs {world} GPUs"
-        elif report.is_over(args):
-            found = "no time left"
-        else:
-            found = outcome(check, arguments)
-        failed += found.startswith(("DIFFERS", "FAILED"))
-        left += found == "no time left"
-        print(f"{world} ranks  {name:<75} {found}", flush=True)
-    if failed or left:
-        print(f"{failed} failed, for {left} there was no time")
-    else:
-        print("all that ran are equal to one device")
-    return int(failed + left > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    found = {}
+    for world, name, check in checks(args.toy):
+        needs = partial(dict, found=f"needs {world} GPUs")
+        enough = world <= gpus or args.toy
+        found[f"{world} ranks, {name}"] = partial(outcome, check) if enough else needs
+    return found

@@ -16,7 +16,7 @@ import report
 from base import terminal
 
 # the module whose `draw` reads NAME.json, where it has another name
-DRAWN_BY = {"fp8_speed": "fp8", "moe_training": "moe"}
+DRAWN_BY = {"gpu": "gpu_table", "moe_training": "moe"}
 
 
 def redraw(name: str, figures: Path) -> None:

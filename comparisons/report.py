@@ -258,6 +258,18 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {first}"[:160]
 
 
+def faulty() -> bool:
+    """Whether the GPU serves this process no more, as after an access to a wrong address."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        torch.ones(1, device="cuda").item()
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 # --- numbers, and tables of them ------------------------------------------------------------------
 
 
@@ -320,14 +332,18 @@ def print_results(results: dict) -> None:
 # --- timing ---------------------------------------------------------------------------------------
 
 
+def synchronize() -> None:
+    """Wait for the GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def timed(function) -> float:
     """Seconds of one call, GPU work included."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    synchronize()
     start = time.perf_counter()
     function()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    synchronize()
     return time.perf_counter() - start
 
 

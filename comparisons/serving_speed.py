@@ -3,18 +3,26 @@ batches and with its continuous batching, and beside generate.py; the same weigh
 
     python comparisons/serving_speed.py [--threads 2] [--rounds 3] [--cases "h 256" "h 768"]
                                   [--together 1 8 32] [--toy] [--out DIR]
+    python comparisons/gpu.py serve
 
-Greedy, float32 on CPUs, prompts of random tokens. Lengths of prompts and answers are log-normal,
-with a median of 64 and at most 512: a few are long. `together` requests are open at a time: when
-one ends, the next one comes. A static batch begins with as many, and all wait for the longest.
+Greedy, float32 on CPUs, bf16 on a GPU, prompts of random tokens. Lengths of prompts and answers
+are log-normal, with a median of 64 and at most 512: a few are long. `together` requests are open at
+a time: when one ends, the next one comes. A static batch begins with as many, and all wait for the
+longest.
 
     tokens/s             of answers
     first token          seconds from the request to it: median and 95th percentile
     between tokens       seconds from a token to the next one of its answer
-    waste                the share of the cache's room that holds no token of an open request"""
+    waste                the share of the cache's room that holds no token of an open request
 
+On a GPU the stage `serve` has 32 requests of GPT-2 124M open at a time: with CUDA graphs, of which
+the first requests capture some, and without; and with cuDNN's attention, which makes a plan for
+each new shape."""
+
+import atexit
 import copy
 import dataclasses
+import functools
 import itertools
 import random
 import time
@@ -23,15 +31,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import report
 import style
 import torch
+from generation import CASES as MODELS
 from generation import SMALL, TOY, build, memory_speed, packed
 from report import median, timed
+from steps import profile
 
 import generate
 from base import cpu
+from planning.inputs import H100
+from planning.serving import ENGINES, Serving
 from serving.engine import Engine, requests_of
 
 # tokens of a prompt, and of an answer
@@ -45,6 +58,9 @@ CASES = {
 # of a step, for both
 BUDGET = 512
 BLOCK = 16
+# on a GPU: requests open at a time, and who answers beside the engine
+TOGETHER = 32
+OTHERS = "transformers, static", "transformers, continuous", "generate.py"
 
 
 class Asked(NamedTuple):
@@ -165,12 +181,14 @@ def theirs_in_batches(theirs, asked: list[Asked], together: int) -> Measured:
     def run(prompts, longest, ticks):
         columns = max(map(len, prompts))
         # padded at the left
-        ids = torch.tensor([[0] * (columns - len(p)) + p for p in prompts])
-        mask = torch.tensor([[0] * (columns - len(p)) + [1] * len(p) for p in prompts])
+        new = functools.partial(torch.tensor, device=theirs.device)
+        ids = new([[0] * (columns - len(p)) + p for p in prompts])
+        mask = new([[0] * (columns - len(p)) + [1] * len(p) for p in prompts])
 
         def after_step(ids, scores, **_):
+            report.synchronize()
             ticks.append(time.perf_counter())
-            return torch.zeros(len(ids), dtype=torch.bool)
+            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
         options = dict(do_sample=False, pad_token_id=0, eos_token_id=None)
         options |= dict(max_new_tokens=longest, stopping_criteria=[after_step])
@@ -187,7 +205,8 @@ def theirs_continuous(theirs, asked: list[Asked], together: int) -> Measured:
     page = 32
     config = ContinuousBatchingConfig(
         num_blocks=together * -(-theirs.config.max_position_embeddings // page),
-        page_size=page,
+        # page_size, as later versions call it
+        block_size=page,
         max_batch_tokens=BUDGET,
         max_requests_per_batch=together,
     )
@@ -219,37 +238,99 @@ def theirs_continuous(theirs, asked: list[Asked], together: int) -> Measured:
 # --- one model ------------------------------------------------------------------------------------
 
 
+def contenders(model, theirs, together: int, config) -> tuple[Engine, dict]:
+    """(the engine, {name: what answers requests, so many at a time})."""
+    batch_model = packed(model, together)
+    # room for twice as many of the longest, at least for four
+    num_blocks = 1 + 2 * max(2, together) * config.seq_length // BLOCK
+    sizes = dict(budget=BUDGET, block_size=BLOCK, num_blocks=num_blocks)
+    engine = Engine(copy.deepcopy(batch_model), **sizes)
+    return engine, {
+        "engine": partial(by_engine, engine),
+        "generate.py": partial(ours_in_batches, batch_model),
+        "transformers, static": partial(theirs_in_batches, theirs),
+        "transformers, continuous": partial(theirs_continuous, theirs),
+    }
+
+
 def measure(name: str, config, args) -> dict:
     model, theirs = build(config, "cpu")
     results = {}
     table = report.Table()
     for together in args.together:
-        batch_model = packed(model, together)
-        # room for twice as many of the longest, at least for four
-        num_blocks = 1 + 2 * max(2, together) * config.seq_length // BLOCK
-        sizes = dict(budget=BUDGET, block_size=BLOCK, num_blocks=num_blocks)
-        engine = Engine(copy.deepcopy(batch_model), **sizes)
-        contenders = {
-            "engine": partial(by_engine, engine),
-            "generate.py": partial(ours_in_batches, batch_model),
-            "transformers, static": partial(theirs_in_batches, theirs),
-            "transformers, continuous": partial(theirs_continuous, theirs),
-        }
+        engine, answering = contenders(model, theirs, together, config)
         rounds = []
         for turn in range(args.rounds + 1):
             asked = make_requests(together, config, turn)
-            rounds.append({kind: run(asked, together) for kind, run in contenders.items()})
+            rounds.append({kind: run(asked, together) for kind, run in answering.items()})
         engine.close()
         # the first one warms up
         found = summary([{k: m.numbers() for k, m in of.items()} for of in rounds[1:]])
         alike = [
             sum(rounds[0]["engine"].ids[n] == m.ids[n] for n in m.ids) for m in rounds[0].values()
         ]
-        found["same_answers"] = dict(zip(contenders, alike)) | {"requests": len(asked)}
+        found["same_answers"] = dict(zip(answering, alike)) | {"requests": len(asked)}
         results[together] = found
-        for kind in contenders:
+        for kind in answering:
             table.row({"model": name, "together": together, "by": kind} | found[kind])
     return results
+
+
+# --- on a GPU, of gpu.py --------------------------------------------------------------------------
+
+
+def cases_of(stage: str, args) -> dict:
+    """{name: a function that measures it}"""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = TOY["toy"] if args.toy else MODELS["gpt2-124m"]
+    together = 4 if args.toy else TOGETHER
+
+    @functools.cache
+    def made() -> tuple[Engine, dict]:
+        engine, answering = contenders(*build(config, device), together, config)
+        atexit.register(engine.close)
+        return engine, answering
+
+    def answer(kind: str, *turns: int) -> dict:
+        run = made()[1][kind]
+        found = [run(make_requests(together, config, n), together).numbers() for n in turns]
+        last = found[-1]
+        return {
+            "tokens/s": last["tokens_per_second"],
+            "ms to the first token": 1e3 * last["first_token"]["median"],
+            "ms between tokens": 1e3 * last["between_tokens"]["median"],
+            "tokens/s at first": found[0]["tokens_per_second"],
+            "all": found,
+        }
+
+    def no_graphs() -> dict:
+        with mock.patch.object(made()[0].runner, "captures", False):
+            return answer("engine", 2)
+
+    def with_cudnn() -> dict:
+        # nobody turns it off (base/attention_kernels.py)
+        with mock.patch.object(torch.backends.cuda, "enable_cudnn_sdp", lambda on: None):
+            with mock.patch.object(made()[0].runner, "captures", False):
+                return answer("engine", 3)
+
+    def profiled() -> dict:
+        asked = make_requests(together, config)[:8]
+        return profile(lambda: made()[1]["engine"](asked, len(asked)))
+
+    found = {"engine": partial(answer, "engine", 0, 1), "engine, no graphs": no_graphs}
+    found["profile, 8 requests"] = profiled
+    found |= {kind: partial(answer, kind, 4) for kind in OTHERS}
+    return found | {"engine, no graphs, cuDNN": with_cudnn}
+
+
+def predicted(stage: str, args) -> dict[str, str]:
+    """Of steps of 32 sequences on an H100, each in the middle of its answer, by
+    planning/serving.py: with CUDA graphs, and without."""
+    found = []
+    for engine in ("graphs", "eager"):
+        on = Serving(H100, ENGINES[engine], MODELS["gpt2-124m"])
+        found.append(f"{TOGETHER / on.step(TOGETHER, 1.5 * MEDIAN):,.0f}")
+    return {"engine": f"{found[0]} tokens/s", "engine, no graphs": f"{found[1]} tokens/s"}
 
 
 def machine(config) -> dict:
@@ -301,7 +382,7 @@ def main():
     parser = report.arguments(__doc__, threads=2, rounds=3)
     parser.add_argument("--together", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    args = report.parse(parser, rounds=1, together=[1, 4], cases=["toy"])
+    args = report.parse(parser, threads=1, rounds=1, together=[1, 4], cases=["toy"])
     torch.set_num_threads(args.threads)
     # for all
     cpu.keep_freed_memory()

@@ -9,6 +9,8 @@ import dataclasses
 import json
 import sys
 import tempfile
+import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +82,15 @@ class Steps:
         loss = self.trainer.forward_backward(number, self.dataset)
         self.trainer.update(number)
         return loss.item()
+
+    def enqueue(self, number: int = 2) -> float:
+        """Seconds in which the host asks for a step; a GPU may compute it later."""
+        start = time.perf_counter()
+        self.trainer.forward_backward(number, self.dataset)
+        self.trainer.update(number)
+        seconds = time.perf_counter() - start
+        report.synchronize()
+        return seconds
 
     def alone(self) -> float:
         """Seconds of a step of rank 0, while the other ranks wait and return 0."""
@@ -168,6 +179,32 @@ def allocated(function) -> tuple[int, int]:
     memory = [event["args"] for event in sorted(events, key=lambda event: event["ts"])]
     before = memory[0]["Total Allocated"] - memory[0]["Bytes"]
     return before, max(args["Total Allocated"] for args in memory)
+
+
+def profile(function) -> dict:
+    """Where the time of one call goes on a GPU: seconds, those in which kernels ran, how many were
+    launched, what waited for the GPU, and the kernels that took most."""
+    kinds = torch.profiler.ProfilerActivity
+    # without the operations of the host, of which there are many
+    kind = kinds.CUDA if torch.cuda.is_available() else kinds.CPU
+    with torch.profiler.profile(activities=[kind]) as profiler:
+        seconds = report.timed(function)
+    kernels = defaultdict(list)
+    for event in profiler.events():
+        # an annotation, as of Optimizer.step, spans kernels
+        annotated = getattr(event, "is_user_annotation", False) or "#" in event.name
+        if event.device_type == torch.autograd.DeviceType.CUDA and not annotated:
+            kernels[event.name].append(event.time_range.elapsed_us() / 1e6)
+    busy = sum(map(sum, kernels.values()))
+    most = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:20]
+    waits = {e.key: e.count for e in profiler.key_averages() if "Synchronize" in e.key}
+    return {
+        "s": seconds,
+        "s busy": busy,
+        "launched": sum(map(len, kernels.values())),
+        "waits": waits,
+        "most, %": {f"{name[:80]} x {len(x)}": 100 * sum(x) / busy for name, x in most},
+    }
 
 
 def state_tensors(optimizer) -> list[torch.Tensor]:

@@ -1,7 +1,8 @@
 """Text files to documents: which files there are, and which documents they hold.
 
     a.txt                one document
-    b.jsonl              one document a line, in the field "text"
+    b.jsonl, b.ndjson    one document a line, in the field "text"; so is a .json file that begins
+                         with such a line
     a.txt.gz, b.jsonl.gz the same, compressed
     folder/              all text files below it; names that begin with a dot are skipped
 
@@ -31,6 +32,10 @@ from base.errors import cause
 
 # A piece of a file: its path and two offsets in bytes. No second offset: up to the file's end.
 Piece = tuple[Path, int, int | None]
+
+
+# of a .json file, to see whether it is a document
+LONGEST_LINE = 2**24
 
 
 class DataError(ValueError):
@@ -169,11 +174,26 @@ def is_text(path: Path) -> bool:
     return bool(start) and (path.suffix == ".gz" or b"\0" not in start)
 
 
+def has_lines(path: Path) -> bool:
+    """Whether each line of a file is a document. Raises DataError where it cannot be read."""
+    *_, suffix = ["", *Path(path.name.removesuffix(".gz")).suffixes]
+    if suffix.lower() != ".json":
+        return suffix.lower() in (".jsonl", ".ndjson")
+    with file_errors(path), opener(path)(path, "rb") as f:
+        line = f.readline(LONGEST_LINE)
+    try:
+        return bool(json_files.parse(line, Record, "").text)
+    except json_files.JSONError:
+        return False
+
+
 def file_hash(path: Path) -> str:
-    """SHA-256 of a file's content and of the suffixes that say how it is read. Raises DataError."""
-    suffixes = path.suffixes[-2:] if path.suffix in (".gz", ".jsonl") else []
+    """SHA-256 of a file's content and of how it is read. Raises DataError."""
+    how = ".jsonl" if has_lines(path) else Path(path.stem).suffix if path.suffix == ".gz" else ""
+    if path.suffix == ".gz":
+        how += ".gz"
     with file_errors(path), open(path, "rb") as f:
-        return hashlib.file_digest(f, lambda: sha256("".join(suffixes).encode())).hexdigest()
+        return hashlib.file_digest(f, lambda: sha256(how.encode())).hexdigest()
 
 
 def fingerprint(text: str) -> str:
@@ -232,7 +252,7 @@ def read_documents(path: Path, start: int, stop: int | None) -> Iterator[str]:
     with file_errors(path), opener(path)(path, "rb") as f:
         f.seek(start)
         raw = f.read(-1 if stop is None else stop - start)
-    if not path.name.removesuffix(".gz").endswith(".jsonl"):
+    if not has_lines(path):
         yield decode(raw, path, start)
         return
     for number, line in enumerate(raw.split(b"\n"), 1):

@@ -20,6 +20,7 @@ Not covered: training a tokenizer. The tokenizers library does it.
 
 import contextlib
 import hashlib
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -44,6 +45,8 @@ from corpus.tokenizer_folder import (  # noqa: F401 (other files use corpus.toke
 
 # The end-of-text tokens of published models, for a tokenizer file that stands alone.
 EOT_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>")
+# Characters that may become of one. Published normalizers make one of one.
+MOST_GROWTH = 100
 # Common and rare characters: encoded once, to see that the tokenizer can encode every text.
 PROBE = "a é \u4e2d \U0001f600\u0378"
 
@@ -180,6 +183,11 @@ class FileTokenizer(Tokenizer):
             )
         if getattr(self.tokenizer.model, "dropout", None):
             yield 'its model has dropout, so no text has the same ids twice; "dropout": null fits'
+        for part in ("normalizer", "pre_tokenizer", "decoder"):
+            if (times := growth(declared.get(part))) > MOST_GROWTH:
+                yield f"its {part} makes up to {times:,} characters of one; {MOST_GROWTH} would fit"
+                # the library would end the process when there is no more memory
+                return
         try:
             self.encode(PROBE)
         except TokenizerError as e:
@@ -238,6 +246,16 @@ class FileTokenizer(Tokenizer):
     def save(self, folder: Path) -> None:
         """Write `files` into a folder."""
         save_files(self.files, folder)
+
+
+def growth(part) -> int:
+    """At most so many characters become of one. part: of a tokenizer.json, with parts in it."""
+    if isinstance(part, list):
+        return math.prod(map(growth, part))
+    if not isinstance(part, dict):
+        return 1
+    own = len(part.get("content") or "") if part.get("type") == "Replace" else 1
+    return max(1, own) * math.prod(growth(value) for value in part.values())
 
 
 BUILT_IN = {"bytes": ByteTokenizer, "gpt2": GPT2Tokenizer}

@@ -62,7 +62,8 @@ __global__ void __launch_bounds__(MOST) softmax_forward(
         each_dropped(mask, in, row, a, s, [&](int k, int w) { p[k][w] = 0.f; });
     // The whole row.
     in.n = row < rows ? s : 0;
-    in.store(y + row * s, [&](int k, int w) { return p[k][w] * mask.scale; });
+    in.set([&](int k, int w) { return p[k][w] * mask.scale; });
+    in.write_to(y + row * s);
 }
 
 // d scores = scale p (dp - sum of dp p). With DROP dp = dy / (1 - probability), or 0 for what was
@@ -74,23 +75,28 @@ __global__ void __launch_bounds__(MOST) softmax_backward(
     int last = last_column(row, rows, s);
     Row<K> grad(dy + row * s, columns_read(last)), in(from + row * s, columns_read(last));
     float again[K][W] = {};
+    // A bit for each of this thread's elements.
+    uint32_t dropped = 0;
+    static_assert(K * W <= 32);
     if constexpr (DROP) {
-        each_dropped(mask, in, row, a, s, [&](int k, int w) { round_to(grad.at[k].at[w], 0.f); });
+        each_dropped(mask, in, row, a, s, [&](int k, int w) { dropped |= 1u << (k * W + w); });
         softmax(in, last, scale, again);
     }
     auto p = [&](int k, int w) { return DROP ? again[k][w] : in(k, w); };
+    auto dp = [&](int k, int w) { return dropped >> (k * W + w) & 1 ? 0.f : grad(k, w); };
     float sum[1] = {0.f};
     in.each([&](int k, int w) {
         // Above the diagonal dy may be anything, and counts as 0.
-        if (Row<K>::column(k) + w <= last) sum[0] += grad(k, w) * p(k, w);
+        if (Row<K>::column(k) + w <= last) sum[0] += dp(k, w) * p(k, w);
     });
     over_row<Sum>(sum);
     scale *= mask.scale;
     in.n = row < rows ? s : 0;
-    in.store(out + row * s, [&](int k, int w) {
+    in.set([&](int k, int w) {
         bool live = Row<K>::column(k) + w <= last;
-        return live ? scale * p(k, w) * (grad(k, w) - sum[0]) : 0.f;
+        return live ? scale * p(k, w) * (dp(k, w) - sum[0]) : 0.f;
     });
+    in.write_to(out + row * s);
 }
 
 template <bool DROP>

@@ -51,12 +51,12 @@ __global__ void __launch_bounds__(WIDE * DEEP, 2) down_columns(
     }
     for (int64_t first = (int64_t(blockIdx.y) * DEEP + threadIdx.y) * FEW;
          column < h && first < rows; first += int64_t(gridDim.y) * DEEP * FEW) {
-        Vector<> of_a[FEW], of_b[FEW] = {};
+        Packed of_a[FEW], of_b[FEW];
         #pragma unroll
         for (int r = 0; r < FEW; r++)
             if (first + r < rows) {
-                of_a[r] = read(a + (first + r) * h + column);
-                if (b) of_b[r] = read(b + (first + r) * h + column);
+                of_a[r] = Packed(read(a + (first + r) * h + column));
+                if (b) of_b[r] = Packed(read(b + (first + r) * h + column));
             }
         #pragma unroll
         for (int r = 0; r < FEW; r++)
@@ -65,8 +65,7 @@ __global__ void __launch_bounds__(WIDE * DEEP, 2) down_columns(
                 uint32_t of_row = f.of_row(first + r);
                 #pragma unroll
                 for (int w = 0; w < W; w++) {
-                    float x = to_float(of_a[r].at[w]), second = to_float(of_b[r].at[w]);
-                    float d = f(x, second, of_bias[w], of_row, of_column[w]);
+                    float d = f(of_a[r][w], of_b[r][w], of_bias[w], of_row, of_column[w]);
                     round_to(y.at[w], d);
                     if constexpr (SUMS) sum[w] += d;
                 }

@@ -76,6 +76,20 @@ __device__ __forceinline__ void round_to(float& to, float x) { to = x; }
 __device__ __forceinline__ void round_to(__nv_bfloat16& to, float x) { to = __float2bfloat16(x); }
 __device__ __forceinline__ void round_to(__half& to, float x) { to = __float2half(x); }
 
+// A vector that a branch may set, 0 at first: 4 registers. (Of a Vector, where two paths meet, the
+// compiler keeps each 16-bit element in a register of its own, and runs out of them.)
+struct Packed {
+    Vector<uint32_t, 4> bits = {};
+    Packed() = default;
+    __device__ explicit Packed(const Vector<>& v) { memcpy(&bits, &v, sizeof(v)); }
+    __device__ Vector<> vector() const {
+        Vector<> v;
+        memcpy(&v, &bits, sizeof(v));
+        return v;
+    }
+    __device__ float operator[](int w) const { return to_float(vector().at[w]); }
+};
+
 // 2^x and 1/x in one instruction each. Results below 2^-126 become 0; __expf and __fdividef spend
 // more instructions to keep those.
 __device__ __forceinline__ float exp2_fast(float x) {

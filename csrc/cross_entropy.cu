@@ -80,9 +80,9 @@ __global__ void __launch_bounds__(512) cross_entropy_backward(
     // For exp(z - largest) / total: exp(z - log sum exp) would round that large logarithm.
     float share = d / total[blockIdx.x];
     int64_t target = targets[blockIdx.x];
-    // Read before it is overwritten. The target's column is written last, so that no other column
-    // has to be compared with it.
-    float z_target = target >= 0 ? to_float(row[target]) : 0.f;
+    // Computed before its logit is overwritten. The target's column is written last, so that no
+    // other column has to be compared with it.
+    float at_target = target >= 0 ? share * exp_of(to_float(row[target]) - down) - d : 0.f;
     __syncthreads();
     along_row(row, V, [&](int at, auto z) {
         constexpr int N = sizeof(z) / sizeof(T);
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(512) cross_entropy_backward(
         write(row + at, z);
     });
     __syncthreads();
-    if (threadIdx.x == 0 && target >= 0) round_to(row[target], share * exp_of(z_target - down) - d);
+    if (threadIdx.x == 0 && target >= 0) round_to(row[target], at_target);
 }
 
 extern "C" const char* cross_entropy_statistics(

@@ -3,24 +3,11 @@
 //
 // Bytes per element of 16 bits: x in, two bytes out, together 4, if the scale is known beforehand.
 // If not, the maximum comes first and reads x once more, 6: no block may round before all blocks
-// have looked, and blocks cannot wait for each other. PyTorch's operations move 15: maximum 2,
-// scaled values 4, clamped values 4, bytes 3, their transpose 2.
+// have looked, and blocks cannot wait for each other. (norms.cu and swiglu.cu can find the maximum
+// of what they write.) PyTorch's operations move 15: maximum 2, scaled values 4, clamped values 4,
+// bytes 3, their transpose 2.
 #include "rows.cuh"
 #include <cuda_fp8.h>
-
-// |x|, and infinity for NaN, which a maximum would lose.
-__device__ __forceinline__ float magnitude(float x) {
-    x = fabsf(x);
-    return x < INFINITY ? x : INFINITY;
-}
-
-// Raises a number in memory. Numbers that are not negative have the order of their bits. Few blocks
-// need the atomic instruction, for all of them would wait for one address.
-__device__ __forceinline__ void raise_to(float* memory, float x) {
-    unsigned* bits = reinterpret_cast<unsigned*>(memory);
-    if (__float_as_uint(x) > *static_cast<volatile unsigned*>(bits))
-        atomicMax(bits, __float_as_uint(x));
-}
 
 // amax becomes the maximum of |x| and of what it was. Where the maximum is known x is not read.
 constexpr int LOADS = 4;
@@ -30,18 +17,17 @@ __global__ void __launch_bounds__(256)
     float most[1] = {0};
     int64_t stride = int64_t(gridDim.x) * LOADS * 256;
     for (int64_t i = int64_t(blockIdx.x) * LOADS * 256 + threadIdx.x; i < vectors; i += stride) {
-        Vector<> in[LOADS] = {};
+        Packed in[LOADS];
         #pragma unroll
         for (int n = 0; n < LOADS; n++)
-            if (i + n * 256 < vectors) in[n] = read(x + (i + n * 256) * W);
+            if (i + n * 256 < vectors) in[n] = Packed(read(x + (i + n * 256) * W));
         #pragma unroll
         for (int n = 0; n < LOADS; n++)
             #pragma unroll
             for (int w = 0; w < W; w++)
-                most[0] = fmaxf(most[0], magnitude(to_float(in[n].at[w])));
+                most[0] = fmaxf(most[0], magnitude(in[n][w]));
     }
-    over_row<Max>(most);
-    if (threadIdx.x == 0) raise_to(amax, most[0]);
+    raise_over_row(amax, most);
 }
 
 // scale_of in float8.py, to the last bit.
@@ -65,10 +51,10 @@ __global__ void __launch_bounds__(256) cast_tile(
     int64_t row = int64_t(blockIdx.y) * TALL + down * ROWS;
     int64_t column = (int64_t(blockIdx.x) * ACROSS + across) * W;
     bool inside = row < m && column < k;
-    Vector<> in[ROWS] = {};
+    Packed in[ROWS];
     #pragma unroll
     for (int r = 0; r < ROWS; r++)
-        if (inside) in[r] = read(x + (row + r) * k + column);
+        if (inside) in[r] = Packed(read(x + (row + r) * k + column));
 
     // One thread divides, in double, while the others wait for x.
     __shared__ float of_block;
@@ -85,7 +71,7 @@ __global__ void __launch_bounds__(256) cast_tile(
         Vector<uint16_t, W / 2> out;
         #pragma unroll
         for (int w = 0; w < W; w += 2) {
-            float a = to_float(in[r].at[w]), b = to_float(in[r].at[w + 1]);
+            float a = in[r][w], b = in[r][w + 1];
             most[0] = fmaxf(most[0], fmaxf(magnitude(a), magnitude(b)));
             float2 scaled = {a * scale, b * scale};
             // Too large a number becomes the largest one.
@@ -118,9 +104,8 @@ __global__ void __launch_bounds__(256) cast_tile(
         }
     }
 
-    over_row<Max>(most);
+    raise_over_row(amax, most);
     if (threadIdx.x > 0) return;
-    raise_to(amax, most[0]);
     bool is_finite = most[0] < INFINITY, is_first = blockIdx.x == 0 && blockIdx.y == 0;
     if (is_first || !is_finite) raise_to(inverse, is_finite ? 1 / scale : NAN);
 }

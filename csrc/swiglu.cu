@@ -1,6 +1,6 @@
 // SwiGLU: y = silu(gate) up. Bytes: gate and up in, y out; backward dy, gate and up in, both
 // gradients out. Each element is independent, so the question is only how to move bytes.
-#include "common.cuh"
+#include "rows.cuh"
 
 __device__ float swiglu_of(float gate, float up) { return gate * sigmoid(gate).here * up; }
 
@@ -28,39 +28,64 @@ __global__ void __launch_bounds__(256)
     write(y + i * W, out);
 }
 
-// silu'(x) = s + x s (1 - s) with s = sigmoid(x)
-__global__ void __launch_bounds__(256) swiglu_backward_by_vector(
-    const T* dy, const T* gate, const T* up, T* d_gate, T* d_up, int64_t vectors) {
+// The same where a cast to FP8 comes next, which needs max |y|: amax is raised to it.
+__global__ void __launch_bounds__(256)
+    swiglu_with_maximum(const T* gate, const T* up, T* y, float* amax, int64_t vectors) {
     int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i >= vectors) return;
-    Vector<> d = read(dy + i * W), g = read(gate + i * W), u = read(up + i * W), out_g, out_u;
-    #pragma unroll
-    for (int w = 0; w < W; w++) {
-        float x = to_float(g.at[w]), grad = to_float(d.at[w]);
-        Sigmoid s = sigmoid(x);
-        float silu = x * s.here;
-        round_to(out_u.at[w], grad * silu);
-        // s.there is 1 - s.
-        round_to(out_g.at[w], grad * to_float(u.at[w]) * (s.here + silu * s.there));
+    float most[1] = {0.f};
+    if (i < vectors) {
+        Vector<> g = read(gate + i * W), u = read(up + i * W), out;
+        #pragma unroll
+        for (int w = 0; w < W; w++) {
+            round_to(out.at[w], swiglu_of(to_float(g.at[w]), to_float(u.at[w])));
+            most[0] = fmaxf(most[0], magnitude(to_float(out.at[w])));
+        }
+        write(y + i * W, out);
     }
-    write(d_gate + i * W, out_g);
-    write(d_up + i * W, out_u);
+    raise_over_row(amax, most);
+}
+
+// silu'(x) = s + x s (1 - s) with s = sigmoid(x). amax, if it is not null: those of both gradients.
+__global__ void __launch_bounds__(256) swiglu_backward_by_vector(
+    const T* dy, const T* gate, const T* up, T* d_gate, T* d_up, float* amax, int64_t vectors) {
+    int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    float most[2] = {0.f, 0.f};
+    if (i < vectors) {
+        Vector<> d = read(dy + i * W), g = read(gate + i * W), u = read(up + i * W), out_g, out_u;
+        #pragma unroll
+        for (int w = 0; w < W; w++) {
+            float x = to_float(g.at[w]), grad = to_float(d.at[w]);
+            Sigmoid s = sigmoid(x);
+            float silu = x * s.here;
+            round_to(out_u.at[w], grad * silu);
+            // s.there is 1 - s.
+            round_to(out_g.at[w], grad * to_float(u.at[w]) * (s.here + silu * s.there));
+            most[0] = fmaxf(most[0], magnitude(to_float(out_g.at[w])));
+            most[1] = fmaxf(most[1], magnitude(to_float(out_u.at[w])));
+        }
+        write(d_gate + i * W, out_g);
+        write(d_up + i * W, out_u);
+    }
+    if (amax) raise_over_row(amax, most);
 }
 
 // Elements: rows h > 0, a multiple of W but for the first try.
 extern "C" const char* swiglu_naive(
-    cudaStream_t stream, In<> gate, In<> up, T* y, int64_t rows, int64_t h) {
+    cudaStream_t stream, In<> gate, In<> up, T* y, float*, int64_t rows, int64_t h, int64_t) {
     int64_t n = rows * h;
     return launch_kernel(swiglu_by_element, pieces(n, 256), 256, stream, gate, up, y, n);
 }
 extern "C" const char* swiglu(
-    cudaStream_t stream, In<> gate, In<> up, T* y, int64_t rows, int64_t h) {
-    int64_t n = rows * h / W;
-    return launch_kernel(swiglu_by_vector, pieces(n, 256), 256, stream, gate, up, y, n);
+    cudaStream_t stream, In<> gate, In<> up, T* y, float* amax, int64_t rows, int64_t h, int64_t) {
+    int64_t n = rows * h / W, blocks = pieces(n, 256);
+    if (amax)
+        return launch_kernel(swiglu_with_maximum, blocks, 256, stream, gate, up, y, amax, n);
+    return launch_kernel(swiglu_by_vector, blocks, 256, stream, gate, up, y, n);
 }
 extern "C" const char* swiglu_backward(
-    cudaStream_t stream, In<> dy, In<> gate, In<> up, T* d_gate, T* d_up, int64_t rows, int64_t h) {
+    cudaStream_t stream, In<> dy, In<> gate, In<> up, T* d_gate, T* d_up, float* amax, int64_t rows,
+    int64_t h, int64_t) {
     int64_t n = rows * h / W;
     auto kernel = swiglu_backward_by_vector;
-    return launch_kernel(kernel, pieces(n, 256), 256, stream, dy, gate, up, d_gate, d_up, n);
+    return launch_kernel(kernel, pieces(n, 256), 256, stream, dy, gate, up, d_gate, d_up, amax, n);
 }

@@ -257,7 +257,6 @@ QWEN2 = dataclasses.replace(
     model_type="qwen2",
     preset="qwen2.5-7b",
     constants={"llama": True, "attention_bias": "qkv"},
-    fields={theirs: ours for theirs, ours in LLAMA.fields.items() if theirs != "head_dim"},
     choices=NOT_TIED,
     computed=LLAMA.computed | {"use_sliding_window": (False,)},
     missing=LLAMA.missing | {"num_key_value_heads": 32},

@@ -47,6 +47,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import generate
+from attention.rotary import rotary_at
 from base import terminal
 from corpus.tokenizer import BUILT_IN, make_tokenizer, save_files
 from families import LocalBias
@@ -106,11 +107,10 @@ class Graph(nn.Module):
         super().__init__()
         self.model = model
         self.slot = slot
-        table = model.rotary_table(model.config.seq_length, next(model.parameters()))
-        self.has_rotary = table is not None
+        self.has_rotary = model.config.positions == "rotary"
         if self.has_rotary:
-            self.register_buffer("cos", table[0])  # [seq_length, d]
-            self.register_buffer("sin", table[1])
+            frequencies = model.rotary_frequencies(model.config, torch.device("cpu"))
+            self.register_buffer("frequencies", frequencies)  # [d/2]
 
     def forward(self, tokens: Tensor, positions: Tensor, past_positions: Tensor, past: list):
         """past: (keys, values) of each layer; shapes as above. Returns (logits, present positions,
@@ -121,9 +121,8 @@ class Graph(nn.Module):
         self.slot.cache = cache
         rotary = None
         if self.has_rotary:
-            # padding stands behind the table
-            at = positions.clamp(max=len(self.cos) - 1)
-            rotary = self.cos[at].unsqueeze(1), self.sin[at].unsqueeze(1)  # [b, 1, s, d]
+            like = next(model.parameters())
+            rotary = rotary_at(self.frequencies, positions.unsqueeze(1), like)  # [b, 1, s, d]
         x = model.embedding(tokens)  # [b, s, h]
         for block in model.blocks.values():
             x = block(x, Context(rotary=rotary))

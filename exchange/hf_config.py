@@ -109,6 +109,8 @@ def check_computed(hf_config: dict, architecture: Architecture) -> None:
         if hf_config.get(field) == 0:
             raise HuggingFaceError(f"{field} is 0; {absent} would be null, or no field")
     for field, values in architecture.computed.items():
+        if field == "use_sliding_window" and no_layer_has_it(hf_config):
+            continue
         one_of(hf_config, field, values)
     slices = hf_config.get("pretraining_tp", 1)
     if hf_config.get("slow_but_exact") and slices != 1:
@@ -121,6 +123,14 @@ def check_computed(hf_config: dict, architecture: Architecture) -> None:
         raise HuggingFaceError(
             f"layer_types is {json.dumps(kinds)}; gpt.py has the same attention in all layers"
         )
+
+
+def no_layer_has_it(hf_config: dict) -> bool:
+    """Whether no layer of a Qwen has the sliding window: it begins at layer max_window_layers."""
+    first, layers = (hf_config.get(n) for n in ("max_window_layers", "num_hidden_layers"))
+    in_numbers = isinstance(layers, int) and isinstance(first, int | None)
+    has_none = in_numbers and (28 if first is None else first) >= layers
+    return hf_config.get("sliding_window", 4096) is None or has_none
 
 
 def one_of(hf_config: dict, field: str, values: tuple):

@@ -1,4 +1,4 @@
-"""Packing: the weights of a model, laid out for decoding.
+"""Weight layouts: the weights of a model, laid out for decoding.
 
 A decoding step multiplies each matrix W [out, in] with a few rows x [n, in], one for each text:
 
@@ -18,7 +18,7 @@ So `pack` measures them once, with the rows that will come. The layouts differ i
 
 After `pack` the model can only generate, not train: its parameters are gone.
 
-    python -m inference.packing        the time of each, on this machine
+    python -m inference.weight_layouts        the time of each, on this machine
 
 Weights in 8 or 4 bits are inference/quantization.py's, with layouts of their own.
 

@@ -95,11 +95,9 @@ def weights(lesson: form.Lesson, model, folder: Path) -> None:
     count = num_parameters(model)
     lesson.predict(f"{count:,} parameters: bytes of weights, for prefill and decode?", "bytes")
     size = (folder / "model.onnx.data").stat().st_size
-    table = 2 * SEQ_LENGTH * model.config.head_dim
     lesson.check(
-        f"{size:,} = 4 for each, and a table of angles with {table:,} numbers; norms are in the"
-        " graph's own file",
-        0 <= 4 * (count + table) - size < 4 * 3 * 64 + 1,
+        f"{size:,} = 4 for each; norms, and the frequencies of angles, are in the graph's own file",
+        0 <= 4 * count - size < 4 * 3 * 64 + 1,
         [size],
     )
 

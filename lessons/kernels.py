@@ -320,7 +320,7 @@ def time_swiglu(lesson: form.Lesson) -> None:
     target, source = torch.empty(2, 3 * 2**25, device="cuda", dtype=torch.bfloat16)
 
     def run(name):
-        cuda_kernels.launch(name, gate, gate, up, y, 1, y.numel())
+        cuda_kernels.launch(name, gate, gate, up, y, None, 1, y.numel(), 0)
 
     times = {
         "a thread is an element": microseconds(lambda: run("swiglu_naive")),

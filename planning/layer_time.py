@@ -44,7 +44,8 @@ BACKWARD = 1.6
 # for each weight: its gradient, of a micro-batch, is added to a 32-bit sum (4 + 4)
 ACCUMULATION = 8
 # for each number that becomes a byte: read (2), written by rows and by columns (1 + 1); `current`
-# first reads it for its maximum (2), blocks have two maxima
+# first reads it for its maximum (2), but for what norms and SwiGLU give, which is left out here;
+# blocks have two maxima
 CAST = {"off": 0, "delayed": 4, "current": 6, "block": 8}
 # LoRA: for each number that A reads (2); that B writes (2) and adds (read 4, write 2)
 LORA_READ, LORA_ADD = 2, 8

@@ -3,8 +3,9 @@
 A matrix multiplication in FP8 (fp8.py) has two operands, and each has a scale: the largest number
 of its format, over a maximum (precision/float8.py), called amax. Three recipes say which maximum:
 
-    current    that of this tensor, now. The tensor is read once more, and tensor-parallel ranks
-               that hold parts of it agree on the largest of theirs, in a small all-reduce
+    current    that of this tensor, now. The tensor is read once more, but where the kernel that
+               made it has noted its maximum. Tensor-parallel ranks that hold parts of it agree on
+               the largest of theirs, in a small all-reduce
     delayed    that of this tensor in the last 16 steps, known beforehand (Transformer Engine's
                first recipe). Larger values saturate. In the first step, `current`
     block      one for each 1 x 128 values of activations and of gradients, and each 128 x 128 of
@@ -187,25 +188,34 @@ class Scaling:
 
     def cast(
         self, tensors: list[Tensor], places, operand: int, group, wanted, maxima=None
-    ) -> tuple[list[tuple[Quantised | None, Quantised | None]], Tensor]:
+    ) -> tuple[list[tuple[Quantised | None, Quantised | None]], list[Tensor]]:
         """(`both`, by kernels, which also note the maxima; `maxima`). maxima: of tensors that were
-        cast before, [n]; by default a kernel finds them, where the history has none."""
+        cast before, [1] each; by default they are found."""
         history = [None] * len(tensors)
         if len(self.history):
             history = [self.history[:, *place, operand].amax(0, True) for place in places]
         if maxima is None:
-            maxima = torch.zeros(len(tensors), device=self.amax.device)
-            for x, amax, known in zip(tensors, maxima.split(1), history):
-                fp8_cast.fp8_maximum(x, amax, known)
-            if group is not None and not len(self.history):
-                dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
-        inverses = torch.zeros_like(maxima).split(1)
+            maxima = self.maxima(tensors, history, group)
+        inverses = torch.zeros(len(tensors), device=self.amax.device).split(1)
         options = self.recipe.format(operand), self.recipe.power_of_two, wanted
         pairs = []
-        for i, (x, amax) in enumerate(zip(tensors, maxima.split(1))):
-            pairs.append(fp8_cast.cast(x, amax, inverses[i], history[i], *options))
-            self.record(amax, places[i], operand)
+        for x, place, amax, *scales in zip(tensors, places, maxima, inverses, history):
+            pairs.append(fp8_cast.cast(x, amax, *scales, *options))
+            self.record(amax, place, operand)
         return pairs, maxima
+
+    def maxima(self, tensors: list[Tensor], history: list, group) -> list[Tensor]:
+        """The maximum of each tensor: noted on it; or found by a kernel, if no history has one."""
+        found = [fp8_cast.noted_maximum(x) for x in tensors]
+        if any(amax is None for amax in found):
+            found = torch.zeros(len(tensors), device=self.amax.device).split(1)
+            for x, amax, known in zip(tensors, found, history):
+                fp8_cast.fp8_maximum(x, amax, known)
+        if group is not None and not len(self.history):
+            together = torch.cat(found)
+            dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
+            found = together.split(1)
+        return found
 
     def weight(
         self, w: nn.Parameter, place, group, wanted: tuple[bool, bool] = (True, True)

@@ -72,6 +72,10 @@ def read_fields(path: str | Path) -> tuple[dict, list[str]]:
         section = style.replace("-", "_")
         why = f"the section {section} is there" if content.get(section) else "the default"
         notices.append(f"{path}: virtual_prompt_style {style}, {why}")
+    # NeMo's own files name tasks there, for whoever fills in a path
+    if content.get("existing_tasks") and content.get("restore_path", "") is None:
+        tasks = content.pop("existing_tasks")
+        notices.append(f"{path}: not read: existing_tasks {tasks}, for restore_path is null")
     # null means absent
     return {name: value for name, value in content.items() if value is not None}, notices
 

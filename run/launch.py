@@ -110,6 +110,7 @@ def run(config: RunConfig, world: World, trainer_class, loop) -> None:
         world.say(f"--lr {config.lr:g}: the default for {what}")
     opening.check_room(config, world)
     world.connect(config.device, config.tp, config.pp, config.timeout, config.ep, config.cp)
+    world.beat("the preparation of the first step")
     if world.shares_gpu and config.cp > 1 and config.cp_kind == "ring":
         rule = "gloo, for ranks that share a GPU, cannot send its tensors; all-to-all would do"
         rules.refuse(config, "cp_kind", rule)

@@ -97,12 +97,16 @@ class Metrics:
         self.path = path
         self.notice = ""
         self.lines = [line for line in lines if line["step"] <= last_step]
+        lost = sorted(set(range(1, last_step + 1)) - {line["step"] for line in self.lines})
         try:
             if damaged:
                 shutil.copyfile(path, f"{path}.damaged")
                 self.notice = f"{path}: {left_out(damaged)}; {path}.damaged is as it was"
             elif lines and not last_step:
                 self.notice = f"{path}: begun anew; its {len(lines)} steps are in no checkpoint"
+            elif lost:
+                missing = f"{len(lost)} of {last_step} steps have no line"
+                self.notice = f"{path}: {missing}, from step {lost[0]} to step {lost[-1]}"
             # In one operation: a kill leaves the old file or the new one.
             text = "".join(json.dumps(line) + "\n" for line in self.lines)
             path.with_suffix(".tmp").write_text(text, encoding="utf-8")
@@ -110,6 +114,13 @@ class Metrics:
             self.file = open(path, "a", encoding="utf-8")
         except OSError as e:
             raise MetricsError(f"{path}: cannot be written ({e.strerror})") from None
+
+    def sync(self) -> None:
+        """Before a checkpoint: after a power failure the lines are there if it is."""
+        try:
+            os.fsync(self.file.fileno())
+        except OSError as e:
+            raise MetricsError(f"{self.path}: cannot be written ({e.strerror})") from None
 
     def add(self, line: dict) -> None:
         """Raises MetricsError."""

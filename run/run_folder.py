@@ -61,6 +61,8 @@ class RunFolder:
         """Check, lock and sign the folder; arguments and errors as in `__init__`."""
         if any(self.path.glob("model*.safetensors")) or (self.path / "index.json").exists():
             self.refuse("holds a model, not a run; name another folder (--load starts from it)")
+        if self.path.is_symlink() and not self.path.exists():
+            self.refuse(f"is a link to {os.readlink(self.path)}, which does not exist; create it")
         self.path.mkdir(parents=True, exist_ok=True)
         self.file = open(self.path / ".launch", "a+", encoding="utf-8")
         # A restarted rank may come before the killed one has released the lock.

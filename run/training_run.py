@@ -307,6 +307,8 @@ class TrainingRun:
 
     def save(self, step: int) -> None:
         self.save_waits = False
+        if self.metrics:
+            self.metrics.sync()
         corpus = self.train_set.index["corpus"]
         self.trainer.checkpoints.save(self.checkpoints, step, self.tokens, corpus, self.train_set)
 

@@ -444,7 +444,8 @@ def test_without_permission(here, monkeypatch, what, target):
     [
         ("a.jsonl", "--cache a.jsonl: .*exists"),
         ("a.jsonl/cache", "--cache a.jsonl/cache: .*Not a directory"),
-        ("a\0b", "null byte"),
+        # in the words of Python 3.11, and of 3.13
+        ("a\0b", "null (byte|character)"),
     ],
 )
 def test_unusable_caches(here, cache, words):
@@ -497,3 +498,37 @@ def test_a_cache_that_one_machine_has():
         os.stat("no such folder/c")
     assert "name one that every rank sees" in str(refused.value)
     assert "make room" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "name, count",
+    [
+        *[(name, 2) for name in ("a.jsonl", "a.JSONL", "a.ndjson", "a.json", "b.c.json")],
+        # a name that says nothing
+        *[(name, 1) for name in ("a.txt", "a", "a.md")],
+    ],
+)
+@pytest.mark.parametrize("compressed", [False, True])
+def test_lines_whatever_their_file_is_called(tmp_path, name, count, compressed):
+    text = b'{"text": "one"}\n{"text": "two", "id": 3}\n'
+    path = tmp_path / (name + ".gz" * compressed)
+    path.write_bytes(gzip.compress(text) if compressed else text)
+    found = list(documents.read_documents(path, 0, None))
+    assert found == (["one", "two"] if count == 2 else [text.decode()])
+
+
+@pytest.mark.parametrize("text", ['{\n  "text": "one"\n}\n', '["one"]\n', "{}", '{"text": 3}'])
+def test_json_that_is_no_lines(tmp_path, text):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    assert list(documents.read_documents(path, 0, None)) == [text]
+
+
+def test_the_cache_knows_how_a_file_was_read(tmp_path):
+    line = '{"text": "one"}\n'
+    hashes = set()
+    for name in ("a.jsonl", "a.ndjson", "a.json", "a.txt", "a"):
+        path = tmp_path / name
+        path.write_text(line)
+        hashes.add((documents.has_lines(path), documents.file_hash(path)))
+    assert len(hashes) == 2

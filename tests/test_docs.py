@@ -285,6 +285,19 @@ def option_strings(main, argv, monkeypatch) -> set[str]:
     return {flag for action in parsers[0]._actions for flag in action.option_strings}
 
 
+# of explicit attention, or of what it costs
+WITH_DROPOUT = ("--recompute selective", "runs/fused", "runs/apart", "--as-rank", "--positions")
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_commands_for_gpus_have_no_dropout(path):
+    """By default GPT-2 and GPT-3 have it, and then attention writes s x s probabilities."""
+    commands = path.read_text().replace("\\\n", " ").replace("\n  ", " ")
+    for command in re.findall(r"train\.py [^`\n]*--model (?:gpt|megatron)[^`\n]*", commands):
+        if not any(word in command for word in WITH_DROPOUT):
+            assert re.search(r"--dropout 0(\.0)? ", command + " "), command
+
+
 def test_flags(monkeypatch):
     """Every --flag that is mentioned anywhere belongs to some command here, or to torchrun."""
     launcher = torch.distributed.run.get_args_parser()

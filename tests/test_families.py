@@ -355,7 +355,11 @@ TWO_KINDS = ["full_attention", "sliding_attention"]
 BLOOM = "bloom, 6 heads"
 # family, changes of its config.json, and words of the refusal, with ".." between them
 REFUSED = [
-    ("qwen2", {"use_sliding_window": True}, "use_sliding_window is true; .. only false"),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+        "use_sliding_window is true; .. only false",
+    ),
     ("qwen3", {"layer_types": TWO_KINDS}, "layer_types is .. the same attention in all layers"),
     ("llama", {"rope_parameters": LINEAR}, 'rope_parameters is .. "linear" .. rope_type llama3'),
     ("llama", {"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.5}}, "partial_rotary_"),
@@ -434,6 +438,28 @@ def test_a_model_that_no_class_describes(fields, words):
 
 
 # --- configurations drawn at random ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(head_dim=12),
+        # a window that begins after the last layer
+        dict(use_sliding_window=True, sliding_window=4, max_window_layers=2),
+    ],
+    ids=str,
+)
+def test_qwen2_as_the_library_computes_it(fields, tmp_path):
+    config = their_models.their_config("qwen2", **LIKE_LLAMA, **fields)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path / "hf")
+    import_folder(tmp_path / "hf", tmp_path / "ours")
+    tokens = torch.randint(61, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(tokens).logits
+        got = ours(tmp_path / "ours", attention="explicit")(tokens)
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 CLASSES = "gpt2 llama mistral qwen2 qwen3 gemma bloom mixtral".split()

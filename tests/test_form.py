@@ -103,6 +103,14 @@ def test_files_that_are_read_first_are_short(file, most):
     assert len((ROOT / file).read_text().splitlines()) <= most
 
 
+def test_each_technique_says_what_it_does_not_cover():
+    """In its introduction. The others at the root are the loop, and the shape of a model."""
+    others = {"train", "model_config"}
+    for path in sorted(ROOT.glob("*.py")):
+        introduction = ast.get_docstring(ast.parse(path.read_text()))
+        assert ("Not covered" in introduction) == (path.stem not in others), path.name
+
+
 def test_no_line_of_cuda_is_wide():
     sources = sorted((ROOT / "csrc").iterdir())
     wide = [

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import test_kernels
 import torch
-from parity import SMALL
+from parity import LLAMA, SMALL, Synthetic, differs, same
+from parity import train as train_ranks
 from test_kernels import PLACES, launched
 
 import fp8
@@ -220,6 +221,99 @@ def test_a_layer(place, recipe, keep, monkeypatch):
             found += [w.grad for w in weights] + [scaling.report]
         results.append(found)
     assert all(map(torch.equal, *results))
+
+
+# --- maxima that are noted before the cast --------------------------------------------------------
+
+
+@in_each_place
+def test_operations_note_the_maximum_of_what_they_give(place):
+    """And NaN as infinity. Without a note: a copy, a view, and what has changed since."""
+    x = values(80, 144, torch.bfloat16, place)
+    w = torch.full_like(x[0], 0.5)
+    grads = {}
+    for bad in (None, torch.nan):
+        if bad is not None:
+            x[-1, -1] = bad
+        gate, up = (factor * x for factor in (1, 3))
+        gate, up = gate.requires_grad_(), up.requires_grad_()
+        gate.register_hook(lambda grad: grads.update(gate=grad))
+        up.register_hook(lambda grad: grads.update(up=grad))
+        y = kernels.swiglu(gate, up, notes=True)
+        y.backward(x)
+        norm = kernels.add_norm(x, None, w, w, 1e-5, notes=True)[1]
+        for given in (y, norm, *grads.values()):
+            amax = given.float().abs().amax().nan_to_num(torch.inf, torch.inf)
+            assert fp8_cast.noted_maximum(given) == amax
+            assert fp8_cast.noted_maximum(fp8_cast.as_matrix(given)) == amax
+    for other in (y.clone(), y.view(-1), kernels.swiglu(gate, up), y.detach().mul_(1), y):
+        assert fp8_cast.noted_maximum(other) is None
+
+
+LAYER = LLAMA | dict(
+    num_layers=1,
+    hidden_size=64,
+    num_kv_heads=4,
+    ffn_hidden_size=64,
+    dropout=0.0,
+    global_batch_size=2,
+    precision="fp32",
+    fp8="current",
+    fp8_skip=0,
+    fp8_scales="any",
+)
+
+
+def without_notes() -> None:
+    test_kernels.swapped_and_emulated()
+    kernels.note_maximum = lambda x, amax: None
+
+
+def with_notes_of_a_half() -> None:
+    """A mutation: a maximum is that of the first half of a tensor."""
+    test_kernels.swapped_and_emulated()
+
+    def note(x, amax, original=fp8_cast.note_maximum):
+        original(
+            x, x.detach().flatten()[: x.numel() // 2].abs().amax().view(1) if len(amax) else amax
+        )
+
+    kernels.note_maximum = note
+
+
+@test_kernels.by_emulator
+@pytest.mark.parametrize(
+    "world, flags",
+    [
+        (1, dict(recompute="full")),
+        (2, dict(tp=2)),
+        pytest.param(2, dict(tp=2, sequence_parallel=True), marks=pytest.mark.repetition),
+        pytest.param(1, dict(fp8="delayed"), marks=pytest.mark.repetition),
+    ],
+    ids=str,
+)
+def test_notes_change_no_bit(world, flags):
+    """A run whose casts take the maxima that were noted, and one that finds each by reading."""
+    test_kernels.emulated(torch.float32)
+    found = train_ranks(world, 1, without_notes, LAYER, **flags)
+    same(train_ranks(world, 1, test_kernels.swapped_and_emulated, LAYER, **flags), found, 0)
+    if flags.get("fp8") != "delayed":
+        differs(train_ranks(world, 1, with_notes_of_a_half, LAYER, **flags), found)
+
+
+@test_kernels.by_emulator
+def test_launches_of_a_layer(monkeypatch):
+    """Of eleven casts of inputs and gradients, five need no reading of their own for the maximum:
+    two norms, SwiGLU, and both of its gradients."""
+    test_kernels.emulate(monkeypatch.setattr)
+    monkeypatch.setattr(kernels, "apply", lambda model, *_: kernels.swap(model))
+    config = config_of(LAYER)
+    trainer = train.Trainer(config, torch.device("cpu"), Groups(), config.task())
+    launched.clear()
+    trainer.forward_backward(1, Synthetic(16, 61))
+    weights = 7
+    assert launched.count("fp8_cast") == 11 + weights
+    assert launched.count("fp8_maximum") == 6 + weights
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ import sharding
 from lessons.fsdp import held_bytes
 from model_config import GPTConfig
 from optimizer import AdamW
-from proof import ranks
+from proof import parity, ranks
+from proof.kinds import config_of
 from sharding import local_part, sharding_of
 from zero import units
 
@@ -389,3 +390,32 @@ def test_nothing_keeps_a_dropped_model():
 def test_unknown_stage():
     with pytest.raises(ValueError, match=r"stage 7: must be 0 .*, 1 .*, 2 .* or 3"):
         fsdp.apply(small_model(), None, 7)
+
+
+def layers_at_a_time(rank, flags):
+    """(the most layers of which whole parameters are there or on their way, layers) of two steps"""
+    run = parity.Run(2, config_of(flags))
+    (gradients,) = run.trainer.gradients
+    layer_of = {unit: i for i, units in gradients.layer_units.items() for unit in units}
+    most = 0
+    start_gather = gradients.start_gather
+
+    def watched(unit):
+        nonlocal most
+        start_gather(unit)
+        whole = [u for u in gradients.units if u.gathering or u.whole.untyped_storage().size()]
+        most = max(most, len({layer_of[u] for u in whole}))
+
+    gradients.start_gather = watched
+    for step in (1, 2):
+        run.trainer.forward_backward(step, run.dataset)
+        run.trainer.update(step)
+    return most, len(gradients.layer_units)
+
+
+@pytest.mark.parametrize("flags", [{}, dict(recompute="full")], ids=str)
+@pytest.mark.parametrize("base", [parity.SMALL, parity.LLAMA], ids=["tied", "untied"])
+def test_whole_parameters_of_two_layers(base, flags):
+    """As the introduction says: of seven."""
+    flags = base | flags | dict(zero_stage=3, micro_batch_size=2, num_layers=5)
+    assert ranks.run(layers_at_a_time, 2, flags) == [(2, 7)] * 2

@@ -34,6 +34,7 @@ from inference import batches, cli, cuda_graphs, kv_cache, loading, sampling, we
 from inference.sampling import DIVERGED, choose, keys_of, uniform
 from proof import ranks
 from run.config import ConfigError
+from serving.engine import Engine
 
 ROOT = Path(__file__).parent.parent
 EXPERTS = LLAMA_SHAPES[1] | dict(num_experts=4, ffn_hidden_size=40, router="topk", router_topk=2)
@@ -738,6 +739,18 @@ def test_a_graph_of_another_cache_is_seen(taped, monkeypatch):
 
     monkeypatch.setattr(kv_cache.Cache, "attend_prefill", moved)
     assert generate.generate(model, more, 20, runner=runner, **SAMPLED) != expected
+
+
+def test_a_context_without_end():
+    """A folder may name two billion positions: no table of them is made, here nor in an engine."""
+    shape = LLAMA_SHAPES[1] | dict(seq_length=2 * 10**9)
+    model = loud(build(torch.float64, **shape))
+    short = loud(build(torch.float64, **LLAMA_SHAPES[1] | dict(seq_length=64)))
+    expected = generate.generate(short, [[1, 2, 3]], 6, temperature=0)
+    assert generate.generate(model, [[1, 2, 3]], 6, temperature=0) == expected
+    engine = Engine(model, max_sequences=2, num_blocks=9)
+    assert engine.generate([[1, 2, 3]], 6, temperature=0) == expected
+    engine.close()
 
 
 def test_no_plan_for_each_length(monkeypatch):

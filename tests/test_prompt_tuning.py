@@ -782,8 +782,17 @@ p_tuning: {dropout: 0.0, num_layers: 2}
             dict(utterance="w", label="a"),
             "<99> :\nwa$",
         ),
+        (
+            INTENT_AND_SLOT
+            + "existing_tasks: ['boolq', 'squad']\nrestore_path: null\n"
+            + "virtual_prompt_style: p-tuning",
+            "p-tuning",
+            ["not read: existing_tasks ['boolq', 'squad'], for restore_path is null"],
+            dict(utterance="w", label="a"),
+            "<99> :\nwa$",
+        ),
     ],
-    ids=["sentiment", "intent and slot", "a style that is named"],
+    ids=["sentiment", "intent and slot", "a style that is named", "tasks that are nowhere yet"],
 )
 def test_nemo_files_as_they_are(text, style, notices, record, ends, tmp_path):
     path = tmp_path / "nemo.yaml"

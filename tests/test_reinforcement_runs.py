@@ -43,6 +43,9 @@ def raises(prompt, answer, record):
         raise KeyError("no such thing")
     return 1
 
+def leaves(prompt, answer, record):
+    os._exit(0)
+
 def no_number(prompt, answer, record):
     return float("nan")
 
@@ -392,6 +395,7 @@ def test_refused(flags, words, world):
         ("base", "holds no reward model; preference.py --method reward trains one"),
         ("rewards.py:raises", "the function fails for the prompt"),
         ("rewards.py:fails", "Failed: two\\nlines"),
+        ("rewards.py:leaves", "RuntimeError: calls os._exit(0)"),
         ("rewards.py:no_number", "gave nan for the prompt"),
         ("rewards.py:text", "gave 'good' for the prompt"),
         ("rewards.py:later", "is async; a plain function is needed"),

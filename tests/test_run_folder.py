@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import two_runs
+from small_run import flags, run, write_lines
 
 import checkpoint
 from run.metrics import Metrics, read_metrics
@@ -35,6 +36,12 @@ def test_a_second_run_is_refused_and_told_by_whom(tmp_path):
             RunFolder(tmp_path / "run", resume)
     first.close()
     RunFolder(tmp_path / "run", resume=False).close()
+
+
+def test_a_link_to_nowhere(tmp_path):
+    (tmp_path / "run").symlink_to(tmp_path / "gone")
+    with pytest.raises(RunFolderError, match=r"is a link to .*gone, which does not exist; create"):
+        RunFolder(tmp_path / "run", resume=False)
 
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path):
@@ -121,7 +128,7 @@ def test_a_run_without_a_checkpoint_says_that_it_begins_anew(tmp_path):
 def test_half_a_line_at_the_end_is_what_a_kill_leaves(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("\n".join(LINES) + '\n{"step": 7, "lo')
-    metrics = Metrics(path, last_step=7)
+    metrics = Metrics(path, last_step=6)
     assert len(metrics.lines) == 6
     assert not metrics.notice
     assert not (tmp_path / "metrics.jsonl.damaged").exists()
@@ -172,3 +179,32 @@ def test_links_do_not_stop_the_clean_up(tmp_path):
         checkpoint.save(folder, step, {}, {"config": {}, "model": {}}, keep=2)
     assert sorted(p.name for p in folder.iterdir()) == ["step-000003", "step-000004"]
     assert (elsewhere / "kept").exists()
+
+
+@pytest.mark.parametrize(
+    "kept, words",
+    [
+        ([], "6 of 6 steps have no line, from step 1 to step 6"),
+        ([1, 2, 3, 4, 5], "1 of 6 steps have no line, from step 6 to step 6"),
+        ([1, 2, 5, 6], "2 of 6 steps have no line, from step 3 to step 4"),
+        ([1, 2, 3, 4, 5, 6], ""),
+    ],
+)
+def test_lines_that_are_gone(tmp_path, kept, words):
+    """A file that somebody has deleted or cut, or that a power failure has."""
+    path = write_lines(tmp_path / "metrics.jsonl", [{"step": n, "loss": 1.0} for n in kept])
+    assert Metrics(path, last_step=6).notice == (f"{path}: {words}" if words else "")
+
+
+def test_lines_are_on_the_disk_before_their_checkpoint(tmp_path, monkeypatch):
+    events = []
+    monkeypatch.setattr(os, "fsync", lambda number: events.append("lines"))
+    save = checkpoint.Saver.save
+
+    def watched(self, *args, **options):
+        events.append("save")
+        return save(self, *args, **options)
+
+    monkeypatch.setattr(checkpoint.Saver, "save", watched)
+    run(*flags(steps=4, save_every=2, out=tmp_path / "run"))
+    assert [e for e, before in zip(events, ["", *events]) if e != before][:2] == ["lines", "save"]

@@ -114,6 +114,27 @@ def test_a_panic_of_the_library_is_one_line(here, capfd):
     assert capfd.readouterr().err == ""
 
 
+def replacing(content: str) -> dict:
+    return {"type": "Replace", "pattern": {"String": "x"}, "content": content}
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+@pytest.mark.parametrize(
+    "content, count, refused", [("x" * 20, 12, True), ("x" * 101, 1, True), ("x" * 2, 6, False)]
+)
+def test_texts_that_grow(here, part, content, count, refused):
+    """x becomes 20 of them, and each of these again: 4 10^15 characters, for which the library
+    would end the process."""
+    steps = [replacing(content)] * count
+    key = "normalizers" if part == "normalizer" else "decoders"
+    edit_json(words("t.json"), **{part: {"type": "Sequence", key: steps}})
+    if refused:
+        with pytest.raises(TokenizerError, match="characters of one; 100 would fit"):
+            make_tokenizer("t.json")
+    else:
+        assert make_tokenizer("t.json").encode("a")
+
+
 def test_added_tokens_out_of_place(here):
     """The library gives them the next free id, whatever the file says."""
     added = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)

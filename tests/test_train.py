@@ -397,13 +397,14 @@ def test_killed_ranks_are_started_again(here, text):
 
 
 def test_a_rank_that_hangs_is_named(here, text):
-    """SIGSTOP: the rank does not answer. All end, and the message names it and its step."""
+    """SIGSTOP: the rank does not answer. All end, it too, and the message names it and its step."""
     flags = ("--steps", "100000", "--timeout", "2")
     ranks = processes.start_ranks(2, argv(text, "--out", "run", *flags))
     ranks[0].wait_for("step ")
     ranks[1].kill(signal.SIGSTOP)
     assert ranks[0].wait() == 1
-    ranks[1].kill(signal.SIGKILL)
+    # nobody else kills it
+    assert ranks[1].wait() == -signal.SIGKILL
     error = ranks[0].stderr
     assert "no progress for 2 s" in error
     assert re.search(r"rank 0: step \d+, in \S+\.py:\d+ \w+", error), error

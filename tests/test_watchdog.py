@@ -1,5 +1,7 @@
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 import small_run
 import torch.distributed as dist
 
+from base.interrupts import descendants
 from base.watchdog import Watchdog
 
 
@@ -112,6 +115,63 @@ def test_rank_0_is_stopped_and_holds_the_store(argv):
     assert both[1].wait() == 1 and "rank 1: no progress for 2 s" in both[1].stderr
     assert "no word of the others (the store does not answer)" in both[1].stderr
     both[0].kill(signal.SIGKILL)
+
+
+STOPS = """
+import os, signal, sys
+from run import opening
+import train
+
+agree = opening.check_data_agree
+
+def stop(*args):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    agree(*args)
+
+opening.check_data_agree = stop
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_a_rank_is_stopped_before_the_first_step(argv):
+    """While the data are opened. (The others waited for a minute more, and gloo said why.)"""
+    Path("stops.py").write_text(STOPS)
+    words = [Path("stops.py").resolve(), *argv[1:], "--timeout", "2", "--out", "run"]
+    begin = time.monotonic()
+    both = processes.start_ranks(2, words)
+    assert both[0].wait() == 1 and both[1].wait() == -signal.SIGKILL
+    assert time.monotonic() - begin < 20
+    assert "no progress for 2 s" in both[0].stderr
+    last = "does not answer; last heard of in the preparation of the first step"
+    assert f"rank 1: {last}" in both[0].stderr
+
+
+def test_torchrun_is_killed_while_its_ranks_begin(argv):
+    """They end at once. (They looked for each other until --timeout was over.)"""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    command += [Path(__file__).parent.parent / argv[0], *argv[1:], "--out", "run"]
+    launcher = subprocess.Popen([*map(str, command)], stderr=subprocess.DEVNULL)
+    ranks = []
+    while len(ranks) < 2:
+        time.sleep(0.05)
+        ranks = [pid for pid in descendants(launcher.pid) if is_python(pid)]
+    # torchrun has set the environment of these, and they have begun
+    time.sleep(0.5)
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 10
+    while any(map(is_python, ranks)):
+        assert time.monotonic() < deadline, "ranks outlive their launcher"
+        time.sleep(0.05)
+
+
+def is_python(pid: int) -> bool:
+    """Whether a process runs a command of this test, and is no zombie."""
+    try:
+        return b"--out\0run" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def test_ranks_with_other_flags_are_refused(argv):

@@ -17,6 +17,7 @@ import contextlib
 import inspect
 import io
 import math
+import os
 import runpy
 import sys
 import traceback
@@ -48,7 +49,8 @@ def open_function(reward: str) -> RewardFunction:
     sys.path.append(str(Path(path).resolve().parent))
     try:
         # a name that no module of this project has
-        names = runpy.run_path(path, run_name=f"reward_{Path(path).stem}")
+        with no_exit():
+            names = runpy.run_path(path, run_name=f"reward_{Path(path).stem}")
     except KeyboardInterrupt:
         raise
     except BaseException as e:
@@ -100,7 +102,7 @@ def rate(function: RewardFunction, prompt: str, answer: str, record: dict) -> fl
     """The reward of an answer, a finite number. Raises RunError where the function fails."""
     about = f"for the prompt {prompt[:60]!r} and the answer {answer[:60]!r}"
     try:
-        with output_aside():
+        with output_aside(), no_exit():
             reward = function(prompt, answer, record)
     except KeyboardInterrupt:
         raise
@@ -120,6 +122,20 @@ def rate(function: RewardFunction, prompt: str, answer: str, record: dict) -> fl
         text = f"--reward: the function gave {gave} {about}; a finite number is needed"
         raise RunError(text, everywhere=True)
     return number
+
+
+@contextlib.contextmanager
+def no_exit():
+    """os._exit, which would end the run without a word and with status 0, raises an error."""
+
+    def refuse(status):
+        raise RuntimeError(f"calls os._exit({status})")
+
+    exit_at_once, os._exit = os._exit, refuse
+    try:
+        yield
+    finally:
+        os._exit = exit_at_once
 
 
 @contextlib.contextmanager
