@@ -18,6 +18,7 @@ import test_evaluate
 pytest.importorskip("transformers", reason="tests/requirements.txt names it")
 pytest.importorskip("aiohttp", reason="requirements.txt names it")
 pytest.importorskip("prometheus_client", reason="requirements.txt names it")
+from serving.connections import Connections
 
 ROOT = Path(__file__).parent.parent
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-"
@@ -161,6 +162,41 @@ def test_answers_are_never_closed_for_others(server):
         text += (piece := answer.recv(10000))
         assert piece, "the answer was cut off"
     assert b"[DONE]" in text
+
+
+@pytest.mark.parametrize("server", [("--connections", "8")], indirect=True)
+def test_who_was_answered_and_stays_makes_room(server):
+    """More clients that keep their connection open than there may be."""
+    with contextlib.ExitStack() as kept:
+        for _ in range(20):
+            client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
+            kept.enter_context(contextlib.closing(client))
+            body, headers = '{"prompt": "a", "max_tokens": 1}', {"Content-Type": "application/json"}
+            client.request("POST", "/v1/completions", body, headers)
+            assert client.getresponse().read()
+
+
+@pytest.mark.parametrize("server", [("--deadline", "2")], indirect=True)
+def test_a_body_has_its_own_time(server):
+    """Late headers, and then a late body: each within two seconds."""
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    s = server.connect()
+    for data in (WHOLE + f"Content-Length: {len(body)}\r\n\r\n".encode(), body):
+        time.sleep(1.6)
+        s.sendall(data)
+    assert s.recv(15) == b"HTTP/1.1 200 OK"
+
+
+def test_the_oldest_goes_first():
+    """The one that has said nothing for longest."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        connections = Connections(bound, 9)
+        connections.open = dict.fromkeys("abc")
+        for name in "abca":
+            connections.wait_for(name, 60)
+        connections.wait_for("gone", 60)
+        assert list(connections.silent) == ["b", "c", "a"]
 
 
 def test_bytes_that_are_no_http(server):
