@@ -28,11 +28,10 @@ import json
 import sys
 
 from base import terminal
+from corpus.token_bytes import CHARACTERS
 from corpus.tokenizer import TokenizerError, make_tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
-# bytes that are printable characters of Latin-1: ! to ~, ¡ to ¬, ® to ÿ
-PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 
 
 def files_of(tokenizer) -> dict[str, bytes]:
@@ -99,11 +98,6 @@ def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 def characters(token: bytes) -> str:
     """A token's bytes, each as the character that stands for it."""
     return "".join(CHARACTERS[byte] for byte in token)
-
-
-others = itertools.count(256)
-# the character of each byte
-CHARACTERS = [chr(byte) if byte in PRINTABLE else chr(next(others)) for byte in range(256)]
 
 
 def main():

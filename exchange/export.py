@@ -53,7 +53,7 @@ from corpus.tokenizer import BUILT_IN, make_tokenizer, save_files
 from families import LocalBias
 from gpt import GPT, Context
 from huggingface import building
-from inference.answers import Detokenizer, encode
+from inference.answers import encode, text_of
 from inference.command import REFUSED
 from inference.kv_cache import CacheSlot, caching
 from inference.loading import check_vocabulary, find_tokenizer, load_model, open_model
@@ -247,7 +247,7 @@ def run(folder: str, prompt: str, max_tokens: int) -> None:
     start = time.perf_counter()
     new = session.generate([ids], max_tokens, tokenizer.stop_ids)[0]
     speed = len(new) / (time.perf_counter() - start)
-    print(prompt + Detokenizer(tokenizer, [ids]).text(0, new), flush=True)
+    print(prompt + text_of(tokenizer, ids, new), flush=True)
     print(f"{len(new)} tokens, {speed:.0f} tokens/s", file=sys.stderr)
 
 

@@ -2,28 +2,36 @@ r"""Text in, text out: prompts become token ids, generated ids become text while
 
 Two details make this more than `tokenizer.decode`:
 
-    half a character     a byte-level token may end inside a character. Decoded alone it is
-                         "\ufffd", so a streamed text waits for the token after it.
+    half a character     a token may end inside a character. So tokens become bytes
+                         (corpus/token_bytes.py), and bytes become text once a character is whole.
     stop strings         a stop string may be spread over several tokens, and a token may have more
                          than the stop string in it. It is searched in the text, and cut off; a
-                         streamed text holds back what may be its beginning.
+                         streamed text holds back what may be its beginning. Special tokens are no
+                         text, but <|im_end|> is found as a stop string.
 
     python generate.py --checkpoint runs/default --prompt-file prompts.jsonl --stop "def "
 
 Not covered: outputs that follow a grammar, probabilities of the tokens, several texts a prompt.
 """
 
+import codecs
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 
 from base.world import World
+from corpus.token_bytes import token_bytes
 from corpus.tokenizer import TokenizerError, prompt_ids
 from generate import ModelRunner, stages_of, stream
 from inference.batches import NewToken, data_parallel
 from inference.sampling import keys_of
 from prompts.prompt_data import PromptError, read_lines
+from tuning.chat_template import ChatError, ChatTemplate
+
+# stands at the end of a message; the space shows whether a template strips messages
+MARK = "END_OF_THE_UNFINISHED_MESSAGE "
 
 
 class GenerationTimer:
@@ -49,71 +57,39 @@ class GenerationTimer:
         return summary
 
 
-class Detokenizer:
-    """Generated ids as text, up to the first stop string."""
-
-    def __init__(self, tokenizer, prompts: list[list[int]], stop: list[str] = ()):
-        self.tokenizer = tokenizer
-        self.prompts = prompts
-        self.stop = list(stop)
-        # So many of the newest tokens contain a stop string that has just become complete: a token
-        # has at least one byte.
-        longest = max((len(s.encode(errors="replace")) for s in stop), default=0)
-        self.tail = 8 + longest
-
-    def text(self, number: int, ids: list[int]) -> str:
-        """The text of the ids generated after prompt `number`. Decoded with the prompt: the first
-        token may be part of a character, or lose its space."""
-        prompt = self.tokenizer.decode(self.prompts[number])
-        text = self.tokenizer.decode(self.prompts[number] + ids)[len(prompt) :]
-        ends = [text.find(stop) for stop in self.stop if stop in text]
-        return text[: min(ends, default=len(text))]
-
-    def stopped(self, number: int, ids: list[int]) -> bool:
-        """Whether the newest ids complete a stop string. As `stopped` of generate.stream."""
-        if not self.stop:
-            return False
-        text = self.tokenizer.decode(ids[-self.tail :])
-        return any(stop in text for stop in self.stop)
-
-
 class TextStream:
-    """The text of one answer while its tokens come: `push` decodes some of the newest tokens, so
-    the cost of a token does not grow. Together, what it gives is Detokenizer's text."""
-
-    # tokens that are decoded again
-    KEPT = 16
+    """The text of one answer, up to the first stop string, while its tokens come."""
 
     def __init__(self, tokenizer, prompt: list[int], stop: list[str] = ()):
-        self.tokenizer = tokenizer
-        self.detokenizer = Detokenizer(tokenizer, [prompt], stop)
-        self.ids: list[int] = []
-        # the newest tokens, and how many characters of theirs are in `held`, or were before
-        self.window = prompt[-self.KEPT :]
-        self.taken = len(tokenizer.decode(self.window))
-        # text that may be the beginning of a stop string
-        self.held = ""
-        self.given = 0
+        self.bytes = token_bytes(tokenizer)
+        self.stop = list(stop)
+        # half a character stays in the decoder; that of a prompt is completed by the answer
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.prompt = self.decoder.decode(self.bytes.text(prompt))
+        # whether no text comes before the next token
+        self.begins = self.bytes.special.issuperset(prompt)
+        self.count = 0
+        # what may be the beginning of a stop string, and which characters of it are text
+        self.held, self.is_text = "", []
 
     def push(self, token: int) -> str:
         """One more token. Returns text that is certain by now."""
-        self.ids.append(token)
-        self.window.append(token)
-        text = self.tokenizer.decode(self.window)
-        # half a character; with byte fallback, all characters that it follows without a letter
-        halves = len(text) - len(text.rstrip("\ufffd"))
-        if len(self.window) > 4 * self.KEPT:
-            # it is no text
-            halves = min(halves, 1)
-        certain = max(self.taken, len(text) - halves)
-        self.held += text[self.taken : certain]
-        self.taken = certain
-        if len(self.window) > 2 * self.KEPT:
-            self.shorten(text)
-        ready = min((self.before(stop) for stop in self.detokenizer.stop), default=len(self.held))
-        self.given += ready
-        given, self.held = self.held[:ready], self.held[ready:]
-        return given
+        self.count += 1
+        if token in self.bytes.special:
+            self.hold(self.bytes.of(token).decode(), False)
+        else:
+            self.hold(self.decoder.decode(self.bytes.of(token, self.begins)), True)
+            self.begins = False
+        return self.give(min(map(self.before, self.stop), default=len(self.held)))
+
+    def hold(self, characters: str, is_text: bool) -> None:
+        self.held += characters
+        self.is_text += [is_text] * len(characters)
+
+    def give(self, count: int) -> str:
+        text = "".join(compress(self.held[:count], self.is_text))
+        self.held, self.is_text = self.held[count:], self.is_text[count:]
+        return text
 
     def before(self, stop: str) -> int:
         """So many characters of `held` come before this stop string, or its beginning."""
@@ -123,21 +99,31 @@ class TextStream:
         begun = (length for length in lengths if self.held.endswith(stop[:length]))
         return len(self.held) - next(begun, 0)
 
-    def shorten(self, text: str) -> None:
-        """Leave out the first tokens of the window, if the others have the same text without them.
-        Where a character has tokens on both sides, or a word its space before it, they differ."""
-        first, last = self.window[: -self.KEPT], self.window[-self.KEPT :]
-        rest = self.tokenizer.decode(last)
-        is_whole = self.tokenizer.decode(first) + rest == text
-        # a decoder may drop the first space; after a whole character nothing else can differ
-        is_end = text.endswith(rest) and not text.endswith("\ufffd")
-        if len(rest) > len(text) - self.taken and (is_whole or is_end):
-            self.window = last
-            self.taken -= len(text) - len(rest)
-
     def end(self) -> str:
         """The rest of the text, after the last token."""
-        return self.detokenizer.text(0, self.ids)[self.given :]
+        self.hold(self.decoder.decode(b"", final=True), True)
+        ends = [self.held.index(stop) for stop in self.stop if stop in self.held]
+        return self.give(min(ends, default=len(self.held)))
+
+    def stopped(self, ids: list[int]) -> bool:
+        """Whether a stop string is complete. ids: the answer so far."""
+        for token in ids[self.count :]:
+            self.push(token)
+        return any(stop in self.held for stop in self.stop)
+
+
+def text_of(tokenizer, prompt: list[int], ids: list[int], stop: list[str] = ()) -> str:
+    """The text of a whole answer."""
+    stream = TextStream(tokenizer, prompt, stop)
+    return "".join(map(stream.push, ids)) + stream.end()
+
+
+def stop_rule(
+    tokenizer, prompts: list[list[int]], stop: list[str]
+) -> Callable[[int, list[int]], bool] | None:
+    """`stopped` of generate.stream."""
+    texts = [TextStream(tokenizer, prompt, stop) for prompt in prompts]
+    return (lambda number, ids: texts[number].stopped(ids)) if stop else None
 
 
 def encode(text: str, tokenizer, seq_length: int) -> list[int]:
@@ -159,6 +145,18 @@ def encode(text: str, tokenizer, seq_length: int) -> list[int]:
     return ids
 
 
+def unfinished(template: ChatTemplate, messages: list[dict]) -> str:
+    """A conversation whose last message the model goes on with: as far as a mark at its end, as
+    transformers does. Raises ChatError."""
+    *others, last = messages
+    text = template.render([*others, last | {"content": last.get("content", "") + MARK}]).text
+    if MARK.strip() not in text:
+        raise ChatError(f"{template.where} leaves out the message that is to be continued")
+    before = text[: text.rindex(MARK.strip())]
+    # a template that strips messages has stripped the mark too
+    return before if MARK in text else before.rstrip()
+
+
 # --- one prompt, streamed -------------------------------------------------------------------------
 
 
@@ -169,7 +167,8 @@ def stream_text(
     None on ranks that print nothing. options: of generate.stream."""
     texts = TextStream(tokenizer, prompt, stop)
     timer = GenerationTimer()
-    for new_tokens in stream(model, [prompt], stopped=texts.detokenizer.stopped, **options):
+    stopped = stop_rule(tokenizer, [prompt], stop)
+    for new_tokens in stream(model, [prompt], stopped=stopped, **options):
         timer.tick(new_tokens)
         text = "".join(texts.push(new.token) for new in new_tokens if new.token is not None)
         if new_tokens[-1].finish is not None:
@@ -244,9 +243,7 @@ def answer_file(
             use_adapter(adapter)
         mine = numbers[dp_rank::dp]
         answers = answer_batch(
-            model,
-            Detokenizer(tokenizer, [requests[n][1] for n in mine], stop),
-            timer,
+            *(model, tokenizer, [requests[n][1] for n in mine], stop, timer),
             keys=[keys[n] for n in mine],
             lockstep=lockstep,
             runner=runner,
@@ -275,20 +272,21 @@ def batches_of(adapter_of: list[str | None], size: int) -> Iterator[tuple[str | 
 
 
 def answer_batch(
-    model, detokenizer: Detokenizer, timer: GenerationTimer, **options
+    model, tokenizer, prompts: list[list[int]], stop: list[str], timer: GenerationTimer, **options
 ) -> list[tuple[str, int, str]]:
-    """(text, number of tokens, finish) for each prompt of the detokenizer."""
-    prompts = detokenizer.prompts
+    """(text, number of tokens, finish) for each prompt."""
     ids = [[] for _ in prompts]
     # where no token is asked for, none comes
     finishes = ["length"] * len(prompts)
-    for new_tokens in stream(model, prompts, stopped=detokenizer.stopped, **options):
+    stopped = stop_rule(tokenizer, prompts, stop)
+    for new_tokens in stream(model, prompts, stopped=stopped, **options):
         timer.tick(new_tokens)
         for new in new_tokens:
             finishes[new.number] = new.finish
             if new.token is not None:
                 ids[new.number].append(new.token)
-    return [(detokenizer.text(i, ids[i]), len(ids[i]), finishes[i]) for i in range(len(prompts))]
+    texts = [text_of(tokenizer, *pair, stop) for pair in zip(prompts, ids)]
+    return list(zip(texts, map(len, ids), finishes))
 
 
 def as_json(record: dict) -> str:

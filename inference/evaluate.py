@@ -53,7 +53,7 @@ import generate
 from base.attention_kernels import any_shape
 from base.world import Groups
 from gpt import GPT
-from inference.answers import Detokenizer
+from inference.answers import stop_rule, text_of
 from inference.batches import data_parallel, from_all_ranks
 from inference.sampling import keys_of
 from pipeline_parallel import Pipeline
@@ -140,7 +140,6 @@ class Evaluator:
         prompts: list[list[int]],
         max_tokens: int,
         until: list[str],
-        end_tokens: tuple[int, ...],
         sampling: dict,
     ) -> list[str]:
         """What the model writes after each prompt, up to the first text of `until`. A prompt is cut
@@ -152,13 +151,15 @@ class Evaluator:
         try:
             for numbers in self.batches([len(prompt) for prompt in prompts]):
                 mine = [prompts[n] for n in numbers]
-                options = sampling | {"keys": [keys[n] for n in numbers], "eot": end_tokens}
+                options = sampling | {"keys": [keys[n] for n in numbers]}
+                options["eot"] = self.tokenizer.stop_ids
                 # what is written is decoded without its prompt
-                texts = Detokenizer(self.tokenizer, [[] for _ in mine], until)
-                options |= {"stopped": texts.stopped, "lockstep": self.lockstep}
+                stopped = stop_rule(self.tokenizer, [[] for _ in mine], until)
+                options |= {"stopped": stopped, "lockstep": self.lockstep}
                 options["runner"] = self.runner
                 ids = generate.generate(self.model, mine, max_tokens, **options)
-                found |= {n: texts.text(i, ids[i]) for i, n in enumerate(numbers)}
+                for n, new in zip(numbers, ids):
+                    found[n] = text_of(self.tokenizer, [], new, until)
         except FloatingPointError:
             # the other ranks do not know it yet
             found = None

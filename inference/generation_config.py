@@ -6,11 +6,11 @@ says what came from the file:
 
     {"do_sample": true, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [5, 7]}
 
-    --temperature 0.6 --top-p 0.9: from HF_DIR/generation_config.json
+    --temperature 0.6 --top-k 50 (transformers' default) --top-p 0.9: from HF_DIR/..
 
-`do_sample` false is greedy decoding, temperature 0. A file that only has ids says nothing about
-sampling: transformers would decode greedily then, and here the flags keep their own defaults. The
-ids belong to the tokenizer (corpus/tokenizer.py).
+Without `do_sample` true decoding is greedy, temperature 0, whatever else the file says. A file that
+only has ids says nothing about sampling: transformers would decode greedily then, and here the
+flags keep their own defaults. The ids belong to the tokenizer (corpus/tokenizer.py).
 
 Not covered: beam search and penalties for tokens that were there before; the line names them.
 """
@@ -29,13 +29,14 @@ FILE = "generation_config.json"
 # of generate.py, for a model without such a file
 DEFAULTS = {"max_tokens": 300, "temperature": 0.8, "top_k": 0, "top_p": 1.0}
 # what would change the text and is not here, with the value that changes nothing
-LEFT_OUT = {
-    "repetition_penalty": 1.0,
-    "num_beams": 1,
-    "no_repeat_ngram_size": 0,
-    "min_p": 0.0,
-    "typical_p": 1.0,
-}
+LEFT_OUT = dict(repetition_penalty=1.0, encoder_repetition_penalty=1.0, typical_p=1.0, num_beams=1)
+LEFT_OUT |= dict(no_repeat_ngram_size=0, encoder_no_repeat_ngram_size=0, min_p=0.0, min_length=0)
+LEFT_OUT |= dict(epsilon_cutoff=0.0, eta_cutoff=0.0, min_new_tokens=0, penalty_alpha=0.0)
+LEFT_OUT |= dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"))
+LEFT_OUT |= dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "stop_strings", "top_h"))
+LEFT_OUT |= dict.fromkeys(("exponential_decay_length_penalty", "sequence_bias", "guidance_scale"))
+# of transformers, for a file that has some settings and not these
+USUAL = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
 # as check_options of generate.py
 COLDEST = 0.001
 
@@ -52,12 +53,14 @@ class GenerationConfig:
 
     def flags(self) -> dict[str, float]:
         """Name of a flag -> its value here, None where the file does not say."""
-        temperature = self.temperature
-        # published files have 1e-06 for greedy decoding
-        if self.do_sample is False or (temperature is not None and temperature < COLDEST):
-            temperature = 0.0
-        sampling = {"temperature": temperature, "top_k": self.top_k, "top_p": self.top_p}
-        return {"max_tokens": self.max_new_tokens} | sampling
+        told = {name: getattr(self, name) for name in USUAL if getattr(self, name) is not None}
+        flags = {"max_tokens": self.max_new_tokens}
+        if told:
+            flags |= USUAL | told
+            # published files have 1e-06 for greedy decoding
+            if not flags.pop("do_sample") or flags["temperature"] < COLDEST:
+                flags["temperature"] = 0.0
+        return flags
 
 
 def file_of(path: Path | str) -> Path | None:
@@ -69,12 +72,19 @@ def file_of(path: Path | str) -> Path | None:
     return beside(checkpoint.find(path), FILE)
 
 
+def note(name: str, given: dict[str, float], content: dict) -> str:
+    """Why a flag has another value than the file. given: of GenerationConfig.flags."""
+    if name == "temperature" and given[name] == 0:
+        return "" if content.get("do_sample") else " (do_sample is not true)"
+    return " (transformers' default)" if name in USUAL and content.get(name) is None else ""
+
+
 def set_defaults(args: argparse.Namespace) -> str:
     """Give the flags of DEFAULTS that are None a value: that of the model's file, or their own.
     Returns a line that says what came from the file; empty where nothing did. Raises ConfigError or
     CheckpointError."""
     file = file_of(args.checkpoint)
-    given, left_out = {}, []
+    content, given, left_out = {}, {}, []
     if file:
         try:
             content = json_files.read(file, dict)
@@ -94,7 +104,7 @@ def set_defaults(args: argparse.Namespace) -> str:
         setattr(args, name, given[name] if says else default)
         # greedy decoding has no use for the others
         if says and (name not in ("top_k", "top_p") or args.temperature != 0):
-            taken.append(f"--{name.replace('_', '-')} {given[name]}")
+            taken.append(f"--{name.replace('_', '-')} {given[name]}{note(name, given, content)}")
     line = f"{' '.join(taken)}: from {file}" if taken else ""
     if left_out:
         line = f"{line or file}; not in generate.py: {', '.join(left_out)}"

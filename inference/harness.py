@@ -30,15 +30,14 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
 
 from base import terminal
-from corpus.tokenizer import FileTokenizer, begin_id
+from corpus.tokenizer import begin_id
 from generate import check_options
+from inference.answers import unfinished
 from inference.evaluate import Evaluator, Request, check, encode_pair
 from run.config import ConfigError
 from sft import Chat
 
 ROOT = Path(__file__).resolve().parent.parent
-# stands at the end of a message; the space shows whether a template strips messages
-MARK = "END_OF_THE_UNFINISHED_MESSAGE "
 # of a generation, where a task does not say
 MAX_TOKENS = 256
 MAX_TOKENS_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -108,9 +107,8 @@ class HarnessLM(LM):
                     f"--tasks: {max_tokens} new tokens (max_gen_toks) leave no room for a prompt in"
                     f" the model's context of {self.evaluator.config.seq_length}"
                 )
-            ends = end_ids(self.tokenizer, until)
             prompts = [prompt or [self.begin] for prompt in prompts]
-            written = self.call("generate", prompts, max_tokens, until, ends, sampling)
+            written = self.call("generate", prompts, max_tokens, until, sampling)
             texts |= zip(numbers, written)
         return [texts[n] for n in range(len(requests))]
 
@@ -120,12 +118,7 @@ class HarnessLM(LM):
         template = self.chat.template
         if add_generation_prompt:
             return template.render(chat_history, ask=True).text
-        # the model goes on with the last message: as far as a mark at its end, as transformers does
-        *others, last = chat_history
-        text = template.render([*others, last | {"content": last["content"] + MARK}]).text
-        unfinished = text[: text.rindex(MARK.strip())]
-        # a template that strips messages has stripped the mark too
-        return unfinished if MARK in text else unfinished.rstrip()
+        return unfinished(template, chat_history)
 
     def chat_template(self, chat_template=False) -> str:
         return self.chat.template.text if self.chat else ""
@@ -133,15 +126,6 @@ class HarnessLM(LM):
     @property
     def tokenizer_name(self) -> str:
         return self.tokenizer.name.replace("/", "__")
-
-
-def end_ids(tokenizer, until: list[str]) -> tuple[int, ...]:
-    """The tokens at which a text ends. A special token in `until` is one: it has no text."""
-    ids = tokenizer.stop_ids
-    if isinstance(tokenizer, FileTokenizer):
-        added = tokenizer.tokenizer.get_added_tokens_decoder()
-        ids += tuple(i for i, token in added.items() if token.special and token.content in until)
-    return ids
 
 
 def generation_options(options: dict) -> tuple[int, list[str], dict]:

@@ -5,8 +5,8 @@
     Choice           one of the answers to a request, while it is written
     Writer           sends the choices, as one object or as a stream of pieces
 
-Types and ranges of fields are declared, and msgspec checks them. A field that is not here but would
-change the answer is refused by name; others, such as `user`, change nothing and are ignored.
+Types and ranges of fields are declared, and msgspec checks them. Any other one is refused by name,
+unless it is in IGNORED, or has a value of NEUTRAL.
 
     python serve.py --checkpoint runs/chat
 
@@ -14,32 +14,42 @@ Not covered: tools, images, outputs that follow a grammar, penalties.
 """
 
 import asyncio
+import contextlib
+import copy
 import json
 import re
 import secrets
 import time
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from aiohttp import web
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct, field, structs
 
 from base import json_files
 from inference.adapted import Adapters
-from inference.answers import TextStream, encode
+from inference.answers import TextStream, encode, unfinished
 from inference.loading import find_chat
 from prompts.prompt_data import PromptError
 from serve import Request
 from serving.engine import LogProb, Output
-from sft import Chat, message
+from sft import Chat
 from tuning.chat_template import ChatError
 
-# a field that would change the answer -> what it may be, besides null
-NEUTRAL = {name: ([],) for name in ("tools", "functions", "stop_token_ids")}
+# fields that do not change the answer: who asks, what is kept of it, how soon it comes
+IGNORED = {"user", "safety_identifier", "metadata", "store", "request_id", "service_tier"}
+IGNORED |= {"priority", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
+# is about calls of tools, which are refused
+IGNORED |= {"parallel_tool_calls"}
+# fields that would change it -> the values that do not
+NEUTRAL = {name: ([],) for name in ("tools", "functions", "stop_token_ids", "bad_words")}
 NEUTRAL |= {name: (0,) for name in ("presence_penalty", "frequency_penalty", "min_p", "min_tokens")}
-NEUTRAL |= {"logit_bias": ({},), "suffix": ("",), "tool_choice": ("none", "auto"), "audio": ()}
-NEUTRAL |= {"response_format": ({"type": "text"},), "modalities": (["text"],), "prediction": ()}
-NEUTRAL |= {"repetition_penalty": (1,), "ignore_eos": (False,), "use_beam_search": (False,)}
+NEUTRAL |= {name: (1,) for name in ("repetition_penalty", "length_penalty", "typical_p")}
+NEUTRAL |= {name: (False,) for name in ("ignore_eos", "use_beam_search", "return_token_ids")}
+NEUTRAL |= {name: (False,) for name in ("echo", "include_stop_str_in_output")}
+NEUTRAL |= {"return_tokens_as_token_ids": (False,)}
+NEUTRAL |= {"skip_special_tokens": (True,), "spaces_between_special_tokens": (True,)}
+NEUTRAL |= {"logit_bias": ({},), "suffix": ("",), "tool_choice": ("none", "auto")}
+NEUTRAL |= {"response_format": ({"type": "text"},), "modalities": (["text"],)}
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -85,6 +95,12 @@ def find_models(base: str, checkpoint: str, tokenizer, adapters: Adapters) -> di
 # --- requests -------------------------------------------------------------------------------------
 
 
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool = False
+    # bytes that hide how long a piece is; none are added here
+    include_obfuscation: bool = False
+
+
 class Fields(Struct, kw_only=True):
     """What requests of both kinds have. A field that is null counts as left out."""
 
@@ -98,22 +114,24 @@ class Fields(Struct, kw_only=True):
     seed: int | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=16)] = []
     stream: bool = False
-    stream_options: dict[str, Any] = {}
+    stream_options: StreamOptions = StreamOptions()
 
     @classmethod
     def read(cls, body: bytes) -> "Fields":
         """Raises ApiError."""
         try:
             fields = json_files.parse(body, dict[str, Any], "the body")
-            fields = {name: value for name, value in fields.items() if value is not None}
-            neutral = NEUTRAL | {"best_of": (fields.get("n", 1),)}
-            for name in neutral.keys() & fields.keys():
-                if fields[name] not in neutral[name]:
+            known = {each.encode_name for each in structs.fields(cls)}
+            neutral = NEUTRAL | {"best_of": (fields.get("n") or 1,)}
+            for name, value in list(fields.items()):
+                if value is None or name in IGNORED or value in neutral.get(name, ()):
+                    del fields[name]
+                elif name not in known:
                     raise ApiError(400, f"{name}: this server does not have it; leave it out", name)
             return json_files.convert(fields, cls, "the body")
         except json_files.JSONError as e:
-            # msgspec's last word is `$.prompt[0]`, or `prompt` where it is missing
-            named = re.search(r"`(?:\$\.)?(\w+)[^`]*`$", str(e))
+            # msgspec's last words are: at `$.prompt[0]`, or: field `prompt`
+            named = re.search(r"(?:at `\$\.|field `)(\w+)[^`]*`$", str(e))
             raise ApiError(400, str(e), named and named[1]) from None
 
     def limit(self, usual: int | None, rest: int) -> int:
@@ -152,32 +170,58 @@ class Completion(Fields):
     def log(self, choice: "Choice") -> dict:
         log = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, log_p, top in choice.entries:
-            # where two tokens have one name, the likelier one stays
-            names = {choice.name(other): p for other, p in [(token, log_p), *reversed(top)]}
+            names = {choice.name(token): log_p}
+            for other, p in top:
+                # two tokens may have one name, as the letter a and the byte 61
+                name = choice.name(other)
+                names[f"token_id:{other}" if name in names and other != token else name] = p
             # nobody predicts the first token of a prompt
             known = None if log_p is None else names
             values = (choice.name(token), log_p, known, choice.offset)
             for column, value in zip(log.values(), values):
                 column.append(value)
-            choice.offset += len(choice.tokenizer.decode([token]))
+            choice.offset += len(choice.places.push(token))
         return log
 
 
-class Part(Struct):
+class Part(Struct, forbid_unknown_fields=True):
     """A piece of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(Struct):
+class Message(Struct, forbid_unknown_fields=True):
+    """What a chat template may use of a message."""
+
     role: str
-    content: str | list[Part]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    # the openai package gives back an answer with these
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list, Meta(max_length=0)] | None = None
+
+    def __post_init__(self):
+        if self.content is None and not self.tool_calls:
+            raise ValueError("a message without content")
 
     def plain(self) -> dict:
-        is_text = isinstance(self.content, str)
-        text = self.content if is_text else "".join(part.text for part in self.content)
-        return message(self.role, text)
+        """As transformers has it: text, and a call's arguments as an object."""
+        fields = structs.asdict(self)
+        del fields["annotations"]
+        if isinstance(self.content, list):
+            fields["content"] = "".join(part.text for part in self.content)
+        for call in self.tool_calls or []:
+            function = call.get("function")
+            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                with contextlib.suppress(ValueError):
+                    function["arguments"] = json.loads(function["arguments"])
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class ChatCompletion(Fields):
@@ -186,6 +230,10 @@ class ChatCompletion(Fields):
     messages: Annotated[list[Message], Meta(min_length=1)]
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0
+    # what the template reads beside the messages, such as enable_thinking
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
 
     echo: ClassVar = False
     objects: ClassVar = ("chat.completion", "chat.completion.chunk")
@@ -193,11 +241,25 @@ class ChatCompletion(Fields):
     # an answer may fill the context
     usual: ClassVar = None
 
+    def __post_init__(self):
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("add_generation_prompt and continue_final_message exclude each other")
+
     def prompts(self, tokenizer, model: Model, room: int) -> list[list[int]]:
         """Raises ChatError, or PromptError for a model without a template."""
         if isinstance(model.chat, str):
             raise PromptError(model.chat)
-        return [model.chat.prompt([each.plain() for each in self.messages])]
+        template = copy.copy(model.chat.template)
+        template.tokens = template.tokens | self.chat_template_kwargs
+        messages = [each.plain() for each in self.messages]
+        if self.continue_final_message:
+            text = unfinished(template, messages)
+        else:
+            text = template.render(messages, ask=self.add_generation_prompt is not False).text
+        ids = model.chat.tokenizer.encode(text).ids
+        if not ids:
+            raise PromptError(f"{template.where} makes no text of these messages")
+        return [ids]
 
     @property
     def log_probs(self) -> int | None:
@@ -210,10 +272,8 @@ class ChatCompletion(Fields):
 
     def log(self, choice: "Choice") -> dict:
         def item(token: int, log_p: float) -> dict:
-            name = choice.name(token)
-            # of half a character nobody has told the bytes
-            code = list(name.encode()) if name == choice.tokenizer.decode([token]) else None
-            return {"token": name, "logprob": log_p, "bytes": code}
+            code = list(choice.stream.bytes.of(token)) or None
+            return {"token": choice.name(token), "logprob": log_p, "bytes": code}
 
         content = []
         for token, log_p, top in choice.entries:
@@ -229,16 +289,18 @@ class Choice:
     """One answer, while it is written."""
 
     def __init__(self, index: int, fields: Fields, request: Request, tokenizer):
-        self.index, self.fields, self.request, self.tokenizer = index, fields, request, tokenizer
+        self.index, self.fields, self.request = index, fields, request
         stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop
         self.stream = TextStream(tokenizer, request.prompt, stops)
-        request.stopped = partial(self.stream.detokenizer.stopped, 0)
-        prompt = tokenizer.decode(request.prompt)
+        if stops:
+            # the engine's thread has its own
+            request.stopped = TextStream(tokenizer, request.prompt, stops).stopped
         # what the client does not have yet: text, and log-probabilities
-        self.text = prompt if fields.echo else ""
+        self.text = self.stream.prompt if fields.echo else ""
         self.entries: list[LogProb] = []
-        # where its next token stands in prompt and answer
-        self.offset = len(prompt) - len(self.text)
+        # the tokens in `entries`, and where the next one stands in the text of prompt and answer
+        self.places = TextStream(tokenizer, [] if fields.echo else request.prompt)
+        self.offset = len(self.places.prompt)
         self.finish: str | None = None
         self.is_sent = False
         # the server keeps the engine's number, where outputs go, and when the newest one came
@@ -254,19 +316,16 @@ class Choice:
         if output.token is not None:
             if output.log_prob:
                 self.entries.append(output.log_prob)
-            if self.fields.stream:
-                self.text += self.stream.push(output.token)
-            else:
-                # decoded once, at the end
-                self.stream.ids.append(output.token)
+            self.text += self.stream.push(output.token)
         if output.finish:
             self.text += self.stream.end()
             self.finish = "length" if output.finish == "length" else "stop"
 
     def name(self, token: int) -> str:
         """A token as a text; one that is half a character, or has no text, by its id."""
-        text = self.tokenizer.decode([token])
-        return f"token_id:{token}" if not text or "\ufffd" in text else text
+        text = self.stream.bytes.of(token).decode(errors="ignore")
+        is_whole = text.encode() == self.stream.bytes.of(token)
+        return text if text and is_whole else f"token_id:{token}"
 
     def as_object(self) -> dict:
         """The answer, or the next piece of it."""
@@ -283,7 +342,7 @@ class Writer:
         self.request, self.fields, self.choices = request, fields, choices
         self.head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": fields.objects[fields.stream]}
         self.head |= {"created": int(time.time()), "model": model}
-        self.with_usage = bool(fields.stream_options.get("include_usage"))
+        self.with_usage = fields.stream_options.include_usage
         # a stream that has begun
         self.response: web.StreamResponse | None = None
 
@@ -302,7 +361,7 @@ class Writer:
 
     async def end(self) -> web.StreamResponse:
         prompt = sum(len(choice.request.prompt) for choice in self.choices[:: self.fields.n])
-        answer = sum(len(choice.stream.ids) for choice in self.choices)
+        answer = sum(choice.stream.count for choice in self.choices)
         counts = {"prompt_tokens": prompt, "completion_tokens": answer}
         usage = {"usage": counts | {"total_tokens": prompt + answer}}
         if not self.fields.stream:

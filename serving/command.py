@@ -30,6 +30,7 @@ NUMBERS = {
     "block_size": (16, 1, "tokens of a block of the cache"),
     "blocks": (None, 2, "of the cache (default: for --max-sequences of the longest)"),
     "queue": (128, 0, "answers that wait; more get status 429"),
+    "connections": (1024, 1, "open at a time; fewer where the system has fewer descriptors"),
     "deadline": (600, 1, "seconds of a request"),
     "max_body": (2**20, 1, "bytes of a request"),
     "max_tokens": (None, 1, "where a request does not say (default: 16; of a chat, what is left)"),

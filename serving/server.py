@@ -21,6 +21,7 @@ Not covered: TLS, for which a proxy stands in front; users with different rights
 import asyncio
 import hmac
 import ipaddress
+import logging
 import os
 import queue
 import re
@@ -42,6 +43,7 @@ from base import terminal
 from inference.sampling import SamplingParams, keys_of
 from serve import DrawOptions, Request
 from serving.api import ApiError, ChatCompletion, Choice, Completion, Fields, Model, Writer
+from serving.connections import HEADERS, IDLE, TROUBLE, Connections
 from serving.engine import Engine, Output
 from serving.ranks import Processes
 
@@ -94,20 +96,28 @@ class Server:
             get(path, self.page)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1)
         await runner.setup()
-        site = web.SockSite(runner, bound, backlog=1024)
-        await site.start()
+        for name in ("aiohttp", "asyncio"):
+            logging.getLogger(name).addHandler(TROUBLE)
+        self.connections = Connections(bound, self.args.connections)
+        # one more can be told so
+        self.most = min(self.most, max(1, self.connections.most - 2))
+        headers = min(HEADERS, self.args.deadline)
+        accepting = asyncio.create_task(self.connections.serve(runner.server, headers))
+        accepting.add_done_callback(lambda t: t.cancelled() or processes.fail(t.exception()))
         self.is_local = ipaddress.ip_address(bound.getsockname()[0]).is_loopback
         if not self.keys and not self.is_local:
             warning = f"serve.py: --host {self.args.host} without --api-key-file: anybody may ask"
             terminal.say(warning, error=True)
         steps = loop.run_in_executor(None, self.drive, loop, processes.fail)
-        terminal.say(f"{site.name} serves {', '.join(self.models)} (process {os.getpid()})")
+        url = web.SockSite(runner, bound).name
+        terminal.say(f"{url} serves {', '.join(self.models)} (process {os.getpid()})")
         await self.draining.wait()
         # a client that does not read is not waited for
         patience = 5.0
         while self.open and patience > 0:
             await asyncio.sleep(0.02)
             patience -= 0 if self.engine.busy else 0.02
+        accepting.cancel()
         await runner.cleanup()
         loop.remove_reader(processes.ended)
         self.to_engine.put(None)
@@ -145,6 +155,7 @@ class Server:
             raise ApiError(415, "the header Content-Type must be application/json")
         async with asyncio.timeout(self.args.deadline):
             fields = kind.read(await request.read())
+            self.connections.silent.pop(request.protocol, None)
             model = self.model_of(fields.model)
             # a long text takes seconds to be encoded
             choices = await asyncio.to_thread(self.choices_of, fields, model)
@@ -162,7 +173,7 @@ class Server:
                 while any(choice.finish is None for choice in choices):
                     choice, output = await outputs.get()
                     now = time.monotonic()
-                    (BETWEEN if choice.stream.ids else FIRST).observe(now - choice.time)
+                    (BETWEEN if choice.stream.count else FIRST).observe(now - choice.time)
                     choice.time = now
                     choice.take(output)
                     await writer.write(choice)
@@ -187,7 +198,8 @@ class Server:
         try:
             prompts = fields.prompts(self.tokenizer, model, longest)
             if fields.n * len(prompts) > self.most:
-                raise ApiError(400, f"{fields.n * len(prompts)} answers: at most {self.most}", "n")
+                text = f"{fields.n * len(prompts)} answers: at most {self.most}"
+                raise ApiError(400, text, "n" if len(prompts) <= self.most else fields.asked)
             for prompt in prompts:
                 limit = fields.limit(self.args.usual_tokens, longest - len(prompt))
                 for key in keys_of([prompt] * fields.n, seed):
@@ -217,6 +229,7 @@ class Server:
         """Whoever may not come in, and whatever goes wrong, gets an error object."""
         # it stays None where the client has gone away
         response = None
+        self.connections.wait_for(request.protocol, self.args.deadline + HEADERS)
         try:
             self.admit(request)
             response = await handler(request)
@@ -230,10 +243,12 @@ class Server:
             response = ApiError(408, "the body did not come in time").response()
         except ConnectionError:
             response = ApiError(499, "the client has gone away").response()
-        except Exception:
-            traceback.print_exc()
+        except Exception as e:
+            if TROUBLE.is_new(f"{type(e).__name__} at {request.path}"):
+                traceback.print_exc()
             response = ApiError(500, "a fault of the server; its log has more").response()
         finally:
+            self.connections.wait_for(request.protocol, IDLE)
             REQUESTS.labels(response.status if response else 499).inc()
         return response
 
@@ -247,6 +262,8 @@ class Server:
         elif self.is_local and not self.is_own(request):
             # a web page whose name now leads to this machine
             raise ApiError(403, f"{request.host}: ask at the address that the server has printed")
+        if (request.content_length or 0) > self.args.max_body:
+            raise ApiError(413, f"the body has more than {self.args.max_body} bytes")
         if self.draining.is_set():
             raise ApiError(503, "the server ends")
 

@@ -123,7 +123,7 @@ async def ask(url: str, ranks: list[int], requests: int, kill: bool) -> Load:
 def wrong_answers(answers: list, model: str, count: int) -> int:
     """How many of `count` answers are not those of generate.py alone."""
     import generate
-    from inference.answers import Detokenizer, encode
+    from inference.answers import encode, text_of
     from inference.loading import find_tokenizer, load_model
 
     loaded, index = load_model(model)
@@ -135,7 +135,7 @@ def wrong_answers(answers: list, model: str, count: int) -> int:
         ids = encode(prompt, tokenizer, 1024)
         options = dict(seed=seed, temperature=1.0, eot=tokenizer.stop_ids)
         (written,) = generate.generate(loaded, [ids], max_tokens, **options)
-        wrong += text != Detokenizer(tokenizer, [ids]).text(0, written)
+        wrong += text != text_of(tokenizer, ids, written)
     return wrong
 
 

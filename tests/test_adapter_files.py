@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -79,9 +79,9 @@ def save_loras(rank, folder, shapes, tp):
 def folder(tmp_path_factory):
     """Of each shape a base, and an adapter of each method. LoRAs are saved by 4 ranks, or by 2."""
     folder = tmp_path_factory.mktemp("adapters")
-    for shape, fields in SHAPES.items():
+    for shape, sizes in SHAPES.items():
         base = folder / shape
-        model = loud(build(**fields))
+        model = loud(build(**sizes))
         with torch.no_grad():
             for p in model.parameters():
                 # biases and norms that do something
@@ -157,6 +157,14 @@ def test_merged_equals_unmerged(shape, peft, folder, tmp_path, capsys):
     assert difference(model(TOKENS), expected) < 1e-10
 
 
+def write_again(path, out, change: dict) -> None:
+    """An adapter whose index.json says something else."""
+    index = json.loads((checkpoint.find(path) / "index.json").read_text())
+    state = {k: v for k, v in index.items() if k not in ("tensors", "files", "format", "step")}
+    tensors = {f"model.{n}": v for n, v in open_adapter(path).values().items()}
+    checkpoint.write(out, 1, tensors, state | change)
+
+
 def test_what_is_no_adapter_or_has_another_base(folder, tmp_path, capsys):
     base, path, out = folder / "gpt", folder / "gpt-lora", tmp_path / "out"
     assert "holds a whole model" in refused(capsys, "merge", base, base, out)
@@ -176,14 +184,31 @@ def test_what_is_no_adapter_or_has_another_base(folder, tmp_path, capsys):
     for field, value, words in (
         ("adapter", index["adapter"] | {"lora_rank": 2}, "another adapter"),
         ("adapter", index["adapter"] | {"peft": "dora"}, "must be one of"),
+        ("adapter", index["adapter"] | {"use_dora": True}, "use_dora: no such field"),
         ("base", None, "base"),
     ):
-        state = {k: v for k, v in index.items() if k not in ("tensors", "files", "format", "step")}
-        tensors = {f"model.{n}": v for n, v in open_adapter(path).values().items()}
         wrong = tmp_path / words
-        checkpoint.write(wrong, 1, tensors, state | {field: value})
+        write_again(path, wrong, {field: value})
         assert words in refused(capsys, "merge", base, wrong, out)
     assert not out.exists()
+
+
+def test_every_field_of_an_adapter_counts(folder, tmp_path):
+    """Another value in its file is refused, or changes what it computes when it learns, or later.
+    adapter_size is another method's."""
+    base, path = folder / "gpt", folder / "gpt-lora"
+    expected = unmerged(base, path)(TOKENS)
+    values = dict(peft="ia3", lora_rank=2, lora_alpha=7.0, lora_dropout=0.5, peft_targets=["key"])
+    assert {*values, "adapter_size"} == {field.name for field in fields(AdapterConfig)}
+    for name, value in values.items():
+        write_again(path, tmp_path / name, {"adapter": asdict(LORA) | {name: value}})
+        if name in ("lora_alpha", "lora_dropout"):
+            assert getattr(open_adapter(tmp_path / name).config, name) == value
+            is_other = difference(unmerged(base, tmp_path / name)(TOKENS), expected) > 1e-3
+            assert is_other == (name == "lora_alpha")
+        else:
+            with pytest.raises(checkpoint.CheckpointError, match="another adapter"):
+                open_adapter(tmp_path / name)
 
 
 def test_a_trained_adapter_is_merged(folder, tmp_path, capsys):
@@ -297,7 +322,9 @@ def test_query_and_value_alone(folder, tmp_path, capsys):
         (dict(init_lora_weights="pissa"), "init_lora_weights"),
         (dict(something_new=3), "something_new"),
         (dict(r="8"), "$.r`"),
-        (dict(r=4), "lora.a is [3, 64], not [4, 64]"),
+        (dict(r=4), "its A and B are [3, 100] and [64, 3]; r and rank_pattern say 4"),
+        (dict(layers_to_transform=0), "layers_to_transform"),
+        (dict(target_modules=None), "$.target_modules`"),
         (dict(target_modules=["q_proj"]), "down_proj is none of the target_modules"),
         (dict(target_modules=".*[qv]_proj"), "down_proj is none of the target_modules"),
         (dict(target_modules=3), "$.target_modules`"),
@@ -318,9 +345,7 @@ def test_tensors_of_peft_that_are_refused(folder, tmp_path, capsys):
     file = hf / peft_folder.WEIGHTS
     whole = load_file(file)
     q = f"{peft_folder.PREFIX}transformer.h.0.attn.c_attn"
-    full = whole | {f"{q}.lora_B.weight": whole[f"{q}.lora_B.weight"] + 1}
     for tensors, words in (
-        (full, "not of one block"),
         (whole | {f"{q}.lora_A.weight": torch.ones(())}, "its A and B are [] and [144, 9]"),
         ({n: t for n, t in whole.items() if ".h.0.attn.c_proj" not in n}, "has no tensors"),
         ({n: t for n, t in whole.items() if n != f"{q}.lora_B.weight"}, "lacks 'lora_B.weight'"),

@@ -341,10 +341,10 @@ def ask(evaluator: Evaluator) -> dict:
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(256, (n,), generator=generator).tolist() for n in range(3, 33, 3)]
     prompts = [text[:n] for n, text in enumerate(texts[1:8], 1)]
-    written = evaluator.generate(prompts, 6, ["\x10"], (256,), {"temperature": 0.0})
+    written = evaluator.generate(prompts, 6, ["\x10"], {"temperature": 0.0})
     # equal prompts draw each its own text, in one batch and in two
     prompts += [[7]] * 3
-    drawn = evaluator.generate(prompts, 6, [], (256,), {"temperature": 1.0, "top_k": 99})
+    drawn = evaluator.generate(prompts, 6, [], {"temperature": 1.0, "top_k": 99})
     assert len(set(drawn[-3:])) == 3
     return {
         "pairs": evaluator.log_likelihoods([(text[:-2], text[-2:]) for text in texts]),
@@ -389,7 +389,7 @@ def not_finite(rank: int) -> None:
     with pytest.raises(FloatingPointError, match="not finite"):
         evaluator.log_likelihoods([([1], [2])] * 8)
     with pytest.raises(FloatingPointError, match="not finite"):
-        evaluator.generate([[1]] * 8, 2, [], (256,), {"temperature": 0.0})
+        evaluator.generate([[1]] * 8, 2, [], {"temperature": 0.0})
 
 
 def test_every_layout_is_one_device():

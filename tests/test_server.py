@@ -3,9 +3,7 @@ local-completions, a browser. Its answers are those of generate.py."""
 
 import asyncio
 import contextlib
-import itertools
 import json
-import random
 import re
 import shutil
 import signal
@@ -17,7 +15,6 @@ import urllib.request
 from pathlib import Path
 
 import processes
-import published_tokenizers
 import pytest
 import small_run
 import test_evaluate
@@ -25,7 +22,6 @@ from parity import again
 
 from corpus.tokenizer import make_tokenizer
 from inference import cli, evaluation_commands
-from inference.answers import Detokenizer, TextStream
 from serving import command
 
 ROOT = Path(__file__).parent.parent
@@ -36,42 +32,6 @@ pytest.importorskip("prometheus_client", reason="requirements.txt names it")
 
 KEY = "correct horse"
 PROMPTS = [f"{word} {n}" for n, word in enumerate(["The quick", "hello", "def add", "Größe"] * 8)]
-
-
-# --- text, piece by piece -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["bytes", "gpt2", "llama2"])
-def test_text_in_pieces(kind, tmp_path):
-    """Pieces are a beginning of the whole text at each token, up to the stop string, and together
-    they are it. Byte-level: of any tokens; with byte fallback: of any text."""
-    name = kind
-    if kind != "bytes":
-        published_tokenizers.write(kind, tmp_path)
-        name = str(tmp_path / "tokenizer.json")
-    tokenizer = make_tokenizer(name)
-    letters = "".join(published_tokenizers.TEXT[:4] + list(published_tokenizers.TEXTS))
-    g = random.Random(7)
-    cut_off = 0
-    for _ in range(300):
-        texts = [letters[a : a + g.randint(1, 20)] for a in g.sample(range(len(letters)), 6)]
-        ids = [[int(i) for i in tokenizer.encode(text)] for text in texts]
-        if kind != "llama2" and g.random() < 0.5:
-            ids[g.randrange(6)] = g.sample(range(tokenizer.vocab_size), 9)
-        prompt, answer = ids[0], list(itertools.chain(*ids[1:]))
-        whole = Detokenizer(tokenizer, [prompt]).text(0, answer)
-        at = g.randrange(len(whole))
-        stop = [whole[at : at + g.randint(1, 4)], "never"] if g.random() < 0.5 else []
-        expected = Detokenizer(tokenizer, [prompt], stop).text(0, answer)
-        cut_off += expected != whole
-        stream = TextStream(tokenizer, prompt, stop)
-        text = ""
-        for token in answer:
-            text += stream.push(token)
-            assert expected.startswith(text)
-        assert text + stream.end() == expected
-        assert len(stream.window) <= 4 * stream.KEPT + 4
-    assert cut_off > 50
 
 
 # --- servers --------------------------------------------------------------------------------------
@@ -236,6 +196,31 @@ def test_echo(server):
         assert choice.logprobs.token_logprobs[0] is None and offsets[n][0] == 0
     ids = client.completions.create(**ask | dict(prompt=[5, 7, 9]))
     assert ids.usage.prompt_tokens == 3
+
+
+@pytest.mark.parametrize("stop", ["<|im_end|>", "<|im_end|>x"])
+def test_a_special_token_ends_an_answer(stop, place, server, capsys):
+    """Given as a stop string, in the server and in generate.py. With more text it must follow."""
+    ask = dict(model="chat", prompt="hello", max_tokens=40, logprobs=0)
+    client = server.client()
+    for seed in range(20):
+        found = client.completions.create(**ask, seed=seed).choices[0]
+        if stop[:10] in found.logprobs.tokens:
+            break
+    at = found.logprobs.tokens.index(stop[:10])
+    assert found.logprobs.tokens[at + 1 :][:1] != ["x"]
+    ends = stop == "<|im_end|>"
+    expected = found.text
+    if ends:
+        expected = found.text[: found.logprobs.text_offset[at] - len("hello")]
+    for streams in (False, True):
+        answer = client.completions.create(**ask, seed=seed, stop=stop, stream=streams)
+        pieces = [piece.choices[0] for piece in (answer if streams else [answer])]
+        assert "".join(piece.text for piece in pieces) == expected
+        assert (pieces[-1].finish_reason == "stop") == (ends or found.finish_reason == "stop")
+    flags = ["--max-tokens", "40", "--seed", str(seed), "--stop", stop]
+    (line,) = written(place, capsys, [{"prompt": "hello"}], *flags)
+    assert line["text"] == expected and (line["tokens"] == at + 1 or not ends)
 
 
 def test_32_at_once(place, server, capsys):

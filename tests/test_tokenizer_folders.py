@@ -2,6 +2,7 @@
 Hugging Face folder: the same ids in transformers before and after, and here."""
 
 import argparse
+import itertools
 import json
 import shutil
 import sys
@@ -407,6 +408,7 @@ def settings_of(folder: Path, *flags: str) -> tuple[dict, str]:
 
 
 SAMPLED = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
+GREEDY = dict(temperature=0.0, top_k=50)
 
 
 @pytest.mark.parametrize(
@@ -414,22 +416,27 @@ SAMPLED = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
     [
         # of a base model: nothing about sampling
         ({"eos_token_id": 5}, "", {}, ""),
-        (SAMPLED, "", dict(temperature=0.6, top_p=0.9), "--temperature 0.6 --top-p 0.9: from FILE"),
         (
-            SAMPLED | {"max_new_tokens": 40},
+            SAMPLED,
+            "",
+            dict(temperature=0.6, top_k=50, top_p=0.9),
+            "--temperature 0.6 --top-k 50 (transformers' default) --top-p 0.9: from FILE",
+        ),
+        (
+            SAMPLED | {"max_new_tokens": 40, "top_k": 0},
             "--top-p 1 --max-tokens 5",
             dict(temperature=0.6, max_tokens=5),
-            "--temperature 0.6: from FILE",
+            "--temperature 0.6 --top-k 0: from FILE",
         ),
-        (SAMPLED, "--temperature 0", dict(temperature=0.0, top_p=0.9), ""),
+        (SAMPLED, "--temperature 0", GREEDY | dict(top_p=0.9), ""),
         (
             SAMPLED | {"do_sample": False},
             "",
-            dict(temperature=0.0, top_p=0.9),
-            "--temperature 0.0: from FILE",
+            GREEDY | dict(top_p=0.9),
+            "--temperature 0.0 (do_sample is not true): from FILE",
         ),
         (
-            {"temperature": 1e-06, "top_k": 1, "max_new_tokens": 40},
+            {"do_sample": True, "temperature": 1e-06, "top_k": 1, "max_new_tokens": 40},
             "",
             dict(temperature=0.0, top_k=1, max_tokens=40),
             "--max-tokens 40 --temperature 0.0: from FILE",
@@ -437,10 +444,23 @@ SAMPLED = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
         (
             {"temperature": 1, "repetition_penalty": 1.05, "num_beams": 1, "min_p": None},
             "",
-            dict(temperature=1.0),
-            "--temperature 1.0: from FILE; not in generate.py: repetition_penalty 1.05",
+            GREEDY,
+            "--temperature 0.0 (do_sample is not true): from FILE;"
+            " not in generate.py: repetition_penalty 1.05",
         ),
-        ({"num_beams": 4}, "", {}, "FILE; not in generate.py: num_beams 4"),
+        (
+            {"do_sample": True},
+            "",
+            dict(temperature=1.0, top_k=50),
+            "--temperature 1.0 (transformers' default) --top-k 50 (transformers' default)"
+            " --top-p 1.0 (transformers' default): from FILE",
+        ),
+        (
+            {"num_beams": 4, "eta_cutoff": 0, "bad_words_ids": [[5]], "forced_eos_token_id": None},
+            "",
+            {},
+            "FILE; not in generate.py: num_beams 4, bad_words_ids [[5]]",
+        ),
     ],
 )
 def test_settings_are_defaults(folders, tmp_path, content, flags, changed, line):
@@ -450,6 +470,26 @@ def test_settings_are_defaults(folders, tmp_path, content, flags, changed, line)
     values, summary = settings_of(tmp_path / "hf", *flags.split())
     assert values == generation_config.DEFAULTS | changed
     assert summary == line.replace("FILE", str(file))
+
+
+@pytest.mark.parametrize("do_sample", [None, False, True])
+def test_settings_are_those_of_transformers(do_sample, folders, tmp_path):
+    """Each setting, there or not: what its `generate` would take from the file."""
+    transformers = pytest.importorskip("transformers")
+    shutil.copytree(folders("gpt2") / "hf", tmp_path / "hf")
+    choices = dict(temperature=[None, 0.3], top_k=[None, 0, 7], top_p=[None, 0.5])
+    for values in itertools.product(*choices.values()):
+        told = {"do_sample": do_sample} | dict(zip(choices, values))
+        told = {name: value for name, value in told.items() if value is not None}
+        published.write_json(tmp_path / "hf" / "generation_config.json", told)
+        theirs = transformers.GenerationConfig.from_pretrained(tmp_path / "hf")
+        theirs.update(**theirs._get_default_generation_params(), defaults_only=True)
+        ours, _ = settings_of(tmp_path / "hf")
+        expected = {name: getattr(theirs, name) for name in choices}
+        if not theirs.do_sample:
+            expected["temperature"] = 0.0
+        if told:
+            assert {name: ours[name] for name in choices} == expected, told
 
 
 def test_settings_without_a_file(folders):
@@ -465,9 +505,9 @@ def test_settings_come_with_the_model(folders, tmp_path, capsys):
         assert cli.main([*flags]) == 0
         out, err = capsys.readouterr()
         file = place / source / "generation_config.json"
-        assert f"--temperature 0.6 --top-p 0.9: from {file}\n" in err
+        assert f"--top-k 50 (transformers' default) --top-p 0.9: from {file}\n" in err
         texts[source] = out
-        given = ("--temperature", "0.6", "--top-p", "0.9", "--top-k", "0")
+        given = ("--temperature", "0.6", "--top-p", "0.9", "--top-k", "50")
         assert cli.main([*flags, *given]) == 0
         again, err = capsys.readouterr()
         assert again == out and "from" not in err

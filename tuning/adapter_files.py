@@ -84,7 +84,8 @@ def open_adapter(path: str | Path) -> Adapter:
             f"{path} holds {held}, not an adapter; name the --out of a run with --peft"
         )
     try:
-        config = json_files.convert(index["adapter"], AdapterConfig, f"{path}/index.json: adapter")
+        told = json_files.convert(index["adapter"], dict, f"{path}/index.json: adapter")
+        config = json_files.convert_exactly(told, AdapterConfig, f"{path}/index.json: adapter")
         base = json_files.convert(index.get("base"), Fingerprint, f"{path}/index.json: base")
         model = MoEConfig(**index["model"])
         expected = shapes_of(config, model)

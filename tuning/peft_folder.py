@@ -22,8 +22,11 @@ same bits. An IA3 of c_attn scales query too; it is accepted where it scales que
 such a module too, query_key_value, whose rows stand head by head: the query of head 0, its key, its
 value, the query of head 1.
 
-A folder that says what adapters.py does not compute is refused, and so is adapter_model.bin, a
-pickle: to load it would execute what it says.
+adapters.py has one rank and one scale for all layers. Where rank_pattern or alpha_pattern names
+others, B is multiplied by the quotient of the scales, and a smaller rank is filled up with zeros.
+
+Each field of adapter_config.json is obeyed, or in IGNORED, or the folder is refused by its name. So
+is adapter_model.bin, a pickle: to load it would execute what it says.
 
 Not covered: experts, whose matrices transformers 5 holds in one parameter, and bottleneck adapters,
 which peft does not have.
@@ -39,6 +42,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import torch.nn.functional as F
 from msgspec import Meta, Struct
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -63,26 +67,69 @@ WEIGHTS = "adapter_model.safetensors"
 FUSED = ("c_attn", "query_key_value")
 # what messages call the methods that peft has
 NAMES = {"lora": "LoRA", "ia3": "IA3"}
-# of adapter_config.json: what changes nothing here
-HARMLESS = {"auto_mapping", "peft_version", "base_model_name_or_path", "revision", "task_type"}
-HARMLESS |= {"inference_mode", "fan_in_fan_out", "megatron_core", "qalora_group_size"}
-HARMLESS |= {"init_ia3_weights", "eva_config", "exclude_modules"}
+# fields of adapter_config.json that change nothing here: where the adapter comes from, ..
+IGNORED = {"auto_mapping", "peft_version", "base_model_name_or_path", "revision", "task_type"}
+# .. how peft runs, and how it finds a weight stored (which it looks up itself), ..
+IGNORED |= {"inference_mode", "runtime_config", "fan_in_fan_out"}
+# .. how the values began, which are in the file, ..
+IGNORED |= {"init_ia3_weights", "loftq_config", "eva_config"}
+# .. what is used only with megatron_config, or with use_qalora: both are refused
+IGNORED |= {"megatron_core", "qalora_group_size"}
+# fields that are a regular expression, or have some as their keys
+PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules")
+PATTERNS += ("rank_pattern", "alpha_pattern")
+Rank = Annotated[int, Meta(ge=1, lt=2**31)]
 
 
 class PeftConfig(Struct):
-    """What import reads of adapter_config.json, with peft's defaults."""
+    """The fields of adapter_config.json that import obeys, with peft's defaults. Any other one that
+    is not in IGNORED must be null or false."""
 
     peft_type: str
-    r: Annotated[int, Meta(ge=1, lt=2**31)] = 8
-    lora_alpha: Annotated[float, Meta(ge=0, lt=2**31)] = 8.0
+    target_modules: str | list[str]
+    exclude_modules: str | list[str] | None = None
+    r: Rank = 8
+    lora_alpha: Annotated[float, Meta(gt=0, lt=2**31)] = 8.0
     lora_dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     use_rslora: bool = False
-    rank_pattern: dict[str, int] | None = None
+    rank_pattern: dict[str, Rank] | None = None
     alpha_pattern: dict[str, float] | None = None
     bias: str = "none"
     init_lora_weights: bool | str = True
-    target_modules: str | list[str] | None = None
     feedforward_modules: str | list[str] | None = None
+
+    def has(self, module: str) -> bool:
+        """Whether peft gives this module an adapter."""
+        return matches(self.target_modules, module) and not matches(self.exclude_modules, module)
+
+    def rank_and_scale(self, module: str) -> tuple[int, float]:
+        rank = of_module(self.rank_pattern, module, self.r)
+        return rank, self.scale(rank, of_module(self.alpha_pattern, module, self.lora_alpha))
+
+    def scale(self, rank: int, alpha: float) -> float:
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def scales_inputs(self, module: str) -> bool:
+        """Whether IA3 scales the inputs of this module, not its outputs."""
+        names = self.feedforward_modules or []
+        if isinstance(names, str):
+            return bool(re.fullmatch(names, module))
+        return module.endswith(tuple(names))
+
+
+def of_module(pattern: dict | None, module: str, usual):
+    """The value of the first key that fits the end of a module's name."""
+    for key, value in (pattern or {}).items():
+        if re.fullmatch(rf"(.*\.)?({key})", module):
+            return value
+    return usual
+
+
+def matches(names: str | list[str] | None, module: str) -> bool:
+    """As peft finds modules: by a regular expression, or by the end of their names."""
+    if isinstance(names, str):
+        return names.lower() == "all-linear" or bool(re.fullmatch(names, module))
+    return any(f".{module}".endswith(f".{name}") for name in names or [])
 
 
 # --- modules and their rows -----------------------------------------------------------------------
@@ -244,7 +291,7 @@ def import_adapter(hf_dir: str, base: str, out: str) -> str:
     tensors, metadata = read_tensors(hf_dir)
     base, model = base_of(base)
     known = their_modules(model)
-    check_targets(hf_dir, told.target_modules, tensors, known)
+    check_targets(hf_dir, told, tensors, known)
     split = split_lora if told.peft_type == "LORA" else split_ia3
     values = {}
     for module, found in tensors.items():
@@ -297,40 +344,36 @@ def not_computed(told: PeftConfig, content: dict) -> dict[str, str]:
     rules = {}
     if told.peft_type not in ("LORA", "IA3"):
         rules["peft_type"] = "adapters.py has LORA and IA3"
-    for name in sorted(content.keys() - {*PeftConfig.__struct_fields__} - HARMLESS):
-        if content[name]:
+    for name in sorted(content.keys() - {*PeftConfig.__struct_fields__} - IGNORED):
+        # not 0, [] or {}: some fields begin at 0, or are on once they are there
+        if content[name] is not None and content[name] is not False:
             rules[name] = "adapters.py does not compute that"
     if told.bias != "none":
         rules["bias"] = 'adapters.py has only "none": biases stay as they are'
     if told.init_lora_weights not in (True, False, "gaussian", "orthogonal", "eva"):
         rules["init_lora_weights"] = "this one changes the base's weights too"
-    for name in ("rank_pattern", "alpha_pattern"):
-        if (getattr(told, name) or {}).keys() - set(FUSED):
-            rules[name] = "adapters.py has one rank and one scale for all modules"
+    for name in PATTERNS:
+        value = getattr(told, name)
+        try:
+            for key in {str: [value], dict: value}.get(type(value), []):
+                re.compile(key)
+        except re.error as e:
+            rules[name] = f"this is no regular expression ({e})"
     return rules
 
 
-def check_targets(hf_dir: Path, targets, tensors: dict, known: dict) -> None:
-    """Whether target_modules, by which peft finds the layers, are those that have tensors. known:
-    all modules of the base that an adapter can have. Raises HuggingFaceError."""
-    if targets in (None, "all-linear"):
-        return
-
-    def is_target(module: str) -> bool:
-        if isinstance(targets, str):
-            try:
-                return bool(re.fullmatch(targets, module))
-            except re.error:
-                return False
-        return any(f".{module}".endswith(f".{target}") for target in targets)
-
-    without = [module for module in known if is_target(module) and module not in tensors]
-    beyond = [module for module in tensors if module in known and not is_target(module)]
+def check_targets(hf_dir: Path, told: PeftConfig, tensors: dict, known: dict) -> None:
+    """Whether the modules that have tensors are those that peft finds. known: all modules of the
+    base that an adapter can have. Raises HuggingFaceError."""
+    without = [module for module in known if told.has(module) and module not in tensors]
+    beyond = [module for module in tensors if module in known and not told.has(module)]
+    words = f"the target_modules {json.dumps(told.target_modules)}"
+    if told.exclude_modules:
+        words += f" without the exclude_modules {json.dumps(told.exclude_modules)}"
     for modules, rule in ((beyond, "is none of"), (without, "has no tensors, and is one of")):
         if modules:
             raise HuggingFaceError(
-                f"{hf_dir}: {modules[0]} {rule} the target_modules {json.dumps(targets)} of its"
-                " adapter_config.json"
+                f"{hf_dir}: {modules[0]} {rule} {words} of its adapter_config.json"
             )
 
 
@@ -373,33 +416,40 @@ def split_lora(
     a, b = found["lora_A.weight"], found["lora_B.weight"]
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(f"its A and B are {list(a.shape)} and {list(b.shape)}, not matrices")
-    fused = target_of(module)
-    pattern = (told.rank_pattern or {}).get(fused)
+    rank, scale = told.rank_and_scale(module)
+    if len(a) != rank or b.shape[1] != rank:
+        raise ValueError(
+            f"its A and B are {list(a.shape)} and {list(b.shape)}; r and rank_pattern say {rank}"
+        )
+    # all modules have one scale here
+    b = b * (scale / told.scale(told.r, told.lora_alpha))
+    if target_of(module) in FUSED and (parts := blocks_of(a, b, linears, told, metadata)):
+        return parts
     values = {}
-    if fused not in FUSED or pattern is None:
-        # one A, which query, key and value share
-        for name, location in linears.items():
-            # a file cannot hold one A under three names
-            values[f"{name}.lora.a"] = a.clone()
-            values[f"{name}.lora.b"] = rows_of(location, b).flatten(0, -2)
-        return values
-    if told.use_rslora:
-        raise ValueError("use_rslora and rank_pattern give it another scale than the others have")
+    for name, location in linears.items():
+        # a file cannot hold one A under three names
+        values[f"{name}.lora.a"] = a.clone()
+        values[f"{name}.lora.b"] = rows_of(location, b).flatten(0, -2)
+    return values
+
+
+def blocks_of(
+    a: Tensor, b: Tensor, linears: dict[str, Location], told: PeftConfig, metadata: dict
+) -> dict[str, Tensor]:
+    """Our A and B of query, key and value, whose blocks stand side by side in B [3 h, n r]; empty
+    where B has other values too."""
     chosen = metadata.get("targets", "query key value").split()
     linears = {name: where for name, where in linears.items() if target_of(name) in chosen}
-    n, r = len(linears), told.r
-    scaled = (told.alpha_pattern or {}).get(fused, told.lora_alpha) == n * told.lora_alpha
-    if pattern != n * r or a.shape[0] != n * r or not scaled:
-        raise ValueError(f"rank_pattern {pattern}: {n} times r {r}, with {n} times alpha, is known")
+    if len(a) != len(linears) * told.r:
+        return {}
+    values, rest = {}, b.clone()
     for i, (name, location) in enumerate(linears.items()):
-        part = slice(i * r, (i + 1) * r)
-        block = rows_of(location, b)[..., part]  # [h, r], or [a, d, r]
+        part = slice(i * told.r, (i + 1) * told.r)
+        block = rows_of(location, rest)[..., part]  # [h, r], or [a, d, r]
         values[f"{name}.lora.a"] = a[part].clone()
         values[f"{name}.lora.b"] = block.flatten(0, -2).clone()
         block.zero_()
-    if b.any():
-        raise ValueError("its B is not of one block for each of query, key and value")
-    return values
+    return {} if rest.any() else values
 
 
 def split_ia3(
@@ -412,6 +462,11 @@ def split_ia3(
     """Our scales of the layers in one of their modules. Raises ValueError or KeyError."""
     scale = found["ia3_l"]
     of_inputs = scales_inputs(linears)
+    if told.scales_inputs(module) != of_inputs:
+        raise ValueError(
+            f"adapters.py scales its {'in' if of_inputs else 'out'}puts, and feedforward_modules is"
+            f" {json.dumps(told.feedforward_modules)}"
+        )
     if scale.dim() != 2 or scale.shape[0 if of_inputs else 1] != 1:
         expected = "[1, in]" if of_inputs else "[out, 1]"
         raise ValueError(f"its scale is {list(scale.shape)}, and {expected} is expected")
@@ -426,20 +481,27 @@ def split_ia3(
             values[f"{name}.ia3.scale"] = part
         elif not part.eq(1).all():
             raise ValueError(
-                f"it scales {target} too, and adapters.py scales only {', '.join(TARGETS['ia3'])}"
+                f"it scales {target} too; adapters.py scales only {', '.join(TARGETS['ia3'])}, and"
+                " no other target_modules"
             )
     return values
 
 
 def our_config(told: PeftConfig, values: dict[str, Tensor]) -> AdapterConfig:
+    """The adapter's configuration. Each of the values gets the largest rank, in place."""
     targets = targets_of(values)
     if told.peft_type == "IA3":
         return AdapterConfig("ia3", peft_targets=targets)
-    alpha = told.lora_alpha
+    rank = max(len(a) for name, a in values.items() if name.endswith(".lora.a"))
+    for name, value in values.items():
+        is_a = name.endswith(".lora.a")
+        missing = rank - value.shape[0 if is_a else 1]
+        values[name] = F.pad(value, (0, 0, 0, missing) if is_a else (0, missing))
+    # the scale is peft's, told.lora_alpha / told.r; with use_rslora, its α / √r
+    alpha = told.lora_alpha * rank / told.r
     if told.use_rslora:
-        # its scale is α / √r, ours α / r
         alpha *= math.sqrt(told.r)
-    return AdapterConfig("lora", told.r, alpha, told.lora_dropout, peft_targets=targets)
+    return AdapterConfig("lora", rank, alpha, told.lora_dropout, peft_targets=targets)
 
 
 def check_values(
