@@ -235,9 +235,8 @@ class AdamW:
             rest = list(gradients.values())
             torch._foreach_mul_(rest, factor.to(rest[0].dtype))
         if self.state_dtype is None:
-            matrices = [name for name in gradients if self.parameters[name].dim() >= 2]
-            vectors = [name for name in gradients if self.parameters[name].dim() < 2]
-            for decay, names in ((self.weight_decay, matrices), (0.0, vectors)):
+            for decay in sorted(set(map(self.decay_of, gradients))):
+                names = [name for name in gradients if self.decay_of(name) == decay]
                 self.update_lists(
                     lr,
                     decay,
@@ -284,7 +283,9 @@ class AdamW:
         )
 
     def decay_of(self, name: str) -> float:
-        return self.weight_decay if self.parameters[name].dim() >= 2 else 0.0
+        """Of matrices. A scale of IA3 is a vector, of which each expert has one."""
+        is_matrix = self.parameters[name].dim() >= 2 and not name.endswith(".ia3.scale")
+        return self.weight_decay if is_matrix else 0.0
 
     def fits_one_pass(self, name: str) -> bool:
         """Whether `fused` can update it: a 16-bit weight with its master, or 16-bit moments. For

@@ -244,6 +244,8 @@ class ChatCompletion(Fields):
     def __post_init__(self):
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("add_generation_prompt and continue_final_message exclude each other")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs, true")
 
     def prompts(self, tokenizer, model: Model, room: int) -> list[list[int]]:
         """Raises ChatError, or PromptError for a model without a template."""

@@ -32,6 +32,7 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from aiohttp import web
@@ -200,9 +201,11 @@ class Server:
             if fields.n * len(prompts) > self.most:
                 text = f"{fields.n * len(prompts)} answers: at most {self.most}"
                 raise ApiError(400, text, "n" if len(prompts) <= self.most else fields.asked)
+            # equal prompts get different answers
+            keys = iter(keys_of([prompt for prompt in prompts for _ in range(fields.n)], seed))
             for prompt in prompts:
                 limit = fields.limit(self.args.usual_tokens, longest - len(prompt))
-                for key in keys_of([prompt] * fields.n, seed):
+                for key in islice(keys, fields.n):
                     draw = DrawOptions(sampling, key, fields.log_probs, of_prompt)
                     request = Request(prompt, limit, draw, ends, adapter=model.adapter)
                     self.engine.check(request)

@@ -9,11 +9,17 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
+import adapters
+import families
+import moe
+import sharding
 import train as trainer
 from base import adamw_kernel
 from base.world import Groups
 from gradients import GradientAccumulator, LossScaler
+from model_config import MoEConfig
 from optimizer import AdamW, join_master, learning_rate, split_master
+from tuning.adapter_config import METHODS, AdapterConfig
 
 
 def model_and_batches(dtype=torch.float64):
@@ -53,6 +59,30 @@ def test_equals_torch(clip):
     for p, q in zip(model.parameters(), reference.parameters()):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
         assert p.grad is None
+
+
+@pytest.mark.parametrize(
+    "experts", [{}, dict(num_experts=4, router="topk")], ids=["dense", "experts"]
+)
+@pytest.mark.parametrize("state_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("method", METHODS)
+def test_matrices_decay(method, experts, state_dtype):
+    """Gradients of zero: what shrinks is a matrix. IA3 learns vectors, of each expert too."""
+    shape = dict(num_layers=1, hidden_size=32, num_heads=4, seq_length=8, vocab_size=61)
+    model = families.build(MoEConfig(**shape, **experts))
+    if experts:
+        moe.apply(model, None, None)
+    model.requires_grad_(False)
+    adapters.apply(model, AdapterConfig(method))
+    named = [(n, p) for n, p in sharding.named_parameters(model) if p.requires_grad]
+    for _, p in named:
+        nn.init.ones_(p)
+        p.main_grad = torch.zeros_like(p)
+    optimizer = AdamW(named, weight_decay=0.1, state_dtype=state_dtype)
+    optimizer.step(1.0)
+    shrunk = {name for name, p in named if (p < 1).any()}
+    vectors = {name for name, _ in named if name.endswith(("bias", "norm.weight", "scale"))}
+    assert shrunk == {name for name, _ in named} - vectors
 
 
 def test_masters_remember_what_bf16_cannot():

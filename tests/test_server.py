@@ -143,6 +143,15 @@ FINISH = {"end of text": "stop", "stop": "stop", "length": "length"}
 # --- the openai package ---------------------------------------------------------------------------
 
 
+def test_equal_prompts_have_answers_of_their_own(server):
+    """As those of one prompt with n."""
+    ask = dict(model="chat", max_tokens=20, seed=5)
+    each = server.client().completions.create(**ask, prompt=["hello", "hello"], n=2)
+    same = server.client().completions.create(**ask, prompt="hello", n=4)
+    texts = [choice.text for choice in each.choices]
+    assert texts == [choice.text for choice in same.choices] and len(set(texts)) == 4
+
+
 def test_completions_are_those_of_generate(place, server, capsys):
     """Plain and streamed, several of one prompt, up to a stop string."""
     ask = dict(
@@ -346,6 +355,7 @@ def post(server, path: str, fields, key: str = KEY, content_type: str = "applica
         (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p", "above 0"),
         (COMPLETIONS, {"prompt": "a", "n": 0}, "n", ">= 1"),
         (COMPLETIONS, {"prompt": "a", "n": 10**9}, "n", "at most"),
+        (CHAT, {"messages": SAID, "top_logprobs": 3}, None, "needs logprobs"),
         (COMPLETIONS, {"prompt": "a", "logprobs": 6}, "logprobs", "<= 5"),
         (COMPLETIONS, {"prompt": "a", "stop": [""]}, "stop", ">= 1"),
         (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of", "leave it out"),
@@ -358,7 +368,7 @@ def post(server, path: str, fields, key: str = KEY, content_type: str = "applica
         (CHAT, {"messages": SAID, "response_format": {"type": "json_object"}}, None, "leave"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, ""),
         (COMPLETIONS, b"{", None, "not JSON"),
-        (COMPLETIONS, b'{"a":' * 3000, None, "nested"),
+        (COMPLETIONS, b'{"a":' * 50_000, None, "nested"),
         (COMPLETIONS, b'{"prompt": "a", "top_p": NaN}', None, "not JSON"),
     ],
 )
