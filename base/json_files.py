@@ -19,6 +19,7 @@ unknown fields are ignored. What types cannot express, such as ranges, goes into
 `__post_init__`, which raises ValueError.
 """
 
+import codecs
 import dataclasses
 import errno
 import json
@@ -97,9 +98,17 @@ def read_lines(path: "str | Path", kind=dict[str, Any]):
     except (OSError, ValueError, AttributeError) as e:
         reason = getattr(e, "strerror", None) or e
         raise JSONError(f"{path}: cannot be read ({reason})") from None
+    for number, line in lines(data):
+        yield number, parse(line, kind, f"{path}, line {number}")
+
+
+def lines(data: bytes):
+    """Yield (number, line) for each line of JSON lines that is not empty, without the byte order
+    mark with which many editors begin a file."""
     for number, line in enumerate(data.split(b"\n"), 1):
+        line = line.removeprefix(codecs.BOM_UTF8)
         if line.strip():
-            yield number, parse(line, kind, f"{path}, line {number}")
+            yield number, line
 
 
 def why_not_json(data: bytes) -> str:

@@ -15,6 +15,7 @@ a folder are empty and binary files skipped, and a message counts them.
     python -m corpus.documents PATH ...        how many documents and characters these files hold
 """
 
+import codecs
 import contextlib
 import gzip
 import hashlib
@@ -180,7 +181,7 @@ def has_lines(path: Path) -> bool:
     if suffix.lower() != ".json":
         return suffix.lower() in (".jsonl", ".ndjson")
     with file_errors(path), opener(path)(path, "rb") as f:
-        line = f.readline(LONGEST_LINE)
+        line = f.readline(LONGEST_LINE).removeprefix(codecs.BOM_UTF8)
     try:
         return bool(json_files.parse(line, Record, "").text)
     except json_files.JSONError:
@@ -255,9 +256,8 @@ def read_documents(path: Path, start: int, stop: int | None) -> Iterator[str]:
     if not has_lines(path):
         yield decode(raw, path, start)
         return
-    for number, line in enumerate(raw.split(b"\n"), 1):
-        if line.strip():
-            yield parse_line(line, path, start, number)
+    for number, line in json_files.lines(raw):
+        yield parse_line(line, path, start, number)
 
 
 def decode(raw: bytes, path: Path, offset: int) -> str:

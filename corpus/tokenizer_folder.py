@@ -14,6 +14,7 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from base import json_files
 
@@ -27,6 +28,9 @@ CHAT_TEMPLATE_JSON = "chat_template.json"
 MORE_TEMPLATES = "additional_chat_templates"
 # The files of a tokenizer that a checkpoint takes along, with those in MORE_TEMPLATES.
 TOKENIZER_FILES = ("tokenizer.json", *COMPANION_FILES, CHAT_TEMPLATE, CHAT_TEMPLATE_JSON)
+# The special tokens that every tokenizer may have.
+TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+TOKEN_NAMES += ("mask_token",)
 # A tokenizer in other forms, which are not read here.
 OTHER_FORMS = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
@@ -74,11 +78,30 @@ class Companions:
 
     def token(self, field: str) -> str | None:
         """The text of the token that a field names. Raises JSONError."""
-        value = self.with_names.get(field)
-        if isinstance(value, dict):
-            value = value.get("content")
+        return self.text_of(self.with_names.get(field), field)
+
+    def text_of(self, token, field: str) -> str | None:
+        """token: its text, or an object. Raises JSONError."""
+        value = token.get("content") if isinstance(token, dict) else token
         where = f"{self.folder}/tokenizer_config.json: {field}"
         return json_files.convert(value, str | None, where)
+
+    def template_names(self) -> dict[str, str]:
+        """Name -> text of the special tokens that a chat template may use, as in transformers.
+        Raises JSONError."""
+        fields = self.with_names
+        named = {k: v for k, v in fields.items() if k.endswith("_token") and k not in TOKEN_NAMES}
+        own = {k: v for k, v in named.items() if isinstance(v, str | dict)}
+        # a dictionary of names, or a list of tokens without any
+        extra = fields.get("extra_special_tokens")
+        own |= extra if isinstance(extra, dict) else {}
+        if not own:
+            where = f"{self.folder}/tokenizer_config.json: model_specific_special_tokens"
+            own = fields.get("model_specific_special_tokens") or {}
+            own = json_files.convert(own, dict[str, Any], where)
+        own = {name: fields.get(name) for name in TOKEN_NAMES} | own
+        texts = {name: self.text_of(token, name) for name, token in own.items()}
+        return {name: text for name, text in texts.items() if text is not None}
 
     def named(self, field: str) -> list[int]:
         """The id of the token that a field names; empty if it names none. Raises JSONError."""

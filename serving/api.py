@@ -219,7 +219,7 @@ class Message(Struct, forbid_unknown_fields=True):
         for call in self.tool_calls or []:
             function = call.get("function")
             if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-                with contextlib.suppress(ValueError):
+                with contextlib.suppress(ValueError, RecursionError):
                     function["arguments"] = json.loads(function["arguments"])
         return {name: value for name, value in fields.items() if value is not None}
 

@@ -8,7 +8,8 @@
     text, piece by piece           <── outputs ──   step, step, ..
 
 A client that goes away ends its task, and the task cancels its choices. Nothing of a request is
-run: chat templates come from the folders that the server was started with.
+run: chat templates come from the folders that the server was started with, and run in a process
+with bounds of its own (tuning/rendering.py).
 
 HTTP is aiohttp's: one package has the server, streams, a limit for bodies, and cancels the task of
 a client that has left. Starlette would need uvicorn beside it, and a limit of our own.
@@ -31,6 +32,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -47,6 +49,7 @@ from serving.api import ApiError, ChatCompletion, Choice, Completion, Fields, Mo
 from serving.connections import HEADERS, IDLE, TROUBLE, Connections
 from serving.engine import Engine, Output
 from serving.ranks import Processes
+from tuning.rendering import RENDERER
 
 PAGE = {"/": "page.html", "/page.js": "page.js", "/page.css": "page.css"}
 # a browser runs the page's script and style, and loads nothing else
@@ -77,6 +80,7 @@ class Server:
         # choices to add; one that comes again is cancelled. None: the engine's thread ends
         self.to_engine: queue.SimpleQueue[Choice | None] = queue.SimpleQueue()
         self.draining = asyncio.Event()
+        self.chats = ThreadPoolExecutor(max_workers=1)
         REGISTRY.register(self)
 
     async def run(self, bound: socket.socket, processes: Processes) -> None:
@@ -120,6 +124,8 @@ class Server:
             patience -= 0 if self.engine.busy else 0.02
         accepting.cancel()
         await runner.cleanup()
+        # a template that loops is not waited for
+        RENDERER.end()
         loop.remove_reader(processes.ended)
         self.to_engine.put(None)
         await steps
@@ -157,9 +163,17 @@ class Server:
         async with asyncio.timeout(self.args.deadline):
             fields = kind.read(await request.read())
             self.connections.silent.pop(request.protocol, None)
-            model = self.model_of(fields.model)
-            # a long text takes seconds to be encoded
-            choices = await asyncio.to_thread(self.choices_of, fields, model)
+        model = self.model_of(fields.model)
+        # A long text takes seconds to be encoded, and a template takes what it likes: completions
+        # do not wait for chats.
+        pool = self.chats if kind is ChatCompletion else None
+        loop = asyncio.get_running_loop()
+        late = ApiError(504, f"not answered within {self.args.deadline} s", None, "deadline")
+        try:
+            async with asyncio.timeout(self.args.deadline):
+                choices = await loop.run_in_executor(pool, self.choices_of, fields, model)
+        except TimeoutError:
+            raise late from None
         if self.open + len(choices) > self.most:
             raise ApiError(429, f"{self.open} answers are written or wait: ask again later")
         self.open += len(choices)
@@ -180,7 +194,6 @@ class Server:
                     await writer.write(choice)
                 return await writer.end()
         except TimeoutError:
-            late = ApiError(504, f"not answered within {self.args.deadline} s", None, "deadline")
             return await writer.fail(late)
         finally:
             self.open -= len(choices)

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import published_tokenizers
 import pytest
+import test_sft
 from msgspec import structs
 
-from corpus.tokenizer import make_tokenizer
+from corpus.tokenizer import ByteTokenizer, make_tokenizer
 from sft import Chat
-from tuning.chat_template import ChatTemplate, ChatTokenizer
+from tuning.chat_template import ChatError, ChatTemplate, ChatTokenizer
 
 pytest.importorskip("aiohttp", reason="requirements.txt names it")
 from serving import api
@@ -256,3 +257,19 @@ def test_choices_that_exclude_each_other(chats):
     asked = read(api.ChatCompletion, messages=SAID, chat_template_kwargs={"messages": []})
     with pytest.raises(ValueError, match="messages"):
         asked.prompts(tokenizer, model, 1000)
+
+
+def test_what_is_nested_deeply():
+    """A text or one line: for calls of tools, and for what a template reads beside messages."""
+    model = api.Model("m", None, test_sft.chat_of(ByteTokenizer()))
+    for depth in (100, *range(800, 1000, 4), 1500):
+        nested = "[" * depth + "]" * depth
+        call = {"function": {"name": "f", "arguments": nested}}
+        choices = '{"a": ' + nested + "}"
+        bodies = [json.dumps({"messages": [SAID[0] | {"tool_calls": [call]}]})]
+        bodies.append(f'{{"messages": {json.dumps(SAID)}, "chat_template_kwargs": {choices}}}')
+        for body in bodies:
+            try:
+                assert api.ChatCompletion.read(body.encode()).prompts(None, model, 99)
+            except (ChatError, api.ApiError) as e:
+                assert "nested too deeply" in str(e) and depth > 100

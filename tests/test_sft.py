@@ -347,7 +347,7 @@ def test_templates_beside_a_tokenizer(families, tmp_path):
         ("{{ messages.append(1) }}", "unsafe"),
         ("{% set n = namespace() %}{% set n.__init__ = 1 %}", "unsafe"),
         ("{% set n = namespace(_a=1) %}", "unsafe"),
-        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "{% generation %}"),
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "changes a part"),
         ("{% generation %}{{ messages[1].content }}{% endgeneration %} ", "no special token"),
         (
             "{% generation %}{% generation %}{% endgeneration %}{% endgeneration %}",

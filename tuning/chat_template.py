@@ -7,9 +7,9 @@ A language model reads one text, not a list. Each chat model was trained on one 
 and answers best in the same form. So its tokenizer has the form as a chat template, written in the
 template language jinja: chat_template.jinja, or `chat_template` in tokenizer_config.json.
 
-A template is a program, and it may come from somebody else: it runs in jinja's sandbox, with a
-bound on its memory. The options are those of `transformers`. Then the text is tokenized. The text
-of a special token, <|im_end|>, becomes one id.
+A template is a program, and it may come from somebody else: it runs in jinja's sandbox, in a
+process of its own (tuning/rendering.py). Then the text is tokenized. The text of a special token,
+<|im_end|>, becomes one id.
 
 To ask, a template is rendered with add_generation_prompt, and without the answer: the text ends
 where the assistant begins to write. A template may mark the text that the assistant writes:
@@ -21,23 +21,16 @@ where the assistant begins to write. A template may mark the text that the assis
 Not covered: tools and documents, contents that are not text.
 """
 
-import contextlib
-import datetime
 import itertools
 import json
 import re
-import resource
 from pathlib import Path
 from typing import NamedTuple
-
-import jinja2.utils
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
-from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from base import json_files, terminal
 from base.errors import InputError
 from corpus.tokenizer import CHAT_TEMPLATE, FileTokenizer, library_errors
+from tuning.rendering import CLOSE, OPEN, RENDERER
 
 # The template of a model that has none. BEGIN and END become the tokenizer's tokens.
 PLAIN = """\
@@ -56,14 +49,10 @@ PLAIN = """\
 """
 # The end of text of a tokenizer that has no text for it.
 END_OF_TEXT = "<|endoftext|>"
-# What a template may name.
-TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
-# Characters of a rendered text; a context of a million tokens has 4 million.
-LONGEST = 2**24
-# Bytes that a template may take while it runs.
-MOST_MEMORY = 2**30
-# Around what {% generation %} gives, until the text is complete. Unicode has no such characters.
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
+# A content that is in no conversation: Unicode has no such character.
+MARK = "\ufdd2"
+# for the count of what is skipped
+NO_SPAN = "no answer found"
 
 
 class ChatError(InputError):
@@ -78,54 +67,6 @@ class ChatError(InputError):
 # --- a conversation to text -----------------------------------------------------------------------
 
 
-class GenerationBlocks(Extension):
-    """The block {% generation %}, which jinja does not have."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
-
-    def mark(self, caller) -> str:
-        return OPEN + caller() + CLOSE
-
-
-class Namespace(jinja2.utils.Namespace):
-    """jinja's, without names that begin with _: with these a template could reach into Python."""
-
-    def __init__(*args, **fields):
-        # a template may call a field self
-        for name in dict(*args[1:], **fields):
-            Namespace.check(name)
-        jinja2.utils.Namespace.__init__(*args, **fields)
-
-    def __setitem__(self, name: str, value) -> None:
-        Namespace.check(name)
-        super().__setitem__(name, value)
-
-    @staticmethod
-    def check(name: str) -> None:
-        if name.startswith("_"):
-            raise SecurityError(f"a namespace has the field {name}, which is unsafe")
-
-
-def raise_exception(message: str):
-    raise TemplateError(message)
-
-
-def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """jinja's own filter would escape HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-
 class Rendered(NamedTuple):
     text: str
     # (first character, end) of each {% generation %} block; None: the template has no such blocks
@@ -133,59 +74,50 @@ class Rendered(NamedTuple):
 
 
 class ChatTemplate:
-    """A compiled template."""
+    """A template that can be rendered."""
 
     def __init__(self, text: str, where: str, tokens: dict[str, str]):
-        """where: for messages. tokens: of TOKEN_NAMES. Raises ChatError."""
+        """where: for messages. tokens: the special tokens that it may name. Raises ChatError."""
         self.text, self.where, self.tokens = text, where, tokens
-        extensions = [GenerationBlocks, "jinja2.ext.loopcontrols"]
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=extensions
-        )
-        environment.filters["tojson"] = to_json
-        environment.globals |= {
-            "namespace": Namespace,
-            "raise_exception": raise_exception,
-            "strftime_now": strftime_now,
-        }
+        # templates of images iterate over a content, and take the letters of a text for its parts
+        self.in_parts = False
+        self.marks_answers = self.ask(None)["marks"]
+        self.in_parts = not self.writes_contents() and self.writes_contents(in_parts=True)
+
+    def ask(self, messages: list[dict] | None, ask: bool = False) -> dict:
+        """What the other process answers. Raises ChatError."""
+        reply = RENDERER.ask(template=self.text, names=self.tokens, messages=messages, ask=ask)
+        if "error" not in reply:
+            return reply
+        where = f"{self.where}, line {reply['line']}" if "line" in reply else self.where
+        # a text for asking has no answer yet
+        asked = " (add_generation_prompt is true: there is no answer yet)" if ask else ""
+        raise ChatError(f"{where}: {reply['error']}{asked}", "refused by the template")
+
+    def writes_contents(self, in_parts: bool = False) -> bool:
+        self.in_parts = in_parts
         try:
-            with memory_bounded(MOST_MEMORY):
-                self.template = environment.from_string(text)
-            tree = environment.parse(text)
-        except TemplateSyntaxError as e:
-            raise ChatError(f"{where}, line {e.lineno}: {e.message}") from None
-        except Exception as e:
-            # jinja computes constants, and Python compiles what jinja writes
-            raise ChatError(f"{where}: {why(e)}") from None
-        methods = (call.node for call in tree.find_all(nodes.Call))
-        self.marks_answers = any(
-            isinstance(m, nodes.ExtensionAttribute) and m.name == "mark" for m in methods
-        )
+            return MARK in self.render([{"role": "user", "content": MARK}], ask=True).text
+        except ChatError:
+            return False
 
     def render(self, messages: list[dict], ask: bool = False) -> Rendered:
         """ask: the messages end with a question, and the text with the beginning of the assistant's
         next turn. Raises ChatError."""
         # as transformers does: templates ask whether a key is there
         messages = [{k: v for k, v in m.items() if v is not None} for m in messages]
-        if any(mark in json.dumps(messages, ensure_ascii=False) for mark in (OPEN, CLOSE)):
-            raise ChatError("a message has U+FDD0 or U+FDD1 in it, which are no characters")
+        for each in messages:
+            # it is for the loss
+            each.pop("weight", None)
+            if self.in_parts and "content" in each:
+                each["content"] = [{"type": "text", "text": each["content"]}]
         try:
-            with memory_bounded(MOST_MEMORY):
-                marked = self.template.render(
-                    messages=messages,
-                    tools=None,
-                    documents=None,
-                    add_generation_prompt=ask,
-                    **self.tokens,
-                )
-            if len(marked) > LONGEST:
-                raise TemplateError(f"made {len(marked):,} characters; {LONGEST:,} are the most")
-        except Exception as e:
-            # a template can raise whatever Python raises
-            reason = why(e)
-            if ask:
-                reason = f"{reason} (add_generation_prompt is true: there is no answer yet)"
-            raise ChatError(f"{self.where}: {reason}", "refused by the template") from None
+            said = json.dumps([messages, self.tokens], ensure_ascii=False)
+            if OPEN in said or CLOSE in said:
+                raise ChatError("a message has U+FDD0 or U+FDD1 in it, which are no characters")
+            marked = self.ask(messages, ask)["text"]
+        except RecursionError:
+            raise ChatError("a message is nested too deeply") from None
         try:
             text, answers = without_marks(marked)
         except ValueError:
@@ -195,32 +127,17 @@ class ChatTemplate:
             ) from None
         return Rendered(text, answers if self.marks_answers else None)
 
-
-@contextlib.contextmanager
-def memory_bounded(more: int):
-    """Meanwhile, whoever asks for memory beyond `more` bytes gets a MemoryError: a template can
-    make 10 GB of one character."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except OSError:
-        # another system than Linux
-        yield
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    bound = pages * resource.getpagesize() + more
-    if soft != resource.RLIM_INFINITY:
-        bound = min(bound, soft)
-    resource.setrlimit(resource.RLIMIT_AS, (bound, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def why(error: Exception) -> str:
-    if isinstance(error, MemoryError):
-        return f"takes more than {MOST_MEMORY // 2**20:,} MiB"
-    return str(error if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}")
+    def around(self, messages: list[dict], n: int, ask: bool = False) -> tuple[str, str]:
+        """The text before and behind the content of message n. Raises ChatError."""
+        marked = [*messages[:n], messages[n] | {"content": MARK}, *messages[n + 1 :]]
+        pieces = self.render(marked, ask).text.split(MARK)
+        if len(pieces) != 2:
+            raise ChatError(
+                f"{self.where} writes the content of message {n + 1} {len(pieces) - 1} times, so"
+                " nothing shows where it is",
+                NO_SPAN,
+            )
+        return pieces[0], pieces[1]
 
 
 def without_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
@@ -269,16 +186,12 @@ class ChatTokenizer:
             self.splits_end = True
 
     def token_names(self) -> dict[str, str]:
-        """What a template may name, of TOKEN_NAMES. Raises ChatError."""
-        names = {"eos_token": self.end}
-        if self.library:
-            try:
-                for name in TOKEN_NAMES:
-                    text = self.tokenizer.companions.token(name)
-                    names |= {} if text is None else {name: text}
-            except json_files.JSONError as e:
-                raise ChatError(str(e)) from None
-        return names
+        """What a template may name. Raises ChatError."""
+        try:
+            named = self.tokenizer.companions.template_names() if self.library else {}
+        except json_files.JSONError as e:
+            raise ChatError(str(e)) from None
+        return {"eos_token": self.end} | named
 
     def plain_template(self) -> str:
         """PLAIN with this tokenizer's tokens in it."""

@@ -60,7 +60,7 @@ def conversation(record: dict, key: str) -> list[dict]:
     first = answer[0].get("role") if answer and isinstance(answer[0], dict) else None
     whole = answer if first != "assistant" else (prompt or []) + answer
     try:
-        messages = messages_of({"messages": whole})
+        messages = messages_of(record | {"messages": whole}, ("role", "content"))
     except ChatError as e:
         raise ChatError(f"{key}: {e}", NO_SKIP) from None
     if messages[-1]["role"] != "assistant":
@@ -86,12 +86,10 @@ def pair_of(record: dict, chat: Chat, limit: int) -> Pair:
 def answer_example(chat: Chat, messages: list[dict]) -> Example:
     """The last answer counts alone, and nothing follows the token that ends it. Raises
     ChatError."""
-    ids, counted = chat.example(messages)
+    before = [each | {"weight": 0} for each in messages[:-1]]
+    ids, counted = chat.example([*before, messages[-1]])
     end = max(n for n, counts in enumerate(counted) if counts) + 1
-    start = end - 1
-    while start > 1 and counted[start - 1]:
-        start -= 1
-    return Example(ids[:end], [start <= n for n in range(end)])
+    return Example(ids[:end], counted[:end])
 
 
 def read_pairs(

@@ -17,7 +17,14 @@ from data import Order
 from sft import Chat, message
 from tuning.chat_template import ChatError
 from tuning.rewards import RewardFunction, check, rate
-from tuning.sft_data import NO_SKIP, check_length, open_chat, open_examples, read_lines
+from tuning.sft_data import (
+    NO_SKIP,
+    check_length,
+    check_messages,
+    open_chat,
+    open_examples,
+    read_lines,
+)
 
 
 class Question(NamedTuple):
@@ -92,12 +99,13 @@ def question_of(record: dict, chat: Chat, limit: int) -> Question:
     messages = record.get("messages", record.get("prompt"))
     if isinstance(messages, str):
         messages = [message("user", messages)]
-    if not isinstance(messages, list) or not messages or not all(map(is_message, messages)):
+    if not isinstance(messages, list) or not messages:
         raise ChatError(
             'is no prompt; a line has "prompt", a text, or "messages", a list of objects with'
             ' "role" and "content"',
             NO_SKIP,
         )
+    messages = check_messages(record, messages, ("role", "content"))
     if messages[-1]["role"] == "assistant":
         raise ChatError(
             "ends with an answer; the last message is one that the model answers", NO_SKIP
@@ -105,10 +113,6 @@ def question_of(record: dict, chat: Chat, limit: int) -> Question:
     ids = chat.prompt(messages)
     check_length(len(ids), limit, "leaves beside --answer-tokens only")
     return Question(ids, messages[-1]["content"], record)
-
-
-def is_message(each) -> bool:
-    return isinstance(each, dict) and {type(each.get(key)) for key in ("role", "content")} == {str}
 
 
 def open_prompts(config, world, tokenizer, function) -> tuple[Prompts, Prompts]:

@@ -3,9 +3,11 @@
     {"messages": [{"role": "user", "content": ".."}, {"role": "assistant", "content": ".."}]}
     {"prompt": "..", "completion": ".."}            a question and its answer
 
-Each line has one conversation; other fields are ignored. A conversation that cannot be used ends
-the run with one message; with --skip-bad-examples it is left out, and counted. A line that is no
-conversation at all always ends the run.
+Each line has one conversation; other fields are ignored, but for those of UNSUPPORTED. A message
+may have a "weight" too: with 0 it is no target. Another key with something in it is refused: the
+text would lack what it says. A conversation that cannot be used ends the run with one message; with
+--skip-bad-examples it is left out, and counted. A line that is no conversation at all always ends
+the run.
 
 The conversations are sorted by a hash of their tokens, as documents are in data.py. So which ones
 are held out does not depend on the order of the files, and equal ones are neighbours.
@@ -29,6 +31,10 @@ from tuning.packing import Example, Packed, Padded
 
 # the `reason` of a ChatError for a line that --skip-bad-examples does not leave out
 NO_SKIP = ""
+# of a line: each would change the text
+UNSUPPORTED = ("tools", "functions", "chat_template_kwargs")
+# what a key that says nothing holds, in files where every message has the keys of all
+NOTHING = (None, "", [], {})
 
 # --- lines ----------------------------------------------------------------------------------------
 
@@ -73,8 +79,8 @@ def check_length(n: int, limit: int, room: str) -> None:
         raise ChatError(f"has {n} tokens, and --seq-length {room} {limit}", "too long")
 
 
-def messages_of(record: dict) -> list[dict]:
-    """Raises ChatError for what is no conversation."""
+def messages_of(record: dict, known: tuple[str, ...] = ("role", "content", "weight")) -> list[dict]:
+    """known: keys of a message. Raises ChatError for what is no conversation."""
     if "messages" not in record and {"prompt", "completion"} <= record.keys():
         messages = [message("user", record["prompt"]), message("assistant", record["completion"])]
     else:
@@ -85,14 +91,28 @@ def messages_of(record: dict) -> list[dict]:
             ' "content", or "prompt" and "completion"',
             NO_SKIP,
         )
-    if record.get("tools"):
-        raise ChatError("has tools, which are not supported", NO_SKIP)
+    return check_messages(record, messages, known)
+
+
+def check_messages(record: dict, messages: list, known: tuple[str, ...]) -> list[dict]:
+    """The messages of a line, each with those of the keys `known` that it has. Raises ChatError."""
+    for key in UNSUPPORTED:
+        if record.get(key):
+            raise ChatError(f"has {key}, which is not supported", NO_SKIP)
+    found = []
     for n, each in enumerate(messages, 1):
-        if not isinstance(each, dict) or not all(
-            isinstance(each.get(key), str) for key in ("role", "content")
-        ):
+        each = each if isinstance(each, dict) else {}
+        said = {key: value for key, value in each.items() if value not in NOTHING}
+        for key in said:
+            if key not in known:
+                rule = f"which is not supported; {', '.join(known)} are"
+                raise ChatError(f"message {n}: has {key}, {rule}", NO_SKIP)
+        if not all(isinstance(each.get(key), str) for key in ("role", "content")):
             raise ChatError(f'message {n}: "role" and "content" must be text', NO_SKIP)
-    return messages
+        if said.get("weight", 1) not in (0, 1):
+            raise ChatError(f"message {n}: weight {json.dumps(said['weight'])}: 0 or 1", NO_SKIP)
+        found.append({"role": each["role"], "content": each["content"]} | said)
+    return found
 
 
 def read_examples(
@@ -169,6 +189,11 @@ def open_data(config, world, tokenizer) -> tuple[Padded | Packed, Padded | Packe
     examples, held_out = open_examples(config, world, chat, read, "conversation")
     try:
         chat.prompt([message("user", "a")])
+        if not chat.learns_what_is_asked():
+            world.say(
+                f"{chat.template.where} asks with a text that answers in it do not have (<think>,"
+                " say): what is learned here follows another text than what generate.py asks"
+            )
     except ChatError as e:
         world.say(f"generate.py --chat will not work with this template: {e}")
     if not config.load:
