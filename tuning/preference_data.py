@@ -159,7 +159,7 @@ class Pairs(Padded):
 
 def open_data(config, world, tokenizer) -> tuple[Pairs, Pairs]:
     """(training set, held-out set) of --data. Raises ChatError or CheckpointError."""
-    chat = open_chat(config, tokenizer)
+    chat = open_chat(config, world, tokenizer)
     shards = config.length_multiple
     limit = config.model_config().seq_length // shards * shards
 

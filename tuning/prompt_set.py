@@ -117,7 +117,7 @@ def question_of(record: dict, chat: Chat, limit: int) -> Question:
 
 def open_prompts(config, world, tokenizer, function) -> tuple[Prompts, Prompts]:
     """(training set, held-out set) of --data. Raises ChatError or CheckpointError."""
-    chat = open_chat(config, tokenizer)
+    chat = open_chat(config, world, tokenizer)
     limit = config.model_config().seq_length - config.answer_tokens
 
     def read(paths: list[str], flag: str) -> tuple[list[Question], str]:

@@ -11,8 +11,13 @@ the run.
 
 The conversations are sorted by a hash of their tokens, as documents are in data.py. So which ones
 are held out does not depend on the order of the files, and equal ones are neighbours.
+
+A template may write the date into the text. A run keeps the moment at which it began (--date), and
+its template says this one each time the run goes on. So the tokens stay the same, and with them the
+order and what is held out.
 """
 
+import datetime
 import hashlib
 import json
 from collections import Counter
@@ -23,10 +28,12 @@ from base import json_files
 from checkpoints.tokenizer_files import beside
 from corpus.tokenizer import CHAT_TEMPLATE
 from data import HELD_OUT
+from run import flags
+from run.config import ConfigError
 from run.opening import first_ids
 from run.task import Task
 from sft import Chat, message
-from tuning.chat_template import ChatError, ChatTokenizer, open_template
+from tuning.chat_template import ChatError, ChatTemplate, ChatTokenizer, open_template
 from tuning.packing import Example, Packed, Padded
 
 # the `reason` of a ChatError for a line that --skip-bad-examples does not leave out
@@ -135,10 +142,34 @@ def read_examples(
 # --- a run ----------------------------------------------------------------------------------------
 
 
-def open_chat(config, tokenizer) -> Chat:
+def now() -> str:
+    return datetime.datetime.now().isoformat(timespec="seconds")
+
+
+def begun(config) -> str:
+    """When a run began: a run that goes on has it in its config.json. Raises ConfigError."""
+    # ranks that torchrun has restarted go on without the flags that they have there
+    saved = flags.saved_flags(Path(config.out), type(config)) if config.resume else {}
+    return saved.get("date") or now()
+
+
+def date_of(config, world, template: ChatTemplate) -> str | None:
+    """--date of a run whose template asks for it; by default rank 0 says when the run began. Raises
+    ChatError or ConfigError."""
+    if not template.asks_for_date:
+        # a run that goes on, with another template, has it from config.json
+        if config.date and not config.resume:
+            raise ChatError(f"--date {config.date}: {template.where} does not ask for the date")
+        return None
+    if not config.date:
+        config.date = world.on_rank_0(lambda: begun(config), (ConfigError,))
+    return config.date
+
+
+def open_chat(config, world, tokenizer) -> Chat:
     """The chat template of a run, config: tuning.sft_command.ChatConfig. It becomes one of the
-    tokenizer's files, which the run and its checkpoints keep. Raises ChatError or
-    CheckpointError."""
+    tokenizer's files, which the run and its checkpoints keep. world: None once the data are open.
+    Raises ChatError or CheckpointError."""
     copies = [Path(config.out) / CHAT_TEMPLATE] if config.resume else []
     if config.load:
         copies.append(beside(config.base(), CHAT_TEMPLATE))
@@ -149,6 +180,7 @@ def open_chat(config, tokenizer) -> Chat:
         choice = str(copy)
     chat_tokenizer = ChatTokenizer(tokenizer)
     template = open_template(choice, chat_tokenizer, copy)
+    template.date = date_of(config, world, template)
     tokenizer.files = tokenizer.files | {CHAT_TEMPLATE: template.text.encode()}
     return Chat(template, chat_tokenizer)
 
@@ -171,13 +203,14 @@ def open_examples(config, world, chat: Chat, read: Callable, what: str) -> tuple
             )
         examples, held_out = examples[:-n], examples[-n:]
         summary += f"; {n:,} of them held out"
-    world.say(f"--data: {summary}; {chat.template.where}")
+    date = f", with the date {chat.template.date}" if chat.template.date else ""
+    world.say(f"--data: {summary}; {chat.template.where}{date}")
     return examples, held_out
 
 
 def open_data(config, world, tokenizer) -> tuple[Padded | Packed, Padded | Packed]:
     """(training set, held-out set) of --data. Raises ChatError or CheckpointError."""
-    chat = open_chat(config, tokenizer)
+    chat = open_chat(config, world, tokenizer)
     shards = config.length_multiple
     # the last token of a row is only a target
     s = config.model_config().seq_length // shards * shards
@@ -212,12 +245,14 @@ def open_data(config, world, tokenizer) -> tuple[Padded | Packed, Padded | Packe
 class ConversationTask(Task):
     """Conversations, of which the answers count."""
 
+    other_data = " (some samples may come again, and others are held out)"
+
     def open_data(self, config, world, tokenizer):
         return open_data(config, world, tokenizer)
 
     def sample_prompt(self, tokenizer, held_out) -> tuple[list[int], tuple[int, ...]]:
         """--sample-prompt as a user's message, or a question that was held out."""
-        chat = open_chat(self.config, tokenizer)
+        chat = open_chat(self.config, None, tokenizer)
         stop_ids = (*tokenizer.stop_ids, chat.end_of_turn())
         if self.config.sample_prompt is None:
             return first_ids(held_out), stop_ids
