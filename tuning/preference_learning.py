@@ -236,7 +236,8 @@ class DPOTask(PreferenceTask):
             raise CheckpointError(
                 f"{path}: is of another base, or of other pairs than --data"
                 f" {' '.join(self.config.data)} are now. Give the same files (and the same --date,"
-                " where the chat template writes it), or start again with another --out"
+                " where the chat template writes it), or start again with another --out: older"
+                " versions held out other pairs, where several have one prompt"
             )
         return found
 

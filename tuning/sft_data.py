@@ -10,7 +10,9 @@ text would lack what it says. A conversation that cannot be used ends the run wi
 the run.
 
 The conversations are sorted by a hash of their tokens, as documents are in data.py. So which ones
-are held out does not depend on the order of the files, and equal ones are neighbours.
+are held out does not depend on the order of the files. The last twentieth is held out, with one
+rule: all conversations that begin with the same question are on the same side. So the held-out loss
+is that of questions that the model has not learned to answer.
 
 A template may write the date into the text. A run keeps the moment at which it began (--date), and
 its template says this one each time the run goes on. So the tokens stay the same, and with them the
@@ -46,19 +48,33 @@ NOTHING = (None, "", [], {})
 # --- lines ----------------------------------------------------------------------------------------
 
 
+class Examples(list):
+    """What the lines of files became. questions: a key for the question of each."""
+
+    def __init__(self, examples, questions):
+        super().__init__(examples)
+        self.questions = questions
+
+
 def read_lines(
-    paths: list[str], flag: str, make: Callable[[dict], object], key: Callable, skip: bool
-) -> tuple[list, str]:
+    paths: list[str],
+    flag: str,
+    make: Callable[[dict], object],
+    key: Callable,
+    asked: Callable[[dict], list[dict]],
+    skip: bool,
+) -> tuple[Examples, str]:
     """What `make` gives for each line of JSON-lines files, in the order of a hash of `key(..)`; and
-    a summary of what is left out. skip: leave out, and count, what cannot be used. Raises
-    ChatError, naming file and line."""
+    a summary of what is left out. asked: the messages of a line that are its question. skip: leave
+    out, and count, what cannot be used. Raises ChatError, naming file and line."""
     found = []
     skipped = Counter()
     for path in paths:
         try:
             for number, record in json_files.read_lines(path):
                 try:
-                    found.append(make(record))
+                    example = make(record)
+                    found.append((hash_of(key(example)), question_key(asked(record)), example))
                 except ChatError as e:
                     if not skip or e.reason == NO_SKIP:
                         helps = " (--skip-bad-examples leaves it out)" if e.reason else ""
@@ -72,12 +88,18 @@ def read_lines(
         left_out = f"; {skipped.total()} skipped ({reasons})"
     if not found:
         raise ChatError(f"{flag} {' '.join(paths)}: nothing to learn from{left_out}")
-    return sorted(found, key=lambda each: hash_of(key(each))), left_out
+    _, questions, examples = zip(*sorted(found, key=lambda each: each[:2]))
+    return Examples(examples, questions), left_out
 
 
 def hash_of(content) -> str:
     """Of JSON."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def question_key(messages: list[dict]) -> str:
+    """Templates strip contents, so space around them makes no other question."""
+    return hash_of([[each["role"], each["content"].strip()] for each in messages])
 
 
 def check_length(n: int, limit: int, room: str) -> None:
@@ -122,6 +144,16 @@ def check_messages(record: dict, messages: list, known: tuple[str, ...]) -> list
     return found
 
 
+def first_question(messages: list[dict]) -> list[dict]:
+    """The messages before the first answer to the user that is learned; all, where none is."""
+    asked = False
+    for n, each in enumerate(messages):
+        if asked and each["role"] == "assistant" and each.get("weight") != 0:
+            return messages[:n]
+        asked = asked or each["role"] == "user"
+    return messages
+
+
 def read_examples(
     paths: list[str], flag: str, chat: Chat, loss_on: str, limit: int, skip: bool
 ) -> tuple[list[Example], str]:
@@ -132,7 +164,10 @@ def read_examples(
         check_length(len(example.ids), limit, f"{limit - 1} has room for")
         return example
 
-    examples, left_out = read_lines(paths, flag, make, lambda example: example.ids, skip)
+    def asked(record: dict) -> list[dict]:
+        return first_question(messages_of(record))
+
+    examples, left_out = read_lines(paths, flag, make, lambda example: example.ids, asked, skip)
     tokens = sum(len(example.ids) for example in examples)
     targets = sum(sum(example.counted[1:]) for example in examples)
     summary = f"{len(examples):,} conversations, {targets:,} of {tokens:,} tokens in the loss"
@@ -185,6 +220,35 @@ def open_chat(config, world, tokenizer) -> Chat:
     return Chat(template, chat_tokenizer)
 
 
+def held_out_questions(questions: list[str]) -> set[str]:
+    """Which questions are held out, with all their examples. questions: that of each example.
+
+    From the end, as many as fit into a twentieth of the examples. Where no question has so few, it
+    is the one with the fewest.
+    """
+    sizes = Counter(questions)
+    room = max(1, len(questions) // HELD_OUT)
+    found = set()
+    for question in reversed(questions):
+        if question not in found and sizes[question] <= room:
+            found.add(question)
+            room -= sizes[question]
+    return found or {min(reversed(questions), key=sizes.get)}
+
+
+def split(examples: Examples) -> tuple[list, list, str]:
+    """(what is learned from, what is held out, a summary) of two examples or more."""
+    if len(set(examples.questions)) == 1:
+        n = max(1, len(examples) // HELD_OUT)
+        warning = f"{n:,} of them held out, but all have one question, so it is trained on too"
+        return examples[:-n], examples[-n:], warning
+    apart = held_out_questions(examples.questions)
+    learned, held_out = [], []
+    for example, question in zip(examples, examples.questions):
+        (held_out if question in apart else learned).append(example)
+    return learned, held_out, f"{len(held_out):,} of them held out"
+
+
 def open_examples(config, world, chat: Chat, read: Callable, what: str) -> tuple[list, list]:
     """(what is learned from, what is held out) of --data and --val-data. read(paths, flag): what
     `read_lines` gives, with a summary; what: an example is called. Raises ChatError."""
@@ -194,15 +258,14 @@ def open_examples(config, world, chat: Chat, read: Callable, what: str) -> tuple
         held_out, val_summary = read(val_data, "--val-data")
         summary += f"; --val-data: {val_summary}"
     else:
-        n = max(1, len(examples) // HELD_OUT)
-        if n == len(examples):
+        if len(examples) == 1:
             others = "" if val_data is None else ", or --val-data FILE,"
             raise ChatError(
                 f"--data {' '.join(config.data)}: has one {what}, and one is held out;"
                 f" more{others} would do ({summary})"
             )
-        examples, held_out = examples[:-n], examples[-n:]
-        summary += f"; {n:,} of them held out"
+        examples, held_out, of_them = split(examples)
+        summary += f"; {of_them}"
     date = f", with the date {chat.template.date}" if chat.template.date else ""
     world.say(f"--data: {summary}; {chat.template.where}{date}")
     return examples, held_out
