@@ -58,7 +58,7 @@ def check_data_agree(train_set, held_out, world: World) -> None:
         if corpora != everywhere[0]:
             raise ConfigError(
                 f"rank {rank} has read other data than rank 0: a file is another one on its"
-                " machine, or the chat template asks for the time or for chance"
+                " machine, or the chat template asks for chance"
             )
 
 

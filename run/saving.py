@@ -185,7 +185,7 @@ def changes(trainer, path: Path, index: dict, corpus: str) -> list[str]:
     if other_tokenizer:
         found.append(other_tokenizer)
     if index.get("corpus") != corpus:
-        found.append(f"corpus {index.get('corpus')} -> {corpus}")
+        found.append(f"corpus {index.get('corpus')} -> {corpus}{trainer.task.other_data}")
     return found
 
 

@@ -102,6 +102,8 @@ class Task(PartOfTrainer):
     last_file = "sample.txt"
     # in metrics.jsonl: what `evaluate` gives
     eval_field = "eval_loss"
+    # for people: what follows where a run goes on with other data
+    other_data = ""
     # of the checkpoint that this run goes on from: its steps, and the samples that they have taken
     steps_done = taken = 0
 

@@ -35,7 +35,7 @@ VALUES = dict(
     gae_lambda=0.1, critic_lr=0.3, save_every=1, peft="lora", lora_rank=2, lora_alpha=3.0,
     lora_dropout=0.5, adapter_size=4, peft_targets="down", eval_every=1, sample_prompt="xyz",
     seed=5, log_every=2, profile=True, plan="h100", global_batch_size=4, data="OTHERS",
-    cache="elsewhere",
+    cache="elsewhere", date="2026-11-26",
 )  # fmt: skip
 # a kind of run -> what OTHER stands for
 OTHER = {"reward": "dpo", "dpo": "reward", "grpo": "ppo", "ppo": "grpo"}

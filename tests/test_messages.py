@@ -61,7 +61,10 @@ def of_prompts(path):
     def make(record: dict):
         return prompt_set.question_of(record, CHAT, 99)._replace(record={})
 
-    return sft_data.read_lines([path], "--data", make, lambda question: question.ids, True)
+    def key(question):
+        return question.ids
+
+    return sft_data.read_lines([path], "--data", make, key, prompt_set.asked, True)
 
 
 # kind of file -> (how it is read, a line of it, where its messages are)

@@ -81,12 +81,16 @@ class ChatTemplate:
         self.text, self.where, self.tokens = text, where, tokens
         # templates of images iterate over a content, and take the letters of a text for its parts
         self.in_parts = False
+        # what strftime_now tells, in ISO format; None: now
+        self.date: str | None = None
+        self.asks_for_date = "strftime_now" in text
         self.marks_answers = self.ask(None)["marks"]
         self.in_parts = not self.writes_contents() and self.writes_contents(in_parts=True)
 
     def ask(self, messages: list[dict] | None, ask: bool = False) -> dict:
         """What the other process answers. Raises ChatError."""
-        reply = RENDERER.ask(template=self.text, names=self.tokens, messages=messages, ask=ask)
+        request = dict(template=self.text, names=self.tokens, messages=messages, ask=ask)
+        reply = RENDERER.ask(**request, date=self.date)
         if "error" not in reply:
             return reply
         where = f"{self.where}, line {reply['line']}" if "line" in reply else self.where

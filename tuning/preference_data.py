@@ -7,6 +7,8 @@
 A message is {"role": "user", "content": ".."}. The two conversations of a pair are equal but for
 their last message, the assistant's answer. They become text by a chat template, as in sft.py.
 
+All pairs of one prompt are on the same side: trained on, or held out.
+
 Sample 2k is the chosen answer of a pair and 2k + 1 the rejected one: two rows of a batch, that have
 the prompt and the answer with the token that ends it. Every epoch permutes the pairs.
 """
@@ -96,9 +98,14 @@ def read_pairs(
     paths: list[str], flag: str, chat: Chat, limit: int, skip: bool
 ) -> tuple[list[Pair], str]:
     """(pairs, a summary), as of sft_data.read_lines. limit: of tokens."""
-    pairs, left_out = read_lines(
-        paths, flag, lambda record: pair_of(record, chat, limit), ids_of, skip
-    )
+
+    def make(record: dict) -> Pair:
+        return pair_of(record, chat, limit)
+
+    def asked(record: dict) -> list[dict]:
+        return conversation(record, "chosen")[:-1]
+
+    pairs, left_out = read_lines(paths, flag, make, ids_of, asked, skip)
     tokens = sum(len(ids) for pair in pairs for ids in ids_of(pair))
     return pairs, f"{len(pairs):,} pairs, {tokens:,} tokens{left_out}"
 
@@ -159,7 +166,7 @@ class Pairs(Padded):
 
 def open_data(config, world, tokenizer) -> tuple[Pairs, Pairs]:
     """(training set, held-out set) of --data. Raises ChatError or CheckpointError."""
-    chat = open_chat(config, tokenizer)
+    chat = open_chat(config, world, tokenizer)
     shards = config.length_multiple
     limit = config.model_config().seq_length // shards * shards
 

@@ -235,8 +235,9 @@ class DPOTask(PreferenceTask):
         if key != self.key(sets):
             raise CheckpointError(
                 f"{path}: is of another base, or of other pairs than --data"
-                f" {' '.join(self.config.data)} are now. Give the same files, or start again with"
-                " another --out"
+                f" {' '.join(self.config.data)} are now. Give the same files (and the same --date,"
+                " where the chat template writes it), or start again with another --out: older"
+                " versions held out other pairs, where several have one prompt"
             )
         return found
 

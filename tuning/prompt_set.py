@@ -5,7 +5,7 @@
 
 The chat template (sft.py) makes the tokens after which the model answers. Other fields of a line go
 to the reward function. Lines are sorted by a hash of their content, so their order in the file does
-not matter; the last twentieth is held out.
+not matter; the last twentieth is held out, and lines with one prompt stay together.
 """
 
 import json
@@ -94,8 +94,8 @@ class Prompts:
 # --- lines ----------------------------------------------------------------------------------------
 
 
-def question_of(record: dict, chat: Chat, limit: int) -> Question:
-    """limit: of tokens. Raises ChatError."""
+def asked(record: dict) -> list[dict]:
+    """The messages of a line. Raises ChatError."""
     messages = record.get("messages", record.get("prompt"))
     if isinstance(messages, str):
         messages = [message("user", messages)]
@@ -110,6 +110,12 @@ def question_of(record: dict, chat: Chat, limit: int) -> Question:
         raise ChatError(
             "ends with an answer; the last message is one that the model answers", NO_SKIP
         )
+    return messages
+
+
+def question_of(record: dict, chat: Chat, limit: int) -> Question:
+    """limit: of tokens. Raises ChatError."""
+    messages = asked(record)
     ids = chat.prompt(messages)
     check_length(len(ids), limit, "leaves beside --answer-tokens only")
     return Question(ids, messages[-1]["content"], record)
@@ -117,7 +123,7 @@ def question_of(record: dict, chat: Chat, limit: int) -> Question:
 
 def open_prompts(config, world, tokenizer, function) -> tuple[Prompts, Prompts]:
     """(training set, held-out set) of --data. Raises ChatError or CheckpointError."""
-    chat = open_chat(config, tokenizer)
+    chat = open_chat(config, world, tokenizer)
     limit = config.model_config().seq_length - config.answer_tokens
 
     def read(paths: list[str], flag: str) -> tuple[list[Question], str]:
@@ -127,7 +133,7 @@ def open_prompts(config, world, tokenizer, function) -> tuple[Prompts, Prompts]:
         def key(question: Question) -> list:
             return [question.ids, question.record]
 
-        questions, left_out = read_lines(paths, flag, make, key, config.skip_bad_examples)
+        questions, left_out = read_lines(paths, flag, make, key, asked, config.skip_bad_examples)
         return questions, f"{len(questions):,} prompts{left_out}"
 
     questions, held_out = open_examples(config, world, chat, read, "prompt")

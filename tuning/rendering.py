@@ -6,7 +6,8 @@ kernel does, for a whole process; so this file is also the program of the proces
 that goes beyond the bounds ends, and the next text gets a new one. The process that asks, which may
 be a server with threads, has no limits.
 
-    {"template": "..", "names": {..}, "messages": [..], "ask": true}  ->  {"text": "..", ..}
+    {"template": "..", "names": {..}, "messages": [..], "ask": true, "date": null}
+    ->  {"text": "..", ..}
 
 The options, and what a template may call, are those of `transformers`.
 """
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import jinja2.utils
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
@@ -85,12 +87,18 @@ def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
     )
 
 
-def strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
+def strftime_of(date: str | None) -> Callable[[str], str]:
+    """The function strftime_now, which tells this date and time, or for None those of the call."""
+
+    def strftime_now(form: str) -> str:
+        when = datetime.datetime.fromisoformat(date) if date else datetime.datetime.now()
+        return when.strftime(form)
+
+    return strftime_now
 
 
 @functools.lru_cache
-def compiled(text: str) -> tuple[jinja2.Template, bool]:
+def compiled(text: str, date: str | None) -> tuple[jinja2.Template, bool]:
     """(a template, whether it has {% generation %} blocks). Raises what jinja and Python raise."""
     extensions = [GenerationBlocks, "jinja2.ext.loopcontrols"]
     environment = ImmutableSandboxedEnvironment(
@@ -100,7 +108,7 @@ def compiled(text: str) -> tuple[jinja2.Template, bool]:
     environment.globals |= {
         "namespace": Namespace,
         "raise_exception": raise_exception,
-        "strftime_now": strftime_now,
+        "strftime_now": strftime_of(date),
     }
     methods = (call.node for call in environment.parse(text).find_all(nodes.Call))
     marks = any(isinstance(m, nodes.ExtensionAttribute) and m.name == "mark" for m in methods)
@@ -110,10 +118,12 @@ def compiled(text: str) -> tuple[jinja2.Template, bool]:
 # --- the process that renders ---------------------------------------------------------------------
 
 
-def answer(template: str, names: dict, messages: list[dict] | None, ask: bool) -> dict:
-    """messages: None to compile the template only."""
+def answer(
+    template: str, names: dict, messages: list[dict] | None, ask: bool, date: str | None
+) -> dict:
+    """messages: None to compile the template only. date: as of `strftime_of`."""
     try:
-        program, marks = compiled(template)
+        program, marks = compiled(template, date)
         if messages is None:
             return {"marks": marks}
         fields = dict(messages=messages, tools=None, documents=None, add_generation_prompt=ask)

@@ -4,6 +4,7 @@ python sft.py --load CKPT --data chats.jsonl --out runs/chat
 torchrun --nproc-per-node 2 sft.py --load CKPT --data chats.jsonl --pack --tp 2
 """
 
+import datetime
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -44,7 +45,18 @@ class ChatConfig(PeftConfig):
         " refuses",
     )
 
+    date: str | None = flag(
+        None,
+        "the date and time that the chat template writes, if it asks for them (strftime_now), as"
+        " 2026-11-26 or 2026-11-26T09:30:00; the default is when the run began",
+        metavar="DATE",
+    )
+
     def check(self, model: MoEConfig, world: int, base_needed: bool) -> None:
+        try:
+            datetime.datetime.fromisoformat(self.date or "2026-11-26")
+        except ValueError:
+            refuse(self, "date", "is no date; 2026-11-26 or 2026-11-26T09:30:00 would fit")
         for name, what in self.needed.items():
             if base_needed and not getattr(self, name):
                 raise ConfigError(f"--{name}: {self.command} needs --{name} {what}")
