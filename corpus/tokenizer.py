@@ -20,6 +20,7 @@ Not covered: training a tokenizer. The tokenizers library does it.
 
 import contextlib
 import hashlib
+import json
 import math
 import os
 import sys
@@ -135,15 +136,18 @@ class FileTokenizer(Tokenizer):
             self.vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
             for fault in self.faults(declared):
                 raise TokenizerError(f"--tokenizer {path}: {fault}")
-            self.vocab_size = max(self.vocabulary.values()) + 1
             try:
                 self.companions = Companions(Path(path), self.vocabulary)
+                changed = self.obey_companions()
                 self.set_begin_and_end()
             except (OSError, ValueError) as e:
                 raise TokenizerError(str(e)) from None
         self.files = {"tokenizer.json": content} | self.companions.files
         # What every document begins and ends with is part of the content.
         identity = content + f"{self.bos} {self.eot}".encode()
+        # What tokenizer_config.json changes is too.
+        if changed:
+            identity += json.dumps(changed, sort_keys=True).encode()
         self.fingerprint = hashlib.sha256(identity).hexdigest()
 
     def load(self) -> tuple[bytes, dict]:
@@ -192,6 +196,16 @@ class FileTokenizer(Tokenizer):
             self.encode(PROBE)
         except TokenizerError as e:
             yield f"{e}; an unk_token that its vocabulary has would fit"
+
+    def obey_companions(self) -> dict[int, dict]:
+        """Returns the added tokens that tokenizer_config.json changes. Raises JSONError."""
+        from corpus import tokenizer_config
+
+        companions = self.companions
+        changed = tokenizer_config.obey(self.tokenizer, companions.config, companions.folder)
+        self.vocabulary.update(self.tokenizer.get_vocab(with_added_tokens=True))
+        self.vocab_size = max(self.vocabulary.values()) + 1
+        return changed
 
     def set_begin_and_end(self) -> None:
         """Set what is of the begin and the end of a text. Raises JSONError."""

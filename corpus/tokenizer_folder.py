@@ -53,8 +53,11 @@ class Companions:
         for name in COMPANION_FILES:
             content = self.files.get(name, b"{}")
             fields[name] = json_files.parse(content, dict, f"{self.folder}/{name}")
-        # tokenizer_config.json counts before special_tokens_map.json.
-        self.with_names = fields["special_tokens_map.json"] | fields["tokenizer_config.json"]
+        # As in transformers: without added_tokens_decoder special_tokens_map.json counts first.
+        self.config, names = fields["tokenizer_config.json"], fields["special_tokens_map.json"]
+        if "added_tokens_decoder" not in self.config:
+            self.config = self.config | names
+        self.with_names = names | self.config
         self.with_ids = fields["generation_config.json"]
         if tokenizer.name == "tokenizer.json":
             self.add_ids(model_ids(self.folder))
@@ -115,13 +118,22 @@ class Companions:
             return self.files[CHAT_TEMPLATE].decode()
         where = f"{self.folder}/tokenizer_config.json: chat_template"
         value = self.with_names.get("chat_template")
+        # name -> text
+        named = {Path(name).stem: self.files[name].decode() for name in self.files if "/" in name}
         if isinstance(value, list):
-            named = json_files.convert(value, list[dict[str, str]], where)
-            value = {each.get("name"): each.get("template") for each in named}.get("default")
+            listed = json_files.convert(value, list[dict[str, str]], where)
+            named = {each.get("name", ""): each.get("template") for each in listed} | named
+            value = None
+        value = named.get("default", value)
         if value is None and CHAT_TEMPLATE_JSON in self.files:
             where = f"{self.folder}/{CHAT_TEMPLATE_JSON}"
             value = json_files.parse(self.files[CHAT_TEMPLATE_JSON], dict, where)
             value = value.get("chat_template")
+        if value is None and named:
+            raise json_files.JSONError(
+                f"{self.folder} has the chat templates {' and '.join(sorted(named))}, none of them"
+                " called default; choose one with --chat-template FILE"
+            )
         return json_files.convert(value, str | None, where)
 
 

@@ -46,6 +46,7 @@ TEXTS = (
     "def add(a, b):\n    return a + b\n",
     "It's 2024, isn't it? WE'LL see.",
     "1234567 12 3",
+    "  1234",
     "Größe naïve",
     # a letter and an accent, as two characters
     "cafe\u0301",

@@ -31,6 +31,7 @@ from exchange import commands
 from inference import cli, generation_config
 from inference.loading import find_chat, load_model
 from sft import message
+from tuning.chat_template import ChatError, ChatTokenizer, open_template
 
 regex = pytest.importorskip("regex")
 transformers = pytest.importorskip("transformers")
@@ -150,6 +151,11 @@ def test_here_the_ids_are_the_same(folders, kind):
     # behind a special token
     if type(by_class).__name__ == "LlamaTokenizer":
         assert differing and all(text[:1] in " ▁" or "</s>" in text for text in differing)
+    # what GPT-2's class leaves out of SmolLM's file: digits one by one, before words are split
+    elif kind == "smollm":
+        assert differing == ["  1234"]
+        assert by_class.tokenize("  1234") == ["Ġ", "Ġ", "1", "2", "3", "4"]
+        assert exact.tokenize("  1234") == ["ĠĠ", "1", "2", "3", "4"]
     else:
         assert not differing
 
@@ -201,6 +207,8 @@ def test_ids_of_the_configuration_are_kept(folders, tmp_path):
 def test_a_tokenizer_beyond_the_model_is_refused(folders, tmp_path):
     hf = Path(shutil.copytree(folders("gpt2") / "hf", tmp_path / "hf"))
     words(hf / "tokenizer.json", ["?", *map(str, range(400))])
+    for name in TOKENIZER_FILES[1:]:
+        (hf / name).unlink()
     message = r"its ids go up to 400, and the model of config\.json has vocab_size"
     with pytest.raises(huggingface.HuggingFaceError, match=message):
         huggingface.import_folder(hf, tmp_path / "ckpt")
@@ -543,6 +551,40 @@ def test_the_template_of_a_model_of_images(tmp_path):
     edit_json(tmp_path / "tokenizer_config.json", chat_template="of the config")
     tokenizer = FileTokenizer(str(tmp_path / "tokenizer.json"))
     assert tokenizer.companions.chat_template() == "of the config"
+
+
+@pytest.mark.parametrize("form", ["list", "folder"])
+def test_several_templates_and_none_is_called_default(tmp_path, form, capsys):
+    """transformers asks for a name then, and here it is --chat-template that chooses."""
+    write_model("qwen", tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    named = {"tool_use": "T", "rag": "R"}
+    if form == "list":
+        listed = [{"name": name, "template": text} for name, text in named.items()]
+        edit_json(config, chat_template=listed)
+    else:
+        edit_json(config, chat_template=None)
+        (tmp_path / "additional_chat_templates").mkdir()
+        for name, text in named.items():
+            (tmp_path / f"additional_chat_templates/{name}.jinja").write_text(text)
+    ours = FileTokenizer(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="multiple chat templates with no default"):
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        theirs.apply_chat_template(QUESTION)
+    with pytest.raises(ChatError) as e:
+        find_chat(tmp_path, ours)
+    assert f"{tmp_path} has the chat templates rag and tool_use, none" in str(e.value)
+    assert "--chat-template FILE" in str(e.value)
+    (tmp_path / "chosen.jinja").write_text("of a file")
+    chosen = open_template(str(tmp_path / "chosen.jinja"), ChatTokenizer(ours))
+    assert chosen.text == "of a file"
+    # one that is called default is found in both forms
+    if form == "list":
+        edit_json(config, chat_template=[*listed, {"name": "default", "template": "D"}])
+    else:
+        (tmp_path / "additional_chat_templates/default.jinja").write_text("D")
+    ours = FileTokenizer(str(tmp_path / "tokenizer.json"))
+    assert find_chat(tmp_path, ours).template.text == "D"
 
 
 def test_a_template_that_was_changed_is_found(folders, tmp_path):
