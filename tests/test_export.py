@@ -220,6 +220,8 @@ def test_half_precision_and_a_tokenizer(tmp_path, capsys):
     tokenizer = Tokenizer(models.WordLevel(words, "[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "hf" / "tokenizer.json"))
+    # of the tokenizer that was there
+    (tmp_path / "hf" / "tokenizer_config.json").unlink()
     argv = [str(tmp_path / "hf"), str(tmp_path / "graph"), "--dtype", "fp16"]
     assert export.main(argv) == 0
     file = tmp_path / "graph" / "model.onnx.data"
