@@ -2,8 +2,8 @@
 PYTHON ?= python3
 RANKS ?= 2
 ARGS ?=
-# where figures and gpu write; with ARGS=--toy into runs/comparisons/toy
-RESULTS ?= $(if $(findstring --toy,$(ARGS)),,--out comparisons --figures figures)
+# where figures and gpu write; with ARGS=--toy into runs/benchmarks/toy
+RESULTS ?= $(if $(findstring --toy,$(ARGS)),,--out benchmarks/results --figures docs/figures)
 
 train: .venv/installed
 	.venv/bin/torchrun --nproc-per-node $(RANKS) train.py $(ARGS)
@@ -38,28 +38,28 @@ lint: .venv/tests-installed
 	.venv/bin/ruff check .
 
 figures: .venv/installed
-	.venv/bin/python comparisons/activation_memory.py $(RESULTS) $(ARGS)
-	.venv/bin/python comparisons/recompute_overhead.py $(RESULTS) $(ARGS)
-	.venv/bin/python comparisons/pipeline.py $(RESULTS) $(ARGS)
-	.venv/bin/python comparisons/context.py $(RESULTS) $(ARGS)
-	.venv/bin/python comparisons/planner.py $(RESULTS) $(ARGS)
-	.venv/bin/python comparisons/serving_plan.py $(RESULTS) $(ARGS)
-	.venv/bin/python comparisons/zero_memory.py $(RESULTS) $(ARGS)
-	.venv/bin/python comparisons/fsdp.py $(RESULTS) $(ARGS)
-	.venv/bin/python comparisons/silent_bugs.py $(RESULTS) $(ARGS)
-	.venv/bin/python comparisons/packing.py $(RESULTS) $(ARGS)
-	.venv/bin/python comparisons/preference.py $(RESULTS) $(ARGS)
-	.venv/bin/python comparisons/rollout.py $(RESULTS) $(ARGS)
-	.venv/bin/python comparisons/reproduction.py $(RESULTS) $(ARGS)
-	.venv/bin/python comparisons/fp8.py $(RESULTS) $(ARGS)
-	.venv/bin/python comparisons/moe.py training $(RESULTS) $(ARGS)             # half an hour of this
+	.venv/bin/python -m benchmarks.activation_memory $(RESULTS) $(ARGS)
+	.venv/bin/python -m benchmarks.recompute_overhead $(RESULTS) $(ARGS)
+	.venv/bin/python -m benchmarks.pipeline $(RESULTS) $(ARGS)
+	.venv/bin/python -m benchmarks.context $(RESULTS) $(ARGS)
+	.venv/bin/python -m benchmarks.planner $(RESULTS) $(ARGS)
+	.venv/bin/python -m benchmarks.serving_plan $(RESULTS) $(ARGS)
+	.venv/bin/python -m benchmarks.zero_memory $(RESULTS) $(ARGS)
+	.venv/bin/python -m benchmarks.fsdp $(RESULTS) $(ARGS)
+	.venv/bin/python -m benchmarks.silent_bugs $(RESULTS) $(ARGS)
+	.venv/bin/python -m benchmarks.packing $(RESULTS) $(ARGS)
+	.venv/bin/python -m benchmarks.preference $(RESULTS) $(ARGS)
+	.venv/bin/python -m benchmarks.rollout $(RESULTS) $(ARGS)
+	.venv/bin/python -m benchmarks.reproduction $(RESULTS) $(ARGS)
+	.venv/bin/python -m benchmarks.fp8 $(RESULTS) $(ARGS)
+	.venv/bin/python -m benchmarks.moe training $(RESULTS) $(ARGS)             # half an hour of this
 	.venv/bin/pip install --quiet transformers
-	.venv/bin/python comparisons/generation.py $(RESULTS) $(ARGS)
-	.venv/bin/python comparisons/layouts.py $(RESULTS) $(ARGS)
+	.venv/bin/python -m benchmarks.generation $(RESULTS) $(ARGS)
+	.venv/bin/python -m benchmarks.layouts $(RESULTS) $(ARGS)
 
 # on a GPU, twelve minutes; ARGS="gpt2 llama" runs these stages (docs/gpu.md)
 gpu: .venv/tests-installed
-	.venv/bin/python comparisons/gpu.py $(RESULTS) $(ARGS)
+	.venv/bin/python -m benchmarks.gpu $(RESULTS) $(ARGS)
 
 .venv/bin/pip:
 	$(PYTHON) -m venv .venv

@@ -2,7 +2,7 @@
 
 gpt.py is GPT-2 and Llama. Most released models are one of these with another size. The others have
 a few parts of their own, which this file puts into a finished model, from outside, on the meta
-device. A field of GPTConfig (model_config.py) asks for each of them:
+device. A field of GPTConfig (base/model_config.py) asks for each of them:
 
     Qwen3       a norm of each head's query and key                      qk_norm
     Gemma       embeddings times √h                                      embedding_scale
@@ -29,16 +29,11 @@ needs no other positions (BLOOM, arXiv 2211.05100). The first of a heads has slo
 the next r², then r³, and so on: 1/2, 1/4, .. 1/256 for 8 heads. Where a is no power of two, see
 `alibi_slopes`.
 
-    python families.py      parameters, reach of a token, columns of the cache, slopes
+    python -m course.families      parameters, reach of a token, columns of the cache, slopes
 
 Not covered: a kernel that skips what the window hides (FlashAttention's window_size). Here the
 scores are computed and then hidden. Context parallelism of such models is refused.
 """
-
-if __name__ == "__main__":
-    from base import start
-
-    start.lesson("families")
 
 import math
 
@@ -47,8 +42,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpt
-from attention.rotary import rotary_frequencies
-from model_config import GPTConfig
+from base.model_config import GPTConfig
+from base.rotary import rotary_frequencies
 
 # --- Qwen3, Gemma, Llama 3.1 ----------------------------------------------------------------------
 
@@ -137,7 +132,7 @@ class LocalBias(nn.Module):
             self.slopes = self.slopes.chunk(t)[rank]
 
     def forward(self, q: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Of a whole sequence. q: [b, a, s, d]; documents: [b, s] as in attention/document_mask.py
+        """Of a whole sequence. q: [b, a, s, d]; documents: [b, s] as in base/document_mask.py
         -> [1 or b, 1 or a, s, s], in q's dtype"""
         at = torch.arange(q.shape[2], device=q.device).unsqueeze(0)
         bias = self.between(at, at, q)

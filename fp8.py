@@ -9,18 +9,18 @@ rounded to bytes. Sums are in float32; results have the type of x.
     input gradient     ∂x = ∂y W        e5m2 e4m3      gradients spread over more powers of two;
     weight gradient    ∂W = ∂yᵀ x       e5m2 e4m3      within a block they do not: all is in e4m3
 
-fp8_scaling.py has the scales, by three recipes: from the maximum of a tensor now (current), from
+There are three recipes for a scale: from the maximum of a tensor now (current), from
 those of the last steps (delayed), or one for each block of it (block). Without blocks a maximum is
 that of the whole tensor. Where tensor-parallel ranks hold parts of it, it is the largest of theirs:
 
     column-parallel    x is whole        W, ∂y are parts
     row-parallel       x, W are parts    ∂y is whole
 
-    python fp8.py       the three products, which bytes they read, two ranks beside one
+    python -m course.fp8       the three products, which bytes they read, two ranks beside one
 
 `apply` gives the matrices of attention and MLP these products. The first and the last layer, norms,
 softmax, embedding, head and routers stay in the precision of the run. Weights and their gradients
-are stored as without FP8. Experts have a way of their own: precision/fp8_experts.py.
+are stored as without FP8. Experts have a way of their own (the last section).
 
 A weight becomes bytes once in a step (with ZeRO stage 3, by default, for each product). They are
 kept beside it until the next update, on GPUs by rows and by columns: 2 bytes a parameter. Of x,
@@ -29,13 +29,9 @@ this rank's shard, as without FP8. If a layer is recomputed, the same bytes come
 or ∂y is that of one micro-batch, so layouts are equal to one device with the same micro-batch size.
 
 Not covered, and in Transformer Engine or torchao: all-gathers of bytes; casts fused with the
-operation before.
+operation before. A margin, which is room above the largest maximum; a history with a row for each
+micro-batch; ∂W of experts in FP8, with a scale for each column of an expert's rows.
 """
-
-if __name__ == "__main__":
-    from base import start
-
-    start.lesson("fp8")
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -44,20 +40,324 @@ from math import gcd
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import gpt
-import overlap
+import moe
+import pipeline_parallel
+import sequence_parallel
 import tensor_parallel
-from base import compiling
-from model_config import LINEARS, FieldError, GPTConfig, divisors
-from overlap import start_nothing
-from pipelines import zero_bubble
-from precision import fp8_cast, fp8_experts
-from precision.float8 import Quantised
-from precision.fp8_scaling import GRADIENT, INPUT, Recipe, Scaling
-from sequence_parallel import GatherSequence
+from base import compiling, fp8_cast
+from base.float8 import (
+    E4M3,
+    E5M2,
+    Format,
+    Quantised,
+    block_maxima,
+    in_both_layouts,
+    product_dtype,
+    quantise,
+    scale_of,
+)
+from base.model_config import LINEARS, FieldError, GPTConfig, divisors
+from sequence_parallel import GatherSequence, start_nothing
+
+# --- scaling --------------------------------------------------------------------------------------
+#
+# The scales of FP8 training: which maximum brings a tensor into the range of its bytes.
+#
+# A matrix multiplication in FP8 has two operands, and each has a scale: the largest number
+# of its format, over a maximum (base/float8.py), called amax. Three recipes say which maximum:
+#
+#     current    that of this tensor, now. The tensor is read once more, but where the kernel that
+#                made it has noted its maximum. Tensor-parallel ranks that hold parts of it agree on
+#                the largest of theirs, in a small all-reduce
+#     delayed    that of this tensor in the last 16 steps, known beforehand (Transformer Engine's
+#                first recipe). Larger values saturate. In the first step, `current`
+#     block      one for each 1 x 128 values of activations and of gradients, and each 128 x 128 of
+#                weights, so that a large value spoils its own block only (DeepSeek-V3, arXiv
+#                2412.19437, section 3.3.2). The 128 lie in the dimension that the product sums
+#                over. Within a block numbers are alike, so gradients too are in e4m3. No block
+#                lies on two ranks, so they have nothing to agree on
+#
+# `Scaling` has the maxima of all tensors of a model, in one table. After a step, `end_step` takes
+# the largest over all ranks, in one small all-reduce: for the history, and for the log. It also
+# drops the bytes of weights, for the optimizer has changed the weights.
+#
+# NaN and infinity: the scale is NaN, so the product is, and all that follows, up to the norm of the
+# gradients. So the step is skipped (optimizer.py). The log names such tensors, the first one first,
+# and no history keeps this step.
+#
+# Zeros: where a tensor's whole history has only zeros, its maximum now counts. Ranks that hold
+# parts of it do not agree on that one: each takes the maximum of its part.
+
+# --- what has a scale -----------------------------------------------------------------------------
+
+# the operands of a matrix: x, W and ∂y
+INPUT, WEIGHT, GRADIENT = range(3)
+OPERANDS = ("input", "weight", "gradient")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """scaling: current, delayed or block. power_of_two: whether scales are rounded down to
+    powers of two. block: the size of blocks, 128 on GPUs. history: how many steps `delayed` looks
+    back."""
+
+    scaling: str = "current"
+    power_of_two: bool = True
+    block: int = 128
+    history: int = 16
+
+    def format(self, operand: int) -> Format:
+        """e4m3 has finer steps, e5m2 the range that the gradients of a whole tensor need."""
+        return E5M2 if operand == GRADIENT and self.scaling != "block" else E4M3
+
+
+# --- scales ---------------------------------------------------------------------------------------
+
+
+class Scaling:
+    """The maxima of all FP8 tensors of a model, and the bytes of this rank's weights.
+
+    amax: [L, matrices, operands] float32, the maxima that this rank has seen in this step.
+    history: [n, L, matrices, operands], those of all ranks in the last n steps, newest first.
+    A tensor's place in these tables is (layer, matrix) and its operand.
+    """
+
+    def __init__(self, recipe: Recipe, num_layers: int, device, keep_bytes: bool = True):
+        """keep_bytes: keep the bytes of weights for a step. Else only the scales are kept, and each
+        product makes the bytes again: so ZeRO stage 3, which does not keep whole weights. (Nothing
+        is kept of experts then.)"""
+        self.recipe = recipe
+        self.keep_bytes = keep_bytes
+        shape = num_layers, len(LINEARS), len(OPERANDS)
+        self.amax = torch.zeros(shape, device=device)
+        self.history = torch.zeros(0, *shape, device=device)
+        # whether the kernels of fp8_cast.py cast what they can
+        self.fused = False
+        # weight -> (scale, or maximum of a kernel; (bytes for y, bytes for ∂x) or None); of experts
+        # the pair alone
+        self.weights: dict[nn.Parameter, tuple] = {}
+        # False where no gradient is asked for: an evaluation leaves no maxima of inputs, nor does
+        # the first of the two forwards of recompute.py
+        self.recording = True
+        # [L, matrices]: True for matrices of experts, whose scales are current ones, of rows, in
+        # every recipe
+        self.by_row = torch.zeros(shape[:2], dtype=torch.bool, device=device)
+        # amax of the last step over all ranks, then `saturated`: [2, L, matrices, operands]
+        self.report = torch.zeros(2, *shape, device=device)
+
+    def scales(self, tensors: list[Tensor], places, operand: int, group, block) -> list[Tensor]:
+        """The scale of each tensor [M, K], or the scales of its blocks; notes the maxima.
+
+        places: (layer, matrix) of each tensor. group: the tensor-parallel ranks that hold parts of
+        these tensors, or None where each rank has them whole. block: (rows, columns), or None.
+        """
+        amaxes = []
+        for x, place in zip(tensors, places):
+            # NaN becomes infinity, which is still there after a maximum over ranks
+            amax = block_maxima(x, block).nan_to_num(torch.inf, torch.inf)
+            self.record(amax, place, operand)
+            amaxes.append(amax)
+        if block is None and len(self.history):
+            # delayed, after the first step
+            pairs = zip(amaxes, places)
+            amaxes = [self.amax_of_history(amax, place, operand) for amax, place in pairs]
+        elif block is None and group is not None:
+            # current, or the first step of delayed
+            together = torch.stack(amaxes)
+            dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
+            amaxes = list(together)
+        to = self.recipe.format(operand)
+        return [scale_of(amax, to, self.recipe.power_of_two) for amax in amaxes]
+
+    def amax_of_history(self, now: Tensor, place, operand: int) -> Tensor:
+        """The largest maximum of the last steps. now: the maximum of the tensor itself, taken where
+        no step has one; where it is infinite, so is the result."""
+        known = self.history[:, *place, operand].amax()
+        known = torch.where(known > 0, known, now)
+        return torch.where(now.isfinite(), known, torch.inf)
+
+    def record(self, amax: Tensor, place, operand: int) -> None:
+        """Note what a tensor's maximum is in this step. amax: one number, or that of each block or
+        row; infinity for NaN."""
+        if amax.numel() and (self.recording or operand != INPUT):
+            seen = self.amax[*place, operand]
+            torch.maximum(seen, amax.amax(), out=seen)
+
+    def quantise(self, tensors, places, operand: int, group, block) -> list[Quantised]:
+        """Matrices in bytes. Arguments as in `scales`; only the recipe `block` has a use for
+        blocks."""
+        recipe = self.recipe
+        block = block if recipe.scaling == "block" else None
+        scales = self.scales(tensors, places, operand, group, block)
+        to = recipe.format(operand)
+        return [quantise(x, s, to, block, recipe.power_of_two) for x, s in zip(tensors, scales)]
+
+    def both(
+        self, tensors, places, operand: int, group, wanted: tuple[bool, bool] = (True, True)
+    ) -> list[tuple[Quantised | None, Quantised | None]]:
+        """Inputs or gradients [tokens, n] in bytes twice: (for sums over n, for sums over tokens).
+
+        Blocks lie in the dimension that is summed over, so the two are rounded differently. Other
+        recipes use the same bytes twice. wanted: which of the two there are a use for; the other
+        may be None.
+        """
+        size = self.recipe.block
+        if self.casts_in_kernels(tensors):
+            return self.cast(tensors, places, operand, group, wanted)[0]
+        if self.recipe.scaling != "block":
+            once = self.quantise(tensors, places, operand, group, None)
+            return list(zip(once, once))
+        made = []
+        for block, is_wanted in zip(((1, size), (size, 1)), wanted):
+            if is_wanted:
+                made.append(self.quantise(tensors, places, operand, group, block))
+            else:
+                made.append([None] * len(tensors))
+        return list(zip(*made))
+
+    def casts_in_kernels(self, tensors: list[Tensor]) -> bool:
+        has_blocks = self.recipe.scaling == "block"
+        return self.fused and not has_blocks and all(map(fp8_cast.supported, tensors))
+
+    def cast(
+        self, tensors: list[Tensor], places, operand: int, group, wanted, maxima=None
+    ) -> tuple[list[tuple[Quantised | None, Quantised | None]], list[Tensor]]:
+        """(`both`, by kernels, which also note the maxima; `maxima`). maxima: of tensors that were
+        cast before, [1] each; by default they are found."""
+        history = [None] * len(tensors)
+        if len(self.history):
+            history = [self.history[:, *place, operand].amax(0, True) for place in places]
+        if maxima is None:
+            maxima = self.maxima(tensors, history, group)
+        inverses = torch.zeros(len(tensors), device=self.amax.device).split(1)
+        options = self.recipe.format(operand), self.recipe.power_of_two, wanted
+        pairs = []
+        for x, place, amax, *scales in zip(tensors, places, maxima, inverses, history):
+            pairs.append(fp8_cast.cast(x, amax, *scales, *options))
+            self.record(amax, place, operand)
+        return pairs, maxima
+
+    def maxima(self, tensors: list[Tensor], history: list, group) -> list[Tensor]:
+        """The maximum of each tensor: noted on it; or found by a kernel, if no history has one."""
+        found = [fp8_cast.noted_maximum(x) for x in tensors]
+        if any(amax is None for amax in found):
+            found = torch.zeros(len(tensors), device=self.amax.device).split(1)
+            for x, amax, known in zip(tensors, found, history):
+                fp8_cast.fp8_maximum(x, amax, known)
+        if group is not None and not len(self.history):
+            together = torch.cat(found)
+            dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
+            found = together.split(1)
+        return found
+
+    def weight(
+        self, w: nn.Parameter, place, group, wanted: tuple[bool, bool] = (True, True)
+    ) -> tuple[Quantised | None, Quantised | None]:
+        """The bytes of a weight [out, in], (for y, for ∂x), which are made at its first use in a
+        step; without `keep_bytes` at each use, by the scale of the first. wanted: as in `both`.
+
+        On GPUs that multiply bytes the two lie in memory by rows and by columns, for y sums over
+        the columns of W, and ∂x over its rows.
+        """
+        scale, pair = self.weights.get(w, (None, None))
+        if pair is not None:
+            return pair
+        if self.keep_bytes:
+            wanted = True, True
+        if self.casts_in_kernels([w]):
+            (pair,), scale = self.cast([w.detach()], [place], WEIGHT, group, wanted, scale)
+        else:
+            scale, pair = self.weight_by_pytorch(w.detach(), place, group, scale)
+        self.weights[w] = scale, (pair if self.keep_bytes else None)
+        return pair
+
+    def weight_by_pytorch(self, w: Tensor, place, group, scale: Tensor | None):
+        """(scale, pair) of `weight`; scale: of the first use, or None."""
+        recipe = self.recipe
+        block = (recipe.block, recipe.block) if recipe.scaling == "block" else None
+        if scale is None:
+            (scale,) = self.scales([w], [place], WEIGHT, group, block)
+        q = quantise(w, scale, recipe.format(WEIGHT), block, recipe.power_of_two)
+        # what is not kept is used once: its product copies it, if need be
+        return scale, (in_both_layouts(q) if self.keep_bytes else (q, q))
+
+    @torch.no_grad()
+    def end_step(self, group: dist.ProcessGroup | None = None, taken: Tensor | None = None) -> None:
+        """After the optimizer's step: weights are new and have no bytes yet, and the maxima of the
+        step become those of all samples, on all ranks. group: all ranks, for one all-reduce; taken:
+        whether the optimizer took the step, on the device, or None if it did."""
+        self.weights.clear()
+        self.report = torch.stack((self.amax, self.saturated()))
+        self.amax.zero_()
+        if group is not None:
+            dist.all_reduce(self.report, dist.ReduceOp.MAX, group=group)
+        amax = self.report[0]
+        if self.recipe.scaling == "delayed":
+            row = amax.nan_to_num(0.0, 0.0).unsqueeze(0)
+            history = torch.cat((row, self.history))
+            if taken is not None:
+                # The maxima of a skipped step are not finite, or on the way there: 16 steps of
+                # gradients would round to zero beside them.
+                as_before = torch.cat((self.history, torch.zeros_like(row)))
+                history = torch.where(taken, history, as_before)
+            self.history = history[: self.recipe.history]
+
+    def saturated(self) -> Tensor:
+        """1 where this step's maximum is more than its scale, from the history, allows, else 0."""
+        too_large = torch.zeros_like(self.amax)
+        if len(self.history):
+            for operand in range(len(OPERANDS)):
+                to = self.recipe.format(operand)
+                known = self.history[..., operand].amax(0)
+                scaled = self.amax[..., operand] * scale_of(known, to, self.recipe.power_of_two)
+                # NaN, of infinity times 0, is not too large
+                too_large[..., operand] = (known > 0) & (scaled > to.largest)
+        return too_large.masked_fill(self.by_row.unsqueeze(-1), 0)
+
+    @staticmethod
+    def warnings(report: Tensor) -> dict[str, list[str]]:
+        """What the log says of a step: names of tensors that were not finite, and of those that had
+        values beyond what their scale allows. report: `Scaling.report`, on the host.
+
+        The first one that is not finite is where it began: first come weights, which were there
+        before the step, then inputs from the first layer on, then gradients from the last.
+        """
+        found = {"fp8_not_finite": [], "fp8_saturated": []}
+        places = [(place, operand) for operand in (WEIGHT, INPUT) for place in layer_places(report)]
+        places += [(place, GRADIENT) for place in reversed(layer_places(report))]
+        for (number, matrix), operand in places:
+            amax, saturated = report[:, number, matrix, operand].tolist()
+            name = list(LINEARS)[matrix]
+            name = f"blocks.{number}.{LINEARS[name]}.{name} {OPERANDS[operand]}"
+            if not amax < float("inf"):
+                found["fp8_not_finite"].append(name)
+            elif saturated:
+                found["fp8_saturated"].append(name)
+        return {key: names for key, names in found.items() if names}
+
+    def state_dict(self) -> dict:
+        return {"history": self.history.tolist()}
+
+    def load_state_dict(self, state: dict | None) -> None:
+        """Raises ValueError for the history of another model. Without one, it begins anew."""
+        rows = state["history"] if state else []
+        if self.recipe.scaling != "delayed" or not rows:
+            return
+        history = torch.tensor(rows, dtype=torch.float32, device=self.history.device)
+        if history.shape[1:] != self.history.shape[1:]:
+            here = list(self.history.shape[1:])
+            raise ValueError(f"a row of the FP8 history is {list(history.shape[1:])}, not {here}")
+        self.history = history[: self.recipe.history]
+
+
+def layer_places(report: Tensor) -> list[tuple[int, int]]:
+    return [(number, m) for number in range(report.shape[1]) for m in range(len(LINEARS))]
+
 
 # --- the three products of a linear layer ---------------------------------------------------------
 
@@ -74,7 +374,7 @@ class Layer:
     input_group: dist.ProcessGroup | None = None
     weight_group: dist.ProcessGroup | None = None
     gradient_group: dist.ProcessGroup | None = None
-    # f of a column-parallel layer, over `group`: as in overlap.py
+    # f of a column-parallel layer, over `group`: as in sequence_parallel.py
     group: dist.ProcessGroup | None = None
     start_input: Callable = start_nothing
     start_input_grad: Callable = start_nothing
@@ -102,7 +402,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, layer, n, *weights_and_biases):
         weights = weights_and_biases[:n]
         biases = weights_and_biases[n:]
-        # the parameters themselves, not saved copies: pipelines/zero_bubble.py writes to them
+        # the parameters themselves, not saved copies: pipeline_parallel.py writes to them
         ctx.layer, ctx.n, ctx.weights = layer, n, weights
         whole = layer.start_input(x, layer.group)()  # [b, s, in]
         # sequence parallelism keeps the shard of x, and gathers x again in backward
@@ -136,7 +436,7 @@ class _Linear(torch.autograd.Function):
         wanted = True, any(weights_wanted)
         group = layer.gradient_group
         pairs = layer.scaling.both(grads_output, layer.places, GRADIENT, group, wanted)
-        # communication runs beside the products, in the order of overlap.py
+        # communication runs beside the products, in the order of sequence_parallel.py
         arriving = None
         if ctx.gathers and any(weights_wanted):
             arriving = layer.start_input(*ctx.saved_tensors, layer.group)
@@ -154,7 +454,7 @@ class _Linear(torch.autograd.Function):
         d_biases = [None] * n
         for i, (_, for_dw) in enumerate(pairs):
             if weights_wanted[i]:
-                d_weights[i] = overlap.weight_gradient(weights[i], for_dw, x)
+                d_weights[i] = sequence_parallel.weight_gradient(weights[i], for_dw, x)
             if biases_wanted[i]:
                 d_biases[i] = grads_output[i].sum(0)
         return leaving(), None, None, *d_weights, *d_biases
@@ -190,11 +490,11 @@ class FP8Input(gpt.SharedInput):
         p = self.project
         if isinstance(p, tensor_parallel.ColumnParallelLinear):
             group = p.enter.group
-            start_input, start_input_grad = overlap.STARTS[type(p.enter)]
+            start_input, start_input_grad = sequence_parallel.STARTS[type(p.enter)]
             f = dict(group=group, start_input=start_input, start_input_grad=start_input_grad)
             # each rank has its rows of W, that is its columns of ∂y
             layer = replace(layer, weight_group=group, gradient_group=group, **f)
-        return list(linear(layer, x, *overlap.weights_and_biases(linears)))
+        return list(linear(layer, x, *sequence_parallel.weights_and_biases(linears)))
 
 
 def row_linear(layer: Layer, x: Tensor, weight: nn.Parameter) -> Tensor:
@@ -269,7 +569,7 @@ def apply(model: gpt.GPT, scaling: Scaling, skip: int = 1) -> None:
             columns = ("up",) if mlp.gate is None else ("gate", "up")
             in_fp8(mlp, columns, "down", scaling, number)
         else:
-            fp8_experts.apply(mlp, scaling, number)
+            apply_to_experts(mlp, scaling, number)
         if scaling.fused and scaling.recipe.scaling == "current":
             mark_casts(block)
 
@@ -302,6 +602,176 @@ def in_fp8(part: nn.Module, columns: tuple[str, ...], row: str, scaling: Scaling
         # each rank has its part of x and its columns of W
         layer = replace(layer, input_group=output.group, weight_group=output.group)
     else:
-        output = zero_bubble.with_weights_of(FP8Linear, output)
+        output = pipeline_parallel.with_weights_of(FP8Linear, output)
         setattr(part, row, output)
     output.linear = partial(row_linear, layer)
+
+
+# --- experts --------------------------------------------------------------------------------------
+#
+# Experts in FP8: one scale for each row, that is for each token, and for each output of a weight.
+#
+# An expert multiplies the tokens that chose it (moe.py). Under expert parallelism these come from
+# the micro-batches of several ranks, so there is no one tensor whose maximum could give a scale. A
+# scale of its own for each row does not ask who else is in the tensor, and the layout changes
+# nothing:
+#
+#     y_ij  =  Σ_k q(x)_ik q(w)_jk / (scale_i scale_j)          x: [rows, in]; w: [out, in]
+#
+# The scales stand outside of the sum, so they must not depend on k. Each product sums over another
+# dimension, so a weight is in bytes twice:
+#
+#                                         what has a scale
+#     forward            y  = x Wᵀ        rows of x; rows of W
+#     input gradient     ∂x = ∂y W        rows of ∂y; columns of W
+#     weight gradient    ∂W = ∂yᵀ x       over rows: not in FP8, so backward keeps x itself
+#
+# e4m3 is enough for gradients too: within a row the range is short. Experts have these scales with
+# each recipe, from the maxima of now.
+#
+# Where tensor-parallel ranks hold parts of a row they agree on its maximum: of x and of W in the
+# second matrix (W_down), of ∂y and of the columns of W in the first ones (W_gate, W_up).
+#
+# On Hopper GPUs, in bf16, torch._scaled_grouped_mm multiplies the bytes of all experts. Its sums
+# have fewer bits than float32 (`use_fast_accum`), as in torchao.
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """Matrices of experts that read the same rows: their places in `Scaling`, and which operands
+    are parts of rows: of each, the ranks that hold the other parts, or None."""
+
+    scaling: Scaling
+    places: tuple[tuple[int, int], ...]
+    input_group: dist.ProcessGroup | None
+    gradient_group: dist.ProcessGroup | None
+
+    def in_bytes(self, x: Tensor, place, operand: int, group) -> Quantised:
+        """x: [rows, n] -> with a scale for each row"""
+        scaling, block = self.scaling, (1, x.shape[1])
+        amax = block_maxima(x, block).nan_to_num(torch.inf, torch.inf)  # [rows, 1]
+        scaling.record(amax, place, operand)
+        if group is not None:
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+        exact = scaling.recipe.power_of_two
+        return quantise(x, scale_of(amax, E4M3, exact), E4M3, block, exact)
+
+    def weight_bytes(
+        self, i: int, w: Tensor, wanted: tuple[bool, bool] = (True, True)
+    ) -> tuple[Quantised | None, Quantised | None]:
+        """(for y [E out, in], for ∂x [E in, out]) of a weight [E, out, in]. Made once a step;
+        without `keep_bytes` for each product, which wants one of the two: the other is None."""
+        keep = self.scaling.keep_bytes
+        found = self.scaling.weights.get(w)
+        if found is None:
+            flat, place = w.detach(), self.places[i]
+            for_y = for_dx = None
+            if keep or wanted[0]:
+                for_y = self.in_bytes(flat.flatten(0, 1), place, WEIGHT, self.input_group)
+            if keep or wanted[1]:
+                columns = flat.transpose(1, 2).flatten(0, 1)
+                for_dx = self.in_bytes(columns, place, WEIGHT, self.gradient_group)
+            found = for_y, for_dx
+            if keep:
+                self.scaling.weights[w] = found
+        return found
+
+
+def multiply(x: Quantised, counts: Tensor, w: Quantised) -> Tensor:
+    """Each expert's rows times its matrix. x: [rows, K]; counts: [E]; w: [E N, K] -> [rows, N]"""
+    experts = len(counts)
+    shape = experts, w.q.shape[0] // experts, w.q.shape[1]
+    if runs_in_fp8(x, shape):
+        ends = counts.cumsum(0, dtype=torch.int32)
+        scales = x.inverse.flatten(), w.inverse.view(shape[:2])
+        matrices = w.q.view(shape).transpose(1, 2)
+        return torch._scaled_grouped_mm(
+            x.q, matrices, *scales, offs=ends, out_dtype=x.dtype, use_fast_accum=True
+        )
+    wide = product_dtype(x.dtype, x.exact)
+    (y,) = moe.grouped_linear(x.values(wide), counts, w.values(wide).view(shape))
+    return y.to(x.dtype)
+
+
+def runs_in_fp8(x: Quantised, shape: tuple[int, int, int]) -> bool:
+    """Whether torch._scaled_grouped_mm takes it: Hopper, bf16 results, rows of whole 16 bytes.
+    shape: of the weight, [E, N, K]."""
+    # no CUDA: an AMD GPU, where e4m3 is another format
+    if not x.q.is_cuda or not torch.version.cuda:
+        return False
+    if x.dtype != torch.bfloat16 or not len(x.q):
+        return False
+    aligned = all(size % 16 == 0 for size in shape[1:])
+    return aligned and torch.cuda.get_device_capability(x.q.device)[0] == 9
+
+
+def weight_gradient(x: Tensor, grad: Tensor, counts: Tensor, like: Tensor) -> Tensor:
+    """∂W_e = ∂y_eᵀ x_e of each expert, in the precision of the run. like: [E, out, in]"""
+    # the library's product under the conditions of moe.grouped_linear
+    aligned = all(size % 8 == 0 for size in like.shape[1:])
+    if x.is_cuda and x.dtype == torch.bfloat16 and len(x) and aligned:
+        ends = counts.cumsum(0, dtype=torch.int32)
+        return F.grouped_mm(grad.t(), x, offs=ends)
+    dw = torch.empty_like(like)
+    sizes = counts.tolist()
+    for e, (rows, d_rows) in enumerate(zip(x.split(sizes), grad.split(sizes))):
+        torch.mm(d_rows.t(), rows, out=dw[e])
+    return dw
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Y_i = [X_e W_ieᵀ for each expert e], for several W_i that read the same rows."""
+
+    @staticmethod
+    def forward(ctx, x, counts, layer, *weights):
+        # frozen weights have no use for x
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[3:]) else None, counts)
+        ctx.layer, ctx.weights = layer, weights
+        q = layer.in_bytes(x, layer.places[0], INPUT, layer.input_group)
+        only_y = True, False
+        bytes_of_weights = [layer.weight_bytes(i, w, only_y)[0] for i, w in enumerate(weights)]
+        return tuple(multiply(q, counts, q_w) for q_w in bytes_of_weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        x, counts = ctx.saved_tensors
+        layer = ctx.layer
+        dx = 0
+        d_weights = [None] * len(grads)
+        for i, (grad, w) in enumerate(zip(grads, ctx.weights)):
+            grad = grad.contiguous()
+            q = layer.in_bytes(grad, layer.places[i], GRADIENT, layer.gradient_group)
+            dx = dx + multiply(q, counts, layer.weight_bytes(i, w, (False, True))[1])
+            if ctx.needs_input_grad[3 + i]:
+                d_weights[i] = weight_gradient(x, grad, counts, w)
+        return dx, None, None, *d_weights
+
+
+def multiply_in_fp8(
+    layers: dict, rows: Tensor, counts: Tensor, *matrices: moe.ExpertLinear
+) -> list[Tensor]:
+    """moe.MoE.multiply in FP8. rows: [rows, in]; counts: [E] -> [rows, out] each"""
+    layer = layers[matrices[0]]
+    layer.scaling.recording = torch.is_grad_enabled()
+    return list(_GroupedLinear.apply(rows, counts, layer, *(matrix.weight for matrix in matrices)))
+
+
+def apply_to_experts(mlp: moe.MoE, scaling: Scaling, number: int) -> None:
+    """Give the experts of layer `number` FP8 matrix multiplications; in place."""
+    group = None
+    if isinstance(mlp.enter, tensor_parallel.CopyToRanks):
+        group = mlp.enter.group
+    names = list(LINEARS)
+    first = mlp.up if mlp.gate is None else mlp.gate
+    of_first = ("up",) if mlp.gate is None else ("gate", "up")
+    places = tuple((number, names.index(name)) for name in of_first)
+    layers = {
+        # each rank has its rows of W, that is its columns of y
+        first: ExpertLayer(scaling, places, input_group=None, gradient_group=group),
+        # each rank has its part of the rows of x
+        mlp.down: ExpertLayer(scaling, ((number, names.index("down")),), group, None),
+    }
+    mlp.multiply = partial(multiply_in_fp8, layers)
+    for place in (*places, *layers[mlp.down].places):
+        scaling.by_row[*place] = True

@@ -17,21 +17,16 @@ float64 exactly; in 16 bits texts differ after some dozens of tokens).
 `decode`, below, is the loop, for one device and for tensor, data and expert parallelism. Pipeline
 stages run the same loop over micro-batches (inference/pipelined.py).
 
-    python generate.py                          a lesson: with the cache and without
+    python -m course.generate                          a lesson: with the cache and without
     python generate.py --checkpoint runs/default --prompt "def "
     python generate.py --checkpoint runs/default --prompt-file prompts.jsonl > answers.jsonl
     python generate.py --checkpoint runs/default --adapter runs/lora --prompt "def "
     python generate.py --checkpoint runs/default --weights int8 --prompt "def "
     torchrun --nproc-per-node 4 generate.py --tp 2 --pp 2 --checkpoint HF_DIR --interactive
 
-Not covered: new prompts that join a batch that is decoding (serve.py); speculative decoding, a
-cache in 8 bits. Serving systems such as vLLM and TensorRT-LLM have them.
+Not covered: new prompts that join a batch that is decoding (inference/serve.py); speculative
+decoding, a cache in 8 bits. Serving systems such as vLLM and TensorRT-LLM have them.
 """
-
-if __name__ == "__main__":
-    from base import start
-
-    start.lesson("generate", command="inference.cli")
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -41,9 +36,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import families
-from attention.rotary import rotary_at
-from base import compiling
+from base import compiling, terminal
 from base.attention_kernels import any_shape
+from base.rotary import rotary_at
 from gpt import GPT, Context
 from inference import cuda_graphs
 from inference.batches import (
@@ -212,7 +207,7 @@ def stream(
         experts are spread over them, or parameters (ZeRO stage 3).
     keys: of random numbers; `keys_of(prompts, seed)`, or given where prompts are some of more.
     observe(batch, logits [b, V], sampled [b]): called on the ranks that sample, after they have:
-        all ranks of a model, or of a pipeline those of the last stage (tuning/rollout.py).
+        all ranks of a model, or of a pipeline those of the last stage (finetune/rollout.py).
     cp_group: ranks with the same prompts, which share the prefill (context parallelism).
     runner: `ModelRunner(stages_of(model))`, which keeps the CUDA graphs for other prompts.
 
@@ -307,3 +302,9 @@ def check_options(max_tokens: int, temperature: float, top_k: int, top_p: float)
         raise ValueError(f"top_p {top_p}: must be above 0 and at most 1")
     if max_tokens < 0:
         raise ValueError(f"max_tokens {max_tokens}: must be at least 0")
+
+
+if __name__ == "__main__":
+    from inference import cli
+
+    terminal.command(cli.main)

@@ -8,22 +8,18 @@
     attention(x) = softmax(q kᵀ / √d + causal mask) v  Wₒ   q, k, v = x W_q, x W_k, x W_v
     mlp(x)       = gelu(x W_up) W_down                      Llama: (silu(x W_gate) * x W_up) W_down
 
-`GPTConfig` (model_config.py) chooses each part. LayerNorm, GELU, learned positions, biases and tied
-embeddings make a GPT; RMSNorm, SwiGLU, rotary positions, grouped-query attention make a Llama. What
-a Mistral, Qwen3, Gemma or BLOOM has beside these is added from outside: families.py. Techniques
-replace submodules or wrap blocks from outside; names like `blocks.7.attention.query` never change.
+`GPTConfig` (base/model_config.py) chooses each part. LayerNorm, GELU, learned positions, biases and
+tied embeddings make a GPT; RMSNorm, SwiGLU, rotary positions, grouped-query attention make a Llama.
+What a Mistral, Qwen3, Gemma or BLOOM has beside these is added from outside: families.py.
+Techniques replace submodules or wrap blocks from outside; names like `blocks.7.attention.query`
+never change.
 
 Shapes: b micro-batch, s sequence, h hidden, a heads of d (mostly h / a), L layers, V vocabulary.
 
-    python gpt.py        parameters, the loss before training, what a changed token changes
+    python -m course.gpt        parameters, the loss before training, what a changed token changes
 
 Not covered: T5's positions, layers of several kinds.
 """
-
-if __name__ == "__main__":
-    from base import start
-
-    start.lesson("gpt")
 
 import hashlib
 import math
@@ -33,17 +29,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.document_mask import block_mask, fused_attention, masked_probabilities, positions_of
-from attention.rotary import Rotary, rotary_frequencies, rotary_table
 from base.cross_entropy import cross_entropy
-from dropout import Dropout, layer_key
-from model_config import GPTConfig
+from base.document_mask import block_mask, fused_attention, masked_probabilities, positions_of
+from base.dropout import Dropout, layer_key
+from base.model_config import GPTConfig
+from base.rotary import Rotary, rotary_frequencies, rotary_table
 
 
 class Context(NamedTuple):
     """What every layer reads beside x. `GPT.run_blocks` makes the last two."""
 
-    drop_key: Tensor | None = None  # [b], of its dropout masks (dropout.py)
+    drop_key: Tensor | None = None  # [b], of its dropout masks (base/dropout.py)
     documents: Tensor | None = None  # [b, s] int64, each token's document
     real: Tensor | None = None  # [b, s] bool, positions that are not padding, for experts
     rotary: tuple[Tensor, Tensor] | None = None  # cos, sin: [s, d] or [b, 1, s, d] each
@@ -196,7 +192,7 @@ class GPT(nn.Module):
         return x
 
     def rotary_table(self, s: int, like: Tensor, documents: Tensor | None = None):
-        """(cos, sin), see attention/rotary.py; None for a model without rotary positions."""
+        """(cos, sin), see base/rotary.py; None for a model without rotary positions."""
         if self.config.positions != "rotary":
             return None
         frequencies = self.rotary_frequencies(self.config, like.device)

@@ -6,7 +6,7 @@ multiplies at 800 TFLOP/s copies at 4 TB/s, and could do 800 FLOPs while an elem
 read and written. PyTorch reads and writes memory once per small operation. A fused kernel reads
 each input once and writes each output once, and no kernel can be faster than that.
 
-    python kernels.py       do the kernels run here; bytes moved, beside PyTorch's own operations
+    python -m course.kernels   do the kernels run here; bytes moved, beside PyTorch's own operations
 
 Bytes per element of the first argument in bf16, forward + backward:
 
@@ -17,23 +17,23 @@ Bytes per element of the first argument in bf16, forward + backward:
     rotary               8 + 8     queries and keys rotated by their position    arXiv 2104.09864
     swiglu               6 + 10    silu(gate) up                                 arXiv 2002.05202
     bias_gelu            4 + 6     gelu(x + b), tanh form                        arXiv 1606.08415
-    bias_dropout_add     6 + 4     residual + dropout(x + b), mask recomputed    dropout.py
+    bias_dropout_add     6 + 4     residual + dropout(x + b), mask recomputed    base/dropout.py
     causal_softmax       3 + 4     softmax(scale x + causal mask); half is read
-    softmax_dropout      3 + 4     dropout of that, mask and softmax recomputed  dropout.py
+    softmax_dropout      3 + 4     dropout of that, mask and softmax recomputed  base/dropout.py
     cross_entropy        2 + 4     log Σ exp z - z_target, gradient in place     arXiv 1805.02867
     permute              6 + 6     copies of tokens, sorted by expert, k = 2     moe.py
     unpermute            3 + 5     back: times probabilities, summed, k = 2      moe.py
     adamw                20        all parameters, bf16 moments, split master    optimizer.py
 
-The CUDA sources are in csrc/: read common.cuh, then swiglu.cu, norms.cu, cross_entropy.cu. Here
-stand for each kernel its signature, which base/cuda_kernels.py explains; its gradient; and the same
-with PyTorch's own operations. Matrix multiplications stay with cuBLAS, attention with
+The CUDA sources are in base/csrc/: read common.cuh, then swiglu.cu, norms.cu, cross_entropy.cu.
+Here stand for each kernel its signature, which base/cuda_kernels.py explains; its gradient; and the
+same with PyTorch's own operations. Matrix multiplications stay with cuBLAS, attention with
 scaled_dot_product_attention.
 
 How a memory-bound kernel comes near the limit: instructions that move vectors of 16 bytes; several
 loads in flight before the first is used; neighbouring threads at neighbouring addresses; sums in
 registers and shuffles; each element read once. Comments in the CUDA sources say where each of these
-is decided; comparisons/kernels.py measures how near each kernel comes.
+is decided; benchmarks/kernels.py measures how near each kernel comes.
 
 On CPUs, in float64, for empty tensors, and for rows that are not whole vectors or too long, the
 functions below compute with PyTorch's own operations, those of gpt.py and moe.py. (Not adamw, which
@@ -43,16 +43,11 @@ norms of a block do not run: the block computes them.
 
 The kernels have not yet run on a GPU: tests run their source in an emulator.
 
-Casts to FP8 are beside FP8's lessons, in precision/fp8_cast.py.
+Casts to FP8 are beside FP8's lessons, in base/fp8_cast.py.
 
 Not covered, and found in Transformer Engine, Apex and Liger: norms fused with the matrix
 multiplication behind them; kernels tuned for each card and size.
 """
-
-if __name__ == "__main__":
-    from base import start
-
-    start.lesson("kernels")
 
 import math
 from types import MethodType
@@ -66,9 +61,7 @@ from torch.autograd.function import once_differentiable
 import gpt
 import moe
 import tensor_parallel
-from attention import causal_blocks
-from attention.rotary import Rotary, rotate
-from base import compiling, cpu
+from base import causal_blocks, compiling, cpu
 from base import cross_entropy as plain
 from base.adamw_kernel import adamw as adamw
 from base.cuda_kernels import (
@@ -80,8 +73,9 @@ from base.cuda_kernels import (
     vector_elements,
     why_not,
 )
-from dropout import dropout_mask
-from precision.fp8_cast import note_maximum
+from base.dropout import dropout_mask
+from base.fp8_cast import note_maximum
+from base.rotary import Rotary, rotate
 
 # --- norms ----------------------------------------------------------------------------------------
 
@@ -188,7 +182,7 @@ def _(ctx, dq, dk):
 
 
 def rotary(q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-    """attention.rotary.rotate of queries and keys together (arXiv 2104.09864, eq. 34).
+    """base.rotary.rotate of queries and keys together (arXiv 2104.09864, eq. 34).
 
     q: [b, a, s, d]; k: [b, a_kv, s, d], both of any strides; cosine, sine: [s, d] of
     rotary_table -> the shapes of q and k

@@ -12,17 +12,17 @@ c p + rank; c is called the chunk. A batch is split into m micro-batches.
 
 `apply` makes this rank's stages out of a whole model that is still on the meta device (shapes, no
 values). A `Stage` is that GPT with the other layers left out; block 2 is still called `blocks.2`.
-`Pipeline` runs any schedule of schedules.py: a list of actions for each rank. transfers.py adds the
+`Pipeline` runs any schedule of schedules.py: a list of actions for each rank. `lower` adds the
 messages that the actions need, and one loop runs the list:
 
     F        run the stage on the activation that came; the result goes to the next stage
     B        go back through the stage from the gradient that came; the result goes back
-    I, W     the two halves of B: input gradient, and later weight gradients (zero_bubble.py)
+    I, W     the two halves of B: input gradient, and later weight gradients (last section)
     receive  post a receive, ahead of its use;   send  start to send
     settle   wait for a send, as soon as a later message has shown that its peer has consumed it
 
-    python pipeline_parallel.py        a lesson: four schedules on two ranks; sends and receives
-    picture: figures/ranks_pipeline.svg
+    python -m course.pipeline_parallel     a lesson: four schedules on two ranks; sends and receives
+    picture: docs/figures/ranks_pipeline.svg
 
 After a stage's forward only the autograd graph of its output is kept, not the output itself:
 `get_gradient_edge(y)` is where backward starts, and the values of y are freed once they are sent.
@@ -33,30 +33,179 @@ gradients, so they stay equal. The gradient norm counts only one of them.
 
 Not covered: starting the data-parallel sum before the last W under zero-bubble schedules
 (Megatron-LM). The times in `events` are the host's: right on CPUs; on a GPU they would have to be
-CUDA events.
+CUDA events. Sends and receives of neighbours that are fused to one call; ZB-H2 and ZB-V.
 """
 
-if __name__ == "__main__":
-    from base import start
-
-    start.lesson("pipeline_parallel")
-
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 import gpt
-import overlap
+import sequence_parallel
 import sharding
-from model_config import FieldError
-from pipelines.transfers import Transfer, lower
-from schedules import Action, Event, Schedule
+import tensor_parallel
+from base.model_config import FieldError
+from schedules import DIRECTION, Action, Event, Schedule, result_of
 from sharding import local_part, set_sharding, sharding_of
+
+# --- transfers: sends and receives of a schedule --------------------------------------------------
+#
+# The sends and receives of a pipeline schedule, derived from its lists of actions.
+#
+# schedules.py says what each rank computes, and in which order. A stage's output is the next
+# stage's input, so where these stages are on different ranks it must be sent. `lower` puts three
+# kinds of entries between the actions of a rank:
+#
+#     receive     posted one action before the one that needs the tensor; it travels meanwhile
+#     send        right after the action that computes the tensor
+#     settle      waits until a send is complete, and frees its tensor; it comes where the schedule
+#                 shows that the receiver has the tensor already, or at the end of the list
+#
+#     rank 0: F0; send F0; receive B0; F1; send F1; receive B1; B0; settle F0; B1; settle F1
+#     rank 1: receive F0; F0; receive F1; B0; send B0; F1; B1; send B1; settle B0; settle B1
+#
+# F0 is the activation of micro-batch 0, B0 the gradient that comes back. When rank 0 has B0, it
+# knows that rank 1 has read F0: the send of F0 is settled without a wait.
+#
+# On GPUs a wrong order hangs: a rank waits for a message, and its peer for another. nccl_model.py
+# runs the programs of all ranks by the rules of NCCL, so that a deadlock is a failed simulation on
+# a laptop and not a hang on a cluster.
+
+# --- sends and receives ---------------------------------------------------------------------------
+
+
+class Transfer(NamedTuple):
+    """An entry of a rank's program that communicates."""
+
+    # send, receive or settle
+    op: str
+    # the rank at the other end
+    peer: int
+    # F for an activation, B for a gradient
+    kind: str
+    # the stage that it goes to
+    stage: int
+    micro_batch: int
+
+
+# what `lower` makes of one rank's list
+Program = list[Action | Transfer]
+
+
+class Message(NamedTuple):
+    """An activation (kind F) or a gradient (kind B) that one rank sends to another."""
+
+    sender: int
+    receiver: int
+    kind: str
+    # the stage that it goes to
+    stage: int
+    micro_batch: int
+    # how many messages of this kind the sender has sent to the receiver before
+    number: int
+    # the position, in the sender's list, of the action that computes it
+    sent_at: int
+    # the position, in the receiver's list, of the action that needs it
+    used_at: int
+
+    def transfer(self, op: str) -> Transfer:
+        peer = self.sender if op == "receive" else self.receiver
+        return Transfer(op, peer, self.kind, self.stage, self.micro_batch)
+
+
+def lower(schedule: Schedule, v: int = 1, ahead: int = 1) -> list[Program]:
+    """The lists with their sends and receives.
+
+    A send follows the action that computes its content. A receive is posted `ahead` actions before
+    the one that needs it. With 1 a message travels while the action before is computed; with 2 GPUs
+    can hang (nccl_model.py). Receives from one peer and of one kind are posted in the order in
+    which that peer sends them, as NCCL requires.
+
+    A message from a rank shows that this rank has run all actions of its list that come before the
+    send. So the tensors that those actions needed have arrived there, and their sends are settled.
+    """
+    p = len(schedule)
+    messages = _messages(schedule, v)
+    return [_program(rank, actions, messages, p, ahead) for rank, actions in enumerate(schedule)]
+
+
+def _messages(schedule: Schedule, v: int) -> dict[tuple[str, int, int], Message]:
+    """Everything that goes from rank to rank, by (kind, stage that it goes to, micro_batch); those
+    of one sender in the order of sending. A message has the key of the action that needs it: F of
+    stage k needs what F of stage k - 1 sends, and both have the key ("F", k, micro_batch)."""
+    p = len(schedule)
+    position_of = {
+        result_of(action, rank, p): position
+        for rank, actions in enumerate(schedule)
+        for position, action in enumerate(actions)
+    }
+    messages = {}
+    counts = Counter()
+    for rank, actions in enumerate(schedule):
+        for position, action in enumerate(actions):
+            kind, stage, k = result_of(action, rank, p)
+            goes_to = stage + DIRECTION[action.op]
+            receiver = goes_to % p
+            if 0 <= goes_to < p * v and receiver != rank:
+                number = counts[rank, receiver, kind]
+                counts[rank, receiver, kind] += 1
+                used_at = position_of[kind, goes_to, k]
+                messages[kind, goes_to, k] = Message(
+                    rank, receiver, kind, goes_to, k, number, position, used_at
+                )
+    return messages
+
+
+def _program(
+    rank: int,
+    actions: list[Action],
+    messages: dict[tuple[str, int, int], Message],
+    p: int,
+    ahead: int,
+) -> Program:
+    """One rank's list with its communication; see `lower`."""
+    # the message that each action needs, None where it needs none
+    incoming = [messages.get(result_of(action, rank, p)) for action in actions]
+    # the message that follows an action, by the action's position
+    outgoing = {message.sent_at: message for message in messages.values() if message.sender == rank}
+    # (sender, kind): the messages in the order of sending, and how many receives are posted
+    in_order = defaultdict(list)
+    posted = Counter()
+    for message in messages.values():
+        if message.receiver == rank:
+            in_order[message.sender, message.kind].append(message)
+    # sends that may not have arrived yet
+    unsettled: list[Message] = []
+    program: Program = []
+    for position, action in enumerate(actions):
+        for needed in filter(None, incoming[position : position + ahead + 1]):
+            channel = needed.sender, needed.kind
+            while posted[channel] <= needed.number:
+                program.append(in_order[channel][posted[channel]].transfer("receive"))
+                posted[channel] += 1
+        program.append(action)
+        proof = incoming[position]
+        if proof:
+            arrived = [
+                sent
+                for sent in unsettled
+                if sent.receiver == proof.sender and sent.used_at <= proof.sent_at
+            ]
+            program += [sent.transfer("settle") for sent in arrived]
+            unsettled = [sent for sent in unsettled if sent not in arrived]
+        if position in outgoing:
+            program.append(outgoing[position].transfer("send"))
+            unsettled.append(outgoing[position])
+    return program + [sent.transfer("settle") for sent in unsettled]
+
 
 # --- stages ---------------------------------------------------------------------------------------
 
@@ -329,14 +478,14 @@ class Pipeline:
 
     def weight_gradients(self, step: _Step, action: Action) -> None:
         for weight, grad_output, x in step.deferred.pop((action.chunk, action.micro_batch)):
-            gradient = overlap.weight_gradient(weight, grad_output, x)
+            gradient = sequence_parallel.weight_gradient(weight, grad_output, x)
             if gradient is not None:
                 # adds to weight.grad and runs the weight's hooks, as a backward pass would
                 weight.backward(gradient)
 
     def defer(self, chunk: int, deferred: list | None) -> None:
         """Give the weights of a stage a list, or take it back. While a weight has one, the linear
-        layers of pipelines/zero_bubble.py append (weight, ∂y, x) to it instead of computing ∂W."""
+        layers of the last section append (weight, ∂y, x) to it instead of computing ∂W."""
         for weight in self.stages[chunk].parameters():
             weight.deferred = deferred
 
@@ -381,7 +530,7 @@ class Pipeline:
         """Add the gradients of the two copies of a tied matrix, on both ranks.
 
         a + b is b + a to the last bit, so the copies stay equal. Call it when the step's messages
-        are done, and after the data-parallel sum has filled `main_grad` (gradients.py).
+        are done, and after the data-parallel sum has filled `main_grad` (optimizer.py).
         """
         if not self.stages[0].tied or self.rank not in (0, self.p - 1):
             return
@@ -401,3 +550,75 @@ class Pipeline:
             return [local_part(self.stages[0].embedding.tokens.weight)]
         named = sharding.named_parameters(*self.stages)
         return [weight for _, weight in named if sharding_of(weight).copy_of]
+
+
+# --- zero bubble: backward in two parts -----------------------------------------------------------
+#
+# Zero-bubble pipelines split backward in two (Qi et al., arXiv 2401.10241).
+#
+# A matrix multiplication y = x Wᵀ has two gradients:
+#
+#     I    ∂x = ∂y W       the stage before waits for it
+#     W    ∂W = ∂yᵀ x      nobody waits for it
+#
+# So a schedule can run I as soon as ∂y arrives, and use the time in which a rank would wait for W:
+#
+#     1f1b     rank 0  F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- .. B2 -- .. B3 --
+#     zb-h1    rank 0  F0 F1 F2 .. .. I0 W0 F3 I1 W1 I2 W2 I3 W3
+#
+# with p = 3 and m = 4; B is I and W, and so takes two slots (--); a dot is a slot of waiting.
+#
+# During I a linear layer appends (weight, ∂y, x) to the list that the pipeline has put on its
+# weight (`weight.deferred`); during W the pipeline processes the list. Without a list the weight
+# gradient is computed at once. Gradients of biases and norms stay with I. The layer is that of
+# sequence_parallel.py, here without communication.
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear, whose weight gradient may wait."""
+    (y,) = sequence_parallel.linear(x, weight, bias)
+    return y
+
+
+class Linear(nn.Linear):
+    """nn.Linear, whose weight gradient may wait."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class DeferredBiasLinear(gpt.DeferredBiasLinear):
+    """gpt.DeferredBiasLinear, whose weight gradient may wait."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
+REPLACEMENTS = {nn.Linear: Linear, gpt.DeferredBiasLinear: DeferredBiasLinear}
+
+
+def with_weights_of(new: type[nn.Linear], old: nn.Linear) -> nn.Linear:
+    """A module of class `new` with the very parameters of `old`."""
+    with torch.device("meta"):
+        module = new(old.in_features, old.out_features, bias=old.bias is not None)
+    module.weight = old.weight
+    module.bias = old.bias
+    return module
+
+
+def split_backward(model: gpt.GPT) -> None:
+    """Let the linear layers of a model, or of a stage, defer their weight gradients; in place.
+
+    After overlap.overlap_backward, whose layers defer too; before recompute.apply.
+    """
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            # a frozen weight has no gradient to defer
+            if type(child) in REPLACEMENTS and child.weight.requires_grad:
+                setattr(parent, name, with_weights_of(REPLACEMENTS[type(child)], child))
+            if type(child) is gpt.SharedInput:
+                setattr(parent, name, sequence_parallel.JoinedInput())
+    for module in model.modules():
+        # not that of fp8.py, which defers too
+        if isinstance(module, tensor_parallel.RowParallelLinear) and module.linear is F.linear:
+            module.linear = linear

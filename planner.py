@@ -17,7 +17,7 @@ micro-batch, s sequence, h hidden, t tensor-parallel ranks, p stages, v of them 
 Five shares and one wait, for each pass of a collective, are fitted to published times; two more are
 chosen (`Constants`).
 
-    python planner.py      the constants, one layout taken apart, predicted beside published times
+    python -m course.planner   the constants, one layout taken apart, beside published times
 
 Sources: FLOPs, arXiv 2104.04473, appendix; bubble, section 2.2; activations, arXiv 2205.05198;
 collectives, ZeRO, arXiv 1910.02054, section 7.
@@ -26,11 +26,6 @@ Not covered: times of single kernels and of each matrix size (Calculon, arXiv 23
 on GPUs, the time to launch kernels, which is most of a tiny model's step.
 """
 
-if __name__ == "__main__":
-    from base import start
-
-    start.lesson("planner", command="planning.commands")
-
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -38,7 +33,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import schedules
-from model_config import MoEConfig
+from base import terminal
+from base.model_config import MoEConfig
 from planning.fits import USABLE, PlanError, what_would_fit
 from planning.inputs import STATE_IN_16_BITS, Layout, Machine, Software
 from planning.layer_time import Pass, Rank, layer
@@ -334,3 +330,9 @@ def recomputing_least(model: MoEConfig, software: Software, layout: Layout, room
             few = middle
     layers = None if many == model.num_layers else many
     return dataclasses.replace(layout, recompute_layers=layers)
+
+
+if __name__ == "__main__":
+    from planning import commands
+
+    terminal.command(commands.main)

@@ -14,7 +14,7 @@ table alone is learned slowly; P = encoder(inputs):
 After training only the table is kept: T h numbers per task, in a prompt file. More tasks can be
 learned later; the tables of the existing tasks do not change by a bit.
 
-    python prompt_tuning.py        a lesson: a small model learns two tasks, one after the other
+    python -m course.prompt_tuning     a lesson: a small model learns two tasks, one after the other
 
 The gradient of P flows through the whole model, but only prompts have gradients, optimizer state
 and a place in checkpoints. Parallel layouts need one addition, for sequence parallelism: each rank
@@ -22,17 +22,12 @@ embeds a shard of the tokens, so P passes through f (identity in forward, all-re
 Under tensor parallelism the model's own f has summed the gradient already. In a pipeline the first
 stage has the prompts.
 
-With arguments, this file trains, generates and evaluates: see prompts/commands.py. The
-configuration has NeMo's names (`PromptConfig` in prompts/nemo_config.py).
+With arguments, this file trains, generates and evaluates: see finetune/prompt_tuning.py. The
+configuration has NeMo's names (`PromptConfig` in finetune/nemo_config.py).
 
 Not covered: T5, and training on with the encoder of a task that was learned before. NeMo has both;
 here an existing task is a table.
 """
-
-if __name__ == "__main__":
-    from base import start
-
-    start.lesson("prompt_tuning", command="prompts.commands")
 
 import itertools
 
@@ -41,12 +36,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import checkpoint
 import gpt
 import sharding
 import tensor_parallel
-from prompts.nemo_config import PromptConfig, PTuning
-from prompts.template import PromptError
+from finetune.nemo_config import PromptConfig, PTuning
+from finetune.prompt_template import PromptError
+from run import checkpoint
 from sharding import Shard, shard_parameter
 
 # A prompt parameter's global name is this, and its name in VirtualPrompts.

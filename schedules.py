@@ -11,7 +11,7 @@
     rank 2    .. .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- F4 B3       and dots are idle time: the
     rank 3    .. .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- F4       bubble
 
-    python schedules.py        a lesson: time lines of the four, bubbles, activations in flight
+    python -m course.schedules      a lesson: time lines of the four, bubbles, activations in flight
 
 An action is (op, chunk, micro_batch). The ops are F, forward; B, backward; and for zero-bubble
 schedules I, the input gradient, and W, the weight gradient, instead of B.
@@ -20,16 +20,11 @@ A list holds compute only, in order, without times: time is the output of `simul
 divided into p * v stages, and stage i = chunk * p + rank. F of stage i needs F of stage i - 1; B
 (or I) of stage i needs B (or I) of stage i + 1.
 
-Sends and receives follow from the lists: pipelines/transfers.py derives them.
+Sends and receives follow from the lists: pipeline_parallel.py derives them.
 
 In Megatron-LM a schedule is control flow, with the communication between the lines. Not covered:
 ZB-V and DualPipe, which place the stages otherwise: stage i is not on rank i mod p.
 """
-
-if __name__ == "__main__":
-    from base import start
-
-    start.lesson("schedules")
 
 from collections import defaultdict
 from dataclasses import dataclass

@@ -9,7 +9,7 @@ sharded by rows over 2 tensor-parallel ranks, then over 2 data-parallel ranks:
     tp 0, rows 0 1 2    dp 0: rows 0 1    dp 1: row 2 and a row of padding
     tp 1, rows 3 4 5    dp 0: rows 3 4    dp 1: row 5 and a row of padding
 
-    python sharding.py       this weight on four ranks: its rows, gathered, and initialised
+    python -m course.sharding       this weight on four ranks: its rows, gathered, and initialised
 
 Initialisation, checkpoints, the gradient norm and the tests read this record and nothing else, so
 none of them has a case per technique. Where the ranks do not divide a size, it is padded with zeros
@@ -23,11 +23,6 @@ Not covered: DTensor records the same placements over a mesh, and pays for a ten
 every operation. Megatron-LM seeds each tensor-parallel rank differently, so there a new layout
 starts from another model.
 """
-
-if __name__ == "__main__":
-    from base import start
-
-    start.lesson("sharding")
 
 import math
 from collections.abc import Iterator

@@ -12,11 +12,11 @@ rows; attention shards query, key and value by columns, that is by heads, and th
 
 f and g are each other's adjoint: f copies X to t ranks, so its gradient is a sum of t terms; g sums
 t terms, so the gradient of each is a copy. A layer has two such pairs, so 2 all-reduces of b s h
-elements in forward and 2 in backward. In backward overlap.py lets them run beside the weight
-gradients.
+elements in forward and 2 in backward. In backward they run beside the weight gradients (overlap,
+in sequence_parallel.py).
 
-    python tensor_parallel.py      two ranks against one: gradients, collectives and their bytes
-    picture: figures/ranks_tensor.svg
+    python -m course.tensor_parallel   two ranks against one: gradients, collectives and their bytes
+    picture: docs/figures/ranks_tensor.svg
 
 The embedding is sharded by vocabulary, and so is the head's matrix (often the same one). Training
 never gathers logits: the loss needs max, Σ exp and the target's logit, three numbers per token
@@ -28,11 +28,6 @@ checkpoint.
 Not covered: q, k and v in one matrix; communication inside the matrix multiplication (user
 buffers); copies of key and value heads where there are more ranks: here t divides their number.
 """
-
-if __name__ == "__main__":
-    from base import start
-
-    start.lesson("tensor_parallel")
 
 from math import gcd
 
@@ -47,7 +42,7 @@ import families
 import gpt
 import sharding
 from base import compiling
-from model_config import FieldError, GPTConfig, divisors
+from base.model_config import FieldError, GPTConfig, divisors
 from sharding import Shard, shard_parameter, sharding_of
 
 # --- f and g --------------------------------------------------------------------------------------
@@ -149,7 +144,7 @@ class RowParallelLinear(nn.Module):
         self.bias = linear.bias
         self.group = group
         shard_parameter(self, "weight", Shard(1, group))  # [out, in / t]
-        # fp8.py and pipelines/zero_bubble.py put another product here
+        # fp8.py and pipeline_parallel.py put another product here
         self.linear = F.linear
         self.reduce = ReduceFromRanks(group)
 

@@ -25,33 +25,31 @@ How a run reaches its first step (run/task.py: batch and loss; the rest of run/:
           update               clip, AdamW, weights that other ranks have updated
 """
 
-if __name__ == "__main__":
-    from base import start
-
-    # runs `main` below, and does not return
-    start.command("train")
-
 from functools import partial
 
 import torch
 
-import chunked_head
 import families
 import fsdp
-import overlap
 import pipeline_parallel
 import recompute
 import schedules
 import sequence_parallel
 import sharding
 import tensor_parallel
-from base import compiling
+from base import compiling, terminal
 from base.device_queue import number
+from base.dropout import dropout_key
 from base.world import Groups
-from dropout import dropout_key
 from gpt import GPT, Context
-from gradients import GradientAccumulator, LossScaler, accumulation_dtype, fuse_accumulation
-from optimizer import AdamW, learning_rate
+from optimizer import (
+    AdamW,
+    GradientAccumulator,
+    LossScaler,
+    accumulation_dtype,
+    fuse_accumulation,
+    learning_rate,
+)
 from run import launch
 from run.config import DTYPES, RunConfig
 from run.pretraining import Config
@@ -123,7 +121,7 @@ class Trainer:
         tensor_parallel.pad_vocabulary(stage, self.device, groups.tp, of_rank)
         if groups.tp:
             tensor_parallel.apply(stage, groups.tp)
-        chunked_head.apply(stage, config.head_chunk)
+        recompute.chunk_head(stage, config.head_chunk)
         if config.kernels == "auto":
             import kernels
 
@@ -140,11 +138,11 @@ class Trainer:
             import context_parallel
 
             context_parallel.apply(stage, groups.cp, config.cp_kind, config.sequence_shards)
-        overlap.apply(stage)
+        sequence_parallel.overlap_backward(stage)
         if groups.pp and config.pipeline_schedule == "zb-h1":
-            from pipelines import zero_bubble
+            import pipeline_parallel
 
-            zero_bubble.apply(stage)
+            pipeline_parallel.split_backward(stage)
         if config.compile:
             compiling.apply(stage.blocks.values())
         recompute.apply(stage, config.recompute, config.recompute_layers)
@@ -281,3 +279,7 @@ def loop(trainer: Trainer, run: TrainingRun) -> bool:
 def main(argv: list[str], kind: type[RunConfig] = Config) -> int:
     """Returns the exit status. kind: the configuration of a kind of training."""
     return launch.main(argv, kind, Trainer, loop)
+
+
+if __name__ == "__main__":
+    terminal.command(main)

@@ -1,2 +1,3 @@
-"""Below the lessons: processes and groups, what host and device exchange, streams for people,
-typed JSON. Imports torch, and nothing of ours outside this folder. Begin with world.py."""
+"""Below the techniques: processes and groups, what host and device exchange, streams for people,
+typed JSON; a model's configuration, dropout, attention on one device, number formats. Imports
+torch. Begin with world.py."""

@@ -17,7 +17,7 @@ version is at least 9.15.1: older ones are wrong for some lengths. (FlashAttenti
 H100, arXiv 2407.08608.)
 
 The operations are not public: a version of PyTorch may lack one. Then, and for sizes that a kernel
-does not know, `kernel_for` gives None, and attention/ring_attention.py computes by hand.
+does not know, `kernel_for` gives None, and context_parallel.py computes by hand.
 
 Not covered: query heads that share a key head, which cuDNN and FlashAttention know; here keys come
 repeated. The operations for CUDA have not yet run on a GPU; tests hold their arguments to PyTorch's

@@ -8,7 +8,7 @@
 Every collective of torch.distributed is an operation of the namespace c10d, so a dispatch mode sees
 it, on any backend. A send and a receive count as collectives of two ranks.
 
-    python tensor_parallel.py        a lesson that counts all-reduces
+    python -m course.tensor_parallel        a lesson that counts all-reduces
 """
 
 from collections import Counter

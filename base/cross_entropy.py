@@ -9,13 +9,8 @@ softmax overwrites the logits in forward, and the gradient overwrites the softma
 `tensor_parallel.vocab_parallel_cross_entropy` is the same function of logits that are sharded by
 vocabulary; `kernels.cross_entropy` is one CUDA kernel.
 
-    python chunked_head.py        the lesson of this file and of chunked_head.py
+    python -m course.chunked_head        the lesson of this file and of recompute.py
 """
-
-if __name__ == "__main__":
-    from base import start
-
-    start.lesson("chunked_head")
 
 import torch
 import torch.nn.functional as F

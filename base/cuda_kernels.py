@@ -1,12 +1,12 @@
-"""Builds the CUDA sources of csrc/, and makes an operation of torch of a kernel's signature.
+"""Builds the CUDA sources of base/csrc/, and makes an operation of torch of a kernel's signature.
 
     swiglu_forward = kernel("swiglu(gate[.., h], up[.., h]) -> y[.., h]")
 
     @gradient(swiglu_forward, keep=(0, 1))
     def _(ctx, dy): ...
 
-The signature is all that stands between torch and the function swiglu of csrc/. From it come the
-checks of arguments, the new tensors, the arguments in C, and the schema of the operation.
+The signature is all that stands between torch and the function swiglu of base/csrc/. From it come
+the checks of arguments, the new tensors, the arguments in C, and the schema of the operation.
 
     x[b, s, h]            a tensor with the dtype of the first; equal letters are equal sizes
     x[.., h]              the same with any dimensions before h, which are rows for the kernel
@@ -45,13 +45,13 @@ from base import extensions
 
 # --- building: a library for each element type ----------------------------------------------------
 
-CSRC = Path(__file__).parent.parent / "csrc"
+CSRC = Path(__file__).parent / "csrc"
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 
 
 @functools.cache
 def sources() -> dict[str, str]:
-    """{file name: text} of csrc/."""
+    """{file name: text} of base/csrc/."""
     return {path.name: path.read_text() for path in sorted(CSRC.iterdir())}
 
 

@@ -39,6 +39,9 @@ def end_with_launcher() -> None:
         with contextlib.suppress(OSError, AttributeError):
             # another system than Linux has no such call
             ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        if os.getppid() == 1:
+            # it was killed before that
+            os._exit(128 + signal.SIGTERM)
 
 
 def kill_descendants() -> None:

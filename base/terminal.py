@@ -8,6 +8,7 @@ standard error says so, and the run goes on. metrics.jsonl has every step.
     terminal.say("step 1")      a line on standard output, flushed
     terminal.refuse("why")      the end, with status 2 and one line on standard error
     terminal.run(main)          all of this around main(), the last line of a file
+    terminal.command(main)      the same for main(argv), which may be a rank of torchrun
 
     python train.py | head -n 2        trains to its end
 """
@@ -115,6 +116,16 @@ def run(main) -> None:
     # The interpreter collects garbage as it ends: with PyTorch 0.9 s, unless it need not look.
     gc.freeze()
     sys.exit(status)
+
+
+def command(main) -> None:
+    """`run` main(argv). Ctrl-C ends it at once, unless it handles that itself; so does the end of
+    its launcher."""
+    interrupts.quiet()
+    interrupts.end_with_launcher()
+    # nearly all that was imported stays, and PyTorch is much to look through
+    gc.freeze()
+    run(lambda: main(sys.argv[1:]))
 
 
 def mute(stream) -> None:

@@ -16,7 +16,7 @@ are summed. Experts are spread over --ep of them, neighbours again: replicas = (
     torchrun --nproc-per-node 8 train.py --pp 2 --tp 2
 
 No module of this project keeps a process group in a global variable: a technique gets its group as
-an argument (`Groups`). What stands here for NCCL has not yet run on a GPU; proof/nccl_rules.py has
+an argument (`Groups`). What stands here for NCCL has not yet run on a GPU; tests/nccl_rules.py has
 its rules.
 """
 
@@ -100,7 +100,7 @@ class Groups:
             groups.ep = experts.get_group("ep")
             groups.edp = experts.get_group("edp")
         groups.all = dist.group.WORLD
-        # NCCL itself, or its rules on CPUs (proof/nccl_rules.py)
+        # NCCL itself, or its rules on CPUs (tests/nccl_rules.py)
         is_nccl = dist.get_backend().startswith("nccl")
         # CPU tensors need gloo, because NCCL cannot carry them
         backend = "gloo" if is_nccl else None

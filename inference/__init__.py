@@ -1,3 +1,2 @@
-"""Generation beside generate.py: cache, batches, sampling, pipelined decoding, layouts of weights,
-the command lines. Imports lessons, run/, tuning/ and prompts/ (adapters, conversations). Begin with
-kv_cache.py."""
+"""Beside generate.py: cache, batches, sampling, serving, quantised weights, evaluation; Hugging
+Face and ONNX, in and out. Imports techniques, run/, finetune/. Begin with kv_cache.py."""

@@ -32,15 +32,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import adapters
+from base.model_config import MoEConfig
 from base.world import Groups
+from finetune import adapters
+from finetune.adapter_config import LINEARS, AdapterConfig
+from finetune.adapter_files import Adapter, check_base, check_fields, merge, open_adapter
 from generate import stages_of
 from inference.loading import build_stages
-from model_config import MoEConfig
 from run.config import ConfigError, as_flags
 from sharding import named_parameters, set_sharding, sharding_of
-from tuning.adapter_config import LINEARS, AdapterConfig
-from tuning.adapter_files import Adapter, check_base, check_fields, merge, open_adapter
 
 
 class Adapters:

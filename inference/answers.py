@@ -3,7 +3,7 @@ r"""Text in, text out: prompts become token ids, generated ids become text while
 Two details make this more than `tokenizer.decode`:
 
     half a character     a token may end inside a character. So tokens become bytes
-                         (corpus/token_bytes.py), and bytes become text once a character is whole.
+                         (run/token_bytes.py), and bytes become text once a character is whole.
     stop strings         a stop string may be spread over several tokens, and a token may have more
                          than the stop string in it. It is searched in the text, and cut off; a
                          streamed text holds back what may be its beginning. Special tokens are no
@@ -22,13 +22,13 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 
 from base.world import World
-from corpus.token_bytes import token_bytes
-from corpus.tokenizer import TokenizerError, prompt_ids
+from finetune.chat_template import ChatError, ChatTemplate
+from finetune.prompt_data import PromptError, read_lines
 from generate import ModelRunner, stages_of, stream
 from inference.batches import NewToken, data_parallel
 from inference.sampling import keys_of
-from prompts.prompt_data import PromptError, read_lines
-from tuning.chat_template import ChatError, ChatTemplate
+from run.token_bytes import token_bytes
+from run.tokenizer import TokenizerError, prompt_ids
 
 # stands at the end of a message; the space shows whether a template strips messages
 MARK = "END_OF_THE_UNFINISHED_MESSAGE "

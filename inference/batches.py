@@ -13,9 +13,10 @@ of half of seq_length, and is prefilled again: the cached keys belong to the old
 `any_unfinished` is for ranks in lockstep: their forward passes are collectives of all of them, so
 each goes on until the last one has finished.
 
-    python generate.py       a lesson: three prompts together, and each by itself
+    python -m course.generate       a lesson: three prompts together, and each by itself
 
-Not covered: a new prompt in the place of a finished sequence (continuous batching): serve.py.
+Not covered: a new prompt in the place of a finished sequence (continuous batching):
+inference/serve.py.
 """
 
 from collections.abc import Callable
@@ -28,9 +29,9 @@ from torch import Tensor
 
 import context_parallel
 from base.world import Groups
-from checkpoint import gather
 from inference.kv_cache import Cache, Caches, power_of_two
 from inference.sampling import DIVERGED
+from run.checkpoint import gather
 
 # state of a batch; the largest one of the ranks decides
 FINISHED, UNFINISHED, NOT_FINITE = 0, 1, 2

@@ -11,7 +11,7 @@ The order is the same for each command that generates (prompt_tuning.py has two 
     connect         the ranks meet; model and tokenizer are loaded
     then            stream_text, answer_file or converse
 
-Not covered: a server, for these commands generate for one person or one file: serve.py.
+Not covered: a server, for these commands generate for one person or one file: inference/serve.py.
 """
 
 import argparse
@@ -26,8 +26,10 @@ import kernels
 import moe
 import pipeline_parallel
 import tensor_parallel
+from base.model_config import MoEConfig, divisors
 from base.world import World, why_no_gpu
-from corpus.tokenizer import prompt_ids
+from finetune.prompt_data import PromptError
+from finetune.sft import message
 from generate import ModelRunner, check_options, stages_of
 from inference import generation_config, quantization
 from inference.adapted import Adapters
@@ -35,10 +37,8 @@ from inference.answers import answer_file, as_json, encode, read_prompts, stream
 from inference.command import command
 from inference.loading import check_vocabulary, find_chat, find_tokenizer, load_model, open_model
 from inference.weight_layouts import pack
-from model_config import MoEConfig, divisors
-from prompts.prompt_data import PromptError
 from run.config import DTYPES, ConfigError, as_flags, flag_name, multiply_in
-from sft import message
+from run.tokenizer import prompt_ids
 
 # seconds
 HALF_AN_HOUR = 1800.0
@@ -218,7 +218,7 @@ def check_source(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace, world: World) -> None:
-    """What `python generate.py` does with flags."""
+    """What `python -m course.generate` does with flags."""
     check_source(args)
     config = check_flags(args, world)
     adapters = open_adapters(args, config)

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 from base import terminal
 from base.world import World, WorldError
-from checkpoint import CheckpointError
-from corpus.tokenizer import TokenizerError
-from huggingface import HuggingFaceError
-from prompts.prompt_data import PromptError
+from finetune.chat_template import ChatError
+from finetune.prompt_data import PromptError
+from inference.huggingface import HuggingFaceError
+from run.checkpoint import CheckpointError
 from run.config import ConfigError
-from tuning.chat_template import ChatError
+from run.tokenizer import TokenizerError
 
 # bad input
 REFUSED = (

@@ -9,8 +9,8 @@ GPU needs to run them. A CUDA graph records the launches once and replays them t
 Shapes and addresses are fixed in a graph. So the number of cache columns that a step reads is
 rounded up to a power of two, and there is one graph for each (stage, number of columns) of a cache.
 Inputs are copied to where the graph expects them. A capture takes as long as some steps, so a
-`ModelRunner` keeps its caches, with their graphs, for the next texts. serving/engine.py has a graph
-for each (number of sequences, number of blocks), both rounded up.
+`ModelRunner` keeps its caches, with their graphs, for the next texts. inference/engine.py has a
+graph for each (number of sequences, number of blocks), both rounded up.
 
     python -m pytest tests/test_generate.py -k captured      on a GPU: the tokens of the CPU
 

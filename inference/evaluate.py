@@ -23,7 +23,7 @@ the one before ends; only the last one begins earlier, so that it is full too:
     read       . t1 t2 t3 | t4 t5 t6 t7 | t6 t7 t8 t9        context 4; . is the begin token
     count     t1 t2 t3 t4 | t5 t6 t7 t8 |       t9 t10
 
-    python -m inference.evaluate                                            a lesson
+    python -m course.evaluate                                            a lesson
     python -m inference.evaluate --checkpoint runs/default --perplexity FILE
     python -m inference.evaluate --checkpoint HF_DIR --tasks hellaswag gsm8k --num-fewshot 5
     torchrun --nproc-per-node 4 -m inference.evaluate --tp 2 --checkpoint HF_DIR --tasks hellaswag
@@ -33,11 +33,6 @@ the one before ends; only the last one begins earlier, so that it is full too:
 Not covered: multiple choice whose answers share the forward pass over their context; a text shared
 by context-parallel ranks.
 """
-
-if __name__ == "__main__":
-    from base import start
-
-    start.lesson("inference.evaluate", command="inference.evaluation_commands")
 
 import itertools
 import math
@@ -50,6 +45,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import generate
+from base import terminal
 from base.attention_kernels import any_shape
 from base.world import Groups
 from gpt import GPT
@@ -263,3 +259,9 @@ def encode_pair(
         n = 1
         whole = whole if whole[:1] == [begin] else [begin, *whole]
     return whole[:n], whole[n:]
+
+
+if __name__ == "__main__":
+    from inference import evaluation_commands
+
+    terminal.command(evaluation_commands.main)

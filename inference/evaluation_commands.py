@@ -28,12 +28,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from base.world import World
-from corpus.documents import DataError, find_files, read_documents
-from corpus.tokenizer import begin_id
 from inference import cli
 from inference.evaluate import Evaluator
 from inference.loading import find_chat
 from run.config import ConfigError, flag_name
+from run.documents import DataError, find_files, read_documents
+from run.tokenizer import begin_id
 
 SECONDS_OF_SILENCE = 10
 # flags that say nothing to --perplexity
@@ -130,7 +130,7 @@ def read_files(names: list[str]) -> list[tuple[str, str]]:
 
 
 def run(args: argparse.Namespace, world: World) -> None:
-    """What `python -m inference.evaluate` does with flags."""
+    """What `python -m course.evaluate` does with flags."""
     config, manager, documents = check_flags(args, world)
     adapters = cli.open_adapters(args, config)
     model, tokenizer, lockstep = cli.connect(args, world, None, cli.MONTH, adapters)

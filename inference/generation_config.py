@@ -10,7 +10,7 @@ says what came from the file:
 
 Without `do_sample` true decoding is greedy, temperature 0, whatever else the file says. A file that
 only has ids says nothing about sampling: transformers would decode greedily then, and here the
-flags keep their own defaults. The ids belong to the tokenizer (corpus/tokenizer.py).
+flags keep their own defaults. The ids belong to the tokenizer (run/tokenizer.py).
 
 Not covered: beam search and penalties for tokens that were there before; the line names them.
 """
@@ -19,11 +19,11 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-import checkpoint
-import huggingface
 from base import json_files
-from checkpoints.tokenizer_files import beside
+from inference import huggingface
+from run import checkpoint
 from run.config import ConfigError
+from run.tokenizer_files import beside
 
 FILE = "generation_config.json"
 # of generate.py, for a model without such a file

@@ -30,12 +30,12 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
 
 from base import terminal
-from corpus.tokenizer import begin_id
+from finetune.sft import Chat
 from generate import check_options
 from inference.answers import unfinished
 from inference.evaluate import Evaluator, Request, check, encode_pair
 from run.config import ConfigError
-from sft import Chat
+from run.tokenizer import begin_id
 
 ROOT = Path(__file__).resolve().parent.parent
 # of a generation, where a task does not say

@@ -24,10 +24,10 @@ cache, and decodes all sequences as one device does: a step of one token has not
 
 `caching` puts the cache into a finished model from outside, and takes it out again.
 
-    python generate.py       a lesson: with the cache and without, tokens read, bytes, speed
+    python -m course.generate       a lesson: with the cache and without, tokens read, bytes, speed
 
 Not covered: a cache in blocks, so that sequences of any length share memory without free columns:
-serve.py.
+inference/serve.py.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 import context_parallel
 import gpt
-from attention.ring_attention import RingAttention, own_positions
+from context_parallel import RingAttention, own_positions
 from families import LocalBias, local_bias
 from gpt import GPT, PLAIN, Context
 

@@ -18,22 +18,22 @@ from pathlib import Path
 
 import torch
 
-import checkpoint
 import context_parallel
 import families
-import huggingface
 import moe
 import pipeline_parallel
 import sharding
 import tensor_parallel
+from base.model_config import MoEConfig
 from base.world import Groups
-from checkpoints.tokenizer_files import beside
-from corpus.tokenizer import CHAT_TEMPLATE, TokenizerError, make_tokenizer
+from finetune.chat_template import ChatTokenizer, open_template
+from finetune.sft import Chat
 from gpt import GPT
-from model_config import MoEConfig
-from sft import Chat
+from inference import huggingface
+from run import checkpoint
+from run.tokenizer import CHAT_TEMPLATE, TokenizerError, make_tokenizer
+from run.tokenizer_files import beside
 from sharding import shard_of, sharding_of
-from tuning.chat_template import ChatTokenizer, open_template
 
 
 def open_model(path: Path | str):

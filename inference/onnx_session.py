@@ -6,7 +6,7 @@
 It holds the cache between two steps, pads the prompts of a batch, and chooses the most likely
 tokens. numpy and onnxruntime are all that it needs.
 
-    python -m exchange.export run FOLDER --prompt "def "
+    python -m inference.export run FOLDER --prompt "def "
 """
 
 import importlib.util
@@ -41,7 +41,7 @@ class Session:
         path = Path(folder) / "model.onnx"
         if not path.is_file():
             raise ExportError(
-                f"{folder} has no model.onnx: a folder of exchange/export.py would fit"
+                f"{folder} has no model.onnx: a folder of inference/export.py would fit"
             )
         try:
             self.session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])

@@ -26,7 +26,7 @@ than it saves (docs/results.md). Where they are tied they share one matrix. Norm
 Naive: make W again, then multiply (`dequantized`). Fast: a kernel that reads the whole numbers and
 makes W in registers (`by_kernel`; for CPUs in bfloat16). inference/weight_layouts.py measures them.
 
-    python -m inference.quantization
+    python -m course.quantization
     python generate.py --checkpoint runs/default --weights int4 --prompt "def "
 
 Numbers are those of torchao's Int8WeightOnlyConfig and Int4WeightOnlyConfig (tinygemm), bit for
@@ -39,11 +39,6 @@ activations in 8 bits. Experts, weights with adapters beside them (QLoRA, arXiv 
 tensor-parallel shards are refused.
 """
 
-if __name__ == "__main__":
-    from base import start
-
-    start.lesson("inference.quantization")
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,8 +48,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpt
+from base.model_config import FieldError, MoEConfig
 from inference import weight_layouts
-from model_config import FieldError, MoEConfig
 
 GROUP = 32
 # what the kernels know

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dropout import hash_
+from base.dropout import hash_
 
 # stands for a token where the logits are not finite
 DIVERGED = -1

@@ -35,12 +35,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import adapters
 import families
 import gpt
 from base import cpu
 from base.device_queue import Moment
-from model_config import GPTConfig
+from base.model_config import GPTConfig
+from finetune import adapters
 
 # A layout other than the first takes at most this share of its time.
 CLEARLY_FASTER = 0.95

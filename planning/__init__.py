@@ -1,2 +1,2 @@
 """Time and memory, predicted: the parts of planner.py, and what one rank of a large run would do.
-Imports lessons and run/. Begin with inputs.py."""
+Imports techniques and run/. Begin with inputs.py."""

@@ -39,10 +39,10 @@ from torch import Tensor
 
 import schedules
 from base import terminal
+from base.float8 import Quantised
 from base.world import Groups
 from planning.counters import Counters, Held, Kept, by_dtype, key
 from planning.stand_ins import META, Tokens, fake_world, stand_ins, with_even_routing
-from precision.float8 import Quantised
 from run import rules
 from run.config import ConfigError
 from run.pretraining import Config
@@ -96,7 +96,7 @@ class Deferred(tuple):
 
 
 class DeferredList:
-    """Stands on a weight during I (pipelines/zero_bubble.py); fills the pipeline's list. In FP8 an
+    """Stands on a weight during I (pipeline_parallel.py); fills the pipeline's list. In FP8 an
     item has bytes in the place of tensors (float8.Quantised)."""
 
     def __init__(self, kept: Kept, target: list):

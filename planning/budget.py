@@ -12,7 +12,7 @@ import argparse
 import math
 from typing import NamedTuple
 
-from model_config import MoEConfig, flops_per_token, least_parameters
+from base.model_config import MoEConfig, flops_per_token, least_parameters
 from planner import Plan, fitting
 from planning import commands, table
 from planning.fits import PlanError, what_would_fit

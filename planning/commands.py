@@ -34,7 +34,7 @@ import textwrap
 import planner
 from base import terminal
 from base.json_files import JSONError
-from model_config import MoEConfig, least_parameters
+from base.model_config import MoEConfig, least_parameters
 from planning import recipe, table
 from planning.fits import gib
 from planning.inputs import MACHINES, Layout, Machine
@@ -162,9 +162,9 @@ def wrapped(text: str) -> str:
     """A command on lines of at most 96 columns, each but the last with \\ at its end. A flag stays
     on the line of its value."""
     lines = [""]
-    words = re.sub(r" (--|train\.py|adapters\.py|serve\.py)", r"\n\1", text).split("\n")
+    words = re.sub(r" (--|train\.py|-m )", r"\n\1", text).split("\n")
     for word in words:
-        starts = word.split()[0].endswith(".py") and len(words) > 8
+        starts = word.startswith(("train.py", "-m ")) and len(words) > 8
         if starts or len(lines[-1]) + len(word) > 92:
             lines.append("   ")
         lines[-1] += f" {word}" if lines[-1] else word
@@ -190,7 +190,7 @@ def beginning(given: dict) -> list[str]:
     words = ["train.py"]
     if "lora_rank" in given:
         # a preset stands for the model that is there already
-        words = ["adapters.py", "train", "--load", "BASE"]
+        words = ["-m", "finetune.adapters", "train", "--load", "BASE"]
         given = {name: value for name, value in given.items() if name != "model"}
     for name, value in given.items():
         if name in PLANNED and name not in recipe.GIVEN:
@@ -223,7 +223,7 @@ def config_of(args: argparse.Namespace) -> tuple[Config, dict]:
     given = {name: value for name, value in vars(args).items() if name in GIVEN}
     kind = Config
     if "lora_rank" in given:
-        from tuning import adapter_training
+        from finetune import adapter_training
 
         kind = adapter_training.TextPeftConfig
     config = kind(**given)

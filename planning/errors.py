@@ -8,7 +8,7 @@ how good a prediction is.
     fitted, held_out = split(rows)
     summary(calibrate(A100, fitted), held_out)
 
-    python comparisons/planner.py      the constants, errors by group, without each ingredient
+    python -m benchmarks.planner      the constants, errors by group, without each ingredient
 
 Not covered: how uncertain the constants are; errors of the published times. A row that was read off
 a plot has one.

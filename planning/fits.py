@@ -7,7 +7,7 @@ would hold it
 import dataclasses
 from collections.abc import Callable
 
-from model_config import MoEConfig
+from base.model_config import MoEConfig
 from planning.inputs import STATE_IN_16_BITS, Machine, Software
 from planning.layouts import layouts
 from planning.memory import memory

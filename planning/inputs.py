@@ -5,7 +5,7 @@
     Software     facts about an implementation: what it keeps in memory, what it overlaps
     Layout       how a model and its batch are spread over the ranks
 
-    python planner.py      the constants, and what they predict
+    python -m course.planner      the constants, and what they predict
 
 Not covered: nodes of different kinds, and a network that is slower between distant nodes.
 """
@@ -141,7 +141,8 @@ class Software:
     fp8: str = "off"
     fp8_skip: int = 0
     fp8_keep_bytes: bool = False
-    # r of LoRA (adapters.py) in all matrices, whose base is frozen; 0: all parameters learn
+    # r of LoRA (finetune/adapters.py) in all matrices, whose base is frozen; 0: all parameters
+    # learn
     lora_rank: int = 0
 
 

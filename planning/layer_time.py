@@ -11,7 +11,7 @@ Not covered: as there.
 
 from typing import NamedTuple
 
-from model_config import MoEConfig, block_matrices, mlp_matrices, num_mlps
+from base.model_config import MoEConfig, block_matrices, mlp_matrices, num_mlps
 from planning.fits import PlanError
 from planning.inputs import Layout, Machine, Software
 from planning.memory import bias_heads, is_fused, waits_for_w

@@ -20,7 +20,7 @@ import pipeline_parallel
 import recompute
 import sequence_parallel
 import tensor_parallel
-from model_config import FieldError, MoEConfig
+from base.model_config import FieldError, MoEConfig
 from planning.inputs import Layout, Software
 
 # tokens of a sequence that is spread over ranks

@@ -25,9 +25,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from course import ranks as rank_processes
 from planning import commands
 from planning.inputs import Constants, Machine
-from proof import ranks as rank_processes
 from run.config import ConfigError
 
 

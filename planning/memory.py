@@ -34,7 +34,7 @@ from typing import NamedTuple
 import numpy as np
 
 import schedules
-from model_config import MoEConfig
+from base.model_config import MoEConfig
 from planning.inputs import Layout, Software
 from planning.state import (
     Kind,

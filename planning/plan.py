@@ -100,7 +100,7 @@ def software_of(config: Config) -> Software:
     weight, gradient, state = room.bytes_of_number(
         config.precision or "bf16", config.optimizer_state
     )
-    # flags of adapters (tuning/adapter_training.py), which train.py does not have
+    # flags of adapters (finetune/adapter_training.py), which train.py does not have
     learns_lora = getattr(config, "peft", None) == "lora"
     return dataclasses.replace(
         TRAIN,

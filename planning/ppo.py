@@ -7,9 +7,9 @@
     updates     planner.step_time, of actor and critic
 
 Two choices make four rows. Answers are written in the layout of training, or in another one (train
-with `reinforcement.py --rollout-tp`): with p pipeline stages a rank reads its weights for each of p
-groups of sequences, so p times as long. Actor and critic are on the same ranks, one after the
-other; or each on one half of the ranks, at the same time.
+with `finetune/reinforcement.py --rollout-tp`): with p pipeline stages a rank reads its weights for
+each of p groups of sequences, so p times as long. Actor and critic are on the same ranks, one after
+the other; or each on one half of the ranks, at the same time.
 
 Not covered: answers of different lengths; the seconds in which weights go from one layout to the
 other; in a forward, the head and the sends between stages.
@@ -21,7 +21,7 @@ import math
 from typing import NamedTuple
 
 import planner
-from model_config import MoEConfig, least_parameters
+from base.model_config import MoEConfig, least_parameters
 from planning import commands
 from planning.fits import USABLE, PlanError
 from planning.inputs import TRAIN, Layout, Machine

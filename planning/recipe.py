@@ -16,7 +16,7 @@ Rows of published models, and the rule between them, are in run/presets.py.
 Not covered: GPT-3's batch, which grows in the first billions of tokens; Llama 2's epsilon of 1e-5.
 """
 
-from model_config import MoEConfig
+from base.model_config import MoEConfig
 from run.config import ConfigError, flag_name
 from run.presets import Recipe
 from run.pretraining import Config

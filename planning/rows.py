@@ -19,7 +19,7 @@ from pathlib import Path
 
 import planner
 from base import json_files
-from model_config import MoEConfig
+from base.model_config import MoEConfig
 from planning import commands
 from planning.inputs import MACHINES, SOFTWARE, TRAIN, Layout, Machine, Software
 from planning.memory import memory

@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from model_config import MoEConfig, block_matrices, mlp_matrices, num_mlps
+from base.model_config import MoEConfig, block_matrices, mlp_matrices, num_mlps
 from planning.fits import USABLE
 from planning.inputs import SOFTWARE, TRAIN, Layout, Machine, Software
 from planning.layer_time import Rank, read_and_written
@@ -48,7 +48,7 @@ BATCHES = sorted({n for power in range(10) for n in (2**power, 3 * 2**power // 2
 
 class Engine(NamedTuple):
     """Constants of the serving software: fitted to published times of A100s, a row for each
-    (comparisons/serving_plan.py)."""
+    (benchmarks/serving_plan.py)."""
 
     # of the memory's bandwidth, what reading reaches; seconds in which a layer's kernels start
     read: float

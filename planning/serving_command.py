@@ -9,11 +9,11 @@ import argparse
 import math
 import shlex
 
+from inference.serve import most_blocks
 from planning import commands
 from planning.fits import USABLE, gib
 from planning.serving import ENGINES, WEIGHTS, Found, Serving, fitting, frontier, layouts
 from run.config import ConfigError
-from serve import most_blocks
 
 # tokens of a block of the cache
 BLOCK = 16
@@ -74,7 +74,16 @@ def table(found: list[Found]) -> list[str]:
 
 
 def command_of(case: argparse.Namespace, x: Found) -> str:
-    words = ["serve.py", "--checkpoint", "CHECKPOINT", "--tp", x.serving.tp, "--pp", x.serving.pp]
+    words = [
+        "-m",
+        "inference.serve",
+        "--checkpoint",
+        "CHECKPOINT",
+        "--tp",
+        x.serving.tp,
+        "--pp",
+        x.serving.pp,
+    ]
     # one is nobody's (serve.BlockPool)
     tokens, window = case.input + case.output, x.serving.model.sliding_window
     blocks = x.batch * math.ceil(x.serving.kept(tokens) / BLOCK)

@@ -18,13 +18,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-import dropout
+import context_parallel
+import fp8
 import moe
-from attention import ring_attention
-from base import attention_kernels
-from data import Batch, Dataset
-from precision import float8, fp8_scaling
-from routers import DispatchPlan, Routing
+from base import attention_kernels, dropout, float8
+from moe import DispatchPlan, Routing
+from run.data import Batch, Dataset
 
 META = torch.device("meta")
 aten = torch.ops.aten
@@ -98,7 +97,7 @@ def attention_in_one(
     """F.scaled_dot_product_attention. On the meta device torch takes it apart, into matrices of s²
     scores. This is one operation, which keeps q, k, v, the output and a number for each row; and
     what a window or ALiBi adds to the scores (families.py). A mask of documents is boolean,
-    and the kernel for GPUs does not keep it (attention/document_mask.py)."""
+    and the kernel for GPUs does not keep it (base/document_mask.py)."""
     bias = attn_mask if attn_mask is not None and attn_mask.is_floating_point() else None
     attention = aten._scaled_dot_product_flash_attention_for_cpu
     return attention(q, k, v, 0.0, bias is None, attn_mask=bias)[0]
@@ -123,10 +122,10 @@ def in_both_layouts(a: float8.Quantised) -> tuple[float8.Quantised, float8.Quant
 STAND_INS = {
     (F, "scaled_dot_product_attention"): attention_in_one,
     (dropout, "dropout_mask"): mask_without_bits,
-    (ring_attention, "dropout_mask"): mask_without_bits,
-    (ring_attention, "kernel_for"): lambda q, k: attention_kernels.make(attention_kernels.Kernel),
+    (context_parallel, "dropout_mask"): mask_without_bits,
+    (context_parallel, "kernel_for"): lambda q, k: attention_kernels.make(attention_kernels.Kernel),
     (dist, "batch_isend_irecv"): one_after_the_other,
-    (fp8_scaling, "in_both_layouts"): in_both_layouts,
+    (fp8, "in_both_layouts"): in_both_layouts,
 }
 
 

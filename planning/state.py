@@ -10,10 +10,10 @@ from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
+import fsdp
 import pipeline_parallel
-from model_config import MoEConfig, block_matrices, mlp_matrices
+from base.model_config import MoEConfig, block_matrices, mlp_matrices
 from planning.inputs import Layout, Software
-from zero import units
 
 # --- the stages of a pipeline rank ----------------------------------------------------------------
 
@@ -135,8 +135,8 @@ def state(
     """Bytes of (parameters, gradients, optimizer state)."""
     number_bytes = software.weight, software.gradient, software.optimizer_state
     n = layout.replicas
-    dense = units.bytes_per_parameter(layout.zero_stage, n, *number_bytes)
-    experts = units.bytes_per_parameter(layout.zero_stage, n // layout.ep, *number_bytes)
+    dense = fsdp.bytes_per_parameter(layout.zero_stage, n, *number_bytes)
+    experts = fsdp.bytes_per_parameter(layout.zero_stage, n // layout.ep, *number_bytes)
     numbers, of_experts = parameters(model, layout, software, rank)
     learning, experts_learning = learned(model, layout, software, rank)
     if software.lora_rank:

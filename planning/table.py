@@ -8,7 +8,7 @@ Not covered: as in planning/commands.py.
 from collections.abc import Callable
 
 import planner
-from model_config import MoEConfig, flops_per_token, least_parameters
+from base.model_config import MoEConfig, flops_per_token, least_parameters
 from planning.inputs import Layout, Machine, Software
 
 # seconds

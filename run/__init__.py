@@ -1,2 +1,2 @@
-"""Above the lessons: configuration and flags, launch, a run and its files, metrics. Imports lessons
-and base/. Begin with launch.py."""
+"""Above the techniques: configuration and flags, launch, text and tokens, checkpoints, a run and
+its files. Imports techniques and base/. Begin with launch.py."""

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-import checkpoint
 import schedules
-from model_config import ROUTER_NAMES, FieldError, MoEConfig
+from base.model_config import ROUTER_NAMES, FieldError, MoEConfig
+from run import checkpoint
 from run.kind import Kind
 from run.presets import PRESETS
 

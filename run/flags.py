@@ -16,19 +16,8 @@ from pathlib import Path
 
 from base import json_files, terminal
 from run.config import LAYOUT, ConfigError, RunConfig, flag_name
+from run.kind import name_of
 from run.pretraining import Config
-
-# Each kind of training has a command of its own: what was a flag of train.py is one of these.
-# command -> its flags, and their name of before where that was another one
-MOVED = {
-    "sft.py": "data=sft val-data=sft-val pack chat-template loss-on",
-    "preference.py": "method=preference data=pairs val-data=pairs-val beta",
-    "reinforcement.py": "method=rl data=prompts reward beta answer-tokens group-size"
-    " epochs=rl-epochs clip-range gae-lambda critic-lr rollout-tp rollout-pp",
-    "adapters.py train": "peft lora-rank lora-alpha lora-dropout adapter-size peft-targets",
-    "prompt_tuning.py train": "config=prompt-config",
-    "train.py": "document-mask cache as-rank of json",
-}
 
 # Flags of train.py that are no property of a run: they ask what a run would do
 # (planning/as_rank.py). flag -> (type, metavar, help)
@@ -91,7 +80,6 @@ def make_parser(rank: int, kind: type[RunConfig] = Config) -> argparse.ArgumentP
 
     class Parser(argparse.ArgumentParser):
         def error(self, message):
-            message = moved(names_of(message)) or message
             line = f"{kind.speaker()}: {message}; --help lists the flags"
             if rank == 0:
                 terminal.say(line, error=True)
@@ -100,7 +88,7 @@ def make_parser(rank: int, kind: type[RunConfig] = Config) -> argparse.ArgumentP
             sys.exit(2)
 
     parser = Parser(
-        prog=kind.command,
+        prog=f"python {kind.command}",
         description=kind.purpose,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
@@ -119,34 +107,6 @@ def make_parser(rank: int, kind: type[RunConfig] = Config) -> argparse.ArgumentP
         for name, (of, metavar, text) in QUESTION.items():
             parser.add_argument(flag_name(name), type=of, metavar=metavar, help=text)
     return parser
-
-
-def names_before(command: str) -> dict[str, str]:
-    """Names of a command's flags when train.py had them all -> their names now: sft -> data."""
-    flags = MOVED.get(command, "").split()
-    return {flag.split("=")[-1]: flag.split("=")[0] for flag in flags}
-
-
-def moved(unknown: list[str]) -> str:
-    """Where another command has most of these flags: which one, and its name there. Else ""."""
-    best, said = 0, ""
-    for command in MOVED:
-        names = names_before(command)
-        found = [name for name in unknown if name in names]
-        if len(found) > best:
-            best = len(found)
-            name = next((name for name in found if names[name] != name), found[0])
-            now = names[name]
-            where = f"is now --{now} of {command}" if now != name else f"belongs to {command}"
-            said = f"--{name}: {where}"
-    return said
-
-
-def names_of(message: str) -> list[str]:
-    """The names of the flags that argparse does not know."""
-    words = message.partition("unrecognized arguments: ")[2].split()
-    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
-    return [flag.removeprefix("--").removeprefix("no-") for flag in flags]
 
 
 def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
@@ -197,8 +157,7 @@ def read_toml(path: str, kind: type[RunConfig]) -> dict:
     unknown = [name for name in fields if name not in known]
     if unknown:
         names = [name.replace("_", "-") for name in unknown]
-        why = moved(names) or f"{names[0]} is no flag"
-        raise ConfigError(f"--config {path}: {why}; --help lists the flags")
+        raise ConfigError(f"--config {path}: {names[0]} is no flag; --help lists the flags")
     return fields
 
 
@@ -213,30 +172,12 @@ def saved_flags(out: Path, kind: type[RunConfig]) -> dict:
             f"--resume: {getattr(e, 'strerror', None) or e}; to go on all the same, delete "
             f"{out}/config.json and give the flags of the run"
         ) from None
-    begun_by = saved.pop("command", None) or command_before(saved)
-    if begun_by != kind.command:
+    begun_by = saved.pop("command", Config.command)
+    if name_of(begun_by) != name_of(kind.command):
         raise ConfigError(
             f"--resume --out {out}: this run was begun by {begun_by}, and goes on by python"
             f" {begun_by} --resume --out {out}"
         )
     # another version of this project may have flags that this one does not have
     known = {field.name for field in dataclasses.fields(kind)} - {"resume", "out"}
-    for before, now in names_before(kind.command).items():
-        before, now = before.replace("-", "_"), now.replace("-", "_")
-        if before in saved and now in known:
-            saved[now] = saved.pop(before)
     return {name: value for name, value in saved.items() if name in known}
-
-
-def command_before(saved: dict) -> str:
-    """The command that a run has now, of the flags that it was begun with when train.py had all."""
-    for flag, command in {
-        "rl": "reinforcement.py",
-        "preference": "preference.py",
-        "sft": "sft.py",
-        "prompt_config": "prompt_tuning.py train",
-        "peft": "adapters.py train",
-    }.items():
-        if saved.get(flag):
-            return command
-    return "train.py"

@@ -1,15 +1,21 @@
 """What a kind of training says for itself, beside its flags: its command, rules, task, bytes.
 
 `RunConfig` (config.py) says it for a whole model; each kind of training changes what is otherwise
-there (pretraining.py, and the wings tuning/ and prompts/).
+there (pretraining.py, and finetune/).
 """
 
-from model_config import MoEConfig
+from base.model_config import MoEConfig
 from run.presets import default_lr
 
 
+def name_of(command: str) -> str:
+    """The file: sft.py, of -m finetune.sft."""
+    word = command.removeprefix("-m ").split()[0]
+    return word if word.endswith(".py") else f"{word.rpartition('.')[2]}.py"
+
+
 class Kind:
-    # how it is started, for messages; and what it does, for --help
+    # how it is started, after python or torchrun; and what it does, for --help
     command = "train.py"
     purpose = "Train a GPT."
     # flags that do something only beside others, as in run/rules.py
@@ -24,7 +30,7 @@ class Kind:
     @classmethod
     def speaker(cls) -> str:
         """The file of its command, which begins each message."""
-        return cls.command.split()[0]
+        return name_of(cls.command)
 
     def task(self):
         """What is learned: a run.task.Task. Raises InputError."""

@@ -14,15 +14,15 @@ from pathlib import Path
 from base import terminal
 from base.errors import InputError, RunError
 from base.world import World, WorldError
-from checkpoint import CheckpointError
-from corpus.tokenizer import TokenizerError, record
-from data import DataError
 from optimizer import learning_rate
 from run import finish, flags, messages, opening, rules, saving
+from run.checkpoint import CheckpointError
 from run.config import ConfigError, RunConfig, multiply_in
+from run.data import DataError
 from run.metrics import MetricsError
 from run.run_folder import RunFolderError
 from run.task import Task
+from run.tokenizer import TokenizerError, record
 from run.training_run import TrainingRun
 
 # bad input: exit status 2, one message from rank 0

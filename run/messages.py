@@ -53,7 +53,7 @@ def surprises(trainer, world: World):
         )
     if model.num_experts:
         # a wing, loaded for those who have experts
-        from exchange import hf_config
+        from inference import hf_config
 
         try:
             hf_config.check_export_of_experts(model)

@@ -18,7 +18,7 @@ bit for bit:
     fp8_saturated          --fp8 delayed: tensors with values beyond what their scale allows
     predicted_seconds      of a step, by planner.py, with --plan
 
-preference.py and reinforcement.py add more fields to a line: docs/preferences.md.
+finetune/preference.py and finetune/reinforcement.py add more fields to a line: docs/preferences.md.
 
 With experts, these have one number for each layer that has experts:
 

@@ -11,13 +11,12 @@ from pathlib import Path
 import torch
 
 import base.world
-import checkpoint
 from base.world import World
-from corpus.tokenizer import BUILT_IN, make_tokenizer, save_files
-from run import room
+from run import checkpoint, room
 from run.config import ConfigError, RunConfig, flag_name
 from run.metrics import Metrics
 from run.run_folder import RunFolder, RunFolderError, launcher_name
+from run.tokenizer import BUILT_IN, make_tokenizer, save_files
 
 # tokens of the held-out text that the sample continues
 SAMPLE_BEGINS = 16

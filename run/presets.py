@@ -19,7 +19,7 @@ parameters needs no memory.
 import math
 from typing import NamedTuple
 
-from model_config import MoEConfig, flops_per_token, least_parameters
+from base.model_config import MoEConfig, flops_per_token, least_parameters
 
 
 def _gpt(num_layers, hidden_size, num_heads, seq_length=2048, vocab_size=51200) -> dict:

@@ -8,12 +8,12 @@ import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
-import data
-from corpus.tokenizer import TokenizerError, prompt_ids
-from model_config import MoEConfig
+from base.model_config import MoEConfig
+from run import data
 from run.config import ConfigError, RunConfig, flag
 from run.rules import refuse
 from run.task import Task
+from run.tokenizer import TokenizerError, prompt_ids
 
 
 @dataclass

@@ -13,8 +13,8 @@ not fit. A parameter's bytes are those of ZeRO's table (units.bytes_per_paramete
 With --optimizer-state bf16 the moments have 4 bytes, and a 16-bit weight's master 2.
 """
 
-from model_config import MoEConfig, least_parameters, mlp_matrices
-from zero import units
+import fsdp
+from base.model_config import MoEConfig, least_parameters, mlp_matrices
 
 # bytes of a number; 2 in other precisions
 SIZES = {"fp64": 8, "fp32": 4, "tf32": 4}
@@ -57,8 +57,8 @@ def parts_of(
 ) -> tuple[float, float, float]:
     """The same of a pipeline rank that has so many numbers, all tp and ep ranks together."""
     sizes = bytes_of_number(precision, optimizer_state)
-    each = units.bytes_per_parameter(zero_stage, ranks["dp"], *sizes)
-    of_experts = units.bytes_per_parameter(zero_stage, ranks["dp"] // ranks["ep"], *sizes)
+    each = fsdp.bytes_per_parameter(zero_stage, ranks["dp"], *sizes)
+    of_experts = fsdp.bytes_per_parameter(zero_stage, ranks["dp"] // ranks["ep"], *sizes)
     held = dense // ranks["tp"]
     held_experts = experts // ranks["ep"] // ranks["tp"]
     return tuple(held * x + held_experts * y for x, y in zip(each, of_experts))

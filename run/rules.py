@@ -17,14 +17,13 @@ from typing import NamedTuple
 
 import torch
 
-import chunked_head
 import pipeline_parallel
 import recompute
 import sequence_parallel
 import tensor_parallel
 from base import json_files
+from base.model_config import EXPERT_FIELDS, MoEConfig, divisors
 from base.world import why_no_gpu
-from model_config import EXPERT_FIELDS, MoEConfig, divisors
 from run.config import ConfigError, RunConfig, as_flags, flag_name
 
 # Of a step. Far beyond what anybody trains with, and few enough to be numbered in an instant.
@@ -179,7 +178,7 @@ def check_techniques(config: RunConfig, model: MoEConfig, world: int) -> None:
     replicas = world // config.tp // config.pp
     with as_flags():
         recompute.check(model, config.recompute, config.recompute_layers)
-        chunked_head.check(config.head_chunk)
+        recompute.check_head(config.head_chunk)
         tensor_parallel.check(model, config.tp, world)
         if config.sequence_parallel:
             sequence_parallel.check(model, config.tp)
@@ -308,7 +307,7 @@ NEEDS = (
     ),
     Need(
         ("router_temperature",),
-        # proof.verify gives the shape of a model whole, defaults too
+        # course.verify gives the shape of a model whole, defaults too
         lambda run: (
             run.model.router == "sinkhorn"
             or run.config.router_temperature == MoEConfig.router_temperature

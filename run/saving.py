@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import checkpoint
 from base.world import World
-from corpus.datasets import Dataset
-from corpus.tokenizer import CHAT_TEMPLATE, TokenizerRecord
+from run import checkpoint
 from run.config import ConfigError, flag_name
+from run.datasets import Dataset
+from run.tokenizer import CHAT_TEMPLATE, TokenizerRecord
 
 
 class RunCheckpoints:

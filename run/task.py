@@ -4,11 +4,11 @@
 
 A task says what the data is, what the loss is and what it is a mean of, what is reported, evaluated
 and saved. In the class `Task`, every token of the data counts. Each kind of training changes some
-of its functions (pretraining.py, and the wings tuning/ and prompts/). Each also has an object that
-says which parameters learn:
+of its functions (pretraining.py, and finetune/). Each also has an object
+that says which parameters learn:
 
     WholeModel      all of them
-    FrozenBase      a few new ones beside a frozen model: adapters, prompts (tuning/frozen_base.py)
+    FrozenBase     a few new ones beside a frozen model: adapters, prompts (finetune/frozen_base.py)
 """
 
 from pathlib import Path
@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import checkpoint
+from base.model_config import flops_per_token
 from gpt import Context
-from model_config import flops_per_token
-from run import opening
+from run import checkpoint, opening
 
 
 class PartOfTrainer:

@@ -15,10 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import checkpoint
 from base.device_queue import Moment, to_host
 from base.errors import RunError
-from run import messages
+from run import checkpoint, messages
 from run.metrics import Curves, Metrics, MetricsError, mfu, peak_memory, progress
 
 # every evaluation reads the first so many of the held-out text

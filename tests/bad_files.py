@@ -48,7 +48,7 @@ SIZES = " ".join(small_run.as_flags(**SHAPE))
 TEXTS = "--data text.txt"
 BRIEF = "--device cpu --global-batch-size 2 --warmup-steps 0 --eval-every 0"
 TRAIN = f"train {TEXTS} {BRIEF} {SIZES}"
-LEARN_LORA = f"tuning.adapter_training --load run {TEXTS} {BRIEF} --steps 2 --peft lora"
+LEARN_LORA = f"finetune.adapter_training --load run {TEXTS} {BRIEF} --steps 2 --peft lora"
 ANSWER = "--max-tokens 2 --device cpu"
 CHAT = """\
 {% for message in messages %}
@@ -149,11 +149,11 @@ def make_folder() -> None:
 
     import torch
 
-    import checkpoint
-    import huggingface
     import sharding
-    from exchange.architectures import empty_model
-    from routers import MoEConfig
+    from inference import huggingface
+    from inference.architectures import empty_model
+    from moe import MoEConfig
+    from run import checkpoint
 
     experts = dict(llama=True, num_experts=2, router="topk", router_topk=2, z_loss=0.0)
     for name, fields in {"gpt2": {}, "llama": dict(llama=True), "mixtral": experts}.items():
@@ -213,7 +213,7 @@ def make_peft() -> None:
     make_run()
     for peft in ("lora", "ia3"):
         succeed(f"{LEARN_LORA} --peft {peft} --out our-{peft}")
-        succeed(f"tuning.adapter_commands export our-{peft} {peft} --base run")
+        succeed(f"finetune.adapter_commands export our-{peft} {peft} --base run")
 
 
 def make_conversations() -> None:
@@ -239,36 +239,36 @@ class Reading(NamedTuple):
 
 RESUME = f"{TRAIN} --steps 3 --out run --resume"
 GENERATE = f"inference.cli --checkpoint run --prompt de {ANSWER}"
-LEARN = "prompts.commands train --config prompts.json --global-batch-size 2 --device cpu"
+LEARN = "finetune.prompt_tuning train --config prompts.json --global-batch-size 2 --device cpu"
 INFER = "--prompts prompts/prompts.safetensors --checkpoint run --data lines.jsonl"
-ANSWERS = [f"prompts.commands {word} {INFER} {ANSWER}" for word in ("generate", "evaluate")]
-CHATS = f"tuning.sft_command {BRIEF} {SIZES} --seq-length 64 --data chats.jsonl"
+ANSWERS = [f"finetune.prompt_tuning {word} {INFER} {ANSWER}" for word in ("generate", "evaluate")]
+CHATS = f"finetune.sft_command {BRIEF} {SIZES} --seq-length 64 --data chats.jsonl"
 CHATS += " --chat-template chat.jinja"
 JSON = [changed_json, changed_json, changed_bytes]
 OF_INDEX = [
     GENERATE,
-    "exchange.commands export run hf",
+    "inference.huggingface_commands export run hf",
     "checkpoint verify run",
     "checkpoint show run",
     f"train --load run {TEXTS} --device cpu --global-batch-size 2 --steps 1 --out new",
     RESUME,
 ]
 OF_FOLDER = [
-    "exchange.commands import {} ckpt",
+    "inference.huggingface_commands import {} ckpt",
     f"inference.cli --checkpoint {{}} --prompt de {ANSWER}",
 ]
 OF_TOKENIZER = [
-    "corpus.tokenizer def tokenizer.json",
+    "run.tokenizer def tokenizer.json",
     f"{GENERATE} --tokenizer tokenizer.json",
 ]
 OF_ADAPTER = [
-    "tuning.adapter_commands merge run lora new",
-    "tuning.adapter_commands export lora new --base run",
-    "exchange.commands export run new --adapter lora",
+    "finetune.adapter_commands merge run lora new",
+    "finetune.adapter_commands export lora new --base run",
+    "inference.huggingface_commands export run new --adapter lora",
     f"{GENERATE} --adapter lora",
     f"{LEARN_LORA} --out lora --resume --steps 3",
 ]
-IMPORT = "tuning.adapter_commands import {} new --base run"
+IMPORT = "finetune.adapter_commands import {} new --base run"
 # kind -> (what makes a valid folder, the files in it)
 KINDS = {
     "index": (make_run, [Reading("run/checkpoints/*/index.json", JSON, OF_INDEX)]),

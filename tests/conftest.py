@@ -12,7 +12,7 @@ import pytest
 import shortened
 import torch
 
-from proof import ranks
+from course import ranks
 
 # torch.compile keeps code on the disk under a key without the processor's vector width: after a run
 # with 16 lanes, one with 8 (ATEN_CPU_CAPABILITY=avx2) took the code for 16 and computed other
@@ -22,7 +22,7 @@ CACHE = os.path.join(tempfile.gettempdir(), f"torchinductor-{os.getuid()}-{KIND}
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", CACHE)
 # ranks and commands begin with all of this imported
 ranks.preload(
-    *("pytest", "train", "checkpoints.slices", "context_parallel", "fp8", "kernels", "moe"),
+    *("pytest", "train", "run.checkpoint_slices", "context_parallel", "fp8", "kernels", "moe"),
     *("prompt_tuning", "parity", "matplotlib.pyplot", "transformers"),
 )
 

@@ -16,7 +16,10 @@ def run_rank(*argv: str) -> None:
     """What a rank does. The agent waits for it to return."""
     sys.argv = list(argv)
     try:
-        runpy.run_path(argv[0], run_name="__main__")
+        if argv[0].endswith(".py"):
+            runpy.run_path(argv[0], run_name="__main__")
+        else:
+            runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
     except SystemExit as e:
         if e.code:
             raise
@@ -25,7 +28,7 @@ def run_rank(*argv: str) -> None:
 def main() -> None:
     here = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     args = parse_args([*here, *sys.argv[1:]])
-    sys.path.insert(0, str(Path(args.training_script).parent))
+    sys.path.insert(0, str(Path(__file__).parent.parent))
     # for the ranks
     import train  # noqa: F401
 

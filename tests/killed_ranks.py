@@ -113,7 +113,7 @@ def text_flags(folder: Path) -> list[str]:
 
 
 def rl_flags(folder: Path, sft) -> list[str]:
-    """A run of reinforcement.py. sft(flags): trains its base."""
+    """A run of finetune/reinforcement.py. sft(flags): trains its base."""
     talk = [{"prompt": f"{n}+", "completion": "ab"[n % 2] * 3} for n in range(40)]
     for name, records in {"talk": talk, "prompts": [{"prompt": x["prompt"]} for x in talk]}.items():
         small_run.write_lines(folder / f"{name}.jsonl", records)
@@ -135,9 +135,9 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
         if args.rl:
-            sft = [*launcher, str(ROOT / "sft.py")]
+            sft = [*launcher, "-m", "finetune.sft"]
             flags = rl_flags(Path(folder), lambda flags: run([*sft, *flags], 0, 0))
-            command = [*launcher, str(ROOT / "reinforcement.py"), *flags]
+            command = [*launcher, "-m", "finetune.reinforcement", *flags]
         else:
             command = [*launcher, str(ROOT / "train.py"), *text_flags(Path(folder))]
         run([*command, "--out", f"{folder}/undisturbed"], 0, 0)

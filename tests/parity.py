@@ -3,7 +3,7 @@
     same(train(world=4, micro_batch_size=1), train())
     check(4, [dict(tp=4), dict(pp=2, tp=2)])        several layouts, each against one device
 
-`train` runs a few steps of any configuration on `world` ranks (proof/parity.py).
+`train` runs a few steps of any configuration on `world` ranks (course/parity.py).
 """
 
 import shutil
@@ -12,8 +12,8 @@ from functools import partial
 import pytest
 import torch
 
-from proof.parity import LLAMA, SMALL, Result, difference, put_together, train, train_each
-from proof.synthetic import Documents, Prompted, Synthetic, SyntheticPairs
+from course.parity import LLAMA, SMALL, Result, difference, put_together, train, train_each
+from course.synthetic import Documents, Prompted, Synthetic, SyntheticPairs
 from run.config import LAYOUT
 
 __all__ = [

@@ -1,5 +1,5 @@
-"""Starts commands of this project as `python FILE FLAGS` and torchrun do, without waiting for
-imports.
+"""Starts commands of this project as `python FILE FLAGS`, `python -m MODULE FLAGS` and torchrun do,
+without waiting for imports.
 
     done = processes.run(["train.py", "--steps", "3"], world=2)       # two ranks, to their end
     done.returncode, done.stdout, done.stderr
@@ -41,7 +41,7 @@ class Command:
     def __init__(self, argv: list, environment: dict[str, str], is_shortened: bool = True):
         self.folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("forkserver")
-        words = [str(ROOT / argv[0]), *map(str, argv[1:])]
+        words = [str(word) for word in argv[argv[0] == "-m" :]]
         self.process = context.Process(
             target=_become,
             args=(words, os.environ | environment, os.getcwd(), self.folder.name, is_shortened),
@@ -103,7 +103,11 @@ def _become(
     sys.path.insert(0, str(ROOT))
     if is_shortened:
         shortened.shorten(setattr)
-    runpy.run_path(argv[0], run_name="__main__")
+    if argv[0].endswith(".py"):
+        sys.argv[0] = str(ROOT / argv[0])
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
 
 
 def start(argv: list, is_shortened: bool = True, **environment: str) -> Command:

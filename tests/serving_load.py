@@ -1,6 +1,6 @@
-"""Requests by the thousand for serve.py on the loopback address: good ones, bad ones, clients that
-go away, a full queue, preemptions. Nothing leaks (blocks, memory, files), and answers are those of
-generate.py.
+"""Requests by the thousand for inference/serve.py on the loopback address: good ones, bad ones,
+clients that go away, a full queue, preemptions. Nothing leaks (blocks, memory, files), and answers
+are those of generate.py.
 
     python tests/serving_load.py [--requests 2000] [--tp 2] [--pp 2] [--kill]
 

@@ -7,9 +7,9 @@ Each test is run so (conftest.py), and so are the commands of processes.py, unle
 with is_shortened=False.
 """
 
+from finetune import rl_files
 from inference import weight_layouts
 from run import finish
-from tuning import rl_files
 
 # tokens of a sample: more than the context of small_run.py
 MOST = 40

@@ -1,7 +1,7 @@
 """Runs that take seconds: one narrow layer, a short context, no evaluation. And what they leave.
 
 small_run.flags(steps=30)                ["--num-layers", "1", ..., "--steps", "30"]
-small_run.run("sft.py", *flags)          the exit status
+small_run.run("finetune/sft.py", *flags)          the exit status
 small_run.numbers_of(out)                metrics.jsonl, without times
 small_run.tensors_of(out)                the newest checkpoint
 """
@@ -36,7 +36,7 @@ def as_flags(**options) -> list[str]:
 def run(*words) -> int:
     """`python COMMAND FLAGS` without a new interpreter. Without a command: train.py."""
     import train
-    from proof import kinds
+    from course import kinds
 
     kind, given = kinds.split([str(word) for word in words])
     return train.main(given, kind)
@@ -73,7 +73,7 @@ def tensors_of(out: Path, prefix: str = "") -> dict:
     """Of the newest checkpoint, whole: weights, and moments where there is no prefix."""
     import torch
 
-    import checkpoint
+    from run import checkpoint
     from sharding import Sharding, set_sharding
 
     path = checkpoint.find(out)

@@ -11,22 +11,19 @@ from safetensors.torch import load_file, save_file
 from test_generate import EXPERTS, build, loud, save
 from test_gpt import GPT_SHAPES, LLAMA_SHAPES
 
-import adapters
-import checkpoint
 import generate
 import gpt
-import huggingface
 from base.world import Groups
-from corpus.tokenizer import CHAT_TEMPLATE, ByteTokenizer
-from exchange import commands
-from inference import adapted, cli, quantization, weight_layouts
+from course import ranks
+from finetune import adapter_commands, adapters, peft_folder
+from finetune.adapter_config import AdapterConfig
+from finetune.adapter_files import open_adapter
+from finetune.frozen_base import fingerprint
+from inference import adapted, cli, huggingface, huggingface_commands, quantization, weight_layouts
 from inference.loading import build_stages, find_chat, load_model, open_model
-from proof import ranks
+from run import checkpoint
+from run.tokenizer import CHAT_TEMPLATE, ByteTokenizer
 from sharding import named_parameters, set_sharding, shard_of, sharding_of
-from tuning import adapter_commands, peft_folder
-from tuning.adapter_config import AdapterConfig
-from tuning.adapter_files import open_adapter
-from tuning.frozen_base import fingerprint
 
 VOCABULARY = dict(vocab_size=257, seq_length=24)
 SHAPES = {
@@ -357,7 +354,7 @@ def test_tensors_of_peft_that_are_refused(folder, tmp_path, capsys):
         assert words in refused(capsys, "import", hf, "--base", base, out)
     file.rename(hf / "adapter_model.bin")
     assert "a pickle, which is never opened" in refused(capsys, "import", hf, "--base", base, out)
-    assert "python adapters.py import" in refused(capsys, "merge", base, hf, out)
+    assert "python -m finetune.adapters import" in refused(capsys, "merge", base, hf, out)
     for path, words in ((folder / "gpt-adapter", "no bottleneck"), (folder / "llama-ia3", "llama")):
         assert words in refused(capsys, "export", path, out, "--base", base)
     experts = folder / "experts"
@@ -367,13 +364,14 @@ def test_tensors_of_peft_that_are_refused(folder, tmp_path, capsys):
 
 
 def test_export_of_the_merged_model(folder, tmp_path):
-    """huggingface.py export --adapter writes what it exports of `merge`, and the chat template."""
+    """inference/huggingface.py export --adapter writes what it exports of `merge`, and the chat
+    template."""
     for shape in ("gpt", "llama"):
         base, path = folder / shape, tmp_path / f"{shape}-lora"
         shutil.copytree(folder / path.name, path)
         (path / "chat_template.jinja").write_text("{{ messages[0].content }}")
         argv = ["export", str(base), str(tmp_path / shape), "--adapter", str(path)]
-        assert commands.main(argv) == 0
+        assert huggingface_commands.main(argv) == 0
         merged = tmp_path / f"{shape}-merged"
         adapter_commands.merge_adapter(str(base), str(path), str(merged))
         huggingface.export_folder(merged, tmp_path / f"{shape}-2")

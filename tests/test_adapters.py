@@ -16,19 +16,18 @@ from small_run import lines_of
 from test_huggingface import SHAPES, TOKENS, our_checkpoint
 from torch import nn
 
-import adapters
-import checkpoint
 import gpt
 import train
 from base.world import Groups
-from huggingface import export_folder
-from proof import ranks
-from proof.kinds import config_of
-from proof.parity import Run
-from run import rules
+from course import ranks
+from course.kinds import config_of
+from course.parity import Run
+from finetune import adapters
+from finetune.adapter_config import METHODS, TARGETS, AdapterConfig
+from finetune.adapter_files import num_parameters
+from inference.huggingface import export_folder
+from run import checkpoint, rules
 from run.config import ConfigError, RunConfig
-from tuning.adapter_config import METHODS, TARGETS, AdapterConfig
-from tuning.adapter_files import num_parameters
 
 # --- by hand --------------------------------------------------------------------------------------
 
@@ -353,7 +352,7 @@ def flags_of(folder: Path, **flags) -> list[str]:
 
 
 def run(argv: list[str]) -> int:
-    return small_run.run(*(["adapters.py", "train"] if "--peft" in argv else []), *argv)
+    return small_run.run(*(["finetune.adapters", "train"] if "--peft" in argv else []), *argv)
 
 
 def losses(run: Path) -> list[float]:
@@ -367,7 +366,7 @@ def test_a_checkpoint_is_the_adapter_and_loads_under_another_layout(base, tmp_pa
     assert run(flags_of(base, out=one, **peft | dict(steps=4))) == 0
     two = tmp_path / "two"
     flags = flags_of(base, out=two, tp=4, **peft)
-    done = processes.run(["adapters.py", "train", *flags], world=4)
+    done = processes.run(["finetune.adapters", "train", *flags], world=4)
     assert done.returncode == 0, done.stderr
     assert (two / "sample.txt").read_text()
     index = checkpoint.read_index(checkpoint.find(two))

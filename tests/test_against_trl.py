@@ -1,4 +1,5 @@
-"""Losses of preference.py and reinforcement.py are those of the library `trl`, on equal tensors.
+"""Losses of finetune/preference.py and finetune/reinforcement.py are those of the library `trl`, on
+equal tensors.
 
 Where trl has a function of its own, it is called, with a stand-in for the trainer. Most of PPO's
 lines stand inside trl's PPOTrainer.train: they are cut out of its source, and run as they are.
@@ -15,8 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import preference
-import reinforcement
+from finetune import preference, reinforcement
 
 CLIP = 0.2
 BETA = 0.3

@@ -10,14 +10,14 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from corpus.token_bytes import token_bytes
-from corpus.tokenizer import make_tokenizer
 from inference.answers import TextStream, text_of
-from serve import Request
-from serving.engine import LogProb, Output
+from inference.engine import LogProb, Output
+from inference.serve import Request
+from run.token_bytes import token_bytes
+from run.tokenizer import make_tokenizer
 
 pytest.importorskip("aiohttp", reason="requirements.txt names it")
-from serving import api
+from inference import api
 
 KINDS = ["bytes", *published_tokenizers.KINDS]
 LETTERS = "".join(published_tokenizers.TEXT[:4] + list(published_tokenizers.TEXTS))

@@ -16,22 +16,22 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-import gradients
+import fp8
+import optimizer
 import recompute
 import train as trainer
+from base.model_config import flops_per_token
 from base.world import Groups
-from data import Batch
-from model_config import flops_per_token
+from course import ranks
+from course.parity import LLAMA, SMALL
+from course.synthetic import Documents, Synthetic
+from finetune.adapter_training import TextPeftConfig
 from planning import as_rank, stand_ins
 from planning.counters import Counters, Kept
-from precision import fp8_scaling
-from proof import ranks
-from proof.parity import LLAMA, SMALL
-from proof.synthetic import Documents, Synthetic
 from run import flags
 from run.config import ConfigError
+from run.data import Batch
 from run.task import Task
-from tuning.adapter_training import TextPeftConfig
 
 GPT = SMALL | dict(precision="fp32", micro_batch_size=1)
 LLAMA = LLAMA | dict(precision="fp32", micro_batch_size=1, dropout=0.0)
@@ -160,7 +160,7 @@ def measured(world: int, config: trainer.Config) -> dict:
         t.update(1)
         t.task.wait_for_parameters()
     # bytes of weights as on a GPU
-    layouts = mock.patch.object(fp8_scaling, "in_both_layouts", stand_ins.in_both_layouts)
+    layouts = mock.patch.object(fp8, "in_both_layouts", stand_ins.in_both_layouts)
     with kept, layouts, Counters() as counters:
         t.forward_backward(1, dataset)
         fp8_weights = as_rank.fp8_weights_of(t)
@@ -232,7 +232,7 @@ def test_ranks_send_tensors_of_the_gpu(world, layouts, monkeypatch):
 
 def test_a_tensor_of_the_cpu_is_seen(monkeypatch):
     monkeypatch.setattr(as_rank, "Counters", OnTheGPU)
-    monkeypatch.setattr(gradients, "norm_device", lambda *arguments: torch.device("cpu"))
+    monkeypatch.setattr(optimizer, "norm_device", lambda *arguments: torch.device("cpu"))
     with pytest.raises(RuntimeError, match=r"allreduce.* of a tensor of the CPU, torch.float64"):
         as_rank.report(trainer.Config(**GPT, pp=2), trainer.Trainer, 0, 2)
 

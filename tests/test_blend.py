@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import data
 import train
 from base.world import World
-from corpus import blend
-from corpus.blend import Blend, Interleave, parse_weights
-from corpus.tokenizer import ByteTokenizer
-from data import Corpus, DataError
+from run import blend, data
+from run.blend import Blend, Interleave, parse_weights
+from run.data import Corpus, DataError
 from run.flags import parse
+from run.tokenizer import ByteTokenizer
 
 # Corpus -> number of documents.
 DOCUMENTS = {"a": 40, "b": 90, "c": 25}

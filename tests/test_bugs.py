@@ -1,4 +1,4 @@
-"""bugs.py, what comparisons/silent_bugs.py has measured, and docs/bugs.md: they name the same bugs,
+"""bugs.py, what benchmarks/silent_bugs.py has measured, and docs/bugs.md: they name the same bugs,
 and the same numbers."""
 
 import importlib
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from exercises import bugs
-from proof import bug_runs, mutations
+from course import bug_runs, mutations
+from course.exercises import bugs
 
 ROOT = Path(__file__).parent.parent
 DOC = (ROOT / "docs" / "bugs.md").read_text()
@@ -20,12 +20,12 @@ BUGS = mutations.bugs()
 
 @pytest.fixture
 def comparison():
-    return importlib.import_module("comparisons.silent_bugs")
+    return importlib.import_module("benchmarks.silent_bugs")
 
 
 @pytest.fixture
 def measured() -> dict:
-    return json.loads((ROOT / "comparisons" / "silent_bugs.json").read_text())
+    return json.loads((ROOT / "benchmarks" / "results" / "silent_bugs.json").read_text())
 
 
 def test_list(capsys):
@@ -51,7 +51,7 @@ def test_flags_that_would_do_nothing(argv, capsys):
     with pytest.raises(SystemExit) as left:
         bugs.main(argv)
     assert left.value.code == 2
-    assert "exercises.bugs: error: " in capsys.readouterr().err
+    assert "course.exercises.bugs: error: " in capsys.readouterr().err
 
 
 def test_unknown_name(capsys):
@@ -91,7 +91,7 @@ def test_every_bug_is_measured(measured):
 
 
 def test_tables_are_the_measured_numbers(comparison, measured):
-    """`python comparisons/silent_bugs.py` prints their rows."""
+    """`python -m benchmarks.silent_bugs` prints their rows."""
     for kind, table in comparison.tables(measured).items():
         assert table in DOC, f"the table of {kind} is not that of silent_bugs.json:\n{table}"
 

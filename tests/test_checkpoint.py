@@ -21,18 +21,17 @@ from safetensors.torch import save_file
 from small_run import equal
 from torch import nn
 
-import checkpoint
 import gpt
 import sharding
 import train
+from base.model_config import MoEConfig
 from base.world import Groups
-from checkpoint import CheckpointError
-from checkpoints import slices
-from model_config import MoEConfig
+from course import ranks
+from finetune.frozen_base import identifying_fields
 from optimizer import AdamW, SplitMaster
 from planning.counters import LiveTensors
-from proof import ranks
-from tuning.frozen_base import identifying_fields
+from run import checkpoint, checkpoint_slices
+from run.checkpoint import CheckpointError
 
 STATE = {"tokens": 7, "config": {"a": 1}, "model": {}}
 
@@ -128,7 +127,7 @@ def save_killed(rank, folder, call):
 
         return wrapped
 
-    calls = ((os, "rename"), (os, "fsync"), (slices.dcp, "save"), (shutil, "rmtree"))
+    calls = ((os, "rename"), (os, "fsync"), (checkpoint_slices.dcp, "save"), (shutil, "rmtree"))
     for module, name in (*calls, (json, "dumps")):
         setattr(module, name, killing(getattr(module, name)))
     checkpoint.save(Path(folder), 2, tensors(2), STATE, keep=1)
@@ -436,7 +435,7 @@ def save_in_the_background(rank, folder):
     saver = checkpoint.Saver(dist.new_group(backend="gloo"))
     part = tensors()
     gate = threading.Event()
-    writer = slices.dcp.HuggingFaceStorageWriter
+    writer = checkpoint_slices.dcp.HuggingFaceStorageWriter
     original = writer.write_data
 
     # the disk is slow
@@ -565,7 +564,7 @@ def test_copies_of_what_is_on_a_gpu_are_pinned(monkeypatch):
 
     monkeypatch.setattr(torch, "empty", empty)
     for tensor in (torch.ones(3), torch.ones(3).as_subclass(OnGPU)):
-        assert slices.host_copy(tensor).tolist() == [1, 1, 1]
+        assert checkpoint_slices.host_copy(tensor).tolist() == [1, 1, 1]
     assert pinned == [False, True]
 
 
@@ -573,7 +572,7 @@ def test_copies_of_what_is_on_a_gpu_are_pinned(monkeypatch):
 def test_pinned_memory_is_used_again():
     addresses = set()
     for value in (1.0, 2.0):
-        copy = slices.host_copy(torch.full((100_000,), value, device="cuda"))
+        copy = checkpoint_slices.host_copy(torch.full((100_000,), value, device="cuda"))
         assert copy.is_pinned() and copy[-1] == value
         addresses.add(copy.data_ptr())
         del copy
@@ -602,7 +601,7 @@ def test_halves_are_saved_and_loaded_as_one_master(tmp_path):
 
 
 def test_tensors_that_are_read_when_their_file_is_written(tmp_path, monkeypatch):
-    """What huggingface.py does: a file at a time is in memory."""
+    """What inference/huggingface.py does: a file at a time is in memory."""
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 1000)
     values = {f"model.{i}": torch.full((100,), float(i)) for i in range(10)}
     order = []

@@ -8,10 +8,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from parity import LLAMA, SMALL, again, check, differs, train
 
-import chunked_head
 import gpt
-from chunked_head import chunked_loss
-from model_config import FieldError
+import recompute
+from base.model_config import FieldError
+from recompute import chunked_loss
 
 # 8 sequences of 16 tokens: 7 does not divide them, and 257 is divided by no t; GPT's matrix is tied
 TIED = SMALL | dict(vocab_size=257, head_chunk=7)
@@ -39,21 +39,21 @@ def test_equals_the_whole_head(base, world, variants):
 
 def no_sums():
     """The ranks' columns are never added up."""
-    chunked_head.dist = SimpleNamespace(
+    recompute.dist = SimpleNamespace(
         all_reduce=lambda *args, **options: None, ReduceOp=dist.ReduceOp
     )
 
 
 def last_tokens_forgotten():
     """Backward forgets the last 7 tokens."""
-    backward = chunked_head._ChunkedLoss.backward
+    backward = recompute._ChunkedLoss.backward
 
     def broken(ctx, grad):
         grad = grad.clone()
         grad[-7:] = 0
         return backward(ctx, grad)
 
-    chunked_head._ChunkedLoss.backward = staticmethod(broken)
+    recompute._ChunkedLoss.backward = staticmethod(broken)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_bytes_are_those_of_the_formula():
     targets = torch.randint(v, (1, n))
     for chunk in (32, 128):
         leaves = [t.clone().requires_grad_() for t in (x, weight)]
-        peak = chunked_head.peak_bytes(
+        peak = recompute.peak_bytes(
             lambda leaves=leaves, chunk=chunk: (
                 chunked_loss(*leaves, targets, chunk, v).sum().backward()
             )
@@ -113,15 +113,15 @@ def test_without_targets_logits_are_whole():
     tokens = torch.arange(4)[None]
     logits = model(tokens)
     names = [name for name, _ in model.named_parameters()]
-    chunked_head.apply(model, 3)
+    recompute.chunk_head(model, 3)
     assert torch.equal(model(tokens), logits)
     assert [name for name, _ in model.named_parameters()] == names
     # off: nothing changes
     other = gpt.GPT(model.config)
-    chunked_head.apply(other, 0)
+    recompute.chunk_head(other, 0)
     assert type(other.head) is gpt.Head
     with pytest.raises(FieldError, match="-1"):
-        chunked_head.check(-1)
+        recompute.check_head(-1)
 
 
 def test_a_target_that_is_no_word():

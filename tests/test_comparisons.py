@@ -1,4 +1,4 @@
-"""comparisons/: each runs through at toy size, so that a rename that breaks one fails here. None of
+"""benchmarks/: each runs through at toy size, so that a rename that breaks one fails here. None of
 them overwrites measured results."""
 
 import argparse
@@ -13,16 +13,14 @@ from types import SimpleNamespace
 import matplotlib.pyplot
 import processes
 import pytest
-import report
 import torch
 import torch._functorch.config
 
 import recompute
-from comparisons import kernels, redraw, sums_task
-from figures import pictures
+from benchmarks import kernels, pictures, redraw, report, sums_task
 
 ROOT = Path(__file__).parent.parent
-COMPARISONS = ROOT / "comparisons"
+COMPARISONS = ROOT / "benchmarks"
 # (script, arguments beside --toy, files that it writes)
 SCRIPTS = [
     ("activation_memory", [], ["activation_memory.json", "activation_memory.svg"]),
@@ -61,18 +59,18 @@ TRANSFORMERS = ("generation", "serving_speed", "single_device")
 
 
 def main_of(script: str, argv: list[str], monkeypatch):
-    """Run a comparison in this process, as a module `comparisons.SCRIPT`, so that its ranks can
+    """Run a comparison in this process, as a module `benchmarks.SCRIPT`, so that its ranks can
     import it too. Returns what its main returns."""
     monkeypatch.setattr("sys.argv", [str(COMPARISONS / f"{script}.py"), *map(str, argv)])
-    # on leaving, puts back what comparisons/kernels.py changes
+    # on leaving, puts back what benchmarks/kernels.py changes
     config = torch._functorch.config
     with config.patch(donated_buffer=config.donated_buffer):
-        return importlib.import_module(f"comparisons.{script}").main()
+        return importlib.import_module(f"benchmarks.{script}").main()
 
 
 def tracked() -> dict[Path, int]:
     """{measured result or figure: when it was written}"""
-    paths = [*COMPARISONS.iterdir(), *(ROOT / "figures").iterdir()]
+    paths = [*COMPARISONS.iterdir(), *(ROOT / "docs" / "figures").iterdir()]
     return {path: path.stat().st_mtime_ns for path in paths if path.suffix in (".json", ".svg")}
 
 
@@ -105,7 +103,7 @@ def start_without_imports(script: str, monkeypatch) -> None:
     """Train in processes that have imported the project. (On a GPU a fork cannot.)"""
     if torch.cuda.is_available() or script not in LAUNCHERS:
         return
-    training = f"comparisons.{script}"
+    training = f"benchmarks.{script}"
     if script == "layouts":
         training = "planning.try_layouts"
         fake = SimpleNamespace(Popen=ForkedTraining, DEVNULL=None)
@@ -122,7 +120,7 @@ def write_no_figures(monkeypatch) -> None:
         matplotlib.pyplot.close(figure)
         path.touch()
 
-    monkeypatch.setattr(importlib.import_module("style"), "save", touch)
+    monkeypatch.setattr(importlib.import_module("benchmarks.style"), "save", touch)
 
 
 @pytest.mark.parametrize(
@@ -169,15 +167,15 @@ def test_figures_are_drawn_from_the_results(tmp_path):
     at which it is shown: 16 pixels of a slide that is 1,280 wide."""
     for name in redraw.measured():
         redraw.redraw(name, tmp_path)
-    pictures.main(tmp_path)
-    tracked_figures = ROOT / "figures"
+    pictures.draw_all(tmp_path)
+    tracked_figures = ROOT / "docs" / "figures"
     drawn = sorted(path.name for path in tmp_path.iterdir())
     assert drawn == sorted(path.name for path in tracked_figures.glob("*.svg"))
     for name in drawn:
         new = (tmp_path / name).read_text()
         old = (tracked_figures / name).read_text()
         same_version = f"Matplotlib v{matplotlib.__version__}," in old
-        again = "python comparisons/redraw.py, or python -m figures.pictures, draws it again"
+        again = "python -m benchmarks.redraw, or python -m benchmarks.pictures, draws it again"
         assert texts(new) == texts(old), f"{name}: {again}"
         same = without_ids(new) == without_ids(old)
         assert same or not same_version, f"{name}: {again}"
@@ -189,9 +187,11 @@ def test_figures_are_drawn_from_the_results(tmp_path):
 
 
 def test_each_technique_names_its_picture():
-    sources = "".join(path.read_text() for path in ROOT.glob("*.py"))
+    sources = "".join(
+        path.read_text() for path in [*ROOT.glob("*.py"), *ROOT.glob("finetune/*.py")]
+    )
     for name in pictures.PICTURES:
-        assert sources.count(f"    picture: figures/ranks_{name}.svg\n") == 1, name
+        assert sources.count(f"    picture: docs/figures/ranks_{name}.svg\n") == 1, name
 
 
 def test_picture_of_recomputation_has_the_bytes_of_recompute():
@@ -219,7 +219,10 @@ def test_two_checkouts(tmp_path, monkeypatch, capfd):
 @pytest.mark.parametrize(
     "command, words",
     [
-        ("optimizer_state --toy --out comparisons", "--toy does not overwrite measured results"),
+        (
+            "optimizer_state --toy --out benchmarks/results",
+            "--toy does not overwrite measured results",
+        ),
         ("optimizer_state --steps 0", "--steps 0: must be at least 1"),
         ("optimizer_state --out Makefile", "--out Makefile: File exists; name a folder"),
         ("single_device --out runs --other tests", "has no train.py"),
@@ -245,10 +248,10 @@ def test_refusals(command, words, monkeypatch, capsys):
 
 
 def test_make_figures_writes_what_is_tracked():
-    """Only the Makefile's commands write into comparisons/ and figures/, and each of their scripts
-    runs above."""
+    """Only the Makefile's commands write into benchmarks/ and docs/figures/, and each of their
+    scripts runs above."""
     lines = re.findall(
-        r"\t\.venv/bin/python comparisons/(\w+)\.py(.*)", (ROOT / "Makefile").read_text()
+        r"\t\.venv/bin/python -m benchmarks\.(\w+)(.*)", (ROOT / "Makefile").read_text()
     )
     assert len(lines) >= 10
     assert all("$(RESULTS)" in rest for _, rest in lines)

@@ -10,24 +10,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import chunked_head
 import context_parallel
 import fp8
 import moe
-import overlap
-import preference
 import recompute
 import sequence_parallel
 import tensor_parallel
-from attention.causal_blocks import causal_attention
-from attention.ring_attention import RingAttention
 from base import cpu
+from base.causal_blocks import causal_attention
 from base.cross_entropy import cross_entropy
 from base.grouped_linear import grouped_linear
+from base.model_config import GPTConfig
+from context_parallel import RingAttention
+from course import ranks
+from finetune import preference
 from gpt import PLAIN
-from model_config import GPTConfig
-from precision import fp8_experts
-from proof import ranks
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = """
@@ -87,26 +84,29 @@ def on_one_rank() -> dict:
     permutation = moe.permute_rows, moe.unpermute_rows, order, position
     scaling = fp8.make(("current", True, 16), GPTConfig(2, 16, 2), "cpu", True)
     of_linear = fp8.Layer(scaling, ((0, 0),))
-    of_experts = fp8_experts.Layer(scaling, ((0, 4),), None, None)
+    of_experts = fp8.ExpertLayer(scaling, ((0, 4),), None, None)
     weight = torch.nn.Parameter(w.detach().clone())
     return {
-        ("attention.causal_blocks", "_CausalAttention"): (causal_attention, (q, k, leaf(*k.shape))),
+        ("base.causal_blocks", "_CausalAttention"): (causal_attention, (q, k, leaf(*k.shape))),
         ("base.cpu", "_GELU"): (cpu.gelu, (x,)),
         ("base.cross_entropy", "_CrossEntropy"): (lambda z: cross_entropy(z * 1, targets), (x,)),
         ("base.grouped_linear", "_GroupedLinear"): (
             lambda x, w: grouped_linear(x, counts, w)[0],
             (rows, experts),
         ),
-        ("chunked_head", "_ChunkedLoss"): (
-            lambda x, w: chunked_head.chunked_loss(x, w, targets, 3, 16),
+        ("recompute", "_ChunkedLoss"): (
+            lambda x, w: recompute.chunked_loss(x, w, targets, 3, 16),
             (x, w),
         ),
         ("fp8", "_Linear"): (lambda x: fp8.linear(of_linear, x, weight, None)[0], (x,)),
         ("moe", "_AddLoss"): (lambda x, y: moe._AddLoss.apply(x, y.sum()), (x, w)),
         ("moe", "_Permute"): (lambda x: moe._Permute.apply(x, *permutation), (rows,)),
-        ("overlap", "_Linear"): (lambda x, w: overlap.linear(x, w, w, None, None)[1], (x, w)),
-        ("precision.fp8_experts", "_GroupedLinear"): (
-            lambda x, w: fp8_experts._GroupedLinear.apply(x, counts, of_experts, w)[0],
+        ("sequence_parallel", "_Linear"): (
+            lambda x, w: sequence_parallel.linear(x, w, w, None, None)[1],
+            (x, w),
+        ),
+        ("fp8", "_GroupedLinear"): (
+            lambda x, w: fp8._GroupedLinear.apply(x, counts, of_experts, w)[0],
             (rows, experts),
         ),
         ("recompute", "_Checkpoint"): (lambda x: recompute.checkpoint(torch.sin, x), (x,)),
@@ -119,7 +119,7 @@ def on_several_ranks(group) -> dict:
     targets = torch.randint(16, (2, 8))
     ring = RingAttention(group)
     return {
-        ("attention.ring_attention", "_RingAttention"): (
+        ("context_parallel", "_RingAttention"): (
             lambda q, k, v: ring(q, k, v, PLAIN),
             (q, k, leaf(*k.shape)),
         ),
@@ -128,7 +128,7 @@ def on_several_ranks(group) -> dict:
             (q,),
         ),
         ("moe", "_AllToAll"): (lambda x: moe._AllToAll.apply(x, [3, 3], [3, 3], group), (rows,)),
-        ("preference", "_GatherValues"): (
+        ("finetune.preference", "_GatherValues"): (
             lambda x: preference.gather_values(x[..., 0], group),
             (x,),
         ),

@@ -23,10 +23,10 @@ import generate
 import moe
 import optimizer
 import train as trainer
-from proof import mutations, ranks
-from proof.kinds import config_of
-from proof.parity import Run, first_difference
-from proof.synthetic import Ragged
+from course import mutations, ranks
+from course.kinds import config_of
+from course.parity import Run, first_difference
+from course.synthetic import Ragged
 
 # --- the gate -------------------------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ def layouts_of_bugs() -> list:
 @pytest.mark.parametrize("name, layout", layouts_of_bugs())
 def test_gate_sees(name, layout):
     """Each bug removes one thing that parity needs. If this fails, the gate has gone blind to it,
-    or proof/verify.py names another tensor than the one where it begins."""
+    or course/verify.py names another tensor than the one where it begins."""
     bug = BUGS[name]
     flags = bug.layouts[layout]
     # what is wrong after the update shows in the second step

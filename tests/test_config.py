@@ -12,10 +12,10 @@ import small_run
 from small_run import run, write_lines
 
 from base import world
+from base.model_config import MoEConfig
+from course import kinds
+from finetune import nemo_config, prompt_file, prompt_template
 from inference.cli import check_layout
-from model_config import MoEConfig
-from prompts import nemo_config, prompt_file, template
-from proof import kinds
 from run import config, room, rules
 from run.config import ConfigError
 from run.flags import parse
@@ -77,13 +77,13 @@ def test_pipes_and_devices_are_no_files(tmp_path, capfd, monkeypatch):
     os.mkfifo("pipe")
     Path("r.py").write_text("def f(prompt, answer, record):\n    return 1")
     talk = write_lines(Path("sft.jsonl"), [{"prompt": "a", "completion": "b"}] * 4)
-    assert run("sft.py", *small_run.flags(steps=1, data=talk, out="base")) == 0
+    assert run("finetune.sft", *small_run.flags(steps=1, data=talk, out="base")) == 0
     for path in ("pipe", "/dev/zero"):
         for flag in ("--config", "--tokenizer"):
             assert run(*small_run.flags(), flag, path) == 2
             assert "not a file" in capfd.readouterr().err
         for read in (nemo_config.PromptConfig.read, prompt_file.load):
-            with pytest.raises(template.PromptError, match="not a file"):
+            with pytest.raises(prompt_template.PromptError, match="not a file"):
                 read(path)
         rewarded = "reinforcement.py --reward r.py:f --answer-tokens 4"
         for words in ("sft.py", "preference.py", rewarded):
@@ -198,67 +198,23 @@ def test_what_no_memory_can_hold_is_refused_at_once(tmp_path, monkeypatch, capfd
 # --- a command for each kind of training ----------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        ("train.py --load b --peft lora --sft c", "train.py: --sft: is now --data of sft.py"),
-        (
-            "train.py --beta 1 --preference dpo --pairs p",
-            "train.py: --preference: is now --method of preference.py",
-        ),
-        ("train.py --rl grpo --prompts p", "train.py: --rl: is now --method of reinforcement.py"),
-        ("train.py --peft lora", "train.py: --peft: belongs to adapters.py train"),
-        ("train.py --prompt-config p", "--config of prompt_tuning.py train"),
-        ("train.py --no-pack", "train.py: --pack: belongs to sft.py"),
-        ("sft.py --data c --cache x", "sft.py: --cache: belongs to train.py"),
-        ("train.py --none-such", "train.py: unrecognized arguments: --none-such"),
-    ],
-)
-def test_a_flag_of_another_command_is_named(words, said, capfd):
-    kind, argv = kinds.split(words.split())
-    with pytest.raises(SystemExit) as left:
-        parse(argv, 0, kind)
-    assert left.value.code == 2 and said in capfd.readouterr().err
-
-
-def test_a_file_with_a_flag_of_before(tmp_path):
-    (tmp_path / "flags.toml").write_text('sft = "chats.jsonl"')
-    with pytest.raises(ConfigError, match=r"--sft: is now --data of sft\.py"):
-        parse(["--config", str(tmp_path / "flags.toml")], 0)
-
-
-# config.json when train.py had all flags -> the command now, and what has another name there
-BEFORE = [
-    (dict(sft=["a"], sft_val=["b"], peft="lora"), "sft.py", dict(data=["a"], val_data=["b"])),
-    (dict(preference="reward", pairs=["a"]), "preference.py", dict(method="reward", data=["a"])),
-    (
-        dict(rl="ppo", prompts=["a"], rl_epochs=3),
-        "reinforcement.py",
-        dict(method="ppo", data=["a"], epochs=3),
-    ),
-    (dict(peft="ia3", data=["a"]), "adapters.py train", dict(peft="ia3", data=["a"])),
-    (dict(prompt_config="a"), "prompt_tuning.py train", dict(prompt_config="a")),
-    (dict(lr=0.5), "train.py", dict(lr=0.5)),
-]
-
-
-@pytest.mark.parametrize("saved, command, now", BEFORE, ids=[case[1] for case in BEFORE])
-def test_a_run_of_before_goes_on_by_its_command(saved, command, now, tmp_path):
-    # all flags were there, most of them empty
-    others = dict(data=[], sft=[], pairs=[], prompts=[], rl=None, preference=None, peft=None)
-    (tmp_path / "config.json").write_text(json.dumps(others | dict(prompt_config=None) | saved))
-    argv = ["--resume", "--out", str(tmp_path)]
-    for name, kind in kinds.KINDS.items():
-        if name == command:
-            found = vars(parse(argv, 0, kind))
-            assert {name: found[name] for name in now} == now
+@pytest.mark.parametrize("name", kinds.KINDS)
+@pytest.mark.parametrize("begun_by", kinds.KINDS)
+def test_a_run_goes_on_by_its_command(begun_by, name, tmp_path):
+    """Also one whose configuration names the file alone."""
+    command = kinds.KINDS[begun_by].command
+    for word in (command, begun_by):
+        (tmp_path / "config.json").write_text(json.dumps(dict(command=word, lr=0.5)))
+        argv = ["--resume", "--out", str(tmp_path)]
+        if begun_by == name:
+            assert parse(argv, 0, kinds.KINDS[name]).lr == 0.5
         else:
-            with pytest.raises(ConfigError, match=f"goes on by python {command} --resume"):
-                parse(argv, 0, kind)
+            with pytest.raises(ConfigError, match=f"goes on by python {word} --resume"):
+                parse(argv, 0, kinds.KINDS[name])
 
 
 @pytest.mark.parametrize(
-    "module", ["tuning.adapter_commands", "prompts.commands"], ids=["adapters", "prompts"]
+    "module", ["finetune.adapter_commands", "finetune.prompt_tuning"], ids=["adapters", "prompts"]
 )
 def test_a_subcommand_that_was_forgotten(module, capfd):
     assert importlib.import_module(module).main(["--load", "x"]) == 2

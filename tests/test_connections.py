@@ -4,6 +4,7 @@ no HTTP. Others are answered meanwhile, and the log stays short."""
 import contextlib
 import http.client
 import json
+import os
 import resource
 import signal
 import socket
@@ -18,7 +19,7 @@ import test_evaluate
 pytest.importorskip("transformers", reason="tests/requirements.txt names it")
 pytest.importorskip("aiohttp", reason="requirements.txt names it")
 pytest.importorskip("prometheus_client", reason="requirements.txt names it")
-from serving.connections import Connections
+from inference.connections import Connections
 
 ROOT = Path(__file__).parent.parent
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-"
@@ -40,10 +41,10 @@ NO_HTTP = [
 
 
 class Server:
-    """serve.py as its own process, with few descriptors."""
+    """inference/serve.py as its own process, with few descriptors."""
 
     def __init__(self, *flags: str, descriptors: int = 60):
-        words = [sys.executable, str(ROOT / "serve.py"), "--checkpoint", "chat", "--port", "0"]
+        words = [sys.executable, "-m", "inference.serve", "--checkpoint", "chat", "--port", "0"]
         self.log = Path("log").open("w+")
         limit = (descriptors, descriptors)
         self.process = subprocess.Popen(
@@ -51,6 +52,7 @@ class Server:
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limit),
         )
         self.port = int(self.process.stdout.readline().split()[0].rsplit(":")[-1])

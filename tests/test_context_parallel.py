@@ -1,4 +1,4 @@
-"""context_parallel.py and ring_attention.py: every layout is one device; counted bytes and saved
+"""context_parallel.py and context_parallel.py: every layout is one device; counted bytes and saved
 activations are the formulas; what does not fit is refused."""
 
 from collections import Counter
@@ -16,15 +16,14 @@ from small_run import lines_of
 import context_parallel
 import recompute
 from base.collectives import Collectives
+from base.model_config import GPTConfig
+from course import demo, parity, ranks
+from course.kinds import config_of
+from finetune.packing import Example, Padded
 from gpt import PLAIN
-from lessons import demo
-from model_config import GPTConfig
-from proof import parity, ranks
-from proof.kinds import config_of
 from run import rules
 from run.config import ConfigError
 from run.pretraining import Config
-from tuning.packing import Example, Padded
 
 # queries in groups of two; key heads for tensor parallelism times exchanged heads
 GROUPED = LLAMA | dict(num_heads=8, num_kv_heads=4, seq_length=32)

@@ -80,7 +80,7 @@ def unexplained(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["README.md", "exercises/README.md", "docs/course.md"])
+@pytest.mark.parametrize("name", ["README.md", "course/exercises/README.md", "docs/course.md"])
 def test_first_uses_are_explained(name):
     """Of the course, what stands before its glossary."""
     text = (ROOT / name).read_text().partition("\n## Glossary")[0]
@@ -100,7 +100,7 @@ def test_what_explains_a_term():
 
 
 def exercise_minutes() -> dict[str, int]:
-    text = (ROOT / "exercises" / "README.md").read_text()
+    text = (ROOT / "course" / "exercises" / "README.md").read_text()
     return {n: int(minutes) for n, minutes in re.findall(r"^\| \[(\d\d)\].* (\d+) \|$", text, re.M)}
 
 

@@ -9,11 +9,10 @@ import torch.nn.functional as F
 import gpt
 import kernels
 import train
-from attention import causal_blocks
-from base import cpu
+from base import causal_blocks, cpu
 from base.cross_entropy import cross_entropy
-from gradients import global_norm
-from proof.synthetic import Synthetic
+from course.synthetic import Synthetic
+from optimizer import global_norm
 
 # b, query heads, key heads, s, d: blocks that are whole, a last one of one row, one of few rows
 SHAPES = [

@@ -17,11 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import data
-from corpus import documents, token_cache
-from corpus.tokenizer import ByteTokenizer, TokenizerError, make_tokenizer
-from data import Corpus, DataError, prepare
-from proof import ranks
+from course import ranks
+from run import data, documents, token_cache
+from run.data import Corpus, DataError, prepare
+from run.tokenizer import ByteTokenizer, TokenizerError, make_tokenizer
 
 TEXTS = [f"document {i}: " + "the quick brown fox, " * (i % 7 + 1) + "é" for i in range(60)]
 
@@ -472,7 +471,7 @@ def test_a_cache_without_room_or_permission(here, monkeypatch):
 
 
 def test_data_py_refuses_in_one_line(here, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["data.py", "--data", "missing"])
+    monkeypatch.setattr(sys, "argv", ["run.data", "--data", "missing"])
     with pytest.raises(SystemExit) as e:
         data.main()
     assert e.value.code == 2

@@ -21,7 +21,7 @@ import sequence_parallel
 import train as trainer
 from base.device_queue import Moment, number, to_device, to_host
 from base.world import Groups
-from proof import ranks
+from course import ranks
 
 aten = torch.ops.aten
 BASE = parity.SMALL | dict(precision="bf16", global_batch_size=4, micro_batch_size=2)

@@ -19,27 +19,26 @@ import pytest
 import torch.distributed.run
 import yaml
 
-from base import start
-from lessons import form
+from course import form
+from course.kinds import KINDS
+from finetune.nemo_config import PromptConfig
 from planning import commands as planning_commands
 from planning.inputs import TRAIN
 from planning.memory import memory
 from planning.plan import layout_of, predict, software_of
-from prompts.nemo_config import PromptConfig
-from proof.kinds import KINDS
 from run import flags, rules
 from run.pretraining import Config
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-DOCS = [README, ROOT / "CONTRIBUTING.md", ROOT / "exercises" / "README.md"]
+DOCS = [README, ROOT / "CONTRIBUTING.md", ROOT / "course" / "exercises" / "README.md"]
 DOCS += sorted((ROOT / "docs").glob("*.md"))
 MAKEFILE = (ROOT / "Makefile").read_text()
 # files whose command line is parsed by a function that takes it; others read sys.argv
 # those with a parser of their own
-COMMANDS = ("generate.py", "prompt_tuning.py", "adapters.py", "huggingface.py", "proof/verify.py")
-COMMANDS += ("inference/evaluate.py", "exchange/export.py", "exercises/bugs.py")
-COMMANDS += ("page/explorer.py", "serve.py")
+COMMANDS = ("generate.py", "finetune/prompt_tuning.py", "finetune/adapters.py", "course/verify.py")
+COMMANDS += ("inference/huggingface.py", "inference/evaluate.py", "inference/export.py")
+COMMANDS += ("course/exercises/bugs.py", "course/page/explorer.py", "inference/serve.py")
 
 
 def tracked() -> set[str]:
@@ -120,7 +119,7 @@ def check_script(path: str, argv: list[str], monkeypatch) -> None:
     assert path in tracked(), f"{path} does not exist"
     assert '__name__ == "__main__"' in (ROOT / path).read_text(), f"{path} is no command"
     has_flags = any(word.startswith("-") for word in argv)
-    if not has_flags and not (path.startswith("comparisons/") and argv):
+    if not has_flags and not (path.startswith("benchmarks/") and argv):
         return
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("sys.argv", [path, *argv])
@@ -130,19 +129,21 @@ def check_script(path: str, argv: list[str], monkeypatch) -> None:
 
 
 def main_of(path: str, argv: list[str]):
-    """What `python PATH` calls with these arguments: see base/start.py."""
+    """What a command calls with these arguments."""
     if path == "train.py":
         return lambda: flags.make_parser(0).parse_args(argv)
-    started = re.search(
-        r'start\.(lesson|command)\("([\w.]+)"(?:, command="(.*)")?\)', (ROOT / path).read_text()
-    )
+    text = (ROOT / path).read_text()
+    if lesson := re.search(r'^    form\.run\("(\w+)"\)', text, re.MULTILINE):
+        return partial(form.main, lesson[1], argv)
+    module = path.removesuffix(".py").replace("/", ".")
+    started = re.search(r"^    terminal\.command\((?:(\w+)\.)?main\)", text, re.MULTILINE)
     if started is None:
         # a script, which reads sys.argv
-        return importlib.import_module(path.removesuffix(".py").replace("/", ".")).main
-    kind, name, module = started.groups()
-    if kind == "lesson" and (module is None or start.is_asked(argv)):
-        return partial(form.main, name, argv)
-    return partial(importlib.import_module(module or name).main, argv)
+        return importlib.import_module(module).main
+    if started[1]:
+        folder = re.search(rf"^    from (\w+) import {started[1]}$", text, re.MULTILINE)[1]
+        module = f"{folder}.{started[1]}"
+    return partial(importlib.import_module(module).main, argv)
 
 
 def check_make(words: list[str], monkeypatch) -> None:
@@ -237,9 +238,7 @@ def test_what_is_said_of_gpus():
     for _, what, where, holds, *_ in rows:
         for name in re.findall(r"tests/\w+\.py", holds):
             assert (ROOT / name).exists(), what
-        for name in re.findall(
-            r"\b(?:base|precision|inference|attention)/\w+\.py|kernels\.py", where
-        ):
+        for name in re.findall(r"\b(?:base|inference)/\w+\.py|kernels\.py", where):
             introduction = ast.get_docstring(ast.parse((ROOT / name).read_text()))
             assert "yet run on a GPU" in " ".join(introduction.split()), name
 
@@ -306,11 +305,11 @@ def test_flags(monkeypatch):
     mains += [(main_of(name, ["word"]), []) for name in COMMANDS]
     for name in planning_commands.COMMANDS.keys() - {"try"}:
         mains.append((partial(planning_commands.main, [name]), []))
-    for path in sorted((ROOT / "comparisons").glob("*.py")):
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
         if "\ndef main(" in path.read_text():
-            mains.append((importlib.import_module(f"comparisons.{path.stem}").main, []))
-    mains.append((main_of("tensor_parallel.py", []), []))
-    mains.append((main_of("exercises/check.py", []), []))
+            mains.append((importlib.import_module(f"benchmarks.{path.stem}").main, []))
+    mains.append((main_of("course/tensor_parallel.py", []), []))
+    mains.append((main_of("course/exercises/check.py", []), []))
     for main, argv in mains:
         known |= option_strings(main, argv, monkeypatch)
     # of torchrun from torch 2.13 on
@@ -318,7 +317,7 @@ def test_flags(monkeypatch):
     # of the server whose command planner.py serve prints
     known |= {"--max-sequences", "--block-size", "--blocks"}
     for path in DOCS:
-        text = without_code(path.read_text()).partition("\n## What moved")[0]
+        text = without_code(path.read_text())
         mentioned = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
         assert mentioned <= known, (path.name, mentioned - known)
 
@@ -352,10 +351,10 @@ def test_links(path):
 def test_every_figure_and_every_comparison_is_shown():
     shown = README, ROOT / "docs" / "results.md", ROOT / "docs" / "course.md"
     text = "".join(path.read_text() for path in shown)
-    names = [f"figures/{path.name}" for path in (ROOT / "figures").glob("*.svg")]
-    for path in (ROOT / "comparisons").glob("*.py"):
+    names = [f"docs/figures/{path.name}" for path in (ROOT / "docs" / "figures").glob("*.svg")]
+    for path in (ROOT / "benchmarks").glob("*.py"):
         if "\ndef main(" in path.read_text():
-            names.append(f"python comparisons/{path.name}")
+            names.append(f"python -m benchmarks.{path.stem}")
     missing = [name for name in names if name not in text]
     assert not missing, "show each in docs/results.md, docs/course.md or README.md"
 
@@ -364,7 +363,7 @@ def test_every_folder_is_described():
     """In docs/design.md, and in its own `__init__.py`: what it holds, and where to begin."""
     text = (ROOT / "docs" / "design.md").read_text()
     folders = {name.split("/")[0] for name in tracked() if name.endswith(".py") and "/" in name}
-    for folder in folders - {"comparisons", "exercises", "tests"}:
+    for folder in folders - {"benchmarks", "tests"}:
         init = ROOT / folder / "__init__.py"
         assert f"]({Path('..') / folder / '__init__.py'})" in text, folder
         docstring = ast.get_docstring(ast.parse(init.read_text())) or ""
@@ -380,8 +379,7 @@ def test_readme_is_one_short_page():
 
 def test_paths_in_prose_exist():
     """`run/config` and `weight_layouts.py` in prose: a module with or without its ending."""
-    folders = "base run checkpoints exchange inference corpus prompts tuning lessons page planning"
-    folders = f"{folders} proof comparisons tests".split()
+    folders = "base run finetune inference planning course benchmarks tests".split()
     # but files with other endings
     pattern = rf"(?<![\w/-])(?:{'|'.join(folders)})/\w+\b(?!\.(?:json|txt|js|html))(?:\.py)?"
     for path in DOCS:

@@ -13,9 +13,9 @@ import pytest
 import small_run
 from small_run import numbers_of, run, write_lines
 
-import checkpoint
 import train
-from proof import kinds
+from course import kinds
+from run import checkpoint
 from run.config import ConfigError, RunConfig, flag_name
 from run.pretraining import Config
 from run.rules import NEEDS, NEEDS_RANKS, validate
@@ -208,7 +208,7 @@ def test_every_flag_is_tried():
     assert fields == VALUES.keys() | UNSEEN and not VALUES.keys() & UNSEEN
 
 
-PEFT = dict(command="adapters.py train", load="x")
+PEFT = dict(command="adapters.py", load="x")
 
 
 @pytest.mark.parametrize(

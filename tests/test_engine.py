@@ -11,18 +11,16 @@ from parity import again
 from test_generate import BLOOM, EXPERTS, GEMMA, QWEN3, loud, save
 from test_gpt import GPT_SHAPES, LLAMA_SHAPES, build
 
-import adapters
 import generate
-import serve
 from base.world import Groups
-from inference import cli, cuda_graphs, quantization, weight_layouts
+from course import ranks
+from finetune import adapters
+from finetune.adapter_config import AdapterConfig
+from inference import cli, cuda_graphs, quantization, serve, serving_drawing, weight_layouts
+from inference.engine import Engine, requests_of
+from inference.paged_attention import Decodes, PagedCache
 from inference.sampling import SamplingParams, keys_of
-from proof import ranks
-from serve import BlockPool, DrawOptions, Request, Scheduler, Sequence
-from serving import drawing
-from serving.engine import Engine, requests_of
-from serving.paged_attention import Decodes, PagedCache
-from tuning.adapter_config import AdapterConfig
+from inference.serve import BlockPool, DrawOptions, Request, Scheduler, Sequence
 
 CONTEXT = 48
 VOCAB = 61
@@ -316,12 +314,12 @@ def mask_of_the_next_request(monkeypatch):
 
 def numbers_of_the_place(monkeypatch):
     """Random numbers belong to the place in the batch."""
-    original = drawing.sample
+    original = serving_drawing.sample
 
     def sample(logits, keys, positions, params):
         return original(logits, list(range(len(keys))), positions, params)
 
-    monkeypatch.setattr(drawing, "sample", sample)
+    monkeypatch.setattr(serving_drawing, "sample", sample)
 
 
 def positions_from_the_piece(monkeypatch):

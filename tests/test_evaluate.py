@@ -20,14 +20,13 @@ from test_families import FAMILIES
 from their_models import their_model
 
 import sharding
+from base.model_config import MoEConfig
 from base.world import Groups, World
-from corpus.tokenizer import ByteTokenizer
+from course import demo, ranks
 from inference import evaluate, evaluation_commands
 from inference.evaluate import Evaluator
 from inference.loading import build_stages, find_chat, find_tokenizer, load_model, materialise
-from lessons import demo
-from model_config import MoEConfig
-from proof import ranks
+from run.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).parent.parent
 TASKS = ("sums", "prose", "capitals")

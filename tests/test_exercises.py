@@ -1,4 +1,4 @@
-"""exercises/: the project's own functions pass, the stubs and plausible mistakes do not.
+"""course/exercises/: the project's own functions pass, the stubs and plausible mistakes do not.
 
 The wrong answers stand in wrong_answers.py. An answer to grade is a file, so the files here import
 from there.
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from exercises import check, hints, hunt
-from exercises.check import Answer, grade
-from exercises.graders import EXERCISES
-from proof import mutations
+from course import mutations
+from course.exercises import check, hints, hunt
+from course.exercises.check import Answer, grade
+from course.exercises.graders import EXERCISES
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,7 +41,7 @@ def gather(part, size, dim, group):
     9: """
 from torch import nn
 from fsdp import DataParallel
-from zero.units import Unit
+from fsdp import Unit
 def reduce_gradients(grads, summed, group):
     parameters = [nn.Parameter(grad) for grad in grads]
     data_parallel = DataParallel([Unit(parameters, group, 2)], 2, None, None)
@@ -56,7 +56,7 @@ def reduce_gradients(grads, summed, group):
 import torch
 from torch import nn
 from fsdp import FullySharded
-from zero.units import Unit, keep_own_row
+from fsdp import Unit, keep_own_row
 class ToRow(FullySharded):
     def complete(self, unit):
         super().complete(unit)
@@ -73,9 +73,9 @@ def sharded_linear(x, row, out_features, group):
     11: "from recompute import checkpoint",
     12: "from recompute import layer_bytes",
     13: """
-import routers
+import moe
 def sinkhorn(logits, tolerance):
-    return routers.sinkhorn(logits, 1.0, tolerance, 100_000)
+    return moe.sinkhorn(logits, 1.0, tolerance, 100_000)
 """,
 }
 
@@ -164,7 +164,7 @@ def exercises_on(world: int) -> list[int]:
 def test_right_answers_pass_stubs_and_wrong_ones_fail(world, tmp_path):
     numbers = exercises_on(world)
     answers = [answer(tmp_path, n, RIGHT[n]) for n in numbers]
-    answers += [Answer(n, str(ROOT / "exercises" / EXERCISES[n].file)) for n in numbers]
+    answers += [Answer(n, str(ROOT / "course" / "exercises" / EXERCISES[n].file)) for n in numbers]
     wrong = [case for case in WRONG if case[0] in numbers]
     for n, line, _ in wrong:
         group = line.split(" = ")[1].split(".")[0]
@@ -226,14 +226,14 @@ CUDA = [
 @pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
 def test_kernels(tmp_path):
     """All in one call of the compiler."""
-    stub = (ROOT / "exercises" / "14_swiglu.cu").read_text()
+    stub = (ROOT / "course" / "exercises" / "14_swiglu.cu").read_text()
     assert BODY in stub
     answers = []
     for old, new, _ in CUDA:
         assert KERNEL.count(old) == 1
         text = stub.replace(BODY, KERNEL.replace(old, new))
         answers.append(answer(tmp_path, 14, text.replace("// gate, up, y", FUNCTION)))
-    answers.append(Answer(14, str(ROOT / "exercises" / EXERCISES[14].file)))
+    answers.append(Answer(14, str(ROOT / "course" / "exercises" / EXERCISES[14].file)))
     *found, untouched = grade(answers)
     assert untouched.why.startswith("not written yet. "), says(untouched)
     for i, ((_, _, words), g) in enumerate(zip(CUDA, found, strict=True)):
@@ -242,8 +242,8 @@ def test_kernels(tmp_path):
 
 
 def test_the_kernel_of_the_project_is_the_answer():
-    """KERNEL is the body of csrc/swiglu.cu's second try."""
-    source = (ROOT / "csrc" / "swiglu.cu").read_text()
+    """KERNEL is the body of base/csrc/swiglu.cu's second try."""
+    source = (ROOT / "base" / "csrc" / "swiglu.cu").read_text()
     body = re.search(r"swiglu_by_vector\(.*?\{\n(.*?)\n\}", source, re.DOTALL)[1]
     body = body.replace("#pragma unroll", "")
     assert body.split() == KERNEL.split()
@@ -254,7 +254,7 @@ def test_the_kernel_of_the_project_is_the_answer():
 
 @cache
 def text_of(number: int) -> str:
-    return (ROOT / "exercises" / EXERCISES[number].file).read_text()
+    return (ROOT / "course" / "exercises" / EXERCISES[number].file).read_text()
 
 
 CRASH = """
@@ -359,7 +359,7 @@ def test_stubs_have_one_form(number):
     head = text.split('"""')[1] if '"""' in text else text
     for label in ("Read ", "Paper ", "Not yet ", "Check ", "Hints ", "Par "):
         assert len(re.findall(rf"^(?:// )?{label}", text, re.MULTILINE)) == 1, label
-    assert f"python exercises/check.py {number}" in head
+    assert f"python -m course.exercises.check {number}" in head
     assert re.match(rf"(?:// )?Exercise {number}: ", head)
     assert head.count("\n") <= 45
     assert max(map(len, text.split("\n"))) <= 100
@@ -434,7 +434,7 @@ def test_hints_come_one_by_one(tmp_path, capsys):
         head, text = capsys.readouterr().out.split("\n\n", 1)
         which = int(re.fullmatch(r"hint (\d) of 5", head)[1])
         assert text.startswith(hints.HINTS["2"][which - 1])
-        assert ("One more: python exercises/check.py 2 --hint" in text) == (which < 5)
+        assert ("One more: python -m course.exercises.check 2 --hint" in text) == (which < 5)
         return which
 
     assert [hint(), hint(), hint(), hint("1"), hint()] == [1, 2, 3, 1, 2]

@@ -1,7 +1,7 @@
-"""docs/explorer.html is what page/explorer.py writes, and computes what Python computes.
+"""docs/explorer.html is what course/page/explorer.py writes, and computes what Python computes.
 
-The page's formulas stand in page/formulas.js, by hand. Where `node` is there, they give what the
-lessons give, in random settings and on cases by hand. With Chromium and Playwright (pip install
+The page's formulas stand in course/page/formulas.js, by hand. Where `node` is there, they give what
+the lessons give, in random settings and on cases by hand. With Chromium and Playwright (pip install
 playwright; no part of this project needs it) the page itself is used: its numbers, its keyboard,
 its looks.
 """
@@ -23,9 +23,9 @@ import recompute
 import schedules
 import sequence_parallel
 import tensor_parallel
-from model_config import FieldError, MoEConfig
-from page import explorer
-from pipelines import drawing
+from base import drawing
+from base.model_config import FieldError, MoEConfig
+from course.page import explorer
 from planning import memory as planned
 from planning.inputs import MACHINES, TRAIN, Layout
 from run import rules
@@ -43,14 +43,14 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path, monkeypatch, capsys
 
 
 def test_page_is_up_to_date(tmp_path, monkeypatch, capsys):
-    """Byte for byte what `python -m page.explorer` writes."""
+    """Byte for byte what `python -m course.page.explorer` writes."""
     out = tmp_path / "new" / "page.html"
     monkeypatch.setattr("sys.argv", ["explorer.py", "--out", str(out)])
     explorer.main()
     assert f"open {out.as_uri()}" in capsys.readouterr().out
     same = out.read_bytes() == (ROOT / "docs" / "explorer.html").read_bytes()
     assert same, (
-        "docs/explorer.html is not what `python -m page.explorer` writes: run it, and commit"
+        "docs/explorer.html is not what `python -m course.page.explorer` writes: run it, and commit"
     )
 
 
@@ -264,7 +264,9 @@ def in_node(result: str):
     node = shutil.which("node")
     if node is None:
         pytest.skip("no node on this machine: JavaScript is not run")
-    formulas = [(ROOT / "page" / f"{name}.js").read_text() for name in ("formulas", "planner")]
+    formulas = [
+        (ROOT / "course" / "page" / f"{name}.js").read_text() for name in ("formulas", "planner")
+    ]
     code = "".join([explorer.constants(), *formulas, GIVEN])
     code += f"console.log(JSON.stringify({result}))"
     done = subprocess.run([node, "-"], input=code, capture_output=True, text=True, timeout=120)
@@ -300,7 +302,7 @@ def test_memory_on_random_settings(n):
 def test_examples_show_layouts_that_can_be():
     """Each preset has a word of what to look at, each example an address of the page's own
     settings; its layout can be, and so has bytes and seconds."""
-    page = (ROOT / "page" / "page.html").read_text()
+    page = (ROOT / "course" / "page" / "page.html").read_text()
     usual = dict(preset="megatron-7.5b", tp=1, pp=1, vp=1, dp=64, cp=1, ep=1, zero=1, b=1)
     usual |= dict(micro=8, recompute="selective", sp=True, gpu="h100")
     assert len(explorer.TEXTS["examples"]) > 5

@@ -15,11 +15,10 @@ from test_generate import save
 from their_models import shaken, their_model
 
 import generate
-import huggingface
 import sharding
-from exchange import export
-from lessons import demo
-from model_config import MoEConfig
+from base.model_config import MoEConfig
+from course import demo
+from inference import export, huggingface
 
 pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")

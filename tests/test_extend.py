@@ -19,7 +19,7 @@ import torch
 from parity import same
 from safetensors.torch import load_file, save_file
 
-from proof import ranks
+from course import ranks
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "extend.md").read_text()
@@ -105,7 +105,7 @@ def run(folder: Path, world: int, function, *args):
 
 def steps(rank: int, world: int, flags: dict):
     """Three steps in the copy, of the gate's model."""
-    parity = import_module("proof.parity")
+    parity = import_module("course.parity")
     (result,) = parity.on_rank(rank, world, [parity.SMALL | flags], 3, None)
     return result
 
@@ -145,7 +145,7 @@ def test_schedule(copy):
 
 
 def factors(rank: int, k: int) -> list:
-    routers = import_module("routers")
+    routers = import_module("moe")
     router = routers.ROUTERS["sigmoid"](routers.MoEConfig(1, 8, 2, num_experts=3, router_topk=k))
     logits = torch.tensor([[0.0, math.log(3), -math.log(3)]])
     return router.probabilities(logits, torch.tensor([[1, 0][:k]])).tolist()[0]
@@ -160,7 +160,7 @@ def test_router(copy):
 
 
 def biases(rank: int) -> list:
-    families, config = import_module("families"), import_module("model_config").GPTConfig
+    families, config = import_module("families"), import_module("base.model_config").GPTConfig
     torch = import_module("torch")
     local = families.LocalBias(config(1, 16, 2, seq_length=4, positions="kerple"))
     return local(torch.zeros(1, 2, 4, 1, dtype=torch.float64))[0, :, 3].tolist()
@@ -238,7 +238,7 @@ def write_folder(folder: Path) -> dict:
 
 def there_and_back(rank: int, folder: Path) -> tuple:
     """Import a folder, and export it beside itself. Returns (logits, the tensors of the export)."""
-    huggingface = import_module("huggingface")
+    huggingface = import_module("inference.huggingface")
     huggingface.import_folder(folder / "theirs", folder / "ours")
     huggingface.export_folder(folder / "ours", folder / "back")
     with torch.no_grad():
@@ -266,7 +266,7 @@ def test_family(copy, tmp_path):
 
 
 def train_goldfish(rank: int, flags: list[str]) -> int:
-    return import_module("tuning.goldfish").main(flags)
+    return import_module("finetune.goldfish").main(flags)
 
 
 def test_kind_of_training(copy, tmp_path):
@@ -284,4 +284,4 @@ def test_kind_of_training(copy, tmp_path):
     assert (
         len(losses) == 3 and losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.3
     )
-    equals_one_device(copy, dict(micro_batch_size=1), command="tuning.goldfish", forget=3)
+    equals_one_device(copy, dict(micro_batch_size=1), command="goldfish.py", forget=3)

@@ -15,18 +15,18 @@ from small_run import equal, tensors_of
 from test_prompt_tuning import config as prompt_config
 from their_models import shaken, their_model
 
-import checkpoint
 import generate
 import moe
+from base.model_config import MoEConfig
 from base.world import Groups
-from exchange.architectures import HuggingFaceError
-from exchange.hf_config import to_gpt_config, to_hf_config
-from huggingface import export_folder, import_folder
+from course import ranks
+from course.parity import relative
+from inference.architectures import HuggingFaceError
+from inference.hf_config import to_gpt_config, to_hf_config
+from inference.huggingface import export_folder, import_folder
 from inference.kv_cache import Cache
 from inference.loading import load_model
-from model_config import MoEConfig
-from proof import ranks
-from proof.parity import relative
+from run import checkpoint
 
 transformers = pytest.importorskip("transformers")
 
@@ -329,7 +329,7 @@ def test_layouts_of_prompts(tmp_path):
     """Virtual tokens before a scaled embedding, and before one with a norm."""
     path = tmp_path / "prompts.json"
     path.write_text(json.dumps(prompt_config(style="p-tuning", p_tuning=dict(encoder_hidden=6))))
-    prompts = dict(command="prompt_tuning.py train", prompt_config=str(path))
+    prompts = dict(command="prompt_tuning.py", prompt_config=str(path))
     prompts |= dict(dropout=0.0, micro_batch_size=2)
     layouts = [dict(tp=2, sequence_parallel=True), dict(zero_stage=3)]
     names = ("gemma-7b", "bloom-7b1", "mistral-7b")

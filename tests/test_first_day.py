@@ -14,13 +14,12 @@ import processes
 import pytest
 from small_run import flags, lines_of, numbers_of, run, write_lines
 
-import checkpoint
 import train
 from base.world import World
+from finetune import rendering, sft_data
+from finetune.sft import message
 from inference import loading
-from run import opening
-from sft import message
-from tuning import rendering, sft_data
+from run import checkpoint, opening
 
 TEMPLATE = (
     "{{ strftime_now('%d %b') }}\n{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant'"
@@ -112,10 +111,18 @@ def seen(monkeypatch) -> tuple[list, list]:
 
 DATED = ["--chat-template", "dated.jinja"]
 COMMANDS = {
-    "sft": ["sft.py", "--data", "chats.jsonl"],
-    "packed": ["sft.py", "--data", "chats.jsonl", "--pack"],
-    "dpo": ["preference.py", "--method", "dpo", "--load", "base", "--data", "pairs.jsonl"],
-    "reward": ["preference.py", "--method", "reward", "--load", "base", "--data", "pairs.jsonl"],
+    "sft": ["finetune.sft", "--data", "chats.jsonl"],
+    "packed": ["finetune.sft", "--data", "chats.jsonl", "--pack"],
+    "dpo": ["finetune.preference", "--method", "dpo", "--load", "base", "--data", "pairs.jsonl"],
+    "reward": [
+        "finetune.preference",
+        "--method",
+        "reward",
+        "--load",
+        "base",
+        "--data",
+        "pairs.jsonl",
+    ],
     "grpo": "reinforcement.py --load base --data pairs.jsonl --reward reward.py:f --group-size 2"
     " --answer-tokens 3".split(),
 }

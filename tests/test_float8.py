@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import fp8
-from precision import float8
-from precision.float8 import E4M3, E5M2, LEAST_AMAX, Quantised, blocks_of, quantise, scale_of
-from precision.fp8_scaling import GRADIENT, INPUT, WEIGHT, Recipe, Scaling
+from base import float8
+from base.float8 import E4M3, E5M2, LEAST_AMAX, Quantised, blocks_of, quantise, scale_of
+from fp8 import GRADIENT, INPUT, WEIGHT, Recipe, Scaling
 
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 each_format = pytest.mark.parametrize("to", FORMATS.values(), ids=list(FORMATS))

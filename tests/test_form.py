@@ -13,11 +13,11 @@ ROOT = Path(__file__).parent.parent
 
 
 def modules() -> dict[str, Path]:
-    """Module name -> file, of everything but tests and comparisons."""
+    """Module name -> file, of everything but tests and benchmarks."""
     found = {}
     for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py")]):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        if parts[0] not in ("tests", "comparisons", "shared", "runs"):
+        if parts[0] not in ("tests", "benchmarks", "shared", "runs"):
             found[".".join(part for part in parts if part != "__init__")] = path
     return found
 
@@ -76,25 +76,25 @@ def test_the_check_finds_a_circle(monkeypatch):
 
 
 def test_the_model_knows_of_nothing_else():
-    parts = {"dropout", "attention.document_mask", "attention.rotary"}
-    parts |= {"base.cross_entropy", "model_config"}
-    assert imports()["gpt"] - {"attention", "base"} == parts
+    parts = {"base.dropout", "base.document_mask", "base.rotary"}
+    parts |= {"base.cross_entropy", "base.model_config"}
+    assert imports()["gpt"] - {"base"} == parts
     for name in parts:
-        assert imports()[name] <= {"attention", "attention.document_mask", "model_config"}
+        assert imports()[name] <= {"base", "base.document_mask", "base.model_config"}
 
 
 def test_families_know_of_the_model_alone():
     """So that whatever changes a model can look at what they have put into it."""
-    assert imports()["families"] <= {"gpt", "attention", "attention.rotary", "model_config"}
+    assert imports()["families"] <= {"gpt", "base", "base.rotary", "base.model_config"}
 
 
 def test_only_trainers_built_on_train_import_it():
     """And what compares a run of it with one device, or breaks it."""
     importers = {name for name, others in imports().items() if "train" in others}
-    built = {"prompts.commands", "tuning.companions", "proof.mutations.training_loop"}
-    built |= {f"tuning.{kind}_command" for kind in ("sft", "preference", "reinforcement")}
-    built |= {"tuning.adapter_training"}
-    of_one_device = {"proof.verify", "proof.parity", "proof.bug_runs"}
+    built = {"finetune.prompt_tuning", "finetune.companions", "course.mutations.training_loop"}
+    built |= {f"finetune.{kind}_command" for kind in ("sft", "preference", "reinforcement")}
+    built |= {"finetune.adapter_training"}
+    of_one_device = {"course.verify", "course.parity", "course.bug_runs"}
     assert importers <= built | of_one_device
 
 
@@ -105,14 +105,25 @@ def test_files_that_are_read_first_are_short(file, most):
 
 def test_each_technique_says_what_it_does_not_cover():
     """In its introduction. The others at the root are the loop, and the shape of a model."""
-    others = {"train", "model_config"}
+    others = {"train"}
     for path in sorted(ROOT.glob("*.py")):
         introduction = ast.get_docstring(ast.parse(path.read_text()))
         assert ("Not covered" in introduction) == (path.stem not in others), path.name
 
 
+def test_the_root_is_small():
+    """Who comes here first sees the techniques, and ten folders."""
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    names = done.stdout.split()
+    files = {name for name in names if name.endswith(".py") and "/" not in name}
+    folders = {name.split("/")[0] for name in names if "/" in name} - {".ci", ".github"}
+    assert len(files) <= 18 and len(folders) <= 10, (files, folders)
+
+
 def test_no_line_of_cuda_is_wide():
-    sources = sorted((ROOT / "csrc").iterdir())
+    sources = sorted((ROOT / "base" / "csrc").iterdir())
     wide = [
         f"{path.name}:{number}"
         for path in sources
@@ -142,7 +153,7 @@ def test_tests_are_collected_without_peers():
 
 def test_functions_fit_a_screen():
     long = []
-    for path in [*modules().values(), *ROOT.glob("tests/*.py"), *ROOT.glob("comparisons/*.py")]:
+    for path in [*modules().values(), *ROOT.glob("tests/*.py"), *ROOT.glob("benchmarks/*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
                 lines = node.end_lineno - node.lineno + 1
@@ -165,8 +176,7 @@ def test_pretraining_loads_no_wing():
     loaded = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     ours = {name: ROOT / loaded[name] for name in modules() if name in loaded}
     assert "torch._dynamo" not in loaded
-    wings = {"tuning", "prompts", "planning", "exchange", "inference", "generate"}
-    wings |= {"serve", "serving", "lessons", "proof"}
+    wings = {"finetune", "planning", "inference", "generate", "planner", "course", "benchmarks"}
     assert not {name for name in ours if name.split(".")[0] in wings}
     lines = sum(len(path.read_text().splitlines()) for path in ours.values())
-    assert len(ours) <= 65 and lines <= 14_000, (len(ours), lines)
+    assert len(ours) <= 55 and lines <= 13_000, (len(ours), lines)

@@ -12,13 +12,12 @@ import fp8
 import gpt
 import train as trainer
 from base.collectives import Collectives
+from base.float8 import E4M3, decode, encode_by_hand
+from base.model_config import LINEARS, FieldError, MoEConfig
 from base.world import Groups
-from model_config import LINEARS, FieldError, MoEConfig
-from precision import fp8_experts, fp8_scaling
-from precision.float8 import E4M3, decode, encode_by_hand
-from precision.fp8_scaling import GRADIENT, INPUT, WEIGHT, Recipe, Scaling
-from proof import ranks
-from proof.kinds import config_of
+from course import ranks
+from course.kinds import config_of
+from fp8 import GRADIENT, INPUT, WEIGHT, Recipe, Scaling
 from recompute import saved_bytes
 
 # --- layouts beside one device --------------------------------------------------------------------
@@ -191,11 +190,11 @@ def test_weight_bytes_are_made_once_a_step_of_the_new_weights(recipe, monkeypatc
     t = trainer_of(**RECIPES[recipe] | IN_FP8, lr=0.05)
     made = Counter()
 
-    def quantise(x, *rest, original=fp8_scaling.quantise):
+    def quantise(x, *rest, original=fp8.quantise):
         made[x.data_ptr()] += 1
         return original(x, *rest)
 
-    monkeypatch.setattr(fp8_scaling, "quantise", quantise)
+    monkeypatch.setattr(fp8, "quantise", quantise)
     weights = [block.mlp.up.weight for block in t.model.blocks.values()]
     before = []
     for number in (1, 2):
@@ -209,9 +208,9 @@ def test_weight_bytes_are_made_once_a_step_of_the_new_weights(recipe, monkeypatc
             assert again is q
             block = (4, 4) if recipe == "block" else None
             if recipe != "delayed":
-                maxima = fp8_scaling.block_maxima(w.detach(), block)
-                assert torch.equal(scale, fp8_scaling.scale_of(maxima, fp8_scaling.E4M3, False))
-            right = fp8_scaling.quantise(w.detach(), scale, fp8_scaling.E4M3, block, False)
+                maxima = fp8.block_maxima(w.detach(), block)
+                assert torch.equal(scale, fp8.scale_of(maxima, fp8.E4M3, False))
+            right = fp8.quantise(w.detach(), scale, fp8.E4M3, block, False)
             assert torch.equal(as_bytes(q.q), as_bytes(right.q))
             if number == 1:
                 before.append(as_bytes(q.q))
@@ -307,10 +306,10 @@ def test_frozen_experts_keep_nothing():
     x = torch.randn(7, 12, requires_grad=True)
     w = torch.nn.Parameter(torch.randn(3, 8, 12))
     counts = torch.tensor([3, 0, 4])
-    layer = fp8_experts.Layer(Scaling(Recipe(), 1, "cpu"), ((0, 5),), None, None)
+    layer = fp8.ExpertLayer(Scaling(Recipe(), 1, "cpu"), ((0, 5),), None, None)
     for learns, of_x in ((True, 4 * x.numel()), (False, 0)):
         w.requires_grad_(learns)
-        kept = saved_bytes(lambda: fp8_experts._GroupedLinear.apply(x, counts, layer, w), w)
+        kept = saved_bytes(lambda: fp8._GroupedLinear.apply(x, counts, layer, w), w)
         assert kept == of_x + 3 * 8
 
 
@@ -318,7 +317,7 @@ def test_frozen_experts_keep_nothing():
 def test_blocks_that_nobody_reads_are_not_made(gathered, monkeypatch):
     """In forward of x and W; in backward of dy for dx. For dW of x and dy once more: only where W
     learns."""
-    made = count_bytes(monkeypatch, fp8_scaling)
+    made = count_bytes(monkeypatch, fp8)
     w = torch.nn.Parameter(torch.randn(24, 32))
     x = torch.randn(2, 16, 32, requires_grad=True)
     for learns, recorded, forward, backward in (
@@ -342,12 +341,12 @@ def test_blocks_that_nobody_reads_are_not_made(gathered, monkeypatch):
 @pytest.mark.parametrize("keep, forward, backward", [(True, 3, 1), (False, 2, 2)])
 def test_bytes_of_experts(keep, forward, backward, monkeypatch):
     """Those of W for y and for dx are made together, or each for its product; and of x and dy."""
-    made = count_bytes(monkeypatch, fp8_experts)
+    made = count_bytes(monkeypatch, fp8)
     x = torch.randn(7, 12, requires_grad=True)
     w = torch.nn.Parameter(torch.randn(3, 8, 12))
     scaling = Scaling(Recipe(), 1, "cpu", keep_bytes=keep)
-    layer = fp8_experts.Layer(scaling, ((0, 5),), None, None)
-    (y,) = fp8_experts._GroupedLinear.apply(x, torch.tensor([3, 0, 4]), layer, w)
+    layer = fp8.ExpertLayer(scaling, ((0, 5),), None, None)
+    (y,) = fp8._GroupedLinear.apply(x, torch.tensor([3, 0, 4]), layer, w)
     assert len(made) == forward
     y.sum().backward()
     assert len(made) == forward + backward
@@ -385,10 +384,10 @@ def test_experts_by_hand():
     x, dy = (torch.randn(7, n, generator=g, dtype=torch.float64) for n in (12, 8))
     w = torch.nn.Parameter(torch.randn(3, 8, 12, generator=g, dtype=torch.float64))
     scaling = Scaling(Recipe(power_of_two=False), 1, "cpu")
-    layer = fp8_experts.Layer(scaling, ((0, 5),), None, None)
+    layer = fp8.ExpertLayer(scaling, ((0, 5),), None, None)
     x_in = x.clone().requires_grad_()
     counts = torch.tensor([3, 0, 4])
-    (y,) = fp8_experts._GroupedLinear.apply(x_in, counts, layer, w)
+    (y,) = fp8._GroupedLinear.apply(x_in, counts, layer, w)
     dx, dw = torch.autograd.grad(y, (x_in, w), dy)
     for e, rows in ((0, slice(0, 3)), (2, slice(3, 7))):
         w_e = w[e].detach()

@@ -1,4 +1,5 @@
-"""csrc/fp8_cast.cu: bytes, scales and maxima are those of PyTorch's operations, to the last bit.
+"""base/csrc/fp8_cast.cu: bytes, scales and maxima are those of PyTorch's operations, to the last
+bit.
 
 The kernels run on a GPU, or their source in an emulator on the CPU (cuda_on_cpu.py).
 """
@@ -15,11 +16,11 @@ from test_kernels import PLACES, launched
 import fp8
 import kernels
 import train
+from base import fp8_cast
+from base.float8 import E4M3, E5M2
 from base.world import Groups
-from precision import fp8_cast, fp8_scaling
-from precision.float8 import E4M3, E5M2
-from precision.fp8_scaling import GRADIENT, INPUT, Recipe, Scaling
-from proof.kinds import config_of
+from course.kinds import config_of
+from fp8 import GRADIENT, INPUT, Recipe, Scaling
 
 # the fixture: a device, after the kernels there or the emulator has been selected
 place = test_kernels.place
@@ -137,7 +138,7 @@ def test_ranks_agree_on_a_maximum(place, recipe, agreed, monkeypatch):
         maxima *= 3
 
     ranks = SimpleNamespace(all_reduce=all_reduce, ReduceOp=torch.distributed.ReduceOp)
-    monkeypatch.setattr(fp8_scaling, "dist", ranks)
+    monkeypatch.setattr(fp8, "dist", ranks)
     tensors = [values(m, 32, torch.bfloat16, place) for m in (16, 48)]
     pair = scalings(Recipe(recipe), place)
     for _ in range(2):

@@ -14,12 +14,11 @@ import small_run
 import torch
 from parity import Synthetic, again
 
-import checkpoint
+import fp8
 import train
 from base.world import Groups
-from precision import fp8_scaling
-from proof import ranks
-from run import messages, room, rules
+from course import ranks
+from run import checkpoint, messages, room, rules
 from run.config import ConfigError, multiply_in
 from run.metrics import read_metrics
 
@@ -299,7 +298,7 @@ def test_weights_of_zeros_train(recipe):
         block.mlp.down.weight.detach().zero_()
     assert one_step(trainer) == {}
     amax = trainer.fp8.report[0, 1:3]
-    assert not amax[:, 0, fp8_scaling.GRADIENT].any() and amax[:, 6, fp8_scaling.GRADIENT].all()
+    assert not amax[:, 0, fp8.GRADIENT].any() and amax[:, 6, fp8.GRADIENT].all()
     for _ in range(2):
         one_step(trainer)
     assert trainer.fp8.report[0, 1:3, :, :].count_nonzero() == 2 * (7 * 3 - 3)

@@ -11,15 +11,14 @@ from torch import nn
 
 import fsdp
 import gpt
-import gradients as of_gradients
+import optimizer as of_gradients
 import sharding
-from lessons.fsdp import held_bytes
-from model_config import GPTConfig
+from base.model_config import GPTConfig
+from course import parity, ranks
+from course.fsdp import held_bytes
+from course.kinds import config_of
 from optimizer import AdamW
-from proof import parity, ranks
-from proof.kinds import config_of
 from sharding import local_part, sharding_of
-from zero import units
 
 
 def small_model():
@@ -128,7 +127,7 @@ def test_shards_by_hand():
     along its second dimension."""
     first = nn.Parameter(torch.arange(10.0).view(5, 2))
     second = nn.Parameter(torch.arange(4.0).view(1, 4))
-    unit = units.FlatParameters([first, second], 2)
+    unit = fsdp.FlatParameters([first, second], 2)
     assert unit.T == 3 * 2 + 2
     assert [slot.dim for slot in unit.slots.values()] == [0, 1]
     assert unit.padding
@@ -246,10 +245,10 @@ def test_bytes_and_elements(stage, shape):
     than two units at once (the final norm aside, which is 96 numbers)."""
     for n, m in ((2, 1), (3, 2)):
         for measured in ranks.run(bytes_and_elements, n, n, stage, shape, m):
-            formulas = units.bytes_per_parameter(stage, n, 4, 4, 8)
+            formulas = fsdp.bytes_per_parameter(stage, n, 4, 4, 8)
             for held, formula in zip(measured["held"], formulas, strict=True):
                 assert held == pytest.approx(measured["psi"] * formula, rel=0.02)
-            assert measured["elements"] == units.elements_sent(stage, m) * measured["padded"]
+            assert measured["elements"] == fsdp.elements_sent(stage, m) * measured["padded"]
             assert measured["calls"] == 5 * {0: 1, 1: 2, 2: m + 1, 3: 3 * m}[stage]
             if stage == 3:
                 count, size = measured["peak"]
@@ -259,9 +258,9 @@ def test_bytes_and_elements(stage, shape):
 
 def test_the_paper():
     """7.5 B parameters on 64 devices, in GB: section 1, figure 1."""
-    totals = [sum(units.bytes_per_parameter(stage, 64, gradient=2)) * 7.5 for stage in range(4)]
+    totals = [sum(fsdp.bytes_per_parameter(stage, 64, gradient=2)) * 7.5 for stage in range(4)]
     assert totals == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
-    assert [units.elements_sent(stage, 1) for stage in range(4)] == [2, 2, 2, 3]
+    assert [fsdp.elements_sent(stage, 1) for stage in range(4)] == [2, 2, 2, 3]
 
 
 def gathers_in_flight(rank):
@@ -327,7 +326,7 @@ def parameters_on_their_way(rank, stage):
     model, gradients = sharded_model("gpt", stage)
     tokens = torch.randint(61, (2, 17), generator=torch.Generator().manual_seed(1))
     log = []
-    for i, layer in enumerate(units.named_layers(model).values()):
+    for i, layer in enumerate(fsdp.named_layers(model).values()):
         layer.register_forward_pre_hook(
             lambda *_, i=i: log.append(
                 (i, [k for k, unit in enumerate(gradients.units) if unit.gathering])

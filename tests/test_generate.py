@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from graphs_on_cpu import TapedFunction
 from test_gpt import GPT_SHAPES, LLAMA_SHAPES, build
 
-import checkpoint
 import context_parallel
 import generate
 import kernels
@@ -28,13 +27,14 @@ import sequence_parallel
 import train
 from base import terminal
 from base.world import Groups
-from corpus.tokenizer import ByteTokenizer
+from course import ranks
 from gpt import GPT
 from inference import batches, cli, cuda_graphs, kv_cache, loading, sampling, weight_layouts
+from inference.engine import Engine
 from inference.sampling import DIVERGED, choose, keys_of, uniform
-from proof import ranks
+from run import checkpoint
 from run.config import ConfigError
-from serving.engine import Engine
+from run.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).parent.parent
 EXPERTS = LLAMA_SHAPES[1] | dict(num_experts=4, ffn_hidden_size=40, router="topk", router_topk=2)

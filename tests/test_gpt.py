@@ -10,9 +10,9 @@ import gpt
 import moe
 import sharding
 from base.cross_entropy import cross_entropy
-from dropout import Dropout, dropout_key, dropout_mask, hash_
+from base.dropout import Dropout, dropout_key, dropout_mask, hash_
+from base.model_config import GPTConfig, MoEConfig, flops_per_token
 from gpt import GPT
-from model_config import GPTConfig, MoEConfig, flops_per_token
 from run import presets
 from run.presets import PRESETS
 

@@ -1,4 +1,4 @@
-"""comparisons/gpu.py: each stage at toy size; stages that fail, hang or lose their GPU; what is
+"""benchmarks/gpu.py: each stage at toy size; stages that fail, hang or lose their GPU; what is
 written of them, and what docs/gpu.md predicts."""
 
 import argparse
@@ -15,13 +15,12 @@ from types import ModuleType
 
 import processes
 import pytest
-import report
 import small_run
 import torch
 
-from comparisons import gpu, gpu_checks, gpu_table, kernels, nccl, training_step
-from lessons import kernels as lesson
-from proof import mutations, verify
+from benchmarks import gpu, gpu_checks, gpu_table, kernels, nccl, report, training_step
+from course import kernels as lesson
+from course import mutations, verify
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = gpu_table.DOCUMENT.read_text()
@@ -59,7 +58,7 @@ def test_toy(stage, tmp_path, monkeypatch, capfd):
         pytest.importorskip("transformers")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(ROOT)
-    argv = ["comparisons/gpu.py", "--stage", stage, "--toy", "--out", str(tmp_path)]
+    argv = ["benchmarks.gpu", "--stage", stage, "--toy", "--out", str(tmp_path)]
     if stage in IN_THIS_PROCESS:
         monkeypatch.setattr("sys.argv", argv)
         monkeypatch.setattr(gpu_checks, "call", forked_call)
@@ -188,7 +187,7 @@ def test_peers_learn_what_this_project_learns():
 def measure(tmp_path, monkeypatch, capsys):
     """measure(cases, more flags): a stage of these cases, in this process; (exit status, rows, what
     it printed)."""
-    module = ModuleType("comparisons.of_this_test")
+    module = ModuleType("benchmarks.of_this_test")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(gpu.STAGES, "stage", gpu.Stage(60, "of_this_test"))
 
@@ -297,12 +296,12 @@ if stage == "fp8" and len(rows) < 3:
 # `gpu.main` with the stages above
 PARENT = """
 import sys
-from comparisons import gpu
+from benchmarks import gpu
 from base import terminal
 gpu.torch.cuda.is_available = lambda: True
 gpu.STAGES["llama"] = gpu.Stage({limit}, "none")
 gpu.BEGIN = 0.1
-sys.argv[0] = {script!r}
+gpu.COMMAND = [{script!r}]
 terminal.run(gpu.main)
 """
 
@@ -537,7 +536,7 @@ def test_table_of_a_measured_file(tmp_path, monkeypatch, capsys):
 
 def test_two_calls_of_the_document_are_all_stages():
     """But nccl, which needs two GPUs."""
-    calls = re.findall(r"^python comparisons/gpu.py --seconds \d+ (.*)", DOCUMENT, re.MULTILINE)
+    calls = re.findall(r"^python -m benchmarks.gpu --seconds \d+ (.*)", DOCUMENT, re.MULTILINE)
     first, second = (call.split() for call in calls)
     assert {*first, *second, "nccl"} == set(gpu.STAGES)
     # the kernels are built first, and what says most is in the first call
@@ -556,7 +555,7 @@ def test_predictions_of_the_document():
     for row in gpu_table.cases({}):
         cells = [row[column] for column in ("stage", "case", "planner", "by hand")]
         assert f"| {' | '.join(cells)} |" in DOCUMENT, (
-            "python comparisons/gpu.py table prints the rows"
+            "python -m benchmarks.gpu table prints the rows"
         )
         assert row["by hand"], row
     names = {(row["stage"], row["case"]) for row in gpu_table.cases({})}

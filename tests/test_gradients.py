@@ -10,13 +10,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp
-import gradients as of_gradients
+import optimizer as of_gradients
 import sharding
 import train as trainer
-from gradients import GradientAccumulator, LossScaler, add_product, fuse_accumulation, global_norm
+from course import ranks
+from course.parity import on_rank
+from optimizer import GradientAccumulator, LossScaler, add_product, fuse_accumulation, global_norm
 from pipeline_parallel import Pipeline
-from proof import ranks
-from proof.parity import on_rank
 from schedules import Action
 from sharding import Shard, local_part, shard_of
 

@@ -10,14 +10,16 @@ import threading
 import time
 from pathlib import Path
 
+import hang_runs
+import hangs
 import pytest
 import torch
 import torch.distributed as dist
+from hangs import HANGS, Hang
 from torch.distributed.flight_recorder import fr_trace
 
-from exercises import check, hang_hunt
-from proof import hang_runs, hangs, ranks
-from proof.hangs import HANGS, Hang
+from course import ranks
+from course.exercises import check, hang_hunt
 
 ROOT = Path(__file__).parent.parent
 DOC = (ROOT / "docs" / "hangs.md").read_text()

@@ -11,10 +11,10 @@ import pytest
 import small_run
 import test_sft
 
-from corpus.tokenizer import ByteTokenizer
-from data import HELD_OUT
-from tuning import preference_data, prompt_set, sft_data
-from tuning.chat_template import ChatError
+from finetune import preference_data, prompt_set, sft_data
+from finetune.chat_template import ChatError
+from run.data import HELD_OUT
+from run.tokenizer import ByteTokenizer
 
 CHAT = test_sft.chat_of(ByteTokenizer())
 ANSWER = "assistant:\n"

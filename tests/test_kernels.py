@@ -26,13 +26,13 @@ import kernels
 import moe
 import optimizer
 import train as trainer
-from attention.rotary import rotary_frequencies, rotary_table, rotate
 from base import cuda_kernels, extensions
+from base import fp8_cast as fp8_cast
 from base.cross_entropy import cross_entropy
-from dropout import dropout_key, dropout_mask
-from lessons import kernels as lesson
-from model_config import GPTConfig, MoEConfig
-from precision import fp8_cast as fp8_cast
+from base.dropout import dropout_key, dropout_mask
+from base.model_config import GPTConfig, MoEConfig
+from base.rotary import rotary_frequencies, rotary_table, rotate
+from course import kernels as lesson
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 by_emulator = pytest.mark.skipif(
@@ -655,7 +655,8 @@ def test_first_try_of_swiglu(place):
 
 @pytest.mark.parametrize("place", PLACES, indirect=True)
 def test_mask_of_attention(place):
-    """Bit for bit that of dropout.py, of heads 6 to 9 in three samples, forward and backward."""
+    """Bit for bit that of base/dropout.py, of heads 6 to 9 in three samples, forward and
+    backward."""
     key = dropout_key(1, 1, torch.arange(3)).to(place)
     scores = torch.zeros(3, 4, 40, 40, device=place, requires_grad=True)
     launched.clear()

@@ -1,4 +1,5 @@
-"""`python FILE`: the lessons, and the demonstrations of modules whose own tests do not run them."""
+"""`python -m course.NAME`: the lessons, and demonstrations of modules whose own tests do not run
+them."""
 
 import contextlib
 import importlib
@@ -17,14 +18,13 @@ import processes
 import pytest
 import torch
 
-from base import start
-from lessons import form, quiz
+from course import form, quiz
 
 ROOT = Path(__file__).parent.parent
 
 
 def status_of_lesson(name: str, argv: list[str]) -> int:
-    """`python NAME.py`, in this process."""
+    """`python -m course.NAME`, in this process."""
     threads = torch.get_num_threads()
     try:
         return form.main(name, argv)
@@ -46,13 +46,13 @@ def run(name, argv, monkeypatch, capsys) -> str:
 @pytest.mark.parametrize(
     "name, argv, words",
     [
-        ("data", ["--seq-length", "16"], "sequences of 16 tokens to train on"),
-        ("base.json_files", [ROOT / "comparisons" / "fsdp.json"], "fsdp.json: JSON"),
-        ("tuning.chat_template", [], "26 tokens; the assistant's:"),
+        ("run.data", ["--seq-length", "16"], "sequences of 16 tokens to train on"),
+        ("base.json_files", [ROOT / "benchmarks" / "results" / "fsdp.json"], "fsdp.json: JSON"),
+        ("finetune.chat_template", [], "26 tokens; the assistant's:"),
         ("inference.weight_layouts", [], "microseconds to multiply"),
         ("inference.sampling", [], "0.000  1.000  0.000  0.000"),
-        ("proof.ranks", [], "8 ranks: the sum of their numbers is 28"),
-        ("corpus.tokenizer", ["some text"], "9 bytes, 9 tokens"),
+        ("course.ranks", [], "8 ranks: the sum of their numbers is 28"),
+        ("run.tokenizer", ["some text"], "9 bytes, 9 tokens"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -76,21 +76,19 @@ def test_metrics(tmp_path, monkeypatch, capsys):
 # --- lessons: predict, check, break it ------------------------------------------------------------
 
 LESSONS = [
-    name
-    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/*.py")])
-    for name in re.findall(r'^    start\.lesson\("([\w.]+)"', path.read_text(), re.MULTILINE)
-    if path == ROOT / (name.replace(".", "/") + ".py")
+    path.stem
+    for path in sorted((ROOT / "course").glob("*.py"))
+    if "\ndef teach(" in path.read_text()
 ]
 
 
 def lesson_of(name: str):
-    return importlib.import_module(f"lessons.{name.rpartition('.')[2]}")
+    return importlib.import_module(f"course.{name}")
 
 
-def test_every_lesson_is_the_lesson_of_a_file():
-    lessons = [path.stem for path in (ROOT / "lessons").glob("*.py")]
-    names = {name.rpartition(".")[2] for name in LESSONS}
-    assert names == set(lessons) - {"__init__", "form", "quiz", "demo"}
+@pytest.mark.parametrize("name", LESSONS)
+def test_a_lesson_runs_under_its_own_name(name):
+    assert f'\n    form.run("{name}")\n' in (ROOT / "course" / f"{name}.py").read_text()
 
 
 def removals() -> list[tuple[str, str]]:
@@ -147,10 +145,10 @@ def test_predict_check_break_it(name, removed, capsys, reader):
     assert sum(line.startswith("SCORE ") for line in lines) == any(asked)
     assert len(lines) - len(answers) - any(asked) <= 40
     assert max(map(len, lines)) <= 100
-    # the README and docs/course.md say `python NAME.py`, and each flag that is named exists
-    command = f"-m {name}" if "." in name else f"{name}.py"
-    for said, mechanism in re.findall(r"python (\S+|-m \S+) --without (\S+)", out):
-        assert said == command and mechanism in lesson_of(name).WITHOUT
+    # each flag that is named exists
+    known = {*lesson_of(name).WITHOUT, "NAME"}
+    assert set(re.findall(r"--without (\S+)", out)) <= known
+    assert removed or f"python -m course.{name} --without NAME" in out
 
 
 def test_what_an_unchecked_shape_does_is_what_its_lesson_says(capsys):
@@ -210,7 +208,7 @@ def test_quiz_shows_answers_beside_checks_and_counts(reader, capsys):
         f"CHECK    60,500{'ok':>85}",
         "YOU SAID parameters = 60e3: right, 0.8% too small; it is 60,500",
         "YOU SAID twice = -1: off by 1; it is 0",
-        "All 5 checks hold.",
+        "All 5 checks hold. To break one: python some.py --without NAME",
         "SCORE    2 of 6 numbers right, to 1%; 1 more within a factor of 2.",
     ]
 
@@ -277,7 +275,7 @@ def test_ctrl_c_at_a_question_ends_the_lesson_with_its_score(reader, capsys):
 def test_quiz_in_a_terminal():
     """Ctrl-D is no answer, Ctrl-C ends it with status 130, and neither shows a traceback."""
     ours, theirs = os.openpty()
-    command = [sys.executable, "schedules.py", "--quiz"]
+    command = [sys.executable, "-m", "course.schedules", "--quiz"]
     lesson = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     seen = b""
@@ -302,14 +300,14 @@ def test_quiz_in_a_terminal():
 
 @pytest.mark.parametrize("names", [[], ["own-shard"], ["g", "f"]])
 def test_why_without_a_run(names, monkeypatch, capsys):
-    monkeypatch.setattr("lessons.tensor_parallel.teach", None)
+    monkeypatch.setattr("course.tensor_parallel.teach", None)
     removals = lesson_of("tensor_parallel").WITHOUT
     assert status_of_lesson("tensor_parallel", ["--why", *names]) == 0
     said = " ".join(capsys.readouterr().out.split())
     expected = []
     for name in names or removals:
         removal = removals[name]
-        asked = f"BREAK IT python tensor_parallel.py --without {name} {removal.question}"
+        asked = f"BREAK IT --without {name} {removal.question}"
         expected += [asked, f"WHY {removal.why}"]
     assert said == " ".join(expected)
 
@@ -326,31 +324,14 @@ def test_a_lesson_from_the_command_line():
     """`python FILE`, its exit status, and a flag that does not exist."""
     run = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
     # no input, a terminal without Greek letters
-    command = f"{sys.executable} tensor_parallel.py --without f --quiz <&-"
+    command = f"{sys.executable} -m course.tensor_parallel --without f --quiz <&-"
     ascii_only = os.environ | dict(PYTHONIOENCODING="ascii")
     broken = run(["bash", "-c", command], env=ascii_only)
     assert broken.returncode == 1 and "2 of 5 checks fail without f." in broken.stdout
     assert "\\u2202L" in broken.stdout and not broken.stderr
     # no input, a full disk; of a lesson that starts quickly
-    closed = run(["bash", "-c", f"{sys.executable} dropout.py --quiz <&- > /dev/full"])
+    closed = run(["bash", "-c", f"{sys.executable} -m course.dropout --quiz <&- > /dev/full"])
     assert closed.returncode == 1 and "No space left on device" in closed.stderr
     assert "Traceback" not in closed.stderr
-    unknown = processes.run(["dropout.py", "--without", "h"])
+    unknown = processes.run(["course.dropout", "--without", "h"])
     assert unknown.returncode == 2 and "choose from" in unknown.stderr
-
-
-@pytest.mark.parametrize(
-    "argv, asked",
-    [
-        ([], True),
-        (["--quiz"], True),
-        (["--without", "mask"], True),
-        (["--why"], True),
-        (["--why", "mask"], True),
-        (["--checkpoint", "runs/one"], False),
-        (["show", "runs/one"], False),
-        (["--help"], False),
-    ],
-)
-def test_a_command_starts_its_lesson_without_arguments(argv, asked):
-    assert start.is_asked(argv) == asked

@@ -15,10 +15,10 @@ from test_comparisons import ForkedTraining
 
 import planner
 from base import json_files
-from model_config import MoEConfig
+from base.model_config import MoEConfig
+from course import ranks
 from planning import commands, measure, plan, try_layouts
 from planning.inputs import MACHINES, TRAIN, Constants, Layout, Machine
-from proof import ranks
 from run import flags
 from run.config import ConfigError
 from run.pretraining import Config

@@ -9,13 +9,13 @@ import test_sft
 from small_run import write_lines
 
 from base import json_files
-from corpus.documents import read_documents
-from corpus.tokenizer import ByteTokenizer
+from finetune import preference_data, prompt_set, sft_data
+from finetune.chat_template import ChatError
+from finetune.prompt_data import read_lines as lines_of_prompts
+from finetune.sft import message
 from inference.answers import read_prompts
-from prompts.prompt_data import read_lines as lines_of_prompts
-from sft import message
-from tuning import preference_data, prompt_set, sft_data
-from tuning.chat_template import ChatError
+from run.documents import read_documents
+from run.tokenizer import ByteTokenizer
 
 ASKED, ANSWERED = message("user", "q"), message("assistant", "a")
 AGAIN, WRONG = message("user", "r"), message("assistant", "b")

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from base.world import disjoint, nccl_groups, pipeline_links
-from pipelines.nccl_model import run
-from pipelines.transfers import Transfer, lower
-from proof import ranks
+from course import ranks
+from course.nccl_model import run
+from pipeline_parallel import Transfer, lower
 from schedules import NAMES, Action, Cost, ScheduleError, make, simulate
 
 SIZES = (2, 4, 8)
@@ -99,7 +99,7 @@ def test_one_receive_ahead_hides_what_can_be_hidden(name, p):
 
 def on_rank(rank, pipelines):
     """{link: messages that went each way}, how often the ranks split, and the groups' names."""
-    from proof import nccl_rules
+    import nccl_rules
 
     split = mock.Mock(side_effect=nccl_rules.split_group)
     with mock.patch.object(dist, "split_group", split):

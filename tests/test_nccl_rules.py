@@ -15,10 +15,9 @@ from test_generate import from_training
 import fsdp
 import pipeline_parallel
 from base import world
-from pipelines import transfers
-from proof import parity, ranks
+from course import parity, ranks
+from fsdp import Unit
 from sequence_parallel import all_gather
-from zero.units import Unit
 
 # --- every kind of layout -------------------------------------------------------------------------
 
@@ -58,7 +57,7 @@ def on_rank(rank, size, queues, variants, steps, mutate=None):
 
 def rules():
     """Its import replaces functions of torch, so only ranks that run under the rules do it."""
-    from proof import nccl_rules
+    import nccl_rules
 
     return nccl_rules
 
@@ -284,7 +283,7 @@ def no_first_messages():
 
 
 def two_ahead():
-    pipeline_parallel.lower = partial(transfers.lower, ahead=2)
+    pipeline_parallel.lower = partial(pipeline_parallel.lower, ahead=2)
 
 
 def no_wait_for_parameters():

@@ -1,4 +1,4 @@
-"""docs/course.ipynb is what page/notebook.py writes, and its cells run in their order."""
+"""docs/course.ipynb is what course/page/notebook.py writes, and its cells run in their order."""
 
 import contextlib
 import functools
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from exercises import check
-from lessons import form
-from page import notebook
+from course import form
+from course.exercises import check
+from course.page import notebook
 
 ROOT = Path(__file__).parent.parent
 
@@ -20,14 +20,14 @@ ROOT = Path(__file__).parent.parent
 @functools.cache
 def in_this_process(command: str) -> str:
     """As notebook.run, without another import of torch."""
-    file, *words = command.split()
+    _, module, *words = command.split()
     printed = io.StringIO()
     threads = torch.get_num_threads()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        if file == "exercises/check.py":
+        if module == "course.exercises.check":
             check.main(words)
         else:
-            form.main(file.removesuffix(".py"), words)
+            form.main(module.removeprefix("course."), words)
     torch.set_num_threads(threads)
     return printed.getvalue()
 
@@ -47,12 +47,16 @@ def test_notebook_is_up_to_date_and_runs(no_answers, tmp_path, monkeypatch, caps
     notebook.main()
     assert str(notebook.OUT) in capsys.readouterr().out
     same = notebook.OUT.read_bytes() == (ROOT / "docs" / "course.ipynb").read_bytes()
-    assert same, "docs/course.ipynb: run `python -m page.notebook`, and commit"
+    assert same, "docs/course.ipynb: run `python -m course.page.notebook`, and commit"
     check_cells(tmp_path, monkeypatch)
 
 
 # part of a cell: what it prints
-PRINTED = {"print(answers[": "CHECK", "--without": "fail without", "check.py": "not written yet"}
+PRINTED = {
+    "print(answers[": "CHECK",
+    "--without": "fail without",
+    "exercises.check": "not written yet",
+}
 
 
 def check_cells(folder: Path, monkeypatch) -> None:
@@ -79,14 +83,14 @@ def check_cells(folder: Path, monkeypatch) -> None:
 
 
 def test_a_lesson_is_a_process_of_its_own():
-    answers = notebook.ask("gpt.py")
+    answers = notebook.ask("course.gpt")
     assert len(answers) == 4 and all(answer.startswith("CHECK") for answer in answers)
-    with pytest.raises(RuntimeError, match=r"can't open file .*no_lesson.py"):
-        notebook.ask("no_lesson.py")
+    with pytest.raises(RuntimeError, match=r"No module named course\.no_lesson"):
+        notebook.ask("course.no_lesson")
 
 
 def test_a_cell_with_an_exclamation_mark_waits_for_nobody(monkeypatch, capsys):
-    """`!python dropout.py --quiz` has a terminal, in which no line ever comes."""
+    """`!python -m course.dropout --quiz` has a terminal, in which no line ever comes."""
     monkeypatch.setenv("JPY_PARENT_PID", "1")
     monkeypatch.setattr("os.isatty", lambda descriptor: True)
     monkeypatch.setattr("builtins.input", None)

@@ -9,17 +9,23 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-import adapters
 import families
 import moe
 import sharding
 import train as trainer
 from base import adamw_kernel
+from base.model_config import MoEConfig
 from base.world import Groups
-from gradients import GradientAccumulator, LossScaler
-from model_config import MoEConfig
-from optimizer import AdamW, join_master, learning_rate, split_master
-from tuning.adapter_config import METHODS, AdapterConfig
+from finetune import adapters
+from finetune.adapter_config import METHODS, AdapterConfig
+from optimizer import (
+    AdamW,
+    GradientAccumulator,
+    LossScaler,
+    join_master,
+    learning_rate,
+    split_master,
+)
 
 
 def model_and_batches(dtype=torch.float64):

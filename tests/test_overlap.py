@@ -1,4 +1,4 @@
-"""overlap.py: in which order a linear layer communicates and multiplies, and what it keeps. (Its
+"""Overlap: in which order a linear layer communicates and multiplies, and what it keeps. (Its
 numbers: every layout of test_compositions.py with tensor parallelism.)"""
 
 from collections import Counter
@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpt
-import overlap
+import pipeline_parallel
+import sequence_parallel
 import tensor_parallel
+from base.model_config import GPTConfig
+from course import ranks
 from gpt import DeferredBiasLinear
-from model_config import GPTConfig
-from pipelines import zero_bubble
-from proof import ranks
 from recompute import saved_bytes
 from sequence_parallel import GatherSequence
 from tensor_parallel import CopyToRanks
@@ -33,14 +33,14 @@ def layers(enter):
     plain = tensor_parallel.ColumnParallelLinear(group)
     plain.enter = enter(group)
     holder = torch.nn.ModuleList([plain])
-    overlap.apply(holder)
-    assert type(holder[0]) is overlap.OverlappedLinear
+    sequence_parallel.overlap_backward(holder)
+    assert type(holder[0]) is sequence_parallel.OverlappedLinear
     return x, linear, plain, holder[0]
 
 
 def test_the_bias_that_the_next_module_adds():
     linear = DeferredBiasLinear(2, 3)
-    assert overlap.weights_and_biases((linear,)) == [linear.weight, None]
+    assert sequence_parallel.weights_and_biases((linear,)) == [linear.weight, None]
 
 
 class Operations(TorchDispatchMode):
@@ -64,8 +64,8 @@ def test_layers_that_share_an_input_on_one_device(name):
     for joined in (False, True):
         part = getattr(gpt.GPT(config).blocks["0"], name).double()
         if joined:
-            zero_bubble.apply(part)
-            assert type(part.project) is overlap.JoinedInput
+            pipeline_parallel.split_backward(part)
+            assert type(part.project) is sequence_parallel.JoinedInput
         names = ("query", "key", "value") if name == "attention" else ("gate", "up")
         layers = [getattr(part, n) for n in names]
         x = torch.linspace(-1, 1, B * S * H, dtype=torch.float64).view(B, S, H).requires_grad_()
@@ -113,7 +113,7 @@ def order(rank, enter):
     x, linear, _, overlapped = layers(enter)
     (y,) = overlapped(x, linear)
     events = Events()
-    start_input, start_input_grad = overlap.STARTS[enter]
+    start_input, start_input_grad = sequence_parallel.STARTS[enter]
     # backward is watched, forward was not
     y.grad_fn.starts = events.watch(start_input, "x"), events.watch(start_input_grad, "dx")
     with events:

@@ -9,25 +9,25 @@ import torch
 from parity import LLAMA, SMALL, again, check, same, train, train_each, without_cpp
 from torch.nn.attention import flex_attention as flex
 
-import data
 import gpt
 import kernels
-from attention import document_mask
+from base import document_mask
+from base.model_config import GPTConfig
 from base.world import Groups
-from corpus.tokenizer import ByteTokenizer
-from data import Batch
-from lessons import packing as lesson
-from model_config import GPTConfig
-from proof import ranks, synthetic
+from course import packing as lesson
+from course import ranks, synthetic
+from finetune.packing import Example, Packed, first_fit
+from run import data
+from run.data import Batch
 from run.pretraining import Config
+from run.tokenizer import ByteTokenizer
 from train import Trainer
-from tuning.packing import Example, Packed, first_fit
 
 # --- which examples share a row -------------------------------------------------------------------
 
 
 def test_by_hand():
-    """The picture of tuning/packing.py: its rows, and everything in their batch."""
+    """The picture of finetune/packing.py: its rows, and everything in their batch."""
     lengths = [5, 3, 2, 4, 1]
     assert first_fit(lengths, 8) == [[0, 1], [2, 3, 4]]
     examples = []

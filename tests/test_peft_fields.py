@@ -1,5 +1,6 @@
-"""Every field of peft's LoraConfig and IA3Config: what adapters.py imports has the logits that peft
-itself computes from the folder, or the folder is refused and the message names the field."""
+"""Every field of peft's LoraConfig and IA3Config: what finetune/adapters.py imports has the logits
+that peft itself computes from the folder, or the folder is refused and the message names the
+field."""
 
 import copy
 import dataclasses
@@ -11,8 +12,8 @@ import torch
 from test_adapter_files import SHAPES, TOKENS, command, difference, unmerged, whole_value
 from test_generate import build, loud, save
 
-import huggingface
-from tuning.peft_folder import IGNORED
+from finetune.peft_folder import IGNORED
+from inference import huggingface
 
 peft = pytest.importorskip("peft", reason="tests/requirements.txt names it")
 transformers = pytest.importorskip("transformers")
@@ -105,7 +106,7 @@ def write(model, kind, fields: dict, path) -> torch.Tensor:
         for name, p in made.named_parameters():
             if "lora_" in name or "ia3_l" in name:
                 p.copy_(whole_value(name.replace("ia3_l", "scale"), p.shape))
-                # adapters.py scales no queries: of all heads, or head by head
+                # finetune/adapters.py scales no queries: of all heads, or head by head
                 if "c_attn.ia3_l" in name:
                     p[: len(p) // 3] = 1
                 if "query_key_value.ia3_l" in name:

@@ -11,12 +11,11 @@ import gpt
 import pipeline_parallel
 import schedules
 import sharding
+from base.model_config import GPTConfig
 from base.world import Groups
-from lessons.demo import meta_model
-from model_config import GPTConfig
+from course import ranks
+from course.demo import meta_model
 from pipeline_parallel import layers_of_stages
-from pipelines import zero_bubble
-from proof import ranks
 from run.pretraining import Config
 from sharding import sharding_of
 from train import Trainer
@@ -191,7 +190,7 @@ def weights_wait(rank):
     with torch.device("meta"):
         model = gpt.GPT(CONFIG)
     sharding.init(model, 0, "cpu", torch.float64)
-    zero_bubble.apply(model)
+    pipeline_parallel.split_backward(model)
     tokens = torch.arange(32).view(2, 16) % 61
     model(tokens, tokens).sum().backward()
     together = {n: p.grad.clone() for n, p in model.named_parameters()}

@@ -9,9 +9,9 @@ import pytest
 import planner
 import schedules
 import train
+from finetune.adapter_training import TextPeftConfig
 from planning import as_rank, memory, plan
 from planning.inputs import H100
-from tuning.adapter_training import TextPeftConfig
 
 SHAPE = dict(
     model="gpt2", num_layers=4, hidden_size=256, num_heads=8, seq_length=128, vocab_size=512

@@ -18,8 +18,8 @@ import torch.distributed.run
 
 import planner
 import schedules
-from lessons import planner as lesson
-from model_config import MoEConfig
+from base.model_config import MoEConfig
+from course import planner as lesson
 from planning import budget, commands, errors, table
 from planning import plan as plan_of
 from planning import rows as published
@@ -33,7 +33,7 @@ from run.pretraining import Config
 
 ROWS = published.read(published.PUBLISHED)
 FITTED, HELD_OUT = errors.split(ROWS)
-comparison = importlib.import_module("comparisons.planner")
+comparison = importlib.import_module("benchmarks.planner")
 
 
 def of_group(group: str) -> list[Row]:
@@ -337,7 +337,7 @@ def test_lora_in_the_plan(capsys):
     status, out, err = run(line, capsys)
     assert (status, err) == (0, "")
     command = out[out.index("torchrun") : out.index("\n\nWhere")]
-    assert "adapters.py train --load BASE --lora-rank 16 " in command
+    assert "-m finetune.adapters train --load BASE --lora-rank 16 " in command
     assert "--lr 0.0002" in command and "--tokenizer" not in command
     assert "--model" not in command
 
@@ -598,9 +598,9 @@ def test_the_document_shows_what_a_command_prints(command, printed, capsys):
 
 
 def test_tables_of_the_document():
-    """They are those of comparisons/planner.json, which has what planner.py says today."""
+    """They are those of benchmarks/results/planner.json, which has what planner.py says today."""
     assert len(SHOWN) >= 5
-    results = json.loads((ROOT / "comparisons" / "planner.json").read_text())
+    results = json.loads((ROOT / "benchmarks" / "results" / "planner.json").read_text())
     for row, saved in zip(ROWS, results["rows"], strict=True):
         assert saved["predicted"] == pytest.approx(seconds(row), rel=1e-6)
         assert saved["fitted"] == (row in FITTED)

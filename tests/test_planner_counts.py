@@ -12,7 +12,7 @@ import pytest
 
 import planner
 import train
-from model_config import MoEConfig
+from base.model_config import MoEConfig
 from planning import as_rank, layer_time, plan
 from planning.inputs import TRAIN, Constants, Layout, Machine
 

@@ -10,11 +10,11 @@ from parity import again
 import recompute
 import schedules
 import train
-from model_config import MoEConfig
+from base.model_config import MoEConfig
+from finetune.adapter_training import TextPeftConfig
 from planning import as_rank, memory, plan
 from planning.inputs import TRAIN, Layout
 from run.presets import PRESETS
-from tuning.adapter_training import TextPeftConfig
 
 # largest relative difference, of parameters, gradients and optimizer state; of activations
 MARGIN, OF_ACTIVATIONS = 0.01, 0.03

@@ -11,18 +11,16 @@ import torch
 from parity import LLAMA, SMALL, same, train, train_each
 from small_run import lines_of, numbers_of, run, tensors_of, write_lines
 
-import checkpoint
 import generate
-import huggingface
-import preference
-from corpus.tokenizer import ByteTokenizer
-from inference import cli
-from proof import kinds, verify
+from course import kinds, verify
+from finetune import preference, preference_data
+from finetune.chat_template import ChatError, ChatTokenizer, open_template
+from finetune.sft import Chat
+from inference import cli, huggingface
+from run import checkpoint
 from run.config import ConfigError
 from run.rules import validate
-from sft import Chat
-from tuning import preference_data
-from tuning.chat_template import ChatError, ChatTokenizer, open_template
+from run.tokenizer import ByteTokenizer
 
 NO_DROPOUT = SMALL | dict(dropout=0.0)
 EXPERTS = dict(num_experts=4, router="topk", router_topk=2, micro_batch_size=2)
@@ -276,7 +274,7 @@ def toy(tmp_path_factory):
         for n in range(40)
     ]
     pairs = write_lines(folder / "pairs.jsonl", records)
-    flags = ["preference.py", "--load", folder / "base", "--data", pairs, *TOY, "--lr", 3e-3]
+    flags = ["finetune.preference", "--load", folder / "base", "--data", pairs, *TOY, "--lr", 3e-3]
     return folder, flags
 
 
@@ -438,7 +436,17 @@ def test_a_micro_batch_of_a_pipeline_is_a_pair():
 @pytest.mark.parametrize("kind", ["reward", "dpo"])
 def test_verify(kind, tmp_path, capsys):
     """Rows that are a pair stay together in its band."""
-    flags = ["preference.py", "--method", kind, "--data", "p.jsonl", "--model", "gpt2", "--tp", "2"]
+    flags = [
+        "finetune.preference",
+        "--method",
+        kind,
+        "--data",
+        "p.jsonl",
+        "--model",
+        "gpt2",
+        "--tp",
+        "2",
+    ]
     assert verify.main(["--steps", "2", "--ranks", "2", "--", *flags]) == 0
     printed = capsys.readouterr().out
     assert "equal: " in printed and "inside the band" in printed

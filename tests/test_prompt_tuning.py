@@ -13,22 +13,23 @@ from safetensors.torch import load_file
 from test_generate import loud
 from test_gpt import LLAMA_SHAPES, build
 
-import checkpoint
-import overlap
 import prompt_tuning
+import sequence_parallel
 import tensor_parallel
 import train
-from corpus.tokenizer import ByteTokenizer
+from base.model_config import GPTConfig
+from course.kinds import config_of
+from finetune import nemo_config, prompt_data
+from finetune import prompt_tuning as prompt_command
+from finetune.nemo_config import PromptConfig, PTuning
+from finetune.packing import Padded
+from finetune.prompt_template import PromptError, Template
 from gpt import GPT
 from inference import loading
-from model_config import GPTConfig
 from prompt_tuning import PARAMETER_PREFIX, VirtualPrompts, apply, apply_tables, initial_values
-from prompts import commands, nemo_config, prompt_data
-from prompts.nemo_config import PromptConfig, PTuning
-from prompts.template import PromptError, Template
-from proof.kinds import config_of
+from run import checkpoint
+from run.tokenizer import ByteTokenizer
 from sharding import num_parameters
-from tuning.packing import Padded
 
 # of the byte tokenizer
 V = 257
@@ -368,7 +369,7 @@ def settings(tmp_path_factory):
 
 def flags_of(path, base=parity.SMALL):
     """A run of tests/parity.py that learns prompts: several micro-batches, two tasks in each."""
-    settings = dict(command="prompt_tuning.py train", prompt_config=path)
+    settings = dict(command="prompt_tuning.py", prompt_config=path)
     return base | settings | dict(dropout=0.0, micro_batch_size=2)
 
 
@@ -412,7 +413,7 @@ def no_sum_of_shards():
 
 
 def no_sum_of_encoder_parts():
-    overlap.STARTS[tensor_parallel.CopyToRanks] = overlap.NOTHING
+    sequence_parallel.STARTS[tensor_parallel.CopyToRanks] = sequence_parallel.NOTHING
 
 
 def a_table_for_all_tasks():
@@ -438,7 +439,7 @@ def test_the_gate_sees(settings, mutate, kind, flags):
 def test_only_prompts_have_gradients_and_state(settings):
     """Nothing is kept for what is frozen: 2 tables [5, 32], a gradient and two moments each, in
     float64."""
-    flags = dict(command="prompt_tuning.py train", prompt_config=settings["table"], dropout=0.0)
+    flags = dict(command="prompt_tuning.py", prompt_config=settings["table"], dropout=0.0)
     run_config = config_of(parity.SMALL | flags)
     trainer = train.Trainer(run_config, torch.device("cpu"), train.Groups(), run_config.task())
     trainer.forward_backward(1, parity.Prompted(16, 61, trainer.task.learned.prompts))
@@ -500,13 +501,13 @@ def learn(out, content, *flags):
     path = out.with_suffix(".json")
     path.write_text(json.dumps(content))
     argv = ["train", "--config", str(path), "--out", str(out), *TRAIN_FLAGS, *flags]
-    return commands.main(argv)
+    return prompt_command.main(argv)
 
 
 def infer(command, prompts, base, data, capsys):
     """`generate` or `evaluate`. Returns (exit status, standard output, standard error)."""
     paths = ["--prompts", str(prompts), "--checkpoint", str(base), "--data", str(data)]
-    status = commands.main([command, *paths, *INFER_FLAGS])
+    status = prompt_command.main([command, *paths, *INFER_FLAGS])
     return status, *capsys.readouterr()
 
 
@@ -825,11 +826,11 @@ def test_a_nemo_file_learns(base, tmp_path, capsys):
     # JSON is YAML
     path.write_text(json.dumps({"model": content, "trainer": {"devices": 1}}))
     argv = ["train", "--config", str(path), "--out", str(tmp_path / "out"), *TRAIN_FLAGS]
-    assert commands.main(argv) == 0
+    assert prompt_command.main(argv) == 0
     assert "virtual_prompt_style p-tuning, the section p_tuning is there" in capsys.readouterr().out
     content["language_model_path"] = "gpt.nemo"
     path.write_text(json.dumps(content))
-    assert commands.main([*argv[:4], str(tmp_path / "other")]) == 2
+    assert prompt_command.main([*argv[:4], str(tmp_path / "other")]) == 2
     assert "gpt.nemo: no such folder; a .nemo file is not read here" in capsys.readouterr().err
 
 
@@ -852,7 +853,7 @@ def test_yaml_that_cannot_be_used(text, words, tmp_path):
 @pytest.mark.parametrize("argv", [[], ["--config=nowhere"]])
 def test_train_needs_a_configuration(argv, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert commands.main(["train", *argv]) == 2
+    assert prompt_command.main(["train", *argv]) == 2
     words = "--config nowhere" if argv else "--config: prompts for what?"
     assert words in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -884,7 +885,7 @@ def test_layouts_learn_alike(base, tmp_path):
     settings = tmp_path / "one.json"
     out = tmp_path / "two"
     words = ["train", "--config", settings, "--out", out, *TRAIN_FLAGS, "--pp", "2"]
-    run = processes.run(["prompt_tuning.py", *words], world=2)
+    run = processes.run(["finetune.prompt_tuning", *words], world=2)
     assert run.returncode == 0, run.stderr
     prompts = tmp_path / "one" / "prompts.safetensors"
     one, two = load_file(prompts), load_file(out / "prompts.safetensors")

@@ -11,11 +11,11 @@ from test_generate import SAMPLED, build, loud, ragged, save
 from test_gpt import GPT_SHAPES, LLAMA_SHAPES
 
 import generate
+from base.model_config import FieldError, MoEConfig
 from base.world import Groups
+from course import ranks
 from inference import cli, quantization, weight_layouts
 from inference.quantization import GROUPS, Int4Matrix, Int8Matrix, by_kernel, dequantized
-from model_config import FieldError, MoEConfig
-from proof import ranks
 
 KINDS = {"int8": Int8Matrix.of, "int4": Int4Matrix.of}
 # tied, with norms and biases; untied, with fewer key heads; tied, gated, with a scaled embedding;

@@ -1,4 +1,4 @@
-"""proof/ranks.py: what ranks return comes back; a failure, a death or a hang is named."""
+"""course/ranks.py: what ranks return comes back; a failure, a death or a hang is named."""
 
 import os
 import time
@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from proof import ranks
+from course import ranks
 
 
 def add(rank, number):

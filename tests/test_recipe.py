@@ -10,10 +10,10 @@ import small_run
 import test_planner
 from parity import again
 
-from model_config import least_parameters
+from base.model_config import least_parameters
+from course.shrink import shrink
 from optimizer import AdamW, learning_rate
 from planning import commands, recipe
-from proof.shrink import shrink
 from run import rules
 from run.presets import GPT_3, PRESETS, PUBLISHED, TINY, recipe_of_model, recipe_of_size
 from run.pretraining import Config

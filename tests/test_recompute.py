@@ -1,15 +1,14 @@
-import activation_memory
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import recompute
 import sharding
-from dropout import dropout_key
+from base.dropout import dropout_key
+from base.model_config import GPTConfig
+from benchmarks import activation_memory
+from course import demo, ranks
 from gpt import Context
-from lessons import demo
-from model_config import GPTConfig
-from proof import ranks
 
 
 def build(dtype=torch.float64, granularity="none", layers=None, **fields):

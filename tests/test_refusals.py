@@ -17,25 +17,27 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import train
 from base.refusals import Refusals
-from tuning.sft_command import SFTConfig
+from finetune.sft_command import SFTConfig
+from run.kind import name_of
 
 RUN = "--global-batch-size 4 --steps 1 --eval-every 0 --device cpu --lr 0.001"
 GENERATE = "generate.py --device cpu --checkpoint base --max-tokens 2"
 # the file that is missing -> the command that reads it
 COMMANDS = {
-    "chats.jsonl": f"sft.py {RUN} --load base --data chats.jsonl",
-    "template.jinja": f"sft.py {RUN} --load base --data chats.jsonl --chat-template template.jinja",
-    "base": f"sft.py {RUN} --load base --data chats.jsonl",
-    "pairs.jsonl": f"preference.py {RUN} --load base --data pairs.jsonl",
-    "prompts.jsonl": f"reinforcement.py {RUN} --load base --data prompts.jsonl --reward r.py:f"
-    " --answer-tokens 4 --group-size 2",
-    "r.py": f"reinforcement.py {RUN} --load base --data prompts.jsonl --reward r.py:f"
-    " --answer-tokens 4 --group-size 2",
-    "prompts.json": f"prompt_tuning.py train {RUN} --load base --config prompts.json",
-    "lines.jsonl": f"prompt_tuning.py train {RUN} --load base --config prompts.json",
+    "chats.jsonl": f"finetune.sft {RUN} --load base --data chats.jsonl",
+    "template.jinja": f"finetune.sft {RUN} --load base --data chats.jsonl"
+    " --chat-template template.jinja",
+    "base": f"finetune.sft {RUN} --load base --data chats.jsonl",
+    "pairs.jsonl": f"finetune.preference {RUN} --load base --data pairs.jsonl",
+    "prompts.jsonl": f"finetune.reinforcement {RUN} --load base --data prompts.jsonl"
+    " --reward r.py:f --answer-tokens 4 --group-size 2",
+    "r.py": f"finetune.reinforcement {RUN} --load base --data prompts.jsonl"
+    " --reward r.py:f --answer-tokens 4 --group-size 2",
+    "prompts.json": f"finetune.prompt_tuning train {RUN} --load base --config prompts.json",
+    "lines.jsonl": f"finetune.prompt_tuning train {RUN} --load base --config prompts.json",
     "base ": f"{GENERATE} --prompt a",
-    "base  ": "inference/evaluate.py --device cpu --checkpoint base --perplexity text.txt",
-    "text.txt": "inference/evaluate.py --device cpu --checkpoint base --perplexity text.txt",
+    "base  ": "inference.evaluate --device cpu --checkpoint base --perplexity text.txt",
+    "text.txt": "inference.evaluate --device cpu --checkpoint base --perplexity text.txt",
     "adapter": f"{GENERATE} --prompt a --adapter adapter",
 }
 DRAWN = random.Random(0).sample([(file, rank) for file in COMMANDS for rank in (0, 1)], 3)
@@ -109,7 +111,7 @@ def test_a_file_that_one_machine_lacks(file, rank, machine, tmp_path, monkeypatc
     assert [process.wait(60) for process in ranks] == [2, 2]
     assert time.monotonic() - begin < 30
     error = "".join(process.stderr for process in ranks)
-    name = command.split()[0].removeprefix("inference/")
+    name = name_of(command)
     assert error.count("\n") == 1 and error.startswith(f"{name}: rank {rank}: "), error
     assert file in error, error
 

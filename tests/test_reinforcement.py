@@ -8,15 +8,14 @@ import pytest
 import torch
 from parity import LLAMA, SMALL, again, difference, same, train, train_each
 
-import reinforcement
 import train as trainer
+from course import parity, ranks
+from course.kinds import config_of
+from course.parity import Run
+from finetune import reinforcement, rollout
+from finetune.companions import Critic, Reference, RewardModel, companion
+from finetune.reinforcement_learning import ReinforcementTask
 from optimizer import learning_rate
-from proof import parity, ranks
-from proof.kinds import config_of
-from proof.parity import Run
-from tuning import rollout
-from tuning.companions import Critic, Reference, RewardModel, companion
-from tuning.reinforcement_learning import ReinforcementTask
 
 # rows of several answers; a clip that holds for some tokens of the second update
 BASE = SMALL | dict(

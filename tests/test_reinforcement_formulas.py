@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-import reinforcement
+from finetune import reinforcement
 
 # answers of 3, 1 and 2 tokens
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]], dtype=torch.bool)

@@ -10,14 +10,14 @@ import pytest
 import small_run
 from small_run import equal, lines_of, numbers_of, read_lines, run, tensors_of, write_lines
 
-import checkpoint
 import generate
+from course import kinds
+from finetune import prompt_set
+from finetune.rl_files import plot
 from inference import cli
-from proof import kinds
+from run import checkpoint
 from run.config import ConfigError
 from run.rules import validate
-from tuning import prompt_set
-from tuning.rl_files import plot
 
 ROOT = Path(__file__).parent.parent
 
@@ -86,12 +86,12 @@ def toy(tmp_path_factory):
     """(folder, flags without --method and --reward): a base, prompts, rewards."""
     folder = tmp_path_factory.mktemp("reinforcement")
     talk = [{"prompt": f"{n % 7}+", "completion": "ab"[n % 2] * 3} for n in range(40)]
-    sft = ["sft.py", *SHAPE, "--data", write_lines(folder / "sft.jsonl", talk)]
+    sft = ["finetune.sft", *SHAPE, "--data", write_lines(folder / "sft.jsonl", talk)]
     assert run(*sft, "--out", folder / "base", "--steps", 4, "--lr", 3e-3) == 0
     records = [{"prompt": f"{n}+", "want": "ascii"} for n in range(60)]
     prompts = write_lines(folder / "prompts.jsonl", records)
     (folder / "rewards.py").write_text(REWARDS)
-    flags = ["reinforcement.py", "--load", folder / "base", "--data", prompts, *BATCH]
+    flags = ["finetune.reinforcement", "--load", folder / "base", "--data", prompts, *BATCH]
     flags += ["--lr", 3e-2]
     return folder, [*flags, "--answer-tokens", 6]
 
@@ -102,7 +102,7 @@ def reward_model(toy):
     folder, _ = toy
     pairs = [{"prompt": f"{n}+", "chosen": "x" * (n % 3 + 1), "rejected": "y"} for n in range(40)]
     data = write_lines(folder / "pairs.jsonl", pairs)
-    words = ["preference.py", "--load", folder / "base", "--data", data, *BATCH]
+    words = ["finetune.preference", "--load", folder / "base", "--data", data, *BATCH]
     words += ["--method", "reward", "--lr", 3e-3]
     assert run(*words, "--out", folder / "reward", "--steps", 6) == 0
     return folder / "reward"
@@ -184,7 +184,7 @@ def test_a_run_goes_on(grpo_run, tmp_path, capsys):
     assert equal(tensors_of(parts), tensors_of(out))
     # and where only the picture is missing; all flags are in config.json
     (parts / "rl.png").unlink()
-    assert run("reinforcement.py", "--out", parts, "--resume") == 0
+    assert run("finetune.reinforcement", "--out", parts, "--resume") == 0
     assert (parts / "rl.png").exists() and numbers_of(parts) == numbers_of(out)
 
 
@@ -216,7 +216,7 @@ def test_another_base_is_refused(grpo_run, toy, tmp_path, capsys):
     out, words = grpo_run
     folder, _ = toy
     parts = without_last_step(out, tmp_path / "parts")
-    sft = ["sft.py", *SHAPE, "--data", folder / "sft.jsonl", "--steps", 1, "--seed", 3]
+    sft = ["finetune.sft", *SHAPE, "--data", folder / "sft.jsonl", "--steps", 1, "--seed", 3]
     assert run(*sft, "--out", tmp_path / "base") == 0
     assert run(*words, "--load", tmp_path / "base", "--out", parts, "--resume") == 2
     error = capsys.readouterr().err
@@ -324,9 +324,9 @@ def test_adapters_learn_and_go_on(toy, tmp_path):
 def test_killed_ranks_are_started_again(tmp_path):
     """Policy, critic, moments and samples of an undisturbed run, bit for bit. (`python
     tests/killed_ranks.py --rl` does this many times, in new interpreters.)"""
-    flags = killed_ranks.rl_flags(tmp_path, lambda flags: run("sft.py", *flags))
-    on_two_ranks("reinforcement.py", *flags, "--out", tmp_path / "whole")
-    command = [*killed_ranks.FORKED, str(ROOT / "reinforcement.py"), *flags]
+    flags = killed_ranks.rl_flags(tmp_path, lambda flags: run("finetune.sft", *flags))
+    on_two_ranks("finetune.reinforcement", *flags, "--out", tmp_path / "whole")
+    command = [*killed_ranks.FORKED, "-m", "finetune.reinforcement", *flags]
     kills, output = killed_ranks.run([*command, "--out", str(tmp_path / "killed")], seed=0, most=1)
     assert kills == 1 and output.count("resuming after step") == 1, output
     curve, tensors = killed_ranks.state(tmp_path / "whole")

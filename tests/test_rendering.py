@@ -9,10 +9,10 @@ import time
 import pytest
 from test_sft import chat_of, write
 
-from corpus.tokenizer import ByteTokenizer
-from sft import message
-from tuning import rendering
-from tuning.chat_template import ChatError
+from finetune import rendering
+from finetune.chat_template import ChatError
+from finetune.sft import message
+from run.tokenizer import ByteTokenizer
 
 LOOP = "{% for a in r %}{% for b in r %}{% for c in r %}{% endfor %}{% endfor %}{% endfor %}"
 HOSTILE = {

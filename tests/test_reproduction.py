@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-comparison = importlib.import_module("comparisons.reproduction")
-papers = importlib.import_module("reproduction_papers")
-predictions = importlib.import_module("reproduction_predictions")
-announced = importlib.import_module("reproduction_announced")
-RESULTS = json.loads((ROOT / "comparisons" / "reproduction.json").read_text())
+comparison = importlib.import_module("benchmarks.reproduction")
+papers = importlib.import_module("benchmarks.reproduction_papers")
+predictions = importlib.import_module("benchmarks.reproduction_predictions")
+announced = importlib.import_module("benchmarks.reproduction_announced")
+RESULTS = json.loads((ROOT / "benchmarks" / "results" / "reproduction.json").read_text())
 SECTIONS = {section["title"]: section for section in RESULTS["sections"]}
 CLAIMS = [claim for section in RESULTS["sections"] for claim in section["claims"]]
 # how many numbers each source gives

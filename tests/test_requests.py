@@ -9,12 +9,12 @@ import pytest
 import test_sft
 from msgspec import structs
 
-from corpus.tokenizer import ByteTokenizer, make_tokenizer
-from sft import Chat
-from tuning.chat_template import ChatError, ChatTemplate, ChatTokenizer
+from finetune.chat_template import ChatError, ChatTemplate, ChatTokenizer
+from finetune.sft import Chat
+from run.tokenizer import ByteTokenizer, make_tokenizer
 
 pytest.importorskip("aiohttp", reason="requirements.txt names it")
-from serving import api
+from inference import api
 
 SAID = [{"role": "user", "content": "a"}]
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}

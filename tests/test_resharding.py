@@ -7,18 +7,17 @@ import torch
 import torch.distributed as dist
 from parity import LLAMA, SMALL, Synthetic
 
-import adapters
 import sharding
 import train as trainer
 from base.world import Groups
+from course import ranks
+from course import resharding as lesson
+from course.kinds import config_of
+from finetune import adapters, resharding
+from finetune.adapter_learning import adapter_config
+from finetune.resharding import Piece, Resharding, Slice
 from inference.loading import build_stages, materialise
-from lessons import resharding as lesson
-from proof import ranks
-from proof.kinds import config_of
 from sharding import Shard, Sharding, local_slice, set_sharding, shard_of, sharding_of, unpad
-from tuning import resharding
-from tuning.adapter_learning import adapter_config
-from tuning.resharding import Piece, Resharding, Slice
 
 # flags of a source, by world
 SOURCES = {

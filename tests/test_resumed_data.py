@@ -8,10 +8,9 @@ import pytest
 import small_run
 import torch
 
-import checkpoint
-import data
 import train
-from corpus.blend import Blend
+from run import checkpoint, data
+from run.blend import Blend
 from run.task import Task
 
 ROOT = Path(__file__).parent.parent
@@ -49,8 +48,16 @@ def taken(monkeypatch) -> list[int]:
 
 COMMANDS = {
     "text": ["--data", "a.txt"],
-    "sft": ["sft.py", "--data", "chat.jsonl"],
-    "pairs": ["preference.py", "--method", "reward", "--data", "pairs.jsonl", "--load", "base"],
+    "sft": ["finetune.sft", "--data", "chat.jsonl"],
+    "pairs": [
+        "finetune.preference",
+        "--method",
+        "reward",
+        "--data",
+        "pairs.jsonl",
+        "--load",
+        "base",
+    ],
 }
 
 

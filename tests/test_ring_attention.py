@@ -1,4 +1,4 @@
-"""ring_attention.py: parts of attention merge to the whole, and so do their gradients."""
+"""context_parallel.py: parts of attention merge to the whole, and so do their gradients."""
 
 import math
 
@@ -9,18 +9,10 @@ from torch.nn.attention import SDPBackend
 
 import context_parallel
 import gpt
-from attention import ring_attention
-from attention.ring_attention import (
-    Block,
-    RingAttention,
-    attend,
-    attend_backward,
-    merge,
-    own_positions,
-)
 from base import attention_kernels
 from base.attention_kernels import CuDNN, EfficientOnCUDA, FlashOnCUDA, Kernel
-from proof import ranks
+from context_parallel import Block, RingAttention, attend, attend_backward, merge, own_positions
+from course import ranks
 
 B, A, S, D = 2, 4, 24, 8
 
@@ -64,7 +56,7 @@ def test_large_scores_merge():
 def test_gradients_of_parts_add_up(cut, by_hand, monkeypatch):
     """Of PyTorch's own attention over all keys, by the kernel and by hand, in any two parts."""
     if by_hand:
-        monkeypatch.setattr(ring_attention, "kernel_for", lambda q, k: None)
+        monkeypatch.setattr(context_parallel, "kernel_for", lambda q, k: None)
     q, k, v, grad = (random(B, A, 12, D, seed=n).requires_grad_() for n in range(4))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     gradients = torch.autograd.grad(expected, (q, k, v), grad)
@@ -95,7 +87,7 @@ def test_kernel_and_hand_agree(causal, dtype, tolerance, monkeypatch):
     results = []
     for hand in (False, True):
         if hand:
-            monkeypatch.setattr(ring_attention, "kernel_for", lambda q, k: None)
+            monkeypatch.setattr(context_parallel, "kernel_for", lambda q, k: None)
         o, log_sum = attend(q, k, v, plain(causal=causal))
         # of 16 bits too
         assert log_sum.dtype == torch.promote_types(dtype, torch.float32)
@@ -123,7 +115,7 @@ def test_blocks_are_the_causal_mask_once(n):
     counts = torch.zeros(s, s)
     work = []
     for rank in range(n):
-        blocks = ring_attention.Blocks(RingAttention(OfRank(rank, n)), gpt.PLAIN, s)
+        blocks = context_parallel.Blocks(RingAttention(OfRank(rank, n)), gpt.PLAIN, s)
         q = torch.empty(1, 1, s // n, D)
         before = counts.sum()
         for source in range(n):
@@ -274,7 +266,7 @@ def test_kernels_on_a_gpu(dtype, tolerance, causal, monkeypatch):
     results = []
     for hand in (False, True):
         if hand:
-            monkeypatch.setattr(ring_attention, "kernel_for", lambda q, k: None)
+            monkeypatch.setattr(context_parallel, "kernel_for", lambda q, k: None)
         else:
             assert attention_kernels.kernel_for(q, k)
         o, log_sum = attend(q, k, v, plain(causal=causal))

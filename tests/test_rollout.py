@@ -9,16 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import adapters
 import gpt
 import sequence_parallel
 import train
 from base.world import Groups
-from proof import parity, ranks
-from proof.kinds import config_of
+from course import parity, ranks
+from course.kinds import config_of
+from finetune import adapters, rollout
+from finetune.rollout import Answer, Rows
 from run.task import Task
-from tuning import rollout
-from tuning.rollout import Answer, Rows
 
 BASE = parity.SMALL | dict(num_layers=4, seq_length=24, dropout=0.0, micro_batch_size=2, lr=1e-2)
 EXPERTS = dict(num_experts=4, expert_every=2)

@@ -13,7 +13,7 @@ import pytest
 import two_runs
 from small_run import flags, run, write_lines
 
-import checkpoint
+from run import checkpoint
 from run.metrics import Metrics, read_metrics
 from run.run_folder import RunFolder, RunFolderError
 

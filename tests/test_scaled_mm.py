@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 import fp8
-from precision import float8
-from precision.float8 import E4M3, E5M2, Quantised, block_maxima, quantise, scale_of
-from precision.fp8_scaling import Recipe, Scaling
+from base import float8
+from base.float8 import E4M3, E5M2, Quantised, block_maxima, quantise, scale_of
+from fp8 import Recipe, Scaling
 
 
 def matrix(m: int, k: int, block, to=E4M3, dtype=torch.float32, device="cpu") -> Quantised:

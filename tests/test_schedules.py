@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-import routers
+import moe
 import schedules
-from model_config import FieldError
-from pipelines import drawing, nccl_model
-from pipelines.drawing import text
-from pipelines.transfers import lower
+from base import drawing
+from base.drawing import text
+from base.model_config import FieldError
+from course import nccl_model
+from pipeline_parallel import lower
 from planning import memory
 from planning.inputs import SOFTWARE
 from run.pretraining import Config
@@ -119,11 +120,10 @@ def test_zero_bubble_where_weights_take_longer_than_inputs(forward, input, weigh
 EVEN = Cost(1, 0.5, 0.5)
 PICTURES = {
     "schedules.py": [("1f1b", 4, 6, Cost())],
-    "pipelines/zero_bubble.py": [("1f1b", 3, 4, Cost()), ("zb-h1", 3, 4, Cost())],
     "pipeline_parallel.py": [("1f1b", 2, 2, EVEN)],
-    "exercises/05_one_f_one_b.py": [("gpipe", 3, 4, Cost())],
-    "exercises/07_zb_h1.py": [("1f1b", 3, 4, Cost())],
-    "exercises/08_simulate.py": [("1f1b", 2, 2, Cost())],
+    "course/exercises/05_one_f_one_b.py": [("gpipe", 3, 4, Cost())],
+    "course/exercises/07_zb_h1.py": [("1f1b", 3, 4, Cost())],
+    "course/exercises/08_simulate.py": [("1f1b", 2, 2, Cost())],
 }
 ROW = re.compile(r"rank (\d) +((?:[FBIW]\d|\.\.|--)(?: (?:[FBIW]\d|\.\.|--))*)")
 
@@ -157,7 +157,7 @@ def test_pictures_in_docstrings():
 
 
 def drawn_files() -> list[Path]:
-    folders = (ROOT, ROOT / "pipelines", ROOT / "exercises", ROOT / "lessons")
+    folders = (ROOT, ROOT / "course", ROOT / "course" / "exercises", ROOT / "course")
     files = [path for folder in folders for path in folder.glob("*.py")]
     return [path for path in files if pictures(path.relative_to(ROOT)) != [{}]]
 
@@ -165,7 +165,7 @@ def drawn_files() -> list[Path]:
 def test_one_list_of_schedules_and_of_routers():
     """Flags, planner and model read it, and an unknown name raises everywhere."""
     choices = {f.name: f.metadata["choices"] for f in dataclasses.fields(Config)}
-    assert choices["schedule"] == tuple(NAMES) and choices["router"] == tuple(routers.ROUTERS)
+    assert choices["schedule"] == tuple(NAMES) and choices["router"] == tuple(moe.ROUTERS)
     for software in SOFTWARE.values():
         assert set(software.schedules) <= set(NAMES)
     for ask in (
@@ -176,7 +176,7 @@ def test_one_list_of_schedules_and_of_routers():
         with pytest.raises(ScheduleError, match="dualpipe"):
             ask()
     with pytest.raises(FieldError, match="router"):
-        routers.MoEConfig(2, 8, 2, num_experts=2, router="random")
+        moe.MoEConfig(2, 8, 2, num_experts=2, router="random")
 
 
 def test_by_hand():

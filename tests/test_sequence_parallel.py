@@ -2,17 +2,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import overlap
 import recompute
 import sequence_parallel
 import sharding
 import tensor_parallel
-from dropout import dropout_key
+from base.dropout import dropout_key
+from base.model_config import GPTConfig
+from course import demo, parity, ranks
 from gpt import GPT, Context
-from lessons import demo
-from model_config import GPTConfig
 from planning.counters import LiveTensors
-from proof import parity, ranks
 from run.pretraining import Config
 
 B = 2
@@ -25,7 +23,7 @@ def build(group, dtype=torch.float32, **fields):
     model = demo.meta_model(GPTConfig(**shape, dropout=0.1, **fields))
     tensor_parallel.apply(model, group)
     sequence_parallel.apply(model, group)
-    overlap.apply(model)
+    sequence_parallel.overlap_backward(model)
     sharding.init(model, 0, "cpu", dtype)
     return model
 

@@ -1,10 +1,11 @@
-"""serve.py without a model: invariants of blocks and steps, over histories drawn at random.
+"""inference/serve.py without a model: invariants of blocks and steps, over histories drawn at
+random.
 
 The oracle is SlotCache, a cache without a model. A key and a value depend on the adapter, on the
 position and on all tokens up to it. So a slot holds these instead of numbers. A piece writes its
 slots, and must then find its own sequence's past through its table, token for token.
 
-Each of MUTATIONS breaks serve.py in one place. The histories must see it.
+Each of MUTATIONS breaks inference/serve.py in one place. The histories must see it.
 """
 
 import inspect
@@ -16,8 +17,8 @@ from typing import NamedTuple
 
 import pytest
 
-import serve
-from serve import BlockPool, DrawOptions, Piece, Request, Scheduler, Sequence, Step
+from inference import serve
+from inference.serve import BlockPool, DrawOptions, Piece, Request, Scheduler, Sequence, Step
 
 # --- the oracle -----------------------------------------------------------------------------------
 
@@ -42,7 +43,7 @@ def slots_of(adapter: str | None, ids: list[int]) -> list[Slot]:
 
 
 class SlotCache:
-    """Runs steps as serving/paged_attention.py does: copies, then all writes, then all reads."""
+    """Runs steps as inference/paged_attention.py does: copies, then all writes, then all reads."""
 
     def __init__(self, block_size: int, window: int):
         self.size = block_size
@@ -248,7 +249,7 @@ class History:
             self.with_logits[piece.number] = end
 
     def complete(self, step: Step) -> None:
-        """As serving.engine.Engine.complete."""
+        """As inference.engine.Engine.complete."""
         for piece in step.pieces:
             sequence = self.sequences[piece.number]
             sequence.in_flight = False
@@ -334,7 +335,7 @@ def test_histories_drawn_at_random():
 
 
 class Mutation(NamedTuple):
-    """A piece of a function of serve.py, what replaces it, and how a history fails."""
+    """A piece of a function of inference/serve.py, what replaces it, and how a history fails."""
 
     owner: object
     function: str

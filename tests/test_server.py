@@ -1,9 +1,10 @@
-"""serve.py's address, asked by the clients that people have: the `openai` package, curl, lm-eval's
-local-completions, a browser. Its answers are those of generate.py."""
+"""inference/serve.py's address, asked by the clients that people have: the `openai` package, curl,
+lm-eval's local-completions, a browser. Its answers are those of generate.py."""
 
 import asyncio
 import contextlib
 import json
+import os
 import re
 import shutil
 import signal
@@ -20,9 +21,8 @@ import small_run
 import test_evaluate
 from parity import again
 
-from corpus.tokenizer import make_tokenizer
-from inference import cli, evaluation_commands
-from serving import command
+from inference import cli, evaluation_commands, serve_command
+from run.tokenizer import make_tokenizer
 
 ROOT = Path(__file__).parent.parent
 
@@ -55,7 +55,7 @@ class Address:
     """A server in a process of its own."""
 
     def __init__(self, *flags: str, world: int = 1, **environment: str):
-        argv = ["serve.py", "--port", "0", *flags]
+        argv = ["inference.serve", "--port", "0", *flags]
         self.ranks = processes.start_ranks(world, argv)
         if world == 1:
             self.ranks = [processes.start(argv, **environment)]
@@ -613,8 +613,9 @@ def test_a_cache_beyond_the_memory(place, capsys):
     (place / "text.txt").write_text("one two three " * 100)
     assert small_run.run(*small_run.flags(out="one", **flags)) == 0
     capsys.readouterr()
-    words = [sys.executable, ROOT / "serve.py", "--checkpoint", "one", "--blocks", str(2**30)]
-    found = subprocess.run(words, capture_output=True, text=True)
+    words = [sys.executable, "-m", "inference.serve", "--checkpoint", "one", "--blocks", str(2**30)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    found = subprocess.run(words, capture_output=True, text=True, env=environment)
     assert found.returncode == 2 and found.stderr.count("\n") == 1
     assert "serve.py: --blocks 1073741824: keys and values take" in found.stderr
 
@@ -646,7 +647,7 @@ def test_adapters_by_request(place, capsys):
     flags = dict(data="text.txt", seq_length=64, steps=1, warmup_steps=0)
     assert small_run.run(*small_run.flags(out="base", **flags)) == 0
     flags |= dict(load="base", peft="lora", lr=0.5, steps=3)
-    assert small_run.run("adapters.py", "train", *small_run.flags(out="lora", **flags)) == 0
+    assert small_run.run("finetune.adapters", "train", *small_run.flags(out="lora", **flags)) == 0
     names = ["--checkpoint", "base", "--adapter", "fr=lora"]
     server = Address(*names, "--host", "0.0.0.0", "--max-tokens", "7")
     lines = [{"prompt": "x1 = "}, {"prompt": "x1 = ", "adapter": "fr"}, {"prompt": "x2"}]
@@ -726,7 +727,7 @@ def test_a_rank_dies(layout, dies, busy, place, endless):
 def test_refusals(flags, words, place, capsys):
     status = None
     try:
-        status = command.main(["--checkpoint", "chat", *flags.split()])
+        status = serve_command.main(["--checkpoint", "chat", *flags.split()])
     except SystemExit as e:
         status = e.code
     assert status == 2 and words in capsys.readouterr().err

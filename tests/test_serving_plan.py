@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from test_planner import preset, run
 
-from model_config import MoEConfig, block_matrices, mlp_matrices, num_mlps
+from base.model_config import MoEConfig, block_matrices, mlp_matrices, num_mlps
 from planning import serving
 from planning.inputs import A100, H100, H200
 from planning.serving import ENGINES, Serving, cache_bytes, fitting, frontier
 
 ROOT = Path(__file__).parent.parent
-comparison = importlib.import_module("comparisons.serving_plan")
+comparison = importlib.import_module("benchmarks.serving_plan")
 ROWS = comparison.read()
 GPT_3 = preset("gpt3-175b")
 GRAPHS = ENGINES["graphs"]
@@ -308,7 +308,7 @@ def test_what_is_said_to_fit_fits(capsys):
 
 def test_tables_of_the_document():
     text = (ROOT / "docs" / "planning.md").read_text()
-    results = json.loads((ROOT / "comparisons" / "serving_plan.json").read_text())
+    results = json.loads((ROOT / "benchmarks" / "results" / "serving_plan.json").read_text())
     for name, found in results["groups"].items():
         numbers = " | ".join(f"{found[key]:.1%}" for key in ("mean", "ninth_decile", "worst"))
         assert f"| {name} | {found['rows']} | {numbers} |" in text

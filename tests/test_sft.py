@@ -13,21 +13,19 @@ import tokenizers
 import torch
 from small_run import lines_of, write_lines
 
-import checkpoint
-import huggingface
 import sharding
 import train
 from base.world import Groups
-from corpus.tokenizer import ByteTokenizer, FileTokenizer, GPT2Tokenizer
-from inference import cli
+from course import demo
+from finetune import sft_data
+from finetune.chat_template import ChatError, ChatTokenizer, open_template
+from finetune.packing import Example, Packed, Padded
+from finetune.sft import Chat
+from inference import cli, huggingface
 from inference.loading import find_chat, find_tokenizer
-from lessons import demo
-from run import opening
+from run import checkpoint, opening
 from run.config import ConfigError
-from sft import Chat
-from tuning import sft_data
-from tuning.chat_template import ChatError, ChatTokenizer, open_template
-from tuning.packing import Example, Packed, Padded
+from run.tokenizer import ByteTokenizer, FileTokenizer, GPT2Tokenizer
 
 USER = {"role": "user", "content": "What is 2 + 3? Grüße, 世界"}
 ANSWER = {"role": "assistant", "content": "It is 5,\nI think. 🙂"}
@@ -368,7 +366,7 @@ def test_a_template_that_makes_gigabytes(tmp_path):
     write(tmp_path / "t.jinja", "{{ 'a' * 10 ** 10 }}")
     write_lines(tmp_path / "chats.jsonl", [pair("a", "b")] * 4)
     argv = small_run.flags(data=tmp_path / "chats.jsonl", chat_template=tmp_path / "t.jinja")
-    done = processes.run(["sft.py", *argv, "--out", tmp_path / "out"])
+    done = processes.run(["finetune.sft", *argv, "--out", tmp_path / "out"])
     assert done.returncode == 2, done.stderr
     assert "t.jinja: takes more than 1,024 MiB" in done.stderr and done.stderr.count("\n") == 1
 
@@ -459,7 +457,7 @@ SMALL += "--warmup-steps 0 --precision fp64".split()
 
 
 def run(*flags) -> int:
-    return small_run.run("sft.py", *SMALL, *flags)
+    return small_run.run("finetune.sft", *SMALL, *flags)
 
 
 @pytest.fixture(scope="module")
@@ -489,7 +487,7 @@ def one_device(chats, tmp_path_factory):
 def test_layouts_have_the_losses_of_one_device(one_device, tmp_path, ranks, layout):
     flags, one = one_device
     words = [*SMALL, *flags, "--out", tmp_path / "run", *layout.split()]
-    done = processes.run(["sft.py", *words], world=ranks)
+    done = processes.run(["finetune.sft", *words], world=ranks)
     assert done.returncode == 0, done.stderr
     for x, y in zip(lines_of(tmp_path / "run"), lines_of(one), strict=True):
         assert x["tokens"] == y["tokens"]
@@ -607,7 +605,7 @@ def test_an_imported_model_keeps_its_template(families, chats, tmp_path):
     out = tmp_path / "out"
     flags = "--global-batch-size 2 --steps 1 --warmup-steps 0 --device cpu --seq-length 96".split()
     argv = ["--load", tmp_path / "base", "--data", chats, "--out", out]
-    assert small_run.run("sft.py", *argv, *flags) == 0
+    assert small_run.run("finetune.sft", *argv, *flags) == 0
     assert find_chat(out, find_tokenizer(out, {})).template.text == CHATML
     assert find_chat(tmp_path / "hf", source).template.text == CHATML
     huggingface.export_folder(out, tmp_path / "exported")
@@ -660,7 +658,7 @@ def test_flops_are_those_of_the_rows(tmp_path, capsys):
     for s in (32, 512):
         out = tmp_path / str(s)
         shape = small_run.flags(seq_length=s, data=path, steps=2, out=out, plan="h100")
-        assert small_run.run("sft.py", *shape) == 0
+        assert small_run.run("finetune.sft", *shape) == 0
         step = lines_of(out)[-1]
         flops = step["tflops_per_device"] * 1e12 / step["tokens_per_second"]
         per_token.append([flops, step["predicted_seconds"]])

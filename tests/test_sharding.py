@@ -3,9 +3,8 @@ import torch
 import torch.distributed as dist
 
 import sharding
-from lessons import demo
-from model_config import GPTConfig
-from proof import ranks
+from base.model_config import GPTConfig
+from course import demo, ranks
 from sharding import Shard, Sharding, shard_of, sharding_of
 
 SHAPES = [(8, 6), (7, 5), (1, 3), (3, 1), (9,)]

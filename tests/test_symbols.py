@@ -1,4 +1,5 @@
-"""docs/symbols.html is what page/symbols.py writes, and its formulas are the project's own."""
+"""docs/symbols.html is what course/page/symbols.py writes, and its formulas are the project's
+own."""
 
 import re
 from pathlib import Path
@@ -6,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import model_config
+import fsdp
 import recompute
 import schedules
-import zero.units
-from page import symbols
+from base import model_config
+from course.page import symbols
 
 ROOT = Path(__file__).parent.parent
 
@@ -20,7 +21,7 @@ def test_sheet_is_up_to_date(tmp_path, monkeypatch, capsys):
     symbols.main()
     assert str(symbols.OUT) in capsys.readouterr().out
     same = symbols.OUT.read_bytes() == (ROOT / "docs" / "symbols.html").read_bytes()
-    assert same, "docs/symbols.html is old: run `python -m page.symbols`, and commit"
+    assert same, "docs/symbols.html is old: run `python -m course.page.symbols`, and commit"
     assert "http" not in symbols.OUT.read_text()
 
 
@@ -28,7 +29,7 @@ def test_sheet_is_up_to_date(tmp_path, monkeypatch, capsys):
 MODEL = dict(L=6, h=48, a=4, s=40, V=500, b=3, t=2, p=5, v=7, m=11, N=13, K=12, Ψ=7e9)
 MODEL |= dict(T_F=2.0, T_I=1.75, T_W=1.5)
 # what the calls of the sheet name
-NAMES = dict(model_config=model_config, recompute=recompute, schedules=schedules, zero=zero)
+NAMES = dict(model_config=model_config, recompute=recompute, schedules=schedules, fsdp=fsdp)
 NAMES["Cost"] = schedules.Cost
 NAMES["config"] = model_config.GPTConfig(
     num_layers=6, hidden_size=48, num_heads=4, seq_length=40, vocab_size=500
@@ -83,12 +84,12 @@ def test_adjoint(row):
 
 
 def test_bytes_that_a_rank_sends():
-    """In units of n (N - 1) / N, as zero/units.py counts a step of stages 0 and 3."""
+    """In units of n (N - 1) / N, as fsdp.py counts a step of stages 0 and 3."""
     unit = 100 * (N - 1) / N
     known = {"n": 100, "N": N}
     sent = {row.name: eval(symbols.python(row.sends), known) for row in symbols.COLLECTIVES}
     gather, scatter = sent["all-gather"], sent["reduce-scatter"]
-    assert sent["all-reduce"] == gather + scatter == zero.units.elements_sent(0, 1) * unit
-    assert 3 * scatter + 6 * gather == zero.units.elements_sent(3, 3) * unit
+    assert sent["all-reduce"] == gather + scatter == fsdp.elements_sent(0, 1) * unit
+    assert 3 * scatter + 6 * gather == fsdp.elements_sent(3, 3) * unit
     # N - 1 messages of n / N
     assert sent["all-to-all"] == (N - 1) * 100 / N and sent["send to rank r + 1"] == 100

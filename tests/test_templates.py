@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import test_sft
 
-from corpus.tokenizer import ByteTokenizer, FileTokenizer
-from sft import Chat, message
-from tuning import preference_data
-from tuning.chat_template import ChatError, ChatTokenizer, open_template
+from finetune import preference_data
+from finetune.chat_template import ChatError, ChatTokenizer, open_template
+from finetune.sft import Chat, message
+from run.tokenizer import ByteTokenizer, FileTokenizer
 
 transformers = pytest.importorskip("transformers", reason="tests/requirements.txt names it")
 spec = importlib.util.find_spec("trl")

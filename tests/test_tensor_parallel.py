@@ -6,10 +6,9 @@ import gpt
 import sharding
 import tensor_parallel
 from base.cross_entropy import cross_entropy
-from dropout import dropout_key
-from lessons import demo
-from model_config import GPTConfig
-from proof import ranks
+from base.dropout import dropout_key
+from base.model_config import GPTConfig
+from course import demo, ranks
 from sharding import Shard, Sharding, shard_of
 
 B = 2

@@ -1,6 +1,5 @@
 """A run does not depend on who reads its lines, nor on when Ctrl-C comes."""
 
-import ast
 import contextlib
 import io
 import os
@@ -14,7 +13,6 @@ from pathlib import Path
 import processes
 import pytest
 import small_run
-from parity import again
 
 from base import terminal
 
@@ -84,32 +82,6 @@ def test_closed_streams_keep_their_numbers(tmp_path):
     assert done.returncode > 2 and (tmp_path / "file").read_text() == ""
 
 
-@pytest.mark.parametrize("delay", [0.3, again(0.0), again(1.0)])
-def test_ctrl_c_while_pytorch_is_imported(tmp_path, command, delay):
-    """Ctrl-C comes 0 to 1 s after its libraries have begun to load."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
-        time.sleep(0.01)
-    time.sleep(delay)
-    process.send_signal(signal.SIGINT)
-    output = process.communicate(timeout=60)[0]
-    # A fast machine may be training by now: then it saves a checkpoint.
-    saved = process.returncode == 0 and "checkpoint saved" in output
-    assert process.returncode == 130 or saved, output
-    assert "Traceback" not in output, output
-
-
-def test_each_file_is_quiet_when_it_is_interrupted():
-    """The handler is set before anything that takes long is imported."""
-    files = sorted(ROOT.glob("*.py"))
-    assert len(files) > 20
-    for path in files:
-        first = ast.parse(path.read_text()).body[1]
-        assert ast.unparse(first).startswith(
-            "if __name__ == '__main__':\n    from base import start"
-        )
-
-
 def of_session(session: int) -> list[str]:
     """What runs in a session."""
     found = []
@@ -122,7 +94,7 @@ def of_session(session: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "command", [["-m", "proof.verify", "--steps", "0", "--", "--tp", "2"], ["fsdp.py"]]
+    "command", [["-m", "course.verify", "--steps", "0", "--", "--tp", "2"], ["-m", "course.fsdp"]]
 )
 def test_ctrl_c_before_the_ranks_stand(command):
     """Ranks, the server that forks them, and its tracker end too."""
@@ -187,7 +159,7 @@ def test_a_full_disk_ends_the_run_in_one_line(tmp_path, command, monkeypatch, ca
 
 
 def test_a_small_command_with_a_closed_or_full_output():
-    line = f"{sys.executable} -m corpus.blend"
+    line = f"{sys.executable} -m run.blend"
     for output in ("| true", "> /dev/full"):
         done = subprocess.run(
             ["bash", "-c", f"{line} {output}"], cwd=ROOT, capture_output=True, text=True

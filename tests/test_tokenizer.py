@@ -11,11 +11,11 @@ import small_run
 from test_generate import loud, save
 from test_gpt import build
 
-import checkpoint
-import data
 import generate
 import train
-from corpus.tokenizer import (
+from inference import cli, huggingface_commands
+from run import checkpoint, data, training_run
+from run.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
     TokenizerError,
@@ -24,9 +24,6 @@ from corpus.tokenizer import (
     prompt_ids,
     record,
 )
-from exchange import commands
-from inference import cli
-from run import training_run
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -305,7 +302,7 @@ def test_an_altered_copy_is_named(here, capfd):
     assert cli.main(["--checkpoint", "run", "--prompt", "a", "--device", "cpu"]) == 2
     assert run("--out", "three", "--steps", "1", "--load", "run") == 2
     assert run("--out", "run", "--steps", "2", "--resume") == 2
-    assert commands.main(["export", "run", "hf"]) == 2
+    assert huggingface_commands.main(["export", "run", "hf"]) == 2
     lines = capfd.readouterr().err.splitlines()
     errors = [line for line in lines if "tokenizer.json is altered" in line]
     assert len(errors) == 5
@@ -408,5 +405,5 @@ def test_experts_that_cannot_be_exported(here, capfd):
     would_fit = "--router topk --router-topk 2 --expert-every 1"
     for expected in ("router sinkhorn", "expert_every 2", would_fit):
         assert expected in warning
-    assert commands.main(["export", "run", "hf"]) == 2
+    assert huggingface_commands.main(["export", "run", "hf"]) == 2
     assert would_fit in capfd.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 from published_tokenizers import KINDS
 from test_tokenizer import edit_json
 
-from corpus.tokenizer import FileTokenizer, TokenizerError, prompt_ids
+from run.tokenizer import FileTokenizer, TokenizerError, prompt_ids
 
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.set_verbosity_error()

@@ -16,22 +16,14 @@ import tokenizers
 from test_tokenizer import edit_json, here, run, words  # noqa: F401 (a fixture)
 from their_models import their_model
 
-import checkpoint
 import generate
-import huggingface
-from corpus.tokenizer import (
-    FileTokenizer,
-    TokenizerError,
-    make_tokenizer,
-    prompt_ids,
-    save_files,
-)
-from corpus.tokenizer_json import CHARACTERS, files_of, merges_of
-from exchange import commands
-from inference import cli, generation_config
+from finetune.chat_template import ChatError, ChatTokenizer, open_template
+from finetune.sft import message
+from inference import cli, generation_config, huggingface, huggingface_commands
 from inference.loading import find_chat, load_model
-from sft import message
-from tuning.chat_template import ChatError, ChatTokenizer, open_template
+from run import checkpoint
+from run.tokenizer import FileTokenizer, TokenizerError, make_tokenizer, prompt_ids, save_files
+from run.tokenizer_json import CHARACTERS, files_of, merges_of
 
 regex = pytest.importorskip("regex")
 transformers = pytest.importorskip("transformers")
@@ -317,7 +309,7 @@ def test_a_run_with_bytes_is_exported_with_its_tokenizer(here, capsys):  # noqa:
 
 def test_export_goes_on_where_tiktoken_has_no_vocabulary(here, tiktoken, capsys):  # noqa: F811
     assert run("--out", "run", "--steps", "1", "--tokenizer", "gpt2") == 0
-    assert commands.main(["export", "run", "with"]) == 0
+    assert huggingface_commands.main(["export", "run", "with"]) == 0
     assert Path("with/tokenizer.json").exists()
 
     def no_network(name):
@@ -325,7 +317,7 @@ def test_export_goes_on_where_tiktoken_has_no_vocabulary(here, tiktoken, capsys)
 
     tiktoken.get_encoding = no_network
     capsys.readouterr()
-    assert commands.main(["export", "run", "without"]) == 0
+    assert huggingface_commands.main(["export", "run", "without"]) == 0
     assert "huggingface.py: without a tokenizer: --tokenizer gpt2" in capsys.readouterr().err
     assert not Path("without/tokenizer.json").exists()
     assert Path("without/model.safetensors").exists()

@@ -20,19 +20,17 @@ import small_run
 import torch
 from small_run import equal, lines_of, numbers_of, tensors_of
 
-import checkpoint
-import data
-import gradients
+import optimizer
 import train
-from corpus.tokenizer import ByteTokenizer
 from inference import cli
-from run import finish, metrics, rules, training_run
+from run import checkpoint, data, finish, metrics, rules, training_run
 from run.config import ConfigError
 from run.flags import parse
 from run.metrics import Metrics
 from run.pretraining import Config
 from run.saving import RunCheckpoints
 from run.task import Task
+from run.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).parent.parent
 SMALL = small_run.flags(num_layers=2, global_batch_size=4, steps=12)
@@ -674,8 +672,8 @@ def test_no_rank_leaves_while_parameters_are_on_their_way(tmp_path, monkeypatch)
     def noted(name):
         return lambda self: order.append(name)
 
-    monkeypatch.setattr(gradients.GradientAccumulator, "renew_parameters", noted("renew"))
-    monkeypatch.setattr(gradients.GradientAccumulator, "wait_for_parameters", noted("wait"))
+    monkeypatch.setattr(optimizer.GradientAccumulator, "renew_parameters", noted("renew"))
+    monkeypatch.setattr(optimizer.GradientAccumulator, "wait_for_parameters", noted("wait"))
     monkeypatch.setattr(finish, "finish", lambda *_: order.append("finish"))
     words = small_run.flags(steps=2, out=tmp_path / "out")
     assert small_run.run(*words) == 0

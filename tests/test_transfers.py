@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from pipelines import nccl_model
-from pipelines.transfers import Transfer, lower
+from course import nccl_model
+from pipeline_parallel import Transfer, lower
 from schedules import Action, ScheduleError, make
 
 

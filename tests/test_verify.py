@@ -1,4 +1,4 @@
-"""proof/verify.py: equal layouts, a bug that is named, losses inside and outside the band."""
+"""course/verify.py: equal layouts, a bug that is named, losses inside and outside the band."""
 
 import random
 
@@ -8,10 +8,10 @@ import torch
 from parity import again
 from small_run import write_lines
 
-from proof import mutations, ranks, rounding, verify
-from proof.kinds import config_of
-from proof.parity import Result, first_difference, train_each
-from proof.shrink import one_device, shrink, shrink_split
+from course import mutations, ranks, rounding, verify
+from course.kinds import config_of
+from course.parity import Result, first_difference, train_each
+from course.shrink import one_device, shrink, shrink_split
 from run import rules
 from run.config import ConfigError
 from run.presets import PRESETS

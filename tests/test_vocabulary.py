@@ -15,9 +15,9 @@ import sharding
 import tensor_parallel
 import train
 from base import cross_entropy
+from base.model_config import GPTConfig
 from base.world import Groups
-from model_config import GPTConfig
-from proof import ranks
+from course import ranks
 
 MULTIPLE = dict(make_vocab_size_divisible_by=16)
 # tied and not; three ranks have heads too

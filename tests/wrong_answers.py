@@ -12,10 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import sharding
+from fsdp import all_gather, reduce_scatter
 from schedules import Action, Event, needs, one_f_one_b, result_of
 from sharding import Shard, Sharding
 from tensor_parallel import reduce_from_ranks
-from zero.units import all_gather, reduce_scatter
 
 
 class Pair(torch.autograd.Function):

@@ -1,0 +1,104 @@
+"""Dropout whose mask is a hash of coordinates: no random-number generator, no state.
+
+An element is dropped if a hash of its coordinates is small. The coordinates are
+
+    (seed, step, sample)   ->   one key per sample       dropout_key
+    layer                  ->   one key per layer        layer_key
+    site in the layer      ->   0 embedding, 1 attention, 2 after attention, 3 after the MLP
+    position in the tensor ->   dropout_mask
+
+So every rank computes the mask of just its shard, recomputation gives the same mask again, and the
+CPU, the GPU and compiled code agree bit for bit. A generator would have to be saved, restored and
+advanced by the same number on every rank.
+
+    mask [b, s, h]    rank 0 | rank 1       the same bits as on one device, whichever way
+                      s: 0 1 | 2 3          the tensor is sharded
+
+    python -m course.dropout    the mask of a whole tensor and of its shards, and which masks differ
+
+Not covered: Megatron-LM keeps a generator per rank instead, and saves its state for recomputation
+and in checkpoints; another layout then drops other elements.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+def hash_(x: Tensor) -> Tensor:
+    """Scramble int32 values in place: two multiplications between xor-shifts.
+
+    The constants are those of C. Wellons' lowbias32. `>>` copies the sign bit; the masks make it
+    the unsigned shift.
+    """
+    x ^= (x >> 16) & 0xFFFF
+    x *= 0x7FEB352D
+    x ^= (x >> 15) & 0x1FFFF
+    x *= 0x846CA68B - (1 << 32)
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def dropout_key(seed: int, step: int, samples: Tensor) -> Tensor:
+    """One int32 key per sample. samples: [b] global sample numbers (int64). Returns [b].
+
+    Not for compiled code: torch 2.13's compiler for CPUs takes an int32 product that begins with a
+    known number for positive, and gives other keys.
+    """
+    key = torch.full_like(samples, seed & 0x7FFFFFFF, dtype=torch.int32)
+    for word in (step & 0x7FFFFFFF, (samples & 0x7FFFFFFF).int(), (samples >> 31).int()):
+        key = hash_(key ^ word)
+    return key
+
+
+def layer_key(key: Tensor | None, layer: int) -> Tensor | None:
+    """The keys of one layer, [b] -> [b]; None (no dropout) stays None.
+
+    Made outside the block, so that all blocks run the same compiled code.
+    """
+    return None if key is None else hash_(key ^ (layer + 1))
+
+
+def dropout_mask(key: Tensor, site: int, shape, start: dict[int, int | Tensor], p: float) -> Tensor:
+    """Boolean mask, true (dropped) with probability p.
+
+    key: [b]; shape: [b, ...] of this shard; start: {dimension: first global coordinate, or all of
+    them} for each dimension in which the shard does not begin at 0.
+    """
+    x = hash_(key ^ site)
+    for dim in range(1, len(shape)):
+        n = start.get(dim, 0)
+        if not isinstance(n, Tensor):
+            n = n + torch.arange(shape[dim], device=key.device)
+        n = n + 1
+        # int64: compilers take an int32 product of small numbers for positive
+        spread = (n * 0x9E3779B1 & 0x7FFFFFFF).int()
+        # one more coordinate goes into the hash
+        x = hash_(x.unsqueeze(-1) ^ spread)
+    # x is uniform over the signed 32-bit integers
+    return x < round(p * 2**32) - 2**31
+
+
+class Dropout(nn.Module):
+    """Zeroes elements with probability p, and scales the others by 1 / (1 - p).
+
+    Keeps the mask for backward, one byte per element. Where x is only a shard, the technique that
+    sharded it sets `shard_index`: {dimension: n} if x is the n-th of equal shards.
+    """
+
+    def __init__(self, p: float, site: int):
+        super().__init__()
+        self.p = p
+        self.site = site
+        self.shard_index: dict[int, int] = {}
+        # gives the coordinates of dimension 1 where they are no range: (size, n) -> [size]
+        self.coordinates = None
+
+    def forward(self, x: Tensor, key: Tensor | None) -> Tensor:
+        """x: [b, ...]; key: [b] from `layer_key`, or None in evaluation: nothing is dropped."""
+        if key is None or self.p == 0:
+            return x
+        start = {dim: n * x.shape[dim] for dim, n in self.shard_index.items()}
+        if self.coordinates:
+            start[1] = self.coordinates(x.shape[1], self.shard_index.get(1, 0))
+        mask = dropout_mask(key, self.site, x.shape, start, self.p)
+        return x.masked_fill(mask, 0.0) * (1 / (1 - self.p))

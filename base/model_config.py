@@ -1,0 +1,364 @@
+"""The shape of a model: the fields of `GPTConfig`, their defaults and their rules.
+
+A shape that cannot be built is refused here, before anything is allocated, by a `FieldError`. It
+knows the field, its value, the rule and what would fit, so that train.py can name the flag:
+
+    GPTConfig(2, 64, num_heads=5)   num_heads 5: must divide hidden_size 64; [2, 4, 8] would fit
+    train.py --num-heads 5 ..       --num-heads 5: must divide --hidden-size 64; [2, 4, 8] would fit
+
+The check of every technique (tensor_parallel.check, ..) raises the same error. At the end stand the
+parameters and the FLOPs of a shape.
+
+    python -m course.model_config       defaults, and shapes that are refused
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+# the linear layers of a block, and the module that each is in; gate is Llama's
+LINEARS = {
+    "query": "attention",
+    "key": "attention",
+    "value": "attention",
+    "output": "attention",
+    "gate": "mlp",
+    "up": "mlp",
+    "down": "mlp",
+}
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a model. Raises FieldError, a ValueError, for a shape that cannot be built."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    # 0: as many as heads; fewer is grouped-query attention (arXiv 2305.13245)
+    num_kv_heads: int = 0
+    # 0: 4h
+    ffn_hidden_size: int = 0
+    # tokens of the longest sequence
+    seq_length: int = 1024
+    vocab_size: int = 50257
+    # the probability, for the embedding, attention probabilities and both residual branches
+    dropout: float = 0.0
+    # the defaults of the fields from `norm` to `tied` are Llama's; otherwise GPT-2's
+    llama: bool = False
+    # explicit or fused; the default is fused without dropout
+    attention: str = ""
+    norm_eps: float = 1e-5
+    rotary_base: float = 10000.0
+    # 0: h / a
+    head_dim: int = 0
+    # layernorm, rmsnorm, or rmsnorm1p: RMSNorm that multiplies by 1 + weight (Gemma)
+    norm: str = ""
+    # gelu, swiglu or geglu (arXiv 2002.05202)
+    activation: str = ""
+    # learned, rotary (arXiv 2104.09864) or alibi (arXiv 2108.12409)
+    positions: str = ""
+    # which of query, key, value and output have one: all, qkv (without output) or none
+    attention_bias: str = ""
+    # whether the MLP's matrices have one; those of experts never have
+    mlp_bias: bool | None = None
+    # whether embedding and head are one matrix (arXiv 1608.05859)
+    tied: bool | None = None
+    # whether each head's query and key have a norm (Qwen3)
+    qk_norm: bool = False
+    # whether the embedding has a norm behind it (BLOOM), or is multiplied by √h (Gemma)
+    embedding_norm: bool = False
+    embedding_scale: bool = False
+    # a token attends to so many, itself included; 0: to all (Mistral)
+    sliding_window: int = 0
+    # scaling of rotary angles, for longer sequences than the original length (Llama 3,
+    # families.llama3_frequencies); 1: none, and the three fields below count for nothing
+    rotary_factor: float = 1.0
+    rotary_low_frequency: float = 1.0
+    rotary_high_frequency: float = 4.0
+    rotary_original_length: int = 8192
+
+    def __post_init__(self):
+        self.check_types()
+        self.set_default("num_kv_heads", self.num_heads)
+        self.set_default("ffn_hidden_size", 4 * self.hidden_size)
+        self.set_default("attention", "explicit" if self.dropout else "fused")
+        if not self.head_dim:
+            object.__setattr__(self, "head_dim", self.head_size())
+        for field, value in (LLAMA if self.llama else GPT2).items():
+            if getattr(self, field) in ("", None):
+                object.__setattr__(self, field, value)
+        self.check()
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate: act(x W_gate) * x W_up."""
+        return self.activation in ("swiglu", "geglu")
+
+    def head_size(self) -> int:
+        """h / a. Raises FieldError where a does not divide h."""
+        for field in ("hidden_size", "num_heads"):
+            self.check_size(field)
+        h, a = self.hidden_size, self.num_heads
+        if h % a:
+            raise FieldError(
+                "num_heads", a, "must divide {hidden_size}", divisors(h, a), hidden_size=h
+            )
+        return h // a
+
+    def set_default(self, field: str, value) -> None:
+        if not getattr(self, field):
+            object.__setattr__(self, field, value)
+
+    def check_types(self) -> None:
+        for field in fields(self):
+            value, (kind, what) = getattr(self, field.name), KINDS[field.type]
+            # Python's bool is an int
+            is_flag = kind in (bool, bool | None)
+            if not isinstance(value, kind) or (isinstance(value, bool) and not is_flag):
+                raise FieldError(field.name, repr(value), f"must be {what}")
+
+    def check(self) -> None:
+        for field in SIZES:
+            self.check_size(field)
+        a, kv, d = self.num_heads, self.num_kv_heads, self.head_dim
+        if a % kv:
+            raise FieldError(
+                "num_kv_heads", kv, "must divide {num_heads}", divisors(a, kv), num_heads=a
+            )
+        for field, values in CHOICES.items():
+            if getattr(self, field) not in values:
+                raise FieldError(field, getattr(self, field), f"must be {' or '.join(values)}")
+        if self.positions == "rotary":
+            self.check_rotary(a, d)
+        if self.qk_norm and self.norm == "layernorm":
+            rule = "heads have norms in this model (qk_norm); rmsnorm or rmsnorm1p would fit"
+            raise FieldError("norm", "layernorm", rule)
+        if not 0 <= self.sliding_window < 2**31:
+            rule = "must be at least 1, or 0 for none, and below 2^31"
+            raise FieldError("sliding_window", self.sliding_window, rule)
+        if not 0 <= self.dropout < 1:
+            raise FieldError("dropout", self.dropout, "must be at least 0 and below 1")
+        # beyond these a float32 is 0 or infinite somewhere in the model
+        self.check_range("norm_eps", 1e-30, 1, "must be from 1e-30 to 1")
+        self.check_range("rotary_base", 1, 1e30, "must be from 1 to 1e+30")
+        self.check_range("rotary_factor", 1, 1e30, "must be from 1 to 1e+30")
+        if self.attention == "fused" and self.dropout > 0:
+            rule = "never sees the probabilities that {dropout} would mask; explicit would fit"
+            raise FieldError("attention", "fused", rule + ", or dropout 0", dropout=self.dropout)
+
+    def check_rotary(self, a: int, d: int) -> None:
+        if d % 2 and d * a == self.hidden_size:
+            rule = f"rotary positions need an even head size, not hidden_size / num_heads = {d}"
+            raise FieldError("num_heads", a, rule)
+        if d % 2:
+            raise FieldError("head_dim", d, "must be even for rotary positions", [d + 1])
+        low, high = self.rotary_low_frequency, self.rotary_high_frequency
+        if not 0 < low < high < math.inf:
+            rule = "must be above 0 and below {rotary_high_frequency}"
+            raise FieldError("rotary_low_frequency", low, rule, rotary_high_frequency=high)
+
+    def check_size(self, field: str) -> None:
+        power = 16 if field == "num_layers" else 31
+        self.check_range(field, 1, 2**power - 1, f"must be at least 1 and below 2^{power}")
+
+    def check_range(self, field: str, least: float, most: float, rule: str) -> None:
+        # not (a <= x <= b): NaN fails too
+        if not least <= getattr(self, field) <= most:
+            raise FieldError(field, getattr(self, field), rule)
+
+
+SIZES = (
+    "num_layers hidden_size num_heads num_kv_heads ffn_hidden_size seq_length vocab_size head_dim"
+    " rotary_original_length"
+).split()
+CHOICES = {
+    "attention": ("explicit", "fused"),
+    "norm": ("layernorm", "rmsnorm", "rmsnorm1p"),
+    "activation": ("gelu", "swiglu", "geglu"),
+    "positions": ("learned", "rotary", "alibi"),
+    "attention_bias": ("all", "qkv", "none"),
+}
+# the defaults of a family
+GPT2 = dict(
+    norm="layernorm",
+    activation="gelu",
+    positions="learned",
+    attention_bias="all",
+    mlp_bias=True,
+    tied=True,
+)
+LLAMA = dict(
+    norm="rmsnorm",
+    activation="swiglu",
+    positions="rotary",
+    attention_bias="none",
+    mlp_bias=False,
+    tied=False,
+)
+# the types that a field may have, and their name in a message
+KINDS = {
+    int: (int, "an integer"),
+    float: (float | int, "a number"),
+    bool: (bool, "true or false"),
+    bool | None: (bool | None, "true or false, or null"),
+    str: (str, "text"),
+    float | None: (float | int | None, "a number, or null"),
+}
+
+
+class FieldError(ValueError):
+    """A value that cannot be: the field to change, its value, the rule, and what would fit.
+
+    rule: may name other fields as {field}; `others` has their values, None to name one alone.
+    """
+
+    def __init__(self, field: str, value, rule: str, fits=None, **others):
+        super().__init__(field, value, rule, fits)
+        self.field = field
+        self.others = others
+
+    def message(self, name_of=str) -> str:
+        """name_of(field): what the reader calls a field, a flag for example."""
+        field, value, rule, fits = self.args
+        others = {}
+        for name, other in self.others.items():
+            others[name] = name_of(name) if other is None else f"{name_of(name)} {other}"
+        text = f"{name_of(field)} {value}: {rule.format(**others)}"
+        return text if fits is None else f"{text}; {fits} would fit"
+
+    def __str__(self) -> str:
+        return self.message()
+
+
+def divisors(n: int, near: int) -> list[int]:
+    """The three divisors of n, of those up to 4096, that are nearest to a number."""
+    found = [d for d in range(1, min(n, 4096) + 1) if n % d == 0]
+    return sorted(sorted(found, key=lambda d: abs(d - near))[:3])
+
+
+# --- with experts ---------------------------------------------------------------------------------
+
+ROUTER_NAMES = ("sinkhorn", "topk")
+EXPERT_FIELDS = (
+    "expert_every",
+    "router",
+    "router_topk",
+    "router_temperature",
+    "capacity_factor",
+    "aux_loss",
+    "z_loss",
+)
+
+
+@dataclass(frozen=True)
+class MoEConfig(GPTConfig):
+    """The shape of a GPT with experts: the fields of GPTConfig, and these. Raises FieldError."""
+
+    num_experts: int = 0  # 0: no experts, one MLP for all tokens
+    expert_every: int = 1  # experts in every n-th layer
+    router: str = "sinkhorn"  # of ROUTER_NAMES
+    router_topk: int = 1  # experts of a token
+    router_temperature: float = 0.02  # of Sinkhorn's plan: lower is more even; Megatron-LM has 1
+    capacity_factor: float = 0.0  # largest load of an expert / even share; 0: no limit
+    aux_loss: float | None = None  # coefficient of the load-balancing loss; topk: 0.01
+    z_loss: float | None = None  # coefficient of the z-loss; topk: 0.001
+
+    def __post_init__(self):
+        self.check_types()
+        if not self.num_experts:
+            # Without experts these fields are reset, so that equal models compare equal.
+            for field in EXPERT_FIELDS:
+                default = type(self).__dataclass_fields__[field].default
+                object.__setattr__(self, field, default)
+        has_losses = self.num_experts and self.router == "topk"
+        for field, default in (("aux_loss", 0.01), ("z_loss", 0.001)):
+            if getattr(self, field) is None:
+                object.__setattr__(self, field, default if has_losses else 0.0)
+        super().__post_init__()
+
+    @property
+    def expert_layers(self) -> range:
+        """The layers with experts: with expert_every 2 those numbered 1, 3, 5 and so on."""
+        if not self.num_experts:
+            return range(0)
+        return range(self.expert_every - 1, self.num_layers, self.expert_every)
+
+    def check(self) -> None:
+        super().check()
+        e, layers = self.num_experts, self.num_layers
+        if not 0 <= e < 2**16:
+            rule = "must be at least 0 and below 2^16; 0 is one MLP for all tokens"
+            raise FieldError("num_experts", e, rule)
+        if self.router not in ROUTER_NAMES:
+            raise FieldError("router", self.router, f"must be {' or '.join(ROUTER_NAMES)}")
+        if not 1 <= self.expert_every <= layers:
+            rule = "must be from 1 to {num_layers}"
+            raise FieldError("expert_every", self.expert_every, rule, num_layers=layers)
+        if not 1 <= self.router_topk <= (e or 1):
+            rule = "must be from 1 to {num_experts}"
+            raise FieldError("router_topk", self.router_topk, rule, num_experts=e)
+        self.check_range("router_temperature", 1e-3, 1, "must be from 0.001 to 1")
+        for field in ("capacity_factor", "aux_loss", "z_loss"):
+            if not 0 <= getattr(self, field) < math.inf:
+                raise FieldError(field, getattr(self, field), "must be at least 0 and finite")
+        if self.router == "sinkhorn" and self.aux_loss:
+            rule = "sinkhorn evens the load by its plan, where this loss has almost no gradient"
+            raise FieldError(
+                "aux_loss", self.aux_loss, rule + "; {router} would fit, or 0", router="topk"
+            )
+
+
+# --- how large a model is, without building it ----------------------------------------------------
+# config is a GPTConfig, or a MoEConfig with experts
+
+
+def num_mlps(config: GPTConfig, of_each_layer_with_experts: str) -> tuple[int, int]:
+    """(MLPs of the whole model, layers with experts). A layer with experts counts as many MLPs as
+    the named field says: num_experts, or router_topk, those that one token goes through."""
+    experts = len(getattr(config, "expert_layers", ()))
+    each = getattr(config, of_each_layer_with_experts, 0)
+    return config.num_layers - experts + experts * each, experts
+
+
+def block_matrices(config: GPTConfig, mlps: int) -> int:
+    """Numbers in the matrices of all blocks, routers left out."""
+    h = config.hidden_size
+    heads = config.num_heads + config.num_kv_heads
+    attention = 2 * h * heads * config.head_dim
+    return config.num_layers * attention + mlps * mlp_matrices(config)
+
+
+def mlp_matrices(config: GPTConfig) -> int:
+    """Numbers in the matrices of one MLP, or of one expert."""
+    return (3 if config.gated else 2) * config.hidden_size * config.ffn_hidden_size
+
+
+def least_parameters(config: GPTConfig) -> int:
+    """Numbers in a model's matrices; norms and biases are left out. Exact for any shape, without
+    building it."""
+    h = config.hidden_size
+    mlps, experts = num_mlps(config, "num_experts")
+    routers = experts * h * getattr(config, "num_experts", 0)
+    vectors = config.vocab_size * (1 if config.tied else 2)
+    if config.positions == "learned":
+        vectors += config.seq_length
+    return block_matrices(config, mlps) + routers + h * vectors
+
+
+def flops_per_token(config: GPTConfig, s: int | None = None) -> float:
+    """Model FLOPs to train on one token of a sequence of s tokens, by default the longest: matrix
+    multiplications, forward once and backward twice.
+
+    Attention counts over all s² scores, as in the papers: also those that the causal mask or a
+    sliding window hides. For a GPT it is
+
+        72 L h² (1 + s/6h + V/12hL)        arXiv 2205.05198, eq. 7, over B s
+
+    Of experts, those that a token goes through count, and the router.
+    """
+    h = config.hidden_size
+    mlps, experts = num_mlps(config, "router_topk")
+    weights = block_matrices(config, mlps) + experts * h * getattr(config, "num_experts", 0)
+    s = s or config.seq_length
+    scores = 12 * config.num_layers * s * config.num_heads * config.head_dim
+    return 6 * (weights + h * config.vocab_size) + scores

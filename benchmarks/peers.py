@@ -1,0 +1,124 @@
+"""Training as others do it, in a page: nanoGPT's GPT-2 and a plain Llama. Of training_step.py.
+
+    nanoGPT        float32 weights, the forward in bf16 by autocast; LayerNorm, GELU, tied embedding
+    plain Llama    weights, gradients and AdamW's state in bf16; RMSNorm, rotary positions, SwiGLU
+
+Both have one matrix for queries, keys and values, attention by scaled_dot_product_attention, the
+loss of float32 logits, and AdamW(fused=True). Each block and the loss are compiled, or nothing.
+
+Source of the first: github.com/karpathy/nanoGPT, model.py and train.py. The words here are our own.
+
+Not covered: weight decay of matrices alone, dropout, checkpoints of activations.
+"""
+
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from base.model_config import GPTConfig
+from benchmarks.steps import Random
+from run.config import RunConfig
+
+
+class Block(nn.Module):
+    def __init__(self, c: GPTConfig):
+        super().__init__()
+        h, ffn, bias = c.hidden_size, c.ffn_hidden_size, not c.llama
+        self.heads, self.llama = c.num_heads, c.llama
+        self.norm1, self.norm2 = norm(c), norm(c)
+        self.qkv, self.out = nn.Linear(h, 3 * h, bias), nn.Linear(h, h, bias)
+        # gate and up in one matrix
+        self.up, self.down = nn.Linear(h, ffn * (1 + c.llama), bias), nn.Linear(ffn, h, bias)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        b, s, h = x.shape
+        qkv = self.qkv(self.norm1(x)).view(b, s, 3, self.heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [b, a, s, d]
+        if self.llama:
+            q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(b, s, h))
+        y = self.up(self.norm2(x))
+        if self.llama:
+            gate, up = y.chunk(2, -1)
+            return x + self.down(F.silu(gate) * up)
+        return x + self.down(F.gelu(y, approximate="tanh"))
+
+
+def norm(c: GPTConfig) -> nn.Module:
+    return nn.RMSNorm(c.hidden_size, 1e-5) if c.llama else nn.LayerNorm(c.hidden_size)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+class Model(nn.Module):
+    def __init__(self, c: GPTConfig):
+        super().__init__()
+        h, s = c.hidden_size, c.seq_length
+        self.tokens = nn.Embedding(c.vocab_size, h)
+        self.positions = None if c.llama else nn.Embedding(s, h)
+        self.blocks = nn.ModuleList(Block(c) for _ in range(c.num_layers))
+        self.norm, self.head = norm(c), nn.Linear(h, c.vocab_size, bias=False)
+        if not c.llama:
+            self.head.weight = self.tokens.weight
+        for p in self.parameters():
+            if p.dim() > 1:
+                nn.init.normal_(p, std=0.02)
+        d = h // c.num_heads
+        frequencies = 1e4 ** (-torch.arange(0, d, 2, dtype=torch.float32) / d)
+        angles = torch.outer(torch.arange(s, dtype=torch.float32), frequencies).repeat(1, 2)
+        dtype = self.head.weight.dtype
+        self.register_buffer("cos", angles.cos().to(dtype))
+        self.register_buffer("sin", angles.sin().to(dtype))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        if self.positions is not None:
+            x = x + self.positions.weight
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return self.loss(x, targets)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+class Steps:
+    """As steps.Steps. config: shape, batch and --compile of a run."""
+
+    def __init__(self, config: RunConfig, device: torch.device):
+        self.config, c = config, config.model_config()
+        self.model_config = c
+        torch.manual_seed(0)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16 if c.llama else torch.float32)
+        with device:
+            self.model = Model(c)
+        torch.set_default_dtype(before)
+        if config.compile:
+            for block in self.model.blocks:
+                block.forward = torch.compile(block.forward)
+            self.model.loss = torch.compile(self.model.loss)
+        in_bf16 = torch.autocast(device.type, torch.bfloat16)
+        self.autocast = nullcontext() if c.llama else in_bf16
+        options = dict(lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
+        batch = Random(config.global_batch_size, c.seq_length, c.vocab_size).fixed.to(device)
+        sizes = config.micro_batch(1)
+        self.batches = list(zip(batch.tokens.split(sizes), batch.targets.split(sizes)))
+
+    def step(self, number: int) -> float:
+        for tokens, targets in self.batches:
+            with self.autocast:
+                loss = self.model(tokens, targets) / len(self.batches)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.item() * len(self.batches)

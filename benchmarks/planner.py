@@ -1,0 +1,328 @@
+"""How good predictions of planner.py are: beside published step times, and NeMo's published days.
+
+    python -m benchmarks.planner [--toy] [--out DIR]
+
+Rows: planning/published_times.json, 72 published times of training steps on A100s. The constants
+are fitted to six of them (errors.FITTED); the others are held out. Also: the same without one
+ingredient of the model, constants fitted again; the same with other choices of six rows, drawn at
+random; and the fastest layouts of NeMo's 5B, 20B and 175B models, beside its published days for 300
+billion tokens (with 2,400 sequences in a step, which is our choice: NeMo's table does not say).
+
+Nothing is measured; it takes seconds.
+
+Figure: docs/figures/planner.svg
+"""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+import planner
+from base.drawing import IDLE
+from base.model_config import MoEConfig
+from benchmarks import report, style
+from course import planner as lesson
+from planning import errors
+from planning import rows as published
+from planning.inputs import A100, H200, SOFTWARE, Machine
+from planning.rows import Row
+from run.presets import PRESETS
+
+TOKENS = 300e9
+BATCH = 2400
+# published days on so many A100s, bf16
+GPUS = (800, 480, 160)
+NEMO = {
+    "gpt3-5b": (0.8, 1.3, 3.9),
+    "gpt3-20b": (3.6, 6.0, 18.1),
+    "gpt3-175b": (28.0, 46.7, 140.0),
+}
+# NeMo's published tokens/s of each GPU: Llama-2 in bf16, s 4096, 128 sequences in a step
+LLAMA_BATCH = 128
+LLAMA_A100 = {("llama2-7b", 8): 4583, ("llama2-13b", 8): 2357, ("llama2-70b", 32): 451}
+LLAMA_H200 = [(name, n) for name, _ in LLAMA_A100 for n in (8, 16, 32, 64)]
+# of the time of a step
+NAMES = dict(matmul="one device", elementwise="activations", head="recompute", tensor="tensor")
+NAMES |= dict(pipeline="pipeline", bubble="", data="data", optimizer="optimizer state")
+COLOURS = {part: style.COLOURS.get(name, IDLE) for part, name in NAMES.items()}
+# seconds
+TICKS = (1, 10, 100)
+
+# --- what is compared -----------------------------------------------------------------------------
+
+
+def row_of_results(row: Row) -> dict:
+    parts = planner.step_time(A100, row.software, row.model, row.layout)
+    names = "tp pp dp virtual_stages schedule micro_batch_size global_batch_size recompute"
+    names += " sequence_parallel zero_stage"
+    return {
+        "group": row.group,
+        "name": row.name,
+        "fitted": (row.group, row.name) in errors.FITTED,
+        "published": row.seconds,
+        "predicted": sum(parts.values()),
+        "parts": parts,
+        "layout": {name: getattr(row.layout, name) for name in names.split()},
+    }
+
+
+def fastest(machine: Machine, model: MoEConfig, gpus: int, batch: int) -> tuple:
+    """(the fastest layout and its time, its flags). Raises PlanError."""
+    best = planner.search(machine, SOFTWARE["train.py"], model, gpus, batch)[0]
+    # every row has the same batch
+    words = " ".join(best.layout.flags()).replace(f"--global-batch-size {batch}", "")
+    return best, " ".join(words.split())
+
+
+def llama(machine: Machine, cases) -> list[dict]:
+    """The fastest layout of each (model, GPUs), and of a GPU with half of the memory."""
+    found = []
+    half = dataclasses.replace(machine, memory=machine.memory / 2)
+    for name, n in cases:
+        model = MoEConfig(**PRESETS[name][0])
+        row = {"model": name, "machine": machine.name, "gpus": n}
+        for title, here in (("best", machine), ("half", half)):
+            try:
+                best, flags = fastest(here, model, n, LLAMA_BATCH)
+            except planner.PlanError as e:
+                row[title] = {"refused": str(e)}
+                continue
+            row[title] = {
+                "tokens_per_second_per_gpu": LLAMA_BATCH * model.seq_length / best.seconds / n,
+                "gib": sum(best.bytes.values()) / 2**30,
+                "flags": flags,
+            }
+        if machine.name == "a100":
+            row["published"] = LLAMA_A100[name, n]
+        found.append(row)
+    return found
+
+
+def nemo(models: dict, gpus: tuple, batch: int) -> list[dict]:
+    """The fastest layout of each model on each number of GPUs, and its days."""
+    found = []
+    for name in models:
+        model = MoEConfig(**PRESETS[name][0])
+        steps = TOKENS / (batch * model.seq_length)
+        for n, days in zip(gpus, models[name]):
+            best, flags = fastest(A100, model, n, batch)
+            row = {"model": name, "gpus": n, "published_days": days}
+            row["predicted_days"] = steps * best.seconds / 86400
+            found.append(row | {"parts": best.parts, "flags": flags})
+    return found
+
+
+def fitted_again(rows: list[Row]) -> errors.Errors:
+    """Errors of the rows held out, with constants fitted to the other six."""
+    fitted, held_out = errors.split(rows)
+    return errors.summary(errors.calibrate(A100, fitted), held_out)
+
+
+def ablations(rows: list[Row]) -> dict[str, errors.Errors]:
+    """{ingredient of the model that is left out: errors}; "" with nothing left out."""
+    found = {"": fitted_again(rows)}
+    for name, removal in lesson.WITHOUT.items():
+        with removal.mutate():
+            found[name] = fitted_again(rows)
+    return found
+
+
+def random_choices(rows: list[Row], times: int = 30) -> list[errors.Errors]:
+    """Errors of the rows held out when the six fitted rows are drawn at random: five of any group,
+    and one of ZeRO-3."""
+    generator = np.random.default_rng(0)
+    zero_3 = [row for row in rows if row.group == "table2-zero3"]
+    others = [row for row in rows if row not in zero_3]
+    found = []
+    for _ in range(times):
+        chosen = [others[i] for i in generator.choice(len(others), 5, replace=False)]
+        chosen.append(zero_3[generator.integers(len(zero_3))])
+        machine = errors.calibrate(A100, chosen)
+        found.append(errors.summary(machine, [row for row in rows if row not in chosen]))
+    return found
+
+
+def worst_rows(rows: list[Row]) -> list[dict]:
+    """The five that are farthest off."""
+    off = [(errors.error(A100, row), row) for row in rows]
+    off.sort(key=lambda pair: -abs(pair[0]))
+    return [
+        dict(group=row.group, name=row.name, error=error, reason=row.why_off or "no reason known")
+        for error, row in off[:5]
+    ]
+
+
+def measure(toy: bool) -> dict:
+    rows = published.read(published.PUBLISHED)
+    _, held_out = errors.split(rows)
+    everything = errors.summary(A100, held_out)
+    choices = random_choices(rows, 3 if toy else 30)
+    models = {"gpt3-5b": NEMO["gpt3-5b"][2:]} if toy else NEMO
+    groups = errors.by_group(A100, held_out)
+    without = ablations(rows)
+    return {
+        "toy": toy,
+        "held_out": everything._asdict(),
+        "groups": {group: found._asdict() for group, found in groups.items()},
+        "worst": worst_rows(held_out),
+        "without": {name: found._asdict() for name, found in without.items()},
+        "random_choices": {
+            "mean": report.spread([found.mean for found in choices]),
+            "worst": report.spread([found.worst for found in choices]),
+        },
+        "nemo": nemo(models, GPUS[2:] if toy else GPUS, BATCH),
+        "llama": [
+            *llama(H200, LLAMA_H200[:1] if toy else LLAMA_H200),
+            *llama(A100, LLAMA_A100),
+        ],
+        "rows": [row_of_results(row) for row in rows],
+    }
+
+
+# --- tables, as docs/planning.md has them ---------------------------------------------------------
+
+
+def table_of_errors(named: dict) -> list[str]:
+    """A row for each name: what `errors.Errors` holds."""
+    lines = []
+    for name, found in named.items():
+        numbers = [f"{found[key]:.1%}" for key in ("mean", "ninth_decile", "worst")]
+        lines.append(f"| {name} | {found['rows']} | {' | '.join(numbers)} |")
+    return lines
+
+
+def table_of_days(results: dict) -> list[str]:
+    lines = []
+    for row in results["nemo"]:
+        error = row["predicted_days"] / row["published_days"] - 1
+        lines.append(
+            f"| {row['model']} | {row['gpus']} | {row['published_days']:g} |"
+            f" {row['predicted_days']:.3g} | {error:+.0%} | `{row['flags']}` |"
+        )
+    return lines
+
+
+def table_of_llama(results: dict, machine: str) -> list[str]:
+    """A row for each model and number of GPUs, and one more where half of the memory changes it."""
+    lines = []
+    for row in results["llama"]:
+        if row["machine"] == machine:
+            lines.append(llama_line(row, "best", ""))
+            if row["half"] != row["best"]:
+                lines.append(llama_line(row, "half", ", half of the memory"))
+    return lines
+
+
+def llama_line(row: dict, memory: str, name: str) -> str:
+    found = row[memory]
+    line = f"| {row['model']} | {row['gpus']}{name} |"
+    if "refused" in found:
+        return f"{line} | | {found['refused']} |"
+    speed = found["tokens_per_second_per_gpu"]
+    return f"{line} {speed:,.0f} | {found['gib']:.0f} | `{found['flags']}` |"
+
+
+def tables(results: dict) -> dict[str, list[str]]:
+    groups = results["groups"] | {"all": results["held_out"]}
+    without = {name or "(nothing)": found for name, found in results["without"].items()}
+    return {
+        "group, rows held out, mean error, nine of ten within, worst": table_of_errors(groups),
+        "left out, and the same": table_of_errors(without),
+        "model, A100s, days published, predicted, error, layout": table_of_days(results),
+        "model, H200s, tokens/s of each, GiB, layout": table_of_llama(results, "h200"),
+        "model, A100s, and the same": table_of_llama(results, "a100"),
+    }
+
+
+def print_results(results: dict) -> None:
+    for head, lines in tables(results).items():
+        print("\n".join([head, *lines]))
+    for row in results["worst"]:
+        print(f"{row['group']} {row['name']} {row['error']:+.1%}: {row['reason']}")
+    for name, found in results["random_choices"].items():
+        error = report.format_spread(found, ".1%")
+        print(f"{found['n']} random choices of six rows, {name} error of the others: {error}")
+    for row in results["llama"]:
+        if "published" in row:
+            speed = row["best"]["tokens_per_second_per_gpu"]
+            beside = f"published {row['published']:,}: {speed / row['published'] - 1:+.0%}"
+            print(f"{row['model']} on {row['gpus']} a100: {speed:,.0f} tokens/s each, {beside}")
+
+
+# --- the figure -----------------------------------------------------------------------------------
+
+
+def draw_all(axes, rows: list[dict]) -> None:
+    """Predicted against published. Hollow: fitted."""
+    published_seconds = [row["published"] for row in rows]
+    ends = [min(published_seconds) / 1.3, 1.3 * max(published_seconds)]
+    axes.plot(ends, ends, color="#888888", linewidth=1)
+    held_out = dict(markersize=4, color=style.SERIES[0], alpha=0.6)
+    hollow = dict(markersize=5, color=style.SERIES[1], alpha=1, markerfacecolor="none")
+    for fitted, name, marks in ((False, "held out", held_out), (True, "fitted", hollow)):
+        these = [row for row in rows if row["fitted"] == fitted]
+        points = [[row[key] for row in these] for key in ("published", "predicted")]
+        axes.plot(*points, "o", label=f"{name}, {len(these)}", **marks)
+    style.ticks(axes, x=TICKS, y=TICKS, minor=True)
+    axes.set(xlabel="published seconds", ylabel="predicted seconds", aspect="equal")
+    axes.set(xlim=ends, ylim=ends, title=f"{len(rows)} published steps")
+    axes.legend(loc="upper left")
+
+
+def draw_sweep(axes, rows: list[dict]) -> None:
+    """A line for each global batch. Points are published, lines predicted."""
+    names = list(dict.fromkeys("{tp} x {pp}".format(**row["layout"]) for row in rows))
+    for colour, batch in zip(
+        style.SERIES, sorted({r["layout"]["global_batch_size"] for r in rows})
+    ):
+        these = [row for row in rows if row["layout"]["global_batch_size"] == batch]
+        predicted, measured = (
+            [r[key] / batch for r in these] for key in ("predicted", "published")
+        )
+        x = [names.index("{tp} x {pp}".format(**row["layout"])) for row in these]
+        axes.plot(x, predicted, color=colour, label=f"batch {batch}")
+        axes.plot(x, measured, color=colour, linestyle="none", marker="o", label="_")
+    axes.set_xticks(range(len(names)), names)
+    axes.set(ylim=(0, None), ylabel="seconds of a step / batch", xlabel="tensor x pipeline")
+    axes.set_title("162B on 64 A100s\nline: predicted; dot: published")
+    axes.legend(loc="lower left")
+
+
+def draw_parts(axes, rows: list[dict]) -> None:
+    """A column for each model: the share of each part of the step."""
+    for x, row in enumerate(rows):
+        percent = 100 / sum(row["parts"].values())
+        bottom = 0.0
+        for part, colour in COLOURS.items():
+            share = percent * row["parts"].get(part, 0.0)
+            axes.bar(x, share, bottom=bottom, color=colour, width=0.7, label="_" if x else part)
+            bottom += share
+    axes.set_xticks(range(len(rows)), [row["model"].removeprefix("gpt3-").upper() for row in rows])
+    axes.set(ylabel="% of the step", ylim=(0, 100), title="Parts of a step, 160 A100s\n(predicted)")
+    axes.grid(visible=False, axis="x")
+    # the highest part first, as in the columns
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
+
+
+def draw(results: dict, figures: Path) -> None:
+    """results: what planner.json holds."""
+    figure, (left, middle, right) = style.figure(3.4, 1, 3, width_ratios=(1.25, 1.1, 0.6))
+    draw_all(left, results["rows"])
+    draw_sweep(middle, [row for row in results["rows"] if row["group"] == "fig13"])
+    draw_parts(right, [row for row in results["nemo"] if row["gpus"] == GPUS[-1]])
+    style.save(figure, figures / "planner.svg")
+
+
+def main():
+    args = report.parse(report.arguments(__doc__))
+    fitted, _ = errors.split(published.read(published.PUBLISHED))
+    for name, value in vars(errors.calibrate(A100, fitted).constants).items():
+        print(f"{name:<9}{value:.3g}")
+    results = measure(args.toy)
+    print_results(results)
+    report.finish("planner", results, args, draw)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+r"""Weights in 8 and 4 bits: perplexity, bytes and tokens per second beside 32 and 16 bits.
+
+    python train.py --steps 500 --out runs/tiny
+    python train.py --steps 500 --num-layers 6 --hidden-size 512 --num-heads 8 \
+                    --ffn-hidden-size 1376 --seq-length 128 --lr 0.0015 --precision bf16 \
+                    --out runs/larger
+    python -m benchmarks.quantization --models runs/tiny runs/larger [--threads 1] [--rounds 7]
+                                       [--sequences 1024]
+
+The text is the held-out part of the default corpus, the library of Python. --toy runs all of it in
+seconds, with a model that was not trained.
+
+    perplexity           of the first sequences; "change" is beside bf16, from the differences of
+                         the losses of each sequence, so that their standard error is small
+    bytes                of all weights as they lie in memory
+    tokens_per_second    decoding, greedy, after prompts of 16 tokens, at batch 1 and 16
+    prefill_seconds      of one prompt that fills three quarters of the context
+
+int8, int4 and bf16 multiply in bfloat16; fp32 in float32. All are laid out by weight_layouts.py.
+They take turns; a ratio is to bf16 in the same round.
+
+Figure: docs/figures/quantization.svg
+"""
+
+import itertools
+import math
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import stdev
+
+import torch
+
+import generate
+import gpt
+from base import cpu
+from base.model_config import FieldError
+from benchmarks import report, style
+from course import demo
+from inference import quantization, weight_layouts
+from inference.huggingface import HuggingFaceError
+from inference.loading import find_tokenizer, load_model, open_model
+from inference.quantization import Int4Matrix, Int8Matrix
+from run import data
+from run.checkpoint import CheckpointError
+from run.pretraining import Config
+from run.tokenizer import TokenizerError
+
+# (dtype, packs a model for so many texts)
+KINDS = {
+    "fp32": (torch.float32, weight_layouts.pack),
+    "bf16": (torch.bfloat16, weight_layouts.pack),
+    "int8": (torch.bfloat16, partial(quantization.apply, kind="int8")),
+    "int4": (torch.bfloat16, partial(quantization.apply, kind="int4")),
+}
+# (of the blocks' matrices, of the head), for perplexity and bytes alone
+VARIANTS = {
+    "int4, groups of 64": (partial(Int4Matrix.of, group=64), Int8Matrix.of),
+    "int4, groups of 128": (partial(Int4Matrix.of, group=128), Int8Matrix.of),
+    "int4, the head too": (Int4Matrix.of, Int4Matrix.of),
+}
+BATCHES = (1, 16)
+# tokens
+PROMPT = 16
+NEW = 64
+TOY_NEW = 4
+# of the quantised model beside 16 bits
+LIMITS = {"int8": 0.005, "int4": 0.03}
+
+
+def toy_model(dtype: torch.dtype) -> gpt.GPT:
+    config = demo.tiny_config(llama=True, ffn_hidden_size=176, seq_length=32)
+    return gpt.GPT(config).to(dtype).requires_grad_(False).eval()
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def losses(model: gpt.GPT, text: data.Corpus, sequences: int) -> torch.Tensor:
+    """The mean loss of each sequence, [sequences], float64."""
+    found = []
+    for first in range(0, sequences, 32):
+        batch = text.batch(range(first, min(first + 32, sequences)))
+        found.append(model(batch.tokens, batch.targets).double().mean(1))
+    return torch.cat(found)
+
+
+def quality(of_kinds: dict[str, torch.Tensor]) -> dict:
+    """{kind: perplexity; its change beside bf16, and the standard error of that}"""
+    results = {}
+    for kind, loss in of_kinds.items():
+        difference = loss - of_kinds["bf16"]
+        error = stdev(difference.tolist()) / math.sqrt(len(loss))
+        results[kind] = {
+            "perplexity": loss.mean().exp().item(),
+            "change": math.expm1(difference.mean().item()),
+            "standard_error": error,
+        }
+    return results
+
+
+def decoding(model: gpt.GPT, batch: int, new: int) -> float:
+    """Tokens per second, without the prefill."""
+    g = torch.Generator().manual_seed(batch)
+    prompts = torch.randint(256, (batch, PROMPT), generator=g).tolist()
+    seconds = []
+    for n in (new, 1):
+        run = partial(generate.generate, model, prompts, n, temperature=0)
+        seconds.append(report.timed(run))
+    return batch * (new - 1) / max(seconds[0] - seconds[1], 1e-9)
+
+
+def prefill(model: gpt.GPT) -> float:
+    """Seconds for the first token after a prompt."""
+    prompt = [i % 256 for i in range(model.config.seq_length * 3 // 4)]
+    return report.timed(lambda: generate.generate(model, [prompt], 1, temperature=0))
+
+
+def measure(load: Callable, text: data.Corpus, sequences: int, rounds: int, new: int) -> dict:
+    """load(dtype): the trained model. {kind: {what: number or spread}}"""
+    results = {}
+    of_kinds = {}
+    speeds = {"prefill": {}} | {f"batch {batch}": {} for batch in BATCHES}
+    for kind, (dtype, pack) in KINDS.items():
+        for batch in BATCHES:
+            model = load(dtype)
+            pack(model, batch)
+            speeds[f"batch {batch}"][kind] = partial(decoding, model, batch, new)
+            if batch == 1:
+                size = quantization.weight_bytes(model)
+                of_kinds[kind] = losses(model, text, sequences)
+                mean = of_kinds[kind].mean().exp()
+                print(f"  {kind}: {size:,} bytes, perplexity {mean:.4f}", flush=True)
+                speeds["prefill"][kind] = partial(prefill, model)
+        results[kind] = {"bytes": size}
+    for kind, (of_blocks, of_head) in VARIANTS.items():
+        # with quantised matrices, by the naive way
+        model = load(torch.bfloat16)
+        head = model.head.output.weight
+        weight_layouts.pack_linears(model)
+        quantization.quantize(model, of_blocks)
+        quantization.replace_matrix(model.head.output, of_head(head))
+        results[kind] = {"bytes": quantization.weight_bytes(model)}
+        of_kinds[kind] = losses(model, text, sequences)
+    for kind, of_kind in quality(of_kinds).items():
+        results[kind] |= of_kind
+    for name, kinds in speeds.items():
+        turns = report.in_turn(kinds, rounds)
+        for kind in KINDS:
+            seconds = name == "prefill"
+            unit = "prefill_seconds" if seconds else f"tokens_per_second, {name}"
+            results[kind][unit] = report.spread([turn[kind] for turn in turns])
+            pair = ("bf16", kind) if seconds else (kind, "bf16")
+            results[kind][f"speed, {name}"] = report.ratio(turns, *pair)
+    return results
+
+
+def measure_models(args) -> dict:
+    results = {}
+    for path in args.models or ["toy"]:
+        if args.toy:
+            load, tokenizer = toy_model, data.make_tokenizer("bytes")
+        else:
+            load = lambda dtype, path=path: load_model(path, "cpu", dtype)[0]  # noqa: E731
+            tokenizer = find_tokenizer(path, load_model(path)[1])
+        config = load(torch.float32).config
+        parameters = sum(p.numel() for p in load(torch.float32).parameters())
+        paths = [str(report.HERE)] if args.toy else Config().data
+        parts = data.prepare_corpora(paths, tokenizer, workers=os.cpu_count())
+        # sequences in the order of the stream
+        text = data.open_corpora(parts, config.seq_length, None, "held-out")
+        sequences = min(args.sequences, text.num_sequences)
+        name = f"L {config.num_layers}, h {config.hidden_size}"
+        print(f"{name}: {parameters:,} parameters, {sequences} sequences", flush=True)
+        new = TOY_NEW if args.toy else min(NEW, config.seq_length - PROMPT)
+        kinds = measure(load, text, sequences, args.rounds, new)
+        results[name] = {"parameters": parameters, "sequences": sequences, "kinds": kinds}
+        report.save("quantization", {"models": results}, args)
+    return results
+
+
+# --- output ---------------------------------------------------------------------------------------
+
+
+def print_summary(models: dict) -> None:
+    """The rows of the tables in docs/results.md."""
+    table = report.Table()
+    speeds = [f"speed, {x}" for x in ("batch 1", "batch 16", "prefill")]
+    for name, model in models.items():
+        for kind, row in model["kinds"].items():
+            change = f"{row['change']:+.2%} (±{row['standard_error']:.2%})"
+            cells = {"": f"{name}, {kind}", "perplexity": f"{row['perplexity']:.4f}"}
+            cells |= {"change": change, "bytes": row["bytes"]}
+            table.row(cells | {speed: row.get(speed, "") for speed in speeds})
+
+
+def draw(results: dict, figures: Path) -> None:
+    """results: what quantization.json holds. Perplexity, bytes and speed beside bf16; for each
+    model a row of panels' dots."""
+    models = results["models"]
+    figure, (quality_, size, speeds) = style.figure(2.9, 1, 3)
+    kinds = [kind for kind in KINDS if kind != "bf16"]
+    for m, (name, model) in enumerate(models.items()):
+        colour = style.SERIES[m % len(style.SERIES)]
+        rows = [model["kinds"][kind] for kind in kinds]
+        places = [i + 0.22 * (m - (len(models) - 1) / 2) for i in range(len(kinds))]
+        changes = [100 * row["change"] for row in rows]
+        errors = [100 * row["standard_error"] for row in rows]
+        mark = "os^"[m % 3]
+        quality_.errorbar(changes, places, xerr=errors, fmt=mark, color=colour, markersize=5)
+        sizes = [100 * row["bytes"] / model["kinds"]["bf16"]["bytes"] for row in rows]
+        size.plot(sizes, places, mark, color=colour, markersize=5, label=f"model of {name}")
+        speed_rows = [row["speed, batch 1"] for row in rows]
+        style.ranges(speeds, places, speed_rows, colour, marker=mark)
+    for kind, limit in LIMITS.items():
+        i = kinds.index(kind)
+        limits = quality_.vlines(100 * limit, i - 0.35, i + 0.35, color="#555555", linestyle="--")
+    style.rows_of(quality_, kinds)
+    for axes in (size, speeds):
+        style.rows_of(axes, kinds, hidden=True)
+    quality_.set(title="Perplexity", xlabel="% over that of bf16")
+    size.set(title="Bytes of the weights", xlabel="% of those of bf16", xlim=(0, None))
+    speeds.set(
+        title="Speed, one text at a time", xlabel="tokens/s over those of bf16", xlim=(0, None)
+    )
+    limits.set_label("limit that was set before")
+    marks, names = size.get_legend_handles_labels()
+    figure.legend(
+        [*marks, limits], [*names, limits.get_label()], ncols=3, loc="outside lower center"
+    )
+    style.save(figure, figures / "quantization.svg")
+
+
+def check(parser, args) -> None:
+    """Before the first of the models is measured, which takes minutes."""
+    if args.sequences < 2:
+        report.refuse(parser, f"--sequences {args.sequences}: a standard error needs at least 2")
+    for path in args.models or []:
+        try:
+            config, index, _ = open_model(path)
+            quantization.check(config, "int8")
+            find_tokenizer(path, index)
+        except (CheckpointError, HuggingFaceError, TokenizerError, FieldError) as e:
+            report.refuse(parser, f"--models {path}: {e}")
+        if config.seq_length < PROMPT + 2:
+            rule = f"must be at least {PROMPT + 2}, for a prompt and two new tokens"
+            report.refuse(parser, f"--models {path}: seq_length {config.seq_length} {rule}")
+
+
+def main():
+    parser = report.arguments(__doc__, threads=1, rounds=7, sequences=1024)
+    parser.add_argument("--models", nargs="+", metavar="RUN", help="trained models")
+    args = report.parse(parser, models=None, rounds=1, sequences=4)
+    if not args.toy and not args.models:
+        report.refuse(parser, "--models: name the runs of trained models; --toy needs none")
+    check(parser, args)
+    torch.set_num_threads(args.threads)
+    cpu.keep_freed_memory()
+    models = measure_models(args)
+    print_summary(models)
+    draw(report.saved("quantization", args), args.figures)
+    for model, (kind, limit) in itertools.product(models.values(), LIMITS.items()):
+        if not args.toy and model["kinds"][kind]["change"] > limit:
+            sys.exit("a quantised model is worse than its limit")
+
+
+if __name__ == "__main__":
+    main()

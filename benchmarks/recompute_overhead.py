@@ -1,0 +1,152 @@
+"""What recomputation costs in time: forward and backward of one layer, in the form of table 4 of
+arXiv 2205.05198.
+
+    python -m benchmarks.recompute_overhead [--rounds 15] [--toy] [--out DIR]
+
+Two tensor-parallel ranks run one layer. Attention has the same share of its FLOPs as in the paper's
+22B model, s / (6h + s) = 5.3%: h 768, a 8, s 256, b 4. (On a GPU it is one rank, with that model's
+own layer: h 6144, a 64, s 2048, b 4, bf16.) Each round runs every configuration in turn. Times are
+medians over rounds; an overhead is the median of the ratios to the first row of the same round.
+
+The figure, docs/figures/recompute_overhead.svg, has the overheads: medians, on lines from the least
+to the most of the rounds. It does not have times, whose ranges are not kept.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from base import cpu
+from benchmarks import report, style
+from benchmarks.activation_memory import Layer
+from benchmarks.report import median, scaled, spread
+from course import demo, ranks
+
+# row: (sequence parallelism, recompute, the paper's milliseconds of forward, and of backward)
+ROWS = {
+    "no recompute": (False, "none", 7.7, 11.9),
+    "sequence parallelism": (True, "none", 7.2, 11.8),
+    "full": (False, "full", 7.7, 19.5),
+    "selective": (False, "selective", 7.7, 13.2),
+    "selective + sequence": (True, "selective", 7.2, 13.1),
+    "full + sequence": (True, "full", None, None),
+}
+# the paper's forward and backward without recomputation, ms
+PAPER_BASE = 19.6
+SHAPES = {
+    "toy": dict(s=32, b=2, h=64, a=4),
+    "cpu": dict(s=256, b=4, h=768, a=8),
+    "cuda": dict(s=2048, b=4, h=6144, a=64),
+}
+
+
+class TimedLayer(Layer):
+    """With the gradient of its output."""
+
+    def __init__(self, *args, **fields):
+        super().__init__(*args, **fields)
+        self.grad_output = torch.randn_like(self.x)
+
+    def times(self) -> tuple[float, float]:
+        """Seconds of (forward, backward)."""
+        outputs = []
+        dist.barrier()
+        forward = report.timed(lambda: outputs.append(self.forward()))
+        backward = report.timed(lambda: outputs.pop().backward(self.grad_output))
+        return forward, backward
+
+
+def extra_flops(granularity: str, shape: dict, t: int) -> float:
+    """The paper's formulas: FLOPs of a rank that recomputation adds."""
+    s, b, h = shape["s"], shape["b"], shape["h"]
+    attention = 4 * b * s * s * h
+    layer = 24 * b * s * h * h + attention
+    return {"none": 0, "selective": attention, "full": layer}[granularity] / t
+
+
+def on_rank(rank: int, rounds: int, dropout: float, shape: dict) -> dict:
+    """times: {row: [(forward, backward)] by round}; flops: {row: FLOPs}"""
+    cpu.set_up()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    fields = dict(dropout=dropout, attention="explicit")
+    kinds = {}
+    flops = {}
+    for row, (sequence, granularity, _, _) in ROWS.items():
+        if sequence and dist.get_world_size() == 1:
+            continue
+        layer = TimedLayer(shape, sequence, granularity, device, dtype, **fields)
+        kinds[row] = layer.times
+        flops[row] = demo.flops(layer.times)
+    times = report.in_turn(kinds, rounds)
+    return {"times": {row: [t[row] for t in times] for row in kinds}, "flops": flops}
+
+
+def table(measured: dict, shape: dict, t: int) -> list[dict]:
+    """measured: what `on_rank` returned."""
+    rows = []
+    base = [forward + backward for forward, backward in measured["times"]["no recompute"]]
+    for row, times in measured["times"].items():
+        overheads = [(f + b) / base_time - 1 for (f, b), base_time in zip(times, base)]
+        rows.append(
+            {
+                "row": row,
+                "forward_ms": 1e3 * median([f for f, _ in times]),
+                "backward_ms": 1e3 * median([b for _, b in times]),
+                "overhead": spread(overheads),
+                "extra_flops": measured["flops"][row] - measured["flops"]["no recompute"],
+                "extra_flops_formula": extra_flops(ROWS[row][1], shape, t),
+            }
+        )
+    return rows
+
+
+# by row, without those that the paper does not have
+PAPER = {row: (f + b) / PAPER_BASE - 1 for row, (_, _, f, b) in ROWS.items() if f}
+# of the figure: the dropouts that were measured: marker
+MARKERS = {"dropout 0.1": "o", "dropout 0.0": "s"}
+
+
+def draw(results: dict, figures: Path) -> None:
+    """results: what recompute_overhead.json holds."""
+    # the first row is the base of the others
+    names = list(ROWS)[1:]
+    figure, axes = style.figure(3.2)
+    for i, (dropout, marker) in enumerate(MARKERS.items()):
+        rows = results[dropout][1:]
+        positions = [names.index(row["row"]) + 0.24 * i for row in rows]
+        spreads = [scaled(row["overhead"], 100) for row in rows]
+        style.ranges(axes, positions, spreads, style.COLOURS["recompute"], marker=marker)
+        label = f"measured, {dropout}" if i == 0 else dropout
+        style.label(axes, label, (spreads[0]["max"], positions[0]))
+    paper = {names.index(name) - 0.24: 100 * PAPER[name] for name in names if name in PAPER}
+    axes.plot(list(paper.values()), list(paper), "kD", markersize=5)
+    y = names.index("full") - 0.24
+    style.label(axes, "the paper: 22B layer, A100", (paper[y], y))
+    axes.axvline(0, color="black", linewidth=0.8)
+    style.rows_of(axes, names)
+    axes.set(
+        xlabel="% more time of forward and backward than without recomputation",
+        title="Overhead of one layer: median, and a line from the least to the most of the rounds",
+    )
+    style.save(figure, figures / "recompute_overhead.svg")
+
+
+def main():
+    args = report.parse(report.arguments(__doc__, rounds=15), rounds=1)
+    cuda = torch.cuda.is_available()
+    world = 1 if cuda else 2
+    shape = SHAPES["toy" if args.toy else "cuda" if cuda else "cpu"]
+    results = {}
+    printed = report.Table()
+    for dropout in (0.1, 0.0):
+        measured = ranks.run(on_rank, world, args.rounds, dropout, shape)[0]
+        rows = results[f"dropout {dropout}"] = table(measured, shape, world)
+        for row in rows:
+            printed.row({"dropout": dropout} | row | {"paper": PAPER.get(row["row"])})
+    report.finish("recompute_overhead", results, args, draw, threads=1)
+
+
+if __name__ == "__main__":
+    main()

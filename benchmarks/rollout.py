@@ -1,0 +1,232 @@
+"""Seconds of a step of reinforcement learning, by part: with the key-value cache and without it,
+and under layouts of training and of generation.
+
+    python -m benchmarks.rollout [--rounds 9] [--minutes 30] [--toy] [--out DIR]
+
+A step of GRPO: 8 answers, then two updates. No token ends an answer: it has 512 tokens where the
+cache is compared, and 128 where layouts are. The model is a GPT of 4 layers of 256, s 576 (192),
+V 257, fp32, with random weights: time does not depend on them. Each rank has one thread.
+
+    generation    the model writes the answers
+    resharding    before: the weights go to the layout that writes (--rollout-tp, resharding.py)
+    reference     the model at the start reads the answers: their log-probabilities
+    training      forward, backward, optimizer, twice
+
+    cache         one rank, with and without the key-value cache, in turn
+    layouts       two ranks. Generation has the layout of training; or "-> dp 2": each rank has a
+                  whole copy of the weights, and writes its half of the answers
+
+The kinds of a group take turns. A ratio is of two in the same round. Each round is kept as soon as
+it is there: the same command goes on after it was stopped, and adds rounds up to --rounds.
+
+Figure: docs/figures/rollout.svg
+"""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from base import cpu
+from base.world import Groups
+from benchmarks import report, style, time_line
+from benchmarks.steps import Steps
+from course import ranks
+from course.synthetic import Questions
+from finetune.prompt_set import Question
+from finetune.rollout import write_answers
+
+SHAPE = dict(
+    model="gpt2",
+    num_layers=4,
+    hidden_size=256,
+    num_heads=4,
+    seq_length=576,
+    vocab_size=257,
+    precision="fp32",
+    device="cpu",
+    command="reinforcement.py",
+    method="grpo",
+    group_size=4,
+    global_batch_size=8,
+    micro_batch_size=1,
+    answer_tokens=512,
+)
+TOY = SHAPE | dict(
+    num_layers=2, hidden_size=32, seq_length=32, answer_tokens=8, group_size=2, global_batch_size=4
+)
+# {kind: flags}
+# without the cache a step takes minutes
+CACHE_ROUNDS = 2
+CACHE = {"cache": {}, "no cache": {"cached": False}}
+# shorter answers, more rounds
+SHORT = {"seq_length": 192, "answer_tokens": 128}
+LAYOUTS = {
+    "dp 2": {},
+    "tp 2": {"tp": 2},
+    "tp 2 -> dp 2": {"tp": 2, "rollout_tp": 1},
+    "ZeRO 3": {"zero_stage": 3},
+    "ZeRO 3 -> dp 2": {"zero_stage": 3, "rollout_tp": 1},
+}
+# {group: (ranks, kinds)}
+KINDS = {"cache": (1, CACHE), "layouts": (2, LAYOUTS)}
+PARTS = "generation", "resharding", "reference", "training"
+
+
+class Prompts(Questions):
+    """32 tokens and more. No token ends an answer."""
+
+    end_tokens = ()
+
+    def __init__(self, config):
+        super().__init__(config.vocab_size, config.group_size)
+        self.config = config
+
+    def question(self, sample: int):
+        group = sample // self.group_size
+        free = self.config.seq_length - self.config.answer_tokens
+        length = free // 2 + group % (free // 2)
+        generator = torch.Generator().manual_seed(group)
+        ids = torch.randint(self.config.vocab_size, (length,), generator=generator)
+        return Question(ids.tolist(), "", {})
+
+
+class Rollout(Steps):
+    """Steps of one kind, whose seconds are measured."""
+
+    def __init__(self, groups: Groups, cached: bool = True, **flags):
+        super().__init__(flags, groups)
+        self.dataset = Prompts(self.config)
+        self.events = []
+        task = self.trainer.task
+        if not cached:
+            task.writer.write = self.write_without_cache
+        if task.writer.resharding:
+            self.watch(task.writer.resharding, "copy", "resharding")
+        self.watch(task.writer, "write", "generation")
+        self.watch(task, "make_targets", "reference")
+
+    def watch(self, owner, name: str, part: str) -> None:
+        """Note each call of owner.NAME as a part."""
+        setattr(owner, name, time_line.noted(self.events, part, getattr(owner, name)))
+
+    def write_without_cache(self, prompts, samples, step, end_tokens):
+        numbers = self.config.seed, step, self.config.answer_tokens
+        options = dict(groups=self.trainer.groups, cached=False)
+        return write_answers(self.trainer.model, prompts, samples, *numbers, end_tokens, **options)
+
+    def seconds(self) -> dict[str, float]:
+        """Of the first step, so that all kinds have the same random numbers: by part, and whole."""
+        barrier = dist.barrier if dist.is_initialized() else lambda: None
+        whole = report.timed(lambda: (self.step(), barrier()))
+        seconds = dict.fromkeys(PARTS, 0.0)
+        for part, start, end in self.events:
+            seconds[part] += end - start
+        # the weights are moved inside of the call that writes
+        seconds["generation"] -= seconds["resharding"]
+        seconds["training"] = whole - sum(seconds.values())
+        lengths = {len(answer.ids) for answer in self.trainer.task.rows.answers}
+        assert lengths == {self.config.answer_tokens}
+        return seconds | {"step": whole}
+
+
+def on_rank(rank: int, world: int, shape: dict, kinds: dict) -> dict:
+    """One round: {kind: {part: seconds}}. Before it each kind takes a step of few tokens."""
+    cpu.set_up()
+    results = {}
+    for name, flags in kinds.items():
+        groups = Groups()
+        if world > 1:
+            groups = Groups.make("cpu", world, flags.get("tp", 1))
+        Rollout(groups, **shape | flags | {"answer_tokens": 4}).seconds()
+        results[name] = Rollout(groups, **shape | flags).seconds()
+    return results
+
+
+def measure(results: dict, args, keep) -> None:
+    """results: {group: {round: {kind: {part: seconds}}}}, completed; keep() writes the file."""
+    for number in range(args.rounds):
+        # what takes minutes comes last
+        for group, (world, kinds) in reversed(KINDS.items()):
+            done = results.setdefault(group, {})
+            enough = group == "cache" and number >= CACHE_ROUNDS
+            if enough or str(number) in done or report.is_over(args):
+                continue
+            order = kinds if number % 2 == 0 else dict(reversed(kinds.items()))
+            load = os.getloadavg()[0]
+            shape = SHAPE | SHORT if group == "layouts" else SHAPE
+            found = ranks.run(on_rank, world, world, TOY if args.toy else shape, order)[0]
+            done[str(number)] = found | {"load_average": load}
+            for kind in kinds:
+                print(f"{group}, round {number}, {kind}: {report.text_of(found[kind])}", flush=True)
+            keep()
+
+
+def rounds_of(results: dict, group: str, part: str) -> list[dict]:
+    """{kind: seconds of a part} of each round"""
+    rounds = results[group].values()
+    return [{kind: found[kind][part] for kind in KINDS[group][1]} for found in rounds]
+
+
+def seconds_of(results: dict, group: str, part: str) -> dict[str, dict]:
+    """{kind: spread over rounds of a part's seconds}"""
+    rounds = rounds_of(results, group, part)
+    return {kind: report.spread([r[kind] for r in rounds]) for kind in rounds[0]}
+
+
+def print_summary(results: dict) -> None:
+    for group, (_, kinds) in KINDS.items():
+        table = report.Table()
+        for part in (*PARTS, "step"):
+            table.row({"seconds": part, **seconds_of(results, group, part)})
+        shares = {}
+        for kind in kinds:
+            rounds = [of_round[kind] for of_round in results[group].values()]
+            writing = [(r["generation"] + r["resharding"]) / r["step"] for r in rounds]
+            shares[kind] = report.format_spread(report.spread(writing), ".0%")
+        table.row({"seconds": "share of generation and resharding", **shares})
+    for part in ("generation", "step"):
+        ratio = report.ratio(rounds_of(results, "cache", part), "no cache", "cache")
+        print(f"{part} without the cache: {report.format_spread(ratio, '.1f')} times as long")
+    for kind, over in (("tp 2 -> dp 2", "tp 2"), ("ZeRO 3 -> dp 2", "ZeRO 3")):
+        ratio = report.ratio(rounds_of(results, "layouts", "step"), kind, over)
+        print(f"a step of {kind} over one of {over}: {report.format_spread(ratio, '.2f')}")
+
+
+# --- figure ---------------------------------------------------------------------------------------
+
+COLOURS = dict(zip(PARTS, ("#0072b2", "#e69f00", "#999999", "#009e73")))
+
+
+def draw(results: dict, figures: Path) -> None:
+    """results: what rollout.json holds. A bar for each kind; medians of the parts."""
+    results = results["results"]
+    figure, panels = style.figure(2.2, 1, 2)
+    for axes, (group, (_, kinds)) in zip(panels, KINDS.items()):
+        medians = {part: seconds_of(results, group, part) for part in PARTS}
+        for y, kind in enumerate(kinds):
+            parts = {part: found[kind]["median"] for part, found in medians.items()}
+            style.stack(axes, y, parts, COLOURS)
+        style.rows_of(axes, list(kinds))
+        axes.set(xlabel="seconds of a step")
+    panels[0].set(title="one rank")
+    panels[1].set(title="two ranks")
+    shown = panels[0].get_legend_handles_labels()
+    figure.legend(*shown, ncols=len(PARTS), loc="outside lower left")
+    style.save(figure, figures / "rollout.svg")
+
+
+def main():
+    parser = report.arguments(__doc__, rounds=9)
+    report.minutes(parser)
+    args = report.parse(parser, rounds=1)
+    torch.set_num_threads(1)
+    results = {"toy": args.toy, "results": report.earlier("rollout", parser, args)}
+    measure(results["results"], args, lambda: report.write("rollout", results, args))
+    print_summary(results["results"])
+    report.finish("rollout", results, args, draw)
+
+
+if __name__ == "__main__":
+    main()

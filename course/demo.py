@@ -1,0 +1,161 @@
+"""What the demonstrations share: a tiny model, random tokens, and gradients compared.
+
+`python FILE` of a technique runs one training step on one rank and on several, and compares the
+gradients. The steps that are the same in every file stand here:
+
+    model = demo.meta_model(demo.tiny_config(dropout=0.1))    # shapes without storage
+    apply(model, group)                                       # the technique
+    sharding.init(model, seed=0, device="cpu", dtype=torch.float64)
+    tokens, targets = demo.random_tokens(batch=8, seq=32, vocab=257)
+    model(tokens, targets).mean().backward()
+    gradients = demo.gathered_gradients(model)                # whole, on every rank
+
+Collectives are counted by `layer_calls`, and written out by `format_calls`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import families
+import gpt
+import sharding
+from base.model_config import GPTConfig
+from course import form, ranks
+from optimizer import AdamW, GradientAccumulator
+
+
+def tiny_config(config_class: type = GPTConfig, **changes) -> GPTConfig:
+    """A GPT with L 2, h 64, a 4, s 32, V 257, except for the fields in `changes`. config_class: a
+    subclass of GPTConfig whose own fields `changes` may then name."""
+    fields = dict(num_layers=2, hidden_size=64, num_heads=4, seq_length=32, vocab_size=257)
+    return config_class(**(fields | changes))
+
+
+def meta_model(config: GPTConfig) -> gpt.GPT:
+    """The model on the meta device, where it has shapes but no storage. `sharding.init` gives it
+    values once the techniques are applied."""
+    with torch.device("meta"):
+        return families.build(config)
+
+
+def random_tokens(batch: int, seq: int, vocab: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """(tokens, targets), each [batch, seq] int64: a target is the token that follows."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocab, (batch, seq + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def singleton_group() -> dist.ProcessGroup:
+    """The group of this rank alone: those that share its experts, where each rank has others. A
+    collective of all ranks."""
+    # every rank makes every group
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return groups[dist.get_rank()]
+
+
+def gathered_gradients(*models: nn.Module) -> dict[str, Tensor]:
+    """{global name: whole gradient} of models that hold parts of one, copied, so that a later step
+    does not change it. A gradient is the fp32 sum `main_grad` where fsdp.py keeps one, else `grad`.
+
+    A collective: every rank that holds a shard of a parameter calls it."""
+    gradients = {}
+    for name, parameter in sharding.named_parameters(*models):
+        gradient = getattr(parameter, "main_grad", None)
+        if gradient is None:
+            gradient = parameter.grad
+        gradients[name] = sharding.gather(gradient.clone(), sharding.sharding_of(parameter))
+    return gradients
+
+
+def largest_difference(reference: dict[str, Tensor], gradients: dict[str, Tensor]) -> float:
+    """The largest max|a - b| / max|a| of a gradient a in `reference` and b of the same name.
+
+    Key biases are left out. Their gradient is exactly 0, because softmax does not change when every
+    score of a row moves by the same number; only rounding would be compared."""
+    differences = []
+    for name, expected in reference.items():
+        if not name.endswith("key.bias"):
+            differences.append(difference(expected, gradients[name]))
+    return max(differences)
+
+
+def difference(expected: Tensor, found: Tensor) -> float:
+    """max|a - b| / max|a|"""
+    return ((expected - found).abs().max() / expected.abs().max()).item()
+
+
+def relative_error(exact: Tensor, rounded: Tensor) -> float:
+    """‖b - a‖ / ‖a‖"""
+    return ((rounded - exact).norm() / exact.norm()).item()
+
+
+def check_step(lesson: form.Lesson, one: dict, several: dict, what: str = "on two") -> None:
+    """The loss and the gradients of a step on one rank and on several: {"loss", "gradients"}."""
+    lesson.check(
+        f"loss {one['loss']:.12f} on one rank, {several['loss']:.12f} {what}",
+        abs(one["loss"] - several["loss"]) < 1e-10,
+    )
+    worst = largest_difference(one["gradients"], several["gradients"])
+    lesson.check(f"largest relative difference of a gradient {worst:.1e}", worst < 1e-10)
+
+
+def random_words(count: int, besides: Sequence[str]) -> list[str]:
+    """Four of the letters a to h each; none of `besides`."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(8, (count, 4), generator=generator).tolist()
+    words = ["".join("abcdefgh"[letter] for letter in row) for row in rows]
+    return [word for word in words if word not in besides]
+
+
+@dataclass
+class Learned:
+    # how many numbers learned
+    parameters: int
+    steps: int
+    # the mean of the last 10 steps
+    loss: float
+
+
+def learn(model: nn.Module, loss_of: Callable, most_steps: int, enough: float) -> Learned:
+    """Train what is not frozen, until the mean loss of 10 steps is below `enough` or `most_steps`
+    are over. loss_of(step): the loss of its batch. (There is one micro-batch and one rank, so there
+    is nothing to reduce.)"""
+    learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    gradients = GradientAccumulator(model)
+    optimizer = AdamW(learned.items(), 0.0)
+    losses = []
+    while len(losses) < most_steps and (len(losses) < 10 or mean(losses[-10:]) >= enough):
+        gradients.zero_grad()
+        loss = loss_of(len(losses))
+        loss.backward()
+        # A peak of 1e-2 makes logits so large that the loss depends on how a processor rounds.
+        optimizer.step(3e-3 * min(1, (len(losses) + 1) / 20))
+        losses.append(loss.item())
+    return Learned(sum(p.numel() for p in learned.values()), len(losses), mean(losses[-10:]))
+
+
+def layer_calls(layer: nn.Module, *args) -> dict[str, list[tuple[str, int]]]:
+    """The collectives of a layer, (kind, bytes) each: {"forward": [..], "backward": [..]}."""
+    with ranks.Collectives() as forward:
+        y = layer(*args)
+    with ranks.Collectives() as backward:
+        y.sum().backward()
+    return {"forward": forward.calls, "backward": backward.calls}
+
+
+def flops(function: Callable[[], object]) -> int:
+    """Of the matrix multiplications in a call."""
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+def format_calls(calls: list[tuple[str, int]]) -> str:
+    """Collectives noted by `ranks.Collectives`, as "all-reduce 1,024, all-gather 512" (bytes)."""
+    return ", ".join(f"{kind} {size:,}" for kind, size in calls)

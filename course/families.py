@@ -1,0 +1,192 @@
+"""The lesson of families.py: norms of a Qwen3 and a Gemma, what a window hides, whose slopes.
+
+python -m course.families
+"""
+
+import torch
+import torch.distributed as dist
+
+import families
+import generate
+import sharding
+import tensor_parallel
+from base.model_config import GPTConfig
+from course import demo, form, ranks
+from course.mutations import local_attention as bugs
+from families import LocalBias, alibi_slopes
+
+WITHOUT = {
+    "width": form.Removal(
+        bugs.window_of_one_more,
+        "The window counts earlier tokens only. Where does it show?",
+        "The window shows one token more, so each layer reaches one further. Nothing is wrong"
+        " inside of the model, but it is another one than was trained; and the cache, which has w"
+        " columns, does not hold what the mask still shows.",
+    ),
+    "own-slopes": form.Removal(
+        bugs.slopes_of_the_first_rank,
+        "Each rank takes the first 4. Which heads see too little?",
+        "Rank 1 has heads 4 to 7 and takes the slopes of heads 0 to 3: its heads see less far."
+        " Each rank alone computes a good ALiBi, so only a comparison with one rank shows it.",
+    ),
+}
+
+W, L, S, PROMPT, NEW = 3, 2, 16, 6, 8
+WINDOW = dict(llama=True, num_layers=L, seq_length=S, sliding_window=W)
+ALIBI = dict(positions="alibi", num_heads=8, seq_length=S)
+
+
+def make_model(config: GPTConfig, group: dist.ProcessGroup | None = None):
+    model = demo.meta_model(config)
+    if group:
+        tensor_parallel.apply(model, group)
+    sharding.init(model, 0, "cpu", torch.float64)
+    return model
+
+
+@torch.no_grad()
+def reach(model) -> int:
+    """How many tokens after a changed one still have other logits."""
+    tokens, _ = demo.random_tokens(1, S, 257)
+    changed = tokens.clone()
+    changed[0, 0] += 1
+    differs = (model(tokens) - model(changed)).abs().amax(-1)[0] > 1e-12
+    return differs.nonzero().max().item()
+
+
+def decode(model) -> tuple[int, list[int], list[int]]:
+    """Columns of the cache, and the tokens that follow a prompt, with the cache and without."""
+    tokens, _ = demo.random_tokens(1, PROMPT, 257)
+    columns = []
+
+    def observe(batch, logits, sampled):
+        columns.append(batch.cache.keys["0"].shape[2])
+
+    options = dict(temperature=0, observe=observe)
+    cached = generate.generate(model, tokens.tolist(), NEW, **options)
+    plain = generate.generate(model, tokens.tolist(), NEW, temperature=0, cached=False)
+    return columns[0], cached[0], plain[0]
+
+
+def on_rank(rank: int, world: int, mutate) -> dict:
+    if mutate:
+        mutate()
+    found = {}
+    if world == 1:
+        # weights so large that attention decides what follows
+        model = make_model(demo.tiny_config(**WINDOW)).requires_grad_(False)
+        for p in model.parameters():
+            if p.dim() > 1:
+                p *= 6
+        found["reach"] = reach(model)
+        found["columns"], found["cached"], found["plain"] = decode(model)
+    group = dist.group.WORLD if world > 1 else None
+    model = make_model(demo.tiny_config(**ALIBI), group)
+    tokens, targets = demo.random_tokens(4, S, 257)
+    found["loss"] = model(tokens, targets).mean().item()
+    found["slopes"] = families.local_bias(model.blocks["0"]).slopes
+    return found
+
+
+def draw(lesson: form.Lesson) -> None:
+    """What is added to the scores of 5 tokens."""
+    like = torch.zeros(1, 1, 5, 8)
+    window = LocalBias(demo.tiny_config(**WINDOW))(like)[0, 0]
+    slope = LocalBias(demo.tiny_config(**ALIBI))(like)[0, 0]
+    lesson.say(f"{f'window {W}':<24}ALiBi, slope 1/2")
+    for hidden, bias in zip(window, slope):
+        left = " ".join("." if x == 0 else " " for x in hidden)
+        right = " ".join(f"{x + 0.0:4.1f}" for x in bias[bias > -torch.inf])
+        lesson.say(f"{left:<24}{right}")
+
+
+def teach_window(lesson: form.Lesson, one: dict) -> None:
+    lesson.predict(
+        f"A window of {W} tokens, {L} layers. Token 0 is changed. Which is the last token whose"
+        " logits change?",
+        "token",
+    )
+    draw(lesson)
+    lesson.check(
+        f"token {one['reach']}; L (w - 1) = {L * (W - 1)}",
+        one["reach"] == L * (W - 1),
+        [one["reach"]],
+    )
+    lesson.predict(
+        f"A prompt of {PROMPT} tokens, and {NEW} more are generated. How many columns does the"
+        " cache need?",
+        "columns",
+    )
+    same = "the same" if one["cached"] == one["plain"] else "other"
+    lesson.check(
+        f"{one['columns']}, not {PROMPT + NEW}; {same} tokens as without a cache",
+        one["columns"] == W and same == "the same",
+        [one["columns"]],
+    )
+
+
+def teach_slopes(lesson: form.Lesson, one: dict, two: list[dict]) -> None:
+    lesson.predict(
+        "Slopes are a geometric sequence. Of 8 heads the first one is 1/2. The others? And of 6"
+        " heads, which is no power of two?"
+    )
+    eight, six = (alibi_slopes(a).tolist() for a in (8, 6))
+    lesson.say("8 heads  " + " ".join(f"{f'1/{1 / x:.0f}':<6}" for x in eight).rstrip())
+    lesson.say("6 heads  " + " ".join(f"{f'1/{1 / x:.0f}':<6}" for x in six).rstrip())
+    lesson.check(
+        "ratio 1/2; heads 0 to 3 of 6 are as of 4, heads 4 and 5 as heads 0 and 2 of 8",
+        eight == [2.0**-i for i in range(1, 9)] and six == [2.0**-i for i in (2, 4, 6, 8, 1, 3)],
+    )
+    lesson.predict("Two tensor-parallel ranks have 4 heads each. Which slopes has rank 1?")
+    slopes = [" ".join(f"1/{1 / x:.0f}" for x in of_rank["slopes"]) for of_rank in two]
+    lesson.check(
+        f"rank 0: {slopes[0]}; rank 1: {slopes[1]}",
+        torch.equal(torch.cat([of_rank["slopes"] for of_rank in two]), one["slopes"]),
+    )
+    apart = abs(two[0]["loss"] - one["loss"])
+    lesson.check(f"the loss is {apart:.1e} from that of one rank", apart < 1e-10)
+
+
+def count_parameters(**fields) -> int:
+    config = demo.tiny_config(llama=True, num_layers=L, **fields)
+    return sharding.num_parameters(demo.meta_model(config))
+
+
+@torch.no_grad()
+def teach_parts(lesson: form.Lesson) -> None:
+    """What a Qwen3 and a Gemma have beside a Llama."""
+    lesson.predict(
+        f"A Llama of {L} layers, h 64, with 4 heads. As a Qwen3 each layer has a norm for the"
+        " queries of its heads, and one for the keys. How many parameters more?",
+        "parameters more",
+    )
+    more = count_parameters(qk_norm=True) - count_parameters()
+    lesson.check(f"{more}; 2 d L = 2 · 16 · {L}", more == 2 * 16 * L, [more])
+    lesson.predict(
+        "A Gemma's norm gives y + y w, y = x / rms(x), where a Llama's gives y w. Both begin as y."
+        " What is w then?",
+        "w",
+    )
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    llama, gemma = (
+        families.build(demo.tiny_config(llama=True, norm=norm)).head.norm
+        for norm in ("rmsnorm", "rmsnorm1p")
+    )
+    same = "the same" if torch.equal(llama(x), gemma(x)) else "another"
+    lesson.check(
+        f"{gemma.weight[0]:.0f}, and {llama.weight[0]:.0f} in a Llama: {same} result",
+        gemma.weight.eq(0).all() and same == "the same",
+        [gemma.weight[0].item()],
+    )
+
+
+def teach(lesson: form.Lesson) -> None:
+    one = ranks.run(on_rank, 1, 1, lesson.mutate)[0]
+    two = ranks.run(on_rank, 2, 2, lesson.mutate)
+    teach_parts(lesson)
+    teach_window(lesson, one)
+    teach_slopes(lesson, one, two)
+
+
+if __name__ == "__main__":
+    form.run("families")

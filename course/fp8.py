@@ -1,0 +1,308 @@
+"""The lesson of fp8.py: three products, gradients in e5m2, bytes kept,
+rows of an expert, two ranks beside one.
+
+python -m course.fp8
+"""
+
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fp8
+import recompute
+import sharding
+import tensor_parallel
+from base.float8 import E4M3, E5M2, Format, block_maxima, quantise, scale_of
+from course import demo, form, ranks
+from fp8 import GRADIENT, INPUT, Recipe, Scaling
+
+# --- what --without removes -----------------------------------------------------------------------
+
+
+def no_e5m2():
+    """Gradients are in e4m3, as the other operands."""
+    return mock.patch.object(Recipe, "format", lambda self, operand: E4M3)
+
+
+def no_amax_reduce(original=Scaling.scales):
+    """Each rank takes the maximum of its part for that of the tensor."""
+
+    def scales(self, tensors, places, operand, group, block):
+        return original(self, tensors, places, operand, None, block)
+
+    return mock.patch.object(Scaling, "scales", scales)
+
+
+def no_new_bytes(original=Scaling.end_step):
+    """After a step, weights keep the bytes of their old values."""
+
+    def end_step(self, group=None, taken=None):
+        weights = dict(self.weights)
+        original(self, group, taken)
+        self.weights.update(weights)
+
+    return mock.patch.object(Scaling, "end_step", end_step)
+
+
+def no_row_scales():
+    """An expert's input has one scale, whoever is in it."""
+
+    def in_bytes(self, x: Tensor, place, operand: int, group):
+        return quantise(x, scale_of(block_maxima(x, None), E4M3, True), E4M3, None, True)
+
+    return mock.patch.object(fp8.ExpertLayer, "in_bytes", in_bytes)
+
+
+WITHOUT = {
+    "e5m2": form.Removal(
+        no_e5m2,
+        "Which gradients are lost, and which get better?",
+        "Those of tokens whose gradient is small: it is 0, and so is all that they would teach the"
+        " layers below. Where tokens are alike, e4m3 is the better one: it errs less.",
+    ),
+    "row-scales": form.Removal(
+        no_row_scales,
+        "Is anything wrong then, or only different?",
+        "What a token becomes now depends on who else chose the expert. On two expert-parallel"
+        " ranks these are tokens of two micro-batches, on one device those of one. No product is"
+        " wrong, and no number is the same.",
+    ),
+    "amax-reduce": form.Removal(
+        no_amax_reduce,
+        "Each rank has its own scales. Who notices?",
+        "Only this comparison: each rank rounds its part to other numbers than one device would,"
+        " and still learns. With powers of two nearly all numbers stay, because a scale that is"
+        " half as large only moves exponents. So `current` has --fp8-scales any here.",
+    ),
+    "new-bytes": form.Removal(
+        no_new_bytes,
+        "Which step goes wrong, and how?",
+        "The optimizer changes the weights, but forward and backward read the bytes of the first"
+        " step. The first loss is right. From the second step on, attention and MLP stand still.",
+    ),
+}
+
+# --- one layer ------------------------------------------------------------------------------------
+
+# tokens, inputs, outputs of the layer
+N, IN, OUT = 256, 512, 384
+RECIPES = ("current", "delayed", "block")
+
+
+def one_layer(recipe: Recipe) -> fp8.Layer:
+    """A linear layer, in the place of a model's first matrix."""
+    return fp8.Layer(Scaling(recipe, 1, "cpu"), ((0, 0),))
+
+
+def three_products(recipe: Recipe, x: Tensor, w: Tensor, dy: Tensor) -> list[Tensor]:
+    """[y, ∂x, ∂W] in FP8. x: [tokens, in]; w: [out, in]; dy: [tokens, out]"""
+    x = x.unsqueeze(0).requires_grad_()
+    w = nn.Parameter(w)
+    (y,) = fp8.linear(one_layer(recipe), x, w, None)
+    y.backward(dy.unsqueeze(0))
+    return [y[0].detach(), x.grad[0], w.grad]
+
+
+def operands() -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(N, IN, generator=g)
+    w = 0.02 * torch.randn(OUT, IN, generator=g)
+    return x, w, 1e-6 * torch.randn(N, OUT, generator=g)
+
+
+def rounding_error(x: Tensor, to: Format) -> float:
+    """Of a tensor in bytes, relative: |x - its bytes| / |x|"""
+    scale = scale_of(block_maxima(x, None), to, True)
+    return demo.relative_error(x, quantise(x, scale, to, None, True).values(x.dtype))
+
+
+def teach_products(lesson: form.Lesson) -> None:
+    x, w, dy = operands()
+    e4m3, e5m2 = rounding_error(x, E4M3), rounding_error(dy, E5M2)
+    lesson.predict(
+        f"Rounding changes a tensor by {e4m3:.1%} in e4m3, by {e5m2:.1%} in e5m2. Both operands are"
+        f" rounded. By how much do y = x Wᵀ, each a sum of {IN} products, ∂x and ∂W change?",
+        "share with e4m3 twice; share with e5m2 and e4m3",
+    )
+    exact = [x.double() @ w.double().t(), dy.double() @ w.double(), dy.double().t() @ x.double()]
+    lesson.say(f"{'recipe':10}{'y':>8}{'∂x':>8}{'∂W':>8}")
+    errors = {}
+    for name in RECIPES:
+        found = three_products(Recipe(name), x, w, dy)
+        errors[name] = list(map(demo.relative_error, exact, found))
+        lesson.say(f"{name:10}" + "".join(f"{error:8.1%}" for error in errors[name]))
+    both = (2 * e4m3**2) ** 0.5
+    mixed = (e4m3**2 + e5m2**2) ** 0.5
+    of_tensors = torch.tensor([both, mixed, mixed])
+    expected = torch.stack([of_tensors, of_tensors, torch.tensor([both] * 3)])
+    near = (torch.tensor(list(errors.values())) / expected - 1).abs() < 0.1
+    lesson.check(
+        f"errors are independent, so squares add: {both:.1%} with e4m3 twice, {mixed:.1%} with e5m2"
+        " and e4m3. A sum errs by no larger share than one product",
+        near.all().item(),
+        [both, mixed],
+    )
+
+
+def teach_gradients(lesson: form.Lesson) -> None:
+    x, w, dy = operands()
+    lesson.predict(
+        f"From the first of {N} tokens to the last, gradients ∂y fall evenly by 8 powers of ten."
+        " e4m3 reaches from 448 down to 2^-9. How many tokens get ∂x = 0? In e5m2?",
+        "tokens with 0 in e4m3; tokens with 0 in e5m2",
+    )
+    dy = dy * torch.logspace(0, -8, N).unsqueeze(1)
+
+    def zeros_of(name: str, what: str) -> int:
+        dx = three_products(Recipe(name), x, w, dy)[1]
+        zeros = (dx == 0).all(1).sum().item()
+        lesson.say(f"{name:9}{Recipe(name).format(GRADIENT).name}, {what:26}{zeros:4} tokens")
+        return zeros
+
+    recipes = {"current": "one scale", "block": "a scale for each 1 x 128"}
+    zeros = {name: zeros_of(name, what) for name, what in recipes.items()}
+    with no_e5m2():
+        in_e4m3 = zeros_of("current", recipes["current"])
+    lesson.check(
+        f"{in_e4m3} in e4m3, which spans 5.4 powers of ten; {zeros['current']} in e5m2, which spans"
+        f" 9.6; {zeros['block']} by blocks, where each token has scales of its own",
+        zeros == {"current": 0, "block": 0} and N / 8 < in_e4m3 < N / 3,
+        [in_e4m3, zeros["current"]],
+    )
+
+
+def teach_bytes(lesson: form.Lesson) -> None:
+    x, w, _ = operands()
+    x = x.bfloat16().unsqueeze(0).requires_grad_()
+    w = nn.Parameter(w.bfloat16())
+    lesson.predict(
+        f"Backward needs x [{N}, {IN}] for ∂W. bf16 keeps 2 bytes of each number. FP8? With"
+        " blocks?",
+        "bytes for x, FP8; bytes for x, blocks",
+    )
+    kept = [recompute.saved_bytes(lambda: F.linear(x, w), w)]
+    for name in ("current", "block"):
+        layer = one_layer(Recipe(name))
+        kept.append(recompute.saved_bytes(lambda layer=layer: fp8.linear(layer, x, w, None), w))
+    n = N * IN
+    lesson.check(
+        f"bf16 {kept[0]:,}; FP8 {kept[1]:,}, a byte each and one scale; blocks {kept[2]:,}, and a"
+        " scale of 4 bytes for each 128",
+        kept == [2 * n, n + 4, n + 4 * n // 128],
+        [kept[1], kept[2]],
+    )
+
+
+def teach_experts(lesson: form.Lesson) -> None:
+    lesson.predict(
+        "Two ranks send 64 tokens each to one expert; those of the second are ten times as large."
+        " In how many of the first rank's 64 rows do the bytes differ from those without the"
+        " second?",
+        "rows",
+    )
+    layer = fp8.ExpertLayer(Scaling(Recipe(), 1, "cpu"), ((0, 5),), None, None)
+    tokens = torch.randn(128, 32, generator=torch.Generator().manual_seed(0))
+    tokens[64:] *= 10
+    alone, together = (layer.in_bytes(x, (0, 5), INPUT, None) for x in (tokens[:64], tokens))
+    differ = (alone.q.view(torch.uint8) != together.q[:64].view(torch.uint8)).any(1).sum().item()
+    lesson.check(
+        f"in {differ} of 64: a row's scale depends on this row alone", differ == 0, [differ]
+    )
+
+
+# --- two ranks ------------------------------------------------------------------------------------
+
+B, S, H, V = 4, 32, 64, 257
+LR = 0.5
+# any scale: powers of two would hide a wrong one
+ON_RANKS = {
+    "current": Recipe("current", power_of_two=False),
+    "delayed": Recipe("delayed"),
+    "block": Recipe("block", block=16),
+}
+
+
+def on_rank(rank: int) -> dict:
+    """Each recipe: two steps of a GPT (h 64, L 2, float64), and a layer's all-reduces of maxima."""
+    return {name: two_steps(recipe) for name, recipe in ON_RANKS.items()}
+
+
+def two_steps(recipe: Recipe) -> dict:
+    model = demo.meta_model(demo.tiny_config())
+    group = dist.group.WORLD if dist.get_world_size() > 1 else None
+    if group:
+        tensor_parallel.apply(model, group)
+    sharding.init(model, 0, "cpu", torch.float64)
+    scaling = Scaling(recipe, model.config.num_layers, "cpu")
+    fp8.apply(model, scaling, skip=0)
+    tokens, targets = demo.random_tokens(B, S, V)
+    losses = []
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(tokens, targets).mean()
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= LR * p.grad
+        scaling.end_step(group)
+    gradients = demo.gathered_gradients(model)
+    x = torch.zeros(B, S, H, dtype=torch.float64, requires_grad=True)
+    calls = demo.layer_calls(model.blocks["0"], x)
+    return {
+        "losses": losses,
+        "gradients": gradients,
+        "maxima": [small_all_reduces(calls[way]) for way in ("forward", "backward")],
+    }
+
+
+def small_all_reduces(calls: list[tuple[str, int]]) -> int:
+    """Of maxima; those of activations have thousands of bytes."""
+    return sum(kind == "all-reduce" and size < 100 for kind, size in calls)
+
+
+def teach_ranks(lesson: form.Lesson, one: dict, two: dict) -> None:
+    lesson.predict(
+        "Two tensor-parallel ranks have parts of all weights of a layer, of the inputs of two"
+        " matrices, of the gradients of the other four. How many all-reduces of maxima are there in"
+        " one forward and backward, by recipe, when two steps are over?",
+        "current; delayed; block",
+    )
+    counts = {name: two[name]["maxima"] for name in RECIPES}
+    lesson.check(
+        f"current {counts['current'][0]} in forward (6 weights, once a step, and 2 inputs) and"
+        f" {counts['current'][1]} in backward (query, key and value in one); delayed"
+        f" {sum(counts['delayed'])}, block {sum(counts['block'])}",
+        counts == {"current": [8, 2], "delayed": [0, 0], "block": [0, 0]},
+        [*map(sum, counts.values())],
+    )
+    lesson.predict("Two steps on two ranks, float64. Are losses and gradients those of one device?")
+    worst = {}
+    for name in RECIPES:
+        losses = zip(one[name]["losses"], two[name]["losses"])
+        of_gradients = demo.largest_difference(one[name]["gradients"], two[name]["gradients"])
+        worst[name] = max(of_gradients, *(abs(a - b) for a, b in losses))
+    lesson.check(
+        "largest relative difference: "
+        + ", ".join(f"{name} {apart:.1e}" for name, apart in worst.items()),
+        max(worst.values()) < 1e-10,
+    )
+
+
+def teach(lesson: form.Lesson) -> None:
+    with lesson.removed():
+        teach_products(lesson)
+        teach_gradients(lesson)
+        teach_bytes(lesson)
+        teach_experts(lesson)
+    two = lesson.on_ranks(2, on_rank)[0]
+    # without e5m2 one device has no e5m2 either
+    one = (lesson.on_ranks(1, on_rank) if lesson.without == "e5m2" else ranks.run(on_rank, 1))[0]
+    teach_ranks(lesson, one, two)
+
+
+if __name__ == "__main__":
+    form.run("fp8")

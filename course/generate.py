@@ -1,0 +1,178 @@
+"""The lesson of generate.py: with the key-value cache and without, together and alone.
+
+python -m course.generate
+"""
+
+from unittest import mock
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import generate
+import sharding
+from course import demo, form
+from generate import ModelRunner
+from inference.kv_cache import Cache
+
+
+def rotary_at_0(self, cache: Cache, s: int, original=ModelRunner.rotary_at):
+    """While decoding, every token is rotated as if it stood at position 0."""
+    if cache.positions is None:
+        return original(self, cache, s)
+    with mock.patch.object(cache, "positions", torch.zeros_like(cache.positions)):
+        return original(self, cache, s)
+
+
+def no_mask(self, *_) -> None:
+    """A shorter sequence attends to columns of the cache that it has not filled."""
+    self.mask = None
+
+
+WITHOUT = {
+    "positions": form.Removal(
+        lambda: mock.patch.object(ModelRunner, "rotary_at", rotary_at_0),
+        "Prefill is right. Which prompts get other tokens?",
+        "Any of them: all new tokens stand at position 0, so attention sees wrong distances, and"
+        " some draws give another token. Each prompt by itself decodes with the same wrong"
+        " positions, so that check holds.",
+    ),
+    "mask": form.Removal(
+        lambda: mock.patch.object(Cache, "update_mask", no_mask),
+        "Each prompt by itself is right. Why not all three together?",
+        "The longest prompt has filled all columns; the shorter ones attend to columns that hold"
+        " no token of theirs, and get other tokens. A prompt by itself has no such column.",
+    ),
+}
+
+SHAPE = dict(num_layers=4, hidden_size=128, num_heads=4, ffn_hidden_size=344, seq_length=512)
+# of three prompts
+LENGTHS = (4, 39, 16)
+NEW = 24
+
+
+def make_model() -> torch.nn.Module:
+    """A Llama with random weights, float64."""
+    model = demo.meta_model(demo.tiny_config(**SHAPE, llama=True))
+    sharding.init(model, 0, "cpu", torch.float64)
+    return model
+
+
+class Watch:
+    """What forward passes read, and the largest cache of them."""
+
+    def __init__(self):
+        self.tokens = 0
+        self.cache_bytes = 0
+
+    def __enter__(self) -> "Watch":
+        original = ModelRunner.forward
+
+        def forward(runner, batch, tokens, *rest):
+            self.tokens += tokens.numel()
+            logits = original(runner, batch, tokens, *rest)
+            stored = [*batch.cache.keys.values(), *batch.cache.values.values()]
+            self.cache_bytes = max(self.cache_bytes, sum(x.nbytes for x in stored))
+            return logits
+
+        self.patch = mock.patch.object(ModelRunner, "forward", forward)
+        self.patch.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.patch.stop()
+
+
+def teach(lesson: form.Lesson) -> None:
+    model = make_model()
+    with lesson.removed():
+        same_tokens(lesson, model)
+        tokens_read(lesson, model)
+        cache_size(lesson, model)
+        work(lesson, model)
+
+
+def same_tokens(lesson: form.Lesson, model) -> None:
+    lesson.predict(
+        "Three prompts of 4, 39 and 16 tokens, 24 new tokens each, drawn at temperature 1. Do they"
+        " get other tokens without the cache? Each prompt by itself?"
+    )
+    prompts = [list(range(1, n + 1)) for n in LENGTHS]
+    together = generate.generate(model, prompts, NEW)
+    uncached = generate.generate(model, prompts, NEW, cached=False)
+    alone = [generate.generate(model, [prompt], NEW)[0] for prompt in prompts]
+    for name, texts in (("without the cache", uncached), ("by itself", alone)):
+        equal = sum(a == b for x, y in zip(together, texts) for a, b in zip(x, y))
+        lesson.check(f"{name}: {equal} of {3 * NEW} tokens are equal", equal == 3 * NEW)
+
+
+def tokens_read(lesson: form.Lesson, model) -> None:
+    lesson.predict(
+        "A prompt of 40 tokens, then 20 new ones. How many tokens does the model read, with the"
+        " cache and without?",
+        "with the cache; without",
+    )
+    read = []
+    for cached in (True, False):
+        with Watch() as watch:
+            generate.generate(model, [[1] * 40], 20, temperature=0, cached=cached)
+        read.append(watch.tokens)
+    lesson.check(
+        f"{read[0]} = 40 + 19, for the last one is not read; {read[1]} = 40 + 41 + .. + 59",
+        read == [40 + 19, sum(range(40, 60))],
+        read,
+    )
+
+
+def cache_size(lesson: form.Lesson, model) -> None:
+    layers, h = SHAPE["num_layers"], SHAPE["hidden_size"]
+    lesson.predict(
+        f"L {layers}, h {h}, 60 positions, float64. Bytes of the cache? And with grouped-query"
+        " attention, where 4 heads share one key?",
+        "bytes; bytes, grouped",
+    )
+    with Watch() as watch:
+        generate.generate(model, [[1] * 40], 20, temperature=0)
+    config = demo.tiny_config(**SHAPE, llama=True, num_kv_heads=1)
+    grouped = demo.meta_model(config)
+    sharding.init(grouped, 0, "cpu", torch.float64)
+    with Watch() as watch_grouped:
+        generate.generate(grouped, [[1] * 40], 20, temperature=0)
+    formula = 2 * layers * h * 60 * 8
+    lesson.check(
+        f"{watch.cache_bytes:,}; keys and values, 2 L h 60 8 = {formula:,}. Grouped:"
+        f" {watch_grouped.cache_bytes:,}, a quarter",
+        watch.cache_bytes == formula == 4 * watch_grouped.cache_bytes,
+        [watch.cache_bytes, watch_grouped.cache_bytes],
+    )
+
+
+def work(lesson: form.Lesson, model) -> None:
+    lesson.predict(
+        "FLOPs of one more token after 32 and after 448 tokens of context: how many times as many,"
+        " with the cache and without?",
+        "with the cache, times; without, times",
+    )
+    growth = {}
+    for cached in (True, False):
+        flops = [flops_of_a_token(model, context, cached) for context in (32, 448)]
+        growth[cached] = flops[1] / flops[0]
+        lesson.say(f"{'with the cache' if cached else 'without':<15}{flops[0]:>14,}{flops[1]:>14,}")
+    lesson.check(
+        f"with 14 times the context, {growth[True]:.1f} times with the cache, {growth[False]:.1f}"
+        " times without",
+        growth[True] < 2 and growth[False] > 14,
+        [growth[True], growth[False]],
+    )
+
+
+def flops_of_a_token(model, context: int, cached: bool) -> int:
+    steps = generate.stream(model, [[1] * context], 2, temperature=0, cached=cached)
+    # the prefill
+    next(steps)
+    # attention as two matrix multiplications, which are counted
+    with sdpa_kernel(SDPBackend.MATH):
+        return demo.flops(lambda: next(steps))
+
+
+if __name__ == "__main__":
+    form.run("generate")

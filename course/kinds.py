@@ -1,0 +1,45 @@
+"""Every kind of training by its file, so that a layout can be plain data:
+
+config_of(dict(tp=2))                                                    train.py
+config_of(dict(peft="lora", tp=2))                                       adapters.py
+config_of(dict(command="preference.py", method="dpo", data=["-"]))       preference.py
+"""
+
+from finetune.adapter_training import TextPeftConfig
+from finetune.preference_command import PreferenceConfig
+from finetune.prompt_learning import PromptLearningConfig
+from finetune.reinforcement_command import ReinforcementConfig
+from finetune.sft_command import SFTConfig
+from run.config import ConfigError, RunConfig
+from run.kind import name_of
+from run.pretraining import Config
+
+KINDS = {
+    kind.speaker(): kind
+    for kind in (
+        Config,
+        TextPeftConfig,
+        SFTConfig,
+        PreferenceConfig,
+        ReinforcementConfig,
+        PromptLearningConfig,
+    )
+}
+
+
+def config_of(fields: dict) -> RunConfig:
+    """fields: of the configuration, and `command`, which may be left out for text."""
+    fields = dict(fields)
+    of_text = "adapters.py" if "peft" in fields else "train.py"
+    return KINDS[fields.pop("command", of_text)](**fields)
+
+
+def split(words: list[str]) -> tuple[type[RunConfig], list[str]]:
+    """(kind, flags) of words that may begin with a command: -m finetune.sft --data ..; sft.py
+    --data ..; the default is train.py. Raises ConfigError."""
+    words = words[words[:1] == ["-m"] :]
+    first = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))
+    name = name_of(words[0]) if first else Config.command
+    if name not in KINDS:
+        raise ConfigError(f"{name}: is none of {', '.join(KINDS)}")
+    return KINDS[name], words[first:]

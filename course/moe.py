@@ -1,0 +1,151 @@
+"""The lesson of moe.py: experts on one rank, and on two with half of the experts each.
+
+python -m course.moe
+"""
+
+import torch
+import torch.distributed as dist
+
+import fsdp
+import gpt
+import moe
+import sharding
+from base.model_config import MoEConfig
+from course import demo, form, ranks
+from course.mutations import moe as bugs
+
+WITHOUT = {
+    "combine-exchange": form.Removal(
+        bugs.no_combine_exchange,
+        "Tokens go to experts and their results do not come back. Why does no rank hang?",
+        "Every rank leaves out the same call, so no rank waits for another. Rows of the right"
+        " shape stand where results should come back, but they are of other tokens: loss and"
+        " gradients are wrong.",
+    ),
+    "gradients-back": form.Removal(
+        bugs.no_expert_gradients_back,
+        "The loss is right. Which parameters learn nothing?",
+        "The experts: the results of experts travel through the exchange, so no gradient reaches"
+        " their matrices. The router learns, for probabilities are multiplied in after the rows"
+        " are back.",
+    ),
+    "own-probabilities": form.Removal(
+        bugs.probabilities_of_other_tokens,
+        "All rows travel as they should. What is wrong?",
+        "A token's result is multiplied by the probability of another token. Rows are sent as"
+        " before, so all counts and bytes hold; loss and gradients do not.",
+    ),
+    "expert-group": form.Removal(
+        bugs.experts_summed_over_all,
+        "The loss is right. Whose gradients are summed here?",
+        "Rank 0 has experts 0 and 1, rank 1 has 2 and 3. Here the gradients of experts 0 and 2 are"
+        " added, and of 1 and 3, as if they were copies of one. The loss is computed before.",
+    ),
+}
+
+# two micro-batches of B sequences; E experts in each of L layers
+B, S, H, V = 4, 32, 64, 257
+L, E = 2, 4
+TOKENS = B * S
+FFN = 4 * H
+
+
+def on_rank(rank: int) -> dict:
+    """One step in float64. Two ranks have one micro-batch each, and half of the experts."""
+    world = dist.get_world_size()
+    model = demo.meta_model(demo.tiny_config(MoEConfig, num_experts=E))
+    moe.apply(model, dist.group.WORLD if world > 1 else None)
+    sharding.init(model, 0, "cpu", torch.float64)
+    # the ranks that hold the same experts: this rank alone
+    alone = demo.singleton_group()
+    gradients = fsdp.apply(model, dist.group.WORLD, expert_group=alone)
+    tokens, targets = (x.chunk(2) for x in demo.random_tokens(2 * B, S, V))
+    # announces that the next backward is the step's last
+    gradients.next_backward_is_last()
+    mine = range(rank, 2, world)
+    with ranks.Collectives() as forward:
+        losses = [model(tokens[k], targets[k]).sum() for k in mine]
+    loss_grad = torch.tensor(1 / (2 * TOKENS), dtype=torch.float64)
+    with ranks.Collectives() as backward:
+        torch.autograd.backward(losses, [loss_grad] * len(losses))
+        gradients.reduce_gradients()
+    return {
+        "loss": sum(loss.item() for loss in losses) / (2 * TOKENS),
+        "gradients": demo.gathered_gradients(model),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "forward": all_to_alls(forward),
+        "backward": all_to_alls(backward),
+    }
+
+
+def all_to_alls(counted: ranks.Collectives) -> list[int]:
+    """Bytes of each."""
+    return [size for name, size in counted.calls if name == "all-to-all"]
+
+
+def teach_exchanges(lesson: form.Lesson, forward: list[int], backward: list[int]) -> None:
+    """The all-to-alls of a step. forward, backward: the bytes of each, in order."""
+    lesson.predict(
+        f"A micro-batch is {TOKENS} tokens of {H} numbers of 8 bytes. How many all-to-alls has a"
+        " layer in forward, and in backward? What do they carry?",
+        "in forward; in backward",
+    )
+    for name, sizes in (("forward", forward), ("backward", backward)):
+        words = ", ".join(f"{size:,}" for size in sizes)
+        lesson.say(f"bytes, {L} layers, {name}: {words or 'none'}")
+    rows = [size for size in forward if size != E * 8]
+    lesson.check(
+        f"forward 3: E 8 bytes of counts, rows there, rows back; backward 2, in reverse. Each"
+        f" number is the larger of what a rank sends, {TOKENS * H * 8:,} bytes of rows with those"
+        " for itself, and what it receives",
+        len(forward) == 3 * L and backward == rows[::-1] and min(rows) >= TOKENS * H * 8,
+        [len(forward) / L, len(backward) / L],
+    )
+
+
+def teach(lesson: form.Lesson) -> None:
+    dense = gpt.MLP(demo.tiny_config())
+    experts = moe.MoE(demo.tiny_config(MoEConfig, num_experts=E))
+    torch.nn.init.zeros_(experts.router.weight)
+    lesson.predict(
+        f"An MLP ({H} -> {FFN} -> {H}) becomes {E} experts; each token goes through k = 1. How do"
+        " the numbers in matrices grow, and the FLOPs of a micro-batch?",
+        "numbers grow by the factor; FLOPs grow by the factor",
+    )
+    weights = sum(p.numel() for name, p in experts.named_parameters() if "router" not in name)
+    dense_weights = sum(p.numel() for p in dense.parameters() if p.dim() == 2)
+    router = 2 * TOKENS * H * E
+    micro_batch = torch.zeros(B, S, H)
+    dense_flops = demo.flops(lambda: dense(micro_batch))
+    flops = demo.flops(lambda: experts(micro_batch)) - router
+    lesson.check(
+        f"numbers {dense_weights:,} -> {weights:,}, times E; FLOPs {dense_flops:,} -> {flops:,},"
+        f" and 2 b s h E = {router:,} for the router",
+        weights == E * dense_weights and flops == dense_flops,
+        [weights / dense_weights, flops / dense_flops],
+    )
+
+    one = ranks.run(on_rank, 1)[0]
+    two = lesson.on_ranks(2, on_rank)
+    lesson.predict(
+        f"One rank holds {one['parameters']:,} parameters, {L * weights:,} of them in experts. How"
+        " many does each of two ranks hold, with ep 2?",
+        "parameters",
+    )
+    expected = one["parameters"] - L * weights // 2
+    lesson.check(
+        f"{two[0]['parameters']:,}: half of the experts, {L * weights:,} / 2, and all of the rest,"
+        f" {one['parameters'] - L * weights:,}",
+        two[0]["parameters"] == expected,
+        [two[0]["parameters"]],
+    )
+
+    lesson.predict(
+        "Two micro-batches on one rank, or one on each of two ranks: do loss and gradients differ?"
+    )
+    demo.check_step(lesson, one, two[0] | {"loss": sum(result["loss"] for result in two)})
+    teach_exchanges(lesson, two[0]["forward"], two[0]["backward"])
+
+
+if __name__ == "__main__":
+    form.run("moe")

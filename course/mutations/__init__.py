@@ -1,0 +1,88 @@
+"""Silent bugs of distributed training, each a few lines that change this project.
+
+A parallel layout needs each of its synchronisations. Without one of them training still runs, and
+the loss may still fall. Each function here removes one, in the process that calls it:
+
+    @bug(2, dict(tp=2), first="step 1: gradient of head.norm")
+    def no_f():
+        \"\"\"The input gradient of a column-parallel layer is each rank's part.\"\"\"
+
+2 ranks with these flags of train.py are the layout in which it shows, and `first` is what verify.py
+then names. This is the one list: the tests remove each in turn and expect the comparison with one
+device to fail; lessons (`--without`), `bugs.py` and the bug hunts of `course/exercises/` use it
+too.
+
+    python -m course.exercises.bugs              the list
+    python -m course.exercises.bugs no-f         what it does to loss and gradients
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Bug:
+    # no-f
+    name: str
+    # the module of this package; named after the technique
+    technique: str
+    # what is wrong, in a sentence
+    removes: str
+    # removes it, in this process
+    apply: Callable[[], None]
+    # ranks
+    world: int
+    # flags of train.py, for each layout in which it shows
+    layouts: tuple[dict, ...]
+    # a regular expression of the first tensor that differs, in the words of verify.py
+    first: str
+
+    @property
+    def flags(self) -> dict:
+        """The first layout."""
+        return self.layouts[0]
+
+
+# flags of the model, not of the layout
+OF_THE_MODEL = (
+    *("num_experts", "router", "router_topk", "aux_loss", "z_loss"),
+    *("model", "num_kv_heads", "head_dim", "ffn_hidden_size", "positions", "sliding_window"),
+    *("seq_length", "document_mask", "dropout", "command", "method"),
+    *("peft", "lora_rank", "lora_alpha", "lora_dropout", "adapter_size", "peft_targets"),
+    *("fp8", "fp8_skip", "fp8_scales", "fp8_block"),
+)
+
+
+def of_one_device(flags: dict) -> dict:
+    """Of the flags of a layout, those with which one device computes the same. Routers balance
+    within a micro-batch, and FP8 scales are of one, so then its size is one of them."""
+    kept = {name: value for name, value in flags.items() if name in OF_THE_MODEL}
+    if "num_experts" in kept or "fp8" in kept:
+        kept["micro_batch_size"] = flags["micro_batch_size"]
+    return kept
+
+
+_BUGS: dict[str, Bug] = {}
+
+
+def bug(world: int, *layouts: dict, first: str):
+    """Lists a function without arguments. world: ranks; layouts: flags of train.py for each; first:
+    where it shows first."""
+
+    def enter(function: Callable[[], None]) -> Callable[[], None]:
+        name = function.__name__.replace("_", "-")
+        technique = function.__module__.split(".")[-1]
+        removes = " ".join(function.__doc__.split())
+        _BUGS[name] = Bug(name, technique, removes, function, world, layouts, first)
+        return function
+
+    return enter
+
+
+def bugs() -> dict[str, Bug]:
+    """Name -> bug, all of them. Imports every technique."""
+    for module in pkgutil.iter_modules(__path__, f"{__name__}."):
+        importlib.import_module(module.name)
+    return dict(_BUGS)

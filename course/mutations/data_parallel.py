@@ -1,0 +1,157 @@
+"""What data parallelism and ZeRO need: sums of gradients, shards, one norm."""
+
+import torch.distributed as dist
+
+import fsdp
+import optimizer
+from course.mutations import bug
+
+
+@bug(2, dict(micro_batch_size=2), first="step 1: gradient of head.norm")
+def no_gradient_sum():
+    """Each data-parallel rank keeps its own gradient: no all-reduce."""
+
+    def nothing(self, everything=False):
+        pass
+
+    fsdp.DataParallel.reduce_gradients = fsdp.DataParallel.reduce_in_order = nothing
+
+
+@bug(2, dict(micro_batch_size=2), first="step 1: gradient of head.norm")
+def no_accumulation():
+    """Only the last micro-batch's gradient remains."""
+    original = fsdp.DataParallel.accumulate
+
+    def accumulate(self, p):
+        p.main_grad.zero_()
+        original(self, p)
+
+    fsdp.DataParallel.accumulate = accumulate
+
+
+@bug(2, dict(micro_batch_size=2), first="step 1: gradient of head.norm")
+def early_reduction():
+    """Gradients are reduced after the first micro-batch, before the others have added theirs."""
+    original = fsdp.DataParallel.zero_grad
+
+    def zero_grad(self):
+        original(self)
+        self.is_last_backward = True
+
+    fsdp.DataParallel.zero_grad = zero_grad
+
+
+@bug(2, dict(micro_batch_size=2), first="step 1: gradient of head.norm")
+def local_clip():
+    """Each rank clips by the norm of its own gradient, before the sum."""
+    original = fsdp.DataParallel.reduce_gradients
+
+    def reduce_gradients(self):
+        norm = optimizer.global_norm(self.parameters).item()
+        for p in self.parameters:
+            p.main_grad.mul_(min(1.0, 0.5 / norm))
+        original(self)
+
+    fsdp.DataParallel.reduce_gradients = reduce_gradients
+    fsdp.DataParallel.next_backward_is_last = lambda self: None
+
+
+class Lost:
+    """A collective that never was."""
+
+    def wait(self):
+        pass
+
+
+@bug(
+    2,
+    dict(micro_batch_size=2, zero_stage=1),
+    dict(micro_batch_size=2, zero_stage=2),
+    dict(micro_batch_size=2, zero_stage=3),
+    first="step 1: gradient of head.norm",
+)
+def no_reduce_scatter():
+    """Each rank keeps its shard of its own gradient: no sum over ranks."""
+
+    def own_shard(mine, x, group, async_op):
+        mine.copy_(x.view(group.size(), -1)[group.rank()])
+        return Lost()
+
+    fsdp.reduce_scatter = own_shard
+
+
+@bug(
+    2,
+    dict(micro_batch_size=2, zero_stage=1),
+    dict(micro_batch_size=2, zero_stage=2),
+    dict(micro_batch_size=2, zero_stage=3),
+    first="step 1: gradient of head.norm",
+)
+def shard_of_another_rank():
+    """Each rank gets another rank's shard of the summed gradient."""
+
+    def reduce_scatter(mine, x, original=fsdp.reduce_scatter, **options):
+        return original(mine, x.view(2, -1).flip(0).reshape(-1), **options)
+
+    fsdp.reduce_scatter = reduce_scatter
+
+
+@bug(
+    2,
+    dict(micro_batch_size=2, zero_stage=1),
+    dict(micro_batch_size=2, zero_stage=2),
+    first="step 1: updated embedding.tokens",
+)
+def no_parameter_gather():
+    """Each rank updates its own shard alone, and never sees the others' updates."""
+    fsdp.DataParallel.renew_parameters = lambda self: None
+
+
+@bug(2, dict(micro_batch_size=2, zero_stage=3), first="step 1: updated embedding.tokens")
+def stale_parameters():
+    """Stage 3 gathers a parameter once, and uses the gathered copy after the update too."""
+    fsdp.FullySharded.free = lambda self, unit: None
+
+
+@bug(2, dict(micro_batch_size=2, zero_stage=3), first="step 1: output of embedding")
+def no_all_gather():
+    """Stage 3 finds zeros where another rank's shard should be."""
+
+    def all_gather(whole, mine, group, async_op):
+        whole.view(2, -1)[1 - group.rank()] = 0
+        whole.view(2, -1)[group.rank()] = mine
+        return Lost()
+
+    fsdp.all_gather = all_gather
+
+
+@bug(
+    2,
+    dict(micro_batch_size=2, zero_stage=2),
+    dict(micro_batch_size=2, zero_stage=3),
+    first="step 1: gradient of head.norm",
+)
+def last_micro_batch_only():
+    """Stages 2 and 3 forget the summed gradients of the micro-batches before."""
+    original = fsdp.DataParallel.finish_reductions
+
+    def finish_reductions(self):
+        for unit in self.reductions:
+            unit.summed_grads = None
+        original(self)
+
+    fsdp.DataParallel.finish_reductions = finish_reductions
+
+
+@bug(
+    2,
+    dict(micro_batch_size=2, zero_stage=1),
+    dict(micro_batch_size=2, zero_stage=2),
+    dict(micro_batch_size=2, zero_stage=3),
+    first="step 1: gradient norm",
+)
+def norm_of_one_shard():
+    """Each rank clips by the norm of its own shard of the gradient."""
+    optimizer.dist.all_reduce = lambda x, group=None, original=dist.all_reduce: (
+        None if x.dim() == 0 else original(x, group=group)
+    )

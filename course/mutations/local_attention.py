@@ -1,0 +1,22 @@
+"""What local attention needs: its own heads' slopes, and the width of the window."""
+
+import families
+from course.mutations import bug
+
+
+@bug(2, dict(tp=2, positions="alibi"), first="step 1: output of blocks.0")
+def slopes_of_the_first_rank():
+    """Every tensor-parallel rank's heads have the ALiBi slopes of the first rank's."""
+    shard = families.LocalBias.shard
+    families.LocalBias.shard = lambda self, rank, t: shard(self, 0, t)
+
+
+@bug(1, dict(sliding_window=8), first="step 1: output of blocks.0")
+def window_of_one_more():
+    """A window of w tokens shows w + 1: the token itself is not counted."""
+
+    def one_more(self, config, original=families.LocalBias.__init__):
+        original(self, config)
+        self.window += 1
+
+    families.LocalBias.__init__ = one_more

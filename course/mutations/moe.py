@@ -1,0 +1,151 @@
+"""What expert parallelism needs: two exchanges, their gradients, routing of whole micro-batches."""
+
+import torch
+
+import fsdp
+import moe
+import sequence_parallel
+import tensor_parallel
+from course.mutations import bug
+from sharding import sharding_of
+
+
+@bug(
+    4,
+    dict(ep=2, num_experts=4, micro_batch_size=2),
+    first="step 1: gradient of blocks.1.mlp.down.weight",
+)
+def experts_divided_by_ep():
+    """The gradient of an expert is divided by the ranks whose tokens it has seen."""
+    original = fsdp.DataParallel.accumulate
+
+    def accumulate(self, p):
+        if len(sharding_of(p).shape) == 3 and p.grad is not None:
+            p.grad /= 2
+        original(self, p)
+
+    fsdp.DataParallel.accumulate = accumulate
+
+
+@bug(
+    4,
+    dict(ep=2, num_experts=4, micro_batch_size=2),
+    first="step 1: gradient of blocks.1.mlp.down.weight",
+)
+def experts_summed_over_all():
+    """The gradients of experts are summed over all ranks, also those with other experts."""
+    fsdp.is_sharded_over = lambda p, group: False
+
+
+@bug(4, dict(ep=2, num_experts=4, micro_batch_size=2), first="step 1: output of blocks.0")
+def no_combine_exchange():
+    """The second all-to-all is missing: a token gets rows that are not its own."""
+    forward = moe._AllToAll.forward
+    calls = []
+
+    def skip(ctx, rows, sent, received, group):
+        calls.append(1)
+        if len(calls) % 2:
+            return forward(ctx, rows, sent, received, group)
+        ctx.arguments = received, sent, group
+        if not len(rows):
+            return rows.new_zeros(sum(received), rows.shape[1])
+        return rows.repeat(3, 1)[: sum(received)]
+
+    moe._AllToAll.forward = staticmethod(skip)
+
+
+@bug(
+    4,
+    dict(ep=2, num_experts=4, micro_batch_size=2),
+    first="step 1: gradient of blocks.1.mlp.down.weight",
+)
+def no_expert_gradients_back():
+    """The backward of the all-to-all is missing: tokens get no gradient from experts."""
+    moe._AllToAll.backward = staticmethod(
+        lambda ctx, grad: (grad.new_zeros(sum(ctx.arguments[1]), grad.shape[1]), None, None, None)
+    )
+
+
+@bug(4, dict(ep=2, num_experts=4, micro_batch_size=2), first="step 1: output of blocks.0")
+def probabilities_of_other_tokens():
+    """Each token's experts are weighted by another token's router probabilities."""
+    moe.combine = lambda rows, probabilities, *rest, original=moe.combine: original(
+        rows, probabilities.flip(0), *rest
+    )
+
+
+@bug(
+    2,
+    dict(tp=2, sequence_parallel=True, num_experts=4, micro_batch_size=2),
+    first="step 1: output of blocks.0",
+)
+def routed_by_slice():
+    """Each tensor-parallel rank balances its own slice of the sequence."""
+    forward = moe.Routing.forward
+
+    def by_slice(self, logits, real):
+        scores = self.scores
+        # s = 16
+        b = len(logits) // 16
+
+        def of_halves(logits, training):
+            halves = logits.view(b, 16, -1).chunk(2, 1)
+            parts = [scores(half.flatten(0, 1), training).view(b, 8, -1) for half in halves]
+            return torch.cat(parts, 1).flatten(0, 1)
+
+        self.scores = of_halves
+        plan = forward(self, logits, real)
+        self.scores = scores
+        return plan
+
+    moe.Routing.forward = by_slice
+
+
+@bug(
+    2,
+    dict(tp=2, sequence_parallel=True, num_experts=4, micro_batch_size=2),
+    first="step 1: gradient of blocks.1.mlp.router",
+)
+def no_router_gradient_sum():
+    """The slices of the router's logits are gathered; their gradients stay with each rank."""
+
+    def gather(x, group, original=sequence_parallel.gather_sequence):
+        # E
+        if x.shape[-1] != 4:
+            return original(x, group)
+        parts = list(original(x.detach(), group).chunk(2, 1))
+        parts[group.rank()] = x
+        return torch.cat(parts, 1)
+
+    sequence_parallel.gather_sequence = gather
+
+
+@bug(
+    2,
+    dict(tp=2, num_experts=4, micro_batch_size=2),
+    first="step 1: gradient of blocks.1.mlp.router",
+)
+def no_f_around_experts():
+    """The input gradient of an expert layer is each tensor-parallel rank's part."""
+    tensor_parallel.copy_to_ranks = lambda x, group: x
+
+
+@bug(
+    2,
+    dict(
+        tp=2,
+        sequence_parallel=True,
+        num_experts=4,
+        micro_batch_size=2,
+        router="topk",
+        router_topk=2,
+        aux_loss=0.1,
+        z_loss=0.1,
+    ),
+    first="step 1: gradient of blocks.1.mlp.router",
+)
+def router_losses_counted_twice():
+    """Each tensor-parallel rank adds the router's losses of all tokens."""
+    losses = moe.Router.losses
+    moe.Router.losses = lambda self, logits, share: 2 * losses(self, logits, share)

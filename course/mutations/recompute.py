@@ -1,0 +1,25 @@
+"""What recomputation needs: the same numbers again."""
+
+import torch
+
+import recompute
+from base import dropout
+from course.mutations import bug
+
+
+@bug(
+    1,
+    dict(recompute="selective"),
+    dict(recompute="full"),
+    first="step 1: gradient of blocks.1.(attention.value|mlp.down)",
+)
+def new_masks_in_recomputation():
+    """Recomputation draws other dropout masks than forward did."""
+
+    def dropout_mask(key, *rest, original=dropout.dropout_mask):
+        # in the second run of a checkpoint
+        if recompute._results is not None and torch.is_grad_enabled():
+            key = key ^ 1
+        return original(key, *rest)
+
+    dropout.dropout_mask = dropout_mask

@@ -1,0 +1,392 @@
+"""A few training steps of any layout, beside those of one device.
+
+    one = train()                                   one device
+    two = train(world=2, tp=2)                      two gloo ranks
+    difference(two, one)                            {"loss": 1e-16, "gradient": 2e-15, ..}
+
+The data are synthetic, with unequal loss masks. Gradients and parameters come under global names:
+each rank sends its part and the sharding record that says which part it is. What several ranks hold
+must be equal on all of them; where it is not, the tensor is infinite.
+
+`train(.., trace=True)` keeps every tensor of the run, in the order of execution:
+
+    initial embedding.tokens.weight           what the model computes with, on every rank
+    step 1: output of blocks.0                [B, s, h], for the samples of the global batch
+    step 1: output of head                    [B, s], the loss of each token
+    step 1: loss
+    step 1: gradient of head.norm.weight      from the last layer to the first, before clipping
+    step 1: gradient norm                     of each rank
+    step 1: updated embedding.tokens.weight
+    step 2: output of embedding
+
+`first_difference(a, b)` is the first of them that differs. verify.py asks this for the flags of a
+run; the tests ask it of every bug in course/mutations/.
+
+    python -m course.verify -- --model gpt2 --tp 2
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fsdp
+import sharding
+import train as trainer
+from base.world import Groups
+from context_parallel import own_positions
+from course import ranks
+from course.kinds import config_of
+from course.synthetic import dataset_for
+from finetune import adapters
+from finetune.preference_learning import DPOTask
+from run.config import RunConfig
+from sharding import local_part, sharding_of
+
+# From real initialisation, dropout on, tied embeddings, a vocabulary that nothing divides, clipping
+# that bites.
+SMALL = dict(
+    model="gpt2",
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    seq_length=16,
+    vocab_size=61,
+    dropout=0.1,
+    global_batch_size=8,
+    precision="fp64",
+    lr=1e-3,
+    warmup_steps=0,
+    grad_clip=0.5,
+    seed=5,
+    device="cpu",
+)
+LLAMA = SMALL | dict(model="llama2-7b", num_kv_heads=2, ffn_hidden_size=56)
+
+
+@dataclass
+class Result:
+    # of each step
+    losses: list[float] = field(default_factory=list)
+    # global gradient norm, before clipping
+    norms: list[float] = field(default_factory=list)
+    # of the first step, before clipping
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    # after the last
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    # the smallest difference, as a share, of an expert that was chosen to the next one that was not
+    margin: float = math.inf
+    # every tensor, in the order of execution; empty unless asked for
+    trace: dict[str, Tensor] = field(default_factory=dict)
+
+
+# --- on a rank ------------------------------------------------------------------------------------
+
+
+def on_rank(
+    rank: int, world: int, variants: list[dict], steps: int, mutate, trace: bool = False
+) -> list[Result]:
+    if mutate:
+        mutate()
+    results = []
+    for flags in variants:
+        run = Run(world, config_of(flags), trace)
+        results.append(run.train(steps))
+    return results
+
+
+class Run:
+    """One run on this rank. What it gathers is on rank 0; the other ranks get nothing."""
+
+    def __init__(self, world: int, config: RunConfig, trace: bool = False):
+        self.world = world
+        self.trace = trace
+        self.groups = Groups()
+        if world > 1:
+            layout = dict(tp=config.tp, pp=config.pp, ep=config.ep, cp=config.cp)
+            # under gloo, ranks on CUDA share one GPU
+            of_messages = "cuda" if dist.get_backend() == "nccl" else "cpu"
+            self.groups = Groups.make(of_messages, world, **layout)
+        device = torch.device(config.device)
+        if getattr(config, "peft", None):
+            # else A has no gradient in the first step, and one that is wrong shows later
+            adapters.OUTPUT_STD = 0.02
+        self.trainer = trainer.Trainer(config, device, self.groups, config.task())
+        self.dataset = dataset_for(self.trainer)
+        self.result = Result()
+        for layer in self.trainer.expert_layers.values():
+            original = layer.routing.scores
+            layer.routing.scores = partial(scores_with_margin, self.result, layer.routing, original)
+        # what the layers have given in this step
+        self.outputs = []
+        if trace:
+            for stage in self.trainer.stages:
+                for name, layer in fsdp.named_layers(stage).items():
+                    # not called when recomputation runs the layer again
+                    layer.register_forward_hook(partial(self.note_output, name))
+
+    def train(self, steps: int) -> Result:
+        t, result = self.trainer, self.result
+        self.note("initial ", self.parameters_in_use())
+        self.note_reference(steps)
+        for step in range(1, steps + 1):
+            self.outputs.clear()
+            # [1]: what a bug does to all-reduces of scalars is for the trainer, not for this sum
+            loss = t.forward_backward(step, self.dataset).reshape(1)
+            if self.world > 1:
+                dist.all_reduce(loss)
+            self.note(f"step {step}: output of ", self.outputs)
+            self.note(f"step {step}: ", [("loss", (1,), [0], loss.cpu())])
+            gradients = self.gradients()
+            if step == 1:
+                result.gradients = self.gather(gradients)
+            self.note(f"step {step}: gradient of ", gradients[::-1])
+            norm = t.update(step)[0]
+            self.note(f"step {step}: ", [self.norm_of_rank(norm)])
+            if self.trace:
+                t.task.wait_for_parameters()
+            self.note(f"step {step}: updated ", self.parameters_in_use())
+            result.losses.append(loss.item())
+            result.norms.append(norm.item())
+        t.task.wait_for_parameters()
+        result.parameters = self.gather(self.parameters())
+        return result
+
+    def note_reference(self, steps: int) -> None:
+        """For DPO: what the model says of the samples of these steps before the first one."""
+        if isinstance(self.trainer.task, DPOTask):
+            count = steps * self.trainer.config.global_batch_size
+            self.dataset.reference = None
+            self.dataset.reference = self.trainer.task.log_probabilities(self.dataset, count)
+
+    # --- entries: (global name, global shape, offset, part)
+
+    def parameters(self) -> list[tuple]:
+        """What the optimizers have updated."""
+        entries = []
+        for prefix, learner in self.trainer.task.learners().items():
+            for name, p in sharding.named_parameters(*learner.stages):
+                if p.requires_grad:
+                    entries.append(entry(prefix + name, p, sharding_of(p)))
+        return entries
+
+    def gradients(self) -> list[tuple]:
+        named = sharding.named_parameters(*self.trainer.stages)
+        return [entry(name, p.main_grad, sharding_of(p)) for name, p in named if p.requires_grad]
+
+    def parameters_in_use(self) -> list[tuple]:
+        """What the model computes with: not the shards that the optimizer updates, but where ZeRO
+        stage 3 has dropped the rest."""
+        entries = []
+        for stage in self.trainer.stages:
+            for name, p in stage.named_parameters():
+                held = p if p.untyped_storage().size() else local_part(p)
+                entries.append(entry(sharding_of(p).copy_of or name, held, sharding_of(held)))
+        return entries
+
+    def norm_of_rank(self, norm: Tensor) -> tuple:
+        """Each rank's own: ranks that clip by different norms differ from the reference."""
+        rank = dist.get_rank() if self.world > 1 else 0
+        return "gradient norm", (self.world,), [rank], norm.reshape(1).cpu()
+
+    def note_output(self, name: str, layer, args, output: Tensor) -> None:
+        """output: [b, s, h] of the embedding and of blocks, or a shard of the sequence; [b, s] of
+        the head. An entry for each sample and each run of neighbouring positions."""
+        s, batch = self.dataset.s, self.trainer.config.global_batch_size
+        at = self.positions(output.shape[1])
+        # where a position is not the next one
+        cuts = [n for n in range(1, len(at)) if at[n] != at[n - 1] + 1]
+        shape = batch, s, *output.shape[2:]
+        for sample, of_sample in zip(self.dataset.latest, output.detach().cpu().clone()):
+            for first, end in zip([0, *cuts], [*cuts, len(at)]):
+                offset = [sample % batch, at[first], 0][: len(shape)]
+                self.outputs.append((name, shape, offset, of_sample[first:end].unsqueeze(0)))
+
+    def positions(self, length: int) -> list[int]:
+        """Of the tokens of this rank, in an output of so many."""
+        at, cp, tp = torch.arange(self.dataset.s), self.groups.cp, self.groups.tp
+        if cp:
+            at = own_positions(self.dataset.s, cp.rank(), cp.size())
+        first = length * tp.rank() if length < len(at) else 0
+        return at[first : first + length].tolist()
+
+    # --- to rank 0
+
+    def note(self, prefix: str, entries: list[tuple]) -> None:
+        """Keep global tensors in the trace."""
+        if self.trace:
+            for name, tensor in self.gather(entries).items():
+                self.result.trace[prefix + name] = tensor
+
+    def gather(self, mine: list[tuple]) -> dict[str, Tensor]:
+        if self.world == 1:
+            return put_together([mine])
+        of_ranks = [None] * self.world if dist.get_rank() == 0 else None
+        dist.gather_object([(*where, as_array(part)) for *where, part in mine], of_ranks)
+        return put_together(
+            [[(*where, torch.as_tensor(part)) for *where, part in one] for one in of_ranks or []]
+        )
+
+
+def entry(name: str, part: Tensor, record: sharding.Sharding) -> tuple:
+    offset = sharding.local_slice(record)[0]
+    return name, record.shape, offset, sharding.unpad(part.detach(), record).cpu().clone()
+
+
+def as_array(part: Tensor):
+    """The same numbers for pickle, which is slow on tensors. NumPy has no bfloat16."""
+    return part if part.dtype == torch.bfloat16 else part.numpy()
+
+
+def put_together(of_ranks: list[list]) -> dict[str, Tensor]:
+    """Global tensors from (name, global shape, offset, part) of each rank. What several ranks have
+    must be equal on all of them: where it is not, and where nobody has anything, infinity."""
+    whole = {}
+    first = {}
+    for name, shape, offset, part in (entry for of_rank in of_ranks for entry in of_rank):
+        if name not in whole:
+            whole[name] = part.new_full(shape, math.inf)
+        at = tuple(slice(o, o + n) for o, n in zip(offset, part.shape))
+        if (name, tuple(offset)) not in first:
+            first[name, tuple(offset)] = part
+            whole[name][at] = part
+        elif not torch.equal(first[name, tuple(offset)], part):
+            whole[name][at] = math.inf
+    return whole
+
+
+def scores_with_margin(result: Result, routing, original, logits, training):
+    """What routing.scores gives; notes in result.margin how near it came to another choice."""
+    scores = original(logits, training)
+    if len(scores) and routing.k < scores.shape[1]:
+        # the last score that is chosen, and the first that is not
+        largest = scores.sort(descending=True).values[:, routing.k - 1 : routing.k + 1]
+        margin = (largest[:, 0] - largest[:, 1]) / largest.abs().amax(1)
+        result.margin = min(result.margin, margin.min().item())
+    return scores
+
+
+# --- from outside ---------------------------------------------------------------------------------
+
+
+def train(
+    world: int = 1,
+    steps: int = 3,
+    mutate=None,
+    base: dict = SMALL,
+    trace: bool = False,
+    backend: str = "gloo",
+    **flags,
+) -> Result:
+    """What rank 0 has after `steps` steps. mutate: a function at the top of a module, called first
+    on each rank, that breaks something. backend: as of ranks.run."""
+    frozen = {}
+    for name, value in (base | flags).items():
+        frozen[name] = tuple(value) if isinstance(value, list) else value
+    return _train(world, steps, mutate, trace, backend, tuple(sorted(frozen.items())))
+
+
+# one-device references are shared between tests
+@lru_cache(maxsize=32)
+def _train(world, steps, mutate, trace, backend, frozen):
+    flags = {}
+    for name, value in frozen:
+        flags[name] = list(value) if isinstance(value, tuple) else value
+    arguments = world, [flags], steps, mutate, trace
+    # a hang on GPUs is to cost minutes
+    limit = 600 if backend == "gloo" else 120
+    (result,) = ranks.run(on_rank, world, *arguments, backend=backend, limit=limit)[0]
+    return result
+
+
+def train_each(
+    world: int,
+    variants: list[dict],
+    steps: int = 3,
+    base: dict = SMALL,
+    trace: bool = False,
+    **flags,
+) -> list[Result]:
+    """Several runs on the same ranks, one after the other: launching them costs more than a run."""
+    variants = [base | flags | variant for variant in variants]
+    return ranks.run(on_rank, world, world, variants, steps, None, trace)[0]
+
+
+# --- differences ----------------------------------------------------------------------------------
+
+
+def relative(a: dict[str, Tensor], b: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(label, |a - b| / the largest element of b), elementwise; in the order of the reference b.
+
+    A gradient that is exactly zero (a key bias: softmax does not see a shift) is measured against
+    the largest gradient of the model, a parameter against at least 0.1: Adam makes updates of
+    rounding noise."""
+    gradients = [g.abs().max().item() for label, g in b.items() if "gradient of" in label]
+    for label, reference in b.items():
+        scale = reference.abs().max().item()
+        exactly_zero = label.endswith("key.bias") or scale == 0
+        if label.endswith("head.norm.bias") and gradients:
+            # of pairs: a reward model's loss does not see a shift either
+            exactly_zero |= scale < 1e-12 * max(gradients)
+        if "gradient of" in label and exactly_zero:
+            scale = max(gradients)
+        elif re.search("initial|updated", label):
+            scale = max(scale, 0.1)
+        apart = (a[label] - reference).abs() / scale
+        yield label, apart.nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def difference(a: Result, b: Result) -> dict[str, float]:
+    """Largest relative differences of a from the reference b: loss, norm, gradient, parameter."""
+    assert a.gradients.keys() == b.gradients.keys() and a.parameters.keys() == b.parameters.keys()
+    worst = {
+        "loss": max(abs(x - y) / (abs(y) or 1) for x, y in zip(a.losses, b.losses, strict=True)),
+        "norm": max(abs(x - y) / abs(y) for x, y in zip(a.norms, b.norms, strict=True)),
+    }
+    for kind, label in (("gradient", "gradient of "), ("parameter", "updated ")):
+        of_a, of_b = (
+            {label + name: tensor for name, tensor in getattr(result, f"{kind}s").items()}
+            for result in (a, b)
+        )
+        worst[kind] = max(apart.max().item() for _, apart in relative(of_a, of_b))
+    return worst
+
+
+@dataclass
+class Difference:
+    """Of one tensor from the reference."""
+
+    # as in Result.trace: "step 1: output of blocks.0"
+    label: str
+    # over the largest element of the reference; infinite where ranks that should hold the same do
+    # not, and where no rank holds anything
+    largest: float
+    # how many elements differ, of how many
+    elements: int
+    of: int
+    # the first of them
+    index: list[int]
+
+    def __str__(self) -> str:
+        return f"{self.label}: {self.elements} of {self.of} elements, the first at {self.index}"
+
+
+def first_difference(a: Result, b: Result, tolerance: float = 1e-10) -> Difference | None:
+    """The first tensor in the order of execution that differs from the reference b, None where all
+    are equal. Both results have a trace."""
+    for label, apart in relative(a.trace, b.trace):
+        wrong = (apart > tolerance).nonzero()
+        if len(wrong):
+            largest = apart.max().item()
+            return Difference(label, largest, len(wrong), apart.numel(), wrong[0].tolist())
+    return None
+
+
+def largest_difference(a: Result, b: Result) -> tuple[float, str]:
+    """(relative difference, label) of the tensor of the trace that differs most."""
+    return max((apart.max().item(), label) for label, apart in relative(a.trace, b.trace))

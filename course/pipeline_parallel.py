@@ -1,0 +1,324 @@
+"""The lesson of pipeline_parallel.py, and of course/nccl_model.py: four
+schedules on two ranks beside one rank; programs of sends and receives, run in a model of NCCL.
+
+python -m course.pipeline_parallel
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import gpt
+import pipeline_parallel
+import schedules
+import sharding
+from base.dropout import dropout_key
+from course import demo, form, nccl_model, ranks
+from course.mutations import pipeline_parallel as bugs
+from pipeline_parallel import Program, Transfer, lower
+from schedules import Action
+
+# --- what --without removes -----------------------------------------------------------------------
+
+
+def is_transfer(entry: Action | Transfer, op: str) -> bool:
+    return isinstance(entry, Transfer) and entry.op == op
+
+
+def no_receive(schedule: list, v: int) -> list[Program]:
+    """Rank 1 never posts its first receive."""
+    programs = pipeline_parallel.lower(schedule, v)
+    programs[1].remove(next(entry for entry in programs[1] if is_transfer(entry, "receive")))
+    return programs
+
+
+def no_order(schedule: list, v: int) -> list[Program]:
+    """Rank 1 posts its first two receives of activations in the reverse order."""
+    programs = pipeline_parallel.lower(schedule, v)
+    program = programs[1]
+    receives = [i for i, entry in enumerate(program) if is_transfer(entry, "receive")]
+    first, second, *_ = [i for i in receives if program[i].kind == "F"]
+    program[first], program[second] = program[second], program[first]
+    return programs
+
+
+def no_settle(schedule: list, v: int) -> list[Program]:
+    """Sends are settled at the end of the step."""
+    programs = pipeline_parallel.lower(schedule, v)
+    return [sorted(program, key=lambda entry: is_transfer(entry, "settle")) for program in programs]
+
+
+def programs_by(function):
+    """What this lesson looks at; ranks run the right programs."""
+    return partial(mock.patch, "course.pipeline_parallel.lower", function)
+
+
+WITHOUT = {
+    "tied-sum": form.Removal(
+        bugs.no_tied_sum,
+        "The loss is right. Which gradient is not?",
+        "That of the tied embedding. The first stage has the part from looking tokens up, the last"
+        " stage the part from the logits; without the sum each copy has one part, and after a step"
+        " the copies differ.",
+    ),
+    "loss-scale": form.Removal(
+        bugs.loss_divided_twice,
+        "Why would AdamW hide this?",
+        "Every gradient is 1/8 of what it should be, so the relative difference is 7/8. AdamW"
+        " divides m by √v: the factor cancels, but for ε and for clipping by the norm.",
+    ),
+    "receive": form.Removal(
+        programs_by(no_receive),
+        "Rank 1 lacks one. Which message fails?",
+        "Messages have no names: the first send meets the first receive. F0 meets the receive that"
+        " was posted for F1.",
+    ),
+    "order": form.Removal(
+        programs_by(no_order),
+        "Every message has its receive. Which one does F0 meet?",
+        "That of F1: messages have no names, and the first send meets the first receive. The model"
+        " stops here. NCCL may hang, or give F0's numbers out as F1, for both have one shape."
+        " Counts hold.",
+    ),
+    "settle": form.Removal(
+        programs_by(no_settle),
+        "Sends are settled at the end of the step. What grows with m?",
+        "The tensors that are kept. Each send keeps its own until the end of the step, and a rank"
+        " in the middle has 2 m sends: 16 with m 8, 128 with m 64.",
+    ),
+}
+
+# --- four schedules on two ranks ------------------------------------------------------------------
+
+# p ranks, m micro-batches of one sequence
+P, M = 2, 4
+S, V = 32, 257
+SHAPE = dict(num_layers=4, hidden_size=128, num_heads=4, seq_length=S, dropout=0.1)
+# sums of token losses become their mean
+LOSS_GRAD = torch.tensor(1 / (M * S), dtype=torch.float64)
+
+
+def chunks(name: str) -> int:
+    """v: virtual stages on each rank."""
+    return 2 if name == "interleaved" else 1
+
+
+class CountingChannels(pipeline_parallel.Channels):
+    """Notes the bytes of each message that is sent."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        super().__init__(group)
+        self.sent = []
+
+    def send(self, x: torch.Tensor, *arguments) -> dist.Work:
+        self.sent.append(x.nbytes)
+        return super().send(x, *arguments)
+
+
+class WatchedPipeline(pipeline_parallel.Pipeline):
+    """Notes the most (chunk, micro-batch) pairs whose graphs are held."""
+
+    most_held = 0
+
+    def act(self, step, action: Action, received) -> None:
+        super().act(step, action, received)
+        self.most_held = max(self.most_held, len(step.graphs))
+
+
+@dataclass
+class Run:
+    """What one rank reports of a step."""
+
+    layers: list[list[str]]
+    loss: float
+    gradients: dict
+    held: int = 0
+    # bytes of each message
+    sent: tuple[int, ...] = ()
+
+
+def make_stages(rank: int, p: int, name: str) -> list:
+    """This rank's stages, with the weights of seed 0, in float64."""
+    model = demo.meta_model(demo.tiny_config(**SHAPE))
+    stages = pipeline_parallel.apply(model, rank, p, chunks(name))
+    for stage in stages:
+        if name == "zb-h1":
+            pipeline_parallel.split_backward(stage)
+        sharding.init(stage, 0, "cpu", torch.float64)
+    return stages
+
+
+def forward_of(stages: list, losses: list):
+    """forward(chunk, micro-batch, activation) as `Pipeline.run` calls it. It adds to `losses`."""
+    tokens, targets = demo.random_tokens(M, S, V)
+
+    def forward(chunk: int, k: int, x):
+        # of (random seed, step, sample): the same mask on whichever rank
+        context = gpt.Context(dropout_key(0, 1, torch.tensor([k])))
+        y = stages[chunk](tokens[k : k + 1], targets[k : k + 1], context, x)
+        if stages[chunk].head is None:
+            return y
+        losses.append(y.detach().sum().item() / (M * S))
+        return y.sum()
+
+    return forward
+
+
+def on_one_rank(rank: int) -> Run:
+    stages = make_stages(0, 1, "1f1b")
+    losses = []
+    forward = forward_of(stages, losses)
+    for k in range(M):
+        forward(0, k, None).backward(LOSS_GRAD)
+    gradients = {name: p.grad for name, p in sharding.named_parameters(*stages)}
+    return Run([], sum(losses), gradients)
+
+
+def under_schedule(rank: int, name: str) -> Run:
+    stages = make_stages(rank, P, name)
+    channels = CountingChannels(dist.group.WORLD)
+    pipeline = WatchedPipeline(stages, channels)
+    losses = []
+    schedule = schedules.make(name, P, M, len(stages))
+    pipeline.run(schedule, forward_of(stages, losses), 1, S, LOSS_GRAD)
+    sent = tuple(channels.sent)
+    for parameter in pipeline.parameters():
+        # what sum_tied adds to; in training optimizer.py makes it
+        parameter.main_grad = parameter.grad
+    pipeline.sum_tied()
+    layers = [list(stage.blocks) for stage in stages]
+    gradients = demo.gathered_gradients(*stages)
+    return Run(layers, sum(losses), gradients, pipeline.most_held, sent)
+
+
+def on_rank(rank: int) -> dict[str, Run]:
+    return {name: under_schedule(rank, name) for name in schedules.NAMES}
+
+
+def teach_runs(lesson: form.Lesson, one: Run, of_schedule: dict[str, list[Run]]) -> None:
+    """of_schedule: name -> the run of each rank."""
+    lesson.predict("4 layers, p 2, v 2 chunks on each rank. Which layers has rank 0?")
+    layers = of_schedule["interleaved"][0].layers
+    words = ", then ".join(" ".join(chunk) for chunk in layers)
+    lesson.check(
+        f"{words}: stages c p + rank = 0 and 2, of 1 layer each",
+        layers == [["0"], ["2"]],
+    )
+
+    lesson.predict(
+        "Under which of the four schedules do loss and gradients differ from one rank's?"
+    )
+    losses = [sum(run.loss for run in runs) for runs in of_schedule.values()]
+    lesson.check(
+        f"none: loss {one.loss:.12f} on one rank, {losses[0]:.12f} under GPipe and the others",
+        max(abs(loss - one.loss) for loss in losses) < 1e-10,
+    )
+    worst = []
+    for runs in of_schedule.values():
+        gradients = {key: g for run in runs for key, g in run.gradients.items()}
+        worst.append(demo.largest_difference(one.gradients, gradients))
+    lesson.check(f"none: the largest relative difference is {max(worst):.1e}", max(worst) < 1e-10)
+
+    lesson.predict(
+        f"{M} micro-batches: activations of how many does each rank hold, under GPipe? 1F1B?",
+        "GPipe; 1F1B, rank 0; 1F1B, rank 1",
+    )
+    held = {name: [run.held for run in runs] for name, runs in of_schedule.items()}
+    lesson.check(
+        f"GPipe {held['gpipe']}, all m; 1F1B {held['1f1b']}, p - rank",
+        held["gpipe"] == [M, M] and held["1f1b"] == [2, 1],
+        [held["gpipe"][0], *held["1f1b"]],
+    )
+
+    lesson.predict(
+        "v 2 halves the bubble. How many messages does a step send, with v 1 and v 2?", "v 1; v 2"
+    )
+    sent = {name: sum((run.sent for run in runs), ()) for name, runs in of_schedule.items()}
+    size = S * 128 * 8
+    lesson.check(
+        f"{len(sent['1f1b'])} and {len(sent['interleaved'])}, 2 m (p v - 1); each b s h 8 ="
+        f" {size:,} bytes",
+        sent["1f1b"] == (size,) * 8 and sent["interleaved"] == (size,) * 24,
+        [len(sent["1f1b"]), len(sent["interleaved"])],
+    )
+
+
+# --- programs -------------------------------------------------------------------------------------
+
+
+def programs_of(name: str, p: int, m: int) -> list[Program]:
+    return lower(schedules.make(name, p, m, chunks(name)), chunks(name))
+
+
+def most_unsettled(program: Program) -> int:
+    """The most sends at a time that are not settled: their tensors are kept."""
+    unsettled = 0
+    most = 0
+    for entry in program:
+        unsettled += is_transfer(entry, "send") - is_transfer(entry, "settle")
+        most = max(most, unsettled)
+    return most
+
+
+def short(entry: Action | Transfer) -> str:
+    """F0; send F0, where F0 is the activation of micro-batch 0."""
+    if isinstance(entry, Action):
+        return f"{entry.op}{entry.micro_batch}"
+    return f"{entry.op} {entry.kind}{entry.micro_batch}"
+
+
+def stuck_in(name: str) -> str:
+    """What is stuck where a GPU has one hardware queue, "" if nothing is."""
+    try:
+        nccl_model.run(programs_of(name, 4, 8), v=chunks(name), queues=1)
+    except schedules.ScheduleError as e:
+        return str(e)
+    return ""
+
+
+def teach_programs(lesson: form.Lesson) -> None:
+    lesson.predict(
+        "1F1B, p 2, m 2. Rank 0 sends F0 and keeps the tensor until rank 1 has it. Which message"
+        " shows that, so that rank 0 need not wait?"
+    )
+    programs = programs_of("1f1b", 2, 2)
+    for rank, program in enumerate(programs):
+        lesson.draw(f"  rank {rank}  " + "; ".join(map(short, program)))
+    words = list(map(short, programs[0]))
+    before = words[words.index("settle F0") - 1]
+    lesson.check(
+        f"B0: rank 1 computes it after F0. Rank 0 settles F0 behind {before}, which needs B0",
+        before == "B0",
+    )
+
+    lesson.predict("p 4, m 8: do the programs of all ranks run to their end in a model of NCCL?")
+    reasons = [f"{name}: {stuck_in(name)}" for name in schedules.NAMES if stuck_in(name)]
+    lesson.check(
+        reasons[0][:300] if reasons else f"{', '.join(schedules.NAMES)}: nothing is stuck",
+        not reasons,
+    )
+
+    lesson.predict(
+        "1F1B, p 4: of how many messages does a rank keep the tensor at a time, at most? With m 8,"
+        " and with m 64?",
+        "m 8; m 64",
+    )
+    most = [max(map(most_unsettled, programs_of("1f1b", 4, m))) for m in (8, 64)]
+    lesson.check(
+        f"{most[0]} and {most[1]}: p, on rank 0. It does not grow with m", most == [4, 4], most
+    )
+
+
+def teach(lesson: form.Lesson) -> None:
+    one = ranks.run(on_one_rank, 1)[0]
+    two = lesson.on_ranks(P, on_rank)
+    teach_runs(lesson, one, {name: [rank[name] for rank in two] for name in schedules.NAMES})
+    with lesson.removed():
+        teach_programs(lesson)
+
+
+if __name__ == "__main__":
+    form.run("pipeline_parallel")

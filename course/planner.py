@@ -1,0 +1,243 @@
+"""The lesson of planner.py: the constants, one layout taken apart, and the errors.
+
+python -m course.planner
+"""
+
+import dataclasses
+from unittest import mock
+
+import planner
+import schedules
+from course import form
+from planning import errors, layer_time
+from planning import rows as published
+from planning.inputs import A100, Machine
+from planning.rows import Row
+from schedules import Cost
+
+
+def without_adapters():
+    """Ranks of a group on one node do not share their adapters: each ring has one."""
+
+    def link(self, size, stride):
+        return self.node_link if size * stride <= self.ranks_per_node else self.network_link
+
+    return mock.patch.object(Machine, "link", link)
+
+
+def without_wait():
+    """A collective and a send take the time of their bytes alone."""
+    step_time = planner.step_time
+
+    def at_once(machine, *rest):
+        constants = dataclasses.replace(machine.constants, wait=0.0)
+        return step_time(dataclasses.replace(machine, constants=constants), *rest)
+
+    return mock.patch.object(planner, "step_time", at_once)
+
+
+def without_collectives():
+    """Collectives take no time; sends between stages do."""
+    return mock.patch.object(planner.Rank, "collective", lambda *args, **options: 0.0)
+
+
+def without_slow_stage():
+    """The head's time is spread over all stages, instead of making the last one the slowest."""
+    step_time = planner.step_time
+
+    def spread(machine, software, model, layout):
+        seconds = step_time(machine, software, model, layout)
+        return seconds | {"head": seconds["head"] / layout.pp}
+
+    return mock.patch.object(planner, "step_time", spread)
+
+
+def without_elementwise():
+    """Element-wise operations of the layers take no time."""
+    return mock.patch.object(planner.Rank, "read_write", lambda rank, nbytes: 0.0)
+
+
+def without_overlap():
+    """Backward waits for each tensor-parallel all-reduce."""
+    tensor_backward = layer_time.tensor_backward
+
+    def waiting(rank, all_reduce, weight_gradient):
+        return tensor_backward(rank, all_reduce, weight_gradient=0.0)
+
+    return mock.patch.object(layer_time, "tensor_backward", waiting)
+
+
+WITHOUT = {
+    "adapters": form.Removal(
+        without_adapters,
+        "A node's 8 GPUs have 8 adapters. Use one?",
+        "A ring of ranks enters and leaves a node once, so its members there share their adapters."
+        " Without this the fit gives one adapter more than its data sheet promises, and groups"
+        " with one member on each node are then predicted too fast.",
+    ),
+    "collectives": form.Removal(
+        without_collectives,
+        "Can one matmul constant make up for it?",
+        "One constant of matrix multiplications cannot stand for them: they take most of the time"
+        " under tensor parallelism over nodes, and none on one GPU. The fit stays in between, and"
+        " each row is wrong.",
+    ),
+    "wait": form.Removal(
+        without_wait,
+        "And a lower bandwidth instead?",
+        "Tensor parallelism makes thousands of collectives in a step. About half of the time of"
+        " each is waiting, which no bandwidth describes; the fit then gives matrix multiplications"
+        " more than the peak.",
+    ),
+    "slow-stage": form.Removal(
+        without_slow_stage,
+        "Is the head 1/8 as slow on 8 stages?",
+        "All stages wait for the slowest. Spread over p stages the head looks p times as cheap,"
+        " which the simulation does not confirm.",
+    ),
+    "elementwise": form.Removal(
+        without_elementwise,
+        "Are FLOPs alone enough?",
+        "Norms, dropout, softmax and GELU have few FLOPs and many bytes. They are a larger share"
+        " of a small model than of a large one, so no share of the peak fits both.",
+    ),
+    "overlap": form.Removal(
+        without_overlap,
+        "No all-reduce beside a weight gradient?",
+        "Megatron-LM's backward computes a weight gradient beside each all-reduce. Without this"
+        " all collectives are too slow, so fitted constants make the exposed ones too fast.",
+    ),
+}
+
+MEANING = {
+    "matmul": "of the peak: large matrix multiplications",
+    "memory": "of the memory's bandwidth: element-wise operations",
+    "node": "of the links in a node: collectives",
+    "network": "of the adapters to the network: collectives",
+    "wait": "each pass of a collective waits so long: for slow ranks, for kernels",
+    "zero3": "of the adapters: ZeRO-3 that sends parameter by parameter (DeepSpeed)",
+}
+# two rows of arXiv 2205.05198, table 5
+TWO = ("175B full", "175B sel+sp")
+
+
+def teach_constants(lesson: form.Lesson, fitted: Machine) -> None:
+    lesson.predict(
+        "A data sheet promises FLOP/s and bytes/s. Which share does training reach? A step is a sum"
+        " of quantities over rates; six constants serve for all models and layouts:"
+    )
+    close = True
+    for name, meaning in MEANING.items():
+        value = getattr(A100.constants, name)
+        lesson.say(f"{name:<9}{shown(name, value):>7}  {meaning}")
+        close &= abs(getattr(fitted.constants, name) / value - 1) < 0.01
+    lesson.check("least squares over six published step times gives the same, to 1%", close)
+
+
+def shown(name: str, constant: float) -> str:
+    return f"{1e6 * constant:.0f} µs" if name == "wait" else f"{constant:.0%}"
+
+
+def teach_parts(lesson: form.Lesson, machine: Machine, pair: list[Row]) -> None:
+    """One model with full, and with selective recomputation and sequence parallelism."""
+    lesson.predict(
+        "175B on 64 A100s (tp 8, pp 8, 64 sequences): published 18.13 s with full recomputation,"
+        " 13.75 s with selective and sequence parallelism. Where are the 4.4 s?"
+    )
+    full, selective = [
+        planner.step_time(machine, row.software, row.model, row.layout) for row in pair
+    ]
+    largest = max(full.values())
+    lesson.say(f"{'seconds':<14}full{'selective + sequence':>44}")
+    for part, seconds in full.items():
+        if seconds:
+            less = selective[part]
+            bars = [form.bar(x, largest, 25) for x in (seconds, less)]
+            lesson.say(f"{part:<12}{seconds:>6.2f} {bars[0]:<26}{less:>6.2f} {bars[1]}".rstrip())
+    found = [errors.error(machine, row) for row in pair]
+    lesson.check(
+        f"in all {sum(full.values()):.2f} s and {sum(selective.values()):.2f} s:"
+        f" {found[0]:+.1%} and {found[1]:+.1%}, at most 5%",
+        max(map(abs, found)) <= 0.05,
+    )
+
+
+def simulated(machine: Machine, row: Row) -> float:
+    """Seconds of the pipeline of a row, one chunk on each rank, by schedules.simulate; sends take
+    no time. The last stage has the head too: a third of it in forward."""
+    layout, model = row.layout, row.model
+    rank = planner.Rank(machine, row.software, model, layout)
+    forward, backward, _ = planner.layer(rank)
+    head = planner.head(rank)
+    layers = model.num_layers / layout.pp
+    f = [layers * sum(forward)] * layout.pp
+    b = [layers * sum(backward)] * layout.pp
+    f[-1] += head / 3
+    b[-1] += 2 * head / 3
+    schedule = schedules.make("1f1b", layout.pp, layout.micro_batches)
+    events = schedules.simulate(schedule, Cost(f, b, [0.0] * layout.pp))
+    return max(event.end for event in events)
+
+
+def teach_pipeline(lesson: form.Lesson, machine: Machine, row: Row) -> None:
+    row = dataclasses.replace(row, layout=dataclasses.replace(row.layout, virtual_stages=1))
+    m, p = row.layout.micro_batches, row.layout.pp
+    lesson.predict(
+        f"{p} stages have one chunk of 12 layers, the last one also the head. Formula: m times the"
+        " slowest stage, and (p - 1) (f + b) to fill and drain. Does the simulated schedule agree?"
+    )
+    seconds = planner.step_time(machine, row.software, row.model, row.layout)
+    formula = sum(seconds[part] for part in (*planner.Pass._fields, "head", "bubble"))
+    measured = simulated(machine, row)
+    lesson.check(
+        f"m {m}, p {p}: {formula:.3f} s by the formula, {measured:.3f} s simulated",
+        abs(formula / measured - 1) < 1e-6,
+    )
+
+
+def teach_errors(lesson: form.Lesson, machine: Machine, rows: list[Row]) -> None:
+    _, held_out = errors.split(rows)
+    lesson.predict(
+        f"{len(held_out)} more published times were not fitted. Their mean error (and the worst)?",
+        "mean error",
+    )
+    groups = errors.by_group(machine, held_out)
+    cells = []
+    for group, found in groups.items():
+        cells.append(f"{group:<13}{found.mean:>5.1%} ({found.worst:.1%})".ljust(30))
+    for start in range(0, len(cells), 3):
+        lesson.say("".join(cells[start : start + 3]).rstrip())
+    everything = errors.summary(machine, held_out)
+    table5 = groups["table5"].mean
+    lesson.check(
+        f"mean {everything.mean:.1%}, at most 4%; nine of ten within {everything.ninth_decile:.1%},"
+        f" at most 8%; table5 {table5:.1%}, at most 2%",
+        everything.mean <= 0.04 and everything.ninth_decile <= 0.08 and table5 <= 0.02,
+        [everything.mean],
+    )
+    row = max(held_out, key=lambda row: abs(errors.error(machine, row)))
+    reason = row.why_off.split(";")[0]
+    because = f": {reason}" if reason and not lesson.without else ""
+    lesson.say(f"the worst: {row.group} {row.name} {errors.error(machine, row):+.1%}{because}")
+
+
+def teach(lesson: form.Lesson) -> None:
+    rows = published.read(published.PUBLISHED)
+    fitted, _ = errors.split(rows)
+    pair = [row for row in rows if row.name in TWO]
+    teach_constants(lesson, errors.calibrate(A100, fitted))
+    # what is removed comes back at the end; the constants are fitted again without it
+    with lesson.removed():
+        machine = A100
+        if lesson.mutate:
+            machine = errors.calibrate(A100, fitted)
+            values = [(name, getattr(machine.constants, name)) for name in MEANING]
+            text = ", ".join(f"{name} {shown(name, value)}" for name, value in values)
+            lesson.say(f"fitted without it: {text}")
+        teach_parts(lesson, machine, pair)
+        teach_pipeline(lesson, machine, pair[0])
+        teach_errors(lesson, machine, rows)
+
+
+if __name__ == "__main__":
+    form.run("planner")

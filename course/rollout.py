@@ -1,0 +1,199 @@
+"""The lesson of rollout.py: two ranks write answers, equal to those of one, and train on them.
+
+python -m course.rollout
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import sharding
+from base.world import Groups
+from course import demo, form
+from finetune import rollout
+from finetune.rollout import Answer, Rows
+from gpt import Context
+
+V, S = 16, 32
+# the token that ends an answer
+END = 0
+PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [11, 12], [1, 2, 3]]
+MAX_TOKENS = 12
+
+# --- what --without removes: each is called on every rank -----------------------------------------
+
+
+def place_in_share():
+    """Random numbers depend on the place in a rank's share."""
+    keys = rollout.keys
+    rollout.keys = lambda seed, step, samples: keys(seed, step, range(len(samples)))
+
+
+def one_position_late():
+    """An answer's log-probabilities begin with that of its second token."""
+    of_prompts = rollout.Draws.of_prompts
+
+    def shifted(draws):
+        return [(ids, log_probs[1:] + log_probs[:1]) for ids, log_probs in of_prompts(draws)]
+
+    rollout.Draws.of_prompts = shifted
+
+
+def cut_end_token():
+    """The end token is not a part of the answer."""
+    begin = Rows.__init__
+
+    def begin_without(rows, answers: list[Answer], *sizes):
+        begin(rows, answers, *sizes)
+        for answer, place in zip(answers, rows.places):
+            if answer.ended:
+                rows.all.loss_mask[place.row, place.last - 1] = False
+
+    Rows.__init__ = begin_without
+
+
+def no_step():
+    """Random numbers depend on (seed, sample)."""
+    key_of = rollout.key_of
+    rollout.key_of = lambda seed, step, sample: key_of(seed, 0, sample)
+
+
+WITHOUT = {
+    "sample": form.Removal(
+        place_in_share,
+        "Numbers of (seed, step, place in the share). What changes?",
+        "The three answers of rank 1: its first one gets the random numbers of rank 0's first one."
+        " So another number of ranks gives other answers, and no run can be compared with one"
+        " device.",
+    ),
+    "position": form.Removal(
+        one_position_late,
+        "They are one position late. Does a run stop?",
+        "No. π / π_old is not 1 before an update, as it must be, so PPO clips it where nothing has"
+        " changed. The loss looks like any other.",
+    ),
+    "end-token": form.Removal(
+        cut_end_token,
+        "End tokens do not count. What is not learned?",
+        "When to stop. It is a choice of the model as well; without this target no reward reaches"
+        " it.",
+    ),
+    "step": form.Removal(
+        no_step,
+        "Numbers of (seed, sample) alone. How many now?",
+        "All, as long as the weights are the same. Each step draws with the same random numbers,"
+        " so the model tries little that is new.",
+    ),
+}
+
+
+# --- on a rank ------------------------------------------------------------------------------------
+
+
+class Seen(NamedTuple):
+    """What a rank has after two rollouts; every rank has the same."""
+
+    answers: list[Answer]
+    # with the same weights and prompts
+    of_next_step: list[Answer]
+    # of each answer, by a training forward over the rows
+    trained: list[list[float]]
+    num_rows: int
+    targets: int
+
+
+def on_rank(rank: int) -> Seen:
+    world = dist.get_world_size()
+    groups = Groups.make("cpu", world) if world > 1 else Groups()
+    model = demo.meta_model(demo.tiny_config(seq_length=S, vocab_size=V, llama=True))
+    sharding.init(model, 0, "cpu", torch.float64)
+    samples = list(range(len(PROMPTS)))
+    steps = [
+        rollout.write_answers(model, PROMPTS, samples, 0, step, MAX_TOKENS, (END,), groups)
+        for step in (1, 2)
+    ]
+    rows = Rows(steps[0], S)
+    every_row = range(rows.num_sequences)
+    batch = rows.batch(every_row)
+    losses = model(batch.tokens, batch.targets, Context(documents=batch.documents))  # [R, s]
+    trained = [values.tolist() for values in rows.collect(-losses.detach())]
+    return Seen(*steps, trained, rows.num_sequences, rows.counted_tokens(every_row))
+
+
+# --- the lesson -----------------------------------------------------------------------------------
+
+
+def teach(lesson: form.Lesson) -> None:
+    one = lesson.on_ranks(1, on_rank)[0]
+    two = lesson.on_ranks(2, on_rank)[0]
+    for answer in one.answers:
+        end = "the end token" if answer.ended else "cut off"
+        lesson.say(f"{answer.prompt!s:<14} -> {' '.join(map(str, answer.ids))}   {end}")
+    teach_ranks(lesson, one, two)
+    teach_log_probs(lesson, two)
+    teach_targets(lesson, two)
+    lesson.predict(
+        "The next step, with the same weights and prompts: how many answers are equal?",
+        "equal answers",
+    )
+    equal = count_equal(two.answers, two.of_next_step)
+    lesson.check(
+        f"{equal} of {len(PROMPTS)}: a step has random numbers of its own", equal == 0, [equal]
+    )
+
+
+def count_equal(a: list[Answer], b: list[Answer]) -> int:
+    return sum(x.ids == y.ids for x, y in zip(a, b))
+
+
+def teach_ranks(lesson: form.Lesson, one: Seen, two: Seen) -> None:
+    lesson.predict(
+        f"One rank wrote these {len(PROMPTS)} answers. Two data-parallel ranks write three each,"
+        " drawn at temperature 1. How many are the same? Are those to the two equal prompts?",
+        "equal answers",
+    )
+    equal = count_equal(one.answers, two.answers)
+    twins = two.answers[0].ids == two.answers[-1].ids
+    lesson.check(
+        f"{equal} of {len(PROMPTS)}, for the random numbers depend on (seed, step, sample) alone;"
+        f" equal prompts have {'equal' if twins else 'different'} answers",
+        equal == len(PROMPTS) and not twins,
+        [equal],
+    )
+
+
+def teach_log_probs(lesson: form.Lesson, two: Seen) -> None:
+    lesson.predict(
+        f"A training forward reads the {len(PROMPTS)} answers in {two.num_rows} packed rows, in"
+        " float64. How far are its log-probabilities from those of generation, which had a cache?"
+    )
+    pairs = [
+        (drawn, trained)
+        for answer, of_answer in zip(two.answers, two.trained)
+        for drawn, trained in zip(answer.log_probs, of_answer)
+    ]
+    worst = max(abs(drawn - trained) for drawn, trained in pairs)
+    lesson.check(
+        f"{worst:.0e} at most, over {len(pairs)} tokens: so π / π_old is 1 before an update",
+        worst < 1e-10,
+    )
+
+
+def teach_targets(lesson: form.Lesson, two: Seen) -> None:
+    written = sum(len(answer.ids) for answer in two.answers)
+    ended = sum(answer.ended for answer in two.answers)
+    lesson.predict(
+        f"The model drew {written} tokens, {ended} of them end tokens. How many targets are in the"
+        " loss?",
+        "targets",
+    )
+    lesson.check(
+        f"{two.targets}, where {written} were drawn: each choice of the model is one, to stop too",
+        two.targets == written,
+        [two.targets],
+    )
+
+
+if __name__ == "__main__":
+    form.run("rollout")

@@ -1,0 +1,152 @@
+"""The lesson of moe.py: a plan by hand, temperature, capacity, the load-balancing loss.
+
+python -m course.routers
+"""
+
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import moe
+from course import demo, form
+from moe import MoEConfig, Routing, SinkhornRouter, TopKRouter
+
+
+def rows_alone(kernel: Tensor, tolerance: float, most: int):
+    """Sinkhorn scales the rows alone: each token has the same mass, experts need not."""
+    n, e = kernel.shape
+    ones = kernel.new_ones(e)
+    return 1 / n / (kernel @ ones), ones, True
+
+
+def at_temperature_1(logits: Tensor, temperature=1.0, *rest, original=moe.balance, **options):
+    """The plan stays at temperature 1."""
+    return original(logits, 1.0, *rest, **options)
+
+
+WITHOUT = {
+    "columns": form.Removal(
+        lambda: mock.patch.object(moe, "scale_rows_and_columns", rows_alone),
+        "Every token has the same mass. Where does it all go?",
+        "To the experts that most tokens like. Scaling a row does not change its order, so each"
+        " token goes where its raw logits send it, at any temperature.",
+    ),
+    "cooling": form.Removal(
+        lambda: mock.patch.object(moe, "balance", at_temperature_1),
+        "Cooling takes the plan step by step from temperature 1 to a low one. Without it the mass"
+        " is even. Why is the load not?",
+        "At temperature 1 the plan divides a token among experts, and it is these parts that are"
+        " even. But a token goes whole to its largest part. A lower temperature divides fewer"
+        " tokens.",
+    ),
+}
+
+# the picture at the top of moe.py
+EXAMPLE = torch.tensor([[2.0, 1.0], [2.2, 1.0], [1.5, 1.0], [3.0, 0.0]], dtype=torch.float64)
+
+
+def config_of(**fields) -> MoEConfig:
+    return demo.tiny_config(MoEConfig, **fields)
+
+
+def loads(scores: Tensor) -> Tensor:
+    """How many tokens each expert gets. scores: [n, E] -> [E]"""
+    return scores.argmax(1).bincount(minlength=scores.shape[1])
+
+
+def teach(lesson: form.Lesson) -> None:
+    with lesson.removed():
+        plan_by_hand(lesson)
+        temperature(lesson)
+    capacity(lesson)
+    losses(lesson)
+
+
+def plan_by_hand(lesson: form.Lesson) -> None:
+    lesson.predict(
+        "4 tokens, 2 experts: what does a row of Sinkhorn's plan sum to? A column? How many of the"
+        f" tokens with logits {EXAMPLE.tolist()} does e0 get in training (temperature 0.02), and in"
+        " evaluation?",
+        "a row; a column; e0 in training; e0 in evaluation",
+    )
+    plan = moe.sinkhorn(EXAMPLE)
+    rows = [f"{x:.3f}" for x in plan.sum(1)]
+    columns = [f"{x:.3f}" for x in plan.sum(0)]
+    even = (plan.sum(1) - 1 / 4).abs().max() < 1e-3 and (plan.sum(0) - 1 / 2).abs().max() < 1e-3
+    lesson.check(
+        f"rows {', '.join(rows)}: 1 / 4; columns {', '.join(columns)}: 1 / 2",
+        bool(even),
+        [1 / 4, 1 / 2],
+    )
+    router = SinkhornRouter(config_of(num_experts=2))
+    counts = [int(loads(router.scores(EXAMPLE, training))[0]) for training in (True, False)]
+    lesson.check(
+        f"in training {counts[0]}, by the plan; in evaluation {counts[1]}, by the raw logits",
+        counts == [2, 4],
+        counts,
+    )
+
+
+def temperature(lesson: form.Lesson) -> None:
+    n, e = 4096, 8
+    lesson.predict(
+        f"{n:,} tokens, {e} experts. The even load? Which plan comes nearer, that of temperature 1"
+        " or that of 0.02?",
+        "even load",
+    )
+    # 3 directions for 8 experts: raw logits are far from even
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(n, 3, generator=generator) @ torch.randn(3, e, generator=generator)
+    largest = {"raw logits": int(loads(logits).max())}
+    for t in (1.0, 0.3, 0.1, 0.02):
+        largest[f"plan, temperature {t}"] = int(loads(moe.sinkhorn(logits, t, 1e-2)).max())
+    lesson.say("largest load of an expert, in tokens:")
+    for name, load in largest.items():
+        lesson.say(f"{name:<24}{load:>6,}  {form.bar(load, largest['raw logits'])}")
+    at_1, at_002 = largest["plan, temperature 1.0"], largest["plan, temperature 0.02"]
+    lesson.check(
+        f"even is {n // e}; the largest load is {at_1:,} at temperature 1, {at_002:,} at 0.02",
+        n // e <= at_002 < 1.05 * n // e < at_1,
+        [n // e],
+    )
+
+
+def capacity(lesson: form.Lesson) -> None:
+    lesson.predict(
+        "8 tokens choose among 4 experts: 5, 1, 1 and 1 tokens. Capacity factor 1: how many choices"
+        " are dropped? And in evaluation?",
+        "in training; in evaluation",
+    )
+    chosen = torch.tensor([0, 0, 1, 0, 2, 0, 3, 0])
+    logits = torch.nn.functional.one_hot(chosen, 4).float()
+    config = config_of(num_experts=4, router="topk", capacity_factor=1.0)
+    routing = Routing(TopKRouter(config).scores, config)
+    dropped = [
+        len(chosen) - len(routing.train(training)(logits).order) for training in (True, False)
+    ]
+    lesson.check(
+        f"{dropped[0]}: an expert takes 1 * 8 / 4 = 2; in evaluation {dropped[1]}",
+        dropped == [3, 0],
+        dropped,
+    )
+
+
+def losses(lesson: form.Lesson) -> None:
+    lesson.predict(
+        "The load-balancing loss E Σ load_e p_e of 4 experts, where load and probabilities are"
+        " even? Where one expert has all tokens, with probability 1?",
+        "even; one expert",
+    )
+    router = TopKRouter(config_of(num_experts=4, router="topk", aux_loss=1.0, z_loss=0.0))
+    even = router.losses(torch.zeros(1, 4), torch.full((4,), 0.25)).item()
+    collapsed = router.losses(torch.tensor([[100.0, 0, 0, 0]]), torch.tensor([1.0, 0, 0, 0])).item()
+    lesson.check(
+        f"{even:.4f} and {collapsed:.4f} = E",
+        abs(even - 1) + abs(collapsed - 4) < 1e-5,
+        [even, collapsed],
+    )
+
+
+if __name__ == "__main__":
+    form.run("routers")

@@ -1,0 +1,207 @@
+"""The lesson of finetune/sft.py: which tokens count, how much each, and what a model learns from
+them.
+
+A small model learns to answer with the first letter of a word:
+
+    user:
+    cafe
+    assistant:
+    c<end>
+
+python -m course.sft
+"""
+
+import torch
+from torch import Tensor
+
+import generate
+import gpt
+import sharding
+from course import demo, form
+from finetune.chat_template import ChatTokenizer, open_template
+from finetune.packing import Padded
+from finetune.sft import Chat, Example, message
+from run.tokenizer import ByteTokenizer
+
+TOKENIZER = ByteTokenizer()
+NEW_WORDS = ("hgfe", "badc", "ccgh")
+BATCH = 32
+MOST_STEPS = 150
+# training ends when the mean loss of 10 steps is below this
+LEARNED = 0.05
+# of an answer to a new word
+MOST_TOKENS = 8
+
+
+def without_end_of_turn(example: Example) -> Example:
+    """The token that ends a turn is no target."""
+    pairs = zip(example.ids, example.counted)
+    return Example(example.ids, [counts and i != TOKENIZER.eot for i, counts in pairs])
+
+
+def without_mask(example: Example) -> Example:
+    """Every token is a target."""
+    return Example(example.ids, [True] * len(example.ids))
+
+
+WITHOUT = {
+    "end-of-turn": form.Removal(
+        without_end_of_turn,
+        "The token that ends a turn is no target. What does the model say after the letter?",
+        "The model never learns what comes after the letter. The first letter is right and the"
+        " loss looks as good as before, but the answer goes on until the limit of tokens.",
+    ),
+    "mask": form.Removal(
+        without_mask,
+        "The loss is taken on all tokens. Which checks fail?",
+        "Only 2 of 23 targets belong to the answer. The others are fixed text, which is soon"
+        " learned, and the question's four random letters, which nobody can predict. So the loss"
+        " stays above 4 ln 8 / 23 = 0.36.",
+    ),
+}
+
+
+# --- conversations --------------------------------------------------------------------------------
+
+
+def plain_chat() -> Chat:
+    tokenizer = ChatTokenizer(TOKENIZER)
+    return Chat(open_template("plain", tokenizer), tokenizer)
+
+
+def example_of(lesson: form.Lesson, question: str, answer: str) -> Example:
+    messages = [message("user", question), message("assistant", answer)]
+    example = plain_chat().example(messages)
+    return lesson.mutate(example) if lesson.mutate else example
+
+
+def show(token: int) -> str:
+    """A byte in two columns, the end of turn as <>."""
+    return {TOKENIZER.eot: "<>", ord("\n"): "\\n"}.get(token) or chr(token).rjust(2)
+
+
+def draw(lesson: form.Lesson, example: Example) -> None:
+    lesson.say(" ".join(show(token) for token in example.ids))
+    lesson.say(" ".join(" ^" if counts else " ." for counts in example.counted))
+
+
+# --- a model --------------------------------------------------------------------------------------
+
+
+def new_model() -> gpt.GPT:
+    model = demo.meta_model(demo.tiny_config(ffn_hidden_size=172, llama=True))
+    sharding.init(model, 0, "cpu", torch.float32)
+    return model
+
+
+def learn(model: gpt.GPT, examples: list[Example]) -> demo.Learned:
+    """Train until the conversations are learned or MOST_STEPS are over."""
+    dataset = Padded(examples, seed=0)
+
+    def loss_of(step: int) -> Tensor:
+        samples = range(step * BATCH, (step + 1) * BATCH)
+        batch = dataset.batch(samples)
+        losses = model(batch.tokens, batch.targets) * batch.loss_mask
+        return losses.sum() / dataset.counted_tokens(samples)
+
+    return demo.learn(model, loss_of, MOST_STEPS, LEARNED)
+
+
+def ask(model: gpt.GPT) -> dict[str, tuple[str, bool]]:
+    """New word -> (the answer, whether the model ended it)."""
+    chat = plain_chat()
+    prompts = [chat.prompt([message("user", word)]) for word in NEW_WORDS]
+    answers = generate.generate(model, prompts, MOST_TOKENS, temperature=0, eot=chat.end_of_turn())
+    return {
+        word: (TOKENIZER.decode(ids), len(ids) < MOST_TOKENS)
+        for word, ids in zip(NEW_WORDS, answers)
+    }
+
+
+# --- the lesson -----------------------------------------------------------------------------------
+
+
+def teach_targets(lesson: form.Lesson) -> None:
+    lesson.predict(
+        'The user says "cafe", the assistant "c". The plain chat template writes "user:", a new'
+        ' line, the question, a new line, "assistant:", a new line, the answer and an end token.'
+        " With a token for each byte, how many tokens are there? How many are targets, in the"
+        " loss?",
+        "tokens; targets",
+    )
+    example = example_of(lesson, "cafe", "c")
+    draw(lesson, example)
+    lengths = [len("user:\n"), len("cafe\n"), len("assistant:\n"), len("c"), 1]
+    total = " + ".join(map(str, lengths))
+    targets = sum(example.counted)
+    lesson.check(
+        f"{len(example.ids)} tokens = {total}; {targets} targets, where 2 are expected: the answer,"
+        " and the token <> that ends the turn",
+        len(example.ids) == sum(lengths) and targets == 2,
+        [len(example.ids), targets],
+    )
+
+
+def teach_weights(lesson: form.Lesson) -> None:
+    lesson.predict(
+        "A batch has two conversations, with answers of 1 and of 18 letters. What share of the loss"
+        " has each, if the loss is the mean over all targets, as here? If it were the mean of each"
+        " conversation's own mean?",
+        "first, mean over targets; first, mean of means",
+    )
+    answers = ("a", "a" * 18)
+    examples = [example_of(lesson, "b", answer) for answer in answers]
+    dataset = Padded(examples, seed=None)
+    batch = dataset.batch([0, 1])
+    # of each conversation, if every token has a loss of 1
+    sums = batch.loss_mask.sum(1)  # [2]
+    shares = (sums / dataset.counted_tokens([0, 1])).tolist()
+    counted = [dataset.counted_tokens([n]) for n in (0, 1)]
+    means = (sums / torch.tensor(counted) / 2).tolist()
+    lesson.check(
+        f"mean over targets: {shares[0]:.3f} and {shares[1]:.3f}, 2 / 21 and 19 / 21; mean of"
+        f" means: {means[0]:.3f} and {means[1]:.3f}, so a token of the short answer would weigh"
+        f" {counted[1] / counted[0]:.1f} times as much",
+        abs(shares[0] - 2 / 21) < 1e-6 and abs(shares[1] - 19 / 21) < 1e-6,
+        [shares[0], means[0]],
+    )
+
+
+def teach_learning(lesson: form.Lesson) -> None:
+    lesson.predict(
+        "The user says a word of random letters. A Llama (h 64, L 2) learns to answer with its"
+        " first letter. Can the loss come near 0?"
+    )
+    model = new_model()
+    learned = learn(
+        model, [example_of(lesson, word, word[0]) for word in demo.random_words(400, NEW_WORDS)]
+    )
+    lesson.check(
+        f"loss {learned.loss:.4f} after {learned.steps} steps: the random letters are no targets,"
+        " and the answer can be predicted",
+        learned.loss < LEARNED,
+    )
+    lesson.predict(
+        f"New words: {', '.join(NEW_WORDS)}. What does the model answer? Does it stop then?"
+    )
+    answers = ask(model.eval())
+    lesson.check(
+        ", ".join(f"{word}: {answer[:1]!r}" for word, (answer, _) in answers.items()),
+        all(answer[:1] == word[0] for word, (answer, _) in answers.items()),
+    )
+    ended = sum(ends for _, ends in answers.values())
+    texts = [repr(answer) for answer, _ in answers.values()]
+    lesson.check(
+        f"{ended} of {len(answers)} answers end before {MOST_TOKENS} tokens: {', '.join(texts)}",
+        ended == len(answers),
+    )
+
+
+def teach(lesson: form.Lesson) -> None:
+    teach_targets(lesson)
+    teach_weights(lesson)
+    teach_learning(lesson)
+
+
+if __name__ == "__main__":
+    form.run("sft")

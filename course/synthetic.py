@@ -1,0 +1,183 @@
+"""Data for parity.py: any number of samples, each drawn from its own number.
+
+Synthetic          sequences with unequal loss masks
+Ragged             rows of unequal lengths, padded                finetune/sft.py
+Documents          several documents in a row                     --document-mask
+Prompted           virtual tokens in the middle                   prompt_tuning.py
+SyntheticPairs     two answers to one prompt                      finetune/preference.py
+Questions          prompts, and a reward for any answer           finetune/reinforcement.py
+
+python -m course.verify -- --model gpt2 --tp 2
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from finetune.preference_command import PreferenceConfig
+from finetune.prompt_set import Question
+from finetune.reinforcement_command import ReinforcementConfig
+from finetune.sft_command import SFTConfig
+from run import data
+
+
+class Synthetic(data.Dataset):
+    """Sample n is a sequence drawn from seed n, of whose targets about (n mod 4) / 4 or all do not
+    count."""
+
+    def __init__(self, seq_length: int, vocab_size: int):
+        self.s = seq_length
+        self.v = vocab_size
+        # sample numbers of the latest batch
+        self.latest = []
+
+    def batch(self, samples) -> data.Batch:
+        self.latest = list(samples)
+        tokens = []
+        mask = []
+        for n in samples:
+            g = torch.Generator().manual_seed(int(n))
+            tokens.append(self.draw(g))
+            mask.append(torch.rand(self.s, generator=g) >= (int(n) % 4) / 4)
+        tokens = torch.stack(tokens)
+        return data.Batch(
+            tokens[:, :-1], tokens[:, 1:], torch.stack(mask), torch.tensor(list(samples))
+        )
+
+    def draw(self, generator: torch.Generator) -> Tensor:
+        """[s + 1] token ids."""
+        return torch.randint(self.v, (self.s + 1,), generator=generator)
+
+    def counted_tokens(self, samples) -> int:
+        return int(self.batch(samples).loss_mask.sum())
+
+
+class Ragged(data.Dataset):
+    """The same in rows of unequal lengths, 1 to seq_length - 3, padded with token 0 to a multiple
+    of `multiple_of`."""
+
+    def __init__(self, seq_length: int, vocab_size: int, multiple_of: int):
+        self.longest = seq_length - 3
+        self.whole = Synthetic(self.longest, vocab_size)
+        self.s = -(-self.longest // multiple_of) * multiple_of
+        self.latest = []
+
+    def batch(self, samples) -> data.Batch:
+        self.latest = list(samples)
+        batch = self.whole.batch(samples)
+        lengths = torch.tensor([self.length(n) for n in samples]).unsqueeze(1)
+        real = torch.arange(self.longest) < lengths
+        rows = (batch.tokens * real, batch.targets * real, batch.loss_mask & real, real)
+        padded = (F.pad(x, (0, self.s - self.longest)) for x in rows)
+        tokens, targets, mask, real = padded
+        return data.Batch(tokens, targets, mask, batch.samples, real=real)
+
+    def length(self, sample: int) -> int:
+        return self.longest - 5 * sample % self.longest
+
+    def counted_tokens(self, samples) -> int:
+        return int(self.batch(samples).loss_mask.sum())
+
+    def positions(self, samples) -> int:
+        return sum(self.length(n) for n in samples)
+
+
+class Documents(Synthetic):
+    """The same with documents of unequal lengths, up to half a sequence, in each row."""
+
+    def batch(self, samples) -> data.Batch:
+        batch = super().batch(samples)
+        rows = []
+        for n in self.latest:
+            # not the generator that drew the tokens
+            g = torch.Generator().manual_seed(int(n) + 2**32)
+            lengths = torch.randint(1, self.s // 2 + 1, (self.s,), generator=g)
+            rows.append(torch.arange(self.s).repeat_interleave(lengths)[: self.s])
+        return batch._replace(documents=torch.stack(rows))
+
+
+class Prompted(Synthetic):
+    """The same with a task's virtual tokens in the middle, so that sequence-parallel ranks share
+    them; the tasks in turn."""
+
+    def __init__(self, seq_length: int, vocab_size: int, prompts):
+        super().__init__(seq_length, vocab_size)
+        first = prompts.first_ids(vocab_size)
+        self.virtual = [
+            list(range(first[task], first[task] + prompts.templates[task].total_virtual_tokens))
+            for task in prompts.tasks
+        ]
+
+    def batch(self, samples) -> data.Batch:
+        tokens, targets, mask, numbers = (x.clone() for x in super().batch(samples)[:4])
+        for row, n in enumerate(numbers.tolist()):
+            virtual = torch.tensor(self.virtual[n % len(self.virtual)])
+            at = self.s // 2 - 2
+            tokens[row, at : at + len(virtual)] = virtual
+            mask[row, at - 1 : at - 1 + len(virtual)] = False
+        return data.Batch(tokens, targets, mask, numbers)
+
+
+class SyntheticPairs(Synthetic):
+    """Samples 2k and 2k + 1 begin alike and end apart, in answers of unequal lengths. `reference`:
+    of each sample, once it is known."""
+
+    reference = None
+
+    def __init__(self, seq_length: int, vocab_size: int, last_token: bool):
+        super().__init__(seq_length, vocab_size)
+        self.last_token = last_token
+
+    def batch(self, samples) -> data.Batch:
+        self.latest = list(samples)
+        at = torch.arange(self.s)
+        tokens = []
+        mask = []
+        for n in self.latest:
+            begins, ends = (torch.Generator().manual_seed(seed) for seed in (n // 2, n + 2**32))
+            answer = self.s // 2 + n // 2 % 3
+            last = answer + n % 5
+            tokens.append(torch.cat([self.draw(begins)[:answer], self.draw(ends)[answer:]]))
+            mask.append(at == last if self.last_token else (at >= answer - 1) & (at < last))
+        tokens = torch.stack(tokens)
+        numbers = torch.tensor(self.latest)
+        reference = None if self.reference is None else self.reference[numbers]
+        return data.Batch(
+            tokens[:, :-1], tokens[:, 1:], torch.stack(mask), numbers, reference=reference
+        )
+
+
+class Questions:
+    """Prompts of 1 to 4 tokens for finetune/reinforcement.py, and a reward for any answer. The
+    samples of a group have one prompt."""
+
+    # one of them ends an answer
+    end_tokens = (3, 4)
+
+    def __init__(self, vocab_size: int, group_size: int):
+        self.v = vocab_size
+        self.group_size = group_size
+
+    def question(self, sample: int) -> Question:
+        g = torch.Generator().manual_seed(sample // self.group_size)
+        length = int(torch.randint(1, 5, (1,), generator=g))
+        return Question(torch.randint(self.v, (length,), generator=g).tolist(), "", {})
+
+    def reward(self, sample: int, ids: list[int]) -> float:
+        return sum(token % 7 for token in ids) / len(ids)
+
+
+def dataset_for(trainer):
+    """What a run of these flags trains on. trainer: train.Trainer."""
+    config = trainer.config
+    sizes = trainer.model_config.seq_length, trainer.model_config.vocab_size
+    prompts = getattr(trainer.task.learned, "prompts", None)
+    if prompts:
+        return Prompted(*sizes, prompts)
+    if isinstance(config, PreferenceConfig):
+        return SyntheticPairs(*sizes, config.method == "reward")
+    if isinstance(config, ReinforcementConfig):
+        return Questions(sizes[1], config.answers_per_prompt)
+    if isinstance(config, SFTConfig):
+        return Ragged(*sizes, config.length_multiple)
+    return (Documents if config.document_mask else Synthetic)(*sizes)

@@ -1,0 +1,124 @@
+"""What kinds of training have that can learn an adapter beside a frozen model (--peft), and the
+command `python -m finetune.adapters train`: an adapter that learns from text.
+
+    python -m finetune.adapters train --load CKPT --data FILE --peft lora --lora-rank 8 --out RUN
+
+finetune/sft.py, finetune/preference.py, finetune/reinforcement.py and prompt_tuning.py take the
+same flags. `Adapters` (adapter_learning.py) says what such a run trains, loads and saves.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import train
+from base.model_config import MoEConfig
+from finetune import adapters
+from finetune.adapter_learning import Adapters, adapter_config
+from run.config import RunConfig, as_flags, flag
+from run.presets import lr_of_model
+from run.pretraining import Config, Pretraining
+from run.rules import Need, refuse
+from run.task import Task, WholeModel
+
+LORA_FLAGS = ("lora_rank", "lora_alpha", "lora_dropout")
+# QLoRA, arXiv 2305.14314, appendix B.2; arXiv 1902.00751, section 3.1; 2205.05638, section 4.1
+LEARNING_RATES = {"lora": 2e-4, "adapter": 1e-3, "ia3": 3e-3}
+NEEDS = (
+    Need(
+        (*LORA_FLAGS, "adapter_size", "peft_targets"),
+        lambda run: run.config.peft,
+        "needs --peft, which says what is learned",
+    ),
+    Need(LORA_FLAGS, lambda run: run.config.peft == "lora", "is only for --peft lora"),
+    Need(("adapter_size",), lambda run: run.config.peft == "adapter", "is only for --peft adapter"),
+    Need(
+        ("weight_decay",),
+        lambda run: run.config.peft != "ia3",
+        "is of matrices, and ia3 learns vectors; leave it out",
+    ),
+)
+
+
+@dataclass
+class PeftConfig(RunConfig):
+    """The flags of an adapter."""
+
+    needs: ClassVar[tuple] = NEEDS
+
+    # adapters
+    peft: str | None = flag(
+        None,
+        "learn only lora, adapter (bottlenecks) or ia3 parameters for the model of --load, which "
+        "stays frozen (adapters.py)",
+        ("lora", "adapter", "ia3"),
+    )
+    lora_rank: int = flag(8, "r, the rank of LoRA's update")
+    lora_alpha: float = flag(16.0, "LoRA's update is scaled by alpha / rank")
+    lora_dropout: float = flag(0.0, "probability, for the input of LoRA")
+    adapter_size: int = flag(32, "inner size of a bottleneck adapter")
+    peft_targets: list[str] = flag(
+        [],
+        "where: for lora of query key value output gate up down, for ia3 of key value down, for "
+        "adapter of attention mlp; the default is all",
+        metavar="NAME",
+    )
+
+    @property
+    def frozen(self) -> bool:
+        return bool(self.peft)
+
+    @property
+    def unpredicted(self) -> str:
+        if self.peft in (None, "lora") and not self.peft_targets and not self.lora_dropout:
+            return ""
+        return "trains another adapter than LoRA without dropout in all matrices"
+
+    def learned(self) -> WholeModel:
+        """Which parameters learn."""
+        return Adapters() if self.peft else WholeModel()
+
+    def check(self, model: MoEConfig, world: int, base_needed: bool) -> None:
+        super().check(model, world, base_needed)
+        if not self.peft:
+            return
+        if base_needed and not self.load:
+            refuse(self, "peft", "for which model? --load CKPT names it")
+        with as_flags():
+            adapters.check(adapter_config(self), model, self.tp)
+
+    def default_lr(self) -> tuple[float, str]:
+        if self.peft:
+            return LEARNING_RATES[self.peft], f"--peft {self.peft}"
+        return super().default_lr()
+
+
+def lr_beside_reference(config: PeftConfig) -> tuple[float, str]:
+    """The default of --lr where the model is held near the one of --load: a tenth of what other
+    fine-tuning has. config: has a `method`."""
+    if config.peft:
+        rate, what = PeftConfig.default_lr(config)
+        return rate / 10, f"--method {config.method} {what}"
+    rate, what = lr_of_model(config)
+    return rate / 100, f"--method {config.method} of {what}"
+
+
+@dataclass
+class TextPeftConfig(PeftConfig, Config):
+    """Every flag of `finetune/adapters.py train`."""
+
+    command: ClassVar[str] = "-m finetune.adapters train"
+    purpose: ClassVar[str] = "Train an adapter of a frozen model on text."
+
+    peft: str | None = flag(
+        "lora",
+        "learn only lora, adapter (bottlenecks) or ia3 parameters for the model of --load, which "
+        "stays frozen",
+        ("lora", "adapter", "ia3"),
+    )
+
+    def task(self) -> Task:
+        return Pretraining(self.learned())
+
+
+def main(argv: list[str]) -> int:
+    return train.main(argv, TextPeftConfig)

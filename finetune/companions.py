@@ -1,0 +1,148 @@
+"""The other models of reinforcement learning: each is a trainer of its own, on the policy's mesh.
+
+    policy         the model that learns to answer      train.Trainer itself
+    Reference      the model of --load, frozen          log-probabilities: how far is the policy?
+    RewardModel    the model of --reward, frozen        one number for an answer
+    Critic         learns the expected reward (ppo)     one number for each token
+
+A frozen model has no gradients and no optimizer state. All of them are built by train.Trainer, so
+every technique of the run changes them alike: tensor parallelism shards a critic as it shards the
+policy. What differs is in the tasks below (run/task.py has all functions). All of them read the
+same rows: R rows of s tokens, into which the answers of a step are packed (finetune/rollout.py).
+"""
+
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import schedules
+import sharding
+from finetune import reinforcement
+from finetune.preference_learning import ValueModel
+from run import checkpoint
+from run.task import Task, run_forward
+from train import Trainer
+
+
+def companion(policy: Trainer, task: Task, config) -> Task:
+    """The task, joined by a trainer of its own on the mesh of the policy."""
+    Trainer(config, policy.device, policy.groups, task)
+    return task
+
+
+def schedule_of(config, m: int) -> schedules.Schedule:
+    """Of a pipeline, for m micro-batches. The same list each time: a pipeline lowers a new one."""
+    return cached_schedule(config.pipeline_schedule, config.pp, m, config.virtual_stages)
+
+
+cached_schedule = lru_cache(maxsize=64)(schedules.make)
+
+
+class OnRows(Task):
+    """Of a model that sees the answers of a step, packed into rows (finetune/rollout.py)."""
+
+    rows = None
+
+    def before_techniques(self, stage) -> None:
+        super().before_techniques(stage)
+        # eval: routers use their raw logits, as they did when the answers were written
+        stage.eval()
+
+    def use_rows(self, rows) -> None:
+        """Work on these rows from now on. Their number R differs from step to step, and so does the
+        number of micro-batches, which a pipeline's schedule is made for."""
+        self.rows = rows
+        trainer = self.trainer
+        share = rows.num_sequences // trainer.dp
+        if self.groups.pp:
+            trainer.schedule = schedule_of(self.config, share // trainer.micro_batch)
+        elif self.config.micro_batch_size is None:
+            trainer.micro_batch = share
+
+    def samples(self, step: int) -> range:
+        return range(self.rows.num_sequences)
+
+    def outputs(self, rows) -> Tensor:
+        """What the head gives at every position of the rows, [R, s] float64 on the CPU: the losses
+        of the targets, or values. On every rank. A collective."""
+        self.use_rows(rows)
+        trainer = self.trainer
+        b, share = trainer.micro_batch, rows.num_sequences // trainer.dp
+        first = trainer.dp_rank * share
+        batches = []
+        for start in range(first, first + share, b):
+            batches.append(rows.batch(range(start, start + b)).to(trainer.device))
+        shape = rows.num_sequences, rows.s
+        whole = torch.zeros(shape, dtype=torch.float64, device=trainer.device)
+
+        def keep(batch, y):
+            # all tensor-parallel ranks have it: one counts
+            if not self.groups.tp or self.groups.tp.rank() == 0:
+                whole[batch.samples] = y.double()
+
+        run_forward(trainer, batches, keep)
+        if self.groups.all:
+            dist.all_reduce(whole, group=self.groups.all)
+        return whole.cpu()
+
+
+class Frozen(OnRows):
+    """A model that only runs forward."""
+
+    trains = False
+
+    def before_techniques(self, stage) -> None:
+        super().before_techniques(stage)
+        stage.requires_grad_(False)
+
+    def load_from(self, path) -> None:
+        """path: of --load or --reward. A collective. Raises CheckpointError."""
+        parameters = {}
+        for name, p in sharding.named_parameters(*self.trainer.stages):
+            parameters[f"model.{name}"] = p
+        fixed = checkpoint.fixed_fields(self.model_config, True)
+        checkpoint.load(checkpoint.find(path), parameters, fixed)
+
+
+class Reference(Frozen):
+    """The model of --load as it was: `outputs` gives - log π_ref of each target."""
+
+
+class RewardModel(ValueModel, Frozen):
+    """The model of --reward: `outputs` gives a value at each position, and the one at an answer's
+    last token is its reward."""
+
+    def after_model_parallel(self, stage) -> None:
+        super().after_model_parallel(stage)
+        # the value head is new since `before_techniques`
+        stage.requires_grad_(False)
+
+
+class Learner(OnRows):
+    """Of the policy and the critic: their losses are about the answers of a step."""
+
+    # of the step: what its updates need (advantages ..), and what its loss is divided by
+    targets: reinforcement.Targets | None = None
+    count = 0
+
+    def learn_from(self, rows, targets: reinforcement.Targets, count: int) -> None:
+        """targets: [R, s] each."""
+        self.use_rows(rows)
+        self.targets = targets
+        self.count = count
+
+    def loss_count(self, dataset, samples) -> int:
+        return self.count
+
+
+class Critic(ValueModel, Learner):
+    """Learns the value of each token, V: the reward that is expected before the token is known. Its
+    weights and its optimizer are in the run's checkpoints, beside the policy's."""
+
+    learns = "the critic"
+
+    def total_loss(self, y: Tensor, batch) -> Tensor:
+        targets = self.targets.at(batch.samples.cpu(), y.device)
+        return reinforcement.critic_loss(y, targets, self.config.clip_range)

@@ -1,0 +1,145 @@
+"""A run that trains a few new parameters beside a frozen model: what prompts and adapters share.
+
+The weights of --load are frozen: they have no gradients, no masters and no optimizer state, and
+take no place in the run's checkpoints. A checkpoint names its base by the fingerprint of the model,
+and a run that goes on with another base is refused.
+
+finetune/prompt_learning.py and finetune/adapter_learning.py are built on this class.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import sharding
+from base.model_config import GPTConfig, MoEConfig
+from inference import huggingface
+from inference.architectures import empty_model
+from run import checkpoint
+from run.task import WholeModel
+from sharding import Shard, Sharding, local_slice, set_sharding, sharding_of
+
+
+class FirstOf:
+    """In the place of a process group: this rank is the first of n, so its slice is the first."""
+
+    def __init__(self, n: int):
+        self.n = n
+
+    def size(self) -> int:
+        return self.n
+
+    def rank(self) -> int:
+        return 0
+
+
+def read_base(path: str | Path, names: list[str], first: bool = False) -> dict[str, Tensor]:
+    """Parameters, in float32, of the model at `path`, a checkpoint, a run or a Hugging Face folder.
+
+    first: not whole ones, but their first slice along dimension 0, [1, ..]. A collective. Raises
+    CheckpointError or HuggingFaceError."""
+    if huggingface.is_folder(path):
+        _, read, _ = huggingface.open_folder(Path(path))
+        return {name: read(name)[:1] if first else read(name) for name in names}
+    path = checkpoint.find(path)
+    saved = checkpoint.read_index(path)["tensors"]
+    parameters = {}
+    for name in names:
+        _, shape = saved[f"model.{name}"]
+        record = Sharding(tuple(shape), (Shard(0, FirstOf(shape[0])),) if first else ())
+        part = torch.zeros(local_slice(record)[1])
+        parameters[f"model.{name}"] = set_sharding(part, record)
+    checkpoint.read(path, parameters)
+    return {name.removeprefix("model."): parameter for name, parameter in parameters.items()}
+
+
+def identifying_fields(config: MoEConfig) -> dict:
+    """The fields that a fingerprint is of. Those that came later count where they are not what
+    `llama` alone says: so a prompt or an adapter of before still knows its model."""
+    sizes = config.num_layers, config.hidden_size, config.num_heads
+    plain = MoEConfig(*sizes, llama=config.llama)
+    names = [field.name for field in dataclasses.fields(GPTConfig)]
+    later = names[names.index("head_dim") :]
+    fixed = checkpoint.fixed_fields(config)
+    for name in later:
+        if fixed[name] == getattr(plain, name):
+            del fixed[name]
+    return fixed
+
+
+def fingerprint(path: str | Path, config: MoEConfig) -> str:
+    """Identifies the model at `path`: 16 hex digits, the same for a checkpoint under any layout and
+    for a Hugging Face folder.
+
+    A hash of its configuration, its embedding and its norms, and of the first row of every other
+    parameter: a base with a merged adapter is another model. A collective.
+    """
+    # what may differ when weights are loaded may differ here
+    fields = json.dumps(identifying_fields(config), sort_keys=True)
+    digest = hashlib.sha256(fields.encode())
+    names = [name for name, _ in empty_model(config).named_parameters()]
+    whole = [n for n in names if n == "embedding.tokens.weight" or n.endswith("norm.weight")]
+    others = [name for name in names if name not in whole]
+    for part in (read_base(path, whole), read_base(path, others, first=True)):
+        for name, weight in part.items():
+            digest.update(name.encode() + weight.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+class FrozenBase(WholeModel):
+    """Which parameters learn: new ones, and none of the model."""
+
+    # a frozen weight takes the forward and the input gradient, but no weight gradient
+    share_of_flops = 2 / 3
+    # what is learned, for messages
+    learned_things = "new"
+
+    def before_techniques(self, stage) -> None:
+        # eval: routers use their raw logits, as they will when the result is used
+        stage.requires_grad_(False).eval()
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Frozen routers have no statistics."""
+        return {}
+
+    def is_of_base(self, name: str) -> bool:
+        """Whether a parameter of this global name is in the checkpoint of --load."""
+        raise NotImplementedError
+
+    def load_base(self, tokenizer) -> None:
+        """Load the frozen model from --load. A collective. Raises CheckpointError."""
+        path = checkpoint.find(self.config.load)
+        frozen = {}
+        for name, p in sharding.named_parameters(*self.trainer.stages):
+            if self.is_of_base(name):
+                frozen[f"model.{name}"] = p
+        checkpoint.load(path, frozen, checkpoint.fixed_fields(self.model_config, True))
+        self.identity = fingerprint(path, self.model_config)
+
+    def check_base(self, path: Path, index: dict) -> None:
+        if index.get("base", self.identity) != self.identity:
+            raise checkpoint.CheckpointError(
+                f"--load {self.config.load}: is not the model that the {self.learned_things}"
+                f" parameters in {path} were learned for; it has changed since. Name the checkpoint"
+                " that they were begun with (CKPT/checkpoints/step-..), or start again with another"
+                " --out"
+            )
+
+    def load_weights(self, world) -> None:
+        """`load_base` has loaded them."""
+
+    def extra_state(self) -> dict:
+        return {"base": self.identity}
+
+    def num_learned(self) -> int:
+        """How many parameters learn, if this rank's stage has all of them."""
+        parameters = self.trainer.optimizer.parameters.values()
+        return sum(math.prod(sharding_of(p).shape) for p in parameters)
+
+    def describe(self) -> str:
+        return f", all frozen, and {self.num_learned():,} {self.learned_things} parameters"

@@ -1,0 +1,309 @@
+"""Reinforcement learning as a run: the model writes answers, and learns from their rewards.
+
+    python -m finetune.reinforcement --load CKPT --data p.jsonl --reward check.py:correct --out R
+
+The model that learns is called the policy. One step, in `begin_step`:
+
+    write      the policy writes global_batch_size answers; each gets     rollout.py, writer.py,
+               a reward, from a function or a reward model                rewards.py
+    targets    log-probabilities of the reference, and with ppo values    companions.py
+               of the critic; from these and the rewards, advantages      finetune/reinforcement.py
+    update     --epochs times, from the same answers: forward,         train.py
+               backward, a step of the optimizer
+
+The loop of train.py stays as it is: it takes the last of these optimizer steps, as in any run. The
+policy is the run's trainer, of which this is the task. The other models are trainers of their own
+(companions.py).
+
+Answers depend on the weights and on (seed, step, sample) alone, so a resumed run writes the same
+ones. With --peft the reference is the policy itself without its adapters: no second copy.
+
+Shapes: n answers of at most T tokens; packed (finetune/rollout.py) they are R rows of s tokens.
+"""
+
+import time
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from base.errors import RunError
+from finetune import adapters, reinforcement, rl_files
+from finetune.companions import Critic, Learner, Reference, RewardModel, companion
+from finetune.frozen_base import fingerprint
+from finetune.prompt_set import open_prompts
+from finetune.rewards import is_function, open_function
+from finetune.rollout import Answer, Rows
+from finetune.sft_data import ConversationTask
+from finetune.writer import Writer
+from run import checkpoint
+
+
+def open_data(config, world, tokenizer):
+    """(training set, held-out set) of --data. Raises ChatError, RewardError or
+    CheckpointError."""
+    function = open_function(config.reward) if is_function(config.reward) else None
+    return open_prompts(config, world, tokenizer, function)
+
+
+class ReinforcementTask(Learner, ConversationTask):
+    """The policy's task."""
+
+    eval_field = "eval_reward"
+    balances_experts = False
+    last_file = "rl.png"
+
+    def open_data(self, config, world, tokenizer):
+        return open_data(config, world, tokenizer)
+
+    def built(self) -> None:
+        config, policy = self.config, self.trainer
+        self.reference = self.reward_model = self.critic = None
+        if not config.peft:
+            self.reference = companion(policy, Reference(), config)
+        if config.reward and not is_function(config.reward):
+            self.reward_model = companion(policy, RewardModel(), config.of_values(config.reward))
+        if config.method == "ppo":
+            start = config.reward if self.reward_model else config.load
+            lr = config.peak_lr if config.critic_lr is None else config.critic_lr
+            self.critic = companion(policy, Critic(), replace(config.of_values(start), lr=lr))
+        self.writer = Writer(policy)
+        # of the step: fields of its line in metrics.jsonl
+        self.step_metrics: dict[str, float] = {}
+        # of the step, this rank's share of three sums over tokens and updates: those clipped,
+        # |log π - log π_old|, the critic's loss
+        self.token_sums = torch.zeros(3, dtype=torch.float64, device=policy.device)
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def load_base(self, tokenizer) -> None:
+        """Load what never changes, and so is not in the run's own checkpoints: reference and reward
+        model. A collective. Raises CheckpointError."""
+        super().load_base(tokenizer)
+        if self.reference:
+            try:
+                base = checkpoint.find(self.config.load)
+            except checkpoint.CheckpointError as e:
+                text = f"--load {e}. The run begins and goes on beside this model, its reference"
+                raise checkpoint.CheckpointError(text) from None
+            # first, for it says which fields differ in another model
+            self.reference.load_from(base)
+            self.identity = fingerprint(base, self.model_config)
+        if self.reward_model:
+            self.reward_model.load_from(self.config.reward)
+
+    def load_weights(self, world) -> None:
+        super().load_weights(world)
+        if self.critic:
+            self.critic.load_weights(world)
+
+    def check_base(self, path, index: dict) -> None:
+        super().check_base(path, index)
+        if self.reference and index.get("base", self.identity) != self.identity:
+            raise checkpoint.CheckpointError(
+                f"--load {self.config.load}: is not the model that the run in {path} began with,"
+                " which is its reference; it has changed since. Name that one, or start again with"
+                " another --out"
+            )
+
+    def extra_state(self) -> dict:
+        base = {"base": self.identity} if self.reference else {}
+        return super().extra_state() | base
+
+    def describe(self) -> str:
+        beside = {"a frozen reference": self.reference, "a frozen reward model": self.reward_model}
+        models = [name for name, model in (beside | {"a critic": self.critic}).items() if model]
+        text = f", beside it {', '.join(models)}" if models else ""
+        return super().describe() + text
+
+    def learners(self) -> dict:
+        return super().learners() | ({"critic.": self.critic.trainer} if self.critic else {})
+
+    def go_on(self, steps_done: int, taken: int) -> None:
+        # a group begins with the first answer to a question
+        size = self.config.answers_per_prompt
+        super().go_on(steps_done, -(-taken // size) * size)
+
+    # -- one step ----------------------------------------------------------------------------------
+
+    def begin_step(self, step: int, dataset) -> Rows:
+        """Write the answers of a step, and take all of its updates but the policy's last. The loop
+        of train.py takes that one, from the rows of answers that are returned."""
+        begin = time.perf_counter()
+        self.step = step
+        answers, rewards = self.write(step, dataset, self.global_batch(step))
+        self.make_targets(answers, rewards)
+        self.written = time.perf_counter()
+        self.step_metrics["rollout_seconds"] = self.written - begin
+        self.token_sums.zero_()
+        for epoch in range(1, self.config.epochs + 1):
+            if self.critic:
+                critic = self.critic.trainer
+                self.token_sums[2] += critic.forward_backward(step, self.rows)
+                critic.update(step)
+            if epoch < self.config.epochs:
+                self.trainer.accumulate(step, self.rows)
+                self.trainer.update(step)
+        return self.rows
+
+    def write(self, step: int, dataset, samples: range) -> tuple[list[Answer], Tensor]:
+        """(the answers to the prompts of these samples, their rewards [n]); on every rank. The
+        answers also become `rows`. A collective."""
+        prompts = [dataset.question(n).ids for n in samples]
+        answers = self.writer.write(prompts, samples, step, dataset.end_tokens)
+        self.rows = self.pack(answers)
+        if self.reward_model:
+            values = self.reward_model.outputs(self.rows)
+            # the reward model gives [R, s] numbers; the one at an answer's last token is its reward
+            last = [values[place.row, place.last] for place in self.rows.places]
+            return answers, torch.stack(last)
+        return answers, self.rewards_of_function(dataset, answers)
+
+    def pack(self, answers: list[Answer]) -> Rows:
+        """R rows of s tokens. Empty rows fill up, so that all ranks have the same number of
+        micro-batches, and the interleaved schedule a multiple of pp."""
+        config = self.config
+        shards = config.length_multiple
+        multiple = self.trainer.dp * (config.micro_batch_size or 1)
+        if config.pipeline_schedule == "interleaved":
+            multiple *= config.pp
+        return Rows(answers, self.model_config.seq_length // shards * shards, multiple)
+
+    def rewards_of_function(self, dataset, answers: list[Answer]) -> Tensor:
+        """The rewards by the function, [n], on every rank: each rank calls it for its share. Raises
+        RunError, on all ranks."""
+        group = self.groups.all
+        rank, world = (group.rank(), group.size()) if group else (0, 1)
+        found, error = {}, None
+        try:
+            for n in range(rank, len(answers), world):
+                found[n] = dataset.reward(answers[n].sample, answers[n].ids)
+        except RunError as e:
+            error = str(e)
+        everywhere = [(found, error)] * world
+        if group:
+            dist.all_gather_object(everywhere, (found, error), group=group)
+        for of_rank, error in everywhere:
+            if error:
+                raise RunError(error, everywhere=True)
+            found |= of_rank
+        return torch.tensor([found[n] for n in range(len(answers))], dtype=torch.float64)
+
+    def make_targets(self, answers: list[Answer], rewards: Tensor) -> None:
+        """What the updates of the step need: `targets`, of the policy and of the critic. rewards:
+        [n]. Tensors here are [n, T], padded, until `spread` makes rows of them."""
+        rows = self.rows
+        lengths = torch.tensor([len(answer.ids) for answer in answers])
+        mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)  # [n, T]
+        of_rollout = pad([torch.tensor(a.log_probs, dtype=torch.float64) for a in answers])
+        old = of_rollout
+        if self.trainer.precision in ("bf16", "fp16"):
+            # Generation rounds in other places than training, by 1% in bf16 (1e-6 in float32). So
+            # π / π_old would not be 1 before the first update. π_old of a training forward is.
+            old = pad(rows.collect(-self.outputs(rows)))
+        reference = pad(rows.collect(-self.reference_losses()))
+        columns = dict(old=old, reference=reference)
+        if self.critic:
+            columns |= self.targets_of_critic(rewards, old, reference, mask)
+        else:
+            advantages = reinforcement.group_advantages(rewards, self.config.answers_per_prompt)
+            columns["advantages"] = advantages.unsqueeze(1) * mask
+        per_answer = self.config.method == "grpo"
+        columns["weights"] = reinforcement.token_weights(mask, per_answer)
+        count = len(answers) if per_answer else int(mask.sum())
+        for name, matrix in columns.items():
+            columns[name] = rows.spread([row[:n] for row, n in zip(matrix, lengths)])  # [R, s]
+        for learner in self.learners().values():
+            learner.task.learn_from(rows, reinforcement.Targets(**columns), count)
+        self.step_metrics = {
+            "reward": rewards.mean().item(),
+            "kl": ((old - reference) * mask).sum(1).mean().item(),
+            "answer_tokens": lengths.double().mean().item(),
+            "ended_share": sum(answer.ended for answer in answers) / len(answers),
+            "rollout_difference": ((old - of_rollout).abs() * mask).max().item(),
+        }
+
+    def targets_of_critic(
+        self, rewards: Tensor, old: Tensor, reference: Tensor, mask: Tensor
+    ) -> dict[str, Tensor]:
+        """Advantages, returns, and the values before the updates, [n, T] each."""
+        values = pad(self.rows.collect(self.critic.outputs(self.rows)))
+        each = reinforcement.token_rewards(rewards, old, reference, mask, self.config.kl_weight)
+        lam = self.config.gae_lambda
+        advantages, returns = reinforcement.generalized_advantages(each, values, mask, lam=lam)
+        advantages = reinforcement.whiten(advantages, mask)
+        return dict(advantages=advantages, returns=returns, old_values=values)
+
+    def reference_losses(self) -> Tensor:
+        """- log π_ref of each target, [R, s], as a model's head gives it."""
+        if self.reference:
+            return self.reference.outputs(self.rows)
+        with adapters.disabled(*self.trainer.stages):
+            return self.outputs(self.rows)
+
+    def total_loss(self, y: Tensor, batch) -> Tensor:
+        """y: [b, s], - log π of each target, by the policy as it is now."""
+        clip = self.config.clip_range
+        # ppo has the KL in its rewards
+        beta = self.config.kl_weight if self.config.method == "grpo" else 0.0
+        targets = self.targets.at(batch.samples.cpu(), y.device)
+        if not self.groups.tp or self.groups.tp.rank() == 0:
+            now = -y.detach()
+            _, clipped = reinforcement.policy_loss(now, targets.old, targets.advantages, clip)
+            self.token_sums[0] += (clipped & batch.loss_mask).sum()
+            self.token_sums[1] += ((now - targets.old).abs() * batch.loss_mask).sum()
+        return reinforcement.actor_loss(-y, targets, clip, beta)
+
+    def row_length(self, dataset) -> int:
+        # answers are packed into rows
+        return self.model_config.seq_length
+
+    def processed(self, step: int, dataset) -> tuple[int, int]:
+        answers = self.rows.answers
+        prompts = sum(len(answer.prompt) for answer in answers)
+        learned = sum(len(answer.ids) for answer in answers)
+        return learned, prompts + learned
+
+    def statistics(self) -> dict[str, Tensor]:
+        sums = self.token_sums.clone()
+        for group in (self.groups.dp, self.groups.pp):
+            if group:
+                dist.all_reduce(sums, group=group)
+        tokens = self.rows.counted_tokens(self.samples(0)) * self.config.epochs
+        self.step_metrics["training_seconds"] = time.perf_counter() - self.written
+        numbers = self.step_metrics | {
+            "clip_share": sums[0] / tokens,
+            "policy_change": sums[1] / tokens,
+        }
+        if self.critic:
+            numbers["value_loss"] = sums[2] / self.config.epochs
+        return {n: torch.as_tensor(x, dtype=torch.float64) for n, x in numbers.items()}
+
+    # -- evaluation and the end --------------------------------------------------------------------
+
+    @property
+    def share_of_flops(self) -> float:
+        """Over those of training once on these tokens. A forward pass is a third of it: for
+        writing, for the reference, the reward model, the critic."""
+        forward = 2 + (self.reward_model is not None) + (self.critic is not None)
+        return forward / 3 + self.config.epochs * (2 if self.critic else 1)
+
+    def evaluate(self, dataset, sequences: int) -> float:
+        """The mean reward of answers to the first held-out prompts. Their step is 0, so the random
+        numbers are always the same. Some answers go to samples.jsonl."""
+        answers, rewards = self.write(0, dataset, range(sequences))
+        if not self.groups.all or self.groups.all.rank() == 0:
+            rl_files.write_samples(self.config.out, self.step, dataset, answers, rewards.tolist())
+        return rewards.mean().item()
+
+    def finish(self, run) -> bool:
+        if run.world.rank == 0:
+            rl_files.finish(run)
+        return True
+
+
+def pad(ragged: list[Tensor]) -> Tensor:
+    """n tensors [T_i] -> [n, T], with zeros behind the shorter ones."""
+    return pad_sequence(ragged, batch_first=True)

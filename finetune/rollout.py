@@ -1,0 +1,325 @@
+"""Rollout: a model that is being trained writes answers, and says how likely each token was.
+
+Reinforcement learning trains a model on its own answers (Ouyang et al. 2022, arXiv 2203.02155,
+section 3.5). So generation is a part of the training step:
+
+    prompts -> rollout -> answers -> rewards -> losses -> gradients -> step -> next rollout
+
+An answer of n tokens a_1 .. a_n to the prompt x has a log-probability for each token:
+
+    log π(a_i | x, a_1 .. a_i-1) = log_softmax(logits)[a_i]
+
+Generation has these logits anyway: it draws a_i from them, at temperature 1. The losses compare
+them with what the model says after an update (finetune/reinforcement.py). So a rollout must give
+the log-probability that a training forward gives. If they differ, the ratio of the two is not 1
+where it should be, and the model learns from the difference of two programs. Here both are equal up
+to rounding, under every layout (1e-15 in float64, 1e-6 in float32, 1e-2 in bf16:
+tests/test_rollout.py).
+
+    write_answers   the ranks share the samples; each writes its own, with a cache (generate.py, or
+                    inference/engine.py, where answers that have ended make room for others)
+    Rows            answers of all ranks, packed into rows (packing.py), as a data set to train on
+
+    prompt p, answer a     ids           p0 p1 a0 a1 a2 | q0 q1 q2 b0 | ..      a row: [s]
+                           targets       p1 a0 a1 a2  . | q1 q2 b0  . | ..
+                           in the loss    .  ^  ^  ^  . |  .  .  ^  . | ..
+
+The token that ends an answer belongs to it: the model drew it, and learns when to stop.
+
+The random numbers of an answer depend on (seed, step, sample) alone. So a sample has the same
+answer in any batch and under any layout.
+
+    python -m course.rollout  two ranks write answers: equal to one rank's, and to training
+
+Not covered: production systems generate with another program, on GPUs of its own, in 16 bits. There
+the log-probabilities do differ, and a correction is needed (TRL, verl: importance sampling).
+"""
+
+import itertools
+from collections import deque
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import generate
+import sequence_parallel
+from base.world import Groups
+from finetune.packing import Example, first_fit, lay_out
+from gpt import GPT
+from inference.batches import DecodeBatch, data_parallel, from_all_ranks
+from inference.engine import Engine, requests_of
+from inference.sampling import hash_of
+from pipeline_parallel import Pipeline
+from run.data import Batch, Dataset
+
+# tokens of a block of the engine's cache
+BLOCK = 16
+
+
+class Answer(NamedTuple):
+    """What the model wrote after a prompt."""
+
+    # its number in the global batch
+    sample: int
+    prompt: list[int]
+    # with the end token, if the model drew one
+    ids: list[int]
+    # one for each of these ids, at temperature 1
+    log_probs: list[float]
+    # False: it is cut off at the limit of tokens
+    ended: bool
+
+
+def keys(seed: int, step: int, samples) -> list[int]:
+    """The 32-bit key of each sample's random numbers, as inference.sampling takes them."""
+    return [key_of(seed, step, int(sample)) for sample in samples]
+
+
+def key_of(seed: int, step: int, sample: int) -> int:
+    return hash_of((seed, step, sample))
+
+
+# --- what the model draws -------------------------------------------------------------------------
+
+
+class Draws:
+    """Collects the drawn tokens and their log-probabilities while generate.stream runs, which calls
+    `observe` for each token of a batch of answers. On the device, until `of_prompts` asks."""
+
+    def __init__(self, num_prompts: int):
+        self.num_prompts = num_prompts
+        # for each row of each step the number of its prompt, None where its answer has ended
+        self.numbers: list[int | None] = []
+        # one tensor [b] for each step, on the device
+        self.tokens: list[Tensor] = []
+        self.log_probs: list[Tensor] = []
+
+    def observe(self, batch: DecodeBatch, logits: Tensor, sampled: Tensor) -> None:
+        """logits: [b, V]; sampled: [b], the tokens drawn from them. The host does not wait for the
+        numbers."""
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        log_p = logits.to(wide).log_softmax(-1)  # [b, V]
+        # where logits are not finite sampled is -1; the decode loop stops at it, after this
+        drawn = log_p.gather(1, sampled.clamp(min=0).unsqueeze(1)).squeeze(1)  # [b]
+        for sequence in batch.sequences:
+            self.numbers.append(None if sequence.finish else sequence.number)
+        self.tokens.append(sampled)
+        self.log_probs.append(drawn)
+
+    def add(self, number: int, token: int, log_prob: float) -> None:
+        """Of one prompt, from the engine."""
+        self.numbers.append(number)
+        self.tokens.append(torch.tensor([token]))
+        self.log_probs.append(torch.tensor([log_prob], dtype=torch.float64))
+
+    def of_prompts(self) -> list[tuple[list[int], list[float]]]:
+        """(ids, log-probabilities) of each prompt; empty on a stage that does not sample."""
+        drawn = [([], []) for _ in range(self.num_prompts)]
+        if self.numbers:
+            tokens = torch.cat(self.tokens).tolist()
+            log_probs = torch.cat(self.log_probs).tolist()
+            for number, token, log_prob in zip(self.numbers, tokens, log_probs):
+                if number is not None:
+                    drawn[number][0].append(token)
+                    drawn[number][1].append(log_prob)
+        return drawn
+
+
+# --- answers of all ranks -------------------------------------------------------------------------
+
+
+def write_answers(
+    model: GPT | Pipeline,
+    prompts: list[list[int]],
+    samples: list[int] | range,
+    seed: int,
+    step: int,
+    max_tokens: int,
+    end_tokens: tuple[int, ...],
+    groups: Groups,
+    lockstep: dist.ProcessGroup | None = None,
+    cached: bool = True,
+) -> list[Answer]:
+    """The answers to all prompts, sorted by sample, on every rank. A collective of all ranks.
+
+    prompts, samples: of the global batch, the same on every rank. The data-parallel ranks write
+    contiguous shares. max_tokens: of an answer, with its end token. end_tokens: one of these ends
+    an answer. lockstep: groups.dp where parameters (ZeRO stage 3) or experts are spread over these
+    ranks, else None. cached: as of generate.stream.
+
+    Raises ValueError for a prompt that is not possible, before anything runs; FloatingPointError,
+    on every rank, where logits are not finite.
+    """
+    stages = generate.stages_of(model)
+    check(stages[0], prompts, samples, max_tokens)
+    dp, dp_rank = data_parallel(groups)
+    mine = slice(len(samples) * dp_rank // dp, len(samples) * (dp_rank + 1) // dp)
+    prompts, samples = prompts[mine], samples[mine]
+    draws = Draws(len(prompts))
+    options = dict(keys=keys(seed, step, samples), eot=end_tokens)
+    continuous = cached and not lockstep and end_tokens and suits_engine(stages)
+    answers = []
+    try:
+        with sequence_parallel.whole_sequences(stages, groups.tp):
+            if continuous:
+                write_continuously(draws, model, groups, prompts, max_tokens, options)
+            else:
+                options |= dict(cached=cached, lockstep=lockstep, observe=draws.observe)
+                # each step goes to `draws`
+                deque(generate.stream(model, prompts, max_tokens, **options), maxlen=0)
+    except FloatingPointError:
+        # the other ranks do not know it yet
+        answers = None
+    else:
+        if hands_in(groups, stage=0 if continuous else -1):
+            for sample, prompt, (ids, log_probs) in zip(samples, prompts, draws.of_prompts()):
+                ended = ids[-1] in end_tokens
+                answers.append(Answer(sample, list(prompt), ids, log_probs, ended))
+    of_ranks = from_all_ranks(answers, groups)
+    return sorted(itertools.chain(*of_ranks), key=lambda answer: answer.sample)
+
+
+def suits_engine(stages: list[GPT]) -> bool:
+    """Whether inference/engine.py can run the model: one stage on each rank. Not on a GPU, where an
+    engine made for these answers would capture its CUDA graphs anew."""
+    # a stage in a pipeline may have no parameters, once they are packed
+    return len(stages) == 1 and all(p.device.type == "cpu" for p in stages[0].parameters())
+
+
+def write_continuously(
+    draws: Draws, model, groups: Groups, prompts: list[list[int]], max_tokens: int, options: dict
+) -> None:
+    """By the engine, whose steps have the answers that have not ended. Fills `draws` on its driver.
+    It is faster where lengths differ, and slower where all are equal: so it is for answers that may
+    end early. options: as of Engine.generate. A collective of the ranks that hold the model. Raises
+    FloatingPointError on one of them."""
+    blocks = 1 + sum(-(-(len(prompt) + max_tokens) // BLOCK) for prompt in prompts)
+    sizes = dict(max_sequences=max(1, len(prompts)), block_size=BLOCK, num_blocks=max(2, blocks))
+    engine = Engine(model, groups, **sizes)
+    if not engine.link.is_driver:
+        return engine.follow()
+    try:
+        for request in requests_of(prompts, max_tokens, **options):
+            engine.add(replace(request, draw=request.draw._replace(log_probs=0)))
+        while engine.busy:
+            for output in engine.step():
+                draws.add(output.number, output.log_prob.token, output.log_prob.log_prob)
+    finally:
+        engine.close()
+
+
+def check(stage: GPT, prompts: list[list[int]], samples, max_tokens: int) -> None:
+    """Of all ranks' prompts, so that all ranks raise the same. Raises ValueError, naming what to
+    change."""
+    if len(samples) != len(prompts) or len(set(samples)) != len(samples):
+        raise ValueError(
+            f"{len(samples)} samples for {len(prompts)} prompts: give one number for each, no two"
+            " alike"
+        )
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens {max_tokens}: must be at least 1")
+    generate.check_prompts(stage, prompts, samples)
+    seq_length = stage.config.seq_length
+    for sample, prompt in zip(samples, prompts):
+        if len(prompt) + max_tokens > seq_length:
+            raise ValueError(
+                f"the prompt of sample {sample} has {len(prompt)} tokens, and an answer may have"
+                f" {max_tokens}: together more than the {seq_length} of the model's context;"
+                " shorten the prompt or the answer"
+            )
+
+
+def hands_in(groups: Groups, stage: int) -> bool:
+    """Whether this rank hands in the answers of its data-parallel share: one rank of each share.
+    stage: 0, where the engine's driver is, or -1, the last one, which alone has logits."""
+    has_stage = not groups.pp or groups.pp.rank() == stage % groups.pp.size()
+    return has_stage and (not groups.tp or groups.tp.rank() == 0)
+
+
+# --- rows to train on -----------------------------------------------------------------------------
+
+
+class AnswerPlace(NamedTuple):
+    """Where an answer stands in the rows."""
+
+    row: int
+    # the position whose target is the answer's first token
+    column: int
+    # tokens of the answer
+    length: int
+
+    @property
+    def last(self) -> int:
+        """The column of the answer's last token, which has no target."""
+        return self.column + self.length
+
+
+class Rows(Dataset):
+    """Answers, packed into rows, with the interface of a data set of run/data.py. The same on every
+    rank.
+
+    An answer and its prompt are a document with all their ids: a critic or a reward model reads the
+    last one too. Sample n is row n, then all rows again. What there is of each answer token is
+    either ragged, a sequence for each answer, or a matrix [R, s] in which the column of a value is
+    the position whose target is the token; `spread` and `collect` turn one into the other.
+    """
+
+    def __init__(self, answers: list[Answer], seq_length: int, multiple_of: int = 1):
+        """multiple_of: of the number of rows R; empty rows, in which nothing counts, fill up.
+        Raises ValueError where there is no answer, and for one that is longer than a row."""
+        if not answers:
+            raise ValueError("no answers to pack")
+        self.answers = answers
+        self.s = seq_length
+        examples = [
+            Example(prompt + ids, [False] * len(prompt) + [True] * len(ids))
+            for _, prompt, ids, *_ in answers
+        ]
+        lengths = [len(example.ids) for example in examples]
+        packed = first_fit(lengths, seq_length)
+        self.num_sequences = -(-len(packed) // multiple_of) * multiple_of
+        packed += [[]] * (self.num_sequences - len(packed))
+        # the batch of all rows
+        self.all = lay_out([[examples[n] for n in row] for row in packed], seq_length, True)
+        places = {}
+        for row, numbers in enumerate(packed):
+            at = 0
+            for number in numbers:
+                answer = answers[number]
+                places[number] = AnswerPlace(row, at + len(answer.prompt) - 1, len(answer.ids))
+                at += lengths[number]
+        # where each answer stands
+        self.places = [places[number] for number in range(len(answers))]
+
+    def batch(self, samples) -> Batch:
+        """samples: b numbers of rows."""
+        samples = torch.as_tensor(list(samples))
+        rows = samples % self.num_sequences
+        fields = [None if field is None else field[rows] for field in self.all]
+        return Batch(*fields)._replace(samples=samples)
+
+    def counted_tokens(self, samples) -> int:
+        """How many answer tokens these rows have."""
+        return int(self.batch(samples).loss_mask.sum())
+
+    def positions(self, samples) -> int:
+        return int(self.batch(samples).real.sum())
+
+    def spread(self, values: list, dtype: torch.dtype = torch.float64) -> Tensor:
+        """values: for each answer a sequence, with a number for each of its tokens -> [R, s], 0
+        elsewhere. Raises ValueError where a length is another one."""
+        matrix = torch.zeros(self.num_sequences, self.s, dtype=dtype)
+        for number, (place, of_answer) in enumerate(zip(self.places, values, strict=True)):
+            if len(of_answer) != place.length:
+                raise ValueError(
+                    f"{len(of_answer)} values for answer {number}, which has {place.length} tokens"
+                )
+            matrix[place.row, place.column : place.last] = torch.as_tensor(of_answer, dtype=dtype)
+        return matrix
+
+    def collect(self, matrix: Tensor) -> list[Tensor]:
+        """matrix: [R, s] -> for each answer the values of its tokens, [length]"""
+        return [matrix[place.row, place.column : place.last] for place in self.places]

@@ -1,0 +1,117 @@
+"""The command of finetune/sft.py: supervised fine-tuning on conversations.
+
+python -m finetune.sft --load CKPT --data chats.jsonl --out runs/chat
+torchrun --nproc-per-node 2 -m finetune.sft --load CKPT --data chats.jsonl --pack --tp 2
+"""
+
+import datetime
+from dataclasses import dataclass
+from typing import ClassVar
+
+import train
+from base.model_config import MoEConfig
+from finetune.adapter_training import PeftConfig
+from finetune.sft_data import ConversationTask
+from run.config import ConfigError, flag
+from run.rules import refuse
+from run.task import Task
+
+
+@dataclass
+class ChatConfig(PeftConfig):
+    """The flags of data that a chat template makes text of."""
+
+    # the sample at the end answers a question that was held out
+    sample_prompt: ClassVar[str | None] = None
+    # flags without which a run cannot begin -> what they name
+    needed: ClassVar[dict[str, str]] = {"data": "FILE, JSON lines of what is learned"}
+
+    # data
+    data: list[str] = flag(
+        [],
+        "JSON lines with a prompt, or messages, and what is learned from them; a twentieth is held"
+        " out",
+        metavar="FILE",
+    )
+    chat_template: str = flag(
+        "auto",
+        "a jinja file that makes one text of a conversation; auto: the tokenizer's, or plain, a"
+        " simple one, where it has none",
+        metavar="{auto,plain,FILE}",
+    )
+    skip_bad_examples: bool = flag(
+        False,
+        "leave out, and count, examples that are too long, have no answer, or that the template"
+        " refuses",
+    )
+
+    date: str | None = flag(
+        None,
+        "the date and time that the chat template writes, if it asks for them (strftime_now), as"
+        " 2026-11-26 or 2026-11-26T09:30:00; the default is when the run began",
+        metavar="DATE",
+    )
+
+    def check(self, model: MoEConfig, world: int, base_needed: bool) -> None:
+        try:
+            datetime.datetime.fromisoformat(self.date or "2026-11-26")
+        except ValueError:
+            refuse(self, "date", "is no date; 2026-11-26 or 2026-11-26T09:30:00 would fit")
+        for name, what in self.needed.items():
+            if base_needed and not getattr(self, name):
+                raise ConfigError(f"--{name}: {self.speaker()} needs --{name} {what}")
+        super().check(model, world, base_needed)
+
+
+def check_answers(config: ChatConfig, no_dropout: bool = True) -> None:
+    """What a loss of whole answers, which are compared with those of other forwards, does not go
+    with. Raises ConfigError."""
+    if config.cp > 1:
+        refuse(config, "cp", "a loss sums over an answer, of which each rank would have a part")
+    if config.fp8 != "off":
+        rule = (
+            "scales depend on what is computed together, so an answer would have other numbers in"
+            " another batch; --fp8 off would fit"
+        )
+        refuse(config, "fp8", rule)
+    for name in ("dropout", "lora_dropout"):
+        if no_dropout and getattr(config, name):
+            rule = "must be 0: answers are compared with what a model without dropout says of them"
+            refuse(config, name, rule)
+
+
+@dataclass
+class SFTConfig(ChatConfig):
+    """Every flag of finetune/sft.py."""
+
+    command: ClassVar[str] = "-m finetune.sft"
+    purpose: ClassVar[str] = "Fine-tune a model on conversations. Without arguments: a lesson."
+
+    data: list[str] = flag(
+        [],
+        "JSON lines of conversations (messages, or prompt and completion); a twentieth is held out",
+        metavar="FILE",
+    )
+    val_data: list[str] = flag(
+        [], "conversations to evaluate on; all of --data is then trained on", metavar="FILE"
+    )
+    loss_on: str = flag(
+        "answers",
+        "the targets in a conversation: the assistant's messages, each with the token that ends it;"
+        " or all tokens",
+        ("answers", "all"),
+    )
+    pack: bool = flag(False, "several conversations share a sequence, and none attends to another")
+    sample_prompt: str | None = flag(
+        None,
+        "a user's message that the sample at the end of training answers; the default is a"
+        " question that was held out",
+        metavar="TEXT",
+    )
+
+    def task(self) -> Task:
+        return ConversationTask(self.learned())
+
+
+def main(argv: list[str]) -> int:
+    return train.main(argv, SFTConfig)

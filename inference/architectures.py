@@ -1,0 +1,397 @@
+"""The names that our tensors and fields have in models of `transformers`: one table for each class.
+
+It says where each of our tensors lies in theirs, and which field of their config.json is which of
+MoEConfig's (GPTConfig's, and those of experts: moe.py). inference/huggingface.py reads and
+writes folders by these tables, hf_config.py config.json. A model that gpt.py does not compute
+exactly is refused, and the message names the field.
+
+    gpt.py                      GPT2LMHeadModel                      LlamaForCausalLM
+    embedding.tokens            transformer.wte                      model.embed_tokens
+    embedding.positions         transformer.wpe                      -
+    blocks.N.attention.query    transformer.h.N.attn.c_attn          model.layers.N.self_attn.q_proj
+                     [h, h]                 [h, q | k | v]                                    [h, h]
+    blocks.N.mlp.up  [ffn, h]   transformer.h.N.mlp.c_fc  [h, ffn]   model.layers.N.mlp.up_proj
+    head.norm                   transformer.ln_f                     model.norm
+    head.output                 the tied embedding                   lm_head
+
+GPT-2's Conv1D computes y = x W where ours is y = x Wᵀ, and holds query, key and value side by side
+in one matrix. BLOOM is GPT-2 with ALiBi and a norm of the embedding, and has them in one matrix
+head by head: the query of head 0, its key, its value, the query of head 1. Mistral, Qwen and Gemma
+have Llama's names, and another part or two. MixtralForCausalLM is LlamaForCausalLM with experts in
+every layer. Their matrices are one tensor here, and one tensor for each expert e there:
+
+    blocks.N.mlp.router  [E, h]        model.layers.N.block_sparse_moe.gate            [E, h]
+    blocks.N.mlp.gate    [E, ffn, h]   model.layers.N.block_sparse_moe.experts.e.w1    [ffn, h]
+    blocks.N.mlp.up      [E, ffn, h]                                           e.w3    [ffn, h]
+    blocks.N.mlp.down    [E, h, ffn]                                           e.w2    [h, ffn]
+
+    python -m course.huggingface        a lesson: where query, key and value lie in a GPT-2's files
+
+Hazards. Llama's rotary pairs are (i, i + d/2) on both sides, so rows keep their order; Meta's own
+files interleave them. Dropout is one number here and up to three there: the largest is taken. A
+Mixtral's router is our topk with router_topk of 2 or more. aux_loss keeps its number, but not its
+weight: with even load, every layer contributes 1 here, and all layers together k there. A Mistral
+without a window is exported as the Llama that it is.
+
+Not covered: capacity and z-loss, for which config.json has no field; files with fused experts, as
+transformers 5 writes them when told to; windows in some layers only."""
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import moe
+from base.model_config import MoEConfig
+from gpt import GPT
+
+
+class HuggingFaceError(Exception):
+    """A folder that cannot be imported, or a checkpoint that cannot be exported; the message says
+    which, and why."""
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+
+class Location(NamedTuple):
+    """Where a tensor of ours lies in one of theirs. One location serves a module's weight and bias.
+
+    module: their name of the module. A * in it is the number of the layer. A # is the number of an
+    expert: they have one tensor for each expert, which we stack to [E, ..].
+    transposed: theirs is [in, out] (Conv1D), ours [out, in].
+    third: theirs holds query, key and value side by side; ours is column block 0, 1 or 2.
+    heads: theirs holds them head by head: [a, 3, d, in]. 0: all of query, then key, then value."""
+
+    module: str
+    transposed: bool = False
+    third: int | None = None
+    heads: int = 0
+
+    def view(self, theirs: Tensor) -> Tensor:
+        """The part of their tensor that is ours, in our order, sharing memory: [in, out] or
+        [in, 3 out] -> [out, in], with heads [3 out, in] -> [a, d, in]. A bias has no `in`."""
+        if self.heads:
+            return theirs.unflatten(0, (self.heads, 3, -1))[:, self.third]
+        if self.third is not None:
+            theirs = theirs.chunk(3, dim=-1)[self.third]
+        # t() leaves a bias as it is
+        return theirs.t() if self.transposed else theirs
+
+    def read(self, theirs: Tensor) -> Tensor:
+        """Our tensor."""
+        view = self.view(theirs)
+        return view.flatten(0, 1) if self.heads else view
+
+    def shape(self, ours: torch.Size) -> list[int]:
+        """The shape of their tensor."""
+        if self.heads:
+            return [3 * ours[0], *ours[1:]]
+        *rest, last = reversed(ours) if self.transposed else ours
+        return [*rest, last if self.third is None else 3 * last]
+
+
+class TheirTensor(NamedTuple):
+    """A tensor of a model of transformers, experts stacked."""
+
+    shape: list[int]
+    # our name -> where ours lies in it
+    parts: dict[str, Location]
+
+
+def unstack_experts(name: str, theirs: Tensor) -> dict[str, Tensor]:
+    """Name in their files -> tensor. [E, ..] -> E of [..], where # stands for an expert's number in
+    the name; otherwise the tensor itself."""
+    if "#" not in name:
+        return {name: theirs}
+    return {name.replace("#", str(e)): expert for e, expert in enumerate(theirs)}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One class of transformers, as tables.
+
+    name: of the class. model_type: in config.json. preset: of a run with such a model (train.py
+    --model). prefix: of its tensors' names; some files leave it out.
+    constants: field of MoEConfig -> its value in all models of this class.
+    fields: field of config.json -> field of MoEConfig, a number.
+    choices: field of config.json -> (field of MoEConfig, {their value: ours}); the first is the
+    default.
+    computed: field of config.json -> the values for which gpt.py computes the same; the first is
+    the default.
+    modules: our module -> where it lies in theirs.
+    ignored: a pattern, without prefix, of tensors that are computed.
+    missing: field of config.json -> what its absence means.
+    aliases: field of older config.json -> field."""
+
+    name: str
+    model_type: str
+    preset: str
+    prefix: str
+    constants: dict[str, str | bool]
+    fields: dict[str, str]
+    choices: dict[str, tuple[str, dict]]
+    computed: dict[str, tuple]
+    modules: dict[str, Location]
+    missing: dict[str, float]
+    ignored: str = "-"
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def rotary(self) -> bool:
+        """Whether config.json has the base and the scaling of rotary positions."""
+        return bool(self.constants.get("llama"))
+
+
+# field -> (ours, {theirs: ours}), for a field that is true or false on both sides
+NO_MLP_BIAS = {"mlp_bias": ("mlp_bias", {False: False, True: True})}
+NOT_TIED = {"tie_word_embeddings": ("tied", {False: False, True: True})}
+TIED = {"tie_word_embeddings": ("tied", {True: True, False: False})}
+NO_BIAS = {"attention_bias": ("attention_bias", {False: "none", True: "all"})}
+
+GPT2_QKV = "transformer.h.*.attn.c_attn"
+GPT2 = Architecture(
+    name="GPT2LMHeadModel",
+    model_type="gpt2",
+    preset="gpt2",
+    prefix="transformer.",
+    constants={},
+    fields={
+        "n_layer": "num_layers",
+        "n_embd": "hidden_size",
+        "n_head": "num_heads",
+        "n_inner": "ffn_hidden_size",
+        "n_positions": "seq_length",
+        "vocab_size": "vocab_size",
+        "layer_norm_epsilon": "norm_eps",
+        "embd_pdrop": "dropout",
+        "attn_pdrop": "dropout",
+        "resid_pdrop": "dropout",
+    },
+    choices=TIED,
+    computed={
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+    modules={
+        "embedding.tokens": Location("transformer.wte"),
+        "embedding.positions": Location("transformer.wpe"),
+        "head.norm": Location("transformer.ln_f"),
+        "head.output": Location("lm_head"),
+        "blocks.*.attention_norm": Location("transformer.h.*.ln_1"),
+        "blocks.*.mlp_norm": Location("transformer.h.*.ln_2"),
+        "blocks.*.attention.query": Location(GPT2_QKV, transposed=True, third=0),
+        "blocks.*.attention.key": Location(GPT2_QKV, transposed=True, third=1),
+        "blocks.*.attention.value": Location(GPT2_QKV, transposed=True, third=2),
+        "blocks.*.attention.output": Location("transformer.h.*.attn.c_proj", transposed=True),
+        "blocks.*.mlp.up": Location("transformer.h.*.mlp.c_fc", transposed=True),
+        "blocks.*.mlp.down": Location("transformer.h.*.mlp.c_proj", transposed=True),
+    },
+    ignored=r"h\.\d+\.attn\.(masked_)?bias",
+    missing={"n_inner": 0, "layer_norm_epsilon": 1e-5}
+    | dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.1),
+)
+
+LLAMA = Architecture(
+    name="LlamaForCausalLM",
+    model_type="llama",
+    preset="llama2-7b",
+    prefix="model.",
+    constants={"llama": True},
+    fields={
+        "num_hidden_layers": "num_layers",
+        "hidden_size": "hidden_size",
+        "num_attention_heads": "num_heads",
+        "num_key_value_heads": "num_kv_heads",
+        "intermediate_size": "ffn_hidden_size",
+        "max_position_embeddings": "seq_length",
+        "vocab_size": "vocab_size",
+        "head_dim": "head_dim",
+        "rms_norm_eps": "norm_eps",
+        "attention_dropout": "dropout",
+    },
+    choices=NOT_TIED | NO_BIAS | NO_MLP_BIAS,
+    computed={"hidden_act": ("silu", "swish")},
+    modules={
+        "embedding.tokens": Location("model.embed_tokens"),
+        "head.norm": Location("model.norm"),
+        "head.output": Location("lm_head"),
+        "blocks.*.attention_norm": Location("model.layers.*.input_layernorm"),
+        "blocks.*.mlp_norm": Location("model.layers.*.post_attention_layernorm"),
+        "blocks.*.attention.query": Location("model.layers.*.self_attn.q_proj"),
+        "blocks.*.attention.key": Location("model.layers.*.self_attn.k_proj"),
+        "blocks.*.attention.value": Location("model.layers.*.self_attn.v_proj"),
+        "blocks.*.attention.output": Location("model.layers.*.self_attn.o_proj"),
+        "blocks.*.mlp.gate": Location("model.layers.*.mlp.gate_proj"),
+        "blocks.*.mlp.up": Location("model.layers.*.mlp.up_proj"),
+        "blocks.*.mlp.down": Location("model.layers.*.mlp.down_proj"),
+    },
+    ignored=r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
+    missing={
+        "num_key_value_heads": 0,
+        "head_dim": 0,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "attention_dropout": 0.0,
+    },
+)
+
+MISTRAL = dataclasses.replace(
+    LLAMA,
+    name="MistralForCausalLM",
+    model_type="mistral",
+    preset="mistral-7b",
+    fields=LLAMA.fields | {"sliding_window": "sliding_window"},
+    choices=NOT_TIED,
+    missing=LLAMA.missing | {"num_key_value_heads": 8, "sliding_window": 4096},
+)
+
+QWEN2 = dataclasses.replace(
+    LLAMA,
+    name="Qwen2ForCausalLM",
+    model_type="qwen2",
+    preset="qwen2.5-7b",
+    constants={"llama": True, "attention_bias": "qkv"},
+    choices=NOT_TIED,
+    computed=LLAMA.computed | {"use_sliding_window": (False,)},
+    missing=LLAMA.missing | {"num_key_value_heads": 32},
+)
+
+QWEN3 = dataclasses.replace(
+    LLAMA,
+    name="Qwen3ForCausalLM",
+    model_type="qwen3",
+    preset="qwen3-8b",
+    constants={"llama": True, "qk_norm": True},
+    choices=NOT_TIED | NO_BIAS,
+    computed=QWEN2.computed,
+    modules=LLAMA.modules
+    | {
+        "blocks.*.attention.head_norms.query_norm": Location("model.layers.*.self_attn.q_norm"),
+        "blocks.*.attention.head_norms.key_norm": Location("model.layers.*.self_attn.k_norm"),
+    },
+    missing=QWEN2.missing | {"head_dim": 128},
+)
+
+GEMMA = dataclasses.replace(
+    LLAMA,
+    name="GemmaForCausalLM",
+    model_type="gemma",
+    preset="gemma-7b",
+    constants={"llama": True, "norm": "rmsnorm1p", "activation": "geglu", "embedding_scale": True},
+    choices=TIED | NO_BIAS,
+    computed={
+        # "gelu" stands in files of before, and means the tanh form there too
+        "hidden_act": ("gelu_pytorch_tanh", "gelu"),
+        "hidden_activation": (None, "gelu_pytorch_tanh"),
+        "use_bidirectional_attention": (None, False),
+    },
+    missing=LLAMA.missing | {"num_key_value_heads": 16, "head_dim": 256},
+)
+
+BLOOM_QKV = "transformer.h.*.self_attention.query_key_value"
+BLOOM = Architecture(
+    name="BloomForCausalLM",
+    model_type="bloom",
+    preset="bloom-7b1",
+    prefix="transformer.",
+    constants={"positions": "alibi", "embedding_norm": True},
+    fields={
+        "n_layer": "num_layers",
+        "hidden_size": "hidden_size",
+        "n_head": "num_heads",
+        "seq_length": "seq_length",
+        "vocab_size": "vocab_size",
+        "layer_norm_epsilon": "norm_eps",
+        "hidden_dropout": "dropout",
+        "attention_dropout": "dropout",
+    },
+    choices=TIED,
+    computed={"apply_residual_connection_post_layernorm": (False,)},
+    modules={
+        "embedding.tokens": Location("transformer.word_embeddings"),
+        "embedding.norm": Location("transformer.word_embeddings_layernorm"),
+        "head.norm": Location("transformer.ln_f"),
+        "head.output": Location("lm_head"),
+        "blocks.*.attention_norm": Location("transformer.h.*.input_layernorm"),
+        "blocks.*.mlp_norm": Location("transformer.h.*.post_attention_layernorm"),
+        "blocks.*.attention.query": Location(BLOOM_QKV, third=0),
+        "blocks.*.attention.key": Location(BLOOM_QKV, third=1),
+        "blocks.*.attention.value": Location(BLOOM_QKV, third=2),
+        "blocks.*.attention.output": Location("transformer.h.*.self_attention.dense"),
+        "blocks.*.mlp.up": Location("transformer.h.*.mlp.dense_h_to_4h"),
+        "blocks.*.mlp.down": Location("transformer.h.*.mlp.dense_4h_to_h"),
+    },
+    missing={
+        "layer_norm_epsilon": 1e-5,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # no field of transformers; released models have it
+        "seq_length": 2048,
+    },
+    aliases={"n_embed": "hidden_size", "num_attention_heads": "n_head"},
+)
+
+MIXTRAL = dataclasses.replace(
+    LLAMA,
+    name="MixtralForCausalLM",
+    model_type="mixtral",
+    preset="mixtral-8x7b",
+    constants={"llama": True, "router": "topk", "z_loss": 0.0},
+    choices=NOT_TIED,
+    fields=LLAMA.fields
+    | {
+        "num_local_experts": "num_experts",
+        "num_experts_per_tok": "router_topk",
+        "router_aux_loss_coef": "aux_loss",
+    },
+    computed=LLAMA.computed | {"sliding_window": (None,), "router_jitter_noise": (0.0,)},
+    modules=LLAMA.modules
+    | {
+        "blocks.*.mlp.router": Location("model.layers.*.block_sparse_moe.gate"),
+        "blocks.*.mlp.gate": Location("model.layers.*.block_sparse_moe.experts.#.w1"),
+        "blocks.*.mlp.up": Location("model.layers.*.block_sparse_moe.experts.#.w3"),
+        "blocks.*.mlp.down": Location("model.layers.*.block_sparse_moe.experts.#.w2"),
+    },
+    missing=LLAMA.missing
+    | {
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.001,
+    },
+)
+
+
+ARCHITECTURES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, BLOOM, MIXTRAL)
+
+
+def empty_model(config: MoEConfig) -> GPT:
+    """On the meta device: names and shapes, no values."""
+    with torch.device("meta"):
+        return moe.build(config)
+
+
+def their_tensors(config: MoEConfig, architecture: Architecture) -> dict[str, TheirTensor]:
+    """Their name -> their tensor, in the order of the model. Raises HuggingFaceError."""
+    tensors = {}
+    for name, parameter in empty_model(config).named_parameters():
+        # blocks.7.mlp.up.weight -> blocks.7.mlp.up, weight
+        module, kind = name.rsplit(".", 1)
+        location = architecture.modules.get(re.sub(r"\d+", "*", module))
+        if location is None:
+            raise HuggingFaceError(f"{name} has no place in a {architecture.name}")
+        if architecture is BLOOM and location.third is not None:
+            location = location._replace(heads=config.num_heads)
+        layer = re.search(r"\d+|$", module)[0]
+        theirs = f"{location.module}.{kind}".replace("*", layer)
+        tensor = TheirTensor(location.shape(parameter.shape), {})
+        # where query, key and value share one of theirs
+        tensors.setdefault(theirs, tensor).parts[name] = location
+    return tensors

@@ -1,0 +1,393 @@
+"""The engine: takes requests, runs the scheduler's steps on a model, gives tokens.
+
+    engine = Engine(model)
+    number = engine.add(Request([5, 3, 9], max_tokens=20))
+    while engine.busy:
+        for output in engine.step():            # one step: a token for each sequence that draws
+            print(output.number, output.token, output.finish)
+
+    engine.generate(prompts, max_tokens=20)     # the same, for a list of prompts
+
+An answer is the one of generate.py for its prompt alone, greedy or sampled, whoever else is in the
+batch, under any layout (in float64; elsewhere up to rounding: tests/test_engine.py).
+
+Of several ranks, each makes an Engine from its part of the model. Rank 0, the driver, calls the
+functions above, and `close` in the end; every other rank calls `follow`, which returns then. In a
+pipeline, a step is handed to the next stage, and `step` waits for the oldest one only when there
+are as many in flight as stages.
+
+    step k      stage 0 | stage 1 | drawn
+    step k + 1            stage 0 | stage 1 | drawn         other sequences than in step k
+
+    python -m course.serve       a lesson
+
+Not covered: data-parallel ranks (start an engine for each), experts spread over ranks, context
+parallelism of long prompts, adapters mixed in one step (S-LoRA, arXiv 2311.03285). Its CUDA graphs
+have not yet run on a GPU.
+"""
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import generate
+from base import compiling
+from base.attention_kernels import any_shape
+from base.device_queue import to_device
+from base.world import Groups, memory
+from gpt import GPT, Context
+from inference.cuda_graphs import Graphs
+from inference.kv_cache import CacheSlot, caching
+from inference.paged_attention import PagedCache
+from inference.sampling import DIVERGED, SamplingParams, keys_of
+from inference.serve import BlockPool, DrawOptions, Request, Scheduler, Sequence, Step, most_blocks
+from inference.serving_drawing import Drawn, LogProb, draw, rows_of
+from inference.serving_ranks import Link
+from pipeline_parallel import Pipeline
+
+
+class Output(NamedTuple):
+    """What a step gives to a request: as inference.batches.NewToken, and what the request asked to
+    know about it."""
+
+    number: int
+    token: int | None
+    finish: str | None
+    # of the drawn token, also where it ends the text
+    log_prob: LogProb | None = None
+    # of the prompt's tokens but the first one; with the first output
+    of_prompt: list[LogProb] | None = None
+
+
+class Engine:
+    """Runs requests on a model."""
+
+    def __init__(
+        self,
+        model: GPT | Pipeline,
+        groups: Groups | None = None,
+        max_sequences: int = 32,
+        budget: int = 512,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        use_adapter: Callable[[str | None], None] | None = None,
+    ):
+        """model: this rank's part; it serves from now on, until `close`. max_sequences: that run at
+        a time. budget: tokens of a step. num_blocks: of the cache; the default has room for
+        max_sequences of the model's longest. use_adapter(name): gives the model the values of an
+        adapter (inference.adapted.Adapters.use).
+
+        A collective. Raises ValueError for a number that is not possible."""
+        stages = generate.stages_of(model)
+        config = stages[0].config
+        window = config.sliding_window
+        if num_blocks is None:
+            longest = most_blocks(config.seq_length, max(1, block_size), budget, window)
+            num_blocks = 1 + max_sequences * longest
+        check_sizes(stages, max_sequences, budget, block_size, num_blocks)
+        self.config = config
+        self.stages = stages
+        groups = groups or Groups()
+        cache = PagedCache(num_blocks, block_size, window)
+        self.runner = StepRunner(
+            stages[0], cache, groups.tp.size() if groups.tp else 1, use_adapter
+        )
+        self.link = Link(groups, self.runner.device)
+        self.pool = BlockPool(num_blocks, block_size)
+        # tokens of a prompt and its answer
+        self.longest = config.seq_length
+        if most_blocks(self.longest, block_size, budget, window) >= num_blocks:
+            self.longest = (num_blocks - 1) * block_size
+        self.scheduler = Scheduler(self.pool, max_sequences, budget, self.link.stages, window)
+        self.sequences: dict[int, Sequence] = {}
+        # the oldest first
+        self.in_flight: deque[Step] = deque()
+        # number of a request -> what it asked to know about its prompt, so far
+        self.of_prompts: dict[int, list[LogProb]] = {}
+        self.numbers = itertools.count()
+
+    # --- requests ---
+
+    def add(self, request: Request) -> int:
+        """Returns the number that the request's outputs have. Raises ValueError for a request that
+        is not possible."""
+        self.check(request)
+        sequence = Sequence(next(self.numbers), request)
+        self.sequences[sequence.number] = sequence
+        self.scheduler.waiting.append(sequence)
+        return sequence.number
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError, naming what to change."""
+        if request.adapter is not None and self.runner.use_adapter is None:
+            raise ValueError(f"adapter {request.adapter}: this engine has none")
+        generate.check_options(request.max_tokens, *request.draw.sampling)
+        generate.check_prompts(self.stages[0], [request.prompt], [request.draw.key])
+        if len(request.prompt) + request.max_tokens > self.longest:
+            is_whole = self.longest == self.config.seq_length
+            place = "the model's context" if is_whole else "the cache"
+            raise ValueError(
+                f"a prompt of {len(request.prompt)} tokens and max_tokens {request.max_tokens} are"
+                f" together more than the {self.longest} that {place} holds: shorten one of them"
+            )
+
+    def cancel(self, number: int) -> None:
+        """The request has no more outputs. Its blocks are free once no step uses them."""
+        sequence = self.sequences.get(number)
+        if sequence:
+            sequence.finish = "cancelled"
+            if not sequence.in_flight:
+                self.end(sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        self.scheduler.remove(sequence)
+        del self.sequences[sequence.number]
+        self.of_prompts.pop(sequence.number, None)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.sequences)
+
+    # --- steps ---
+
+    def step(self) -> list[Output]:
+        """Starts a step, if one can start. If the pipeline is full, or none could start, waits for
+        the oldest step and returns its outputs; otherwise an empty list. Raises FloatingPointError
+        for logits that are not finite."""
+        step = self.scheduler.schedule()
+        drawn = None
+        if step:
+            self.in_flight.append(step)
+            drawn = self.run(self.link.share_step(step))
+            if len(self.in_flight) < self.link.stages:
+                return []
+        if not self.in_flight:
+            return []
+        if not self.link.is_last:
+            drawn = self.link.receive_object()
+        return self.complete(self.in_flight.popleft(), drawn)
+
+    def run(self, step: Step) -> Drawn | None:
+        """This rank's part of a step. Returns what it drew, on the last stage."""
+        link = self.link
+        x = None
+        if link.stage > 0:
+            shape = (sum(len(piece.tokens) for piece in step.pieces), 1, self.config.hidden_size)
+            x = torch.empty(shape, dtype=self.runner.dtype, device=link.device)  # [T, 1, h]
+            link.receive(x)
+        y = self.runner.forward(step, x)
+        if link.is_last:
+            return draw(step, y)
+        link.send_object(step)
+        link.send(y)
+        return None
+
+    def complete(self, step: Step, drawn: Drawn) -> list[Output]:
+        """Give the sequences of a step their tokens."""
+        if DIVERGED in drawn.tokens.values():
+            raise FloatingPointError("the model's logits are not finite")
+        outputs = []
+        for piece in step.pieces:
+            sequence = self.sequences[piece.number]
+            sequence.in_flight = False
+            if sequence.finish:
+                self.end(sequence)
+                continue
+            log_probs = drawn.log_probs.get(piece.number, [])
+            # not again after a preemption
+            if piece.draw.of_prompt and len(sequence.ids) == len(sequence.request.prompt):
+                known = self.of_prompts.get(piece.number, []) if piece.start else []
+                of_piece = len(piece.tokens) - (piece.next is None)
+                self.of_prompts[piece.number] = known + log_probs[:of_piece]
+            if piece.next is None:
+                outputs.append(self.append(sequence, drawn.tokens[piece.number], log_probs[-1:]))
+        return outputs
+
+    def append(self, sequence: Sequence, token: int, log_prob: list[LogProb]) -> Output:
+        """Give a sequence its next token. log_prob: of it, or empty."""
+        request = sequence.request
+        of_prompt = self.of_prompts.pop(sequence.number, None)
+        if token in request.end_tokens or request.max_tokens == 0:
+            sequence.finish = "end of text" if request.max_tokens else "length"
+            token = None
+        else:
+            sequence.ids.append(token)
+            new = sequence.ids[len(request.prompt) :]
+            if request.stopped and request.stopped(new):
+                sequence.finish = "stop"
+            elif len(new) == request.max_tokens:
+                sequence.finish = "length"
+        if sequence.finish:
+            self.end(sequence)
+        known = log_prob[0] if log_prob else None
+        return Output(sequence.number, token, sequence.finish, known, of_prompt)
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, **options) -> list[list[int]]:
+        """The token ids that follow each prompt. options: temperature, top_k, top_p, seed, eot and
+        keys, as of generate.stream. Raises as `add` and `step` do."""
+        requests = requests_of(prompts, max_tokens, **options)
+        for request in requests:
+            self.check(request)
+        ids = {self.add(request): [] for request in requests}
+        while self.busy:
+            for output in self.step():
+                if output.token is not None:
+                    ids[output.number].append(output.token)
+        return list(ids.values())
+
+    # --- other ranks ---
+
+    def follow(self) -> None:
+        """On every rank but the driver: run its steps, until it closes the engine."""
+        while (step := self.link.share_step()) is not None:
+            drawn = self.run(step)
+            if self.link.answers:
+                self.link.send_object(drawn)
+        if not self.link.is_last:
+            self.link.send_object(None)
+        self.leave()
+
+    def close(self) -> None:
+        """On the driver: the other ranks stop. The model is as it was."""
+        # the last stage waits until somebody takes what it drew
+        while self.in_flight and not self.link.is_last:
+            self.in_flight.popleft()
+            self.link.receive_object()
+        self.link.share_step(None)
+        if not self.link.is_last:
+            self.link.send_object(None)
+        self.leave()
+
+    def leave(self) -> None:
+        self.runner.close()
+        self.link.close()
+
+
+def check_sizes(
+    stages: list[GPT], max_sequences: int, budget: int, block_size: int, num_blocks: int
+) -> None:
+    """Raises ValueError, naming what to change."""
+    if len(stages) > 1:
+        raise ValueError(f"{len(stages)} virtual stages on a rank: an engine runs one")
+    sizes = dict(max_sequences=max_sequences, budget=budget, block_size=block_size)
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} {value}: must be at least 1")
+    if num_blocks < 2:
+        raise ValueError(f"num_blocks {num_blocks}: must be at least 2, for block 0 is nobody's")
+
+
+def requests_of(
+    prompts: list[list[int]],
+    max_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    eot: int | tuple[int, ...] | None = None,
+    keys: list[int] | None = None,
+) -> list[Request]:
+    """Requests that are answered as generate.generate answers these prompts."""
+    params = SamplingParams(temperature, top_k, top_p)
+    end_tokens = (eot,) if isinstance(eot, int) else tuple(eot or ())
+    keys = keys_of(prompts, seed) if keys is None else keys
+    return [
+        Request(prompt, max_tokens, DrawOptions(params, key), end_tokens)
+        for prompt, key in zip(prompts, keys, strict=True)
+    ]
+
+
+# --- one rank's forward pass ----------------------------------------------------------------------
+
+
+class StepRunner(generate.ModelRunner):
+    """Forward passes of this rank's stage, with the paged cache."""
+
+    def __init__(self, stage: GPT, cache: PagedCache, tp: int, use_adapter: Callable | None):
+        slot = CacheSlot(cache)
+        super().__init__([stage], slot)
+        self.stage = stage
+        self.cache = cache
+        self.add_layers(tp)
+        # of decodes, by the shape of their table
+        self.graphs = Graphs()
+        self.use_adapter = use_adapter
+        self.adapter = None
+        # while it is open the model has the cache
+        self.caching = caching([stage], slot)
+        self.caching.__enter__()
+
+    def close(self) -> None:
+        self.caching.__exit__(None, None, None)
+
+    def add_layers(self, tp: int) -> None:
+        """Give the cache its memory, for the layers of this rank. Raises ValueError where there is
+        not so much, naming what would fit."""
+        config, cache, blocks = self.config, self.cache, self.cache.num_blocks
+        shape = (2, max(1, config.num_kv_heads // tp), blocks * cache.size, config.head_dim)
+        block = len(self.stage.blocks) * self.dtype.itemsize * math.prod(shape) // blocks
+        tensors = (*self.stage.parameters(), *self.stage.buffers())
+        free = memory(self.device.type, 1) - sum(tensor.nbytes for tensor in tensors)
+        try:
+            if block * blocks > free:
+                raise MemoryError
+            for layer in self.stage.blocks:
+                # zeros: a hidden column counts 0 times its value, and 0 times NaN is NaN
+                stored = torch.zeros(shape, dtype=self.dtype, device=self.device)
+                cache.layers[layer] = stored
+        except (MemoryError, RuntimeError):
+            raise ValueError(
+                f"num_blocks {blocks}: keys and values take {block * blocks:,} bytes, and beside"
+                f" the model the {self.device.type} has {free:,}; {free // block} would fit"
+            ) from None
+
+    @torch.inference_mode()
+    @any_shape()
+    @compiling.eagerly
+    def forward(self, step: Step, x: Tensor | None) -> Tensor:
+        """x: [T, 1, h] of the stage before, None on the first one. Returns activations [T, 1, h];
+        from the last stage logits [rows, V] of the rows that `rows_of` names."""
+        if step.adapter != self.adapter:
+            self.use_adapter(step.adapter)
+            self.adapter = step.adapter
+        self.cache.copy_blocks(step)
+        table = self.cache.decodes_table(step) if self.captures else None
+        if table:
+            y = self.replay(torch.tensor(table), x)[: len(step.pieces)]
+        else:
+            tokens = self.cache.begin(step, self.local, self.dtype, self.device)  # [T]
+            y = self.blocks(tokens, x)
+        if self.stage.head is None:
+            return y
+        rows = list(itertools.chain(*rows_of(step)))
+        if len(rows) < len(y):
+            y = y[rows]
+        return y if table else self.stage.head(y)[:, 0]
+
+    def blocks(self, tokens: Tensor, x: Tensor | None) -> Tensor:
+        """tokens: [T] -> [T, 1, h]"""
+        context = Context(rotary=self.rotary_at(self.cache, 1))
+        if self.stage.embedding is not None:
+            x = self.stage.embedding(tokens.unsqueeze(1))  # [T, 1, h]
+        for block in self.stage.blocks.values():
+            x = block(x, context)
+        return x
+
+    def replay(self, table: Tensor, x: Tensor | None) -> Tensor:
+        """Decodes as a CUDA graph, which is captured where none has a table of this shape. table:
+        of PagedCache.decodes_table. Returns [b, 1, h], or from the last stage logits [b, V]."""
+        inputs = [to_device(table, self.device)]
+        if x is not None:
+            inputs.append(F.pad(x, (0, 0, 0, 0, 0, len(table) - len(x))))
+        return self.graphs.run(tuple(table.shape), self.decodes, *inputs)
+
+    def decodes(self, table: Tensor, x: Tensor | None = None) -> Tensor:
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        y = self.blocks(self.cache.begin_decodes(table, self.local, like), x)
+        return y if self.stage.head is None else self.stage.head(y)[:, 0]

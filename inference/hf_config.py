@@ -1,0 +1,291 @@
+"""config.json of a Hugging Face folder and MoEConfig: the one from the other, by the tables of
+architectures.py.
+
+    rms_norm_eps 1e-6     <->  norm_eps 1e-6         a number under another name
+    attention_bias true   <->  attention_bias all    a choice
+    hidden_act silu                                  what gpt.py computes; all else is refused
+
+A class of transformers describes a model if its MoEConfig, written as that class's config.json and
+read again, is the same: nothing else says which class a model is exported as.
+
+    python -m course.huggingface        a lesson: there and back
+"""
+
+import contextlib
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from base import json_files
+from base.model_config import MoEConfig
+from inference.architectures import ARCHITECTURES, GPT2, MIXTRAL, Architecture, HuggingFaceError
+from run.checkpoint_index import fixed_fields
+
+# what null means, where it is not what absence means
+NULLS = {"sliding_window": 0, "num_key_value_heads": 0}
+# fields that are never 0 there, while 0 has a meaning in MoEConfig
+NOT_ZERO = {"num_key_value_heads": "as many as heads", "sliding_window": "no window"}
+# of rope_type llama3: field of rope_parameters -> field of GPTConfig
+LLAMA3_ROPE = {
+    "factor": "rotary_factor",
+    "low_freq_factor": "rotary_low_frequency",
+    "high_freq_factor": "rotary_high_frequency",
+    "original_max_position_embeddings": "rotary_original_length",
+}
+INTEGERS = {field.name for field in dataclasses.fields(MoEConfig) if field.type is int}
+
+
+@contextlib.contextmanager
+def refused(*errors: type[Exception], where: str = ""):
+    """These errors become HuggingFaceErrors. where: what stands before their words."""
+    try:
+        yield
+    except errors as e:
+        raise HuggingFaceError(f"{where}{e}") from None
+
+
+def read_json(path: Path, kind=dict[str, Any]):
+    """The content of a JSON file as `kind`. Raises HuggingFaceError."""
+    with refused(json_files.JSONError):
+        return json_files.read(path, kind)
+
+
+# --- config.json -> MoEConfig ---------------------------------------------------------------------
+
+
+def to_gpt_config(hf_config: dict) -> MoEConfig:
+    """The model that a config.json describes. Raises HuggingFaceError, naming the field, for what
+    gpt.py does not compute."""
+    return read_fields(hf_config, find_architecture(hf_config))
+
+
+def find_architecture(hf_config: dict) -> Architecture:
+    """Raises HuggingFaceError."""
+    names = hf_config.get("architectures")
+    for architecture in ARCHITECTURES:
+        if names == [architecture.name]:
+            return architecture
+    known = [architecture.name for architecture in ARCHITECTURES]
+    raise HuggingFaceError(
+        f"architectures is {json.dumps(names)}; gpt.py has {', '.join(known[:-1])} and {known[-1]}"
+    )
+
+
+def read_fields(hf_config: dict, architecture: Architecture) -> MoEConfig:
+    """Raises HuggingFaceError."""
+    renamed = {architecture.aliases.get(name, name): x for name, x in hf_config.items()}
+    hf_config = renamed | hf_config
+    check_computed(hf_config, architecture)
+    fields = dict(architecture.constants)
+    for theirs, ours in architecture.fields.items():
+        kind = int if ours in INTEGERS else float
+        value = read_number(hf_config, theirs, kind, architecture.missing)
+        # three fields of theirs are our dropout: the largest counts
+        fields[ours] = max(value, fields.get(ours, 0))
+    for theirs, (ours, values) in architecture.choices.items():
+        fields[ours] = values[one_of(hf_config, theirs, tuple(values))]
+    if architecture.rotary:
+        fields |= rotary_fields(hf_config, architecture.missing)
+    if architecture is MIXTRAL and not fields["num_experts"]:
+        raise HuggingFaceError(f"num_local_experts is 0; a {MIXTRAL.name} has experts")
+    with refused(ValueError):
+        config = MoEConfig(**fields)
+    if architecture is MIXTRAL:
+        check_experts(config)
+    return config
+
+
+def check_computed(hf_config: dict, architecture: Architecture) -> None:
+    """Raises HuggingFaceError for a field with a value that gpt.py does not compute."""
+    if hf_config.get("quantization_config"):
+        kind = hf_config["quantization_config"]
+        method = kind.get("quant_method") if isinstance(kind, dict) else kind
+        raise HuggingFaceError(
+            f"quantization_config is there ({method}): the weights are packed in fewer bits, and"
+            " gpt.py has the model's own; import the folder that it was made from"
+        )
+    for field, absent in NOT_ZERO.items():
+        if hf_config.get(field) == 0:
+            raise HuggingFaceError(f"{field} is 0; {absent} would be null, or no field")
+    for field, values in architecture.computed.items():
+        if field == "use_sliding_window" and no_layer_has_it(hf_config):
+            continue
+        one_of(hf_config, field, values)
+    slices = hf_config.get("pretraining_tp", 1)
+    if hf_config.get("slow_but_exact") and slices != 1:
+        raise HuggingFaceError(
+            f"slow_but_exact is true with pretraining_tp {json.dumps(slices)}; there transformers"
+            " leaves out biases, and gpt.py has them: false would fit"
+        )
+    kinds = hf_config.get("layer_types") or []
+    if any(kind != "full_attention" for kind in kinds):
+        raise HuggingFaceError(
+            f"layer_types is {json.dumps(kinds)}; gpt.py has the same attention in all layers"
+        )
+
+
+def no_layer_has_it(hf_config: dict) -> bool:
+    """Whether no layer of a Qwen has the sliding window: it begins at layer max_window_layers."""
+    first, layers = (hf_config.get(n) for n in ("max_window_layers", "num_hidden_layers"))
+    in_numbers = isinstance(layers, int) and isinstance(first, int | None)
+    has_none = in_numbers and (28 if first is None else first) >= layers
+    return hf_config.get("sliding_window", 4096) is None or has_none
+
+
+def one_of(hf_config: dict, field: str, values: tuple):
+    """The value of a field, the first of `values` where it is absent. Raises HuggingFaceError for
+    another one."""
+    value = hf_config.get(field, values[0])
+    if value not in values:
+        allowed = " or ".join(map(json.dumps, values))
+        raise HuggingFaceError(f"{field} is {json.dumps(value)}; gpt.py has only {allowed}")
+    return value
+
+
+def read_number(hf_config: dict, field: str, kind: type, missing: dict[str, float]) -> float:
+    """A field of config.json, as int or float. missing: field -> what its absence means. Raises
+    HuggingFaceError."""
+    value = hf_config.get(field)
+    if value is None:
+        value = missing.get(field)
+        if field in hf_config:
+            value = NULLS.get(field, value)
+    if value is None:
+        raise HuggingFaceError(f"{field} is missing")
+    # type(), because true is an int; NaN fails the comparison
+    if type(value) not in (int, kind) or not 0 <= value < 1e30:
+        expected = "an integer" if kind is int else "a number"
+        raise HuggingFaceError(
+            f"{field} is {json.dumps(value)}; gpt.py takes {expected}, 0 or more"
+        )
+    return kind(value)
+
+
+def rotary_fields(hf_config: dict, missing: dict[str, float]) -> dict[str, float]:
+    """The base and the scaling of rotary positions, where transformers 4 (top level, rope_scaling)
+    or 5 (rope_parameters) writes them. Raises HuggingFaceError."""
+    field = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
+    rope = hf_config.get(field) or {}
+    kind = None
+    if isinstance(rope, dict) and rope.get("partial_rotary_factor", 1.0) == 1.0:
+        kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise HuggingFaceError(
+            f"{field} is {json.dumps(rope)}; gpt.py has the default rotary positions, and those of"
+            " rope_type llama3"
+        )
+    outside, inside = hf_config.get("rope_theta"), rope.get("rope_theta")
+    if None not in (outside, inside) and outside != inside:
+        raise HuggingFaceError(
+            f"rope_theta is {json.dumps(outside)}, and {json.dumps(inside)} in {field}; they must"
+            " be equal, or one of them left out"
+        )
+    theta = {"rope_theta": outside} | rope
+    fields = {"rotary_base": read_number(theta, "rope_theta", float, missing)}
+    if kind == "llama3":
+        for theirs, ours in LLAMA3_ROPE.items():
+            fields[ours] = read_number(rope, theirs, int if ours in INTEGERS else float, {})
+    return fields
+
+
+def check_experts(config: MoEConfig) -> None:
+    """Raises HuggingFaceError for a model with experts that a Mixtral does not compute, naming all
+    that differs."""
+    router, k, every = config.router, config.router_topk, config.expert_every
+    gates = "a Mixtral's gates are the softmax over the chosen logits, those of router topk"
+    one = "a Mixtral with num_experts_per_tok 1 has gate 1, where here it is the probability"
+    differing = []
+    if router != "topk":
+        differing.append(f"router {router}: {gates}")
+    if k < 2:
+        differing.append(f"router_topk {k}: {one}")
+    if every != 1:
+        differing.append(f"expert_every {every}: a Mixtral has experts in every layer")
+    if differing:
+        raise HuggingFaceError("; ".join(differing))
+
+
+# --- MoEConfig -> config.json ---------------------------------------------------------------------
+
+
+def architecture_of(config: MoEConfig) -> Architecture:
+    """The class of transformers that describes this model. Raises HuggingFaceError, naming the
+    fields for which the nearest one does not."""
+    whole = MoEConfig(**dataclasses.asdict(config))
+    differing = {}
+    for architecture in ARCHITECTURES:
+        if (architecture is MIXTRAL) != (whole.num_experts > 0):
+            continue
+        differing[architecture.name] = differences(whole, architecture)
+        if not differing[architecture.name]:
+            return architecture
+    nearest = min(differing, key=lambda name: len(differing[name]))
+    others = ", ".join(differing[nearest])
+    raise HuggingFaceError(f"no class of transformers is this model: {nearest} has no {others}")
+
+
+def differences(config: MoEConfig, architecture: Architecture) -> list[str]:
+    """The fields of a model, and their values, that do not come back when this class's config.json
+    is written and read."""
+    try:
+        described = fixed_fields(read_fields(write_fields(config, architecture), architecture))
+    except HuggingFaceError as e:
+        return [str(e)]
+    fields = fixed_fields(config)
+    # it only chooses defaults of other fields, and these are compared
+    del fields["llama"]
+    return [f"{name} {value}" for name, value in fields.items() if described.get(name) != value]
+
+
+def write_fields(config: MoEConfig, architecture: Architecture) -> dict:
+    """A choice that the class does not have gets the class's default: `differences` sees it."""
+    hf_config = {"architectures": [architecture.name], "model_type": architecture.model_type}
+    hf_config |= {theirs: getattr(config, ours) for theirs, ours in architecture.fields.items()}
+    for theirs, (ours, values) in architecture.choices.items():
+        inverse = {value: key for key, value in values.items()}
+        hf_config[theirs] = inverse.get(getattr(config, ours), next(iter(values)))
+    hf_config |= {field: values[0] for field, values in architecture.computed.items()}
+    for field, value in NULLS.items():
+        if hf_config.get(field) == value:
+            hf_config[field] = None
+    if architecture.rotary:
+        hf_config |= write_rotary(config)
+    return hf_config
+
+
+def write_rotary(config: MoEConfig) -> dict:
+    """For transformers 5, and for 4."""
+    theta = {"rope_theta": config.rotary_base}
+    if config.rotary_factor == 1:
+        return theta | {"rope_parameters": {"rope_type": "default"} | theta}
+    rope = {theirs: getattr(config, ours) for theirs, ours in LLAMA3_ROPE.items()}
+    rope["rope_type"] = "llama3"
+    return theta | {"rope_parameters": rope | theta, "rope_scaling": rope}
+
+
+def to_hf_config(config: MoEConfig) -> dict:
+    """config.json, for transformers 4 and 5. Raises HuggingFaceError for a model that it cannot
+    describe."""
+    check_export_of_experts(config)
+    hf_config = write_fields(config, architecture_of(config))
+    # the end-of-text token of bytes, and of GPT-2's vocabulary
+    end_of_text = {257: 256, 50257: 50256}.get(config.vocab_size)
+    return hf_config | {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+
+
+def check_export_of_experts(config: MoEConfig) -> None:
+    """Raises HuggingFaceError for experts that no class of transformers has, naming the training
+    flags with which a model can be exported."""
+    if not config.num_experts:
+        return
+    if not config.llama:
+        raise HuggingFaceError(
+            f"num_experts {config.num_experts}: {GPT2.name} has none; only models of Llama's kind"
+            f" have, as {MIXTRAL.name}: train with --model tiny-moe, llama2-7b or mixtral-8x7b"
+        )
+    try:
+        check_experts(config)
+    except HuggingFaceError as e:
+        flags = f"--router topk --router-topk {max(2, config.router_topk)} --expert-every 1"
+        raise HuggingFaceError(f"{e}; a model trained with {flags} could be exported") from None

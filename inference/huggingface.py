@@ -1,0 +1,373 @@
+"""The same weights as Hugging Face folders, in and out.
+
+A model of `transformers` is a folder with config.json, safetensors files and a tokenizer. Its
+tensors hold the same numbers as ours under other names, some transposed or side by side in one
+matrix (the tables are in inference/architectures.py). Import reads a view of their tensor, export
+fills the same view, so nothing is computed and, in float32, nothing is rounded:
+
+    blocks.0.attention.key.weight [h, h]  =  c_attn.weight [h, 3h], columns h .. 2h, transposed
+
+    python -m course.huggingface                                    a lesson: there and back
+    python -m inference.huggingface import HF_DIR CKPT            then generate.py --checkpoint CKPT
+    python -m inference.huggingface export CKPT HF_DIR --dtype bf16    CKPT may be a run
+    python -m inference.huggingface export CKPT HF_DIR --adapter RUN   with RUN's LoRA or IA3 merged
+
+One file's tensors are in memory at a time, never a whole model. A folder appears under its name
+when it is whole. Only safetensors files are read: pytorch_model.bin is a pickle, and loading a
+pickle executes what it says. A model that gpt.py does not compute exactly is refused.
+
+Not covered: other architectures, other scalings of rotary positions than Llama 3's, and conversion
+by many ranks on GPUs, all of which Megatron Bridge has. One process is enough here, because a
+checkpoint loads under any layout."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, NamedTuple, TypedDict
+
+import torch
+from msgspec import Meta
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from base import terminal
+from base.model_config import MoEConfig
+from inference import hf_tokenizer
+from inference.architectures import (
+    Architecture,
+    HuggingFaceError,
+    Location,
+    TheirTensor,
+    empty_model,
+    their_tensors,
+    unstack_experts,
+)
+from inference.hf_config import architecture_of, read_json, refused, to_gpt_config, to_hf_config
+from run import checkpoint
+from run.checkpoint_index import check_sizes, read_header
+from run.tokenizer import CHAT_TEMPLATE, TokenizerError, record
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# the dtypes that are imported, as safetensors names them
+STORED = ("F32", "BF16", "F16")
+
+
+# --- reading a folder -----------------------------------------------------------------------------
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a safetensors file. name: in that file; dtype: as safetensors names it."""
+
+    name: str
+    file: Path
+    shape: list[int]
+    dtype: str
+
+    def read(self) -> Tensor:
+        """Mapped into memory: pages that are not touched are not read."""
+        with safe_open(self.file, "pt") as f:
+            return f.get_tensor(self.name)
+
+
+class FileIndex(TypedDict):
+    """model.safetensors.index.json: which file in the same folder holds each tensor."""
+
+    weight_map: dict[str, Annotated[str, Meta(max_length=255, pattern="^[^/]+$")]]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model. Raises HuggingFaceError."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if index.is_file():
+        names = read_json(index, FileIndex)["weight_map"].values()
+        return [folder / name for name in sorted(set(names))]
+    if any(folder.glob("pytorch_model*.bin")):
+        raise HuggingFaceError(
+            f"{folder} has only a pytorch_model.bin, a pickle, which is never opened here; if you"
+            " trust it, load it with transformers and save_pretrained(folder,"
+            " safe_serialization=True)"
+        )
+    raise HuggingFaceError(f"{folder} has neither model.safetensors nor {index.name}")
+
+
+def stored_tensors(folder: Path, architecture: Architecture) -> dict[str, StoredTensor]:
+    """The tensors in a folder, by their names without prefix; values are not read. Raises
+    HuggingFaceError."""
+    stored = {}
+    for file in weight_files(folder):
+        if not file.is_file():
+            raise HuggingFaceError(f"{file} is missing, and model.safetensors.index.json names it")
+        with refused(checkpoint.CheckpointError):
+            header = read_header(file)
+        for name, (dtype, shape, _) in header.items():
+            short = name.removeprefix(architecture.prefix)
+            stored[short] = StoredTensor(name, file, shape, dtype)
+    return stored
+
+
+class Source(NamedTuple):
+    """Where one of our parameters comes from."""
+
+    # one or, of experts, one for each
+    tensors: list[StoredTensor]
+    location: Location
+
+    def read(self) -> Tensor:
+        """Our parameter, whole, in float32."""
+        if "#" not in self.location.module:
+            return self.location.read(self.tensors[0].read()).contiguous().float()
+        experts = torch.empty(len(self.tensors), *self.tensors[0].shape)  # [E, ..]
+        for expert, stored in zip(experts, self.tensors):
+            expert.copy_(stored.read())
+        return experts
+
+
+def match(folder: Path, config: MoEConfig) -> dict[str, Source]:
+    """Our name -> its source in a Hugging Face folder. Raises HuggingFaceError, naming what is
+    missing, left over or different."""
+    architecture = architecture_of(config)
+    stored = stored_tensors(folder, architecture)
+    # some files hold a tied matrix twice
+    head = stored.pop("lm_head.weight", None) if config.tied else None
+    for short in [short for short in stored if re.fullmatch(architecture.ignored, short)]:
+        del stored[short]
+    other = f"{folder} holds another model than its config.json: "
+    with refused(ValueError, where=other):
+        check_sizes(config, {f".{short}": tensor.shape for short, tensor in stored.items()})
+    sources = {}
+    differing = []
+    for stacked, (shape, parts) in their_tensors(config, architecture).items():
+        tensors = []
+        for name, part in unstack_experts(stacked, torch.empty(shape, device="meta")).items():
+            tensor = stored.pop(name.removeprefix(architecture.prefix), None)
+            if tensor is None:
+                differing.append(f"{name} is missing")
+            elif tensor.shape != list(part.shape) or tensor.dtype not in STORED:
+                differing.append(
+                    f"{name} is {tensor.dtype} {tensor.shape} there, and {' or '.join(STORED)}"
+                    f" {list(part.shape)} in gpt.py"
+                )
+            tensors.append(tensor)
+        sources |= {ours: Source(tensors, location) for ours, location in parts.items()}
+    differing += [f"{tensor.name} is not in gpt.py" for tensor in stored.values()]
+    if any("experts.gate_up_proj" in name for name in stored):
+        raise HuggingFaceError(
+            f"{folder}: its experts are fused (gate_up_proj); transformers writes them one by one"
+            " with save_pretrained(folder, save_original_format=True)"
+        )
+    if differing:
+        more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise HuggingFaceError(f"{other}{'; '.join(differing[:3])}{more}")
+    if head:
+        check_tied_head(folder, head, sources["embedding.tokens.weight"].tensors[0])
+    return sources
+
+
+def check_tied_head(folder: Path, head: StoredTensor, embedding: StoredTensor) -> None:
+    """transformers would use a second copy that differs. Raises HuggingFaceError."""
+    output = head.read()
+    tokens = embedding.read()
+    if output.dtype != tokens.dtype or not torch.equal(output, tokens):
+        raise HuggingFaceError(
+            f"{folder}: lm_head.weight differs from {embedding.name}; config.json says that one"
+            " tensor is both (tie_word_embeddings)"
+        )
+
+
+def is_folder(path: "Path | str") -> bool:
+    """Whether this is a Hugging Face folder, and not a checkpoint or a run of this project, which
+    have a config.json too."""
+    path = Path(path)
+    try:
+        return (
+            (path / "config.json").is_file()
+            and not (path / "index.json").is_file()
+            and not (path / "checkpoints").is_dir()
+        )
+    # a name that is too long, a folder without permission
+    except OSError:
+        return False
+
+
+def open_folder(hf_dir: Path) -> tuple[MoEConfig, Callable[[str], Tensor], str]:
+    """(the model's configuration; read(our name) -> that parameter, whole, in float32; the name of
+    its tokenizer). Raises HuggingFaceError."""
+    hf_dir = Path(hf_dir)
+    try:
+        if not (hf_dir / "config.json").is_file():
+            raise HuggingFaceError(
+                f"{hf_dir} is not a folder with a config.json, as save_pretrained writes it"
+            )
+    except OSError as e:
+        raise HuggingFaceError(f"{hf_dir} cannot be opened ({e.strerror})") from None
+    hf_config = read_json(hf_dir / "config.json")
+    with refused(HuggingFaceError, where=f"{hf_dir}/config.json: "):
+        config = to_gpt_config(hf_config)
+    sources = match(hf_dir, config)
+    return config, lambda name: sources[name].read(), hf_tokenizer.name_of(hf_dir, config)
+
+
+# --- import ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def building(target: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the target's name when the body succeeds, and is removed
+    otherwise. Raises HuggingFaceError."""
+    target = Path(target).resolve()
+    # not with_name: / has no name
+    folder = target.parent / f".{target.name}.writing"
+    errors = OSError, SafetensorError, checkpoint.CheckpointError, TokenizerError
+    with (
+        terminal.removed_at_the_end(folder),
+        refused(*errors, where=f"{target} cannot be written: "),
+    ):
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            raise HuggingFaceError(f"{target} exists, and is not an empty folder")
+        # left by a process that was killed
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        yield folder
+        os.rename(folder, target)
+
+
+def import_folder(hf_dir: Path, path: Path) -> MoEConfig:
+    """Write the model in a Hugging Face folder as a checkpoint at `path`: float32, step 0, no
+    optimizer moments. Raises HuggingFaceError."""
+    config, read, name = open_folder(hf_dir)
+    tokenizer = hf_tokenizer.open_tokenizer(name, Path(hf_dir), config)
+    if Path(name).name == "tokenizer.json":
+        name = str(Path(path).resolve() / "tokenizer.json")
+    state = {
+        # the shape of the model stands in `model`
+        "config": {"model": architecture_of(config).preset, "tokenizer": name},
+        "model": dataclasses.asdict(config),
+        "tokens": 0,
+        "corpus": None,
+        "optimizer": None,
+    }
+    if tokenizer:
+        state["tokenizer"] = dataclasses.asdict(record(tokenizer))
+    # on the meta device: `checkpoint.write` reads each one when its file is written
+    parameters = {
+        f"model.{name}": parameter.detach()
+        for name, parameter in empty_model(config).named_parameters()
+    }
+    with building(path) as folder:
+        checkpoint.write(
+            folder, 0, parameters, state, lambda name: read(name.removeprefix("model."))
+        )
+        if tokenizer:
+            tokenizer.save(folder)
+    return config
+
+
+# --- export ---------------------------------------------------------------------------------------
+
+
+def export_folder(
+    path: Path, hf_dir: Path, dtype: str = "fp32", max_shard_bytes: int = 5 * 10**9, merged=None
+) -> MoEConfig:
+    """Write the model of a checkpoint, or of a run's newest one, as a folder for from_pretrained.
+
+    max_shard_bytes: of a safetensors file, about. merged: finetune.adapter_files.MergedModel, the
+    same model with an adapter in it. Raises HuggingFaceError or CheckpointError."""
+    if not Path(path).is_dir():
+        raise HuggingFaceError(f"{path} is not a folder")
+    path = checkpoint.find(path)
+    config, _ = checkpoint.read_model(path)
+    hf_config = to_hf_config(config) | {"dtype": str(DTYPES[dtype]).removeprefix("torch.")}
+    theirs = their_tensors(config, architecture_of(config))
+    sizes = {
+        name: torch.Size(tensor.shape).numel() * DTYPES[dtype].itemsize
+        for name, tensor in theirs.items()
+    }
+    groups = group_by_size(sizes, max_shard_bytes)
+    weight_map = {}
+
+    def fill(views: dict[str, Tensor]) -> None:
+        if not merged:
+            return checkpoint.read(path, {f"model.{name}": view for name, view in views.items()})
+        for name, view in views.items():
+            view.copy_(merged.read(name))
+
+    with building(hf_dir) as folder:
+        checkpoint.verify(path)
+        for number, group in enumerate(groups, 1):
+            file = "model.safetensors"
+            if len(groups) > 1:
+                file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            tensors = {name: theirs[name] for name in group}
+            weight_map |= dict.fromkeys(
+                write_file(folder / file, tensors, DTYPES[dtype], fill), file
+            )
+        if len(groups) > 1:
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        hf_config |= hf_tokenizer.export(path, folder, config)
+        if merged and merged.chat_template:
+            shutil.copyfile(merged.chat_template, folder / CHAT_TEMPLATE)
+        (folder / "config.json").write_text(json.dumps(hf_config, indent=1))
+    return config
+
+
+def group_by_size(sizes: dict[str, int], limit: int) -> list[list[str]]:
+    """Names in order, in groups of at most `limit` bytes. A larger tensor has a group of its own;
+    the experts of a layer, stacked, count as one tensor."""
+    groups = []
+    room = 0
+    for name, size in sizes.items():
+        if size > room or not groups:
+            groups.append([])
+            room = limit
+        groups[-1].append(name)
+        room -= size
+    return groups
+
+
+def write_file(
+    file: Path, theirs: dict[str, TheirTensor], dtype: torch.dtype, fill: Callable
+) -> list[str]:
+    """Write one safetensors file: some of their tensors, filled through the views that import
+    takes. fill({our name: view}): reads the model. Returns the names in the file. Raises
+    HuggingFaceError."""
+    stacked = {name: torch.empty(tensor.shape, dtype=dtype) for name, tensor in theirs.items()}
+    views = {}
+    # (a view whose rows stand head by head, what they are read into)
+    copies = []
+    for name, tensor in theirs.items():
+        for ours, location in tensor.parts.items():
+            view = location.view(stacked[name])
+            if location.heads:
+                copies.append((view, view.flatten(0, 1)))
+                view = copies[-1][1]
+            views[ours] = view
+    fill(views)
+    for view, copy in copies:
+        view.copy_(copy.view(view.shape))
+    tensors = {}
+    for name, tensor in stacked.items():
+        tensors |= unstack_experts(name, tensor)
+    for name, tensor in tensors.items():
+        if dtype == torch.float16 and tensor.isinf().any():
+            raise HuggingFaceError(
+                f"{name} has values beyond 65504, the largest in fp16; --dtype bf16 has them"
+            )
+    save_file(tensors, file, {"format": "pt"})
+    # safetensors makes files that only their owner can read; these are to be given away
+    os.chmod(file, 0o644)
+    return list(tensors)
+
+
+if __name__ == "__main__":
+    from inference import huggingface_commands
+
+    terminal.command(huggingface_commands.main)

@@ -1,0 +1,65 @@
+"""`python -m course.huggingface`: import and export of Hugging Face folders."""
+
+import argparse
+import re
+
+from base import terminal
+from inference.architectures import HuggingFaceError, empty_model
+from inference.hf_config import architecture_of
+from inference.huggingface import DTYPES, export_folder, import_folder
+from run import checkpoint
+from sharding import num_parameters
+
+
+def size(text: str) -> int:
+    """Bytes, from a number with or without a unit: 5GB, 500MB, 5000000000."""
+    parts = re.fullmatch(r"([1-9]\d*)([KMGT]?)B?", text.upper())
+    if not parts:
+        raise argparse.ArgumentTypeError(f"{text} is not a size like 5GB or 5000000000")
+    number, unit = parts.groups()
+    return int(number) * 1000 ** ["", "K", "M", "G", "T"].index(unit)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    about = "The same weights as Hugging Face folders, in and out; without arguments, a lesson."
+    parser = argparse.ArgumentParser(description=about)
+    flag = parser.add_argument
+    flag("command", choices=("import", "export"))
+    flag("source", help="to import: a Hugging Face folder; to export: a checkpoint or a run")
+    flag("target", help="a new folder")
+    flag("--dtype", choices=tuple(DTYPES), help="of an exported model (default: fp32)")
+    flag("--max-shard-size", type=size, help="of exported files, like 5GB, the default")
+    flag("--adapter", help="a run with --peft, whose LoRA or IA3 is merged into the export")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Exit status: 0, or 2 with one message."""
+    terminal.prepare()
+    args = make_parser().parse_args(argv)
+    try:
+        if args.command == "import":
+            if args.adapter:
+                raise HuggingFaceError("--adapter: is for export; adapters.py import has its own")
+            if args.dtype or args.max_shard_size:
+                name = "--dtype" if args.dtype else "--max-shard-size"
+                raise HuggingFaceError(f"{name}: is for export; an imported model is fp32")
+            config = import_folder(args.source, args.target)
+        else:
+            merged = None
+            if args.adapter:
+                # adapters are another wing, loaded by those who use it
+                from finetune.adapter_files import MergedModel
+
+                merged = MergedModel(args.source, args.adapter)
+            sizes = args.dtype or "fp32", args.max_shard_size or size("5GB")
+            config = export_folder(args.source, args.target, *sizes, merged)
+    except (HuggingFaceError, checkpoint.CheckpointError, OSError) as e:
+        message = str(e)
+        if isinstance(e, OSError):
+            message = f"{terminal.one_line(e.filename)[:80]}: {e.strerror}"
+        terminal.say(terminal.one_line(f"huggingface.py: {message}"), error=True)
+        return 2
+    count = num_parameters(empty_model(config))
+    print(f"{args.target}: {architecture_of(config).name}, {count:,} parameters")
+    return 0

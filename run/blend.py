@@ -1,0 +1,178 @@
+"""Several corpora with weights, as one: which corpus gives sample n.
+
+`--data 0.7:A 0.3:B` draws seven samples in ten from corpus A and three from B. Sample m = 0, 1, ...
+of corpus k, which has weight w_k, is due at time
+
+    t = (m + 1/2) / w_k
+
+and the blend takes the samples in the order of these times:
+
+    0.7:A 0.3:B     A 0.71   B 1.67   A 2.14   A 3.57   A 5.0   B 5.0   A 6.43   A 7.86   B 8.33
+
+By time t corpus k has given floor(w_k t + 1/2) samples, at most half a sample from its share. This
+count is known at any t without the samples before it: sample 2^50 costs as much as sample 0.
+Weights are exact fractions, so every machine computes the same order.
+
+A run may be resumed with other weights, or with other corpora. Then the blend begins anew, and each
+corpus goes on after the samples that it has given so far, which the checkpoint tells.
+
+    python -m run.blend 0.7:A 0.3:B       the order of the first samples, and each corpus's count
+
+Not covered: Megatron-LM takes the corpus that is furthest behind its share, and stores this choice
+for every sample of the run. Both follow the weights within about one sample.
+"""
+
+import heapq
+import math
+import os
+import sys
+from fractions import Fraction
+
+import torch
+
+from base import terminal
+from run.datasets import Batch, Dataset
+from run.documents import DataError, fingerprint
+
+
+def parse_weights(names: list[str]) -> list[tuple[Fraction | None, list[str]]]:
+    """(weight, [path]) for each WEIGHT:PATH. Names without weights are one corpus: (None, names).
+    Raises DataError."""
+    pairs = [split_weight(name) for name in names]
+    if all(weight is None for weight, _ in pairs):
+        return [(None, names)]
+    for name, (weight, path) in zip(names, pairs):
+        if weight is None:
+            raise DataError(f"{name}: has no weight; give one to all corpora, as 0.5:PATH, or none")
+        if not path or not 0 < weight < math.inf:
+            raise DataError(f"{name}: needs a weight above 0 and finite, and a path: 0.7:PATH")
+    return [(Fraction(repr(weight)), [path]) for weight, path in pairs]
+
+
+def split_weight(name: str) -> tuple[float | None, str]:
+    """(0.7, A) for 0.7:A. (None, name) without a weight, and where a file has this whole name."""
+    number, colon, path = name.partition(":")
+    if not colon or os.path.lexists(name):
+        return None, name
+    try:
+        return float(number), path
+    except ValueError:
+        return None, name
+
+
+class Interleave:
+    """Which corpus gives sample n: a function of n and the weights alone."""
+
+    def __init__(self, weights: list[Fraction]):
+        """weights: positive; only their ratios count."""
+        scale = math.lcm(*(weight.denominator for weight in weights))
+        # w_k = shares[k] / total, with the w_k summing to 1
+        self.shares = [int(weight * scale) for weight in weights]
+        self.total = sum(self.shares)
+        # Times are integers in units of total / common. Two samples of corpus k are 1 / w_k apart.
+        common = math.lcm(*self.shares)
+        self.steps = [common // share for share in self.shares]
+
+    def __call__(self, n: int) -> tuple[int, int]:
+        """(k, m): sample n of the blend is sample m of corpus k."""
+        taken = self.taken(n)
+        # (m + 1/2) / w_k, in half units: the next sample of each corpus
+        _, k = min(((2 * taken[k] + 1) * self.steps[k], k) for k in range(len(self.shares)))
+        return k, taken[k]
+
+    def taken(self, n: int) -> list[int]:
+        """How many of the first n samples come from each corpus."""
+        # Rounding adds at most 1/2 for each of K corpora: by time n - K/2 no more than n samples
+        # were taken. Start there, then take the few that are left one by one.
+        time = max(0, n - (len(self.shares) + 1) // 2)
+        # floor(w_k time + 1/2)
+        taken = [(2 * share * time + self.total) // (2 * self.total) for share in self.shares]
+        # (m + 1/2) / w_k, in half units: the next sample of each corpus
+        due = [((2 * taken[k] + 1) * self.steps[k], k) for k in range(len(self.shares))]
+        heapq.heapify(due)
+        for _ in range(n - sum(taken)):
+            when, k = due[0]
+            taken[k] += 1
+            heapq.heapreplace(due, (when + 2 * self.steps[k], k))
+        return taken
+
+
+class Blend(Dataset):
+    """Several corpora as one, with the interface of a `data.Corpus`."""
+
+    def __init__(self, corpora: list, weights: list[Fraction]):
+        """corpora: each a `data.Corpus`, with a weight."""
+        self.corpora = corpora
+        self.interleave = Interleave(weights)
+        # the sample with which this blend begins; what each corpus had given before, and others
+        self.start, self.before, self.others = 0, [0] * len(corpora), {}
+        self.names = [corpus.index["corpus"] for corpus in corpora]
+        self.s = corpora[0].s
+        self.num_sequences = sum(corpus.num_sequences for corpus in corpora)
+        shares = [Fraction(share, self.interleave.total) for share in self.interleave.shares]
+        names = []
+        tokens = 0
+        bytes_per_token = Fraction(0)
+        for share, corpus in zip(shares, corpora):
+            names.append(f"{share}:{corpus.index['corpus']}")
+            tokens += corpus.index["tokens"]
+            bytes_per_token += share * Fraction(corpus.index["bytes"], corpus.index["tokens"])
+        self.index = {
+            "corpus": fingerprint(" ".join(names)),
+            "tokens": tokens,
+            # not the sum: bytes / tokens is that of the blend's samples
+            "bytes": round(tokens * bytes_per_token),
+        }
+
+    def taken(self, n: int) -> dict:
+        of_blend = self.interleave.taken(n - self.start)
+        counts = [before + m for before, m in zip(self.before, of_blend)]
+        return {
+            "blend": self.index["corpus"],
+            "start": self.start,
+            "before": self.before,
+            "corpora": self.others | dict(zip(self.names, counts)),
+        }
+
+    def go_on(self, n: int, taken: dict) -> None:
+        self.others = taken["corpora"]
+        if taken["blend"] == self.index["corpus"] and len(taken["before"]) == len(self.names):
+            # as if it had not been interrupted
+            self.start, self.before = min(n, taken["start"]), taken["before"]
+        else:
+            self.start, self.before = n, [taken["corpora"].get(name, 0) for name in self.names]
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """(k, m): a sample of the run is sample m of corpus k."""
+        k, m = self.interleave(sample - self.start)
+        return k, self.before[k] + m
+
+    def batch(self, samples) -> Batch:
+        """samples: b global sample numbers."""
+        rows = []
+        for sample in samples:
+            k, m = self.locate(sample)
+            rows.append(self.corpora[k].batch([m]))
+        # None: without --document-mask no row has documents
+        fields = [None if of_rows[0] is None else torch.cat(of_rows) for of_rows in zip(*rows)]
+        # Each corpus counts its own samples; dropout needs the blend's numbers.
+        return rows[0]._make(fields)._replace(samples=torch.as_tensor(list(samples)))
+
+
+def main():
+    try:
+        corpora = parse_weights(sys.argv[1:] or ["0.7:A", "0.3:B"])
+    except DataError as e:
+        terminal.refuse(f"blend.py: {e}")
+    if corpora[0][0] is None:
+        return print("no weights: one corpus of all files")
+    locate = Interleave([weight for weight, _ in corpora])
+    for start in (0, 2**50):
+        order = [locate(n)[0] for n in range(start, start + 1000)]
+        counts = [f"{order.count(k)} of {name}" for k, (_, (name,)) in enumerate(corpora)]
+        print(f"samples {start}, ...: " + " ".join(corpora[k][1][0] for k in order[:20]))
+        print("    of a thousand: " + ", ".join(counts))
+
+
+if __name__ == "__main__":
+    terminal.run(main)

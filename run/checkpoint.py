@@ -1,0 +1,342 @@
+"""Checkpoints: saved under one parallel layout, loaded under any other.
+
+Each rank holds slices of the model's global tensors (sharding.py). It writes its slices under the
+tensors' global names, with their offsets. To load, each rank asks for the slices that it needs in
+its own layout, and reads them from whichever files hold them. No rank holds more than its part.
+
+    saved by 2 ranks:     rows 0 1 2 | 3 4        a [5, 3] weight; a slice that several ranks hold
+    loaded by 3 ranks:    rows 0 1 | 2 3 | 4      is written once, padding never
+
+    RUN/checkpoints/step-000100/
+        shard-00001-model-00001-of-00001.safetensors    slices of rank 0, about 1 GiB in a file
+        shard-00002-..                                  slices of rank 1
+        index.json             step, configurations, tensors; size and SHA-256 of each file
+        index.json.sha256      of the index itself, as sha256sum writes it
+
+torch.distributed.checkpoint plans, writes and reads the slices (run/checkpoint_slices.py). Weights
+are saved in fp32, moments in the optimizer's dtype.
+
+    python -m course.checkpoint               a lesson: saved on two ranks, loaded on three, damaged
+    python -m run.checkpoint show CKPT       the tensors and the index
+    python -m run.checkpoint verify CKPT     reads all of it and compares the checksums
+
+A save may be killed. It writes into `.step-000100.saving`, flushes that to the disk, and renames
+it: whatever happens before the rename, earlier checkpoints stay as they were. `Saver` does all of
+it in a thread. Training waits until the slices that this rank is to write are copied, and goes on:
+
+    training     step 100 |             | step 101 | step 102 | ..
+    thread                | plan | copy | write, flush, hash, rename |
+
+The thread has a process group of its own.
+
+A load does not trust the files. A flipped byte, a missing file or a short one is found and named
+before anything is loaded: the ranks share the work of hashing all files. Nothing is ever unpickled,
+so a file that somebody sent cannot execute code (run/checkpoint_index.py).
+
+Not covered: files per node instead of per rank, parallel writes of one rank, and copies kept in
+other nodes' memory, which production systems have."""
+
+import contextlib
+import hashlib
+import json
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from base import terminal
+from run.checkpoint_folder import (  # noqa: F401 (other files use checkpoint.steps)
+    assign_files,
+    commit,
+    find,
+    flush_and_hash,
+    folder_name,
+    merge,
+    prepare,
+    remove_old,
+    steps,
+)
+from run.checkpoint_index import (  # noqa: F401 (.. checkpoint.read_model)
+    FORMAT,
+    CheckpointError,
+    Damaged,
+    check_room,
+    check_slices,
+    fixed_fields,
+    model_fields,
+    read_index,
+    read_model,
+)
+from run.tokenizer_files import (  # noqa: F401 (other files use checkpoint.tokenizer_of)
+    tokenizer_of,
+    tokenizer_record,
+    verify_tokenizer,
+)
+from sharding import sharding_of
+
+# after which a rank begins its next file
+FILE_BYTES = 2**30
+
+
+# --- all ranks succeed, or all fail with the same error -------------------------------------------
+
+
+def rank_and_world(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+    if not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def gather(value, group: dist.ProcessGroup | None) -> list:
+    """A collective: every rank's value, on every rank. Without process groups there is one rank."""
+    if not dist.is_initialized():
+        return [value]
+    gathered = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+@contextlib.contextmanager
+def agreed(what: str, group: dist.ProcessGroup | None = None, kind=CheckpointError):
+    """A collective around a part of the work: an error in the body, on any rank, is raised on all.
+    Otherwise the others would wait for that rank in their next collective.
+
+    what: the beginning of the message where the error is not a CheckpointError; kind: what it then
+    becomes."""
+    error = None
+    try:
+        yield
+    except CheckpointError as e:
+        error = e
+    except Exception as e:
+        error = kind(f"{what}: {e if isinstance(e, OSError) else repr(e)}")
+    for e in gather(error, group):
+        if e:
+            raise e
+
+
+# --- saving ---------------------------------------------------------------------------------------
+
+
+def checkpoint_slices():
+    """run/checkpoint_slices.py, which takes a second to import."""
+    from run import checkpoint_slices
+
+    return checkpoint_slices
+
+
+def write(
+    path: Path,
+    step: int,
+    tensors: dict[str, Tensor],
+    state: dict,
+    read: Callable[[str], Tensor] | None = None,
+    group: dist.ProcessGroup | None = None,
+    replace: bool = False,
+    copied: Callable[[], None] | None = None,
+) -> Path:
+    """Write one checkpoint as the folder `path`. A collective of the ranks in `group`.
+
+    tensors: global name -> this rank's slice, with its sharding record; each rank names what it
+    holds. For a tensor on the meta device `read(name)` is called when its file is written, so that
+    one file at a time is in memory. state: `config` and `model`, the configurations as dicts, and
+    whatever else the next step depends on, as JSON. replace: overwrite a checkpoint at `path`.
+    copied: if given, this rank copies what it will write, then calls this; from then on `tensors`
+    may change.
+
+    Raises CheckpointError, on all ranks, when a rank cannot write. Earlier checkpoints are not
+    touched before the new one is whole."""
+    path = Path(path)
+    building = path.with_name(f".{path.name}.saving")
+    rank, _ = rank_and_world(group)
+    what = f"cannot save {path}"
+    try:
+        with agreed(what, group):
+            if rank == 0:
+                prepare(path, building, replace)
+        # the names differ between pipeline stages
+        shapes_of_ranks = gather(dtypes_and_shapes(tensors), group)
+        number = assign_files(shapes_of_ranks, FILE_BYTES)
+        files = {}
+        with agreed(what, group):
+            checkpoint_slices().write(building, tensors, number, read, group, copied)
+            for file in sorted(building.glob(f"shard-{rank + 1:05d}-*")):
+                files[file.name] = flush_and_hash(file)
+        index = {"format": FORMAT, "step": step, **state}
+        index["tensors"] = merge(shapes_of_ranks)
+        index["files"] = merge(gather(files, group))
+        with agreed(what, group):
+            if rank == 0:
+                commit(path, building, index)
+    except CheckpointError:
+        if rank == 0:
+            shutil.rmtree(building, ignore_errors=True)
+        raise
+    return path
+
+
+def dtypes_and_shapes(tensors: dict[str, Tensor]) -> dict[str, list]:
+    """Name -> [dtype, global shape], as in the index."""
+    return {
+        name: [str(tensor.dtype).removeprefix("torch."), list(sharding_of(tensor).shape)]
+        for name, tensor in tensors.items()
+    }
+
+
+def save(
+    folder: Path,
+    step: int,
+    tensors: dict[str, Tensor],
+    state: dict,
+    keep: int = 0,
+    group: dist.ProcessGroup | None = None,
+    copied: Callable[[], None] | None = None,
+) -> Path:
+    """`write` folder/step-00NNNN, and keep the newest `keep` checkpoints (0: all). A collective of
+    the ranks in `group`."""
+    path = Path(folder) / folder_name(step)
+    write(path, step, tensors, state, group=group, replace=True, copied=copied)
+    if rank_and_world(group)[0] == 0:
+        remove_old(Path(folder), step, keep)
+    return path
+
+
+class Saver:
+    """Saves while training goes on, one checkpoint at a time."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None):
+        """group: all ranks, on the CPU, used for nothing else, because collectives of two threads
+        must not mix; None where there is one rank."""
+        self.group = group
+        self.future = None
+
+    def save(
+        self, folder: Path, step: int, tensors: dict[str, Tensor], state: dict, keep: int = 0
+    ) -> None:
+        """Start to `save`, and wait until each rank has copied to the CPU what it will write. Waits
+        for the previous save first; raises what that one raised. A collective."""
+        self.wait()
+        # imported here: not by two threads at a time
+        checkpoint_slices()
+        copied = threading.Event()
+        thread = ThreadPoolExecutor(1)
+        self.future = thread.submit(
+            save, folder, step, tensors, state, keep, self.group, copied.set
+        )
+        # one that fails may end without its copies
+        self.future.add_done_callback(lambda _: copied.set())
+        # the thread ends with the save
+        thread.shutdown(wait=False)
+        copied.wait()
+
+    @property
+    def busy(self) -> bool:
+        return self.future is not None and not self.future.done()
+
+    @property
+    def failed(self) -> bool:
+        return self.future is not None and not self.busy and self.future.exception() is not None
+
+    def wait(self) -> None:
+        """Until the latest save is on the disk. Raises CheckpointError, on all ranks, where it
+        could not be written."""
+        future, self.future = self.future, None
+        if future:
+            future.result()
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+def verify(path: Path) -> dict:
+    """Compare the checksum of every file, and return the index. A collective: the ranks share the
+    reading. Raises CheckpointError, on all ranks; where there is damage, Damaged, naming the
+    file."""
+    path = Path(path)
+    rank, world = rank_and_world()
+    with agreed(f"{path} cannot be read", kind=Damaged):
+        index = read_index(path)
+        for file in sorted(index["files"])[rank::world]:
+            with open(path / file, "rb") as f:
+                sha256 = hashlib.file_digest(f, "sha256").hexdigest()
+            if sha256 != index["files"][file]["sha256"]:
+                raise Damaged(f"{path / file} is damaged: its SHA-256 is not that of the index")
+            check_slices(path / file, index)
+    return index
+
+
+def read(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Fill `tensors`, global name -> this rank's slice, in place, without verifying the files. A
+    collective. Raises CheckpointError."""
+    checkpoint_slices().read(path, tensors)
+
+
+def load(path: Path, tensors: dict[str, Tensor], model: dict | None = None) -> dict:
+    """Verify a checkpoint, fill `tensors` (global name -> this rank's slice) in place, and return
+    the index. A collective. model: the `fixed_fields` of the model here.
+
+    Raises CheckpointError, on all ranks, for a checkpoint that is damaged (Damaged) or holds
+    another model, naming the fields or the tensors that differ."""
+    index = verify(path)
+    # a field that the index does not have is none of that model
+    differing = differences((model or {}) | model_fields(index["model"]), model or {})
+    if not differing:
+        shapes = {name: tuple(shape) for name, (_, shape) in index["tensors"].items()}
+        here = {name: sharding_of(tensor).shape for name, tensor in tensors.items()}
+        differing = differences(shapes, here)
+    # with pipeline stages, the tensors of one rank may differ and those of another not
+    with agreed(str(path)):
+        if differing:
+            more = f"; and {len(differing) - 5} more" if len(differing) > 5 else ""
+            raise CheckpointError(f"{path} holds another model: {'; '.join(differing[:5])}{more}")
+    read(path, tensors)
+    return index
+
+
+def differences(there: dict, here: dict) -> list[str]:
+    """What of `here` is something else there, for people."""
+    found = []
+    for name, value in here.items():
+        saved = there.get(name, "missing")
+        if saved != value:
+            found.append(f"{name} is {saved} there and {value} here")
+    return found
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def show(index: dict) -> None:
+    for name, (dtype, shape) in index["tensors"].items():
+        print(f"{dtype:>9} {shape!s:>16} {name}")
+    print(json.dumps({key: index[key] for key in index if key != "tensors"}, indent=1))
+
+
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    if len(argv) != 2 or argv[0] not in ("show", "verify"):
+        terminal.refuse(
+            "usage: python -m run.checkpoint show CKPT | verify CKPT; CKPT is a checkpoint, or the"
+            " folder of a run"
+        )
+    try:
+        path = find(argv[1])
+        if argv[0] == "show":
+            return show(read_index(path))
+        index = verify(path)
+        verify_tokenizer(path, index)
+    except CheckpointError as e:
+        terminal.refuse(f"checkpoint.py: {e}")
+    size = sum(file["bytes"] for file in index["files"].values())
+    count = len(index["files"])
+    files = "1 file" if count == 1 else f"{count} files"
+    print(f"{path}: whole; {files}, {size:,} bytes, as they were written")
+
+
+if __name__ == "__main__":
+    terminal.command(main)

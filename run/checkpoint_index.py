@@ -1,0 +1,324 @@
+"""Reads index.json, the description of a checkpoint, as untrusted input.
+
+A checkpoint may be damaged, or made by somebody who wants to deceive. Nothing is allocated or built
+of a size that stands in it before these checks, the cheapest first:
+
+    checksum     index.json has the SHA-256 that stands in index.json.sha256
+    types        each field has the type and the range that `Index` gives it
+    files        each file is there, as long as recorded; no other safetensors file is there
+    sizes        the tensors are no larger than the files, the model no larger than its tensors
+    slices       each slice in a file lies inside a tensor of the index, with the same dtype
+
+The checksums of the files themselves are compared by `checkpoint.verify`, which reads every byte.
+The index is JSON, because loading JSON executes nothing; torch.distributed.checkpoint's own
+metadata file is a pickle, and is neither written nor read.
+
+    python -m run.checkpoint show CKPT      the index of a checkpoint, after all checks but the last
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import re
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any, NotRequired, TypedDict
+
+import torch
+from msgspec import Meta
+from safetensors import SafetensorError, safe_open
+
+from base import json_files, world
+from base.model_config import MoEConfig, least_parameters
+
+FORMAT = 2
+# torch's name of a dtype, as in an index -> its name in a safetensors file
+DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be written or read; the message says which, and why."""
+
+
+class Damaged(CheckpointError):  # noqa: N818 (reads well: except checkpoint.Damaged)
+    """A checkpoint that is not what was written: an earlier one may be whole."""
+
+
+# --- the index ------------------------------------------------------------------------------------
+
+# JSON numbers are exact up to 2^53
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+FileName = Annotated[str, Meta(max_length=255, pattern="^[^/]+$")]
+
+
+class FileRecord(TypedDict):
+    bytes: Count
+    sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class ScalerRecord(TypedDict):
+    scale: Annotated[float, Meta(ge=1)]
+    good_steps: Count
+    tolerance: Count
+
+
+class OptimizerRecord(TypedDict):
+    updates: Count
+    skipped: Count
+    scaler: NotRequired[ScalerRecord | None]
+
+
+# a float32 that is a maximum of absolute values
+Maximum = Annotated[float, Meta(ge=0, le=torch.finfo(torch.float32).max)]
+
+
+class FP8Record(TypedDict):
+    # [steps, layers, matrices, operands], as of fp8_scaling.Scaling
+    history: list[list[list[list[Maximum]]]]
+
+
+class RunRecord(TypedDict):
+    tokenizer: NotRequired[str | None]
+    global_batch_size: NotRequired[Count]
+
+
+class TakenRecord(TypedDict):
+    """What a run has taken from its data, as of run/blend.py."""
+
+    blend: str
+    start: Count
+    before: list[Count]
+    # corpus -> samples
+    corpora: dict[str, Count]
+
+
+class Index(TypedDict):
+    """The fields of index.json that the code relies on; others may stand beside them. The fields of
+    `model` are checked by MoEConfig."""
+
+    format: int
+    step: Count
+    # name -> (dtype, global shape)
+    tensors: dict[str, tuple[str, list[Count]]]
+    files: dict[FileName, FileRecord]
+    config: RunRecord
+    model: dict[str, Any]
+    tokens: NotRequired[Count | None]
+    samples: NotRequired[Count | None]
+    taken: NotRequired[TakenRecord | None]
+    corpus: NotRequired[str | None]
+    optimizer: NotRequired[OptimizerRecord | None]
+    fp8: NotRequired[FP8Record | None]
+
+
+def read_index(path: Path) -> dict:
+    """The index of the checkpoint at `path`, checked, with the files it names present at their
+    recorded lengths. Raises CheckpointError; where the checkpoint is damaged, Damaged."""
+    path = Path(path)
+    try:
+        index = json_files.parse(read_signed(path), dict[str, Any], f"{path}/index.json")
+    except json_files.JSONError as e:
+        raise Damaged(str(e)) from None
+    check_index(index, f"{path}/index.json")
+    check_files(path, index["files"])
+    return index
+
+
+def read_signed(path: Path) -> bytes:
+    """The bytes of index.json, after comparing them with the checksum beside it. Raises Damaged."""
+    try:
+        text = json_files.read_bytes(path / "index.json")
+        checksum = json_files.read_bytes(path / "index.json.sha256")
+    except FileNotFoundError as e:
+        hint = ""
+        if (path / "config.json").exists():
+            hint = "; python -m inference.huggingface import makes one of a Hugging Face folder"
+        raise Damaged(
+            f"{path} is not a checkpoint of this project, or damaged: it has no"
+            f" {Path(e.filename).name}{hint}"
+        ) from None
+    except OSError as e:
+        raise Damaged(f"{path}/index.json cannot be read ({e})") from None
+    if checksum != f"{hashlib.sha256(text).hexdigest()}  index.json\n".encode():
+        raise Damaged(f"{path}: index.json, or index.json.sha256, is damaged: they do not fit")
+    return text
+
+
+@contextlib.contextmanager
+def describing(where: str):
+    """An error about the content of an index becomes a CheckpointError that names the index."""
+    try:
+        yield
+    except (TypeError, ValueError) as e:
+        why = json_files.one_line(e)
+        raise CheckpointError(
+            f"{where} does not describe a model of this project ({why})"
+        ) from None
+
+
+def check_index(index: dict, where: str) -> None:
+    """Whether a parsed index has the right types and ranges, and tensors no larger than its files.
+    where: the file, with which messages begin. Raises CheckpointError."""
+    if index.get("format") != FORMAT or not {"tensors", "files", "model"} <= index.keys():
+        raise CheckpointError(
+            f"{where} is not the index of a checkpoint of this project (format {FORMAT})"
+        )
+    with describing(where):
+        json_files.convert(index, Index, "index.json")
+        if index["model"]:
+            MoEConfig(**index["model"])
+    tensor_bytes = 0
+    for name, (dtype, shape) in index["tensors"].items():
+        if dtype not in DTYPES:
+            raise CheckpointError(
+                f"{where}: {name} is {dtype}; a checkpoint has {', '.join(DTYPES)}"
+            )
+        tensor_bytes += prod(shape) * getattr(torch, dtype).itemsize
+    file_bytes = sum(file["bytes"] for file in index["files"].values())
+    if tensor_bytes > file_bytes:
+        raise CheckpointError(
+            f"{where}: its tensors would have {tensor_bytes:,} bytes, and its files have"
+            f" {file_bytes:,}"
+        )
+
+
+def check_files(path: Path, files: dict[str, FileRecord]) -> None:
+    """Whether the safetensors files in a folder are those of the index, as long as recorded. Raises
+    Damaged, naming the file."""
+    for name, record in files.items():
+        file = path / name
+        size = file.stat().st_size if file.is_file() else None
+        if size != record["bytes"]:
+            what = "missing" if size is None else f"{size} bytes long, not {record['bytes']}"
+            raise Damaged(f"{file} is {what}: the checkpoint is damaged")
+    for file in path.glob("*.safetensors"):
+        if file.name not in files:
+            raise Damaged(f"{file} is not in the checkpoint's index: it was put there later")
+
+
+# --- the model in it ------------------------------------------------------------------------------
+
+
+def fixed_fields(config: MoEConfig, weights_only: bool = False) -> dict[str, Any]:
+    """The fields of a model that a checkpoint must agree with, and their values. This is the only
+    list of fields that may differ.
+
+    No weight's shape or meaning depends on dropout, on the attention kernel, or on the coefficients
+    of a router's losses, so these are free. Where positions are computed, the length of sequences
+    is free too. weights_only: training begins anew from the weights, and may choose another
+    router."""
+    free = {"dropout", "attention", "router_temperature", "capacity_factor", "aux_loss", "z_loss"}
+    if config.positions != "learned":
+        free |= {"seq_length"}
+    if weights_only:
+        free |= {"router", "router_topk"}
+    return {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
+
+
+def model_fields(saved: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the model in an index. One that an older version did not have is what it was
+    by default. Fields that are no model's stay as they are."""
+    try:
+        return dataclasses.asdict(MoEConfig(**saved))
+    except (TypeError, ValueError):
+        return saved
+
+
+def read_model(path: Path, value_head: bool = False) -> tuple[MoEConfig, dict]:
+    """(configuration, index) of a checkpoint that holds a whole model, after comparing the
+    configuration with the tensors. value_head: whether a reward model will do. Raises
+    CheckpointError."""
+    index = read_index(path)
+    shapes = {
+        name: shape for name, (_, shape) in index["tensors"].items() if name.startswith("model.")
+    }
+    if "adapter" in index:
+        raise CheckpointError(
+            f"{path} holds an adapter alone; name the model that it was trained on instead, and use"
+            f" this one with it: generate.py --checkpoint BASE --adapter {path}, or make one model"
+            f" of both: adapters.py merge BASE {path} OUT"
+        )
+    if "model.head.value.weight" in shapes and not value_head:
+        raise CheckpointError(
+            f"{path} holds a reward model, which gives a number for an answer, and no next token;"
+            " name the model that it began as. preference.py --method reward goes on from it, and"
+            " reinforcement.py --reward learns from what it says"
+        )
+    if "model.embedding.tokens.weight" not in shapes:
+        raise CheckpointError(
+            f"{path} holds prompts alone; name the model that they were learned for, and give the"
+            " prompt file to finetune.prompt_tuning"
+        )
+    with describing(f"{path}/index.json"):
+        config = MoEConfig(**index["model"])
+        check_sizes(config, shapes)
+    return config, index
+
+
+def check_sizes(config: MoEConfig, shapes: dict[str, list[int]]) -> None:
+    """Whether a configuration can belong to these tensors, before a model of its size is built.
+    shapes: name -> shape; the first number in a name is its layer, in our names and in Hugging
+    Face's. This is a coarse check: smaller differences show when tensors are matched one by one.
+    Raises ValueError."""
+    matches = [re.search(r"\.(\d{1,6})\.", name) for name in shapes]
+    num_layers = 1 + max([int(match[1]) for match in matches if match], default=-1)
+    if config.num_layers != num_layers:
+        raise ValueError(
+            f"num_layers {config.num_layers}: there are tensors of {num_layers} layers"
+        )
+    needed = least_parameters(config)
+    present = sum(prod(shape) for shape in shapes.values())
+    if needed > 2 * present:
+        fields = ("hidden_size", "ffn_hidden_size", "vocab_size", "seq_length", "num_experts")
+        sizes = ", ".join(f"{field} {getattr(config, field)}" for field in fields)
+        raise ValueError(
+            f"{sizes}: a model of {needed:,} parameters or more, and its tensors have {present:,}"
+        )
+
+
+def check_room(what: str, needed: int, device) -> None:
+    """Whether a device has `needed` bytes in all, asked before they are allocated: a CPU that runs
+    out of memory ends any process, not always this one. Raises CheckpointError."""
+    device = torch.device(device)
+    total = world.memory(device.type, 1)
+    if needed > total:
+        raise CheckpointError(f"{what}: takes {needed:,} bytes, and {device} has {total:,} in all")
+
+
+# --- the slices in its files ----------------------------------------------------------------------
+
+
+def read_header(file: Path) -> dict[str, tuple[str, list[int], list[int]]]:
+    """Tensor -> (dtype as safetensors names it, shape, offset in the global tensor) of one file.
+    Raises CheckpointError."""
+    header = {}
+    try:
+        with safe_open(file, "pt") as f:
+            # written by torch.distributed.checkpoint: {name: {"saved_offsets": [..]}}
+            offsets = (f.metadata() or {}).get("DCP_SHARDING_INFO", "{}").encode()
+            starts = json_files.parse(offsets, dict[str, dict[str, list[Count]]], str(file))
+            for name in f.keys():
+                part = f.get_slice(name)
+                shape = part.get_shape()
+                start = starts[name]["saved_offsets"] if starts else [0] * len(shape)
+                header[name] = (part.get_dtype(), shape, start)
+        return header
+    except (SafetensorError, OSError, KeyError, json_files.JSONError) as e:
+        raise CheckpointError(
+            f"{file} cannot be loaded: damaged, or not safetensors ({json_files.one_line(e)})"
+        ) from None
+
+
+def check_slices(file: Path, index: dict) -> None:
+    """Whether each slice in one file lies inside a tensor of the index, with the same dtype; torch
+    would convert another dtype silently. Raises CheckpointError."""
+    for name, (dtype, shape, start) in read_header(file).items():
+        global_dtype, global_shape = index["tensors"].get(name, (None, []))
+        inside = len(start) == len(shape) == len(global_shape) and all(
+            offset + length <= size for offset, length, size in zip(start, shape, global_shape)
+        )
+        if dtype != DTYPES.get(global_dtype) or not inside:
+            raise CheckpointError(
+                f"{file} cannot be loaded: {name} is {dtype} {shape} from {start} on there, and"
+                f" {global_dtype} {global_shape} in the index"
+            )

@@ -1,0 +1,380 @@
+"""Text to token ids to batches: the same batches under every layout.
+
+    text files -> documents -> one stream of token ids on disk -> sequences of s + 1 ids -> batches
+
+    stream, s = 4   d1  d1  d1  eot d2  d2  eot d3  d3  ...
+    sequence 0      [   tokens    ]                             ids 0 to 3
+                        [   targets   ]                         ids 1 to 4
+    sequence 1                      [   tokens    ]             ids 4 to 7
+                                        [   targets   ]         ids 5 to 8
+
+- Each document ends with an end-of-text token (eot). Documents are sorted by a hash of their text:
+  a shuffle that does not depend on where or in what order the files lie.
+- The last twentieth of the stream is held out: it is never trained on.
+- Sample n of a run is one sequence. Which one depends on (seed, n) alone; every epoch is a new
+  permutation. Step k = 1, 2, ... trains on samples (k - 1) B to k B - 1, for a global batch of B;
+  a run that goes on with another B takes those that come next. So a layout decides which rank
+  computes a sample, never which samples a step has.
+
+Attention is not masked between the documents of a sequence (Brown et al. 2020, "Language Models are
+Few-Shot Learners", appendix B), unless `--document-mask` asks for it: then a batch has the number
+of each token's document, counted by the end-of-text tokens before it (document_mask.py). The target
+of an end-of-text token is still the first token of the next document, so the model learns to begin
+a text.
+
+    python -m run.data [--data PATH ...] [--tokenizer bytes] [--cache DIR]       shows a few samples
+
+Without `--data` the corpus is the source code of Python's standard library, which every machine
+that runs this has. Several corpora with weights are interleaved (run/blend.py).
+
+Text is tokenized once. The stream is cached under a key of the files' contents, the tokenizer and
+this format (run/token_cache.py). Ranks and threads share the work, part by part; complete
+parts survive a kill. A cached stream that has changed since it was written is built again.
+
+Not covered: Megatron-LM keeps an index of documents and samples per epoch on disk. Here a
+permutation of the sequences is enough.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from base import terminal
+from base.document_mask import documents_of
+from run import token_cache
+from run.blend import Blend, parse_weights
+from run.datasets import Batch, Dataset, Order
+from run.documents import (
+    DataError,
+    Piece,
+    file_hash,
+    find_files,
+    fingerprint,
+    named,
+    read_documents,
+    split_parts,
+    without_bad,
+)
+from run.lockstep import Lockstep
+from run.tokenizer import TokenizerError, make_tokenizer
+
+# Part of the cache key: raise it when the same text would be cached differently.
+FORMAT = "3"
+# Bytes of text that one thread tokenizes at a time.
+PART_BYTES = 16 * 2**20
+# The last 1/20 of the stream is never trained on.
+HELD_OUT = 20
+
+# --------------------------------------------------------------------------------------------------
+# Text to a stream of token ids on disk
+
+
+def tokenize_part(pieces: list[Piece], tokenizer, target: str) -> int:
+    """Tokenize the documents of one part and write them to disk (`token_cache.write_part`).
+
+    Returns the bytes of text. Raises DataError.
+    """
+    dtype = token_cache.token_type(tokenizer.vocab_size)
+    bos = [] if tokenizer.bos is None else [tokenizer.bos]
+    stream = [np.zeros(0, dtype)]
+    # one row (hash, tokens, bytes) for each document
+    table = []
+    for path, start, stop in pieces:
+        for text in filter(None, read_documents(path, start, stop)):
+            document = (bos, tokenizer.encode_in_thread(text), [tokenizer.eot])
+            ids = np.concatenate([np.asarray(part, dtype) for part in document])
+            raw = text.encode("utf-8")
+            digest = hashlib.blake2b(raw, digest_size=8).digest()
+            stream.append(ids)
+            table.append((int.from_bytes(digest, "big"), len(ids), len(raw)))
+    rows = np.array(table, np.uint64).reshape(-1, 3)
+    token_cache.write_part(target, np.concatenate(stream), rows)
+    return int(rows[:, 2].sum())
+
+
+def tokenize_parts(jobs: list[tuple], workers: int, show: bool) -> None:
+    """`tokenize_part` of each job, in threads: tokenizers release Python's global lock. show:
+    whether to print the progress, in one line that is written again."""
+    start = time.time()
+    mebibytes = 0
+    done = 0
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            futures = [pool.submit(tokenize_part, *job) for job in jobs]
+            for done, future in enumerate(as_completed(futures), 1):
+                mebibytes += future.result() / 2**20
+                rate = mebibytes / max(time.time() - start, 1e-9)
+                if show:
+                    message = f"\rdata: tokenized {done}/{len(jobs)} parts, {rate:.1f} MiB/s"
+                    terminal.say(message, error=True, end="")
+        finally:
+            pool.shutdown(cancel_futures=True)
+            if show and done:
+                terminal.say(error=True)
+
+
+def merge_parts(targets: list[str], folder: Path, corpus: str, tokenizer) -> None:
+    """Write the documents of all parts as one stream, sorted by their hashes.
+
+    corpus: fingerprint of the text. Raises DataError.
+    """
+    parts = [token_cache.read_part(target) for target in targets]
+    tables = [table for _, table in parts]
+    # [documents] each
+    hashes, lengths, sizes = np.concatenate(tables).T
+    part_of = np.repeat(np.arange(len(parts)), [len(table) for table in tables])
+    # where each document begins in its part
+    starts = np.concatenate([np.cumsum(table[:, 1]) - table[:, 1] for table in tables])
+    total = int(lengths.sum())
+    if not total:
+        raise DataError("names no text: all documents are empty")
+
+    def sorted_documents():
+        for i in np.argsort(hashes, kind="stable"):
+            ids, _ = parts[part_of[i]]
+            start = int(starts[i])
+            yield ids[start : start + int(lengths[i])]
+
+    index = token_cache.Index(
+        key=folder.name,
+        corpus=corpus,
+        tokenizer=tokenizer.name,
+        vocab_size=tokenizer.vocab_size,
+        eot=tokenizer.eot,
+        tokens=total,
+        documents=len(hashes),
+        bytes=int(sizes.sum()),
+        held_out_from=total - total // HELD_OUT,
+        blocks=[],
+    )
+    token_cache.write(folder, index, sorted_documents())
+
+
+def build(files, corpus: str, tokenizer, folder: Path, lockstep: Lockstep, workers: int) -> None:
+    """Tokenize all parts of the files, each rank its share, and merge them into `folder`.
+
+    Complete parts of an earlier run are kept. corpus: fingerprint of the text.
+    """
+    parts = lockstep.on_first(lambda: split_parts(files, PART_BYTES))
+    parts_folder = folder.with_name(folder.name + ".parts")
+    targets = [str(parts_folder / f"{i:06d}") for i in range(len(parts))]
+
+    def tokenize_share():
+        with token_cache.cache_errors(folder.parent):
+            parts_folder.mkdir(exist_ok=True)
+        jobs = []
+        for pieces, target in list(zip(parts, targets))[lockstep.rank :: lockstep.world]:
+            if not token_cache.part_is_complete(target):
+                jobs.append((pieces, tokenizer, target))
+        tokenize_parts(jobs, workers, show=lockstep.rank == 0)
+
+    def merge():
+        with token_cache.cache_errors(folder.parent):
+            merge_parts(targets, folder, corpus, tokenizer)
+            token_cache.remove(parts_folder)
+
+    lockstep(tokenize_share)
+    lockstep.on_first(merge)
+
+
+def prepare(
+    paths: list[str],
+    tokenizer,
+    cache="cache",
+    exchange=lambda x: [x],
+    rank=0,
+    world=1,
+    workers=1,
+    flag="--data",
+    skip_bad=False,
+) -> Path:
+    """The folder of the tokenized corpus, built unless the cache holds it undamaged.
+
+    exchange(object): every rank's object on every rank (`all_gather_object`); all ranks call this
+    function together. workers: threads of this rank. flag: what named the paths, for messages.
+    skip_bad: leave out files that are not UTF-8. Raises DataError, the same one on every rank.
+    """
+    lockstep = Lockstep(exchange, rank, world)
+
+    def find_fault() -> str | None:
+        """The first rank's complaint about the cached corpus, on every rank. None: no complaint."""
+        faults = lockstep(lambda: token_cache.check(folder, rank, world, workers))
+        return next((fault for fault in faults if fault is not None), None)
+
+    def lock() -> None:
+        # The open file stays in this process: it cannot be sent to other ranks.
+        held.enter_context(token_cache.lock(folder))
+
+    with named(flag), contextlib.ExitStack() as held:
+        files = lockstep.on_first(lambda: find_files(paths))
+        if skip_bad:
+            files = without_bad(files, lockstep)
+        hashes = lockstep.each(file_hash, files)
+        corpus = fingerprint("".join(sorted(hashes)))
+        key = fingerprint(f"{corpus} {tokenizer.fingerprint} {FORMAT} {PART_BYTES}")
+        folder = Path(cache) / key
+        if find_fault() is None:
+            return folder
+        lockstep.on_first(lock)
+        # Another run may have built it meanwhile.
+        fault = find_fault()
+        if fault is not None:
+            if rank == 0:
+                reason = f"{fault}; " if fault else ""
+                message = f"data: {reason}tokenized text goes into {folder} (--cache changes this)"
+                terminal.say(message, error=True)
+            files = [file for _, file in sorted(zip(hashes, files))]
+            build(files, corpus, tokenizer, folder, lockstep, workers)
+        return folder
+
+
+# --------------------------------------------------------------------------------------------------
+# A stream to batches
+
+
+class Corpus(Dataset):
+    """Training sequences of a prepared stream.
+
+    Sequence i is ids i s to i s + s, both included: its last target is the first token of
+    the next sequence.
+    Samples 0, 1, ... are all sequences of epoch 0, then of epoch 1, ...
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        seq_length: int,
+        seed: int | None,
+        split: str = "train",
+        source: str = "--data",
+        document_mask: bool = False,
+    ):
+        """seed: of the order; None: the order of the stream. split: `train`, `held-out` or `all`.
+        source: what named the text, for messages. document_mask: whether batches have documents.
+
+        Raises DataError if there is not one sequence, CacheError if the cache is damaged.
+        """
+        index, stream = token_cache.read(folder)
+        boundary = index.held_out_from
+        splits = {"train": stream[:boundary], "held-out": stream[boundary:], "all": stream}
+        self.index = dataclasses.asdict(index)
+        # [tokens], on disk
+        self.stream = splits[split]
+        self.s = seq_length
+        self.document_mask = document_mask
+        self.num_sequences = (len(self.stream) - 1) // seq_length
+        if self.num_sequences < 1:
+            part = "text" if split == "all" else f"{split} part"
+            raise DataError(
+                f"{source}: too short: the {part} has {len(self.stream)} tokens of {index.tokens},"
+                f" and one sequence takes {seq_length + 1}; give more text, or a --seq-length of at"
+                f" most {max(1, len(self.stream) - 1)}"
+            )
+        # number of a sample of this corpus -> sequence
+        self.sequence_of = Order(self.num_sequences, seed)
+        # what is added to a sample number, where a run went on from other corpora; what those gave
+        self.offset, self.others = 0, {}
+
+    def taken(self, n: int) -> dict:
+        name = self.index["corpus"]
+        corpora = self.others | {name: n + self.offset}
+        return {"blend": name, "start": 0, "before": [], "corpora": corpora}
+
+    def go_on(self, n: int, taken: dict) -> None:
+        self.others = taken["corpora"]
+        self.offset = self.others.get(self.index["corpus"], 0) - n
+
+    def batch(self, samples) -> Batch:
+        """samples: b global sample numbers."""
+        starts = [self.sequence_of(sample + self.offset) * self.s for sample in samples]
+        sequences = np.stack([self.stream[start : start + self.s + 1] for start in starts])
+        # [b, s + 1]
+        ids = torch.from_numpy(sequences.astype(np.int64))
+        targets = ids[:, 1:]
+        loss_mask = torch.ones_like(targets, dtype=torch.bool)
+        tokens = ids[:, :-1]
+        documents = documents_of(tokens, self.index["eot"]) if self.document_mask else None
+        return Batch(tokens, targets, loss_mask, torch.as_tensor(list(samples)), documents)
+
+
+class PreparedCorpus(NamedTuple):
+    # None: it is the only one
+    weight: Fraction | None
+    # what named it, for messages
+    source: str
+    # in the token cache
+    folder: Path
+
+
+def prepare_corpora(
+    names: list[str], tokenizer, flag: str = "--data", **options
+) -> list[PreparedCorpus]:
+    """Tokenize each corpus that `names` (PATH ..., or WEIGHT:PATH ...) describes.
+
+    options: of `prepare`. Raises DataError.
+    """
+    with named(flag):
+        weighted_paths = parse_weights(names)
+    prepared = []
+    for weight, paths in weighted_paths:
+        source = flag if weight is None else f"{flag} {paths[0]}"
+        folder = prepare(paths, tokenizer, flag=flag, **options)
+        prepared.append(PreparedCorpus(weight, source, folder))
+    return prepared
+
+
+def open_corpora(
+    prepared: list[PreparedCorpus],
+    seq_length: int,
+    seed: int | None,
+    split: str = "train",
+    document_mask: bool = False,
+) -> Corpus | Blend:
+    """The only corpus, or a blend of several. For the arguments see `Corpus`. Raises DataError."""
+    corpora = [
+        Corpus(part.folder, seq_length, seed, split, part.source, document_mask)
+        for part in prepared
+    ]
+    if len(corpora) == 1:
+        return corpora[0]
+    return Blend(corpora, [part.weight for part in prepared])
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Prepare a corpus and show a few samples of it.")
+    paths = "text files or folders; or several corpora, each WEIGHT:PATH"
+    parser.add_argument("--data", nargs="+", default=[], metavar="PATH", help=paths)
+    parser.add_argument("--tokenizer", default="bytes", help="bytes, gpt2, or a JSON file")
+    parser.add_argument("--cache", default="cache", metavar="DIR", help="for tokenized text")
+    parser.add_argument("--seq-length", type=int, default=64, help="tokens of a sequence")
+    args = parser.parse_args(argv)
+    try:
+        tokenizer = make_tokenizer(args.tokenizer)
+        prepared = prepare_corpora(args.data, tokenizer, cache=args.cache, workers=os.cpu_count())
+        corpus = open_corpora(prepared, args.seq_length, seed=0)
+    except (DataError, TokenizerError) as e:
+        terminal.refuse(f"data.py: {e}")
+    for part in prepared:
+        index, _ = token_cache.read(part.folder)
+        print(
+            f"{part.folder}: {index.tokens:,} tokens of {index.tokenizer} in"
+            f" {index.documents:,} documents, {index.bytes:,} bytes; empty documents are left out"
+        )
+    print(f"{corpus.num_sequences:,} sequences of {args.seq_length} tokens to train on")
+    print("the first three samples with seed 0:")
+    for row in corpus.batch(range(3)).tokens:
+        print("   ", repr(tokenizer.decode(row.tolist())))
+
+
+if __name__ == "__main__":
+    terminal.command(main)

@@ -1,0 +1,356 @@
+"""Text to token ids and back: bytes, GPT-2's byte-pair encoding, or a file of the `tokenizers`
+library.
+
+Each tokenizer has
+
+    encode(text) -> ids, decode(ids) -> text
+    name, vocab_size
+    eot, stop_ids        the id that ends a document; all ids at which generation stops
+    bos                  the id that begins every text; None for most models
+    fingerprint          of its content: part of the cached corpus's key, and kept in checkpoints
+    files                {name: content} of what is saved with a model, its chat template too
+
+Bytes need nothing and can encode every text. The price is longer sequences than with the 50,257
+words and parts of words of GPT-2 (Radford et al. 2019, section 2.2).
+
+    python -m run.tokenizer "some text" [bytes | gpt2 | FILE]       its ids, and the text again
+
+Not covered: training a tokenizer. The tokenizers library does it.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from base import json_files, terminal
+from base.errors import cause
+from run.tokenizer_folder import (  # noqa: F401 (other files use tokenizer.CHAT_TEMPLATE)
+    CHAT_TEMPLATE,
+    MORE_TEMPLATES,
+    TOKENIZER_FILES,
+    Companions,
+    TokenizerRecord,
+    model_ids,
+    needs_conversion,
+    record,
+    save_files,
+)
+
+# The end-of-text tokens of published models, for a tokenizer file that stands alone.
+EOT_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>")
+# Characters that may become of one. Published normalizers make one of one.
+MOST_GROWTH = 100
+# Common and rare characters: encoded once, to see that the tokenizer can encode every text.
+PROBE = "a é \u4e2d \U0001f600\u0378"
+
+
+class TokenizerError(ValueError):
+    """The tokenizer cannot be used; the message says why, and what to do."""
+
+
+class Tokenizer:
+    """What a tokenizer has unless it says otherwise."""
+
+    bos = None
+    # the begin token that the files name, and that or the id in them: it need not begin every text
+    named_bos = None
+    declared_bos = None
+    padding = None
+    files: ClassVar[dict[str, bytes]] = {}
+
+    def encode_in_thread(self, text: str):
+        """As `encode`; other threads run meanwhile. Raises what `encode` raises."""
+        return self.encode(text)
+
+
+class ByteTokenizer(Tokenizer):
+    """The 256 bytes of UTF-8, and an end-of-text token."""
+
+    name = "bytes"
+    fingerprint = "bytes"
+    vocab_size = 257
+    eot = 256
+    stop_ids = (256,)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+
+    def decode(self, ids) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+class GPT2Tokenizer(Tokenizer):
+    """GPT-2's byte-pair encoding, through tiktoken."""
+
+    name = "gpt2"
+    fingerprint = "gpt2"
+
+    def __init__(self):
+        """Raises TokenizerError."""
+        try:
+            import tiktoken
+
+            self.encoding = tiktoken.get_encoding("gpt2")
+        except Exception as e:
+            why = (
+                f"tiktoken could not fetch its vocabulary ({type(e).__name__}); connect once, or"
+                " point TIKTOKEN_CACHE_DIR at a copy, or use a tokenizers JSON file"
+            )
+            if isinstance(e, ImportError):
+                why = "needs the package tiktoken (pip install tiktoken)"
+            raise TokenizerError(f"--tokenizer gpt2: {why}; bytes needs nothing") from None
+        self.vocab_size = self.encoding.n_vocab
+        self.eot = self.encoding.eot_token
+        self.stop_ids = (self.eot,)
+
+    def encode(self, text: str) -> list[int]:
+        return self.encoding.encode_ordinary(text)
+
+    def decode(self, ids) -> str:
+        return self.encoding.decode([i for i in ids if i < self.vocab_size and i != self.eot])
+
+
+class FileTokenizer(Tokenizer):
+    """A `tokenizer.json`, with what the files beside it say about begin and end of a text.
+
+    Without such files the end of text is the first of EOT_NAMES that the vocabulary has, or else a
+    new id behind the vocabulary's.
+    """
+
+    def __init__(self, path: str):
+        """Raises TokenizerError."""
+        self.name = path
+        with without_reports():
+            content, declared = self.load()
+            # What a file says about truncation and padding is for classifiers.
+            self.tokenizer.no_truncation()
+            self.tokenizer.no_padding()
+            self.vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
+            for fault in self.faults(declared):
+                raise TokenizerError(f"--tokenizer {path}: {fault}")
+            try:
+                self.companions = Companions(Path(path), self.vocabulary)
+                changed = self.obey_companions()
+                self.set_begin_and_end()
+            except (OSError, ValueError) as e:
+                raise TokenizerError(str(e)) from None
+        self.files = {"tokenizer.json": content} | self.companions.files
+        # What every document begins and ends with is part of the content.
+        identity = content + f"{self.bos} {self.eot}".encode()
+        # What tokenizer_config.json changes is too.
+        if changed:
+            identity += json.dumps(changed, sort_keys=True).encode()
+        self.fingerprint = hashlib.sha256(identity).hexdigest()
+
+    def load(self) -> tuple[bytes, dict]:
+        """Set `tokenizer`. Returns the file's bytes, and the same parsed. Raises TokenizerError."""
+        path = self.name
+        try:
+            from tokenizers import Tokenizer as Library
+
+            content = json_files.read_bytes(path)
+            declared = json_files.parse(content, dict, path)
+            with library_errors():
+                self.tokenizer = Library.from_str(content.decode())
+        except (OSError, ValueError) as e:
+            why = cause(e).removeprefix(f"{path}: ")
+            raise TokenizerError(
+                f"--tokenizer {path}: not bytes, gpt2, or a JSON file of the tokenizers library"
+                f" ({needs_conversion(path) or why})"
+            ) from None
+        return content, declared
+
+    def faults(self, declared: dict) -> Iterator[str]:
+        """Yield why it cannot encode every text, or not always alike. declared: the file."""
+        if not self.vocabulary:
+            yield "its vocabulary is empty"
+        for added in declared.get("added_tokens") or []:
+            actual = self.vocabulary.get(added["content"], added["id"])
+            if actual != added["id"]:
+                yield (
+                    f"its added token {added['content']!r} has id {added['id']}, and the library"
+                    f" gives it {actual}: an id is missing, or two tokens share one"
+                )
+        largest = max(self.vocabulary.values())
+        if 2 * len(self.vocabulary) <= largest:
+            yield (
+                f"its ids go up to {largest}, and it has {len(self.vocabulary)} tokens; number them"
+                " from 0"
+            )
+        if getattr(self.tokenizer.model, "dropout", None):
+            yield 'its model has dropout, so no text has the same ids twice; "dropout": null fits'
+        for part in ("normalizer", "pre_tokenizer", "decoder"):
+            if (times := growth(declared.get(part))) > MOST_GROWTH:
+                yield f"its {part} makes up to {times:,} characters of one; {MOST_GROWTH} would fit"
+                # the library would end the process when there is no more memory
+                return
+        try:
+            self.encode(PROBE)
+        except TokenizerError as e:
+            yield f"{e}; an unk_token that its vocabulary has would fit"
+
+    def obey_companions(self) -> dict[int, dict]:
+        """Returns the added tokens that tokenizer_config.json changes. Raises JSONError."""
+        from run import tokenizer_config
+
+        companions = self.companions
+        changed = tokenizer_config.obey(self.tokenizer, companions.config, companions.folder)
+        self.vocabulary.update(self.tokenizer.get_vocab(with_added_tokens=True))
+        self.vocab_size = max(self.vocabulary.values()) + 1
+        return changed
+
+    def set_begin_and_end(self) -> None:
+        """Set what is of the begin and the end of a text. Raises JSONError."""
+        companions = self.companions
+        stop_ids = companions.named("eos_token") + companions.ids("eos_token_id")
+        if not stop_ids:
+            stop_ids = [self.vocabulary[name] for name in EOT_NAMES if name in self.vocabulary]
+        if not stop_ids:
+            stop_ids = [self.vocab_size]
+            self.vocab_size += 1
+        # The first ends documents. A model's list has more, at which generation stops.
+        self.eot = stop_ids[0]
+        self.stop_ids = tuple(dict.fromkeys(stop_ids))
+        named = companions.named("bos_token")
+        self.named_bos = next(iter(named), None)
+        self.declared_bos = next(iter(named + companions.ids("bos_token_id")), None)
+        self.padding = next(iter(companions.ids("pad_token_id")), None)
+        self.bos = self.post_processor_bos()
+
+    def post_processor_bos(self) -> int | None:
+        """The id that the file's post-processor puts before a text, if it does."""
+        with library_errors():
+            plain = self.tokenizer.encode("a", add_special_tokens=False).ids
+            processed = self.tokenizer.encode("a", add_special_tokens=True).ids
+        n = len(plain)
+        is_prefixed = processed[:n] != plain and processed[1 : n + 1] == plain
+        return processed[0] if is_prefixed else None
+
+    def encode(self, text: str, in_thread: bool = False) -> list[int]:
+        """Raises UnicodeEncodeError for half of a surrogate pair; TokenizerError."""
+        # The library would raise an error of its own for the former.
+        text.encode()
+        try:
+            with library_errors():
+                if in_thread:
+                    return self.tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
+                return self.tokenizer.encode(text, add_special_tokens=False).ids
+        except ValueError as e:
+            raise TokenizerError(str(e)) from None
+
+    def encode_in_thread(self, text: str) -> list[int]:
+        # Only for a batch the library releases Python's global lock.
+        return self.encode(text, in_thread=True)
+
+    def decode(self, ids) -> str:
+        return self.tokenizer.decode([i for i in ids if i != self.bos and i not in self.stop_ids])
+
+    def token_of(self, number: int | None) -> str | None:
+        """The text of a token; None for one that the vocabulary does not have."""
+        return None if number is None else self.tokenizer.id_to_token(number)
+
+    def save(self, folder: Path) -> None:
+        """Write `files` into a folder."""
+        save_files(self.files, folder)
+
+
+def growth(part) -> int:
+    """At most so many characters become of one. part: of a tokenizer.json, with parts in it."""
+    if isinstance(part, list):
+        return math.prod(map(growth, part))
+    if not isinstance(part, dict):
+        return 1
+    own = len(part.get("content") or "") if part.get("type") == "Replace" else 1
+    return max(1, own) * math.prod(growth(value) for value in part.values())
+
+
+BUILT_IN = {"bytes": ByteTokenizer, "gpt2": GPT2Tokenizer}
+
+
+def make_tokenizer(name: str) -> Tokenizer:
+    """`bytes`, `gpt2`, or the path of a tokenizers JSON file. Raises TokenizerError."""
+    return BUILT_IN[name]() if name in BUILT_IN else FileTokenizer(name)
+
+
+def prompt_ids(tokenizer, text: str) -> list[int]:
+    """The ids of a text that a model is to continue. An empty text becomes the id after which a
+    new text begins, if there is one."""
+    ids = [int(i) for i in tokenizer.encode(text)]
+    if tokenizer.bos is not None:
+        return [tokenizer.bos, *ids]
+    if not ids and tokenizer.eot is not None:
+        return [tokenizer.eot]
+    return ids
+
+
+def special_ids(tokenizer: Tokenizer) -> dict[str, int | list[int]]:
+    """bos_token_id, eos_token_id and pad_token_id, as config.json has them. Where texts have no
+    begin token, it is the end token, as GPT-2's."""
+    begins = (tokenizer.declared_bos, tokenizer.bos, tokenizer.eot)
+    stop_ids = list(tokenizer.stop_ids)
+    padding = {} if tokenizer.padding is None else {"pad_token_id": tokenizer.padding}
+    return padding | {
+        "bos_token_id": next(i for i in begins if i is not None),
+        "eos_token_id": stop_ids if len(stop_ids) > 1 else stop_ids[0],
+    }
+
+
+def begin_id(tokenizer: Tokenizer) -> int:
+    """The id before a text of which every token is to be scored: the begin token that the files
+    name, whether or not it stands before every text, or else the end of text. Raises
+    TokenizerError."""
+    for token in (tokenizer.named_bos, tokenizer.bos, tokenizer.eot):
+        if token is not None:
+            return token
+    raise TokenizerError("the model knows neither a begin nor an end token, and a text needs one")
+
+
+@contextlib.contextmanager
+def library_errors():
+    """Turns every error of the tokenizers library into a ValueError: it raises bare Exceptions,
+    and BaseExceptions where its Rust code panics."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as e:
+        raise ValueError(" ".join(str(e).split()) or type(e).__name__) from None
+
+
+@contextlib.contextmanager
+def without_reports():
+    """Sends the process's standard error to /dev/null: a panic of the library writes a report
+    there."""
+    copy = os.dup(2)
+    try:
+        with open(os.devnull, "w") as null:
+            os.dup2(null.fileno(), 2)
+        yield
+    finally:
+        os.dup2(copy, 2)
+        os.close(copy)
+
+
+def main():
+    if not 2 <= len(sys.argv) <= 3:
+        terminal.refuse('usage: python -m run.tokenizer "some text" [bytes | gpt2 | FILE]')
+    text, name = (*sys.argv[1:], "bytes")[:2]
+    try:
+        tokenizer = make_tokenizer(name)
+        ids = [int(i) for i in tokenizer.encode(text)]
+    except (TokenizerError, UnicodeEncodeError) as e:
+        terminal.refuse(f"tokenizer.py: {e}")
+    print(f"{len(text.encode())} bytes, {len(ids)} tokens of {tokenizer.vocab_size}: {ids}")
+    print(tokenizer.decode(ids))
+
+
+if __name__ == "__main__":
+    terminal.run(main)

@@ -1,0 +1,114 @@
+r"""Any tokenizer as the files that transformers' AutoTokenizer loads.
+
+The built-in tokenizers have no tokenizer.json; here they get one. Its model is byte-pair encoding
+(arXiv 1508.07909): a vocabulary, and a list of merges, the first one first. A token there is text,
+and a byte is not always a character. So GPT-2 writes each byte as a character of its own (Radford
+et al. 2019, section 2.2; `bytes_to_unicode` in its code): a printable byte as itself, the others as
+the characters from 256 on:
+
+    text           "é\n"
+    bytes          c3    a9    0a
+    characters     Ã     ©     Ċ
+
+    bytes          257 ids, no merges: every byte stays a token
+    gpt2           50,257 ids; the merges come from the ranks of tiktoken (`merges_of`)
+
+tokenizer_config.json names the end token. It also names the class PreTrainedTokenizerFast, which
+takes tokenizer.json as it is. Without that name AutoTokenizer takes the class of the model's
+family, and Llama's would split a text in its own way.
+
+    python -m run.tokenizer_json bytes > tokenizer.json
+
+One text has other ids than here: `<|endoftext|>`, which becomes its one id there, as transformers
+and chat templates expect, and plain bytes here.
+"""
+
+import itertools
+import json
+import sys
+
+from base import terminal
+from run.token_bytes import CHARACTERS
+from run.tokenizer import TokenizerError, make_tokenizer
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def files_of(tokenizer) -> dict[str, bytes]:
+    """Name -> content, for a folder of a Hugging Face model. Raises TokenizerError."""
+    files = dict(tokenizer.files)
+    end, begin = END_OF_TEXT, None
+    if "tokenizer.json" in files:
+        end, begin = tokenizer.token_of(tokenizer.eot), tokenizer.token_of(tokenizer.bos)
+    else:
+        files["tokenizer.json"] = tokenizer_json(tokenizer).encode()
+    if "tokenizer_config.json" not in files:
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "bos_token": begin,
+            "eos_token": end,
+        }
+        named = {key: value for key, value in config.items() if value is not None}
+        files["tokenizer_config.json"] = as_bytes(named)
+    return files
+
+
+def as_bytes(content: dict) -> bytes:
+    return json.dumps(content, indent=1, ensure_ascii=False).encode()
+
+
+def tokenizer_json(tokenizer) -> str:
+    """The content of tokenizer.json, of a built-in tokenizer. Raises TokenizerError."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    if tokenizer.name != "bytes":
+        ranks = tokenizer.encoding._mergeable_ranks
+    vocabulary = {characters(token): rank for token, rank in ranks.items()}
+    merges = [(characters(a), characters(b)) for a, b in merges_of(ranks)]
+    library = Tokenizer(models.BPE(vocabulary, merges))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    # Its id is the next one: the end of text.
+    library.add_special_tokens([END_OF_TEXT])
+    return library.to_str(pretty=True)
+
+
+def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """The two tokens that each longer token is made of, in the order of the ranks. Raises
+    TokenizerError."""
+    merges = []
+    for token in sorted(ranks, key=ranks.get):
+        if len(token) == 1:
+            continue
+        parts = [bytes([byte]) for byte in token]
+        # what encoding does until only the last merge is left
+        while len(parts) > 2:
+            rank_of = [ranks.get(a + b, len(ranks)) for a, b in itertools.pairwise(parts)]
+            first = min(rank_of)
+            if first >= ranks[token]:
+                raise TokenizerError(f"the token {token!r} is not made of two earlier ones")
+            at = rank_of.index(first)
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        merges.append((parts[0], parts[1]))
+    return merges
+
+
+def characters(token: bytes) -> str:
+    """A token's bytes, each as the character that stands for it."""
+    return "".join(CHARACTERS[byte] for byte in token)
+
+
+def main():
+    if len(sys.argv) != 2:
+        terminal.refuse("usage: python -m run.tokenizer_json bytes | gpt2 | FILE")
+    try:
+        files = files_of(make_tokenizer(sys.argv[1]))
+    except TokenizerError as e:
+        terminal.refuse(f"tokenizer_json.py: {e}")
+    print(files["tokenizer.json"].decode())
+
+
+if __name__ == "__main__":
+    terminal.run(main)
