@@ -43,7 +43,7 @@ norms of a block do not run: the block computes them.
 
 The kernels have not yet run on a GPU: tests run their source in an emulator.
 
-Casts to FP8 are beside FP8's lessons, in base/fp8_cast.py.
+Casts to FP8 are in base/fp8_cast.py.
 
 Not covered, and found in Transformer Engine, Apex and Liger: norms fused with the matrix
 multiplication behind them; kernels tuned for each card and size.

@@ -173,7 +173,7 @@ def sinkhorn(
     return balance(logits, temperature, tolerance, max_iterations)[0]
 
 
-# --- routers --------------------------------------------------------------------------------------
+# --- what routers share, and each of them ---------------------------------------------------------
 
 
 class Router(nn.Module):

@@ -79,7 +79,7 @@ from sharding import local_part, set_sharding, sharding_of
 # runs the programs of all ranks by the rules of NCCL, so that a deadlock is a failed simulation on
 # a laptop and not a hang on a cluster.
 
-# --- sends and receives ---------------------------------------------------------------------------
+# --- from actions to sends and receives -----------------------------------------------------------
 
 
 class Transfer(NamedTuple):

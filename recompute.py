@@ -407,7 +407,7 @@ def chunked_loss(
     return _ChunkedLoss.apply(*rows, chunk, vocab_size, group).view(targets.shape)
 
 
-# --- in a model -----------------------------------------------------------------------------------
+# --- the head in chunks, in a model ---------------------------------------------------------------
 
 
 class ChunkedHead(nn.Module):

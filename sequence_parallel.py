@@ -473,7 +473,7 @@ class OverlappedLinear(ColumnParallelLinear):
         return list(linear(x, *weights_and_biases(linears), starts=starts, group=group))
 
 
-# --- in a model -----------------------------------------------------------------------------------
+# --- overlap, in a model --------------------------------------------------------------------------
 
 
 def overlap_backward(model: gpt.GPT) -> None:

@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
         else:
             merged = None
             if args.adapter:
-                # adapters are another wing, loaded by those who use it
+                # loaded by those who use adapters
                 from finetune.adapter_files import MergedModel
 
                 merged = MergedModel(args.source, args.adapter)

@@ -51,7 +51,7 @@ def sample(trainer, tokenizer, held_out) -> str:
 
             whole = context_parallel.whole_sequences(trainer.stages)
         with whole:
-            # a wing, loaded when a run is done
+            # loaded when a run is done
             from generate import generate
 
             (ids,) = generate(trainer.model, [prompt], SAMPLE_TOKENS, **options)

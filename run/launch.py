@@ -71,7 +71,7 @@ def attempt(
     try:
         config, question = flags.parse_all(argv, world.rank, kind)
         if question:
-            # a wing, loaded by those who ask
+            # loaded by those who ask
             from planning import as_rank
 
             as_rank.main(config, question, trainer_class)

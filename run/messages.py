@@ -52,7 +52,7 @@ def surprises(trainer, world: World):
             f"result on another number of ranks give --micro-batch-size {micro}"
         )
     if model.num_experts:
-        # a wing, loaded for those who have experts
+        # loaded for those who have experts
         from inference import hf_config
 
         try:

@@ -176,7 +176,7 @@ def test_pretraining_loads_no_wing():
     loaded = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     ours = {name: ROOT / loaded[name] for name in modules() if name in loaded}
     assert "torch._dynamo" not in loaded
-    wings = {"finetune", "planning", "inference", "generate", "planner", "course", "benchmarks"}
-    assert not {name for name in ours if name.split(".")[0] in wings}
+    others = {"finetune", "planning", "inference", "generate", "planner", "course", "benchmarks"}
+    assert not {name for name in ours if name.split(".")[0] in others}
     lines = sum(len(path.read_text().splitlines()) for path in ours.values())
     assert len(ours) <= 55 and lines <= 13_000, (len(ours), lines)
