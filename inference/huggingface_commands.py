@@ -1,4 +1,4 @@
-"""`python -m course.huggingface`: import and export of Hugging Face folders."""
+"""`python -m inference.huggingface`: import and export of Hugging Face folders."""
 
 import argparse
 import re
