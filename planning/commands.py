@@ -300,7 +300,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         if name not in COMMANDS:
-            raise ConfigError(f"{name}: no such command; there are {', '.join(COMMANDS)}")
+            said = f"{name}: no such command" if name else "name a command"
+            raise ConfigError(f"{said}; there are {', '.join(COMMANDS)}")
         if name == "plan":
             return plan(rest) or 0
         return importlib.import_module(COMMANDS[name]).main(rest) or 0

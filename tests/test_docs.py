@@ -316,7 +316,7 @@ def test_flags(monkeypatch):
     known.add("--shutdown-timeout")
     # of lm-eval
     known |= {"--model_args", "--num_fewshot", "--apply_chat_template", "--output_path"}
-    known.add("--include_path")
+    known |= {"--include_path", "--tasks"}
     # of the server whose command planner.py serve prints
     known |= {"--max-sequences", "--block-size", "--blocks"}
     for path in DOCS:

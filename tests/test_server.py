@@ -331,7 +331,8 @@ def post(server, path: str, fields, key: str = KEY, content_type: str = "applica
     headers = {"Content-Type": content_type, "Authorization": f"Bearer {key}"}
     request = urllib.request.Request(f"{server.url}/v1/{path}", body, headers)
     try:
-        with urllib.request.urlopen(request, timeout=20) as response:
+        # a busy machine needs long for what is bounded in seconds of a processor
+        with urllib.request.urlopen(request, timeout=120) as response:
             return response.status, json.loads(response.read()), response.headers
     except urllib.error.HTTPError as e:
         return e.code, json.loads(e.read()), e.headers

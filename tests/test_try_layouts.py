@@ -201,7 +201,7 @@ def test_plan_refuses(tmp_path, monkeypatch, name, content, words):
     if content:
         values = dataclasses.asdict(MINE) | content if isinstance(content, dict) else content
         (tmp_path / name).write_text(json.dumps(values) if values != content else content)
-    with pytest.raises(ConfigError, match=r"planner\.py measure") as e:
+    with pytest.raises(ConfigError, match=r"docs/planning.md says how") as e:
         plan.machine_of(name)
     assert words in str(e.value)
 

@@ -111,7 +111,7 @@ def line(number: int, found: Grade) -> str:
 
 def report(number: int, found: Grade) -> str:
     """All that there is to say about one exercise."""
-    lines = [f"exercise {title(number)}   ({FOLDER.name}/{EXERCISES[number].file})"]
+    lines = [f"exercise {title(number)}   (course/exercises/{EXERCISES[number].file})"]
     lines.append(labelled("correct", found.correct, found.why))
     if found.par:
         lines.append(labelled("par", found.par.reached, found.par.count))
