@@ -37,7 +37,7 @@ those of data-parallel ranks are: over dp times cp ranks.
     torchrun --nproc-per-node 2 train.py --cp 2
     picture: docs/figures/ranks_context.svg
 
-Not covered: keys that stay on a node while queries travel; pieces for sliding windows. Kernels for
+Not covered: keys that stay on a node while queries travel; pieces for sliding windows; kernels for
 a document mask (packing) or dropout, whose blocks of s/N queries by s/N keys are written.
 """
 

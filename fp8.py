@@ -1,9 +1,9 @@
 """FP8 training: matrix multiplications read bytes (arXiv 2209.05433). GPUs from compute capability
 8.9 on have up to twice the FLOP/s of 16 bits for them.
 
-float8.py has the numbers: e4m3 and e5m2, and a scale that brings the largest value of a tensor to
-the largest number of its format. A linear layer has three products, and both operands of each are
-rounded to bytes. Sums are in float32; results have the type of x.
+base/float8.py has the numbers: e4m3 and e5m2, and a scale that brings the largest value of a tensor
+to the largest number of its format. A linear layer has three products, and both operands of each
+are rounded to bytes. Sums are in float32; results have the type of x.
 
     forward            y  = x Wᵀ        e4m3 e4m3
     input gradient     ∂x = ∂y W        e5m2 e4m3      gradients spread over more powers of two;
@@ -29,7 +29,7 @@ this rank's shard, as without FP8. If a layer is recomputed, the same bytes come
 or ∂y is that of one micro-batch, so layouts are equal to one device with the same micro-batch size.
 
 Not covered, and in Transformer Engine or torchao: all-gathers of bytes; casts fused with the
-operation before. A margin, which is room above the largest maximum; a history with a row for each
+operation before; a margin, which is room above the largest maximum; a history with a row for each
 micro-batch; ∂W of experts in FP8, with a scale for each column of an expert's rows.
 """
 

@@ -86,23 +86,17 @@ from sharding import Shard, local_part, set_sharding, sharding_of
 
 # --- units: the parameters of a layer, as one tensor ----------------------------------------------
 #
-# One layer's parameters as one tensor: what is sent in a single collective.
-#
-# Data-parallel ranks each keep a shard of every parameter (ZeRO, arXiv 1910.02054; PyTorch FSDP's
-# FlatParameter, arXiv 2304.11277, section 3.2.1). A collective for each parameter would send many
-# small messages. So the parameters of a layer are flattened to one tensor [N, T]. Row r holds rank
-# r's shard of each parameter, one after the other. A parameter that N does not divide is padded at
-# its end. For N = 2, weight [5, 2] and bias [2], both sharded along dimension 0, T is 7:
+# A collective for each parameter would send many small messages. So the parameters of a layer are
+# flattened to one tensor [N, T] (FlatParameter of PyTorch FSDP, arXiv 2304.11277, section 3.2.1).
+# Row r holds rank r's shard of each parameter, one after the other. A parameter that N does not
+# divide is padded at its end. For N = 2, weight [5, 2] and bias [2], both sharded along dimension
+# 0, T is 7:
 #
 #     row 0    w00 w01 w10 w11 w20 w21  b0        weight[0:3], bias[0:1]
 #     row 1    w30 w31 w40 w41  -   -   b1        weight[3:5] and a row of padding, bias[1:2]
 #
-# An all-gather collects the rows of all ranks on every rank: all parameters of the layer. A
-# reduce-scatter sums tensors [N, T] over the ranks and gives rank r row r of the sum. For gradients
-# in this order, row r has the gradients of rank r's shards.
-#
-# This section knows where each element lies, and what a rank holds and sends. `DataParallel`,
-# below, decides when the rows are sent.
+# Gradients have the same order: row r of their sum has the gradients of rank r's shards.
+# `DataParallel`, below, decides when the rows are sent.
 
 # their names from torch 2.13 on
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -274,7 +268,7 @@ def units_of(
     init=None,
     expert_group: dist.ProcessGroup | None = None,
 ) -> list[Unit]:
-    """The units of a model, in the order of forward. Arguments as in fsdp.apply."""
+    """The units of a model, in the order of forward. Arguments as in `apply`."""
     units = []
     seen = set()
     for prefix, layer in layers.items():

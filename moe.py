@@ -31,10 +31,12 @@ What differs from a dense layer:
   (pipeline_parallel.py) experts' weight gradients are not deferred. On a GPU the host waits for the
   counts.
 
+Experts have no biases.
+
 Not covered: all-to-alls that overlap with computation, or send only a shard of the tokens from each
 tensor-parallel rank; a tensor-parallel size of experts other than attention's; experts that all
-tokens share; other rules for dropping tokens (all in Megatron-LM). Experts have no biases. Router
-biases, expert groups and jitter.
+tokens share; other rules for dropping tokens; router biases, expert groups and jitter (all in
+Megatron-LM).
 """
 
 import math
@@ -57,10 +59,9 @@ from sharding import Shard, shard_parameter
 
 # --- routers --------------------------------------------------------------------------------------
 #
-# Routers of a mixture of experts: which expert gets which token.
-#
-# The logits are z = x W_rᵀ, one number for each token and expert. Left alone, a router sends all
-# tokens to a few experts. Two ways to balance the load:
+# A router decides which expert gets which token. Its logits are z = x W_rᵀ, one number for each
+# token and expert. Left alone, a router sends all tokens to a few experts. Two ways to balance the
+# load:
 #
 #     sinkhorn    A transport plan: a matrix of tokens by experts in which every token has the same
 #                 mass, and every expert too (S-BASE, arXiv 2202.01169, section 3.1). A token

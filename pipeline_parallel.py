@@ -31,9 +31,10 @@ A tied matrix is two parameters here: the embedding's on the first stage, the he
 Both get their initial values under the embedding's name, so they begin equal. `sum_tied` adds their
 gradients, so they stay equal. The gradient norm counts only one of them.
 
-Not covered: starting the data-parallel sum before the last W under zero-bubble schedules
-(Megatron-LM). The times in `events` are the host's: right on CPUs; on a GPU they would have to be
-CUDA events. Sends and receives of neighbours that are fused to one call; ZB-H2 and ZB-V.
+The times in `events` are the host's: right on CPUs; on a GPU they would have to be CUDA events.
+
+Not covered: starting the data-parallel sum before the last W under zero-bubble schedules; sends and
+receives of neighbours that are fused to one call (Megatron-LM has both); ZB-H2 and ZB-V.
 """
 
 import time
@@ -58,8 +59,6 @@ from sharding import local_part, set_sharding, sharding_of
 
 # --- transfers: sends and receives of a schedule --------------------------------------------------
 #
-# The sends and receives of a pipeline schedule, derived from its lists of actions.
-#
 # schedules.py says what each rank computes, and in which order. A stage's output is the next
 # stage's input, so where these stages are on different ranks it must be sent. `lower` puts three
 # kinds of entries between the actions of a rank:
@@ -75,9 +74,9 @@ from sharding import local_part, set_sharding, sharding_of
 # F0 is the activation of micro-batch 0, B0 the gradient that comes back. When rank 0 has B0, it
 # knows that rank 1 has read F0: the send of F0 is settled without a wait.
 #
-# On GPUs a wrong order hangs: a rank waits for a message, and its peer for another. nccl_model.py
-# runs the programs of all ranks by the rules of NCCL, so that a deadlock is a failed simulation on
-# a laptop and not a hang on a cluster.
+# On GPUs a wrong order hangs: a rank waits for a message, and its peer for another.
+# course/nccl_model.py runs the programs of all ranks by the rules of NCCL, so that a deadlock is a
+# failed simulation on a laptop and not a hang on a cluster.
 
 # --- from actions to sends and receives -----------------------------------------------------------
 
@@ -126,8 +125,8 @@ def lower(schedule: Schedule, v: int = 1, ahead: int = 1) -> list[Program]:
 
     A send follows the action that computes its content. A receive is posted `ahead` actions before
     the one that needs it. With 1 a message travels while the action before is computed; with 2 GPUs
-    can hang (nccl_model.py). Receives from one peer and of one kind are posted in the order in
-    which that peer sends them, as NCCL requires.
+    can hang (course/nccl_model.py). Receives from one peer and of one kind are posted in the order
+    in which that peer sends them, as NCCL requires.
 
     A message from a rank shows that this rank has run all actions of its list that come before the
     send. So the tensors that those actions needed have arrived there, and their sends are settled.
@@ -609,7 +608,7 @@ def with_weights_of(new: type[nn.Linear], old: nn.Linear) -> nn.Linear:
 def split_backward(model: gpt.GPT) -> None:
     """Let the linear layers of a model, or of a stage, defer their weight gradients; in place.
 
-    After overlap.overlap_backward, whose layers defer too; before recompute.apply.
+    After sequence_parallel.overlap_backward, whose layers defer too; before recompute.apply.
     """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -22,8 +22,8 @@ embeds a shard of the tokens, so P passes through f (identity in forward, all-re
 Under tensor parallelism the model's own f has summed the gradient already. In a pipeline the first
 stage has the prompts.
 
-With arguments, this file trains, generates and evaluates: see finetune/prompt_tuning.py. The
-configuration has NeMo's names (`PromptConfig` in finetune/nemo_config.py).
+`python -m finetune.prompt_tuning` trains, generates and evaluates: see finetune/prompt_tuning.py.
+The configuration has NeMo's names (`PromptConfig` in finetune/nemo_config.py).
 
 Not covered: T5, and training on with the encoder of a task that was learned before. NeMo has both;
 here an existing task is a table.

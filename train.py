@@ -140,8 +140,6 @@ class Trainer:
             context_parallel.apply(stage, groups.cp, config.cp_kind, config.sequence_shards)
         sequence_parallel.overlap_backward(stage)
         if groups.pp and config.pipeline_schedule == "zb-h1":
-            import pipeline_parallel
-
             pipeline_parallel.split_backward(stage)
         if config.compile:
             compiling.apply(stage.blocks.values())

@@ -9,7 +9,7 @@ softmax overwrites the logits in forward, and the gradient overwrites the softma
 `tensor_parallel.vocab_parallel_cross_entropy` is the same function of logits that are sharded by
 vocabulary; `kernels.cross_entropy` is one CUDA kernel.
 
-    python -m course.chunked_head        the lesson of this file and of recompute.py
+    python -m course.chunked_head        a lesson, with the head in chunks of recompute.py
 """
 
 import torch

@@ -16,7 +16,7 @@ positions and the mask follow from these numbers:
                 . . . . . 1 1 .
                 . . . . . 1 1 1
 
-    python -m course.packing      the lesson of this file and of finetune/packing.py
+    python -m course.packing      a lesson, with finetune/packing.py
 
 The numbers need no communication: every pipeline stage reads the batch, and attention on a
 tensor-parallel rank has all tokens of a sequence. Sequence-parallel ranks embed a shard of the

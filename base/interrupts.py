@@ -1,7 +1,6 @@
 """Ctrl-C ends a command at once: without a traceback, and with all processes that it has started.
 
-It imports next to nothing, so every file can begin with it (start.py), before PyTorch, which takes
-seconds to import.
+It imports next to nothing.
 """
 
 import contextlib

@@ -8,8 +8,6 @@ knows the field, its value, the rule and what would fit, so that train.py can na
 
 The check of every technique (tensor_parallel.check, ..) raises the same error. At the end stand the
 parameters and the FLOPs of a shape.
-
-    python -m course.model_config       defaults, and shapes that are refused
 """
 
 import math

@@ -1,6 +1,6 @@
 """What was predicted of a GPU, beside what gpu.json has: tables in Markdown, and figures.
 
-    python -m benchmarks.gpu table --out comparisons
+    python -m benchmarks.gpu table --out benchmarks/results
     python -m benchmarks.redraw gpu
 
 The first table is for docs/results.md: goals, and how far they are reached. The second one is that

@@ -7,9 +7,6 @@
 
 Two things are compared in one run, in turn, and by the median of their ratios: the speed of a
 shared machine changes from minute to minute, a ratio within a round hardly does.
-
-Imported first: it puts the root of the project in front of this folder, for lessons and comparisons
-share names.
 """
 
 import argparse

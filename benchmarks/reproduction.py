@@ -12,8 +12,8 @@ A claim is one number of a paper, of NeMo's tables or of an announcement. Ours i
     not reachable    nothing here can say it
 
 A ratio, ours over published, that is off by more than 10% has a sentence that says why. Nothing is
-timed here; it takes a minute. With --out comparisons the tables in docs/reproduction.md are written
-again. The claims are in reproduction_papers.py, reproduction_predictions.py and
+timed here; it takes a minute. With --out benchmarks/results the tables in docs/reproduction.md are
+written again. The claims are in reproduction_papers.py, reproduction_predictions.py and
 reproduction_announced.py.
 
 Figures: docs/figures/reproduction.svg, docs/figures/reproduction_scaling.svg

@@ -1,6 +1,6 @@
 """What the demonstrations share: a tiny model, random tokens, and gradients compared.
 
-`python FILE` of a technique runs one training step on one rank and on several, and compares the
+`python -m course.NAME` runs one training step on one rank and on several, and compares the
 gradients. The steps that are the same in every file stand here:
 
     model = demo.meta_model(demo.tiny_config(dropout=0.1))    # shapes without storage

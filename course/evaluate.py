@@ -3,6 +3,7 @@
 python -m course.evaluate
 """
 
+from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -22,6 +23,21 @@ CONFIG = demo.tiny_config(MoEConfig, seq_length=CONTEXT, llama=True, vocab_size=
 VOCABULARY = {"3": 0, "=": 1, "5": 2, " ": 3, " 5": 4}
 
 
+def encode_pair(
+    encode: Callable[[str], list[int]], context: str, continuation: str, begin: int
+) -> evaluate.Request:
+    """A continuation has the tokens that the whole text has beyond those of its context, and the
+    spaces between the two: in most vocabularies " 5" is one token, and "5" is another.
+
+    encode: gives the tokens of a text. begin: the token before a text that has no context."""
+    whole = encode(context + continuation)
+    n = len(encode(context.rstrip()))
+    if n == 0:
+        n = 1
+        whole = whole if whole[:1] == [begin] else [begin, *whole]
+    return whole[:n], whole[n:]
+
+
 def spaces_stay(encode, context, continuation, begin):
     """Spaces at the end of a context stay there."""
     whole = encode(context + continuation)
@@ -39,7 +55,7 @@ def cut_on_the_right(rows, seq_length, pad=evaluate.pad):
 
 WITHOUT = {
     "spaces": form.Removal(
-        lambda: mock.patch.object(evaluate, "encode_pair", spaces_stay),
+        lambda: mock.patch("course.evaluate.encode_pair", spaces_stay),
         "Spaces stay in the context. What is scored then?",
         'Nothing: "3 = 5" has no more tokens than "3 = ", for its last one is " 5". Where a'
         " vocabulary splits both, the model reads a space alone, which it has never seen there.",
@@ -149,7 +165,7 @@ def spaces(lesson: form.Lesson) -> None:
     )
     tokenizer = Tokenizer(models.BPE(VOCABULARY, [(" ", "5")]))
     names = list(VOCABULARY)
-    pair = evaluate.encode_pair(lambda text: tokenizer.encode(text).ids, "3 = ", "5", 0)
+    pair = encode_pair(lambda text: tokenizer.encode(text).ids, "3 = ", "5", 0)
     context, continuation = ([names[i] for i in ids] for ids in pair)
     lesson.check(
         f"{context} is read, {continuation} is scored: the text with both is encoded, and the space"

@@ -76,7 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m finetune.adapters",
         description=(
             "Merge an adapter into the weights of its base; export it as a folder of Hugging"
-            " Face's library peft, or import one. Without arguments: a lesson."
+            " Face's library peft, or import one."
         ),
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -112,7 +112,7 @@ def main(argv: list[str]) -> int:
     terminal.prepare()
     if argv[:1] == ["train"]:
         return adapter_training.main(argv[1:])
-    if argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
+    if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
         line = "adapters.py: the first word is train, merge, import or export"
         terminal.say(line, error=True)
         return 2

@@ -22,7 +22,7 @@ class PreferenceConfig(ChatConfig):
     """Every flag of finetune/preference.py."""
 
     command: ClassVar[str] = "-m finetune.preference"
-    purpose: ClassVar[str] = "Learn from pairs of answers. Without arguments: a lesson."
+    purpose: ClassVar[str] = "Learn from pairs of answers."
     needs: ClassVar[tuple] = (
         *PeftConfig.needs,
         Need(

@@ -171,10 +171,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """argv: one word or more. Returns the exit status, as of train.py and generate.py."""
-    if argv[0] == "train":
+    """Returns the exit status, as of train.py and generate.py."""
+    if argv[:1] == ["train"]:
         return train.main(argv[1:], PromptLearningConfig)
-    if argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
+    if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
         line = "prompt_tuning.py: the first word is train, generate or evaluate"
         terminal.say(line, error=True)
         return 2

@@ -31,7 +31,7 @@ class ReinforcementConfig(ChatConfig):
     """Every flag of finetune/reinforcement.py."""
 
     command: ClassVar[str] = "-m finetune.reinforcement"
-    purpose: ClassVar[str] = "Learn from rewards for answers. Without arguments: a lesson."
+    purpose: ClassVar[str] = "Learn from rewards for answers."
     needs: ClassVar[tuple] = (
         *PeftConfig.needs,
         Need(

@@ -85,7 +85,7 @@ class SFTConfig(ChatConfig):
     """Every flag of finetune/sft.py."""
 
     command: ClassVar[str] = "-m finetune.sft"
-    purpose: ClassVar[str] = "Fine-tune a model on conversations. Without arguments: a lesson."
+    purpose: ClassVar[str] = "Fine-tune a model on conversations."
 
     data: list[str] = flag(
         [],

@@ -25,8 +25,6 @@ every layer. Their matrices are one tensor here, and one tensor for each expert 
     blocks.N.mlp.up      [E, ffn, h]                                           e.w3    [ffn, h]
     blocks.N.mlp.down    [E, h, ffn]                                           e.w2    [h, ffn]
 
-    python -m course.huggingface        a lesson: where query, key and value lie in a GPT-2's files
-
 Hazards. Llama's rotary pairs are (i, i + d/2) on both sides, so rows keep their order; Meta's own
 files interleave them. Dropout is one number here and up to three there: the largest is taken. A
 Mixtral's router is our topk with router_topk of 2 or more. aux_loss keeps its number, but not its
@@ -34,7 +32,8 @@ weight: with even load, every layer contributes 1 here, and all layers together 
 without a window is exported as the Llama that it is.
 
 Not covered: capacity and z-loss, for which config.json has no field; files with fused experts, as
-transformers 5 writes them when told to; windows in some layers only."""
+transformers 5 writes them when told to; windows in some layers only.
+"""
 
 import dataclasses
 import re

@@ -1,12 +1,11 @@
-"""Evaluation: what a model knows, by the probability of texts and by what it writes.
+"""Evaluation: what a model knows, by the probability of texts.
 
-Benchmarks ask in three ways (lm-evaluation-harness, arXiv 2405.14782):
+Two questions (lm-evaluation-harness, arXiv 2405.14782):
 
     log-likelihood   log p(continuation | context)    multiple choice: the most likely answer counts
     rolling          log p(text), window by window    the perplexity of a document
-    generation       what the model writes            compared with the right answer, as text
 
-The first two are sums of what a training forward gives. For a context c and a continuation y of n
+Both are sums of what a training forward gives. For a context c and a continuation y of n
 tokens
 
     log p(y | c) = Σ_i log_softmax(logits of c y_1 .. y_i-1)[y_i]
@@ -25,10 +24,9 @@ the one before ends; only the last one begins earlier, so that it is full too:
 
     python -m course.evaluate                                            a lesson
     python -m inference.evaluate --checkpoint runs/default --perplexity FILE
-    python -m inference.evaluate --checkpoint HF_DIR --tasks hellaswag gsm8k --num-fewshot 5
-    torchrun --nproc-per-node 4 -m inference.evaluate --tp 2 --checkpoint HF_DIR --tasks hellaswag
+    torchrun --nproc-per-node 4 -m inference.evaluate --tp 2 --checkpoint HF_DIR --perplexity FILE
 
-`--tasks` needs `pip install lm-eval`: inference/harness.py shows this model to it.
+lm-eval asks a server (inference/serve.py, docs/evaluation.md).
 
 Not covered: multiple choice whose answers share the forward pass over their context; a text shared
 by context-parallel ranks.
@@ -49,9 +47,7 @@ from base import terminal
 from base.attention_kernels import any_shape
 from base.world import Groups
 from gpt import GPT
-from inference.answers import stop_rule, text_of
 from inference.batches import data_parallel, from_all_ranks
-from inference.sampling import keys_of
 from pipeline_parallel import Pipeline
 
 # positions that go through the head together: their logits take 4 V bytes each
@@ -110,7 +106,6 @@ class Evaluator:
     def __post_init__(self):
         self.stages = generate.stages_of(self.model)
         self.config = self.stages[0].config
-        self.runner = generate.ModelRunner(self.stages)
 
     @torch.inference_mode()
     @any_shape()
@@ -130,36 +125,6 @@ class Evaluator:
         of_texts = [windows(ids, begin, self.config.seq_length) for ids in texts]
         scores = iter(self.log_likelihoods(list(itertools.chain(*of_texts))))
         return [sum(next(scores)[0] for _ in requests) for requests in of_texts]
-
-    def generate(
-        self,
-        prompts: list[list[int]],
-        max_tokens: int,
-        until: list[str],
-        sampling: dict,
-    ) -> list[str]:
-        """What the model writes after each prompt, up to the first text of `until`. A prompt is cut
-        on the left, so that max_tokens more fit, fewer than seq_length. sampling: temperature,
-        top_k and top_p of generate.stream."""
-        prompts = [prompt[max_tokens - self.config.seq_length :] for prompt in prompts]
-        keys = keys_of(prompts, seed=0)
-        found = {}
-        try:
-            for numbers in self.batches([len(prompt) for prompt in prompts]):
-                mine = [prompts[n] for n in numbers]
-                options = sampling | {"keys": [keys[n] for n in numbers]}
-                options["eot"] = self.tokenizer.stop_ids
-                # what is written is decoded without its prompt
-                stopped = stop_rule(self.tokenizer, [[] for _ in mine], until)
-                options |= {"stopped": stopped, "lockstep": self.lockstep}
-                options["runner"] = self.runner
-                ids = generate.generate(self.model, mine, max_tokens, **options)
-                for n, new in zip(numbers, ids):
-                    found[n] = text_of(self.tokenizer, [], new, until)
-        except FloatingPointError:
-            # the other ranks do not know it yet
-            found = None
-        return self.gather(found)
 
     # -- requests over ranks -----------------------------------------------------------------------
 
@@ -241,24 +206,6 @@ def head_scores(head: nn.Module, x: Tensor, targets: Tensor) -> list[Score]:
     lengths = counts.sum(1).tolist()
     of_rows = zip(torch.cat(log_probs).split(lengths), torch.cat(most_likely).split(lengths))
     return [(log_p.sum().item(), greedy.all().item()) for log_p, greedy in of_rows]
-
-
-# --- texts ----------------------------------------------------------------------------------------
-
-
-def encode_pair(
-    encode: Callable[[str], list[int]], context: str, continuation: str, begin: int
-) -> Request:
-    """A continuation has the tokens that the whole text has beyond those of its context, and the
-    spaces between the two: in most vocabularies " 5" is one token, and "5" is another.
-
-    encode: gives the tokens of a text. begin: the token before a text that has no context."""
-    whole = encode(context + continuation)
-    n = len(encode(context.rstrip()))
-    if n == 0:
-        n = 1
-        whole = whole if whole[:1] == [begin] else [begin, *whole]
-    return whole[:n], whole[n:]
 
 
 if __name__ == "__main__":

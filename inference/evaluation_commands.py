@@ -1,95 +1,58 @@
-"""The command line of inference/evaluate.py: tasks of lm-eval, and the perplexity of documents.
+"""The command line of inference/evaluate.py: the perplexity of documents.
 
     python -m inference.evaluate --checkpoint runs/default --perplexity a.txt b.jsonl
-    python -m inference.evaluate --checkpoint HF_DIR --tasks hellaswag gsm8k --out scores.json
-    torchrun --nproc-per-node 2 -m inference.evaluate --tp 2 --checkpoint HF_DIR --tasks hellaswag
+    torchrun --nproc-per-node 2 -m inference.evaluate --tp 2 --checkpoint HF_DIR --perplexity a.txt
 
 The model is loaded as generate.py loads it, under any layout; ranks that are left over share the
-requests. `--out` gets all numbers as JSON: of the tasks also each item, with the model's answers.
-
-lm-eval runs on rank 0. The other ranks follow: `lead` sends them the name of a method of the
-evaluator and its arguments, and all call it together.
-
-    rank 0      lm-eval -> HarnessLM -> call ─┬─> evaluator.log_likelihoods(requests)
-    rank 1                                    └─> evaluator.log_likelihoods(requests)
+texts. `--out` gets all numbers as JSON.
 
 The perplexity of a document of n tokens is exp(-log p / n). The number of tokens depends on the
 tokenizer; bits per byte do not, -log2 p / bytes, so they compare models with other vocabularies.
 """
 
 import argparse
-import importlib.util
 import json
 import math
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from base.world import World
 from inference import cli
 from inference.evaluate import Evaluator
-from inference.loading import find_chat
-from run.config import ConfigError, flag_name
+from run.config import ConfigError
 from run.documents import DataError, find_files, read_documents
 from run.tokenizer import begin_id
 
 SECONDS_OF_SILENCE = 10
-# flags that say nothing to --perplexity
-OF_TASKS = ("num_fewshot", "limit", "apply_chat_template", "include_path")
 # generate.py's flags that are none here, for its checks
 NO_SAMPLING = dict(stop=[], max_tokens=0, temperature=0.0, top_k=0, top_p=1.0, seed=None)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Evaluate a model; without arguments, a lesson.")
+    parser = argparse.ArgumentParser(description="The perplexity of documents.")
     cli.add_model_flags(parser)
     flag = parser.add_argument
-    several = dict(nargs="+", default=[])
-    repeated = dict(action="append", default=[])
-    flag("--tasks", **several, metavar="NAME", help="tasks of lm-eval, or your own")
-    flag("--num-fewshot", type=int, metavar="N", help="examples before each question")
-    flag("--limit", type=int, metavar="N", help="only the first N items of each task")
-    flag("--include-path", **repeated, metavar="DIR", help="of task files of your own; several")
-    own = "write each question in the chat template of the model's folder"
-    flag("--apply-chat-template", action="store_true", help=own)
     texts = 'text files, one document each; of .jsonl files each line, {"text": ".."}'
-    flag("--perplexity", **several, metavar="FILE", help=texts)
-    flag("--adapter", **repeated, help="a run with --peft for this model")
+    flag("--perplexity", nargs="+", default=[], metavar="FILE", help=texts)
+    flag("--adapter", action="append", default=[], help="a run with --peft for this model")
     flag("--batch-size", type=int, default=16, help="texts that a rank reads at a time")
-    flag("--out", metavar="FILE", help="a new JSON file with all numbers, and each item")
+    flag("--out", metavar="FILE", help="a new JSON file with all numbers")
     return parser
 
 
 def check_flags(args: argparse.Namespace, world: World):
-    """What can be known before the ranks meet. Returns (the model's configuration, the task manager
-    of lm-eval on rank 0, documents). Raises the errors of command.REFUSED."""
+    """What can be known before the ranks meet. Returns (the model's configuration, documents).
+    Raises the errors of command.REFUSED."""
     check_own_flags(args)
-    config = cli.check_flags(args, world)
-    manager = None
-    # lm-eval takes seconds to import, and runs on rank 0 alone
-    if args.tasks and world.rank == 0:
-        if importlib.util.find_spec("lm_eval") is None:
-            raise ConfigError(
-                f"--tasks {args.tasks[0]}: needs the package lm-eval (pip install lm-eval);"
-                " --perplexity FILE does not"
-            )
-        from inference import harness
-
-        manager, args.tasks = harness.find_tasks(args.tasks, args.include_path)
-    return config, manager, read_files(args.perplexity)
+    return cli.check_flags(args, world), read_files(args.perplexity)
 
 
 def check_own_flags(args: argparse.Namespace) -> None:
     """Those that generate.py has not. Raises ConfigError."""
-    if not args.tasks and not args.perplexity:
-        raise ConfigError("--tasks NAME or --perplexity FILE: give one of them, or both")
-    cli.check_least(args, {"num_fewshot": 0, "limit": 1})
-    for name in OF_TASKS:
-        given = getattr(args, name)
-        if given is not False and given not in (None, []) and not args.tasks:
-            raise ConfigError(f"{flag_name(name)}: is of --tasks; leave it out")
+    if not args.perplexity:
+        raise ConfigError("--perplexity FILE: name a text; docs/evaluation.md has benchmarks")
     if args.cp > 1:
         raise ConfigError(
             f"--cp {args.cp}: ranks do not share a text here; without the flag they share the texts"
@@ -130,21 +93,16 @@ def read_files(names: list[str]) -> list[tuple[str, str]]:
 
 
 def run(args: argparse.Namespace, world: World) -> None:
-    """What `python -m course.evaluate` does with flags."""
-    config, manager, documents = check_flags(args, world)
+    config, documents = check_flags(args, world)
     adapters = cli.open_adapters(args, config)
     model, tokenizer, lockstep = cli.connect(args, world, None, cli.MONTH, adapters)
     evaluator = Evaluator(
         model, tokenizer, world.groups, args.batch_size, lockstep, Progress(world)
     )
-    report = {}
-    if documents:
-        report["documents"] = perplexities(evaluator, documents)
-        world.say(table_of(report["documents"]))
-    if args.tasks:
-        report |= evaluate_tasks(args, world, evaluator, manager)
+    rows = perplexities(evaluator, documents)
+    world.say(table_of(rows))
     if args.out and world.rank == 0:
-        write(args.out, report)
+        write(args.out, {"documents": rows})
 
 
 class Progress:
@@ -194,57 +152,8 @@ def table_of(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-# --- tasks ----------------------------------------------------------------------------------------
-
-
-def evaluate_tasks(args: argparse.Namespace, world: World, evaluator: Evaluator, manager) -> dict:
-    """lm-eval's results and items; on other ranks than 0 nothing. A collective."""
-
-    def work(call) -> dict:
-        from inference import harness
-
-        chat = None
-        if args.apply_chat_template:
-            chat = find_chat(args.checkpoint, evaluator.tokenizer, args.adapter)
-            chat = harness.find_template(chat)
-        lm = harness.HarnessLM(evaluator, call, chat)
-        results = harness.run_tasks(lm, manager, args.tasks, args.num_fewshot, args.limit)
-        world.say(harness.table_of(results))
-        return results
-
-    return lead(world, evaluator, work) or {}
-
-
-def lead(world: World, evaluator: Evaluator, work: Callable[[Callable], object]):
-    """A collective. Rank 0 calls work(call), and call(name, *arguments) calls this method of the
-    evaluator on every rank. Returns what work gives, on other ranks None."""
-
-    def call(name: str, *arguments):
-        world.gather((name, arguments))
-        return getattr(evaluator, name)(*arguments)
-
-    if world.rank:
-        while request := world.gather(None)[0]:
-            name, arguments = request
-            getattr(evaluator, name)(*arguments)
-        return None
-    try:
-        result = work(call)
-    except FloatingPointError:
-        # raised by the evaluator, on every rank
-        raise
-    except Exception:
-        world.gather(None)
-        raise
-    world.gather(None)
-    return result
-
-
 def write(path: str, report: dict) -> None:
-    # of lm-eval, numbers of NumPy and functions too
-    text = json.dumps(
-        report, indent=1, default=lambda x: x.item() if hasattr(x, "item") else str(x)
-    )
+    text = json.dumps(report, indent=1)
     with open(path, "x") as file:
         try:
             file.write(text)

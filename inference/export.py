@@ -247,7 +247,7 @@ def run(folder: str, prompt: str, max_tokens: int) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    about = "A model as an ONNX graph, and in onnxruntime; without arguments, a lesson."
+    about = "A model as an ONNX graph, and in onnxruntime."
     parser = argparse.ArgumentParser(description=about)
     flag = parser.add_argument
     flag("source", help="a checkpoint, a run or a Hugging Face folder; or the word run")
@@ -272,7 +272,7 @@ def check_flags(args: argparse.Namespace) -> None:
     elif args.prompt is not None or args.max_tokens is not None:
         name = "--max-tokens" if args.prompt is None else "--prompt"
         raise ExportError(
-            f"{name}: is for `inference/export.py run FOLDER`; export alone needs none"
+            f"{name}: is for `python -m inference.export run FOLDER`; export alone needs none"
         )
 
 

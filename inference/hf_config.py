@@ -7,8 +7,6 @@ architectures.py.
 
 A class of transformers describes a model if its MoEConfig, written as that class's config.json and
 read again, is the same: nothing else says which class a model is exported as.
-
-    python -m course.huggingface        a lesson: there and back
 """
 
 import contextlib

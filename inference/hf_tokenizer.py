@@ -2,8 +2,6 @@
 
 tokenizer.json, ..      import keeps them beside the checkpoint, export writes them again
 a vocabulary of 50257 or 257 without any file: the built-in tokenizer, gpt2 or bytes
-
-python -m course.huggingface        a lesson: there and back
 """
 
 import os

@@ -7,7 +7,6 @@ fills the same view, so nothing is computed and, in float32, nothing is rounded:
 
     blocks.0.attention.key.weight [h, h]  =  c_attn.weight [h, 3h], columns h .. 2h, transposed
 
-    python -m course.huggingface                                    a lesson: there and back
     python -m inference.huggingface import HF_DIR CKPT            then generate.py --checkpoint CKPT
     python -m inference.huggingface export CKPT HF_DIR --dtype bf16    CKPT may be a run
     python -m inference.huggingface export CKPT HF_DIR --adapter RUN   with RUN's LoRA or IA3 merged
@@ -18,7 +17,8 @@ pickle executes what it says. A model that gpt.py does not compute exactly is re
 
 Not covered: other architectures, other scalings of rotary positions than Llama 3's, and conversion
 by many ranks on GPUs, all of which Megatron Bridge has. One process is enough here, because a
-checkpoint loads under any layout."""
+checkpoint loads under any layout.
+"""
 
 import contextlib
 import dataclasses

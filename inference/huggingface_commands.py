@@ -1,4 +1,4 @@
-"""`python -m course.huggingface`: import and export of Hugging Face folders."""
+"""`python -m inference.huggingface`: import and export of Hugging Face folders."""
 
 import argparse
 import re
@@ -21,7 +21,7 @@ def size(text: str) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    about = "The same weights as Hugging Face folders, in and out; without arguments, a lesson."
+    about = "The same weights as Hugging Face folders, in and out."
     parser = argparse.ArgumentParser(description=about)
     flag = parser.add_argument
     flag("command", choices=("import", "export"))

@@ -43,7 +43,7 @@ OF_REQUESTS |= dict(batch_size=None)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Serve a model; without arguments, a lesson.")
+    parser = argparse.ArgumentParser(description="Serve a model.")
     cli.add_model_flags(parser)
     flag = parser.add_argument
     several = "a run with --peft, which requests choose as their model; several"

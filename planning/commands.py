@@ -3,7 +3,6 @@
     python planner.py plan --model gpt3-175b --gpus 1024 --gpu a100
     python planner.py size --gpus 64 --days 7
     python planner.py predict planning/published_times.json
-    python planner.py measure
     python planner.py try 5
     python planner.py ppo --model llama2-70b --gpus 64 --gpu h100
     python planner.py serve --model gpt3-175b --gpu h100 --latency 5s
@@ -11,7 +10,6 @@
 plan       the fastest layouts of a model, the command of the best, and why the second one loses
 size       which model to train with so many GPUs and days, on how many tokens
 predict    a JSON object for each row of a file: name, seconds of a step, bytes of the fullest rank
-measure    the constants of this machine (planning/measure.py)
 try        the best layouts, run on this machine for a few steps (planning/try_layouts.py)
 ppo        a step of reinforcement learning: answers, scores, updates (planning/ppo.py)
 serve      layouts that serve a model: how soon, how many tokens/s (planning/serving.py)
@@ -105,7 +103,7 @@ def add_machine(parser: Parser, gpus: int | None = None) -> None:
     parser.add_argument(
         "--memory", type=number, metavar="GIB", default=None, help="of each, instead of the GPU's"
     )
-    machine_help = "a machine that `python planner.py measure` has written"
+    machine_help = "a machine of your own (docs/planning.md)"
     parser.add_argument("--machine", metavar="FILE", default=None, help=machine_help)
 
 
@@ -288,7 +286,6 @@ COMMANDS = {
     "plan": "planning.commands",
     "size": "planning.budget",
     "predict": "planning.rows",
-    "measure": "planning.measure",
     "try": "planning.try_layouts",
     "ppo": "planning.ppo",
     "serve": "planning.serving_command",
@@ -303,7 +300,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         if name not in COMMANDS:
-            raise ConfigError(f"{name}: no such command; there are {', '.join(COMMANDS)}")
+            said = f"{name}: no such command" if name else "name a command"
+            raise ConfigError(f"{said}; there are {', '.join(COMMANDS)}")
         if name == "plan":
             return plan(rest) or 0
         return importlib.import_module(COMMANDS[name]).main(rest) or 0

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Constants:
-    """What data sheets do not say: fitted (planning/errors.py) or measured (measure.py).
+    """What data sheets do not say: fitted (planning/errors.py) or measured.
 
     All but `wait` and `hidden` are shares of a data-sheet number, from 0 to 1.
     """

@@ -1,7 +1,7 @@
 """train.py --plan: the step time that planner.py predicts, beside the measured one.
 
     --plan h100            data sheet, and constants that were fitted to published times
-    --plan machine.json    any other machine (docs/planning.md), as planner.py measure writes it
+    --plan machine.json    any other machine (docs/planning.md), written by hand
     --plan auto            the GPU by its name; else machine.json in the current folder
 
     python train.py --plan machine.json
@@ -43,7 +43,7 @@ UNPREDICTED = {
     "refused beside --plan": "peft peft_targets lora_dropout adapter_size",
 }
 FILE = "machine.json"
-ADVICE = "docs/planning.md says how to write one, and `python planner.py measure` does on GPUs"
+ADVICE = "docs/planning.md says how to write one"
 
 
 def machine_of(name: str, flag: str = "--plan") -> Machine:

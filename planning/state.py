@@ -1,5 +1,5 @@
 """Which layers a pipeline rank has, and its bytes of weights, gradients and optimizer state: the
-numbers in the matrices of this rank, times ZeRO's table (units.bytes_per_parameter).
+numbers in the matrices of this rank, times ZeRO's table (fsdp.bytes_per_parameter).
 
 With LoRA the base has weights alone. In FP8 a weight of attention or MLP is also kept in bytes.
 
@@ -147,7 +147,7 @@ def state(
         learning += 0 if software.lora_rank else positions
     held = numbers * dense[0] + of_experts * experts[0] + fp8_bytes(model, layout, software, rank)
     if layout.zero_stage in (1, 2) and 1 < model.num_experts // layout.ep < layout.expert_replicas:
-        # a few experts on many ranks: a shard is a copy (units.share_own_shards)
+        # a few experts on many ranks: a shard is a copy (fsdp.share_own_shards)
         held += of_experts * software.weight / layout.expert_replicas
     return held, *(learning * x + experts_learning * y for x, y in zip(dense[1:], experts[1:]))
 

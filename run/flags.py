@@ -139,7 +139,8 @@ def read_toml(path: str, kind: type[RunConfig]) -> dict:
     except (OSError, ValueError, RecursionError) as e:
         why = getattr(e, "strerror", None) or e
         if path.endswith((".yaml", ".yml")):
-            why = f"{why}; flags are TOML here, and prompt_tuning.py train reads NeMo's YAML"
+            reader = "python -m finetune.prompt_tuning train"
+            why = f"{why}; flags are TOML here, and {reader} reads NeMo's YAML"
         raise ConfigError(f"--config {path}: {why}") from None
     flat = []
     for key, value in content.items():
@@ -175,8 +176,8 @@ def saved_flags(out: Path, kind: type[RunConfig]) -> dict:
     begun_by = saved.pop("command", Config.command)
     if name_of(begun_by) != name_of(kind.command):
         raise ConfigError(
-            f"--resume --out {out}: this run was begun by {begun_by}, and goes on by python"
-            f" {begun_by} --resume --out {out}"
+            f"--resume --out {out}: this run was begun by {name_of(begun_by)}, and goes on by"
+            f" python {begun_by} --resume --out {out}"
         )
     # another version of this project may have flags that this one does not have
     known = {field.name for field in dataclasses.fields(kind)} - {"resume", "out"}

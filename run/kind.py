@@ -11,7 +11,7 @@ from run.presets import default_lr
 def name_of(command: str) -> str:
     """The file: sft.py, of -m finetune.sft."""
     word = command.removeprefix("-m ").split()[0]
-    return word if word.endswith(".py") else f"{word.rpartition('.')[2]}.py"
+    return word.rpartition("/")[2] if word.endswith(".py") else f"{word.rpartition('.')[2]}.py"
 
 
 class Kind:

@@ -59,7 +59,10 @@ class Config(RunConfig):
         """A model that is there already goes on with text that somebody has chosen. Raises
         ConfigError."""
         if self.load and base_needed and not self.data and not self.resume:
-            rule = "learns from what? --data PATH names text; sft.py learns from conversations"
+            rule = (
+                "learns from what? --data PATH names text; python -m finetune.sft learns from"
+                " conversations"
+            )
             refuse(self, "load", rule)
 
 

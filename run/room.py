@@ -2,7 +2,7 @@
 
 This is a lower bound: of the parameters only the matrices count, of the activations only the input
 of each layer and the logits. What it refuses could never have run; what it lets through may still
-not fit. A parameter's bytes are those of ZeRO's table (units.bytes_per_parameter):
+not fit. A parameter's bytes are those of ZeRO's table (fsdp.bytes_per_parameter):
 
                     16 bits    fp32    sharded from ZeRO stage
     weight             2         4     3

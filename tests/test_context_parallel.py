@@ -1,4 +1,4 @@
-"""context_parallel.py and context_parallel.py: every layout is one device; counted bytes and saved
+"""context_parallel.py: every layout is one device; counted bytes and saved
 activations are the formulas; what does not fit is refused."""
 
 from collections import Counter

@@ -314,6 +314,9 @@ def test_flags(monkeypatch):
         known |= option_strings(main, argv, monkeypatch)
     # of torchrun from torch 2.13 on
     known.add("--shutdown-timeout")
+    # of lm-eval
+    known |= {"--model_args", "--num_fewshot", "--apply_chat_template", "--output_path"}
+    known |= {"--include_path", "--tasks"}
     # of the server whose command planner.py serve prints
     known |= {"--max-sequences", "--block-size", "--blocks"}
     for path in DOCS:

@@ -18,6 +18,7 @@ import processes
 import pytest
 import torch
 
+from course import cells as cells_of_the_notebook
 from course import form, quiz
 
 ROOT = Path(__file__).parent.parent
@@ -149,12 +150,6 @@ def test_predict_check_break_it(name, removed, capsys, reader):
     known = {*lesson_of(name).WITHOUT, "NAME"}
     assert set(re.findall(r"--without (\S+)", out)) <= known
     assert removed or f"python -m course.{name} --without NAME" in out
-
-
-def test_what_an_unchecked_shape_does_is_what_its_lesson_says(capsys):
-    status_of_lesson("model_config", ["--without", "check"])
-    out = capsys.readouterr().out
-    assert "CHECK    in forward: " in out and "CHECK    nothing: it runs " in out
 
 
 def test_quiz_without_a_terminal_reads_a_line_and_forgets_it(monkeypatch, capsys):
@@ -318,6 +313,26 @@ def test_why_is_alone_and_of_the_lesson(argv, capsys):
         status_of_lesson("tensor_parallel", argv)
     said = capsys.readouterr().err
     assert "--quiz" in said and "--without {f,g,own-shard}" in said and "--why [" in said
+
+
+def test_a_cell_of_the_notebook():
+    """The notebook calls lessons that are there, and an answer is what a lesson prints."""
+    text = (ROOT / "docs" / "course.ipynb").read_text()
+    asked = re.findall(r'ask\(\\"course\.(\w+)\\"\)', text)
+    assert len(asked) == 5 and set(asked) <= set(LESSONS)
+    answers = cells_of_the_notebook.ask("course.gpt")
+    assert len(answers) == 4 and all(answer.startswith("CHECK") for answer in answers)
+    with pytest.raises(RuntimeError, match="No module named"):
+        cells_of_the_notebook.ask("course.no_lesson")
+
+
+def test_a_cell_with_an_exclamation_mark_waits_for_nobody(monkeypatch, capsys):
+    """`!python -m course.dropout --quiz` has a terminal, in which no line ever comes."""
+    monkeypatch.setenv("JPY_PARENT_PID", "1")
+    monkeypatch.setattr("os.isatty", lambda descriptor: True)
+    monkeypatch.setattr("builtins.input", None)
+    assert status_of_lesson("dropout", ["--quiz"]) == 0
+    assert capsys.readouterr().out.startswith("A cell has no keyboard")
 
 
 def test_a_lesson_from_the_command_line():

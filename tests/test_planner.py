@@ -515,7 +515,7 @@ SMALL = "plan --model gpt2 --batch 7"
 @pytest.mark.parametrize(
     "argv, words",
     [
-        ("guess", "guess: no such command; there are plan, size, predict, measure, try, ppo"),
+        ("guess", "guess: no such command; there are plan, size, predict, try, ppo"),
         ("plan --gpus 8 --batch 8", "--model: which one?"),
         ("plan --model gpt5 --gpus 8 --batch 8", "--model gpt5: no such preset"),
         (f"{PLAN} --gpu v100", "--gpu invalid choice: 'v100'"),

@@ -16,7 +16,7 @@ For N = 2, a weight [5, 2] and a bias [2]:
 r of the sum in `row` [T]. A step has m micro-batches: every backward brings gradients, which are
 reduced at once and freed; the rows are added up.
 
-Read         fsdp.py; the first 45 lines of fsdp.py
+Read         fsdp.py, its introduction and its section `units`
 Paper        ZeRO, arXiv 1910.02054, section 5.2
 Not yet      `accumulate` and `reduce` in fsdp.py
 Check        python -m course.exercises.check 9

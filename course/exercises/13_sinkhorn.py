@@ -20,7 +20,7 @@ There is one such plan. To find it, start with d1 = 1 and repeat:
 until the columns are right after the first of the two lines already: d1 times (Cᵀ d0) is each
 expert's load, and E times that is 1 where it is even.
 
-Read         the first 30 lines of moe.py
+Read         the section `routers` of moe.py
 Paper        Clark et al., arXiv 2202.01169, section 3.1
 Not yet      `scale_rows_and_columns` and `balance` in moe.py
 Check        python -m course.exercises.check 13

@@ -27,7 +27,7 @@
 // Check        python -m course.exercises.check 14      (an emulator: needs g++, and no GPU)
 // Hints        python -m course.exercises.check 14 --hint      one more at each call
 // Par          each vector of gate and of up is read once, each vector of y is written once
-#include "../base/csrc/common.cuh"
+#include "../../base/csrc/common.cuh"
 
 // gate, up, y: [vectors * W]
 __global__ void __launch_bounds__(256)

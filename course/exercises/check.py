@@ -4,7 +4,6 @@
     python -m course.exercises.check 2        one, with what differs and why
     python -m course.exercises.check 2 --hint one hint more at each call; --hint 1 the first again
     python -m course.exercises.check hunt 1   a training run with a silent bug: which one? (hunt.py)
-    python -m course.exercises.check hunt 7   a run that crashes or hangs: why? (hang_hunt.py)
 
     correct    equal to the project's own function: 1e-10 in float64, data exactly
     par        as many collectives, as many bytes, as much memory as in the paper
@@ -112,7 +111,7 @@ def line(number: int, found: Grade) -> str:
 
 def report(number: int, found: Grade) -> str:
     """All that there is to say about one exercise."""
-    lines = [f"exercise {title(number)}   ({FOLDER.name}/{EXERCISES[number].file})"]
+    lines = [f"exercise {title(number)}   (course/exercises/{EXERCISES[number].file})"]
     lines.append(labelled("correct", found.correct, found.why))
     if found.par:
         lines.append(labelled("par", found.par.reached, found.par.count))
@@ -147,19 +146,18 @@ def grade_exercises(numbers: list[int], folder: Path) -> bool:
 def hunt_bug(number: int, answer: str | None) -> bool:
     """Prints the symptoms, unless an answer is given, and judges it. Whether it is right."""
     # it imports train.py, which no exercise needs
-    from course.exercises import hang_hunt, hunt
+    from course.exercises import hunt
 
-    kind = hang_hunt if number in hang_hunt.HUNTS else hunt
-    if number not in kind.HUNTS:
-        terminal.refuse(f"hunt {number}: the hunts are 1 to {max(hang_hunt.HUNTS)}")
+    if number not in hunt.HUNTS:
+        terminal.refuse(f"hunt {number}: the hunts are 1 to {max(hunt.HUNTS)}")
     if answer is None:
         ranks.preload("train")
-        print(kind.symptoms(number), flush=True)
+        print(hunt.symptoms(number), flush=True)
         if not sys.stdin.isatty():
             print(f"python -m course.exercises.check hunt {number} --answer NAME")
             return True
-        answer = asked(kind.HUNTS[number].names)
-    right, text = kind.judge(number, answer.strip().lower())
+        answer = asked(hunt.HUNTS[number].names)
+    right, text = hunt.judge(number, answer.strip().lower())
     print("\n".join(textwrap.fill(part, 100) for part in text.split("\n")))
     return right
 

@@ -105,17 +105,10 @@ def show(number: int, right: Result, run: Result) -> str:
         "",
         "Which one is it?",
     ]
-    sentences = {name: bug.removes for name, bug in mutations.bugs().items()}
-    return "\n".join(lines + choices(found, sentences))
-
-
-def choices(found: Hunt, sentences: dict[str, str]) -> list[str]:
-    """The names of a hunt, each with its sentence."""
-    lines = []
     for name in found.names:
-        text = f"  {name:32}{sentences[name]}"
+        text = f"  {name:32}{mutations.bugs()[name].removes}"
         lines += textwrap.wrap(text, 100, subsequent_indent=" " * 34)
-    return lines
+    return "\n".join(lines)
 
 
 def symptoms(number: int) -> str:
@@ -133,12 +126,9 @@ HINT = (
 
 def judge(number: int, answer: str) -> tuple[bool, str]:
     """Whether the answer is right, and what to read."""
-    return verdict(HUNTS[number], answer, HINT)
-
-
-def verdict(found: Hunt, answer: str, hint: str) -> tuple[bool, str]:
+    found = HUNTS[number]
     if answer == found.bug:
         return True, f"Right: {found.bug}. {found.why}\nRead {found.read}."
     if answer not in found.names:
         return False, f"{answer} is none of {', '.join(found.names)}."
-    return False, f"No, not {answer}. {hint}"
+    return False, f"No, not {answer}. {HINT}"

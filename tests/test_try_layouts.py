@@ -1,4 +1,4 @@
-"""Machines of one's own, and this one: planning/measure.py, try_layouts.py, train.py --plan."""
+"""Machines of one's own, and this one: planning/try_layouts.py, train.py --plan."""
 
 import dataclasses
 import json
@@ -16,14 +16,12 @@ from test_comparisons import ForkedTraining
 import planner
 from base import json_files
 from base.model_config import MoEConfig
-from course import ranks
-from planning import commands, measure, plan, try_layouts
-from planning.inputs import MACHINES, TRAIN, Constants, Layout, Machine
+from planning import commands, plan, try_layouts
+from planning.inputs import MACHINES, TRAIN, Constants, Machine
 from run import flags
 from run.config import ConfigError
 from run.pretraining import Config
 
-SIZES = measure.Sizes(matrix=32, added=2**12, few=16, message=2**12, repeats=3)
 MINE = Machine("mine", 50e12, 8e9, 1e12, 1e11, 1e10, 4, Constants(1, 1, 1, 1, 1e-3))
 MODEL = MoEConfig(
     num_layers=8,
@@ -55,52 +53,7 @@ def refused(argv: list[str], capsys) -> str:
     return err
 
 
-# --- measure --------------------------------------------------------------------------------------
-
-
-def test_a_machine_is_found_again():
-    """Times that a known machine would have give its constants back."""
-    sizes = measure.Sizes()
-    times = measure.Times(
-        matmul=2 * sizes.matrix**3 / MINE.peak,
-        add=12 * sizes.added / MINE.memory_bandwidth,
-        few=2e-3,
-        message=2e-3 + 1.5 * 4 * sizes.message / MINE.node_bandwidth,
-    )
-    found = measure.machine_of(times, 4, MINE.memory, sizes)
-    assert found.constants == MINE.constants
-    for name in ("peak", "memory", "memory_bandwidth", "node_bandwidth", "ranks_per_node"):
-        assert getattr(found, name) == pytest.approx(getattr(MINE, name), rel=1e-9), name
-
-
-def test_measure(here, monkeypatch, capsys):
-    """Two ranks, of CPUs here; the file is one that a prediction takes."""
-
-    def measured(count: int) -> Machine:
-        times = ranks.run(measure.on_rank, count, count, "cpu", SIZES)[0]
-        return measure.machine_of(times, count, 8e9, SIZES)
-
-    monkeypatch.setattr(measure, "measure", measured)
-    monkeypatch.setattr(measure.torch.cuda, "device_count", lambda: 2)
-    assert commands.main(["measure", "--out", "here.json"]) == 0
-    machine = json_files.read("here.json", Machine)
-    assert machine.ranks_per_node == 2 and 0 < machine.peak < 1e15
-    parts = planner.step_time(machine, TRAIN, MODEL, Layout(dp=2, global_batch_size=8))
-    assert sum(parts.values()) > 0
-    assert "--plan here.json" in capsys.readouterr().out
-    said = refused(["measure", "--out", "no/such/folder.json"], capsys)
-    assert "--out no/such/folder.json: cannot be written" in said
-
-
-@pytest.mark.parametrize(
-    "count, words",
-    [("0", "--ranks 0: must be from 1"), ("3", "has 2 GPUs; docs/planning.md says how to write")],
-)
-def test_measure_refuses(here, monkeypatch, capsys, count, words):
-    # and before anything is measured
-    monkeypatch.setattr(measure, "measure", lambda ranks: pytest.fail("measured"))
-    monkeypatch.setattr(measure.torch.cuda, "device_count", lambda: 2)
-    assert words in refused(["measure", "--ranks", count], capsys)
+# --- a machine's file -----------------------------------------------------------------------------
 
 
 def test_the_file_of_the_document_is_a_machine(here):
@@ -248,7 +201,7 @@ def test_plan_refuses(tmp_path, monkeypatch, name, content, words):
     if content:
         values = dataclasses.asdict(MINE) | content if isinstance(content, dict) else content
         (tmp_path / name).write_text(json.dumps(values) if values != content else content)
-    with pytest.raises(ConfigError, match=r"planner\.py measure") as e:
+    with pytest.raises(ConfigError, match=r"docs/planning.md says how") as e:
         plan.machine_of(name)
     assert words in str(e.value)
 
