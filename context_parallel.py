@@ -62,7 +62,7 @@ from base.rotary import Rotary
 from gpt import Context
 from moe import Routing
 
-# --- ring attention -------------------------------------------------------------------------------
+# === ring attention ===============================================================================
 #
 # Ring attention: keys and values travel round the ranks of a sequence (arXiv 2310.01889).
 #
@@ -323,6 +323,8 @@ class RingAttention(nn.Module):
         blocks = Blocks(self, context, q.shape[2] * self.group.size())
         return _RingAttention.apply(q, k, v, blocks).transpose(1, 2).flatten(2)
 
+
+# === context parallelism ==========================================================================
 
 # --- who has which tokens -------------------------------------------------------------------------
 

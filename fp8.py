@@ -64,7 +64,7 @@ from base.float8 import (
 from base.model_config import LINEARS, FieldError, GPTConfig, divisors
 from sequence_parallel import GatherSequence, start_nothing
 
-# --- scaling --------------------------------------------------------------------------------------
+# === scaling ======================================================================================
 #
 # The scales of FP8 training: which maximum brings a tensor into the range of its bytes.
 #
@@ -359,6 +359,8 @@ def layer_places(report: Tensor) -> list[tuple[int, int]]:
     return [(number, m) for number in range(report.shape[1]) for m in range(len(LINEARS))]
 
 
+# === linear layers ================================================================================
+
 # --- the three products of a linear layer ---------------------------------------------------------
 
 
@@ -607,7 +609,7 @@ def in_fp8(part: nn.Module, columns: tuple[str, ...], row: str, scaling: Scaling
     output.linear = partial(row_linear, layer)
 
 
-# --- experts --------------------------------------------------------------------------------------
+# === experts ======================================================================================
 #
 # Experts in FP8: one scale for each row, that is for each token, and for each output of a weight.
 #

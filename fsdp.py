@@ -84,7 +84,7 @@ from optimizer import (
 )
 from sharding import Shard, local_part, set_sharding, sharding_of
 
-# --- units: the parameters of a layer, as one tensor ----------------------------------------------
+# === units: the parameters of a layer, as one tensor ==============================================
 #
 # A collective for each parameter would send many small messages. So the parameters of a layer are
 # flattened to one tensor [N, T] (FlatParameter of PyTorch FSDP, arXiv 2304.11277, section 3.2.1).
@@ -398,6 +398,8 @@ def elements_sent(stage: int, m: int) -> int:
     all-reduce counts 2 (ZeRO, section 7, has m = 1)."""
     return (2, 2, m + 1, 3 * m)[stage]
 
+
+# === data parallelism =============================================================================
 
 # --- stages 0 to 2: every rank has all parameters -------------------------------------------------
 

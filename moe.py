@@ -57,7 +57,7 @@ from base.grouped_linear import grouped_linear
 from base.model_config import ROUTER_NAMES, FieldError, GPTConfig, MoEConfig, divisors
 from sharding import Shard, shard_parameter
 
-# --- routers --------------------------------------------------------------------------------------
+# === routers ======================================================================================
 #
 # A router decides which expert gets which token. Its logits are z = x W_rᵀ, one number for each
 # token and expert. Left alone, a router sends all tokens to a few experts. Two ways to balance the
@@ -390,6 +390,8 @@ class Routing(recompute.RunOnce):
         dist.all_to_all_single(theirs, counts, group=self.group)
         return theirs
 
+
+# === experts ======================================================================================
 
 # --- there and back -------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from sharding import set_sharding, sharding_of
 
-# --- gradients: sums in float32, norm, loss scale -------------------------------------------------
+# === gradients: sums in float32, norm, loss scale =================================================
 #
 # A gradient on its way from backward to the update: unscaled, summed, measured.
 #
@@ -336,6 +336,8 @@ class LossScaler:
         self.tolerance = tolerance
         self.searching = searching
 
+
+# === the update ===================================================================================
 
 # --- the learning rate ----------------------------------------------------------------------------
 

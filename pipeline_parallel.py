@@ -57,7 +57,7 @@ from base.model_config import FieldError
 from schedules import DIRECTION, Action, Event, Schedule, result_of
 from sharding import local_part, set_sharding, sharding_of
 
-# --- transfers: sends and receives of a schedule --------------------------------------------------
+# === transfers: sends and receives of a schedule ==================================================
 #
 # schedules.py says what each rank computes, and in which order. A stage's output is the next
 # stage's input, so where these stages are on different ranks it must be sent. `lower` puts three
@@ -205,6 +205,8 @@ def _program(
             unsettled.append(outgoing[position])
     return program + [sent.transfer("settle") for sent in unsettled]
 
+
+# === the pipeline =================================================================================
 
 # --- stages ---------------------------------------------------------------------------------------
 
@@ -551,7 +553,7 @@ class Pipeline:
         return [weight for _, weight in named if sharding_of(weight).copy_of]
 
 
-# --- zero bubble: backward in two parts -----------------------------------------------------------
+# === zero bubble: backward in two parts ===========================================================
 #
 # Zero-bubble pipelines split backward in two (Qi et al., arXiv 2401.10241).
 #

@@ -52,6 +52,8 @@ import tensor_parallel
 from base import compiling
 from base.model_config import FieldError, GPTConfig
 
+# === recomputation ================================================================================
+
 # --- one function ---------------------------------------------------------------------------------
 
 
@@ -294,7 +296,7 @@ def saved_bytes(function, *parameters: Tensor) -> int:
     return sum(storages.values())
 
 
-# --- the head in chunks ---------------------------------------------------------------------------
+# === the head in chunks ===========================================================================
 #
 # The head and its loss, a few tokens at a time, so that the logits never exist whole.
 #
@@ -407,7 +409,7 @@ def chunked_loss(
     return _ChunkedLoss.apply(*rows, chunk, vocab_size, group).view(targets.shape)
 
 
-# --- the head in chunks, in a model ---------------------------------------------------------------
+# --- in a model -----------------------------------------------------------------------------------
 
 
 class ChunkedHead(nn.Module):

@@ -53,6 +53,8 @@ from tensor_parallel import ColumnParallelLinear, CopyToRanks
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# === sequence parallelism =========================================================================
+
 # --- g and ḡ --------------------------------------------------------------------------------------
 
 
@@ -319,7 +321,7 @@ def check_order(model: gpt.GPT, group: dist.ProcessGroup, parts: list[nn.Module]
         )
 
 
-# --- overlap: backward communicates while it computes ---------------------------------------------
+# === overlap: backward communicates while it computes =============================================
 #
 # Overlap: in backward, column-parallel layers communicate while they compute.
 #
@@ -473,7 +475,7 @@ class OverlappedLinear(ColumnParallelLinear):
         return list(linear(x, *weights_and_biases(linears), starts=starts, group=group))
 
 
-# --- overlap, in a model --------------------------------------------------------------------------
+# --- in a model -----------------------------------------------------------------------------------
 
 
 def overlap_backward(model: gpt.GPT) -> None:
