@@ -48,7 +48,7 @@ class ReinforcementConfig(ChatConfig):
     needed: ClassVar[dict[str, str]] = {
         "load": "CKPT, the model that answers",
         "data": "FILE, which has a prompt on each line",
-        "reward": "FILE.py:FUNCTION, or a run of preference.py --method reward",
+        "reward": "FILE.py:FUNCTION, or a run of finetune.preference --method reward",
     }
     keeps_dropout: ClassVar[bool] = False
 
@@ -64,8 +64,8 @@ class ReinforcementConfig(ChatConfig):
     )
     reward: str | None = flag(
         None,
-        "gives each answer a number: a run of preference.py --method reward, or FILE.py:FUNCTION,"
-        " called with (prompt, answer, line of --data)",
+        "gives each answer a number: a run of finetune.preference --method reward, or"
+        " FILE.py:FUNCTION, called with (prompt, answer, line of --data)",
         metavar="{CKPT,FILE:FUNCTION}",
     )
     beta: float | None = flag(
@@ -197,7 +197,7 @@ def check_reward_model(config: ReinforcementConfig, model: MoEConfig, world: int
         rule = "; a function is named FILE.py:FUNCTION" if config.reward.endswith(".py") else ""
         raise ConfigError(f"--reward {e}{rule}") from None
     if "model.head.value.weight" not in checkpoint.read_index(path)["tensors"]:
-        rule = "holds no reward model; preference.py --method reward trains one"
+        rule = "holds no reward model; finetune.preference --method reward trains one"
         refuse(config, "reward", f"{rule}, and FILE.py:FUNCTION names a function")
     with as_flags():
         other = its.model_config()

@@ -40,7 +40,9 @@ def main(argv: list[str]) -> int:
     try:
         if args.command == "import":
             if args.adapter:
-                raise HuggingFaceError("--adapter: is for export; adapters.py import has its own")
+                raise HuggingFaceError(
+                    "--adapter: is for export; finetune.adapters import has its own"
+                )
             if args.dtype or args.max_shard_size:
                 name = "--dtype" if args.dtype else "--max-shard-size"
                 raise HuggingFaceError(f"{name}: is for export; an imported model is fp32")

@@ -236,13 +236,13 @@ def read_model(path: Path, value_head: bool = False) -> tuple[MoEConfig, dict]:
         raise CheckpointError(
             f"{path} holds an adapter alone; name the model that it was trained on instead, and use"
             f" this one with it: generate.py --checkpoint BASE --adapter {path}, or make one model"
-            f" of both: adapters.py merge BASE {path} OUT"
+            f" of both: python -m finetune.adapters merge BASE {path} OUT"
         )
     if "model.head.value.weight" in shapes and not value_head:
         raise CheckpointError(
             f"{path} holds a reward model, which gives a number for an answer, and no next token;"
-            " name the model that it began as. preference.py --method reward goes on from it, and"
-            " reinforcement.py --reward learns from what it says"
+            " name the model that it began as. python -m finetune.preference --method reward goes"
+            " on from it, and python -m finetune.reinforcement --reward learns from what it says"
         )
     if "model.embedding.tokens.weight" not in shapes:
         raise CheckpointError(

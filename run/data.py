@@ -358,6 +358,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--cache", default="cache", metavar="DIR", help="for tokenized text")
     parser.add_argument("--seq-length", type=int, default=64, help="tokens of a sequence")
     args = parser.parse_args(argv)
+    if args.seq_length < 1:
+        terminal.refuse(f"data.py: --seq-length {args.seq_length}: must be at least 1")
     try:
         tokenizer = make_tokenizer(args.tokenizer)
         prepared = prepare_corpora(args.data, tokenizer, cache=args.cache, workers=os.cpu_count())

@@ -174,10 +174,17 @@ def saved_flags(out: Path, kind: type[RunConfig]) -> dict:
             f"{out}/config.json and give the flags of the run"
         ) from None
     begun_by = saved.pop("command", Config.command)
-    if name_of(begun_by) != name_of(kind.command):
+    name = name_of(begun_by) if isinstance(begun_by, str) else ""
+    if not name:
+        raise ConfigError(f"--resume: {out}/config.json names no command, but {begun_by!r}")
+    if name != name_of(kind.command):
+        command = begun_by
+        if name != "train.py" and not begun_by.startswith("-m "):
+            # a run of before has the file alone
+            command = f"-m finetune.{begun_by.replace('.py', '')}"
         raise ConfigError(
-            f"--resume --out {out}: this run was begun by {name_of(begun_by)}, and goes on by"
-            f" python {begun_by} --resume --out {out}"
+            f"--resume --out {out}: this run was begun by {name}, and goes on by python {command}"
+            f" --resume --out {out}"
         )
     # another version of this project may have flags that this one does not have
     known = {field.name for field in dataclasses.fields(kind)} - {"resume", "out"}

@@ -9,8 +9,10 @@ from run.presets import default_lr
 
 
 def name_of(command: str) -> str:
-    """The file: sft.py, of -m finetune.sft."""
-    word = command.removeprefix("-m ").split()[0]
+    """The file: sft.py, of -m finetune.sft; "" of no word."""
+    word, *_ = command.removeprefix("-m ").split() or [""]
+    if not word:
+        return ""
     return word.rpartition("/")[2] if word.endswith(".py") else f"{word.rpartition('.')[2]}.py"
 
 

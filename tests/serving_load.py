@@ -141,11 +141,12 @@ def wrong_answers(answers: list, model: str, count: int) -> int:
 
 def run(model: str, requests: int, tp: int, pp: int, kill: bool) -> tuple[int, int]:
     """(exit status of the server, wrong answers of 200)"""
-    words = [str(ROOT / "serve.py"), "--checkpoint", model, *LIMITS]
+    words = ["-m", "inference.serve", "--checkpoint", model, *LIMITS]
     words += ["--tp", str(tp), "--pp", str(pp)]
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(tp * pp)]
     command = [sys.executable, *(launcher if tp * pp > 1 else []), *words]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     url = process.stdout.readline().split()[0]
     ranks = [process.pid]
     if tp * pp > 1:

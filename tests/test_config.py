@@ -203,14 +203,22 @@ def test_what_no_memory_can_hold_is_refused_at_once(tmp_path, monkeypatch, capfd
 def test_a_run_goes_on_by_its_command(begun_by, name, tmp_path):
     """Also one whose configuration names the file alone."""
     command = kinds.KINDS[begun_by].command
-    for word in (command, begun_by):
+    before = f"{begun_by} train" if command.endswith(" train") else begun_by
+    for word in (command, before):
         (tmp_path / "config.json").write_text(json.dumps(dict(command=word, lr=0.5)))
         argv = ["--resume", "--out", str(tmp_path)]
         if begun_by == name:
             assert parse(argv, 0, kinds.KINDS[name]).lr == 0.5
         else:
-            with pytest.raises(ConfigError, match=f"goes on by python {word} --resume"):
+            with pytest.raises(ConfigError, match=f"goes on by python {command} --resume"):
                 parse(argv, 0, kinds.KINDS[name])
+
+
+@pytest.mark.parametrize("command", ["", " ", "-m ", 5, None, []], ids=repr)
+def test_a_command_that_is_none(command, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(dict(command=command)))
+    with pytest.raises(ConfigError, match="names no command"):
+        parse(["--resume", "--out", str(tmp_path)], 0, kinds.KINDS["train.py"])
 
 
 @pytest.mark.parametrize(

@@ -392,7 +392,7 @@ def test_refused(flags, words, world):
         ("rewards.py:nothing", "has no function 'nothing'; there are "),
         ("broken.py:f", "broken.py fails: SyntaxError"),
         ("nowhere", "nowhere: no such folder"),
-        ("base", "holds no reward model; preference.py --method reward trains one"),
+        ("base", "holds no reward model; finetune.preference --method reward trains one"),
         ("rewards.py:raises", "the function fails for the prompt"),
         ("rewards.py:fails", "Failed: two\\nlines"),
         ("rewards.py:leaves", "RuntimeError: calls os._exit(0)"),
