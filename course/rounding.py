@@ -30,17 +30,17 @@ ROUNDING = 2**-23
 SHARED = 5
 
 
-class Skewed(Synthetic):
-    """Tokens that are not equally frequent: something to learn."""
-
-    def draw(self, generator: torch.Generator) -> Tensor:
-        return (torch.rand(self.s + 1, generator=generator) ** 3 * self.v).long()
+def skewed(dataset: Synthetic, generator: torch.Generator) -> Tensor:
+    """[s + 1] token ids that are not equally frequent: something to learn."""
+    return (torch.rand(dataset.s + 1, generator=generator) ** 3 * dataset.v).long()
 
 
 def learn_something(run: Run) -> None:
     """Pairs of answers have it already: they can be told apart."""
     if not isinstance(run.trainer.config, PreferenceConfig):
-        run.dataset = Skewed(run.dataset.s, run.dataset.v)
+        # rows that are padded are cut from whole ones
+        dataset = getattr(run.dataset, "whole", run.dataset)
+        dataset.draw = partial(skewed, dataset)
 
 
 def losses_of(rank: int, world: int, layout: dict, steps: int, mutate) -> list[float]:

@@ -314,3 +314,10 @@ def test_who_refuses_what_stands_behind_two_dashes(words, said, capsys):
     assert verify.main(["--steps", "0", "--", *words.split()]) == 2
     error = capsys.readouterr().err
     assert error.startswith(said) and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["sft.py"], ["-m", "finetune.sft", "--pack"]], ids=" ".join)
+def test_conversations_have_a_band(command, capsys):
+    """Rows that are padded, and documents that share a row."""
+    assert verify.main(["--steps", "1", "--ranks", "2", "--", *command, "--tp", "2"]) == 0
+    assert "inside the band" in capsys.readouterr().out
