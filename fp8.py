@@ -469,15 +469,15 @@ def linear(layer: Layer, x: Tensor, *weights_and_biases: Tensor | None) -> tuple
     return _Linear.apply(x, layer, len(layer.places), *weights_and_biases)
 
 
-class FP8Input(gpt.SharedInput):
+class FP8Input(gpt.ProjectTogether):
     """Linear layers that read one input: it is rounded once for all. Takes the place of `project`,
     and communicates as that one did.
 
-    project: gpt.SharedInput, or tensor_parallel.ColumnParallelLinear. places: of the layers, as in
-    Layer.
+    project: gpt.ProjectTogether, or tensor_parallel.ColumnParallelInput. places: of the layers, as
+    in Layer.
     """
 
-    def __init__(self, project: gpt.SharedInput, scaling: Scaling, places):
+    def __init__(self, project: gpt.ProjectTogether, scaling: Scaling, places):
         super().__init__()
         self.project = project
         self.scaling = scaling
@@ -490,7 +490,7 @@ class FP8Input(gpt.SharedInput):
     def forward(self, x: Tensor, *linears: nn.Linear) -> list[Tensor]:
         layer = Layer(self.scaling, self.places)
         p = self.project
-        if isinstance(p, tensor_parallel.ColumnParallelLinear):
+        if isinstance(p, tensor_parallel.ColumnParallelInput):
             group = p.enter.group
             start_input, start_input_grad = sequence_parallel.STARTS[type(p.enter)]
             f = dict(group=group, start_input=start_input, start_input_grad=start_input_grad)
@@ -591,8 +591,8 @@ def in_fp8(part: nn.Module, columns: tuple[str, ...], row: str, scaling: Scaling
     input; row: the one that gives its output. So tensor parallelism cuts them."""
     if isinstance(part.project, FP8Input):
         raise ValueError("this model is in FP8 already: call fp8.apply once")
-    if type(part.project) is not gpt.SharedInput and not isinstance(
-        part.project, tensor_parallel.ColumnParallelLinear
+    if type(part.project) is not gpt.ProjectTogether and not isinstance(
+        part.project, tensor_parallel.ColumnParallelInput
     ):
         raise ValueError("this model has adapters: fp8.apply comes before adapters.apply")
     names = list(LINEARS)

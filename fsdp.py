@@ -77,6 +77,7 @@ from torch import Tensor, nn
 from base.model_config import FieldError
 from optimizer import (
     GradientAccumulator,
+    GradientSums,
     LossScaler,
     accumulation_dtype,
     add_product,
@@ -404,9 +405,8 @@ def elements_sent(stage: int, m: int) -> int:
 # --- stages 0 to 2: every rank has all parameters -------------------------------------------------
 
 
-class DataParallel(GradientAccumulator):
-    """Sums the gradients of N replicas of a model, unit by unit. The hooks that fill them are those
-    of optimizer.py (`listen`); its constructor is not called.
+class DataParallel(GradientSums):
+    """Sums the gradients of N replicas of a model, unit by unit.
 
     In stages 0 and 1 a rank adds up `local_grads` [N, T] over all micro-batches and reduces them
     once, during the last backward. In stages 2 and 3 (`shards_gradients`) it reduces them in every
@@ -416,17 +416,16 @@ class DataParallel(GradientAccumulator):
     def __init__(self, units: list[Unit], stage: int, scaler, reduce_dtype):
         """units: in the order of forward. scaler: in fp16 each backward starts with its scale, so
         gradients are divided by it. reduce_dtype: as in `apply`."""
+        super().__init__([p for unit in units for p in unit.trainable], scaler)
         self.units = units
         self.stage = stage
         self.shards_gradients = stage >= 2
-        self.scaler = scaler
         self.is_last_backward = False
         # units whose gradients are being summed
         self.reductions: list[Unit] = []
         # stages 1 and 2: units whose new parameters are to come, in order
         self.coming: list[Unit] = []
         self.unit_of = {p: unit for unit in units for p in unit.parameters}
-        self.parameters = [p for unit in units for p in unit.trainable]
         first = units[0].parameters[0]
         self.device = first.device
         self.sum_dtype = accumulation_dtype(first.dtype)
@@ -436,8 +435,6 @@ class DataParallel(GradientAccumulator):
                 unit.local_grads = self.new_grads(unit)
                 self.set_main_grads(unit, unit.local_grads[unit.rank])
         self.zero_grad()
-        # GradientAccumulator has autograd call `accumulate` with each parameter
-        self.listen()
 
     def new_grads(self, unit: Unit) -> Tensor:
         """[N, T], for gradients to overwrite. Padding must be 0: it is in `main_grad` too, and the
@@ -715,7 +712,7 @@ def apply(
     reduce_dtype: torch.dtype | None = None,
     init=None,
     expert_group: dist.ProcessGroup | None = None,
-) -> GradientAccumulator:
+) -> GradientSums:
     """Make `model` one of `group.size()` data-parallel replicas, sharded by `stage`. All ranks must
     hold equal weights. Returns what sums the gradients.
 

@@ -58,7 +58,7 @@ class Attention(nn.Module):
         heads, kv_heads = config.num_heads * d, config.num_kv_heads * d
         bias = config.attention_bias != "none"
         self.head_dim = d
-        self.project = SharedInput()
+        self.project = ProjectTogether()
         self.query = nn.Linear(h, heads, bias)
         self.key = nn.Linear(h, kv_heads, bias)
         self.value = nn.Linear(h, kv_heads, bias)
@@ -87,7 +87,7 @@ class ExplicitAttention(nn.Module):
         self.dropout = Dropout(p, site)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        # grouped-query attention: a / a_kv query heads share one key head
+        # Grouped-query attention: a / a_kv query heads share one key head
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         probabilities = self.probabilities(q, k, context.documents)
         return (self.dropout(probabilities, context.drop_key) @ v).transpose(1, 2).flatten(2)
@@ -124,9 +124,11 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         h, ffn, bias = config.hidden_size, config.ffn_hidden_size, config.mlp_bias
-        self.project = SharedInput()
+        self.project = ProjectTogether()
         self.gate = nn.Linear(h, ffn, bias) if config.gated else None
-        self.up = (nn.Linear if config.gated else DeferredBiasLinear)(h, ffn, bias)
+        # GELU adds the bias of `up`; SwiGLU does not
+        up = nn.Linear if config.gated else DeferredBiasLinear
+        self.up = up(h, ffn, bias)
         self.activation = SwiGLU() if config.gated else GELU()
         self.down = DeferredBiasLinear(ffn, h, bias)
 
@@ -216,9 +218,9 @@ def generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
 
 
-class SharedInput(nn.Module):
-    """Linear layers that read one input, in one call: so a technique can send x to other ranks once
-    for all of them."""
+class ProjectTogether(nn.Module):
+    """Linear layers that read one input, in one call. It has no weights: it is the place where a
+    technique sends x to other ranks, once for all the layers."""
 
     def forward(self, x: Tensor, *linears: nn.Module) -> list[Tensor]:
         return [linear(x) for linear in linears]

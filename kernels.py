@@ -61,9 +61,8 @@ from torch.autograd.function import once_differentiable
 import gpt
 import moe
 import tensor_parallel
-from base import causal_blocks, compiling, cpu
+from base import adamw_kernel, causal_blocks, compiling, cpu
 from base import cross_entropy as plain
-from base.adamw_kernel import adamw as adamw
 from base.cuda_kernels import (
     LONGEST,
     gradient,
@@ -177,7 +176,7 @@ rotary_forward = kernel(
 
 
 @gradient(rotary_forward, keep=(2, 3))
-def _(ctx, dq, dk):
+def rotary_gradient(ctx, dq, dk):
     return *rotary_forward(dq, dk, *ctx.saved_tensors, -1.0), None, None, None
 
 
@@ -205,7 +204,7 @@ swiglu_backward = kernel(
 
 
 @gradient(swiglu_forward, keep=(0, 1))
-def _(ctx, dy, _):
+def swiglu_gradient(ctx, dy, _):
     *grads, maxima = swiglu_backward(dy, *ctx.saved_tensors, 2 * ctx.numbers[0])
     for grad, amax in zip(grads, maxima.split(1)):
         note_maximum(grad, amax)
@@ -232,7 +231,7 @@ bias_gelu_backward = kernel(
 
 
 @gradient(bias_gelu_forward, keep=(0, 1))
-def _(ctx, dy):
+def bias_gelu_gradient(ctx, dy):
     wanted = ctx.needs_input_grad[1]
     dx, d_bias = bias_gelu_backward(dy, *ctx.saved_tensors, int(wanted))
     return dx, d_bias[0] if wanted else None
@@ -256,7 +255,7 @@ bias_dropout_add_forward = kernel(
 
 
 @gradient(bias_dropout_add_forward, keep=(3,))
-def _(ctx, dy, _):
+def bias_dropout_add_gradient(ctx, dy, _):
     (key,) = ctx.saved_tensors
     wanted = ctx.needs_input_grad[1]
     if key is None:
@@ -300,7 +299,7 @@ causal_softmax_backward = kernel(
 
 
 @gradient(causal_softmax_forward, keep_output=True)
-def _(ctx, dp):
+def causal_softmax_gradient(ctx, dp):
     return causal_softmax_backward(dp, *ctx.saved_tensors, *ctx.numbers), None
 
 
@@ -328,7 +327,7 @@ softmax_dropout_backward = kernel(
 
 
 @gradient(softmax_dropout_forward, keep=(0, 1))
-def _(ctx, dy):
+def softmax_dropout_gradient(ctx, dy):
     return softmax_dropout_backward(dy, *ctx.saved_tensors, *ctx.numbers), *[None] * 6
 
 
@@ -439,13 +438,13 @@ unpermute_backward = kernel(
 
 
 @gradient(permute_forward, keep=(2,))
-def _(ctx, dy):
+def permute_gradient(ctx, dy):
     # the gradient of permute is unpermute without probabilities
     return unpermute_forward(dy, *ctx.saved_tensors, None, None), None, None
 
 
 @gradient(unpermute_forward, keep=(0, 2, 3))
-def _(ctx, dy):
+def unpermute_gradient(ctx, dy):
     rows, probabilities, order = ctx.saved_tensors
     d_probabilities = torch.zeros(probabilities.shape, device=dy.device)
     d_rows = unpermute_backward(dy, rows, order, probabilities, d_probabilities)
@@ -471,6 +470,10 @@ def unpermute(rows: Tensor, probabilities: Tensor, position: Tensor, order: Tens
         return moe.unpermute(rows, probabilities, position, order)
     return unpermute_forward(rows, position, probabilities, order)
 
+
+# --- the update of the optimizer ------------------------------------------------------------------
+
+adamw = adamw_kernel.adamw
 
 # --- in a model -----------------------------------------------------------------------------------
 # What a module is handed as its forward, or a head as its loss. self is the module.

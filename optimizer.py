@@ -87,36 +87,57 @@ def uses_of(model: nn.Module) -> Counter:
     return Counter(p for _, p in model.named_parameters(remove_duplicate=False))
 
 
-class GradientAccumulator:
-    """Adds `parameter.grad` to `parameter.main_grad`, in at least float32, after each backward.
+class GradientSums:
+    """What the loop calls around the backward passes of a step. A subclass sums the gradients.
 
-    `parameter.grad` is freed at once. The loop calls `zero_grad()` before the first backward of a
-    step, `next_backward_is_last()` before the last one, `reduce_gradients()` after it, and
-    `renew_parameters()` after the optimizer's step. Here the last three have nothing to do.
+    `zero_grad()` comes before the first backward of a step, `next_backward_is_last()` before the
+    last one, `reduce_gradients()` after it, and `renew_parameters()` after the optimizer's step.
     """
 
-    # of ZeRO (fsdp.py): nothing is sharded
+    # ZeRO's stage (fsdp.py); in 0 nothing is sharded.
     stage = 0
 
-    def __init__(self, model: nn.Module, scaler: "LossScaler | None" = None):
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+    def __init__(self, parameters: list[nn.Parameter], scaler: "LossScaler | None"):
+        """Have autograd call `accumulate(p)` when the gradient of p is complete; for a tied weight,
+        once."""
+        self.parameters = parameters
         self.scaler = scaler
-        sum_uses_apart(model)
-        self.zero_grad()
-        self.listen()
-
-    def listen(self) -> None:
-        """Have autograd call `accumulate` when a gradient is complete; for a tied weight, once."""
         # A weak reference: the garbage collector cannot see, and so never frees, a cycle that goes
         # through a hook.
         this = weakref.ref(self)
-        for p in self.parameters:
+        for p in parameters:
             p.register_post_accumulate_grad_hook(lambda p: this() and this().accumulate(p))
 
     @property
     def unscale(self) -> float:
         """What a gradient is multiplied by on its way into the sum."""
         return 1 / self.scaler.scale if self.scaler else 1
+
+    def next_backward_is_last(self) -> None:
+        pass
+
+    def reduce_gradients(self) -> None:
+        pass
+
+    def renew_parameters(self) -> None:
+        pass
+
+    def wait_for_parameters(self) -> None:
+        """Before anything but a forward reads the parameters."""
+
+
+class GradientAccumulator(GradientSums):
+    """Adds `parameter.grad` to `parameter.main_grad`, in at least float32, after each backward, and
+    frees it. No other rank holds these weights, so there is nothing to reduce or to renew."""
+
+    def __init__(self, model: nn.Module, scaler: "LossScaler | None" = None):
+        super().__init__([p for p in model.parameters() if p.requires_grad], scaler)
+        sum_uses_apart(model)
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        for p in self.parameters:
+            p.main_grad = None
 
     def accumulate(self, p: nn.Parameter) -> None:
         # None: a pipeline schedule has deferred this weight gradient, or `accumulate_product` has
@@ -140,22 +161,6 @@ class GradientAccumulator:
         if is_first:
             p.main_grad = torch.empty_like(p, dtype=accumulation_dtype(p.dtype))
         add_product(p.main_grad, grad_output, x, 0 if is_first else 1, self.unscale)
-
-    def next_backward_is_last(self) -> None:
-        pass
-
-    def reduce_gradients(self) -> None:
-        pass
-
-    def renew_parameters(self) -> None:
-        pass
-
-    def wait_for_parameters(self) -> None:
-        """Before anything but a forward reads the parameters."""
-
-    def zero_grad(self) -> None:
-        for p in self.parameters:
-            p.main_grad = None
 
 
 # --- gradients: added inside the matrix multiplication --------------------------------------------
@@ -181,7 +186,7 @@ def is_fusable(p: nn.Parameter) -> bool:
     return p.is_cuda and p.dtype.itemsize == 2
 
 
-def fuse_accumulation(model: nn.Module, gradients: GradientAccumulator) -> None:
+def fuse_accumulation(model: nn.Module, gradients: GradientSums) -> None:
     """Let linear layers of a model, or of a stage, add the gradients of their weights inside the
     matrix multiplication, where that is possible, and those of an input that they share; in place.
 

@@ -81,6 +81,15 @@ from sharding import local_part, set_sharding, sharding_of
 # --- from actions to sends and receives -----------------------------------------------------------
 
 
+class MessageKey(NamedTuple):
+    """Which message: the one that F (kind F) or B and I (kind B) of this stage need for this
+    micro-batch. Kind F is an activation, kind B a gradient."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+
 class Transfer(NamedTuple):
     """An entry of a rank's program that communicates."""
 
@@ -88,11 +97,14 @@ class Transfer(NamedTuple):
     op: str
     # the rank at the other end
     peer: int
-    # F for an activation, B for a gradient
+    # as in MessageKey
     kind: str
-    # the stage that it goes to
     stage: int
     micro_batch: int
+
+    @property
+    def key(self) -> MessageKey:
+        return MessageKey(self.kind, self.stage, self.micro_batch)
 
 
 # what `lower` makes of one rank's list
@@ -136,10 +148,11 @@ def lower(schedule: Schedule, v: int = 1, ahead: int = 1) -> list[Program]:
     return [_program(rank, actions, messages, p, ahead) for rank, actions in enumerate(schedule)]
 
 
-def _messages(schedule: Schedule, v: int) -> dict[tuple[str, int, int], Message]:
-    """Everything that goes from rank to rank, by (kind, stage that it goes to, micro_batch); those
-    of one sender in the order of sending. A message has the key of the action that needs it: F of
-    stage k needs what F of stage k - 1 sends, and both have the key ("F", k, micro_batch)."""
+def _messages(schedule: Schedule, v: int) -> dict[MessageKey, Message]:
+    """Everything that goes from rank to rank; the messages of one sender in the order of sending.
+
+    F of stage k needs what F of stage k - 1 sends: the message has the key ("F", k, micro_batch).
+    """
     p = len(schedule)
     position_of = {
         result_of(action, rank, p): position
@@ -157,7 +170,7 @@ def _messages(schedule: Schedule, v: int) -> dict[tuple[str, int, int], Message]
                 number = counts[rank, receiver, kind]
                 counts[rank, receiver, kind] += 1
                 used_at = position_of[kind, goes_to, k]
-                messages[kind, goes_to, k] = Message(
+                messages[MessageKey(kind, goes_to, k)] = Message(
                     rank, receiver, kind, goes_to, k, number, position, used_at
                 )
     return messages
@@ -166,7 +179,7 @@ def _messages(schedule: Schedule, v: int) -> dict[tuple[str, int, int], Message]
 def _program(
     rank: int,
     actions: list[Action],
-    messages: dict[tuple[str, int, int], Message],
+    messages: dict[MessageKey, Message],
     p: int,
     ahead: int,
 ) -> Program:
@@ -333,7 +346,7 @@ class Channels:
 
 # --- running a schedule ---------------------------------------------------------------------------
 
-# activations go forward, gradients come back
+# Activations go forward, gradients come back.
 KINDS = {"F": 0, "B": 1}
 
 
@@ -341,8 +354,8 @@ KINDS = {"F": 0, "B": 1}
 class _Step:
     """What is between two actions in one training step.
 
-    A message has the key (kind, stage that it goes to, micro_batch); what two actions of one
-    micro-batch share has the key (chunk, micro_batch).
+    Messages are found by their MessageKey. What two actions of one micro-batch share has the key
+    (chunk, micro_batch).
     """
 
     run_stage: Callable
@@ -421,7 +434,7 @@ class Pipeline:
         return action.chunk * self.p + self.rank
 
     def transfer(self, step: _Step, transfer: Transfer, shape: tuple[int, int, int]) -> None:
-        message = transfer.kind, transfer.stage, transfer.micro_batch
+        message = transfer.key
         # a number of its own for each message of a step
         number = transfer.micro_batch * self.p * self.v + transfer.stage
         tag = number * 2 + KINDS[transfer.kind]
@@ -435,18 +448,18 @@ class Pipeline:
             work = self.channels.send(tensor, transfer.peer, transfer.kind, tag)
             step.sent[message] = tensor, work
         else:
-            # settle: no wait in fact, for the message was consumed
+            # settle returns at once: the peer has consumed the message
             step.sent.pop(message)[1].wait()
 
     def wait_for_input(self, step: _Step, action: Action) -> Tensor | None:
         """What an action starts from: an activation for F, a gradient for B and I, else None."""
         stage = self.stage_of(action)
-        # where a micro-batch begins, or turns round, nothing comes in
+        # the first stage's F and the last stage's B receive nothing
         begins = 0 if action.op == "F" else self.last_stage
         if action.op == "W" or stage == begins:
             return None
         kind = "F" if action.op == "F" else "B"
-        tensor, work = step.arriving.pop((kind, stage, action.micro_batch))
+        tensor, work = step.arriving.pop(MessageKey(kind, stage, action.micro_batch))
         if work:
             work.wait()
         return tensor
@@ -461,7 +474,7 @@ class Pipeline:
             step.graphs[action.chunk, action.micro_batch] = received, edge
         stage = self.stage_of(action)
         if stage < self.last_stage:
-            self.hand_over(step, ("F", stage + 1, action.micro_batch), y.detach())
+            self.hand_over(step, MessageKey("F", stage + 1, action.micro_batch), y.detach())
 
     def backward(self, step: _Step, action: Action, received: Tensor | None) -> None:
         key = action.chunk, action.micro_batch
@@ -475,7 +488,7 @@ class Pipeline:
             torch.autograd.backward(edge, grad)
         self.defer(action.chunk, None)
         if x is not None:
-            self.hand_over(step, ("B", stage - 1, action.micro_batch), x.grad)
+            self.hand_over(step, MessageKey("B", stage - 1, action.micro_batch), x.grad)
 
     def weight_gradients(self, step: _Step, action: Action) -> None:
         for weight, grad_output, x in step.deferred.pop((action.chunk, action.micro_batch)):
@@ -490,9 +503,9 @@ class Pipeline:
         for weight in self.stages[chunk].parameters():
             weight.deferred = deferred
 
-    def hand_over(self, step: _Step, message: tuple[str, int, int], tensor: Tensor) -> None:
+    def hand_over(self, step: _Step, message: MessageKey, tensor: Tensor) -> None:
         """To the send that follows, or to another stage of this rank."""
-        if message[1] % self.p == self.rank:
+        if message.stage % self.p == self.rank:
             step.arriving[message] = tensor, None
         else:
             step.departing[message] = tensor
@@ -617,8 +630,8 @@ def split_backward(model: gpt.GPT) -> None:
             # a frozen weight has no gradient to defer
             if type(child) in REPLACEMENTS and child.weight.requires_grad:
                 setattr(parent, name, with_weights_of(REPLACEMENTS[type(child)], child))
-            if type(child) is gpt.SharedInput:
-                setattr(parent, name, sequence_parallel.JoinedInput())
+            if type(child) is gpt.ProjectTogether:
+                setattr(parent, name, sequence_parallel.JoinedProjection())
     for module in model.modules():
         # not that of fp8.py, which defers too
         if isinstance(module, tensor_parallel.RowParallelLinear) and module.linear is F.linear:

@@ -87,7 +87,7 @@ class TensorParallelMLPEncoder(nn.Module):
     def __init__(self, h: int, config: PTuning):
         super().__init__()
         e = config.encoder_hidden or h
-        self.project = gpt.SharedInput()
+        self.project = gpt.ProjectTogether()
         self.up = gpt.DeferredBiasLinear(h, e)
         self.activation = gpt.GELU()
         self.down = gpt.DeferredBiasLinear(e, h)
@@ -95,7 +95,7 @@ class TensorParallelMLPEncoder(nn.Module):
     def shard_over(self, group: dist.ProcessGroup) -> None:
         shard_parameter(self.up, "weight", Shard(0, group))  # [e / t, h]
         shard_parameter(self.up, "bias", Shard(0, group))
-        self.project = tensor_parallel.ColumnParallelLinear(group)
+        self.project = tensor_parallel.ColumnParallelInput(group)
         self.down = tensor_parallel.RowParallelLinear(self.down, group)
 
     def forward(self, inputs: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ from base import compiling
 from base.document_mask import positions_of
 from base.model_config import FieldError, GPTConfig
 from sharding import sharding_of
-from tensor_parallel import ColumnParallelLinear, CopyToRanks
+from tensor_parallel import ColumnParallelInput, CopyToRanks
 
 # their names from torch 2.13 on
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -456,17 +456,17 @@ def weights_and_biases(linears: tuple[nn.Linear, ...]) -> list[Tensor | None]:
     return [layer.weight for layer in linears] + biases
 
 
-class JoinedInput(gpt.SharedInput):
-    """gpt.SharedInput on one device: one function of autograd for all the layers. So ∂x is added up
-    inside their matrix multiplications, and not by an addition after each. It reads the parameters
-    of the layers, and does not call them."""
+class JoinedProjection(gpt.ProjectTogether):
+    """gpt.ProjectTogether on one device, as one autograd function for all the layers. So ∂x is
+    added up inside their matrix multiplications, and not by an addition after each. It reads the
+    parameters of the layers, and does not call them."""
 
     def forward(self, x: Tensor, *linears: nn.Linear) -> list[Tensor]:
         return list(linear(x, *weights_and_biases(linears)))
 
 
-class OverlappedLinear(ColumnParallelLinear):
-    """ColumnParallelLinear, whose communication runs beside computation. It reads the parameters of
+class OverlappedInput(ColumnParallelInput):
+    """ColumnParallelInput, whose communication runs beside computation. It reads the parameters of
     the layers, and does not call them."""
 
     def forward(self, x: Tensor, *linears: nn.Linear) -> list[Tensor]:
@@ -485,8 +485,8 @@ def overlap_backward(model: gpt.GPT) -> None:
     """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is ColumnParallelLinear:
-                overlapped = OverlappedLinear(child.enter.group)
+            if type(child) is ColumnParallelInput:
+                overlapped = OverlappedInput(child.enter.group)
                 # f, or g of sequence parallelism
                 overlapped.enter = child.enter
                 setattr(parent, name, overlapped)

@@ -114,11 +114,11 @@ class ReduceFromRanks(Communication):
 # --- linear layers --------------------------------------------------------------------------------
 
 
-class ColumnParallelLinear(gpt.SharedInput):
+class ColumnParallelInput(gpt.ProjectTogether):
     """Y_i = f(X) A_i: each rank computes its columns of Y. x: [b, s, h] -> [b, s, out / t] each.
 
     f comes once for all the layers that read X: query, key and value, or gate and up. So this
-    module stands where gpt.SharedInput stood. It has f alone: the weights stay with the layers,
+    module stands where gpt.ProjectTogether stood. It has f alone: the weights stay with the layers,
     and `apply` has sharded them.
     """
 
@@ -220,7 +220,7 @@ class VocabParallelHead(nn.Module):
         self.vocab_size = sharding_of(head.output.weight).shape[0]
         if not sharding_of(head.output.weight).placements:
             shard_parameter(self.output, "weight", Shard(0, group))  # [V / t, h]
-        self.project = ColumnParallelLinear(group)
+        self.project = ColumnParallelInput(group)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """As gpt.Head. Without targets, to generate, the logits are gathered, and no gradient goes
@@ -350,7 +350,7 @@ def apply(model: gpt.GPT, group: dist.ProcessGroup) -> None:
         attention, mlp = block.attention, block.mlp
         for linear in (attention.query, attention.key, attention.value):
             shard_columns(linear, group)
-        attention.project = ColumnParallelLinear(group)
+        attention.project = ColumnParallelInput(group)
         attention.output = RowParallelLinear(attention.output, group)
         if isinstance(attention.head_norms, families.HeadNorms):
             attention.head_norms = ParallelHeadNorms(attention.head_norms, group)
@@ -363,7 +363,7 @@ def apply(model: gpt.GPT, group: dist.ProcessGroup) -> None:
             shard_columns(mlp.up, group)
             if mlp.gate is not None:
                 shard_columns(mlp.gate, group)
-            mlp.project = ColumnParallelLinear(group)
+            mlp.project = ColumnParallelInput(group)
             mlp.down = RowParallelLinear(mlp.down, group)
     shard_vocabulary(model, group)
 

@@ -3,7 +3,7 @@
     swiglu_forward = kernel("swiglu(gate[.., h], up[.., h]) -> y[.., h]")
 
     @gradient(swiglu_forward, keep=(0, 1))
-    def _(ctx, dy): ...
+    def swiglu_gradient(ctx, dy): ...
 
 The signature is all that stands between torch and the function swiglu of base/csrc/. From it come
 the checks of arguments, the new tensors, the arguments in C, and the schema of the operation.

@@ -136,12 +136,12 @@ class Bottleneck(nn.Module):
         self.enabled = True
         k = config.adapter_size
         self.norm = nn.LayerNorm(h)
-        self.project = gpt.SharedInput()
+        self.project = gpt.ProjectTogether()
         self.down = nn.Linear(h, k, bias=False)
         self.up = gpt.DeferredBiasLinear(k, h, bias=False)
         if group:
             tensor_parallel.shard_columns(self.down, group)
-            self.project = tensor_parallel.ColumnParallelLinear(group)
+            self.project = tensor_parallel.ColumnParallelInput(group)
             self.up = tensor_parallel.RowParallelLinear(self.up, group)
 
     def forward(self, y: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def adapter_of(linear: nn.Module, name: str) -> nn.Module | None:
 # --- in the forward of a block --------------------------------------------------------------------
 
 
-class AdaptedInput(gpt.SharedInput):
+class AdaptedInput(gpt.ProjectTogether):
     """Linear layers that read one input, with their LoRA or IA3. It stands where `project` stood.
 
     enter: f of tensor parallelism, g of sequence parallelism; once for all A x, side by side.

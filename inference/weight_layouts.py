@@ -120,7 +120,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedSharedInput(PackedLinear):
-    """Replaces gpt.SharedInput: several linear layers with the same input, as one matrix."""
+    """Replaces gpt.ProjectTogether: several linear layers with the same input, as one matrix."""
 
     def forward(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         """x: [.., in] -> [.., out] of each layer. linears: unused, they are in the matrix."""
@@ -180,10 +180,10 @@ def pack_linears(model: gpt.GPT) -> None:
     for block in model.blocks.values():
         attention = block.attention
         mlp = block.mlp
-        if type(attention.project) is gpt.SharedInput and not has_adapter(attention):
+        if type(attention.project) is gpt.ProjectTogether and not has_adapter(attention):
             attention.project = PackedSharedInput([attention.query, attention.key, attention.value])
             attention.output = PackedLinear([attention.output])
-        is_whole = isinstance(mlp, gpt.MLP) and type(mlp.project) is gpt.SharedInput
+        is_whole = isinstance(mlp, gpt.MLP) and type(mlp.project) is gpt.ProjectTogether
         if is_whole and not has_adapter(mlp):
             layers = [linear for linear in (mlp.gate, mlp.up) if linear is not None]
             mlp.project = PackedSharedInput(layers)

@@ -52,7 +52,7 @@ def test_lora_by_hand():
     linear.lora = adapters.LoRA(linear.weight, AdapterConfig("lora", 1, 3.0), site=4)
     linear.lora.a = nn.Parameter(torch.tensor([[1.0, -1.0]]))
     linear.lora.b = column(2.0, 0.5)
-    (y,) = adapters.AdaptedInput(gpt.SharedInput(), None)(X, linear)
+    (y,) = adapters.AdaptedInput(gpt.ProjectTogether(), None)(X, linear)
     assert y.flatten().tolist() == [-1.0, 9.5]
     # the same for a layer that leaves a tensor-parallel region
     assert adapters.lora_output(linear, X).flatten().tolist() == [-1.0, 9.5]
@@ -63,7 +63,7 @@ def test_ia3_by_hand():
     linear = linear_by_hand()
     linear.ia3 = adapters.IA3(linear.weight, -2)
     linear.ia3.scale = nn.Parameter(torch.tensor([10.0, 1.0]))
-    (y,) = adapters.AdaptedInput(gpt.SharedInput(), None)(X, linear)
+    (y,) = adapters.AdaptedInput(gpt.ProjectTogether(), None)(X, linear)
     assert y.flatten().tolist() == [50.0, 11.0]
     assert adapters.ia3_output(linear, X).flatten().tolist() == [14.0, 38.0]
 

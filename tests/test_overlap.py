@@ -30,11 +30,11 @@ def layers(enter):
     s = S // group.size() if enter is GatherSequence else S
     x = torch.randn(B, s, H, dtype=torch.float64, requires_grad=True)
     linear = torch.nn.Linear(H, 6, dtype=torch.float64)
-    plain = tensor_parallel.ColumnParallelLinear(group)
+    plain = tensor_parallel.ColumnParallelInput(group)
     plain.enter = enter(group)
     holder = torch.nn.ModuleList([plain])
     sequence_parallel.overlap_backward(holder)
-    assert type(holder[0]) is sequence_parallel.OverlappedLinear
+    assert type(holder[0]) is sequence_parallel.OverlappedInput
     return x, linear, plain, holder[0]
 
 
@@ -65,7 +65,7 @@ def test_layers_that_share_an_input_on_one_device(name):
         part = getattr(gpt.GPT(config).blocks["0"], name).double()
         if joined:
             pipeline_parallel.split_backward(part)
-            assert type(part.project) is sequence_parallel.JoinedInput
+            assert type(part.project) is sequence_parallel.JoinedProjection
         names = ("query", "key", "value") if name == "attention" else ("gate", "up")
         layers = [getattr(part, n) for n in names]
         x = torch.linspace(-1, 1, B * S * H, dtype=torch.float64).view(B, S, H).requires_grad_()
