@@ -242,6 +242,13 @@ class Trainer:
             gradients.reduce_gradients()
         self.model.sum_tied()
 
+    def continue_text(self, prompt: list[int], max_tokens: int, **options) -> list[int]:
+        """The tokens after a prompt. options: of generate.stream."""
+        # loaded when a run is done
+        import generate
+
+        return generate.generate(self.model, [prompt], max_tokens, **options)[0]
+
     def update(self, step: int) -> tuple[torch.Tensor, float]:
         """Clip, then update. Returns (gradient norm before clipping, learning rate)."""
         c = self.config

@@ -17,8 +17,9 @@ from typing import Any
 
 from base import json_files
 from base.model_config import MoEConfig
-from inference.architectures import ARCHITECTURES, GPT2, MIXTRAL, Architecture, HuggingFaceError
+from inference.architectures import ARCHITECTURES, MIXTRAL, Architecture, HuggingFaceError
 from run.checkpoint_index import fixed_fields
+from run.presets import not_in_mixtral, why_not_exported
 
 # what null means, where it is not what absence means
 NULLS = {"sliding_window": 0, "num_key_value_heads": 0}
@@ -89,8 +90,8 @@ def read_fields(hf_config: dict, architecture: Architecture) -> MoEConfig:
         raise HuggingFaceError(f"num_local_experts is 0; a {MIXTRAL.name} has experts")
     with refused(ValueError):
         config = MoEConfig(**fields)
-    if architecture is MIXTRAL:
-        check_experts(config)
+    if architecture is MIXTRAL and (differing := not_in_mixtral(config)):
+        raise HuggingFaceError("; ".join(differing))
     return config
 
 
@@ -187,23 +188,6 @@ def rotary_fields(hf_config: dict, missing: dict[str, float]) -> dict[str, float
     return fields
 
 
-def check_experts(config: MoEConfig) -> None:
-    """Raises HuggingFaceError for a model with experts that a Mixtral does not compute, naming all
-    that differs."""
-    router, k, every = config.router, config.router_topk, config.expert_every
-    gates = "a Mixtral's gates are the softmax over the chosen logits, those of router topk"
-    one = "a Mixtral with num_experts_per_tok 1 has gate 1, where here it is the probability"
-    differing = []
-    if router != "topk":
-        differing.append(f"router {router}: {gates}")
-    if k < 2:
-        differing.append(f"router_topk {k}: {one}")
-    if every != 1:
-        differing.append(f"expert_every {every}: a Mixtral has experts in every layer")
-    if differing:
-        raise HuggingFaceError("; ".join(differing))
-
-
 # --- MoEConfig -> config.json ---------------------------------------------------------------------
 
 
@@ -265,25 +249,9 @@ def write_rotary(config: MoEConfig) -> dict:
 def to_hf_config(config: MoEConfig) -> dict:
     """config.json, for transformers 4 and 5. Raises HuggingFaceError for a model that it cannot
     describe."""
-    check_export_of_experts(config)
+    if why := why_not_exported(config):
+        raise HuggingFaceError(why)
     hf_config = write_fields(config, architecture_of(config))
     # the end-of-text token of bytes, and of GPT-2's vocabulary
     end_of_text = {257: 256, 50257: 50256}.get(config.vocab_size)
     return hf_config | {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-
-
-def check_export_of_experts(config: MoEConfig) -> None:
-    """Raises HuggingFaceError for experts that no class of transformers has, naming the training
-    flags with which a model can be exported."""
-    if not config.num_experts:
-        return
-    if not config.llama:
-        raise HuggingFaceError(
-            f"num_experts {config.num_experts}: {GPT2.name} has none; only models of Llama's kind"
-            f" have, as {MIXTRAL.name}: train with --model tiny-moe, llama2-7b or mixtral-8x7b"
-        )
-    try:
-        check_experts(config)
-    except HuggingFaceError as e:
-        flags = f"--router topk --router-topk {max(2, config.router_topk)} --expert-every 1"
-        raise HuggingFaceError(f"{e}; a model trained with {flags} could be exported") from None

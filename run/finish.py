@@ -51,10 +51,7 @@ def sample(trainer, tokenizer, held_out) -> str:
 
             whole = context_parallel.whole_sequences(trainer.stages)
         with whole:
-            # loaded when a run is done
-            from generate import generate
-
-            (ids,) = generate(trainer.model, [prompt], SAMPLE_TOKENS, **options)
+            ids = trainer.continue_text(prompt, SAMPLE_TOKENS, **options)
     except (FloatingPointError, InputError) as e:
         return f"no sample: {e}"
     return tokenizer.decode(prompt + ids)

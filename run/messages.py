@@ -6,6 +6,7 @@ import torch
 
 from base.world import World
 from run.config import LAYOUT, RunConfig
+from run.presets import why_not_exported
 
 # flags that are named where they are not the default
 NAMED = (
@@ -51,17 +52,8 @@ def surprises(trainer, world: World):
             f"experts are balanced within a micro-batch, here of {micro} sequences: for the same "
             f"result on another number of ranks give --micro-batch-size {micro}"
         )
-    if model.num_experts:
-        # loaded for those who have experts
-        from inference import hf_config
-
-        try:
-            hf_config.check_export_of_experts(model)
-        except hf_config.HuggingFaceError as e:
-            yield (
-                f"no Hugging Face class has such experts, and huggingface.py will not export them:"
-                f" {e}"
-            )
+    if why := why_not_exported(model):
+        yield f"huggingface.py will not export these experts, which no class of theirs has: {why}"
     if config.kernels == "auto" and trainer.kernels_refused and trainer.device.type == "cuda":
         yield f"--kernels auto: {trainer.kernels_refused}; PyTorch's own operations run"
     if config.recompute == "selective" and model.attention == "fused":

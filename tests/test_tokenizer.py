@@ -401,7 +401,7 @@ def test_experts_that_cannot_be_exported(here, capfd):
     experts = ["--model", "tiny-moe", "--num-experts", "2", "--num-layers", "2"]
     assert run("--out", "run", "--steps", "1", *experts) == 0
     lines = capfd.readouterr().out.splitlines()
-    (warning,) = (line for line in lines if "huggingface.py will not export" in line)
+    (warning,) = (line for line in lines if "huggingface.py will not export these experts" in line)
     would_fit = "--router topk --router-topk 2 --expert-every 1"
     for expected in ("router sinkhorn", "expert_every 2", would_fit):
         assert expected in warning
