@@ -24,6 +24,7 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -68,10 +69,17 @@ def fork_this_process() -> None:
 def start_server() -> None:
     """Start the server that forks ranks, if there is none. Ctrl-C is for this process, which ends
     what it has started: the server would print a traceback while it imports torch."""
-    if _context.get_start_method() == "forkserver":
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        forkserver.ensure_running()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    if _context.get_start_method() != "forkserver":
+        return
+    # The server of Python 3.11 skips in silence what is not on its own path.
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    del os.environ["PYTHONPATH"]
+    if before is not None:
+        os.environ["PYTHONPATH"] = before
 
 
 def run(

@@ -32,6 +32,8 @@ from pathlib import Path
 
 import shortened
 
+from course import ranks
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -40,6 +42,7 @@ class Command:
 
     def __init__(self, argv: list, environment: dict[str, str], is_shortened: bool = True):
         self.folder = tempfile.TemporaryDirectory()
+        ranks.start_server()
         context = multiprocessing.get_context("forkserver")
         words = [str(word) for word in argv[argv[0] == "-m" :]]
         self.process = context.Process(

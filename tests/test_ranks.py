@@ -1,6 +1,7 @@
 """course/ranks.py: what ranks return comes back; a failure, a death or a hang is named."""
 
 import os
+import sys
 import time
 
 import pytest
@@ -33,6 +34,15 @@ def missing_peer(rank):
         dist.barrier()
     else:
         time.sleep(20)
+
+
+def has_imported(rank):
+    return {"parity", "train", "kernels", "course.parity"} <= sys.modules.keys()
+
+
+def test_ranks_begin_with_what_the_server_has_imported():
+    """Importing it would take longer than most runs do."""
+    assert ranks.run(has_imported, 1) == [True]
 
 
 def test_returns_what_each_rank_returned():
