@@ -39,8 +39,7 @@ from planning.fits import USABLE, PlanError, what_would_fit
 from planning.inputs import STATE_IN_16_BITS, Layout, Machine, Software
 from planning.layer_time import Pass, Rank, layer
 from planning.layouts import layouts
-from planning.memory import memory, waits_for_w
-from planning.state import Stage, learned, parameters, stages_of
+from planning.memory import Stages, learned, memory, parameters, stages_of, waits_for_w
 
 # --- bytes outside the layers ---------------------------------------------------------------------
 
@@ -156,15 +155,15 @@ class Work(NamedTuple):
 
 
 @lru_cache(maxsize=2**12)
-def works_of(of_ranks: tuple[tuple[Stage, ...], ...]) -> tuple[Work, ...]:
+def works_of(of_ranks: Stages) -> tuple[Work, ...]:
     """Of all pipeline ranks, those that differ; then that of the mean rank, for which most ranks
     wait while the pipeline fills."""
     found = []
     for stages in of_ranks:
         blocks = [block for stage in stages for block in stage.blocks]
         layers = sum(n for _, n in blocks)
-        again = sum(n for kind, n in blocks if kind.recomputes)
-        fp8 = sum(n for kind, n in blocks if kind.fp8)
+        again = sum(n for block, n in blocks if block.recomputes)
+        fp8 = sum(n for block, n in blocks if block.fp8)
         found.append((layers, again, fp8, stages[-1].head))
     total, again, fp8, _ = map(sum, zip(*found))
     mean = Work(total / len(found), again / total, fp8 / total, False)

@@ -306,6 +306,13 @@ def check(config: GPTConfig, t: int, world: int = 0) -> None:
             raise FieldError("tp", t, f"must divide {{{field}}}", fits, **{field: n})
 
 
+def vocabulary_multiple(of_rank: int | None, device: str, t: int) -> int:
+    """What `pad_vocabulary` makes the whole vocabulary a multiple of, where t ranks share it and
+    more than 1 was asked for."""
+    multiple = of_rank or (128 if device == "cuda" else 1)
+    return 1 if multiple == 1 else multiple * t
+
+
 def pad_vocabulary(
     model: gpt.GPT,
     device: torch.device,
@@ -320,10 +327,9 @@ def pad_vocabulary(
     off its fast kernels in three products: z = x Wᵀ, ∂x = ∂z W, ∂W = ∂zᵀ x. With 50,304 = 393 x 128
     each begins at a multiple of 256 bytes.
     """
-    multiple = of_rank or (128 if device.type == "cuda" else 1)
+    multiple = vocabulary_multiple(of_rank, device.type, group.size() if group else 1)
     if multiple == 1:
         return
-    multiple *= group.size() if group else 1
     tokens = model.embedding and model.embedding.tokens
     # a reward model has another head
     output = model.head.output if isinstance(model.head, gpt.Head) else None

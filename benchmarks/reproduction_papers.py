@@ -24,7 +24,7 @@ from planning import as_rank
 from planning import rows as published_rows
 from planning.inputs import A100, SOFTWARE, Layout
 from planning.layer_time import Rank, layer
-from planning.state import block_parameters
+from planning.memory import block_parameters
 from run import flags
 from run.presets import PRESETS
 from sharding import num_parameters

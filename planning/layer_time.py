@@ -14,8 +14,15 @@ from typing import NamedTuple
 from base.model_config import MoEConfig, block_matrices, mlp_matrices, num_mlps
 from planning.fits import PlanError
 from planning.inputs import Layout, Machine, Software
-from planning.memory import bias_heads, is_fused, waits_for_w
-from planning.state import block_parameters, keeps_fp8_bytes, lora_parameters
+from planning.memory import (
+    bias_heads,
+    block_parameters,
+    is_fused,
+    keeps_fp8_bytes,
+    lora_parameters,
+    lora_widths,
+    waits_for_w,
+)
 
 # --- what a layer reads and writes ----------------------------------------------------------------
 #
@@ -229,21 +236,12 @@ def read_and_written(rank: Rank) -> tuple[float, float, float]:
         context += HEAD_NORMS * (model.num_heads + model.num_kv_heads) * model.head_dim
     scores = 0 if rank.fused_attention else SCORES * model.num_heads * s / t
     bias = LOCAL_BIAS * bias_heads(model, t) * s**2
-    outside = rank.tokens * (norms + (context + activation) / t + lora_bytes(rank))
+    each = norms + (context + activation) / t
+    if rank.software.lora_rank:
+        reads, adds = lora_widths(model, t, rank.mlps)
+        each += LORA_READ * reads + LORA_ADD * adds
+    outside = rank.tokens * each
     return rank.read_write(outside), rank.read_write(rank.tokens * scores), rank.read_write(bias)
-
-
-def lora_bytes(rank: Rank) -> float:
-    """Of each token in one layer, what LoRA's matrices read and add."""
-    model, t = rank.model, rank.layout.tp
-    if not rank.software.lora_rank:
-        return 0.0
-    h, heads, inner = model.hidden_size, model.num_heads * model.head_dim, model.ffn_hidden_size
-    up = 1 + model.gated
-    reads = 3 * h + heads / t + rank.mlps * (up * h + inner / t)
-    keys = 2 * model.num_kv_heads * model.head_dim
-    adds = (heads + keys) / t + h + rank.mlps * (up * inner / t + h)
-    return LORA_READ * reads + LORA_ADD * adds
 
 
 def tensor_backward(rank: Rank, all_reduce: float, weight_gradient: float) -> float:

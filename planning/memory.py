@@ -1,6 +1,7 @@
 """Bytes that one rank of train.py holds at the peak of a step, by formulas.
 
-    parameters, gradients, optimizer     planning/state.py
+    parameters, gradients, optimizer     the numbers in the matrices of a rank, times the bytes of
+                                         ZeRO's table (run/room.py)
     activations                          what autograd keeps: of a layer, times the layers of a
                                          stage, times the micro-batches in flight (schedules.py)
     gathered, summed, moment             what is there for a moment, an estimate
@@ -28,23 +29,178 @@ keep in another form.
 """
 
 import dataclasses
+from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
+import pipeline_parallel
 import schedules
-from base.model_config import MoEConfig
+from base.model_config import MoEConfig, block_matrices, mlp_matrices
 from planning.inputs import Layout, Software
-from planning.state import (
-    Kind,
-    block_parameters,
-    learned,
-    parameters,
-    stages_of,
-    state,
-    vocabulary,
-)
+from run import room
+
+# --- the stages of a pipeline rank ----------------------------------------------------------------
+
+
+class BlockType(NamedTuple):
+    """What decides which bytes a block holds."""
+
+    experts: bool = False
+    # by the layout's granularity
+    recomputes: bool = True
+    fp8: bool = False
+
+
+class Stage(NamedTuple):
+    """One of the v stages of a pipeline rank."""
+
+    # (type, how many blocks)
+    blocks: tuple[tuple[BlockType, int], ...]
+    embedding: bool
+    head: bool
+
+
+# of each pipeline rank
+Stages = tuple[tuple[Stage, ...], ...]
+
+
+@lru_cache(maxsize=2**14)
+def stages(
+    model: MoEConfig, p: int, v: int, split: tuple[int, ...] | None, recomputed: range, fp8: range
+) -> Stages:
+    """recomputed, fp8: numbers of layers."""
+    found = []
+    for number, layers in enumerate(
+        pipeline_parallel.layers_of_stages(model.num_layers, p, v, split)
+    ):
+        types = Counter(
+            BlockType(layer in model.expert_layers, layer in recomputed, layer in fp8)
+            for layer in layers
+        )
+        found.append(Stage(tuple(types.items()), number == 0, number == p * v - 1))
+    return tuple(tuple(found[rank::p]) for rank in range(p))
+
+
+def stages_of(model: MoEConfig, layout: Layout, software: Software) -> Stages:
+    L = model.num_layers
+    again = range(0)
+    if layout.recompute != "none":
+        # of the first layer's input a frozen model needs no gradient: it never computes it again
+        first = 1 if software.lora_rank else 0
+        again = range(first, L if layout.recompute_layers is None else layout.recompute_layers)
+    skip = software.fp8_skip
+    fp8 = range(0) if software.fp8 == "off" else range(skip, L - skip)
+    return stages(model, layout.pp, layout.virtual_stages, layout.layer_split, again, fp8)
+
+
+# --- weights, gradients, optimizer state ----------------------------------------------------------
+
+
+def block_parameters(model: MoEConfig, layout: Layout) -> tuple[float, float, float]:
+    """Numbers that one rank has of one block: in attention, in one MLP, in its experts."""
+    attention = block_matrices(model, 0) / model.num_layers / layout.tp
+    mlp = mlp_matrices(model) / layout.tp
+    return attention, mlp, model.num_experts * mlp / layout.ep
+
+
+def lora_widths(model: MoEConfig, t: int, mlps: float) -> tuple[float, float]:
+    """Numbers of a token that (LoRA's A [r, in] read, its B [out, r] write) in one block with so
+    many MLPs. Of the two, that one is sharded whose other dimension tensor parallelism cuts
+    (adapters.follow)."""
+    h, heads, inner = model.hidden_size, model.num_heads * model.head_dim, model.ffn_hidden_size
+    keys = 2 * model.num_kv_heads * model.head_dim
+    up = 1 + model.gated
+    reads = 3 * h + heads / t + mlps * (up * h + inner / t)
+    return reads, (heads + keys) / t + h + mlps * (up * inner / t + h)
+
+
+def lora_parameters(model: MoEConfig, layout: Layout, r: int) -> tuple[float, float, float]:
+    """As `block_parameters`, of LoRA's matrices."""
+    attention = r * sum(lora_widths(model, layout.tp, 0))
+    mlp = r * sum(lora_widths(model, layout.tp, 1)) - attention
+    return attention, mlp, model.num_experts * mlp / layout.ep
+
+
+def vocabulary(model: MoEConfig, layout: Layout) -> float:
+    """Numbers that one rank has of the embedding, or of the head."""
+    return model.vocab_size * model.hidden_size / layout.tp
+
+
+def in_blocks(
+    of_rank: tuple[Stage, ...], each: tuple[float, float, float], only_fp8: bool = False
+) -> tuple[float, float]:
+    """(numbers outside the experts, numbers of the experts) in the blocks of a pipeline rank. each:
+    as `block_parameters`."""
+    attention, mlp, experts = each
+    outside = inside = 0.0
+    for stage in of_rank:
+        for block, n in stage.blocks:
+            if block.fp8 or not only_fp8:
+                outside += n * (attention if block.experts else attention + mlp)
+                inside += n * experts * block.experts
+    return outside, inside
+
+
+def parameters(
+    model: MoEConfig, layout: Layout, software: Software, rank: int = 0
+) -> tuple[float, float]:
+    """(numbers outside the experts, numbers of the experts) in the matrices of a pipeline rank. The
+    first has the embedding, the last the head, which on one stage may be the embedding."""
+    of_rank = stages_of(model, layout, software)[rank]
+    outside, experts = in_blocks(of_rank, block_parameters(model, layout))
+    ends = of_rank[0].embedding + of_rank[-1].head
+    if model.tied and layout.pp == 1:
+        ends = 1
+    return outside + ends * vocabulary(model, layout), experts
+
+
+def learned(
+    model: MoEConfig, layout: Layout, software: Software, rank: int = 0
+) -> tuple[float, float]:
+    """As `parameters`, those that have gradients and optimizer state: all, or those of LoRA."""
+    if not software.lora_rank:
+        return parameters(model, layout, software, rank)
+    each = lora_parameters(model, layout, software.lora_rank)
+    return in_blocks(stages_of(model, layout, software)[rank], each)
+
+
+def state(
+    model: MoEConfig, layout: Layout, software: Software, rank: int
+) -> tuple[float, float, float]:
+    """Bytes of (parameters, gradients, optimizer state)."""
+    number_bytes = software.weight, software.gradient, software.optimizer_state
+    numbers, experts = parameters(model, layout, software, rank)
+    learning, experts_learning = learned(model, layout, software, rank)
+    if software.lora_rank:
+        numbers, experts = numbers + learning, experts + experts_learning
+    if rank == 0 and model.positions == "learned":
+        positions = model.seq_length * model.hidden_size
+        numbers += positions
+        learning += 0 if software.lora_rank else positions
+    held, *others = room.sharded(
+        (numbers, experts),
+        (learning, experts_learning),
+        number_bytes,
+        layout.zero_stage,
+        layout.replicas,
+        layout.ep,
+    )
+    if layout.zero_stage in (1, 2) and 1 < model.num_experts // layout.ep < layout.expert_replicas:
+        # a few experts on many ranks: a shard is a copy (fsdp.share_own_shards)
+        held += experts * software.weight / layout.expert_replicas
+    if software.fp8 != "off" and keeps_fp8_bytes(layout, software):
+        # beside the weights, for a step, by rows and by columns
+        of_rank = stages_of(model, layout, software)[rank]
+        held += 2 * sum(in_blocks(of_rank, block_parameters(model, layout), only_fp8=True))
+    return held, *others
+
+
+def keeps_fp8_bytes(layout: Layout, software: Software) -> bool:
+    """Whether weights become bytes once in a step, and not for each product."""
+    return layout.zero_stage < 3 or software.fp8_keep_bytes
+
 
 # --- what one micro-batch keeps -------------------------------------------------------------------
 
@@ -64,8 +220,8 @@ class Sizes:
     """Bytes of the tensors that a layer is made of."""
 
     def __init__(self, model: MoEConfig, layout: Layout, software: Software):
+        self.model, self.layout, self.software = model, layout, software
         n, w = layout.tokens(model.seq_length), software.weight
-        self.model = model
         self.weight = w
         # a number that is computed in 32 bits, over a number of the model
         self.widened = max(4, w) / w
@@ -98,96 +254,70 @@ class Sizes:
             return wide + x
         return wide if self.norm_is_one else 2 * wide
 
+    def read(self, in_fp8: bool) -> float:
+        """What matrices that read x keep of it. In FP8 it is bytes, but for the shard of sequence
+        parallelism, which is gathered again."""
+        return self.whole / self.weight if in_fp8 and not self.layout.sequence_parallel else self.x
 
-def layer(model: MoEConfig, layout: Layout, software: Software, kind: Kind) -> Kept:
+
+def layer(model: MoEConfig, layout: Layout, software: Software, block: BlockType) -> Kept:
     """One block, with one MLP or with experts."""
     size = Sizes(model, layout, software)
     # LoRA's A reads 16 bits
-    in_fp8 = kind.fp8 and not size.frozen
-    attention, scores, attention_waits = attention_bytes(model, layout, software, in_fp8)
-    mlp, mlp_waits = mlp_bytes(model, layout, size, kind.experts, in_fp8)
-    if kind.fp8:
-        attention_waits, mlp_waits = attention_waits / size.weight, mlp_waits / size.weight
-    deferred = attention_waits + mlp_waits
-    if size.frozen:
-        # thin matrices do not wait
-        deferred = mlp_waits = 0.0
-    if layout.recompute == "full" and kind.recomputes:
+    in_fp8 = block.fp8 and not size.frozen
+    attention, scores = attention_bytes(size, in_fp8)
+    mlp = mlp_bytes(size, block.experts, in_fp8)
+    # what W waits for: ∂y and x of each matrix, whole; experts and thin matrices do not wait
+    deferred = mlp_waits = 0.0
+    if not size.frozen:
+        matrix_bytes = size.weight if block.fp8 else 1
+        if not block.experts:
+            mlp_waits = (2 * size.whole + (2 + model.gated) * size.ffn) / matrix_bytes
+        deferred = mlp_waits + 2 * (size.whole + size.query + size.key) / matrix_bytes
+    if layout.recompute == "full" and block.recomputes:
         # a norm that copies its input keeps the copy, not the layer's input
         shared = size.x if size.norm_is_one else 0.0
         return Kept(size.x, attention + mlp + scores - shared, deferred)
-    if layout.recompute == "selective" and kind.recomputes:
+    if layout.recompute == "selective" and block.recomputes:
         # the MLP is free by then, but for what its W waits for
         freed = mlp - waits_for_w(layout) * mlp_waits
         return Kept(attention + mlp, max(0, scores - freed), deferred)
     return Kept(attention + mlp + scores, 0.0, deferred)
 
 
-def read_bytes(layout: Layout, size: Sizes, in_fp8: bool) -> float:
-    """What matrices that read x keep of it. In FP8 it is bytes, but for the shard of sequence
-    parallelism, which is gathered again."""
-    return size.whole / size.weight if in_fp8 and not layout.sequence_parallel else size.x
-
-
-def attention_bytes(
-    model: MoEConfig, layout: Layout, software: Software, in_fp8: bool
-) -> tuple[float, float, float]:
-    """(what is kept always, what selective recomputation computes again, what W waits for: ∂y and x
-    of each matrix, whole)"""
-    size = Sizes(model, layout, software)
-    core, scores = core_bytes(model, layout, software)
-    output = size.query
-    if in_fp8:
-        output = size.query / size.weight + kept_output(model, layout, software)
-    kept = size.norm(size.x) + read_bytes(layout, size, in_fp8) + core + output + size.mask
+def attention_bytes(size: Sizes, in_fp8: bool) -> tuple[float, float]:
+    """(what is kept always, what selective recomputation computes again)"""
+    model, layout = size.model, size.layout
+    kept = size.norm(size.x) + size.read(in_fp8) + size.mask + 4 * size.lora
     if model.qk_norm:
         kept += size.norm(size.query + size.key)
-    return kept + 4 * size.lora, scores, 2 * (size.whole + size.query + size.key)
+    # queries, keys, values; what the output's matrix reads
+    kept += size.query + 2 * size.key + (size.query / size.weight if in_fp8 else size.query)
+    if not is_fused(model, layout, size.software):
+        # softmax; with dropout its mask and its dropped copy
+        each = 2 * size.weight + 1 if model.dropout else size.weight
+        return kept, size.scores * each
+    # The output matrix reads another order than fused attention writes (queries head by head, or
+    # a part of the heads), or bytes: then the result is kept beside what it reads.
+    exchanges = layout.cp > 1 and not is_ring(layout)
+    if model.qk_norm or exchanges or (is_ring(layout) and model.dropout) or in_fp8:
+        kept += size.query
+    return kept + bias_heads(model, layout.tp) * model.seq_length**2 * size.weight, 0.0
 
 
-def mlp_bytes(
-    model: MoEConfig, layout: Layout, size: Sizes, experts: bool, in_fp8: bool
-) -> tuple[float, float]:
-    """(what is kept, what W waits for), of an MLP or of experts."""
-    matrices = 3 if model.gated else 2
+def mlp_bytes(size: Sizes, experts: bool, in_fp8: bool) -> float:
+    """What an MLP keeps, or what experts keep."""
+    model = size.model
     down = size.ffn / size.weight if in_fp8 and not experts else size.ffn
     inner = (3 if model.gated else 1) * size.ffn + down
-    kept = size.norm(size.x) + size.mask + matrices * size.lora
+    kept = size.norm(size.x) + size.mask + (2 + model.gated) * size.lora
     if not experts:
-        waits = 2 * size.whole + matrices * size.ffn
-        return kept + read_bytes(layout, size, in_fp8) + inner, waits
+        return kept + size.read(in_fp8) + inner
     # rows that a rank's experts get, where the load is even, over its tokens
     rows = min(1.0, model.capacity_factor or 1.0) * model.router_topk
     # the router's input in 32 bits; what goes to the experts and what comes back
     router = 0.0 if size.frozen else size.x * size.widened
-    return kept + router + rows * (2 * size.whole + inner), 0.0
-
-
-def is_reordered(model: MoEConfig, layout: Layout) -> bool:
-    """Whether the output matrix reads another order than fused attention writes: queries head by
-    head, or a part of the heads."""
-    exchanges = layout.cp > 1 and not is_ring(layout)
-    return bool(model.qk_norm or exchanges or (is_ring(layout) and model.dropout))
-
-
-def kept_output(model: MoEConfig, layout: Layout, software: Software) -> float:
-    """Bytes of its result that fused attention keeps, and shares with a matrix in 16 bits alone."""
-    if not is_fused(model, layout, software) or is_reordered(model, layout):
-        return 0.0
-    return Sizes(model, layout, software).query
-
-
-def core_bytes(model: MoEConfig, layout: Layout, software: Software) -> tuple[float, float]:
-    """(what attention's core keeps always, what selective recomputation computes again)"""
-    size = Sizes(model, layout, software)
-    qkv = size.query + 2 * size.key
-    if is_fused(model, layout, software):
-        reordered = is_reordered(model, layout)
-        bias = bias_heads(model, layout.tp) * model.seq_length**2 * software.weight
-        return qkv + (size.query if reordered else 0.0) + bias, 0.0
-    # softmax; with dropout its mask and its dropped copy
-    each = 2 * software.weight + 1 if model.dropout else software.weight
-    return qkv, size.scores * each
+    return kept + router + rows * (2 * size.whole + inner)
 
 
 def waits_for_w(layout: Layout) -> bool:
@@ -211,21 +341,20 @@ def bias_heads(model: MoEConfig, t: int) -> int:
     return int(model.sliding_window > 0)
 
 
-def ends(model: MoEConfig, layout: Layout, software: Software) -> tuple[Kept, Kept]:
+def ends(size: Sizes) -> tuple[Kept, Kept]:
     """(embedding, head). The head has logits in 32 bits; the gradient that waits has 16."""
-    size = Sizes(model, layout, software)
     norm = size.norm(size.x)
-    embedding = size.mask + (norm if model.embedding_norm else 0.0)
+    embedding = size.mask + (norm if size.model.embedding_norm else 0.0)
     if size.frozen:
         # before LoRA's first matrices nothing needs a gradient: nor does the first norm's input
         embedding = -norm
-    if layout.head_chunk:
+    if size.layout.head_chunk:
         return Kept(embedding), Kept(norm + size.whole)
     logits = size.logits * size.widened
-    # a frozen head has no use for its input
-    read = 0.0 if size.frozen else size.x
-    deferred = 0.0 if size.frozen else size.whole + size.logits
-    return Kept(embedding), Kept(norm + read + logits, 0.0, deferred)
+    if size.frozen:
+        # it has no use for its input
+        return Kept(embedding), Kept(norm + logits)
+    return Kept(embedding), Kept(norm + size.x + logits, 0.0, size.whole + size.logits)
 
 
 # --- at the peak of the step ----------------------------------------------------------------------
@@ -247,19 +376,22 @@ def in_flight(name: str, p: int, m: int, v: int, rank: int) -> np.ndarray:
 @lru_cache(maxsize=2**14)
 def activations(model: MoEConfig, layout: Layout, software: Software, rank: int) -> float:
     """Bytes that are kept for backward, at the peak of the step."""
-    embedding, head = ends(model, layout, software)
-    waits = waits_for_w(layout)
+    size = Sizes(model, layout, software)
+    embedding, head = ends(size)
+    rotary = 0.0
+    if model.positions == "rotary" and (layout.cp == 1 or layout.recompute == "full"):
+        # the table of cos and sin; ranks that share a sequence keep a part of it
+        rotary = 2 * model.seq_length * model.head_dim * size.weight
     kept, deferred = [], []
     again = 0.0
     of_rank = stages_of(model, layout, software)[rank]
     logits = head if of_rank[-1].head else Kept(0.0)
     for stage in of_rank:
-        parts = [(n, kind, layer(model, layout, software, kind)) for kind, n in stage.blocks]
+        parts = [(n, block, layer(model, layout, software, block)) for block, n in stage.blocks]
         parts += [(stage.embedding, None, embedding), (stage.head, None, head)]
-        rotary = rotary_bytes(model, layout, software)
         kept.append(sum(n * part.kept for n, _, part in parts) + rotary)
         deferred.append(sum(n * part.deferred for n, _, part in parts))
-        again = max(again, again_bytes(layout, parts, logits, waits))
+        again = max(again, again_bytes(layout, parts, logits))
     name = layout.pipeline_schedule if layout.pp > 1 else "1f1b"
     # further micro-batches repeat what 2 p of them do, except under gpipe
     m = layout.micro_batches if name == "gpipe" else min(layout.micro_batches, 2 * layout.pp)
@@ -267,14 +399,15 @@ def activations(model: MoEConfig, layout: Layout, software: Software, rank: int)
     return float((states @ np.array(kept + deferred)).max()) + again
 
 
-def again_bytes(layout: Layout, parts: list, head: Kept, waits: bool) -> float:
+def again_bytes(layout: Layout, parts: list, head: Kept) -> float:
     """What backward computes again beside all that is kept, of one stage. The first block comes
     when the head's backward is over, and that of the layers after it which keep all. parts:
-    (how many, kind, Kept); waits: for W of zb-h1."""
+    (how many, block type, Kept)."""
+    waits = waits_for_w(layout)
     freed = head.kept - waits * head.deferred
     if layout.recompute_layers is not None:
-        for n, kind, part in parts:
-            if kind and not kind.recomputes:
+        for n, block, part in parts:
+            if block and not block.recomputes:
                 freed += n * (part.kept - waits * part.deferred)
     again = 0.0
     for _, _, part in parts:
@@ -282,13 +415,6 @@ def again_bytes(layout: Layout, parts: list, head: Kept, waits: bool) -> float:
         left_to_w = waits * (part.deferred - part.kept)
         again = max(again, part.again - (left_to_w if left_to_w > 0 else freed))
     return again
-
-
-def rotary_bytes(model: MoEConfig, layout: Layout, software: Software) -> float:
-    """Of the table of cos and sin. Ranks that share a sequence keep a part of it."""
-    if model.positions != "rotary" or (layout.cp > 1 and layout.recompute != "full"):
-        return 0.0
-    return 2 * model.seq_length * model.head_dim * software.weight
 
 
 def buffers(model: MoEConfig, layout: Layout, software: Software, rank: int) -> dict[str, float]:
@@ -315,20 +441,20 @@ def buffers(model: MoEConfig, layout: Layout, software: Software, rank: int) -> 
     return {
         "gathered": units * software.weight if stage == 3 else 0.0,
         "summed": summed * software.gradient if stage >= 2 else 0.0,
-        "moment": messages + max(logits, core_moment(model, layout, size)),
+        "moment": messages + max(logits, core_moment(size)),
     }
 
 
-def core_moment(model: MoEConfig, layout: Layout, size: Sizes) -> float:
+def core_moment(size: Sizes) -> float:
     """What a ring, an exchange of heads, a window or ALiBi has in one layer."""
-    if is_ring(layout):
+    if is_ring(size.layout):
         # keys and values, and those that arrive; in 32 bits three of their gradients
         return (2 + 3 * size.widened) * 2 * size.key
-    if layout.cp > 1:
+    if size.layout.cp > 1:
         return 2 * size.query
     # distances, int64; the sum in 32 bits, before and after the mask
-    heads = bias_heads(model, layout.tp)
-    return (8 + 8 * heads) * model.seq_length**2 if heads else 0.0
+    heads = bias_heads(size.model, size.layout.tp)
+    return (8 + 8 * heads) * size.model.seq_length**2 if heads else 0.0
 
 
 # --- a rank ---------------------------------------------------------------------------------------
@@ -343,9 +469,8 @@ def memory(
     if rank is None:
         each = [memory(model, layout, software, r) for r in fullest(model, layout)]
         return max(each, key=lambda parts: sum(parts.values()))
-    parts = dict(
-        zip(("parameters", "gradients", "optimizer"), state(model, layout, software, rank))
-    )
+    names = "parameters", "gradients", "optimizer"
+    parts = dict(zip(names, state(model, layout, software, rank)))
     # what does not change activations is left out, so that many layouts share one answer
     batch = layout.micro_batches * layout.micro_batch_size
     alike = dataclasses.replace(layout, dp=1, zero_stage=0, global_batch_size=batch)

@@ -17,6 +17,7 @@ from run.config import ConfigError, RunConfig, flag_name
 from run.metrics import Metrics
 from run.run_folder import RunFolder, RunFolderError, launcher_name
 from run.tokenizer import BUILT_IN, make_tokenizer, save_files
+from tensor_parallel import vocabulary_multiple
 
 # tokens of the held-out text that the sample continues
 SAMPLE_BEGINS = 16
@@ -70,22 +71,30 @@ def check_room(config: RunConfig, world: World) -> None:
     device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
     precision = config.precision or ("bf16" if device == "cuda" else "fp32")
     has = base.world.memory(device, world.local_size)
-    learner = room.state_bytes(model, precision, config.optimizer_state, config.zero_stage, ranks)
+    multiple = vocabulary_multiple(config.make_vocab_size_divisible_by, device, config.tp)
+    padded = -(-model.vocab_size // multiple) * multiple
+    # no model has more; a larger one would not fit either
+    held = dataclasses.replace(model, vocab_size=min(padded, 2**31 - 1))
+    parts = room.state_parts(held, precision, config.optimizer_state, config.zero_stage, ranks)
+    learner = int(sum(parts))
     # a frozen model has no gradients and no optimizer state
     needs = 0 if config.frozen else learner
-    needs += config.bytes_beside(model, precision, ranks, learner)
+    needs += config.bytes_beside(held, precision, ranks, learner)
+    padding = ""
+    if padded > 1.1 * model.vocab_size:
+        padding = f" --make-vocab-size-divisible-by {multiple // config.tp}"
     if needs > has:
         raise ConfigError(
             f"--hidden-size {model.hidden_size} --num-layers {model.num_layers} --num-experts"
-            f" {model.num_experts} --vocab-size {model.vocab_size}: weights, gradients and"
+            f" {model.num_experts} --vocab-size {model.vocab_size}{padding}: weights, gradients and"
             f" optimizer state of this model {room.complaint('take', needs, has)}; a smaller model,"
             " or more ranks with --tp, --pp or --zero-stage 3, would need less of each"
         )
     micro = config.known_micro_batch(replicas // config.cp)
-    needs = room.activation_bytes(model, precision, micro, ranks, config.head_chunk)
+    needs = room.activation_bytes(held, precision, micro, ranks, config.head_chunk)
     if needs > has:
         raise ConfigError(
-            f"--micro-batch-size {micro}: the activations of so many sequences of "
+            f"--micro-batch-size {micro}{padding}: the activations of so many sequences of "
             f"{model.seq_length} tokens {room.complaint('take', needs, has)}; --micro-batch-size 1 "
             "would need the least"
         )

@@ -1,8 +1,9 @@
-"""Whether a run can fit into memory at all, known before anything is built.
+"""The least memory that a run needs, known before anything is built; and the bytes of its state,
+which planning/memory.py takes from here.
 
-This is a lower bound: of the parameters only the matrices count, of the activations only the input
-of each layer and the logits. What it refuses could never have run; what it lets through may still
-not fit. A parameter's bytes are those of ZeRO's table (fsdp.bytes_per_parameter):
+The least: of the parameters the matrices alone, of the activations each layer's input and the
+logits. What is refused could never have run; what is let through may still not fit. A parameter's
+bytes are those of ZeRO's table (fsdp.bytes_per_parameter):
 
                     16 bits    fp32    sharded from ZeRO stage
     weight             2         4     3
@@ -26,18 +27,6 @@ def parameters(model: MoEConfig) -> tuple[int, int]:
     return least_parameters(model) - experts, experts
 
 
-def state_parts(
-    model: MoEConfig, precision: str, optimizer_state: str, zero_stage: int, ranks: dict[str, int]
-) -> tuple[float, float, float]:
-    """Bytes of (weights, gradients, optimizer state) that the fullest rank holds at least.
-
-    ranks: how many there are in tp, pp, dp and ep. Experts have dp / ep replicas.
-    """
-    dense, experts = parameters(model)
-    p = ranks["pp"]
-    return parts_of(dense // p, experts // p, precision, optimizer_state, zero_stage, ranks)
-
-
 def bytes_of_number(precision: str, optimizer_state: str) -> tuple[int, int, int]:
     """(weight, gradient, optimizer state) of one parameter, unsharded."""
     weight = SIZES.get(precision, 2)
@@ -47,28 +36,37 @@ def bytes_of_number(precision: str, optimizer_state: str) -> tuple[int, int, int
     return weight, gradient, master + (4 if small else 2 * gradient)
 
 
-def parts_of(
-    dense: int,
-    experts: int,
-    precision: str,
-    optimizer_state: str,
+def sharded(
+    held: tuple[float, float],
+    learning: tuple[float, float],
+    number_bytes: tuple[int, int, int],
     zero_stage: int,
-    ranks: dict[str, int],
-) -> tuple[float, float, float]:
-    """The same of a pipeline rank that has so many numbers, all tp and ep ranks together."""
-    sizes = bytes_of_number(precision, optimizer_state)
-    each = fsdp.bytes_per_parameter(zero_stage, ranks["dp"], *sizes)
-    of_experts = fsdp.bytes_per_parameter(zero_stage, ranks["dp"] // ranks["ep"], *sizes)
-    held = dense // ranks["tp"]
-    held_experts = experts // ranks["ep"] // ranks["tp"]
-    return tuple(held * x + held_experts * y for x, y in zip(each, of_experts))
+    replicas: int,
+    ep: int,
+) -> tuple[float, ...]:
+    """Bytes of (weights, gradients, optimizer state) of one rank. held, learning: how many numbers
+    it has, and how many of them learn, (outside the experts, in experts), before ZeRO shards them.
+    Experts have replicas / ep replicas."""
+    dense = fsdp.bytes_per_parameter(zero_stage, replicas, *number_bytes)
+    experts = fsdp.bytes_per_parameter(zero_stage, replicas // ep, *number_bytes)
+    return tuple(
+        numbers[0] * x + numbers[1] * y
+        for numbers, x, y in zip((held, learning, learning), dense, experts)
+    )
 
 
-def state_bytes(
+def state_parts(
     model: MoEConfig, precision: str, optimizer_state: str, zero_stage: int, ranks: dict[str, int]
-) -> int:
-    """Bytes of weights, gradients and optimizer state together. Arguments as in `state_parts`."""
-    return int(sum(state_parts(model, precision, optimizer_state, zero_stage, ranks)))
+) -> tuple[float, ...]:
+    """Bytes of (weights, gradients, optimizer state) that the fullest rank holds at least.
+
+    ranks: how many there are in tp, pp, dp and ep.
+    """
+    dense, experts = parameters(model)
+    tp, ep = ranks["tp"], ranks["ep"]
+    held = dense // ranks["pp"] // tp, experts // ranks["pp"] // ep // tp
+    number_bytes = bytes_of_number(precision, optimizer_state)
+    return sharded(held, held, number_bytes, zero_stage, ranks["dp"], ep)
 
 
 def activation_bytes(
@@ -85,6 +83,6 @@ def activation_bytes(
     return size * numbers // ranks["tp"]
 
 
-def complaint(verb: str, needs: int, has: int) -> str:
+def complaint(verb: str, needs: float, has: int) -> str:
     """The end of a message, in GiB. verb: take, for what the message has named."""
     return f"{verb} at least {needs / 2**30:,.1f} GiB on each rank, which has {has / 2**30:,.1f}"

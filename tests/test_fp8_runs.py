@@ -447,7 +447,7 @@ def test_tf32_needs_the_memory_of_fp32():
     model = train.Config(**small_run.SMALL).model_config()
     one = dict.fromkeys(("tp", "pp", "dp", "ep"), 1)
     for name in ("fp32", "bf16"):
-        needs = [room.state_bytes(model, p, name, 0, one) for p in ("tf32", "fp32")]
+        needs = [room.state_parts(model, p, name, 0, one) for p in ("tf32", "fp32")]
         assert needs[0] == needs[1]
     needs = [room.activation_bytes(model, p, 2, one, 0) for p in ("tf32", "fp32", "bf16")]
     assert needs[0] == needs[1] > needs[2]

@@ -191,7 +191,7 @@ def test_in_16_bits_a_layer_keeps_what_the_paper_says(name, row):
     model = MoEConfig(**PRESETS[name][0])
     t = 1 if row == "no parallelism" else 8
     layout = Layout(tp=t, recompute=granularity, sequence_parallel=sequence_parallel)
-    kept = memory.layer(model, layout, TRAIN, memory.Kind()).kept
+    kept = memory.layer(model, layout, TRAIN, memory.BlockType()).kept
     s, h, a = model.seq_length, model.hidden_size, model.num_heads
     paper = recompute.layer_bytes(s, 1, h, a, t, sequence_parallel, granularity)
     assert kept == pytest.approx(paper, rel=1e-12)
