@@ -40,7 +40,7 @@ import tensor_parallel
 from base import compiling, terminal
 from base.device_queue import number
 from base.dropout import dropout_key
-from base.world import Groups
+from base.groups import Groups
 from gpt import GPT, Context
 from optimizer import (
     AdamW,

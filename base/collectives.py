@@ -55,7 +55,7 @@ class Collectives(TorchDispatchMode):
         self.group_names.append(group_name(args))
 
     def counted(self, groups) -> Counter:
-        """(kind, group, bytes) -> how often. groups: of this rank (base.world.Groups), whose
+        """(kind, group, bytes) -> how often. groups: of this rank (base.groups.Groups), whose
         fields name a group; another one is "world"."""
         names = {}
         for name, group in vars(groups).items():

@@ -14,17 +14,17 @@ standard error says so, and the run goes on. metrics.jsonl has every step.
 """
 
 import contextlib
+import ctypes
 import errno
 import gc
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-
-from base import interrupts
 
 
 def prepare() -> None:
@@ -121,8 +121,8 @@ def run(main) -> None:
 def command(main) -> None:
     """`run` main(argv). Ctrl-C ends it at once, unless it handles that itself; so does the end of
     its launcher."""
-    interrupts.quiet()
-    interrupts.end_with_launcher()
+    quiet()
+    end_with_launcher()
     # nearly all that was imported stays, and PyTorch is much to look through
     gc.freeze()
     run(lambda: main(sys.argv[1:]))
@@ -137,10 +137,77 @@ def mute(stream) -> None:
 
 @contextlib.contextmanager
 def removed_at_the_end(folder: Path) -> Iterator[None]:
-    """Removes a folder when the body is left, also by Ctrl-C after `interrupts.quiet`."""
-    interrupts.unfinished.add(folder)
+    """Removes a folder when the body is left, also by Ctrl-C after `quiet`."""
+    unfinished.add(folder)
     try:
         yield
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        interrupts.unfinished.discard(folder)
+        unfinished.discard(folder)
+
+
+# --- Ctrl-C and the launcher ----------------------------------------------------------------------
+
+# folders that Ctrl-C removes
+unfinished = set()
+
+
+def quiet() -> None:
+    """From now on Ctrl-C ends this process at once, with status 130 and without a traceback, and
+    all processes that it has started. For commands that have nothing to save."""
+
+    def end(number, frame):
+        kill_descendants()
+        for folder in unfinished:
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(130)
+
+    signal.signal(signal.SIGINT, end)
+
+
+def end_with_launcher() -> None:
+    """Under torchrun: when it is killed, this process gets SIGTERM. Otherwise the ranks would wait
+    for its store, or for each other."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        pr_set_pdeathsig = 1
+        with contextlib.suppress(OSError, AttributeError):
+            # another system than Linux has no such call
+            ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        if os.getppid() == 1:
+            # it was killed before that
+            os._exit(128 + signal.SIGTERM)
+
+
+def kill_descendants() -> None:
+    """End all processes that this one has started, and those that they have started: also a rank
+    that a fork server is just starting."""
+    for stop in (signal.SIGSTOP, signal.SIGKILL):
+        # a process that is stopped starts no other one while the rest are found
+        found = descendants(os.getpid())
+        if stop == signal.SIGSTOP:
+            found = [pid for pid in found if parent_of(pid) == os.getpid()]
+        for pid in found:
+            try:
+                os.kill(pid, stop)
+            except ProcessLookupError:
+                pass
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below this one; none where the system has no /proc."""
+    if not os.path.isdir("/proc"):
+        return []
+    parents = {int(name): parent_of(int(name)) for name in os.listdir("/proc") if name.isdigit()}
+    found = [pid]
+    for ancestor in found:
+        found += [child for child, parent in parents.items() if parent == ancestor]
+    return found[1:]
+
+
+def parent_of(pid: int) -> int | None:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            # the name before it may hold spaces and brackets
+            return int(file.read().rpartition(")")[2].split()[1])
+    except OSError:
+        return None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import context_parallel
 from base import cpu
-from base.world import Groups
+from base.groups import Groups
 from benchmarks import report, style, time_line
 from benchmarks.report import format_spread, median
 from benchmarks.steps import Steps

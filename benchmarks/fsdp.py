@@ -32,7 +32,7 @@ import fsdp as units_of_fsdp
 import sharding
 import train
 from base import cpu
-from base.world import Groups
+from base.groups import Groups
 from benchmarks import report, style, time_line
 from benchmarks.report import ratio, spread
 from benchmarks.steps import Random, Steps, allocated

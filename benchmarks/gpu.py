@@ -36,8 +36,8 @@ from typing import NamedTuple
 import torch
 
 from base import terminal
-from base.world import why_no_gpu
 from benchmarks import report
+from run.world import why_no_gpu
 
 
 class Stage(NamedTuple):

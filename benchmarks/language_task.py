@@ -24,7 +24,7 @@ import torch
 import generate
 import prompt_tuning
 import train
-from base.world import Groups
+from base.groups import Groups
 from benchmarks import report
 from benchmarks.steps import as_argv, run_train, write_lines
 from course import kinds

@@ -30,8 +30,8 @@ import gpt
 import moe
 import sharding
 from base import cpu
+from base.groups import Groups
 from base.model_config import GPTConfig, flops_per_token
-from base.world import Groups
 from benchmarks import report, steps, style, time_line
 from benchmarks.report import ratio, scaled, spread
 from course import demo, ranks

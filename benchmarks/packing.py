@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import train
-from base.world import Groups
+from base.groups import Groups
 from benchmarks import report, style
 from benchmarks.steps import seconds_of_step
 from finetune.packing import Example, Packed

@@ -28,13 +28,14 @@ import gpt
 import pipeline_parallel
 import schedules
 import train
-from base import cpu, drawing
+from base import cpu
 from base.cross_entropy import cross_entropy
-from base.world import Groups
+from base.groups import Groups
 from benchmarks import report, style
 from benchmarks.report import format_spread, median, ratio
 from benchmarks.steps import GPT, Random, Steps
 from course import demo, ranks
+from planning import drawing
 from schedules import Cost, Event
 
 # pipeline ranks

@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 
 import planner
-from base.drawing import IDLE
 from base.model_config import MoEConfig
 from benchmarks import report, style
 from course import planner as lesson
 from planning import errors
 from planning import rows as published
+from planning.drawing import IDLE
 from planning.inputs import A100, H200, SOFTWARE, Machine
 from planning.rows import Row
 from run.presets import PRESETS

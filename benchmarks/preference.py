@@ -41,7 +41,7 @@ import torch
 
 import sharding
 from base import json_files
-from base.world import Groups
+from base.groups import Groups
 from benchmarks import report, style
 from benchmarks.report import format_spread
 from benchmarks.steps import run_train

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from base import cpu
-from base.world import Groups
+from base.groups import Groups
 from benchmarks import report, style, time_line
 from benchmarks.steps import Steps
 from course import ranks

@@ -59,7 +59,7 @@ import json, sys
 import torch, train
 from benchmarks.report import timed
 from base import cpu
-from base.world import Groups
+from base.groups import Groups
 from benchmarks.single_device import Random
 fields, device, threads = json.loads(sys.argv[1])
 torch.set_num_threads(threads)

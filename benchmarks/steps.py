@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import train
-from base.world import Groups
+from base.groups import Groups
 from benchmarks import report
 from course import demo, kinds
 from course.kinds import config_of

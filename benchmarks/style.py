@@ -16,8 +16,8 @@ A file depends on what is drawn and on the version of matplotlib, which it names
 import re
 from pathlib import Path
 
-from base.drawing import COLOURS as ACTIONS
-from base.drawing import text_on
+from planning.drawing import COLOURS as ACTIONS
+from planning.drawing import text_on
 
 # inches
 WIDTH = 8.5

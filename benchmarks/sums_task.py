@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from base.world import Groups
+from base.groups import Groups
 from benchmarks.steps import as_argv, run_train, write_lines
 from finetune.prompt_set import Question, open_prompts
 from finetune.reinforcement_command import ReinforcementConfig

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from base import cpu
-from base.world import Groups
+from base.groups import Groups
 from benchmarks import report
 from benchmarks.report import median, ratio, spread
 from benchmarks.steps import GPT, Steps

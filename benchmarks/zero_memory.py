@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import fsdp
-from base.world import Groups
+from base.groups import Groups
 from benchmarks import report, style
 from benchmarks.steps import GPT, Steps, state_bytes
 from course import ranks

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import sharding
 import train as trainer
-from base.world import Groups
+from base.groups import Groups
 from course import parity, ranks
 from course.kinds import config_of
 from course.mutations import Bug, of_one_device

@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from course import form, ranks
 from run import checkpoint
-from run.checkpoint_folder import folder_name
+from run.checkpoint import folder_name
 from sharding import Shard, Sharding, local_slice, set_sharding, shard_of
 
 

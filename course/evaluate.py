@@ -10,8 +10,8 @@ import torch
 from tokenizers import Tokenizer, models
 
 import sharding
+from base.groups import Groups
 from base.model_config import MoEConfig
-from base.world import Groups
 from course import demo, form, ranks
 from inference import evaluate
 from inference.evaluate import Evaluator

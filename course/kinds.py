@@ -10,8 +10,7 @@ from finetune.preference_command import PreferenceConfig
 from finetune.prompt_learning import PromptLearningConfig
 from finetune.reinforcement_command import ReinforcementConfig
 from finetune.sft_command import SFTConfig
-from run.config import ConfigError, RunConfig
-from run.kind import name_of
+from run.config import ConfigError, RunConfig, name_of
 from run.pretraining import Config
 
 KINDS = {

@@ -38,7 +38,7 @@ from torch import Tensor
 import fsdp
 import sharding
 import train as trainer
-from base.world import Groups
+from base.groups import Groups
 from context_parallel import own_positions
 from course import ranks
 from course.kinds import config_of

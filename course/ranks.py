@@ -34,7 +34,7 @@ from multiprocessing import forkserver
 import torch
 import torch.distributed as dist
 
-from base import interrupts
+from base import terminal
 from base.collectives import Collectives
 
 __all__ = ["Collectives", "fork_this_process", "preload", "run"]
@@ -120,7 +120,7 @@ def run(
             _dismiss(processes, pipes, timeout)
         except KeyboardInterrupt:
             # the server may be about to fork another rank
-            interrupts.kill_descendants()
+            terminal.kill_descendants()
             raise
         finally:
             for process in processes:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import sharding
-from base.world import Groups
+from base.groups import Groups
 from course import demo, form
 from finetune import rollout
 from finetune.rollout import Answer, Rows

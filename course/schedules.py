@@ -4,8 +4,8 @@ python -m course.schedules
 """
 
 import schedules
-from base import drawing
 from course import form
+from planning import drawing
 from schedules import Action, Cost, Schedule
 
 P, M = 3, 6

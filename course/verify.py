@@ -56,8 +56,7 @@ from course.shrink import described, one_device, shrink
 from finetune.prompt_learning import PromptLearningConfig
 from finetune.reinforcement_command import ReinforcementConfig
 from run import flags, rules
-from run.config import ConfigError, RunConfig
-from run.kind import name_of
+from run.config import ConfigError, RunConfig, name_of
 from run.launch import REFUSED
 from run.metrics import MetricsError, read_metrics
 from run.presets import SMALL_RATE

@@ -24,8 +24,7 @@ from inference import huggingface
 from inference.architectures import empty_model
 from inference.huggingface import HuggingFaceError
 from run import checkpoint
-from run.checkpoint import CheckpointError
-from run.tokenizer_files import tokenizer_record, verify_tokenizer
+from run.checkpoint import CheckpointError, tokenizer_record, verify_tokenizer
 
 
 def merge_adapter(base: str, path: str, out: str) -> str:

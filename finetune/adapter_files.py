@@ -31,9 +31,8 @@ from finetune.adapter_config import METHODS, AdapterConfig
 from finetune.frozen_base import fingerprint, read_base
 from inference.architectures import empty_model
 from run import checkpoint
-from run.checkpoint import CheckpointError
+from run.checkpoint import CheckpointError, beside
 from run.tokenizer import CHAT_TEMPLATE
-from run.tokenizer_files import beside
 
 Fingerprint = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
 

@@ -60,8 +60,8 @@ from inference.architectures import GPT2, Location, their_tensors
 from inference.hf_config import architecture_of
 from inference.huggingface import HuggingFaceError, building, read_json
 from run import checkpoint
+from run.checkpoint import beside
 from run.tokenizer import CHAT_TEMPLATE
-from run.tokenizer_files import beside
 
 PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"

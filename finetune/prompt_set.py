@@ -67,7 +67,7 @@ class Prompts:
         self.offset = 0
 
     def taken(self, n: int) -> dict:
-        """As of run.datasets.Dataset; of questions, whatever the number of answers."""
+        """As of run.data.Dataset; of questions, whatever the number of answers."""
         name = self.index["corpus"]
         asked = n // self.group_size + self.offset
         return {"blend": name, "start": 0, "before": [], "corpora": {name: asked}}

@@ -46,7 +46,7 @@ from torch import Tensor
 
 import generate
 import sequence_parallel
-from base.world import Groups
+from base.groups import Groups
 from finetune.packing import Example, first_fit, lay_out
 from gpt import GPT
 from inference.batches import DecodeBatch, data_parallel, from_all_ranks

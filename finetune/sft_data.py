@@ -31,12 +31,11 @@ from finetune.chat_template import ChatError, ChatTemplate, ChatTokenizer, open_
 from finetune.packing import Example, Packed, Padded
 from finetune.sft import Chat, message
 from run import flags
+from run.checkpoint import beside
 from run.config import ConfigError
 from run.data import HELD_OUT
-from run.opening import first_ids
-from run.task import Task
+from run.task import Task, first_ids
 from run.tokenizer import CHAT_TEMPLATE
-from run.tokenizer_files import beside
 
 # the `reason` of a ChatError for a line that --skip-bad-examples does not leave out
 NO_SKIP = ""

@@ -13,7 +13,7 @@ The copy is made before the answers of every step. Without these flags there is 
 from datetime import timedelta
 
 import sharding
-from base.world import Groups
+from base.groups import Groups
 from finetune import adapters, resharding
 from finetune.adapter_learning import adapter_config
 from finetune.rollout import Answer, write_answers

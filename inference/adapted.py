@@ -32,8 +32,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from base.groups import Groups
 from base.model_config import MoEConfig
-from base.world import Groups
 from finetune import adapters
 from finetune.adapter_config import LINEARS, AdapterConfig
 from finetune.adapter_files import Adapter, check_base, check_fields, merge, open_adapter

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 
-from base.world import World
 from finetune.chat_template import ChatError, ChatTemplate
 from finetune.prompt_data import PromptError, read_lines
 from generate import ModelRunner, stages_of, stream
@@ -29,6 +28,7 @@ from inference.batches import NewToken, data_parallel
 from inference.sampling import keys_of
 from run.token_bytes import token_bytes
 from run.tokenizer import TokenizerError, prompt_ids
+from run.world import World
 
 # stands at the end of a message; the space shows whether a template strips messages
 MARK = "END_OF_THE_UNFINISHED_MESSAGE "

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import context_parallel
-from base.world import Groups
+from base.groups import Groups
 from inference.kv_cache import Cache, Caches, power_of_two
 from inference.sampling import DIVERGED
 from run.checkpoint import gather

@@ -27,7 +27,6 @@ import moe
 import pipeline_parallel
 import tensor_parallel
 from base.model_config import MoEConfig, divisors
-from base.world import World, why_no_gpu
 from finetune.prompt_data import PromptError
 from finetune.sft import message
 from generate import ModelRunner, check_options, stages_of
@@ -39,6 +38,7 @@ from inference.loading import check_vocabulary, find_chat, find_tokenizer, load_
 from inference.weight_layouts import pack
 from run.config import DTYPES, ConfigError, as_flags, flag_name, multiply_in
 from run.tokenizer import prompt_ids
+from run.world import World, why_no_gpu
 
 # seconds
 HALF_AN_HOUR = 1800.0

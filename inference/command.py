@@ -13,13 +13,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from base import terminal
-from base.world import World, WorldError
 from finetune.chat_template import ChatError
 from finetune.prompt_data import PromptError
 from inference.huggingface import HuggingFaceError
 from run.checkpoint import CheckpointError
 from run.config import ConfigError
 from run.tokenizer import TokenizerError
+from run.world import World, WorldError
 
 # bad input
 REFUSED = (

@@ -40,7 +40,7 @@ import generate
 from base import compiling
 from base.attention_kernels import any_shape
 from base.device_queue import to_device
-from base.world import Groups, memory
+from base.groups import Groups
 from gpt import GPT, Context
 from inference.cuda_graphs import Graphs
 from inference.kv_cache import CacheSlot, caching
@@ -50,6 +50,7 @@ from inference.serve import BlockPool, DrawOptions, Request, Scheduler, Sequence
 from inference.serving_drawing import Drawn, LogProb, draw, rows_of
 from inference.serving_ranks import Link
 from pipeline_parallel import Pipeline
+from run.world import memory
 
 
 class Output(NamedTuple):

@@ -45,7 +45,7 @@ from torch import Tensor, nn
 import generate
 from base import terminal
 from base.attention_kernels import any_shape
-from base.world import Groups
+from base.groups import Groups
 from gpt import GPT
 from inference.batches import data_parallel, from_all_ranks
 from pipeline_parallel import Pipeline

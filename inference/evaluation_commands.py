@@ -18,12 +18,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from base.world import World
 from inference import cli
 from inference.evaluate import Evaluator
 from run.config import ConfigError
 from run.documents import DataError, find_files, read_documents
 from run.tokenizer import begin_id
+from run.world import World
 
 SECONDS_OF_SILENCE = 10
 # generate.py's flags that are none here, for its checks

@@ -22,8 +22,8 @@ from pathlib import Path
 from base import json_files
 from inference import huggingface
 from run import checkpoint
+from run.checkpoint import beside
 from run.config import ConfigError
-from run.tokenizer_files import beside
 
 FILE = "generation_config.json"
 # of generate.py, for a model without such a file

@@ -13,6 +13,7 @@ from base.model_config import MoEConfig
 from inference.architectures import HuggingFaceError
 from inference.hf_config import architecture_of, read_json
 from run import checkpoint
+from run.checkpoint import beside
 from run.tokenizer import (
     BUILT_IN,
     CHAT_TEMPLATE,
@@ -24,7 +25,6 @@ from run.tokenizer import (
     save_files,
     special_ids,
 )
-from run.tokenizer_files import beside
 from run.tokenizer_json import as_bytes, files_of
 
 

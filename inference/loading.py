@@ -24,15 +24,15 @@ import moe
 import pipeline_parallel
 import sharding
 import tensor_parallel
+from base.groups import Groups
 from base.model_config import MoEConfig
-from base.world import Groups
 from finetune.chat_template import ChatTokenizer, open_template
 from finetune.sft import Chat
 from gpt import GPT
 from inference import huggingface
 from run import checkpoint
+from run.checkpoint import beside
 from run.tokenizer import CHAT_TEMPLATE, TokenizerError, make_tokenizer
-from run.tokenizer_files import beside
 from sharding import shard_of, sharding_of
 
 

@@ -15,12 +15,12 @@ import signal
 import socket
 from pathlib import Path
 
-from base.world import World
 from inference import cli, quantization
 from inference.adapted import Adapters
 from inference.engine import Engine
 from inference.serving_ranks import Processes
 from run.config import ConfigError, flag_name
+from run.world import World
 
 # flags that are numbers -> their default, the least, what they are
 NUMBERS = {

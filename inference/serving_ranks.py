@@ -35,8 +35,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from base import terminal
-from base.world import Groups, World
+from base.groups import Groups
 from pipeline_parallel import Channels
+from run.world import World
 
 # bytes of the first message of an object, which begins with its length: most fit
 FIRST = 4096

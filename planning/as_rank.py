@@ -40,7 +40,7 @@ from torch import Tensor
 import schedules
 from base import terminal
 from base.float8 import Quantised
-from base.world import Groups
+from base.groups import Groups
 from planning.counters import Counters, Held, Kept, by_dtype, key
 from planning.stand_ins import META, Tokens, fake_world, stand_ins, with_even_routing
 from run import rules

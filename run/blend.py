@@ -28,11 +28,8 @@ import os
 import sys
 from fractions import Fraction
 
-import torch
-
 from base import terminal
-from run.datasets import Batch, Dataset
-from run.documents import DataError, fingerprint
+from run.documents import DataError
 
 
 def parse_weights(names: list[str]) -> list[tuple[Fraction | None, list[str]]]:
@@ -95,68 +92,6 @@ class Interleave:
             taken[k] += 1
             heapq.heapreplace(due, (when + 2 * self.steps[k], k))
         return taken
-
-
-class Blend(Dataset):
-    """Several corpora as one, with the interface of a `data.Corpus`."""
-
-    def __init__(self, corpora: list, weights: list[Fraction]):
-        """corpora: each a `data.Corpus`, with a weight."""
-        self.corpora = corpora
-        self.interleave = Interleave(weights)
-        # the sample with which this blend begins; what each corpus had given before, and others
-        self.start, self.before, self.others = 0, [0] * len(corpora), {}
-        self.names = [corpus.index["corpus"] for corpus in corpora]
-        self.s = corpora[0].s
-        self.num_sequences = sum(corpus.num_sequences for corpus in corpora)
-        shares = [Fraction(share, self.interleave.total) for share in self.interleave.shares]
-        names = []
-        tokens = 0
-        bytes_per_token = Fraction(0)
-        for share, corpus in zip(shares, corpora):
-            names.append(f"{share}:{corpus.index['corpus']}")
-            tokens += corpus.index["tokens"]
-            bytes_per_token += share * Fraction(corpus.index["bytes"], corpus.index["tokens"])
-        self.index = {
-            "corpus": fingerprint(" ".join(names)),
-            "tokens": tokens,
-            # not the sum: bytes / tokens is that of the blend's samples
-            "bytes": round(tokens * bytes_per_token),
-        }
-
-    def taken(self, n: int) -> dict:
-        of_blend = self.interleave.taken(n - self.start)
-        counts = [before + m for before, m in zip(self.before, of_blend)]
-        return {
-            "blend": self.index["corpus"],
-            "start": self.start,
-            "before": self.before,
-            "corpora": self.others | dict(zip(self.names, counts)),
-        }
-
-    def go_on(self, n: int, taken: dict) -> None:
-        self.others = taken["corpora"]
-        if taken["blend"] == self.index["corpus"] and len(taken["before"]) == len(self.names):
-            # as if it had not been interrupted
-            self.start, self.before = min(n, taken["start"]), taken["before"]
-        else:
-            self.start, self.before = n, [taken["corpora"].get(name, 0) for name in self.names]
-
-    def locate(self, sample: int) -> tuple[int, int]:
-        """(k, m): a sample of the run is sample m of corpus k."""
-        k, m = self.interleave(sample - self.start)
-        return k, self.before[k] + m
-
-    def batch(self, samples) -> Batch:
-        """samples: b global sample numbers."""
-        rows = []
-        for sample in samples:
-            k, m = self.locate(sample)
-            rows.append(self.corpora[k].batch([m]))
-        # None: without --document-mask no row has documents
-        fields = [None if of_rows[0] is None else torch.cat(of_rows) for of_rows in zip(*rows)]
-        # Each corpus counts its own samples; dropout needs the blend's numbers.
-        return rows[0]._make(fields)._replace(samples=torch.as_tensor(list(samples)))
 
 
 def main():

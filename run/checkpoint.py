@@ -20,9 +20,14 @@ are saved in fp32, moments in the optimizer's dtype.
     python -m run.checkpoint show CKPT       the tensors and the index
     python -m run.checkpoint verify CKPT     reads all of it and compares the checksums
 
-A save may be killed. It writes into `.step-000100.saving`, flushes that to the disk, and renames
-it: whatever happens before the rename, earlier checkpoints stay as they were. `Saver` does all of
-it in a thread. Training waits until the slices that this rank is to write are copied, and goes on:
+A save may be killed, and a machine may lose power. So a checkpoint comes and goes by one rename,
+after everything in it is flushed to the disk; a name that begins with a dot is not a checkpoint:
+
+    .step-000200.saving      being written; becomes step-000200 when it is whole
+    .step-000050.removing    being deleted
+
+`Saver` does all of it in a thread. Training waits until the slices that this rank is to write are
+copied, and goes on:
 
     training     step 100 |             | step 101 | step 102 | ..
     thread                | plan | copy | write, flush, hash, rename |
@@ -33,35 +38,32 @@ A load does not trust the files. A flipped byte, a missing file or a short one i
 before anything is loaded: the ranks share the work of hashing all files. Nothing is ever unpickled,
 so a file that somebody sent cannot execute code (run/checkpoint_index.py).
 
+The tokenizer's files lie beside the checkpoints folder of a run, or in an imported checkpoint. The
+index has their SHA-256: with other token ids a model generates nonsense without an error.
+
 Not covered: files per node instead of per rank, parallel writes of one rank, and copies kept in
 other nodes' memory, which production systems have."""
 
 import contextlib
 import hashlib
 import json
+import os
+import re
 import shutil
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from base import terminal
-from run.checkpoint_folder import (  # noqa: F401 (other files use checkpoint.steps)
-    assign_files,
-    commit,
-    find,
-    flush_and_hash,
-    folder_name,
-    merge,
-    prepare,
-    remove_old,
-    steps,
-)
-from run.checkpoint_index import (  # noqa: F401 (.. checkpoint.read_model)
+from base import json_files, terminal
+from base.errors import cause
+from run.checkpoint_index import (  # noqa: F401 (other files use checkpoint.read_model)
     FORMAT,
     CheckpointError,
     Damaged,
@@ -72,15 +74,151 @@ from run.checkpoint_index import (  # noqa: F401 (.. checkpoint.read_model)
     read_index,
     read_model,
 )
-from run.tokenizer_files import (  # noqa: F401 (other files use checkpoint.tokenizer_of)
-    tokenizer_of,
-    tokenizer_record,
-    verify_tokenizer,
-)
+from run.tokenizer import BUILT_IN, MORE_TEMPLATES, TOKENIZER_FILES, TokenizerRecord
 from sharding import sharding_of
 
 # after which a rank begins its next file
 FILE_BYTES = 2**30
+
+
+# --- the folder of the checkpoints ----------------------------------------------------------------
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def steps(folder: Path) -> dict[int, Path]:
+    """The checkpoints in a folder, step -> path, the newest last; {} where there is no folder.
+    Raises CheckpointError for a folder that cannot be read: it may hold checkpoints."""
+    try:
+        names = os.listdir(folder)
+    except (OSError, ValueError) as e:
+        if isinstance(e, FileNotFoundError) and not os.path.islink(folder):
+            return {}
+        raise CheckpointError(
+            f"{folder}: cannot be read ({cause(e)}); is its disk mounted?"
+        ) from None
+    matches = [re.fullmatch(r"step-(\d{6,18})", name) for name in names]
+    paths = {int(match[1]): Path(folder) / match[0] for match in matches if match}
+    return dict(sorted(paths.items()))
+
+
+def find(path: str | Path) -> Path:
+    """The checkpoint that a path names: itself or, where it is a run or a folder of checkpoints,
+    the newest one. Raises CheckpointError."""
+    if path == "":
+        raise CheckpointError("'': names no folder")
+    try:
+        is_folder = Path(path).is_dir()
+    except OSError as e:
+        raise CheckpointError(f"{path}: cannot be read ({cause(e)})") from None
+    if not is_folder:
+        advice = ""
+        if str(path).endswith(".nemo"):
+            advice = (
+                "; a .nemo file is not read here: convert it to Hugging Face's format with NeMo's"
+                " own script, then `python -m inference.huggingface import HF_DIR CKPT`, and name"
+                " CKPT"
+            )
+        raise CheckpointError(f"{path}: no such folder{advice}")
+    for folder in (Path(path), Path(path) / "checkpoints"):
+        if checkpoints := steps(folder):
+            return list(checkpoints.values())[-1]
+    return Path(path)
+
+
+def prepare(path: Path, building: Path, replace: bool) -> None:
+    """Make an empty folder to write into. Raises OSError where `path` exists and is not to be
+    replaced, or the disk does not allow it."""
+    if path.exists() and not replace and (not path.is_dir() or any(path.iterdir())):
+        raise OSError("it exists already; name another folder, or delete this one")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # left by a run that was killed
+    remove(building)
+    remove(path.with_name(f".{path.name}.removing"))
+    building.mkdir()
+
+
+def assign_files(shapes_of_ranks: list[dict[str, list]], limit: int) -> dict[str, int]:
+    """Tensor name -> number, from 1, of the file that it goes to; each rank that holds a slice has
+    a file of this number. A file is full at about `limit` bytes. shapes_of_ranks: for each rank,
+    name -> [dtype, global shape]."""
+    holders = Counter(name for shapes in shapes_of_ranks for name in shapes)
+    number = {}
+    file = 0
+    room = 0
+    for name, (dtype, shape) in merge(shapes_of_ranks).items():
+        size = torch.Size(shape).numel() * getattr(torch, dtype).itemsize // holders[name]
+        if size > room:
+            file += 1
+            room = limit
+        number[name] = file
+        room -= size
+    return number
+
+
+def merge(dicts: list[dict]) -> dict:
+    """The union; of equal keys the last one counts."""
+    return {key: value for each in dicts for key, value in each.items()}
+
+
+def flush_and_hash(file: Path) -> dict:
+    """Flush a file to the disk; its size and checksum, as they stand in the index."""
+    flush(file)
+    with open(file, "rb") as f:
+        sha256 = hashlib.file_digest(f, "sha256").hexdigest()
+    return {"bytes": file.stat().st_size, "sha256": sha256}
+
+
+def flush(path: Path) -> None:
+    """Flush a file, or the list of names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def commit(path: Path, building: Path, index: dict) -> None:
+    """Write the index, flush everything, and give the folder its name. Raises OSError."""
+    (building / "index.json").write_text(json.dumps(index, indent=1))
+    sha256 = flush_and_hash(building / "index.json")["sha256"]
+    (building / "index.json.sha256").write_text(f"{sha256}  index.json\n")
+    flush(building / "index.json.sha256")
+    flush(building)
+    aside = path.with_name(f".{path.name}.removing")
+    if os.path.lexists(path):
+        os.rename(path, aside)
+    # until this rename, the previous checkpoint is the newest
+    os.rename(building, path)
+    flush(path.parent)
+    remove(aside)
+
+
+def remove_old(folder: Path, step: int, keep: int) -> None:
+    """Of the checkpoints up to `step`, which was just written, remove all but the newest `keep` (0:
+    keep all), and what killed runs left. Later checkpoints are damaged, or the run would have
+    resumed from one: they do not count towards `keep`."""
+    if keep:
+        for old in [path for saved, path in steps(folder).items() if saved <= step][:-keep]:
+            # one that cannot be removed stays, and does not hinder the others
+            with contextlib.suppress(OSError):
+                aside = old.with_name(f".{old.name}.removing")
+                remove(aside)
+                # gone at once, even when this process is killed while it deletes
+                os.rename(old, aside)
+    for leftover in folder.glob(".step-*"):
+        with contextlib.suppress(OSError):
+            remove(leftover)
+
+
+def remove(path: Path) -> None:
+    """Delete a folder, a file, or a link (not what it leads to), if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 # --- all ranks succeed, or all fail with the same error -------------------------------------------
@@ -306,6 +444,65 @@ def differences(there: dict, here: dict) -> list[str]:
         if saved != value:
             found.append(f"{name} is {saved} there and {value} here")
     return found
+
+
+# --- the tokenizer of a checkpoint's model --------------------------------------------------------
+
+
+def beside(path: Path, name: str) -> Path | None:
+    """A file that belongs to the checkpoint at `path`: in its folder, or in that of its run."""
+    path = Path(path)
+    folders = [path]
+    if path.parent.name == "checkpoints":
+        folders.append(path.parent.parent)
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+
+def tokenizer_of(path: Path) -> str:
+    """The name, or the file, of the tokenizer that a checkpoint's model was trained with. Raises
+    CheckpointError where the file has another content now."""
+    index = read_index(Path(path))
+    name = str(index["config"].get("tokenizer") or "bytes")
+    if name in BUILT_IN:
+        return name
+    return str(verify_tokenizer(path, index).get("tokenizer.json", name))
+
+
+def tokenizer_record(path: Path, index: dict) -> TokenizerRecord:
+    """What an index says of the tokenizer. Raises CheckpointError."""
+    try:
+        return json_files.convert(
+            index.get("tokenizer", {}), TokenizerRecord, f"{path}/index.json: tokenizer"
+        )
+    except json_files.JSONError as e:
+        raise CheckpointError(str(e)) from None
+
+
+def verify_tokenizer(path: Path, index: dict) -> dict[str, Path]:
+    """Name -> path of the tokenizer's files: beside the checkpoint or, where there is no
+    tokenizer.json, at the path that the model was trained with. Raises CheckpointError for a file
+    whose content has changed since."""
+    recorded = tokenizer_record(path, index).files
+    trained_with = Path(str(index["config"].get("tokenizer")))
+    files = {}
+    templates = (name for name in recorded if re.fullmatch(f"{MORE_TEMPLATES}/[^/]+", name))
+    for name in (*TOKENIZER_FILES, *templates):
+        try:
+            file = beside(path, name)
+            if name == "tokenizer.json" and not file and trained_with.is_file():
+                file = trained_with
+            if not file:
+                continue
+            content = json_files.read_bytes(file)
+        except OSError as e:
+            raise CheckpointError(f"{path}: its {name} cannot be read ({e.strerror})") from None
+        if name in recorded and hashlib.sha256(content).hexdigest() != recorded[name]:
+            raise CheckpointError(
+                f"{file} is altered: the model in {path} was trained with another content. "
+                "Put that back, or name a tokenizer with --tokenizer"
+            )
+        files[name] = file
+    return files
 
 
 # --- the command line -----------------------------------------------------------------------------

@@ -28,8 +28,9 @@ import torch
 from msgspec import Meta
 from safetensors import SafetensorError, safe_open
 
-from base import json_files, world
+from base import json_files
 from base.model_config import MoEConfig, least_parameters
+from run import world
 
 FORMAT = 2
 # torch's name of a dtype, as in an index -> its name in a safetensors file

@@ -1,8 +1,7 @@
 """The configuration of a run: a dataclass. Flags, `--help` and `config.json` are made from it.
 
-RunConfig         what every kind of training has: fields, defaults, help texts
-kind.py           what a kind of training says for itself, beside its flags
-pretraining.py    Config, of train.py: it adds the text. Other kinds of training add theirs
+RunConfig         what every type of training has: fields, defaults, help texts
+pretraining.py    Config of train.py: it adds the text. finetune/ has the other types
 flags.py          from the command line, a TOML file or an earlier run to a configuration
 rules.py          which configuration can run; refused before any process group exists
 
@@ -19,8 +18,7 @@ import torch
 import schedules
 from base.model_config import ROUTER_NAMES, FieldError, MoEConfig
 from run import checkpoint
-from run.kind import Kind
-from run.presets import PRESETS
+from run.presets import PRESETS, default_lr
 
 LAYOUT = (
     "tp",
@@ -75,11 +73,32 @@ def flag(default, help, choices=None, metavar=None, names=()):
     return dataclasses.field(default_factory=lambda: default, metadata=metadata)
 
 
+def name_of(command: str) -> str:
+    """The file: sft.py, of -m finetune.sft; "" of no word."""
+    word, *_ = command.removeprefix("-m ").split() or [""]
+    if not word:
+        return ""
+    return word.rpartition("/")[2] if word.endswith(".py") else f"{word.rpartition('.')[2]}.py"
+
+
 @dataclass
-class RunConfig(Kind):
-    """The flags of every command that trains. A kind of training extends it: by its own flags, and
-    by what it says for itself (run/kind.py).
+class RunConfig:
+    """The flags of every command that trains. Each type of training extends it: by flags of its
+    own, by other values of the attributes up to `can_be_asked`, and by other answers of the methods
+    at the end.
     """
+
+    # how it is started, after python or torchrun; and what it does, for --help
+    command = "train.py"
+    purpose = "Train a GPT."
+    # flags that do something only beside others, as in run/rules.py
+    needs = ()
+    # whether dropout is that of the preset or of --load; else it is 0 unless it is given
+    keeps_dropout = True
+    # rows that one micro-batch holds at least
+    least_rows = 1
+    # whether --as-rank can ask what a rank would do
+    can_be_asked = False
 
     # model
     model: str = flag("tiny", f"a preset: {', '.join(PRESETS)}", metavar="PRESET")
@@ -386,6 +405,49 @@ class RunConfig(Kind):
     @property
     def pipeline_schedule(self) -> str:
         return self.schedule or ("interleaved" if self.virtual_stages > 1 else "1f1b")
+
+    # --- what a type of training changes
+
+    @classmethod
+    def speaker(cls) -> str:
+        """The file of its command, which begins each message."""
+        return name_of(cls.command)
+
+    def task(self):
+        """What is learned: a run.task.Task. Raises InputError."""
+        raise NotImplementedError
+
+    def check(self, model: MoEConfig, world: int, base_needed: bool) -> None:
+        """The rules of this kind alone, after those of every run (rules.validate has the
+        arguments). Raises ConfigError."""
+
+    @property
+    def value_head(self) -> bool:
+        """Whether the model gives a number for each token in the place of logits."""
+        return False
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the weights of --load stay as they are, and are not in the run's checkpoints."""
+        return False
+
+    @property
+    def unpredicted(self) -> str:
+        """Why --plan cannot predict a step; "": it can."""
+        return ""
+
+    def default_lr(self) -> tuple[float, str]:
+        """(--lr where it is not given, words that say for what)"""
+        return default_lr(self)
+
+    def bytes_beside(self, model: MoEConfig, precision: str, ranks: dict, learner: int) -> int:
+        """Bytes of other models than the one that learns, whose state has `learner` bytes. ranks:
+        as in room.state_parts."""
+        return 0
+
+    def known_micro_batch(self, dp: int) -> int:
+        """What a rank has to hold at once, as far as it is known before the data."""
+        return self.micro_batch(dp)
 
 
 MODEL_FLAGS = {f.name for f in dataclasses.fields(MoEConfig)} & {

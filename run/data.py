@@ -48,12 +48,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from base import terminal
+from base.device_queue import to_device
 from base.document_mask import documents_of
 from run import token_cache
-from run.blend import Blend, parse_weights
-from run.datasets import Batch, Dataset, Order
+from run.blend import Interleave, parse_weights
 from run.documents import (
     DataError,
     Piece,
@@ -65,7 +66,6 @@ from run.documents import (
     split_parts,
     without_bad,
 )
-from run.lockstep import Lockstep
 from run.tokenizer import TokenizerError, make_tokenizer
 
 # Part of the cache key: raise it when the same text would be cached differently.
@@ -75,8 +75,113 @@ PART_BYTES = 16 * 2**20
 # The last 1/20 of the stream is never trained on.
 HELD_OUT = 20
 
-# --------------------------------------------------------------------------------------------------
-# Text to a stream of token ids on disk
+# --- what a run learns from -----------------------------------------------------------------------
+
+
+class Batch(NamedTuple):
+    # [b, s] int64
+    tokens: Tensor
+    # [b, s] int64: the next token of each
+    targets: Tensor
+    # [b, s] bool: the targets that count
+    loss_mask: Tensor
+    # [b] int64: global sample numbers, for the dropout key
+    samples: Tensor
+    # [b, s] int64, not decreasing along a row: the number of each token's document. None: attention
+    # and positions do not know of documents (base/document_mask.py)
+    documents: Tensor | None = None
+    # [b, s] bool: the positions that hold a token; the others are padding. None: all of them
+    real: Tensor | None = None
+    # [b] float64: log-probabilities of answers under a reference (finetune/preference_data.py)
+    reference: Tensor | None = None
+
+    def to(self, device) -> "Batch":
+        return Batch(*(None if x is None else to_device(x, device) for x in self))
+
+
+class Dataset:
+    """What a run learns from. A sample is a row of `s` positions; batch(samples) gives a Batch."""
+
+    s: int
+
+    def taken(self, n: int) -> dict | None:
+        """What a checkpoint keeps of the first n samples of a run, beside their number."""
+
+    def go_on(self, n: int, taken: dict) -> None:
+        """Sample n is the next, after those of which `taken` told."""
+
+    def counted_tokens(self, samples) -> int:
+        """How many targets of these samples count: known before any forward."""
+        return self.positions(samples)
+
+    def positions(self, samples) -> int:
+        """How many positions of these samples hold a token, and are not padding."""
+        return len(samples) * self.s
+
+
+class Order:
+    """Sample n -> one of `count` items: all of them in epoch 0, then in epoch 1, ... Every epoch is
+    a permutation of its own, by (seed, epoch) alone; without a seed it is the order of the items.
+    """
+
+    def __init__(self, count: int, seed: int | None):
+        self.count = count
+        self.seed = seed
+        # the epoch whose permutation is in `permuted`
+        self.epoch = None
+
+    def __call__(self, sample: int) -> int:
+        epoch, n = divmod(int(sample), self.count)
+        if self.seed is None:
+            return n
+        if epoch != self.epoch:
+            self.permuted = np.random.default_rng([self.seed, epoch]).permutation(self.count)
+            self.epoch = epoch
+        return int(self.permuted[n])
+
+
+# --- text to a stream of token ids on disk --------------------------------------------------------
+
+
+class Lockstep:
+    """Work that all ranks do at the same time, each its share. All have the results of all.
+
+                         rank 0         rank 1         rank 2
+        each(f, items)   f(0), f(3)     f(1), f(4)     f(2)         all ranks: [f(0), ..., f(4)]
+        on_first(f)      f()            waits          waits        all ranks: f()
+
+    exchange(object) returns every rank's object on every rank (`all_gather_object`). An error goes
+    to all ranks too: otherwise the others would wait for a rank that has left.
+    """
+
+    def __init__(self, exchange, rank: int, world: int):
+        self.exchange = exchange
+        self.rank = rank
+        self.world = world
+
+    def __call__(self, work) -> list:
+        """What `work()` returned on each rank. Raises the first failing rank's error."""
+        result = None
+        error = None
+        try:
+            result = work()
+        except Exception as e:
+            error = e
+        # This also makes the ranks wait for each other.
+        outcomes = self.exchange((result, error))
+        for _, error in outcomes:
+            if error:
+                raise error
+        return [result for result, _ in outcomes]
+
+    def on_first(self, work):
+        """What `work()` returned on rank 0. The other ranks do nothing but wait."""
+        return self(lambda: work() if self.rank == 0 else None)[0]
+
+    def each(self, work, items: list) -> list:
+        """[work(item) for item in items] on every rank, computed in shares."""
+        shares = self(lambda: [work(item) for item in items[self.rank :: self.world]])
+        return [shares[i % self.world][i // self.world] for i in range(len(items))]
 
 
 def tokenize_part(pieces: list[Piece], tokenizer, target: str) -> int:
@@ -238,8 +343,7 @@ def prepare(
         return folder
 
 
-# --------------------------------------------------------------------------------------------------
-# A stream to batches
+# --- a stream to batches --------------------------------------------------------------------------
 
 
 class Corpus(Dataset):
@@ -305,6 +409,68 @@ class Corpus(Dataset):
         tokens = ids[:, :-1]
         documents = documents_of(tokens, self.index["eot"]) if self.document_mask else None
         return Batch(tokens, targets, loss_mask, torch.as_tensor(list(samples)), documents)
+
+
+class Blend(Dataset):
+    """Several corpora as one, with the interface of a `data.Corpus`."""
+
+    def __init__(self, corpora: list, weights: list[Fraction]):
+        """corpora: each a `data.Corpus`, with a weight."""
+        self.corpora = corpora
+        self.interleave = Interleave(weights)
+        # the sample with which this blend begins; what each corpus had given before, and others
+        self.start, self.before, self.others = 0, [0] * len(corpora), {}
+        self.names = [corpus.index["corpus"] for corpus in corpora]
+        self.s = corpora[0].s
+        self.num_sequences = sum(corpus.num_sequences for corpus in corpora)
+        shares = [Fraction(share, self.interleave.total) for share in self.interleave.shares]
+        names = []
+        tokens = 0
+        bytes_per_token = Fraction(0)
+        for share, corpus in zip(shares, corpora):
+            names.append(f"{share}:{corpus.index['corpus']}")
+            tokens += corpus.index["tokens"]
+            bytes_per_token += share * Fraction(corpus.index["bytes"], corpus.index["tokens"])
+        self.index = {
+            "corpus": fingerprint(" ".join(names)),
+            "tokens": tokens,
+            # not the sum: bytes / tokens is that of the blend's samples
+            "bytes": round(tokens * bytes_per_token),
+        }
+
+    def taken(self, n: int) -> dict:
+        of_blend = self.interleave.taken(n - self.start)
+        counts = [before + m for before, m in zip(self.before, of_blend)]
+        return {
+            "blend": self.index["corpus"],
+            "start": self.start,
+            "before": self.before,
+            "corpora": self.others | dict(zip(self.names, counts)),
+        }
+
+    def go_on(self, n: int, taken: dict) -> None:
+        self.others = taken["corpora"]
+        if taken["blend"] == self.index["corpus"] and len(taken["before"]) == len(self.names):
+            # as if it had not been interrupted
+            self.start, self.before = min(n, taken["start"]), taken["before"]
+        else:
+            self.start, self.before = n, [taken["corpora"].get(name, 0) for name in self.names]
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """(k, m): a sample of the run is sample m of corpus k."""
+        k, m = self.interleave(sample - self.start)
+        return k, self.before[k] + m
+
+    def batch(self, samples) -> Batch:
+        """samples: b global sample numbers."""
+        rows = []
+        for sample in samples:
+            k, m = self.locate(sample)
+            rows.append(self.corpora[k].batch([m]))
+        # None: without --document-mask no row has documents
+        fields = [None if of_rows[0] is None else torch.cat(of_rows) for of_rows in zip(*rows)]
+        # Each corpus counts its own samples; dropout needs the blend's numbers.
+        return rows[0]._make(fields)._replace(samples=torch.as_tensor(list(samples)))
 
 
 class PreparedCorpus(NamedTuple):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import sequence_parallel
 from base.errors import InputError
-from base.world import World
 from run.metrics import duration, plot_loss
+from run.world import World
 
 # of the text at the end
 SAMPLE_TOKENS = 300

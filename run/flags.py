@@ -15,8 +15,7 @@ import tomllib
 from pathlib import Path
 
 from base import json_files, terminal
-from run.config import LAYOUT, ConfigError, RunConfig, flag_name
-from run.kind import name_of
+from run.config import LAYOUT, ConfigError, RunConfig, flag_name, name_of
 from run.pretraining import Config
 
 # Flags of train.py that are no property of a run: they ask what a run would do

@@ -1,29 +1,35 @@
 """From the command line to the loop and back: ranks, checks, files, errors, exit status.
 
 main        parse, validate; every error becomes one message and an exit status
-run         open the tokenizer, connect the ranks, lock the folder
+run         open the tokenizer, check the memory, connect the ranks, lock the folder
 train       open the data, build the trainer, resume, run the loop, finish
 """
 
+import contextlib
+import dataclasses
+import json
 import os
 import re
 import time
 import traceback
 from pathlib import Path
 
+import torch
+
 from base import terminal
 from base.errors import InputError, RunError
-from base.world import World, WorldError
 from optimizer import learning_rate
-from run import finish, flags, messages, opening, rules, saving
+from run import checkpoint, finish, flags, messages, room, rules, saving
 from run.checkpoint import CheckpointError
-from run.config import ConfigError, RunConfig, multiply_in
+from run.config import ConfigError, RunConfig, flag_name, multiply_in
 from run.data import DataError
-from run.metrics import MetricsError
-from run.run_folder import RunFolderError
+from run.metrics import Metrics, MetricsError
+from run.run_folder import RunFolder, RunFolderError, launcher_name
 from run.task import Task
-from run.tokenizer import TokenizerError, record
+from run.tokenizer import BUILT_IN, TokenizerError, make_tokenizer, record, save_files
 from run.training_run import TrainingRun
+from run.world import World, WorldError
+from tensor_parallel import vocabulary_multiple
 
 # bad input: exit status 2, one message from rank 0
 REFUSED = (
@@ -100,22 +106,28 @@ def attempt(
     return 0, None
 
 
+# --- to the process groups ------------------------------------------------------------------------
+
+
 def run(config: RunConfig, world: World, trainer_class, loop) -> None:
     """One training run on this rank."""
-    tokenizer = opening.open_tokenizer(config, world)
+    tokenizer = open_tokenizer(config, world)
     # a run that learns prompts uses the tokenizer of its model
     config.tokenizer = tokenizer.name
     if config.lr is None:
         config.lr, what = config.default_lr()
         world.say(f"--lr {config.lr:g}: the default for {what}")
-    opening.check_room(config, world)
+    check_room(config, world)
     world.connect(config.device, config.tp, config.pp, config.timeout, config.ep, config.cp)
     world.beat("the preparation of the first step")
     if world.shares_gpu and config.cp > 1 and config.cp_kind == "ring":
         rule = "gloo, for ranks that share a GPU, cannot send its tensors; all-to-all would do"
         rules.refuse(config, "cp_kind", rule)
-    opening.check_flags_agree(config, world)
-    folder = opening.open_out(config, world)
+    check_flags_agree(config, world)
+    folder = world.open_on_rank_0(
+        lambda: RunFolder(config.out, config.resume, world.restarts, launcher_name()),
+        (RunFolderError,),
+    )
     if folder and folder.notice:
         world.say(folder.notice)
     config.resume |= world.restarts > 0
@@ -124,6 +136,156 @@ def run(config: RunConfig, world: World, trainer_class, loop) -> None:
     finally:
         if folder:
             folder.close()
+
+
+def open_tokenizer(config: RunConfig, world: World):
+    """The tokenizer of --tokenizer, or the default one. Where its vocabulary is larger than the
+    preset's, it sets --vocab-size. Raises ConfigError, TokenizerError or CheckpointError."""
+    name = config.tokenizer
+    moved = name is not None and name not in BUILT_IN and not os.path.exists(name)
+    # The file of a run that goes on may have moved: the run has a copy.
+    if name is None or (config.resume and moved):
+        name = default_tokenizer(config)
+    tokenizer = make_tokenizer(name)
+    shape = config.model_config()
+    if tokenizer.vocab_size > shape.vocab_size:
+        beyond = f"--tokenizer {name}: its ids go up to {tokenizer.vocab_size - 1}, beyond "
+        if config.vocab_size is not None:
+            raise ConfigError(
+                f"{beyond}--vocab-size {shape.vocab_size}; --vocab-size {tokenizer.vocab_size} "
+                "would fit"
+            )
+        if config.load:
+            raise ConfigError(
+                f"{beyond}the {shape.vocab_size} of the model in --load {config.load}; the "
+                "tokenizer that it was trained with would fit"
+            )
+        config.vocab_size = tokenizer.vocab_size
+        world.say(f"--vocab-size {config.vocab_size}: as many as --tokenizer {name} has")
+    elif tokenizer.vocab_size < 0.9 * shape.vocab_size:
+        world.say(
+            f"--tokenizer {name}: fills {tokenizer.vocab_size:,} of the model's "
+            f"{shape.vocab_size:,} ids; the others never occur in this run"
+        )
+    return tokenizer
+
+
+def default_tokenizer(config: RunConfig) -> str:
+    """The tokenizer where --tokenizer is not given: that of the run that goes on, or of --load."""
+    if config.resume:
+        found = checkpoint.steps(Path(config.out) / "checkpoints")
+        for path in reversed(found.values()):
+            # The one before it may be whole; saving.restore says what is wrong.
+            with contextlib.suppress(checkpoint.Damaged):
+                return checkpoint.tokenizer_of(path)
+    return checkpoint.tokenizer_of(checkpoint.find(config.load)) if config.load else "bytes"
+
+
+def check_room(config: RunConfig, world: World) -> None:
+    """Raises ConfigError for a run that the memory of a rank can never hold."""
+    model = config.model_config()
+    # what ZeRO shards, it shards over context-parallel ranks too
+    replicas = world.size // config.tp // config.pp
+    ranks = {"tp": config.tp, "pp": config.pp, "dp": replicas, "ep": config.ep, "cp": config.cp}
+    device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+    precision = config.precision or ("bf16" if device == "cuda" else "fp32")
+    has = world.memory(device)
+    multiple = vocabulary_multiple(config.make_vocab_size_divisible_by, device, config.tp)
+    padded = -(-model.vocab_size // multiple) * multiple
+    # no model has more; a larger one would not fit either
+    held = dataclasses.replace(model, vocab_size=min(padded, 2**31 - 1))
+    parts = room.state_parts(held, precision, config.optimizer_state, config.zero_stage, ranks)
+    learner = int(sum(parts))
+    # a frozen model has no gradients and no optimizer state
+    needs = 0 if config.frozen else learner
+    needs += config.bytes_beside(held, precision, ranks, learner)
+    padding = ""
+    if padded > 1.1 * model.vocab_size:
+        padding = f" --make-vocab-size-divisible-by {multiple // config.tp}"
+    if needs > has:
+        raise ConfigError(
+            f"--hidden-size {model.hidden_size} --num-layers {model.num_layers} --num-experts"
+            f" {model.num_experts} --vocab-size {model.vocab_size}{padding}: weights, gradients and"
+            f" optimizer state of this model {room.complaint('take', needs, has)}; a smaller model,"
+            " or more ranks with --tp, --pp or --zero-stage 3, would need less of each"
+        )
+    micro = config.known_micro_batch(replicas // config.cp)
+    needs = room.activation_bytes(held, precision, micro, ranks, config.head_chunk)
+    if needs > has:
+        raise ConfigError(
+            f"--micro-batch-size {micro}{padding}: the activations of so many sequences of "
+            f"{model.seq_length} tokens {room.complaint('take', needs, has)}; --micro-batch-size 1 "
+            "would need the least"
+        )
+
+
+def check_flags_agree(config: RunConfig, world: World) -> None:
+    """Ranks that were started one by one may have other flags each. A collective. Raises
+    ConfigError, on all ranks."""
+    everywhere = world.gather(dataclasses.asdict(config))
+    for rank, fields in enumerate(everywhere):
+        for name, value in fields.items():
+            expected = everywhere[0][name]
+            if value != expected:
+                raise ConfigError(
+                    f"{flag_name(name)}: rank {rank} was started with {value}, and rank 0 with "
+                    f"{expected}; give all ranks the same flags"
+                )
+
+
+# --- to the loop ----------------------------------------------------------------------------------
+
+
+def train(config: RunConfig, world: World, tokenizer, trainer_class, loop) -> None:
+    """The run, in a folder that is its own."""
+    task = config.task()
+    train_set, held_out = task.open_data(config, world, tokenizer)
+    check_data_agree(train_set, held_out, world)
+    trainer = build(config, world, trainer_class, task)
+    trainer.checkpoints.tokenizer = record(tokenizer)
+    out = Path(config.out)
+    start, tokens = saving.restore(trainer, world, train_set, tokenizer)
+    if is_done(config, world, out / task.last_file, start):
+        # what was loaded is on its way to other ranks
+        task.wait_for_parameters()
+        return
+    if config.warmup_steps > config.steps > start:
+        end = learning_rate(config.steps, config.lr, 0, config.warmup_steps, config.steps)
+        world.say(
+            f"--warmup-steps {config.warmup_steps}: longer than --steps {config.steps}, so the "
+            f"learning rate ends at {end:.2g}, below --lr {config.lr:g}"
+        )
+    this = TrainingRun(trainer, world, train_set, held_out, start, tokens)
+    this.metrics = world.open_on_rank_0(
+        lambda: begin_files(config, out, tokenizer, start), (RunFolderError, MetricsError)
+    )
+    if this.metrics and this.metrics.notice:
+        world.say(this.metrics.notice)
+    messages.announce(trainer, world, train_set.index)
+    if config.plan:
+        from planning import plan
+
+        this.predicted = plan.predict(config, world.size, task.row_length(train_set))
+        world.say(plan.describe(this.predicted, config.plan, config.fp8))
+    task.before_steps(this)
+    begin = time.perf_counter()
+    stopped = loop(trainer, this)
+    # most ranks have nothing more to do, and would leave while others still receive
+    task.wait_for_parameters()
+    if not stopped:
+        finish.finish(trainer, this, tokenizer, time.perf_counter() - begin)
+
+
+def check_data_agree(train_set, held_out, world: World) -> None:
+    """Ranks that read other data would train on a mixture, or never meet again. A collective.
+    Raises ConfigError, on all ranks."""
+    everywhere = world.gather([data_set.index["corpus"] for data_set in (train_set, held_out)])
+    for rank, corpora in enumerate(everywhere):
+        if corpora != everywhere[0]:
+            raise ConfigError(
+                f"rank {rank} has read other data than rank 0: a file is another one on its"
+                " machine, or the chat template asks for chance"
+            )
 
 
 def build(config: RunConfig, world: World, trainer_class, task: Task):
@@ -146,50 +308,6 @@ def build(config: RunConfig, world: World, trainer_class, task: Task):
         ) from None
 
 
-def train(config: RunConfig, world: World, tokenizer, trainer_class, loop) -> None:
-    """The run, in a folder that is its own."""
-    task = config.task()
-    train_set, held_out = task.open_data(config, world, tokenizer)
-    opening.check_data_agree(train_set, held_out, world)
-    trainer = build(config, world, trainer_class, task)
-    trainer.checkpoints.tokenizer = record(tokenizer)
-    out = Path(config.out)
-    start, tokens = saving.restore(trainer, world, train_set, tokenizer)
-    if is_done(config, world, out / task.last_file, start):
-        # what was loaded is on its way to other ranks
-        task.wait_for_parameters()
-        return
-    if config.warmup_steps > config.steps > start:
-        end = learning_rate(config.steps, config.lr, 0, config.warmup_steps, config.steps)
-        world.say(
-            f"--warmup-steps {config.warmup_steps}: longer than --steps {config.steps}, so the "
-            f"learning rate ends at {end:.2g}, below --lr {config.lr:g}"
-        )
-    opened = []
-    world.on_rank_0(
-        lambda: opened.append(opening.begin_files(config, out, tokenizer, start)),
-        (RunFolderError, MetricsError),
-    )
-    this = TrainingRun(trainer, world, train_set, held_out, start, tokens)
-    if world.rank == 0:
-        this.metrics = opened[0]
-        if this.metrics.notice:
-            world.say(this.metrics.notice)
-    messages.announce(trainer, world, train_set.index)
-    if config.plan:
-        from planning import plan
-
-        this.predicted = plan.predict(config, world.size, task.row_length(train_set))
-        world.say(plan.describe(this.predicted, config.plan, config.fp8))
-    task.before_steps(this)
-    begin = time.perf_counter()
-    stopped = loop(trainer, this)
-    # most ranks have nothing more to do, and would leave while others still receive
-    task.wait_for_parameters()
-    if not stopped:
-        finish.finish(trainer, this, tokenizer, time.perf_counter() - begin)
-
-
 def is_done(config: RunConfig, world: World, last_file: Path, start: int) -> bool:
     """Whether nothing is left to do. Raises ConfigError where --steps lies behind."""
     if start > config.steps:
@@ -204,3 +322,22 @@ def is_done(config: RunConfig, world: World, last_file: Path, start: int) -> boo
             " do; with more --steps the run goes on"
         )
     return done
+
+
+def begin_files(config: RunConfig, out: Path, tokenizer, start: int) -> Metrics:
+    """What a run leaves from its start: config.json, its tokenizer, metrics.jsonl. On rank 0.
+
+    Raises RunFolderError or MetricsError.
+    """
+    try:
+        # Whole or as it was: a full disk must not truncate the flags of a run.
+        flags = {"command": config.command} | dataclasses.asdict(config)
+        text = json.dumps(flags, indent=1)
+        (out / "config.tmp").write_text(text, encoding="utf-8")
+        os.replace(out / "config.tmp", out / "config.json")
+        if tokenizer.files:
+            # generate.py finds it there
+            save_files(tokenizer.files, out)
+    except OSError as e:
+        raise RunFolderError(f"--out {out}: cannot be written ({e.strerror})") from None
+    return Metrics(out / "metrics.jsonl", start)

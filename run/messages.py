@@ -4,9 +4,9 @@ import sys
 
 import torch
 
-from base.world import World
 from run.config import LAYOUT, RunConfig
 from run.presets import why_not_exported
+from run.world import World
 
 # flags that are named where they are not the default
 NAMED = (

@@ -23,8 +23,8 @@ import sequence_parallel
 import tensor_parallel
 from base import json_files
 from base.model_config import EXPERT_FIELDS, MoEConfig, divisors
-from base.world import why_no_gpu
 from run.config import ConfigError, RunConfig, as_flags, flag_name
+from run.world import why_no_gpu
 
 # Of a step. Far beyond what anybody trains with, and few enough to be numbered in an instant.
 MOST_SEQUENCES = 2**20

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from base.world import World
 from run import checkpoint
 from run.config import ConfigError, flag_name
-from run.datasets import Dataset
+from run.data import Dataset
 from run.tokenizer import CHAT_TEMPLATE, TokenizerRecord
+from run.world import World
 
 
 class RunCheckpoints:

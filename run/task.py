@@ -19,7 +19,10 @@ from torch import Tensor
 
 from base.model_config import flops_per_token
 from gpt import Context
-from run import checkpoint, opening
+from run import checkpoint
+
+# tokens of the held-out text that the sample continues
+SAMPLE_BEGINS = 16
 
 
 class PartOfTrainer:
@@ -229,7 +232,7 @@ class Task(PartOfTrainer):
 
     def sample_prompt(self, tokenizer, held_out) -> tuple[list[int], tuple[int, ...]]:
         """(what the sample at the end of training continues, ids at which it ends)"""
-        return opening.first_ids(held_out), tokenizer.stop_ids
+        return first_ids(held_out), tokenizer.stop_ids
 
     def data_name(self, corpus: str) -> str:
         """What was learned from, for a title. corpus: the hash of the data."""
@@ -239,6 +242,14 @@ class Task(PartOfTrainer):
     def finish(self, run) -> bool:
         """After the last step. Returns whether this was all: no sample, no title of its own."""
         return False
+
+
+def first_ids(dataset) -> list[int]:
+    """The beginning of a data set: what stands before the first target that counts, or where all
+    count some tokens."""
+    batch = dataset.batch([0])
+    first = int(batch.loss_mask[0].long().argmax())
+    return batch.tokens[0, : first + 1 if first else SAMPLE_BEGINS].tolist()
 
 
 # --- the loss on held-out data, under every layout ------------------------------------------------

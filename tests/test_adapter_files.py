@@ -13,7 +13,7 @@ from test_gpt import GPT_SHAPES, LLAMA_SHAPES
 
 import generate
 import gpt
-from base.world import Groups
+from base.groups import Groups
 from course import ranks
 from finetune import adapter_commands, adapters, peft_folder
 from finetune.adapter_config import AdapterConfig

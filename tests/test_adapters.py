@@ -18,7 +18,7 @@ from torch import nn
 
 import gpt
 import train
-from base.world import Groups
+from base.groups import Groups
 from course import ranks
 from course.kinds import config_of
 from course.parity import Run

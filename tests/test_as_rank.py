@@ -20,8 +20,8 @@ import fp8
 import optimizer
 import recompute
 import train as trainer
+from base.groups import Groups
 from base.model_config import flops_per_token
-from base.world import Groups
 from course import ranks
 from course.parity import LLAMA, SMALL
 from course.synthetic import Documents, Synthetic

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import train
-from base.world import World
 from run import blend, data
-from run.blend import Blend, Interleave, parse_weights
-from run.data import Corpus, DataError
+from run.blend import Interleave, parse_weights
+from run.data import Blend, Corpus, DataError
 from run.flags import parse
 from run.tokenizer import ByteTokenizer
+from run.world import World
 
 # Corpus -> number of documents.
 DOCUMENTS = {"a": 40, "b": 90, "c": 25}

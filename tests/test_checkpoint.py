@@ -24,8 +24,8 @@ from torch import nn
 import gpt
 import sharding
 import train
+from base.groups import Groups
 from base.model_config import MoEConfig
-from base.world import Groups
 from course import ranks
 from finetune.frozen_base import identifying_fields
 from optimizer import AdamW, SplitMaster
@@ -350,7 +350,7 @@ def test_more_than_memory_is_refused_before_it_is_taken(whole_model, monkeypatch
     from inference import cli
 
     checkpoint.check_room("x", 4096, "cpu")
-    monkeypatch.setattr("base.world.memory", lambda device, ranks: 4096)
+    monkeypatch.setattr("run.world.memory", lambda device, ranks: 4096)
     status = cli.main(["--checkpoint", str(whole_model), "--prompt", "a", "--device", "cpu"])
     err = capsys.readouterr().err
     assert status == 2 and "bytes, and cpu has 4,096 in all" in err and len(err.splitlines()) == 1

@@ -11,12 +11,11 @@ import pytest
 import small_run
 from small_run import run, write_lines
 
-from base import world
 from base.model_config import MoEConfig
 from course import kinds
 from finetune import nemo_config, prompt_file, prompt_template
 from inference.cli import check_layout
-from run import config, room, rules
+from run import config, room, rules, world
 from run.config import ConfigError
 from run.flags import parse
 from run.pretraining import Config

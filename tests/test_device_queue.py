@@ -20,7 +20,7 @@ import optimizer
 import sequence_parallel
 import train as trainer
 from base.device_queue import Moment, number, to_device, to_host
-from base.world import Groups
+from base.groups import Groups
 from course import ranks
 
 aten = torch.ops.aten

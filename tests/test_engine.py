@@ -12,7 +12,7 @@ from test_generate import BLOOM, EXPERTS, GEMMA, QWEN3, loud, save
 from test_gpt import GPT_SHAPES, LLAMA_SHAPES, build
 
 import generate
-from base.world import Groups
+from base.groups import Groups
 from course import ranks
 from finetune import adapters
 from finetune.adapter_config import AdapterConfig

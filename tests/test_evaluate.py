@@ -13,8 +13,8 @@ from test_families import FAMILIES
 from their_models import their_model
 
 import sharding
+from base.groups import Groups
 from base.model_config import MoEConfig
-from base.world import Groups
 from course import demo, ranks
 from inference import evaluate, evaluation_commands
 from inference.evaluate import Evaluator

@@ -23,9 +23,9 @@ import recompute
 import schedules
 import sequence_parallel
 import tensor_parallel
-from base import drawing
 from base.model_config import FieldError, MoEConfig
 from course.page import explorer
+from planning import drawing
 from planning import memory as planned
 from planning.inputs import MACHINES, TRAIN, Layout
 from run import rules

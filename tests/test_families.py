@@ -17,8 +17,8 @@ from their_models import shaken, their_model
 
 import generate
 import moe
+from base.groups import Groups
 from base.model_config import MoEConfig
-from base.world import Groups
 from course import ranks
 from course.parity import relative
 from inference.architectures import HuggingFaceError

@@ -15,11 +15,11 @@ import pytest
 from small_run import flags, lines_of, numbers_of, run, write_lines
 
 import train
-from base.world import World
 from finetune import rendering, sft_data
 from finetune.sft import message
 from inference import loading
-from run import checkpoint, opening
+from run import checkpoint, launch
+from run.world import World
 
 TEMPLATE = (
     "{{ strftime_now('%d %b') }}\n{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant'"
@@ -87,7 +87,7 @@ def here(tmp_path, monkeypatch):
 def seen(monkeypatch) -> tuple[list, list]:
     """(the questions of each step, the held-out set of each run)"""
     questions, held_out = [], []
-    step, check = train.Trainer.forward_backward, opening.check_data_agree
+    step, check = train.Trainer.forward_backward, launch.check_data_agree
 
     def forward_backward(self, number, dataset):
         samples = self.task.global_batch(number)
@@ -105,7 +105,7 @@ def seen(monkeypatch) -> tuple[list, list]:
         return check(train_set, held_out_set, world)
 
     monkeypatch.setattr(train.Trainer, "forward_backward", forward_backward)
-    monkeypatch.setattr(opening, "check_data_agree", check_data_agree)
+    monkeypatch.setattr(launch, "check_data_agree", check_data_agree)
     return questions, held_out
 
 

@@ -13,8 +13,8 @@ import gpt
 import train as trainer
 from base.collectives import Collectives
 from base.float8 import E4M3, decode, encode_by_hand
+from base.groups import Groups
 from base.model_config import LINEARS, FieldError, MoEConfig
-from base.world import Groups
 from course import ranks
 from course.kinds import config_of
 from fp8 import GRADIENT, INPUT, WEIGHT, Recipe, Scaling

@@ -18,7 +18,7 @@ import kernels
 import train
 from base import fp8_cast
 from base.float8 import E4M3, E5M2
-from base.world import Groups
+from base.groups import Groups
 from course.kinds import config_of
 from fp8 import GRADIENT, INPUT, Recipe, Scaling
 

@@ -16,7 +16,7 @@ from parity import Synthetic, again
 
 import fp8
 import train
-from base.world import Groups
+from base.groups import Groups
 from course import ranks
 from run import checkpoint, messages, room, rules
 from run.config import ConfigError, multiply_in

@@ -26,7 +26,7 @@ import kernels
 import sequence_parallel
 import train
 from base import terminal
-from base.world import Groups
+from base.groups import Groups
 from course import ranks
 from gpt import GPT
 from inference import batches, cli, cuda_graphs, kv_cache, loading, sampling, weight_layouts

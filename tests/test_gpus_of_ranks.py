@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 from torch.distributed import device_mesh
 
-from base.world import Groups, World, WorldError
+from base.groups import Groups
 from planning import stand_ins
+from run.world import World, WorldError
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 import fsdp
 import moe
 from base.grouped_linear import grouped_by_library
+from base.groups import Groups
 from base.model_config import MoEConfig, flops_per_token
-from base.world import Groups
 from course import ranks
 from gpt import GPT
 from run import rules

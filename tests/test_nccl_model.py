@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from base.world import disjoint, nccl_groups, pipeline_links
+from base.groups import disjoint, nccl_groups, pipeline_links
 from course import ranks
 from course.nccl_model import run
 from pipeline_parallel import Transfer, lower

@@ -14,7 +14,7 @@ from test_generate import from_training
 
 import fsdp
 import pipeline_parallel
-from base import world
+from base import groups
 from course import parity, ranks
 from fsdp import Unit
 from sequence_parallel import all_gather
@@ -272,14 +272,14 @@ def all_reduce_warms_up():
     """As it was once: communicators used by a collective first, and two receives ahead."""
     replaced = mock.Mock(wraps=dist)
     replaced.send = replaced.recv = lambda x, peer, group: dist.all_reduce(x, group=group)
-    world.dist = replaced
+    groups.dist = replaced
     two_ahead()
 
 
 def no_first_messages():
     """Nothing has gone through a link before the step; the tied embedding's copies send first."""
-    world.dist = mock.Mock(wraps=dist)
-    world.dist.send = world.dist.recv = lambda x, peer, group: None
+    groups.dist = mock.Mock(wraps=dist)
+    groups.dist.send = groups.dist.recv = lambda x, peer, group: None
 
 
 def two_ahead():

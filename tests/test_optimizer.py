@@ -14,8 +14,8 @@ import moe
 import sharding
 import train as trainer
 from base import adamw_kernel
+from base.groups import Groups
 from base.model_config import MoEConfig
-from base.world import Groups
 from finetune import adapters
 from finetune.adapter_config import METHODS, AdapterConfig
 from optimizer import (

@@ -12,8 +12,8 @@ from torch.nn.attention import flex_attention as flex
 import gpt
 import kernels
 from base import document_mask
+from base.groups import Groups
 from base.model_config import GPTConfig
-from base.world import Groups
 from course import packing as lesson
 from course import ranks, synthetic
 from finetune.packing import Example, Packed, first_fit

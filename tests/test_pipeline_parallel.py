@@ -11,8 +11,8 @@ import gpt
 import pipeline_parallel
 import schedules
 import sharding
+from base.groups import Groups
 from base.model_config import GPTConfig
-from base.world import Groups
 from course import ranks
 from course.demo import meta_model
 from pipeline_parallel import layers_of_stages

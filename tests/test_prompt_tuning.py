@@ -258,7 +258,7 @@ def test_parameters_by_the_paper():
 
 def test_an_encoder_beyond_memory_is_refused(monkeypatch):
     """65,536 wide it has 4 10^9 numbers: not one of them is allocated."""
-    monkeypatch.setattr("base.world.memory", lambda device, ranks: 2**35)
+    monkeypatch.setattr("run.world.memory", lambda device, ranks: 2**35)
     model = build(num_layers=1, hidden_size=8, num_heads=1, seq_length=4, vocab_size=8)
     expected = r"p_tuning.encoder_hidden 65536: takes 68,.* bytes, and cpu has 34,359,738,368"
     with pytest.raises(checkpoint.CheckpointError, match=expected):

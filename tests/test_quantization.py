@@ -11,8 +11,8 @@ from test_generate import SAMPLED, build, loud, ragged, save
 from test_gpt import GPT_SHAPES, LLAMA_SHAPES
 
 import generate
+from base.groups import Groups
 from base.model_config import FieldError, MoEConfig
-from base.world import Groups
 from course import ranks
 from inference import cli, quantization, weight_layouts
 from inference.quantization import GROUPS, Int4Matrix, Int8Matrix, by_kernel, dequantized

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import train
-from base.refusals import Refusals
 from finetune.sft_command import SFTConfig
-from run.kind import name_of
+from run.config import name_of
+from run.world import Refusals
 
 RUN = "--global-batch-size 4 --steps 1 --eval-every 0 --device cpu --lr 0.001"
 GENERATE = "generate.py --device cpu --checkpoint base --max-tokens 2"

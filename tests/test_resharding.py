@@ -9,7 +9,7 @@ from parity import LLAMA, SMALL, Synthetic
 
 import sharding
 import train as trainer
-from base.world import Groups
+from base.groups import Groups
 from course import ranks
 from course import resharding as lesson
 from course.kinds import config_of

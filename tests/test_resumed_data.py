@@ -10,7 +10,7 @@ import torch
 
 import train
 from run import checkpoint, data
-from run.blend import Blend
+from run.data import Blend
 from run.task import Task
 
 ROOT = Path(__file__).parent.parent

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import gpt
 import sequence_parallel
 import train
-from base.world import Groups
+from base.groups import Groups
 from course import parity, ranks
 from course.kinds import config_of
 from finetune import adapters, rollout

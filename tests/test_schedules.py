@@ -11,12 +11,11 @@ import pytest
 
 import moe
 import schedules
-from base import drawing
-from base.drawing import text
 from base.model_config import FieldError
 from course import nccl_model
 from pipeline_parallel import lower
-from planning import memory
+from planning import drawing, memory
+from planning.drawing import text
 from planning.inputs import SOFTWARE
 from run.pretraining import Config
 from schedules import (

@@ -15,7 +15,7 @@ from small_run import lines_of, write_lines
 
 import sharding
 import train
-from base.world import Groups
+from base.groups import Groups
 from course import demo
 from finetune import sft_data
 from finetune.chat_template import ChatError, ChatTokenizer, open_template
@@ -23,7 +23,7 @@ from finetune.packing import Example, Packed, Padded
 from finetune.sft import Chat
 from inference import cli, huggingface
 from inference.loading import find_chat, find_tokenizer
-from run import checkpoint, opening
+from run import checkpoint, launch
 from run.config import ConfigError
 from run.tokenizer import ByteTokenizer, FileTokenizer, GPT2Tokenizer
 
@@ -514,9 +514,9 @@ def test_ranks_that_read_other_conversations_are_refused():
         corpora = [[data_set.index["corpus"]] * 2 for data_set in others]
         return types.SimpleNamespace(gather=lambda mine: [mine, *corpora])
 
-    opening.check_data_agree(sets[0], sets[0], beside(sets[0]))
+    launch.check_data_agree(sets[0], sets[0], beside(sets[0]))
     with pytest.raises(ConfigError, match="rank 1 has read other data than rank 0"):
-        opening.check_data_agree(sets[0], sets[0], beside(sets[1]))
+        launch.check_data_agree(sets[0], sets[0], beside(sets[1]))
 
 
 def trainer_on(config, dataset):

@@ -117,8 +117,8 @@ def test_ctrl_c_removes_what_is_half_written(tmp_path):
     """Also where a library would catch KeyboardInterrupt, or runs long without looking for it."""
     program = (
         "import os, pathlib, signal, sys\n"
-        "from base import interrupts, terminal\n"
-        "interrupts.quiet()\n"
+        "from base import terminal\n"
+        "terminal.quiet()\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         "with terminal.removed_at_the_end(folder):\n"
         "    folder.mkdir()\n"
@@ -134,7 +134,7 @@ def test_ctrl_c_removes_what_is_half_written(tmp_path):
 
 def test_a_full_disk_ends_the_run_in_one_line(tmp_path, command, monkeypatch, capfd):
     import train
-    from run import metrics, opening
+    from run import launch, metrics
 
     class Full(metrics.Metrics):
         def add(self, line):
@@ -143,13 +143,13 @@ def test_a_full_disk_ends_the_run_in_one_line(tmp_path, command, monkeypatch, ca
             super().add(line)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(opening, "Metrics", Full)
+    monkeypatch.setattr(launch, "Metrics", Full)
     before = threading.enumerate()
     assert train.main([*command[2:], "--save-every", "2"]) == 1
     error = [line for line in capfd.readouterr().err.splitlines() if line.startswith("train.py")]
     assert len(error) == 1
     assert all(words in error[0] for words in ("after step 4", "No space left", "--resume"))
-    monkeypatch.setattr(opening, "Metrics", metrics.Metrics)
+    monkeypatch.setattr(launch, "Metrics", metrics.Metrics)
     # the save of step 2 may still be on its way; a process would end after it
     for thread in threading.enumerate():
         if thread not in before:

@@ -15,8 +15,8 @@ import sharding
 import tensor_parallel
 import train
 from base import cross_entropy
+from base.groups import Groups
 from base.model_config import GPTConfig
-from base.world import Groups
 from course import ranks
 
 MULTIPLE = dict(make_vocab_size_divisible_by=16)

@@ -10,8 +10,8 @@ import pytest
 import small_run
 import torch.distributed as dist
 
-from base.interrupts import descendants
-from base.watchdog import Watchdog
+from base.terminal import descendants
+from run.watchdog import Watchdog
 
 
 def watched(size=1, seconds=0.3, store=None):
@@ -119,17 +119,17 @@ def test_rank_0_is_stopped_and_holds_the_store(argv):
 
 STOPS = """
 import os, signal, sys
-from run import opening
+from run import launch
 import train
 
-agree = opening.check_data_agree
+agree = launch.check_data_agree
 
 def stop(*args):
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGSTOP)
     agree(*args)
 
-opening.check_data_agree = stop
+launch.check_data_agree = stop
 sys.exit(train.main(sys.argv[1:]))
 """
 

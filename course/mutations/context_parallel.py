@@ -4,7 +4,7 @@ import torch
 
 import context_parallel
 from base.dropout import Dropout
-from base.world import Groups
+from base.groups import Groups
 from course.mutations import bug
 
 RING = dict(cp=2, micro_batch_size=2)

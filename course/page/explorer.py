@@ -23,10 +23,10 @@ import json
 from pathlib import Path
 
 import planner
-from base import drawing, terminal
+from base import terminal
 from base.model_config import MoEConfig, block_matrices, mlp_matrices
 from benchmarks import style
-from planning import layer_time
+from planning import drawing, layer_time
 from planning.inputs import MACHINES
 from run.presets import PRESETS
 

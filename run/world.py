@@ -1,228 +1,51 @@
-"""Which rank this process is, its device, and the process groups that everything else is handed.
+"""This process among the ranks: its number, its device, how the ranks meet, and how they end.
 
-There is one mesh (pp, dp, cp, tp), made once. Tensor-parallel ranks are neighbours, because they
-talk most: on a node of 8 GPUs, `--tp 8` stays inside the node.
+    world = World.from_launcher()       the numbers that torchrun has set
+    world.connect("auto", tp=2, ..)     the device and the process groups (base/groups.py)
+    world.on_rank_0(work, errors)       one rank works; all have its result or its error
+    world.disconnect()
 
-    ranks 0 .. 15 under --pp 2 --cp 2 --tp 2, each pair being tp 0 and tp 1:
+A rank that is refused alone (a file that only one machine has is missing on the others) would leave
+the others in a collective. So it writes its message into the store that the ranks share, where a
+thread of every other rank reads it. All ranks end with one line, which names the rank:
 
-                dp 0              dp 1            other samples
-            cp 0    cp 1      cp 0    cp 1        other tokens of these samples
-    pp 0    0 1     2 3       4 5     6 7
-    pp 1    8 9    10 11     12 13   14 15        other layers
+    generate.py: rank 1: --checkpoint runs/chat: no such folder
 
-dp and cp ranks of one stage hold the same weights: they are the `replicas`, over which gradients
-are summed. Experts are spread over --ep of them, neighbours again: replicas = (edp, ep).
-
-    torchrun --nproc-per-node 8 train.py --pp 2 --tp 2
-
-No module of this project keeps a process group in a global variable: a technique gets its group as
-an argument (`Groups`). What stands here for NCCL has not yet run on a GPU; tests/nccl_rules.py has
-its rules.
+Usually all ranks read the same files and are refused for the same reason. Then rank 0 prints the
+line, without the number of a rank. run/watchdog.py ends a run whose ranks wait for each other.
 """
 
+import contextlib
 import gc
 import os
 import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from base import terminal
 from base.device_queue import number
-from base.refusals import PATIENCE, Refusals
-from base.watchdog import Watchdog
+from base.groups import Groups
+from run.watchdog import Watchdog
+
+# Seconds that a refused rank waits for the others.
+PATIENCE = 10
+# Seconds in which ranks that read the same files find the same fault.
+TOGETHER = 2
+# Seconds that rank 0 stays alive: its process may hold the store that the others still read.
+LAST_WORD = 0.3
 
 
 class WorldError(RuntimeError):
     """The ranks did not meet. The message says which rank waited, for how long, and for whom."""
 
-
-# --- the process groups of a rank -----------------------------------------------------------------
-
-
-@dataclass
-class Groups:
-    """The process groups of this rank. None where a group has one rank."""
-
-    # the ranks that have other samples
-    dp: dist.ProcessGroup | None = None
-    # the ranks that have other tokens of the same samples
-    cp: dist.ProcessGroup | None = None
-    # dp times cp: the ranks that hold the same weights, and sum their gradients
-    replicas: dist.ProcessGroup | None = None
-    # the replicas that together hold one copy of each expert
-    ep: dist.ProcessGroup | None = None
-    # the replicas that hold the same experts; may be this rank alone
-    edp: dist.ProcessGroup | None = None
-    tp: dist.ProcessGroup | None = None
-    pp: dist.ProcessGroup | None = None
-    # the pipeline's communicators on GPUs: (sender, receiver, kind) -> group, as `nccl_groups`
-    nccl: dict | None = None
-    # all ranks
-    all: dist.ProcessGroup | None = None
-    # all ranks, on the CPU: for checkpoints that are written while training goes on
-    files: dist.ProcessGroup | None = None
-
-    def __post_init__(self):
-        if self.cp is None:
-            self.replicas = self.dp
-
-    @classmethod
-    def make(
-        cls,
-        device_type: str,
-        world: int,
-        tp: int = 1,
-        pp: int = 1,
-        timeout: timedelta | None = None,
-        ep: int = 1,
-        cp: int = 1,
-    ) -> "Groups":
-        """One mesh (pp, dp, cp, tp) of `world` ranks. timeout: of collectives. A collective."""
-        replicas = world // pp // tp
-        names = ("pp", "dp", "cp", "tp")
-        mesh = make_mesh(device_type, (pp, replicas // cp, cp, tp), names, timeout)
-        groups = cls()
-        for name, size in zip(mesh.mesh_dim_names, mesh.shape):
-            if size > 1:
-                setattr(groups, name, mesh.get_group(name))
-        groups.replicas = groups.dp
-        if cp > 1:
-            groups.replicas = mesh["dp", "cp"]._flatten("replicas").get_group()
-        if ep > 1:
-            # the same ranks, with dp times cp = (edp, ep)
-            shape = (pp, replicas // ep, ep, tp)
-            names = ("pp", "edp", "ep", "tp")
-            experts = make_mesh(device_type, shape, names, timeout)
-            groups.ep = experts.get_group("ep")
-            groups.edp = experts.get_group("edp")
-        groups.all = dist.group.WORLD
-        # NCCL itself, or its rules on CPUs (tests/nccl_rules.py)
-        is_nccl = dist.get_backend().startswith("nccl")
-        # CPU tensors need gloo, because NCCL cannot carry them
-        backend = "gloo" if is_nccl else None
-        groups.files = dist.new_group(backend=backend, timeout=timeout)
-        of_data = (groups.dp, groups.cp, groups.replicas, groups.ep, groups.edp)
-        for group in (*of_data, groups.tp, groups.pp):
-            if group and timeout:
-                set_timeout(group, timeout)
-        if pp > 1 and is_nccl:
-            pipelines = mesh.mesh.flatten(1).t().tolist()  # [dp tp, pp]
-            device = torch.device(device_type)
-            groups.nccl = nccl_groups(pipelines, dist.get_rank(), device, timeout)
-        return groups
-
-
-def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    try:
-        group.set_timeout(timeout)
-    except RuntimeError as e:
-        # torch 2.11's gloo under TORCH_DISTRIBUTED_DEBUG=DETAIL: the default stays
-        if "does not support" not in str(e):
-            raise
-
-
-# the groups for whose messages the next computation waits; sums of gradients are not waited for
-URGENT = ("pp", "cp", "tp", "ep")
-
-
-def make_mesh(
-    device_type: str, shape: tuple[int, ...], names: tuple[str, ...], timeout: timedelta | None
-) -> DeviceMesh:
-    """torch's mesh, whose `URGENT` groups have streams of high priority. A collective."""
-    options = {}
-    for name in names:
-        # one for each group, because torch writes into it
-        urgent = high_priority(timeout)
-        if urgent and name in URGENT:
-            options[name] = urgent
-    return init_device_mesh(device_type, shape, mesh_dim_names=names, backend_override=options)
-
-
-def high_priority(timeout: timedelta | None) -> "dist.ProcessGroupNCCL.Options | None":
-    """Options of one communicator: its stream has high priority. None without NCCL.
-
-    A matrix multiplication that was launched earlier fills the GPU. As its blocks end, those of the
-    stream with the highest priority start first. So communication is meant to run beside the
-    multiplication, without CUDA_DEVICE_MAX_CONNECTIONS=1 (Megatron-LM's option
-    --high-priority-stream-groups).
-    """
-    if dist.get_backend() != "nccl":
-        return None
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    if timeout:
-        options._timeout = timeout
-    return options
-
-
-def nccl_groups(
-    pipelines: list[list[int]],
-    rank: int,
-    device: torch.device,
-    timeout: timedelta | None = None,
-) -> dict[tuple[int, int, str], dist.ProcessGroup]:
-    """This rank's communicators: {(sender, receiver, kind): group}, with positions in the pipeline.
-
-    There is one for each link of `pipeline_links`. pipelines: the global ranks of every pipeline.
-    timeout: of their messages.
-
-    A collective of all ranks. Disjoint pairs, of all pipelines, are split from the world at once: a
-    `new_group` for each pair would be a collective of all ranks each time. A rank without a pair is
-    split alone, because torch names a group by how many this rank has, and both ends need one name.
-
-    Each communicator carries a message here, in the same order everywhere. NCCL's first send blocks
-    its host until the host of the receive arrives; in a training step two hosts could wait for each
-    other. An all-reduce here would not help, because collectives use other connections.
-    """
-    own = {}
-    p = len(pipelines[0])
-    for links in disjoint(pipeline_links(p)):
-        places = [sorted(link[:2]) for link in links]
-        places += [[i] for i in range(p) if not any(i in pair for pair in places)]
-        splits = [[ranks[i] for i in place] for ranks in pipelines for place in places]
-        options = high_priority(timeout)
-        group = dist.split_group(split_ranks=splits, timeout=timeout, pg_options=options)
-        for ranks in pipelines:
-            for link in links:
-                sender, receiver = ranks[link[0]], ranks[link[1]]
-                message = torch.zeros(1, device=device)
-                if rank == sender:
-                    dist.send(message, receiver, group=group)
-                    own[link] = group
-                elif rank == receiver:
-                    dist.recv(message, sender, group=group)
-                    own[link] = group
-    return own
-
-
-def disjoint(links: list[tuple[int, int, str]]) -> list[list[tuple[int, int, str]]]:
-    """The links, in lists of which none has a rank twice."""
-    lists = []
-    for link in links:
-        for others in lists:
-            if not any(set(link[:2]) & set(other[:2]) for other in others):
-                others.append(link)
-                break
-        else:
-            lists.append([link])
-    return lists
-
-
-def pipeline_links(p: int) -> list[tuple[int, int, str]]:
-    """(sender, receiver, kind) of all that a pipeline of p ranks may send: activations (F) to the
-    next rank and gradients (B) to the previous one, both also round the end, and the gradient of a
-    tied embedding (B) between first and last."""
-    links = {(0, p - 1, "B"), (p - 1, 0, "B")}
-    for i in range(p):
-        links.add((i, (i + 1) % p, "F"))
-        links.add((i, (i - 1) % p, "B"))
-    return sorted(links)
-
-
-# --- this process ---------------------------------------------------------------------------------
 
 # what torchrun sets: the variable, its value for one rank alone, its least value
 VARIABLES = {
@@ -250,7 +73,7 @@ class World:
     watchdog: Watchdog | None = None
     # through which the ranks have met
     store: dist.Store | None = None
-    refusals: Refusals | None = None
+    refusals: "Refusals | None" = None
     # whether ranks share GPUs, so that gloo carries what they send
     shares_gpu: bool = False
 
@@ -346,6 +169,10 @@ class World:
         names = set(store.multi_get(keys))
         return len(names) == self.size and b"none" not in names
 
+    def memory(self, device: str) -> int:
+        """Bytes that this rank can have on a device."""
+        return memory(device, self.local_size)
+
     @property
     def cores(self) -> int:
         """Processors for this rank."""
@@ -440,6 +267,12 @@ class World:
             raise error
         return result
 
+    def open_on_rank_0(self, work, errors: tuple):
+        """The same for a result that stays on rank 0, as an open file; None on other ranks."""
+        opened = []
+        self.on_rank_0(lambda: opened.append(work()), errors)
+        return opened[0] if opened else None
+
     def gather_numbers(self, *numbers: torch.Tensor | float) -> torch.Tensor:
         """All ranks' numbers, [ranks, numbers], float64 on the device: one small collective."""
         row = torch.stack([number(n, torch.float64, self.device) for n in numbers])
@@ -493,3 +326,82 @@ def memory(device: str, ranks_on_machine: int) -> int:
         # another kernel: count no swap
         pass
     return total // ranks_on_machine
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+class Refusals:
+    """What the ranks tell each other about refusals, through their common store."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int):
+        """store: a connection that nothing else uses."""
+        self.store = store
+        self.rank = rank
+        self.size = size
+        self.stopped = threading.Event()
+        # the watching thread and the main thread may find a refusal together
+        self.ending = threading.Lock()
+
+    def first(self) -> str | None:
+        """The message of the rank that was refused first, with its number. None: there is none, or
+        the store is gone."""
+        with contextlib.suppress(dist.DistError):
+            if self.store.check(["first"]):
+                return self.store.get("first").decode()
+        return None
+
+    def watch(self) -> None:
+        """From now on a refusal of another rank ends this process with status 2."""
+        threading.Thread(target=self.wait_for_one, daemon=True).start()
+
+    def wait_for_one(self) -> None:
+        while not self.stopped.wait(1):
+            message = self.first()
+            # this rank may be about to find the same fault
+            if message and not self.stopped.wait(TOGETHER):
+                self.end(message)
+
+    def end(self, message: str) -> None:
+        """End this process, because another rank was refused. Rank 0 says the message."""
+        text = f"{Path(sys.argv[0]).name}: {message}"
+        with self.ending, contextlib.suppress(dist.DistError):
+            terminal.tell_launcher(text)
+            if self.rank == 0:
+                terminal.say(text, error=True)
+                self.store.set("said", "")
+                time.sleep(LAST_WORD)
+            else:
+                # torchrun kills all ranks when the first one ends: the line comes before
+                self.comes(lambda: self.store.check(["said"]), PATIENCE)
+        os._exit(2)
+
+    def share(self, message: str, say: Callable[[str], None]) -> None:
+        """Tell the other ranks why this one is refused. say(message) is called on one rank, or on
+        each that finds the store gone."""
+        self.stopped.set()
+        own = f"rank {self.rank}: {message}"
+        try:
+            self.store.compare_set("first", "", own)
+            self.store.add("refused", 1)
+            if self.rank:
+                if not self.comes(lambda: self.store.check(["said"]), PATIENCE):
+                    say(own)
+                return
+            everywhere = self.comes(lambda: self.store.add("refused", 0) == self.size, TOGETHER)
+            say(message if everywhere else own)
+            self.store.set("said", "")
+            # the others look every second
+            time.sleep(LAST_WORD if everywhere else 2 + TOGETHER)
+        except dist.DistError:
+            # the store is gone with the rank that held it
+            say(own)
+
+    def comes(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Whether the condition is true within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
