@@ -256,13 +256,14 @@ def around(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, blocks: Blocks):
+        o = log_sum = None
         for source, kv in around(torch.stack((k, v)), blocks.group):
             block = blocks.meeting(source, q)
             rows = block.queries
             k_part, v_part = (repeat(x, q.shape[1]) for x in kv[..., block.keys, :])
             part, part_sum = attend(q[:, :, rows], k_part, v_part, block)
-            if source == blocks.rank:
-                # the first: all queries
+            if o is None:
+                # this rank's own block comes first, and has all queries
                 o, log_sum = part.to(wide(q.dtype)), part_sum
             else:
                 merged = merge(o[:, :, rows], log_sum[:, :, rows], part, part_sum)

@@ -244,15 +244,15 @@ class Scaling:
 
     def maxima(self, tensors: list[Tensor], history: list, group) -> list[Tensor]:
         """The maximum of each tensor: noted on it; or found by a kernel, if no history has one."""
-        found = [fp8_cast.noted_maximum(x) for x in tensors]
-        if any(amax is None for amax in found):
-            found = torch.zeros(len(tensors), device=self.amax.device).split(1)
+        found = [amax for x in tensors if (amax := fp8_cast.noted_maximum(x)) is not None]
+        if len(found) < len(tensors):
+            found = list(torch.zeros(len(tensors), device=self.amax.device).split(1))
             for x, amax, known in zip(tensors, found, history):
                 fp8_cast.fp8_maximum(x, amax, known)
         if group is not None and not len(self.history):
             together = torch.cat(found)
             dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
-            found = together.split(1)
+            found = list(together.split(1))
         return found
 
     def weight(

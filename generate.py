@@ -54,7 +54,7 @@ from inference.batches import (
 from inference.kv_cache import Cache, Caches, CacheSlot, caching
 from inference.pipelined import PipelinedDecoder, Ring
 from inference.sampling import SamplingParams, keys_of, sample
-from pipeline_parallel import Pipeline
+from pipeline_parallel import Pipeline, Stage
 
 
 def decode(
@@ -261,7 +261,7 @@ def make_batches(
     return [DecodeBatch(sequences[i::num_batches], rule, *options) for i in range(num_batches)]
 
 
-def stages_of(model: GPT | Pipeline) -> list[GPT]:
+def stages_of(model: GPT | Pipeline) -> list[GPT] | list[Stage]:
     """This rank's stages; a model that is not a pipeline is one stage."""
     return [model] if isinstance(model, GPT) else model.stages
 

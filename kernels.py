@@ -515,7 +515,7 @@ def block(self: gpt.Block, x: Tensor, context: gpt.Context = gpt.PLAIN) -> Tenso
 def is_cast(module: nn.Module) -> bool:
     """Whether a cast to FP8 by its own maximum reads what the module gives (fp8.py), and can find a
     note: compiled code makes none."""
-    return getattr(module, "is_cast", False) and not torch.compiler.is_compiling()
+    return bool(getattr(module, "is_cast", False)) and not torch.compiler.is_compiling()
 
 
 def drops(module: gpt.BiasDropoutAdd, drop_key: Tensor | None) -> bool:

@@ -197,7 +197,7 @@ class Router(nn.Module):
         """A token goes where its scores are largest. logits: [n, E] -> [n, E]"""
         return logits
 
-    def losses(self, logits: Tensor, load: Tensor) -> Tensor:
+    def losses(self, logits: Tensor, load: Tensor) -> Tensor | float:
         """The losses of each token, summed over these tokens. A scalar; 0.0 without losses.
 
             load-balancing   E Σ_e load_e p_e      1 where the load is even

@@ -335,11 +335,11 @@ class Channels:
         self.groups = groups
         self.ranks = dist.get_process_group_ranks(group)
 
-    def send(self, x: Tensor, peer: int, kind: str, tag: int) -> dist.Work:
+    def send(self, x: Tensor, peer: int, kind: str, tag: int) -> dist.Work | None:
         group = self.groups[self.group.rank(), peer, kind] if self.groups else self.group
         return dist.isend(x, self.ranks[peer], group=group, tag=tag)
 
-    def receive(self, x: Tensor, peer: int, kind: str, tag: int) -> dist.Work:
+    def receive(self, x: Tensor, peer: int, kind: str, tag: int) -> dist.Work | None:
         group = self.groups[peer, self.group.rank(), kind] if self.groups else self.group
         return dist.irecv(x, self.ranks[peer], group=group, tag=tag)
 

@@ -45,6 +45,7 @@ from gpt import GPT, Context
 from optimizer import (
     AdamW,
     GradientAccumulator,
+    GradientSums,
     LossScaler,
     accumulation_dtype,
     fuse_accumulation,
@@ -111,7 +112,7 @@ class Trainer:
         self.gradients = [self.apply_techniques(stage) for stage in self.stages]
         self.expert_layers = moe.ExpertLayers(*self.stages) if shape.num_experts else {}
 
-    def apply_techniques(self, stage: GPT) -> GradientAccumulator:
+    def apply_techniques(self, stage: GPT) -> GradientSums:
         """The techniques, in the order in which they change a stage, after those of `build`; then
         its values, sharded over data-parallel ranks. Returns its gradients. A technique that not
         every run has is loaded where it is applied."""

@@ -152,4 +152,4 @@ def kernel_for(q: Tensor, k: Tensor) -> Kernel | None:
     with torch.enable_grad():
         choice = torch._fused_sdp_choice(q.detach().requires_grad_(), k, k)
     kind = KINDS.get(SDPBackend(choice))
-    return kind and make(kind)
+    return make(kind) if kind else None

@@ -2,7 +2,7 @@
 characters? The model has read only Python.
 
 Python comes from the standard library; C++, CMake, SVG and English (package descriptions) from the
-packages that requirements.txt installs. Files are split, so that no test snippet comes from a file
+packages that pyproject.toml names. Files are split, so that no test snippet comes from a file
 that was trained on. Each language has as many snippets as the others.
 
 The answer is a letter and an end of text, generated greedily. It is right when it is equal. The

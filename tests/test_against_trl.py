@@ -34,7 +34,7 @@ def trl():
     with pytest.MonkeyPatch.context() as patch:
         # PPO has left trl after 1.12.0, and its import warns that it may
         patch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-        where = "tests/requirements.txt names trl 1.12.0, the last with PPO, and it is not here"
+        where = "pyproject.toml names trl 1.12.0, the last with PPO, and it is not here"
         pytest.importorskip("trl.experimental.ppo", reason=where)
     from trl.experimental.ppo import ppo_trainer
     from trl.trainer import dpo_trainer, grpo_trainer, reward_trainer

@@ -16,7 +16,7 @@ from inference.serve import Request
 from run.token_bytes import token_bytes
 from run.tokenizer import make_tokenizer
 
-pytest.importorskip("aiohttp", reason="requirements.txt names it")
+pytest.importorskip("aiohttp", reason="pyproject.toml names it")
 from inference import api
 
 KINDS = ["bytes", *published_tokenizers.KINDS]

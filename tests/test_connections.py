@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import test_evaluate
 
-pytest.importorskip("transformers", reason="tests/requirements.txt names it")
-pytest.importorskip("aiohttp", reason="requirements.txt names it")
-pytest.importorskip("prometheus_client", reason="requirements.txt names it")
+pytest.importorskip("transformers", reason="pyproject.toml names it")
+pytest.importorskip("aiohttp", reason="pyproject.toml names it")
+pytest.importorskip("prometheus_client", reason="pyproject.toml names it")
 from inference.connections import Connections
 
 ROOT = Path(__file__).parent.parent

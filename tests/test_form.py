@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -134,15 +135,14 @@ def test_no_line_of_cuda_is_wide():
 
 
 def peers() -> set[str]:
-    """Modules of the packages that only tests/requirements.txt has."""
-    lines = (ROOT / "tests/requirements.txt").read_text().splitlines()
-    names = {re.split(r"[\[=<>]", line)[0] for line in lines if not line.startswith(("#", "-r"))}
-    return {name.replace("-", "_") for name in names}
+    """Modules of the packages that only the extra `dev` of pyproject.toml has."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[\[=<>]", line)[0] for line in project["optional-dependencies"]["dev"]}
+    return {name.replace("-", "_") for name in names - {project["name"], "pytest"}}
 
 
 def test_tests_are_collected_without_peers():
-    """`pip install -r requirements.txt pytest` is enough: a test of a peer skips, with the
-    reason."""
+    """`pip install -e . pytest` is enough: a test of a peer skips, with the reason."""
     assert {"transformers", "peft", "lm_eval"} <= peers()
     for path in (ROOT / "tests").glob("*.py"):
         body = ast.parse(path.read_text()).body

@@ -15,7 +15,7 @@ from test_generate import build, loud, save
 from finetune.peft_folder import IGNORED
 from inference import huggingface
 
-peft = pytest.importorskip("peft", reason="tests/requirements.txt names it")
+peft = pytest.importorskip("peft", reason="pyproject.toml names it")
 transformers = pytest.importorskip("transformers")
 # peft warns of many of these fields
 pytestmark = pytest.mark.filterwarnings("ignore")

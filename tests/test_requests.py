@@ -13,7 +13,7 @@ from finetune.chat_template import ChatError, ChatTemplate, ChatTokenizer
 from finetune.sft import Chat
 from run.tokenizer import ByteTokenizer, make_tokenizer
 
-pytest.importorskip("aiohttp", reason="requirements.txt names it")
+pytest.importorskip("aiohttp", reason="pyproject.toml names it")
 from inference import api
 
 SAID = [{"role": "user", "content": "a"}]
@@ -100,7 +100,7 @@ def read(kind, **fields):
 
 def known_to_the_package() -> set[str]:
     """The fields of the installed openai package."""
-    pytest.importorskip("openai", reason="tests/requirements.txt names it")
+    pytest.importorskip("openai", reason="pyproject.toml names it")
     from openai.types import completion_create_params as texts
     from openai.types.chat import completion_create_params as chats
 
@@ -195,7 +195,7 @@ def chats(tmp_path_factory):
     published_tokenizers.write("qwen", folder)
     tokenizer = make_tokenizer(str(folder / "tokenizer.json"))
     texts = {"own": TEMPLATE, "trims": TEMPLATE.replace("m.content }}", "m.content | trim }}")}
-    trl = pytest.importorskip("trl", reason="tests/requirements.txt names it")
+    trl = pytest.importorskip("trl", reason="pyproject.toml names it")
     for file in Path(trl.__file__).parent.glob("chat_templates/qwen3*.jinja"):
         texts[file.stem] = file.read_text()
     found = {}

@@ -27,8 +27,8 @@ from run.tokenizer import make_tokenizer
 ROOT = Path(__file__).parent.parent
 
 aiohttp = pytest.importorskip("aiohttp")
-openai = pytest.importorskip("openai", reason="tests/requirements.txt names it")
-pytest.importorskip("prometheus_client", reason="requirements.txt names it")
+openai = pytest.importorskip("openai", reason="pyproject.toml names it")
+pytest.importorskip("prometheus_client", reason="pyproject.toml names it")
 
 KEY = "correct horse"
 PROMPTS = [f"{word} {n}" for n, word in enumerate(["The quick", "hello", "def add", "Größe"] * 8)]

@@ -11,10 +11,10 @@ import pytest
 import test_evaluate
 import test_rendering
 
-pytest.importorskip("transformers", reason="tests/requirements.txt names it")
-pytest.importorskip("openai", reason="tests/requirements.txt names it")
-pytest.importorskip("aiohttp", reason="requirements.txt names it")
-pytest.importorskip("prometheus_client", reason="requirements.txt names it")
+pytest.importorskip("transformers", reason="pyproject.toml names it")
+pytest.importorskip("openai", reason="pyproject.toml names it")
+pytest.importorskip("aiohttp", reason="pyproject.toml names it")
+pytest.importorskip("prometheus_client", reason="pyproject.toml names it")
 
 from test_server import CHAT, COMPLETIONS, Address, post
 

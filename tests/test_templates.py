@@ -18,10 +18,10 @@ from finetune.chat_template import ChatError, ChatTokenizer, open_template
 from finetune.sft import Chat, message
 from run.tokenizer import ByteTokenizer, FileTokenizer
 
-transformers = pytest.importorskip("transformers", reason="tests/requirements.txt names it")
+transformers = pytest.importorskip("transformers", reason="pyproject.toml names it")
 spec = importlib.util.find_spec("trl")
 if spec is None:
-    pytest.skip("tests/requirements.txt names trl", allow_module_level=True)
+    pytest.skip("pyproject.toml names trl", allow_module_level=True)
 FOLDER = Path(spec.submodule_search_locations[0]) / "chat_templates"
 STEMS = [path.stem for path in sorted(FOLDER.glob("*.jinja")) if "_training" not in path.stem]
 TWINS = [stem for stem in STEMS if (FOLDER / f"{stem}_training.jinja").exists()]
