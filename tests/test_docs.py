@@ -392,7 +392,7 @@ def test_paths_in_prose_exist():
 
 
 def test_workflow():
-    """A public forge runs the checks of the Makefile, on Sundays with the repetitions, and no action
+    """A public forge runs the checks of the Makefile, on Sundays the repetitions too, and no action
     but those that it needs."""
     (job,) = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"].values()
     actions = [step["uses"].split("@")[0] for step in job["steps"] if "uses" in step]
