@@ -41,7 +41,6 @@ figures: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks.fsdp $(RESULTS) $(ARGS)
 	$(VENV)/bin/python -m benchmarks.silent_bugs $(RESULTS) $(ARGS)
 	$(VENV)/bin/python -m benchmarks.packing $(RESULTS) $(ARGS)
-	$(VENV)/bin/python -m benchmarks.preference $(RESULTS) $(ARGS)
 	$(VENV)/bin/python -m benchmarks.rollout $(RESULTS) $(ARGS)
 	$(VENV)/bin/python -m benchmarks.reproduction $(RESULTS) $(ARGS)
 	$(VENV)/bin/python -m benchmarks.fp8 $(RESULTS) $(ARGS)

@@ -47,15 +47,6 @@ COLOURS = {
     "p-tuning": "#0072b2",
     "prompt-tuning": "#009e73",
     "fine-tuning": "#4d4d4d",
-    # learning from preferences
-    "GRPO": "#0072b2",
-    "PPO": "#d55e00",
-    "PPO, learned reward": "#e69f00",
-    "GRPO, β = 0": "#56b4e9",
-    "GRPO, flipped": "#999999",
-    "DPO, 5 rounds": "#009e73",
-    "DPO, β = 0.1": "#cc79a7",
-    "DPO, β = 1": "#882255",
     # an operation
     "fused": "#0072b2",
     "compiled": "#e69f00",

@@ -3,9 +3,7 @@ them overwrites measured results."""
 
 import argparse
 import importlib
-import itertools
 import json
-import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +15,7 @@ import torch
 import torch._functorch.config
 
 import recompute
-from benchmarks import kernels, pictures, redraw, report, sums_task
+from benchmarks import kernels, pictures, redraw, report
 
 ROOT = Path(__file__).parent.parent
 COMPARISONS = ROOT / "benchmarks"
@@ -37,8 +35,6 @@ SCRIPTS = [
     ("optimizer_state", [], ["optimizer_state.json"]),
     ("pipeline", [], ["pipeline.json", "pipeline_schedules.svg", "pipeline_bubble.svg"]),
     ("planner", [], ["planner.json", "planner.svg"]),
-    ("preference", [], ["preference.json", "preference.svg", "preference_training.svg"]),
-    ("prompt_memory", [], ["prompt_memory.json"]),
     ("prompt_tuning", [], ["prompt_tuning.json", "prompt_tuning.svg"]),
     ("quantization", [], ["quantization.json", "quantization.svg"]),
     ("recompute_overhead", [], ["recompute_overhead.json", "recompute_overhead.svg"]),
@@ -48,12 +44,10 @@ SCRIPTS = [
     ("serving_plan", [], ["serving_plan.json", "serving_frontier.svg"]),
     ("silent_bugs", [], ["silent_bugs.json", "silent_bugs.svg"]),
     ("single_device", [], ["single_device.json"]),
-    ("two_ranks", ["data"], ["data_parallel.json"]),
-    ("two_ranks", ["tensor"], ["tensor_parallel.json"]),
     ("zero_memory", [], ["zero_memory.json", "zero_memory.svg"]),
 ]
 # these start training runs as commands
-LAUNCHERS = ("layouts", "prompt_memory")
+LAUNCHERS = ("layouts",)
 # these need transformers, which is not installed everywhere
 TRANSFORMERS = ("generation", "serving_speed", "single_device")
 
@@ -103,13 +97,8 @@ def start_without_imports(script: str, monkeypatch) -> None:
     """Train in processes that have imported the project. (On a GPU a fork cannot.)"""
     if torch.cuda.is_available() or script not in LAUNCHERS:
         return
-    training = f"benchmarks.{script}"
-    if script == "layouts":
-        training = "planning.try_layouts"
-        fake = SimpleNamespace(Popen=ForkedTraining, DEVNULL=None)
-    else:
-        fake = SimpleNamespace(run=lambda command, **_: processes.run(command[1:]), DEVNULL=None)
-    monkeypatch.setattr(importlib.import_module(training), "subprocess", fake)
+    fake = SimpleNamespace(Popen=ForkedTraining, DEVNULL=None)
+    monkeypatch.setattr(importlib.import_module("planning.try_layouts"), "subprocess", fake)
 
 
 def write_no_figures(monkeypatch) -> None:
@@ -257,24 +246,6 @@ def test_make_figures_writes_what_is_tracked():
     assert all("$(RESULTS)" in rest for _, rest in lines)
     known = {script for script, _, _ in SCRIPTS} | {"gpu"}
     assert {script for script, _ in lines} <= known
-
-
-# --- best of n ------------------------------------------------------------------------------------
-
-
-def test_best_of_n_beside_all_pairs_of_samples():
-    """Three answers, of which two have one score, and texts that are no answer, the worst."""
-    p, scores = [0.2, 0.3, 0.4], [1.0, -2.0, 1.0]
-    expected = [0.0] * 4
-    for first, second in itertools.product(range(4), repeat=2):
-        # the other text comes last
-        of_first, of_second = ([*scores, -math.inf][i] for i in (first, second))
-        best = second if of_second > of_first else first
-        expected[best] += [*p, 0.1][first] * [*p, 0.1][second]
-    log_p = torch.tensor([p], dtype=torch.float64).log()
-    found = sums_task.best_log_p(log_p, torch.tensor([scores], dtype=torch.float64), 2).exp()
-    torch.testing.assert_close(found[0], torch.tensor(expected[:3], dtype=torch.float64))
-    torch.testing.assert_close(sums_task.with_other(found.log())[0, 3].item(), expected[3])
 
 
 # --- timing, and results that grow ----------------------------------------------------------------

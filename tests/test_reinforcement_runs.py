@@ -14,7 +14,8 @@ import generate
 from course import kinds
 from finetune import prompt_set
 from finetune.rl_files import plot
-from inference import cli
+from finetune.sft import message
+from inference import cli, loading
 from run import checkpoint
 from run.config import ConfigError
 from run.rules import validate
@@ -160,6 +161,40 @@ def test_a_run_learns(grpo_run, tmp_path):
     assert not (out / "sample.txt").exists()
     plot(lines, tmp_path / "rl.png")
     assert (tmp_path / "rl.png").read_bytes().startswith(b"\x89PNG")
+
+
+def answers(path, prompts: list[str]) -> list[str]:
+    """What a model writes after each prompt."""
+    model, index = loading.load_model(path)
+    tokenizer = loading.find_tokenizer(path, index)
+    chat = loading.find_chat(path, tokenizer)
+    asked = [chat.prompt([message("user", prompt)]) for prompt in prompts]
+    return [tokenizer.decode(ids) for ids in generate.generate(model, asked, 6, seed=0)]
+
+
+def test_dpo_on_judged_answers_raises_the_score(toy, tmp_path):
+    """A model is fine-tuned on answers of three a or three b. A verifier likes a: the best and the
+    worst of eight answers to a prompt are a pair, and new answers have a higher score."""
+    folder, _ = toy
+    base, tuned = tmp_path / "base", tmp_path / "dpo"
+    sft = ["finetune.sft", *SHAPE, "--data", folder / "sft.jsonl", "--lr", 3e-2]
+    assert run(*sft, "--out", base, "--steps", 24) == 0
+
+    def score(answer: str) -> float:
+        return answer.count("a") / max(1, len(answer))
+
+    prompts = [f"{n}+" for n in range(16)]
+    before = answers(base, [prompt for prompt in prompts for _ in range(8)])
+    pairs = []
+    for n, prompt in enumerate(prompts):
+        ranked = sorted(before[8 * n : 8 * n + 8], key=score)
+        pairs.append({"prompt": prompt, "chosen": ranked[-1], "rejected": ranked[0]})
+    words = ["finetune.preference", "--load", base, *BATCH, "--method", "dpo", "--lr", 3e-3]
+    words += ["--data", write_lines(tmp_path / "pairs.jsonl", pairs), "--steps", 12]
+    assert run(*words, "--out", tuned) == 0
+    after = answers(tuned, [f"{n}+" for n in range(16, 96)])
+    first, last = (sum(map(score, some)) / len(some) for some in (before, after))
+    assert 0.1 < first < 0.7 and last > first + 0.2
 
 
 def without_last_step(out, copy, *files: str):
