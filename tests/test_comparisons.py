@@ -141,8 +141,7 @@ def test_none_is_forgotten():
 
 
 def texts(svg: str) -> list[str]:
-    """The texts of a figure, which stand as comments beside their outlines."""
-    return re.findall(r"<!-- (.*?) -->", svg)
+    return re.findall(r"<text [^>]*>([^<]*)<", svg)
 
 
 def without_ids(svg: str) -> str:
@@ -170,9 +169,8 @@ def test_figures_are_drawn_from_the_results(tmp_path):
         assert same or not same_version, f"{name}: {again}"
         assert len(new) < 300_000
         assert float(re.search(r'<svg [^>]*width="([\d.]+)pt"', new)[1]) <= 8.5 * 72
-        # outlines are scaled from a font of 100 points
-        sizes = [100 * float(scale) for scale in re.findall(r"scale\(([\d.]+) -", new)]
-        assert len(sizes) >= len(texts(new)) and min(sizes) >= 8
+        sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", new)]
+        assert len(sizes) == len(texts(new)) and min(sizes) >= 8
 
 
 def test_each_technique_names_its_picture():
