@@ -51,7 +51,7 @@ from planning.inputs import (
     Machine,
 )
 from planning.layer_time import Rank, layer
-from planning.state import block_parameters
+from planning.memory import block_parameters
 from run import flags
 from run.presets import PRESETS
 from sharding import num_parameters

@@ -238,7 +238,7 @@ def test_make_figures_writes_what_is_tracked():
     """Only the Makefile's commands write into benchmarks/ and docs/figures/, and each of their
     scripts runs above."""
     lines = re.findall(
-        r"\t\.venv/bin/python -m benchmarks\.(\w+)(.*)", (ROOT / "Makefile").read_text()
+        r"\t\$\(VENV\)/bin/python -m benchmarks\.(\w+)(.*)", (ROOT / "Makefile").read_text()
     )
     assert len(lines) >= 10
     assert all("$(RESULTS)" in rest for _, rest in lines)
