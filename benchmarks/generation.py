@@ -87,10 +87,10 @@ def build(config: GPTConfig, device: str):
     return model.to(device).eval().requires_grad_(False), theirs
 
 
-def packed(model, texts: int):
+def laid_out(model, texts: int):
     """A copy that is laid out for decoding `texts` texts at a time."""
     model = copy.deepcopy(model)
-    weight_layouts.pack(model, texts)
+    weight_layouts.apply(model, texts)
     return model
 
 
@@ -169,17 +169,17 @@ def measure(name: str, config: GPTConfig, args) -> dict:
         f" at most {speed / weights:,.0f} steps/s; tokens/s with and without the cache:",
         flush=True,
     )
-    lengths = by_length(packed(model, 1), args.lengths, args.rounds)
+    lengths = by_length(laid_out(model, 1), args.lengths, args.rounds)
     table = report.Table()
     for length, speeds in lengths.items():
         table.row({"model": name, "length": length} | speeds)
     batches = {}
     table = report.Table()
     for batch in args.batches:
-        ours = packed(model, batch)
+        ours = laid_out(model, batch)
         batches[batch] = against_transformers(ours, theirs, batch, args.rounds)
         table.row({"model": name, "batch": batch} | batches[batch])
-        linears = [m for m in ours.modules() if isinstance(m, weight_layouts.PackedLinear)]
+        linears = [m for m in ours.modules() if isinstance(m, weight_layouts.DecodeLinear)]
         layouts = {str(list(m.matrix.shape)): m.layout.__name__ for m in linears}
         batches[batch]["layouts"] = layouts
     return {
@@ -221,10 +221,10 @@ def cases_of(stage: str, args) -> dict:
     def ours(batch: int, graphs: bool = True) -> dict:
         can_capture = cuda_graphs.can_capture if graphs else lambda *_: False
         with mock.patch.object(cuda_graphs, "can_capture", can_capture):
-            return our_steps(packed(pair()[0], batch), batch, new)
+            return our_steps(laid_out(pair()[0], batch), batch, new)
 
     def both(batch: int) -> dict:
-        row = against_transformers(packed(pair()[0], batch), pair()[1], batch, rounds)
+        row = against_transformers(laid_out(pair()[0], batch), pair()[1], batch, rounds)
         theirs = row["transformers_tokens_per_second"]
         return {"tokens/s of transformers": theirs, "times ours": row["ratio"]} | row
 

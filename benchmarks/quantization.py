@@ -48,10 +48,10 @@ from run.checkpoint import CheckpointError
 from run.pretraining import Config
 from run.tokenizer import TokenizerError
 
-# (dtype, packs a model for so many texts)
+# (dtype, lays a model out for so many texts)
 KINDS = {
-    "fp32": (torch.float32, weight_layouts.pack),
-    "bf16": (torch.bfloat16, weight_layouts.pack),
+    "fp32": (torch.float32, weight_layouts.apply),
+    "bf16": (torch.bfloat16, weight_layouts.apply),
     "int8": (torch.bfloat16, partial(quantization.apply, kind="int8")),
     "int4": (torch.bfloat16, partial(quantization.apply, kind="int4")),
 }
@@ -124,10 +124,10 @@ def measure(load: Callable, text: data.Corpus, sequences: int, rounds: int, new:
     results = {}
     of_kinds = {}
     speeds = {"prefill": {}} | {f"batch {batch}": {} for batch in BATCHES}
-    for kind, (dtype, pack) in KINDS.items():
+    for kind, (dtype, lay_out) in KINDS.items():
         for batch in BATCHES:
             model = load(dtype)
-            pack(model, batch)
+            lay_out(model, batch)
             speeds[f"batch {batch}"][kind] = partial(decoding, model, batch, new)
             if batch == 1:
                 size = quantization.weight_bytes(model)
@@ -140,7 +140,7 @@ def measure(load: Callable, text: data.Corpus, sequences: int, rounds: int, new:
         # with quantised matrices, by the naive way
         model = load(torch.bfloat16)
         head = model.head.output.weight
-        weight_layouts.pack_linears(model)
+        weight_layouts.replace_linears(model)
         quantization.quantize(model, of_blocks)
         quantization.replace_matrix(model.head.output, of_head(head))
         results[kind] = {"bytes": quantization.weight_bytes(model)}

@@ -39,7 +39,7 @@ import generate
 from base import cpu
 from benchmarks import report, style
 from benchmarks.generation import CASES as MODELS
-from benchmarks.generation import SMALL, TOY, build, memory_speed, packed
+from benchmarks.generation import SMALL, TOY, build, laid_out, memory_speed
 from benchmarks.report import median, timed
 from benchmarks.steps import profile
 from inference.engine import Engine, requests_of
@@ -239,7 +239,7 @@ def theirs_continuous(theirs, asked: list[Asked], together: int) -> Measured:
 
 def contenders(model, theirs, together: int, config) -> tuple[Engine, dict]:
     """(the engine, {name: what answers requests, so many at a time})."""
-    batch_model = packed(model, together)
+    batch_model = laid_out(model, together)
     # room for twice as many of the longest, at least for four
     num_blocks = 1 + 2 * max(2, together) * config.seq_length // BLOCK
     sizes = dict(budget=BUDGET, block_size=BLOCK, num_blocks=num_blocks)

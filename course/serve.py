@@ -14,7 +14,7 @@ import torch
 import generate
 import sharding
 from course import demo, form
-from inference import engine, serve, serving_drawing
+from inference import engine, serve
 from inference.paged_attention import Decodes
 from inference.serve import BlockPool, Request, Scheduler, Sequence, Step
 
@@ -37,7 +37,7 @@ def mask_of_another(self, *args, original=Decodes.__init__) -> None:
         self.mask = self.mask.roll(1, dims=0)
 
 
-def sample_by_place(logits, keys, positions, params, original=serving_drawing.sample):
+def sample_by_place(logits, keys, positions, params, original=engine.sample):
     return original(logits, list(range(len(keys))), positions, params)
 
 
@@ -63,7 +63,7 @@ WITHOUT = {
         " shorter one's not at its newest tokens. With equal lengths, no error shows.",
     ),
     "request": form.Removal(
-        lambda: mock.patch.object(serving_drawing, "sample", sample_by_place),
+        lambda: mock.patch.object(engine, "sample", sample_by_place),
         "Random numbers of the row in the step. What do answers depend on?",
         "The place in the step depends on who else is served, and so does the answer. After a"
         " preemption a text goes on as another one.",

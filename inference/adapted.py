@@ -92,8 +92,8 @@ class Adapters:
 
     @torch.no_grad()
     def put(self, model, groups: Groups, layer_split: list[int] | None = None) -> None:
-        """Put them into a model that is loaded, and not packed yet. model: a GPT or a Pipeline,
-        sharded over `groups`. A collective. Raises CheckpointError."""
+        """Put them into a model that is loaded, before weight_layouts.apply. model: a GPT or a
+        Pipeline, sharded over `groups`. A collective. Raises CheckpointError."""
         if not self.opened:
             return
         for name, adapter in self.opened.items():

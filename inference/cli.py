@@ -4,20 +4,20 @@
     python generate.py --checkpoint runs/default --prompt-file prompts.jsonl > answers.jsonl
     torchrun --nproc-per-node 4 generate.py --tp 2 --pp 2 --checkpoint HF_DIR --interactive
 
-The order is the same for each command that generates (prompt_tuning.py has two more):
+The order is the same for each command that generates or evaluates:
 
-    command         the ranks' launcher, arguments, errors (inference/command.py)
+    command         the launcher of the ranks, arguments, errors, the exit status
     check_flags     all that can be known before the ranks meet
     connect         the ranks meet; model and tokenizer are loaded
     then            stream_text, answer_file or converse
-
-Not covered: a server, for these commands generate for one person or one file: inference/serve.py.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -26,23 +26,108 @@ import kernels
 import moe
 import pipeline_parallel
 import tensor_parallel
+from base import terminal
 from base.model_config import MoEConfig, divisors
+from finetune.chat_template import ChatError
 from finetune.prompt_data import PromptError
 from finetune.sft import message
 from generate import ModelRunner, check_options, stages_of
-from inference import generation_config, quantization
+from inference import generation_config, quantization, weight_layouts
 from inference.adapted import Adapters
 from inference.answers import answer_file, as_json, encode, read_prompts, stream_text
-from inference.command import command
+from inference.huggingface import HuggingFaceError
 from inference.loading import check_vocabulary, find_chat, find_tokenizer, load_model, open_model
-from inference.weight_layouts import pack
+from run.checkpoint import CheckpointError
 from run.config import DTYPES, ConfigError, as_flags, flag_name, multiply_in
-from run.tokenizer import prompt_ids
-from run.world import World, why_no_gpu
+from run.tokenizer import TokenizerError, prompt_ids
+from run.world import World, WorldError, why_no_gpu
 
 # seconds
 HALF_AN_HOUR = 1800.0
 MONTH = 30 * 86400.0
+
+
+# --- from the launcher to the exit status ---------------------------------------------------------
+
+# bad input
+REFUSED = (
+    ConfigError,
+    WorldError,
+    PromptError,
+    ChatError,
+    TokenizerError,
+    CheckpointError,
+    HuggingFaceError,
+)
+
+
+class Outcome(NamedTuple):
+    """How a command ended on this rank."""
+
+    status: int = 0
+    message: str | None = None
+    # other ranks do not have the message; otherwise rank 0 alone prints it
+    this_rank_only: bool = False
+
+
+def command(
+    name: str,
+    work: Callable[[argparse.Namespace, World], None],
+    argv: list[str],
+    parser: argparse.ArgumentParser,
+) -> int:
+    """Run work(args, world), under a launcher or without one. name: of the file, for messages.
+    Returns the exit status."""
+    try:
+        world = World.from_launcher()
+    except WorldError as e:
+        terminal.say(f"{name}: {e}", error=True)
+        return 2
+    if world.rank:
+        parser.error = lambda message: leave_to_rank_0(world)
+    args = parser.parse_args(argv)
+    status, message, this_rank_only = attempt(work, args, world)
+    if status == 2 and not this_rank_only:
+        world.share_refusal(message, name)
+    elif message and (world.rank == 0 or this_rank_only):
+        terminal.say(terminal.one_line(f"{name}: {message}"), error=True)
+    if status == 1 and world.size > 1 and (this_rank_only or not message):
+        # the other ranks wait in a collective, so the groups cannot be taken down
+        os._exit(1)
+    world.disconnect()
+    return status
+
+
+def leave_to_rank_0(world: World) -> None:
+    """Every rank finds the same fault in the arguments: rank 0 prints it."""
+    terminal.let_rank_0_speak(world.rank)
+    sys.exit(2)
+
+
+def attempt(work, args: argparse.Namespace, world: World) -> Outcome:
+    """Run work(args, world), with errors that a user can understand as an Outcome."""
+    try:
+        work(args, world)
+    except REFUSED as e:
+        return Outcome(2, str(e), isinstance(e, WorldError))
+    except FloatingPointError as e:
+        return Outcome(1, f"{e}: this model has diverged")
+    except RuntimeError:
+        # another rank may have left this one in a collective
+        world.follow_refusal()
+        raise
+    except KeyboardInterrupt:
+        return Outcome(130)
+    except BrokenPipeError:
+        # the reader of the output has seen enough (| head)
+        terminal.mute(sys.stdout)
+        return Outcome(1)
+    except OSError as e:
+        terminal.mute(sys.stdout)
+        where = e.filename or "standard output"
+        reason = e.strerror or e
+        return Outcome(1, f"{where}: {reason}; the rest of the answers is lost", True)
+    return Outcome()
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -93,16 +178,9 @@ def check_flags(args: argparse.Namespace, world: World) -> MoEConfig:
     drawing = [name for name in neutral if getattr(args, name) not in neutral[name]]
     args.seed = args.seed or 0
     args.batch_size = 16 if args.batch_size is None else args.batch_size
-    check_least(args, LEAST)
-    if not args.checkpoint:
-        raise ConfigError("--checkpoint '': names no folder")
+    config = check_model_flags(args, world)
     if "" in args.stop:
         raise ConfigError("--stop '': is in every text; name one that is not empty")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"--device cuda: no GPU can be used here ({why_no_gpu()}); --device cpu would run"
-        )
-    config, *_ = open_model(args.checkpoint)
     if summary := generation_config.set_defaults(args):
         world.say_aside(summary)
     try:
@@ -115,6 +193,19 @@ def check_flags(args: argparse.Namespace, world: World) -> MoEConfig:
             f"{name} {value}: is about drawing tokens, and --temperature 0 takes the most likely"
             " one; leave one of them out"
         )
+    return config
+
+
+def check_model_flags(args: argparse.Namespace, world: World) -> MoEConfig:
+    """The part of `check_flags` that is about the model and its layout."""
+    check_least(args, LEAST)
+    if not args.checkpoint:
+        raise ConfigError("--checkpoint '': names no folder")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"--device cuda: no GPU can be used here ({why_no_gpu()}); --device cpu would run"
+        )
+    config, *_ = open_model(args.checkpoint)
     check_layout(args, config, world.size)
     return config
 
@@ -122,7 +213,7 @@ def check_flags(args: argparse.Namespace, world: World) -> MoEConfig:
 def check_least(args: argparse.Namespace, least_of: dict[str, int]) -> None:
     """least_of: the least value of a flag, where it is given. Raises ConfigError."""
     for name, least in least_of.items():
-        value = getattr(args, name)
+        value = getattr(args, name, None)
         if value is not None and not least <= value < 2**31:
             raise ConfigError(f"{flag_name(name)} {value}: must be at least {least} and below 2^31")
 
@@ -177,7 +268,7 @@ def connect(
 ):
     """Meet the other ranks, and load the model, laid out to decode `batch_size` texts at a time;
     None: as it is, for long texts. timeout: seconds a rank may wait for another. adapters: to put
-    into the model. quantize(stage, texts): packs its weights in fewer bits. Returns (model,
+    into the model. quantize(stage, texts): stores its weights in fewer bits. Returns (model,
     tokenizer, lockstep), the last as of generate.stream."""
     world.connect(args.device, args.tp, args.pp, timeout, args.ep, args.cp)
     if adapters:
@@ -196,7 +287,7 @@ def connect(
         if quantize:
             quantize(stage, batch_size or 1)
         elif batch_size:
-            pack(stage, batch_size)
+            weight_layouts.apply(stage, batch_size)
         if args.kernels == "auto" and world.device.type == "cuda":
             why_not = kernels.apply(stage, world.device, DTYPES[precision])
             if why_not:
@@ -221,7 +312,7 @@ def run(args: argparse.Namespace, world: World) -> None:
     """What `python -m course.generate` does with flags."""
     check_source(args)
     config = check_flags(args, world)
-    adapters = open_adapters(args, config)
+    adapters = open_adapters(args, config, named=args.prompt_file is not None)
     quantize = open_weights(args, config, adapters)
     batch_size = args.batch_size if args.prompt_file is not None else 1
     # a person may think for long
@@ -276,10 +367,11 @@ def open_weights(
     return partial(quantization.apply, kind=args.weights, group=group)
 
 
-def open_adapters(args: argparse.Namespace, config: MoEConfig) -> Adapters:
-    """Of --adapter. Raises ConfigError or CheckpointError."""
+def open_adapters(args: argparse.Namespace, config: MoEConfig, named: bool) -> Adapters:
+    """Those of --adapter. named: whether they may have names. Raises ConfigError or
+    CheckpointError."""
     adapters = Adapters(args.adapter, args.checkpoint, config, args.tp)
-    if adapters.names and args.prompt_file is None:
+    if adapters.names and not named:
         raise ConfigError(
             f"--adapter {args.adapter[0]}: a name is for lines of --prompt-file; without it, the"
             " adapter is for every prompt"
@@ -355,7 +447,8 @@ def converse(world: World, model, tokenizer, config: MoEConfig, stop: list[str],
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description="Continue prompts with a trained model.")
+    about = "Continue prompts with a trained model."
+    parser = argparse.ArgumentParser(prog="python generate.py", description=about)
     add_flags(parser)
     flag = parser.add_argument
     flag("--prompt", help="the text to continue; without it, a new text is begun")

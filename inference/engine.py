@@ -11,33 +11,47 @@
 An answer is the one of generate.py for its prompt alone, greedy or sampled, whoever else is in the
 batch, under any layout (in float64; elsewhere up to rounding: tests/test_engine.py).
 
-Of several ranks, each makes an Engine from its part of the model. Rank 0, the driver, calls the
-functions above, and `close` in the end; every other rank calls `follow`, which returns then. In a
-pipeline, a step is handed to the next stage, and `step` waits for the oldest one only when there
-are as many in flight as stages.
+Of several ranks, each makes an Engine from its part of the model. Rank 0, the driver, knows the
+requests and calls the functions above, and `close` in the end; every other rank calls `follow`,
+which returns then. A step goes to the tensor-parallel ranks of the first stage in a broadcast, and
+from stage to stage with its activations; what was drawn comes back from the last stage. In a
+pipeline, `step` waits for the oldest step only when as many are in flight as there are stages:
 
     step k      stage 0 | stage 1 | drawn
     step k + 1            stage 0 | stage 1 | drawn         other sequences than in step k
 
+Sequences with equal temperature, top-k and top-p are drawn in one call, from the rows of a step
+that have logits:
+
+    pieces of a step     A decodes | B: the middle of its prompt | C: the end of its prompt
+    rows with logits     1         | 0                           | 1
+                                     all, if its log-probabilities are asked for
+
     python -m course.serve       a lesson
 
 Not covered: data-parallel ranks (start an engine for each), experts spread over ranks, context
-parallelism of long prompts, adapters mixed in one step (S-LoRA, arXiv 2311.03285). Its CUDA graphs
-have not yet run on a GPU.
+parallelism of long prompts, adapters mixed in one step (S-LoRA, arXiv 2311.03285). Steps are
+pickled, tens of microseconds each, where production systems write them into shared memory. Its CUDA
+graphs have not yet run on a GPU.
 """
 
 import itertools
 import math
+import os
+import pickle
+import traceback
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 import generate
-from base import compiling
+from base import compiling, terminal
 from base.attention_kernels import any_shape
 from base.device_queue import to_device
 from base.groups import Groups
@@ -45,12 +59,42 @@ from gpt import GPT, Context
 from inference.cuda_graphs import Graphs
 from inference.kv_cache import CacheSlot, caching
 from inference.paged_attention import PagedCache
-from inference.sampling import DIVERGED, SamplingParams, keys_of
-from inference.serve import BlockPool, DrawOptions, Request, Scheduler, Sequence, Step, most_blocks
-from inference.serving_drawing import Drawn, LogProb, draw, rows_of
-from inference.serving_ranks import Link
-from pipeline_parallel import Pipeline
+from inference.pipelined import Ring
+from inference.sampling import DIVERGED, SamplingParams, keys_of, sample
+from inference.serve import (
+    BlockPool,
+    DrawOptions,
+    Piece,
+    Request,
+    Scheduler,
+    Sequence,
+    Step,
+    most_blocks,
+)
+from pipeline_parallel import Channels, Pipeline
 from run.world import memory
+
+# bytes of the first message of an object, which begins with its length: most fit
+FIRST = 4096
+LENGTH = 8
+
+
+class LogProb(NamedTuple):
+    """log_softmax(logits) of a token, before temperature, top-k and top-p."""
+
+    token: int
+    log_prob: float
+    # the likeliest tokens in its place, with theirs
+    top: list[tuple[int, float]]
+
+
+class Drawn(NamedTuple):
+    """What the last stage gives for a step."""
+
+    # number of a request -> its next token
+    tokens: dict[int, int]
+    # number of a request that asked -> log-probabilities of the tokens after its piece's tokens
+    log_probs: dict[int, list[LogProb]]
 
 
 class Output(NamedTuple):
@@ -181,12 +225,12 @@ class Engine:
         if link.stage > 0:
             shape = (sum(len(piece.tokens) for piece in step.pieces), 1, self.config.hidden_size)
             x = torch.empty(shape, dtype=self.runner.dtype, device=link.device)  # [T, 1, h]
-            link.receive(x)
+            link.ring.receive(x)
         y = self.runner.forward(step, x)
         if link.is_last:
             return draw(step, y)
         link.send_object(step)
-        link.send(y)
+        link.ring.send(y)
         return None
 
     def complete(self, step: Step, drawn: Drawn) -> list[Output]:
@@ -302,6 +346,146 @@ def requests_of(
         Request(prompt, max_tokens, DrawOptions(params, key), end_tokens)
         for prompt, key in zip(prompts, keys, strict=True)
     ]
+
+
+# --- what is drawn from the logits of a step ------------------------------------------------------
+
+
+def rows_of(step: Step) -> list[range]:
+    """The rows of each piece that have logits: the last one if a token is drawn, and all of a
+    prompt whose log-probabilities are asked for."""
+    rows = []
+    end = 0
+    for piece in step.pieces:
+        end += len(piece.tokens)
+        count = len(piece.tokens) if piece.draw.of_prompt else int(piece.next is None)
+        rows.append(range(end - count, end))
+    return rows
+
+
+def draw(step: Step, logits: Tensor) -> Drawn:
+    """Draw the tokens of a step. logits: [rows, V]"""
+    ends = list(itertools.accumulate(map(len, rows_of(step))))
+    # pieces that are drawn in one call, and their rows
+    alike: dict[SamplingParams, list[tuple[Piece, int]]] = {}
+    for piece, end in zip(step.pieces, ends):
+        if piece.next is None:
+            alike.setdefault(piece.draw.sampling, []).append((piece, end - 1))
+    token_of = {}
+    for params, drawn in alike.items():
+        pieces, rows = zip(*drawn)
+        keys = [piece.draw.key for piece in pieces]
+        positions = [piece.start + len(piece.tokens) for piece in pieces]
+        of_rows = logits if len(rows) == len(logits) else logits[list(rows)]
+        tokens = sample(of_rows, keys, positions, params)
+        token_of |= zip((piece.number for piece in pieces), tokens.tolist())
+    return Drawn(token_of, log_probs(step, logits, token_of))
+
+
+def log_probs(step: Step, logits: Tensor, token_of: dict[int, int]) -> dict[int, list[LogProb]]:
+    """As Drawn.log_probs. token_of: the drawn tokens."""
+    asked = [piece for piece in step.pieces if piece.draw.log_probs is not None]
+    if not asked:
+        return {}
+    log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    targets = [0] * len(logits)
+    spans, row = {}, 0
+    for piece, rows in zip(step.pieces, rows_of(step)):
+        after = token_of.get(piece.number, piece.next)
+        spans[piece.number] = range(row, row + len(rows))
+        targets[row : row + len(rows)] = [*piece.tokens, after][len(piece.tokens) + 1 - len(rows) :]
+        row += len(rows)
+    # where logits are not finite the token is DIVERGED, and the driver raises
+    at = torch.tensor(targets, device=logits.device).clamp(min=0).unsqueeze(1)
+    of_targets = log_p.gather(1, at).squeeze(1).tolist()
+    most = max(piece.draw.log_probs for piece in asked)
+    values, ids = (x.tolist() for x in log_p.topk(min(most, log_p.shape[1])))  # [rows, most]
+    found = {}
+    for piece in asked:
+        n = piece.draw.log_probs
+        found[piece.number] = [
+            LogProb(targets[i], of_targets[i], list(zip(ids[i][:n], values[i][:n])))
+            for i in spans[piece.number]
+        ]
+    return found
+
+
+# --- what ranks tell each other -------------------------------------------------------------------
+
+
+class Link:
+    """This rank's place among the others. Without groups, it is alone."""
+
+    def __init__(self, groups: Groups, device: torch.device):
+        self.tp = groups.tp
+        self.ring = Ring(Channels(groups.pp, groups.nccl)) if groups.pp else None
+        self.stages = self.ring.p if self.ring else 1
+        self.stage = self.ring.rank if self.ring else 0
+        self.is_last = self.stage == self.stages - 1
+        tp_rank = groups.tp.rank() if groups.tp else 0
+        self.is_driver = self.stage == 0 and tp_rank == 0
+        # who tells the driver what was drawn
+        self.answers = self.is_last and tp_rank == 0 and self.stages > 1
+        self.device = device
+
+    def share_step(self, step=None):
+        """The driver's step, on all ranks of the first stage; on other stages, that of the stage
+        before. None: there are no more."""
+        if self.stage > 0:
+            return self.receive_object()
+        if self.tp is None:
+            return step
+        source = dist.get_process_group_ranks(self.tp)[0]
+        broadcast = partial(dist.broadcast, src=source, group=self.tp)
+        if not self.is_driver:
+            return unpacked(broadcast, self.device)
+        for message in packed(step, self.device):
+            broadcast(message)
+        return step
+
+    def send_object(self, value) -> None:
+        for message in packed(value, self.device):
+            self.ring.send(message)
+
+    def receive_object(self):
+        return unpacked(self.ring.receive, self.device)
+
+    def close(self) -> None:
+        if self.ring:
+            self.ring.wait_for_all_but(0)
+        self.tp = self.ring = None
+
+
+def packed(value, device: torch.device) -> list[Tensor]:
+    """An object as one or two messages of bytes: FIRST of them, and the rest."""
+    content = pickle.dumps(value)
+    content = len(content).to_bytes(LENGTH, "little") + content
+    message = torch.frombuffer(bytearray(content.ljust(FIRST, b"\0")), dtype=torch.uint8)
+    first, rest = message.to(device).split([FIRST, len(message) - FIRST])
+    return [first, rest] if len(rest) else [first]
+
+
+def unpacked(receive: Callable[[Tensor], object], device: torch.device):
+    """The object. receive(tensor): the next message."""
+    message = torch.empty(FIRST, dtype=torch.uint8, device=device)
+    receive(message)
+    length = int.from_bytes(bytes(message[:LENGTH].tolist()), "little")
+    if LENGTH + length > FIRST:
+        rest = message.new_empty(LENGTH + length - FIRST)
+        receive(rest)
+        message = torch.cat((message, rest))
+    # from a rank of this engine
+    return pickle.loads(message[LENGTH:].cpu().numpy().tobytes())
+
+
+def fail(error: Exception) -> None:
+    """End this rank with status 1. Others may wait for it in a collective, so that no group can be
+    taken down; the launcher ends them."""
+    if isinstance(error, FloatingPointError):
+        terminal.say(f"serve.py: {error}", error=True)
+    else:
+        traceback.print_exception(error)
+    os._exit(1)
 
 
 # --- one rank's forward pass ----------------------------------------------------------------------

@@ -48,7 +48,7 @@ from base.rotary import rotary_at
 from families import LocalBias
 from gpt import GPT, Context
 from inference.answers import encode, text_of
-from inference.command import REFUSED
+from inference.cli import REFUSED
 from inference.huggingface import building
 from inference.kv_cache import CacheSlot, caching
 from inference.loading import check_vocabulary, find_tokenizer, load_model, open_model
@@ -248,7 +248,7 @@ def run(folder: str, prompt: str, max_tokens: int) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     about = "A model as an ONNX graph, and in onnxruntime."
-    parser = argparse.ArgumentParser(description=about)
+    parser = argparse.ArgumentParser(prog="python -m inference.export", description=about)
     flag = parser.add_argument
     flag("source", help="a checkpoint, a run or a Hugging Face folder; or the word run")
     flag("folder", help="a new one; after run, one that was exported")
@@ -278,7 +278,6 @@ def check_flags(args: argparse.Namespace) -> None:
 
 def main(argv: list[str]) -> int:
     """Exit status: 0, or 2 with one message."""
-    terminal.prepare()
     args = make_parser().parse_args(argv)
     try:
         check_flags(args)

@@ -22,7 +22,7 @@ def size(text: str) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     about = "The same weights as Hugging Face folders, in and out."
-    parser = argparse.ArgumentParser(description=about)
+    parser = argparse.ArgumentParser(prog="python -m inference.huggingface", description=about)
     flag = parser.add_argument
     flag("command", choices=("import", "export"))
     flag("source", help="to import: a Hugging Face folder; to export: a checkpoint or a run")
@@ -35,7 +35,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Exit status: 0, or 2 with one message."""
-    terminal.prepare()
     args = make_parser().parse_args(argv)
     try:
         if args.command == "import":

@@ -260,11 +260,11 @@ def apply(model: gpt.GPT, texts: int = 1, kind: str = "int8", group: int = GROUP
     """Quantise a model, or a stage of a pipeline, and lay it out for decoding `texts` texts at a
     time. It can then only generate. kind: int8 or int4."""
     make = {"int8": Int8Matrix.of, "int4": partial(Int4Matrix.of, group=group)}[kind]
-    weight_layouts.pack(model, texts, partial(quantize, make=make))
+    weight_layouts.apply(model, texts, partial(quantize, make=make))
 
 
 def quantize(model: gpt.GPT, make: Callable) -> None:
-    """Replace the matrices of a model that weight_layouts.py has packed, one at a time: the old
+    """Replace the matrices of a model in their layers for decoding, one at a time: the old
     one goes before the next one comes. make: of the blocks' matrices."""
     shared = None
     if model.embedding is not None:
@@ -274,11 +274,11 @@ def quantize(model: gpt.GPT, make: Callable) -> None:
         tied = shared if model.config.tied else None
         replace_matrix(model.head.output, tied or Int8Matrix.of(model.head.output.matrix))
     for layer in model.blocks.modules():
-        if isinstance(layer, weight_layouts.PackedLinear):
+        if isinstance(layer, weight_layouts.DecodeLinear):
             replace_matrix(layer, make(layer.matrix))
 
 
-def replace_matrix(layer: weight_layouts.PackedLinear, matrix: Int8Matrix | Int4Matrix) -> None:
+def replace_matrix(layer: weight_layouts.DecodeLinear, matrix: Int8Matrix | Int4Matrix) -> None:
     # a buffer can hold a tensor alone
     del layer.matrix
     layer.matrix = matrix

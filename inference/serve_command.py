@@ -17,8 +17,7 @@ from pathlib import Path
 
 from inference import cli, quantization
 from inference.adapted import Adapters
-from inference.engine import Engine
-from inference.serving_ranks import Processes
+from inference.engine import Engine, fail
 from run.config import ConfigError, flag_name
 from run.world import World
 
@@ -30,20 +29,16 @@ NUMBERS = {
     "block_size": (16, 1, "tokens of a block of the cache"),
     "blocks": (None, 2, "of the cache (default: for --max-sequences of the longest)"),
     "queue": (128, 0, "answers that wait; more get status 429"),
-    "connections": (1024, 1, "open at a time; fewer where the system has fewer descriptors"),
     "deadline": (600, 1, "seconds of a request"),
     "max_body": (2**20, 1, "bytes of a request"),
     "max_tokens": (None, 1, "where a request does not say (default: 16; of a chat, what is left)"),
 }
 # for so many sequences at a time, at most, the layout of the weights is chosen
 MOST_ROWS = 512
-# flags of generate.py that are fields of a request here, or have no meaning
-OF_REQUESTS = dict(max_tokens=0, temperature=0.0, top_k=0, top_p=1.0, seed=None, stop=[])
-OF_REQUESTS |= dict(batch_size=None)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Serve a model.")
+    parser = argparse.ArgumentParser(prog="python -m inference.serve", description="Serve a model.")
     cli.add_model_flags(parser)
     flag = parser.add_argument
     several = "a run with --peft, which requests choose as their model; several"
@@ -60,8 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check_own_flags(args: argparse.Namespace, size: int) -> None:
     """What only a server knows. Raises ConfigError."""
-    least = cli.LEAST | {name: least for name, (_, least, _) in NUMBERS.items()}
-    cli.check_least(args, {name: value for name, value in least.items() if name in args})
+    cli.check_least(args, {name: least for name, (_, least, _) in NUMBERS.items()})
     if args.port >= 2**16:
         raise ConfigError(f"--port {args.port}: must be below 65536; 0 is a free one")
     if args.cp * args.ep > 1:
@@ -108,9 +102,7 @@ def run(args: argparse.Namespace, world: World) -> None:
         install = "pip install -U aiohttp prometheus_client"
         raise ConfigError(f"an address needs the package {e.name} ({install})") from None
     check_own_flags(args, world.size)
-    args.usual_tokens = args.max_tokens
-    vars(args).update(OF_REQUESTS)
-    config = cli.check_flags(args, world)
+    config = cli.check_model_flags(args, world)
     adapters = Adapters(args.adapter, args.checkpoint, config, args.tp)
     name = Path(args.checkpoint).resolve().name
     if name in adapters.names:
@@ -127,18 +119,17 @@ def run(args: argparse.Namespace, world: World) -> None:
         engine = Engine(model, world.groups, *sizes, adapters.use if adapters.names else None)
     except ValueError as e:
         raise ConfigError(str(e).replace("num_blocks", "--blocks")) from None
-    processes = Processes(world)
     if world.rank == 0:
         models = find_models(name, args.checkpoint, tokenizer, adapters)
         server = Server(engine, tokenizer, models, keys, args)
-        return asyncio.run(server.run(bound, processes))
+        return asyncio.run(server.run(bound))
     for number in (signal.SIGTERM, signal.SIGINT):
         # rank 0 closes the engine
         signal.signal(number, signal.SIG_IGN)
     try:
         engine.follow()
     except Exception as e:
-        processes.fail(e)
+        fail(e)
 
 
 def main(argv: list[str]) -> int:

@@ -31,7 +31,6 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
@@ -45,16 +44,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from base import terminal
 from finetune.rendering import RENDERER
 from inference.api import ApiError, ChatCompletion, Choice, Completion, Fields, Model, Writer
-from inference.connections import HEADERS, IDLE, TROUBLE, Connections
-from inference.engine import Engine, Output
+from inference.engine import Engine, Output, fail
 from inference.sampling import SamplingParams, keys_of
 from inference.serve import DrawOptions, Request
-from inference.serving_ranks import Processes
 
 PAGE = {"/": "page.html", "/page.js": "page.js", "/page.css": "page.css"}
 # a browser runs the page's script and style, and loads nothing else
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
 POLICY += " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+# seconds until a connection that says nothing is closed
+IDLE = 75
 # nobody needs a key for these
 OPEN = {"/health", *PAGE}
 
@@ -83,12 +82,11 @@ class Server:
         self.chats = ThreadPoolExecutor(max_workers=1)
         REGISTRY.register(self)
 
-    async def run(self, bound: socket.socket, processes: Processes) -> None:
+    async def run(self, bound: socket.socket) -> None:
         """Serve until SIGTERM or Ctrl-C, and then until all answers have ended."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.draining.set)
-        loop.add_reader(processes.ended, processes.fail)
         app = web.Application(client_max_size=self.args.max_body, middlewares=[self.guard])
         get, post = app.router.add_get, app.router.add_post
         post("/v1/completions", partial(self.answer, Completion))
@@ -99,38 +97,32 @@ class Server:
         get("/health", self.health)
         for path in PAGE:
             get(path, self.page)
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1)
+        # bytes that are no HTTP get status 400, and no traceback in the log
+        logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
+        options = dict(access_log=None, shutdown_timeout=1, keepalive_timeout=IDLE)
+        runner = web.AppRunner(app, handler_cancellation=True, **options)
         await runner.setup()
-        for name in ("aiohttp", "asyncio"):
-            logging.getLogger(name).addHandler(TROUBLE)
-        self.connections = Connections(bound, self.args.connections)
-        # one more can be told so
-        self.most = min(self.most, max(1, self.connections.most - 2))
-        headers = min(HEADERS, self.args.deadline)
-        accepting = asyncio.create_task(self.connections.serve(runner.server, headers))
-        accepting.add_done_callback(lambda t: t.cancelled() or processes.fail(t.exception()))
+        site = web.SockSite(runner, bound, backlog=1024)
+        await site.start()
         self.is_local = ipaddress.ip_address(bound.getsockname()[0]).is_loopback
         if not self.keys and not self.is_local:
             warning = f"serve.py: --host {self.args.host} without --api-key-file: anybody may ask"
             terminal.say(warning, error=True)
-        steps = loop.run_in_executor(None, self.drive, loop, processes.fail)
-        url = web.SockSite(runner, bound).name
-        terminal.say(f"{url} serves {', '.join(self.models)} (process {os.getpid()})")
+        steps = loop.run_in_executor(None, self.drive, loop)
+        terminal.say(f"{site.name} serves {', '.join(self.models)} (process {os.getpid()})")
         await self.draining.wait()
         # a client that does not read is not waited for
         patience = 5.0
         while self.open and patience > 0:
             await asyncio.sleep(0.02)
             patience -= 0 if self.engine.busy else 0.02
-        accepting.cancel()
         await runner.cleanup()
         # a template that loops is not waited for
         RENDERER.end()
-        loop.remove_reader(processes.ended)
         self.to_engine.put(None)
         await steps
 
-    def drive(self, loop: asyncio.AbstractEventLoop, fail: Callable[[Exception], None]) -> None:
+    def drive(self, loop: asyncio.AbstractEventLoop) -> None:
         """The engine's thread: add and cancel choices, and run steps while there are any."""
         choices: dict[int, Choice] = {}
         try:
@@ -151,7 +143,7 @@ class Server:
                     if output.finish:
                         del choices[choice.number]
         except Exception as e:
-            loop.call_soon_threadsafe(fail, e)
+            fail(e)
 
     # --- answers ---
 
@@ -162,7 +154,6 @@ class Server:
             raise ApiError(415, "the header Content-Type must be application/json")
         async with asyncio.timeout(self.args.deadline):
             fields = kind.read(await request.read())
-            self.connections.silent.pop(request.protocol, None)
         model = self.model_of(fields.model)
         # A long text takes seconds to be encoded, and a template takes what it likes: completions
         # do not wait for chats.
@@ -217,7 +208,7 @@ class Server:
             # equal prompts get different answers
             keys = iter(keys_of([prompt for prompt in prompts for _ in range(fields.n)], seed))
             for prompt in prompts:
-                limit = fields.limit(self.args.usual_tokens, longest - len(prompt))
+                limit = fields.limit(self.args.max_tokens, longest - len(prompt))
                 for key in islice(keys, fields.n):
                     draw = DrawOptions(sampling, key, fields.log_probs, of_prompt)
                     request = Request(prompt, limit, draw, ends, adapter=model.adapter)
@@ -245,7 +236,6 @@ class Server:
         """Whoever may not come in, and whatever goes wrong, gets an error object."""
         # it stays None where the client has gone away
         response = None
-        self.connections.wait_for(request.protocol, self.args.deadline + HEADERS)
         try:
             self.admit(request)
             response = await handler(request)
@@ -259,12 +249,10 @@ class Server:
             response = ApiError(408, "the body did not come in time").response()
         except ConnectionError:
             response = ApiError(499, "the client has gone away").response()
-        except Exception as e:
-            if TROUBLE.is_new(f"{type(e).__name__} at {request.path}"):
-                traceback.print_exc()
+        except Exception:
+            traceback.print_exc()
             response = ApiError(500, "a fault of the server; its log has more").response()
         finally:
-            self.connections.wait_for(request.protocol, IDLE)
             REQUESTS.labels(response.status if response else 499).inc()
         return response
 

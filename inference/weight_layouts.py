@@ -4,7 +4,7 @@ A decoding step multiplies each matrix W [out, in] with a few rows x [n, in], on
 
     one matrix for several      query, key and value read the same input; one call with the three
                                 matrices below each other costs less than three calls
-    bias inside                 added by the packed layer, also where the block would add it later
+    bias inside                 added by the layer, also where the block would add it later
     a layout for each matrix    on a CPU, the fastest of four ways to get y [n, out]
 
         by rows            y  = x Wᵀ     torch's own layout
@@ -14,9 +14,9 @@ A decoding step multiplies each matrix W [out, in] with a few rows x [n, in], on
 
 A matrix library is made for two large factors. With few rows one factor is narrow, and each of the
 four calls runs another kernel: none is the fastest for every shape, number of rows and processor.
-So `pack` measures them once, with the rows that will come. The layouts differ in rounding alone.
+So `apply` measures them once, with the rows that will come. The layouts differ in rounding alone.
 
-After `pack` the model can only generate, not train: its parameters are gone.
+After `apply` the model can only generate, not train: its parameters are gone.
 
     python -m inference.weight_layouts        the time of each, on this machine
 
@@ -35,8 +35,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import families
 import gpt
+import tensor_parallel
 from base import cpu
 from base.device_queue import Moment
 from base.model_config import GPTConfig
@@ -73,7 +73,7 @@ def weights_in_onednn(matrix: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def layouts_for(matrix: Tensor) -> list[Callable]:
-    """What `pack` chooses from; the first one where nothing is clearly faster. matrix: or a
+    """What `apply` chooses from; the first one where nothing is clearly faster. matrix: or a
     quantised one (inference/quantization.py), which knows its own."""
     if not isinstance(matrix, Tensor):
         return matrix.layouts()
@@ -92,7 +92,7 @@ def stored(matrix: Tensor, layout: Callable) -> Tensor:
     return matrix.t().contiguous().t() if by_column else matrix
 
 
-class PackedLinear(nn.Module):
+class DecodeLinear(nn.Module):
     """Replaces a linear layer. Its bias is added here, also where the layer deferred it."""
 
     # The block adds a deferred bias itself where there is one.
@@ -119,7 +119,7 @@ class PackedLinear(nn.Module):
         return self.layout(self.matrix, x, self.added_bias)
 
 
-class PackedSharedInput(PackedLinear):
+class DecodeProjections(DecodeLinear):
     """Replaces gpt.ProjectTogether: several linear layers with the same input, as one matrix."""
 
     def forward(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
@@ -127,7 +127,7 @@ class PackedSharedInput(PackedLinear):
         return super().forward(x).split(self.sizes, -1)
 
 
-class PackedRMSNorm(nn.Module):
+class DecodeRMSNorm(nn.Module):
     """x w / √(mean(x²) + ε) in four operations: on CPUs torch has no kernel of its own for it.
 
     With the norm ‖x‖ = √(Σ x²), this is x (w √h) / √(‖x‖² + ε h), and hypot(a, b) = √(a² + b²)."""
@@ -144,7 +144,7 @@ class PackedRMSNorm(nn.Module):
         return x / length.hypot(self.root_eps) * self.scaled_weight
 
 
-class PackedGELU(nn.Module):
+class DecodeGELU(nn.Module):
     """gpt.GELU, whose bias has been added (base/cpu.py)."""
 
     def __init__(self, like: Tensor):
@@ -155,39 +155,39 @@ class PackedGELU(nn.Module):
         return cpu.gelu_forward(x, self.factor)
 
 
-def pack(model: gpt.GPT, texts: int = 1, quantize: Callable | None = None) -> None:
+def apply(model: gpt.GPT, texts: int = 1, quantize: Callable | None = None) -> None:
     """Lay out the weights of a model, or of a stage of it, for decoding `texts` texts at a time.
     A layer that is sharded over ranks, or has experts or adapters, stays as it is. quantize(model):
-    replaces the packed matrices (inference/quantization.py)."""
-    pack_linears(model)
+    replaces the matrices (inference/quantization.py)."""
+    replace_linears(model)
     if quantize:
         quantize(model)
     weight = next(model.parameters())
     if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64):
-        pack_pointwise(model, weight)
+        replace_pointwise(model, weight)
     # matrices of one kind choose from the same layouts
     alike = defaultdict(list)
     for module in model.modules():
-        if isinstance(module, PackedLinear):
+        if isinstance(module, DecodeLinear):
             alike[tuple(layouts_for(module.matrix))].append(module)
     for layers in alike.values():
         choose_layouts(layers, texts)
 
 
-def pack_linears(model: gpt.GPT) -> None:
+def replace_linears(model: gpt.GPT) -> None:
     if type(model.head) is gpt.Head:
-        model.head.output = PackedLinear([model.head.output])
+        model.head.output = DecodeLinear([model.head.output])
     for block in model.blocks.values():
         attention = block.attention
         mlp = block.mlp
         if type(attention.project) is gpt.ProjectTogether and not has_adapter(attention):
-            attention.project = PackedSharedInput([attention.query, attention.key, attention.value])
-            attention.output = PackedLinear([attention.output])
+            attention.project = DecodeProjections([attention.query, attention.key, attention.value])
+            attention.output = DecodeLinear([attention.output])
         is_whole = isinstance(mlp, gpt.MLP) and type(mlp.project) is gpt.ProjectTogether
         if is_whole and not has_adapter(mlp):
             layers = [linear for linear in (mlp.gate, mlp.up) if linear is not None]
-            mlp.project = PackedSharedInput(layers)
-            mlp.down = PackedLinear([mlp.down])
+            mlp.project = DecodeProjections(layers)
+            mlp.down = DecodeLinear([mlp.down])
 
 
 def has_adapter(part: nn.Module) -> bool:
@@ -196,25 +196,25 @@ def has_adapter(part: nn.Module) -> bool:
     return any(adapters.is_adapter(f".{name}") for name, _ in part.named_parameters())
 
 
-def pack_pointwise(model: gpt.GPT, like: Tensor) -> None:
+def replace_pointwise(model: gpt.GPT, like: Tensor) -> None:
     for parent in list(model.modules()):
-        if isinstance(parent, families.HeadNorms):
-            # a tensor-parallel one sums gradients of weights, and there are none
-            parent.__class__ = families.HeadNorms
+        # it reads the weights of its norms itself
+        if isinstance(parent, tensor_parallel.ParallelHeadNorms):
+            continue
         for name, child in parent.named_children():
             if type(child) is nn.RMSNorm:
-                setattr(parent, name, PackedRMSNorm(child))
+                setattr(parent, name, DecodeRMSNorm(child))
             # elsewhere a bias is left for the activation to add
-            if isinstance(parent, gpt.MLP) and isinstance(parent.project, PackedSharedInput):
+            if isinstance(parent, gpt.MLP) and isinstance(parent.project, DecodeProjections):
                 if type(child) is gpt.GELU:
-                    setattr(parent, name, PackedGELU(like))
+                    setattr(parent, name, DecodeGELU(like))
 
 
 # --- the choice -----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def choose_layouts(layers: list[PackedLinear], rows: int) -> None:
+def choose_layouts(layers: list[DecodeLinear], rows: int) -> None:
     """Give each layer the layout in which matrices of its shape take the least time in a step with
     `rows` rows. layers: in the order of a step."""
     layouts = layouts_for(layers[0].matrix)
@@ -231,7 +231,7 @@ def choose_layouts(layers: list[PackedLinear], rows: int) -> None:
         layer.set_layout(choice.get(layer.matrix.shape, layouts[0]))
 
 
-def sample_of(layers: list[PackedLinear]) -> list[PackedLinear]:
+def sample_of(layers: list[DecodeLinear]) -> list[DecodeLinear]:
     """Some layers of each shape."""
     seen = Counter()
     sample = []
@@ -243,7 +243,7 @@ def sample_of(layers: list[PackedLinear]) -> list[PackedLinear]:
     return sample
 
 
-def measure(layers: list[PackedLinear], layouts: list[Callable], rows: int) -> dict:
+def measure(layers: list[DecodeLinear], layouts: list[Callable], rows: int) -> dict:
     """{shape: {layout: seconds}}, the least of some rounds. The layers run one after the other as
     in a step, so that a cache holds as much of them as then."""
     seconds = defaultdict(lambda: dict.fromkeys(layouts, math.inf))
@@ -286,8 +286,8 @@ def main():
         " matrix with n rows"
     )
     model = gpt.GPT(config).requires_grad_(False)
-    pack_linears(model)
-    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    replace_linears(model)
+    layers = [module for module in model.modules() if isinstance(module, DecodeLinear)]
     layouts = layouts_for(layers[0].matrix)
     print(" " * 22 + "".join(f"{layout.__name__:>20}" for layout in layouts))
     with torch.inference_mode():

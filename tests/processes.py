@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -110,6 +111,8 @@ def _become(
         sys.argv[0] = str(ROOT / argv[0])
         runpy.run_path(sys.argv[0], run_name="__main__")
     else:
+        # the server has imported some of them
+        warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning)
         runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
 
 

@@ -433,7 +433,7 @@ def on_layouts(rank, folder, shape, layouts, world):
             given.check()
             given.put(model, groups)
             for stage in generate.stages_of(model):
-                weight_layouts.pack_linears(stage)
+                weight_layouts.replace_linears(stage)
             for name in [*given.names, None] if given.names else [""]:
                 if given.names:
                     given.use(name)
@@ -462,7 +462,7 @@ def test_packing_drops_no_adapter(shape, peft, folder, monkeypatch):
 
     def packed_logits():
         model = unmerged(folder / shape, folder / f"{shape}-{peft}", torch.float64)
-        weight_layouts.pack(model)
+        weight_layouts.apply(model)
         return model(TOKENS)
 
     expected = unmerged(folder / shape, folder / f"{shape}-{peft}", torch.float64)(TOKENS)

@@ -16,7 +16,8 @@ from base.groups import Groups
 from course import ranks
 from finetune import adapters
 from finetune.adapter_config import AdapterConfig
-from inference import cli, cuda_graphs, quantization, serve, serving_drawing, weight_layouts
+from inference import cli, cuda_graphs, quantization, serve, weight_layouts
+from inference import engine as engine_module
 from inference.engine import Engine, requests_of
 from inference.paged_attention import Decodes, PagedCache
 from inference.sampling import SamplingParams, keys_of
@@ -229,7 +230,7 @@ def on_ranks(rank, path, world, layout, sizes, requests):
     groups = Groups.make("cpu", world, **layout)
     model, _ = cli.load_model(path, torch.device("cpu"), torch.float64, groups, split)
     for stage in generate.stages_of(model):
-        weight_layouts.pack(stage)
+        weight_layouts.apply(stage)
     engine = Engine(model, groups, **sizes)
     if rank:
         return engine.follow()
@@ -314,12 +315,12 @@ def mask_of_the_next_request(monkeypatch):
 
 def numbers_of_the_place(monkeypatch):
     """Random numbers belong to the place in the batch."""
-    original = serving_drawing.sample
+    original = engine_module.sample
 
     def sample(logits, keys, positions, params):
         return original(logits, list(range(len(keys))), positions, params)
 
-    monkeypatch.setattr(serving_drawing, "sample", sample)
+    monkeypatch.setattr(engine_module, "sample", sample)
 
 
 def positions_from_the_piece(monkeypatch):

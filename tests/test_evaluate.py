@@ -16,7 +16,7 @@ import sharding
 from base.groups import Groups
 from base.model_config import MoEConfig
 from course import demo, ranks
-from inference import evaluate, evaluation_commands
+from inference import evaluate
 from inference.evaluate import Evaluator
 from inference.loading import build_stages, find_tokenizer, load_model, materialise
 from run.tokenizer import ByteTokenizer
@@ -93,7 +93,7 @@ LONG = "The capital of Peru is Lima. " * 9
 def test_command_on_two_ranks(layout, place):
     Path("two.txt").write_text(LONG)
     argv = ["--checkpoint", "begins", "--perplexity", "two.txt", "--out"]
-    assert evaluation_commands.main([*argv, f"one{layout}.json"]) == 0
+    assert evaluate.main([*argv, f"one{layout}.json"]) == 0
     done = processes.run(["inference.evaluate", layout, 2, *argv, f"two{layout}.json"], world=2)
     assert done.returncode == 0, done.stderr
     # rank 0 alone prints
@@ -210,7 +210,7 @@ def test_perplexity_of_documents(place, capsys):
     Path("a.txt").write_text("The capital of Peru is Lima.")
     Path("b.jsonl").write_text(json.dumps({"text": "é"}) + "\n" + json.dumps({"text": LONG}))
     argv = ["--checkpoint", "begins", "--perplexity", "a.txt", "b.jsonl", "--precision", "fp64"]
-    assert evaluation_commands.main([*argv, "--out", "documents.json"]) == 0
+    assert evaluate.main([*argv, "--out", "documents.json"]) == 0
     rows = json.loads(Path("documents.json").read_text())["documents"]
     assert [row["name"] for row in rows] == ["a.txt", "b.jsonl:1", "b.jsonl:2", "all"]
     model, index = load_model("begins", dtype=torch.float64)
@@ -246,24 +246,24 @@ BAD = {
 @pytest.mark.parametrize("argv, words", BAD.values(), ids=BAD)
 def test_bad_input(argv, words, place, capsys):
     Path("a.txt").write_text("The capital of Peru is Lima.")
-    status = evaluation_commands.main(["--checkpoint", "begins", *argv])
+    status = evaluate.main(["--checkpoint", "begins", *argv])
     message = capsys.readouterr().err.splitlines()[-1]
     assert status == 2, message
     assert message.startswith("evaluate.py: ") and words in message
 
 
 def test_perplexity_beyond_the_largest_number():
-    row = evaluation_commands.measures("a", 1, 1, -800.0)
-    assert row["perplexity"] == math.inf and "inf" in evaluation_commands.table_of([row])
+    row = evaluate.measures("a", 1, 1, -800.0)
+    assert row["perplexity"] == math.inf and "inf" in evaluate.table_of([row])
 
 
 def test_documents_without_text(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("empty.jsonl").write_text('{"text": ""}\n')
     Path("some.jsonl").write_text('{"text": ""}\n{"text": "a"}\n')
-    assert evaluation_commands.read_files(["empty.jsonl", "some.jsonl"]) == [("some.jsonl:2", "a")]
+    assert evaluate.read_files(["empty.jsonl", "some.jsonl"]) == [("some.jsonl:2", "a")]
     with pytest.raises(ValueError, match="no document has any text"):
-        evaluation_commands.read_files(["empty.jsonl"])
+        evaluate.read_files(["empty.jsonl"])
 
 
 def test_no_half_of_a_report(tmp_path, monkeypatch):
@@ -271,7 +271,7 @@ def test_no_half_of_a_report(tmp_path, monkeypatch):
         Path(path).touch()
         return open("/dev/full", "w")
 
-    monkeypatch.setattr(evaluation_commands, "open", open_full, raising=False)
+    monkeypatch.setattr(evaluate, "open", open_full, raising=False)
     with pytest.raises(OSError, match="No space left"):
-        evaluation_commands.write(f"{tmp_path}/a.json", {"rows": [1]})
+        evaluate.write(f"{tmp_path}/a.json", {"rows": [1]})
     assert not (tmp_path / "a.json").exists()

@@ -1,6 +1,6 @@
 """Generation gives the tokens of its definition (`naive`): a forward pass of the plain model for
-each token. With the cache, packed, on a GPU as CUDA graphs, and under every layout. (The tokens of
-transformers: test_families.py.)"""
+each token. With the cache, laid out for decoding, on a GPU as CUDA graphs, and under every layout.
+(The tokens of transformers: test_families.py.)"""
 
 import io
 import json
@@ -265,7 +265,7 @@ def test_ends():
     ids=lambda s: f"h{s['hidden_size']}",
 )
 @pytest.mark.parametrize("layout", [weight_layouts.by_rows, weight_layouts.by_columns])
-def test_packed(shape, layout, monkeypatch):
+def test_laid_out(shape, layout, monkeypatch):
     """Laid out for decoding, biases folded in: the same tokens."""
     monkeypatch.setattr(weight_layouts, "layouts_for", lambda matrix: [layout])
     model = loud(build(torch.float64, **shape))
@@ -278,7 +278,7 @@ def test_packed(shape, layout, monkeypatch):
     prompts = ragged(model.config.vocab_size)
     logits = model.eval()(torch.tensor([prompts[2]]))
     expected = generate.generate(model, prompts, 24, **SAMPLED)
-    weight_layouts.pack(model, 16)
+    weight_layouts.apply(model, 16)
     assert (model(torch.tensor([prompts[2]])) - logits).abs().max() < 1e-12 * logits.abs().max()
     assert generate.generate(model, prompts, 24, **SAMPLED) == expected
 
@@ -299,13 +299,13 @@ def test_layouts_multiply_alike(texts):
 @pytest.mark.parametrize(
     "shape", [*GPT_SHAPES, LLAMA_SHAPES[1], EXPERTS], ids=lambda s: f"h{s['hidden_size']}"
 )
-def test_packed_with_kernels(shape):
-    """As on a GPU: packed, then the modules of kernels.py, here with the operations that a CPU has.
-    The same tokens."""
+def test_laid_out_with_kernels(shape):
+    """As on a GPU: laid out, then the modules of kernels.py, here with the operations of a CPU. The
+    same tokens."""
     model = loud(build(torch.float64, **shape))
     prompts = ragged(model.config.vocab_size)
     expected = generate.generate(model, prompts, 24, **SAMPLED)
-    weight_layouts.pack_linears(model)
+    weight_layouts.replace_linears(model)
     kernels.swap(model)
     assert "loss" in vars(model.head)
     assert generate.generate(model, prompts, 24, **SAMPLED) == expected
@@ -325,7 +325,7 @@ def test_each_matrix_has_its_fastest_layout(monkeypatch):
     monkeypatch.setattr(weight_layouts, "time_of", time_of)
     monkeypatch.setattr(weight_layouts, "layouts_for", lambda matrix: list(costs))
     model = build(torch.float64, **GPT_SHAPES[0] | dict(vocab_size=257)).requires_grad_(False)
-    weight_layouts.pack(model, 3)
+    weight_layouts.apply(model, 3)
     assert rows == {3}
     assert model.head.output.layout is by_rows
     assert model.blocks["0"].mlp.down.layout is fastest
@@ -391,7 +391,7 @@ def on_layouts(rank, path, layouts, requests):
         model, _ = cli.load_model(path, torch.device("cpu"), torch.float64, groups, layer_split)
         # as the command does
         for stage in generate.stages_of(model):
-            weight_layouts.pack(stage)
+            weight_layouts.apply(stage)
         dp, dp_rank = (groups.dp.size(), groups.dp.rank()) if groups.dp else (1, 0)
         for prompts, options in requests:
             numbers = list(range(len(prompts)))[dp_rank::dp]

@@ -196,7 +196,7 @@ def test_a_model(family, kind):
     assert tied == model.config.tied
     in_blocks = sum(quantized_bytes(kind, *shape) for shape in matrices)
     of_blocks = [
-        m.matrix for m in model.blocks.modules() if isinstance(m, weight_layouts.PackedLinear)
+        m.matrix for m in model.blocks.modules() if isinstance(m, weight_layouts.DecodeLinear)
     ]
     assert sum(matrix.nbytes for matrix in of_blocks) == in_blocks
     vocabulary = quantized_bytes("int8", model.config.vocab_size, model.config.hidden_size)
