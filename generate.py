@@ -207,7 +207,7 @@ def stream(
         experts are spread over them, or parameters (ZeRO stage 3).
     keys: of random numbers; `keys_of(prompts, seed)`, or given where prompts are some of more.
     observe(batch, logits [b, V], sampled [b]): called on the ranks that sample, after they have:
-        all ranks of a model, or of a pipeline those of the last stage (finetune/rollout.py).
+        all ranks of a model, or of a pipeline those of the last stage (inference/rollout.py).
     cp_group: ranks with the same prompts, which share the prefill (context parallelism).
     runner: `ModelRunner(stages_of(model))`, which keeps the CUDA graphs for other prompts.
 

@@ -699,6 +699,12 @@ def build(config: GPTConfig) -> gpt.GPT:
     return model
 
 
+def empty_model(config: GPTConfig) -> gpt.GPT:
+    """On the meta device: names and shapes, no values."""
+    with torch.device("meta"):
+        return build(config)
+
+
 def split_by_expert(layer: MoE, group: dist.ProcessGroup) -> None:
     """Keep this rank's E / ep experts."""
     layer.group = layer.routing.group = group

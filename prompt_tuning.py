@@ -22,30 +22,86 @@ embeds a shard of the tokens, so P passes through f (identity in forward, all-re
 Under tensor parallelism the model's own f has summed the gradient already. In a pipeline the first
 stage has the prompts.
 
-`python -m finetune.prompt_tuning` trains, generates and evaluates: see finetune/prompt_tuning.py.
-The configuration has NeMo's names (`PromptConfig` in finetune/nemo_config.py).
+`python -m finetune.prompt_tuning` trains, `python -m inference.prompt_tuning` generates and
+evaluates. The configuration has NeMo's names (finetune/nemo_config.py).
 
 Not covered: T5, and training on with the encoder of a task that was learned before. NeMo has both;
 here an existing task is a table.
 """
 
 import itertools
+from typing import Annotated, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from msgspec import Meta, Struct
 from torch import Tensor, nn
 
 import gpt
 import sharding
 import tensor_parallel
-from finetune.nemo_config import PromptConfig, PTuning
-from finetune.prompt_template import PromptError
-from run import checkpoint
+from base.errors import InputError
 from sharding import Shard, shard_parameter
 
 # A prompt parameter's global name is this, and its name in VirtualPrompts.
 PARAMETER_PREFIX = "embedding.tokens.prompts."
+# encoder -> the fewest and the most layers that it can have
+NUM_LAYERS = {"mlp": (2, 64), "lstm": (1, 64), "tpmlp": (2, 2)}
+
+
+# --- what is learned ------------------------------------------------------------------------------
+
+
+class PromptError(InputError):
+    """A template, a configuration or a line of data that cannot be used; the message says which,
+    and what would fit."""
+
+
+class PTuning(Struct, forbid_unknown_fields=True):
+    """The encoder that computes the virtual tokens' vectors in p-tuning."""
+
+    encoder_type: str = "mlp"
+    # its hidden size; 0 for the model's
+    encoder_hidden: Annotated[int, Meta(ge=0, le=2**16)] = 0
+    # linear layers of the mlp, layers of the lstm; tpmlp always has two
+    num_layers: Annotated[int, Meta(ge=1, le=64)] = 2
+    dropout: float = 0.0
+    # of the encoder's inputs
+    init_std: Annotated[float, Meta(gt=0, le=1000)] = 1.0
+
+    def __post_init__(self):
+        encoder, layers = self.encoder_type, self.num_layers
+        if encoder not in NUM_LAYERS:
+            raise PromptError(
+                f"p_tuning.encoder_type {encoder!r}: must be one of {', '.join(NUM_LAYERS)}"
+            )
+        least, most = NUM_LAYERS[encoder]
+        if not least <= layers <= most:
+            only = str(least) if least == most else f"{least} to {most}"
+            raise PromptError(f"p_tuning.num_layers {layers}: {encoder} has {only}")
+        if self.dropout:
+            raise PromptError(
+                f"p_tuning.dropout {self.dropout}: must be 0; the encoder's inputs are learned and"
+                " few, with nothing to generalise over"
+            )
+
+
+class PromptTasks(NamedTuple):
+    """The tasks of a model."""
+
+    # task -> its virtual tokens T, in the order of their ids
+    tokens: dict[str, int]
+    # the tasks whose tables are learned; the others have one
+    new: list[str]
+    # of p-tuning; None: tables are learned directly
+    encoder: PTuning | None = None
+
+    def first_ids(self, vocab_size: int) -> dict[str, int]:
+        """The id of each task's first virtual token."""
+        return dict(
+            zip(self.tokens, itertools.accumulate(self.tokens.values(), initial=vocab_size))
+        )
 
 
 # --- encoders -------------------------------------------------------------------------------------
@@ -107,8 +163,8 @@ class TensorParallelMLPEncoder(nn.Module):
 ENCODERS = {"mlp": MLPEncoder, "lstm": LSTMEncoder, "tpmlp": TensorParallelMLPEncoder}
 
 
-def make_encoder(config: PromptConfig, h: int) -> nn.Module:
-    return ENCODERS[config.p_tuning.encoder_type](h, config.p_tuning)
+def make_encoder(config: PTuning, h: int) -> nn.Module:
+    return ENCODERS[config.encoder_type](h, config)
 
 
 # --- prompts in a model ---------------------------------------------------------------------------
@@ -120,28 +176,25 @@ def parameter_name(task: str) -> str:
 
 
 class VirtualPrompts(nn.Module):
-    """The tables of all tasks. () -> [T of all tasks, h], one table under the other, in the order
-    of `config.tasks`.
+    """The tables of all tasks. () -> [T of all tasks, h], one table under the other.
 
     `tables` has a parameter for each table that is learned directly or exists already; `inputs` has
     one for each table that the encoder computes.
     """
 
-    def __init__(self, config: PromptConfig, h: int):
+    def __init__(self, tasks: PromptTasks, h: int):
         super().__init__()
-        self.tasks = config.tasks
+        self.tasks = tasks
         self.tables = nn.ParameterDict()
         self.inputs = nn.ParameterDict()
         self.encoder = None
-        for task in self.tasks:
-            rows = config.templates[task].total_virtual_tokens
-            learned = config.learned and task in config.new_tasks
-            encoded = learned and config.virtual_prompt_style == "p-tuning"
-            parameters = self.inputs if encoded else self.tables
+        for task, rows in tasks.tokens.items():
+            learned = task in tasks.new
+            parameters = self.inputs if learned and tasks.encoder else self.tables
             vectors = nn.Parameter(torch.empty(rows, h), requires_grad=learned)
             parameters[parameter_name(task)] = vectors
         if self.inputs:
-            self.encoder = make_encoder(config, h)
+            self.encoder = make_encoder(tasks.encoder, h)
 
     def table(self, task: str) -> Tensor:
         """[T, h]"""
@@ -151,7 +204,7 @@ class VirtualPrompts(nn.Module):
         return self.tables[name]
 
     def forward(self) -> Tensor:
-        return torch.cat([self.table(task) for task in self.tasks])
+        return torch.cat([self.table(task) for task in self.tasks.tokens])
 
 
 class PromptedEmbedding(nn.Module):
@@ -186,42 +239,37 @@ class PromptedEmbedding(nn.Module):
         return torch.where((rows >= 0).unsqueeze(-1), prompt_vectors, x)
 
 
-def check(config: PromptConfig, h: int, t: int = 1) -> None:
+def check(tasks: PromptTasks, h: int, t: int = 1) -> None:
     """Whether a model of hidden size h on t tensor-parallel ranks can learn these prompts. Raises
-    PromptError where t does not divide the encoder, CheckpointError where it does not fit in
-    memory."""
-    if config.virtual_prompt_style != "p-tuning":
+    PromptError where t does not divide the encoder."""
+    encoder = tasks.encoder
+    if not encoder or encoder.encoder_type != "tpmlp":
         return
-    settings = config.p_tuning
-    with torch.device("meta"):
-        numbers = sharding.num_parameters(make_encoder(config, h))
-    # weights, gradients and Adam's two moments, each float32
-    checkpoint.check_room(f"p_tuning.encoder_hidden {settings.encoder_hidden}", 16 * numbers, "cpu")
-    e = settings.encoder_hidden or h
-    if settings.encoder_type == "tpmlp" and e % t:
+    e = encoder.encoder_hidden or h
+    if e % t:
         raise PromptError(
             f"p_tuning.encoder_hidden {e}: must be divisible by tp {t} for the encoder tpmlp"
         )
 
 
 def apply(
-    model: gpt.GPT, config: PromptConfig, group: dist.ProcessGroup | None = None
+    model: gpt.GPT, tasks: PromptTasks, group: dist.ProcessGroup | None = None
 ) -> VirtualPrompts | None:
-    """Give a model the prompts of config's tasks; ids from vocab_size on are theirs.
+    """Give a model the prompts of these tasks; ids from vocab_size on are theirs.
 
     Comes after tensor and sequence parallelism over `group`, and after
     `model.requires_grad_(False)`. Prompts are on the model's device, which may be meta. Returns
     them, None for a pipeline stage without the embedding. Raises what `check` raises.
     """
     h = model.config.hidden_size
-    check(config, h, group.size() if group else 1)
+    check(tasks, h, group.size() if group else 1)
     # generate.py accepts so many ids beyond the vocabulary, on every stage
-    model.virtual_tokens = sum(config.templates[task].total_virtual_tokens for task in config.tasks)
+    model.virtual_tokens = sum(tasks.tokens.values())
     if model.embedding is None:
         return None
     embedding = model.embedding.tokens
     with embedding.weight.device:
-        prompts = VirtualPrompts(config, h).to(embedding.weight.dtype)
+        prompts = VirtualPrompts(tasks, h).to(embedding.weight.dtype)
     if group and isinstance(prompts.encoder, TensorParallelMLPEncoder):
         prompts.encoder.shard_over(group)
     vocab_size = model.config.vocab_size
@@ -233,9 +281,10 @@ def apply(
 
 
 def initial_values(
-    config: PromptConfig,
+    tasks: PromptTasks,
     h: int,
     seed: int,
+    texts: dict[str, str] | None = None,
     tokenizer=None,
     embedding: Tensor | None = None,
     existing: dict[str, Tensor] | None = None,
@@ -243,10 +292,11 @@ def initial_values(
     """The whole float32 value of each prompt parameter, by its name in VirtualPrompts. It depends
     on (seed, name) alone, so it is the same under every layout.
 
-    tokenizer, embedding [V, h]: for tables that are initialised from a text. existing: the tables
-    of the existing tasks. Raises PromptError for a text without tokens.
+    texts: task -> the text that its table is initialised from, with tokenizer and embedding [V, h].
+    existing: the tables of the tasks that are not new. Raises PromptError for a text without
+    tokens.
     """
-    prompts = VirtualPrompts(config, h)
+    prompts = VirtualPrompts(tasks, h)
     values = {}
     for name, p in prompts.named_parameters():
         generator = sharding.generator(seed, PARAMETER_PREFIX + name)
@@ -257,10 +307,10 @@ def initial_values(
             uniform = torch.rand(p.shape, generator=generator) * 2 - 1
             values[name] = uniform / fan_in(prompts, name) ** 0.5
         elif kind == "inputs":
-            values[name] = torch.randn(p.shape, generator=generator) * config.p_tuning.init_std
+            values[name] = torch.randn(p.shape, generator=generator) * tasks.encoder.init_std
         elif not p.requires_grad:
             values[name] = existing[task].float()
-        elif text := config.init_texts.get(task):
+        elif text := (texts or {}).get(task):
             values[name] = embeddings_of(text, task, len(p), tokenizer, embedding)
         else:
             values[name] = torch.randn(p.shape, generator=generator) * 0.02
@@ -286,27 +336,27 @@ def fan_in(prompts: VirtualPrompts, name: str) -> int:
 
 
 @torch.no_grad()
-def compute_tables(config: PromptConfig, h: int, values: dict[str, Tensor]) -> dict[str, Tensor]:
+def compute_tables(tasks: PromptTasks, h: int, values: dict[str, Tensor]) -> dict[str, Tensor]:
     """The table [T, h] of each new task, float32: what is kept of an encoder. values: whole prompt
     parameters, by their name in VirtualPrompts."""
-    prompts = VirtualPrompts(config, h)
+    prompts = VirtualPrompts(tasks, h)
     for name, p in prompts.named_parameters():
         if p.requires_grad:
             p.copy_(values[name])
-    return {task: prompts.table(task).clone() for task in config.new_tasks}
+    return {task: prompts.table(task).clone() for task in tasks.new}
 
 
-def apply_tables(model: gpt.GPT, config: PromptConfig, tables: dict[str, Tensor]) -> dict[str, int]:
+def apply_tables(model: gpt.GPT, tables: dict[str, Tensor]) -> dict[str, int]:
     """`apply` with the tables of a prompt file, for inference. Returns the id of each task's first
     virtual token. Raises PromptError for tables of another hidden size."""
-    prompts = apply(model, config)
-    if prompts is not None:
-        for task in config.tasks:
-            p = prompts.tables[parameter_name(task)]
-            if tables[task].shape != p.shape:
-                raise PromptError(
-                    f"task {task!r} has vectors of {tables[task].shape[1]} numbers, and this"
-                    f" model's have {p.shape[1]}"
-                )
-            p.data.copy_(tables[task])
-    return config.first_ids(model.config.vocab_size)
+    tasks = PromptTasks({task: len(table) for task, table in tables.items()}, [])
+    prompts = apply(model, tasks)
+    for task, table in tables.items() if prompts else []:
+        p = prompts.tables[parameter_name(task)]
+        if table.shape != p.shape:
+            raise PromptError(
+                f"task {task!r} has vectors of {table.shape[1]} numbers, and this model's have"
+                f" {p.shape[1]}"
+            )
+        p.data.copy_(table)
+    return tasks.first_ids(model.config.vocab_size)

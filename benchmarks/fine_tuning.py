@@ -7,7 +7,7 @@ and p-tuning. Accuracy, learned parameters, memory, and seconds of a step.
 
 The task, the model and the two ways at the ends, full fine-tuning and p-tuning, are those of
 benchmarks/language_task.py: in which of five languages is a snippet of 64 characters? Adapters
-learn from the same templates: `prompt_tuning.py train --peft`, virtual_prompt_style fine-tuning.
+learn from the same templates: `prompt_tuning.py --peft`, virtual_prompt_style fine-tuning.
 
 The model is the one after 1,800 of these steps. The second command takes an hour on one processor.
 It keeps each result as soon as it is there, and goes on after it was stopped. Several of them share

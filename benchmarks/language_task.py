@@ -180,7 +180,7 @@ def run_flags(
     path = folder / "prompts.json"
     path.write_text(json.dumps(settings))
     words = (
-        f"prompt_tuning.py train --seed {seed} --steps {experiment.steps[method.style]}"
+        f"prompt_tuning.py --seed {seed} --steps {experiment.steps[method.style]}"
         f" --lr {method.lr} --warmup-steps 20 --global-batch-size 32 --weight-decay 0.01"
         f" --save-every 0 --eval-every 0 --device {experiment.device} {method.flags}"
     )
@@ -194,7 +194,7 @@ def learn(
     tokens: int | None = None,
     lines: list[dict] | None = None,
 ) -> float:
-    """Accuracy, by `prompt_tuning.py train` and generate.py. The run's files are removed."""
+    """Accuracy, by `prompt_tuning.py` and generate.py. The run's files are removed."""
     tokens = method.tokens if tokens is None else tokens
     with tempfile.TemporaryDirectory(dir=experiment.folder) as folder:
         lines = experiment.training if lines is None else lines
@@ -204,9 +204,9 @@ def learn(
         config = nemo_config.PromptConfig.read(paths["config"])
         first_id = model.config.vocab_size
         if method.style != "fine-tuning":
-            identity = fingerprint(experiment.base, model.config)
+            identity = fingerprint(experiment.base, model.config, loading.read_base)
             config, tables = prompt_file.load(paths["out"] / "prompts.safetensors", identity)
-            first_id = prompt_tuning.apply_tables(model, config, tables)[TASK]
+            first_id = prompt_tuning.apply_tables(model, tables)[TASK]
         elif "--peft" in method.flags:
             learned = Adapters([str(paths["out"])], experiment.base, model.config)
             learned.put(model, Groups())

@@ -35,7 +35,7 @@ from benchmarks.steps import Steps
 from course import ranks
 from course.synthetic import Questions
 from finetune.prompt_set import Question
-from finetune.rollout import write_answers
+from inference.rollout import write_answers
 
 SHAPE = dict(
     model="gpt2",

@@ -7,7 +7,7 @@ config_of(dict(command="preference.py", method="dpo", data=["-"]))       prefere
 
 from finetune.adapter_training import TextPeftConfig
 from finetune.preference_command import PreferenceConfig
-from finetune.prompt_learning import PromptLearningConfig
+from finetune.prompt_tuning import PromptLearningConfig
 from finetune.reinforcement_command import ReinforcementConfig
 from finetune.sft_command import SFTConfig
 from run.config import ConfigError, RunConfig, name_of

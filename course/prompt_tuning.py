@@ -133,14 +133,15 @@ def learn_task(
         restore_path="-",
         p_tuning={"encoder_hidden": INNER},
     )
+    tasks = config.prompt_tasks
     embedding = model.embedding.tokens
-    prompts = prompt_tuning.apply(model, config)
-    for name, value in prompt_tuning.initial_values(config, H, seed, existing=tables).items():
+    prompts = prompt_tuning.apply(model, tasks)
+    for name, value in prompt_tuning.initial_values(tasks, H, seed, existing=tables).items():
         prompts.get_parameter(name).data.copy_(value)
     records = [
         {"word": word, "answer": ANSWERS[task](word)} for word in demo.random_words(400, NEW_WORDS)
     ]
-    first_id = config.first_ids(model.config.vocab_size)[task]
+    first_id = tasks.first_ids(model.config.vocab_size)[task]
     examples = examples_of(config.templates[task], records, first_id)
     if not settings.frozen:
         for p in model.blocks.parameters():
@@ -149,7 +150,7 @@ def learn_task(
     for existing in list(tables):
         tables[existing] = prompts.table(existing).detach().clone()
     values = {name: p.detach() for name, p in prompts.named_parameters()}
-    tables |= prompt_tuning.compute_tables(config, H, values)
+    tables |= prompt_tuning.compute_tables(tasks, H, values)
     # apply() has replaced it
     model.embedding.tokens = embedding
     return learned
@@ -159,7 +160,7 @@ def ask(model: gpt.GPT, tables: dict[str, Tensor]) -> dict[tuple[str, str], str]
     """(task, new word) -> the answer that the model generates with the task's prompt."""
     tokenizer = ByteTokenizer()
     config = prompt_config(virtual_prompt_style="inference", new_tasks=list(ANSWERS))
-    first_ids = prompt_tuning.apply_tables(model, config, tables)
+    first_ids = prompt_tuning.apply_tables(model, tables)
     questions = [(task, word) for word in NEW_WORDS for task in ANSWERS]
     prompts = []
     for task, word in questions:

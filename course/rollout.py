@@ -11,9 +11,9 @@ import torch.distributed as dist
 import sharding
 from base.groups import Groups
 from course import demo, form
-from finetune import rollout
-from finetune.rollout import Answer, Rows
+from finetune.answer_rows import Answer, Rows
 from gpt import Context
+from inference import rollout
 
 V, S = 16, 32
 # the token that ends an answer

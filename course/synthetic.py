@@ -102,7 +102,7 @@ class Prompted(Synthetic):
 
     def __init__(self, seq_length: int, vocab_size: int, prompts):
         super().__init__(seq_length, vocab_size)
-        first = prompts.first_ids(vocab_size)
+        first = prompts.prompt_tasks.first_ids(vocab_size)
         self.virtual = [
             list(range(first[task], first[task] + prompts.templates[task].total_virtual_tokens))
             for task in prompts.tasks

@@ -3,7 +3,7 @@
     python -m course.verify -- --model llama2-7b --tp 2 --pp 2 --zero-stage 1 --sequence-parallel
 
 After `--` stand flags of train.py, or another command that trains and its flags: finetune/sft.py,
-finetune/preference.py, finetune/adapters.py train. A layout changes the order in which numbers are
+finetune/preference.py, finetune/adapters.py. A layout changes the order in which numbers are
 added, and nothing else. But (a + b) + c is not a + (b + c): each sum is rounded. So there are two
 questions:
 
@@ -53,7 +53,7 @@ from course import kinds, ranks
 from course.parity import Result, first_difference, largest_difference, train
 from course.rounding import RUNS, band_of, losses_of, measure_band, times_band
 from course.shrink import described, one_device, shrink
-from finetune.prompt_learning import PromptLearningConfig
+from finetune.prompt_tuning import PromptLearningConfig
 from finetune.reinforcement_command import ReinforcementConfig
 from run import flags, rules
 from run.config import ConfigError, RunConfig, name_of

@@ -1,6 +1,6 @@
 """A run that learns LoRA, bottleneck adapters or IA3 for a frozen model.
 
-    python -m finetune.adapters train --load runs/base --data FILE --peft lora --out runs/lora
+    python -m finetune.adapters --load runs/base --data FILE --peft lora --out runs/lora
 
 It changes these functions of finetune/frozen_base.py:
 

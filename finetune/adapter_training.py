@@ -1,10 +1,10 @@
 """What kinds of training have that can learn an adapter beside a frozen model (--peft), and the
-command `python -m finetune.adapters train`: an adapter that learns from text.
+command `python -m finetune.adapters`: an adapter that learns from text.
 
-    python -m finetune.adapters train --load CKPT --data FILE --peft lora --lora-rank 8 --out RUN
+    python -m finetune.adapters --load CKPT --data FILE --peft lora --lora-rank 8 --out RUN
 
-finetune/sft.py, finetune/preference.py, finetune/reinforcement.py and prompt_tuning.py take the
-same flags. `Adapters` (adapter_learning.py) says what such a run trains, loads and saves.
+sft.py, preference.py, reinforcement.py and prompt_tuning.py take the same flags.
+`Adapters` (adapter_learning.py) says what such a run trains, loads and saves.
 """
 
 from dataclasses import dataclass
@@ -104,9 +104,9 @@ def lr_beside_reference(config: PeftConfig) -> tuple[float, str]:
 
 @dataclass
 class TextPeftConfig(PeftConfig, Config):
-    """Every flag of `finetune/adapters.py train`."""
+    """Every flag of finetune/adapters.py."""
 
-    command: ClassVar[str] = "-m finetune.adapters train"
+    command: ClassVar[str] = "-m finetune.adapters"
     purpose: ClassVar[str] = "Train an adapter of a frozen model on text."
 
     peft: str | None = flag(

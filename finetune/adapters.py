@@ -17,8 +17,8 @@ model begins exactly as its base (U starts at 0 and s at 1). After training, W +
 the place of W. This merge removes the extra computation.
 
     python -m course.adapters                                 a lesson: parameters, gradients, merge
-    python -m finetune.adapters train --load runs/base --data FILE --peft lora --out runs/lora
-    python -m finetune.adapters merge runs/base runs/lora MERGED      W + α/r B A in the place of W
+    python -m finetune.adapters --load runs/base --data FILE --peft lora --out runs/lora
+    python -m inference.adapters merge runs/base runs/lora MERGED     W + α/r B A in the place of W
     picture: docs/figures/ranks_adapters.svg
 
 The base is still there: `disabled` gives its outputs back for a while, without a second copy.
@@ -381,6 +381,6 @@ def init(model: gpt.GPT) -> None:
 
 
 if __name__ == "__main__":
-    from finetune import adapter_commands
+    from finetune import adapter_training
 
-    terminal.command(adapter_commands.main)
+    terminal.command(adapter_training.main)

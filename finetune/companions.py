@@ -8,7 +8,7 @@
 A frozen model has no gradients and no optimizer state. All of them are built by train.Trainer, so
 every technique of the run changes them alike: tensor parallelism shards a critic as it shards the
 policy. What differs is in the tasks below (run/task.py has all functions). All of them read the
-same rows: R rows of s tokens, into which the answers of a step are packed (finetune/rollout.py).
+same rows: R rows of s tokens, into which the answers of a step are packed (answer_rows.py).
 """
 
 from functools import lru_cache
@@ -41,7 +41,7 @@ cached_schedule = lru_cache(maxsize=64)(schedules.make)
 
 
 class OnRows(Task):
-    """Of a model that sees the answers of a step, packed into rows (finetune/rollout.py)."""
+    """Of a model that sees the answers of a step, packed into rows (answer_rows.py)."""
 
     rows = None
 

@@ -4,7 +4,7 @@ The weights of --load are frozen: they have no gradients, no masters and no opti
 take no place in the run's checkpoints. A checkpoint names its base by the fingerprint of the model,
 and a run that goes on with another base is refused.
 
-finetune/prompt_learning.py and finetune/adapter_learning.py are built on this class.
+finetune/prompt_tuning.py and finetune/adapter_learning.py are built on this class.
 """
 
 import dataclasses
@@ -18,8 +18,7 @@ from torch import Tensor
 
 import sharding
 from base.model_config import GPTConfig, MoEConfig
-from inference import huggingface
-from inference.architectures import empty_model
+from moe import empty_model
 from run import checkpoint
 from run.task import WholeModel
 from sharding import Shard, Sharding, local_slice, set_sharding, sharding_of
@@ -39,13 +38,10 @@ class FirstOf:
 
 
 def read_base(path: str | Path, names: list[str], first: bool = False) -> dict[str, Tensor]:
-    """Parameters, in float32, of the model at `path`, a checkpoint, a run or a Hugging Face folder.
+    """Parameters, in float32, of the model at `path`, a checkpoint or a run.
 
     first: not whole ones, but their first slice along dimension 0, [1, ..]. A collective. Raises
-    CheckpointError or HuggingFaceError."""
-    if huggingface.is_folder(path):
-        _, read, _ = huggingface.open_folder(Path(path))
-        return {name: read(name)[:1] if first else read(name) for name in names}
+    CheckpointError."""
     path = checkpoint.find(path)
     saved = checkpoint.read_index(path)["tensors"]
     parameters = {}
@@ -72,12 +68,13 @@ def identifying_fields(config: MoEConfig) -> dict:
     return fixed
 
 
-def fingerprint(path: str | Path, config: MoEConfig) -> str:
+def fingerprint(path: str | Path, config: MoEConfig, read=read_base) -> str:
     """Identifies the model at `path`: 16 hex digits, the same for a checkpoint under any layout and
     for a Hugging Face folder.
 
     A hash of its configuration, its embedding and its norms, and of the first row of every other
-    parameter: a base with a merged adapter is another model. A collective.
+    parameter: a base with a merged adapter is another model. read: inference.loading.read_base,
+    where `path` may be a Hugging Face folder. A collective.
     """
     # what may differ when weights are loaded may differ here
     fields = json.dumps(identifying_fields(config), sort_keys=True)
@@ -85,7 +82,7 @@ def fingerprint(path: str | Path, config: MoEConfig) -> str:
     names = [name for name, _ in empty_model(config).named_parameters()]
     whole = [n for n in names if n == "embedding.tokens.weight" or n.endswith("norm.weight")]
     others = [name for name in names if name not in whole]
-    for part in (read_base(path, whole), read_base(path, others, first=True)):
+    for part in (read(path, whole), read(path, others, first=True)):
         for name, weight in part.items():
             digest.update(name.encode() + weight.numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -23,11 +23,10 @@ from msgspec import Meta, Struct, field
 
 from base import json_files
 from base.json_files import JSONError
-from finetune.prompt_template import PromptError, Template
+from finetune.prompt_template import Template
+from prompt_tuning import PromptError, PromptTasks, PTuning
 
 STYLES = ("prompt-tuning", "p-tuning", "inference", "fine-tuning")
-# encoder -> the fewest and the most layers that it can have
-NUM_LAYERS = {"mlp": (2, 64), "lstm": (1, 64), "tpmlp": (2, 2)}
 # Keys beside task_templates that are about other things; some have a flag of train.py instead.
 ELSEWHERE = {
     *("seed", "optim", "global_batch_size", "micro_batch_size", "tensor_model_parallel_size"),
@@ -110,35 +109,6 @@ class PromptTuning(Struct, forbid_unknown_fields=True):
     new_prompt_init_text: list[str | None] = field(default_factory=list)
 
 
-class PTuning(Struct, forbid_unknown_fields=True):
-    """The encoder that computes the virtual tokens' vectors in p-tuning."""
-
-    encoder_type: str = "mlp"
-    # its hidden size; 0 for the model's
-    encoder_hidden: Annotated[int, Meta(ge=0, le=2**16)] = 0
-    # linear layers of the mlp, layers of the lstm; tpmlp always has two
-    num_layers: Annotated[int, Meta(ge=1, le=64)] = 2
-    dropout: float = 0.0
-    # of the encoder's inputs
-    init_std: Annotated[float, Meta(gt=0, le=1000)] = 1.0
-
-    def __post_init__(self):
-        encoder, layers = self.encoder_type, self.num_layers
-        if encoder not in NUM_LAYERS:
-            raise PromptError(
-                f"p_tuning.encoder_type {encoder!r}: must be one of {', '.join(NUM_LAYERS)}"
-            )
-        least, most = NUM_LAYERS[encoder]
-        if not least <= layers <= most:
-            only = str(least) if least == most else f"{least} to {most}"
-            raise PromptError(f"p_tuning.num_layers {layers}: {encoder} has {only}")
-        if self.dropout:
-            raise PromptError(
-                f"p_tuning.dropout {self.dropout}: must be 0; the encoder's inputs are learned and"
-                " few, with nothing to generalise over"
-            )
-
-
 class Data(Struct, forbid_unknown_fields=True):
     """Files of JSON lines."""
 
@@ -197,6 +167,14 @@ class PromptConfig(Struct, forbid_unknown_fields=True):
         return self.virtual_prompt_style in ("prompt-tuning", "p-tuning")
 
     @property
+    def prompt_tasks(self) -> PromptTasks:
+        """What prompt_tuning.py applies to a model."""
+        templates = self.templates
+        tokens = {task: templates[task].total_virtual_tokens for task in self.tasks}
+        encoder = self.p_tuning if self.virtual_prompt_style == "p-tuning" else None
+        return PromptTasks(tokens, self.new_tasks if self.learned else [], encoder)
+
+    @property
     def init_texts(self) -> dict[str, str]:
         """{task: text} of the new tables that are initialised from a text."""
         if self.virtual_prompt_style != "prompt-tuning":
@@ -204,11 +182,6 @@ class PromptConfig(Struct, forbid_unknown_fields=True):
         settings = self.prompt_tuning
         how = zip(self.new_tasks, settings.new_prompt_init_methods, settings.new_prompt_init_text)
         return {task: text for task, method, text in how if method == "text"}
-
-    def first_ids(self, vocab_size: int) -> dict[str, int]:
-        """The id of each task's first virtual token."""
-        sizes = [self.templates[task].total_virtual_tokens for task in self.tasks]
-        return dict(zip(self.tasks, itertools.accumulate(sizes, initial=vocab_size)))
 
     def __post_init__(self):
         for fits, problem in self.rules():

@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from base import json_files, terminal
-from finetune.prompt_template import Example, PromptError, Template
+from finetune.prompt_template import Example, Template
+from prompt_tuning import PromptError
 
 # with more, answers are no classes
 MOST_ANSWERS = 100

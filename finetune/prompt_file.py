@@ -24,7 +24,8 @@ from torch import Tensor
 
 from base import json_files, terminal
 from finetune.nemo_config import PromptConfig
-from finetune.prompt_template import PromptError, Template
+from finetune.prompt_template import Template
+from prompt_tuning import PromptError
 
 
 class Metadata(Struct):

@@ -22,7 +22,7 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
 
-from base.errors import InputError
+from prompt_tuning import PromptError
 
 MARKER = re.compile(r"<\|VIRTUAL_PROMPT_(\d+)\|>")
 FIELD = re.compile(r"\{(\w+)\}")
@@ -31,11 +31,6 @@ MARKER_OR_FIELD = re.compile(r"(<\|VIRTUAL_PROMPT_\d+\|>|\{\w+\})")
 VIRTUAL = "<|VIRTUAL_PROMPT|>"
 # what an output file has beside the fields of a template
 RESERVED = {"taskname", "prediction", "finish"}
-
-
-class PromptError(InputError):
-    """A template, a configuration or a line of data that cannot be used; the message says which,
-    and what would fit."""
 
 
 class Example(NamedTuple):

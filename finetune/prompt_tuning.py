@@ -1,184 +1,266 @@
-r"""The commands of prompt_tuning.py: train prompts, generate with them, count right answers.
+"""Prompt learning, as `python -m finetune.prompt_tuning` runs it: its flags, and its tasks.
 
-    python -m finetune.prompt_tuning train --config prompts.json --out runs/prompts --lr 0.03
-    python -m finetune.prompt_tuning generate --prompts runs/prompts/prompts.safetensors \
-        --checkpoint runs/default --data lines.jsonl > answers.jsonl
-    python -m finetune.prompt_tuning evaluate --prompts runs/prompts/prompts.safetensors \
-        --checkpoint runs/default --data test.jsonl
+    python -m finetune.prompt_tuning --config prompts.json --load CKPT --out runs/prompts
 
-train       learns prompts for the model of --load; `train --help` lists the flags
-generate    each line of --data, with "prediction" and "finish" added
-evaluate    of each task: examples, right answers, accuracy, lines that are too long
+The tasks change these functions of run/task.py:
 
-All three run under torchrun too. A model that was fine-tuned with the same templates has no prompt
-file: then --prompts names its configuration.
+    PromptTask          open_data               JSON lines become examples with virtual tokens
+                        finish                  prompts.safetensors: the tables of all tasks
+    PromptParameters    after_model_parallel    prompt_tuning.apply
+                        load_base               prompts get their initial values
 
-Not covered: other measures than equality, for example F1 of the words.
+The model is frozen (finetune/frozen_base.py). Fine-tuning with the same templates changes
+`open_data` alone (TemplateTask).
 """
 
-import argparse
-import json
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-import generate
+import prompt_tuning
+import sharding
 import train
 from base import terminal
 from base.model_config import GPTConfig
-from finetune.frozen_base import fingerprint
+from finetune import prompt_file
+from finetune.adapter_training import PeftConfig
+from finetune.frozen_base import FrozenBase, read_base
 from finetune.nemo_config import PromptConfig
+from finetune.packing import Padded
 from finetune.prompt_data import read_examples
-from finetune.prompt_file import load
-from finetune.prompt_learning import PromptLearningConfig
-from finetune.prompt_template import Example, PromptError
-from inference import cli
-from prompt_tuning import apply_tables
+from prompt_tuning import PARAMETER_PREFIX, PromptError, PromptTasks
+from run import checkpoint
+from run.config import ConfigError, flag
+from run.finish import draw_loss
+from run.rules import refuse
+from run.task import Task
+from sharding import shard_of, sharding_of
 
-# --- generate and evaluate ------------------------------------------------------------------------
+# of --lr, where prompts learn
+LEARNING_RATE = 0.03
 
 
-def infer(args: argparse.Namespace, world) -> None:
-    """`generate` and `evaluate`. Raises the errors of inference.cli, and PromptError."""
-    model_config = cli.check_flags(args, world)
-    model, tokenizer, lockstep = cli.connect(args, world, args.batch_size)
-    config, tables = read_prompts(args, model_config)
-    if tables:
-        for stage in generate.stages_of(model):
-            apply_tables(stage, config, tables)
-    first_ids = config.first_ids(model_config.vocab_size)
-    # leaves room for the answer in the model's context
-    limit = max(1, model_config.seq_length + 1 - args.max_tokens)
-    examples, records, summary = world.on_rank_0(
-        lambda: read_examples(
-            args.data, config.templates, first_ids, tokenizer, limit, answer=False
-        ),
-        (PromptError,),
+@dataclass
+class PromptLearningConfig(PeftConfig):
+    """Every flag of finetune/prompt_tuning.py."""
+
+    command: ClassVar[str] = "-m finetune.prompt_tuning"
+    purpose: ClassVar[str] = "Learn prompts for a frozen model."
+    keeps_dropout: ClassVar[bool] = False
+
+    prompt_config: str | None = flag(
+        None,
+        "JSON or YAML with NeMo's names: which prompts, for which data; its language_model_path is"
+        " the default of --load",
+        metavar="FILE",
+        names=("--config", "--prompt-config"),
     )
-    if args.command == "evaluate":
-        check_answers(config, records)
-    world.say_aside(f"{', '.join(args.data)}: {summary}")
-    answers = answer_all(args, world, model, tokenizer, lockstep, records, examples)
-    if world.rank:
-        return
-    if args.command == "evaluate":
-        print(json.dumps(accuracy(config, answers), indent=1))
-        return
-    for answer in answers:
-        world.say(cli.as_json(answer))
 
+    def __post_init__(self):
+        if self.prompt_config and not self.load:
+            # the file is read again, and refused
+            with contextlib.suppress(PromptError):
+                self.load = self.prompts().language_model_path or None
 
-def read_prompts(
-    args: argparse.Namespace, model_config: GPTConfig
-) -> tuple[PromptConfig, dict[str, Tensor]]:
-    """(configuration, tables by task) of --prompts. A fine-tuned model has no tables, only
-    templates. A collective. Raises PromptError."""
-    if not args.prompts.endswith((".json", ".yaml", ".yml")):
-        return load(args.prompts, fingerprint(args.checkpoint, model_config))
-    config = PromptConfig.read(args.prompts)
-    if config.virtual_prompt_style != "fine-tuning":
-        raise PromptError(
-            f"--prompts {args.prompts}: give prompts.safetensors, which train wrote; a"
-            " configuration alone is enough for virtual_prompt_style fine-tuning"
-        )
-    return config, {}
+    @property
+    def frozen(self) -> bool:
+        return True
 
+    @property
+    def unpredicted(self) -> str:
+        return "trains prompts, and not the whole model"
 
-def answer_all(
-    args: argparse.Namespace,
-    world,
-    model,
-    tokenizer,
-    lockstep,
-    records: list[dict],
-    examples: list[Example | None],
-) -> list[dict]:
-    """The records in their order with "prediction" and "finish", on rank 0. A collective.
+    def prompts(self) -> PromptConfig:
+        """Raises PromptError."""
+        return PromptConfig.read(self.prompt_config)
 
-    examples: of each record its prompt, None where it is too long. lockstep: as of cli.connect.
-    """
-    answers = [record | {"prediction": None, "finish": "too long"} for record in records]
+    def task(self) -> Task:
+        prompts = self.prompts()
+        if prompts.learned:
+            return PromptTask(PromptParameters(prompts))
+        # the whole model learns from the same data: virtual_prompt_style fine-tuning
+        return TemplateTask(self.learned())
 
-    def write(answer: dict, text: str, tokens: int, finish: str) -> None:
-        answer.update(prediction=text, finish=finish)
+    def default_lr(self) -> tuple[float, str]:
+        return (LEARNING_RATE, "prompts") if self.prompts().learned else super().default_lr()
 
-    summary = cli.answer_file(
-        world,
-        model,
-        tokenizer,
-        [(answer, example.ids) for answer, example in zip(answers, examples) if example],
-        args.batch_size,
-        args.stop,
-        lockstep,
-        write,
-        **cli.sampling_options(args, world, tokenizer),
-    )
-    world.say_aside(summary)
-    return answers
-
-
-def check_answers(config: PromptConfig, records: list[dict]) -> None:
-    """Raises PromptError where there is no right answer to compare with."""
-    for record in records:
-        template = config.templates[record["taskname"]]
-        if template.answer_field is None or template.answer_field not in record:
-            raise PromptError(
-                f"task {template.taskname!r}: to evaluate, it takes an answer_field, and lines that"
-                " have it"
+    def check(self, model: GPTConfig, world: int, base_needed: bool) -> None:
+        if not self.prompt_config:
+            raise ConfigError("--config: prompts for what? --config FILE, with NeMo's names, says")
+        prompts = self.prompts()
+        if prompts.virtual_prompt_style == "inference":
+            rule = (
+                "virtual_prompt_style inference learns nothing; p-tuning, prompt-tuning and"
+                " fine-tuning do"
             )
+            raise ConfigError(f"--config {self.prompt_config}: {rule}")
+        if not self.load:
+            raise ConfigError(
+                f"--config {self.prompt_config}: {'for which model? --load CKPT names it'}"
+            )
+        if self.peft and prompts.learned:
+            rule = (
+                "--config learns prompts; one of the two. With virtual_prompt_style fine-tuning it"
+                " only names the data"
+            )
+            refuse(self, "peft", rule)
+        super().check(model, world, base_needed)
 
 
-def accuracy(config: PromptConfig, answers: list[dict]) -> dict[str, dict]:
-    """{task: counts, and the share of answers that equal the record's}. A line that is too long
-    counts as wrong."""
-    results = {}
-    for answer in answers:
-        template = config.templates[answer["taskname"]]
-        text = answer["prediction"]
-        entry = results.setdefault(template.taskname, {"examples": 0, "correct": 0, "too_long": 0})
-        entry["examples"] += 1
-        entry["correct"] += text == str(answer[template.answer_field])
-        entry["too_long"] += text is None
-    for entry in results.values():
-        entry["accuracy"] = entry["correct"] / entry["examples"]
-    return results
+# --- what a run begins with -----------------------------------------------------------------------
 
 
-# --- the command line -----------------------------------------------------------------------------
+def open_data(config, world, tokenizer) -> tuple[Padded, Padded]:
+    """(training set, held-out set). config: a PromptLearningConfig. Raises PromptError."""
+    prompts = PromptConfig.read(config.prompt_config, world.say)
+    data = prompts.data
+    if not data.validation_ds:
+        raise PromptError("data.validation_ds is empty: name JSON lines that are not trained on")
+    model = config.model_config()
+    shards = config.length_multiple
+    longest = min(model.seq_length, data.max_seq_length or model.seq_length)
+    # one more than the model reads: the last token is only a target
+    limit = longest // shards * shards + 1
+    templates = {task: prompts.templates[task] for task in prompts.new_tasks}
+    first_ids = prompts.prompt_tasks.first_ids(model.vocab_size)
+    sets = []
+    summaries = []
+    for name, seed in (
+        ("train_ds", config.seed if data.shuffle else None),
+        ("validation_ds", None),
+    ):
+        paths = getattr(data, name)
+        examples, _, summary = read_examples(paths, templates, first_ids, tokenizer, limit)
+        usable = [example for example in examples if example]
+        sets.append(Padded(usable, seed, shards))
+        summaries.append(f"{name}: {summary}")
+    world.say("; ".join(summaries))
+    return tuple(sets)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Of `generate` and `evaluate`."""
-    parser = argparse.ArgumentParser(
-        description="Prompt learning: train (train --help has its flags), generate, evaluate."
-    )
-    parser.add_argument("command", choices=("train", "generate", "evaluate"))
-    parser.add_argument(
-        "--prompts",
-        required=True,
-        metavar="FILE",
-        help="prompts.safetensors, which train wrote; for a fine-tuned model its configuration",
-    )
-    parser.add_argument(
-        "--data",
-        required=True,
-        nargs="+",
-        metavar="FILE",
-        help="JSON lines with a taskname and the fields of its template; generate needs no answers",
-    )
-    cli.add_flags(parser)
-    parser.set_defaults(temperature=0.0, top_k=0, top_p=1.0, max_tokens=16)
-    return parser
+def check_room(tasks: PromptTasks, h: int) -> None:
+    """Whether the encoder fits in memory, for a model of hidden size h. Raises CheckpointError."""
+    if tasks.encoder:
+        with torch.device("meta"):
+            numbers = sharding.num_parameters(prompt_tuning.make_encoder(tasks.encoder, h))
+        # weights, gradients and Adam's two moments, each float32
+        what = f"p_tuning.encoder_hidden {tasks.encoder.encoder_hidden}"
+        checkpoint.check_room(what, 16 * numbers, "cpu")
+
+
+def existing_tables(config: PromptConfig, identity: str) -> dict[str, Tensor]:
+    """The tables in `restore_path`, if there are existing tasks. identity: the fingerprint of the
+    model. Raises PromptError where the file lacks a task, or has it with another template."""
+    if not config.existing_tasks:
+        return {}
+    saved, tables = prompt_file.load(config.restore_path, identity)
+    for task in config.existing_tasks:
+        if task not in tables:
+            raise PromptError(
+                f"existing_tasks: {task!r} is not in {config.restore_path}, which has {saved.tasks}"
+            )
+        if saved.templates[task] != config.templates[task]:
+            raise PromptError(
+                f"existing_tasks: {task!r} was learned with another template:"
+                f" {saved.templates[task]}"
+            )
+    return tables
+
+
+# --- the tasks ------------------------------------------------------------------------------------
+
+
+class PromptParameters(FrozenBase):
+    """Prompts learn, and nothing of the model."""
+
+    learned_things = "prompt"
+
+    def __init__(self, prompts: PromptConfig):
+        self.prompts = prompts
+
+    def after_model_parallel(self, stage) -> None:
+        tasks, h = self.prompts.prompt_tasks, self.model_config.hidden_size
+        check_room(tasks, h)
+        prompt_tuning.apply(stage, tasks, self.groups.tp)
+
+    def is_of_base(self, name: str) -> bool:
+        return not name.startswith(PARAMETER_PREFIX)
+
+    def load_base(self, tokenizer) -> None:
+        """Also give the prompts their initial values. A collective. Raises CheckpointError or
+        PromptError."""
+        super().load_base(tokenizer)
+        embedding = None
+        if self.prompts.init_texts:
+            name = "embedding.tokens.weight"
+            embedding = read_base(checkpoint.find(self.config.load), [name])[name]
+        values = prompt_tuning.initial_values(
+            self.prompts.prompt_tasks,
+            self.model_config.hidden_size,
+            self.config.seed,
+            self.prompts.init_texts,
+            tokenizer,
+            embedding,
+            existing_tables(self.prompts, self.identity),
+        )
+        tensors = self.trainer.optimizer.tensors()
+        with torch.no_grad():
+            for name, p in sharding.named_parameters(*self.trainer.stages):
+                if not self.is_of_base(name):
+                    # the optimizer's float32 copy; an existing table has none
+                    target = tensors.get(f"model.{name}", p)
+                    whole = values[name.removeprefix(PARAMETER_PREFIX)]
+                    target.copy_(shard_of(whole, sharding_of(p)))
+        self.trainer.checkpoints.use_loaded()
+
+    def save_prompts(self, path: Path) -> None:
+        """Write the prompt file: the new tables, and the existing ones as they were. A collective
+        of the ranks that hold the embedding; rank 0 is one of them."""
+        prefix = f"model.{PARAMETER_PREFIX}"
+        values = {}
+        for name, tensor in self.trainer.optimizer.tensors().items():
+            if name.startswith("model."):
+                master = tensor if isinstance(tensor, Tensor) else tensor.join()
+                values[name.removeprefix(prefix)] = sharding.gather(master, sharding_of(tensor))
+        if values and (not dist.is_initialized() or dist.get_rank() == 0):
+            h = self.model_config.hidden_size
+            tables = existing_tables(self.prompts, self.identity)
+            tables |= prompt_tuning.compute_tables(self.prompts.prompt_tasks, h, values)
+            tables = {task: tables[task] for task in self.prompts.tasks}
+            prompt_file.save(path, self.prompts, tables, self.identity)
+
+
+class TemplateTask(Task):
+    """Data with templates."""
+
+    def data_name(self, corpus: str) -> str:
+        return f"{Path(self.config.prompt_config).name} ({corpus})"
+
+    def open_data(self, config, world, tokenizer):
+        return open_data(config, world, tokenizer)
+
+
+class PromptTask(TemplateTask):
+    """The same, for prompts alone; `learned` is PromptParameters."""
+
+    last_file = "prompts.safetensors"
+
+    def finish(self, run) -> bool:
+        self.learned.save_prompts(run.out / self.last_file)
+        if run.world.rank == 0:
+            title = f"{self.config.prompt_config}, prompts for {self.config.load}"
+            draw_loss(run.world, run, title)
+        run.world.say(f"{run.out}: prompts.safetensors, loss.png, metrics.jsonl, checkpoints")
+        return True
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit status, as of train.py and generate.py."""
-    if argv[:1] == ["train"]:
-        return train.main(argv[1:], PromptLearningConfig)
-    if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
-        line = "prompt_tuning.py: the first word is train, generate or evaluate"
-        terminal.say(line, error=True)
-        return 2
-    return cli.command("prompt_tuning.py", infer, argv, make_parser())
+    return train.main(argv, PromptLearningConfig)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 The model that learns is called the policy. One step, in `begin_step`:
 
-    write      the policy writes global_batch_size answers; each gets     rollout.py, writer.py,
+    write      the policy writes global_batch_size answers; each gets     inference/rollout.py,
                a reward, from a function or a reward model                rewards.py
     targets    log-probabilities of the reference, and with ppo values    companions.py
                of the critic; from these and the rewards, advantages      finetune/reinforcement.py
@@ -18,7 +18,7 @@ policy is the run's trainer, of which this is the task. The other models are tra
 Answers depend on the weights and on (seed, step, sample) alone, so a resumed run writes the same
 ones. With --peft the reference is the policy itself without its adapters: no second copy.
 
-Shapes: n answers of at most T tokens; packed (finetune/rollout.py) they are R rows of s tokens.
+Shapes: n answers of at most T tokens; packed (answer_rows.py) they are R rows of s tokens.
 """
 
 import time
@@ -31,13 +31,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from base.errors import RunError
 from finetune import adapters, reinforcement, rl_files
+from finetune.answer_rows import Answer, Rows
 from finetune.companions import Critic, Learner, Reference, RewardModel, companion
 from finetune.frozen_base import fingerprint
 from finetune.prompt_set import open_prompts
 from finetune.rewards import is_function, open_function
-from finetune.rollout import Answer, Rows
 from finetune.sft_data import ConversationTask
-from finetune.writer import Writer
+from inference.rollout import Writer
 from run import checkpoint
 
 

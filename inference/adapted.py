@@ -36,9 +36,10 @@ from base.groups import Groups
 from base.model_config import MoEConfig
 from finetune import adapters
 from finetune.adapter_config import LINEARS, AdapterConfig
-from finetune.adapter_files import Adapter, check_base, check_fields, merge, open_adapter
+from finetune.adapter_files import Adapter, open_adapter
 from generate import stages_of
 from inference.loading import build_stages
+from inference.merged import check_base, check_fields, merge
 from run.config import ConfigError, as_flags
 from sharding import named_parameters, set_sharding, sharding_of
 

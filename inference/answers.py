@@ -22,10 +22,11 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 
 from finetune.chat_template import ChatError, ChatTemplate
-from finetune.prompt_data import PromptError, read_lines
+from finetune.prompt_data import read_lines
 from generate import ModelRunner, stages_of, stream
 from inference.batches import NewToken, data_parallel
 from inference.sampling import keys_of
+from prompt_tuning import PromptError
 from run.token_bytes import token_bytes
 from run.tokenizer import TokenizerError, prompt_ids
 from run.world import World

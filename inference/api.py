@@ -27,13 +27,13 @@ from msgspec import Meta, Struct, field, structs
 
 from base import json_files
 from finetune.chat_template import ChatError
-from finetune.prompt_data import PromptError
 from finetune.sft import Chat
 from inference.adapted import Adapters
 from inference.answers import TextStream, encode, unfinished
 from inference.engine import LogProb, Output
 from inference.loading import find_chat
 from inference.serve import Request
+from prompt_tuning import PromptError
 
 # fields that do not change the answer: who asks, what is kept of it, how soon it comes
 IGNORED = {"user", "safety_identifier", "metadata", "store", "request_id", "service_tier"}

@@ -43,9 +43,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-import moe
 from base.model_config import MoEConfig
-from gpt import GPT
+from moe import empty_model
 
 
 class HuggingFaceError(Exception):
@@ -369,12 +368,6 @@ MIXTRAL = dataclasses.replace(
 
 
 ARCHITECTURES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, BLOOM, MIXTRAL)
-
-
-def empty_model(config: MoEConfig) -> GPT:
-    """On the meta device: names and shapes, no values."""
-    with torch.device("meta"):
-        return moe.build(config)
 
 
 def their_tensors(config: MoEConfig, architecture: Architecture) -> dict[str, TheirTensor]:

@@ -29,7 +29,6 @@ import tensor_parallel
 from base import terminal
 from base.model_config import MoEConfig, divisors
 from finetune.chat_template import ChatError
-from finetune.prompt_data import PromptError
 from finetune.sft import message
 from generate import ModelRunner, check_options, stages_of
 from inference import generation_config, quantization, weight_layouts
@@ -37,6 +36,7 @@ from inference.adapted import Adapters
 from inference.answers import answer_file, as_json, encode, read_prompts, stream_text
 from inference.huggingface import HuggingFaceError
 from inference.loading import check_vocabulary, find_chat, find_tokenizer, load_model, open_model
+from prompt_tuning import PromptError
 from run.checkpoint import CheckpointError
 from run.config import DTYPES, ConfigError, as_flags, flag_name, multiply_in
 from run.tokenizer import TokenizerError, prompt_ids

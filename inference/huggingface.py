@@ -278,7 +278,7 @@ def export_folder(
 ) -> MoEConfig:
     """Write the model of a checkpoint, or of a run's newest one, as a folder for from_pretrained.
 
-    max_shard_bytes: of a safetensors file, about. merged: finetune.adapter_files.MergedModel, the
+    max_shard_bytes: of a safetensors file, about. merged: inference.merged.MergedModel, the
     same model with an adapter in it. Raises HuggingFaceError or CheckpointError."""
     if not Path(path).is_dir():
         raise HuggingFaceError(f"{path} is not a folder")

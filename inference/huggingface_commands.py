@@ -4,9 +4,10 @@ import argparse
 import re
 
 from base import terminal
-from inference.architectures import HuggingFaceError, empty_model
+from inference.architectures import HuggingFaceError
 from inference.hf_config import architecture_of
 from inference.huggingface import DTYPES, export_folder, import_folder
+from moe import empty_model
 from run import checkpoint
 from sharding import num_parameters
 
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
         if args.command == "import":
             if args.adapter:
                 raise HuggingFaceError(
-                    "--adapter: is for export; finetune.adapters import has its own"
+                    "--adapter: is for export; inference.adapters import has its own"
                 )
             if args.dtype or args.max_shard_size:
                 name = "--dtype" if args.dtype else "--max-shard-size"
@@ -50,7 +51,7 @@ def main(argv: list[str]) -> int:
             merged = None
             if args.adapter:
                 # loaded by those who use adapters
-                from finetune.adapter_files import MergedModel
+                from inference.merged import MergedModel
 
                 merged = MergedModel(args.source, args.adapter)
             sizes = args.dtype or "fp32", args.max_shard_size or size("5GB")

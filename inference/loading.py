@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import context_parallel
 import families
@@ -26,6 +27,7 @@ import sharding
 import tensor_parallel
 from base.groups import Groups
 from base.model_config import MoEConfig
+from finetune import frozen_base
 from finetune.chat_template import ChatTokenizer, open_template
 from finetune.sft import Chat
 from gpt import GPT
@@ -48,6 +50,14 @@ def open_model(path: Path | str):
         return config, index, read
     config, index = checkpoint.read_model(checkpoint.find(path))
     return config, index, None
+
+
+def read_base(path: Path | str, names: list[str], first: bool = False) -> dict[str, Tensor]:
+    """finetune.frozen_base.read_base, which also reads a Hugging Face folder."""
+    if not huggingface.is_folder(path):
+        return frozen_base.read_base(path, names, first)
+    _, read, _ = huggingface.open_folder(Path(path))
+    return {name: read(name)[:1] if first else read(name) for name in names}
 
 
 def load_model(

@@ -237,7 +237,7 @@ def read_model(path: Path, value_head: bool = False) -> tuple[MoEConfig, dict]:
         raise CheckpointError(
             f"{path} holds an adapter alone; name the model that it was trained on instead, and use"
             f" this one with it: generate.py --checkpoint BASE --adapter {path}, or make one model"
-            f" of both: python -m finetune.adapters merge BASE {path} OUT"
+            f" of both: python -m inference.adapters merge BASE {path} OUT"
         )
     if "model.head.value.weight" in shapes and not value_head:
         raise CheckpointError(
@@ -248,7 +248,7 @@ def read_model(path: Path, value_head: bool = False) -> tuple[MoEConfig, dict]:
     if "model.embedding.tokens.weight" not in shapes:
         raise CheckpointError(
             f"{path} holds prompts alone; name the model that they were learned for, and give the"
-            " prompt file to finetune.prompt_tuning"
+            " prompt file to inference.prompt_tuning"
         )
     with describing(f"{path}/index.json"):
         config = MoEConfig(**index["model"])

@@ -138,7 +138,7 @@ def read_toml(path: str, kind: type[RunConfig]) -> dict:
     except (OSError, ValueError, RecursionError) as e:
         why = getattr(e, "strerror", None) or e
         if path.endswith((".yaml", ".yml")):
-            reader = "python -m finetune.prompt_tuning train"
+            reader = "python -m finetune.prompt_tuning"
             why = f"{why}; flags are TOML here, and {reader} reads NeMo's YAML"
         raise ConfigError(f"--config {path}: {why}") from None
     flat = []
@@ -177,10 +177,7 @@ def saved_flags(out: Path, kind: type[RunConfig]) -> dict:
     if not name:
         raise ConfigError(f"--resume: {out}/config.json names no command, but {begun_by!r}")
     if name != name_of(kind.command):
-        command = begun_by
-        if name != "train.py" and not begun_by.startswith("-m "):
-            # a run of before has the file alone
-            command = f"-m finetune.{begun_by.replace('.py', '')}"
+        command = name if name == "train.py" else f"-m finetune.{name.removesuffix('.py')}"
         raise ConfigError(
             f"--resume --out {out}: this run was begun by {name}, and goes on by python {command}"
             f" --resume --out {out}"

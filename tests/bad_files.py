@@ -151,8 +151,7 @@ def make_folder() -> None:
 
     import sharding
     from inference import huggingface
-    from inference.architectures import empty_model
-    from moe import MoEConfig
+    from moe import MoEConfig, empty_model
     from run import checkpoint
 
     experts = dict(llama=True, num_experts=2, router="topk", router_topk=2, z_loss=0.0)
@@ -213,7 +212,7 @@ def make_peft() -> None:
     make_run()
     for peft in ("lora", "ia3"):
         succeed(f"{LEARN_LORA} --peft {peft} --out our-{peft}")
-        succeed(f"finetune.adapter_commands export our-{peft} {peft} --base run")
+        succeed(f"inference.adapters export our-{peft} {peft} --base run")
 
 
 def make_conversations() -> None:
@@ -239,7 +238,7 @@ class Reading(NamedTuple):
 
 RESUME = f"{TRAIN} --steps 3 --out run --resume"
 GENERATE = f"inference.cli --checkpoint run --prompt de {ANSWER}"
-LEARN = "finetune.prompt_tuning train --config prompts.json --global-batch-size 2 --device cpu"
+LEARN = "finetune.prompt_tuning --config prompts.json --global-batch-size 2 --device cpu"
 INFER = "--prompts prompts/prompts.safetensors --checkpoint run --data lines.jsonl"
 ANSWERS = [f"finetune.prompt_tuning {word} {INFER} {ANSWER}" for word in ("generate", "evaluate")]
 CHATS = f"finetune.sft_command {BRIEF} {SIZES} --seq-length 64 --data chats.jsonl"
@@ -262,13 +261,13 @@ OF_TOKENIZER = [
     f"{GENERATE} --tokenizer tokenizer.json",
 ]
 OF_ADAPTER = [
-    "finetune.adapter_commands merge run lora new",
-    "finetune.adapter_commands export lora new --base run",
+    "inference.adapters merge run lora new",
+    "inference.adapters export lora new --base run",
     "inference.huggingface_commands export run new --adapter lora",
     f"{GENERATE} --adapter lora",
     f"{LEARN_LORA} --out lora --resume --steps 3",
 ]
-IMPORT = "finetune.adapter_commands import {} new --base run"
+IMPORT = "inference.adapters import {} new --base run"
 # kind -> (what makes a valid folder, the files in it)
 KINDS = {
     "index": (make_run, [Reading("run/checkpoints/*/index.json", JSON, OF_INDEX)]),

@@ -15,11 +15,19 @@ import generate
 import gpt
 from base.groups import Groups
 from course import ranks
-from finetune import adapter_commands, adapters, peft_folder
+from finetune import adapter_training, adapters, frozen_base
 from finetune.adapter_config import AdapterConfig
 from finetune.adapter_files import open_adapter
-from finetune.frozen_base import fingerprint
-from inference import adapted, cli, huggingface, huggingface_commands, quantization, weight_layouts
+from inference import (
+    adapted,
+    cli,
+    huggingface,
+    huggingface_commands,
+    peft_folder,
+    quantization,
+    weight_layouts,
+)
+from inference import adapters as adapter_commands
 from inference.loading import build_stages, find_chat, load_model, open_model
 from run import checkpoint
 from run.tokenizer import CHAT_TEMPLATE, ByteTokenizer
@@ -61,7 +69,7 @@ def save_adapter(rank, out, base, config, tp=1, seed=1):
     state = {
         "config": {"tokenizer": "bytes", "load": str(base)},
         "model": asdict(model),
-        "base": fingerprint(base, model),
+        "base": frozen_base.fingerprint(base, model),
         "adapter": asdict(config),
     }
     checkpoint.save(Path(out) / "checkpoints", 3, tensors, state)
@@ -173,9 +181,9 @@ def test_what_is_no_adapter_or_has_another_base(folder, tmp_path, capsys):
     save(tmp_path / "changed", changed)
     line = refused(capsys, "merge", tmp_path / "changed", path, out)
     model, *_ = open_model(base)
-    for word in (fingerprint(base, model), f"had --load {base}"):
+    for word in (frozen_base.fingerprint(base, model), f"had --load {base}"):
         assert word in line
-    assert fingerprint(checkpoint.find(tmp_path / "changed"), model) in line
+    assert frozen_base.fingerprint(checkpoint.find(tmp_path / "changed"), model) in line
     # a rank that its tensors do not have
     index = json.loads((checkpoint.find(path) / "index.json").read_text())
     for field, value, words in (
@@ -213,7 +221,7 @@ def test_a_trained_adapter_is_merged(folder, tmp_path, capsys):
     base, run, out = folder / "llama", tmp_path / "run", tmp_path / "out"
     flags = "--peft lora --lora-rank 2 --steps 2 --device cpu --lr 0.1 --global-batch-size 2"
     flags += f" --eval-every 0 --load {base} --data {tmp_path} --out {run}"
-    assert command(capsys, "train", *flags.split())[0] == 0
+    assert adapter_training.main(flags.split()) == 0
     assert command(capsys, "merge", base, run, out)[0] == 0
     expected = unmerged(base, run)(TOKENS)
     assert difference(load_model(out)[0](TOKENS), expected) < 1e-5
@@ -354,7 +362,7 @@ def test_tensors_of_peft_that_are_refused(folder, tmp_path, capsys):
         assert words in refused(capsys, "import", hf, "--base", base, out)
     file.rename(hf / "adapter_model.bin")
     assert "a pickle, which is never opened" in refused(capsys, "import", hf, "--base", base, out)
-    assert "python -m finetune.adapters import" in refused(capsys, "merge", base, hf, out)
+    assert "python -m inference.adapters import" in refused(capsys, "merge", base, hf, out)
     for path, words in ((folder / "gpt-adapter", "no bottleneck"), (folder / "llama-ia3", "llama")):
         assert words in refused(capsys, "export", path, out, "--base", base)
     experts = folder / "experts"

@@ -1,7 +1,6 @@
 """Flags: from the command line, a TOML file, or the run that is gone on with; refused in one
 line."""
 
-import importlib
 import json
 import os
 from argparse import Namespace
@@ -13,8 +12,9 @@ from small_run import run, write_lines
 
 from base.model_config import MoEConfig
 from course import kinds
-from finetune import nemo_config, prompt_file, prompt_template
+from finetune import nemo_config, prompt_file
 from inference.cli import check_layout
+from prompt_tuning import PromptError
 from run import config, room, rules, world
 from run.config import ConfigError
 from run.flags import parse
@@ -82,7 +82,7 @@ def test_pipes_and_devices_are_no_files(tmp_path, capfd, monkeypatch):
             assert run(*small_run.flags(), flag, path) == 2
             assert "not a file" in capfd.readouterr().err
         for read in (nemo_config.PromptConfig.read, prompt_file.load):
-            with pytest.raises(prompt_template.PromptError, match="not a file"):
+            with pytest.raises(PromptError, match="not a file"):
                 read(path)
         rewarded = "reinforcement.py --reward r.py:f --answer-tokens 4"
         for words in ("sft.py", "preference.py", rewarded):
@@ -227,11 +227,3 @@ def test_a_command_that_is_none(command, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(dict(command=command)))
     with pytest.raises(ConfigError, match="names no command"):
         parse(["--resume", "--out", str(tmp_path)], 0, kinds.KINDS["train.py"])
-
-
-@pytest.mark.parametrize(
-    "module", ["finetune.adapter_commands", "finetune.prompt_tuning"], ids=["adapters", "prompts"]
-)
-def test_a_subcommand_that_was_forgotten(module, capfd):
-    assert importlib.import_module(module).main(["--load", "x"]) == 2
-    assert ": the first word is train, " in capfd.readouterr().err

@@ -36,7 +36,13 @@ DOCS += sorted((ROOT / "docs").glob("*.md"))
 MAKEFILE = (ROOT / "Makefile").read_text()
 # files whose command line is parsed by a function that takes it; others read sys.argv
 # those with a parser of their own
-COMMANDS = ("generate.py", "finetune/prompt_tuning.py", "finetune/adapters.py", "course/verify.py")
+COMMANDS = (
+    "generate.py",
+    "inference/prompt_tuning.py",
+    "inference/adapters.py",
+    "course/verify.py",
+)
+COMMANDS += ("finetune/prompt_tuning.py", "finetune/adapters.py")
 COMMANDS += ("inference/huggingface.py", "inference/evaluate.py", "inference/export.py")
 COMMANDS += ("course/exercises/bugs.py", "course/page/explorer.py", "inference/serve.py")
 

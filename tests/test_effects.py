@@ -58,8 +58,8 @@ KINDS = {
     "goes on": "train.py --load BASE --data TEXT",
     "sft": "sft.py --load BASE --data SFT",
     "lora": "sft.py --load BASE --data SFT --peft lora",
-    "ia3": "adapters.py train --load BASE --data TEXT --peft ia3",
-    "adapter": "adapters.py train --load BASE --data TEXT --peft adapter",
+    "ia3": "adapters.py --load BASE --data TEXT --peft ia3",
+    "adapter": "adapters.py --load BASE --data TEXT --peft adapter",
     "reward": "preference.py --method reward --load BASE --data PAIRS",
     "dpo": "preference.py --method dpo --load BASE --data PAIRS",
     "grpo": "reinforcement.py --method grpo --load BASE --data PROMPTS --reward REWARD"

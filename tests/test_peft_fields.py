@@ -12,8 +12,8 @@ import torch
 from test_adapter_files import SHAPES, TOKENS, command, difference, unmerged, whole_value
 from test_generate import build, loud, save
 
-from finetune.peft_folder import IGNORED
 from inference import huggingface
+from inference.peft_folder import IGNORED
 
 peft = pytest.importorskip("peft", reason="pyproject.toml names it")
 transformers = pytest.importorskip("transformers")

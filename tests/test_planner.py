@@ -337,7 +337,7 @@ def test_lora_in_the_plan(capsys):
     status, out, err = run(line, capsys)
     assert (status, err) == (0, "")
     command = out[out.index("torchrun") : out.index("\n\nWhere")]
-    assert "-m finetune.adapters train --load BASE --lora-rank 16 " in command
+    assert "-m finetune.adapters --load BASE --lora-rank 16 " in command
     assert "--lr 0.0002" in command and "--tokenizer" not in command
     assert "--model" not in command
 

@@ -19,14 +19,24 @@ import tensor_parallel
 import train
 from base.model_config import GPTConfig
 from course.kinds import config_of
-from finetune import nemo_config, prompt_data
+from finetune import prompt_data
 from finetune import prompt_tuning as prompt_command
-from finetune.nemo_config import PromptConfig, PTuning
+from finetune.nemo_config import PromptConfig
 from finetune.packing import Padded
-from finetune.prompt_template import PromptError, Template
+from finetune.prompt_template import Template
 from gpt import GPT
 from inference import loading
-from prompt_tuning import PARAMETER_PREFIX, VirtualPrompts, apply, apply_tables, initial_values
+from inference import prompt_tuning as prompt_answers
+from prompt_tuning import (
+    PARAMETER_PREFIX,
+    PromptError,
+    PromptTasks,
+    PTuning,
+    VirtualPrompts,
+    apply,
+    apply_tables,
+    initial_values,
+)
 from run import checkpoint
 from run.tokenizer import ByteTokenizer
 from sharding import num_parameters
@@ -221,7 +231,7 @@ def test_bad_lines(line, words, tmp_path):
 
 
 def read_examples(path, c, limit):
-    templates, first_ids = c.templates, c.first_ids(V)
+    templates, first_ids = c.templates, c.prompt_tasks.first_ids(V)
     return prompt_data.read_examples([str(path)], templates, first_ids, ByteTokenizer(), limit)
 
 
@@ -250,7 +260,7 @@ def test_parameters_by_the_paper():
         model = GPT(GPTConfig(num_layers=2, hidden_size=768, num_heads=12))
     model.requires_grad_(False)
     templates = [template(name, splits=(60, 40)) for name in "ab"]
-    apply(model, PromptConfig.of(config(task_templates=templates)))
+    apply(model, PromptConfig.of(config(task_templates=templates)).prompt_tasks)
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 153_600
     # the embedding counts once
     assert sum(p.numel() for p in model.parameters()) == num_parameters(model)
@@ -259,10 +269,9 @@ def test_parameters_by_the_paper():
 def test_an_encoder_beyond_memory_is_refused(monkeypatch):
     """65,536 wide it has 4 10^9 numbers: not one of them is allocated."""
     monkeypatch.setattr("run.world.memory", lambda device, ranks: 2**35)
-    model = build(num_layers=1, hidden_size=8, num_heads=1, seq_length=4, vocab_size=8)
     expected = r"p_tuning.encoder_hidden 65536: takes 68,.* bytes, and cpu has 34,359,738,368"
     with pytest.raises(checkpoint.CheckpointError, match=expected):
-        apply(model, PromptConfig.of(p_tuning(encoder_hidden=2**16, num_layers=3)))
+        prompt_command.check_room(PromptTasks({}, [], PTuning("mlp", 2**16, 3)), 8)
 
 
 @pytest.mark.parametrize("kind", ["mlp", "lstm"])
@@ -311,12 +320,11 @@ def test_a_table_is_what_the_model_would_read():
     """Virtual tokens whose vectors are those of words are those words; and each task reads its own
     rows."""
     model = loud(build(torch.float64, **LLAMA_SHAPES[1] | dict(vocab_size=V)))
-    c = PromptConfig.of(config(style="inference"))
     words = {"a": [5, 6, 7, 8, 9], "b": [50, 60, 70, 80, 90]}
     embedding = model.embedding.tokens.weight.detach()
     with torch.no_grad():
         plain = {task: model(torch.tensor([[1, *ids, 2]])) for task, ids in words.items()}
-        first = apply_tables(model, c, {task: embedding[ids] for task, ids in words.items()})
+        first = apply_tables(model, {task: embedding[ids] for task, ids in words.items()})
         assert first == {"a": V, "b": V + 5}
         for task, i in first.items():
             assert torch.equal(model(torch.tensor([[1, *range(i, i + 5), 2]])), plain[task])
@@ -332,7 +340,7 @@ def test_values_at_the_start():
             new_prompt_init_methods=["text", "random"], new_prompt_init_text=[text, None]
         )
         c = PromptConfig.of(config(prompt_tuning=settings))
-        return initial_values(c, 8, 0, ByteTokenizer(), embedding)
+        return initial_values(c.prompt_tasks, 8, 0, c.init_texts, ByteTokenizer(), embedding)
 
     values = values_from("ab")
     assert torch.equal(values["tables.task-a"], embedding[[97, 98, 97, 98, 97]])
@@ -340,7 +348,7 @@ def test_values_at_the_start():
     assert torch.equal(values_from("abcdefgh")["tables.task-a"], embedding[97:102])
     for kind in prompt_tuning.ENCODERS:
         encoder = dict(encoder_type=kind, encoder_hidden=6, init_std=0.5)
-        c = PromptConfig.of(p_tuning(**encoder))
+        c = PromptConfig.of(p_tuning(**encoder)).prompt_tasks
         values = initial_values(c, 8, 0)
         assert values.keys() == dict(VirtualPrompts(c, 8).named_parameters()).keys()
         assert all(value.abs().max() > 0 for value in values.values())
@@ -417,8 +425,8 @@ def no_sum_of_encoder_parts():
 
 
 def a_table_for_all_tasks():
-    nemo_config.PromptConfig.first_ids = lambda self, vocab_size: dict.fromkeys(
-        self.tasks, vocab_size
+    prompt_tuning.PromptTasks.first_ids = lambda self, vocab_size: dict.fromkeys(
+        self.tokens, vocab_size
     )
 
 
@@ -497,17 +505,17 @@ INFER_FLAGS = "--device cpu --max-tokens 6".split()
 
 
 def learn(out, content, *flags):
-    """The command `train`. Its configuration is written to OUT.json. Returns the exit status."""
+    """A run. Its configuration is written to OUT.json. Returns the exit status."""
     path = out.with_suffix(".json")
     path.write_text(json.dumps(content))
-    argv = ["train", "--config", str(path), "--out", str(out), *TRAIN_FLAGS, *flags]
+    argv = ["--config", str(path), "--out", str(out), *TRAIN_FLAGS, *flags]
     return prompt_command.main(argv)
 
 
 def infer(command, prompts, base, data, capsys):
     """`generate` or `evaluate`. Returns (exit status, standard output, standard error)."""
     paths = ["--prompts", str(prompts), "--checkpoint", str(base), "--data", str(data)]
-    status = prompt_command.main([command, *paths, *INFER_FLAGS])
+    status = prompt_answers.main([command, *paths, *INFER_FLAGS])
     return status, *capsys.readouterr()
 
 
@@ -812,8 +820,7 @@ def test_nemo_files_as_they_are(text, style, notices, record, ends, tmp_path):
 @pytest.mark.parametrize("layers", [2, 3, 4])
 def test_layers_of_the_encoder(layers):
     """NeMo's encoder with num_layers 2 has two linear layers."""
-    c = PromptConfig.of(p_tuning(num_layers=layers, encoder_hidden=16))
-    encoder = prompt_tuning.make_encoder(c, 24)
+    encoder = prompt_tuning.make_encoder(PTuning(num_layers=layers, encoder_hidden=16), 24)
     shapes = [tuple(p.shape) for p in encoder.parameters() if p.dim() == 2]
     assert shapes == [(16, 24), *[(16, 16)] * (layers - 2), (24, 16)]
 
@@ -825,12 +832,12 @@ def test_a_nemo_file_learns(base, tmp_path, capsys):
     path = tmp_path / "nemo.yaml"
     # JSON is YAML
     path.write_text(json.dumps({"model": content, "trainer": {"devices": 1}}))
-    argv = ["train", "--config", str(path), "--out", str(tmp_path / "out"), *TRAIN_FLAGS]
+    argv = ["--config", str(path), "--out", str(tmp_path / "out"), *TRAIN_FLAGS]
     assert prompt_command.main(argv) == 0
     assert "virtual_prompt_style p-tuning, the section p_tuning is there" in capsys.readouterr().out
     content["language_model_path"] = "gpt.nemo"
     path.write_text(json.dumps(content))
-    assert prompt_command.main([*argv[:4], str(tmp_path / "other")]) == 2
+    assert prompt_command.main([*argv[:3], str(tmp_path / "other")]) == 2
     assert "gpt.nemo: no such folder; a .nemo file is not read here" in capsys.readouterr().err
 
 
@@ -853,7 +860,7 @@ def test_yaml_that_cannot_be_used(text, words, tmp_path):
 @pytest.mark.parametrize("argv", [[], ["--config=nowhere"]])
 def test_train_needs_a_configuration(argv, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert prompt_command.main(["train", *argv]) == 2
+    assert prompt_command.main(argv) == 2
     words = "--config nowhere" if argv else "--config: prompts for what?"
     assert words in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -884,7 +891,7 @@ def test_layouts_learn_alike(base, tmp_path):
     assert learn(tmp_path / "one", content) == 0
     settings = tmp_path / "one.json"
     out = tmp_path / "two"
-    words = ["train", "--config", settings, "--out", out, *TRAIN_FLAGS, "--pp", "2"]
+    words = ["--config", settings, "--out", out, *TRAIN_FLAGS, "--pp", "2"]
     run = processes.run(["finetune.prompt_tuning", *words], world=2)
     assert run.returncode == 0, run.stderr
     prompts = tmp_path / "one" / "prompts.safetensors"

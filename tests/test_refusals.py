@@ -33,8 +33,8 @@ COMMANDS = {
     " --reward r.py:f --answer-tokens 4 --group-size 2",
     "r.py": f"finetune.reinforcement {RUN} --load base --data prompts.jsonl"
     " --reward r.py:f --answer-tokens 4 --group-size 2",
-    "prompts.json": f"finetune.prompt_tuning train {RUN} --load base --config prompts.json",
-    "lines.jsonl": f"finetune.prompt_tuning train {RUN} --load base --config prompts.json",
+    "prompts.json": f"finetune.prompt_tuning {RUN} --load base --config prompts.json",
+    "lines.jsonl": f"finetune.prompt_tuning {RUN} --load base --config prompts.json",
     "base ": f"{GENERATE} --prompt a",
     "base  ": "inference.evaluate --device cpu --checkpoint base --perplexity text.txt",
     "text.txt": "inference.evaluate --device cpu --checkpoint base --perplexity text.txt",

@@ -12,7 +12,7 @@ import train as trainer
 from course import parity, ranks
 from course.kinds import config_of
 from course.parity import Run
-from finetune import reinforcement, rollout
+from finetune import answer_rows, reinforcement
 from finetune.companions import Critic, Reference, RewardModel, companion
 from finetune.reinforcement_learning import ReinforcementTask
 from optimizer import learning_rate
@@ -391,7 +391,7 @@ def stale_log_probs(patch):
 
 def prompt_learns(patch):
     """The tokens of a prompt are in the loss, with the advantage of the answer's first one."""
-    original = rollout.Rows.spread
+    original = answer_rows.Rows.spread
 
     def spread(self, values):
         matrix = original(self, values)
@@ -400,12 +400,12 @@ def prompt_learns(patch):
             matrix[place.row, first : place.column] = matrix[place.row, place.column]
         return matrix
 
-    patch(rollout.Rows, "spread", spread)
+    patch(answer_rows.Rows, "spread", spread)
 
 
 def prompt_is_counted(patch):
     """The mask of the answers has the prompt's tokens too."""
-    original = rollout.Rows.__init__
+    original = answer_rows.Rows.__init__
 
     def begin(self, answers, *sizes):
         original(self, answers, *sizes)
@@ -413,13 +413,13 @@ def prompt_is_counted(patch):
             first = place.column - len(answer.prompt) + 1
             self.all.loss_mask[place.row, first : place.last] = True
 
-    patch(rollout.Rows, "__init__", begin)
+    patch(answer_rows.Rows, "__init__", begin)
 
 
 def no_document_mask(patch):
     """An answer sees those before it in its row."""
-    original = rollout.Rows.batch
-    patch(rollout.Rows, "batch", lambda *args: original(*args)._replace(documents=None))
+    original = answer_rows.Rows.batch
+    patch(answer_rows.Rows, "batch", lambda *args: original(*args)._replace(documents=None))
 
 
 def score_before_the_last_token(patch):

@@ -15,8 +15,9 @@ import train
 from base.groups import Groups
 from course import parity, ranks
 from course.kinds import config_of
-from finetune import adapters, rollout
-from finetune.rollout import Answer, Rows
+from finetune import adapters, answer_rows
+from finetune.answer_rows import Answer, Rows
+from inference import rollout
 from run.task import Task
 
 BASE = parity.SMALL | dict(num_layers=4, seq_length=24, dropout=0.0, micro_batch_size=2, lr=1e-2)
@@ -367,12 +368,12 @@ def next_position():
 
 def next_column():
     """What is about a token stands at its own position, not at the one before."""
-    place = rollout.AnswerPlace
+    place = answer_rows.AnswerPlace
 
     def shifted(row, column, length):
         return place(row, column + 1, length)
 
-    return mock.patch.object(rollout, "AnswerPlace", shifted)
+    return mock.patch.object(answer_rows, "AnswerPlace", shifted)
 
 
 def no_end_token():

@@ -28,7 +28,7 @@ TWO_RANKS = [
     "--model llama2-70b --tp 2 --sequence-parallel --recompute selective --dropout 0.1",
     "--model gpt2 --pp 2 --layer-split 5 7",
     "--model gpt2 --pp 2 --schedule zb-h1",
-    "adapters.py train --model gpt2 --peft lora --lora-dropout 0.1 --tp 2",
+    "adapters.py --model gpt2 --peft lora --lora-dropout 0.1 --tp 2",
     "--model gpt2 --zero-stage 3 --recompute full --micro-batch-size 2",
     "--model gpt2 --cp 2",
 ]
@@ -150,7 +150,7 @@ def test_context_parallel_ranks_stay():
 def test_sizes_that_three_ranks_share_are_shared_by_two():
     """Heads, and the inner size of an adapter."""
     world, layout = shrunk(
-        "adapters.py train --model gpt2 --num-heads 3 --hidden-size 48 --ffn-hidden-size 96 --tp 3"
+        "adapters.py --model gpt2 --num-heads 3 --hidden-size 48 --ffn-hidden-size 96 --tp 3"
         " --peft adapter"
         " --adapter-size 9"
     )
@@ -220,7 +220,7 @@ def test_rounding_is_inside_the_band_and_bugs_are_outside(precision):
 
 def test_the_band_of_adapters():
     """Runs of one device in another order of sums keep the LoRA of their matrices."""
-    layout = shrunk("adapters.py train --model gpt2 --peft lora --tp 2")[1]
+    layout = shrunk("adapters.py --model gpt2 --peft lora --tp 2")[1]
     band, one = rounding.measure_band(layout, 2, parts=2)
     assert 0 < band[2] < 1e-5 and len(one) == 2
 

@@ -17,14 +17,11 @@ to rounding, under every layout (1e-15 in float64, 1e-6 in float32, 1e-2 in bf16
 tests/test_rollout.py).
 
     write_answers   the ranks share the samples; each writes its own, with a cache (generate.py, or
-                    inference/engine.py, where answers that have ended make room for others)
-    Rows            answers of all ranks, packed into rows (packing.py), as a data set to train on
+                    engine.py, where answers that have ended make room for others)
+    Writer          write_answers for a run: by the model that trains, or by a copy of its weights
+                    under another layout (--rollout-tp, --rollout-pp)
 
-    prompt p, answer a     ids           p0 p1 a0 a1 a2 | q0 q1 q2 b0 | ..      a row: [s]
-                           targets       p1 a0 a1 a2  . | q1 q2 b0  . | ..
-                           in the loss    .  ^  ^  ^  . |  .  .  ^  . | ..
-
-The token that ends an answer belongs to it: the model drew it, and learns when to stop.
+finetune/answer_rows.py packs the answers into rows to train on.
 
 The random numbers of an answer depend on (seed, step, sample) alone. So a sample has the same
 answer in any batch and under any layout.
@@ -38,7 +35,7 @@ the log-probabilities do differ, and a correction is needed (TRL, verl: importan
 import itertools
 from collections import deque
 from dataclasses import replace
-from typing import NamedTuple
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -46,31 +43,21 @@ from torch import Tensor
 
 import generate
 import sequence_parallel
+import sharding
 from base.groups import Groups
-from finetune.packing import Example, first_fit, lay_out
+from finetune import adapters, resharding
+from finetune.adapter_learning import adapter_config
+from finetune.answer_rows import Answer
 from gpt import GPT
 from inference.batches import DecodeBatch, data_parallel, from_all_ranks
 from inference.engine import Engine, requests_of
+from inference.loading import build_stages, materialise
 from inference.sampling import hash_of
 from pipeline_parallel import Pipeline
-from run.data import Batch, Dataset
+from run.config import DTYPES
 
 # tokens of a block of the engine's cache
 BLOCK = 16
-
-
-class Answer(NamedTuple):
-    """What the model wrote after a prompt."""
-
-    # its number in the global batch
-    sample: int
-    prompt: list[int]
-    # with the end token, if the model drew one
-    ids: list[int]
-    # one for each of these ids, at temperature 1
-    log_probs: list[float]
-    # False: it is cut off at the limit of tokens
-    ended: bool
 
 
 def keys(seed: int, step: int, samples) -> list[int]:
@@ -239,87 +226,67 @@ def hands_in(groups: Groups, stage: int) -> bool:
     return has_stage and (not groups.tp or groups.tp.rank() == 0)
 
 
-# --- rows to train on -----------------------------------------------------------------------------
+# --- which model writes ---------------------------------------------------------------------------
 
 
-class AnswerPlace(NamedTuple):
-    """Where an answer stands in the rows."""
+class Writer:
+    """Writes the answers of a run. A decoding step computes one token of each answer, so its time
+    goes into collectives and into reading weights: the best layout for it is often not that of
+    training. With ZeRO stage 3 every token would gather all weights. A copy gets the weights before
+    the answers of every step:
 
-    row: int
-    # the position whose target is the answer's first token
-    column: int
-    # tokens of the answer
-    length: int
-
-    @property
-    def last(self) -> int:
-        """The column of the answer's last token, which has no target."""
-        return self.column + self.length
-
-
-class Rows(Dataset):
-    """Answers, packed into rows, with the interface of a data set of run/data.py. The same on every
-    rank.
-
-    An answer and its prompt are a document with all their ids: a critic or a reward model reads the
-    last one too. Sample n is row n, then all rows again. What there is of each answer token is
-    either ragged, a sequence for each answer, or a matrix [R, s] in which the column of a value is
-    the position whose target is the token; `spread` and `collect` turn one into the other.
+        trainer.model --resharding.copy()--> model of --rollout-tp, --rollout-pp --> answers
     """
 
-    def __init__(self, answers: list[Answer], seq_length: int, multiple_of: int = 1):
-        """multiple_of: of the number of rows R; empty rows, in which nothing counts, fill up.
-        Raises ValueError where there is no answer, and for one that is longer than a row."""
-        if not answers:
-            raise ValueError("no answers to pack")
-        self.answers = answers
-        self.s = seq_length
-        examples = [
-            Example(prompt + ids, [False] * len(prompt) + [True] * len(ids))
-            for _, prompt, ids, *_ in answers
-        ]
-        lengths = [len(example.ids) for example in examples]
-        packed = first_fit(lengths, seq_length)
-        self.num_sequences = -(-len(packed) // multiple_of) * multiple_of
-        packed += [[]] * (self.num_sequences - len(packed))
-        # the batch of all rows
-        self.all = lay_out([[examples[n] for n in row] for row in packed], seq_length, True)
-        places = {}
-        for row, numbers in enumerate(packed):
-            at = 0
-            for number in numbers:
-                answer = answers[number]
-                places[number] = AnswerPlace(row, at + len(answer.prompt) - 1, len(answer.ids))
-                at += lengths[number]
-        # where each answer stands
-        self.places = [places[number] for number in range(len(answers))]
+    def __init__(self, trainer):
+        """trainer: the policy, train.Trainer."""
+        self.trainer = trainer
+        self.config = trainer.config
+        self.groups = trainer.groups
+        self.model = trainer.model
+        self.resharding = None
+        # With ZeRO stage 3 or with experts on several ranks, a forward pass is a collective of the
+        # data-parallel ranks. So a rank whose answers have all ended goes on until all have: they
+        # are in lockstep.
+        spread = self.config.zero_stage == 3 or self.config.ep > 1
+        self.lockstep = self.groups.dp if spread else None
+        tp, pp = self.config.rollout_tp, self.config.rollout_pp
+        if tp or pp:
+            # parameters of the copy are not spread over data-parallel ranks
+            self.lockstep = None
+            self.build_copy(tp or 1, pp or 1)
 
-    def batch(self, samples) -> Batch:
-        """samples: b numbers of rows."""
-        samples = torch.as_tensor(list(samples))
-        rows = samples % self.num_sequences
-        fields = [None if field is None else field[rows] for field in self.all]
-        return Batch(*fields)._replace(samples=samples)
+    def build_copy(self, tp: int, pp: int) -> None:
+        """Another model and another mesh, on the same ranks: tp and pp as asked, and all that
+        is left is data parallel."""
+        trainer = self.trainer
+        if self.groups.all:
+            world = self.groups.all.size()
+            timeout = timedelta(seconds=self.config.timeout + 60)
+            self.groups = Groups.make(trainer.device.type, world, tp, pp, timeout)
+        stages = build_stages(trainer.model_config, self.groups)
+        if self.config.peft:
+            for stage in stages:
+                adapters.apply(stage, adapter_config(self.config), self.groups.tp)
+        self.model = materialise(stages, self.groups, trainer.device, DTYPES[trainer.precision])
+        source = resharding.weights(*trainer.stages)
+        target = sharding.named_parameters(*stages)
+        self.resharding = resharding.Resharding(source, target, self.groups.all)
 
-    def counted_tokens(self, samples) -> int:
-        """How many answer tokens these rows have."""
-        return int(self.batch(samples).loss_mask.sum())
-
-    def positions(self, samples) -> int:
-        return int(self.batch(samples).real.sum())
-
-    def spread(self, values: list, dtype: torch.dtype = torch.float64) -> Tensor:
-        """values: for each answer a sequence, with a number for each of its tokens -> [R, s], 0
-        elsewhere. Raises ValueError where a length is another one."""
-        matrix = torch.zeros(self.num_sequences, self.s, dtype=dtype)
-        for number, (place, of_answer) in enumerate(zip(self.places, values, strict=True)):
-            if len(of_answer) != place.length:
-                raise ValueError(
-                    f"{len(of_answer)} values for answer {number}, which has {place.length} tokens"
-                )
-            matrix[place.row, place.column : place.last] = torch.as_tensor(of_answer, dtype=dtype)
-        return matrix
-
-    def collect(self, matrix: Tensor) -> list[Tensor]:
-        """matrix: [R, s] -> for each answer the values of its tokens, [length]"""
-        return [matrix[place.row, place.column : place.last] for place in self.places]
+    def write(self, prompts, samples: range, step: int, end_tokens) -> list[Answer]:
+        """The answers to prompts, in the order of the samples; on every rank. A collective."""
+        for gradients in self.trainer.gradients:
+            gradients.wait_for_parameters()
+        if self.resharding:
+            self.resharding.copy()
+        return write_answers(
+            self.model,
+            prompts,
+            samples,
+            seed=self.config.seed,
+            step=step,
+            max_tokens=self.config.answer_tokens,
+            end_tokens=end_tokens,
+            groups=self.groups,
+            lockstep=self.lockstep,
+        )

@@ -1,9 +1,8 @@
-r"""The commands of finetune/adapters.py: train an adapter, merge it into its base; folders of peft.
+r"""What is done with a trained adapter: merge it into its base; folders of the library peft.
 
-    python -m finetune.adapters train --load BASE --data FILE --peft lora --out ADAPTER
-    python -m finetune.adapters merge BASE ADAPTER OUT          W + α/r B A, in the base's own shape
-    python -m finetune.adapters export ADAPTER HF_DIR --base BASE
-    python -m finetune.adapters import HF_DIR OUT --base BASE    folders of peft: LoRA and IA3
+    python -m inference.adapters merge BASE ADAPTER OUT         W + α/r B A, in the base's own shape
+    python -m inference.adapters export ADAPTER HF_DIR --base BASE
+    python -m inference.adapters import HF_DIR OUT --base BASE   folders of peft: LoRA and IA3
 
 merge holds one parameter of the base in memory at a time, and rounds W' = W + α/r B A to float32.
 Where W' is larger than W, the last bits of W are lost, so W' - α/r B A is only near W. A merged
@@ -18,11 +17,10 @@ import shutil
 from pathlib import Path
 
 from base import terminal
-from finetune import adapter_training, peft_folder
-from finetune.adapter_files import MergedModel
-from inference import huggingface
-from inference.architectures import empty_model
+from inference import huggingface, peft_folder
 from inference.huggingface import HuggingFaceError
+from inference.merged import MergedModel
+from moe import empty_model
 from run import checkpoint
 from run.checkpoint import CheckpointError, tokenizer_record, verify_tokenizer
 
@@ -72,14 +70,13 @@ def merge_adapter(base: str, path: str, out: str) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m finetune.adapters",
+        prog="python -m inference.adapters",
         description=(
             "Merge an adapter into the weights of its base; export it as a folder of Hugging"
             " Face's library peft, or import one."
         ),
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("train", help="an adapter that learns from text; train --help lists flags")
     model = "a checkpoint, or the folder of a run"
     adapter = f"what a run with --peft wrote: {model}"
     base = f"the model that the adapter is for: {model}, or a Hugging Face folder"
@@ -109,12 +106,6 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Exit status: 0, or 2 with one message."""
     terminal.prepare()
-    if argv[:1] == ["train"]:
-        return adapter_training.main(argv[1:])
-    if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
-        line = "adapters.py: the first word is train, merge, import or export"
-        terminal.say(line, error=True)
-        return 2
     args = make_parser().parse_args(argv)
     try:
         print(f"{args.out}: {args.run(args)}")
@@ -125,3 +116,7 @@ def main(argv: list[str]) -> int:
         terminal.say(terminal.one_line(f"adapters.py: {message}"), error=True)
         return 2
     return 0
+
+
+if __name__ == "__main__":
+    terminal.command(main)

@@ -53,12 +53,14 @@ from torch import Tensor
 from base import json_files
 from base.model_config import FieldError, MoEConfig
 from finetune.adapter_config import LINEARS, TARGETS, AdapterConfig
-from finetune.adapter_files import Adapter, check_base, open_adapter, shapes_of
+from finetune.adapter_files import Adapter, open_adapter, shapes_of
 from finetune.frozen_base import fingerprint
 from inference import huggingface
 from inference.architectures import GPT2, Location, their_tensors
 from inference.hf_config import architecture_of
 from inference.huggingface import HuggingFaceError, building, read_json
+from inference.loading import open_model, read_base
+from inference.merged import check_base
 from run import checkpoint
 from run.checkpoint import beside
 from run.tokenizer import CHAT_TEMPLATE
@@ -171,10 +173,7 @@ def rows_of(location: Location, theirs: Tensor) -> Tensor:
 
 def base_of(path: str) -> tuple[str | Path, MoEConfig]:
     """(path, configuration) of --base. Raises CheckpointError or HuggingFaceError."""
-    if huggingface.is_folder(path):
-        return path, huggingface.open_folder(Path(path))[0]
-    path = checkpoint.find(path)
-    return path, checkpoint.read_model(path)[0]
+    return path if huggingface.is_folder(path) else checkpoint.find(path), open_model(path)[0]
 
 
 # --- export ---------------------------------------------------------------------------------------
@@ -315,7 +314,7 @@ def import_adapter(hf_dir: str, base: str, out: str) -> str:
         "tokens": 0,
         "corpus": None,
         "optimizer": None,
-        "base": fingerprint(base, model),
+        "base": fingerprint(base, model, read_base),
         "adapter": dataclasses.asdict(config),
     }
     parameters = {f"model.{name}": value.contiguous() for name, value in values.items()}
