@@ -153,7 +153,7 @@ def test_layers_that_do_not_divide_name_the_split_that_would():
 
 def test_yaml_is_no_file_of_flags(tmp_path):
     (tmp_path / "run.yaml").write_text("model:\n  lr: 3")
-    with pytest.raises(ConfigError, match=r"finetune\.prompt_tuning train reads NeMo's YAML"):
+    with pytest.raises(ConfigError, match=r"finetune\.prompt_tuning reads NeMo's YAML"):
         parse(["--config", str(tmp_path / "run.yaml")], 0)
 
 
