@@ -4,7 +4,6 @@ The kernels run on a GPU, or their CUDA source in an emulator on the CPU (cuda_o
 """
 
 import inspect
-import json
 import math
 import os
 import random
@@ -13,13 +12,14 @@ import shutil
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import cuda_on_cpu
 import pytest
 import torch
 import torch.nn.functional as F
-from parity import LLAMA, SMALL, differs, same, train
+from parity import LLAMA, SMALL, again, differs, same, train
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import gpt
 import kernels
@@ -356,12 +356,10 @@ def strange(x, r):
     return x.transpose(0, -1).contiguous().transpose(0, -1)
 
 
-@pytest.mark.parametrize(
-    "trials", [range(4), pytest.param(range(4, 12), marks=pytest.mark.repetition)], ids=str
-)
+@pytest.mark.parametrize("trials", [range(4), again(range(4, 12))], ids=str)
 @pytest.mark.parametrize(
     "dtype",
-    [*NUMBERS[:2], pytest.param(torch.float16, marks=pytest.mark.repetition)],
+    [*NUMBERS[:2], again(torch.float16)],
     ids=str,
 )
 @pytest.mark.parametrize("name", CASES)
@@ -425,14 +423,12 @@ def error_limit(name, theirs, exact) -> float:
 ROWS = [
     *[(1, False), (32, True), (96, True), (100, False), (1024, True), (1025, False)],
     *[(1536, True), (1537, False)],
-    *[pytest.param(n, True, marks=pytest.mark.repetition) for n in (200, 256, 640, 1023, 2048)],
+    *[again(n, True) for n in (200, 256, 640, 1023, 2048)],
 ]
 
 
 @pytest.mark.parametrize("vectors, with_x_bias", ROWS)
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.repetition)], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, again(torch.float32)], ids=str)
 @pytest.mark.parametrize("place", PLACES, indirect=True)
 def test_norms_of_every_length(place, dtype, vectors, with_x_bias, monkeypatch):
     """More rows than blocks have at a time, so that each reads its next rows ahead; with a bias of
@@ -517,12 +513,7 @@ def exact_update(state, decay: float, factor: float, step: int, eps: float) -> t
 @pytest.mark.parametrize("factor, step, eps", [(1.0, 1, 1e-8), (0.25, 1000, 1e-2)])
 @pytest.mark.parametrize(
     "kind",
-    [
-        "split",
-        "itself",
-        "beside bf16",
-        pytest.param("beside fp16", marks=pytest.mark.repetition),
-    ],
+    ["split", "itself", "beside bf16", again("beside fp16")],
 )
 @pytest.mark.parametrize("place", PLACES, indirect=True)
 def test_adamw(place, kind, factor, step, eps):
@@ -603,10 +594,7 @@ NORMS = "common.cuh", "rows.cuh", "norms.cu"
     "text",
     [
         "of_warp[first + threadIdx.x / 32][n] = x[n];\n    __syncthreads();",
-        pytest.param(
-            "// Only now may the next reduction overwrite of_warp.\n    __syncthreads();",
-            marks=pytest.mark.repetition,
-        ),
+        again("// Only now may the next reduction overwrite of_warp.\n    __syncthreads();"),
     ],
     ids=["before reading", "before the next writing"],
 )
@@ -704,70 +692,41 @@ def arguments(name: str, dtype: torch.dtype, place: str, trial: int = 0):
     return make(r, lambda *shape: torch.randn(shape, device=place).to(dtype))
 
 
-def examples(dtype: torch.dtype, place: str) -> dict[str, tuple]:
-    """{operation: arguments} of every registered operation, the backward ones too."""
+class FirstCalls(TorchDispatchMode):
+    """{operation: copies of its arguments} of the operations that are called, the backward ones
+    too."""
 
-    def new(*shape):
-        return torch.randn(shape, device=place).to(dtype)
+    def __init__(self):
+        super().__init__()
+        self.arguments = {}
 
-    x = new(2, 5, 24)
-    w = new(24)
-    key = dropout_key(1, 1, torch.arange(2)).to(place)
-    targets = torch.tensor([[3, 0, 23, 7, 1], [2, 2, kernels.ELSEWHERE, 5, 9]], device=place)
-    per_row = torch.rand(2, 5, device=place)
-    order = torch.tensor([3, 1, 4, 0], device=place)
-    position = torch.tensor([[3, 1, 4], [0, 2, 4]], device=place)
-    probabilities = torch.rand(3, 2, device=place)
-    q, k = new(2, 5, 3, 16).transpose(1, 2), new(2, 5, 1, 16).transpose(1, 2)
-    states = [adamw_state("split", shape, place) for shape in ((5, 7), (64,))]
-    weights, lows, _, gradients, m, v = map(list, zip(*states))
-    control = torch.tensor([0.5, 3, 1], device=place)
-    square, squares = new(2, 8, 8), new(2, 3, 8, 8)
-    tile = new(16, 32)
-    amax, inverse, known = torch.tensor([[2.0], [0.0], [1.0]], device=place)
-    return {
-        "add_norm": (x, w, x, w, w, 1e-5, 1),
-        "add_norm_backward": (x, x, x, w, per_row, per_row, 2),
-        "rotary": (q, k, new(5, 16), new(5, 16), 1.0),
-        "swiglu": (x, x, 1),
-        "swiglu_backward": (x, x, x, 2),
-        "bias_gelu": (x, w),
-        "bias_gelu_backward": (x, x, w, 1),
-        "bias_dropout_add": (x, w, x, key, 1, 0, 2, 2**30, 1.5),
-        "causal_softmax": (square, 0.5),
-        "causal_softmax_backward": (square, square, 0.5),
-        "softmax_dropout": (squares, key, 0.5, 0, 1, 2**30, 1.5),
-        "softmax_dropout_backward": (squares, squares, key, 0.5, 0, 1, 2**30, 1.5),
-        "cross_entropy_statistics": (x, targets, 24),
-        "cross_entropy_gradient": (x.clone(), targets, per_row, per_row, per_row, 24),
-        "permute": (new(3, 8), order, position),
-        "unpermute": (new(4, 8), position, probabilities, order),
-        "unpermute_backward": (new(3, 8), new(4, 8), order, probabilities, probabilities.clone()),
-        "fp8_maximum": (tile, amax, known),
-        "fp8_cast": (tile, amax, inverse, known, 16, 16, 0, 1),
-        "adamw": (weights, lows, [], gradients, m, v, [0.1, 0.0], control, 1e-2, 0.9, 0.95, 1e-8),
-    }
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace == "kernels" and op not in self.arguments:
+            self.arguments[op] = tree_map_only(torch.Tensor, torch.clone, args)
+        return op(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("place", PLACES, indirect=True)
 def test_registrations(place, monkeypatch):
     """torch.library.opcheck: schemas name what is changed in place, meta tensors have the right
     shapes and strides, torch.compile agrees."""
+    with FirstCalls() as calls:
+        everything(place, [torch.bfloat16])
+    names = {op.name() for op in calls.arguments}
+    assert names == {name.removesuffix(".default") for name in cuda_kernels.LIBRARY._op_defs}
     # opcheck copies the arguments; the addresses of adamw's are not those that it was told
     monkeypatch.setattr(cuda_kernels, "call", real_call)
-    by_name = examples(torch.bfloat16, place)
-    assert by_name.keys() == {name.split("::")[1] for name in cuda_kernels.LIBRARY._op_defs}
     if place == "cpu":
         extensions.call(cuda_kernels.load(torch.bfloat16)[0], "forget_memory")
-    for name, args in by_name.items():
-        torch.library.opcheck(getattr(torch.ops.kernels, name).default, args)
+    for op, args in calls.arguments.items():
+        torch.library.opcheck(op, args)
 
 
 @by_emulator
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
 @pytest.mark.parametrize(
     "backend",
-    ["aot_eager", pytest.param("inductor", marks=pytest.mark.repetition)],
+    ["aot_eager", again("inductor")],
 )
 def test_compiled(backend, monkeypatch):
     """A function of several operations, forward and backward, in one graph. Without and with
@@ -866,39 +825,13 @@ def test_without_kernels():
 # --- building -------------------------------------------------------------------------------------
 
 
-def compiled(file: str, flags: list[str], scratch: Path) -> tuple[str, str]:
-    """(nvcc's messages, PTX) of a file of csrc. A machine keeps them, as it keeps extensions."""
-    sources = {path.name: path.read_text() for path in sorted(cuda_kernels.CSRC.iterdir())}
-    version = subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout
-    folder = extensions.folder_of(extensions.name_of("nvcc", file, flags, sources, version))
-
-    def make() -> None:
-        done = subprocess.run(
-            ["nvcc", "-cubin", cuda_kernels.CSRC / file, "-o", "kernels.cubin", "--keep", *flags],
-            cwd=scratch,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
-        ptx = next(scratch.glob("*.ptx")).read_text()
-        (folder / "unfinished").write_text(json.dumps([done.stderr, ptx]))
-        os.replace(folder / "unfinished", folder / "found.json")
-
-    extensions.once(folder, "found.json", make)
-    messages, ptx = json.loads((folder / "found.json").read_text())
-    return messages, ptx
-
-
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
 @pytest.mark.parametrize(
     "card, element",
     [
         (90, "__nv_bfloat16"),
-        pytest.param(90, "float", marks=pytest.mark.repetition),
-        pytest.param(90, "__half", marks=pytest.mark.repetition),
-        pytest.param(80, "__nv_bfloat16", marks=pytest.mark.repetition),
-        pytest.param(80, "float", marks=pytest.mark.repetition),
-        pytest.param(100, "__nv_bfloat16", marks=pytest.mark.repetition),
+        *[again(90, "float"), again(90, "__half")],
+        *[again(80, "__nv_bfloat16"), again(80, "float"), again(100, "__nv_bfloat16")],
     ],
 )
 @pytest.mark.parametrize("file", sorted(path.name for path in cuda_kernels.CSRC.glob("*.cu")))
@@ -910,7 +843,11 @@ def test_compiles_for_every_card(tmp_path, file, card, element):
 
     flags = [*COMMON_NVCC_FLAGS, "-std=c++20", "-O3", "-Werror", "all-warnings", "-Xptxas", "-v"]
     flags += [f"-arch=sm_{card}", f"-DELEMENT={element}"]
-    messages, ptx = compiled(file, flags, tmp_path)
+    command = ["nvcc", "-cubin", cuda_kernels.CSRC / file, "-o", "kernels.cubin", "--keep", *flags]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    messages = done.stderr
+    assert done.returncode == 0 and "warning" not in messages, messages
+    ptx = next(tmp_path.glob("*.ptx")).read_text()
     frames = re.findall(r"Function properties for (\S+)\n +(\d+) bytes stack frame, (.*)", messages)
     assert len(frames) >= messages.count("Compiling entry function") > 0
     nothing = "0 bytes spill stores, 0 bytes spill loads"
@@ -1134,10 +1071,7 @@ FP32 = dict(steps=1, precision="fp32", global_batch_size=4)
 
 @pytest.mark.parametrize(
     "base, world, flags",
-    [
-        layout if i in (1, 2, 4, 9) else pytest.param(*layout, marks=pytest.mark.repetition)
-        for i, layout in enumerate(LAYOUTS)
-    ],
+    [layout if i in (1, 2, 4, 9) else again(*layout) for i, layout in enumerate(LAYOUTS)],
     ids=str,
 )
 @pytest.mark.parametrize("place", PLACES)
@@ -1169,12 +1103,7 @@ def test_mutations_are_seen(mutate, world):
 
 @by_emulator
 @pytest.mark.parametrize(
-    "precision, state",
-    [
-        ("bf16", "fp32"),
-        ("bf16", "bf16"),
-        pytest.param("fp32", "bf16", marks=pytest.mark.repetition),
-    ],
+    "precision, state", [("bf16", "bf16"), again("bf16", "fp32"), again("fp32", "bf16")]
 )
 def test_optimizer_in_one_pass(precision, state):
     """AdamW with the operation and without it: the same parameters, up to the rounding of 16-bit
@@ -1198,19 +1127,18 @@ def swapped_optimizer() -> None:
     trainer.AdamW = lambda *args, **options: make(*args, **options | {"fused": kernels.adamw})
 
 
-def everything() -> None:
-    """Every operation, forward and backward, at odd sizes, on a GPU."""
+def everything(place, dtypes=NUMBERS) -> None:
+    """Every operation, forward and backward, at odd sizes."""
     torch.manual_seed(0)
-    for dtype in NUMBERS:
-        for name, (_, fused, _) in CASES.items():
+    for dtype in dtypes:
+        for name in CASES:
             for trial in range(2):
-                run(fused, arguments(name, dtype, "cuda", trial), dtype, dtype)
-        x, (amax, inverse) = torch.randn(80, 144).cuda().to(dtype), torch.zeros(2, 1).cuda()
+                fused_results(name, dtype, place, trial)
+        x, (amax, inverse) = torch.randn(80, 144).to(place, dtype), torch.zeros(2, 1, device=place)
         fp8_cast.fp8_maximum(x, amax, None)
         fp8_cast.fp8_cast(x, amax, inverse, None, 80, 80, 0, 1)
     for kind in ("split", "beside bf16"):
-        update([adamw_state(kind, (4099,), "cuda")], [0.1], 0.5, 3)
-    torch.cuda.synchronize()
+        update([adamw_state(kind, (4099,), place)], [0.1], 0.5, 3)
 
 
 @pytest.mark.gpu
@@ -1220,7 +1148,8 @@ def test_sanitizer(tool):
     """Every operation, at odd sizes, under NVIDIA's checkers."""
     # Built here, outside the checker.
     assert not any(kernels.why_not(dtype) for dtype in NUMBERS)
-    script = f"import sys; sys.path[:0] = {sys.path!r}; import test_kernels as t; t.everything()"
+    script = f"import sys; sys.path[:0] = {sys.path!r}; import test_kernels as t;"
+    script += " t.cuda_kernels.call = t.call_noted; t.everything('cuda'); t.torch.cuda.synchronize()"
     checker = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
     done = subprocess.run(
         [*checker, sys.executable, "-c", script],
