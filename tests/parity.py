@@ -12,11 +12,15 @@ from functools import partial
 import pytest
 import torch
 
+import train as trainer
+from base.groups import Groups
+from course.kinds import config_of
 from course.parity import LLAMA, SMALL, Result, difference, put_together, train, train_each
 from course.synthetic import Documents, Prompted, Synthetic, SyntheticPairs
 from run.config import LAYOUT
 
 __all__ = [
+    "DATA",
     "LLAMA",
     "SMALL",
     "Documents",
@@ -31,10 +35,28 @@ __all__ = [
     "needs_compiler",
     "put_together",
     "same",
+    "step",
     "train",
     "train_each",
+    "trainer_of",
     "without_cpp",
 ]
+
+
+# for a trainer of SMALL or LLAMA
+DATA = Synthetic(SMALL["seq_length"], SMALL["vocab_size"])
+
+
+def trainer_of(base: dict = SMALL, groups: Groups | None = None, **flags) -> trainer.Trainer:
+    """In this process, whose data is yet to be chosen."""
+    config = config_of(base | flags)
+    return trainer.Trainer(config, torch.device("cpu"), groups or Groups(), config.task())
+
+
+def step(t: trainer.Trainer, number: int = 1, data=DATA) -> torch.Tensor:
+    """The gradient norm."""
+    t.forward_backward(number, data)
+    return t.update(number)[0]
 
 
 def again(*values, **options):

@@ -12,12 +12,11 @@ import argparse
 import math
 import random
 import sys
-import time
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from parity import LLAMA, SMALL, difference, same, train  # noqa: E402 (needs the path)
+from parity import LLAMA, SMALL, same, train  # noqa: E402 (needs the path)
 
 
 def draw(seed: int) -> dict:
@@ -221,12 +220,10 @@ def drawn(flags: str, seed: int) -> dict:
     return found
 
 
-def check(drawn: dict) -> dict[str, float]:
+def check(drawn: dict) -> None:
     """Raises AssertionError where the layout is not one device."""
     a = train(drawn["world"], base=drawn["model"], **drawn["layout"])
-    b = train(base=drawn["model"], recompute="none")
-    same(a, b)
-    return difference(a, b)
+    same(a, train(base=drawn["model"], recompute="none"))
 
 
 def main() -> int:
@@ -239,21 +236,16 @@ def main() -> int:
         parser.add_argument(f"--{name}", action="store_true", help=text)
     args = parser.parse_args()
     flags = " ".join(name for name in CHANGES if getattr(args, name))
-    failed = []
-    worst = 0.0
-    start = time.time()
+    failed = 0
     for seed in range(args.first, args.first + args.count):
         layout = drawn(flags, seed)
         try:
-            worst = max(worst, *check(layout).values())
+            check(layout)
         except (AssertionError, RuntimeError) as e:
-            failed.append(seed)
+            failed += 1
             print(f"seed {seed}: {layout}: {str(e)[-600:]}", flush=True)
-    print(
-        f"{args.count - len(failed)} of {args.count} layouts equal one device; largest relative"
-        f" difference {worst:.1e}; {time.time() - start:.0f} s"
-    )
-    return int(bool(failed))
+    print(f"{args.count - failed} of {args.count} layouts equal one device")
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -9,17 +9,14 @@ from types import SimpleNamespace
 import pytest
 import test_kernels
 import torch
-from parity import LLAMA, SMALL, Synthetic, differs, same
+from parity import DATA, LLAMA, SMALL, again, differs, same, trainer_of
 from parity import train as train_ranks
 from test_kernels import PLACES, launched
 
 import fp8
 import kernels
-import train
 from base import fp8_cast
 from base.float8 import E4M3, E5M2
-from base.groups import Groups
-from course.kinds import config_of
 from fp8 import GRADIENT, INPUT, Recipe, Scaling
 
 # the fixture: a device, after the kernels there or the emulator has been selected
@@ -55,9 +52,9 @@ def equal_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
         (torch.bfloat16, GRADIENT, False),
         (torch.float32, INPUT, False),
         (torch.float32, GRADIENT, True),
-        pytest.param(torch.bfloat16, INPUT, False, marks=pytest.mark.repetition),
-        pytest.param(torch.bfloat16, GRADIENT, True, marks=pytest.mark.repetition),
-        pytest.param(torch.float16, INPUT, False, marks=pytest.mark.repetition),
+        again(torch.bfloat16, INPUT, False),
+        again(torch.bfloat16, GRADIENT, True),
+        again(torch.float16, INPUT, False),
     ],
     ids=str,
 )
@@ -177,12 +174,7 @@ def test_who_casts(place):
 
 @pytest.mark.parametrize(
     "recipe, keep",
-    [
-        ("current", True),
-        ("delayed", False),
-        pytest.param("current", False, marks=pytest.mark.repetition),
-        pytest.param("delayed", True, marks=pytest.mark.repetition),
-    ],
+    [("current", True), ("delayed", False), again("current", False), again("delayed", True)],
 )
 @in_each_place
 def test_a_layer(place, recipe, keep, monkeypatch):
@@ -286,10 +278,9 @@ def with_notes_of_a_half() -> None:
 @pytest.mark.parametrize(
     "world, flags",
     [
-        (1, dict(recompute="full")),
-        (2, dict(tp=2)),
-        pytest.param(2, dict(tp=2, sequence_parallel=True), marks=pytest.mark.repetition),
-        pytest.param(1, dict(fp8="delayed"), marks=pytest.mark.repetition),
+        (2, dict(tp=2, recompute="full")),
+        again(2, dict(tp=2, sequence_parallel=True)),
+        again(1, dict(fp8="delayed")),
     ],
     ids=str,
 )
@@ -308,10 +299,9 @@ def test_launches_of_a_layer(monkeypatch):
     two norms, SwiGLU, and both of its gradients."""
     test_kernels.emulate(monkeypatch.setattr)
     monkeypatch.setattr(kernels, "apply", lambda model, *_: kernels.swap(model))
-    config = config_of(LAYER)
-    trainer = train.Trainer(config, torch.device("cpu"), Groups(), config.task())
+    trainer = trainer_of(LAYER)
     launched.clear()
-    trainer.forward_backward(1, Synthetic(16, 61))
+    trainer.forward_backward(1, DATA)
     weights = 7
     assert launched.count("fp8_cast") == 11 + weights
     assert launched.count("fp8_maximum") == 6 + weights
@@ -324,6 +314,4 @@ def test_launches_of_a_layer(monkeypatch):
 def test_when_a_run_has_them(flag, refused, fused, monkeypatch):
     """Where it has the other kernels."""
     monkeypatch.setattr(kernels, "apply", lambda *args: refused)
-    config = config_of(SMALL | dict(fp8="current", fp8_skip=0, kernels=flag))
-    trainer = train.Trainer(config, torch.device("cpu"), Groups(), config.task())
-    assert trainer.fp8.fused == fused
+    assert trainer_of(SMALL, fp8="current", fp8_skip=0, kernels=flag).fp8.fused == fused

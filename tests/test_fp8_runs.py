@@ -3,7 +3,6 @@ what is refused. tests/test_fp8.py has the arithmetic and the layouts."""
 
 import hashlib
 import json
-import random
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import processes
 import pytest
 import small_run
 import torch
-from parity import Synthetic, again
+from parity import Synthetic, again, step, trainer_of
 
 import fp8
 import train
@@ -33,11 +32,7 @@ SMALL = small_run.flags(num_layers=4, global_batch_size=4, micro_batch_size=2)
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    g = random.Random(0)
-    words = [
-        f"{g.choice(['if', 'for'])} x{g.randrange(9)} in y{g.randrange(9)}:" for _ in range(999)
-    ]
-    path.write_text("\n".join(words))
+    path.write_text(Path(json.__file__).read_text())
     return str(path)
 
 
@@ -206,21 +201,20 @@ def ruin_outputs(blocks, ruin):
 def break_on_rank(rank, world, flags, ruin, steps):
     """Step BROKEN goes wrong, on the last rank or on all. Of each step: (what its line says,
     whether its gradient was finite); then the histories before and after BROKEN and at the end."""
-    config = train.Config(**flags)
-    groups = Groups.make("cpu", world, config.tp, config.pp) if world > 1 else Groups()
-    trainer = train.Trainer(config, torch.device("cpu"), groups)
+    layout = {name: flags[name] for name in ("tp", "pp") if name in flags}
+    groups = Groups.make("cpu", world, **layout) if world > 1 else Groups()
+    trainer = trainer_of(flags, groups)
     dataset = Synthetic(trainer.model_config.seq_length, trainer.model_config.vocab_size)
     blocks = {n: block for stage in trainer.stages for n, block in stage.blocks.items()}
     said, histories = [], []
-    for step in range(1, steps + 1):
-        mine = step == BROKEN and (rank == world - 1 or ruin == "exploding")
+    for number in range(1, steps + 1):
+        mine = number == BROKEN and (rank == world - 1 or ruin == "exploding")
         hooks = ruin_outputs(blocks, ruin) if mine else []
         weight = blocks["2"].mlp.down.weight.detach() if mine and ruin == "weight" else None
         if weight is not None:
             right = weight[0, 0].clone()
             weight[0, 0] = torch.nan
-        trainer.forward_backward(step, dataset)
-        norm, _ = trainer.update(step)
+        norm = step(trainer, number, dataset)
         if weight is not None:
             weight[0, 0] = right
         for hook in hooks:
@@ -238,11 +232,13 @@ def break_each_on_rank(rank, world, flags, steps):
 
 @pytest.mark.parametrize(
     "recipe, layout",
-    [("delayed", layout) for layout in LAYOUTS if layout not in ("tp", "pp")]
-    + [again("delayed", layout) for layout in ("tp", "pp")]
-    + [("current", "one"), ("block", "tp")]
-    + [again("current", layout) for layout in LAYOUTS if layout != "one"]
-    + [again("block", layout) for layout in LAYOUTS if layout != "tp"],
+    [
+        *[("delayed", layout) for layout in ("one", "sp", "zb", "zero 3")],
+        *[("current", "one"), ("block", "tp")],
+        *[again("delayed", layout) for layout in ("tp", "pp", "dp")],
+        *[again("current", layout) for layout in LAYOUTS if layout != "one"],
+        *[again("block", layout) for layout in LAYOUTS if layout != "tp"],
+    ],
 )
 def test_a_step_that_is_not_finite(recipe, layout):
     """It is skipped, on all ranks, and its line names the first tensor. The next steps are taken,
@@ -276,23 +272,20 @@ def test_the_screen_and_the_end_name_the_first_tensor(here, text, monkeypatch, c
     assert f"the first FP8 tensor that was not finite is {first}; there is no good" in message
 
 
-def trainer_of(recipe, **flags):
-    flags = small_run.SMALL | dict(num_layers=4, fp8=recipe) | flags
-    return train.Trainer(train.Config(**flags), torch.device("cpu"), Groups())
+def trainer_in(recipe, **flags):
+    return trainer_of(small_run.SMALL, **dict(num_layers=4, fp8=recipe) | flags)
 
 
 def one_step(trainer):
     """On the same samples each time. What the line of the step says of its FP8 tensors."""
-    trainer.forward_backward(1, Synthetic(32, trainer.model_config.vocab_size))
-    norm, _ = trainer.update(1)
-    assert norm.isfinite()
+    assert step(trainer, 1, Synthetic(32, trainer.model_config.vocab_size)).isfinite()
     return trainer.fp8.warnings(trainer.fp8.report)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_of_zeros_train(recipe):
     """What enters a residual is zero at first: so are gradients, in the first step."""
-    trainer = trainer_of(recipe, fp8_block=16 if recipe == "block" else 128)
+    trainer = trainer_in(recipe, fp8_block=16 if recipe == "block" else 128)
     for block in trainer.model.blocks.values():
         block.attention.output.weight.detach().zero_()
         block.mlp.down.weight.detach().zero_()
@@ -310,7 +303,7 @@ def test_weights_of_zeros_train(recipe):
 
 def said_of(recipe, **flags):
     """The lines of a run with these flags that speak of FP8."""
-    trainer = trainer_of(recipe, **flags)
+    trainer = trainer_in(recipe, **flags)
     return list(messages.surprises_of_fp8(trainer))
 
 
@@ -329,7 +322,7 @@ def test_what_a_run_says_of_fp8():
     ]
     assert said_of("block", micro_batch_size=1) == [f"--fp8 block: {EMULATED}"]
     # a run that goes on with a history says nothing of the first step's scales
-    trainer = trainer_of("delayed")
+    trainer = trainer_in("delayed")
     (_, first) = messages.surprises_of_fp8(trainer)
     assert "scales are in the first step those of a micro-batch, here of 2" in first
     one_step(trainer)
@@ -427,20 +420,11 @@ def test_tf32_is_fp32_on_a_cpu(here, text, capfd):
 
 @pytest.mark.parametrize(
     "precision, device, wanted",
-    [
-        ("tf32", "cuda", "high"),
-        ("tf32", "cpu", "highest"),
-        ("fp32", "cuda", "highest"),
-        (None, "cuda", "highest"),
-    ],
+    [("tf32", "cuda", "high"), ("tf32", "cpu", "highest"), ("fp32", "cuda", "highest")],
 )
 def test_tf32_is_for_gpus(precision, device, wanted):
-    before = torch.get_float32_matmul_precision()
-    try:
-        multiply_in(precision, torch.device(device))
-        assert torch.get_float32_matmul_precision() == wanted
-    finally:
-        torch.set_float32_matmul_precision(before)
+    multiply_in(precision, torch.device(device))
+    assert torch.get_float32_matmul_precision() == wanted
 
 
 def test_tf32_needs_the_memory_of_fp32():

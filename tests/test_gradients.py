@@ -130,7 +130,7 @@ def fuse_and_compile_on_cpus():
 @parity.needs_compiler
 @pytest.mark.parametrize(
     "world, base, flags",
-    [(1, parity.SMALL, {}), parity.again(1, parity.LLAMA, {}), (2, parity.LLAMA, dict(tp=2))],
+    [parity.again(1, parity.SMALL, {}), (2, parity.LLAMA, dict(tp=2))],
 )
 def test_compiled_layers_have_them_too(world, base, flags):
     """Between their graphs; counted, because gradients that are added apart would be the same."""

@@ -1149,7 +1149,9 @@ def test_sanitizer(tool):
     # Built here, outside the checker.
     assert not any(kernels.why_not(dtype) for dtype in NUMBERS)
     script = f"import sys; sys.path[:0] = {sys.path!r}; import test_kernels as t;"
-    script += " t.cuda_kernels.call = t.call_noted; t.everything('cuda'); t.torch.cuda.synchronize()"
+    script += (
+        " t.cuda_kernels.call = t.call_noted; t.everything('cuda'); t.torch.cuda.synchronize()"
+    )
     checker = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
     done = subprocess.run(
         [*checker, sys.executable, "-c", script],

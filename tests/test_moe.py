@@ -13,7 +13,7 @@ import small_run
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from parity import SMALL, Synthetic
+from parity import DATA, SMALL, trainer_of
 from torch.overrides import TorchFunctionMode
 
 import fsdp
@@ -26,7 +26,6 @@ from gpt import GPT
 from run import rules
 from run.config import ConfigError
 from run.pretraining import Config
-from train import Trainer
 
 FACTS = torch.tensor([[2.0, 1.0], [2.2, 1.0], [1.5, 1.0], [3.0, 0.0]])
 
@@ -333,15 +332,6 @@ def test_equals_a_loop_over_tokens():
     assert empty > 10 and dropped > 100
 
 
-def test_the_others_have_zeros_where_all_tokens_go_to_one_expert():
-    """Gradients are not missing."""
-    layer = make(4, router="topk", aux_loss=0.0, z_loss=0.0)
-    layer.router.weight.data.zero_()[2] = 1.0
-    layer(torch.rand(2, 5, 16, dtype=torch.float64)).sum().backward()
-    assert layer.routing.statistics[:4].tolist() == [0, 0, 10, 0]
-    assert [bool(g.any()) for g in layer.up.weight.grad] == [False, False, True, False]
-
-
 def test_grouped_by_library():
     """What GPUs run in bf16 gives the same as the loop, values and gradients."""
     if not hasattr(F, "grouped_mm"):
@@ -373,14 +363,11 @@ def test_the_router_computes_in_float32():
 
 
 def statistics_of(rank: int, world: int, flags: dict):
-    config = Config(**flags)
-    groups = Groups()
-    if world > 1:
-        groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep)
-    t = Trainer(config, torch.device("cpu"), groups)
+    layout = {name: flags[name] for name in ("tp", "pp", "ep") if name in flags}
+    t = trainer_of(flags, Groups.make("cpu", world, **layout) if world > 1 else Groups())
     # each step's are its own
     for step in (1, 1):
-        t.forward_backward(step, Synthetic(t.model_config.seq_length, t.model_config.vocab_size))
+        t.forward_backward(step, DATA)
     return {name: numbers.tolist() for name, numbers in t.task.statistics().items()}
 
 
@@ -412,11 +399,10 @@ def test_recomputation_does_not_route_again():
 
     for recompute in ("none", "full"):
         calls = []
-        config = Config(**SMALL | dict(num_experts=4, recompute=recompute))
-        t = Trainer(config, torch.device("cpu"), Groups())
+        t = trainer_of(num_experts=4, recompute=recompute)
         for layer in t.expert_layers.values():
             layer.routing.scores = partial(count, calls, layer.routing.scores)
-        t.forward_backward(1, Synthetic(16, 61))
+        t.forward_backward(1, DATA)
         # one micro-batch, two layers
         assert len(calls) == 2
 

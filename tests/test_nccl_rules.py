@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from parity import SMALL, difference
+from parity import SMALL, again, difference
 from small_run import equal
 from test_checkpoint import WIDE, trained
 from test_generate import from_training
@@ -67,8 +67,7 @@ def train(size, variants, queues=8, mutate=None, timeout=20):
     return ranks.run(on_rank, size, *arguments, backend="nccl-rules", timeout=timeout)[0]
 
 
-@pytest.mark.parametrize("queues", [1, 8])
-@pytest.mark.parametrize("size", LAYOUTS)
+@pytest.mark.parametrize("size, queues", [(2, 8), (4, 8), (2, 1), again(4, 1)])
 def test_layouts(size, queues):
     """No rule is broken, and every number is that of gloo, to the last bit."""
     variants = LAYOUTS[size]
