@@ -1,39 +1,35 @@
-"""The lesson of finetune/adapters.py: LoRA beside all weights, two ranks beside one, and the merge.
-
-python -m course.adapters
-"""
+"""The lesson of finetune/adapters.py: LoRA beside all weights, two ranks beside one, and the
+merge."""
 
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import gpt
 import sharding
 import tensor_parallel
-from course import demo, form, ranks
+from course import demo, form
 from course.mutations import adapters as bugs
 from finetune import adapters
 from finetune.adapter_config import LINEARS, AdapterConfig
 from optimizer import AdamW, GradientAccumulator
 
-WITHOUT = {
-    "f": form.Removal(
-        bugs.no_lora_f,
-        "f is left out of LoRA. What is sent, and what goes wrong?",
-        "A is whole on each rank, but a rank has only some rows of B. So each rank computes only a"
-        " part of A's gradient, and of the gradient that goes back to x through A. f adds the"
-        " parts. Without it there are two all-reduces fewer, the same loss, and wrong gradients.",
-    ),
-    "scale": form.Removal(
-        bugs.no_lora_scale,
-        "α/r is left out. What is sent, and what goes wrong?",
-        "The two ranks add B A x, where one rank adds α/r B A x. The merge has α/r too. What is"
-        " sent does not change. α is a part of the adapter: A and B alone do not tell it, so a"
-        " checkpoint must.",
-    ),
-}
+WITHOUT = form.Removals()
+WITHOUT["f"] = form.Removal(
+    bugs.no_lora_f,
+    "f is left out of LoRA. What is sent, and what goes wrong?",
+    "A is whole on each rank, but a rank has only some rows of B. So each rank computes only a"
+    " part of A's gradient, and of the gradient that goes back to x through A. f adds the parts."
+    " Without it there are two all-reduces fewer, the same loss, and wrong gradients.",
+)
+WITHOUT["scale"] = form.Removal(
+    bugs.no_lora_scale,
+    "α/r is left out. What is sent, and what goes wrong?",
+    "The two ranks add B A x, where one rank adds α/r B A x. The merge has α/r too. What is sent"
+    " does not change. α is a part of the adapter: A and B alone do not tell it, so a checkpoint"
+    " must.",
+)
 
 B, S, H, V = 8, 32, 64, 257
 CONFIG = AdapterConfig("lora", lora_rank=8, lora_alpha=16.0)
@@ -44,7 +40,7 @@ TOKENS, TARGETS = demo.random_tokens(B, S, V)
 # --- bytes ----------------------------------------------------------------------------------------
 
 
-def lora_model(dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> gpt.GPT:
+def lora_model(dtype: torch.dtype, group=None) -> gpt.GPT:
     """A frozen GPT (h 64, L 2, a 4, V 257) with LoRA of every linear layer. B is not 0, as after
     some steps: at 0, A would have no gradient."""
     model = demo.meta_model(demo.tiny_config())
@@ -68,8 +64,7 @@ def training_bytes(model: gpt.GPT) -> int:
 
 
 def teach_bytes(lesson: form.Lesson) -> None:
-    full = demo.meta_model(demo.tiny_config())
-    sharding.init(full, 0, "cpu", torch.bfloat16)
+    full = demo.make_model(demo.tiny_config(), dtype=torch.bfloat16)
     base = sharding.num_parameters(full)
     lesson.predict(
         f"A GPT of h = {H}, L = 2 has N = {base:,} weights. Each layer has 4 matrices [h, h]"
@@ -103,8 +98,7 @@ def teach_bytes(lesson: form.Lesson) -> None:
 
 def on_rank(rank: int) -> dict:
     """One step in float64, what a layer sends, and the logits of the merged model."""
-    group = dist.group.WORLD if dist.get_world_size() > 1 else None
-    model = lora_model(torch.float64, group)
+    model = lora_model(torch.float64, demo.all_ranks())
     loss = model(TOKENS, TARGETS).mean()
     loss.backward()
     named = dict(sharding.named_parameters(model))
@@ -112,8 +106,7 @@ def on_rank(rank: int) -> dict:
     for name, p in named.items():
         if p.requires_grad:
             gradients[name] = sharding.gather(p.grad, sharding.sharding_of(p))
-    x = torch.zeros(B, S, H, dtype=torch.float64, requires_grad=True)
-    calls = demo.layer_calls(model.blocks["0"], x)
+    calls = demo.layer_calls(model.blocks["0"], demo.zeros(B, S, H))
     weights = {
         name: sharding.gather(p.detach(), sharding.sharding_of(p)) for name, p in named.items()
     }
@@ -164,8 +157,7 @@ def teach_ranks(lesson: form.Lesson, two: dict, one: dict) -> None:
 
 def teach(lesson: form.Lesson) -> None:
     teach_bytes(lesson)
-    two = lesson.on_ranks(2, on_rank)[0]
-    one = ranks.run(on_rank, 1)[0]
+    one, (two, _) = lesson.one_and_many(2, on_rank)
     teach_ranks(lesson, two, one)
     lesson.predict(
         "The merge: a plain GPT gets W + α/r B A in the place of each W. How far are its logits"

@@ -27,6 +27,7 @@ from base.groups import Groups
 from course import parity, ranks
 from course.kinds import config_of
 from course.mutations import Bug, of_one_device
+from course.synthetic import Synthetic
 from finetune.packing import Example, Packed
 from finetune.preference_learning import DPOTask
 from run import data
@@ -72,18 +73,16 @@ def python_source() -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-class Texts(data.Dataset):
+class Texts(Synthetic):
     """Sample n is a text of its own length, 1/3 to all of s: the targets after its end do not
     count. held_out: texts that training never sees."""
 
     def __init__(self, s: int, held_out: bool = False):
-        self.s = s
+        super().__init__(s, SETTING["vocab_size"])
         count = (len(python_source()) - 1) // s
         self.order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
         if held_out:
             self.order.reverse()
-        # sample numbers of the latest batch
-        self.latest = []
 
     def batch(self, samples) -> data.Batch:
         self.latest = list(samples)
@@ -92,9 +91,6 @@ class Texts(data.Dataset):
         lengths = torch.tensor([self.s * (6 - n % 5) // 6 for n in samples])
         mask = torch.arange(self.s) < lengths.unsqueeze(1)
         return data.Batch(ids[:, :-1], ids[:, 1:], mask, torch.tensor(self.latest))
-
-    def counted_tokens(self, samples) -> int:
-        return int(self.batch(samples).loss_mask.sum())
 
 
 class PackedTexts(Packed):
@@ -176,35 +172,21 @@ class BugRun(parity.Run):
         self.result = Training()
 
     def train(self, steps: int) -> Training:
-        t, result = self.trainer, self.result
-        self.note("initial ", self.parameters_in_use())
-        self.note_reference(steps)
-        for step in range(1, steps + 1):
-            self.trace = step <= 2
-            self.outputs.clear()
-            loss = t.forward_backward(step, self.dataset).reshape(1)
-            dist.all_reduce(loss)
-            gradients = self.gradients()
-            norm = t.update(step)[0]
-            t.task.wait_for_parameters()
-            self.note_step(step, loss, gradients, norm)
-            if step == 1:
-                result.gradients = self.first_of_ranks(gradients)
-                self.first_of_ranks(self.parameters_in_use())
-            norms = [None] * self.world
-            dist.all_gather_object(norms, norm.item())
-            result.norms_of_ranks.append(norms)
-            result.losses.append(loss.item())
+        result = super().train(steps)
         self.first_of_ranks(self.parameters_in_use())
         result.parameters = self.first_of_ranks(self.parameters(), note=False)
         return result
 
-    def note_step(self, step: int, loss: Tensor, gradients: list, norm: Tensor) -> None:
-        self.note(f"step {step}: output of ", self.outputs)
-        self.note(f"step {step}: ", [("loss", (1,), [0], loss)])
-        self.note(f"step {step}: gradient of ", gradients[::-1])
-        self.note(f"step {step}: ", [self.norm_of_rank(norm)])
-        self.note(f"step {step}: updated ", self.parameters_in_use())
+    def end_step(self, step: int, loss: Tensor, gradients: list[tuple], norm: Tensor) -> None:
+        self.trace = step <= 2
+        super().end_step(step, loss, gradients, norm)
+        self.trainer.task.wait_for_parameters()
+        if step == 1:
+            self.result.gradients = self.first_of_ranks(gradients)
+            self.first_of_ranks(self.parameters_in_use())
+        norms = [None] * self.world
+        dist.all_gather_object(norms, norm.item())
+        self.result.norms_of_ranks.append(norms)
 
     def first_of_ranks(self, mine: list[tuple], note: bool = True) -> dict[str, Tensor]:
         """Global tensors from the entries of all ranks: of a slice that several hold, the first

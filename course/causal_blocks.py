@@ -1,8 +1,5 @@
 """The lesson of base/causal_blocks.py: FLOPs, kept bytes and gradients, beside attention whose
-scores are whole.
-
-python -m course.causal_blocks
-"""
+scores are whole."""
 
 from unittest import mock
 
@@ -19,28 +16,21 @@ B, A, S, D = 2, 4, 512, 16
 WHOLE = 4 * B * A * S * S * D
 
 
+WITHOUT = form.Removals()
+
+
+@WITHOUT.add("blocks", "One block has all rows. What changes, and what does not?")
 def one_block():
+    """All scores are computed, and half of them are masked: the FLOPs of whole matrices. Bytes and
+    gradients stay: they do not depend on how the rows are cut."""
     return mock.patch.object(causal_blocks, "ROWS", S)
 
 
+@WITHOUT.add("mask", "Blocks leave columns out. Which row sees its future then?")
 def no_mask():
+    """All rows of a block but its last one: they see columns up to the last row."""
     zeros = lambda tokens, r, dtype: torch.zeros(r * tokens, tokens, dtype=dtype)  # noqa: E731
     return mock.patch.object(causal_blocks, "causal_mask", zeros)
-
-
-WITHOUT = {
-    "blocks": form.Removal(
-        one_block,
-        "One block has all rows. What changes, and what does not?",
-        "All scores are computed, and half of them are masked: the FLOPs of whole matrices. Bytes"
-        " and gradients stay: they do not depend on how the rows are cut.",
-    ),
-    "mask": form.Removal(
-        no_mask,
-        "Blocks leave columns out. Which row sees its future then?",
-        "All rows of a block but its last one: they see columns up to the last row.",
-    ),
-}
 
 
 def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

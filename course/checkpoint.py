@@ -1,8 +1,5 @@
 """The lesson of run/checkpoint.py: saved on two ranks, loaded on one and three; flipped bits, a
-kill.
-
-python -m course.checkpoint
-"""
+kill."""
 
 import os
 import tempfile
@@ -17,9 +14,13 @@ from run import checkpoint
 from run.checkpoint import folder_name
 from sharding import Shard, Sharding, local_slice, set_sharding, shard_of
 
+WITHOUT = form.Removals()
 
+
+@WITHOUT.add("copy", "A thread writes while training goes on. What is on the disk?")
 def no_copy() -> None:
-    """The background thread saves the live tensors, as they are when it comes to them."""
+    """The thread writes the weight as it is when the thread comes to it: zeros, and in training a
+    mixture of two steps. Each checksum is right, for it is of what was written."""
 
     def save(self, *arguments):
         self.arguments = arguments
@@ -31,13 +32,17 @@ def no_copy() -> None:
     checkpoint.Saver.wait = wait
 
 
+@WITHOUT.add("checksums", "All sizes are right. What does a load give?")
 def no_checksums() -> None:
-    """Files are believed to be what was written."""
+    """The index has a checksum of its own; the shards have theirs in the index, and nobody compares
+    them. A flipped bit in a weight is another number, and the load gives it without an error."""
     checkpoint.verify = checkpoint.read_index
 
 
+@WITHOUT.add("rename", "Step 2 is there. Why would it be better if it were not?")
 def no_rename() -> None:
-    """The folder has the checkpoint's name from the start, not only when it is whole."""
+    """A run that goes on from the newest step finds step 2, which has no index and cannot be read.
+    If a folder gets its name only when it is whole, the newest one is step 1, and it is good."""
 
     def prepare(path: Path, building: Path, replace: bool) -> None:
         path.mkdir()
@@ -51,29 +56,6 @@ def no_rename() -> None:
     checkpoint.prepare = prepare
     checkpoint.commit = commit
 
-
-WITHOUT = {
-    "copy": form.Removal(
-        no_copy,
-        "A thread writes while training goes on. What is on the disk?",
-        "The thread writes the weight as it is when the thread comes to it: zeros, and in training"
-        " a mixture of two steps. Each checksum is right, for it is of what was written.",
-    ),
-    "checksums": form.Removal(
-        no_checksums,
-        "All sizes are right. What does a load give?",
-        "The index has a checksum of its own; the shards have theirs in the index, and nobody"
-        " compares them. A flipped bit in a weight is another number, and the load gives it"
-        " without an error.",
-    ),
-    "rename": form.Removal(
-        no_rename,
-        "Step 2 is there. Why would it be better if it were not?",
-        "A run that goes on from the newest step finds step 2, which has no index and cannot be"
-        " read. If a folder gets its name only when it is whole, the newest one is step 1, and it"
-        " is good.",
-    ),
-}
 
 STATE = {"config": {}, "model": {}}
 WHOLE = torch.arange(15.0).view(5, 3)

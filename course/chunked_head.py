@@ -1,8 +1,5 @@
-"""The lesson of recompute.py and base/cross_entropy.py: the loss of a token by hand; peak bytes
-and FLOPs of the loss of many, whole and in chunks.
-
-python -m course.chunked_head
-"""
+"""The lesson of recompute.py and base/cross_entropy.py: the loss of a token by hand; peak bytes and
+FLOPs of the loss of many, whole and in chunks."""
 
 import math
 from unittest import mock
@@ -18,52 +15,33 @@ from course import demo, form
 B, S, H, V = 4, 256, 64, 8192
 
 
-def without_maximum(logits: Tensor, targets: Tensor) -> Tensor:
-    """The formula as it is written."""
+WITHOUT = form.Removals()
+
+
+@WITHOUT.replace("maximum", "gpt.cross_entropy", "Which logits still give the right loss?")
+def without_maximum(logits: Tensor, targets: Tensor, vocab_size=None) -> Tensor:
+    """All whose Σ exp(z) is neither infinite nor 0 in float32: the largest logit between about -100
+    and 88. The checks of bytes and of a second backward fail because autograd, which has this
+    formula now, overwrites nothing."""
     total = logits.exp().sum(-1)
     return total.log() - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
-def pytorchs_own(logits: Tensor, targets: Tensor) -> Tensor:
-    """It keeps the logits as they are."""
+@WITHOUT.replace("in-place", "gpt.cross_entropy", "F.cross_entropy. What is the memory for?")
+def pytorchs_own(logits: Tensor, targets: Tensor, vocab_size=None) -> Tensor:
+    """The logits stay as they are, and backward can run a second time, for autograd's tensors are
+    not overwritten. Loss and gradients are the same function, so these checks hold."""
     losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
     return losses.view(targets.shape)
 
 
-def use(cross_entropy):
-    """A context in which the head of gpt.py has another loss, of logits without padding."""
-    loss = lambda logits, targets, vocab_size=None: cross_entropy(logits, targets)  # noqa: E731
-    return mock.patch.object(gpt, "cross_entropy", loss)
-
-
+@WITHOUT.add("chunks", "All tokens are one chunk. Is this the head of gpt.py?")
 def no_chunks():
-    """All tokens are one chunk."""
+    """No. It still forgets its logits and computes them again: 8 b s h V FLOPs and the same
+    gradients. But all logits exist at one time, and beside them ∂W twice: more bytes than the head
+    of gpt.py."""
     one = property(lambda head: B * S, lambda head, chunk: None)
     return mock.patch.object(recompute.ChunkedHead, "chunk", one, create=True)
-
-
-WITHOUT = {
-    "maximum": form.Removal(
-        lambda: use(without_maximum),
-        "Which logits still give the right loss?",
-        "All whose Σ exp(z) is neither infinite nor 0 in float32: the largest logit between about"
-        " -100 and 88. The checks of bytes and of a second backward fail because autograd, which"
-        " has this formula now, overwrites nothing.",
-    ),
-    "in-place": form.Removal(
-        lambda: use(pytorchs_own),
-        "F.cross_entropy. What is the memory for?",
-        "The logits stay as they are, and backward can run a second time, for autograd's tensors"
-        " are not overwritten. Loss and gradients are the same function, so these checks hold.",
-    ),
-    "chunks": form.Removal(
-        no_chunks,
-        "All tokens are one chunk. Is this the head of gpt.py?",
-        "No. It still forgets its logits and computes them again: 8 b s h V FLOPs and the same"
-        " gradients. But all logits exist at one time, and beside them ∂W twice: more bytes than"
-        " the head of gpt.py.",
-    ),
-}
 
 
 def teach(lesson: form.Lesson) -> None:
@@ -163,7 +141,7 @@ def chunks(lesson: form.Lesson) -> None:
         " many bytes at the peak? With the logits of 64 tokens at a time, and ∂W and a part of it?",
         "bytes at the peak; with 64 tokens at a time",
     )
-    with use(pytorchs_own):
+    with mock.patch.object(gpt, "cross_entropy", pytorchs_own):
         results = {"F.cross_entropy": measure(0)}
     results |= {"whole": measure(0), "256 tokens": measure(256), "64 tokens": measure(64)}
     formulas = {
@@ -172,8 +150,7 @@ def chunks(lesson: form.Lesson) -> None:
         "256 tokens": 4 * (256 * V + 2 * B * S * H + 2 * V * H),
         "64 tokens": 4 * (64 * V + 2 * B * S * H + 2 * V * H),
     }
-    for name, (peak, _, _) in results.items():
-        lesson.say(f"{name:<16}{peak:>12,}  {form.bar(peak, 3 * logits)}")
+    lesson.bars({name: peak for name, (peak, _, _) in results.items()}, 3 * logits)
     ratios = [results[name][0] / formula for name, formula in formulas.items()]
     lesson.check(
         "measured / 4 (3 b s V), 4 (b s V + 2 b s h + V h), 4 (N V + 2 b s h + 2 V h): "

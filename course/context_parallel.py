@@ -1,8 +1,5 @@
-"""The lesson of context_parallel.py: who has which tokens, a merge
-by hand, ring and all-to-all beside one rank.
-
-python -m course.context_parallel
-"""
+"""The lesson of context_parallel.py: who has which tokens, a merge by hand, ring and all-to-all
+beside one rank."""
 
 import math
 
@@ -11,56 +8,50 @@ import torch.distributed as dist
 
 import context_parallel
 import gpt
-import sharding
 from base.dropout import dropout_key
 from course import demo, form, ranks
 from course.mutations import context_parallel as bugs
 
+WITHOUT = form.Removals()
+WITHOUT["positions"] = form.Removal(
+    bugs.no_zigzag_positions,
+    "Positions of a sequence cut in order.",
+    "Rank r gives its tokens the vectors of positions r s/N and after, as if the sequence were cut"
+    " in order. Shapes are right, attention's mask too, and bytes are the same.",
+)
+WITHOUT["masks"] = form.Removal(
+    bugs.same_masks_on_every_piece,
+    "Each rank drops what stands at these places.",
+    "A mask is a hash of coordinates, and one of them is a token's place in the sequence. From"
+    " place 0 on, a rank drops other elements than one device would drop there.",
+)
+WITHOUT["rescaling"] = form.Removal(
+    bugs.merge_without_rescaling,
+    "The mean of the parts: 4. When would it be right?",
+    "Each part is a softmax over its own keys, as if their weights added up to 1. The mean of the"
+    " parts gives the keys 1 and 3 half of the weight together, though they are 4 of 10. What"
+    " travels is the same.",
+)
+WITHOUT["step"] = form.Removal(
+    bugs.ring_stops_early,
+    "The loss would still fall. What has a token lost?",
+    "What the last keys add is not merged in. The parts before are a softmax, and look healthy:"
+    " every weight is too large by the same factor. What travels is the same.",
+)
+WITHOUT["home"] = form.Removal(
+    bugs.key_gradients_stay,
+    "Gradients of keys stay where they were found.",
+    "A rank finds gradients of keys that are another's. Without the way home it adds them to those"
+    " of its own keys. The loss needs no keys' gradients, so it is right.",
+)
 
+
+@WITHOUT.add("zigzag", "Each rank has one slice. Which one waits?")
 def in_order():
-    """The sequence is cut in order, into N slices."""
+    """Late tokens see more keys, and the last rank has them all: the others wait for it. And
+    nothing else knows of this cut: positions and masks are those of the pieces."""
     context_parallel.shard = lambda x, group, dim=1: x.chunk(group.size(), dim)[group.rank()]
 
-
-WITHOUT = {
-    "zigzag": form.Removal(
-        in_order,
-        "Each rank has one slice. Which one waits?",
-        "Late tokens see more keys, and the last rank has them all: the others wait for it. And"
-        " nothing else knows of this cut: positions and masks are those of the pieces.",
-    ),
-    "positions": form.Removal(
-        bugs.no_zigzag_positions,
-        "Positions of a sequence cut in order.",
-        "Rank r gives its tokens the vectors of positions r s/N and after, as if the sequence were"
-        " cut in order. Shapes are right, attention's mask too, and bytes are the same.",
-    ),
-    "masks": form.Removal(
-        bugs.same_masks_on_every_piece,
-        "Each rank drops what stands at these places.",
-        "A mask is a hash of coordinates, and one of them is a token's place in the sequence. From"
-        " place 0 on, a rank drops other elements than one device would drop there.",
-    ),
-    "rescaling": form.Removal(
-        bugs.merge_without_rescaling,
-        "The mean of the parts: 4. When would it be right?",
-        "Each part is a softmax over its own keys, as if their weights added up to 1. The mean of"
-        " the parts gives the keys 1 and 3 half of the weight together, though they are 4 of 10."
-        " What travels is the same.",
-    ),
-    "step": form.Removal(
-        bugs.ring_stops_early,
-        "The loss would still fall. What has a token lost?",
-        "What the last keys add is not merged in. The parts before are a softmax, and look"
-        " healthy: every weight is too large by the same factor. What travels is the same.",
-    ),
-    "home": form.Removal(
-        bugs.key_gradients_stay,
-        "Gradients of keys stay where they were found.",
-        "A rank finds gradients of keys that are another's. Without the way home it adds them to"
-        " those of its own keys. The loss needs no keys' gradients, so it is right.",
-    ),
-}
 
 N = 2
 B, S, H, A, A_KV = 2, 64, 64, 4, 2
@@ -68,12 +59,11 @@ B, S, H, A, A_KV = 2, 64, 64, 4, 2
 
 def measure(kind: str) -> dict:
     """A GPT (h 64, a 4, L 2, dropout 0.1, float64): loss and gradients of one step, what a layer's
-    attention sends, and the positions of this rank. kind: one, ring or all-to-all."""
-    group = None if kind == "one" else dist.group.WORLD
-    shape = dict(seq_length=S, num_kv_heads=A_KV, dropout=0.1)
-    model = demo.meta_model(demo.tiny_config(**shape))
-    context_parallel.apply(model, group, kind)
-    sharding.init(model, 0, "cpu", torch.float64)
+    attention sends, and the positions of this rank. kind: ring or all-to-all."""
+    group = demo.all_ranks()
+    config = demo.tiny_config(seq_length=S, num_kv_heads=A_KV, dropout=0.1)
+    apply = lambda model, group: context_parallel.apply(model, group, kind)  # noqa: E731
+    model = demo.make_model(config, apply, group=group)
     tokens, targets = demo.random_tokens(B, S, 257)
     positions = torch.arange(S).unsqueeze(0)
     if group:
@@ -107,8 +97,9 @@ def bytes_sent(calls: list[tuple[str, int]]) -> int:
     return sum(sizes_sent(calls)) + exchanged * (N - 1) // N
 
 
-def on_rank(rank: int, kinds: tuple[str, ...]) -> dict[str, dict]:
-    return {kind: measure(kind) for kind in kinds}
+def on_rank(rank: int) -> dict[str, dict]:
+    """On one rank the two are the same model."""
+    return {kind: measure(kind) for kind in ("ring", "all-to-all")}
 
 
 def merged_by_hand(rank: int) -> float:
@@ -145,8 +136,7 @@ def teach_work(lesson: form.Lesson, of_ranks: list[dict]) -> None:
     ordered = [half * (half + 1) // 2, whole - half * (half + 1) // 2]
     work = [(result["positions"] + 1).sum().item() for result in of_ranks]
     for name, scores in (("in order", ordered), ("measured", work)):
-        for rank, count in enumerate(scores):
-            lesson.say(f"{name}, rank {rank} {count:>6,}  {form.bar(count, whole)}")
+        lesson.bars({f"{name}, rank {rank}": count for rank, count in enumerate(scores)}, whole)
     lesson.check(
         f"in order {ordered[0]:,} and {ordered[1]:,}; in zigzag {whole // 2:,} each",
         work == [whole // 2] * N,
@@ -188,8 +178,7 @@ def teach_bytes(lesson: form.Lesson, results: dict[str, dict]) -> None:
 
 
 def teach(lesson: form.Lesson) -> None:
-    one = ranks.run(on_rank, 1, ("one",))[0]["one"]
-    of_ranks = lesson.on_ranks(N, on_rank, ("ring", "all-to-all"))
+    one, of_ranks = lesson.one_and_many(N, on_rank)
     results = of_ranks[0]
     teach_merge(lesson)
     teach_work(lesson, [result["ring"] for result in of_ranks])
@@ -198,7 +187,7 @@ def teach(lesson: form.Lesson) -> None:
         "Dropout is 0.1. The ranks sum their losses and their gradients. How far from one device?"
     )
     for kind, result in results.items():
-        demo.check_step(lesson, one, result, f"on two, {kind}")
+        demo.check_step(lesson, one[kind], result, f"on two, {kind}")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,11 @@
-"""What the demonstrations share: a tiny model, random tokens, and gradients compared.
+"""What lessons share: a tiny model, random tokens, one training step, and gradients compared.
 
-`python -m course.NAME` runs one training step on one rank and on several, and compares the
-gradients. The steps that are the same in every file stand here:
+    group = demo.all_ranks()                                # None on one rank
+    model = demo.make_model(demo.tiny_config(dropout=0.1), tensor_parallel.apply, group=group)
+    result = demo.one_step(model, *demo.random_tokens(batch=8, seq=32, vocab=257))
+    calls = demo.layer_calls(model.blocks["0"], demo.zeros(8, 32, 64))
 
-    model = demo.meta_model(demo.tiny_config(dropout=0.1))    # shapes without storage
-    apply(model, group)                                       # the technique
-    sharding.init(model, seed=0, device="cpu", dtype=torch.float64)
-    tokens, targets = demo.random_tokens(batch=8, seq=32, vocab=257)
-    model(tokens, targets).mean().backward()
-    gradients = demo.gathered_gradients(model)                # whole, on every rank
-
-Collectives are counted by `layer_calls`, and written out by `format_calls`.
+`lesson.one_and_many` calls such a function on one rank and on several, `check_step` compares them.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,6 +37,35 @@ def meta_model(config: GPTConfig) -> gpt.GPT:
     values once the techniques are applied."""
     with torch.device("meta"):
         return families.build(config)
+
+
+def make_model(
+    config: GPTConfig, *techniques: Callable, group=None, dtype=torch.float64, seed: int = 0
+) -> gpt.GPT:
+    """The model with its initial values, after technique(model, group) for each of `techniques`;
+    without a group none of them is applied."""
+    model = meta_model(config)
+    for apply in techniques if group else ():
+        apply(model, group)
+    sharding.init(model, seed, "cpu", dtype)
+    return model
+
+
+def all_ranks() -> dist.ProcessGroup | None:
+    """The group of all ranks; None where this rank is the only one."""
+    return dist.group.WORLD if dist.get_world_size() > 1 else None
+
+
+def zeros(*shape: int) -> Tensor:
+    """The input of a layer whose collectives are counted."""
+    return torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+
+
+def one_step(model: gpt.GPT, tokens: Tensor, targets: Tensor, context=gpt.PLAIN) -> dict:
+    """{"loss": the mean over all tokens, "gradients": whole}. A collective."""
+    loss = model(tokens, targets, context).mean()
+    loss.backward()
+    return {"loss": loss.item(), "gradients": gathered_gradients(model)}
 
 
 def random_tokens(batch: int, seq: int, vocab: int, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,4 @@
-"""The lesson of base/dropout.py: which elements are dropped, on one rank, on two, and again.
-
-python -m course.dropout
-"""
+"""The lesson of base/dropout.py: which elements are dropped, on one rank, on two, and again."""
 
 import math
 
@@ -18,30 +15,21 @@ N = 1000
 COORDINATES = dict(seed=0, step=1, sample=7, layer=0, site=1, start={})
 
 
+WITHOUT = form.Removals()
+
+
+@WITHOUT.add("coordinates", "Each rank counts its rows from 0. What does rank 1 drop?")
 def no_coordinates(where: dict) -> None:
-    """Every shard counts from 0."""
+    """Rank 1 drops the places that rank 0 drops: both hash rows 0 and 1. Each mask alone is a good
+    one, with the right share of zeros, so only the comparison with one device fails."""
     where["start"] = {}
 
 
+@WITHOUT.add("step", "A sample loses the same elements in every step. Would you notice?")
 def no_step(where: dict) -> None:
+    """The step is not in the hash, so two steps have one mask; sample, layer and site still change
+    it. Each single step is right and the loss falls: only two steps beside each other show it."""
     where["step"] = 0
-
-
-WITHOUT = {
-    "coordinates": form.Removal(
-        no_coordinates,
-        "Each rank counts its rows from 0. What does rank 1 drop?",
-        "Rank 1 drops the places that rank 0 drops: both hash rows 0 and 1. Each mask alone is a"
-        " good one, with the right share of zeros, so only the comparison with one device fails.",
-    ),
-    "step": form.Removal(
-        no_step,
-        "A sample loses the same elements in every step. Would you notice?",
-        "The step is not in the hash, so two steps have one mask; sample, layer and site still"
-        " change it. Each single step is right and the loss falls: only two steps beside each"
-        " other show it.",
-    ),
-}
 
 
 def key_of(where: dict) -> Tensor:

@@ -1,10 +1,6 @@
-"""The lesson of inference/evaluate.py: what is scored, long texts, spaces, batches, two ranks.
-
-python -m course.evaluate
-"""
+"""The lesson of inference/evaluate.py: what is scored, long texts, spaces, batches, two ranks."""
 
 from collections.abc import Callable
-from unittest import mock
 
 import torch
 from tokenizers import Tokenizer, models
@@ -38,36 +34,31 @@ def encode_pair(
     return whole[:n], whole[n:]
 
 
+WITHOUT = form.Removals()
+
+
+@WITHOUT.replace(
+    "spaces", "course.evaluate.encode_pair", "Spaces stay in the context. What is scored then?"
+)
 def spaces_stay(encode, context, continuation, begin):
-    """Spaces at the end of a context stay there."""
+    """Nothing: "3 = 5" has no more tokens than "3 = ", for its last one is " 5". Where a vocabulary
+    splits both, the model reads a space alone, which it has never seen there."""
     whole = encode(context + continuation)
     n = len(encode(context))
     return whole[:n], whole[n:]
 
 
+@WITHOUT.replace(
+    "left", "inference.evaluate.pad", "Texts are cut on the right. Which scores change?"
+)
 def cut_on_the_right(rows, seq_length, pad=evaluate.pad):
+    """Those of texts beyond the context: the end of the text, which is to be scored, is what is cut
+    off, and other tokens are scored. Nothing looks wrong: they are log-probabilities too."""
     cut = []
     for context, continuation in rows:
         ids = [*context, *continuation][: seq_length + 1]
         cut.append((ids[: -len(continuation)], ids[-len(continuation) :]))
     return pad(cut, seq_length)
-
-
-WITHOUT = {
-    "spaces": form.Removal(
-        lambda: mock.patch("course.evaluate.encode_pair", spaces_stay),
-        "Spaces stay in the context. What is scored then?",
-        'Nothing: "3 = 5" has no more tokens than "3 = ", for its last one is " 5". Where a'
-        " vocabulary splits both, the model reads a space alone, which it has never seen there.",
-    ),
-    "left": form.Removal(
-        lambda: mock.patch.object(evaluate, "pad", cut_on_the_right),
-        "Texts are cut on the right. Which scores change?",
-        "Those of texts beyond the context: the end of the text, which is to be scored, is what is"
-        " cut off, and other tokens are scored. Nothing looks wrong: they are log-probabilities"
-        " too.",
-    ),
-}
 
 
 def make_evaluator(groups: Groups, batch_size: int = 4) -> Evaluator:

@@ -1,18 +1,13 @@
-"""The lesson of inference/export.py: one graph for prefill and decode, traced once.
-
-python -m course.export
-"""
+"""The lesson of inference/export.py: one graph for prefill and decode, traced once."""
 
 import importlib.util
 import tempfile
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import torch
 
 import generate
-import sharding
 from course import demo, form
 from inference import export
 from sharding import num_parameters
@@ -22,38 +17,34 @@ NEW = 6
 SEQ_LENGTH = 32
 
 
+WITHOUT = form.Removals()
+
+
+@WITHOUT.replace(
+    "sizes", "torch.onnx.export", "Nobody says which sizes change. What is in the graph?"
+)
 def traced_with_constants(*args, dynamic_shapes=None, original=torch.onnx.export, **options):
-    """The exporter is not told which sizes change."""
+    """The sizes of the tensors that it was traced with: 2 sequences, 3 tokens after 4. It runs with
+    no others, so it has no prefill."""
     return original(*args, **options)
 
 
+@WITHOUT.replace(
+    "padding",
+    "inference.export.Session.begin",
+    "Padding stands at position 0. Which prompts get other tokens?",
+)
 def padding_at_0(self, prompts, original=export.Session.begin):
-    """What fills up a prompt stands at position 0, like a token."""
+    """The shorter ones: position 0 is not after their own, so they see padding as a token. The
+    longest prompt has none, and a prompt by itself has none."""
     tokens, positions = original(self, prompts)
     return tokens, np.where(positions == self.seq_length, 0, positions)
-
-
-WITHOUT = {
-    "sizes": form.Removal(
-        lambda: mock.patch.object(torch.onnx, "export", traced_with_constants),
-        "Nobody says which sizes change. What is in the graph?",
-        "The sizes of the tensors that it was traced with: 2 sequences, 3 tokens after 4. It runs"
-        " with no others, so it has no prefill.",
-    ),
-    "padding": form.Removal(
-        lambda: mock.patch.object(export.Session, "begin", padding_at_0),
-        "Padding stands at position 0. Which prompts get other tokens?",
-        "The shorter ones: position 0 is not after their own, so they see padding as a token. The"
-        " longest prompt has none, and a prompt by itself has none.",
-    ),
-}
 
 
 def make_model() -> torch.nn.Module:
     """A Llama with random weights, float32, in which a token's neighbours count."""
     config = demo.tiny_config(num_layers=1, llama=True, num_kv_heads=2, seq_length=SEQ_LENGTH)
-    model = demo.meta_model(config)
-    sharding.init(model, 0, "cpu", torch.float32)
+    model = demo.make_model(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3)

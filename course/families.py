@@ -1,47 +1,33 @@
-"""The lesson of families.py: norms of a Qwen3 and a Gemma, what a window hides, whose slopes.
-
-python -m course.families
-"""
+"""The lesson of families.py: norms of a Qwen3 and a Gemma, what a window hides, whose slopes."""
 
 import torch
-import torch.distributed as dist
 
 import families
 import generate
 import sharding
 import tensor_parallel
-from base.model_config import GPTConfig
-from course import demo, form, ranks
+from course import demo, form
 from course.mutations import local_attention as bugs
 from families import LocalBias, alibi_slopes
 
-WITHOUT = {
-    "width": form.Removal(
-        bugs.window_of_one_more,
-        "The window counts earlier tokens only. Where does it show?",
-        "The window shows one token more, so each layer reaches one further. Nothing is wrong"
-        " inside of the model, but it is another one than was trained; and the cache, which has w"
-        " columns, does not hold what the mask still shows.",
-    ),
-    "own-slopes": form.Removal(
-        bugs.slopes_of_the_first_rank,
-        "Each rank takes the first 4. Which heads see too little?",
-        "Rank 1 has heads 4 to 7 and takes the slopes of heads 0 to 3: its heads see less far."
-        " Each rank alone computes a good ALiBi, so only a comparison with one rank shows it.",
-    ),
-}
+WITHOUT = form.Removals()
+WITHOUT["width"] = form.Removal(
+    bugs.window_of_one_more,
+    "The window counts earlier tokens only. Where does it show?",
+    "The window shows one token more, so each layer reaches one further. Nothing is wrong inside"
+    " of the model, but it is another one than was trained; and the cache, which has w columns,"
+    " does not hold what the mask still shows.",
+)
+WITHOUT["own-slopes"] = form.Removal(
+    bugs.slopes_of_the_first_rank,
+    "Each rank takes the first 4. Which heads see too little?",
+    "Rank 1 has heads 4 to 7 and takes the slopes of heads 0 to 3: its heads see less far. Each"
+    " rank alone computes a good ALiBi, so only a comparison with one rank shows it.",
+)
 
 W, L, S, PROMPT, NEW = 3, 2, 16, 6, 8
 WINDOW = dict(llama=True, num_layers=L, seq_length=S, sliding_window=W)
 ALIBI = dict(positions="alibi", num_heads=8, seq_length=S)
-
-
-def make_model(config: GPTConfig, group: dist.ProcessGroup | None = None):
-    model = demo.meta_model(config)
-    if group:
-        tensor_parallel.apply(model, group)
-    sharding.init(model, 0, "cpu", torch.float64)
-    return model
 
 
 @torch.no_grad()
@@ -68,24 +54,21 @@ def decode(model) -> tuple[int, list[int], list[int]]:
     return columns[0], cached[0], plain[0]
 
 
-def on_rank(rank: int, world: int, mutate) -> dict:
-    if mutate:
-        mutate()
-    found = {}
-    if world == 1:
-        # weights so large that attention decides what follows
-        model = make_model(demo.tiny_config(**WINDOW)).requires_grad_(False)
-        for p in model.parameters():
-            if p.dim() > 1:
-                p *= 6
-        found["reach"] = reach(model)
-        found["columns"], found["cached"], found["plain"] = decode(model)
-    group = dist.group.WORLD if world > 1 else None
-    model = make_model(demo.tiny_config(**ALIBI), group)
-    tokens, targets = demo.random_tokens(4, S, 257)
-    found["loss"] = model(tokens, targets).mean().item()
-    found["slopes"] = families.local_bias(model.blocks["0"]).slopes
-    return found
+def with_window(rank: int) -> dict:
+    # weights so large that attention decides what follows
+    model = demo.make_model(demo.tiny_config(**WINDOW)).requires_grad_(False)
+    for p in model.parameters():
+        if p.dim() > 1:
+            p *= 6
+    columns, cached, plain = decode(model)
+    return {"reach": reach(model), "columns": columns, "equal": cached == plain}
+
+
+def with_alibi(rank: int) -> dict:
+    config = demo.tiny_config(**ALIBI)
+    model = demo.make_model(config, tensor_parallel.apply, group=demo.all_ranks())
+    loss = model(*demo.random_tokens(4, S, 257)).mean().item()
+    return {"loss": loss, "slopes": families.local_bias(model.blocks["0"]).slopes}
 
 
 def draw(lesson: form.Lesson) -> None:
@@ -117,10 +100,10 @@ def teach_window(lesson: form.Lesson, one: dict) -> None:
         " cache need?",
         "columns",
     )
-    same = "the same" if one["cached"] == one["plain"] else "other"
+    same = "the same" if one["equal"] else "other"
     lesson.check(
         f"{one['columns']}, not {PROMPT + NEW}; {same} tokens as without a cache",
-        one["columns"] == W and same == "the same",
+        one["columns"] == W and one["equal"],
         [one["columns"]],
     )
 
@@ -181,11 +164,9 @@ def teach_parts(lesson: form.Lesson) -> None:
 
 
 def teach(lesson: form.Lesson) -> None:
-    one = ranks.run(on_rank, 1, 1, lesson.mutate)[0]
-    two = ranks.run(on_rank, 2, 2, lesson.mutate)
     teach_parts(lesson)
-    teach_window(lesson, one)
-    teach_slopes(lesson, one, two)
+    teach_window(lesson, lesson.on_ranks(1, with_window)[0])
+    teach_slopes(lesson, *lesson.one_and_many(2, with_alibi))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,5 @@
-"""The lesson of base/float8.py and fp8.py: what a byte means, how it rounds,
-and why a tensor, or a block of it, has a scale.
-
-python -m course.float8
-"""
+"""The lesson of base/float8.py and fp8.py: what a byte means, how it rounds, and why a tensor, or a
+block of it, has a scale."""
 
 import math
 from unittest import mock
@@ -10,7 +7,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-import fp8
 from base import float8
 from base.float8 import E4M3, E5M2, Format, decode_by_hand, encode_by_hand
 from base.model_config import LINEARS
@@ -20,64 +16,43 @@ from fp8 import INPUT, Recipe, Scaling
 # --- what --without removes -----------------------------------------------------------------------
 
 
+WITHOUT = form.Removals()
+
+
+@WITHOUT.replace("scale", "base.float8.scale_of", "Which numbers are lost?")
 def scale_of_1(amax: Tensor, to: Format, power_of_two: bool) -> Tensor:
-    """Numbers are rounded to bytes as they are."""
+    """What is far from 1. Gradients of 1e-6 lie below half of the smallest number, 2^-17, and
+    become 0. Numbers between 1 and 3 lie in the range of e4m3 already."""
     return torch.ones(())
 
 
+@WITHOUT.replace("power-of-two", "base.float8.scale_of", "What is lost?")
 def any_scale(amax: Tensor, to: Format, power_of_two: bool, original=float8.scale_of) -> Tensor:
-    """A scale is never rounded to a power of two."""
+    """Numbers of 4 bits, times 448 / 3 = 149.33, have more than 4 bits: most are rounded. So what
+    was in bytes once, by other scales or in other blocks, is rounded a second time."""
     return original(amax, to, False)
 
 
+@WITHOUT.replace("nan", "fp8.scale_of", "Infinity has the scale of 1. What is trained?")
 def finite_scale(amax: Tensor, to: Format, power_of_two: bool, original=float8.scale_of) -> Tensor:
-    """A maximum that is not finite counts as 1."""
+    """Infinity saturates like any value that is too large: it becomes 448, and 448 / 256 = 1.75.
+    All is finite after it, so the step is taken, with a value that means nothing."""
     return original(torch.where(amax.isfinite(), amax, 1.0), to, power_of_two)
 
 
+@WITHOUT.replace("blocks", "fp8.Scaling.quantise", "Which values are lost?")
 def in_one_block(self, tensors, places, operand, group, block, original=Scaling.quantise):
-    """One block is as large as the tensor."""
+    """Then the outlier's block is the whole tensor. The scale is that of the recipe `current`, and
+    so is the error."""
     return original(self, tensors, places, operand, group, tuple(tensors[0].shape))
 
 
+@WITHOUT.add("history", "Which steps saturate?")
 def no_history():
-    """The history is that of one step."""
+    """Each of the five jumps, not the first alone: after a step with maximum 1 the scale is that of
+    1 again. 16 steps remember the larger maximum."""
     one = property(lambda self: 1, lambda self, value: None)
     return mock.patch.object(Recipe, "history", one, create=True)
-
-
-WITHOUT = {
-    "scale": form.Removal(
-        lambda: mock.patch.object(float8, "scale_of", scale_of_1),
-        "Which numbers are lost?",
-        "What is far from 1. Gradients of 1e-6 lie below half of the smallest number, 2^-17, and"
-        " become 0. Numbers between 1 and 3 lie in the range of e4m3 already.",
-    ),
-    "power-of-two": form.Removal(
-        lambda: mock.patch.object(float8, "scale_of", any_scale),
-        "What is lost?",
-        "Numbers of 4 bits, times 448 / 3 = 149.33, have more than 4 bits: most are rounded. So"
-        " what was in bytes once, by other scales or in other blocks, is rounded a second time.",
-    ),
-    "blocks": form.Removal(
-        lambda: mock.patch.object(Scaling, "quantise", in_one_block),
-        "Which values are lost?",
-        "Then the outlier's block is the whole tensor. The scale is that of the recipe `current`,"
-        " and so is the error.",
-    ),
-    "history": form.Removal(
-        no_history,
-        "Which steps saturate?",
-        "Each of the five jumps, not the first alone: after a step with maximum 1 the scale is"
-        " that of 1 again. 16 steps remember the larger maximum.",
-    ),
-    "nan": form.Removal(
-        lambda: mock.patch.object(fp8, "scale_of", finite_scale),
-        "Infinity has the scale of 1. What is trained?",
-        "Infinity saturates like any value that is too large: it becomes 448, and 448 / 256 ="
-        " 1.75. All is finite after it, so the step is taken, with a value that means nothing.",
-    ),
-}
 
 
 def teach(lesson: form.Lesson) -> None:

@@ -12,15 +12,15 @@ one mechanism: checks that needed it fail, and WHY is said. `--why` says it with
 status is 1 where a check fails.
 
 A lesson is a function of a `Lesson`, in the file of its name; `main` runs it, then asks of what
-can be removed:
+can be removed. A removal is a mutation of course/mutations, or a function of the lesson:
 
-    WITHOUT = {
-        "f": form.Removal(
-            bugs.no_f,
-            "Same first loss, wrong gradients. Why?",
-            "Each rank has a part of ∂L/∂X.",
-        ),
-    }
+    WITHOUT = form.Removals()
+    WITHOUT["f"] = form.Removal(bugs.no_f, "Wrong gradients. Why?", "Each rank has a part.")
+
+    @WITHOUT.replace("scale", "base.float8.scale_of", "Which numbers are lost?")
+    def scale_of_1(amax, to, power_of_two):
+        "What is far from 1: the docstring is WHY."
+        return torch.ones(())
 
     def teach(lesson: form.Lesson) -> None:
         lesson.predict("All-reduces in the forward of one layer?", "all-reduces")
@@ -34,7 +34,9 @@ import os
 import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -54,6 +56,33 @@ class Removal(NamedTuple):
     # what BREAK IT asks, and the answer, printed where it is removed
     question: str
     why: str
+
+
+class Removals(dict[str, Removal]):
+    """By name. A function that is added has WHY as its docstring."""
+
+    def add(self, name: str, question: str) -> Callable:
+        """A function that removes the mechanism."""
+
+        def enter(mutate: Callable) -> Callable:
+            self[name] = Removal(mutate, question, why_of(mutate))
+            return mutate
+
+        return enter
+
+    def replace(self, name: str, target: str, question: str) -> Callable:
+        """A function that takes the place of `target`, as mock.patch writes it."""
+
+        def enter(function: Callable) -> Callable:
+            patch = partial(mock.patch, target, function)
+            self[name] = Removal(patch, question, why_of(function))
+            return function
+
+        return enter
+
+
+def why_of(function: Callable) -> str:
+    return " ".join(function.__doc__.split())
 
 
 def removed(mutate: Callable | None) -> AbstractContextManager:
@@ -89,6 +118,10 @@ class Lesson:
         """function(rank, *args) on `world` ranks, each without the mechanism: see `ranks.run`."""
         return ranks.run(on_rank, world, self.mutate, function, args)
 
+    def one_and_many(self, world: int, function: Callable, *args) -> tuple[Any, list]:
+        """(what one rank returns, what each of `world` ranks returns without the mechanism)."""
+        return ranks.run(function, 1, *args)[0], self.on_ranks(world, function, *args)
+
     def say(self, text: str = "") -> None:
         """A line as it is, below the others: for tables, bars and time lines."""
         print(" " * MARGIN + text if text else "", flush=True)
@@ -96,6 +129,12 @@ class Lesson:
     def draw(self, picture: str) -> None:
         """Lines as they are, from the left edge."""
         print(picture, flush=True)
+
+    def bars(self, values: dict[str, float], largest: float = 0) -> None:
+        """A bar for each of these. largest: of a bar of full length; the default is the largest."""
+        width = max(map(len, values))
+        for name, value in values.items():
+            self.say(f"{name:<{width}}{value:>12,}  {bar(value, largest or max(values.values()))}")
 
     def _paragraph(self, label: str, text: str, width: int = WIDTH) -> list[str]:
         return textwrap.wrap(

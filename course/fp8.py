@@ -1,19 +1,14 @@
-"""The lesson of fp8.py: three products, gradients in e5m2, bytes kept,
-rows of an expert, two ranks beside one.
-
-python -m course.fp8
-"""
+"""The lesson of fp8.py: three products, gradients in e5m2, bytes kept, rows of an expert, two ranks
+beside one."""
 
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp8
 import recompute
-import sharding
 import tensor_parallel
 from base.float8 import E4M3, E5M2, Format, block_maxima, quantise, scale_of
 from course import demo, form, ranks
@@ -22,13 +17,21 @@ from fp8 import GRADIENT, INPUT, Recipe, Scaling
 # --- what --without removes -----------------------------------------------------------------------
 
 
+WITHOUT = form.Removals()
+
+
+@WITHOUT.add("e5m2", "Which gradients are lost, and which get better?")
 def no_e5m2():
-    """Gradients are in e4m3, as the other operands."""
+    """Those of tokens whose gradient is small: it is 0, and so is all that they would teach the
+    layers below. Where tokens are alike, e4m3 is the better one: it errs less."""
     return mock.patch.object(Recipe, "format", lambda self, operand: E4M3)
 
 
+@WITHOUT.add("amax-reduce", "Each rank has its own scales. Who notices?")
 def no_amax_reduce(original=Scaling.scales):
-    """Each rank takes the maximum of its part for that of the tensor."""
+    """Only this comparison: each rank rounds its part to other numbers than one device would, and
+    still learns. With powers of two nearly all numbers stay, because a scale that is half as large
+    only moves exponents. So `current` has --fp8-scales any here."""
 
     def scales(self, tensors, places, operand, group, block):
         return original(self, tensors, places, operand, None, block)
@@ -36,8 +39,10 @@ def no_amax_reduce(original=Scaling.scales):
     return mock.patch.object(Scaling, "scales", scales)
 
 
+@WITHOUT.add("new-bytes", "Which step goes wrong, and how?")
 def no_new_bytes(original=Scaling.end_step):
-    """After a step, weights keep the bytes of their old values."""
+    """The optimizer changes the weights, but forward and backward read the bytes of the first step.
+    The first loss is right. From the second step on, attention and MLP stand still."""
 
     def end_step(self, group=None, taken=None):
         weights = dict(self.weights)
@@ -47,43 +52,17 @@ def no_new_bytes(original=Scaling.end_step):
     return mock.patch.object(Scaling, "end_step", end_step)
 
 
+@WITHOUT.add("row-scales", "Is anything wrong then, or only different?")
 def no_row_scales():
-    """An expert's input has one scale, whoever is in it."""
+    """What a token becomes now depends on who else chose the expert. On two expert-parallel ranks
+    these are tokens of two micro-batches, on one device those of one. No product is wrong, and no
+    number is the same."""
 
     def in_bytes(self, x: Tensor, place, operand: int, group):
         return quantise(x, scale_of(block_maxima(x, None), E4M3, True), E4M3, None, True)
 
     return mock.patch.object(fp8.ExpertLayer, "in_bytes", in_bytes)
 
-
-WITHOUT = {
-    "e5m2": form.Removal(
-        no_e5m2,
-        "Which gradients are lost, and which get better?",
-        "Those of tokens whose gradient is small: it is 0, and so is all that they would teach the"
-        " layers below. Where tokens are alike, e4m3 is the better one: it errs less.",
-    ),
-    "row-scales": form.Removal(
-        no_row_scales,
-        "Is anything wrong then, or only different?",
-        "What a token becomes now depends on who else chose the expert. On two expert-parallel"
-        " ranks these are tokens of two micro-batches, on one device those of one. No product is"
-        " wrong, and no number is the same.",
-    ),
-    "amax-reduce": form.Removal(
-        no_amax_reduce,
-        "Each rank has its own scales. Who notices?",
-        "Only this comparison: each rank rounds its part to other numbers than one device would,"
-        " and still learns. With powers of two nearly all numbers stay, because a scale that is"
-        " half as large only moves exponents. So `current` has --fp8-scales any here.",
-    ),
-    "new-bytes": form.Removal(
-        no_new_bytes,
-        "Which step goes wrong, and how?",
-        "The optimizer changes the weights, but forward and backward read the bytes of the first"
-        " step. The first loss is right. From the second step on, attention and MLP stand still.",
-    ),
-}
 
 # --- one layer ------------------------------------------------------------------------------------
 
@@ -231,11 +210,8 @@ def on_rank(rank: int) -> dict:
 
 
 def two_steps(recipe: Recipe) -> dict:
-    model = demo.meta_model(demo.tiny_config())
-    group = dist.group.WORLD if dist.get_world_size() > 1 else None
-    if group:
-        tensor_parallel.apply(model, group)
-    sharding.init(model, 0, "cpu", torch.float64)
+    group = demo.all_ranks()
+    model = demo.make_model(demo.tiny_config(), tensor_parallel.apply, group=group)
     scaling = Scaling(recipe, model.config.num_layers, "cpu")
     fp8.apply(model, scaling, skip=0)
     tokens, targets = demo.random_tokens(B, S, V)
@@ -250,8 +226,7 @@ def two_steps(recipe: Recipe) -> dict:
                 p -= LR * p.grad
         scaling.end_step(group)
     gradients = demo.gathered_gradients(model)
-    x = torch.zeros(B, S, H, dtype=torch.float64, requires_grad=True)
-    calls = demo.layer_calls(model.blocks["0"], x)
+    calls = demo.layer_calls(model.blocks["0"], demo.zeros(B, S, H))
     return {
         "losses": losses,
         "gradients": gradients,

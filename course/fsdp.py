@@ -1,8 +1,4 @@
-"""The lesson of fsdp.py: two ranks train in each stage, beside the
-table there.
-
-python -m course.fsdp
-"""
+"""The lesson of fsdp.py: two ranks train in each stage, beside the table there."""
 
 from functools import partial
 
@@ -17,48 +13,42 @@ from course.mutations import data_parallel as bugs
 from fsdp import FlatParameters
 from optimizer import AdamW
 
+WITHOUT = form.Removals()
+WITHOUT["reduce-scatter"] = form.Removal(
+    bugs.no_reduce_scatter,
+    "Each rank keeps its own gradient. Which stage is right?",
+    "Stage 0: it sums by an all-reduce. In stages 1 to 3 a shard learns from the samples of one"
+    " rank. All ranks still gather the same parameters after the update, so they do not differ from"
+    " each other.",
+)
+WITHOUT["all-gather"] = form.Removal(
+    bugs.no_all_gather,
+    "Zeros stand in the place of the other shard.",
+    "Stage 0 gathers nothing, and is right. In stages 1 and 2 half of the model is 0 after the"
+    " first update, another half on each rank; in stage 3 in every forward. Memory is the same:"
+    " zeros need as many bytes.",
+)
+WITHOUT["parameter-gather"] = form.Removal(
+    bugs.no_parameter_gather,
+    "Each rank updates its own shard. When does it show?",
+    "After the first update that changes something: in stages 1 and 2 a rank has old values of the"
+    " other's shard. Gradients are right here because the step before had a learning rate of 0."
+    " Stage 3 gathers before each use.",
+)
+WITHOUT["free"] = form.Removal(
+    bugs.stale_parameters,
+    "A gathered layer stays whole. What else goes wrong?",
+    "It is not gathered again, so less is sent, and after an update the model computes with old"
+    " parameters. Gradients are right here because the step before had a learning rate of 0.",
+)
 
+
+@WITHOUT.add("last-shard", "Shards with padding are not copied. What is lost?")
 def no_last_shard(original=FlatParameters.views) -> None:
-    """Shards without padding are copied, and the one that is not full is left out."""
+    """The rows that stand before the padding: weight[3:5]. T is right, for it follows from the
+    shapes; the bias has only full shards, so it is whole, and so is all of the Llama."""
     FlatParameters.views = lambda *arguments: [next(original(*arguments))]
 
-
-WITHOUT = {
-    "last-shard": form.Removal(
-        no_last_shard,
-        "Shards with padding are not copied. What is lost?",
-        "The rows that stand before the padding: weight[3:5]. T is right, for it follows from the"
-        " shapes; the bias has only full shards, so it is whole, and so is all of the Llama.",
-    ),
-    "reduce-scatter": form.Removal(
-        bugs.no_reduce_scatter,
-        "Each rank keeps its own gradient. Which stage is right?",
-        "Stage 0: it sums by an all-reduce. In stages 1 to 3 a shard learns from the samples of"
-        " one rank. All ranks still gather the same parameters after the update, so they do not"
-        " differ from each other.",
-    ),
-    "all-gather": form.Removal(
-        bugs.no_all_gather,
-        "Zeros stand in the place of the other shard.",
-        "Stage 0 gathers nothing, and is right. In stages 1 and 2 half of the model is 0 after the"
-        " first update, another half on each rank; in stage 3 in every forward. Memory is the"
-        " same: zeros need as many bytes.",
-    ),
-    "parameter-gather": form.Removal(
-        bugs.no_parameter_gather,
-        "Each rank updates its own shard. When does it show?",
-        "After the first update that changes something: in stages 1 and 2 a rank has old values of"
-        " the other's shard. Gradients are right here because the step before had a learning rate"
-        " of 0. Stage 3 gathers before each use.",
-    ),
-    "free": form.Removal(
-        bugs.stale_parameters,
-        "A gathered layer stays whole. What else goes wrong?",
-        "It is not gathered again, so less is sent, and after an update the model computes with"
-        " old parameters. Gradients are right here because the step before had a learning rate of"
-        " 0.",
-    ),
-}
 
 # ranks; micro-batches of each; sequences of all ranks and micro-batches together
 N, M, B = 2, 2, 8
@@ -115,8 +105,8 @@ def difference_to_first_rank(model: nn.Module) -> float:
     return (mine - first).abs().max().item()
 
 
-def measure(stage: int, n: int, m: int) -> dict:
-    """Two steps of m micro-batches on each of n ranks, as train.py makes them. The first has a
+def measure(stage: int, m: int) -> dict:
+    """Two steps of m micro-batches on each rank, as train.py makes them. The first has a
     learning rate of 0; the second one is measured."""
     model = demo.meta_model(demo.tiny_config(**SHAPE))
     init = partial(sharding.init, model, 0, "cpu", torch.float32)
@@ -124,7 +114,10 @@ def measure(stage: int, n: int, m: int) -> dict:
     optimizer = AdamW(sharding.named_parameters(model))
     whole_units = count_whole_units(gradients) if stage == 3 else []
     # [B / n / m, S] for each micro-batch of this rank
-    mine = [x.chunk(n)[dist.get_rank()].chunk(m) for x in demo.random_tokens(B, S, V)]
+    mine = [
+        x.chunk(dist.get_world_size())[dist.get_rank()].chunk(m)
+        for x in demo.random_tokens(B, S, V)
+    ]
     for learning_rate in (0.0, 1e-3):
         with ranks.Collectives() as sent:
             gradients.zero_grad()
@@ -146,8 +139,8 @@ def measure(stage: int, n: int, m: int) -> dict:
     }
 
 
-def on_rank(rank: int, n: int, m: int, stages: tuple[int, ...]) -> list[dict]:
-    return [measure(stage, n, m) for stage in stages]
+def on_rank(rank: int, m: int, stages: tuple[int, ...]) -> list[dict]:
+    return [measure(stage, m) for stage in stages]
 
 
 @torch.no_grad()
@@ -204,8 +197,8 @@ def teach_bytes(lesson: form.Lesson, stages: list[dict], psi: int) -> None:
 
 def teach(lesson: form.Lesson) -> None:
     teach_flat(lesson)
-    reference = ranks.run(on_rank, 1, 1, 1, (0,))[0][0]["gradients"]
-    results = lesson.on_ranks(N, on_rank, N, M, (0, 1, 2, 3))
+    reference = ranks.run(on_rank, 1, 1, (0,))[0][0]["gradients"]
+    results = lesson.on_ranks(N, on_rank, M, (0, 1, 2, 3))
     stages = results[0]
     psi = sum(gradient.numel() for gradient in reference.values())
     teach_bytes(lesson, stages, psi)

@@ -1,7 +1,4 @@
-"""The lesson of generate.py: with the key-value cache and without, together and alone.
-
-python -m course.generate
-"""
+"""The lesson of generate.py: with the key-value cache and without, together and alone."""
 
 from unittest import mock
 
@@ -9,52 +6,43 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import generate
-import sharding
 from course import demo, form
 from generate import ModelRunner
 from inference.kv_cache import Cache
 
+WITHOUT = form.Removals()
 
+
+@WITHOUT.replace(
+    "positions",
+    "generate.ModelRunner.rotary_at",
+    "Prefill is right. Which prompts get other tokens?",
+)
 def rotary_at_0(self, cache: Cache, s: int, original=ModelRunner.rotary_at):
-    """While decoding, every token is rotated as if it stood at position 0."""
+    """Any of them: all new tokens stand at position 0, so attention sees wrong distances, and some
+    draws give another token. Each prompt by itself decodes with the same wrong positions, so that
+    check holds."""
     if cache.positions is None:
         return original(self, cache, s)
     with mock.patch.object(cache, "positions", torch.zeros_like(cache.positions)):
         return original(self, cache, s)
 
 
+@WITHOUT.replace(
+    "mask",
+    "inference.kv_cache.Cache.update_mask",
+    "Each prompt by itself is right. Why not all three together?",
+)
 def no_mask(self, *_) -> None:
-    """A shorter sequence attends to columns of the cache that it has not filled."""
+    """The longest prompt has filled all columns; the shorter ones attend to columns that hold no
+    token of theirs, and get other tokens. A prompt by itself has no such column."""
     self.mask = None
 
-
-WITHOUT = {
-    "positions": form.Removal(
-        lambda: mock.patch.object(ModelRunner, "rotary_at", rotary_at_0),
-        "Prefill is right. Which prompts get other tokens?",
-        "Any of them: all new tokens stand at position 0, so attention sees wrong distances, and"
-        " some draws give another token. Each prompt by itself decodes with the same wrong"
-        " positions, so that check holds.",
-    ),
-    "mask": form.Removal(
-        lambda: mock.patch.object(Cache, "update_mask", no_mask),
-        "Each prompt by itself is right. Why not all three together?",
-        "The longest prompt has filled all columns; the shorter ones attend to columns that hold"
-        " no token of theirs, and get other tokens. A prompt by itself has no such column.",
-    ),
-}
 
 SHAPE = dict(num_layers=4, hidden_size=128, num_heads=4, ffn_hidden_size=344, seq_length=512)
 # of three prompts
 LENGTHS = (4, 39, 16)
 NEW = 24
-
-
-def make_model() -> torch.nn.Module:
-    """A Llama with random weights, float64."""
-    model = demo.meta_model(demo.tiny_config(**SHAPE, llama=True))
-    sharding.init(model, 0, "cpu", torch.float64)
-    return model
 
 
 class Watch:
@@ -83,7 +71,7 @@ class Watch:
 
 
 def teach(lesson: form.Lesson) -> None:
-    model = make_model()
+    model = demo.make_model(demo.tiny_config(**SHAPE, llama=True))
     with lesson.removed():
         same_tokens(lesson, model)
         tokens_read(lesson, model)
@@ -132,9 +120,7 @@ def cache_size(lesson: form.Lesson, model) -> None:
     )
     with Watch() as watch:
         generate.generate(model, [[1] * 40], 20, temperature=0)
-    config = demo.tiny_config(**SHAPE, llama=True, num_kv_heads=1)
-    grouped = demo.meta_model(config)
-    sharding.init(grouped, 0, "cpu", torch.float64)
+    grouped = demo.make_model(demo.tiny_config(**SHAPE, llama=True, num_kv_heads=1))
     with Watch() as watch_grouped:
         generate.generate(grouped, [[1] * 40], 20, temperature=0)
     formula = 2 * layers * h * 60 * 8

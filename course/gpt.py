@@ -1,7 +1,4 @@
-"""The lesson of gpt.py: what can be known of a model before it is trained.
-
-python -m course.gpt
-"""
+"""The lesson of gpt.py: what can be known of a model before it is trained."""
 
 import math
 
@@ -24,48 +21,36 @@ class UnmaskedAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
+WITHOUT = form.Removals()
+
+
+@WITHOUT.add("mask", "The loss is still ln V. What would training learn?")
 def no_mask(model: gpt.GPT) -> None:
+    """To copy: the target of a position is the next token, and attention now sees it. The loss
+    falls to almost 0, and the model cannot generate. Before training nothing is copied yet, so the
+    loss is ln V."""
     for block in model.blocks.values():
         block.attention.core = UnmaskedAttention()
 
 
 @torch.no_grad()
+@WITHOUT.add("small-weights", "Weights are 10 times as large. Is the loss smaller or larger?")
 def no_small_weights(model: gpt.GPT) -> None:
-    """Standard deviation 0.2 instead of 0.02."""
+    """Larger. Logits are then large and random: the model is sure of a token, which is nearly
+    always a wrong one. Small logits make all tokens equally likely, and the loss ln V."""
     for p in model.parameters():
         if p.dim() == 2:
             p.mul_(10)
 
 
 @torch.no_grad()
+@WITHOUT.add("residual-scale", "The loss is still ln V. For which L would it matter?")
 def no_residual_scale(model: gpt.GPT) -> None:
+    """For a large L. Then 2 L sums add up to a residual stream whose variance grows with L. The
+    loss before training does not show it, for the last norm divides by the size of the stream."""
     for block in model.blocks.values():
         for linear in (block.attention.output, block.mlp.down):
             linear.weight.mul_(math.sqrt(2 * L))
-
-
-WITHOUT = {
-    "small-weights": form.Removal(
-        no_small_weights,
-        "Weights are 10 times as large. Is the loss smaller or larger?",
-        "Larger. Logits are then large and random: the model is sure of a token, which is nearly"
-        " always a wrong one. Small logits make all tokens equally likely, and the loss ln V.",
-    ),
-    "residual-scale": form.Removal(
-        no_residual_scale,
-        "The loss is still ln V. For which L would it matter?",
-        "For a large L. Then 2 L sums add up to a residual stream whose variance grows with L. The"
-        " loss before training does not show it, for the last norm divides by the size of the"
-        " stream.",
-    ),
-    "mask": form.Removal(
-        no_mask,
-        "The loss is still ln V. What would training learn?",
-        "To copy: the target of a position is the next token, and attention now sees it. The loss"
-        " falls to almost 0, and the model cannot generate. Before training nothing is copied yet,"
-        " so the loss is ln V.",
-    ),
-}
 
 
 def count_parameters(model: gpt.GPT) -> dict[str, int]:

@@ -280,21 +280,15 @@ def microseconds(function) -> float:
 # --- the lesson -----------------------------------------------------------------------------------
 
 
+WITHOUT = form.Removals()
+
+
+@WITHOUT.add("fusion", "swiglu is silu, then a product. Which tensor is new?")
 def no_fusion(cases: dict) -> None:
-    """swiglu is two operations, silu and a product."""
+    """silu(gate): one operation writes it, the next one reads it, 5 tensors in place of 3. Backward
+    has its gradient as well, 9 in place of 5. The row of swiglu is then PyTorch's own, ratio 1."""
     args, _, own, with_gradient = cases["swiglu"]
     cases["swiglu"] = args, own, own, with_gradient
-
-
-WITHOUT = {
-    "fusion": form.Removal(
-        no_fusion,
-        "swiglu is silu, then a product. Which tensor is new?",
-        "silu(gate): one operation writes it, the next one reads it, 5 tensors in place of 3."
-        " Backward has its gradient as well, 9 in place of 5. The row of swiglu is then PyTorch's"
-        " own, ratio 1.",
-    ),
-}
 
 
 SIZES = dict(b=2, s=256, h=512, ffn=1408, vocab_size=4096)

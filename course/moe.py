@@ -1,7 +1,4 @@
-"""The lesson of moe.py: experts on one rank, and on two with half of the experts each.
-
-python -m course.moe
-"""
+"""The lesson of moe.py: experts on one rank, and on two with half of the experts each."""
 
 import torch
 import torch.distributed as dist
@@ -14,34 +11,32 @@ from base.model_config import MoEConfig
 from course import demo, form, ranks
 from course.mutations import moe as bugs
 
-WITHOUT = {
-    "combine-exchange": form.Removal(
-        bugs.no_combine_exchange,
-        "Tokens go to experts and their results do not come back. Why does no rank hang?",
-        "Every rank leaves out the same call, so no rank waits for another. Rows of the right"
-        " shape stand where results should come back, but they are of other tokens: loss and"
-        " gradients are wrong.",
-    ),
-    "gradients-back": form.Removal(
-        bugs.no_expert_gradients_back,
-        "The loss is right. Which parameters learn nothing?",
-        "The experts: the results of experts travel through the exchange, so no gradient reaches"
-        " their matrices. The router learns, for probabilities are multiplied in after the rows"
-        " are back.",
-    ),
-    "own-probabilities": form.Removal(
-        bugs.probabilities_of_other_tokens,
-        "All rows travel as they should. What is wrong?",
-        "A token's result is multiplied by the probability of another token. Rows are sent as"
-        " before, so all counts and bytes hold; loss and gradients do not.",
-    ),
-    "expert-group": form.Removal(
-        bugs.experts_summed_over_all,
-        "The loss is right. Whose gradients are summed here?",
-        "Rank 0 has experts 0 and 1, rank 1 has 2 and 3. Here the gradients of experts 0 and 2 are"
-        " added, and of 1 and 3, as if they were copies of one. The loss is computed before.",
-    ),
-}
+WITHOUT = form.Removals()
+WITHOUT["combine-exchange"] = form.Removal(
+    bugs.no_combine_exchange,
+    "Tokens go to experts and their results do not come back. Why does no rank hang?",
+    "Every rank leaves out the same call, so no rank waits for another. Rows of the right shape"
+    " stand where results should come back, but they are of other tokens: loss and gradients are"
+    " wrong.",
+)
+WITHOUT["gradients-back"] = form.Removal(
+    bugs.no_expert_gradients_back,
+    "The loss is right. Which parameters learn nothing?",
+    "The experts: the results of experts travel through the exchange, so no gradient reaches their"
+    " matrices. The router learns, for probabilities are multiplied in after the rows are back.",
+)
+WITHOUT["own-probabilities"] = form.Removal(
+    bugs.probabilities_of_other_tokens,
+    "All rows travel as they should. What is wrong?",
+    "A token's result is multiplied by the probability of another token. Rows are sent as before,"
+    " so all counts and bytes hold; loss and gradients do not.",
+)
+WITHOUT["expert-group"] = form.Removal(
+    bugs.experts_summed_over_all,
+    "The loss is right. Whose gradients are summed here?",
+    "Rank 0 has experts 0 and 1, rank 1 has 2 and 3. Here the gradients of experts 0 and 2 are"
+    " added, and of 1 and 3, as if they were copies of one. The loss is computed before.",
+)
 
 # two micro-batches of B sequences; E experts in each of L layers
 B, S, H, V = 4, 32, 64, 257
@@ -52,9 +47,8 @@ FFN = 4 * H
 
 def on_rank(rank: int) -> dict:
     """One step in float64. Two ranks have one micro-batch each, and half of the experts."""
-    world = dist.get_world_size()
     model = demo.meta_model(demo.tiny_config(MoEConfig, num_experts=E))
-    moe.apply(model, dist.group.WORLD if world > 1 else None)
+    moe.apply(model, demo.all_ranks())
     sharding.init(model, 0, "cpu", torch.float64)
     # the ranks that hold the same experts: this rank alone
     alone = demo.singleton_group()
@@ -62,7 +56,7 @@ def on_rank(rank: int) -> dict:
     tokens, targets = (x.chunk(2) for x in demo.random_tokens(2 * B, S, V))
     # announces that the next backward is the step's last
     gradients.next_backward_is_last()
-    mine = range(rank, 2, world)
+    mine = range(rank, 2, dist.get_world_size())
     with ranks.Collectives() as forward:
         losses = [model(tokens[k], targets[k]).sum() for k in mine]
     loss_grad = torch.tensor(1 / (2 * TOKENS), dtype=torch.float64)
@@ -125,8 +119,7 @@ def teach(lesson: form.Lesson) -> None:
         [weights / dense_weights, flops / dense_flops],
     )
 
-    one = ranks.run(on_rank, 1)[0]
-    two = lesson.on_ranks(2, on_rank)
+    one, two = lesson.one_and_many(2, on_rank)
     lesson.predict(
         f"One rank holds {one['parameters']:,} parameters, {L * weights:,} of them in experts. How"
         " many does each of two ranks hold, with ep 2?",

@@ -1,8 +1,5 @@
-"""The lesson of optimizer.py: sums in float32, the loss scale, what 16-bit weights
-forget, bytes of state, the size of a step.
-
-python -m course.optimizer
-"""
+"""The lesson of optimizer.py: sums in float32, the loss scale, what 16-bit weights forget, bytes of
+state, the size of a step."""
 
 from unittest import mock
 
@@ -16,80 +13,68 @@ from optimizer import AdamW, GradientAccumulator, LossScaler
 # --- what --without removes -----------------------------------------------------------------------
 
 
+WITHOUT = form.Removals()
+
+
+@WITHOUT.replace(
+    "float32", "optimizer.accumulation_dtype", "Each gradient is right. Which sums are wrong?"
+)
+def own_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Those that need more bits than the weight's type has: 256 + 1 is 256 in bf16, and 6.6e-4
+    divided by 2^16 is 0 in fp16. The search adds no gradients."""
+    return dtype
+
+
+@WITHOUT.replace(
+    "scale", "optimizer.LossScaler.__init__", "The loss is right. Which weights learn nothing?"
+)
 def unscaled(self, *arguments, original=LossScaler.__init__, **options) -> None:
-    """The loss is not multiplied before backward."""
+    """Those whose gradients are below about 3e-8: fp16 rounds them to 0 in backward. Sums of larger
+    gradients are right. With a scale of 1 nothing overflows, so no step is skipped."""
     original(self, *arguments, **options)
     self.scale = 1.0
 
 
+@WITHOUT.add("search", "The same scale is found. What does it cost?")
 def no_search():
-    """The first scale is halved until it fits."""
+    """15 more steps that are computed and then skipped: each overflow but the first halves the
+    scale, and the way from 2^32 to 2^16 takes 17 steps, not 2."""
     never = property(lambda self: False, lambda self, value: None)
     return mock.patch.object(LossScaler, "searching", never, create=True)
 
 
+@WITHOUT.replace(
+    "master", "optimizer.AdamW.weights_from_masters", "Why does training stop at a small lr?"
+)
 def round_masters(self, names=None, original=AdamW.weights_from_masters) -> None:
-    """The master keeps the 16 bits of the weight, no more."""
+    """Below 1 bf16 numbers are 0.0039 apart. A step of less than half of that is rounded away, each
+    time anew, for nothing keeps the rest. A small learning rate makes all steps so small."""
     original(self, names)
     for name, master in self.masters.items():
         master.copy_(self.parameters[name].detach())
 
 
+@WITHOUT.replace(
+    "low-bits", "optimizer.split_master", "Training still runs. Which updates are lost?"
+)
 def split_without_low(
     master: Tensor, weight: Tensor, low: Tensor, original=optimizer.split_master
 ) -> None:
-    """Of the master only the upper half is kept."""
+    """Those of less than half the distance between two bf16 numbers, as without a master: the
+    weight and low bits of 0 are a master rounded to bf16. With an fp32 master no low bits are
+    needed, so the check before holds."""
     original(master, weight, low)
     low.zero_()
 
 
+@WITHOUT.replace("bias-correction", "optimizer.AdamW.allocate", "How large is the first step?")
 def allocate_old(self, original=AdamW.allocate) -> None:
-    """m and v are taken as they are, as after many steps."""
+    """v rises more slowly than m. After one step m is 0.1 g, and v is 0.05 g²: lr 0.1 / √0.05 =
+    0.447 lr. After 100 steps m and v have nearly their full size, so the check with a master
+    holds."""
     original(self)
     self.updates.fill_(1e6)
 
-
-WITHOUT = {
-    "float32": form.Removal(
-        lambda: mock.patch.object(optimizer, "accumulation_dtype", lambda dtype: dtype),
-        "Each gradient is right. Which sums are wrong?",
-        "Those that need more bits than the weight's type has: 256 + 1 is 256 in bf16, and 6.6e-4"
-        " divided by 2^16 is 0 in fp16. The search adds no gradients.",
-    ),
-    "scale": form.Removal(
-        lambda: mock.patch.object(LossScaler, "__init__", unscaled),
-        "The loss is right. Which weights learn nothing?",
-        "Those whose gradients are below about 3e-8: fp16 rounds them to 0 in backward. Sums of"
-        " larger gradients are right. With a scale of 1 nothing overflows, so no step is skipped.",
-    ),
-    "search": form.Removal(
-        no_search,
-        "The same scale is found. What does it cost?",
-        "15 more steps that are computed and then skipped: each overflow but the first halves the"
-        " scale, and the way from 2^32 to 2^16 takes 17 steps, not 2.",
-    ),
-    "bias-correction": form.Removal(
-        lambda: mock.patch.object(AdamW, "allocate", allocate_old),
-        "How large is the first step?",
-        "v rises more slowly than m. After one step m is 0.1 g, and v is 0.05 g²: lr 0.1 / √0.05 ="
-        " 0.447 lr. After 100 steps m and v have nearly their full size, so the check with a"
-        " master holds.",
-    ),
-    "master": form.Removal(
-        lambda: mock.patch.object(AdamW, "weights_from_masters", round_masters),
-        "Why does training stop at a small lr?",
-        "Below 1 bf16 numbers are 0.0039 apart. A step of less than half of that is rounded away,"
-        " each time anew, for nothing keeps the rest. A small learning rate makes all steps so"
-        " small.",
-    ),
-    "low-bits": form.Removal(
-        lambda: mock.patch.object(optimizer, "split_master", split_without_low),
-        "Training still runs. Which updates are lost?",
-        "Those of less than half the distance between two bf16 numbers, as without a master: the"
-        " weight and low bits of 0 are a master rounded to bf16. With an fp32 master no low bits"
-        " are needed, so the check before holds.",
-    ),
-}
 
 # --- the lesson -----------------------------------------------------------------------------------
 

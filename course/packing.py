@@ -1,7 +1,5 @@
-"""The lesson of packing.py and document_mask.py: what packing saves, and that it changes nothing.
-
-python -m course.packing
-"""
+"""The lesson of packing.py and document_mask.py: what packing saves, and that it changes
+nothing."""
 
 from unittest import mock
 
@@ -17,35 +15,25 @@ from run.data import Batch
 S, V = 64, 257
 
 
+WITHOUT = form.Removals()
+
+
+@WITHOUT.add("mask", "Attention is causal only. Which positions change?")
 def no_mask():
-    """Attention is causal, and sees the documents before."""
+    """All from there on: later documents attend to the changed one. They are trained with a context
+    that they do not have when the model is used. The loss falls all the same."""
     causal = torch.ones(1, S, S, dtype=torch.bool).tril()
     return mock.patch.object(document_mask, "visible", lambda documents: causal)
 
 
+@WITHOUT.add("positions", "Positions do not restart in each document. Does it matter?")
 def no_positions():
-    """Positions go on through the documents of a row."""
+    """Yes: the loss of a document then depends on its place in the row. This GPT has learned
+    positions, and they are trained for other places than a prompt has. With rotary positions it
+    would not matter: there attention depends only on the difference of two positions."""
     return mock.patch.object(
         gpt, "positions_of", lambda documents: torch.arange(S).expand_as(documents)
     )
-
-
-WITHOUT = {
-    "mask": form.Removal(
-        no_mask,
-        "Attention is causal only. Which positions change?",
-        "All from there on: later documents attend to the changed one. They are trained with a"
-        " context that they do not have when the model is used. The loss falls all the same.",
-    ),
-    "positions": form.Removal(
-        no_positions,
-        "Positions do not restart in each document. Does it matter?",
-        "Yes: the loss of a document then depends on its place in the row. This GPT has learned"
-        " positions, and they are trained for other places than a prompt has. With rotary"
-        " positions it would not matter: there attention depends only on the difference of two"
-        " positions.",
-    ),
-}
 
 
 # --- data -----------------------------------------------------------------------------------------

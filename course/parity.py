@@ -140,22 +140,26 @@ class Run:
             loss = t.forward_backward(step, self.dataset).reshape(1)
             if self.world > 1:
                 dist.all_reduce(loss)
-            self.note(f"step {step}: output of ", self.outputs)
-            self.note(f"step {step}: ", [("loss", (1,), [0], loss.cpu())])
             gradients = self.gradients()
-            if step == 1:
-                result.gradients = self.gather(gradients)
-            self.note(f"step {step}: gradient of ", gradients[::-1])
             norm = t.update(step)[0]
-            self.note(f"step {step}: ", [self.norm_of_rank(norm)])
-            if self.trace:
-                t.task.wait_for_parameters()
-            self.note(f"step {step}: updated ", self.parameters_in_use())
+            self.end_step(step, loss, gradients, norm)
             result.losses.append(loss.item())
             result.norms.append(norm.item())
         t.task.wait_for_parameters()
         result.parameters = self.gather(self.parameters())
         return result
+
+    def end_step(self, step: int, loss: Tensor, gradients: list[tuple], norm: Tensor) -> None:
+        """Keep what a step has given. gradients: before clipping."""
+        if step == 1:
+            self.result.gradients = self.gather(gradients)
+        if self.trace:
+            self.trainer.task.wait_for_parameters()
+            self.note(f"step {step}: output of ", self.outputs)
+            self.note(f"step {step}: ", [("loss", (1,), [0], loss.cpu())])
+            self.note(f"step {step}: gradient of ", gradients[::-1])
+            self.note(f"step {step}: ", [self.norm_of_rank(norm)])
+            self.note(f"step {step}: updated ", self.parameters_in_use())
 
     def note_reference(self, steps: int) -> None:
         """For DPO: what the model says of the samples of these steps before the first one."""

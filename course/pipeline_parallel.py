@@ -1,12 +1,7 @@
-"""The lesson of pipeline_parallel.py, and of course/nccl_model.py: four
-schedules on two ranks beside one rank; programs of sends and receives, run in a model of NCCL.
-
-python -m course.pipeline_parallel
-"""
+"""The lesson of pipeline_parallel.py, and of course/nccl_model.py: four schedules on two ranks
+beside one rank; programs of sends and receives, run in a model of NCCL."""
 
 from dataclasses import dataclass
-from functools import partial
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,15 +23,38 @@ def is_transfer(entry: Action | Transfer, op: str) -> bool:
     return isinstance(entry, Transfer) and entry.op == op
 
 
+# what this lesson looks at; ranks run the right programs
+LOWER = "course.pipeline_parallel.lower"
+WITHOUT = form.Removals()
+WITHOUT["tied-sum"] = form.Removal(
+    bugs.no_tied_sum,
+    "The loss is right. Which gradient is not?",
+    "That of the tied embedding. The first stage has the part from looking tokens up, the last"
+    " stage the part from the logits; without the sum each copy has one part, and after a step the"
+    " copies differ.",
+)
+WITHOUT["loss-scale"] = form.Removal(
+    bugs.loss_divided_twice,
+    "Why would AdamW hide this?",
+    "Every gradient is 1/8 of what it should be, so the relative difference is 7/8. AdamW divides"
+    " m by √v: the factor cancels, but for ε and for clipping by the norm.",
+)
+
+
+@WITHOUT.replace("receive", LOWER, "Rank 1 lacks one. Which message fails?")
 def no_receive(schedule: list, v: int) -> list[Program]:
-    """Rank 1 never posts its first receive."""
+    """Messages have no names: the first send meets the first receive. F0 meets the receive that was
+    posted for F1."""
     programs = pipeline_parallel.lower(schedule, v)
     programs[1].remove(next(entry for entry in programs[1] if is_transfer(entry, "receive")))
     return programs
 
 
+@WITHOUT.replace("order", LOWER, "Every message has its receive. Which one does F0 meet?")
 def no_order(schedule: list, v: int) -> list[Program]:
-    """Rank 1 posts its first two receives of activations in the reverse order."""
+    """That of F1: messages have no names, and the first send meets the first receive. The model
+    stops here. NCCL may hang, or give F0's numbers out as F1, for both have one shape. Counts
+    hold."""
     programs = pipeline_parallel.lower(schedule, v)
     program = programs[1]
     receives = [i for i, entry in enumerate(program) if is_transfer(entry, "receive")]
@@ -45,51 +63,13 @@ def no_order(schedule: list, v: int) -> list[Program]:
     return programs
 
 
+@WITHOUT.replace("settle", LOWER, "Sends are settled at the end of the step. What grows with m?")
 def no_settle(schedule: list, v: int) -> list[Program]:
-    """Sends are settled at the end of the step."""
+    """The tensors that are kept. Each send keeps its own until the end of the step, and a rank in
+    the middle has 2 m sends: 16 with m 8, 128 with m 64."""
     programs = pipeline_parallel.lower(schedule, v)
     return [sorted(program, key=lambda entry: is_transfer(entry, "settle")) for program in programs]
 
-
-def programs_by(function):
-    """What this lesson looks at; ranks run the right programs."""
-    return partial(mock.patch, "course.pipeline_parallel.lower", function)
-
-
-WITHOUT = {
-    "tied-sum": form.Removal(
-        bugs.no_tied_sum,
-        "The loss is right. Which gradient is not?",
-        "That of the tied embedding. The first stage has the part from looking tokens up, the last"
-        " stage the part from the logits; without the sum each copy has one part, and after a step"
-        " the copies differ.",
-    ),
-    "loss-scale": form.Removal(
-        bugs.loss_divided_twice,
-        "Why would AdamW hide this?",
-        "Every gradient is 1/8 of what it should be, so the relative difference is 7/8. AdamW"
-        " divides m by √v: the factor cancels, but for ε and for clipping by the norm.",
-    ),
-    "receive": form.Removal(
-        programs_by(no_receive),
-        "Rank 1 lacks one. Which message fails?",
-        "Messages have no names: the first send meets the first receive. F0 meets the receive that"
-        " was posted for F1.",
-    ),
-    "order": form.Removal(
-        programs_by(no_order),
-        "Every message has its receive. Which one does F0 meet?",
-        "That of F1: messages have no names, and the first send meets the first receive. The model"
-        " stops here. NCCL may hang, or give F0's numbers out as F1, for both have one shape."
-        " Counts hold.",
-    ),
-    "settle": form.Removal(
-        programs_by(no_settle),
-        "Sends are settled at the end of the step. What grows with m?",
-        "The tensors that are kept. Each send keeps its own until the end of the step, and a rank"
-        " in the middle has 2 m sends: 16 with m 8, 128 with m 64.",
-    ),
-}
 
 # --- four schedules on two ranks ------------------------------------------------------------------
 

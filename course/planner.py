@@ -1,7 +1,4 @@
-"""The lesson of planner.py: the constants, one layout taken apart, and the errors.
-
-python -m course.planner
-"""
+"""The lesson of planner.py: the constants, one layout taken apart, and the errors."""
 
 import dataclasses
 from unittest import mock
@@ -15,9 +12,14 @@ from planning.inputs import A100, Machine
 from planning.rows import Row
 from schedules import Cost
 
+WITHOUT = form.Removals()
 
+
+@WITHOUT.add("adapters", "A node's 8 GPUs have 8 adapters. Use one?")
 def without_adapters():
-    """Ranks of a group on one node do not share their adapters: each ring has one."""
+    """A ring of ranks enters and leaves a node once, so its members there share their adapters.
+    Without this the fit gives one adapter more than its data sheet promises, and groups with one
+    member on each node are then predicted too fast."""
 
     def link(self, size, stride):
         return self.node_link if size * stride <= self.ranks_per_node else self.network_link
@@ -25,8 +27,11 @@ def without_adapters():
     return mock.patch.object(Machine, "link", link)
 
 
+@WITHOUT.add("wait", "And a lower bandwidth instead?")
 def without_wait():
-    """A collective and a send take the time of their bytes alone."""
+    """Tensor parallelism makes thousands of collectives in a step. About half of the time of each
+    is waiting, which no bandwidth describes; the fit then gives matrix multiplications more than
+    the peak."""
     step_time = planner.step_time
 
     def at_once(machine, *rest):
@@ -36,13 +41,18 @@ def without_wait():
     return mock.patch.object(planner, "step_time", at_once)
 
 
+@WITHOUT.add("collectives", "Can one matmul constant make up for it?")
 def without_collectives():
-    """Collectives take no time; sends between stages do."""
+    """One constant of matrix multiplications cannot stand for them: they take most of the time
+    under tensor parallelism over nodes, and none on one GPU. The fit stays in between, and each row
+    is wrong."""
     return mock.patch.object(planner.Rank, "collective", lambda *args, **options: 0.0)
 
 
+@WITHOUT.add("slow-stage", "Is the head 1/8 as slow on 8 stages?")
 def without_slow_stage():
-    """The head's time is spread over all stages, instead of making the last one the slowest."""
+    """All stages wait for the slowest. Spread over p stages the head looks p times as cheap, which
+    the simulation does not confirm."""
     step_time = planner.step_time
 
     def spread(machine, software, model, layout):
@@ -52,13 +62,17 @@ def without_slow_stage():
     return mock.patch.object(planner, "step_time", spread)
 
 
+@WITHOUT.add("elementwise", "Are FLOPs alone enough?")
 def without_elementwise():
-    """Element-wise operations of the layers take no time."""
+    """Norms, dropout, softmax and GELU have few FLOPs and many bytes. They are a larger share of a
+    small model than of a large one, so no share of the peak fits both."""
     return mock.patch.object(planner.Rank, "read_write", lambda rank, nbytes: 0.0)
 
 
+@WITHOUT.add("overlap", "No all-reduce beside a weight gradient?")
 def without_overlap():
-    """Backward waits for each tensor-parallel all-reduce."""
+    """Megatron-LM's backward computes a weight gradient beside each all-reduce. Without this all
+    collectives are too slow, so fitted constants make the exposed ones too fast."""
     tensor_backward = layer_time.tensor_backward
 
     def waiting(rank, all_reduce, weight_gradient):
@@ -66,48 +80,6 @@ def without_overlap():
 
     return mock.patch.object(layer_time, "tensor_backward", waiting)
 
-
-WITHOUT = {
-    "adapters": form.Removal(
-        without_adapters,
-        "A node's 8 GPUs have 8 adapters. Use one?",
-        "A ring of ranks enters and leaves a node once, so its members there share their adapters."
-        " Without this the fit gives one adapter more than its data sheet promises, and groups"
-        " with one member on each node are then predicted too fast.",
-    ),
-    "collectives": form.Removal(
-        without_collectives,
-        "Can one matmul constant make up for it?",
-        "One constant of matrix multiplications cannot stand for them: they take most of the time"
-        " under tensor parallelism over nodes, and none on one GPU. The fit stays in between, and"
-        " each row is wrong.",
-    ),
-    "wait": form.Removal(
-        without_wait,
-        "And a lower bandwidth instead?",
-        "Tensor parallelism makes thousands of collectives in a step. About half of the time of"
-        " each is waiting, which no bandwidth describes; the fit then gives matrix multiplications"
-        " more than the peak.",
-    ),
-    "slow-stage": form.Removal(
-        without_slow_stage,
-        "Is the head 1/8 as slow on 8 stages?",
-        "All stages wait for the slowest. Spread over p stages the head looks p times as cheap,"
-        " which the simulation does not confirm.",
-    ),
-    "elementwise": form.Removal(
-        without_elementwise,
-        "Are FLOPs alone enough?",
-        "Norms, dropout, softmax and GELU have few FLOPs and many bytes. They are a larger share"
-        " of a small model than of a large one, so no share of the peak fits both.",
-    ),
-    "overlap": form.Removal(
-        without_overlap,
-        "No all-reduce beside a weight gradient?",
-        "Megatron-LM's backward computes a weight gradient beside each all-reduce. Without this"
-        " all collectives are too slow, so fitted constants make the exposed ones too fast.",
-    ),
-}
 
 MEANING = {
     "matmul": "of the peak: large matrix multiplications",

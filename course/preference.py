@@ -1,13 +1,9 @@
 """The lesson of finetune/preference.py: gradients of comparisons, DPO, and a value head on two
-ranks.
-
-python -m course.preference
-"""
+ranks."""
 
 import math
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import gpt
@@ -19,51 +15,47 @@ from course.mutations import preference as bugs
 from finetune import preference
 from optimizer import AdamW, GradientAccumulator
 
-WITHOUT = {
-    "mask": form.Removal(
-        bugs.padding_in_the_answer,
-        "Padding counts as a part of the answer. Does the loss still fall?",
-        "Rows have one length, and an answer ends where it ends. What stands behind it is no part"
-        " of it: with it, log π(y) belongs to another answer. The loss still begins at log 2 and"
-        " falls.",
-    ),
-    "reference": form.Removal(
-        bugs.no_reference,
-        "π_ref is left out. Where does the loss begin?",
-        "Now the rewards are log-probabilities. A long answer has a low one, whatever it says. So"
-        " the loss begins anywhere, and pulls towards short answers instead of away from the"
-        " start.",
-    ),
-    "slice": form.Removal(
-        bugs.value_gradient_of_every_rank,
-        "The gradient of the values is summed over ranks. What is wrong then?",
-        "Both ranks have the same loss, so both have the whole gradient of the values. A"
-        " reduce-scatter adds the two copies, and every gradient below is twice too large.",
-    ),
-}
+WITHOUT = form.Removals()
+WITHOUT["mask"] = form.Removal(
+    bugs.padding_in_the_answer,
+    "Padding counts as a part of the answer. Does the loss still fall?",
+    "Rows have one length, and an answer ends where it ends. What stands behind it is no part of"
+    " it: with it, log π(y) belongs to another answer. The loss still begins at log 2 and falls.",
+)
+WITHOUT["reference"] = form.Removal(
+    bugs.no_reference,
+    "π_ref is left out. Where does the loss begin?",
+    "Now the rewards are log-probabilities. A long answer has a low one, whatever it says. So the"
+    " loss begins anywhere, and pulls towards short answers instead of away from the start.",
+)
+WITHOUT["slice"] = form.Removal(
+    bugs.value_gradient_of_every_rank,
+    "The gradient of the values is summed over ranks. What is wrong then?",
+    "Both ranks have the same loss, so both have the whole gradient of the values. A"
+    " reduce-scatter adds the two copies, and every gradient below is twice too large.",
+)
 
 B, S, H, V, T = 4, 32, 64, 257, 2
 BETA = 0.1
 STEPS = 30
 
 
-def new_model() -> gpt.GPT:
-    """A Llama on the meta device: no norm has a bias. That of the last one would have a gradient of
-    0, because the same number added to all rewards changes no difference."""
-    return demo.meta_model(demo.tiny_config(llama=True, ffn_hidden_size=172))
+# A Llama: no norm has a bias. That of the last one would have a gradient of 0, because the same
+# number added to all rewards changes no difference.
+CONFIG = demo.tiny_config(llama=True, ffn_hidden_size=172)
 
 
 # --- a value head on two ranks --------------------------------------------------------------------
 
 
-def value_head(rank: int, sharded: bool) -> dict:
+def value_head(rank: int) -> dict:
     """One step of a reward model (a Llama, h 64, L 2, float64): two pairs. What its head sends."""
-    group = dist.group.WORLD
-    model = new_model()
-    if sharded:
+    group = demo.all_ranks()
+    model = demo.meta_model(CONFIG)
+    if group:
         tensor_parallel.apply(model, group)
         sequence_parallel.apply(model, group)
-    preference.apply(model, group, sharded)
+    preference.apply(model, group, sequence_parallel=bool(group))
     sharding.init(model, 0, "cpu", torch.float64)
     tokens, _ = demo.random_tokens(B, S, V)
     ends = torch.arange(S) == torch.tensor([20, 31, 9, 25]).unsqueeze(1)
@@ -71,8 +63,7 @@ def value_head(rank: int, sharded: bool) -> dict:
     loss = preference.reward_loss(*preference.pairs_of(rewards)).mean()
     loss.backward()
     gradients = demo.gathered_gradients(model)
-    x = torch.zeros(B, S // T if sharded else S, H, dtype=torch.float64, requires_grad=True)
-    calls = demo.layer_calls(model.head, x)
+    calls = demo.layer_calls(model.head, demo.zeros(B, S // T if group else S, H))
     return {"loss": loss.item(), "gradients": gradients} | calls
 
 
@@ -82,10 +73,10 @@ def teach_value_head(lesson: form.Lesson) -> None:
         f" the {S} positions each, and both need all values, float64. What does the head send in"
         f" forward, of {B} rows? What in backward?"
     )
-    one = ranks.run(value_head, 1, False)[0]
+    one = ranks.run(value_head, 1)[0]
     # the others are removed from DPO
     removes = lesson.mutate if lesson.without == "slice" else None
-    two = ranks.run(form.on_rank, 2, removes, value_head, (True,))[0]
+    two = ranks.run(form.on_rank, 2, removes, value_head, ())[0]
     forward = [("all-gather", B * S * 8)]
     # the norm's weight and v
     backward = [("all-reduce", 2 * H * 8)]
@@ -148,8 +139,7 @@ def log_p(model: gpt.GPT, tokens: Tensor, mask: Tensor) -> Tensor:
 
 def dpo(rank: int) -> dict:
     """30 steps of DPO on two pairs."""
-    model = new_model()
-    sharding.init(model, 0, "cpu", torch.float64)
+    model = demo.make_model(CONFIG)
     tokens, mask, spans = some_pairs()
     with torch.no_grad():
         reference = log_p(model, tokens, mask)

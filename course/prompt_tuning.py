@@ -6,8 +6,6 @@ of the capital letter:
 
     Fabcd=a    Labcd=d              what the model learns from
     P_0 P_1 abcd=a                  what a prompt [2, h] learns
-
-python -m course.prompt_tuning
 """
 
 from dataclasses import dataclass
@@ -18,7 +16,6 @@ from torch import Tensor
 import generate
 import gpt
 import prompt_tuning
-import sharding
 from course import demo, form
 from finetune.nemo_config import PromptConfig
 from finetune.packing import Padded
@@ -47,20 +44,19 @@ class Settings:
     steps: int = 300
 
 
-WITHOUT = {
-    "frozen": form.Removal(
-        Settings(frozen=False),
-        "Both tasks are learned. Why does the first one fail afterwards?",
-        "The second task changed the layers that the first table was learned for. The table is the"
-        " same, the model is not: it gives the last letter with both tables.",
-    ),
-    "training": form.Removal(
-        Settings(steps=1),
-        "The tables stay as they began. Which checks see it?",
-        "The two losses and the answers. Counts of numbers, and that the model and the first table"
-        " stay as they are, hold also where nothing is learned.",
-    ),
-}
+WITHOUT = form.Removals()
+WITHOUT["frozen"] = form.Removal(
+    Settings(frozen=False),
+    "Both tasks are learned. Why does the first one fail afterwards?",
+    "The second task changed the layers that the first table was learned for. The table is the"
+    " same, the model is not: it gives the last letter with both tables.",
+)
+WITHOUT["training"] = form.Removal(
+    Settings(steps=1),
+    "The tables stay as they began. Which checks see it?",
+    "The two losses and the answers. Counts of numbers, and that the model and the first table"
+    " stay as they are, hold also where nothing is learned.",
+)
 
 
 # --- words, and examples of them ------------------------------------------------------------------
@@ -117,8 +113,7 @@ def learn(model: gpt.GPT, examples: Batch, seed: int, most_steps: int) -> demo.L
 def learn_to_read(seed: int) -> tuple[gpt.GPT, demo.Learned]:
     """A small Llama, trained whole."""
     config = demo.tiny_config(hidden_size=H, ffn_hidden_size=172, llama=True)
-    model = demo.meta_model(config)
-    sharding.init(model, seed, "cpu", torch.float32)
+    model = demo.make_model(config, dtype=torch.float32, seed=seed)
     return model, learn(model, with_capitals(), seed, most_steps=800)
 
 

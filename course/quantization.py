@@ -1,9 +1,4 @@
-"""The lesson of quantization.py: steps and errors, groups and outliers, bytes, a small model.
-
-python -m course.quantization
-"""
-
-from unittest import mock
+"""The lesson of quantization.py: steps and errors, groups and outliers, bytes, a small model."""
 
 import torch
 from torch import Tensor
@@ -13,32 +8,28 @@ from course import demo, form
 from inference import quantization
 from inference.quantization import Int4Matrix, Int8Matrix
 
+WITHOUT = form.Removals()
 
+
+@WITHOUT.replace(
+    "rows",
+    "inference.quantization.row_scale",
+    "One row has an outlier. What happens to the others?",
+)
 def of_the_matrix(w: Tensor, original=quantization.row_scale) -> Tensor:
-    """One scale for the whole matrix."""
+    """An outlier of 1 in one row gives every row the step 1 / 127.5. The other rows have numbers of
+    0.02: they keep 3 of their 8 bits."""
     return original(w.reshape(1, -1)).expand(len(w))
 
 
+@WITHOUT.replace(
+    "zero-point", "inference.quantization.group_scale", "Which groups become worse, and how much?"
+)
 def around_zero(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """The 16 steps lie around 0, also where the numbers of a group do not."""
+    """Groups whose numbers lie on one side of 0. Most of the 16 numbers then stand for values that
+    do not occur: from 0.9 to 1.1, one step of 1.1 / 7.5 instead of 15 of 0.2 / 15."""
     largest = groups.abs().amax(2)  # [out, in / g]
     return largest / 7.5, largest / 15
-
-
-WITHOUT = {
-    "rows": form.Removal(
-        lambda: mock.patch.object(quantization, "row_scale", of_the_matrix),
-        "One row has an outlier. What happens to the others?",
-        "An outlier of 1 in one row gives every row the step 1 / 127.5. The other rows have"
-        " numbers of 0.02: they keep 3 of their 8 bits.",
-    ),
-    "zero-point": form.Removal(
-        lambda: mock.patch.object(quantization, "group_scale", around_zero),
-        "Which groups become worse, and how much?",
-        "Groups whose numbers lie on one side of 0. Most of the 16 numbers then stand for values"
-        " that do not occur: from 0.9 to 1.1, one step of 1.1 / 7.5 instead of 15 of 0.2 / 15.",
-    ),
-}
 
 
 def normal(*shape: int, std: float = 0.02) -> Tensor:

@@ -13,8 +13,6 @@ When a rank fails, the others are stopped and its traceback is raised here. When
 or hangs, the process group's timeout turns that into a failure.
 
 `Collectives` (base/collectives.py) counts the collectives of a process.
-
-    python -m course.ranks          times a launch of 2, 4 and 8 ranks
 """
 
 import gc
@@ -213,29 +211,3 @@ def _dismiss(processes: list, pipes: list, timeout: float) -> None:
             raise RuntimeError(
                 f"rank {rank} of {len(processes)} left with exit code {process.exitcode}"
             )
-
-
-# --------------------------------------------------------------------------------------------------
-
-
-def _lesson(rank: int) -> float:
-    x = torch.tensor([float(rank)])
-    dist.all_reduce(x)
-    return x.item()
-
-
-def main():
-    # starts the server
-    run(_lesson, 1)
-    for world in (2, 4, 8):
-        start = time.perf_counter()
-        total = run(_lesson, world)[0]
-        seconds = time.perf_counter() - start
-        print(
-            f"{world} ranks: the sum of their numbers is {total:.0f}, {seconds:.2f} s from launch"
-            " to exit"
-        )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,10 @@
-"""The lesson of recompute.py: one layer, three ways.
-
-python -m course.recompute
-"""
+"""The lesson of recompute.py: one layer, three ways."""
 
 import torch
 from torch import Tensor
 
 import gpt
 import recompute
-import sharding
 from base import dropout
 from base.model_config import GPTConfig
 from course import demo, form
@@ -17,34 +13,28 @@ from course.mutations import recompute as bugs
 S, B, H, A = 128, 2, 128, 4
 
 
+WITHOUT = form.Removals()
+WITHOUT["same-masks"] = form.Removal(
+    bugs.new_masks_in_recomputation,
+    "Dropout draws new masks. Is the loss wrong? Why not?",
+    "The loss comes from the first run. Backward then uses a second run with other masks: of the"
+    " whole layer with full; of attention's scores with selective, so that only q, k, v and the"
+    " norm before them get wrong gradients.",
+)
+
+
+@WITHOUT.add("recomputation", "Everything is kept. Can gradients show it?")
 def no_recomputation() -> None:
-    """Everything is kept."""
+    """No. Recomputation gives the same numbers again, so gradients are equal with it and without
+    it. Only bytes and FLOPs show it."""
     recompute.checkpoint = lambda function, *args: function(*args)
-
-
-WITHOUT = {
-    "same-masks": form.Removal(
-        bugs.new_masks_in_recomputation,
-        "Dropout draws new masks. Is the loss wrong? Why not?",
-        "The loss comes from the first run. Backward then uses a second run with other masks: of"
-        " the whole layer with full; of attention's scores with selective, so that only q, k, v"
-        " and the norm before them get wrong gradients.",
-    ),
-    "recomputation": form.Removal(
-        no_recomputation,
-        "Everything is kept. Can gradients show it?",
-        "No. Recomputation gives the same numbers again, so gradients are equal with it and"
-        " without it. Only bytes and FLOPs show it.",
-    ),
-}
 
 
 def measure(granularity: str) -> tuple[int, int, list[Tensor]]:
     """(bytes kept, FLOPs, gradients) of one layer, forward and backward, in bf16."""
     config = GPTConfig(1, H, A, seq_length=S, vocab_size=64, dropout=0.1)
-    model = demo.meta_model(config)
+    model = demo.make_model(config, dtype=torch.bfloat16)
     recompute.apply(model, granularity)
-    sharding.init(model, 0, "cpu", torch.bfloat16)
     block = model.blocks["0"]
     x = torch.randn(B, S, H, generator=torch.Generator().manual_seed(0))
     x = x.bfloat16().requires_grad_()

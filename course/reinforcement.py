@@ -2,13 +2,9 @@
 by the KL.
 
 The policy has one logit for each of four tokens, and an answer is one token. So everything can be
-computed by hand: the best policy, and how far one rollout may move it.
-
-python -m course.reinforcement
-"""
+computed by hand: the best policy, and how far one rollout may move it."""
 
 import math
-from functools import partial
 from unittest import mock
 
 import torch
@@ -33,59 +29,53 @@ EPOCHS = 2
 
 # --- what --without removes -----------------------------------------------------------------------
 
-
-def no_kl(log_probs: Tensor, reference: Tensor) -> Tensor:
-    return torch.zeros_like(log_probs)
-
-
-def no_clip(log_probs: Tensor, old: Tensor, advantages: Tensor, clip: float):
-    losses = -torch.exp(log_probs - old) * advantages
-    return losses, torch.zeros_like(losses, dtype=torch.bool)
+WITHOUT = form.Removals()
+MODULE = "finetune.reinforcement"
 
 
-def always_new(original, log_probs: Tensor, old: Tensor, advantages: Tensor, clip: float):
-    """The policy as it is now takes the place of the one that wrote the answers."""
-    return original(log_probs, log_probs.detach(), advantages, clip)
-
-
-def no_next_value(original, rewards: Tensor, values: Tensor, mask: Tensor, gamma=1.0, lam=0.95):
-    """δ = r - V: with a value of 0 behind every token."""
+@WITHOUT.replace(
+    "next-value", f"{MODULE}.generalized_advantages", "δ = r - V. Which tokens are to blame?"
+)
+def no_next_value(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma=1.0,
+    lam=0.95,
+    original=reinforcement.generalized_advantages,
+):
+    """A token without a reward of its own seems to lose V, though the critic still expects as much
+    after it. γ V of the next token says so."""
+    # a value of 0 behind every token
     advantages, _ = original(rewards - values, torch.zeros_like(values), mask, gamma, lam)
     return advantages, advantages + values
 
 
-WITHOUT = {
-    "next-value": form.Removal(
-        lambda: mock.patch.object(
-            reinforcement,
-            "generalized_advantages",
-            partial(no_next_value, reinforcement.generalized_advantages),
-        ),
-        "δ = r - V. Which tokens are to blame?",
-        "A token without a reward of its own seems to lose V, though the critic still expects as"
-        " much after it. γ V of the next token says so.",
-    ),
-    "clip": form.Removal(
-        lambda: mock.patch.object(reinforcement, "policy_loss", no_clip),
-        "How far does one rollout go?",
-        "The ratio corrects for the policy that wrote the answers, and nothing says that the"
-        " correction is good only near it.",
-    ),
-    "old": form.Removal(
-        lambda: mock.patch.object(
-            reinforcement, "policy_loss", partial(always_new, reinforcement.policy_loss)
-        ),
-        "log π_old is taken anew in each update. What is the ratio?",
-        "It is always 1, so nothing is ever clipped, and the updates go on as if the policy of"
-        " each update had written the answers.",
-    ),
-    "kl": form.Removal(
-        lambda: mock.patch.multiple(reinforcement, log_ratio=no_kl, kl_penalty=no_kl),
-        "What is written then?",
-        "The policy writes d and nothing else: KL log 10 = 2.30, the largest that this reward can"
-        " cause. Where the reward is a model, d is often its mistake.",
-    ),
-}
+@WITHOUT.replace("clip", f"{MODULE}.policy_loss", "How far does one rollout go?")
+def no_clip(log_probs: Tensor, old: Tensor, advantages: Tensor, clip: float):
+    """The ratio corrects for the policy that wrote the answers, and nothing says that the
+    correction is good only near it."""
+    losses = -torch.exp(log_probs - old) * advantages
+    return losses, torch.zeros_like(losses, dtype=torch.bool)
+
+
+@WITHOUT.replace(
+    "old",
+    f"{MODULE}.policy_loss",
+    "log π_old is taken anew in each update. What is the ratio?",
+)
+def always_new(log_probs: Tensor, *others, original=reinforcement.policy_loss):
+    """It is always 1, so nothing is ever clipped, and the updates go on as if the policy of each
+    update had written the answers."""
+    return original(log_probs, log_probs.detach(), *others[1:])
+
+
+@WITHOUT.add("kl", "What is written then?")
+def no_kl():
+    """The policy writes d and nothing else: KL log 10 = 2.30, the largest that this reward can
+    cause. Where the reward is a model, d is often its mistake."""
+    none = lambda log_probs, reference: torch.zeros_like(log_probs)  # noqa: E731
+    return mock.patch.multiple(reinforcement, log_ratio=none, kl_penalty=none)
 
 
 # --- a policy that is a table ---------------------------------------------------------------------

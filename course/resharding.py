@@ -1,8 +1,5 @@
 """The lesson of finetune/resharding.py: a model on two ranks, from tensor parallelism to a
-pipeline.
-
-python -m course.resharding
-"""
+pipeline."""
 
 import torch
 import torch.distributed as dist
@@ -20,8 +17,13 @@ L, H, V = 2, 64, 257
 BUFFER = 32_768
 
 
+WITHOUT = form.Removals()
+
+
+@WITHOUT.add("offset", "Which checks do not see it?")
 def no_offset() -> None:
-    """Each piece is written to the beginning of the slice that it belongs to."""
+    """Rows of the other rank, and a rank's own rows, are written to the first rows of the whole
+    matrix. As many bytes travel as before: only values show it."""
 
     def view(tensor, piece):
         # only the source learns
@@ -33,8 +35,10 @@ def no_offset() -> None:
     resharding.view = view
 
 
+@WITHOUT.add("new-values", "Which model writes the answers then?")
 def no_new_values() -> None:
-    """What the source had at the first copy is sent by every later one."""
+    """The model that generates is the one before training. Nothing fails: answers are only older
+    than one thinks, and so are their probabilities."""
 
     def copy(self) -> None:
         original(self)
@@ -44,36 +48,15 @@ def no_new_values() -> None:
     Resharding.copy = copy
 
 
+@WITHOUT.add("own", "Values are right. What travels that need not?")
 def no_own() -> None:
-    """Of the ranks that hold a slice, the first one sends it, also to a rank that holds it too."""
+    """Norms, biases and positions, which both ranks hold: rank 0 sends them to rank 1. Values are
+    right. With ZeRO stages 0 to 2, where ranks hold whole models, rank 0 would send all."""
 
     def first(*values, key=None):
         return values[0][0] if len(values) == 1 else min(*values, key=key)
 
     resharding.min = first
-
-
-WITHOUT = {
-    "offset": form.Removal(
-        no_offset,
-        "Which checks do not see it?",
-        "Rows of the other rank, and a rank's own rows, are written to the first rows of the whole"
-        " matrix. As many bytes travel as before: only values show it.",
-    ),
-    "new-values": form.Removal(
-        no_new_values,
-        "Which model writes the answers then?",
-        "The model that generates is the one before training. Nothing fails: answers are only"
-        " older than one thinks, and so are their probabilities.",
-    ),
-    "own": form.Removal(
-        no_own,
-        "Values are right. What travels that need not?",
-        "Norms, biases and positions, which both ranks hold: rank 0 sends them to rank 1. Values"
-        " are right. With ZeRO stages 0 to 2, where ranks hold whole models, rank 0 would send"
-        " all.",
-    ),
-}
 
 
 class Received(ranks.Collectives):
@@ -94,9 +77,8 @@ class Received(ranks.Collectives):
 def models(rank: int) -> tuple[nn.Module, dict[str, nn.Module]]:
     """The source, tp 2 with values; targets without: the stage of a pipeline, a whole model."""
     config = demo.tiny_config(num_layers=L, hidden_size=H, vocab_size=V)
-    source = demo.meta_model(config)
-    tensor_parallel.apply(source, dist.group.WORLD)
-    sharding.init(source, 0, "cpu", torch.float32)
+    group = dist.group.WORLD
+    source = demo.make_model(config, tensor_parallel.apply, group=group, dtype=torch.float32)
     (stage,) = pipeline_parallel.apply(demo.meta_model(config), rank, 2)
     targets = {"pp 2": stage, "whole": demo.meta_model(config)}
     for target in targets.values():
@@ -119,8 +101,7 @@ def move(source: nn.Module, target: nn.Module, prefix: str = "", **options) -> R
 
 def wrong(target: nn.Module, factor: float = 1) -> int:
     """How many elements are not those that one device draws, times a factor."""
-    whole = demo.meta_model(target.config)
-    sharding.init(whole, 0, "cpu", torch.float32)
+    whole = demo.make_model(target.config, dtype=torch.float32)
     expected = dict(whole.named_parameters())
     named = sharding.named_parameters(target)
     return sum((p != expected[name] * factor).sum().item() for name, p in named)

@@ -1,14 +1,9 @@
-"""The lesson of rollout.py: two ranks write answers, equal to those of one, and train on them.
-
-python -m course.rollout
-"""
+"""The lesson of rollout.py: two ranks write answers, equal to those of one, and train on them."""
 
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
-import sharding
 from base.groups import Groups
 from course import demo, form
 from finetune.answer_rows import Answer, Rows
@@ -24,14 +19,21 @@ MAX_TOKENS = 12
 # --- what --without removes: each is called on every rank -----------------------------------------
 
 
+WITHOUT = form.Removals()
+
+
+@WITHOUT.add("sample", "Numbers of (seed, step, place in the share). What changes?")
 def place_in_share():
-    """Random numbers depend on the place in a rank's share."""
+    """The three answers of rank 1: its first one gets the random numbers of rank 0's first one. So
+    another number of ranks gives other answers, and no run can be compared with one device."""
     keys = rollout.keys
     rollout.keys = lambda seed, step, samples: keys(seed, step, range(len(samples)))
 
 
+@WITHOUT.add("position", "They are one position late. Does a run stop?")
 def one_position_late():
-    """An answer's log-probabilities begin with that of its second token."""
+    """No. π / π_old is not 1 before an update, as it must be, so PPO clips it where nothing has
+    changed. The loss looks like any other."""
     of_prompts = rollout.Draws.of_prompts
 
     def shifted(draws):
@@ -40,8 +42,10 @@ def one_position_late():
     rollout.Draws.of_prompts = shifted
 
 
+@WITHOUT.add("end-token", "End tokens do not count. What is not learned?")
 def cut_end_token():
-    """The end token is not a part of the answer."""
+    """When to stop. It is a choice of the model as well; without this target no reward reaches
+    it."""
     begin = Rows.__init__
 
     def begin_without(rows, answers: list[Answer], *sizes):
@@ -53,39 +57,12 @@ def cut_end_token():
     Rows.__init__ = begin_without
 
 
+@WITHOUT.add("step", "Numbers of (seed, sample) alone. How many now?")
 def no_step():
-    """Random numbers depend on (seed, sample)."""
+    """All, as long as the weights are the same. Each step draws with the same random numbers, so
+    the model tries little that is new."""
     key_of = rollout.key_of
     rollout.key_of = lambda seed, step, sample: key_of(seed, 0, sample)
-
-
-WITHOUT = {
-    "sample": form.Removal(
-        place_in_share,
-        "Numbers of (seed, step, place in the share). What changes?",
-        "The three answers of rank 1: its first one gets the random numbers of rank 0's first one."
-        " So another number of ranks gives other answers, and no run can be compared with one"
-        " device.",
-    ),
-    "position": form.Removal(
-        one_position_late,
-        "They are one position late. Does a run stop?",
-        "No. π / π_old is not 1 before an update, as it must be, so PPO clips it where nothing has"
-        " changed. The loss looks like any other.",
-    ),
-    "end-token": form.Removal(
-        cut_end_token,
-        "End tokens do not count. What is not learned?",
-        "When to stop. It is a choice of the model as well; without this target no reward reaches"
-        " it.",
-    ),
-    "step": form.Removal(
-        no_step,
-        "Numbers of (seed, sample) alone. How many now?",
-        "All, as long as the weights are the same. Each step draws with the same random numbers,"
-        " so the model tries little that is new.",
-    ),
-}
 
 
 # --- on a rank ------------------------------------------------------------------------------------
@@ -106,8 +83,7 @@ class Seen(NamedTuple):
 def on_rank(rank: int) -> Seen:
     world = dist.get_world_size()
     groups = Groups.make("cpu", world) if world > 1 else Groups()
-    model = demo.meta_model(demo.tiny_config(seq_length=S, vocab_size=V, llama=True))
-    sharding.init(model, 0, "cpu", torch.float64)
+    model = demo.make_model(demo.tiny_config(seq_length=S, vocab_size=V, llama=True))
     samples = list(range(len(PROMPTS)))
     steps = [
         rollout.write_answers(model, PROMPTS, samples, 0, step, MAX_TOKENS, (END,), groups)
@@ -125,8 +101,7 @@ def on_rank(rank: int) -> Seen:
 
 
 def teach(lesson: form.Lesson) -> None:
-    one = lesson.on_ranks(1, on_rank)[0]
-    two = lesson.on_ranks(2, on_rank)[0]
+    one, two = (lesson.on_ranks(world, on_rank)[0] for world in (1, 2))
     for answer in one.answers:
         end = "the end token" if answer.ended else "cut off"
         lesson.say(f"{answer.prompt!s:<14} -> {' '.join(map(str, answer.ids))}   {end}")

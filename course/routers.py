@@ -1,9 +1,4 @@
-"""The lesson of moe.py: a plan by hand, temperature, capacity, the load-balancing loss.
-
-python -m course.routers
-"""
-
-from unittest import mock
+"""The lesson of moe.py: a plan by hand, temperature, capacity, the load-balancing loss."""
 
 import torch
 from torch import Tensor
@@ -12,35 +7,31 @@ import moe
 from course import demo, form
 from moe import MoEConfig, Routing, SinkhornRouter, TopKRouter
 
+WITHOUT = form.Removals()
 
+
+@WITHOUT.replace(
+    "columns", "moe.scale_rows_and_columns", "Every token has the same mass. Where does it all go?"
+)
 def rows_alone(kernel: Tensor, tolerance: float, most: int):
-    """Sinkhorn scales the rows alone: each token has the same mass, experts need not."""
+    """To the experts that most tokens like. Scaling a row does not change its order, so each token
+    goes where its raw logits send it, at any temperature."""
     n, e = kernel.shape
     ones = kernel.new_ones(e)
     return 1 / n / (kernel @ ones), ones, True
 
 
+@WITHOUT.replace(
+    "cooling",
+    "moe.balance",
+    "Cooling takes the plan step by step from temperature 1 to a low one. Without it the mass is"
+    " even. Why is the load not?",
+)
 def at_temperature_1(logits: Tensor, temperature=1.0, *rest, original=moe.balance, **options):
-    """The plan stays at temperature 1."""
+    """At temperature 1 the plan divides a token among experts, and it is these parts that are even.
+    But a token goes whole to its largest part. A lower temperature divides fewer tokens."""
     return original(logits, 1.0, *rest, **options)
 
-
-WITHOUT = {
-    "columns": form.Removal(
-        lambda: mock.patch.object(moe, "scale_rows_and_columns", rows_alone),
-        "Every token has the same mass. Where does it all go?",
-        "To the experts that most tokens like. Scaling a row does not change its order, so each"
-        " token goes where its raw logits send it, at any temperature.",
-    ),
-    "cooling": form.Removal(
-        lambda: mock.patch.object(moe, "balance", at_temperature_1),
-        "Cooling takes the plan step by step from temperature 1 to a low one. Without it the mass"
-        " is even. Why is the load not?",
-        "At temperature 1 the plan divides a token among experts, and it is these parts that are"
-        " even. But a token goes whole to its largest part. A lower temperature divides fewer"
-        " tokens.",
-    ),
-}
 
 # the picture at the top of moe.py
 EXAMPLE = torch.tensor([[2.0, 1.0], [2.2, 1.0], [1.5, 1.0], [3.0, 0.0]], dtype=torch.float64)

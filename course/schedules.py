@@ -1,7 +1,4 @@
-"""The lesson of schedules.py: four schedules, simulated.
-
-python -m course.schedules
-"""
+"""The lesson of schedules.py: four schedules, simulated."""
 
 import schedules
 from course import form
@@ -11,13 +8,20 @@ from schedules import Action, Cost, Schedule
 P, M = 3, 6
 
 
+WITHOUT = form.Removals()
+
+
+@WITHOUT.add("warmup", "Less is held, and the order is right. What does it cost?")
 def no_warmup(schedule: Schedule) -> Schedule:
-    """Each rank takes the next micro-batch when it is done with the one before."""
+    """Time: only one micro-batch is in the pipeline, so while one rank works on it the others wait.
+    The bubble of GPipe, 1F1B and interleaved is then p - 1 = 2 times the work."""
     return [sorted(actions, key=lambda a: a.micro_batch) for actions in schedule]
 
 
+@WITHOUT.add("deferral", "I is still passed on before W. What is lost?")
 def no_deferral(schedule: Schedule) -> Schedule:
-    """Each W comes right after its I."""
+    """W that waits can fill the time when a rank would be idle; W right after I cannot. The bubble
+    is 0.2222, still below 0.3333 of 1F1B, for the rank before gets I without waiting for W."""
     result = []
     for actions in schedule:
         order: list[Action] = []
@@ -28,23 +32,6 @@ def no_deferral(schedule: Schedule) -> Schedule:
                 order.append(a)
         result.append(order)
     return result
-
-
-WITHOUT = {
-    "warmup": form.Removal(
-        no_warmup,
-        "Less is held, and the order is right. What does it cost?",
-        "Time: only one micro-batch is in the pipeline, so while one rank works on it the others"
-        " wait. The bubble of GPipe, 1F1B and interleaved is then p - 1 = 2 times the work.",
-    ),
-    "deferral": form.Removal(
-        no_deferral,
-        "I is still passed on before W. What is lost?",
-        "W that waits can fill the time when a rank would be idle; W right after I cannot. The"
-        " bubble is 0.2222, still below 0.3333 of 1F1B, for the rank before gets I without waiting"
-        " for W.",
-    ),
-}
 
 
 class Drawn:

@@ -1,85 +1,64 @@
-"""The lesson of sequence_parallel.py: two ranks, beside tensor parallelism and beside one rank.
-
-python -m course.sequence_parallel
-"""
+"""The lesson of sequence_parallel.py: two ranks, beside tensor parallelism and beside one rank."""
 
 from collections import Counter
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 import gpt
 import recompute
 import sequence_parallel
-import sharding
 import tensor_parallel
 from base.dropout import dropout_key
-from course import demo, form, ranks
+from course import demo, form
 from course.mutations import sequence_parallel as bugs
 
-WITHOUT = {
-    "g": form.Removal(
-        bugs.no_gather_in_g,
-        "Each rank repeats its own slice instead of gathering the others'.",
-        "No input is gathered, so collectives and bytes differ. Shapes are right, and so is what"
-        " is kept. But a rank computes with its own tokens alone, and the reduce-scatter adds"
-        " parts of different tokens.",
-    ),
-    "norm-sum": form.Removal(
-        bugs.no_norm_gradient_sum,
-        "The loss is right. Which gradients are not?",
-        "Those of weights that each rank has whole and applies to its slice: norms, positions, and"
-        " biases that are added to a slice. A rank has the sum over its own tokens, and the other"
-        " half is missing.",
-    ),
-    "own-masks": form.Removal(
-        bugs.same_masks_on_every_slice,
-        "Every slice has the dropout masks of the first.",
-        "The second slice drops other elements than one rank would drop there, so loss and"
-        " gradients differ. What is sent and kept does not depend on which elements are dropped.",
-    ),
-}
+WITHOUT = form.Removals()
+WITHOUT["g"] = form.Removal(
+    bugs.no_gather_in_g,
+    "Each rank repeats its own slice instead of gathering the others'.",
+    "No input is gathered, so collectives and bytes differ. Shapes are right, and so is what is"
+    " kept. But a rank computes with its own tokens alone, and the reduce-scatter adds parts of"
+    " different tokens.",
+)
+WITHOUT["norm-sum"] = form.Removal(
+    bugs.no_norm_gradient_sum,
+    "The loss is right. Which gradients are not?",
+    "Those of weights that each rank has whole and applies to its slice: norms, positions, and"
+    " biases that are added to a slice. A rank has the sum over its own tokens, and the other half"
+    " is missing.",
+)
+WITHOUT["own-masks"] = form.Removal(
+    bugs.same_masks_on_every_slice,
+    "Every slice has the dropout masks of the first.",
+    "The second slice drops other elements than one rank would drop there, so loss and gradients"
+    " differ. What is sent and kept does not depend on which elements are dropped.",
+)
 
 B, S, H, A, T = 8, 64, 64, 4, 2
 
 
-def measure(kind: str) -> dict:
+def measure(*techniques: Callable) -> dict:
     """Gradients of a GPT (h 64, a 4, L 2, dropout 0.1, float64) after one step; what a layer sends,
-    and the bytes that it keeps for backward in bf16. kind: one, tensor or sequence."""
-    group = dist.group.WORLD
-    model = demo.meta_model(demo.tiny_config(seq_length=S, dropout=0.1))
-    if kind != "one":
-        tensor_parallel.apply(model, group)
-    if kind == "sequence":
-        sequence_parallel.apply(model, group)
+    and the bytes that it keeps for backward in bf16."""
+    group = demo.all_ranks()
+    config = demo.tiny_config(seq_length=S, dropout=0.1)
+    model = demo.make_model(config, *techniques, group=group)
     sequence_parallel.overlap_backward(model)
-    sharding.init(model, 0, "cpu", torch.float64)
-    tokens, targets = demo.random_tokens(B, S, 257)
     context = gpt.Context(dropout_key(0, 1, torch.arange(B)))
-    loss = model(tokens, targets, context).mean()
-    loss.backward()
-    gradients = demo.gathered_gradients(model)
-    s = S // T if kind == "sequence" else S
-    x = torch.zeros(B, s, H, dtype=torch.float64, requires_grad=True)
-    with ranks.Collectives() as forward:
-        y = model.blocks["0"](x, context)
-    with ranks.Collectives() as backward:
-        y.sum().backward()
+    step = demo.one_step(model, *demo.random_tokens(B, S, 257), context)
+    x = demo.zeros(B, S // T if group and len(techniques) > 1 else S, H)
+    calls = demo.layer_calls(model.blocks["0"], x, context)
     block = model.blocks["0"].bfloat16()
     x = x.detach().bfloat16().requires_grad_()
-    return {
-        "loss": loss.item(),
-        "gradients": gradients,
-        "forward": forward.calls,
-        "backward": backward.calls,
-        "kept": recompute.saved_bytes(lambda: block(x, context), *block.parameters()),
-    }
+    kept = recompute.saved_bytes(lambda: block(x, context), *block.parameters())
+    return step | calls | {"kept": kept}
 
 
-def on_rank(rank: int, kinds: tuple[str, ...], mutate) -> dict[str, dict]:
-    if mutate:
-        mutate()
-    return {kind: measure(kind) for kind in kinds}
+def on_rank(rank: int) -> dict[str, dict]:
+    """On one rank the two are the same model."""
+    tensor = measure(tensor_parallel.apply)
+    return {"tensor": tensor, "sequence": measure(tensor_parallel.apply, sequence_parallel.apply)}
 
 
 def wire_bytes(calls: list[tuple[str, int]]) -> int:
@@ -124,9 +103,9 @@ def teach_collectives(lesson: form.Lesson, tensor: dict, sequence: dict) -> None
 
 
 def teach(lesson: form.Lesson) -> None:
-    one = ranks.run(on_rank, 1, ("one",), None)[0]["one"]
-    results = ranks.run(on_rank, T, ("tensor", "sequence"), lesson.mutate)[0]
-    tensor, sequence = results["tensor"], results["sequence"]
+    one, of_ranks = lesson.one_and_many(T, on_rank)
+    one, results = one["tensor"], of_ranks[0]
+    tensor, sequence = results.values()
     teach_collectives(lesson, tensor, sequence)
 
     whole = recompute.layer_bytes(S, B, H, A)
@@ -135,12 +114,11 @@ def teach(lesson: form.Lesson) -> None:
         " parallelism over 2 ranks halves all but 10 s b h. And with sequence parallelism?",
         "bytes",
     )
-    ratios = []
-    lesson.say(f"{'one rank':<10}{one['kept']:>10,}  {form.bar(one['kept'], whole)}")
-    for name, result in results.items():
-        formula = recompute.layer_bytes(S, B, H, A, T, name == "sequence")
-        ratios.append(result["kept"] / formula)
-        lesson.say(f"{name:<10}{result['kept']:>10,}  {form.bar(result['kept'], whole)}")
+    kept = {name: result["kept"] for name, result in ({"one rank": one} | results).items()}
+    lesson.bars(kept, whole)
+    ratios = [
+        kept[name] / recompute.layer_bytes(S, B, H, A, T, name == "sequence") for name in results
+    ]
     lesson.check(
         f"a half of everything; measured / formula: tensor {ratios[0]:.3f}, sequence"
         f" {ratios[1]:.3f}",
@@ -149,12 +127,7 @@ def teach(lesson: form.Lesson) -> None:
     )
 
     lesson.predict("Dropout is 0.1, and each rank has half of the tokens. Does the loss change?")
-    lesson.check(
-        f"loss {one['loss']:.12f} on one rank, {sequence['loss']:.12f} on two",
-        abs(one["loss"] - sequence["loss"]) < 1e-10,
-    )
-    worst = demo.largest_difference(one["gradients"], sequence["gradients"])
-    lesson.check(f"largest relative difference of a gradient {worst:.1e}", worst < 1e-10)
+    demo.check_step(lesson, one, sequence)
 
 
 if __name__ == "__main__":

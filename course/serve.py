@@ -1,18 +1,11 @@
 """The lesson of inference/serve.py: blocks by hand, a time line, what a cache wastes, a model that
-answers.
-
-python -m course.serve
-"""
+answers."""
 
 import itertools
 import random
 from collections.abc import Iterator
-from unittest import mock
-
-import torch
 
 import generate
-import sharding
 from course import demo, form
 from inference import engine, serve
 from inference.paged_attention import Decodes
@@ -21,54 +14,50 @@ from inference.serve import BlockPool, Request, Scheduler, Sequence, Step
 # --- what --without removes -----------------------------------------------------------------------
 
 
+WITHOUT = form.Removals()
+
+
+@WITHOUT.replace(
+    "users", "inference.serve.BlockPool.share", "A shared block counts one user. Who is hurt?"
+)
 def share_as_one(self, block: int) -> None:
-    """A block has one user, however many tables name it."""
+    """Whoever shares it still. The first to write makes no copy, and the first to leave frees it: a
+    new sequence writes there. In a large cache the block is not taken soon, and all answers are
+    right; BlockPool.check, which the tests call after each step, is not fooled."""
     self.free.pop(block, None)
     self.users[block] = 1
 
 
+@WITHOUT.replace(
+    "parent", "inference.serve.hash_of", "A hash of the block's own tokens. What is found?"
+)
 def without_parent(parent: bytes, tokens: list[int], original=serve.hash_of) -> bytes:
+    """Keys and values of equal tokens that follow other tokens: the last prompt finds its question
+    in the first, which begins otherwise. The tables are in order: no invariant fails."""
     return original(b"", tokens)
 
 
+@WITHOUT.replace(
+    "mask", "inference.paged_attention.Decodes.__init__", "Sequences swap masks. Who sees what?"
+)
 def mask_of_another(self, *args, original=Decodes.__init__) -> None:
+    """Under a longer one's mask a sequence looks at places that it has not filled, under a shorter
+    one's not at its newest tokens. With equal lengths, no error shows."""
     original(self, *args)
     if self.mask is not None:
         self.mask = self.mask.roll(1, dims=0)
 
 
+@WITHOUT.replace(
+    "request",
+    "inference.engine.sample",
+    "Random numbers of the row in the step. What do answers depend on?",
+)
 def sample_by_place(logits, keys, positions, params, original=engine.sample):
+    """The place in the step depends on who else is served, and so does the answer. After a
+    preemption a text goes on as another one."""
     return original(logits, list(range(len(keys))), positions, params)
 
-
-WITHOUT = {
-    "users": form.Removal(
-        lambda: mock.patch.object(BlockPool, "share", share_as_one),
-        "A shared block counts one user. Who is hurt?",
-        "Whoever shares it still. The first to write makes no copy, and the first to leave frees"
-        " it: a new sequence writes there. In a large cache the block is not taken soon, and all"
-        " answers are right; BlockPool.check, which the tests call after each step, is not fooled.",
-    ),
-    "parent": form.Removal(
-        lambda: mock.patch.object(serve, "hash_of", without_parent),
-        "A hash of the block's own tokens. What is found?",
-        "Keys and values of equal tokens that follow other tokens: the last prompt finds its"
-        " question in the first, which begins otherwise. The tables are in order: no invariant"
-        " fails.",
-    ),
-    "mask": form.Removal(
-        lambda: mock.patch.object(Decodes, "__init__", mask_of_another),
-        "Sequences swap masks. Who sees what?",
-        "Under a longer one's mask a sequence looks at places that it has not filled, under a"
-        " shorter one's not at its newest tokens. With equal lengths, no error shows.",
-    ),
-    "request": form.Removal(
-        lambda: mock.patch.object(engine, "sample", sample_by_place),
-        "Random numbers of the row in the step. What do answers depend on?",
-        "The place in the step depends on who else is served, and so does the answer. After a"
-        " preemption a text goes on as another one.",
-    ),
-}
 
 # --- steps without a model ------------------------------------------------------------------------
 
@@ -223,8 +212,7 @@ def a_model(lesson: form.Lesson) -> None:
         "saved; changed",
     )
     config = demo.tiny_config(num_layers=4, hidden_size=128, seq_length=64, llama=True)
-    model = demo.meta_model(config)
-    sharding.init(model, 0, "cpu", torch.float64)
+    model = demo.make_model(config)
     question = [20, 21, 22, 23]
     prompts = [[9] * 8 + question + [1]]
     prompts += [[*range(1, 9), *[30 + n] * n] for n in range(1, 7)]

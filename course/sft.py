@@ -7,8 +7,6 @@ A small model learns to answer with the first letter of a word:
     cafe
     assistant:
     c<end>
-
-python -m course.sft
 """
 
 import torch
@@ -16,7 +14,6 @@ from torch import Tensor
 
 import generate
 import gpt
-import sharding
 from course import demo, form
 from finetune.chat_template import ChatTokenizer, open_template
 from finetune.packing import Padded
@@ -33,32 +30,26 @@ LEARNED = 0.05
 MOST_TOKENS = 8
 
 
+WITHOUT = form.Removals()
+
+
+@WITHOUT.add(
+    "end-of-turn",
+    "The token that ends a turn is no target. What does the model say after the letter?",
+)
 def without_end_of_turn(example: Example) -> Example:
-    """The token that ends a turn is no target."""
+    """The model never learns what comes after the letter. The first letter is right and the loss
+    looks as good as before, but the answer goes on until the limit of tokens."""
     pairs = zip(example.ids, example.counted)
     return Example(example.ids, [counts and i != TOKENIZER.eot for i, counts in pairs])
 
 
+@WITHOUT.add("mask", "The loss is taken on all tokens. Which checks fail?")
 def without_mask(example: Example) -> Example:
-    """Every token is a target."""
+    """Only 2 of 23 targets belong to the answer. The others are fixed text, which is soon learned,
+    and the question's four random letters, which nobody can predict. So the loss stays above 4 ln 8
+    / 23 = 0.36."""
     return Example(example.ids, [True] * len(example.ids))
-
-
-WITHOUT = {
-    "end-of-turn": form.Removal(
-        without_end_of_turn,
-        "The token that ends a turn is no target. What does the model say after the letter?",
-        "The model never learns what comes after the letter. The first letter is right and the"
-        " loss looks as good as before, but the answer goes on until the limit of tokens.",
-    ),
-    "mask": form.Removal(
-        without_mask,
-        "The loss is taken on all tokens. Which checks fail?",
-        "Only 2 of 23 targets belong to the answer. The others are fixed text, which is soon"
-        " learned, and the question's four random letters, which nobody can predict. So the loss"
-        " stays above 4 ln 8 / 23 = 0.36.",
-    ),
-}
 
 
 # --- conversations --------------------------------------------------------------------------------
@@ -86,12 +77,6 @@ def draw(lesson: form.Lesson, example: Example) -> None:
 
 
 # --- a model --------------------------------------------------------------------------------------
-
-
-def new_model() -> gpt.GPT:
-    model = demo.meta_model(demo.tiny_config(ffn_hidden_size=172, llama=True))
-    sharding.init(model, 0, "cpu", torch.float32)
-    return model
 
 
 def learn(model: gpt.GPT, examples: list[Example]) -> demo.Learned:
@@ -172,7 +157,8 @@ def teach_learning(lesson: form.Lesson) -> None:
         "The user says a word of random letters. A Llama (h 64, L 2) learns to answer with its"
         " first letter. Can the loss come near 0?"
     )
-    model = new_model()
+    config = demo.tiny_config(ffn_hidden_size=172, llama=True)
+    model = demo.make_model(config, dtype=torch.float32)
     learned = learn(
         model, [example_of(lesson, word, word[0]) for word in demo.random_words(400, NEW_WORDS)]
     )

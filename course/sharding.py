@@ -1,7 +1,4 @@
-"""The lesson of sharding.py: one weight over four ranks, and back.
-
-python -m course.sharding
-"""
+"""The lesson of sharding.py: one weight over four ranks, and back."""
 
 import torch
 import torch.distributed as dist
@@ -16,26 +13,21 @@ from sharding import Shard, Sharding
 ROWS, COLUMNS = 6, 3
 
 
+WITHOUT = form.Removals()
+WITHOUT["own-shard"] = form.Removal(
+    bugs.clones,
+    "Each rank keeps the first rank's part. Would the loss fall?",
+    "Yes. The whole weight is rows 0, 1, 0, 0, 1, 0: a model that can learn, but not the one that"
+    " was drawn. Counts of bytes and elements hold, for all parts have the right shape.",
+)
+
+
+@WITHOUT.add("common-seed", "Numbers are as random as before. What is wrong with them?")
 def no_common_seed() -> None:
-    """Each rank draws from a seed of its own."""
+    """Each part is of another random weight, so together they are not the weight of one rank, and
+    another number of ranks starts another model. A weight that ranks hold whole would differ among
+    them."""
     sharding.generator = lambda seed, name: gpt.generator(seed + dist.get_rank(), name)
-
-
-WITHOUT = {
-    "own-shard": form.Removal(
-        bugs.clones,
-        "Each rank keeps the first rank's part. Would the loss fall?",
-        "Yes. The whole weight is rows 0, 1, 0, 0, 1, 0: a model that can learn, but not the one"
-        " that was drawn. Counts of bytes and elements hold, for all parts have the right shape.",
-    ),
-    "common-seed": form.Removal(
-        no_common_seed,
-        "Numbers are as random as before. What is wrong with them?",
-        "Each part is of another random weight, so together they are not the weight of one rank,"
-        " and another number of ranks starts another model. A weight that ranks hold whole would"
-        " differ among them.",
-    ),
-}
 
 
 class Model(nn.Module):

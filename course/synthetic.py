@@ -5,10 +5,7 @@ Ragged             rows of unequal lengths, padded                finetune/sft.p
 Documents          several documents in a row                     --document-mask
 Prompted           virtual tokens in the middle                   prompt_tuning.py
 SyntheticPairs     two answers to one prompt                      finetune/preference.py
-Questions          prompts, and a reward for any answer           finetune/reinforcement.py
-
-python -m course.verify -- --model gpt2 --tp 2
-"""
+Questions          prompts, and a reward for any answer           finetune/reinforcement.py"""
 
 import torch
 import torch.nn.functional as F

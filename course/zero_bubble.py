@@ -1,7 +1,4 @@
-"""The lesson of pipeline_parallel.py: one block of a GPT, whose backward runs in two parts.
-
-python -m course.zero_bubble
-"""
+"""The lesson of pipeline_parallel.py: one block of a GPT, whose backward runs in two parts."""
 
 import torch
 from torch import Tensor, nn
@@ -40,20 +37,19 @@ def finish_all_but_one(deferred: list) -> None:
     finish(deferred[:-1])
 
 
-WITHOUT = {
-    "list": form.Removal(
-        (start_nothing, finish),
-        "Every gradient is right. What is lost?",
-        "W is computed inside I, and nothing is kept for later. So the stage before waits for"
-        " both, as in 1F1B, and nothing is left to fill idle time.",
-    ),
-    "last-w": form.Removal(
-        (start_deferring, finish_all_but_one),
-        "Which parameter has no gradient? Would the loss still fall?",
-        "attention.query.weight: backward goes from the block's end to its start, and comes to it"
-        " last. The loss would still fall, for all the other parameters learn.",
-    ),
-}
+WITHOUT = form.Removals()
+WITHOUT["list"] = form.Removal(
+    (start_nothing, finish),
+    "Every gradient is right. What is lost?",
+    "W is computed inside I, and nothing is kept for later. So the stage before waits for both, as"
+    " in 1F1B, and nothing is left to fill idle time.",
+)
+WITHOUT["last-w"] = form.Removal(
+    (start_deferring, finish_all_but_one),
+    "Which parameter has no gradient? Would the loss still fall?",
+    "attention.query.weight: backward goes from the block's end to its start, and comes to it"
+    " last. The loss would still fall, for all the other parameters learn.",
+)
 
 
 def make_block() -> nn.Module:

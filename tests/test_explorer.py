@@ -18,7 +18,6 @@ import pytest
 import context_parallel
 import moe
 import pipeline_parallel
-import planner
 import recompute
 import schedules
 import sequence_parallel
@@ -27,7 +26,7 @@ from base.model_config import FieldError, MoEConfig
 from course.page import explorer
 from planning import drawing
 from planning import memory as planned
-from planning.inputs import MACHINES, TRAIN, Layout
+from planning.inputs import TRAIN, Layout
 from run import rules
 from run.presets import PRESETS
 
@@ -133,7 +132,7 @@ def check_context(config, cp: int, sequence_ranks: int) -> str:
 
 def memory(s: dict) -> list[float] | str:
     """Weights, gradients, optimizer state and activations of the rank that holds most, and their
-    sum, micro-batches in flight, seconds of a step; or the message of what cannot be. In mixed
+    sum, micro-batches in flight; or the message of what cannot be. In mixed
     precision, under 1F1B or interleaved.
 
     The bytes of parameters are the planner's, which test_planning_counts.py holds to as-rank. The
@@ -177,8 +176,7 @@ def memory(s: dict) -> list[float] | str:
         paper = recompute.first_stage_layers(config.num_layers, p, v)
         assert layers == pytest.approx(paper)
     parts = [*max(of_ranks, key=sum), layer * layers + outside]
-    seconds = planner.step_time(MACHINES[s["gpu"]], TRAIN, config, layout)
-    return [*parts, sum(parts), in_flight, sum(seconds.values())]
+    return [*parts, sum(parts), in_flight]
 
 
 # --- random settings ------------------------------------------------------------------------------
@@ -209,7 +207,6 @@ def random_memory(rng) -> dict:
         dp=rng.choice([1, 8, 24, 64, 100]),
         cp=rng.choice([1, 1, 1, 2, 4, 6]),
         micro=rng.choice([rng.randint(1, 24), 8, 16]),
-        gpu=rng.choice(list(MACHINES)),
         ep=rng.choice([1, 1, 1, 1, 2, 3]),
         zero=rng.randint(0, 3),
         b=rng.randint(1, 8),
@@ -254,7 +251,7 @@ const givenLines = (l) => {
 };
 const givenBytes = (s) => {
   const m = memory(s);
-  return m.error?.rule ?? [...m.parts, m.total, m.inFlight, sum(Object.values(stepTime(s)))];
+  return m.error?.rule ?? [...m.parts, m.total, m.inFlight];
 };
 """
 
@@ -264,11 +261,8 @@ def in_node(result: str):
     node = shutil.which("node")
     if node is None:
         pytest.skip("no node on this machine: JavaScript is not run")
-    formulas = [
-        (ROOT / "course" / "page" / f"{name}.js").read_text() for name in ("formulas", "planner")
-    ]
-    code = "".join([explorer.constants(), *formulas, GIVEN])
-    code += f"console.log(JSON.stringify({result}))"
+    formulas = (ROOT / "course" / "page" / "formulas.js").read_text()
+    code = f"{explorer.constants()}{formulas}{GIVEN}console.log(JSON.stringify({result}))"
     done = subprocess.run([node, "-"], input=code, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
@@ -291,8 +285,8 @@ def test_time_lines_on_random_settings(n):
 
 @SIZES
 def test_memory_on_random_settings(n):
-    """Bytes of each part, micro-batches in flight, seconds of a step; a quarter of the settings
-    cannot be, with the same message."""
+    """Bytes of each part, micro-batches in flight; a quarter of the settings cannot be, with the
+    same message."""
     settings = memory_settings(random.Random(0), n - n // 4, n // 4)
     expected = [memory(s) for s in settings]
     found = in_node(f"{json.dumps(settings)}.map(givenBytes)")
@@ -301,10 +295,10 @@ def test_memory_on_random_settings(n):
 
 def test_examples_show_layouts_that_can_be():
     """Each preset has a word of what to look at, each example an address of the page's own
-    settings; its layout can be, and so has bytes and seconds."""
+    settings; its layout can be, and so has bytes."""
     page = (ROOT / "course" / "page" / "page.html").read_text()
     usual = dict(preset="megatron-7.5b", tp=1, pp=1, vp=1, dp=64, cp=1, ep=1, zero=1, b=1)
-    usual |= dict(micro=8, recompute="selective", sp=True, gpu="h100")
+    usual |= dict(micro=8, recompute="selective", sp=True)
     assert len(explorer.TEXTS["examples"]) > 5
     for example in explorer.TEXTS["examples"]:
         pairs = [pair.split("=") for pair in example["address"].split("&")]
@@ -404,18 +398,8 @@ def facts(name: str, s: dict) -> list[float] | str:
     return found + micro_batches + [n * layer * config.num_layers / p for n in micro_batches]
 
 
-def memory_shown(s: dict) -> list[float] | str:
-    """What the page says of a layout."""
-    found = memory(s)
-    if isinstance(found, str):
-        return found
-    # of one GPU, in a second
-    tokens = s["micro"] * s["b"] * s["s"] / found[-1] / (s["tp"] * s["pp"] * s["cp"])
-    return [*found, tokens]
-
-
 def test_page_shows_what_python_computes(visit):
-    """200 random settings: bubbles, ends, what a rank holds at a time, bytes, seconds, messages."""
+    """200 random settings: bubbles, ends, what a rank holds at a time, bytes, messages."""
     rng = random.Random(1)
     page = visit()
     for i in range(100):
@@ -430,7 +414,7 @@ def test_page_shows_what_python_computes(visit):
     for s in memory_settings(rng, 80, 20):
         _, found, ignored = page.evaluate(SHOWN, address(s))
         assert not ignored
-        assert worst_difference(found, memory_shown(s)) <= 1e-12
+        assert worst_difference(found, memory(s)) <= 1e-12
 
 
 GARBAGE = [

@@ -52,7 +52,6 @@ def run(name, argv, monkeypatch, capsys) -> str:
         ("finetune.chat_template", [], "26 tokens; the assistant's:"),
         ("inference.weight_layouts", [], "microseconds to multiply"),
         ("inference.sampling", [], "0.000  1.000  0.000  0.000"),
-        ("course.ranks", [], "8 ranks: the sum of their numbers is 28"),
         ("run.tokenizer", ["some text"], "9 bytes, 9 tokens"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

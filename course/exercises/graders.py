@@ -2,10 +2,8 @@
 
 A grader is called on every rank, as grader(*functions, rank, watch), with the answer's functions;
 14 has its path. It raises AnswerError with a sentence that teaches, or returns (what was compared,
-Par). `watch` counts (grading.py). Those of two ranks stand in graders_of_ranks.py, those of
-schedules in graders_of_schedules.py.
-
-The reference is plain computation on one rank, or the project's own function.
+Par). `watch` counts (grading.py). The reference is plain computation on one rank, or the project's
+own function.
 """
 
 import itertools
@@ -13,19 +11,435 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 import moe
 import recompute
+import schedules
 from course.exercises import cuda_grader
-from course.exercises import graders_of_ranks as of_ranks
-from course.exercises import graders_of_schedules as of_schedules
-from course.exercises.graders_of_ranks import B, H, S
-from course.exercises.grading import AnswerError, Par, Watch, leaf, numbers, same
+from course.exercises.grading import AnswerError, Par, Watch, leaf, numbers, par_of, same
+from fsdp import FlatParameters
+from sharding import Shard, Sharding, shard_of
+
+B, S, H = 2, 4, 8
+BYTES = B * S * H * 8
+
+# --- 1: shards ------------------------------------------------------------------------------------
+
+
+def shards(cut, gather, rank: int, watch: Watch) -> tuple[str, Par]:
+    group = dist.group.WORLD
+    cases = [((6, 3), 0), ((3, 4), 1), ((5, 2), 0), ((2, 7), 1), ((1, 4), 0)]
+    for n in (1, 2, 3, 4):
+        for shape, dim in cases:
+            whole = numbers(*shape)
+            for r in range(n):
+                of_rank = SimpleNamespace(rank=lambda r=r: r, size=lambda n=n: n)
+                record = Sharding(shape, (Shard(dim, of_rank),))
+                same(
+                    f"part {r} of {n} of a weight {list(shape)}, dimension {dim}",
+                    cut(whole.clone(), dim, r, n),
+                    shard_of(whole, record),
+                    "All parts have ceil(size / n) rows or columns; what is missing at the end is "
+                    "filled with zeros, because collectives move equal sizes.",
+                )
+    for shape, dim in cases:
+        whole = numbers(*shape)
+        part = shard_of(whole, Sharding(shape, (Shard(dim, group),)))
+        with watch.counted() as calls:
+            got = gather(part.clone(), shape[dim], dim, group)
+        same(
+            f"gather of a weight {list(shape)}, dimension {dim}, on rank {rank}",
+            got,
+            whole,
+            "Parts are joined along the dimension that was cut; padding is dropped at the end.",
+        )
+        size = 2 * part.nbytes
+        par = par_of(calls, [("all-gather", size)], "An all-gather sends half of an all-reduce.")
+        if not par.reached:
+            break
+    return f"{len(cases)} weights over 1 to 4 ranks, gathered on 2", par
+
+
+# --- 2 and 4: a tensor-parallel MLP ---------------------------------------------------------------
+
+
+def mlp_on_one_rank() -> dict[str, Tensor]:
+    """Z = GELU(X A) B, and the gradients of Σ (X + Z) G for a fixed G."""
+    x, a, b = leaf(numbers(B, S, H)), leaf(numbers(H, 4 * H, seed=1)), leaf(numbers(4 * H, H))
+    z = F.gelu(x @ a) @ b
+    ((x + z) * numbers(B, S, H, seed=2)).sum().backward()
+    return {"X": x, "A": a, "B": b, "Z": z}
+
+
+def mlp_grader(mine, checked, hints: dict[str, str], paper, par_hint: str):
+    """A grader of two functions: one before the columns of A, one behind the rows of B.
+
+    mine(tensor [b, s, h], rank): what a rank has of it outside. checked: how the first result, if
+    it is compared, and the second are called. hints: by what is wrong. paper: collectives."""
+
+    def grader(enter, leave, rank: int, watch: Watch) -> tuple[str, Par]:
+        group = dist.group.WORLD
+        one = mlp_on_one_rank()
+        x = leaf(mine(one["X"].detach(), rank))
+        # this rank's columns of A, and rows of B
+        a, b = leaf(one["A"].chunk(2, 1)[rank]), leaf(one["B"].chunk(2, 0)[rank])
+        with watch.counted() as calls:
+            whole = enter(x, group)
+            watch.agree()
+            if checked[0]:
+                same(f"{checked[0]} on rank {rank}", whole, one["X"], hints["enter"])
+            y = leave(F.gelu(whole @ a) @ b, group)
+            watch.agree()
+            same(f"{checked[1]} on rank {rank}", y, mine(one["Z"].detach(), rank), hints["leave"])
+            ((x + y) * mine(numbers(B, S, H, seed=2), rank)).sum().backward()
+        expected = {
+            "part of A": (a, one["A"].grad.chunk(2, 1)[rank]),
+            "part of B": (b, one["B"].grad.chunk(2, 0)[rank]),
+            "X": (x, mine(one["X"].grad, rank)),
+        }
+        for name, (got, gradient) in expected.items():
+            hint = hints["X" if name == "X" else "parts"]
+            same(f"the gradient of this rank's {name}, on rank {rank}", got.grad, gradient, hint)
+        return f"{checked[1]} and the gradients of X, A and B", par_of(calls, paper, par_hint)
+
+    return grader
+
+
+f_and_g = mlp_grader(
+    lambda whole, rank: whole,
+    ("", "Z = GELU(X A) B"),
+    {
+        "leave": "Forward of g: each rank has one term of the sum over the columns of A, so Z is "
+        "their sum, not their average.",
+        "parts": "Backward of g is the identity: Z is the sum of the terms, so ∂L/∂term = ∂L/∂Z, "
+        "which every rank has already.",
+        "X": "Backward of f: X went to every rank, and each rank has the gradient of its own "
+        "columns only. The gradient of X is their sum.",
+    },
+    [("all-reduce", BYTES)] * 2,
+    "One all-reduce in forward (g) and one in backward (f).",
+)
+g_and_g_bar = mlp_grader(
+    lambda whole, rank: whole.chunk(2, 1)[rank],
+    ("g(x)", "ḡ(y)"),
+    {
+        "enter": "x is [b, s/t, h]: shards are joined along dimension 1, the sequence. A "
+        "collective joins along dimension 0, so with b > 1 the result must be put in order.",
+        "leave": "ḡ sums the ranks' tensors [b, s, h], and gives each rank its shard of the "
+        "sequence.",
+        "parts": "Backward of ḡ is an all-gather: this rank's term has a part in every shard of "
+        "the sum.",
+        "X": "Backward of g is a reduce-scatter: every rank has used this shard, so its gradient "
+        "is the sum of what all ranks have for it.",
+    },
+    [("all-gather", BYTES), ("reduce-scatter", BYTES)] * 2,
+    "A reduce-scatter and an all-gather move as much as one all-reduce.",
+)
+
+
+# --- 3: the loss of a sharded vocabulary ----------------------------------------------------------
+
+
+def vocabulary_loss(loss_of, rank: int, watch: Watch) -> tuple[str, Par]:
+    group = dist.group.WORLD
+    vocab = 7
+    sent = 0
+    for offset in (0.0, -3.0, 900.0):
+        whole = leaf(3 * numbers(B, S, vocab) + offset)
+        # on rank 1 larger than on rank 0
+        whole.data[..., 4:] += 50 if offset else 0
+        targets = (torch.arange(B * S).view(B, S) * 3) % vocab
+        expected = F.cross_entropy(whole.flatten(0, 1), targets.flatten(), reduction="none")
+        expected = expected.view(B, S)
+        weights = numbers(B, S, seed=3)
+        (expected * weights).sum().backward()
+        part = leaf(columns_of(whole.detach(), rank))
+        with watch.counted() as calls:
+            # not a leaf, so that it may be overwritten
+            loss = loss_of(part * 1, targets, vocab, group)
+            watch.agree()
+            same(
+                f"the loss on rank {rank}, logits near {offset:g}",
+                loss,
+                expected,
+                "log Σ exp(z) - z_target needs three numbers of all ranks: the largest logit, "
+                "so that exp does not overflow, Σ exp without the padding, and the target's "
+                "logit, which one rank has.",
+            )
+            (loss * weights).sum().backward()
+        same(
+            f"the gradient of the logits on rank {rank}",
+            part.grad,
+            columns_of(whole.grad, rank),
+            "It is softmax(z) - onehot(target), and 0 in the padding.",
+        )
+        sent = sum(size for _, size in calls)
+    most = 3 * B * S * 8
+    text = f"{sent} bytes for {B * S} tokens; the paper sends 3 b s numbers, {most} bytes"
+    if sent > most:
+        text += ". Logits are never gathered."
+    return "losses and gradients, V = 7 on 2 ranks", Par(sent <= most, text)
+
+
+def columns_of(logits: Tensor, rank: int) -> Tensor:
+    """[b, s, 7] -> [b, s, 4]: on rank 1 the last column is padding, whose logit is 0."""
+    return F.pad(logits, (0, 1)).chunk(2, -1)[rank]
+
+
+# seconds, of simulated times
+TIME_TOLERANCE = 1e-9
+
+# --- 5 to 7: schedules ----------------------------------------------------------------------------
+
+
+def action_text(actions: list, v: int) -> str:
+    """F0 F1 B0; with chunks F0.1: micro-batch 0 of chunk 1."""
+    words = []
+    for op, chunk, k in actions:
+        words.append(f"{op}{k}.{chunk}" if v > 1 else f"{op}{k}")
+    return " ".join(words)
+
+
+def actions_of(case: str, got, p: int) -> list[list[schedules.Action]]:
+    """The lists of an answer. Raises AnswerError for anything else."""
+    if not isinstance(got, list) or len(got) != p:
+        raise AnswerError(f"{case}: expected a list of {p} lists, one for each rank.")
+    try:
+        return [[schedules.Action(*action) for action in actions] for actions in got]
+    except TypeError:
+        raise AnswerError(
+            f"{case}: expected a list of Action(op, chunk, micro_batch) for each rank, got "
+            f"{got!r:.60}"
+        ) from None
+
+
+def compare_lists(case: str, got: list, expected: list, v: int, hint: str) -> None:
+    """Raises AnswerError at the first action that differs."""
+    for rank, (mine, right) in enumerate(zip(got, expected)):
+        if mine == right:
+            continue
+        pairs = zip([*mine, None], [*right, None])
+        position = next(i for i, (a, b) in enumerate(pairs) if a != b)
+        most = max(0, position - 4)
+        raise AnswerError(
+            f"{case}, rank {rank}, position {position}.\n"
+            f"expected  .. {action_text(right[most : position + 5], v)} ..\n"
+            f"got       .. {action_text(mine[most : position + 5], v)} ..\n{hint}"
+        )
+
+
+def schedule_par(got: list, expected: list, name: str, p: int, m: int, v: int) -> Par | None:
+    """Micro-batches in flight and the bubble, beside the paper's. None where the lists cannot run:
+    then there is nothing to count."""
+    try:
+        schedules.validate(got, m, v)
+    except schedules.ScheduleError:
+        return None
+    held, of_paper = (max(schedules.in_flight(lists)) for lists in (got, expected))
+    cost = schedules.Cost(1 / v, 1 / v, 1 / v)
+    bubble = schedules.bubble(schedules.simulate(got, cost, v))
+    formula = schedules.bubble_formula(name, p, m, v, cost)
+    unit = "chunks of a micro-batch" if v > 1 else "micro-batches"
+    text = (
+        f"p {p}, m {m}: {held} {unit} in flight, the paper's {of_paper}; bubble {bubble:.4f}, the "
+        f"paper's {formula:.4f}"
+    )
+    return Par(held <= of_paper and bubble <= formula + TIME_TOLERANCE, text)
+
+
+def schedule_grader(name: str, hint: str, chunks: tuple[int, ...] = (1,)):
+    """A grader of lists: equal to the project's for p up to 6 ranks."""
+    # the case of the picture first
+    sizes = [(4, 8), *itertools.product(range(1, 7), range(1, 13))]
+    cases = [(p, m, v) for p, m in sizes for v in chunks if v == 1 or m % p == 0]
+
+    def grader(make, rank: int, watch: Watch) -> tuple[str, Par]:
+        first = None
+        for p, m, v in cases:
+            given = (p, m, v) if chunks != (1,) else (p, m)
+            case = ", ".join(f"{letter} {n}" for letter, n in zip("pmv", given))
+            expected = schedules.make(name, p, m, v)
+            got = actions_of(case, make(*given), p)
+            first = first or schedule_par(got, expected, name, p, m, v)
+            try:
+                compare_lists(case, got, expected, v, hint)
+            except AnswerError as error:
+                error.par = schedule_par(got, expected, name, p, m, v)
+                raise
+        return f"{len(cases)} schedules, p from 1 to 6", first
+
+    return grader
+
+
+one_f_one_b = schedule_grader(
+    "1f1b",
+    "Warmup is what the ranks behind need until the first gradient comes back: how many forwards "
+    "is that? Then one F, one B in turn, and the backwards that are left. With few micro-batches "
+    "the warmup ends early.",
+)
+interleaved = schedule_grader(
+    "interleaved",
+    "Forwards go through chunk 0, then chunk 1 and so on, for groups of p micro-batches; backwards "
+    "in the same groups, but from the last chunk to the first. Warmup is 2 (p - 1 - rank) + "
+    "(v - 1) p actions.",
+    (2, 3),
+)
+zb_h1 = schedule_grader(
+    "zb-h1",
+    "I stands where 1F1B has B. How many W may wait on this rank? One more, and the oldest comes "
+    "right after the I; the W that are left come at the end.",
+)
+
+
+# --- 8: simulate ----------------------------------------------------------------------------------
+
+
+def simulation(simulate, rank: int, watch: Watch) -> tuple[str, Par]:
+    cost = schedules.Cost(1.0, 1.25, 0.75, transfer=0.5)
+    cases = [("gpipe", 3, 4, 1), ("1f1b", 4, 8, 1), ("interleaved", 2, 4, 2), ("zb-h1", 4, 6, 1)]
+    for name, p, m, v in cases:
+        schedule = schedules.make(name, p, m, v)
+        for of_transfer, now in (("", schedules.Cost()), (", transfers of 0.5 s", cost)):
+            expected = {tuple(e)[:4]: e for e in schedules.simulate(schedule, now, v)}
+            events = simulate([list(actions) for actions in schedule], now, v)
+            got = {tuple(e)[:4]: schedules.Event(*e) for e in events or []}
+            case = f"{name}, p {p}, m {m}{of_transfer}"
+            _compare_events(case, got, expected)
+    _refuses_a_deadlock(simulate)
+    events = [schedules.Event(*e) for e in simulate(schedules.make("1f1b", 4, 8), cost=_ONE, v=1)]
+    bubble = schedules.bubble(events)
+    text = f"1f1b, p 4, m 8: bubble {bubble:.4f}, the paper's (p - 1) / m = {3 / 8:.4f}"
+    return f"the times of {2 * len(cases)} runs; a deadlock, refused", Par(bubble == 3 / 8, text)
+
+
+_ONE = schedules.Cost()
+
+
+def _compare_events(case: str, got: dict, expected: dict) -> None:
+    for key in got.keys() - expected.keys():
+        raise AnswerError(
+            f"{case}: rank {key[0]} runs {schedules.Action(*key[1:])}, which is not in its list."
+        )
+    # by start, so that the first difference is the cause of the others
+    for key, event in expected.items():
+        action = schedules.Action(*key[1:])
+        if key not in got:
+            raise AnswerError(
+                f"{case}: rank {key[0]} never runs {action}. Every action has an event."
+            )
+        times = got[key].start, got[key].end
+        if max(abs(times[0] - event.start), abs(times[1] - event.end)) > TIME_TOLERANCE:
+            raise AnswerError(
+                f"{case}, rank {key[0]}, {action}: expected {event.start:g} to {event.end:g} s, got"
+                f" {times[0]:g} to {times[1]:g}. An action starts when its rank is free and all "
+                "that it needs has arrived; what another rank computed arrives after a transfer, "
+                "what this rank computed at once."
+            )
+
+
+def _refuses_a_deadlock(simulate) -> None:
+    """Rank 0 wants the gradient before rank 1 has the activation."""
+    action = schedules.Action
+    orders = ("F0 B1 F1 B0", "F0 B0 F1 B1")
+    stuck = [[action(op, 0, int(k)) for op, k in order.split()] for order in orders]
+    try:
+        simulate(stuck, _ONE, 1)
+    except schedules.ScheduleError:
+        return
+    raise AnswerError(
+        "Two lists that wait for each other came back as if they had run. Where no rank can go on "
+        "and actions are left, raise ScheduleError: a deadlock is found here, not on a cluster."
+    )
+
+
+# --- 9 and 10: ZeRO -------------------------------------------------------------------------------
+
+
+def zero2_reduce(reduce, rank: int, watch: Watch) -> tuple[str, Par]:
+    group = dist.group.WORLD
+    shapes = [(5, 2), (2,), (4, 3)]
+    layout = FlatParameters([torch.nn.Parameter(numbers(*shape)) for shape in shapes], 2)
+    micro_batches = 3
+    total = torch.zeros(layout.N, layout.T, dtype=torch.float64)
+    summed = None
+    calls = []
+    for k in range(micro_batches):
+        of_ranks = [[numbers(*s, seed=9 * k + 3 * r) for s in shapes] for r in range(2)]
+        for grads in of_ranks:
+            for p, grad in zip(layout.parameters, grads):
+                for in_flat, in_whole in layout.views(total, p, grad):
+                    in_flat += in_whole
+        with watch.counted() as of_this:
+            summed = reduce([grad.clone() for grad in of_ranks[rank]], summed, group)
+        calls += of_this
+        same(
+            f"the row of rank {rank} after micro-batch {k}",
+            summed,
+            total[rank],
+            "Row r holds shard r of each gradient, one after the other; a gradient that 2 does not "
+            "divide is padded at its own end. The row is the sum over ranks and micro-batches.",
+        )
+    size = total.nbytes
+    par = par_of(calls, [("reduce-scatter", size)] * micro_batches, "Only one row is needed here.")
+    kept = summed.untyped_storage().nbytes()
+    text = f"{par.count}; kept between micro-batches: {kept} bytes, by the paper 1/N: {size // 2}"
+    if kept > size // 2:
+        text += ". A view keeps the whole tensor alive: return a tensor of its own."
+    reached = par.reached and kept <= size // 2
+    return f"rows of 3 gradients, {micro_batches} micro-batches", Par(reached, text)
+
+
+def zero3_gather(linear, rank: int, watch: Watch) -> tuple[str, Par]:
+    group = dist.group.WORLD
+    out, into = 5, 4
+    weight = leaf(numbers(out, into))
+    inputs = [leaf(numbers(3, into, seed=5 + r)) for r in range(2)]
+    for x in inputs:
+        (x @ weight.t()).square().sum().backward()
+    record = Sharding((out, into), (Shard(0, group),))
+    row = leaf(shard_of(weight.detach(), record))
+    x = leaf(inputs[rank])
+    first = len(watch.made)
+    with watch.counted() as calls:
+        y = linear(x * 1, row, out, group)
+        held = watch.held(first, y, allowed=x.nbytes) - x.nbytes
+        watch.agree()
+        same(
+            f"y = x Wᵀ on rank {rank}",
+            y,
+            (inputs[rank] @ weight.t()),
+            "W is the rows of all ranks, one under the other, without the padding at the end.",
+        )
+        y.square().sum().backward()
+    same(
+        f"the gradient of x on rank {rank}",
+        x.grad,
+        inputs[rank].grad,
+        "Each rank has samples of its own: the gradient of x is ∂y W, and nothing is summed.",
+    )
+    same(
+        f"the gradient of this rank's row on rank {rank}",
+        row.grad,
+        shard_of(weight.grad, record),
+        "∂W = ∂yᵀ x of this rank's samples is one term. The gradient is the sum over the ranks, "
+        "and a rank needs the rows of its own shard; those of the padding are 0.",
+    )
+    size = 2 * row.nbytes
+    paper = [("all-gather", size)] * 2 + [("reduce-scatter", size)]
+    par = par_of(calls, paper, "Gather in forward, again in backward; sum by reduce-scatter.")
+    text = f"{par.count}; held from forward to backward beside x: {max(0, held)} bytes"
+    if held >= weight.nbytes:
+        text += ". The whole weight must be free between forward and backward."
+    reached = par.reached and held < weight.nbytes
+    return "y and the gradients of x and of the row", Par(reached, text)
+
 
 # --- 11 and 12: activations -----------------------------------------------------------------------
 
@@ -198,18 +612,16 @@ class Exercise(NamedTuple):
 
 
 EXERCISES = {
-    1: Exercise("01_shards.py", "shard_of gather", of_ranks.shards, 2),
-    2: Exercise("02_f_and_g.py", "copy_to_ranks reduce_from_ranks", of_ranks.f_and_g, 2),
-    3: Exercise(
-        "03_vocabulary_loss.py", "vocab_parallel_cross_entropy", of_ranks.vocabulary_loss, 2
-    ),
-    4: Exercise("04_g_and_g_bar.py", "gather_sequence scatter_sequence", of_ranks.g_and_g_bar, 2),
-    5: Exercise("05_one_f_one_b.py", "one_f_one_b", of_schedules.one_f_one_b),
-    6: Exercise("06_interleaved.py", "interleaved_one_f_one_b", of_schedules.interleaved),
-    7: Exercise("07_zb_h1.py", "zero_bubble_h1", of_schedules.zb_h1),
-    8: Exercise("08_simulate.py", "simulate", of_schedules.simulation),
-    9: Exercise("09_zero2_reduce.py", "reduce_gradients", of_ranks.zero2_reduce, 2),
-    10: Exercise("10_zero3_gather.py", "sharded_linear", of_ranks.zero3_gather, 2),
+    1: Exercise("01_shards.py", "shard_of gather", shards, 2),
+    2: Exercise("02_f_and_g.py", "copy_to_ranks reduce_from_ranks", f_and_g, 2),
+    3: Exercise("03_vocabulary_loss.py", "vocab_parallel_cross_entropy", vocabulary_loss, 2),
+    4: Exercise("04_g_and_g_bar.py", "gather_sequence scatter_sequence", g_and_g_bar, 2),
+    5: Exercise("05_one_f_one_b.py", "one_f_one_b", one_f_one_b),
+    6: Exercise("06_interleaved.py", "interleaved_one_f_one_b", interleaved),
+    7: Exercise("07_zb_h1.py", "zero_bubble_h1", zb_h1),
+    8: Exercise("08_simulate.py", "simulate", simulation),
+    9: Exercise("09_zero2_reduce.py", "reduce_gradients", zero2_reduce, 2),
+    10: Exercise("10_zero3_gather.py", "sharded_linear", zero3_gather, 2),
     11: Exercise("11_checkpoint.py", "checkpoint", checkpointing),
     12: Exercise("12_memory_formula.py", "layer_bytes", memory_formula),
     13: Exercise("13_sinkhorn.py", "sinkhorn", sinkhorn),

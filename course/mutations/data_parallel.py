@@ -6,8 +6,12 @@ import fsdp
 import optimizer
 from course.mutations import bug
 
+# several micro-batches on each rank
+MICRO = dict(micro_batch_size=2)
+ZERO_1, ZERO_2, ZERO_3 = (MICRO | dict(zero_stage=stage) for stage in (1, 2, 3))
 
-@bug(2, dict(micro_batch_size=2), first="step 1: gradient of head.norm")
+
+@bug(2, MICRO, first="step 1: gradient of head.norm")
 def no_gradient_sum():
     """Each data-parallel rank keeps its own gradient: no all-reduce."""
 
@@ -17,7 +21,7 @@ def no_gradient_sum():
     fsdp.DataParallel.reduce_gradients = fsdp.DataParallel.reduce_in_order = nothing
 
 
-@bug(2, dict(micro_batch_size=2), first="step 1: gradient of head.norm")
+@bug(2, MICRO, first="step 1: gradient of head.norm")
 def no_accumulation():
     """Only the last micro-batch's gradient remains."""
     original = fsdp.DataParallel.accumulate
@@ -29,7 +33,7 @@ def no_accumulation():
     fsdp.DataParallel.accumulate = accumulate
 
 
-@bug(2, dict(micro_batch_size=2), first="step 1: gradient of head.norm")
+@bug(2, MICRO, first="step 1: gradient of head.norm")
 def early_reduction():
     """Gradients are reduced after the first micro-batch, before the others have added theirs."""
     original = fsdp.DataParallel.zero_grad
@@ -41,7 +45,7 @@ def early_reduction():
     fsdp.DataParallel.zero_grad = zero_grad
 
 
-@bug(2, dict(micro_batch_size=2), first="step 1: gradient of head.norm")
+@bug(2, MICRO, first="step 1: gradient of head.norm")
 def local_clip():
     """Each rank clips by the norm of its own gradient, before the sum."""
     original = fsdp.DataParallel.reduce_gradients
@@ -63,13 +67,7 @@ class Lost:
         pass
 
 
-@bug(
-    2,
-    dict(micro_batch_size=2, zero_stage=1),
-    dict(micro_batch_size=2, zero_stage=2),
-    dict(micro_batch_size=2, zero_stage=3),
-    first="step 1: gradient of head.norm",
-)
+@bug(2, ZERO_1, ZERO_2, ZERO_3, first="step 1: gradient of head.norm")
 def no_reduce_scatter():
     """Each rank keeps its shard of its own gradient: no sum over ranks."""
 
@@ -80,13 +78,7 @@ def no_reduce_scatter():
     fsdp.reduce_scatter = own_shard
 
 
-@bug(
-    2,
-    dict(micro_batch_size=2, zero_stage=1),
-    dict(micro_batch_size=2, zero_stage=2),
-    dict(micro_batch_size=2, zero_stage=3),
-    first="step 1: gradient of head.norm",
-)
+@bug(2, ZERO_1, ZERO_2, ZERO_3, first="step 1: gradient of head.norm")
 def shard_of_another_rank():
     """Each rank gets another rank's shard of the summed gradient."""
 
@@ -96,24 +88,19 @@ def shard_of_another_rank():
     fsdp.reduce_scatter = reduce_scatter
 
 
-@bug(
-    2,
-    dict(micro_batch_size=2, zero_stage=1),
-    dict(micro_batch_size=2, zero_stage=2),
-    first="step 1: updated embedding.tokens",
-)
+@bug(2, ZERO_1, ZERO_2, first="step 1: updated embedding.tokens")
 def no_parameter_gather():
     """Each rank updates its own shard alone, and never sees the others' updates."""
     fsdp.DataParallel.renew_parameters = lambda self: None
 
 
-@bug(2, dict(micro_batch_size=2, zero_stage=3), first="step 1: updated embedding.tokens")
+@bug(2, ZERO_3, first="step 1: updated embedding.tokens")
 def stale_parameters():
     """Stage 3 gathers a parameter once, and uses the gathered copy after the update too."""
     fsdp.FullySharded.free = lambda self, unit: None
 
 
-@bug(2, dict(micro_batch_size=2, zero_stage=3), first="step 1: output of embedding")
+@bug(2, ZERO_3, first="step 1: output of embedding")
 def no_all_gather():
     """Stage 3 finds zeros where another rank's shard should be."""
 
@@ -125,12 +112,7 @@ def no_all_gather():
     fsdp.all_gather = all_gather
 
 
-@bug(
-    2,
-    dict(micro_batch_size=2, zero_stage=2),
-    dict(micro_batch_size=2, zero_stage=3),
-    first="step 1: gradient of head.norm",
-)
+@bug(2, ZERO_2, ZERO_3, first="step 1: gradient of head.norm")
 def last_micro_batch_only():
     """Stages 2 and 3 forget the summed gradients of the micro-batches before."""
     original = fsdp.DataParallel.finish_reductions
@@ -143,13 +125,7 @@ def last_micro_batch_only():
     fsdp.DataParallel.finish_reductions = finish_reductions
 
 
-@bug(
-    2,
-    dict(micro_batch_size=2, zero_stage=1),
-    dict(micro_batch_size=2, zero_stage=2),
-    dict(micro_batch_size=2, zero_stage=3),
-    first="step 1: gradient norm",
-)
+@bug(2, ZERO_1, ZERO_2, ZERO_3, first="step 1: gradient norm")
 def norm_of_one_shard():
     """Each rank clips by the norm of its own shard of the gradient."""
     optimizer.dist.all_reduce = lambda x, group=None, original=dist.all_reduce: (

@@ -7,8 +7,10 @@ import sequence_parallel
 from base import document_mask
 from course.mutations import bug
 
+PACKED = dict(document_mask=True)
 
-@bug(1, dict(document_mask=True), first="step 1: output of blocks.0")
+
+@bug(1, PACKED, first="step 1: output of blocks.0")
 def no_document_mask():
     """Attention sees the documents before its own in the row."""
     document_mask.visible = lambda documents: torch.ones_like(
@@ -16,17 +18,13 @@ def no_document_mask():
     ).tril()[:, None]
 
 
-@bug(1, dict(document_mask=True), first="step 1: output of embedding")
+@bug(1, PACKED, first="step 1: output of embedding")
 def positions_go_on():
     """Positions do not restart in each document of a row."""
     gpt.positions_of = lambda documents: torch.arange(documents.shape[1]).expand_as(documents)
 
 
-@bug(
-    2,
-    dict(document_mask=True, tp=2, sequence_parallel=True),
-    first="step 1: output of embedding",
-)
+@bug(2, PACKED | dict(tp=2, sequence_parallel=True), first="step 1: output of embedding")
 def positions_of_the_slice():
     """A document that lies in two slices of the sequence begins again at 0 in the second."""
 

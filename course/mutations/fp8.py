@@ -26,11 +26,7 @@ def fp8_maximum_of_a_part():
     Scaling.scales = scales
 
 
-@bug(
-    2,
-    dict(tp=2, sequence_parallel=True, **CURRENT),
-    first="step 1: output of blocks.0",
-)
+@bug(2, dict(tp=2, sequence_parallel=True, **CURRENT), first="step 1: output of blocks.0")
 def fp8_maximum_of_the_slice():
     """A gathered input has the scale of this rank's slice of the sequence."""
     original = fp8.Layer.input_bytes

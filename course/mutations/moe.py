@@ -9,12 +9,13 @@ import tensor_parallel
 from course.mutations import bug
 from sharding import sharding_of
 
+EXPERTS = dict(num_experts=4, micro_batch_size=2)
+EP = EXPERTS | dict(ep=2)
+TP = EXPERTS | dict(tp=2)
+SP = TP | dict(sequence_parallel=True)
 
-@bug(
-    4,
-    dict(ep=2, num_experts=4, micro_batch_size=2),
-    first="step 1: gradient of blocks.1.mlp.down.weight",
-)
+
+@bug(4, EP, first="step 1: gradient of blocks.1.mlp.down.weight")
 def experts_divided_by_ep():
     """The gradient of an expert is divided by the ranks whose tokens it has seen."""
     original = fsdp.DataParallel.accumulate
@@ -27,17 +28,13 @@ def experts_divided_by_ep():
     fsdp.DataParallel.accumulate = accumulate
 
 
-@bug(
-    4,
-    dict(ep=2, num_experts=4, micro_batch_size=2),
-    first="step 1: gradient of blocks.1.mlp.down.weight",
-)
+@bug(4, EP, first="step 1: gradient of blocks.1.mlp.down.weight")
 def experts_summed_over_all():
     """The gradients of experts are summed over all ranks, also those with other experts."""
     fsdp.is_sharded_over = lambda p, group: False
 
 
-@bug(4, dict(ep=2, num_experts=4, micro_batch_size=2), first="step 1: output of blocks.0")
+@bug(4, EP, first="step 1: output of blocks.0")
 def no_combine_exchange():
     """The second all-to-all is missing: a token gets rows that are not its own."""
     forward = moe._AllToAll.forward
@@ -55,11 +52,7 @@ def no_combine_exchange():
     moe._AllToAll.forward = staticmethod(skip)
 
 
-@bug(
-    4,
-    dict(ep=2, num_experts=4, micro_batch_size=2),
-    first="step 1: gradient of blocks.1.mlp.down.weight",
-)
+@bug(4, EP, first="step 1: gradient of blocks.1.mlp.down.weight")
 def no_expert_gradients_back():
     """The backward of the all-to-all is missing: tokens get no gradient from experts."""
     moe._AllToAll.backward = staticmethod(
@@ -67,7 +60,7 @@ def no_expert_gradients_back():
     )
 
 
-@bug(4, dict(ep=2, num_experts=4, micro_batch_size=2), first="step 1: output of blocks.0")
+@bug(4, EP, first="step 1: output of blocks.0")
 def probabilities_of_other_tokens():
     """Each token's experts are weighted by another token's router probabilities."""
     moe.combine = lambda rows, probabilities, *rest, original=moe.combine: original(
@@ -75,11 +68,7 @@ def probabilities_of_other_tokens():
     )
 
 
-@bug(
-    2,
-    dict(tp=2, sequence_parallel=True, num_experts=4, micro_batch_size=2),
-    first="step 1: output of blocks.0",
-)
+@bug(2, SP, first="step 1: output of blocks.0")
 def routed_by_slice():
     """Each tensor-parallel rank balances its own slice of the sequence."""
     forward = moe.Routing.forward
@@ -102,11 +91,7 @@ def routed_by_slice():
     moe.Routing.forward = by_slice
 
 
-@bug(
-    2,
-    dict(tp=2, sequence_parallel=True, num_experts=4, micro_batch_size=2),
-    first="step 1: gradient of blocks.1.mlp.router",
-)
+@bug(2, SP, first="step 1: gradient of blocks.1.mlp.router")
 def no_router_gradient_sum():
     """The slices of the router's logits are gathered; their gradients stay with each rank."""
 
@@ -121,11 +106,7 @@ def no_router_gradient_sum():
     sequence_parallel.gather_sequence = gather
 
 
-@bug(
-    2,
-    dict(tp=2, num_experts=4, micro_batch_size=2),
-    first="step 1: gradient of blocks.1.mlp.router",
-)
+@bug(2, TP, first="step 1: gradient of blocks.1.mlp.router")
 def no_f_around_experts():
     """The input gradient of an expert layer is each tensor-parallel rank's part."""
     tensor_parallel.copy_to_ranks = lambda x, group: x
@@ -133,16 +114,7 @@ def no_f_around_experts():
 
 @bug(
     2,
-    dict(
-        tp=2,
-        sequence_parallel=True,
-        num_experts=4,
-        micro_batch_size=2,
-        router="topk",
-        router_topk=2,
-        aux_loss=0.1,
-        z_loss=0.1,
-    ),
+    SP | dict(router="topk", router_topk=2, aux_loss=0.1, z_loss=0.1),
     first="step 1: gradient of blocks.1.mlp.router",
 )
 def router_losses_counted_twice():

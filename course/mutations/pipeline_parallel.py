@@ -10,8 +10,10 @@ import sharding
 from course.mutations import bug
 from sharding import sharding_of
 
+ZB_H1 = dict(pp=2, schedule="zb-h1")
 
-@bug(2, dict(pp=2, schedule="zb-h1"), first="step 1: gradient of head.norm")
+
+@bug(2, ZB_H1, first="step 1: gradient of head.norm")
 def loss_divided_twice():
     """Each micro-batch's loss is divided by the number of micro-batches once more."""
     original = pipeline_parallel.Pipeline.run
@@ -22,7 +24,7 @@ def loss_divided_twice():
     pipeline_parallel.Pipeline.run = run
 
 
-@bug(2, dict(pp=2, schedule="zb-h1"), first="step 1: output of blocks.1")
+@bug(2, ZB_H1, first="step 1: output of blocks.1")
 def targets_of_another_micro_batch():
     """The last stage takes the targets of the next micro-batch."""
     original = pipeline_parallel.Pipeline.run
@@ -38,14 +40,14 @@ def targets_of_another_micro_batch():
     pipeline_parallel.Pipeline.run = run
 
 
-@bug(2, dict(pp=2, schedule="zb-h1"), first="step 1: gradient norm")
+@bug(2, ZB_H1, first="step 1: gradient norm")
 def norm_of_one_stage():
     """Each pipeline stage clips by the norm of its own layers."""
     original = optimizer.global_norm
     optimizer.global_norm = lambda parameters, stages=None: original(parameters)
 
 
-@bug(2, dict(pp=2, schedule="zb-h1"), first="step 1: gradient norm")
+@bug(2, ZB_H1, first="step 1: gradient norm")
 def tied_weight_counted_twice_in_norm():
     """Both copies of the tied embedding count in the gradient norm."""
     sharding.Sharding.__getattribute__ = lambda self, name: (
@@ -55,7 +57,7 @@ def tied_weight_counted_twice_in_norm():
     )
 
 
-@bug(2, dict(pp=2, schedule="zb-h1"), first="step 1: gradient of blocks.1.mlp.down.weight")
+@bug(2, ZB_H1, first="step 1: gradient of blocks.1.mlp.down.weight")
 def lost_weight_gradients():
     """ZB-H1 never computes the weight gradients of the last micro-batch."""
     original = pipeline_parallel.lower

@@ -8,6 +8,8 @@ from course.mutations import bug
 from course.mutations.tensor_parallel import dropout_without
 from sequence_parallel import start_gather, start_scatter
 
+SP = dict(tp=2, sequence_parallel=True)
+
 
 def mine(x, group):
     return x.chunk(group.size(), 1)[group.rank()].contiguous()
@@ -18,19 +20,19 @@ def in_g(start_input=start_gather, start_input_grad=start_scatter):
     sequence_parallel.STARTS[sequence_parallel.GatherSequence] = (start_input, start_input_grad)
 
 
-@bug(2, dict(tp=2, sequence_parallel=True), first="step 1: gradient of head.norm")
+@bug(2, SP, first="step 1: gradient of head.norm")
 def no_sum_in_g():
     """The gradient of a column-parallel layer's input is not summed by the reduce-scatter."""
     in_g(start_input_grad=lambda x, group: lambda: mine(x, group))
 
 
-@bug(2, dict(tp=2, sequence_parallel=True), first="step 1: output of blocks.0")
+@bug(2, SP, first="step 1: output of blocks.0")
 def no_gather_in_g():
     """Every rank repeats its own slice of the sequence instead of gathering the others'."""
     in_g(start_input=lambda x, group: lambda: x.repeat(1, group.size(), 1))
 
 
-@bug(2, dict(tp=2, sequence_parallel=True), first="step 1: gradient of blocks.1.mlp.up.weight")
+@bug(2, SP, first="step 1: gradient of blocks.1.mlp.up.weight")
 def stale_input():
     """Backward's second all-gather gives another tensor than forward's."""
     seen = {}
@@ -45,13 +47,13 @@ def stale_input():
     in_g(start_input=start_input)
 
 
-@bug(2, dict(tp=2, sequence_parallel=True), first="step 1: output of embedding")
+@bug(2, SP, first="step 1: output of embedding")
 def no_sum_in_g_bar():
     """Each rank keeps its slice of its own part: the reduce-scatter does not sum."""
     sequence_parallel.scatter_sequence = mine
 
 
-@bug(2, dict(tp=2, sequence_parallel=True), first="step 1: gradient of blocks.1.mlp.down.weight")
+@bug(2, SP, first="step 1: gradient of blocks.1.mlp.down.weight")
 def no_gather_in_g_bar():
     """The gradient of a row-parallel layer's output is zero outside of this rank's slice."""
 
@@ -65,17 +67,13 @@ def no_gather_in_g_bar():
     )
 
 
-@bug(2, dict(tp=2, sequence_parallel=True), first="step 1: gradient of head.norm")
+@bug(2, SP, first="step 1: gradient of head.norm")
 def no_norm_gradient_sum():
     """The gradients of norm weights are those of each rank's slice of the sequence."""
     sequence_parallel._CopyWeights.backward = staticmethod(lambda ctx, *grads: (None, *grads))
 
 
-@bug(
-    2,
-    dict(tp=2, sequence_parallel=True, model="bloom-560m"),
-    first="step 1: gradient of embedding.norm",
-)
+@bug(2, SP | dict(model="bloom-560m"), first="step 1: gradient of embedding.norm")
 def no_embedding_norm_sum():
     """The gradient of the embedding's norm is that of each rank's slice of the sequence."""
     original = sequence_parallel.synchronise
@@ -87,7 +85,7 @@ def no_embedding_norm_sum():
     sequence_parallel.synchronise = synchronise
 
 
-@bug(2, dict(tp=2, sequence_parallel=True), first="step 1: output of embedding")
+@bug(2, SP, first="step 1: output of embedding")
 def positions_from_0():
     """Every slice of the sequence gets the position embeddings of the first."""
     original = sequence_parallel.ShardedPositions.__init__
@@ -96,7 +94,7 @@ def positions_from_0():
     )
 
 
-@bug(2, dict(tp=2, sequence_parallel=True), first="step 1: output of embedding")
+@bug(2, SP, first="step 1: output of embedding")
 def same_masks_on_every_slice():
     """Every slice of the sequence gets the dropout mask of the first."""
     dropout_without(3)

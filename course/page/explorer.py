@@ -3,31 +3,28 @@
     schedules    time lines of GPipe, 1F1B, interleaved and ZB-H1; what an action waits for; the
                  activations in flight, played over time; the bubble. Two on one scale.
     memory       weights, gradients, optimizer state and activations of a rank under a layout,
-                 beside GPUs of 24, 80 and 141 GB; the seconds of a step, as planner.py predicts
+                 beside GPUs of 24, 80 and 141 GB
 
     python -m course.page.explorer                     then open docs/explorer.html in a browser
 
 The page is one file. It asks for nothing over the network, and its address holds all settings.
 
-Its formulas stand twice, for a browser runs no Python: in the lessons and planner.py, and by hand
-in formulas.js and planner.js. tests/test_explorer.py holds the two together: in random settings
-they give the same times, bytes and refusals. Who changes a formula changes it in both.
+Its formulas stand twice, for a browser runs no Python: in the lessons, and by hand in formulas.js.
+tests/test_explorer.py holds the two together: in random settings they give the same times, bytes
+and refusals. A formula that changes is changed in both.
 
-Not covered: measured times. `python -m course.pipeline_parallel` measures time lines, and
-benchmarks/zero_memory.py bytes.
+Not covered: the seconds of a step, which planner.py predicts; measured times
+(`python -m course.pipeline_parallel`) and bytes (benchmarks/zero_memory.py).
 """
 
 import argparse
-import dataclasses
 import json
 from pathlib import Path
 
-import planner
 from base import terminal
 from base.model_config import MoEConfig, block_matrices, mlp_matrices
 from benchmarks import style
-from planning import drawing, layer_time
-from planning.inputs import MACHINES
+from planning import drawing
 from run.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -38,9 +35,9 @@ TEXTS = json.loads((ROOT / "course" / "page" / "examples.json").read_text())
 # fields of a configuration that the page reads
 FIELDS = (
     "num_layers hidden_size num_heads num_kv_heads ffn_hidden_size seq_length vocab_size attention"
-    " norm positions tied sliding_window expert_every router router_topk head_dim gated qk_norm"
+    " norm positions tied sliding_window expert_every router router_topk"
 ).split()
-SCRIPTS = "formulas planner settings schedules time memory".split()
+SCRIPTS = "formulas settings schedules time memory".split()
 PARTS = ("weights", "gradients", "optimizer state", "activations")
 
 
@@ -58,12 +55,9 @@ def model(name: str, shape: dict) -> dict:
 
 def constants() -> str:
     """What the page takes from Python as it is."""
-    counts = vars(planner) | vars(layer_time)
     values = {
         "PRESETS": {name: model(name, shape) for name, (shape, _) in PRESETS.items()},
         "EXAMPLES": TEXTS["examples"],
-        "MACHINES": {name: dataclasses.asdict(machine) for name, machine in MACHINES.items()},
-        "PLANNER": {k: x for k, x in counts.items() if k.isupper() and isinstance(x, (int, float))},
         "PART_COLOURS": {part: style.COLOURS[part] for part in PARTS},
         "COLOURS": drawing.COLOURS,
         "MEANINGS": drawing.MEANINGS,

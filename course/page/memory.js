@@ -15,8 +15,6 @@ const COMPARED = {
 
 const gigabytes = (bytes, digits = 2) => number(bytes / GB, digits, digits);
 const ranksOf = (s) => s.tp * s.pp * s.cp * s.dp;
-// three digits
-const seconds = (x) => number(Number(x.toPrecision(3)), 6);
 const shortly = (bytes) => `${gigabytes(bytes, bytes < 10 * GB ? 2 : 1)} GB`;
 
 function showMemory(s) {
@@ -35,22 +33,20 @@ function compared(s) {
   if (typeof set === "number") values.sort((a, b) => a - b);
   const mark = (value) => (value === set ? 'aria-current="true"' : "");
   const rowOf = (value) => {
-    const its = { ...s, [s.compare]: value };
-    const found = memory(its);
-    return { value, mark: mark(value), its, ...found, times: found.error ? {} : stepTime(its) };
+    return { value, mark: mark(value), ...memory({ ...s, [s.compare]: value }) };
   };
   const rows = values.map(rowOf);
   const now = rows[values.indexOf(set)];
   const name = optionName("compare");
   const model = modelOf(s);
   const { num_layers: L, hidden_size: h, num_heads: a } = model;
-  const heads = [name, ...PARTS, "total", "in flight", "step, s", "tokens/s of a GPU"];
+  const heads = [name, ...PARTS, "total", "in flight"];
   const legend = PARTS.map((part) => legendEntry(PART_COLOURS[part], part));
   return `<h2>${s.preset} <span class="hint">${L} layers, h ${number(h)}, ${a} heads</span></h2>
     <p class="hint">${model.why}</p>
-    ${now.error ? refusal(now.error) : verdict(now.total) + predicted(now)}
+    ${now.error ? refusal(now.error) : verdict(now.total)}
     <div class="row">${legend.join("")}</div>${bars(rows, name)}
-    ${tableOf("GB on the rank that holds most; its time", heads, rows.map(tableRow))}
+    ${tableOf("GB on the rank that holds most", heads, rows.map(tableRow))}
     ${notes(model)}`;
 }
 
@@ -59,16 +55,6 @@ function verdict(total) {
   const list = fits.join(", ").replace(/, (\d+)$/, " and $1");
   const words = fits.length ? `fits into ${list} GB` : `more than ${GPUS.at(-1)} GB`;
   return `<p role="status"><b>${shortly(total)}</b> on the rank that holds most: ${words}.</p>`;
-}
-
-function predicted({ its, times }) {
-  const step = sum(Object.values(times));
-  const sequences = number(its.micro * its.b * its.dp);
-  const largest = Object.entries(times).sort(([, a], [, b]) => b - a);
-  const part = ([name, x]) => `${name} <b>${number((100 * x) / step, 0)}%</b>`;
-  const parts = largest.filter(([, x]) => x > step / 200).map(part);
-  return `<p><b>${seconds(step)} s</b>, predicted, for a step of ${sequences} sequences on
-    ${number(ranksOf(its))} ${its.gpu}: ${parts.join(", ")}.</p>`;
 }
 
 function bars(rows, name) {
@@ -88,15 +74,12 @@ function bars(rows, name) {
     table below">${rows.map(bar).join("")}<div class="limits">${limits.join("")}</div></div>`;
 }
 
-function tableRow({ value, mark, its, error, parts, total, inFlight, times }) {
+function tableRow({ value, mark, error, parts, total, inFlight }) {
   const start = `<tr ${mark}><th scope="row">${value}</th>`;
-  if (error) return `${start}<td colspan="8" class="words">${error.rule}</td></tr>`;
+  if (error) return `${start}<td colspan="6" class="words">${error.rule}</td></tr>`;
   const cell = (x, text) => `<td data-value="${x}">${text(x)}</td>`;
-  const step = sum(Object.values(times));
-  const tokens = (its.micro * its.b * its.dp * its.s) / step / ranksOf(its);
   const cells = [...parts, total].map((bytes) => cell(bytes, gigabytes));
-  cells.push(cell(inFlight, (n) => number(n)), cell(step, seconds));
-  return `${start}${cells.join("")}${cell(tokens, (n) => number(n, 0))}</tr>`;
+  return `${start}${cells.join("")}${cell(inFlight, (n) => number(n))}</tr>`;
 }
 
 // Where the formula of the activations is not this model's.
