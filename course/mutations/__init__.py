@@ -82,7 +82,7 @@ def bug(world: int, *layouts: dict, first: str):
 
 
 def bugs() -> dict[str, Bug]:
-    """Name -> bug, all of them. Imports every technique."""
+    """Name -> bug, all of them, by technique. Imports every technique."""
     for module in pkgutil.iter_modules(__path__, f"{__name__}."):
         importlib.import_module(module.name)
-    return dict(_BUGS)
+    return dict(sorted(_BUGS.items(), key=lambda item: item[1].technique))
