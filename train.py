@@ -6,23 +6,22 @@
 NCCL and bf16 on GPUs, gloo and fp32 on CPUs. `--help` lists the flags. A run leaves in `--out`
 config.json, metrics.jsonl (one line per step), loss.png, sample.txt, checkpoints/step-000200/.
 
-The layout changes nothing but speed and memory. Nothing else depends on it:
+The layout changes only speed and memory. Everything else is a function of:
 
-    initial weights     depend on (seed, name of the parameter)
-    samples of a step   depend on (seed, step)
-    dropout masks       depend on (seed, step, sample, layer, position)
+    initial weights     (seed, name of the parameter)
+    samples of a step   (seed, step)
+    dropout masks       (seed, step, sample, layer, position)
     loss                Σ token losses / counted tokens of the global batch, no mean of means
 
 With experts this holds for one --micro-batch-size: routers balance within a micro-batch.
 
 How a run reaches its first step (run/task.py: batch and loss; the rest of run/: flags, files):
 
-    main           here
-      launch.main      flags, rules, processes and groups; the tokenizer, the data
-        Trainer            here: the model with its techniques, gradients, optimizer
-        loop               here: the steps
-          forward_backward     the gradient of a global batch
-          update               clip, AdamW, weights that other ranks have updated
+    launch.main            parse, validate, connect; the tokenizer, the data
+      Trainer              the model with its techniques, gradients, optimizer
+      loop                 the steps
+        forward_backward   the gradient of a global batch
+        update             clip, AdamW, weights that other ranks have updated
 """
 
 from functools import partial
@@ -65,7 +64,7 @@ class Trainer:
     def __init__(
         self, config: RunConfig, device: torch.device, groups: Groups, task: Task | None = None
     ):
-        """task: what is learned (run/task.py); by default the next token."""
+        """task: what is learned (run/task.py); the default is the next token."""
         self.config, self.device, self.groups = config, device, groups
         self.model_config = config.model_config()
         self.dp = groups.dp.size() if groups.dp else 1
@@ -73,7 +72,7 @@ class Trainer:
         self.micro_batch = config.micro_batch(self.dp)
         self.precision = config.precision or ("bf16" if device.type == "cuda" else "fp32")
         self.scaler = LossScaler() if self.precision == "fp16" else None
-        # why fused kernels do not run here; None: they do
+        # Why fused kernels do not run here. None: they do.
         self.kernels_refused: str | None = "off"
         self.task = task or Task()
         self.task.join(self)
@@ -94,14 +93,13 @@ class Trainer:
 
             moe.apply(model, groups.ep, groups.tp)
         self.num_parameters = sharding.num_parameters(model)
-        # self.model: the pipeline, or the one stage
-        self.stages, self.model, self.schedule = [model], model, None
+        self.stages, self.pipeline, self.schedule = [model], None, None
         if groups.pp:
             p, v = groups.pp.size(), config.virtual_stages
             self.stages = pipeline_parallel.apply(model, groups.pp.rank(), p, v, config.layer_split)
             channels = pipeline_parallel.Channels(groups.pp, groups.nccl)
             shards = config.cp * config.sequence_shards
-            self.model = pipeline_parallel.Pipeline(self.stages, channels, shards)
+            self.pipeline = pipeline_parallel.Pipeline(self.stages, channels, shards)
             m = config.global_batch_size // self.dp // self.micro_batch
             self.schedule = schedules.make(config.pipeline_schedule, p, m, v)
         self.fp8 = None
@@ -110,12 +108,20 @@ class Trainer:
 
             self.fp8 = fp8.make(config.fp8_recipe, shape, self.device, config.keeps_bytes)
         self.gradients = [self.apply_techniques(stage) for stage in self.stages]
-        self.expert_layers = moe.ExpertLayers(*self.stages) if shape.num_experts else {}
+        self.expert_layers = {}
+        if shape.num_experts:
+            import moe
+
+            self.expert_layers = moe.ExpertLayers(*self.stages)
+
+    @property
+    def model(self) -> "GPT | pipeline_parallel.Pipeline":
+        """What a forward through all layers runs: the pipeline, or the only stage."""
+        return self.pipeline or self.stages[0]
 
     def apply_techniques(self, stage: GPT) -> GradientSums:
-        """The techniques, in the order in which they change a stage, after those of `build`; then
-        its values, sharded over data-parallel ranks. Returns its gradients. A technique that not
-        every run has is loaded where it is applied."""
+        """Apply the techniques to a stage in this order, then give it values, sharded over the
+        data-parallel ranks. Returns its gradients. Optional techniques are loaded when applied."""
         config, groups, dtype = self.config, self.groups, DTYPES[self.precision]
         self.task.before_techniques(stage)
         of_rank = config.make_vocab_size_divisible_by
@@ -147,8 +153,10 @@ class Trainer:
         recompute.apply(stage, config.recompute, config.recompute_layers)
         init = partial(sharding.init, stage, config.seed, self.device, dtype)
         if groups.replicas:
-            options = self.scaler, DTYPES.get(config.reduce_dtype), init, groups.edp
-            gradients = fsdp.apply(stage, groups.replicas, config.zero_stage, *options)
+            zero_stage, reduced = config.zero_stage, DTYPES.get(config.reduce_dtype)
+            gradients = fsdp.apply(
+                stage, groups.replicas, zero_stage, self.scaler, reduced, init, groups.edp
+            )
         else:
             init()
             gradients = GradientAccumulator(stage, self.scaler)
@@ -172,7 +180,7 @@ class Trainer:
         )
 
     def own_tokens(self, batch):
-        """What this rank sees of a data.Batch."""
+        """This rank's part of a data.Batch: under context parallelism, its tokens."""
         if not self.groups.cp:
             return batch
         import context_parallel
@@ -180,12 +188,13 @@ class Trainer:
         return context_parallel.shard_batch(batch, self.groups.cp)
 
     def forward_backward(self, step: int, dataset) -> torch.Tensor:
-        """The task chooses what this step learns from; then `accumulate`. dataset: data.Dataset."""
+        """Let the task choose what this step learns from, and accumulate its gradient. dataset:
+        data.Dataset."""
         return self.accumulate(step, self.task.begin_step(step, dataset))
 
     def accumulate(self, step: int, dataset) -> torch.Tensor:
-        """Leave the global batch's gradient in every `main_grad`. Returns this rank's part of the
-        loss, float64: all parts add up to the mean over the counted tokens of the global batch."""
+        """Sum the gradient of the global batch into every `main_grad`. Returns this rank's part of
+        the loss, float64. The parts of all ranks add up to the mean over the counted tokens."""
         samples = self.task.samples(step)
         count = max(1, self.task.loss_count(dataset, samples))
         share = len(samples) // self.dp
@@ -209,7 +218,7 @@ class Trainer:
             return total
 
         if self.expert_layers:
-            # the router's losses are means over all tokens of the global batch, masked ones too
+            # The router's losses are means over all tokens of the global batch, masked ones too.
             self.expert_layers.begin_step(scale / max(1, dataset.positions(samples)))
         for gradients in self.gradients:
             gradients.zero_grad()
@@ -217,7 +226,7 @@ class Trainer:
             self.run_micro_batches(forward, share // b, loss_grad)
         else:
             self.run_pipeline(forward, dataset.s, loss_grad)
-        # all tensor-parallel ranks have the loss: one counts
+        # Every tensor-parallel rank has the whole loss, so it counts on one of them.
         counts = not self.groups.tp or self.groups.tp.rank() == 0
         return loss if counts else torch.zeros_like(loss)
 
@@ -231,17 +240,17 @@ class Trainer:
 
     def run_pipeline(self, forward, s: int, loss_grad: torch.Tensor) -> None:
         actions = self.schedule[self.groups.pp.rank()]
-        # the last backward of each stage; under zb-h1 (I and W) no action is the last
+        # The last backward of each stage. Under zb-h1 (I and W) no action is the last.
         last = {action.chunk: action for action in actions if action.op == "B"}
 
         def before_backward(action):
             if last.get(action.chunk) == action:
                 self.gradients[action.chunk].next_backward_is_last()
 
-        self.model.run(self.schedule, forward, self.micro_batch, s, loss_grad, before_backward)
+        self.pipeline.run(self.schedule, forward, self.micro_batch, s, loss_grad, before_backward)
         for gradients in self.gradients:
             gradients.reduce_gradients()
-        self.model.sum_tied()
+        self.pipeline.sum_tied()
 
     def continue_text(self, prompt: list[int], max_tokens: int, **options) -> list[int]:
         """The tokens after a prompt. options: of generate.stream."""
@@ -263,7 +272,7 @@ class Trainer:
 
 
 def loop(trainer: Trainer, run: TrainingRun) -> bool:
-    """The steps that are left. Returns whether a signal ended it early. Raises RunError."""
+    """Take the steps that are left. Returns whether a signal ended the run. Raises RunError."""
     with run.watched():
         for step in run.steps_left():
             run.begin_step(step)
@@ -283,7 +292,7 @@ def loop(trainer: Trainer, run: TrainingRun) -> bool:
 
 
 def main(argv: list[str], kind: type[RunConfig] = Config) -> int:
-    """Returns the exit status. kind: the configuration of a kind of training."""
+    """Train, and return the exit status. kind: the configuration of a type of training."""
     return launch.main(argv, kind, Trainer, loop)
 
 

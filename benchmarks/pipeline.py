@@ -129,7 +129,7 @@ def torch_pipeline(trainer: train.Trainer, m: int, dataset: Random):
         schedule.step(*inputs, **outputs)
         for gradients in trainer.gradients:
             gradients.reduce_gradients()
-        trainer.model.sum_tied()
+        trainer.pipeline.sum_tied()
         return sum(x.item() for x in losses)
 
     return run
@@ -149,7 +149,7 @@ class Pipelined(Steps):
 
     def timed_step(self) -> float:
         seconds = self.together()
-        self.events.append(self.trainer.model.events)
+        self.events.append(self.trainer.pipeline.events)
         return seconds
 
     def beside_torch(self):

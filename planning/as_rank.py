@@ -168,7 +168,7 @@ def run_step(trainer, m: int) -> Step:
     actions = None
     if trainer.schedule:
         trainer.schedule = [[a for a in list_ if a.micro_batch < m] for list_ in trainer.schedule]
-        actions = Actions(trainer.model, kept)
+        actions = Actions(trainer.pipeline, kept)
     with kept, stand_ins(), Counters() as counters:
         tokens = Tokens(trainer.model_config.seq_length, trainer.config.document_mask)
         trainer.forward_backward(1, tokens)
@@ -178,7 +178,7 @@ def run_step(trainer, m: int) -> Step:
         trainer.task.wait_for_parameters()
     if actions:
         # the pipeline's own methods again
-        del trainer.model.act, trainer.model.defer
+        del trainer.pipeline.act, trainer.pipeline.defer
     trainer.config, trainer.schedule = whole
     calls = counters.counted(trainer.groups)
     return Step(counters.flops, calls, kept, actions, fp8_weights)

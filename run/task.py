@@ -281,13 +281,13 @@ def run_forward(trainer, batches: list, result) -> None:
     for stage in trainer.stages:
         # routers take raw logits
         stage.eval()
-    if trainer.schedule is None:
+    if trainer.pipeline:
+        trainer.pipeline.evaluate(batches, result, s)
+    else:
+        (stage,) = trainer.stages
         for batch in batches:
             context = Context(documents=batch.documents, real=batch.real)
-            y = trainer.model(batch.tokens, batch.targets, context)
-            result(batch, y)
-    else:
-        trainer.model.evaluate(batches, result, s)
+            result(batch, stage(batch.tokens, batch.targets, context))
     for stage in trainer.stages:
         stage.train(training)
 

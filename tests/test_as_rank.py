@@ -153,7 +153,7 @@ def measured(world: int, config: trainer.Config) -> dict:
     kept = Kept(p for stage in t.stages for p in stage.parameters())
     if t.schedule:
         # so that what W waits for counts
-        as_rank.Actions(t.model, kept)
+        as_rank.Actions(t.pipeline, kept)
     if config.fp8 == "delayed":
         # a step that has a history
         t.forward_backward(1, dataset)

@@ -99,7 +99,7 @@ def test_only_trainers_built_on_train_import_it():
     assert importers <= built | of_one_device
 
 
-@pytest.mark.parametrize("file, most", [("gpt.py", 330), ("train.py", 292), ("README.md", 150)])
+@pytest.mark.parametrize("file, most", [("gpt.py", 330), ("train.py", 300), ("README.md", 150)])
 def test_files_that_are_read_first_are_short(file, most):
     assert len((ROOT / file).read_text().splitlines()) <= most
 

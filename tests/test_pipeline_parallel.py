@@ -102,7 +102,7 @@ def activation_bytes(rank, flags):
         refs.append(weakref.ref(holder))
         return holder
 
-    def run(schedule, forward, *args, original=t.model.run):
+    def run(schedule, forward, *args, original=t.pipeline.run):
         def watched(chunk, k, x):
             nonlocal most
             before = alive()
@@ -114,7 +114,7 @@ def activation_bytes(rank, flags):
 
         original(schedule, watched, *args)
 
-    t.model.run = run
+    t.pipeline.run = run
     t.forward_backward(1, Synthetic(16, 61))
     # nothing outlives the step
     assert alive() == 0
@@ -152,8 +152,8 @@ def what_is_sent(rank, p, flags):
     refs = []
     most = 0
     deferred = 0
-    send = t.model.channels.send
-    defer = t.model.defer
+    send = t.pipeline.channels.send
+    defer = t.pipeline.defer
 
     def watched(x, *args):
         nonlocal most
@@ -166,8 +166,8 @@ def what_is_sent(rank, p, flags):
         deferred += gradients is not None
         defer(chunk, gradients)
 
-    t.model.channels.send = watched
-    t.model.defer = counted
+    t.pipeline.channels.send = watched
+    t.pipeline.defer = counted
     t.forward_backward(1, Synthetic(16, 61))
     return most, len(refs), sum(ref() is not None for ref in refs), deferred
 
