@@ -1,4 +1,4 @@
-"""Errors that end a command with one message: of bad input, and of a run that fails."""
+"""Errors that end a command with one message: bad input, or a run that fails."""
 
 
 class InputError(ValueError):

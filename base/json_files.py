@@ -1,12 +1,12 @@
-"""JSON from outside, read with types: index.json, config.json, prompts.json, JSON lines.
+"""Read untrusted JSON with types: index.json, config.json, prompts.json, JSON lines.
 
 A file from somebody else may hold anything: a word where a number belongs, NaN, endless nesting,
 half a character. So each call names the type that it expects, and every failure is a `JSONError`
 with one line of text:
 
     read(path, GPTConfig)           a whole file
-    parse(data, dict, where)        bytes that are read already; `where` begins the error message
-    convert(value, kind, where)     a part of JSON that was parsed without a type
+    parse(data, dict, where)        bytes; `where` begins the error message
+    convert(value, kind, where)     a value that was parsed without a type
     read_lines(path, dict)          JSON lines: pairs (line number, object)
 
     >>> parse(b'{"steps": 2.5}', dict[str, int], "run.json")
@@ -32,6 +32,7 @@ from typing import Any
 import msgspec
 
 from base import terminal
+from base.errors import cause
 
 
 class JSONError(ValueError):
@@ -43,8 +44,7 @@ def read(path: "str | Path", kind=Any):
     try:
         data = read_bytes(path)
     except (OSError, ValueError) as e:
-        reason = getattr(e, "strerror", None) or e
-        raise JSONError(f"{path}: cannot be read ({reason})") from None
+        raise JSONError(f"{path}: cannot be read ({cause(e)})") from None
     return parse(data, kind, str(path))
 
 
@@ -91,13 +91,9 @@ def read_lines(path: "str | Path", kind=dict[str, Any]):
     """Yield (line number, object) for each line that is not empty. Lines count from 1; the path `-`
     is standard input. Raises JSONError."""
     try:
-        if str(path) == "-":
-            data = sys.stdin.buffer.read()
-        else:
-            data = read_bytes(path)
+        data = sys.stdin.buffer.read() if str(path) == "-" else read_bytes(path)
     except (OSError, ValueError, AttributeError) as e:
-        reason = getattr(e, "strerror", None) or e
-        raise JSONError(f"{path}: cannot be read ({reason})") from None
+        raise JSONError(f"{path}: cannot be read ({cause(e)})") from None
     for number, line in lines(data):
         yield number, parse(line, kind, f"{path}, line {number}")
 
@@ -135,8 +131,7 @@ def main():
     try:
         read(sys.argv[1])
     except JSONError as e:
-        print(f"json_files.py: {e}", file=sys.stderr)
-        sys.exit(2)
+        terminal.refuse(f"json_files.py: {e}")
     print(f"{sys.argv[1]}: JSON")
 
 

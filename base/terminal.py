@@ -1,14 +1,14 @@
-"""Printing for people, on streams that may be closed, full, or only know ASCII.
+"""How a command prints and ends, on streams that may be closed, full, or only know ASCII.
 
 A run must not end because nobody reads its lines any more: `python train.py | head` closes the pipe
 after ten lines, or the disk of a log file fills up. Then further lines are dropped, one line on
 standard error says so, and the run goes on. metrics.jsonl has every step.
 
     terminal.prepare()          at the start of a command
-    terminal.say("step 1")      a line on standard output, flushed
-    terminal.refuse("why")      the end, with status 2 and one line on standard error
-    terminal.run(main)          all of this around main(), the last line of a file
-    terminal.command(main)      the same for main(argv), which may be a rank of torchrun
+    terminal.say("step 1")      prints a line, flushed
+    terminal.refuse("why")      ends the process with status 2 and one line on standard error
+    terminal.run(main)          does all of this around main(); the last line of a file
+    terminal.command(main)      does the same for main(argv), which may be a rank of torchrun
 
     python train.py | head -n 2        trains to its end
 """
@@ -28,11 +28,9 @@ from pathlib import Path
 
 
 def prepare() -> None:
-    """Make standard input, output and error usable.
-
-    A closed one becomes /dev/null. Otherwise the next file that is opened, perhaps a checkpoint,
-    would get its number, and what a library prints would go into that file.
-    """
+    """Make standard input, output and error usable. A closed one becomes /dev/null: otherwise the
+    next file that is opened, perhaps a checkpoint, would get its number, and what a library prints
+    would go into that file."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
@@ -41,8 +39,8 @@ def prepare() -> None:
             os.open(os.devnull, os.O_RDWR)
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
-        # What is not UTF-8 is read without an error; what reads a prompt refuses it. A character
-        # that the terminal does not have is printed as its code.
+        # Bytes that are not UTF-8 are read without an error, and refused where a prompt is read. A
+        # character that the terminal lacks is printed as its code.
         stream = getattr(sys, name)
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace" if number else "surrogateescape")
@@ -69,17 +67,14 @@ def one_line(message) -> str:
 
 
 def let_rank_0_speak(rank: int) -> None:
-    """Call this in every rank that ends because of bad input, which rank 0 alone reports.
-
-    A launcher stops all ranks as soon as one has ended. The other ranks therefore wait, so that
-    rank 0 has printed its message before it is stopped.
-    """
+    """Wait on the other ranks when all end because of bad input: the launcher stops all ranks as
+    soon as one has ended, and rank 0 must print the message first."""
     if rank:
         time.sleep(3)
 
 
 def tell_launcher(message: str) -> None:
-    """torchrun repeats this as its last line but one; it ends with a report of its own."""
+    """Leave a message for torchrun, which repeats it in the report at its end."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         word = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -93,13 +88,13 @@ def refuse(message: str):
     sys.exit(2)
 
 
-# of a stream that is closed or full; other errors have another cause
+# Errors of a stream that is closed or full.
 STREAM_ERRORS = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 
 
 def run(main) -> None:
-    """Run main() and end the process with what it returns. Where standard output is closed or full:
-    with 1; after Ctrl-C: 130. Both without a traceback."""
+    """End the process with what main() returns; with 1 where standard output is closed or full, and
+    with 130 after Ctrl-C, both without a traceback."""
     prepare()
     status = 1
     try:
@@ -113,23 +108,23 @@ def run(main) -> None:
         mute(sys.stdout)
         if not isinstance(e, BrokenPipeError):
             say(f"standard output cannot be written ({e.strerror})", error=True)
-    # The interpreter collects garbage as it ends: with PyTorch 0.9 s, unless it need not look.
+    # Without this the last garbage collection takes 0.9 s with PyTorch.
     gc.freeze()
     sys.exit(status)
 
 
 def command(main) -> None:
-    """`run` main(argv). Ctrl-C ends it at once, unless it handles that itself; so does the end of
-    its launcher."""
+    """`run` main(argv). Ctrl-C ends it at once, unless it handles that itself, and so does the end
+    of its launcher."""
     quiet()
     end_with_launcher()
-    # nearly all that was imported stays, and PyTorch is much to look through
+    # Nearly all that was imported stays, so no garbage collection looks through it.
     gc.freeze()
     run(lambda: main(sys.argv[1:]))
 
 
 def mute(stream) -> None:
-    """Discard what is written to this stream from now on, and what is still in its buffer."""
+    """Discard what is in this stream's buffer, and all that is written to it later."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -137,7 +132,7 @@ def mute(stream) -> None:
 
 @contextlib.contextmanager
 def removed_at_the_end(folder: Path) -> Iterator[None]:
-    """Removes a folder when the body is left, also by Ctrl-C after `quiet`."""
+    """Remove a folder when the body is left, also by Ctrl-C after `quiet`."""
     unfinished.add(folder)
     try:
         yield
@@ -148,13 +143,13 @@ def removed_at_the_end(folder: Path) -> Iterator[None]:
 
 # --- Ctrl-C and the launcher ----------------------------------------------------------------------
 
-# folders that Ctrl-C removes
+# Folders that Ctrl-C removes.
 unfinished = set()
 
 
 def quiet() -> None:
-    """From now on Ctrl-C ends this process at once, with status 130 and without a traceback, and
-    all processes that it has started. For commands that have nothing to save."""
+    """Let Ctrl-C end this process, and all that it has started, at once: with status 130 and no
+    traceback. For commands that have nothing to save."""
 
     def end(number, frame):
         kill_descendants()
@@ -166,31 +161,27 @@ def quiet() -> None:
 
 
 def end_with_launcher() -> None:
-    """Under torchrun: when it is killed, this process gets SIGTERM. Otherwise the ranks would wait
-    for its store, or for each other."""
+    """Get SIGTERM when torchrun is killed: its ranks would wait for its store, or each other."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         pr_set_pdeathsig = 1
         with contextlib.suppress(OSError, AttributeError):
-            # another system than Linux has no such call
+            # Only Linux has this call.
             ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
         if os.getppid() == 1:
-            # it was killed before that
+            # The launcher was killed before this.
             os._exit(128 + signal.SIGTERM)
 
 
 def kill_descendants() -> None:
-    """End all processes that this one has started, and those that they have started: also a rank
-    that a fork server is just starting."""
+    """Kill all descendants of this process, also a rank that a fork server is just starting."""
     for stop in (signal.SIGSTOP, signal.SIGKILL):
-        # a process that is stopped starts no other one while the rest are found
+        # A stopped process starts no other one while the rest are found.
         found = descendants(os.getpid())
         if stop == signal.SIGSTOP:
             found = [pid for pid in found if parent_of(pid) == os.getpid()]
         for pid in found:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, stop)
-            except ProcessLookupError:
-                pass
 
 
 def descendants(pid: int) -> list[int]:
@@ -207,7 +198,7 @@ def descendants(pid: int) -> list[int]:
 def parent_of(pid: int) -> int | None:
     try:
         with open(f"/proc/{pid}/stat") as file:
-            # the name before it may hold spaces and brackets
+            # The name before it may hold spaces and brackets.
             return int(file.read().rpartition(")")[2].split()[1])
     except OSError:
         return None

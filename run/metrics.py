@@ -1,6 +1,6 @@
 """What a run records: metrics.jsonl for programs; a line per step and loss.png for people.
 
-A line of metrics.jsonl is one step. Floats are in full precision, so that two runs can be compared
+Each line of metrics.jsonl is one step. Floats have full precision, so that two runs can be compared
 bit for bit:
 
     {"step": 1, "loss": 5.56, "grad_norm": 3.2, "lr": 6e-05, "tokens": 2048, "step_seconds": 0.2,
@@ -18,17 +18,16 @@ bit for bit:
     fp8_saturated          --fp8 delayed: tensors with values beyond what their scale allows
     predicted_seconds      of a step, by planner.py, with --plan
 
-finetune/preference.py and finetune/reinforcement.py add more fields to a line: docs/preferences.md.
+docs/preferences.md has the fields of finetune/preference.py and finetune/reinforcement.py. With
+experts, these fields have one number for each layer with experts:
 
-With experts, these have one number for each layer that has experts:
-
-    expert_load            for each expert: choices that fell on it / an even share
-    dropped_share          share of choices dropped because an expert was full
-    router_entropy         nats
-    load_balancing_loss    before its coefficient; `loss` is without it
-    z_loss                 before its coefficient; `loss` is without it
+    expert_load                    for each expert: its choices / an even share
+    dropped_share                  share of choices dropped because an expert was full
+    router_entropy                 nats
+    load_balancing_loss, z_loss    before their coefficients; `loss` is without them
 """
 
+import contextlib
 import json
 import math
 import os
@@ -51,7 +50,7 @@ class MetricsError(RuntimeError):
 
 @dataclass
 class Line:
-    """The fields that are checked in every line; numbers that were not finite are null."""
+    """The fields that are checked in every line. Numbers that were not finite are null."""
 
     step: int
     loss: float | None
@@ -59,46 +58,42 @@ class Line:
 
 
 def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
-    """(the lines of a metrics.jsonl, the numbers of the lines that cannot be read).
-
-    Half a line at the end, which a killed process leaves, counts as neither. A file that does not
-    exist has no lines. Raises MetricsError.
-    """
+    """(the lines of a metrics.jsonl, the numbers of the lines that cannot be read). Half a line at
+    the end, which a killed process leaves, is neither. A missing file has no lines. Raises
+    MetricsError."""
     try:
-        raw = json_files.read_bytes(path).split(b"\n")
+        data = json_files.read_bytes(path)
     except FileNotFoundError:
         return [], []
     except (OSError, ValueError) as e:
         raise MetricsError(f"{path}: cannot be read ({cause(e)})") from None
     lines = []
     damaged = []
-    for number, text in enumerate(raw, 1):
+    whole = data.count(b"\n")
+    for number, text in json_files.lines(data):
         try:
             json_files.parse(text, Line)
             lines.append(json_files.parse(text, dict))
         except json_files.JSONError:
-            if text.strip() and number < len(raw):
+            if number <= whole:
                 damaged.append(number)
     return lines, damaged
 
 
 class Metrics:
-    """metrics.jsonl: one line a step, written before any checkpoint of that step. Rank 0 has it."""
+    """metrics.jsonl: one line a step, written before any checkpoint of that step, by rank 0."""
 
     def __init__(self, path: Path, last_step: int):
-        """Continue the file of a run that resumes after `last_step`, 0 for a new run.
-
-        Removed are lines beyond `last_step`, which a killed run wrote after its last checkpoint,
-        and half a line at the end. If other lines cannot be read, the old file is kept as
-        metrics.jsonl.damaged. `notice` is a message to the user about this, or "". Raises
-        MetricsError.
-        """
+        """Continue the file of a run that resumes after `last_step`, 0 for a new run. Later lines,
+        which a killed run wrote after its last checkpoint, are removed, as is half a line at the
+        end. If other lines cannot be read, the old file is kept as metrics.jsonl.damaged. `notice`
+        tells the user, or is "". Raises MetricsError."""
         lines, damaged = read_metrics(path)
         self.path = path
         self.notice = ""
         self.lines = [line for line in lines if line["step"] <= last_step]
         lost = sorted(set(range(1, last_step + 1)) - {line["step"] for line in self.lines})
-        try:
+        with self.writing():
             if damaged:
                 shutil.copyfile(path, f"{path}.damaged")
                 self.notice = f"{path}: {left_out(damaged)}; {path}.damaged is as it was"
@@ -107,35 +102,35 @@ class Metrics:
             elif lost:
                 missing = f"{len(lost)} of {last_step} steps have no line"
                 self.notice = f"{path}: {missing}, from step {lost[0]} to step {lost[-1]}"
-            # In one operation: a kill leaves the old file or the new one.
+            # A rename is one operation: a kill leaves the old file or the new one.
             text = "".join(json.dumps(line) + "\n" for line in self.lines)
             path.with_suffix(".tmp").write_text(text, encoding="utf-8")
             os.replace(path.with_suffix(".tmp"), path)
             self.file = open(path, "a", encoding="utf-8")
-        except OSError as e:
-            raise MetricsError(f"{path}: cannot be written ({e.strerror})") from None
 
     def sync(self) -> None:
-        """Before a checkpoint: after a power failure the lines are there if it is."""
-        try:
+        """Flush to the disk before a checkpoint: after a power failure the lines are there too."""
+        with self.writing():
             os.fsync(self.file.fileno())
-        except OSError as e:
-            raise MetricsError(f"{self.path}: cannot be written ({e.strerror})") from None
 
     def add(self, line: dict) -> None:
         """Raises MetricsError."""
         line = {name: finite(value) for name, value in line.items()}
         self.lines.append(line)
-        try:
+        with self.writing():
             self.file.write(json.dumps(line) + "\n")
             self.file.flush()
+
+    @contextlib.contextmanager
+    def writing(self):
+        try:
+            yield
         except OSError as e:
             raise MetricsError(f"{self.path}: cannot be written ({e.strerror})") from None
 
 
 def finite(value):
-    """The value, with None in the place of NaN and infinity, which JSON does not have; in lists
-    too."""
+    """The value, with None for NaN and infinity, which JSON lacks; in lists too."""
     if isinstance(value, list):
         return [finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
@@ -151,8 +146,7 @@ class Curves:
     """The numbers of each step for TensorBoard: `tensorboard --logdir runs`."""
 
     def __init__(self, folder: Path, last_step: int):
-        """last_step: points of an earlier run beyond this step are hidden. Needs the package
-        tensorboard."""
+        """last_step: later points of an earlier run are hidden. Needs the package tensorboard."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(folder, purge_step=last_step + 1)
@@ -164,8 +158,8 @@ class Curves:
         self.writer.flush()
 
 
-# Words of a GPU's name: its FLOP/s of dense matrix multiplication in 16 bits, from NVIDIA's data
-# sheets. The sparse numbers are twice as high, and so are the dense ones of FP8 from Hopper on.
+# Words of a GPU's name -> FLOP/s of dense matrix multiplication in 16 bits, from NVIDIA's data
+# sheets. The sparse numbers, and those of FP8 from Hopper on, are twice as high.
 PEAK = {
     "A100": 312e12,
     "H100 HBM3": 989e12,
@@ -181,14 +175,12 @@ PEAK = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's dense peak in 16 bits, FLOP/s; None where it is not known: on CPUs, on other
-    GPUs, and on a part of a GPU (MIG)."""
+    """The device's dense peak in 16 bits, FLOP/s. None on CPUs, other GPUs and parts of a GPU."""
     return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_of(name: str) -> float | None:
-    """name: as torch.cuda.get_device_name gives it. Of the entries of PEAK whose words are all in
-    it, the one of most words counts."""
+    """The entry of PEAK with most words, all of them in `name` (torch.cuda.get_device_name)."""
     words = set(re.split("[ -]", name))
     fitting = [known for known in PEAK if set(known.split()) <= words]
     if not fitting or "MIG" in words:
@@ -197,15 +189,14 @@ def peak_of(name: str) -> float | None:
 
 
 def mfu(tflops: float, device: torch.device, precision: str, fp8: bool = False) -> dict:
-    """{"mfu": share of the device's dense peak}, or {} where the peak is not known, and in fp32.
-    fp8: where the device multiplies in FP8, its peak counts, twice that of 16 bits, though not all
-    products are in FP8."""
+    """{"mfu": share of the device's dense peak}, or {} in fp32 and where the peak is unknown. fp8:
+    the device multiplies in FP8, whose peak counts though not all products are in FP8."""
     peak = peak_flops(device) if precision in ("bf16", "fp16") else None
     return {"mfu": tflops * 1e12 / (2 * peak if fp8 else peak)} if peak else {}
 
 
 def plot_loss(lines: list[dict], title: str, path: Path) -> None:
-    """Write the figure: training loss, and held-out loss where there were evaluations."""
+    """Draw the training loss, and the held-out loss of the evaluations."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -227,7 +218,7 @@ def plot_loss(lines: list[dict], title: str, path: Path) -> None:
 
 
 def progress(line: dict, steps: int, seconds_left: float, bytes_per_token: float | None) -> str:
-    """A line of metrics.jsonl for people: one line, and a second one after an evaluation."""
+    """A line of metrics.jsonl for people, with a second line after an evaluation."""
     parts = [
         f"step {line['step']:>{len(str(steps))}}/{steps}",
         f"loss {line['loss']:.4f}",
@@ -258,7 +249,7 @@ def progress(line: dict, steps: int, seconds_left: float, bytes_per_token: float
 
 
 def of_evaluation(line: dict, bytes_per_token: float | None) -> str:
-    """What a line of metrics.jsonl has of held-out data, below its own; "" where it has nothing."""
+    """The second line, of held-out data; "" where there was no evaluation."""
     text = ""
     if "eval_loss" in line:
         loss = line["eval_loss"]
@@ -273,7 +264,7 @@ def of_evaluation(line: dict, bytes_per_token: float | None) -> str:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: on a GPU of tensors, on the CPU of the whole process."""
+    """Bytes of the tensors on a GPU, or of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Linux counts in KiB.

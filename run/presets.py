@@ -1,4 +1,4 @@
-"""The shapes of published models, and how to pretrain one: the default of --lr among it.
+"""The shapes of published models, and how each was pretrained, its learning rate above all.
 
     PRESETS[name] = (fields of the model's configuration, published number of parameters or 0)
 
@@ -12,8 +12,7 @@
 
     python -m run.presets        parameters of each, counted, beside the published number
 
-`--model NAME` of train.py takes one. Each model is built on the meta device, so that counting its
-parameters needs no memory.
+`--model NAME` of train.py takes one. Models are counted on the meta device, without memory.
 """
 
 import math
@@ -35,29 +34,25 @@ def _gpt(num_layers, hidden_size, num_heads, seq_length=2048, vocab_size=51200) 
 
 def _llama2(num_layers, hidden_size, num_heads, ffn_hidden_size, **fields) -> dict:
     """fields: more fields, or other values than Llama-2's."""
-    return (
-        dict(
-            num_layers=num_layers,
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            ffn_hidden_size=ffn_hidden_size,
-            seq_length=4096,
-            vocab_size=32000,
-            llama=True,
-        )
-        | fields
+    own = dict(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        ffn_hidden_size=ffn_hidden_size,
+        seq_length=4096,
+        vocab_size=32000,
+        llama=True,
     )
+    return own | fields
+
+
+def _tiny(**fields) -> dict:
+    return _llama2(4, 256, 8, 688, seq_length=128, vocab_size=257, **fields)
 
 
 def _llama3(*sizes, **fields) -> dict:
-    return _llama2(
-        *sizes,
-        num_kv_heads=8,
-        seq_length=131072,
-        vocab_size=128256,
-        rotary_base=5e5,
-        **fields,
-    )
+    own = dict(num_kv_heads=8, seq_length=131072, vocab_size=128256, rotary_base=5e5)
+    return _llama2(*sizes) | own | fields
 
 
 def _qwen(*sizes, **fields) -> dict:
@@ -66,18 +61,9 @@ def _qwen(*sizes, **fields) -> dict:
 
 
 def _gemma(*sizes, **fields) -> dict:
-    return _llama2(
-        *sizes,
-        seq_length=8192,
-        vocab_size=256000,
-        head_dim=256,
-        norm="rmsnorm1p",
-        norm_eps=1e-6,
-        activation="geglu",
-        tied=True,
-        embedding_scale=True,
-        **fields,
-    )
+    own = dict(seq_length=8192, vocab_size=256000, head_dim=256, tied=True, embedding_scale=True)
+    own |= dict(norm="rmsnorm1p", norm_eps=1e-6, activation="geglu")
+    return _llama2(*sizes) | own | fields
 
 
 def _bloom(*sizes) -> dict:
@@ -88,33 +74,9 @@ def _bloom(*sizes) -> dict:
 PRESETS: dict[str, tuple[dict, float]] = {
     # The vocabulary is bytes and an end-of-text token. Llama's block learns faster than GPT-2's in
     # the first minutes.
-    "tiny": (
-        dict(
-            num_layers=4,
-            hidden_size=256,
-            num_heads=8,
-            ffn_hidden_size=688,
-            seq_length=128,
-            vocab_size=257,
-            llama=True,
-        ),
-        0,
-    ),
+    "tiny": (_tiny(), 0),
     # The same with 8 experts in every second layer: the same FLOPs, three times the parameters.
-    "tiny-moe": (
-        dict(
-            num_layers=4,
-            hidden_size=256,
-            num_heads=8,
-            ffn_hidden_size=688,
-            seq_length=128,
-            vocab_size=257,
-            llama=True,
-            num_experts=8,
-            expert_every=2,
-        ),
-        0,
-    ),
+    "tiny-moe": (_tiny(num_experts=8, expert_every=2), 0),
     # Radford et al. 2019, as released
     "gpt2": (_gpt(12, 768, 12, 1024, 50257), 124_439_808),
     "gpt2-medium": (_gpt(24, 1024, 16, 1024, 50257), 354_823_168),
@@ -144,20 +106,8 @@ PRESETS: dict[str, tuple[dict, float]] = {
     "llama2-70b": (_llama2(80, 8192, 64, 28672, num_kv_heads=8), 68_976_648_192),
     # arXiv 2401.04088, as released
     "mixtral-8x7b": (
-        _llama2(
-            32,
-            4096,
-            32,
-            14336,
-            num_kv_heads=8,
-            seq_length=32768,
-            rotary_base=1e6,
-            num_experts=8,
-            router="topk",
-            router_topk=2,
-            aux_loss=0.02,
-            z_loss=0.0,
-        ),
+        _llama2(32, 4096, 32, 14336, num_kv_heads=8, seq_length=32768, rotary_base=1e6)
+        | dict(num_experts=8, router="topk", router_topk=2, aux_loss=0.02, z_loss=0.0),
         46_702_792_704,
     ),
     # arXiv 2407.21783, as released
@@ -165,17 +115,8 @@ PRESETS: dict[str, tuple[dict, float]] = {
     "llama3.2-1b": (_llama3(16, 2048, 32, 8192, rotary_factor=32.0, tied=True), 1_235_814_400),
     # arXiv 2502.02737, as released
     "smollm2-135m": (
-        _llama2(
-            30,
-            576,
-            9,
-            1536,
-            num_kv_heads=3,
-            seq_length=8192,
-            vocab_size=49152,
-            rotary_base=1e5,
-            tied=True,
-        ),
+        _llama2(30, 576, 9, 1536, num_kv_heads=3, seq_length=8192, vocab_size=49152)
+        | dict(rotary_base=1e5, tied=True),
         134_515_008,
     ),
     # arXiv 2310.06825, as released
@@ -216,17 +157,17 @@ PRESETS: dict[str, tuple[dict, float]] = {
 # The papers of GPT-3 and Llama 2 agree on the rest, which is train.py's default: a cosine down to a
 # tenth of the peak, weight decay 0.1, a gradient norm of at most 1, betas 0.9 and 0.95.
 #
-# Other kinds of training have their own rate (`default_lr` of their configuration). All are where a
+# Other types of training have their own rate (`default_lr` of their configuration). Each is where a
 # search begins, not where it ends.
 
 
 class Recipe(NamedTuple):
-    """A row: how one model was pretrained."""
+    """How one model was pretrained."""
 
     name: str
-    # at its peak
+    # The peak of the cosine.
     lr: float
-    # tokens of a step, and of the linear warmup
+    # Tokens of a step, and of the linear warmup.
     batch: int
     warmup: int
 
@@ -241,7 +182,7 @@ def _bloom_recipe(name: str, lr: float, sequences: int) -> Recipe:
 
 
 def _llama(name: str, lr: float, source: str = "2307.09288, section 2.2") -> Recipe:
-    """A step of 4M tokens, 2,000 steps of warmup."""
+    """Steps of 4M tokens, 2,000 of them warmup."""
     batch = 1024 * 4096
     return Recipe(f"{name} (arXiv {source})", lr, batch, 2000 * batch)
 
@@ -264,7 +205,7 @@ PUBLISHED = {
     "llama2-7b": _llama("Llama 2 7B", 3e-4),
     "llama2-13b": _llama("Llama 2 13B", 3e-4),
     "llama2-70b": _llama("Llama 2 70B", 1.5e-4),
-    # of 8B only the rate is published
+    # Only the rate of 8B is published.
     "llama3.1-8b": _llama("Llama 3 8B", 3e-4, "2407.21783, table 3; batch and warmup of Llama 2"),
     "bloom-560m": _bloom_recipe("BLOOM 560M", 3e-4, 256),
     "bloom-7b1": _bloom_recipe("BLOOM 7.1B", 1.2e-4, 512),
@@ -272,14 +213,14 @@ PUBLISHED = {
 
 
 def recipe_of_size(parameters: int) -> Recipe:
-    """The row of the size that is nearest on a log scale."""
+    """The recipe whose size is nearest on a log scale."""
     if parameters < SMALL:
         return TINY
     return GPT_3[min(GPT_3, key=lambda size: abs(math.log(size / parameters)))]
 
 
 def recipe_of_model(config) -> tuple[Recipe, str]:
-    """(how its model is pretrained, words that say for which model). config: run.config.RunConfig.
+    """(how a run's model is pretrained, words that say which model). config: run.config.RunConfig.
     Raises its errors."""
     model = config.model_config()
     parameters = least_parameters(model)
@@ -290,13 +231,13 @@ def recipe_of_model(config) -> tuple[Recipe, str]:
 
 
 def lr_of_model(config) -> tuple[float, str]:
-    """(the peak rate of pretraining its model, for which). As `recipe_of_model`."""
+    """(the peak rate of pretraining a run's model, words that say which). As `recipe_of_model`."""
     recipe, what = recipe_of_model(config)
     return recipe.lr, what
 
 
 def default_lr(config) -> tuple[float, str]:
-    """The same for a run on its whole model: fine-tuning has a tenth of the rate."""
+    """The same for training all parameters: fine-tuning has a tenth of the rate."""
     rate, what = lr_of_model(config)
     return (rate / 10, f"fine-tuning {what}") if config.load else (rate, what)
 
@@ -335,7 +276,7 @@ def why_not_exported(config: MoEConfig) -> str:
 
 
 def main():
-    # not above: whoever reads the table builds no model
+    # Imported here, because readers of the table build no model.
     import torch
 
     import moe
@@ -347,7 +288,7 @@ def main():
     )
     for name, (fields, published) in PRESETS.items():
         config = MoEConfig(**fields)
-        # shapes without storage
+        # Shapes without storage.
         with torch.device("meta"):
             count = num_parameters(moe.build(config))
         beside = f"{'':>19}"

@@ -1,8 +1,8 @@
 """A run's checkpoints: written while training goes on, loaded under any layout, removed when old.
-A run that is resumed goes on from the newest one that is whole, and says what has changed since.
 
-A checkpoint of step k is good if step k + 1 was taken: then its weights still gave finite
-gradients. Older checkpoints are removed only after that, so a run that diverges keeps good ones.
+A resumed run goes on from the newest whole checkpoint, and says what has changed since. A
+checkpoint of step k is good if step k + 1 was taken: its weights gave finite gradients. Older ones
+are removed only after that, so a run that diverges keeps good ones.
 """
 
 import dataclasses
@@ -27,20 +27,19 @@ class RunCheckpoints:
         """group: all ranks, on the CPU, used for nothing else; None for one rank."""
         self.trainer = trainer
         self.saver = checkpoint.Saver(group)
-        # the step of a checkpoint whose weights no later step has shown to be good yet
+        # The step of a checkpoint that no later step has shown to be good yet.
         self.unproven: int | None = None
-        # what every checkpoint says of the run's tokenizer
+        # The tokenizer, as every checkpoint records it.
         self.tokenizer = TokenizerRecord()
-        # the longest sequence that the model is known to read; --seq-length may be shorter
+        # The longest sequence that the model is known to read. --seq-length may be shorter.
         self.longest = trainer.model_config.seq_length
 
     def save(
         self, folder: Path, step: int, tokens: int, corpus: str, dataset: Dataset | None = None
     ) -> None:
-        """Start to write a checkpoint; `saver.wait()` waits for its end. dataset: what is learned
-        from."""
+        """Start to write a checkpoint; `saver.wait()` waits for it. dataset: the training data."""
         self.saver.wait()
-        # steps were taken since the checkpoint before, so it may be good
+        # Steps were taken since the previous checkpoint, so it may be good.
         self.remove_old(folder, good=not self.trainer.optimizer.skipped_in_a_row)
         self.unproven = step
         trainer = self.trainer
@@ -60,7 +59,7 @@ class RunCheckpoints:
         self.saver.save(folder, step, self.tensors(), state=state)
 
     def numbers(self) -> dict[str, dict]:
-        """What goes with `tensors`: steps taken and skipped, by each learner's prefix."""
+        """Steps taken and skipped by each learner, by its prefix."""
         learners = self.trainer.task.learners()
         return {prefix: learner.optimizer.state_dict() for prefix, learner in learners.items()}
 
@@ -73,8 +72,8 @@ class RunCheckpoints:
         return tensors
 
     def remove_old(self, folder: Path, good: bool) -> None:
-        """Remove the checkpoints that --keep leaves no room for, once the newest one is good: a
-        step was taken from its weights, or they gave a finite loss."""
+        """Remove the checkpoints beyond --keep once the newest one is good: a step was taken from
+        its weights, or they gave a finite loss."""
         if self.unproven is not None and good and not self.saver.busy:
             if not dist.is_initialized() or dist.get_rank() == 0:
                 checkpoint.remove_old(folder, self.unproven, self.trainer.config.keep)
@@ -83,8 +82,8 @@ class RunCheckpoints:
     def load(
         self, path: Path, weights_only: bool = False, new: Callable[[str], bool] | None = None
     ) -> dict:
-        """Continue from a checkpoint, or start from its weights. Returns its index. new(name): of
-        a weight that keeps its initial value. Raises CheckpointError, naming the fields in which
+        """Continue from a checkpoint, or start from its weights. Returns its index. new(name):
+        whether a weight keeps its initial value. Raises CheckpointError, naming the fields in which
         its model differs."""
         wanted = self.tensors()
         if weights_only:
@@ -112,9 +111,9 @@ class RunCheckpoints:
 
     @torch.no_grad()
     def use_loaded(self) -> None:
-        """Compute with the new values of what `tensors()` gave."""
+        """Recompute whatever follows from the loaded tensors."""
         if self.trainer.fp8:
-            # they were made from the weights before
+            # The cached FP8 weights were made from the previous values.
             self.trainer.fp8.weights.clear()
         for learner in self.trainer.task.learners().values():
             learner.optimizer.weights_from_masters()
@@ -124,13 +123,13 @@ class RunCheckpoints:
 
 # --- going on with a run --------------------------------------------------------------------------
 
-# flags that may differ between the two parts of a run without a word
+# Flags whose change is not reported when a run goes on.
 SILENT = ("resume", "out", "cache", "log_every", "plan", "tensorboard")
 
 
 def restore(trainer, world: World, dataset: Dataset, tokenizer) -> tuple[int, int]:
-    """Continue from the newest whole checkpoint of --out if asked to, or start from the weights of
-    --load. Returns (steps, tokens) that are done. Raises CheckpointError or ConfigError."""
+    """Continue from the newest whole checkpoint of --out with --resume, or start from the weights
+    of --load. Returns the (steps, tokens) done. Raises CheckpointError or ConfigError."""
     config = trainer.config
     trainer.task.load_base(tokenizer)
     found = {}
@@ -165,8 +164,8 @@ def restore(trainer, world: World, dataset: Dataset, tokenizer) -> tuple[int, in
 
 
 def go_on(trainer, index: dict, dataset: Dataset) -> None:
-    """The next step takes the samples after those that the steps of a checkpoint have taken."""
-    # an older checkpoint is of a run whose batches had one size
+    """Let the next step take the samples after those of a checkpoint's steps."""
+    # In runs with older checkpoints all batches have one size.
     by_size = index["step"] * index["config"].get("global_batch_size", 0)
     samples = index.get("samples") or by_size
     trainer.task.go_on(index["step"], samples)
@@ -175,7 +174,7 @@ def go_on(trainer, index: dict, dataset: Dataset) -> None:
 
 
 def changes(trainer, path: Path, index: dict, corpus: str) -> list[str]:
-    """What differs between this run and the one that wrote a checkpoint, for people."""
+    """What differs between this run and the one that wrote a checkpoint, as text."""
     found = []
     before = index["config"]
     for name, value in dataclasses.asdict(trainer.config).items():
@@ -190,8 +189,8 @@ def changes(trainer, path: Path, index: dict, corpus: str) -> list[str]:
 
 
 def check_tokenizer(trainer, path: Path, index: dict) -> str:
-    """What to say where another tokenizer was named. Raises ConfigError where the file of that name
-    has another content than when the checkpoint at `path` was written."""
+    """What to report where another tokenizer is named. Raises ConfigError where the file of the
+    same name has another content than when the checkpoint at `path` was written."""
     config = trainer.config
     then = checkpoint.tokenizer_record(path, index)
     now = trainer.checkpoints.tokenizer
@@ -210,5 +209,5 @@ def check_tokenizer(trainer, path: Path, index: dict) -> str:
 
 
 def without_template(files: dict[str, str]) -> dict[str, str]:
-    """A chat template decides what the conversations are, and is no part of the tokenizer."""
+    """The files but the chat template, which is no part of the tokenizer."""
     return {name: sha for name, sha in files.items() if name != CHAT_TEMPLATE}

@@ -1,13 +1,12 @@
-"""What a run learns: a task, beside a trainer that is the same for every kind of training.
+"""What a run learns: a task, beside a trainer that is the same for every type of training.
 
     trainer = Trainer(config, device, groups, task)
 
 A task says what the data is, what the loss is and what it is a mean of, what is reported, evaluated
-and saved. In the class `Task`, every token of the data counts. Each kind of training changes some
-of its functions (pretraining.py, and finetune/). Each also has an object
-that says which parameters learn:
+and saved. In the class `Task` every token of the data counts; each type of training changes some of
+its methods (pretraining.py, finetune/). A second object says which parameters learn:
 
-    WholeModel      all of them
+    WholeModel     all of them
     FrozenBase     a few new ones beside a frozen model: adapters, prompts (finetune/frozen_base.py)
 """
 
@@ -21,15 +20,15 @@ from base.model_config import flops_per_token
 from gpt import Context
 from run import checkpoint
 
-# tokens of the held-out text that the sample continues
+# How many tokens of the held-out text the sample continues.
 SAMPLE_BEGINS = 16
 
 
 class PartOfTrainer:
-    """What a trainer hands questions to. It sees the trainer's own fields as they are now."""
+    """Objects that the trainer delegates to."""
 
     def join(self, trainer) -> None:
-        """Before the model is built."""
+        """Called before the model is built."""
         self.trainer = trainer
 
     @property
@@ -48,7 +47,7 @@ class PartOfTrainer:
 class WholeModel(PartOfTrainer):
     """Every parameter learns."""
 
-    # FLOPs of a step over those of training every parameter
+    # FLOPs of a step / FLOPs of training every parameter.
     share_of_flops = 1.0
 
     @property
@@ -63,28 +62,28 @@ class WholeModel(PartOfTrainer):
         """Change a stage after tensor and sequence parallelism, before recomputation."""
 
     def load_base(self, tokenizer) -> None:
-        """Load what is not in the run's own checkpoints."""
+        """Load weights that are not in the run's own checkpoints."""
 
     def check_base(self, path: Path, index: dict) -> None:
-        """Whether the run's checkpoint at `path` belongs to what `load_base` has loaded."""
+        """Check that the run's checkpoint at `path` belongs to what `load_base` has loaded."""
 
     def load_weights(self, world) -> None:
-        """Before the first step of a new run: start from the weights of --load."""
+        """Start a new run from the weights of --load."""
         if self.config.load:
             path = checkpoint.find(self.config.load)
             self.trainer.checkpoints.load(path, weights_only=True)
             world.say(f"starting from the weights of {path}")
 
     def extra_state(self) -> dict:
-        """What a checkpoint's index has beside the usual."""
+        """Further fields of a checkpoint's index."""
         return {}
 
     def describe(self) -> str:
-        """For the line at the start, after the number of parameters."""
+        """Text for the first line of a run, after the number of parameters."""
         return ""
 
     def statistics(self) -> dict[str, Tensor]:
-        """More fields of the step's line in metrics.jsonl, on the device: the routers'. A
+        """Further fields of the step's line in metrics.jsonl, on the device: here the routers'. A
         collective."""
         if not self.model_config.num_experts:
             return {}
@@ -96,17 +95,17 @@ class WholeModel(PartOfTrainer):
 class Task(PartOfTrainer):
     """Every token of the data counts."""
 
-    # whether anything learns: else the model only runs forward
+    # Whether anything learns. Otherwise the model only runs forward.
     trains = True
-    # whether routers are balanced; where they are not, they use their raw logits
+    # Whether routers are balanced. Otherwise they use their raw logits.
     balances_experts = True
-    # in --out: what is there when a run is done
+    # The file in --out that shows that a run is done.
     last_file = "sample.txt"
-    # in metrics.jsonl: what `evaluate` gives
+    # The field of metrics.jsonl for the result of `evaluate`.
     eval_field = "eval_loss"
-    # for people: what follows where a run goes on with other data
+    # What a user should know where a run goes on with other data.
     other_data = ""
-    # of the checkpoint that this run goes on from: its steps, and the samples that they have taken
+    # The steps of the checkpoint that this run goes on from, and the samples that they have taken.
     steps_done = taken = 0
 
     def __init__(self, learned: WholeModel | None = None):
@@ -114,17 +113,16 @@ class Task(PartOfTrainer):
         self.learned = learned or WholeModel()
 
     def open_data(self, config, world, tokenizer):
-        """(training set, held-out set), before there is a trainer. Raises InputError or
+        """(training set, held-out set), opened before there is a trainer. Raises InputError or
         DataError."""
         raise NotImplementedError
 
     def join(self, trainer) -> None:
-        """Before the model is built."""
         super().join(trainer)
         self.learned.join(trainer)
 
     def built(self) -> None:
-        """When model, optimizer and checkpoints are there."""
+        """Called when model, optimizer and checkpoints exist."""
 
     # --- what it changes in a model
 
@@ -146,47 +144,46 @@ class Task(PartOfTrainer):
         self.learned.load_weights(world)
 
     def before_steps(self, run) -> None:
-        """When weights and data are there, before the first step. run: a TrainingRun."""
+        """Called before the first step. run: a TrainingRun."""
 
     # --- one step
 
     def begin_step(self, step: int, dataset):
-        """What this step learns from: the data set, or what is made of it."""
+        """What this step learns from: the data set, or something made of it."""
         return dataset
 
     def samples(self, step: int) -> range:
-        """What a step, counted from 1, computes with, as sample numbers."""
+        """Numbers of the samples that a step, counted from 1, computes with."""
         return self.global_batch(step)
 
     def global_batch(self, step: int) -> range:
-        """The samples of the data set that a step takes."""
+        """Numbers of the samples that a step takes from the data set."""
         size = self.config.global_batch_size
         first = self.taken + (step - 1 - self.steps_done) * size
         return range(first, first + size)
 
     def go_on(self, steps_done: int, taken: int) -> None:
-        """After steps that have taken so many samples, perhaps in batches of another size."""
+        """Continue after steps that took so many samples, perhaps in batches of another size."""
         self.steps_done, self.taken = steps_done, taken
 
     def total_loss(self, y: Tensor, batch) -> Tensor:
-        """What a micro-batch adds to the loss, before it is divided by `loss_count`. y: [b, s] of
-        the head, by default the loss of each token."""
+        """What a micro-batch adds to the loss, before the division by `loss_count`. y: [b, s], the
+        head's output, by default the loss of each token."""
         return (y * batch.loss_mask).sum()
 
     def loss_count(self, dataset, samples) -> int:
-        """What the loss is a mean of, counted in these samples: known before any forward."""
+        """How many terms the mean loss of these samples has, known before any forward."""
         return dataset.counted_tokens(samples)
 
     # --- what it reports
 
     def processed(self, step: int, dataset) -> tuple[int, int]:
-        """Of a step that was just taken: (tokens of the loss, tokens that went through the
-        model)"""
+        """(tokens of the loss, tokens that went through the model) of the step just taken."""
         samples = self.samples(step)
         return dataset.counted_tokens(samples), len(samples) * dataset.s
 
     def row_length(self, dataset) -> int:
-        """s: tokens of a row that goes through the model."""
+        """s: tokens of a sequence that goes through the model."""
         return dataset.s
 
     @property
@@ -198,7 +195,7 @@ class Task(PartOfTrainer):
         return self.learned.dropout
 
     def flops_per_token(self, s: int) -> float:
-        """Of a step on rows of s tokens."""
+        """FLOPs per token of a step on sequences of s tokens."""
         return flops_per_token(self.model_config, s) * self.share_of_flops
 
     def statistics(self) -> dict[str, Tensor]:
@@ -212,7 +209,7 @@ class Task(PartOfTrainer):
         return evaluate(self.trainer, dataset, sequences)
 
     def eval_statistics(self) -> dict[str, float]:
-        """More fields of a line with an evaluation, from the last `evaluate`."""
+        """Further fields of a line with an evaluation, from the last `evaluate`."""
         return {}
 
     # --- what it leaves
@@ -222,7 +219,7 @@ class Task(PartOfTrainer):
         return {"": self.trainer}
 
     def wait_for_parameters(self) -> None:
-        """Before anything but a forward reads the weights that learn, and before ranks part."""
+        """Wait for the parameters before anything but a forward reads them, or a rank ends."""
         for learner in self.learners().values():
             for gradients in learner.gradients:
                 gradients.wait_for_parameters()
@@ -231,22 +228,22 @@ class Task(PartOfTrainer):
         return self.learned.extra_state()
 
     def sample_prompt(self, tokenizer, held_out) -> tuple[list[int], tuple[int, ...]]:
-        """(what the sample at the end of training continues, ids at which it ends)"""
+        """(ids that the sample at the end of training continues, ids at which it stops)"""
         return first_ids(held_out), tokenizer.stop_ids
 
     def data_name(self, corpus: str) -> str:
-        """What was learned from, for a title. corpus: the hash of the data."""
+        """A name for the training data, for titles. corpus: its hash."""
         paths = self.config.data
         return f"{Path(paths[0]).name}{', ..' if len(paths) > 1 else ''} ({corpus})"
 
     def finish(self, run) -> bool:
-        """After the last step. Returns whether this was all: no sample, no title of its own."""
+        """Called after the last step. True if the task wrote its own results; then no sample is
+        generated."""
         return False
 
 
 def first_ids(dataset) -> list[int]:
-    """The beginning of a data set: what stands before the first target that counts, or where all
-    count some tokens."""
+    """The tokens before the first target that counts, or a few tokens where all count."""
     batch = dataset.batch([0])
     first = int(batch.loss_mask[0].long().argmax())
     return batch.tokens[0, : first + 1 if first else SAMPLE_BEGINS].tolist()
@@ -272,14 +269,14 @@ def evaluate(trainer, dataset, sequences: int) -> float:
 
 @torch.no_grad()
 def run_forward(trainer, batches: list, result) -> None:
-    """Run batches of one size forward, as in inference. The rank that has the head hands each to
-    result(batch, y), y [b, s]: what the head gives for its targets."""
+    """Run batches of one size forward, as in inference. The rank with the head calls result(batch,
+    y) for each. y: [b, s], the head's output for the targets."""
     training = trainer.stages[0].training
     s = batches[0].tokens.shape[1]
-    # under context parallelism each rank has a part of the sequence
+    # Under context parallelism each rank has a part of the sequence.
     batches = [trainer.own_tokens(batch) for batch in batches]
     for stage in trainer.stages:
-        # routers take raw logits
+        # Routers use their raw logits.
         stage.eval()
     if trainer.pipeline:
         trainer.pipeline.evaluate(batches, result, s)
@@ -293,8 +290,8 @@ def run_forward(trainer, batches: list, result) -> None:
 
 
 def evaluation_batches(trainer, dataset, sequences: int):
-    """This rank's batches. All ranks have equally many, of one size, for their forward passes
-    may be collectives; what is too many is masked."""
+    """Yield this rank's batches. All ranks have equally many of one size, because forward passes
+    may be collectives; surplus rows are masked."""
     b = trainer.micro_batch
     for start in range(0, sequences, trainer.dp * b):
         mine = range(start + trainer.dp_rank * b, start + (trainer.dp_rank + 1) * b)

@@ -1,6 +1,5 @@
-"""What surrounds the steps of a run: signals, the watchdog, measurements, the log, saving.
-
-train.py's `loop` is the story; each line of it that is no computation is a method here.
+"""Everything in train.py's `loop` that is not computation: signals, the watchdog, measurements, the
+log, saving.
 """
 
 import contextlib
@@ -20,12 +19,12 @@ from base.errors import RunError
 from run import checkpoint, messages
 from run.metrics import Curves, Metrics, MetricsError, mfu, peak_memory, progress
 
-# every evaluation reads the first so many of the held-out text
+# Each evaluation reads the first 64 sequences of the held-out text.
 EVAL_SEQUENCES = 64
 
 
 class StepProfiler:
-    """A trace of the third to the fifth step: OUT/trace-RANK.json, for Perfetto."""
+    """Traces the third to the fifth step: OUT/trace-RANK.json, for Perfetto."""
 
     def __init__(self, path: Path, start: int, last: int):
         self.path = path
@@ -50,71 +49,65 @@ class Measurement:
 
     step: int
     lr: float
-    # tokens of the loss since the start of the run
+    # Tokens of the loss since the start of the run.
     tokens: int
-    # tokens that went through the model in this step
+    # Tokens that went through the model in this step.
     processed: int
-    # [ranks, numbers], as `TrainingRun.measure` lists them; there when `end` has passed
+    # [ranks, numbers], as `TrainingRun.measure` lists them; valid once `end` has passed
     numbers: Tensor
     statistics: dict[str, Tensor]
-    # what fp8.Scaling reports, or None
+    # The report of fp8.Scaling, or None.
     fp8_report: Tensor | None
     begin: Moment
     end: Moment
-    # on held-out text, after an evaluation
+    # Results of an evaluation after this step.
     eval_loss: float | None = None
     eval_statistics: dict[str, float] = field(default_factory=dict)
 
 
 def reading_lag(trainer) -> int:
-    """How many steps later the host reads a step's numbers, the same on all ranks.
-
-    On a GPU step k is read when step k + 1 is enqueued, so that the device has work meanwhile. With
-    fp16 the host waits for each step anyway (AdamW.step).
-    """
+    """How many steps later the host reads a step's numbers, the same on all ranks. On a GPU step k
+    is read when step k + 1 is enqueued, so that the device has work meanwhile. With fp16 the host
+    waits for each step anyway (AdamW.step)."""
     return int(trainer.device.type == "cuda" and trainer.scaler is None)
 
 
 class TrainingRun:
-    """One run, from step `start` on, on this rank."""
+    """One run on this rank."""
 
     def __init__(self, trainer, world, train_set, held_out, start: int, tokens: int):
-        """start, tokens: the steps and the tokens of the checkpoint that it goes on from."""
-        config = trainer.config
-        self.trainer = trainer
-        self.world = world
-        self.train_set = train_set
-        self.held_out = held_out
-        self.start = start
-        self.tokens = tokens
-        self.config = config
+        """start, tokens: steps and tokens of the checkpoint that the run goes on from."""
+        self.trainer, self.config, self.world = trainer, trainer.config, world
+        self.train_set, self.held_out = train_set, held_out
+        self.start, self.tokens = start, tokens
+        config = self.config
         self.out = Path(config.out)
         self.checkpoints = self.out / "checkpoints"
-        # on rank 0
+        # Both on rank 0 alone.
         self.metrics: Metrics | None = None
         self.curves: Curves | None = None
         self.profiler: StepProfiler | None = None
         if config.profile:
             path = self.out / f"trace-{world.rank}.json"
             self.profiler = StepProfiler(path, start, config.steps)
-        # seconds of a step by part, with --plan
+        # Seconds of a step by part, with --plan.
         self.predicted: dict[str, float] = {}
         self.flops = trainer.task.flops_per_token(trainer.task.row_length(train_set))
         self.multiplies_in_fp8 = bool(trainer.fp8) and not messages.fp8_is_emulated(trainer)
-        # None: the held-out loss is not that of text
+        # None: the held-out loss is not that of text.
         self.bytes_per_token = None
         if "bytes" in held_out.index:
             self.bytes_per_token = held_out.index["bytes"] / held_out.index["tokens"]
         self.eval_sequences = min(held_out.num_sequences, EVAL_SEQUENCES)
         self.step = start
-        # steps that are enqueued and not yet read, oldest first
+        # Steps that are enqueued and not yet read, oldest first.
         self.unread: deque[Measurement] = deque()
         self.lag = reading_lag(trainer)
-        # the line of the step that was read last; and the skipped steps in a row up to it
+        # The line of the step that was read last, and the skipped steps in a row up to it.
         self.line: dict = {}
         self.skipped_in_a_row = 0
         self.signals: list[int] = []
-        # a signal reached some rank: this step is the last
+        # A signal reached some rank: this step is the last.
         self.stopping = False
         self.save_waits = False
 
@@ -122,7 +115,7 @@ class TrainingRun:
 
     @contextlib.contextmanager
     def watched(self):
-        """SIGINT and SIGTERM end the run after a step; errors say in which step, and what to do."""
+        """Let SIGINT and SIGTERM end the run after a step, and let errors name the step."""
         handlers = {}
         for number in (signal.SIGINT, signal.SIGTERM):
             handlers[number] = signal.signal(number, lambda number, _: self.signals.append(number))
@@ -133,11 +126,11 @@ class TrainingRun:
             yield
         except RunError as e:
             if e.everywhere:
-                # no rank is missing: the checkpoint that is being written becomes whole
+                # No rank is missing, so the checkpoint that is being written becomes whole.
                 self.trainer.checkpoints.saver.wait()
             raise
         except Exception as e:
-            # what breaks here follows from e, which is reported
+            # What fails here follows from e, which is reported.
             with contextlib.suppress(Exception):
                 self.write_lines()
             raise self.describe(e) from None
@@ -149,13 +142,13 @@ class TrainingRun:
     def describe(self, e: Exception) -> RunError:
         """The error, with the step and what to do."""
         if isinstance(e, checkpoint.CheckpointError):
-            # the same on all ranks
+            # The error is the same on all ranks.
             whole = list(checkpoint.steps(self.checkpoints).values())
             kept = f"{whole[-1]} is whole; " if whole else ""
             advice = f"{kept}make room, then continue with --resume"
             return RunError(f"after step {self.step}: {e}; {advice}", everywhere=True)
         if isinstance(e, MetricsError):
-            # on rank 0 alone: the others are ended
+            # Rank 0 alone has it, and the others are ended.
             advice = "make room, then continue from the newest checkpoint with --resume"
             return RunError(f"after step {self.step}: {e}; {advice}")
         rank = self.world.rank
@@ -182,7 +175,7 @@ class TrainingRun:
         self.world.beat(f"step {step}")
 
     def measure(self, step: int, loss: Tensor, norm: Tensor, lr: float) -> Measurement:
-        """Send the step's numbers on their way to the host. A collective."""
+        """Start to copy the step's numbers to the host. A collective."""
         trainer = self.trainer
         optimizer = trainer.optimizer
         numbers = self.world.gather_numbers(
@@ -212,8 +205,8 @@ class TrainingRun:
 
     def read(self, measured: Measurement) -> None:
         """Wait until the device has done the step, and make its line of metrics.jsonl. All ranks
-        learn the same: whether a signal reached one of them, whether the step was skipped. Where
-        one could not write a checkpoint, all raise."""
+        learn whether a signal reached one of them and whether the step was skipped. If one could
+        not write a checkpoint, all raise."""
         trainer = self.trainer
         measured.end.wait()
         columns = zip(*measured.numbers.tolist())
@@ -253,20 +246,20 @@ class TrainingRun:
         self.line = line
 
     def is_last(self, step: int) -> bool:
-        # a signal that is read late ends the run after the step that is enqueued by then
+        # A signal that is read late ends the run after the step that is enqueued by then.
         return step == self.config.steps or (self.stopping and step == self.step)
 
     def evaluation_is_due(self, step: int) -> bool:
         every = self.config.eval_every
         due = step == self.config.steps or (every and step % every == 0)
         if due:
-            # the steps before; the line of this one waits for the held-out loss
+            # The line of this step waits for the held-out loss.
             self.write_lines(unread=1)
             self.world.beat(f"the evaluation after step {step}")
         return bool(due)
 
     def log(self, step: int) -> None:
-        """Write the lines of all steps but the newest `lag`; of all steps, where the run is
+        """Write the lines of all steps but the newest `lag`, or of all steps where the run is
         evaluated, saved or ended after this one. Raises RunError as `end_if_diverged`."""
         self.write_lines(unread=self.lag)
         evaluated = self.unread and self.unread[-1].eval_loss is not None
@@ -275,8 +268,8 @@ class TrainingRun:
         self.world.beat(f"the save after step {step}")
 
     def write_lines(self, unread: int = 0) -> None:
-        """Read all but the newest `unread` steps. A line goes to metrics.jsonl every step; to the
-        screen every --log-every steps."""
+        """Read all but the newest `unread` steps. Each has a line in metrics.jsonl, and every
+        --log-every steps one on the screen."""
         while len(self.unread) > unread:
             self.read(self.unread.popleft())
             line = self.line
@@ -300,8 +293,8 @@ class TrainingRun:
             raise diverged(self.config, step, bad_steps, self.line.get("fp8_not_finite"))
 
     def save_is_due(self, step: int) -> bool:
-        """After the last step, and every --save-every steps; if that step was skipped, after the
-        next one that is not."""
+        """True after the last step and every --save-every steps; after a skipped step the save
+        waits for the next one that is taken."""
         return self.is_last(step) or (self.save_waits and not self.skipped_in_a_row)
 
     def save(self, step: int) -> None:
@@ -326,10 +319,10 @@ class TrainingRun:
 
 
 def diverged(config, step: int, bad_steps: int, tensors: list[str] | None = None) -> RunError:
-    """The message of a run that ends after `bad_steps` skipped steps in a row, the last of them
-    `step`. tensors: those in FP8 that were not finite in it, the first of them first."""
+    """The error of a run that ends at `step` after `bad_steps` skipped steps in a row. tensors: the
+    FP8 tensors that were not finite in it, in order."""
     found = checkpoint.steps(Path(config.out) / "checkpoints")
-    # a checkpoint of step k is good if step k + 1 was taken
+    # A checkpoint of step k is good if step k + 1 was taken.
     good = [path for k, path in found.items() if k < step - bad_steps]
     later = [path.name for k, path in found.items() if k >= step - bad_steps]
     where = f"there is no good checkpoint in {config.out}"
@@ -342,11 +335,9 @@ def diverged(config, step: int, bad_steps: int, tensors: list[str] | None = None
     precision = ""
     if config.precision == "fp16":
         precision = ", or --precision bf16 (the loss scale is at its lowest, 1)"
-    first = (
-        f"; in step {step}, the first FP8 tensor that was not finite is {tensors[0]}"
-        if tensors
-        else ""
-    )
+    first = ""
+    if tensors:
+        first = f"; in step {step}, the first FP8 tensor that was not finite is {tensors[0]}"
     return RunError(
         f"step {step}: the run has diverged: the gradients of the last {bad_steps} steps were not"
         f" finite, and all were skipped (--max-bad-steps {config.max_bad_steps}){first}; {where};"

@@ -1,14 +1,14 @@
-"""A rank that hangs is named with its step, and the run ends instead of waiting for ever.
+"""A rank that hangs is named with its step, and the run ends instead of waiting forever.
 
 One rank that stops (a GPU that fell off the bus, a file server that does not answer, a deadlock)
-leaves all the others in a collective that never ends. So each rank has a watchdog: a thread that
+leaves all others in a collective that never ends. So each rank has a watchdog: a thread that
 watches the heartbeat of the main thread, one beat at each step, evaluation and save.
 
-    1. No heartbeat for `seconds`: the rank writes where it is into the store that the ranks share.
+    1. After `seconds` without a beat, the rank writes where it is into the ranks' common store.
     2. It waits a moment for the others to do the same.
     3. The lowest rank that could write reports for all.
-    4. Every rank ends with status 1, and those of its machine that did not answer with it: a
-       launcher would wait for them. It may start all of them again.
+    4. Every rank ends with status 1 and kills silent ranks of its machine, for which the launcher
+       would wait. The launcher may start all of them again.
 
     train.py: no progress for 600 s:
     train.py: rank 0: step 7, in repository/fsdp.py:186 finish_reductions
@@ -16,10 +16,9 @@ watches the heartbeat of the main thread, one beat at each step, evaluation and 
 
     python train.py --timeout 600        the flag that sets `seconds`
 
-A rank that is stopped (SIGSTOP), or whose machine is gone, does not answer. A rank in an endless
-loop shows where it is. On a GPU the line shown is where the host waits for the device, often a
-little after the collective that does not end; the step is the one that the host enqueues, and the
-device may be at the step before.
+A rank that is stopped (SIGSTOP), or whose machine is gone, does not answer; a rank in an endless
+loop shows where it is. On a GPU the line is where the host waits for the device, often a little
+after the collective that does not end, and the device may be one step behind the host.
 """
 
 import contextlib
@@ -35,7 +34,7 @@ import torch.distributed as dist
 
 from base import terminal
 
-# At most so many seconds to wait for the other ranks' answers, or for the store's.
+# The longest wait, in seconds, for the other ranks' answers, or for the store's.
 PATIENCE = 10
 
 
@@ -43,9 +42,8 @@ class Watchdog:
     """Watches the thread that makes it. The thread calls `beat` as it makes progress."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, seconds: float, end=os._exit):
-        """store: a connection to the ranks' common store that only this watchdog uses. end(1) is
-        called when the heartbeat has stopped; by default it ends the process without any clean-up,
-        because clean-up may hang too."""
+        """store: a connection to the common store that only this watchdog uses. end(1) is called
+        when the heartbeat has stopped; the default skips clean-up, which may hang too."""
         self.store = store
         store.set(f"process {rank}", f"{socket.gethostname()} {os.getpid()}")
         self.rank = rank
@@ -54,19 +52,19 @@ class Watchdog:
         self.end = end
         self.patience = min(PATIENCE, seconds)
         self.watched_thread = threading.get_ident()
-        # the time of the latest heartbeat; None while nobody watches
+        # The time of the latest heartbeat. None: nobody watches.
         self.last = None
         self.stopped = threading.Event()
         threading.Thread(target=self.watch, daemon=True).start()
 
     def beat(self, where: str) -> None:
-        """Progress. where: what begins now, for example "step 7"."""
+        """Note progress. where: what begins now, for example "step 7"."""
         self.where = where
         self.last = time.monotonic()
         self.store.set(f"beat {self.rank}", where)
 
     def pause(self) -> None:
-        """What comes now may take long: nobody watches until the next beat."""
+        """Stop watching until the next beat."""
         self.last = None
 
     def stop(self) -> None:
@@ -79,11 +77,10 @@ class Watchdog:
             last = self.last
             if last is None or time.monotonic() - last <= self.seconds:
                 continue
-            # In a thread of its own: the store may be on a machine that is gone, or in a process
-            # that is stopped, and then each call to it waits for ever.
+            # A call to a store that is gone or stopped never returns, so it has its own thread.
             reporter = threading.Thread(target=self.report_silence, args=(last,), daemon=True)
             reporter.start()
-            # Once for the other ranks, for which it waits, and once for the store.
+            # One wait for the other ranks, one for the store.
             reporter.join(2 * self.patience)
             if reporter.is_alive():
                 self.report_alone("the store does not answer")
@@ -94,13 +91,13 @@ class Watchdog:
         """Write where this rank is; if there is still no heartbeat after `last`, report."""
         try:
             self.store.set(f"waits {self.rank}", f"{self.where}, in {self.line()}")
-            # The time of the others is up a little earlier or later.
+            # The deadline of the others is a little earlier or later.
             self.stopped.wait(self.patience)
             if self.last == last:
                 self.report()
                 self.kill_silent()
             else:
-                # It was slow, and goes on.
+                # The main thread was slow, and goes on.
                 self.store.delete_key(f"waits {self.rank}")
         except Exception as e:
             # The rank that holds the store may be gone.
@@ -138,8 +135,7 @@ class Watchdog:
         terminal.say(f"{Path(sys.argv[0]).name}: {message}", error=True)
 
     def line(self) -> str:
-        """Where the watched thread is: file, line and function of its innermost frame that is not
-        in torch."""
+        """File, line and function of the watched thread's innermost frame outside torch."""
         frame = sys._current_frames()[self.watched_thread]
         while frame.f_back and "/torch/" in frame.f_code.co_filename:
             frame = frame.f_back

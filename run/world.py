@@ -63,25 +63,25 @@ class World:
 
     rank: int
     size: int
-    # its number among the ranks of this machine
+    # The number among the ranks of this machine.
     local_rank: int
     local_size: int
-    # how often torchrun has started these ranks again
+    # How often torchrun has restarted these ranks.
     restarts: int
     device: torch.device | None = None
     groups: Groups | None = None
     watchdog: Watchdog | None = None
-    # through which the ranks have met
+    # The store through which the ranks have met.
     store: dist.Store | None = None
     refusals: "Refusals | None" = None
-    # whether ranks share GPUs, so that gloo carries what they send
+    # Whether ranks share GPUs, so that gloo carries their messages.
     shares_gpu: bool = False
 
     # --- start and end
 
     @classmethod
     def from_launcher(cls) -> "World":
-        """As torchrun has set the environment; without torchrun, one rank. Raises WorldError."""
+        """Read what torchrun has set; without torchrun there is one rank. Raises WorldError."""
         values = []
         for name, (default, least) in VARIABLES.items():
             text = os.environ.get(name, str(default))
@@ -110,12 +110,11 @@ class World:
         if self.size == 1:
             self.groups = Groups()
             return
-        # What is imported by now stays, so the garbage collections of `disconnect` skip it. Each
-        # would take 0.2 s.
+        # What is imported by now stays; a garbage collection of `disconnect` would take 0.2 s.
         gc.freeze()
         store = self.meet(timeout)
         self.refusals.watch()
-        # a clone has its own connection
+        # A clone has its own connection.
         beats = dist.PrefixStore("watchdog", store.clone())
         self.watchdog = Watchdog(beats, self.rank, self.size, timeout)
         self.beat("the start, where the ranks meet")
@@ -158,8 +157,8 @@ class World:
             torch.set_num_threads(self.cores)
 
     def have_gpus_of_their_own(self, store: dist.Store) -> bool:
-        """Whether no two ranks share a GPU, and none is without: NCCL needs that. By the names of
-        the GPUs, for under `srun --gpus-per-task=1` each rank sees one, and not the same. A
+        """Whether every rank has a GPU that no other has, as NCCL needs. The UUIDs of the GPUs
+        decide: under `srun --gpus-per-task=1` each rank sees one GPU, another one each. A
         collective."""
         name = "none"
         if self.device.type == "cuda":
@@ -179,14 +178,12 @@ class World:
         return max(1, len(os.sched_getaffinity(0)) // self.local_size)
 
     def meet(self, timeout: float) -> dist.Store:
-        """The store through which the ranks find each other. Raises WorldError.
-
-        timeout: seconds that each rank waits for the others.
-        """
+        """The store through which the ranks find each other. timeout: seconds that each rank waits
+        for the others. Raises WorldError."""
         try:
             store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
             store.set_timeout(timedelta(seconds=timeout))
-            # torchrun may keep its store over restarts, with addresses of dead ranks in it
+            # torchrun may keep its store over restarts, with addresses of dead ranks in it.
             self.store = dist.PrefixStore(f"start {self.restarts}", store)
             own = dist.PrefixStore("refusals", self.store.clone())
             self.refusals = Refusals(own, self.rank, self.size)
@@ -224,7 +221,7 @@ class World:
             self.refusals.end(message)
 
     def share_refusal(self, message: str, name: str) -> None:
-        """Say on one rank why this one, and perhaps all, are refused. name: of the command."""
+        """Print on one rank why this one, or all, are refused. name: the command's."""
 
         def say(message: str) -> None:
             terminal.say(f"{name}: {terminal.one_line(message)}", error=True)
@@ -238,11 +235,11 @@ class World:
             if not self.store:
                 self.meet(PATIENCE)
         except WorldError:
-            # nobody to tell
+            # There is nobody to tell.
             return say(message if self.rank == 0 else f"rank {self.rank}: {message}")
         self.refusals.share(message, say)
 
-    # --- what all ranks learn; each of these is a collective
+    # --- collectives: what all ranks learn
 
     def gather(self, value) -> list:
         """Every rank's object, on every rank."""
@@ -254,8 +251,8 @@ class World:
         return gathered
 
     def on_rank_0(self, work, errors: tuple):
-        """Call work() on rank 0. Its result is returned on every rank; an exception of `errors` is
-        raised on every rank."""
+        """Call work() on rank 0, and return its result, or raise its exception of the types
+        `errors`, on every rank."""
         result = error = None
         try:
             if self.rank == 0:
@@ -268,13 +265,13 @@ class World:
         return result
 
     def open_on_rank_0(self, work, errors: tuple):
-        """The same for a result that stays on rank 0, as an open file; None on other ranks."""
+        """The same for a result that cannot be sent, such as an open file: None on other ranks."""
         opened = []
         self.on_rank_0(lambda: opened.append(work()), errors)
         return opened[0] if opened else None
 
     def gather_numbers(self, *numbers: torch.Tensor | float) -> torch.Tensor:
-        """All ranks' numbers, [ranks, numbers], float64 on the device: one small collective."""
+        """All ranks' numbers, [ranks, numbers], float64, on the device, by one collective."""
         row = torch.stack([number(n, torch.float64, self.device) for n in numbers])
         if self.size == 1:
             return row.unsqueeze(0)
@@ -285,25 +282,25 @@ class World:
     # --- the watchdog and the terminal
 
     def beat(self, where: str | None) -> None:
-        """Progress, for the watchdog. None: it does not watch until the next beat."""
+        """Note progress for the watchdog. None: it does not watch until the next beat."""
         if self.watchdog and where:
             self.watchdog.beat(where)
         elif self.watchdog:
             self.watchdog.pause()
 
     def say(self, *words) -> None:
-        """A line on standard output, from rank 0."""
+        """Print a line on rank 0."""
         if self.rank == 0:
             terminal.say(*words)
 
     def say_aside(self, *words) -> None:
-        """A line on standard error, from rank 0: for people, where a program reads the output."""
+        """Print a line on standard error on rank 0, where a program reads the output."""
         if self.rank == 0:
             terminal.say(*words, error=True)
 
 
 def why_no_gpu() -> str:
-    """Why torch finds no GPU, in its words: no driver, one too old for this wheel, .."""
+    """Why torch finds no GPU, in torch's words."""
     try:
         torch.cuda.init()
     except (AssertionError, RuntimeError) as e:
@@ -323,7 +320,7 @@ def memory(device: str, ranks_on_machine: int) -> int:
                     # in KiB
                     total += 1024 * int(line.split()[1])
     except OSError:
-        # another kernel: count no swap
+        # Another kernel has no such file: count no swap.
         pass
     return total // ranks_on_machine
 
@@ -340,11 +337,11 @@ class Refusals:
         self.rank = rank
         self.size = size
         self.stopped = threading.Event()
-        # the watching thread and the main thread may find a refusal together
+        # The watching thread and the main thread may find a refusal at the same time.
         self.ending = threading.Lock()
 
     def first(self) -> str | None:
-        """The message of the rank that was refused first, with its number. None: there is none, or
+        """The message of the rank that was refused first, with its number. None: no rank was, or
         the store is gone."""
         with contextlib.suppress(dist.DistError):
             if self.store.check(["first"]):
@@ -358,7 +355,7 @@ class Refusals:
     def wait_for_one(self) -> None:
         while not self.stopped.wait(1):
             message = self.first()
-            # this rank may be about to find the same fault
+            # This rank may be about to find the same fault.
             if message and not self.stopped.wait(TOGETHER):
                 self.end(message)
 
@@ -372,7 +369,7 @@ class Refusals:
                 self.store.set("said", "")
                 time.sleep(LAST_WORD)
             else:
-                # torchrun kills all ranks when the first one ends: the line comes before
+                # torchrun kills all ranks when the first one ends, so the line comes first.
                 self.comes(lambda: self.store.check(["said"]), PATIENCE)
         os._exit(2)
 
@@ -391,10 +388,10 @@ class Refusals:
             everywhere = self.comes(lambda: self.store.add("refused", 0) == self.size, TOGETHER)
             say(message if everywhere else own)
             self.store.set("said", "")
-            # the others look every second
+            # The others look every second.
             time.sleep(LAST_WORD if everywhere else 2 + TOGETHER)
         except dist.DistError:
-            # the store is gone with the rank that held it
+            # The store is gone with the rank that held it.
             say(own)
 
     def comes(self, condition: Callable[[], bool], seconds: float) -> bool:
