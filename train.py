@@ -254,7 +254,7 @@ class Trainer:
 
     def continue_text(self, prompt: list[int], max_tokens: int, **options) -> list[int]:
         """The tokens after a prompt. options: of generate.stream."""
-        # loaded when a run is done
+        # Loaded when a run is done.
         import generate
 
         return generate.generate(self.model, [prompt], max_tokens, **options)[0]

@@ -39,7 +39,7 @@ def adamw_update(
     kinds = dict(
         weight=(weights, w.dtype),
         low=(lows or nones, torch.int16),
-        # a float weight is its own master
+        # A float weight is its own master.
         master=(masters or (nones if lows else weights), torch.float32),
         gradient=(gradients, torch.float32),
         exp_avg=(exp_avgs, state),

@@ -38,7 +38,7 @@ PREFIX = "_scaled_dot_product_"
 class Kernel:
     """q: [b, a, m, d]; k, v: [b, a, n, d]. causal: m = n, and query i sees keys 0 .. i."""
 
-    # in torch.ops.aten, and with _backward after it
+    # In torch.ops.aten, and with _backward after it.
     name = "flash_attention_for_cpu"
 
     def __init__(self):
@@ -62,14 +62,14 @@ class CuDNN(Kernel):
     name = "cudnn_attention"
 
     def forward(self, q, k, v, causal):
-        # without a bias, with L
+        # The operation takes no bias, and gives L.
         o, log_sum, *_ = self.run(q, k, v, None, True, 0.0, causal)
         return o, log_sum
 
     def backward(self, grad, q, k, v, o, log_sum, causal):
-        # where sequences of a packed batch begin: there is none
+        # Where sequences of a packed batch begin: there is none.
         bounds = None, None, q.shape[2], k.shape[2]
-        # the random state of dropout, and a bias: there is none
+        # The random state of dropout, and a bias: there is none.
         state = torch.zeros((), dtype=torch.int64, device=q.device)
         tensors = grad, q, k, v, o, log_sum.contiguous()
         return self.run_backward(*tensors, state, state, None, *bounds, 0.0, causal)
@@ -85,9 +85,9 @@ class FlashOnCUDA(Kernel):
         return o, log_sum.unsqueeze(-1)
 
     def backward(self, grad, q, k, v, o, log_sum, causal):
-        # where sequences of a packed batch begin: there is none
+        # Where sequences of a packed batch begin: there is none.
         bounds = None, None, q.shape[2], k.shape[2]
-        # the random state of dropout: there is none
+        # The random state of dropout: there is none.
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         tensors = grad, q, k, v, o, log_sum.squeeze(-1).contiguous()
         return self.run_backward(*tensors, *bounds, 0.0, causal, state, state)
@@ -100,14 +100,14 @@ class EfficientOnCUDA(Kernel):
 
     def forward(self, q, k, v, causal):
         o, log_sum, *_ = self.run(q, k, v, None, True, 0.0, causal)
-        # its rows are filled up to a multiple of 32
+        # Its rows are filled up to a multiple of 32.
         return o, log_sum[:, :, : q.shape[2], None]
 
     def backward(self, grad, q, k, v, o, log_sum, causal):
         log_sum = log_sum.squeeze(-1)
         log_sum = F.pad(log_sum, (0, -log_sum.shape[2] % 32), value=torch.inf)
         state = torch.zeros((), dtype=torch.int64, device=q.device)
-        # no gradient of a bias
+        # The last of four gradients is that of a bias, which is not wanted.
         wanted = [True, True, True, False]
         arguments = None, o, log_sum, state, state, 0.0, wanted, causal
         return self.run_backward(grad, q, k, v, *arguments)[:3]
@@ -145,10 +145,10 @@ def kernel_for(q: Tensor, k: Tensor) -> Kernel | None:
     """The kernel for such queries and keys, [b, a, m, d] and [b, a, n, d]. None: there is none."""
     if q.device.type == "cpu":
         return make(Kernel)
-    # PyTorch pads other heads before it calls a kernel
+    # PyTorch pads other heads before it calls a kernel.
     if q.shape[-1] % 8:
         return None
-    # some kernels know sizes forward that they do not know backward
+    # Some kernels know sizes forward that they do not know backward.
     with torch.enable_grad():
         choice = torch._fused_sdp_choice(q.detach().requires_grad_(), k, k)
     kind = KINDS.get(SDPBackend(choice))

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# tokens of a block
+# Tokens of a block.
 ROWS = 128
 # Beyond so many tokens PyTorch's kernel is as fast in float32; kernels.py asks that one then.
 LONGEST = 512
@@ -62,9 +62,9 @@ def probabilities(q: Tensor, k: Tensor, block: Block, scale: float) -> Tensor:
     """softmax(q kᵀ / √d + causal mask) of a block. q: [n, s r, d]; k: [n, s, d]
     -> [n, rows, columns]"""
     q, k = q[:, block.rows], k[:, block.columns]
-    # beta 0: what would be added is not read
+    # With beta 0 the first argument is not read.
     scores = torch.baddbmm(q.new_empty(1), q, k.transpose(1, 2), beta=0, alpha=scale)
-    # the columns before these are seen by all rows
+    # The columns before these are seen by all rows.
     scores[:, :, -block.tokens :] += causal_mask(block.tokens, block.r, q.dtype)
     return torch.softmax(scores, -1, out=scores)
 

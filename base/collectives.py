@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# part of the name of a c10d operation: the collective that it is
+# Part of the name of a c10d operation: the collective that it is.
 KINDS = {
     "allreduce": "all-reduce",
     "allgather": "all-gather",
@@ -49,7 +49,7 @@ class Collectives(TorchDispatchMode):
         name = kinds[0] if kinds else operation
         sizes = [x.nbytes for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
         if "coalesced" in operation:
-            # one call for several tensors: lists of outputs and inputs
+            # One call for several tensors: lists of outputs and inputs.
             sizes = [sum(x.nbytes for x in list_) for list_ in args[:2]]
         self.calls.append((name, max(sizes, default=0)))
         self.group_names.append(group_name(args))

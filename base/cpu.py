@@ -29,7 +29,7 @@ def keep_freed_memory() -> None:
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
-        # another C library
+        # Another C library.
         return
     m_trim_threshold = -1
     m_mmap_max = -4
@@ -68,7 +68,7 @@ def gelu_forward(x: Tensor, factor: Tensor) -> Tensor:
     0.044715 x³) it is x (1 + tanh z) / 2 = x / (1 + exp(-2z)), and exp is cheaper than tanh.
     factor: GELU_FACTOR, of the type of x"""
     two_z = torch.addcmul(factor, x, x, value=0.044715 * GELU_FACTOR).mul_(x)
-    # detached: before torch 2.13 compiled code gave what an operation in place returns no gradient
+    # Detached: before torch 2.13 compiled code gave what an operation in place returns no gradient.
     return two_z.sigmoid_().mul_(x).detach()
 
 

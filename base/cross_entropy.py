@@ -22,18 +22,18 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, vocab_size):
-        # a copy of 16-bit logits, or the logits themselves
+        # A copy of 16-bit logits, or the logits themselves.
         z = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        # padding: its probability, and so its gradient, is 0
+        # Padding: its probability, and so its gradient, is 0.
         z[..., vocab_size:] = -torch.inf
         largest = z.amax(-1)  # [...]
         target_logit = z.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        # one pass of PyTorch's own, in place; the probability of the largest logit is 1 / Σ exp(z -
-        # largest), and never 0
+        # One pass of PyTorch's own, in place; the probability of the largest logit is 1 / Σ exp(z -
+        # largest), and never 0.
         p = torch.softmax(z, -1, out=z)
         ctx.save_for_backward(p, targets)
         ctx.dtype = logits.dtype
-        # in this order: large logits cancel before anything is rounded
+        # Subtract in this order: large logits cancel before anything is rounded.
         return (largest - target_logit) - p.amax(-1).log()
 
     @staticmethod
@@ -54,6 +54,6 @@ def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int | None = None
         return _CrossEntropy.apply(logits, targets, vocab_size or logits.shape[-1])
     logits = logits[..., :vocab_size]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
-    # torch's default of -100 would hide a wrong target; training refuses it too
+    # The default of -100 in torch would hide a wrong target; training refuses it too.
     loss = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=-(2**63))
     return loss.view(targets.shape)

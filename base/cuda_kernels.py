@@ -114,7 +114,7 @@ class Item(NamedTuple):
     """An argument or an output of a signature."""
 
     name: str
-    # int or float; None: a tensor
+    # The type of a number; None: a tensor.
     number: str | None
     changed: str
     dtype: str | None
@@ -192,7 +192,7 @@ class Kernel:
         self.prepare = [in_place if i.changed else PREPARE.get(i.dtype, dense) for i in tensors]
         self.heads = [n for n, i in enumerate(tensors) if i.dtype == "heads"]
         self.sums = [n for n, o in enumerate(self.outputs) if o.dtype == "sum"]
-        # looking it up takes the host a tenth of the time
+        # Looking it up takes the host a tenth of the time.
         self.known_plan = functools.lru_cache(maxsize=256)(self.plan)
 
     def __call__(self, *args):
@@ -240,7 +240,7 @@ class Kernel:
             if i.shape[0] == "..":
                 before = len(shape) - len(i.shape) + 1
                 shape = shape[:before], *shape[before:]
-            # a letter that is new has the size that it has here
+            # A letter that is new has the size that it has here.
             sizes = dict(zip(i.shape, shape)) | sizes
             dtype = DTYPES.get(i.dtype, first.dtype)
             check(f"{self.name}: {i.name}", form, first, dtype, whole_shape(i.shape, sizes))
@@ -299,7 +299,7 @@ def gradient(of, keep: tuple[int, ...] = (), keep_output: bool = False):
 
     def register(function):
         backward = once_differentiable(function)
-        # it goes with the library: before torch 2.13 a module could not be imported again
+        # It goes with the library: before torch 2.13 a module could not be imported again.
         torch.library.register_autograd(of, backward, setup_context=setup_context, lib=LIBRARY)
 
     return register

@@ -27,7 +27,7 @@ from torch import Tensor
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     device = torch.device(device)
     if device.type == "cuda":
-        # contiguous: otherwise the copy goes through a pageable one
+        # Contiguous: otherwise the copy goes through a pageable one.
         return tensor.contiguous().pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
@@ -51,7 +51,7 @@ class Moment:
     def __init__(self, device: torch.device):
         self.event = None
         if device.type == "cuda":
-            # blocking: the host sleeps while it waits
+            # Blocking: the host sleeps while it waits.
             self.event = torch.cuda.Event(enable_timing=True, blocking=True)
             self.event.record()
         self.time = time.perf_counter()

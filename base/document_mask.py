@@ -39,7 +39,7 @@ from torch.nn.attention import flex_attention as flex
 def documents_of(tokens: Tensor, eot: int) -> Tensor:
     """The number of each token's document, where an end-of-text token ends one. [b, s] -> [b, s]"""
     ends = (tokens == eot).long()
-    # the ends before a token, not its own
+    # The ends before a token, not its own.
     return ends.cumsum(1) - ends
 
 
@@ -47,7 +47,7 @@ def positions_of(documents: Tensor) -> Tensor:
     """The position of each token in its document. documents: [b, s] -> [b, s] int64"""
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0
-    # the place where the latest document began
+    # The place where the latest document began.
     return index - (index * begins).cummax(1).values
 
 
@@ -61,7 +61,7 @@ def visible(documents: Tensor) -> Tensor:
 def masked_probabilities(q: Tensor, k: Tensor, documents: Tensor) -> Tensor:
     """softmax(q kᵀ / √d + mask). q, k: [b, a, s, d]; documents: [b, s] -> [b, a, s, s]"""
     scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
-    # a token sees itself, so no row is all -∞
+    # A token sees itself, so no row is all -∞.
     return scores.masked_fill(~visible(documents), -torch.inf).softmax(-1)
 
 

@@ -70,11 +70,11 @@ def dropout_mask(key: Tensor, site: int, shape, start: dict[int, int | Tensor], 
         if not isinstance(n, Tensor):
             n = n + torch.arange(shape[dim], device=key.device)
         n = n + 1
-        # int64: compilers take an int32 product of small numbers for positive
+        # int64: compilers take an int32 product of small numbers for positive.
         spread = (n * 0x9E3779B1 & 0x7FFFFFFF).int()
-        # one more coordinate goes into the hash
+        # One more coordinate goes into the hash.
         x = hash_(x.unsqueeze(-1) ^ spread)
-    # x is uniform over the signed 32-bit integers
+    # x is uniform over the signed 32-bit integers.
     return x < round(p * 2**32) - 2**31
 
 

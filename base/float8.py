@@ -43,7 +43,7 @@ class Format:
 
     name: str
     mantissa_bits: int
-    # subtracted from the exponent's bits
+    # Subtracted from the exponent's bits.
     bias: int
     largest: float
     dtype: torch.dtype
@@ -59,7 +59,7 @@ def encode_by_hand(x: Tensor, to: Format) -> Tensor:
     smallest_normal = 2.0 ** (1 - to.bias)
     # 2^e <= |x| < 2^(e + 1); subnormal numbers have the steps of the smallest normal one
     e = torch.frexp(magnitude.clamp(min=smallest_normal)).exponent - 1
-    # |x| in steps of 2^(e - M): 2^M steps are the leading 1, the others the mantissa
+    # |x| in steps of 2^(e - M): 2^M steps are the leading 1, the others the mantissa.
     steps = torch.ldexp(magnitude, to.mantissa_bits - e).round().int()
     # The leading 1 adds 1 to the exponent. So does the carry, where 1.11..1 is rounded up to 2.
     code = (e + to.bias - 1) * 2**to.mantissa_bits + steps
@@ -75,7 +75,7 @@ def decode_by_hand(byte: int, of: Format) -> float:
     value = 2.0 ** (e - of.bias) * (1 + fraction) if e else 2.0 ** (1 - of.bias) * fraction
     if value <= of.largest:
         return sign * value
-    # e4m3 has no infinity, and NaN only as all ones
+    # e4m3 has no infinity, and NaN only as all ones.
     return sign * float("inf") if of is E5M2 and not m else float("nan")
 
 
@@ -107,7 +107,7 @@ def scale_of(amax: Tensor, to: Format, power_of_two: bool) -> Tensor:
     """
     scale = (to.largest / amax.double().clamp(min=LEAST_AMAX)).float()
     if power_of_two:
-        # the exponent's bits alone. (ldexp multiplies by a pow, which a GPU may round.)
+        # The exponent's bits alone. (ldexp multiplies by a pow, which a GPU may round.)
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
     return torch.where(amax.isfinite(), scale, torch.nan)
 
@@ -116,7 +116,7 @@ def blocks_of(x: Tensor, block: tuple[int, int]) -> Tensor:
     """x: [M, K] -> [M / r, r, K / c, c]: blocks of r x c. Zeros fill up the last ones. A block that
     is larger than x is as large as x: it is no reason for more zeros than numbers."""
     m, k = x.shape
-    # at least 1: an expert may have no rows
+    # At least 1: an expert may have no rows.
     r, c = (max(1, min(most, size)) for most, size in zip(block, (m, k)))
     if m % r or k % c:
         x = F.pad(x, (0, -k % c, 0, -m % r))
@@ -127,7 +127,7 @@ def block_maxima(x: Tensor, block: tuple[int, int] | None) -> Tensor:
     """The largest absolute value of x [M, K], float32: one number, or that of each block,
     [M / r, K / c]."""
     if block is None:
-        # reads once, and writes no absolute values
+        # Reads once, and writes no absolute values.
         least, most = x.aminmax()
         return torch.maximum(-least, most).float()
     return blocks_of(x.abs(), block).amax((1, 3)).float()
@@ -141,15 +141,15 @@ class Quantised:
     """A matrix in bytes. It has the operations of a tensor that a linear layer needs: a @ b, and
     a.t()."""
 
-    # the bytes, [M, K], of dtype float8_e4m3fn or float8_e5m2
+    # The bytes, [M, K], of dtype float8_e4m3fn or float8_e5m2.
     q: Tensor
     # 1 / scale, float32: one number, or one for each block of r x c, [M / r, K / c]
     inverse: Tensor
-    # (r, c), or None for one scale
+    # (r, c), or None for one scale.
     block: tuple[int, int] | None
-    # whether scales are powers of two: multiplying by them rounds nothing
+    # Whether scales are powers of two: multiplying by them rounds nothing.
     exact: bool
-    # that of the matrix before it was rounded; products have it too
+    # That of the matrix before it was rounded; products have it too.
     dtype: torch.dtype
 
     def t(self) -> "Quantised":
@@ -171,7 +171,7 @@ class Quantised:
         if runs_in_fp8(self, other):
             return multiply_bytes(self, other)
         wide = product_dtype(self.dtype, self.exact)
-        # one scale is divided out of the sum, those of blocks out of its terms
+        # One scale is divided out of the sum, those of blocks out of its terms.
         if self.block is None:
             y = decode(self.q, wide) @ decode(other.q, wide)
             return (y * self.inverse * other.inverse).to(self.dtype)
@@ -207,7 +207,7 @@ def product_dtype(dtype: torch.dtype, exact: bool) -> torch.dtype:
 def device_multiplies(a: Quantised) -> bool:
     """Whether a is on a GPU that multiplies such bytes: from capability 8.9 on; with blocks
     capability 9.0 and CUDA 12.9. No product is in float64."""
-    # torch.version.cuda: None on CPUs and on AMD's GPUs, where e4m3 is another format
+    # torch.version.cuda: None on CPUs and on AMD's GPUs, where e4m3 is another format.
     if not a.q.is_cuda or not torch.version.cuda or a.dtype == torch.float64:
         return False
     capability = torch.cuda.get_device_capability(a.q.device)

@@ -26,9 +26,9 @@ from base import cuda_kernels
 from base.cuda_kernels import kernel
 from base.float8 import E5M2, Format, Quantised
 
-# known: a maximum from elsewhere, which counts if it is above 0
+# `known` is a maximum from elsewhere, which counts if it is above 0.
 fp8_maximum = kernel("fp8_maximum(x[m, k], amax! f32[one], known f32[one]?) -> ()")
-# rows, columns: m, or 0 for bytes that are not wanted
+# `rows` and `columns` are m, or 0 for bytes that are not wanted.
 fp8_cast = kernel(
     "fp8_cast(x[m, k], amax! f32[one], inverse! f32[one], known f32[one]?, rows: int, columns: int,"
     " e5m2: int, power_of_two: int) -> q u8[rows, k], transposed u8[k, columns]"

@@ -20,7 +20,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.counts = counts
         outputs = [x.new_empty(len(x), w.shape[1]) for w in weights]
-        # split gives views: the outputs are filled in place
+        # Split gives views: the outputs are filled in place.
         for e, (rows, *parts) in enumerate(zip(*(t.split(counts) for t in (x, *outputs)))):
             for w, y in zip(weights, parts):
                 torch.mm(rows, w[e].t(), out=y)
@@ -38,7 +38,7 @@ class _GroupedLinear(torch.autograd.Function):
             for w, dw, grad in zip(weights, d_weights, parts):
                 d_rows.addmm_(grad, w[e])
                 if dw is not None:
-                    # zeros where an expert has no rows
+                    # Zeros where an expert has no rows.
                     torch.mm(grad.t(), rows, out=dw[e])
         return dx, None, *d_weights
 

@@ -31,23 +31,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 class Groups:
     """The process groups of this rank. None where a group has one rank."""
 
-    # the ranks that have other samples
+    # The ranks that have other samples.
     dp: dist.ProcessGroup | None = None
-    # the ranks that have other tokens of the same samples
+    # The ranks that have other tokens of the same samples.
     cp: dist.ProcessGroup | None = None
-    # dp times cp: the ranks that hold the same weights, and sum their gradients
+    # The dp times cp ranks that hold the same weights, and sum their gradients.
     replicas: dist.ProcessGroup | None = None
-    # the replicas that together hold one copy of each expert
+    # The replicas that together hold one copy of each expert.
     ep: dist.ProcessGroup | None = None
-    # the replicas that hold the same experts; may be this rank alone
+    # The replicas that hold the same experts; may be this rank alone.
     edp: dist.ProcessGroup | None = None
     tp: dist.ProcessGroup | None = None
     pp: dist.ProcessGroup | None = None
     # the pipeline's communicators on GPUs: (sender, receiver, kind) -> group, as `nccl_groups`
     nccl: dict | None = None
-    # all ranks
+    # All ranks.
     all: dist.ProcessGroup | None = None
-    # all ranks, on the CPU: for checkpoints that are written while training goes on
+    # All ranks, on the CPU: for checkpoints that are written while training goes on.
     files: dist.ProcessGroup | None = None
 
     def __post_init__(self):
@@ -77,16 +77,16 @@ class Groups:
         if cp > 1:
             groups.replicas = mesh["dp", "cp"]._flatten("replicas").get_group()
         if ep > 1:
-            # the same ranks, with dp times cp = (edp, ep)
+            # The same ranks, with dp times cp = (edp, ep).
             shape = (pp, replicas // ep, ep, tp)
             names = ("pp", "edp", "ep", "tp")
             experts = make_mesh(device_type, shape, names, timeout)
             groups.ep = experts.get_group("ep")
             groups.edp = experts.get_group("edp")
         groups.all = dist.group.WORLD
-        # NCCL itself, or its rules on CPUs (tests/nccl_rules.py)
+        # NCCL itself, or its rules on CPUs (tests/nccl_rules.py).
         is_nccl = dist.get_backend().startswith("nccl")
-        # CPU tensors need gloo, because NCCL cannot carry them
+        # CPU tensors need gloo, because NCCL cannot carry them.
         backend = "gloo" if is_nccl else None
         groups.files = dist.new_group(backend=backend, timeout=timeout)
         of_data = (groups.dp, groups.cp, groups.replicas, groups.ep, groups.edp)
@@ -109,7 +109,7 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
             raise
 
 
-# the groups for whose messages the next computation waits; sums of gradients are not waited for
+# The groups for whose messages the next computation waits; sums of gradients are not waited for.
 URGENT = ("pp", "cp", "tp", "ep")
 
 
@@ -119,7 +119,7 @@ def make_mesh(
     """torch's mesh, whose `URGENT` groups have streams of high priority. A collective."""
     options = {}
     for name in names:
-        # one for each group, because torch writes into it
+        # One for each group, because torch writes into it.
         urgent = high_priority(timeout)
         if urgent and name in URGENT:
             options[name] = urgent

@@ -13,7 +13,7 @@ parameters and the FLOPs of a shape.
 import math
 from dataclasses import dataclass, fields
 
-# the linear layers of a block, and the module that each is in; gate is Llama's
+# The linear layers of a block, and the module that each is in; gate is Llama's.
 LINEARS = {
     "query": "attention",
     "key": "attention",
@@ -32,44 +32,44 @@ class GPTConfig:
     num_layers: int
     hidden_size: int
     num_heads: int
-    # 0: as many as heads; fewer is grouped-query attention (arXiv 2305.13245)
+    # 0: as many as heads; fewer is grouped-query attention (arXiv 2305.13245).
     num_kv_heads: int = 0
-    # 0: 4h
+    # 0: 4 h.
     ffn_hidden_size: int = 0
-    # tokens of the longest sequence
+    # Tokens of the longest sequence.
     seq_length: int = 1024
     vocab_size: int = 50257
-    # the probability, for the embedding, attention probabilities and both residual branches
+    # The probability, for the embedding, attention probabilities and both residual branches.
     dropout: float = 0.0
-    # the defaults of the fields from `norm` to `tied` are Llama's; otherwise GPT-2's
+    # The defaults of the fields from `norm` to `tied` are Llama's; otherwise GPT-2's.
     llama: bool = False
-    # explicit or fused; the default is fused without dropout
+    # One of explicit and fused; the default is fused without dropout.
     attention: str = ""
     norm_eps: float = 1e-5
     rotary_base: float = 10000.0
-    # 0: h / a
+    # 0: h / a.
     head_dim: int = 0
-    # layernorm, rmsnorm, or rmsnorm1p: RMSNorm that multiplies by 1 + weight (Gemma)
+    # One of layernorm, rmsnorm and rmsnorm1p: RMSNorm that multiplies by 1 + weight (Gemma).
     norm: str = ""
-    # gelu, swiglu or geglu (arXiv 2002.05202)
+    # One of gelu, swiglu and geglu (arXiv 2002.05202).
     activation: str = ""
-    # learned, rotary (arXiv 2104.09864) or alibi (arXiv 2108.12409)
+    # One of learned, rotary (arXiv 2104.09864) or alibi (arXiv 2108.12409).
     positions: str = ""
-    # which of query, key, value and output have one: all, qkv (without output) or none
+    # Which of query, key, value and output have one: all, qkv (without output) or none.
     attention_bias: str = ""
-    # whether the MLP's matrices have one; those of experts never have
+    # Whether the MLP's matrices have one; those of experts never have.
     mlp_bias: bool | None = None
-    # whether embedding and head are one matrix (arXiv 1608.05859)
+    # Whether embedding and head are one matrix (arXiv 1608.05859).
     tied: bool | None = None
-    # whether each head's query and key have a norm (Qwen3)
+    # Whether each head's query and key have a norm (Qwen3).
     qk_norm: bool = False
-    # whether the embedding has a norm behind it (BLOOM), or is multiplied by √h (Gemma)
+    # Whether the embedding has a norm behind it (BLOOM), or is multiplied by √h (Gemma).
     embedding_norm: bool = False
     embedding_scale: bool = False
-    # a token attends to so many, itself included; 0: to all (Mistral)
+    # A token attends to so many, itself included; 0: to all (Mistral).
     sliding_window: int = 0
-    # scaling of rotary angles, for longer sequences than the original length (Llama 3,
-    # families.llama3_frequencies); 1: none, and the three fields below count for nothing
+    # Scaling of rotary angles, for longer sequences than the original length (Llama 3,
+    # families.llama3_frequencies); 1: none, and the three fields below count for nothing.
     rotary_factor: float = 1.0
     rotary_low_frequency: float = 1.0
     rotary_high_frequency: float = 4.0
@@ -110,7 +110,7 @@ class GPTConfig:
     def check_types(self) -> None:
         for field in fields(self):
             value, (kind, what) = getattr(self, field.name), KINDS[field.type]
-            # Python's bool is an int
+            # Python's bool is an int.
             is_flag = kind in (bool, bool | None)
             if not isinstance(value, kind) or (isinstance(value, bool) and not is_flag):
                 raise FieldError(field.name, repr(value), f"must be {what}")
@@ -136,7 +136,7 @@ class GPTConfig:
             raise FieldError("sliding_window", self.sliding_window, rule)
         if not 0 <= self.dropout < 1:
             raise FieldError("dropout", self.dropout, "must be at least 0 and below 1")
-        # beyond these a float32 is 0 or infinite somewhere in the model
+        # Beyond these a float32 is 0 or infinite somewhere in the model.
         self.check_range("norm_eps", 1e-30, 1, "must be from 1e-30 to 1")
         self.check_range("rotary_base", 1, 1e30, "must be from 1 to 1e+30")
         self.check_range("rotary_factor", 1, 1e30, "must be from 1 to 1e+30")
@@ -160,7 +160,7 @@ class GPTConfig:
         self.check_range(field, 1, 2**power - 1, f"must be at least 1 and below 2^{power}")
 
     def check_range(self, field: str, least: float, most: float, rule: str) -> None:
-        # not (a <= x <= b): NaN fails too
+        # Written as not (a <= x <= b), so that NaN fails too.
         if not least <= getattr(self, field) <= most:
             raise FieldError(field, getattr(self, field), rule)
 
@@ -176,7 +176,7 @@ CHOICES = {
     "positions": ("learned", "rotary", "alibi"),
     "attention_bias": ("all", "qkv", "none"),
 }
-# the defaults of a family
+# The defaults of a family.
 GPT2 = dict(
     norm="layernorm",
     activation="gelu",
@@ -193,7 +193,7 @@ LLAMA = dict(
     mlp_bias=False,
     tied=False,
 )
-# the types that a field may have, and their name in a message
+# The types that a field may have, and their name in a message.
 KINDS = {
     int: (int, "an integer"),
     float: (float | int, "a number"),

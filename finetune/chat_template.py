@@ -192,7 +192,7 @@ class ChatTokenizer:
     def token_names(self) -> dict[str, str]:
         """What a template may name. Raises ChatError."""
         try:
-            named = self.tokenizer.companions.template_names() if self.library else {}
+            named = self.tokenizer.beside.template_names() if self.library else {}
         except json_files.JSONError as e:
             raise ChatError(str(e)) from None
         return {"eos_token": self.end} | named
@@ -278,7 +278,7 @@ def of_tokenizer(tokenizer) -> str | None:
     try:
         if CHAT_TEMPLATE in tokenizer.files:
             return tokenizer.files[CHAT_TEMPLATE].decode()
-        return tokenizer.companions.chat_template() if hasattr(tokenizer, "companions") else None
+        return tokenizer.beside.chat_template() if hasattr(tokenizer, "beside") else None
     except ValueError as e:
         raise ChatError(f"the tokenizer's chat template: {e}") from None
 

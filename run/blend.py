@@ -73,7 +73,7 @@ class Interleave:
     def __call__(self, n: int) -> tuple[int, int]:
         """(k, m): sample n of the blend is sample m of corpus k."""
         taken = self.taken(n)
-        # (m + 1/2) / w_k, in half units: the next sample of each corpus
+        # (m + 1/2) / w_k, in half units: the next sample of each corpus.
         _, k = min(((2 * taken[k] + 1) * self.steps[k], k) for k in range(len(self.shares)))
         return k, taken[k]
 
@@ -84,7 +84,7 @@ class Interleave:
         time = max(0, n - (len(self.shares) + 1) // 2)
         # floor(w_k time + 1/2)
         taken = [(2 * share * time + self.total) // (2 * self.total) for share in self.shares]
-        # (m + 1/2) / w_k, in half units: the next sample of each corpus
+        # (m + 1/2) / w_k, in half units: the next sample of each corpus.
         due = [((2 * taken[k] + 1) * self.steps[k], k) for k in range(len(self.shares))]
         heapq.heapify(due)
         for _ in range(n - sum(taken)):

@@ -77,7 +77,7 @@ from run.checkpoint_index import (  # noqa: F401 (other files use checkpoint.rea
 from run.tokenizer import BUILT_IN, MORE_TEMPLATES, TOKENIZER_FILES, TokenizerRecord
 from sharding import sharding_of
 
-# after which a rank begins its next file
+# A rank begins its next file after so many bytes.
 FILE_BYTES = 2**30
 
 
@@ -134,7 +134,7 @@ def prepare(path: Path, building: Path, replace: bool) -> None:
     if path.exists() and not replace and (not path.is_dir() or any(path.iterdir())):
         raise OSError("it exists already; name another folder, or delete this one")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # left by a run that was killed
+    # Left by a run that was killed.
     remove(building)
     remove(path.with_name(f".{path.name}.removing"))
     building.mkdir()
@@ -190,7 +190,7 @@ def commit(path: Path, building: Path, index: dict) -> None:
     aside = path.with_name(f".{path.name}.removing")
     if os.path.lexists(path):
         os.rename(path, aside)
-    # until this rename, the previous checkpoint is the newest
+    # Until this rename, the previous checkpoint is the newest.
     os.rename(building, path)
     flush(path.parent)
     remove(aside)
@@ -202,11 +202,11 @@ def remove_old(folder: Path, step: int, keep: int) -> None:
     resumed from one: they do not count towards `keep`."""
     if keep:
         for old in [path for saved, path in steps(folder).items() if saved <= step][:-keep]:
-            # one that cannot be removed stays, and does not hinder the others
+            # One that cannot be removed stays, and does not hinder the others.
             with contextlib.suppress(OSError):
                 aside = old.with_name(f".{old.name}.removing")
                 remove(aside)
-                # gone at once, even when this process is killed while it deletes
+                # Gone at once, even when this process is killed while it deletes.
                 os.rename(old, aside)
     for leftover in folder.glob(".step-*"):
         with contextlib.suppress(OSError):
@@ -297,7 +297,7 @@ def write(
         with agreed(what, group):
             if rank == 0:
                 prepare(path, building, replace)
-        # the names differ between pipeline stages
+        # The names differ between pipeline stages.
         shapes_of_ranks = gather(dtypes_and_shapes(tensors), group)
         number = assign_files(shapes_of_ranks, FILE_BYTES)
         files = {}
@@ -359,16 +359,16 @@ class Saver:
         """Start to `save`, and wait until each rank has copied to the CPU what it will write. Waits
         for the previous save first; raises what that one raised. A collective."""
         self.wait()
-        # imported here: not by two threads at a time
+        # Imported here: not by two threads at a time.
         checkpoint_slices()
         copied = threading.Event()
         thread = ThreadPoolExecutor(1)
         self.future = thread.submit(
             save, folder, step, tensors, state, keep, self.group, copied.set
         )
-        # one that fails may end without its copies
+        # One that fails may end without its copies.
         self.future.add_done_callback(lambda _: copied.set())
-        # the thread ends with the save
+        # The thread ends with the save.
         thread.shutdown(wait=False)
         copied.wait()
 
@@ -421,13 +421,13 @@ def load(path: Path, tensors: dict[str, Tensor], model: dict | None = None) -> d
     Raises CheckpointError, on all ranks, for a checkpoint that is damaged (Damaged) or holds
     another model, naming the fields or the tensors that differ."""
     index = verify(path)
-    # a field that the index does not have is none of that model
+    # A field that the index lacks has its default in that model.
     differing = differences((model or {}) | model_fields(index["model"]), model or {})
     if not differing:
         shapes = {name: tuple(shape) for name, (_, shape) in index["tensors"].items()}
         here = {name: sharding_of(tensor).shape for name, tensor in tensors.items()}
         differing = differences(shapes, here)
-    # with pipeline stages, the tensors of one rank may differ and those of another not
+    # With pipeline stages, the tensors of one rank may differ and those of another not.
     with agreed(str(path)):
         if differing:
             more = f"; and {len(differing) - 5} more" if len(differing) > 5 else ""

@@ -47,7 +47,7 @@ class Damaged(CheckpointError):  # noqa: N818 (reads well: except checkpoint.Dam
 
 # --- the index ------------------------------------------------------------------------------------
 
-# JSON numbers are exact up to 2^53
+# JSON numbers are exact up to 2^53.
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 FileName = Annotated[str, Meta(max_length=255, pattern="^[^/]+$")]
 
@@ -69,7 +69,7 @@ class OptimizerRecord(TypedDict):
     scaler: NotRequired[ScalerRecord | None]
 
 
-# a float32 that is a maximum of absolute values
+# A float32 that is a maximum of absolute values.
 Maximum = Annotated[float, Meta(ge=0, le=torch.finfo(torch.float32).max)]
 
 
@@ -295,7 +295,7 @@ def read_header(file: Path) -> dict[str, tuple[str, list[int], list[int]]]:
     header = {}
     try:
         with safe_open(file, "pt") as f:
-            # written by torch.distributed.checkpoint: {name: {"saved_offsets": [..]}}
+            # Written by torch.distributed.checkpoint: {name: {"saved_offsets": [..]}}
             offsets = (f.metadata() or {}).get("DCP_SHARDING_INFO", "{}").encode()
             starts = json_files.parse(offsets, dict[str, dict[str, list[Count]]], str(file))
             for name in f.keys():

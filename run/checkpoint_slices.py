@@ -23,7 +23,7 @@ from run.checkpoint_index import CheckpointError
 from sharding import local_slice, set_sharding, sharding_of, unpad
 
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
-# without a process group there is one rank, as intended
+# Without a process group there is one rank, as intended.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
@@ -51,7 +51,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
     def create_local_plan(self) -> dcp.SavePlan:
         items = []
         for name, tensor in self.tensors.items():
-            # a rank that holds nothing but padding offers nothing
+            # A rank that holds nothing but padding offers nothing.
             if 0 in chunk(tensor).sizes:
                 continue
             data = planner.TensorWriteData(
@@ -61,7 +61,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
             )
             index = metadata.MetadataIndex(name, chunk(tensor).offsets)
             items.append(planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data))
-        # the base class expects the plan here
+        # The base class expects the plan here.
         self.plan = dcp.SavePlan(items)
         return self.plan
 
@@ -82,7 +82,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         tensor = self.tensors[index.fqn]
         part = unpad(tensor, sharding_of(tensor))
         if not isinstance(part, Tensor):
-            # a SplitMaster of optimizer.py
+            # A SplitMaster of optimizer.py.
             return part.join()
         return self.read(index.fqn) if part.is_meta else part
 
@@ -109,7 +109,7 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
                 continue
             overlaps = []
             if stored := self.metadata.state_dict_metadata.get(name):
-                # one item for each stored slice that overlaps the needed one
+                # One item for each stored slice that overlaps the needed one.
                 overlaps = planner_helpers.create_read_items_for_chunk_list(name, stored, [needed])
             if sum(item.lengths.numel() for item in overlaps) != needed.sizes.numel():
                 raise ValueError(f"its files lack {name}, or a part of it")
@@ -151,7 +151,7 @@ def write(
     alone = not dist.is_initialized()
     plans = _SavePlanner(tensors, read, copied)
     try:
-        # the planner has the tensors
+        # The planner has the tensors.
         dcp.save({}, planner=plans, storage_writer=to, process_group=group, no_dist=alone)
     except dcp.CheckpointException as e:
         raise first_cause(e) from None

@@ -35,7 +35,7 @@ LAYOUT = (
 DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
-    # float32 in memory; GPUs round what they multiply to 10 bits of mantissa
+    # float32 in memory; GPUs round what they multiply to 10 bits of mantissa.
     "tf32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -43,7 +43,7 @@ DTYPES = {
 
 
 def multiply_in(precision: str | None, device: torch.device) -> None:
-    """Have this process multiply float32 matrices in TF32, if that is the precision of a run."""
+    """Let this process multiply float32 matrices in TF32, if that is a run's precision."""
     if precision == "tf32" and device.type == "cuda":
         torch.set_float32_matmul_precision("high")
 
@@ -59,8 +59,8 @@ def flag_name(field: str) -> str:
 
 @contextlib.contextmanager
 def as_flags(**others: str):
-    """A FieldError about num_heads becomes a ConfigError about --num-heads. others: fields that are
-    another flag here."""
+    """Turn a FieldError about num_heads into a ConfigError about --num-heads. others: fields whose
+    flag has another name here."""
     try:
         yield
     except FieldError as e:
@@ -68,13 +68,13 @@ def as_flags(**others: str):
 
 
 def flag(default, help, choices=None, metavar=None, names=()):
-    """A field of a configuration. names: of its flag, where that has others than the field's."""
+    """A field of a configuration. names: the names of its flag, where they are not the field's."""
     metadata = {"help": help, "choices": choices, "metavar": metavar, "names": names}
     return dataclasses.field(default_factory=lambda: default, metadata=metadata)
 
 
 def name_of(command: str) -> str:
-    """The file: sft.py, of -m finetune.sft; "" of no word."""
+    """The file of a command: sft.py for -m finetune.sft; "" for no word."""
     word, *_ = command.removeprefix("-m ").split() or [""]
     if not word:
         return ""
@@ -88,19 +88,19 @@ class RunConfig:
     at the end.
     """
 
-    # how it is started, after python or torchrun; and what it does, for --help
+    # How it is started, after python or torchrun; and what it does, for --help.
     command = "train.py"
     purpose = "Train a GPT."
-    # flags that do something only beside others, as in run/rules.py
+    # Flags that do something only beside others, as in run/rules.py.
     needs = ()
-    # whether dropout is that of the preset or of --load; else it is 0 unless it is given
+    # Whether dropout is that of the preset or of --load; else it is 0 unless it is given.
     keeps_dropout = True
-    # rows that one micro-batch holds at least
+    # Rows that one micro-batch holds at least.
     least_rows = 1
-    # whether --as-rank can ask what a rank would do
+    # Whether --as-rank can ask what a rank would do.
     can_be_asked = False
 
-    # model
+    # Model.
     model: str = flag("tiny", f"a preset: {', '.join(PRESETS)}", metavar="PRESET")
     num_layers: int | None = flag(
         None, "number of layers; this flag and those down to --z-loss override the preset"
@@ -133,7 +133,7 @@ class RunConfig:
     dropout: float | None = flag(
         None, "probability, for the embedding, attention and both residual branches"
     )
-    # experts
+    # Experts.
     num_experts: int | None = flag(None, "experts (MLPs) in a layer with experts; 0: none")
     expert_every: int | None = flag(None, "experts in every n-th layer: 2 is every other layer")
     router: str | None = flag(
@@ -159,7 +159,7 @@ class RunConfig:
     z_loss: float | None = flag(
         None, "coefficient of the router's z-loss; the default is 0.001 with topk, 0 with sinkhorn"
     )
-    # parallel
+    # Parallel.
     tp: int = flag(1, "tensor-parallel ranks, which share every matrix")
     sequence_parallel: bool = flag(
         False, "shard along the sequence what tensor parallelism leaves whole"
@@ -198,7 +198,7 @@ class RunConfig:
         "dtype in which gradients are summed over data-parallel ranks; the default is fp32",
         ("fp32", "bf16"),
     )
-    # memory, speed
+    # Memory, speed.
     recompute: str = flag(
         "none",
         "activations that backward computes again: explicit attention (selective) or layers (full)",
@@ -229,13 +229,13 @@ class RunConfig:
     profile: bool = flag(
         False, "write OUT/trace-RANK.json of steps 3 to 5, for chrome://tracing or Perfetto"
     )
-    # batch
+    # Batch.
     global_batch_size: int = flag(16, "sequences in a step, over all ranks")
     micro_batch_size: int | None = flag(
         None,
         "sequences in one forward pass; the default is a rank's whole share, or 1 in a pipeline",
     )
-    # optimizer
+    # Optimizer.
     steps: int = flag(500, "number of the last step")
     lr: float | None = flag(
         None, "peak learning rate; the default is that of the model and of what is learned"
@@ -282,14 +282,14 @@ class RunConfig:
         "parameter instead of 14",
         ("fp32", "bf16"),
     )
-    # data
+    # Data.
     tokenizer: str | None = flag(
         None,
         "bytes, gpt2, or a JSON file of the tokenizers library; the default is bytes, or with "
         "--load the checkpoint's",
         metavar="{bytes,gpt2,FILE}",
     )
-    # run
+    # Run.
     out: str = flag("runs/default", "folder of this run", metavar="DIR")
     save_every: int = flag(200, "steps between checkpoints; 0: only the last step")
     keep: int = flag(2, "how many checkpoints remain; 0: all")
@@ -341,7 +341,7 @@ class RunConfig:
             if getattr(self, name) is not None:
                 given[name] = getattr(self, name)
         if "router" in given:
-            # another router has other losses
+            # Another router has other losses.
             shape = {k: v for k, v in shape.items() if k not in ("aux_loss", "z_loss")}
         with as_flags():
             try:
@@ -352,8 +352,8 @@ class RunConfig:
                 ) from None
 
     def base(self) -> Path:
-        """The checkpoint that --load names. A run that goes on with a whole model has its shape in
-        its own checkpoints too, for when the base is gone. Raises CheckpointError."""
+        """The checkpoint that --load names. If it is gone, a resumed run of a whole model finds the
+        shape in its own checkpoints. Raises CheckpointError."""
         try:
             return checkpoint.find(self.load)
         except checkpoint.CheckpointError as e:
@@ -365,25 +365,25 @@ class RunConfig:
             raise checkpoint.CheckpointError(f"--load {e}") from None
 
     def micro_batch(self, dp: int) -> int:
-        """Sequences in one forward pass, of `dp` data-parallel ranks."""
+        """Sequences in one forward pass of one of `dp` data-parallel ranks."""
         if self.micro_batch_size:
             return self.micro_batch_size
         return self.least_rows if self.pp > 1 else self.global_batch_size // dp
 
     @property
     def length_multiple(self) -> int:
-        """What divides the length of a row: context parallelism cuts it into 2 cp pieces, and
-        sequence parallelism those of a rank into tp."""
+        """What must divide the sequence length: context parallelism cuts a sequence into 2 cp
+        pieces, and sequence parallelism those of a rank into tp."""
         return (2 * self.cp if self.cp > 1 else 1) * self.sequence_shards
 
     @property
     def sequence_shards(self) -> int:
-        """Into how many shards sequence parallelism cuts the tokens of a rank."""
+        """The number of shards into which sequence parallelism cuts the tokens of a rank."""
         return self.tp if self.sequence_parallel else 1
 
     @property
     def fp8_recipe(self) -> tuple[str, bool, int] | None:
-        """What an fp8.Recipe is made of, or None."""
+        """The arguments of fp8.Recipe, or None."""
         if self.fp8 == "off":
             return None
         return self.fp8, self.fp8_scales == "power-of-two", self.fp8_block
@@ -410,7 +410,7 @@ class RunConfig:
 
     @classmethod
     def speaker(cls) -> str:
-        """The file of its command, which begins each message."""
+        """The file of the command, with which each message begins."""
         return name_of(cls.command)
 
     def task(self):
@@ -418,8 +418,8 @@ class RunConfig:
         raise NotImplementedError
 
     def check(self, model: MoEConfig, world: int, base_needed: bool) -> None:
-        """The rules of this kind alone, after those of every run (rules.validate has the
-        arguments). Raises ConfigError."""
+        """Check the rules of this type alone, after those of every run. Arguments as in
+        rules.validate. Raises ConfigError."""
 
     @property
     def value_head(self) -> bool:
@@ -437,16 +437,16 @@ class RunConfig:
         return ""
 
     def default_lr(self) -> tuple[float, str]:
-        """(--lr where it is not given, words that say for what)"""
+        """(the default of --lr, words that say for what)"""
         return default_lr(self)
 
     def bytes_beside(self, model: MoEConfig, precision: str, ranks: dict, learner: int) -> int:
-        """Bytes of other models than the one that learns, whose state has `learner` bytes. ranks:
+        """Bytes of the models beside the one that learns, whose state has `learner` bytes. ranks:
         as in room.state_parts."""
         return 0
 
     def known_micro_batch(self, dp: int) -> int:
-        """What a rank has to hold at once, as far as it is known before the data."""
+        """The sequences that a rank holds at once, as far as known before the data is read."""
         return self.micro_batch(dp)
 
 

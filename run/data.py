@@ -127,7 +127,7 @@ class Order:
     def __init__(self, count: int, seed: int | None):
         self.count = count
         self.seed = seed
-        # the epoch whose permutation is in `permuted`
+        # The epoch whose permutation is in `permuted`.
         self.epoch = None
 
     def __call__(self, sample: int) -> int:
@@ -192,7 +192,7 @@ def tokenize_part(pieces: list[Piece], tokenizer, target: str) -> int:
     dtype = token_cache.token_type(tokenizer.vocab_size)
     bos = [] if tokenizer.bos is None else [tokenizer.bos]
     stream = [np.zeros(0, dtype)]
-    # one row (hash, tokens, bytes) for each document
+    # One row (hash, tokens, bytes) for each document.
     table = []
     for path, start, stop in pieces:
         for text in filter(None, read_documents(path, start, stop)):
@@ -238,7 +238,7 @@ def merge_parts(targets: list[str], folder: Path, corpus: str, tokenizer) -> Non
     # [documents] each
     hashes, lengths, sizes = np.concatenate(tables).T
     part_of = np.repeat(np.arange(len(parts)), [len(table) for table in tables])
-    # where each document begins in its part
+    # Where each document begins in its part.
     starts = np.concatenate([np.cumsum(table[:, 1]) - table[:, 1] for table in tables])
     total = int(lengths.sum())
     if not total:
@@ -386,7 +386,7 @@ class Corpus(Dataset):
             )
         # number of a sample of this corpus -> sequence
         self.sequence_of = Order(self.num_sequences, seed)
-        # what is added to a sample number, where a run went on from other corpora; what those gave
+        # What is added to a sample number, where a run went on from other corpora; what those gave.
         self.offset, self.others = 0, {}
 
     def taken(self, n: int) -> dict:
@@ -418,7 +418,7 @@ class Blend(Dataset):
         """corpora: each a `data.Corpus`, with a weight."""
         self.corpora = corpora
         self.interleave = Interleave(weights)
-        # the sample with which this blend begins; what each corpus had given before, and others
+        # The sample with which this blend begins; what each corpus had given before, and others.
         self.start, self.before, self.others = 0, [0] * len(corpora), {}
         self.names = [corpus.index["corpus"] for corpus in corpora]
         self.s = corpora[0].s
@@ -434,7 +434,7 @@ class Blend(Dataset):
         self.index = {
             "corpus": fingerprint(" ".join(names)),
             "tokens": tokens,
-            # not the sum: bytes / tokens is that of the blend's samples
+            # Not the sum: bytes / tokens is that of the blend's samples.
             "bytes": round(tokens * bytes_per_token),
         }
 
@@ -451,7 +451,7 @@ class Blend(Dataset):
     def go_on(self, n: int, taken: dict) -> None:
         self.others = taken["corpora"]
         if taken["blend"] == self.index["corpus"] and len(taken["before"]) == len(self.names):
-            # as if it had not been interrupted
+            # As if it had not been interrupted.
             self.start, self.before = min(n, taken["start"]), taken["before"]
         else:
             self.start, self.before = n, [taken["corpora"].get(name, 0) for name in self.names]
@@ -467,18 +467,18 @@ class Blend(Dataset):
         for sample in samples:
             k, m = self.locate(sample)
             rows.append(self.corpora[k].batch([m]))
-        # None: without --document-mask no row has documents
+        # None: without --document-mask no row has documents.
         fields = [None if of_rows[0] is None else torch.cat(of_rows) for of_rows in zip(*rows)]
         # Each corpus counts its own samples; dropout needs the blend's numbers.
         return rows[0]._make(fields)._replace(samples=torch.as_tensor(list(samples)))
 
 
 class PreparedCorpus(NamedTuple):
-    # None: it is the only one
+    # None: it is the only one.
     weight: Fraction | None
-    # what named it, for messages
+    # The flag that named it, for messages.
     source: str
-    # in the token cache
+    # The folder in the token cache.
     folder: Path
 
 

@@ -35,7 +35,7 @@ from base.errors import cause
 Piece = tuple[Path, int, int | None]
 
 
-# of a .json file, to see whether it is a document
+# Bytes of the first line of a .json file that are read to see whether it is a document.
 LONGEST_LINE = 2**24
 
 

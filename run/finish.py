@@ -9,7 +9,7 @@ from base.errors import InputError
 from run.metrics import duration, plot_loss
 from run.world import World
 
-# of the text at the end
+# Tokens of the sample at the end of training.
 SAMPLE_TOKENS = 300
 
 
@@ -18,7 +18,7 @@ def finish(trainer, run, tokenizer, seconds: float) -> None:
     if trainer.task.finish(run):
         return
     config, world = trainer.config, run.world
-    # a model whose parameters are spread over the data-parallel ranks runs on all of them
+    # A model whose parameters are spread over the data-parallel ranks runs on all of them.
     spread = config.zero_stage == 3 or config.ep > 1
     if trainer.dp_rank > 0 and not spread:
         return

@@ -18,8 +18,7 @@ from base import json_files, terminal
 from run.config import LAYOUT, ConfigError, RunConfig, flag_name, name_of
 from run.pretraining import Config
 
-# Flags of train.py that are no property of a run: they ask what a run would do
-# (planning/as_rank.py). flag -> (type, metavar, help)
+# Flags that ask what a run would do (planning/as_rank.py): flag -> (type, metavar, help)
 QUESTION = {
     "as_rank": (
         int,
@@ -32,7 +31,7 @@ QUESTION = {
 
 
 def parse(argv: list[str], rank: int, kind: type[RunConfig] = Config) -> RunConfig:
-    """The configuration, as `parse_all` gives it. Raises ConfigError for a flag that asks."""
+    """The configuration of `parse_all`. Raises ConfigError for a flag of QUESTION."""
     config, question = parse_all(argv, rank, kind)
     for name in question:
         raise ConfigError(f"{flag_name(name)}: is for train.py alone")
@@ -40,18 +39,17 @@ def parse(argv: list[str], rank: int, kind: type[RunConfig] = Config) -> RunConf
 
 
 def parse_all(argv: list[str], rank: int, kind: type[RunConfig]) -> tuple[RunConfig, dict]:
-    """(the configuration of this kind, the flags of QUESTION that are given). Flags of the command
-    line come over `--config FILE`, over OUT/config.json with --resume, over the defaults.
+    """(the configuration of this type, the flags of QUESTION that are given). The command line wins
+    over `--config FILE`, that over OUT/config.json with --resume, and that over the defaults.
 
-    Raises ConfigError for a file. For flags that argparse refuses it raises SystemExit with status
-    2, and rank 0 alone prints why.
-    """
+    Raises ConfigError for a file. Where argparse refuses a flag, rank 0 prints why, and all raise
+    SystemExit with status 2."""
     given = vars(make_parser(rank, kind).parse_args(argv))
     question = {name: given.pop(name) for name in QUESTION if name in given}
     values = read_toml(given.pop("config"), kind) if "config" in given else {}
     values |= given
     out = values.get("out", kind().out)
-    # other types than text are refused by rules.check_types
+    # Other types than text are refused by rules.check_types.
     if values.get("resume") is True and isinstance(out, str):
         values = over_saved_flags(values, out, kind)
     try:
@@ -61,7 +59,7 @@ def parse_all(argv: list[str], rank: int, kind: type[RunConfig]) -> tuple[RunCon
 
 
 def over_saved_flags(values: dict, out: str, kind: type[RunConfig]) -> dict:
-    """`values` over the flags of the run in `out`. Raises ConfigError."""
+    """The flags of the run in `out`, replaced by `values`. Raises ConfigError."""
     saved = saved_flags(Path(out), kind)
     if not saved and set(values) <= {"resume", "out"}:
         raise ConfigError(
@@ -75,7 +73,7 @@ def over_saved_flags(values: dict, out: str, kind: type[RunConfig]) -> dict:
 
 
 def make_parser(rank: int, kind: type[RunConfig] = Config) -> argparse.ArgumentParser:
-    """Flags from the fields of a configuration. A flag that is not given is not in the result."""
+    """A parser with a flag for each field of a configuration. Its result has only given flags."""
 
     class Parser(argparse.ArgumentParser):
         def error(self, message):
@@ -93,7 +91,7 @@ def make_parser(rank: int, kind: type[RunConfig] = Config) -> argparse.ArgumentP
         argument_default=argparse.SUPPRESS,
     )
     fields = dataclasses.fields(kind)
-    # the configuration of prompts has this name too
+    # The configuration of prompts has this name too.
     if not any("--config" in field.metadata["names"] for field in fields):
         parser.add_argument(
             "--config",
@@ -121,7 +119,7 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
         kind = str if field.type == list[str] else int
         parser.add_argument(*names, nargs="+", type=kind, help=help_text, metavar=metavar)
     else:
-        # int | None is given as int
+        # A field of int | None is given as int.
         kind = field.type if isinstance(field.type, type) else field.type.__args__[0]
         choices = field.metadata["choices"]
         if not metavar and not choices:
@@ -131,8 +129,7 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
 
 
 def read_toml(path: str, kind: type[RunConfig]) -> dict:
-    """Flags from a TOML file, as fields of a configuration; tables only group them. Raises
-    ConfigError."""
+    """The flags in a TOML file, as fields of a configuration. Raises ConfigError."""
     try:
         content = tomllib.loads(json_files.read_bytes(path).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as e:
@@ -150,7 +147,7 @@ def read_toml(path: str, kind: type[RunConfig]) -> dict:
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError(f"--config {path}: {twice} stands there twice")
     for name in ("data", "val_data"):
-        # data = "text.txt" is the list of one file
+        # A text, data = "text.txt", is the list of one file.
         if isinstance(fields.get(name), str):
             fields[name] = [fields[name]]
     known = {field.name for field in dataclasses.fields(kind)}
@@ -162,7 +159,7 @@ def read_toml(path: str, kind: type[RunConfig]) -> dict:
 
 
 def saved_flags(out: Path, kind: type[RunConfig]) -> dict:
-    """The flags of the run in a folder, {} where there is none. Raises ConfigError."""
+    """The flags of the run in a folder; {} without a run. Raises ConfigError."""
     try:
         if not (out / "config.json").exists():
             return {}
@@ -182,6 +179,6 @@ def saved_flags(out: Path, kind: type[RunConfig]) -> dict:
             f"--resume --out {out}: this run was begun by {name}, and goes on by python {command}"
             f" --resume --out {out}"
         )
-    # another version of this project may have flags that this one does not have
+    # Another version of this project may have flags that this one does not have.
     known = {field.name for field in dataclasses.fields(kind)} - {"resume", "out"}
     return {name: value for name, value in saved.items() if name in known}

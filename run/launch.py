@@ -31,7 +31,7 @@ from run.training_run import TrainingRun
 from run.world import World, WorldError
 from tensor_parallel import vocabulary_multiple
 
-# bad input: exit status 2, one message from rank 0
+# Bad input: exit status 2, one message from rank 0.
 REFUSED = (
     ConfigError,
     RunFolderError,
@@ -39,15 +39,15 @@ REFUSED = (
     DataError,
     TokenizerError,
     CheckpointError,
-    # what the other kinds of training refuse
+    # What other types of training refuse.
     InputError,
 )
 
 
 def main(argv: list[str], kind: type[RunConfig], trainer_class, loop) -> int:
-    """Exit status: 0; 2 for what cannot run, 1 for what fails while running, each with one message;
-    130 for Ctrl-C before the first step or after the last. kind: the configuration of a kind of
-    training."""
+    """Exit status: 0; 2 for what cannot run and 1 for what fails while running, each with one
+    message; 130 for Ctrl-C before the first step or after the last. kind: the configuration of a
+    type of training."""
     terminal.prepare()
     try:
         world = World.from_launcher()
@@ -62,9 +62,9 @@ def main(argv: list[str], kind: type[RunConfig], trainer_class, loop) -> int:
         terminal.say(f"{kind.speaker()}: {message}", error=True)
         terminal.tell_launcher(f"{kind.speaker()}: {message}")
     if alone and world.size > 1:
-        # peers may wait for this rank in a collective: no goodbye
+        # Peers may wait for this rank in a collective, so there is no clean end.
         os._exit(1)
-    # its traceback holds groups
+    # Its traceback holds groups.
     message = None
     world.disconnect()
     return status
@@ -73,11 +73,10 @@ def main(argv: list[str], kind: type[RunConfig], trainer_class, loop) -> int:
 def attempt(
     argv: list[str], kind: type[RunConfig], world: World, trainer_class, loop
 ) -> tuple[int, Exception | None]:
-    """(exit status, what to say)"""
+    """(exit status, message)"""
     try:
         config, question = flags.parse_all(argv, world.rank, kind)
         if question:
-            # loaded by those who ask
             from planning import as_rank
 
             as_rank.main(config, question, trainer_class)
@@ -95,7 +94,7 @@ def attempt(
     except KeyboardInterrupt:
         return 130, None
     except Exception as e:
-        # another rank may have left this one in a collective
+        # Another rank may have left this one in a collective.
         world.follow_refusal()
         name = f"rank {world.rank}"
         text = (
@@ -110,9 +109,9 @@ def attempt(
 
 
 def run(config: RunConfig, world: World, trainer_class, loop) -> None:
-    """One training run on this rank."""
+    """Prepare one training run on this rank, and train."""
     tokenizer = open_tokenizer(config, world)
-    # a run that learns prompts uses the tokenizer of its model
+    # A run that learns prompts uses the tokenizer of its model.
     config.tokenizer = tokenizer.name
     if config.lr is None:
         config.lr, what = config.default_lr()
@@ -139,8 +138,8 @@ def run(config: RunConfig, world: World, trainer_class, loop) -> None:
 
 
 def open_tokenizer(config: RunConfig, world: World):
-    """The tokenizer of --tokenizer, or the default one. Where its vocabulary is larger than the
-    preset's, it sets --vocab-size. Raises ConfigError, TokenizerError or CheckpointError."""
+    """The tokenizer of --tokenizer, or the default one. --vocab-size grows to its vocabulary.
+    Raises ConfigError, TokenizerError or CheckpointError."""
     name = config.tokenizer
     moved = name is not None and name not in BUILT_IN and not os.path.exists(name)
     # The file of a run that goes on may have moved: the run has a copy.
@@ -171,7 +170,7 @@ def open_tokenizer(config: RunConfig, world: World):
 
 
 def default_tokenizer(config: RunConfig) -> str:
-    """The tokenizer where --tokenizer is not given: that of the run that goes on, or of --load."""
+    """The tokenizer without --tokenizer: that of the resumed run, or of --load."""
     if config.resume:
         found = checkpoint.steps(Path(config.out) / "checkpoints")
         for path in reversed(found.values()):
@@ -182,9 +181,9 @@ def default_tokenizer(config: RunConfig) -> str:
 
 
 def check_room(config: RunConfig, world: World) -> None:
-    """Raises ConfigError for a run that the memory of a rank can never hold."""
+    """Raise ConfigError for a run that the memory of a rank can never hold."""
     model = config.model_config()
-    # what ZeRO shards, it shards over context-parallel ranks too
+    # What ZeRO shards, it shards over context-parallel ranks too.
     replicas = world.size // config.tp // config.pp
     ranks = {"tp": config.tp, "pp": config.pp, "dp": replicas, "ep": config.ep, "cp": config.cp}
     device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
@@ -192,11 +191,11 @@ def check_room(config: RunConfig, world: World) -> None:
     has = world.memory(device)
     multiple = vocabulary_multiple(config.make_vocab_size_divisible_by, device, config.tp)
     padded = -(-model.vocab_size // multiple) * multiple
-    # no model has more; a larger one would not fit either
+    # No model has more; a larger one would not fit either.
     held = dataclasses.replace(model, vocab_size=min(padded, 2**31 - 1))
     parts = room.state_parts(held, precision, config.optimizer_state, config.zero_stage, ranks)
     learner = int(sum(parts))
-    # a frozen model has no gradients and no optimizer state
+    # A frozen model has no gradients and no optimizer state.
     needs = 0 if config.frozen else learner
     needs += config.bytes_beside(held, precision, ranks, learner)
     padding = ""
@@ -220,8 +219,8 @@ def check_room(config: RunConfig, world: World) -> None:
 
 
 def check_flags_agree(config: RunConfig, world: World) -> None:
-    """Ranks that were started one by one may have other flags each. A collective. Raises
-    ConfigError, on all ranks."""
+    """Raise ConfigError on all ranks where ranks, started one by one, have other flags each. A
+    collective."""
     everywhere = world.gather(dataclasses.asdict(config))
     for rank, fields in enumerate(everywhere):
         for name, value in fields.items():
@@ -237,7 +236,7 @@ def check_flags_agree(config: RunConfig, world: World) -> None:
 
 
 def train(config: RunConfig, world: World, tokenizer, trainer_class, loop) -> None:
-    """The run, in a folder that is its own."""
+    """Train in a folder that this run alone uses."""
     task = config.task()
     train_set, held_out = task.open_data(config, world, tokenizer)
     check_data_agree(train_set, held_out, world)
@@ -246,7 +245,7 @@ def train(config: RunConfig, world: World, tokenizer, trainer_class, loop) -> No
     out = Path(config.out)
     start, tokens = saving.restore(trainer, world, train_set, tokenizer)
     if is_done(config, world, out / task.last_file, start):
-        # what was loaded is on its way to other ranks
+        # What was loaded is on its way to other ranks.
         task.wait_for_parameters()
         return
     if config.warmup_steps > config.steps > start:
@@ -270,15 +269,15 @@ def train(config: RunConfig, world: World, tokenizer, trainer_class, loop) -> No
     task.before_steps(this)
     begin = time.perf_counter()
     stopped = loop(trainer, this)
-    # most ranks have nothing more to do, and would leave while others still receive
+    # Most ranks have nothing more to do, and would leave while others still receive.
     task.wait_for_parameters()
     if not stopped:
         finish.finish(trainer, this, tokenizer, time.perf_counter() - begin)
 
 
 def check_data_agree(train_set, held_out, world: World) -> None:
-    """Ranks that read other data would train on a mixture, or never meet again. A collective.
-    Raises ConfigError, on all ranks."""
+    """Raise ConfigError on all ranks where they have read different data: they would train on a
+    mixture, or never meet again. A collective."""
     everywhere = world.gather([data_set.index["corpus"] for data_set in (train_set, held_out)])
     for rank, corpora in enumerate(everywhere):
         if corpora != everywhere[0]:
@@ -289,7 +288,7 @@ def check_data_agree(train_set, held_out, world: World) -> None:
 
 
 def build(config: RunConfig, world: World, trainer_class, task: Task):
-    """The trainer. Raises RunError where there is no memory for it."""
+    """The trainer. Raises RunError where its memory cannot be allocated."""
     multiply_in(config.precision, world.device)
     if world.device.type == "cpu":
         from base import cpu
@@ -325,10 +324,8 @@ def is_done(config: RunConfig, world: World, last_file: Path, start: int) -> boo
 
 
 def begin_files(config: RunConfig, out: Path, tokenizer, start: int) -> Metrics:
-    """What a run leaves from its start: config.json, its tokenizer, metrics.jsonl. On rank 0.
-
-    Raises RunFolderError or MetricsError.
-    """
+    """Write config.json and the tokenizer, and open metrics.jsonl, on rank 0. Raises RunFolderError
+    or MetricsError."""
     try:
         # Whole or as it was: a full disk must not truncate the flags of a run.
         flags = {"command": config.command} | dataclasses.asdict(config)
@@ -336,7 +333,7 @@ def begin_files(config: RunConfig, out: Path, tokenizer, start: int) -> Metrics:
         (out / "config.tmp").write_text(text, encoding="utf-8")
         os.replace(out / "config.tmp", out / "config.json")
         if tokenizer.files:
-            # generate.py finds it there
+            # generate.py finds it there.
             save_files(tokenizer.files, out)
     except OSError as e:
         raise RunFolderError(f"--out {out}: cannot be written ({e.strerror})") from None

@@ -8,7 +8,7 @@ from run.config import LAYOUT, RunConfig
 from run.presets import why_not_exported
 from run.world import World
 
-# flags that are named where they are not the default
+# Flags that are named where they are not the default.
 NAMED = (
     *LAYOUT,
     *("reduce_dtype", "recompute", "recompute_layers", "head_chunk"),
@@ -68,7 +68,7 @@ def surprises_of_fp8(trainer):
     why = fp8_is_emulated(trainer)
     if why:
         yield f"--fp8 {config.fp8}: emulated, so not faster: {why}"
-    # with a history, delayed scales are those of all samples
+    # With a history, delayed scales are those of all samples.
     if config.micro_batch_size is None and not len(trainer.fp8.history):
         micro = trainer.micro_batch
         when = " in the first step" if config.fp8 == "delayed" else ""

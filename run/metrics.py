@@ -234,7 +234,7 @@ def progress(line: dict, steps: int, seconds_left: float, bytes_per_token: float
         parts.append(f"{line['step_seconds']:.3g} s (predicted {predicted:.3g})")
     if "reward" in line:
         parts.insert(1, f"reward {line['reward']:.3f}")
-        # not -0.000
+        # Not -0.000.
         parts.insert(2, f"KL {round(line['kl'], 3) + 0:.3f}")
     if "accuracy" in line:
         parts.insert(2, f"accuracy {line['accuracy']:.1%}")

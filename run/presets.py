@@ -77,12 +77,12 @@ PRESETS: dict[str, tuple[dict, float]] = {
     "tiny": (_tiny(), 0),
     # The same with 8 experts in every second layer: the same FLOPs, three times the parameters.
     "tiny-moe": (_tiny(num_experts=8, expert_every=2), 0),
-    # Radford et al. 2019, as released
+    # Radford et al. 2019, as released.
     "gpt2": (_gpt(12, 768, 12, 1024, 50257), 124_439_808),
     "gpt2-medium": (_gpt(24, 1024, 16, 1024, 50257), 354_823_168),
     "gpt2-large": (_gpt(36, 1280, 20, 1024, 50257), 774_030_080),
     "gpt2-xl": (_gpt(48, 1600, 25, 1024, 50257), 1_557_611_200),
-    # NeMo's GPT-3 configurations
+    # NeMo's GPT-3 configurations.
     "gpt3-126m": (_gpt(12, 768, 12, 2048, 50257), 126e6),
     "gpt3-5b": (_gpt(24, 4096, 32, 2048, 50257), 5e9),
     "gpt3-20b": (_gpt(44, 6144, 48, 2048, 50257), 20e9),
@@ -199,7 +199,7 @@ GPT_3 = {
     175e9: _gpt3("GPT-3 175B", 6e-5, 1536),
 }
 SMALL, SMALL_RATE = 30e6, 3e-3
-# train.py's own batch and warmup
+# train.py's own batch and warmup.
 TINY = Recipe("the preset tiny", SMALL_RATE, 16 * 128, 50 * 16 * 128)
 PUBLISHED = {
     "llama2-7b": _llama("Llama 2 7B", 3e-4),

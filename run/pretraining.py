@@ -22,7 +22,7 @@ class Config(RunConfig):
 
     can_be_asked: ClassVar[bool] = True
 
-    # data
+    # Data.
     data: list[str] = flag(
         [],
         "text files, .jsonl files with a text field, gzipped files of both, or folders; or corpora "

@@ -17,7 +17,7 @@ With --optimizer-state bf16 the moments have 4 bytes, and a 16-bit weight's mast
 import fsdp
 from base.model_config import MoEConfig, least_parameters, mlp_matrices
 
-# bytes of a number; 2 in other precisions
+# Bytes of a number; 2 in other precisions.
 SIZES = {"fp64": 8, "fp32": 4, "tf32": 4}
 
 

@@ -1,13 +1,12 @@
 """Which configurations can run. What one rank can know by itself is refused here, before any
 process group exists.
 
-The message names the flag, its value, the rule and what would fit. Each technique knows its own
-rules (tensor_parallel.check, ..) and raises FieldError; here they are asked, in the order in which
-a user would fix them.
+A message names the flag, its value, the rule and what would fit. Each technique has its own rules
+(tensor_parallel.check, ..) and raises FieldError; they are checked in the order in which a user
+would fix the flags.
 
-At the end stands a table of the flags that do something only beside others. A value other than the
-default that would have no effect is refused. A new flag that is not for every run gets a row; a
-kind of training has rows of its own (`needs` of its configuration).
+The table at the end has the flags that work only beside others: a value that would have no effect
+is refused. A type of training has rows of its own (`needs` of its configuration).
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ from base.model_config import EXPERT_FIELDS, MoEConfig, divisors
 from run.config import ConfigError, RunConfig, as_flags, flag_name
 from run.world import why_no_gpu
 
-# Of a step. Far beyond what anybody trains with, and few enough to be numbered in an instant.
+# Most sequences of a step: far beyond what anybody trains with, and numbered in an instant.
 MOST_SEQUENCES = 2**20
 # flag -> its least value
 LEAST = {
@@ -59,7 +58,7 @@ LEAST = {
 
 
 def refuse(config: RunConfig, field: str, rule: str):
-    """Raises ConfigError: the field's flag, its value, and a rule that says what would fit."""
+    """Raise ConfigError with the field's flag, its value, and a rule that says what would fit."""
     value = getattr(config, field)
     words = [flag_name(field)]
     if isinstance(value, list):
@@ -70,17 +69,14 @@ def refuse(config: RunConfig, field: str, rule: str):
 
 
 def multiples(n: int, of: int) -> str:
-    """The multiples next to n, for a message."""
+    """The multiples of a number next to n, for a message."""
     low = n // of * of
     return f"{low} or {low + of} would fit" if low else f"{of} would fit"
 
 
 def validate(config: RunConfig, world: int, base_needed: bool = True) -> None:
-    """Everything that can be known before a process group exists. world: how many ranks;
-    base_needed: whether adapters need the model of --load, as they do in every run.
-
-    Raises ConfigError.
-    """
+    """Check everything that is known before a process group exists. world: the number of ranks;
+    base_needed: whether adapters need the model of --load, as in every run. Raises ConfigError."""
     check_types(config)
     model = config.model_config()
     check_numbers(config)
@@ -96,7 +92,7 @@ def validate(config: RunConfig, world: int, base_needed: bool = True) -> None:
 
 
 def check_types(config: RunConfig) -> None:
-    """What argparse has checked already, for flags that come from a file. Raises ConfigError."""
+    """Check flags from a file as argparse checks the others. Raises ConfigError."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         name = flag_name(field.name)
@@ -124,10 +120,10 @@ def is_text(word: str) -> bool:
 
 
 def check_numbers(config: RunConfig) -> None:
-    """Ranges that no other flag decides. Raises ConfigError."""
+    """Check the ranges that depend on no other flag. Raises ConfigError."""
     for name, least in LEAST.items():
         value = getattr(config, name)
-        # NaN and infinity fail too
+        # NaN and infinity fail too.
         if value is not None and not least <= value < 2**31:
             refuse(config, name, f"must be at least {least} and below 2^31")
     if config.global_batch_size > MOST_SEQUENCES:
@@ -139,9 +135,9 @@ def check_numbers(config: RunConfig) -> None:
 
 
 def check_ranks(config: RunConfig, model: MoEConfig, world: int) -> None:
-    """Whether the sizes of the layout divide the ranks. Raises ConfigError."""
+    """Check that the sizes of the layout divide the ranks. Raises ConfigError."""
     tp, pp = config.tp, config.pp
-    # experts are spread over the ranks that have other tokens
+    # Experts are spread over the ranks that have other tokens.
     needed = tp * pp * max(config.ep, config.cp)
     if world == 1 and needed > 1:
         name = next(name for name in ("tp", "pp", "cp", "ep") if getattr(config, name) > 1)
@@ -173,8 +169,7 @@ def check_ranks(config: RunConfig, model: MoEConfig, world: int) -> None:
 
 
 def check_techniques(config: RunConfig, model: MoEConfig, world: int) -> None:
-    """Asks each technique whether it can run, in the order in which a user would mend the flags.
-    Raises ConfigError."""
+    """Ask each technique, in the order in which a user would fix the flags. Raises ConfigError."""
     replicas = world // config.tp // config.pp
     with as_flags():
         recompute.check(model, config.recompute, config.recompute_layers)
@@ -200,7 +195,7 @@ def check_techniques(config: RunConfig, model: MoEConfig, world: int) -> None:
 
 
 def check_context(config: RunConfig, model: MoEConfig) -> None:
-    """What context parallelism does not go with. Raises ConfigError."""
+    """Check what context parallelism cannot be combined with. Raises ConfigError."""
     if config.cp == 1:
         return
     if config.fp8 != "off":
@@ -215,7 +210,7 @@ def check_context(config: RunConfig, model: MoEConfig) -> None:
 
 
 def check_batch(config: RunConfig, model: MoEConfig, dp: int) -> None:
-    """Whether the global batch splits into equal micro-batches. Raises ConfigError."""
+    """Check that the global batch splits into equal micro-batches. Raises ConfigError."""
     batch = config.global_batch_size
     if batch % dp:
         rule = f"must be divisible by the {dp} data-parallel ranks; {multiples(batch, dp)}"
@@ -235,7 +230,7 @@ def check_batch(config: RunConfig, model: MoEConfig, dp: int) -> None:
             "among which no plan of --router sinkhorn is even; fewer experts, a larger "
             "--micro-batch-size or --router topk would do"
         )
-    # sequences in pp micro-batches of every pipeline
+    # Sequences in pp micro-batches of every pipeline.
     group = config.pp * micro * dp
     if config.pipeline_schedule == "interleaved" and batch % group:
         rule = (
@@ -246,7 +241,7 @@ def check_batch(config: RunConfig, model: MoEConfig, dp: int) -> None:
 
 
 def check_length(config: RunConfig) -> None:
-    """A table of learned positions is loaded whole. Raises ConfigError."""
+    """Check that learned positions are loaded whole. Raises ConfigError."""
     its = dataclasses.replace(config, seq_length=None).model_config()
     if its.positions == "learned" and config.seq_length not in (None, its.seq_length):
         rule = f"--load has {its.seq_length} learned positions, which stay; leave the flag out"
@@ -254,14 +249,14 @@ def check_length(config: RunConfig) -> None:
 
 
 def check_plan(config: RunConfig) -> None:
-    """Whether a step can be predicted, on whatever machine. Raises ConfigError."""
+    """Check that a step can be predicted, on any machine. Raises ConfigError."""
     if config.plan and config.unpredicted:
         rule = "predicts steps that train a model, or LoRA, on text, and this run"
         refuse(config, "plan", f"{rule} {config.unpredicted}; leave it out")
 
 
 def check_device(config: RunConfig) -> None:
-    """What this machine and its packages can do. Raises ConfigError."""
+    """Check what this machine and its packages can do. Raises ConfigError."""
     if config.fp8 != "off" and config.precision == "fp16":
         raise ConfigError(
             f"--fp8 {config.fp8}: has scales of its own, and the loss scale of fp16 would change"
@@ -284,11 +279,11 @@ def check_device(config: RunConfig) -> None:
 
 
 class Run(NamedTuple):
-    """What decides whether a flag has an effect."""
+    """The facts that decide whether a flag has an effect."""
 
     config: RunConfig
     model: MoEConfig
-    # ranks that hold the same weights, and sum their gradients
+    # Ranks that hold the same weights, and sum their gradients.
     replicas: int
 
 
@@ -299,7 +294,7 @@ class Need(NamedTuple):
 
 
 NEEDS = (
-    # experts
+    # Experts.
     Need(
         EXPERT_FIELDS,
         lambda run: run.model.num_experts,
@@ -307,14 +302,14 @@ NEEDS = (
     ),
     Need(
         ("router_temperature",),
-        # course.verify gives the shape of a model whole, defaults too
+        # course.verify gives the shape of a model whole, defaults too.
         lambda run: (
             run.model.router == "sinkhorn"
             or run.config.router_temperature == MoEConfig.router_temperature
         ),
         "is only for --router sinkhorn; topk has no plan",
     ),
-    # precision
+    # Precision.
     Need(
         ("fp8_skip", "fp8_scales", "fp8_block"),
         lambda run: run.config.fp8 != "off",
@@ -330,16 +325,16 @@ NEEDS = (
         lambda run: run.config.fp8 != "off" and run.config.zero_stage == 3,
         "is for --zero-stage 3 with --fp8; other stages keep them anyway",
     ),
-    # layout
+    # Layout.
     Need(("cp_kind",), lambda run: run.config.cp > 1, "needs --cp 2 or more"),
     Need(("schedule", "layer_split"), lambda run: run.config.pp > 1, "needs --pp 2 or more"),
-    # memory
+    # Memory.
     Need(
         ("recompute_layers",),
         lambda run: run.config.recompute_layers != 0,
         "recomputes nothing; leave it and --recompute out",
     ),
-    # the model
+    # The model.
     Need(
         ("model",),
         lambda run: not run.config.load,
@@ -357,7 +352,7 @@ NEEDS_RANKS = (
 
 
 def check_effects(run: Run) -> None:
-    """Raises ConfigError for the first flag that would do nothing."""
+    """Raise ConfigError for the first flag that would do nothing."""
     needs = (*run.config.needs, *NEEDS, *(() if run.config.resume else NEEDS_RANKS))
     default = type(run.config)()
     for fields, holds, rule in needs:

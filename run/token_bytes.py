@@ -17,10 +17,10 @@ import functools
 import itertools
 import re
 
-# bytes that are printable characters of Latin-1: ! to ~, ¡ to ¬, ® to ÿ
+# Bytes that are printable characters of Latin-1: ! to ~, ¡ to ¬, ® to ÿ.
 PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 others = itertools.count(256)
-# the character that stands for each byte in a byte-level vocabulary (run/tokenizer_json.py)
+# The character that stands for each byte in a byte-level vocabulary (run/tokenizer_json.py).
 CHARACTERS = [chr(byte) if byte in PRINTABLE else chr(next(others)) for byte in range(256)]
 BYTE_OF = {character: byte for byte, character in enumerate(CHARACTERS)}
 
@@ -31,7 +31,7 @@ class TokenBytes:
     def __init__(self, tokenizer):
         """tokenizer: of run/tokenizer.py."""
         self.tokenizer = tokenizer
-        # the tokens that are no text: its begin and end, and other special ones
+        # The tokens that are no text: its begin and end, and other special ones.
         self.special = {tokenizer.bos, *tokenizer.stop_ids}
         self.library = getattr(tokenizer, "tokenizer", None)
         if self.library:

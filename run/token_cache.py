@@ -43,22 +43,22 @@ BLOCK_BYTES = 64 * 2**20
 class Index:
     """The fields of index.json."""
 
-    # the folder's name
+    # The folder's name.
     key: str
-    # fingerprint of the text
+    # Fingerprint of the text.
     corpus: str
     tokenizer: str
     vocab_size: int
     eot: int
     tokens: int
     documents: int
-    # bytes of text, as UTF-8
+    # Bytes of text, as UTF-8.
     bytes: int
-    # the first token of the held-out text
+    # The first token of the held-out text.
     held_out_from: int
-    # SHA-256 of each BLOCK_BYTES of tokens.npy
+    # SHA-256 of each BLOCK_BYTES of tokens.npy.
     blocks: list[str]
-    # a hash of all fields above
+    # A hash of all fields above.
     sha256: str = ""
 
 

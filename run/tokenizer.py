@@ -36,7 +36,7 @@ from run.tokenizer_folder import (  # noqa: F401 (other files use tokenizer.CHAT
     CHAT_TEMPLATE,
     MORE_TEMPLATES,
     TOKENIZER_FILES,
-    Companions,
+    TokenizerFolder,
     TokenizerRecord,
     model_ids,
     needs_conversion,
@@ -60,7 +60,7 @@ class Tokenizer:
     """What a tokenizer has unless it says otherwise."""
 
     bos = None
-    # the begin token that the files name, and that or the id in them: it need not begin every text
+    # The begin token that the files name, and that or the id in them: it need not begin every text.
     named_bos = None
     declared_bos = None
     padding = None
@@ -137,12 +137,12 @@ class FileTokenizer(Tokenizer):
             for fault in self.faults(declared):
                 raise TokenizerError(f"--tokenizer {path}: {fault}")
             try:
-                self.companions = Companions(Path(path), self.vocabulary)
-                changed = self.obey_companions()
+                self.beside = TokenizerFolder(Path(path), self.vocabulary)
+                changed = self.obey_config()
                 self.set_begin_and_end()
             except (OSError, ValueError) as e:
                 raise TokenizerError(str(e)) from None
-        self.files = {"tokenizer.json": content} | self.companions.files
+        self.files = {"tokenizer.json": content} | self.beside.files
         # What every document begins and ends with is part of the content.
         identity = content + f"{self.bos} {self.eot}".encode()
         # What tokenizer_config.json changes is too.
@@ -190,27 +190,27 @@ class FileTokenizer(Tokenizer):
         for part in ("normalizer", "pre_tokenizer", "decoder"):
             if (times := growth(declared.get(part))) > MOST_GROWTH:
                 yield f"its {part} makes up to {times:,} characters of one; {MOST_GROWTH} would fit"
-                # the library would end the process when there is no more memory
+                # The library would end the process when there is no more memory.
                 return
         try:
             self.encode(PROBE)
         except TokenizerError as e:
             yield f"{e}; an unk_token that its vocabulary has would fit"
 
-    def obey_companions(self) -> dict[int, dict]:
+    def obey_config(self) -> dict[int, dict]:
         """Returns the added tokens that tokenizer_config.json changes. Raises JSONError."""
         from run import tokenizer_config
 
-        companions = self.companions
-        changed = tokenizer_config.obey(self.tokenizer, companions.config, companions.folder)
+        beside = self.beside
+        changed = tokenizer_config.obey(self.tokenizer, beside.config, beside.folder)
         self.vocabulary.update(self.tokenizer.get_vocab(with_added_tokens=True))
         self.vocab_size = max(self.vocabulary.values()) + 1
         return changed
 
     def set_begin_and_end(self) -> None:
         """Set what is of the begin and the end of a text. Raises JSONError."""
-        companions = self.companions
-        stop_ids = companions.named("eos_token") + companions.ids("eos_token_id")
+        beside = self.beside
+        stop_ids = beside.named("eos_token") + beside.ids("eos_token_id")
         if not stop_ids:
             stop_ids = [self.vocabulary[name] for name in EOT_NAMES if name in self.vocabulary]
         if not stop_ids:
@@ -219,10 +219,10 @@ class FileTokenizer(Tokenizer):
         # The first ends documents. A model's list has more, at which generation stops.
         self.eot = stop_ids[0]
         self.stop_ids = tuple(dict.fromkeys(stop_ids))
-        named = companions.named("bos_token")
+        named = beside.named("bos_token")
         self.named_bos = next(iter(named), None)
-        self.declared_bos = next(iter(named + companions.ids("bos_token_id")), None)
-        self.padding = next(iter(companions.ids("pad_token_id")), None)
+        self.declared_bos = next(iter(named + beside.ids("bos_token_id")), None)
+        self.padding = next(iter(beside.ids("pad_token_id")), None)
         self.bos = self.post_processor_bos()
 
     def post_processor_bos(self) -> int | None:

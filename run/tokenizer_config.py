@@ -69,7 +69,7 @@ def obey(library, config: dict, folder: Path) -> dict[int, dict]:
     known = {token["content"] for token in added_tokens(library).values()}
     check_older_file(config, known, folder / "added_tokens.json")
     for field, token in specials:
-        # older files have an empty name for none
+        # Older files have an empty name for none.
         if not token.content or token.content in known:
             continue
         if library.token_to_id(token.content) is None:
@@ -92,7 +92,7 @@ def add_numbered(library, decoder, named: set[str], where: str) -> None:
         token.special |= token.content in named
         there = present.get(token.content, {})
         flags = {flag for flag in FLAGS if getattr(token, flag) != there.get(flag, False)}
-        # the library makes a token special, and no special token an ordinary one
+        # The library makes a token special, and no special token an ordinary one.
         if there.get("special") and not token.special:
             flags.add("special")
         if flags:
@@ -158,7 +158,7 @@ def adds_space(library) -> bool:
         text = library.normalizer.normalize_str(text)
     if library.pre_tokenizer:
         text = "".join(piece for piece, _ in library.pre_tokenizer.pre_tokenize_str(text))
-    # as a byte-level vocabulary and SentencePiece write it
+    # As a byte-level vocabulary and SentencePiece write it.
     return text.startswith((" ", "Ġ", "▁"))
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from base import json_files
 
 # What stands beside a tokenizer.json and is about it.
-COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 # How a conversation becomes text (finetune/chat_template.py); older models have it in
 # tokenizer_config.json, and models of images in a JSON file.
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -27,7 +27,7 @@ CHAT_TEMPLATE_JSON = "chat_template.json"
 # A folder of further templates: NAME.jinja.
 MORE_TEMPLATES = "additional_chat_templates"
 # The files of a tokenizer that a checkpoint takes along, with those in MORE_TEMPLATES.
-TOKENIZER_FILES = ("tokenizer.json", *COMPANION_FILES, CHAT_TEMPLATE, CHAT_TEMPLATE_JSON)
+TOKENIZER_FILES = ("tokenizer.json", *CONFIG_FILES, CHAT_TEMPLATE, CHAT_TEMPLATE_JSON)
 # The special tokens that every tokenizer may have.
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 TOKEN_NAMES += ("mask_token",)
@@ -35,7 +35,7 @@ TOKEN_NAMES += ("mask_token",)
 OTHER_FORMS = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
-class Companions:
+class TokenizerFolder:
     """What the files beside a tokenizer.json say about the begin and the end of a text."""
 
     def __init__(self, tokenizer: Path, vocabulary: dict[str, int]):
@@ -50,7 +50,7 @@ class Companions:
             if (self.folder / name).is_file():
                 self.files[name] = json_files.read_bytes(self.folder / name)
         fields = {}
-        for name in COMPANION_FILES:
+        for name in CONFIG_FILES:
             content = self.files.get(name, b"{}")
             fields[name] = json_files.parse(content, dict, f"{self.folder}/{name}")
         # As in transformers: without added_tokens_decoder special_tokens_map.json counts first.
@@ -95,7 +95,7 @@ class Companions:
         fields = self.with_names
         named = {k: v for k, v in fields.items() if k.endswith("_token") and k not in TOKEN_NAMES}
         own = {k: v for k, v in named.items() if isinstance(v, str | dict)}
-        # a dictionary of names, or a list of tokens without any
+        # A dictionary of names, or a list of tokens without any.
         extra = fields.get("extra_special_tokens")
         own |= extra if isinstance(extra, dict) else {}
         if not own:

@@ -83,7 +83,7 @@ def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
         if len(token) == 1:
             continue
         parts = [bytes([byte]) for byte in token]
-        # what encoding does until only the last merge is left
+        # What encoding does until only the last merge is left.
         while len(parts) > 2:
             rank_of = [ranks.get(a + b, len(ranks)) for a, b in itertools.pairwise(parts)]
             first = min(rank_of)

@@ -47,7 +47,7 @@ class WorldError(RuntimeError):
     """The ranks did not meet. The message says which rank waited, for how long, and for whom."""
 
 
-# what torchrun sets: the variable, its value for one rank alone, its least value
+# What torchrun sets: the variable, its value for one rank alone, its least value.
 VARIABLES = {
     "RANK": (0, 0),
     "WORLD_SIZE": (1, 1),
@@ -317,7 +317,7 @@ def memory(device: str, ranks_on_machine: int) -> int:
         with open("/proc/meminfo", encoding="ascii") as file:
             for line in file:
                 if line.startswith("SwapTotal"):
-                    # in KiB
+                    # In KiB.
                     total += 1024 * int(line.split()[1])
     except OSError:
         # Another kernel has no such file: count no swap.

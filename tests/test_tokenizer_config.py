@@ -273,7 +273,7 @@ def test_what_published_folders_say(tmp_path, kind):
     """Fields that repeat tokenizer.json change neither ids nor the record in a checkpoint."""
     folder = published_folder(kind, tmp_path / "hf")
     with_config = FileTokenizer(str(folder / "tokenizer.json"))
-    assert not with_config.obey_companions()
+    assert not with_config.obey_config()
     file = json.loads((folder / "tokenizer.json").read_text())
     assert with_config.vocab_size == len(with_config.vocabulary)
     # the older files of a folder: without numbers, and with the tokens in a file of their own
@@ -282,7 +282,7 @@ def test_what_published_folders_say(tmp_path, kind):
     remove_numbers(folder)
     older = {token["content"]: token["id"] for token in file["added_tokens"]}
     published.write_json(folder / "added_tokens.json", older)
-    assert not FileTokenizer(str(folder / "tokenizer.json")).obey_companions()
+    assert not FileTokenizer(str(folder / "tokenizer.json")).obey_config()
     published.write_json(folder / "added_tokens.json", older | {NEW: len(with_config.vocabulary)})
     assert f"has '{NEW}'" in check(folder, kind, "added_tokens.json", set())
 

@@ -538,11 +538,11 @@ def test_the_template_of_a_model_of_images(tmp_path):
     published.write("unigram", tmp_path)
     published.write_json(tmp_path / "chat_template.json", {"chat_template": "of json"})
     tokenizer = FileTokenizer(str(tmp_path / "tokenizer.json"))
-    assert tokenizer.companions.chat_template() == "of json"
+    assert tokenizer.beside.chat_template() == "of json"
     assert "chat_template.json" in tokenizer.files
     edit_json(tmp_path / "tokenizer_config.json", chat_template="of the config")
     tokenizer = FileTokenizer(str(tmp_path / "tokenizer.json"))
-    assert tokenizer.companions.chat_template() == "of the config"
+    assert tokenizer.beside.chat_template() == "of the config"
 
 
 @pytest.mark.parametrize("form", ["list", "folder"])
