@@ -21,7 +21,7 @@ from inference import engine as engine_module
 from inference.engine import Engine, requests_of
 from inference.paged_attention import Decodes, PagedCache
 from inference.sampling import SamplingParams, keys_of
-from inference.serve import BlockPool, DrawOptions, Request, Scheduler, Sequence
+from inference.serve import BlockPool, DrawOptions, Request, Scheduler
 
 CONTEXT = 48
 VOCAB = 61
@@ -412,23 +412,6 @@ def test_no_tokens_but_the_prompts_log_probabilities():
 
 
 # --- beside ---------------------------------------------------------------------------------------
-
-
-def test_a_pipeline_has_a_step_in_flight_for_each_stage():
-    """Sequences in flight are left out, and those of a step are their share."""
-    pool = BlockPool(100, 4)
-    scheduler = Scheduler(pool, 8, 64, stages=2)
-    scheduler.waiting.extend(Sequence(n, Request([1, 2, n], 9)) for n in range(8))
-    first = scheduler.schedule()
-    assert len(first.pieces) == 8
-    assert scheduler.schedule() is None
-    for sequence in scheduler.running:
-        sequence.in_flight = False
-        sequence.ids.append(7)
-    steps = [scheduler.schedule(), scheduler.schedule()]
-    numbers = [{piece.number for piece in step.pieces} for step in steps]
-    assert [len(found) for found in numbers] == [4, 4]
-    assert not numbers[0] & numbers[1]
 
 
 def test_adapters_by_request():

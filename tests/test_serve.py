@@ -12,7 +12,6 @@ import inspect
 import random
 import textwrap
 from collections import Counter, deque
-from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -334,137 +333,71 @@ def test_histories_drawn_at_random():
 # --- mutations ------------------------------------------------------------------------------------
 
 
-class Mutation(NamedTuple):
-    """A piece of a function of inference/serve.py, what replaces it, and how a history fails."""
-
-    owner: object
-    function: str
-    old: str
-    new: str
-    failure: str
-
-
 WRONG_TEXT = "the cache has another text"
-FREE_AND_IN_USE = "a block is free and in use, or neither"
-WRONG_USERS = "a block has other users than its tables say"
+# how a history fails -> mutations: (function of inference/serve.py, a piece of it, its replacement)
 MUTATIONS = {
-    "a block freed early": Mutation(
-        Scheduler,
-        "leave_window",
-        "- self.window + 1",
-        "- self.window + 2",
-        "a token that is seen has no block",
-    ),
-    "a block freed with its first user": Mutation(
-        BlockPool, "release", "if self.users[block] == 0", "if True", FREE_AND_IN_USE
-    ),
-    "a block freed while a step uses it": Mutation(
-        Scheduler,
-        "make_room",
-        "if not s.in_flight",
-        "",
-        "a step needs the blocks that are given up",
-    ),
-    "a block never freed": Mutation(
-        Scheduler, "remove", "self.release(sequence)", "pass", WRONG_USERS
-    ),
-    "a hash without its parent": Mutation(serve, "hash_of", "parent + ", "", WRONG_TEXT),
-    "a hash without its adapter": Mutation(
-        Sequence, "block_hash", "repr(self.request.adapter).encode()", 'b""', WRONG_TEXT
-    ),
-    "no copy on write": Mutation(
-        Scheduler, "make_room", "kept > 0 and users[table[first]] > 1", "False", WRONG_TEXT
-    ),
-    "a copy without its content": Mutation(
-        Scheduler, "make_room", "step.copies.append((shared, table[first]))", "pass", WRONG_TEXT
-    ),
-    "overwrite forgotten by a decode": Mutation(
-        Scheduler, "make_room", "self.pool.overwrite(table[first], kept)", "pass", WRONG_TEXT
-    ),
-    "overwrite forgotten by a new user": Mutation(
-        BlockPool, "allocate", "self.overwrite(block, 0)", "pass", WRONG_TEXT
-    ),
-    "a user that leaves is not counted": Mutation(
-        BlockPool, "release", "self.users[block] -= 1", "pass", WRONG_USERS
-    ),
-    "a user that comes is not counted": Mutation(
-        BlockPool, "share", "self.users[block] += 1", "pass", WRONG_USERS
-    ),
-    "a shared block stays free": Mutation(
-        BlockPool, "share", "self.free.pop(block, None)", "pass", FREE_AND_IN_USE
-    ),
-    "a block remembered before it is full": Mutation(
-        Scheduler, "remember", "end + 1, size", "end + size, size", WRONG_TEXT
-    ),
-    "logits of a prompt not computed": Mutation(
-        Scheduler,
-        "blocks_found",
-        " and not sequence.request.draw.of_prompt",
-        "",
-        "a prompt's token has no logits",
-    ),
-    "the last token of a full hit does not run": Mutation(
-        Scheduler,
-        "place",
-        "min(sequence.computed, len(sequence.ids) - 1)",
-        "sequence.computed",
-        "a piece has no tokens",
-    ),
-    "no budget": Mutation(
-        Scheduler,
-        "place",
-        "min(left, len(sequence.ids) - start)",
-        "len(sequence.ids) - start",
-        "the budget is exceeded",
-    ),
-    "no limit of sequences": Mutation(
-        Scheduler,
-        "may_begin",
-        " or len(self.running) == self.max_sequences",
-        "",
-        "too many sequences run",
-    ),
-    "two adapters in a step": Mutation(
-        Scheduler,
-        "may_begin",
-        "has_room and sequence.request.adapter == adapter",
-        "has_room",
-        "a step has two adapters",
-    ),
-    "an adapter without a turn": Mutation(
-        Scheduler, "schedule", "self.turns[name]", "-self.turns[name]", "an adapter waits"
-    ),
-    "a turn for who cannot begin": Mutation(
-        Scheduler,
-        "schedule",
-        "self.may_begin(self.waiting[0].request.adapter)",
-        "True",
-        "the scheduler waits, though a sequence is ready",
-    ),
-    "prompts before decodes": Mutation(
-        Scheduler,
-        "schedule",
-        "sequence.to_compute > 1",
-        "sequence.to_compute == 1",
-        "a prompt goes before a decode",
-    ),
-    "the oldest gives up its blocks": Mutation(
-        Scheduler,
-        "make_room",
-        "reversed(self.running)",
-        "self.running",
-        "a younger sequence keeps its blocks",
-    ),
+    "a token that is seen has no block": [
+        ("Scheduler.leave_window", "- self.window + 1", "- self.window + 2"),
+    ],
+    "a block is free and in use, or neither": [
+        ("BlockPool.release", "if self.users[block] == 0", "if True"),
+        ("BlockPool.share", "self.free.pop(block, None)", "pass"),
+    ],
+    "a step needs the blocks that are given up": [
+        ("Scheduler.make_room", "if not s.in_flight", ""),
+    ],
+    "a block has other users than its tables say": [
+        ("Scheduler.remove", "self.release(sequence)", "pass"),
+        ("BlockPool.release", "self.users[block] -= 1", "pass"),
+        ("BlockPool.share", "self.users[block] += 1", "pass"),
+    ],
+    WRONG_TEXT: [
+        ("serve.hash_of", "parent + ", ""),
+        ("Sequence.block_hash", "repr(self.request.adapter).encode()", 'b""'),
+        ("Scheduler.make_room", "kept > 0 and users[table[first]] > 1", "False"),
+        ("Scheduler.make_room", "step.copies.append((shared, table[first]))", "pass"),
+        ("Scheduler.make_room", "self.pool.overwrite(table[first], kept)", "pass"),
+        ("BlockPool.allocate", "self.overwrite(block, 0)", "pass"),
+        ("Scheduler.remember", "end + 1, size", "end + size, size"),
+    ],
+    "a prompt's token has no logits": [
+        ("Scheduler.blocks_found", " and not sequence.request.draw.of_prompt", ""),
+    ],
+    "a piece has no tokens": [
+        ("Scheduler.place", "min(sequence.computed, len(sequence.ids) - 1)", "sequence.computed"),
+    ],
+    "the budget is exceeded": [
+        ("Scheduler.place", "min(left, len(sequence.ids) - start)", "len(sequence.ids) - start"),
+    ],
+    "too many sequences run": [
+        ("Scheduler.may_begin", " or len(self.running) == self.max_sequences", ""),
+    ],
+    "a step has two adapters": [
+        ("Scheduler.may_begin", "has_room and sequence.request.adapter == adapter", "has_room"),
+    ],
+    "an adapter waits": [
+        ("Scheduler.schedule", "self.turns[name]", "-self.turns[name]"),
+    ],
+    "the scheduler waits, though a sequence is ready": [
+        ("Scheduler.schedule", "self.may_begin(self.waiting[0].request.adapter)", "True"),
+    ],
+    "a prompt goes before a decode": [
+        ("Scheduler.schedule", "sequence.to_compute > 1", "sequence.to_compute == 1"),
+    ],
+    "a younger sequence keeps its blocks": [
+        ("Scheduler.make_room", "reversed(self.running)", "self.running"),
+    ],
 }
 
 
-def mutated(mutation: Mutation) -> Callable:
-    original = getattr(mutation.owner, mutation.function)
-    source = textwrap.dedent(inspect.getsource(original))
-    assert source.count(mutation.old) == 1, "serve.py has changed: write the mutation anew"
+def mutate(monkeypatch, function: str, old: str, new: str) -> None:
+    owner, name = function.split(".")
+    owner = getattr(serve, owner, serve)
+    source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
+    assert source.count(old) == 1, "serve.py has changed: write the mutation anew"
     names = dict(vars(serve))
-    exec(source.replace(mutation.old, mutation.new), names)
-    return names[mutation.function]
+    exec(source.replace(old, new), names)
+    monkeypatch.setattr(owner, name, names[name])
 
 
 def failure_of(history: History) -> str:
@@ -475,14 +408,15 @@ def failure_of(history: History) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_a_mutation_is_seen(name, monkeypatch):
-    mutation = MUTATIONS[name]
-    monkeypatch.setattr(mutation.owner, mutation.function, mutated(mutation))
-    if mutation.failure == WRONG_TEXT:
+@pytest.mark.parametrize(
+    "failure, mutation", [(failure, m) for failure, several in MUTATIONS.items() for m in several]
+)
+def test_a_mutation_is_seen(failure, mutation, monkeypatch):
+    mutate(monkeypatch, *mutation)
+    if failure == WRONG_TEXT:
         # the cache sees it alone, also where the invariants would come first
         monkeypatch.setattr(BlockPool, "check", lambda *_: None)
-    assert any(failure_of(drawn(seed)) == mutation.failure for seed in range(1000))
+    assert any(failure_of(drawn(seed)) == failure for seed in range(1000))
 
 
 # --- worked by hand -------------------------------------------------------------------------------
