@@ -3,7 +3,6 @@ import dataclasses
 import json
 import os
 import pickle
-import re
 import resource
 import shutil
 import signal
@@ -346,26 +345,6 @@ def test_what_is_not_a_parameter_is_accepted(copy, saved, tmp_path):
     write_tensors(tensors_in(folder) | {name: torch.ones(4)}, folder / "model.safetensors")
     import_folder(folder, tmp_path / "of llama")
     assert close(our_logits(tmp_path / "of llama"), saved["llama"][1])
-
-
-def test_experts_of_a_layer_in_several_files(copy, saved, tmp_path):
-    """As transformers 4 and Mixtral's authors saved them, in the order of experts; transformers 5
-    keeps a layer's in one file."""
-    folder = copy("mixtral")
-    tensors = tensors_in(folder)
-    for file in folder.glob("*.safetensors"):
-        file.unlink()
-    files = {}
-    for name in tensors:
-        expert = re.search(r"experts.([0-9])", name)
-        files[name] = f"model-{expert[1] if expert else 'x'}.safetensors"
-    for file in set(files.values()):
-        write_tensors({n: tensors[n] for n in files if files[n] == file}, folder / file)
-    index = json.dumps({"weight_map": files})
-    (folder / "model.safetensors.index.json").write_text(index)
-    import_folder(folder, tmp_path / "ckpt")
-    assert len(set(files.values())) == 5
-    assert close(our_logits(tmp_path / "ckpt"), saved["mixtral"][1])
 
 
 # --- refusals -------------------------------------------------------------------------------------

@@ -145,15 +145,6 @@ FINISH = {"end of text": "stop", "stop": "stop", "length": "length"}
 # --- the openai package ---------------------------------------------------------------------------
 
 
-def test_equal_prompts_have_answers_of_their_own(server):
-    """As those of one prompt with n."""
-    ask = dict(model="chat", max_tokens=20, seed=5)
-    each = server.client().completions.create(**ask, prompt=["hello", "hello"], n=2)
-    same = server.client().completions.create(**ask, prompt="hello", n=4)
-    texts = [choice.text for choice in each.choices]
-    assert texts == [choice.text for choice in same.choices] and len(set(texts)) == 4
-
-
 def test_completions_are_those_of_generate(place, server, capsys):
     """Plain and streamed, several of one prompt, up to a stop string."""
     ask = dict(
@@ -207,31 +198,6 @@ def test_echo(server):
         assert choice.logprobs.token_logprobs[0] is None and offsets[n][0] == 0
     ids = client.completions.create(**ask | dict(prompt=[5, 7, 9]))
     assert ids.usage.prompt_tokens == 3
-
-
-@pytest.mark.parametrize("stop", ["<|im_end|>", "<|im_end|>x"])
-def test_a_special_token_ends_an_answer(stop, place, server, capsys):
-    """Given as a stop string, in the server and in generate.py. With more text it must follow."""
-    ask = dict(model="chat", prompt="hello", max_tokens=40, logprobs=0)
-    client = server.client()
-    for seed in range(20):
-        found = client.completions.create(**ask, seed=seed).choices[0]
-        if stop[:10] in found.logprobs.tokens:
-            break
-    at = found.logprobs.tokens.index(stop[:10])
-    assert found.logprobs.tokens[at + 1 :][:1] != ["x"]
-    ends = stop == "<|im_end|>"
-    expected = found.text
-    if ends:
-        expected = found.text[: found.logprobs.text_offset[at] - len("hello")]
-    for streams in (False, True):
-        answer = client.completions.create(**ask, seed=seed, stop=stop, stream=streams)
-        pieces = [piece.choices[0] for piece in (answer if streams else [answer])]
-        assert "".join(piece.text for piece in pieces) == expected
-        assert (pieces[-1].finish_reason == "stop") == (ends or found.finish_reason == "stop")
-    flags = ["--max-tokens", "40", "--seed", str(seed), "--stop", stop]
-    (line,) = written(place, capsys, [{"prompt": "hello"}], *flags)
-    assert line["text"] == expected and (line["tokens"] == at + 1 or not ends)
 
 
 def test_32_at_once(place, server, capsys):
@@ -400,16 +366,6 @@ def test_other_addresses(server):
             urllib.request.urlopen(request)
     # a page of another site may send this without asking
     assert post(server, COMPLETIONS, {"prompt": "a"}, content_type="text/plain")[0] == 415
-
-
-def test_curl(server):
-    fields = '{"prompt": "Gr\u00f6\u00dfe", "max_tokens": 3, "stream": true}'
-    words = ["curl", "-sS", f"{server.url}/v1/completions", "-d", fields]
-    words += ["-H", "Content-Type: application/json"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    events = [line for line in done.stdout.split("\n\n") if line]
-    assert events[-1] == "data: [DONE]" and len(events) > 1
-    assert json.loads(events[0].removeprefix("data: "))["object"] == "text_completion"
 
 
 def test_bytes_that_are_no_http(server):
