@@ -16,7 +16,7 @@ from base.groups import Groups
 from course import ranks
 from finetune import adapters
 from finetune.adapter_config import AdapterConfig
-from inference import cli, cuda_graphs, quantization, serve, weight_layouts
+from inference import cli, cuda_graphs, serve, weight_layouts
 from inference import engine as engine_module
 from inference.engine import Engine, requests_of
 from inference.paged_attention import Decodes, PagedCache
@@ -449,20 +449,6 @@ def test_adapters_by_request():
     assert as_alone(served, expected, requests)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_quantised_weights(kind):
-    model = make("llama").float()
-    quantization.apply(model, 4, kind)
-    prompts = [request.prompt for request in make_requests(6)]
-    expected = generate.generate(model, prompts, 8, temperature=0)
-    engine = Engine(model, **LARGE)
-    found = engine.generate(prompts, 8, temperature=0)
-    engine.close()
-    # in 32 bits, nearly equal logits may change places
-    equal = sum(a == b for a, b in zip(expected, found))
-    assert equal >= len(prompts) - 1
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_types(dtype):
     """The log-probabilities of the plain model, up to what the type rounds."""
@@ -492,10 +478,7 @@ def test_the_model_is_as_before():
 @pytest.mark.parametrize(
     "request_, words",
     [
-        (Request([], 3), "prompt 0 is empty"),
-        (Request([VOCAB], 3), f"the model knows 0 to {VOCAB - 1}"),
         (Request([1] * 40, 9), "more than the 48 that the model's context holds"),
-        (Request([1], 3, DrawOptions(SamplingParams(top_p=0.0))), "top_p 0.0: must be above 0"),
         (Request([1], 3, adapter="fr"), "adapter fr: this engine has none"),
     ],
 )

@@ -473,17 +473,6 @@ def test_the_step_in_the_introduction():
     assert a.ids == [1, 2, 8, 9, 7, 6]
 
 
-def test_two_requests_of_one_step_share_a_prefix():
-    """The second one reads what the first one writes."""
-    hand = ByHand(9, 4, 4, 20)
-    a, b = hand.add([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9])
-    assert str(hand.step(0, 0)) == "1: 4, and draws | 0: 0 .. 5, and draws"
-    assert a.table == [1, 2] and b.table == [1, 3] and hand.pool.users[:4] == [0, 2, 1, 1]
-    assert hand.scheduler.found == 4
-    hand.scheduler.remove(a)
-    assert hand.pool.users[1] == 1 and 1 not in hand.pool.free and 2 in hand.pool.free
-
-
 def test_an_equal_prompt_is_found_whole_and_copied_on_write():
     hand = ByHand(9, 4, 4, 20)
     hand.add([1, 2, 3, 4, 5, 6])
@@ -500,38 +489,6 @@ def test_an_equal_prompt_is_found_whole_and_copied_on_write():
     # the younger one shares block 2 still, so the first that writes takes a copy
     assert step.copies == [(2, 3)]
     assert [piece.table for piece in step.pieces] == [[1, 3], [1, 2]]
-
-
-def test_what_is_overwritten_is_not_found():
-    """Block 2 has 5 6 7 8. Another sequence keeps 5 6, and writes 9."""
-    hand = ByHand(9, 4, 4, 20)
-    (a,) = hand.add([1, 2, 3, 4, 5, 6])
-    for token in (7, 8, 9):
-        hand.step(token)
-    hand.scheduler.remove(a)
-    assert hand.pool.hashes_of[2].keys() == {2, 4}
-    (b,) = hand.add([1, 2, 3, 4, 5, 6])
-    assert not hand.step(9).pieces[0].writes and b.table == [1, 2]
-    hand.step(9)
-    assert hand.pool.hashes_of[2].keys() == {2}
-    hand.scheduler.remove(b)
-    (c,) = hand.add([1, 2, 3, 4, 5, 6, 7, 8])
-    assert str(hand.step(9)) == "2: 4 .. 7, and draws" and c.table == [1, 2]
-
-
-def test_a_window_gives_blocks_back():
-    """Blocks of 2, and a token looks at itself and 2 before."""
-    hand = ByHand(9, 2, 4, 20, window=3)
-    (a,) = hand.add([1, 2, 3, 4])
-    hand.step(5)
-    # position 4 looks at 2 .. 4
-    hand.step(6)
-    assert a.table == [0, 2, 3] and 1 in hand.pool.free
-    # 5 at 3 .. 5
-    hand.step(7)
-    assert a.table == [0, 2, 3]
-    hand.step(8)
-    assert a.table == [0, 0, 3, 4]
 
 
 def test_preempted_and_back():
@@ -551,18 +508,6 @@ def test_preempted_and_back():
     found = hand.scheduler.found
     assert str(hand.step(9, 9)) == "2: 0, and draws | 1: 2 .. 4, and draws"
     assert hand.scheduler.found == found + 2 and b.ids == [4, 5, 6, 7, 8, 9]
-
-
-def test_adapters_take_turns():
-    hand = ByHand(20, 4, 6, 20)
-    hand.add([1, 2])
-    hand.add([1, 2], [3], adapter="french")
-    hand.add([1, 2], adapter="code")
-    names = [hand.step(*draws).adapter for draws in [(0,), (0, 0), (0,)]]
-    assert names == [None, "french", "code"]
-    assert [hand.step(*draws).adapter for draws in [(0,), (0, 0), (0,)]] == names
-    # the same tokens have other keys and values
-    assert hand.scheduler.found == 0
 
 
 def test_stages_divide_the_sequences():
