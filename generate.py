@@ -74,7 +74,7 @@ def decode(
             observe(batch, logits, sampled)
         new_tokens = batch.append(sampled.tolist())
         unfinished = any_unfinished(batch, lockstep)
-        # a rank without prompts has none
+        # A rank without prompts has none.
         if new_tokens:
             yield new_tokens
 
@@ -90,16 +90,16 @@ class ModelRunner:
         self.stages = stages
         self.slot = slot or CacheSlot()
         self.config = stages[0].config
-        # inference/weight_layouts.py makes buffers of parameters
+        # inference/weight_layouts.py makes buffers of parameters.
         tensors = (t for stage in stages for t in (*stage.parameters(), *stage.buffers()))
         tensor = next(tensors)
         self.device = tensor.device
         self.dtype = tensor.dtype
-        # of rotary positions; a table of them would be as long as the context
+        # The frequencies of rotary positions; a table would be as long as the context.
         self.like, self.frequencies = tensor.new_empty(0), None
         if self.config.positions == "rotary":
             self.frequencies = stages[0].rotary_frequencies(self.config, self.device)
-        # what a sliding window or ALiBi adds, the same in all layers
+        # What a sliding window or ALiBi adds, the same in all layers.
         blocks = [block for stage in stages for block in stage.blocks.values()]
         self.local = families.local_bias(blocks[0]) if blocks else None
         self.captures = cuda_graphs.can_capture(stages, self.device)
@@ -107,7 +107,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     @any_shape()
-    # a compiled block would be compiled again for every length
+    # A compiled block would be compiled again for every length.
     @compiling.eagerly
     def forward(
         self, batch: DecodeBatch, tokens: Tensor, chunk: int = 0, activations: Tensor | None = None
@@ -134,7 +134,7 @@ class ModelRunner:
             x = block(x, context)
         if stage.head is None:
             return x
-        # in a prefill only the last tokens need logits
+        # In a prefill only the last tokens need logits.
         if last_column is not None:
             x = at_column(x, last_column, cache)  # [b, 1, h]
         return stage.head(x)[:, 0]  # [b, V]
@@ -158,7 +158,7 @@ def at_column(x: Tensor, last_column: Tensor, cache: Cache) -> Tensor:
     index = torch.searchsorted(at, last_column).clamp(max=len(at) - 1)
     x = x[torch.arange(len(x), device=x.device), index]  # [b, h]
     if cache.group:
-        # one rank has it, the others add 0
+        # One rank has it, the others add 0.
         x = x.masked_fill((at[index] != last_column).unsqueeze(1), 0.0)
         dist.all_reduce(x, group=cache.group)
     return x.unsqueeze(1)
@@ -271,7 +271,7 @@ def check_prompts(model: GPT, prompts: list[list[int]], keys: list[int]) -> None
     if len(keys) != len(prompts):
         raise ValueError(f"{len(keys)} keys for {len(prompts)} prompts: give one for each")
     seq_length = model.config.seq_length
-    # prompt_tuning.apply adds virtual tokens after the vocabulary
+    # prompt_tuning.apply adds virtual tokens after the vocabulary.
     num_ids = model.config.vocab_size + getattr(model, "virtual_tokens", 0)
     for n, prompt in enumerate(prompts):
         if not prompt:

@@ -52,7 +52,7 @@ class Adapters:
         can be known before the ranks meet. Raises ConfigError or CheckpointError."""
         self.base = base
         self.config = config
-        # "": for every prompt
+        # "": for every prompt.
         self.opened: dict[str, Adapter] = {}
         for word in words:
             name, path = split_name(word)
@@ -71,7 +71,7 @@ class Adapters:
         if len(methods) > 1:
             are = ", ".join(f"{name} is {peft}" for peft, name in methods.items())
             raise ConfigError(f"--adapter: {are}; those of one command must be of one method")
-        # the shared parameters in the model, and this rank's values for them
+        # The shared parameters in the model, and this rank's values for them.
         self.parameters: dict[str, Tensor] = {}
         self.values: dict[str, dict[str, Tensor]] = {}
 
@@ -124,7 +124,7 @@ class Adapters:
                 if full_name.endswith(".lora.b"):
                     config = self.opened[name].config
                     value = value * (config.lora_alpha / config.lora_rank)
-                # of a larger rank, the first rows or columns
+                # A smaller rank fills the first rows or columns.
                 p[tuple(slice(n) for n in value.shape)] = value.to(p)
 
 
@@ -145,7 +145,7 @@ def local_values(
     """This rank's shards of an adapter, float32, on the CPU. A collective. Raises
     CheckpointError."""
     values = {}
-    # on the meta device: for names and sharding records alone
+    # On the meta device: for names and sharding records alone.
     for stage in build_stages(config, groups, layer_split):
         adapters.apply(stage, adapter.config, groups.tp)
         for name, p in named_parameters(stage):
@@ -156,7 +156,7 @@ def local_values(
 
 
 def shared_config(opened: list[Adapter]) -> AdapterConfig:
-    """Of parameters that have room for each of these adapters, which are of one method."""
+    """The configuration of parameters that are large enough for each of these adapters."""
     rank = max(adapter.config.lora_rank for adapter in opened)
     targets = {name.split(".")[3] for adapter in opened for name in adapter.shapes}
     if opened[0].config.peft == "adapter":
@@ -164,7 +164,7 @@ def shared_config(opened: list[Adapter]) -> AdapterConfig:
     return replace(
         opened[0].config,
         lora_rank=rank,
-        # the scale α / r is 1, and each adapter's own goes into its B
+        # The scale α / r is 1, and each adapter's own goes into its B.
         lora_alpha=float(rank),
         lora_dropout=0.0,
         adapter_size=max(adapter.config.adapter_size for adapter in opened),

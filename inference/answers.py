@@ -31,7 +31,7 @@ from run.token_bytes import token_bytes
 from run.tokenizer import TokenizerError, prompt_ids
 from run.world import World
 
-# stands at the end of a message; the space shows whether a template strips messages
+# Stands at the end of a message; the space shows whether a template strips messages.
 MARK = "END_OF_THE_UNFINISHED_MESSAGE "
 
 
@@ -40,7 +40,7 @@ class GenerationTimer:
 
     def __init__(self):
         self.begin = time.perf_counter()
-        # (when, how many) of each step; the first one is the prefill
+        # (when, how many) of each step; the first one is the prefill.
         self.steps: list[tuple[float, int]] = []
 
     def tick(self, new_tokens: list[NewToken]) -> None:
@@ -64,13 +64,13 @@ class TextStream:
     def __init__(self, tokenizer, prompt: list[int], stop: list[str] = ()):
         self.bytes = token_bytes(tokenizer)
         self.stop = list(stop)
-        # half a character stays in the decoder; that of a prompt is completed by the answer
+        # Half a character stays in the decoder; that of a prompt is completed by the answer.
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.prompt = self.decoder.decode(self.bytes.text(prompt))
-        # whether no text comes before the next token
+        # Whether no text comes before the next token.
         self.begins = self.bytes.special.issuperset(prompt)
         self.count = 0
-        # what may be the beginning of a stop string, and which characters of it are text
+        # What may be the beginning of a stop string, and which characters of it are text.
         self.held, self.is_text = "", []
 
     def push(self, token: int) -> str:
@@ -154,7 +154,7 @@ def unfinished(template: ChatTemplate, messages: list[dict]) -> str:
     if MARK.strip() not in text:
         raise ChatError(f"{template.where} leaves out the message that is to be continued")
     before = text[: text.rindex(MARK.strip())]
-    # a template that strips messages has stripped the mark too
+    # A template that strips messages has stripped the mark too.
     return before if MARK in text else before.rstrip()
 
 
@@ -277,7 +277,7 @@ def answer_batch(
 ) -> list[tuple[str, int, str]]:
     """(text, number of tokens, finish) for each prompt."""
     ids = [[] for _ in prompts]
-    # where no token is asked for, none comes
+    # Where no token is asked for, none comes.
     finishes = ["length"] * len(prompts)
     stopped = stop_rule(tokenizer, prompts, stop)
     for new_tokens in stream(model, prompts, stopped=stopped, **options):

@@ -35,12 +35,12 @@ from inference.loading import find_chat
 from inference.serve import Request
 from prompt_tuning import PromptError
 
-# fields that do not change the answer: who asks, what is kept of it, how soon it comes
+# Fields that do not change the answer: who asks, what is kept of it, how soon it comes.
 IGNORED = {"user", "safety_identifier", "metadata", "store", "request_id", "service_tier"}
 IGNORED |= {"priority", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
-# is about calls of tools, which are refused
+# It is about calls of tools, which are refused.
 IGNORED |= {"parallel_tool_calls"}
-# fields that would change it -> the values that do not
+# Fields that would change it -> the values that do not.
 NEUTRAL = {name: ([],) for name in ("tools", "functions", "stop_token_ids", "bad_words")}
 NEUTRAL |= {name: (0,) for name in ("presence_penalty", "frequency_penalty", "min_p", "min_tokens")}
 NEUTRAL |= {name: (1,) for name in ("repetition_penalty", "length_penalty", "typical_p")}
@@ -71,9 +71,9 @@ class Model(NamedTuple):
 
     name: str
     adapter: str | None
-    # its chat template, or why there is none
+    # Its chat template, or why there is none.
     chat: Chat | str
-    # the tokens that end an answer in a chat
+    # The tokens that end an answer in a chat.
     ends: tuple[int, ...] = ()
 
 
@@ -82,7 +82,7 @@ def find_models(base: str, checkpoint: str, tokenizer, adapters: Adapters) -> di
     models = {}
     for adapter in (None, *adapters.names):
         name = adapter or base
-        # an adapter without a name is in the base
+        # An adapter without a name is in the base.
         opened = adapters.opened.get(adapter or "")
         try:
             chat = find_chat(checkpoint, tokenizer, [opened.path] if opened else [])
@@ -97,12 +97,12 @@ def find_models(base: str, checkpoint: str, tokenizer, adapters: Adapters) -> di
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
-    # bytes that hide how long a piece is; none are added here
+    # Bytes that hide how long a piece is; none are added here.
     include_obfuscation: bool = False
 
 
 class Fields(Struct, kw_only=True):
-    """What requests of both kinds have. A field that is null counts as left out."""
+    """What both requests have. A field that is null counts as left out."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -130,7 +130,7 @@ class Fields(Struct, kw_only=True):
                     raise ApiError(400, f"{name}: this server does not have it; leave it out", name)
             return json_files.convert(fields, cls, "the body")
         except json_files.JSONError as e:
-            # msgspec's last words are: at `$.prompt[0]`, or: field `prompt`
+            # The last words of msgspec are: at `$.prompt[0]`, or: field `prompt`.
             named = re.search(r"(?:at `\$\.|field `)(\w+)[^`]*`$", str(e))
             raise ApiError(400, str(e), named and named[1]) from None
 
@@ -148,10 +148,10 @@ class Completion(Fields):
     echo: bool = False
     log_probs: Annotated[int, Meta(ge=0, le=5)] | None = field(name="logprobs", default=None)
 
-    # the whole answer, and a piece of it
+    # The whole answer, and a piece of it.
     objects: ClassVar = ("text_completion", "text_completion")
     asked: ClassVar = "prompt"
-    # how many tokens where nobody says
+    # How many tokens where nobody says.
     usual: ClassVar = 16
 
     def prompts(self, tokenizer, model: Model, room: int) -> list[list[int]]:
@@ -172,10 +172,10 @@ class Completion(Fields):
         for token, log_p, top in choice.entries:
             names = {choice.name(token): log_p}
             for other, p in top:
-                # two tokens may have one name, as the letter a and the byte 61
+                # Two tokens may have one name, as the letter a and the byte 61.
                 name = choice.name(other)
                 names[f"token_id:{other}" if name in names and other != token else name] = p
-            # nobody predicts the first token of a prompt
+            # Nobody predicts the first token of a prompt.
             known = None if log_p is None else names
             values = (choice.name(token), log_p, known, choice.offset)
             for column, value in zip(log.values(), values):
@@ -200,7 +200,7 @@ class Message(Struct, forbid_unknown_fields=True):
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
-    # the openai package gives back an answer with these
+    # The openai package gives back an answer with these.
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -230,7 +230,7 @@ class ChatCompletion(Fields):
     messages: Annotated[list[Message], Meta(min_length=1)]
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0
-    # what the template reads beside the messages, such as enable_thinking
+    # What the template reads beside the messages, such as enable_thinking.
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -238,7 +238,7 @@ class ChatCompletion(Fields):
     echo: ClassVar = False
     objects: ClassVar = ("chat.completion", "chat.completion.chunk")
     asked: ClassVar = "messages"
-    # an answer may fill the context
+    # An answer may fill the context.
     usual: ClassVar = None
 
     def __post_init__(self):
@@ -268,7 +268,7 @@ class ChatCompletion(Fields):
         return self.top_logprobs if self.logprobs else None
 
     def written(self, choice: "Choice") -> dict:
-        # only the first piece names the role
+        # Only the first piece names the role.
         role = {} if choice.is_sent else {"role": "assistant"}
         return {"delta" if self.stream else "message": role | {"content": choice.text}}
 
@@ -295,17 +295,17 @@ class Choice:
         stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop
         self.stream = TextStream(tokenizer, request.prompt, stops)
         if stops:
-            # the engine's thread has its own
+            # The engine's thread has its own.
             request.stopped = TextStream(tokenizer, request.prompt, stops).stopped
-        # what the client does not have yet: text, and log-probabilities
+        # What the client does not have yet: text, and log-probabilities.
         self.text = self.stream.prompt if fields.echo else ""
         self.entries: list[LogProb] = []
-        # the tokens in `entries`, and where the next one stands in the text of prompt and answer
+        # The tokens in `entries`, and where the next one stands in the text of prompt and answer.
         self.places = TextStream(tokenizer, [] if fields.echo else request.prompt)
         self.offset = len(self.places.prompt)
         self.finish: str | None = None
         self.is_sent = False
-        # the server keeps the engine's number, where outputs go, and when the newest one came
+        # The server keeps the engine's number, where outputs go, and when the newest one came.
         self.number: int | None = None
         self.outputs: asyncio.Queue | None = None
         self.time = time.monotonic()
@@ -345,7 +345,7 @@ class Writer:
         self.head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": fields.objects[fields.stream]}
         self.head |= {"created": int(time.time()), "model": model}
         self.with_usage = fields.stream_options.include_usage
-        # a stream that has begun
+        # A stream that has begun.
         self.response: web.StreamResponse | None = None
 
     async def send(self, event: dict) -> None:
@@ -381,6 +381,6 @@ class Writer:
             async with asyncio.timeout(1):
                 await self.send(error.body)
         except TimeoutError:
-            # this client does not read
+            # This client does not read.
             self.request.transport.abort()
         return self.response

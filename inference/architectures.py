@@ -76,7 +76,7 @@ class Location(NamedTuple):
             return theirs.unflatten(0, (self.heads, 3, -1))[:, self.third]
         if self.third is not None:
             theirs = theirs.chunk(3, dim=-1)[self.third]
-        # t() leaves a bias as it is
+        # t() leaves a bias as it is.
         return theirs.t() if self.transposed else theirs
 
     def read(self, theirs: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class TheirTensor(NamedTuple):
     """A tensor of a model of transformers, experts stacked."""
 
     shape: list[int]
-    # our name -> where ours lies in it
+    # Our name -> where ours lies in it.
     parts: dict[str, Location]
 
 
@@ -144,7 +144,7 @@ class Architecture:
         return bool(self.constants.get("llama"))
 
 
-# field -> (ours, {theirs: ours}), for a field that is true or false on both sides
+# Field -> (ours, {theirs: ours}), for a field that is true or false on both sides.
 NO_MLP_BIAS = {"mlp_bias": ("mlp_bias", {False: False, True: True})}
 NOT_TIED = {"tie_word_embeddings": ("tied", {False: False, True: True})}
 TIED = {"tie_word_embeddings": ("tied", {True: True, False: False})}
@@ -284,7 +284,7 @@ GEMMA = dataclasses.replace(
     constants={"llama": True, "norm": "rmsnorm1p", "activation": "geglu", "embedding_scale": True},
     choices=TIED | NO_BIAS,
     computed={
-        # "gelu" stands in files of before, and means the tanh form there too
+        # "gelu" stands in files of before, and means the tanh form there too.
         "hidden_act": ("gelu_pytorch_tanh", "gelu"),
         "hidden_activation": (None, "gelu_pytorch_tanh"),
         "use_bidirectional_attention": (None, False),
@@ -329,7 +329,7 @@ BLOOM = Architecture(
         "layer_norm_epsilon": 1e-5,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        # no field of transformers; released models have it
+        # No field of transformers; released models have it.
         "seq_length": 2048,
     },
     aliases={"n_embed": "hidden_size", "num_attention_heads": "n_head"},
@@ -374,7 +374,7 @@ def their_tensors(config: MoEConfig, architecture: Architecture) -> dict[str, Th
     """Their name -> their tensor, in the order of the model. Raises HuggingFaceError."""
     tensors = {}
     for name, parameter in empty_model(config).named_parameters():
-        # blocks.7.mlp.up.weight -> blocks.7.mlp.up, weight
+        # blocks.7.mlp.up.weight -> blocks.7.mlp.up, weight.
         module, kind = name.rsplit(".", 1)
         location = architecture.modules.get(re.sub(r"\d+", "*", module))
         if location is None:
@@ -384,6 +384,6 @@ def their_tensors(config: MoEConfig, architecture: Architecture) -> dict[str, Th
         layer = re.search(r"\d+|$", module)[0]
         theirs = f"{location.module}.{kind}".replace("*", layer)
         tensor = TheirTensor(location.shape(parameter.shape), {})
-        # where query, key and value share one of theirs
+        # Where query, key and value share one of theirs.
         tensors.setdefault(theirs, tensor).parts[name] = location
     return tensors

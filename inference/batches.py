@@ -33,18 +33,18 @@ from inference.kv_cache import Cache, Caches, power_of_two
 from inference.sampling import DIVERGED
 from run.checkpoint import gather
 
-# state of a batch; the largest one of the ranks decides
+# State of a batch; the largest one of the ranks decides.
 FINISHED, UNFINISHED, NOT_FINITE = 0, 1, 2
 
 
 class NewToken(NamedTuple):
     """What a step gives to a sequence."""
 
-    # of the prompt
+    # The prompt's.
     number: int
-    # None: the token ends the text, and is not part of it
+    # None: the token ends the text, and is not part of it.
     token: int | None
-    # None, or why the sequence is finished: `end of text`, `stop` or `length`
+    # None, or why the sequence is finished: `end of text`, `stop` or `length`.
     finish: str | None
 
 
@@ -54,7 +54,7 @@ class StopRule:
 
     max_tokens: int
     end_tokens: tuple[int, ...] = ()
-    # stopped(number of the prompt, generated ids)
+    # stopped(number of the prompt, generated ids).
     stopped: Callable[[int, list[int]], bool] | None = None
 
 
@@ -62,12 +62,12 @@ class StopRule:
 class Sequence:
     """A prompt, and what was generated after it."""
 
-    # of the prompt
+    # The prompt's.
     number: int
     ids: list[int]
-    # of its random numbers (sampling.keys_of)
+    # The key of its random numbers (sampling.keys_of).
     key: int
-    # as in NewToken
+    # NewToken says what it can be.
     finish: str | None = None
     prompt_length: int = field(init=False)
 
@@ -87,7 +87,7 @@ class Sequence:
 
 
 def idle_sequence() -> Sequence:
-    """For a rank without a prompt of its own, which takes part in the collectives of the others."""
+    """What a rank without a prompt decodes, so that it joins the collectives of the others."""
     return Sequence(-1, [0], 0, "length")
 
 
@@ -109,11 +109,11 @@ class DecodeBatch:
     device: torch.device
     caches: Caches
     cached: bool = True
-    # the ranks that have these sequences too, and share their prefill
+    # The ranks that have these sequences too, and share their prefill.
     cp_group: dist.ProcessGroup | None = None
-    # of a model whose tokens attend to so many only (GPTConfig.sliding_window)
+    # How many tokens attention looks back at (GPTConfig.sliding_window); 0: all.
     window: int = 0
-    # of each sequence's context in the cache
+    # Where each sequence's context in the cache begins.
     starts: list[int] = field(default_factory=list)
     # [b], during prefill the column of each sequence's last token, in the whole context
     last_column: Tensor | None = None
@@ -146,7 +146,7 @@ class DecodeBatch:
         contexts = [seq.ids[start:] for seq, start in zip(self.sequences, starts)]
         s = max(map(len, contexts))
         if self.cp_group:
-            # two pieces of equal length for each rank
+            # Two pieces of equal length for each rank.
             s += -s % (2 * self.cp_group.size())
         padded = [context + [0] * (s - len(context)) for context in contexts]
         tokens = torch.tensor(padded, device=self.device)  # [b, s]
@@ -180,7 +180,7 @@ class DecodeBatch:
         if not rows or 2 * len(rows) > n:
             return
         if self.caches.keeps:
-            # some finished ones too, so that the next size is n / 2, n / 4, ..
+            # Some finished ones too, so that the next size is n / 2, n / 4, ..
             size = n // 2
             while size >= 2 * len(rows):
                 size //= 2
@@ -205,7 +205,7 @@ class DecodeBatch:
         return FINISHED if finished else UNFINISHED
 
 
-# observe(batch, logits [b, V], sampled [b]), before `batch.append(sampled)`
+# observe(batch, logits [b, V], sampled [b]), before `batch.append(sampled)`.
 Observer = Callable[[DecodeBatch, Tensor, Tensor], None]
 
 

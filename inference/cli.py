@@ -42,14 +42,14 @@ from run.config import DTYPES, ConfigError, as_flags, flag_name, multiply_in
 from run.tokenizer import TokenizerError, prompt_ids
 from run.world import World, WorldError, why_no_gpu
 
-# seconds
+# Seconds.
 HALF_AN_HOUR = 1800.0
 MONTH = 30 * 86400.0
 
 
 # --- from the launcher to the exit status ---------------------------------------------------------
 
-# bad input
+# Bad input.
 REFUSED = (
     ConfigError,
     WorldError,
@@ -66,7 +66,7 @@ class Outcome(NamedTuple):
 
     status: int = 0
     message: str | None = None
-    # other ranks do not have the message; otherwise rank 0 alone prints it
+    # Other ranks do not have the message; otherwise rank 0 alone prints it.
     this_rank_only: bool = False
 
 
@@ -92,7 +92,7 @@ def command(
     elif message and (world.rank == 0 or this_rank_only):
         terminal.say(terminal.one_line(f"{name}: {message}"), error=True)
     if status == 1 and world.size > 1 and (this_rank_only or not message):
-        # the other ranks wait in a collective, so the groups cannot be taken down
+        # The other ranks wait in a collective, so the groups cannot be taken down.
         os._exit(1)
     world.disconnect()
     return status
@@ -113,13 +113,13 @@ def attempt(work, args: argparse.Namespace, world: World) -> Outcome:
     except FloatingPointError as e:
         return Outcome(1, f"{e}: this model has diverged")
     except RuntimeError:
-        # another rank may have left this one in a collective
+        # Another rank may have left this one in a collective.
         world.follow_refusal()
         raise
     except KeyboardInterrupt:
         return Outcome(130)
     except BrokenPipeError:
-        # the reader of the output has seen enough (| head)
+        # The reader of the output has seen enough (| head).
         terminal.mute(sys.stdout)
         return Outcome(1)
     except OSError as e:
@@ -137,7 +137,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of every command that generates."""
     add_model_flags(parser)
     flag = parser.add_argument
-    # inference/generation_config.py has the values of these four where none is given
+    # inference/generation_config.py has the values of these four where none is given.
     flag("--max-tokens", type=int, help="of a continuation (default: 300, or the model's)")
     flag("--temperature", type=float, help="0: the likeliest token (default: 0.8, or the model's)")
     flag("--top-k", type=int, metavar="K", help="of the K most likely tokens (default: 0, all)")
@@ -150,8 +150,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Which model, and where and how it runs."""
     flag = parser.add_argument
-    kinds = "a checkpoint, the folder of a run, or a Hugging Face folder"
-    flag("--checkpoint", metavar="DIR", required=True, help=kinds)
+    folder = "a checkpoint, the folder of a run, or a Hugging Face folder"
+    flag("--checkpoint", metavar="DIR", required=True, help=folder)
     flag("--tp", type=int, default=1, help="tensor-parallel ranks")
     flag("--pp", type=int, default=1, help="pipeline-parallel ranks; the rest is data parallel")
     flag("--cp", type=int, default=1, help="context-parallel ranks, which share long prompts")
@@ -165,7 +165,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     flag("--kernels", choices=("auto", "off"), default="auto", help=fused)
 
 
-# the least value of a flag
+# The least value of a flag.
 LEAST = {"batch_size": 1, "seed": 0, "tp": 1, "pp": 1, "cp": 1, "ep": 1}
 
 
@@ -173,7 +173,7 @@ def check_flags(args: argparse.Namespace, world: World) -> MoEConfig:
     """Check all that can be known before any rank talks to another, and fill in the sampling flags
     that are not given. Returns the configuration of the model. Raises ConfigError, CheckpointError
     or HuggingFaceError."""
-    # what decides which token is drawn, where it was given
+    # Flags that were given and decide which token is drawn.
     neutral = {"top_k": (None, 0), "top_p": (None, 1.0), "seed": (None,)}
     drawing = [name for name in neutral if getattr(args, name) not in neutral[name]]
     args.seed = args.seed or 0
@@ -273,7 +273,7 @@ def connect(
     world.connect(args.device, args.tp, args.pp, timeout, args.ep, args.cp)
     if adapters:
         adapters.check()
-    # the kernels for fewer bits multiply with 16
+    # The kernels for fewer bits multiply with 16.
     in_16_bits = world.device.type == "cuda" or quantize
     precision = args.precision or ("bf16" if in_16_bits else "fp32")
     multiply_in(precision, world.device)
@@ -294,7 +294,7 @@ def connect(
                 world.say_aside(f"--kernels auto: {why_not}; PyTorch's own operations run")
     tokenizer = find_tokenizer(args.checkpoint, index, args.tokenizer)
     check_vocabulary(tokenizer, args.tokenizer, stages[0].config.vocab_size)
-    # experts are spread over the ranks that hold the same layers
+    # Experts are spread over the ranks that hold the same layers.
     lockstep = world.groups.replicas if args.ep > 1 else None
     return model, tokenizer, lockstep
 
@@ -315,7 +315,7 @@ def run(args: argparse.Namespace, world: World) -> None:
     adapters = open_adapters(args, config, named=args.prompt_file is not None)
     quantize = open_weights(args, config, adapters)
     batch_size = args.batch_size if args.prompt_file is not None else 1
-    # a person may think for long
+    # A person may think for long.
     timeout = MONTH if args.interactive else HALF_AN_HOUR
     model, tokenizer, lockstep = connect(args, world, batch_size, timeout, adapters, quantize)
     options = sampling_options(args, world, tokenizer)
@@ -345,7 +345,7 @@ def run(args: argparse.Namespace, world: World) -> None:
 
 
 def sampling_options(args: argparse.Namespace, world: World, tokenizer) -> dict:
-    """As of generate.stream."""
+    """Arguments of generate.stream."""
     names = ("max_tokens", "temperature", "top_k", "top_p", "seed")
     options = {name: getattr(args, name) for name in names}
     return options | dict(eot=tokenizer.stop_ids, cp_group=world.groups.cp)
@@ -354,7 +354,7 @@ def sampling_options(args: argparse.Namespace, world: World, tokenizer) -> dict:
 def open_weights(
     args: argparse.Namespace, config: MoEConfig, adapters: Adapters
 ) -> Callable | None:
-    """Of --weights and --group-size: quantize(stage, texts), or None. Raises ConfigError."""
+    """quantize(stage, texts) for --weights and --group-size, or None. Raises ConfigError."""
     if args.group_size and args.weights != "int4":
         raise ConfigError(
             f"--group-size {args.group_size}: is of --weights int4; int8 has a scale for each row"
@@ -368,7 +368,7 @@ def open_weights(
 
 
 def open_adapters(args: argparse.Namespace, config: MoEConfig, named: bool) -> Adapters:
-    """Those of --adapter. named: whether they may have names. Raises ConfigError or
+    """The adapters of --adapter. named: whether they may have names. Raises ConfigError or
     CheckpointError."""
     adapters = Adapters(args.adapter, args.checkpoint, config, args.tp)
     if adapters.names and not named:

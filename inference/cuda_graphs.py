@@ -29,7 +29,7 @@ import moe
 from gpt import GPT
 from inference.kv_cache import Cache, power_of_two
 
-# a graph reads at least so many columns
+# A graph reads at least so many columns.
 MIN_COLUMNS = 64
 
 
@@ -39,7 +39,7 @@ class GraphedFunction:
 
     def __init__(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], pool=None):
         self.inputs = [tensor.clone() for tensor in inputs]
-        # what a first call sets up (handles, workspaces) must not be captured
+        # What a first call sets up (handles, workspaces) must not be captured.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -78,7 +78,7 @@ def can_capture(stages: list[GPT], device: torch.device) -> bool:
     each time, and ranks that write other answers would capture at other steps."""
     if device.type != "cuda" or moe.ExpertLayers(*stages):
         return False
-    # empty until a layer runs
+    # Empty until a layer runs.
     if any(p.untyped_storage().size() < p.nbytes for stage in stages for p in stage.parameters()):
         return False
     modules = [module for stage in stages for module in stage.modules()]

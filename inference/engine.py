@@ -74,7 +74,7 @@ from inference.serve import (
 from pipeline_parallel import Channels, Pipeline
 from run.world import memory
 
-# bytes of the first message of an object, which begins with its length: most fit
+# Bytes of the first message of an object, which begins with its length: most fit.
 FIRST = 4096
 LENGTH = 8
 
@@ -84,16 +84,16 @@ class LogProb(NamedTuple):
 
     token: int
     log_prob: float
-    # the likeliest tokens in its place, with theirs
+    # The likeliest tokens in its place, with theirs.
     top: list[tuple[int, float]]
 
 
 class Drawn(NamedTuple):
     """What the last stage gives for a step."""
 
-    # number of a request -> its next token
+    # Number of a request -> its next token.
     tokens: dict[int, int]
-    # number of a request that asked -> log-probabilities of the tokens after its piece's tokens
+    # Number of a request that asked -> log-probabilities of the tokens after its piece's tokens.
     log_probs: dict[int, list[LogProb]]
 
 
@@ -104,9 +104,9 @@ class Output(NamedTuple):
     number: int
     token: int | None
     finish: str | None
-    # of the drawn token, also where it ends the text
+    # The drawn token's, also where it ends the text.
     log_prob: LogProb | None = None
-    # of the prompt's tokens but the first one; with the first output
+    # Those of the prompt's tokens but the first; with the first output.
     of_prompt: list[LogProb] | None = None
 
 
@@ -145,15 +145,15 @@ class Engine:
         )
         self.link = Link(groups, self.runner.device)
         self.pool = BlockPool(num_blocks, block_size)
-        # tokens of a prompt and its answer
+        # Tokens of a prompt and its answer.
         self.longest = config.seq_length
         if most_blocks(self.longest, block_size, budget, window) >= num_blocks:
             self.longest = (num_blocks - 1) * block_size
         self.scheduler = Scheduler(self.pool, max_sequences, budget, self.link.stages, window)
         self.sequences: dict[int, Sequence] = {}
-        # the oldest first
+        # The oldest first.
         self.in_flight: deque[Step] = deque()
-        # number of a request -> what it asked to know about its prompt, so far
+        # Number of a request -> what it asked to know about its prompt, so far.
         self.of_prompts: dict[int, list[LogProb]] = {}
         self.numbers = itertools.count()
 
@@ -245,7 +245,7 @@ class Engine:
                 self.end(sequence)
                 continue
             log_probs = drawn.log_probs.get(piece.number, [])
-            # not again after a preemption
+            # Not again after a preemption.
             if piece.draw.of_prompt and len(sequence.ids) == len(sequence.request.prompt):
                 known = self.of_prompts.get(piece.number, []) if piece.start else []
                 of_piece = len(piece.tokens) - (piece.next is None)
@@ -300,7 +300,7 @@ class Engine:
 
     def close(self) -> None:
         """On the driver: the other ranks stop. The model is as it was."""
-        # the last stage waits until somebody takes what it drew
+        # The last stage waits until somebody takes what it drew.
         while self.in_flight and not self.link.is_last:
             self.in_flight.popleft()
             self.link.receive_object()
@@ -366,7 +366,7 @@ def rows_of(step: Step) -> list[range]:
 def draw(step: Step, logits: Tensor) -> Drawn:
     """Draw the tokens of a step. logits: [rows, V]"""
     ends = list(itertools.accumulate(map(len, rows_of(step))))
-    # pieces that are drawn in one call, and their rows
+    # Pieces that are drawn in one call, and their rows.
     alike: dict[SamplingParams, list[tuple[Piece, int]]] = {}
     for piece, end in zip(step.pieces, ends):
         if piece.next is None:
@@ -395,7 +395,7 @@ def log_probs(step: Step, logits: Tensor, token_of: dict[int, int]) -> dict[int,
         spans[piece.number] = range(row, row + len(rows))
         targets[row : row + len(rows)] = [*piece.tokens, after][len(piece.tokens) + 1 - len(rows) :]
         row += len(rows)
-    # where logits are not finite the token is DIVERGED, and the driver raises
+    # Where logits are not finite the token is DIVERGED, and the driver raises.
     at = torch.tensor(targets, device=logits.device).clamp(min=0).unsqueeze(1)
     of_targets = log_p.gather(1, at).squeeze(1).tolist()
     most = max(piece.draw.log_probs for piece in asked)
@@ -424,7 +424,7 @@ class Link:
         self.is_last = self.stage == self.stages - 1
         tp_rank = groups.tp.rank() if groups.tp else 0
         self.is_driver = self.stage == 0 and tp_rank == 0
-        # who tells the driver what was drawn
+        # Who tells the driver what was drawn.
         self.answers = self.is_last and tp_rank == 0 and self.stages > 1
         self.device = device
 
@@ -474,7 +474,7 @@ def unpacked(receive: Callable[[Tensor], object], device: torch.device):
         rest = message.new_empty(LENGTH + length - FIRST)
         receive(rest)
         message = torch.cat((message, rest))
-    # from a rank of this engine
+    # From a rank of this engine.
     return pickle.loads(message[LENGTH:].cpu().numpy().tobytes())
 
 
@@ -500,11 +500,11 @@ class StepRunner(generate.ModelRunner):
         self.stage = stage
         self.cache = cache
         self.add_layers(tp)
-        # of decodes, by the shape of their table
+        # CUDA graphs of steps that only decode, by the shape of their table.
         self.graphs = Graphs()
         self.use_adapter = use_adapter
         self.adapter = None
-        # while it is open the model has the cache
+        # While it is open the model has the cache.
         self.caching = caching([stage], slot)
         self.caching.__enter__()
 
@@ -523,7 +523,7 @@ class StepRunner(generate.ModelRunner):
             if block * blocks > free:
                 raise MemoryError
             for layer in self.stage.blocks:
-                # zeros: a hidden column counts 0 times its value, and 0 times NaN is NaN
+                # Zeros: a hidden column counts 0 times its value, and 0 times NaN is NaN.
                 stored = torch.zeros(shape, dtype=self.dtype, device=self.device)
                 cache.layers[layer] = stored
         except (MemoryError, RuntimeError):

@@ -61,16 +61,16 @@ from run.documents import DataError, find_files, read_documents
 from run.tokenizer import begin_id
 from run.world import World
 
-# positions that go through the head together: their logits take 4 V bytes each
+# Positions that go through the head together: their logits take 4 V bytes each.
 HEAD_POSITIONS = 1024
 SECONDS_OF_SILENCE = 10
 
-# token ids to read, and the ids to score after them; at least one of each
+# Token ids to read, and the ids to score after them; at least one of each.
 Request = tuple[list[int], list[int]]
-# log p(continuation | context), and whether each token of it is the most likely one
+# Log p(continuation | context), and whether each token of it is the most likely one.
 Score = tuple[float, bool]
 
-# what a rank reads that has no request of its own
+# What a rank reads that has no request of its own.
 IDLE = [0], [0]
 
 
@@ -108,11 +108,11 @@ class Evaluator:
     model: GPT | Pipeline
     tokenizer: object
     groups: Groups
-    # texts that each data-parallel rank reads at a time
+    # Texts that each data-parallel rank reads at a time.
     batch_size: int = 16
-    # as of generate.stream
+    # generate.stream explains it.
     lockstep: dist.ProcessGroup | None = None
-    # told after each batch: requests that are done, of how many
+    # Told after each batch: requests that are done, of how many.
     progress: Callable[[int, int], None] = lambda done, count: None
 
     def __post_init__(self):
@@ -159,16 +159,16 @@ class Evaluator:
     # -- one batch ---------------------------------------------------------------------------------
 
     def score(self, requests: list[Request]) -> list[Score]:
-        """Of a batch; empty on a pipeline stage without the head."""
+        """The scores of a batch; empty on a pipeline stage without the head."""
         p = 1 if isinstance(self.model, GPT) else self.model.p
         rows = [*requests]
-        # as many rows in each micro-batch of a pipeline, and at least one
+        # As many rows in each micro-batch of a pipeline, and at least one.
         while not rows or len(rows) % p:
             rows.append(IDLE)
         device = next(itertools.chain(*(stage.parameters() for stage in self.stages))).device
         tokens, targets = (x.to(device) for x in pad(rows, self.config.seq_length))
         b, s = len(rows) // p, tokens.shape[1]
-        # one list for each micro-batch
+        # One list for each micro-batch.
         scores = [[] for _ in range(p)]
 
         def run_stage(chunk: int, m: int, x: Tensor | None) -> Tensor:
@@ -224,7 +224,7 @@ def head_scores(head: nn.Module, x: Tensor, targets: Tensor) -> list[Score]:
 
 
 def perplexities(evaluator: Evaluator, documents: list[tuple[str, str]]) -> list[dict]:
-    """Of each document, and at the end of all together. A collective."""
+    """A row for each document, and one for all together. A collective."""
     texts = [[int(i) for i in evaluator.tokenizer.encode(text)] for _, text in documents]
     log_probs = evaluator.rolling(texts, begin_id(evaluator.tokenizer))
     rows = []
@@ -291,7 +291,7 @@ def check_out(name: str) -> None:
     if not name or os.path.lexists(name) or not Path(name).resolve().parent.is_dir():
         raise ConfigError(f"--out {name or repr(name)}: must be a new file in a folder that exists")
     try:
-        # it has no name, so nothing is left
+        # It has no name, so nothing is left.
         with tempfile.TemporaryFile(dir=Path(name).resolve().parent):
             pass
     except OSError as e:
@@ -306,7 +306,7 @@ def read_files(names: list[str]) -> list[tuple[str, str]]:
             for number, text in enumerate(read_documents(path, 0, None), 1):
                 if not text:
                     continue
-                # the number of the document, which is its line if none is blank
+                # The number of the document, which is its line if none is blank.
                 found.append((f"{path}:{number}" if ".jsonl" in path.suffixes else str(path), text))
     except DataError as e:
         raise ConfigError(f"--perplexity {e}") from None
@@ -349,7 +349,7 @@ def write(path: str, report: dict) -> None:
             file.write(text)
             file.flush()
         except OSError:
-            # a full disk; half a file would look like a result
+            # A full disk; half a file would look like a result.
             os.unlink(path)
             raise
 

@@ -56,7 +56,7 @@ from inference.onnx_session import ExportError, Session, need
 from run.tokenizer import BUILT_IN, make_tokenizer, save_files
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
-# how far a logit may be from generate.py's, relative to the largest logit
+# How far a logit may be from generate.py's, relative to the largest logit.
 TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2}
 
 
@@ -67,7 +67,7 @@ class GraphCache:
     """The cache of one forward pass, in the place of inference.kv_cache.Cache: what was there comes
     in as tensors, and what is there afterwards goes out as new ones."""
 
-    # so that CachedPositions takes those of `prefill_positions`
+    # None: CachedPositions takes those of `prefill_positions`.
     positions = None
 
     def __init__(self, config: GPTConfig, at: Tensor, columns: Tensor, past: dict):
@@ -75,10 +75,10 @@ class GraphCache:
         past: layer -> (keys, values), [b, a_kv, p, d] each."""
         self.at = at
         self.past = past
-        # layer -> (keys, values), [b, a_kv, p + s, d] each
+        # Layer -> (keys, values), [b, a_kv, p + s, d] each.
         self.present: dict[str, tuple[Tensor, Tensor]] = {}
         like = next(iter(past.values()))[0]
-        # -inf for later columns, and what a window or ALiBi adds: [b, 1 or a, s, p + s]
+        # -inf for later columns, and what a window or ALiBi adds: [b, 1 or a, s, p + s].
         self.bias = LocalBias(config).between(at, columns, like)
 
     def prefill_positions(self, s: int, device: torch.device) -> Tensor:
@@ -128,7 +128,7 @@ class Graph(nn.Module):
 def trace(model: GPT, tokenizer: str) -> "torch.onnx.ONNXProgram":
     """The graph of a model. tokenizer: its name, for `run`."""
     config = model.config
-    # a size of 0 or 1 would be taken for a constant
+    # A size of 0 or 1 would be taken for a constant.
     b, s, p = 2, 3, 4
     columns = torch.arange(p + s).repeat(b, 1)
     part = next(model.parameters()).new_zeros(b, config.num_kv_heads, p, config.head_dim)

@@ -26,18 +26,18 @@ from run.checkpoint import beside
 from run.config import ConfigError
 
 FILE = "generation_config.json"
-# of generate.py, for a model without such a file
+# The flags of generate.py, for a model without such a file.
 DEFAULTS = {"max_tokens": 300, "temperature": 0.8, "top_k": 0, "top_p": 1.0}
-# what would change the text and is not here, with the value that changes nothing
+# What would change the text and is not here, with the value that changes nothing.
 LEFT_OUT = dict(repetition_penalty=1.0, encoder_repetition_penalty=1.0, typical_p=1.0, num_beams=1)
 LEFT_OUT |= dict(no_repeat_ngram_size=0, encoder_no_repeat_ngram_size=0, min_p=0.0, min_length=0)
 LEFT_OUT |= dict(epsilon_cutoff=0.0, eta_cutoff=0.0, min_new_tokens=0, penalty_alpha=0.0)
 LEFT_OUT |= dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"))
 LEFT_OUT |= dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "stop_strings", "top_h"))
 LEFT_OUT |= dict.fromkeys(("exponential_decay_length_penalty", "sequence_bias", "guidance_scale"))
-# of transformers, for a file that has some settings and not these
+# The defaults of transformers, for a file that has some settings and not these.
 USUAL = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
-# as check_options of generate.py
+# The least temperature of generate.check_options.
 COLDEST = 0.001
 
 
@@ -57,7 +57,7 @@ class GenerationConfig:
         flags = {"max_tokens": self.max_new_tokens}
         if told:
             flags |= USUAL | told
-            # published files have 1e-06 for greedy decoding
+            # Published files have 1e-06 for greedy decoding.
             if not flags.pop("do_sample") or flags["temperature"] < COLDEST:
                 flags["temperature"] = 0.0
         return flags
@@ -102,7 +102,7 @@ def set_defaults(args: argparse.Namespace) -> str:
             continue
         says = given.get(name) is not None
         setattr(args, name, given[name] if says else default)
-        # greedy decoding has no use for the others
+        # Greedy decoding has no use for the others.
         if says and (name not in ("top_k", "top_p") or args.temperature != 0):
             taken.append(f"--{name.replace('_', '-')} {given[name]}{note(name, given, content)}")
     line = f"{' '.join(taken)}: from {file}" if taken else ""

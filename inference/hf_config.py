@@ -21,11 +21,11 @@ from inference.architectures import ARCHITECTURES, MIXTRAL, Architecture, Huggin
 from run.checkpoint_index import fixed_fields
 from run.presets import not_in_mixtral, why_not_exported
 
-# what null means, where it is not what absence means
+# What null means, where it is not what absence means.
 NULLS = {"sliding_window": 0, "num_key_value_heads": 0}
-# fields that are never 0 there, while 0 has a meaning in MoEConfig
+# Fields that are never 0 there, while 0 has a meaning in MoEConfig.
 NOT_ZERO = {"num_key_value_heads": "as many as heads", "sliding_window": "no window"}
-# of rope_type llama3: field of rope_parameters -> field of GPTConfig
+# With rope_type llama3: field of rope_parameters -> field of GPTConfig.
 LLAMA3_ROPE = {
     "factor": "rotary_factor",
     "low_freq_factor": "rotary_low_frequency",
@@ -80,7 +80,7 @@ def read_fields(hf_config: dict, architecture: Architecture) -> MoEConfig:
     for theirs, ours in architecture.fields.items():
         kind = int if ours in INTEGERS else float
         value = read_number(hf_config, theirs, kind, architecture.missing)
-        # three fields of theirs are our dropout: the largest counts
+        # Three fields of theirs are our dropout: the largest counts.
         fields[ours] = max(value, fields.get(ours, 0))
     for theirs, (ours, values) in architecture.choices.items():
         fields[ours] = values[one_of(hf_config, theirs, tuple(values))]
@@ -152,7 +152,7 @@ def read_number(hf_config: dict, field: str, kind: type, missing: dict[str, floa
             value = NULLS.get(field, value)
     if value is None:
         raise HuggingFaceError(f"{field} is missing")
-    # type(), because true is an int; NaN fails the comparison
+    # type(), because true is an int; NaN fails the comparison.
     if type(value) not in (int, kind) or not 0 <= value < 1e30:
         expected = "an integer" if kind is int else "a number"
         raise HuggingFaceError(
@@ -215,7 +215,7 @@ def differences(config: MoEConfig, architecture: Architecture) -> list[str]:
     except HuggingFaceError as e:
         return [str(e)]
     fields = fixed_fields(config)
-    # it only chooses defaults of other fields, and these are compared
+    # It only chooses defaults of other fields, and these are compared.
     del fields["llama"]
     return [f"{name} {value}" for name, value in fields.items() if described.get(name) != value]
 
@@ -237,7 +237,7 @@ def write_fields(config: MoEConfig, architecture: Architecture) -> dict:
 
 
 def write_rotary(config: MoEConfig) -> dict:
-    """For transformers 5, and for 4."""
+    """The fields for transformers 5, and those for 4."""
     theta = {"rope_theta": config.rotary_base}
     if config.rotary_factor == 1:
         return theta | {"rope_parameters": {"rope_type": "default"} | theta}
@@ -252,6 +252,6 @@ def to_hf_config(config: MoEConfig) -> dict:
     if why := why_not_exported(config):
         raise HuggingFaceError(why)
     hf_config = write_fields(config, architecture_of(config))
-    # the end-of-text token of bytes, and of GPT-2's vocabulary
+    # The end-of-text token of bytes, and of GPT-2's vocabulary.
     end_of_text = {257: 256, 50257: 50256}.get(config.vocab_size)
     return hf_config | {"bos_token_id": end_of_text, "eos_token_id": end_of_text}

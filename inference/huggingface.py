@@ -32,7 +32,6 @@ from typing import Annotated, NamedTuple, TypedDict
 
 import torch
 from msgspec import Meta
-from run.tokenizer_files import beside
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -50,6 +49,7 @@ from inference.architectures import (
 )
 from inference.hf_config import architecture_of, read_json, refused, to_gpt_config, to_hf_config
 from run import checkpoint
+from run.checkpoint import beside
 from run.checkpoint_index import check_sizes, read_header
 from run.tokenizer import (
     BUILT_IN,
@@ -66,7 +66,7 @@ from run.tokenizer import (
 from run.tokenizer_json import as_bytes, files_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# the dtypes that are imported, as safetensors names them
+# The dtypes that are imported, as safetensors names them.
 STORED = ("F32", "BF16", "F16")
 
 
@@ -128,7 +128,7 @@ def stored_tensors(folder: Path, architecture: Architecture) -> dict[str, Stored
 class Source(NamedTuple):
     """Where one of our parameters comes from."""
 
-    # one or, of experts, one for each
+    # One or, of experts, one for each.
     tensors: list[StoredTensor]
     location: Location
 
@@ -147,7 +147,7 @@ def match(folder: Path, config: MoEConfig) -> dict[str, Source]:
     missing, left over or different."""
     architecture = architecture_of(config)
     stored = stored_tensors(folder, architecture)
-    # some files hold a tied matrix twice
+    # Some files hold a tied matrix twice.
     head = stored.pop("lm_head.weight", None) if config.tied else None
     for short in [short for short in stored if re.fullmatch(architecture.ignored, short)]:
         del stored[short]
@@ -204,7 +204,7 @@ def is_folder(path: "Path | str") -> bool:
             and not (path / "index.json").is_file()
             and not (path / "checkpoints").is_dir()
         )
-    # a name that is too long, a folder without permission
+    # A name that is too long, a folder without permission.
     except OSError:
         return False
 
@@ -235,7 +235,7 @@ def building(target: Path) -> Iterator[Path]:
     """A folder to write into, which takes the target's name when the body succeeds, and is removed
     otherwise. Raises HuggingFaceError."""
     target = Path(target).resolve()
-    # not with_name: / has no name
+    # Not with_name: / has no name.
     folder = target.parent / f".{target.name}.writing"
     errors = OSError, SafetensorError, checkpoint.CheckpointError, TokenizerError
     with (
@@ -244,7 +244,7 @@ def building(target: Path) -> Iterator[Path]:
     ):
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
             raise HuggingFaceError(f"{target} exists, and is not an empty folder")
-        # left by a process that was killed
+        # Left by a process that was killed.
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         yield folder
@@ -259,7 +259,7 @@ def import_folder(hf_dir: Path, path: Path) -> MoEConfig:
     if Path(name).name == "tokenizer.json":
         name = str(Path(path).resolve() / "tokenizer.json")
     state = {
-        # the shape of the model stands in `model`
+        # The shape of the model stands in `model`.
         "config": {"model": architecture_of(config).preset, "tokenizer": name},
         "model": dataclasses.asdict(config),
         "tokens": 0,
@@ -268,7 +268,7 @@ def import_folder(hf_dir: Path, path: Path) -> MoEConfig:
     }
     if tokenizer:
         state["tokenizer"] = dataclasses.asdict(record(tokenizer))
-    # on the meta device: `checkpoint.write` reads each one when its file is written
+    # On the meta device: `checkpoint.write` reads each one when its file is written.
     parameters = {
         f"model.{name}": parameter.detach()
         for name, parameter in empty_model(config).named_parameters()
@@ -353,7 +353,7 @@ def write_file(
     HuggingFaceError."""
     stacked = {name: torch.empty(tensor.shape, dtype=dtype) for name, tensor in theirs.items()}
     views = {}
-    # (a view whose rows stand head by head, what they are read into)
+    # (a view whose rows stand head by head, what they are read into).
     copies = []
     for name, tensor in theirs.items():
         for ours, location in tensor.parts.items():
@@ -374,7 +374,7 @@ def write_file(
                 f"{name} has values beyond 65504, the largest in fp16; --dtype bf16 has them"
             )
     save_file(tensors, file, {"format": "pt"})
-    # safetensors makes files that only their owner can read; these are to be given away
+    # Safetensors makes files that only their owner can read; these are to be given away.
     os.chmod(file, 0o644)
     return list(tensors)
 
@@ -440,14 +440,14 @@ def export_tokenizer(path: Path, folder: Path, config: MoEConfig) -> dict:
         return {}
     try:
         tokenizer = make_tokenizer(name)
-        # a model of another size was not trained with the built-in tokenizer that it names
+        # A model of another size was not trained with the built-in tokenizer that it names.
         if name in BUILT_IN and tokenizer.vocab_size > config.vocab_size:
             return {}
         save_files(files_of(tokenizer), folder)
     except TokenizerError as e:
         if name not in BUILT_IN:
             raise
-        # tiktoken fetches its vocabulary
+        # Tiktoken fetches its vocabulary.
         terminal.say(f"huggingface.py: without a tokenizer: {e}", error=True)
         return {}
     template = beside(path, CHAT_TEMPLATE)

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         else:
             merged = None
             if args.adapter:
-                # loaded by those who use adapters
+                # Loaded by those who use adapters.
                 from inference.merged import MergedModel
 
                 merged = MergedModel(args.source, args.adapter)

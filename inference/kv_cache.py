@@ -56,19 +56,19 @@ class Cache:
         group: the context-parallel ranks that share a prefill."""
         self.columns = columns
         self.group = group
-        # layer -> [b, a_kv, columns, d]
+        # Layer -> [b, a_kv, columns, d].
         self.keys: dict[str, Tensor] = {}
         self.values: dict[str, Tensor] = {}
         # [b], the position of each sequence's newest token; None: prefill
         self.positions: Tensor | None = None
-        # columns that some sequence has filled
+        # Columns that some sequence has filled.
         self.used = 0
         # [b, 1 or a, 1, used], what is added to the scores: -inf for a column that a sequence has
-        # not filled; None: prefill
+        # Not filled; None: prefill.
         self.mask: Tensor | None = None
         # [b, 1], of a prefill: the position of each sequence's last token
         self.last: Tensor | None = None
-        # captured forward passes over the tensors above (cuda_graphs.Graphs)
+        # Captured forward passes over the tensors above (cuda_graphs.Graphs).
         self.graphs = None
 
     def begin_prefill(self, last: list[int]) -> None:
@@ -97,7 +97,7 @@ class Cache:
         has_slopes = local is not None and local.slopes is not None
         positions = self.positions.unsqueeze(1)  # [b, 1]
         columns = self.positions_in(positions, self.used)
-        # a column that is not filled has a negative position
+        # A column that is not filled has a negative position.
         hidden = (columns < 0)[:, None, None]
         like = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)  # [b, 1, 1, used]
         bias = local.between(positions, columns, like) if has_slopes else like
@@ -127,7 +127,7 @@ class Cache:
         if self.columns:
             for stored, new in ((self.keys, k), (self.values, v)):
                 if layer not in stored:
-                    # zeros: a hidden column counts 0 times its value, and 0 times NaN is NaN
+                    # Zeros: a hidden column counts 0 times its value, and 0 times NaN is NaN.
                     stored[layer] = new.new_zeros(*new.shape[:2], self.columns, new.shape[3])
                 if self.group:
                     new = context_parallel.gather(new, self.group, dim=2)
@@ -157,13 +157,13 @@ class Cache:
         rows = torch.arange(len(k), device=k.device)
         for stored, new in ((keys, k), (values, v)):
             stored[rows, :, self.positions % self.columns] = new[:, :, 0]
-        # heads that share a key stand where the tokens of a sequence would: [b, a_kv, a / a_kv, d]
+        # Heads that share a key stand where the tokens of a sequence would: [b, a_kv, a / a_kv, d].
         q = q.reshape(*k.shape[:2], -1, k.shape[3])
         mask = self.mask
         if mask is not None and mask.shape[1] > 1:
             mask = mask.view(*q.shape[:3], -1)
         attention = F.scaled_dot_product_attention
-        # in 16 bits it would round the scores
+        # In 16 bits it would round the scores.
         if q.device.type == "cpu" and q.dtype.itemsize >= 4 and len(keys) * keys.shape[1] >= 32:
             attention = attention_in_one_call
         context = attention(
@@ -176,7 +176,7 @@ class Cache:
         """Copy these rows of the batch into a cache of so many."""
         for stored, target in ((self.keys, smaller.keys), (self.values, smaller.values)):
             for layer, tensor in stored.items():
-                # not into other memory, over which a graph may be captured
+                # Not into other memory, over which a graph may be captured.
                 if layer in target:
                     target[layer].copy_(tensor[rows])
                 else:
@@ -194,7 +194,7 @@ class Caches:
 
     def __init__(self, keeps: bool):
         self.keeps = keeps
-        # (rows, columns, group) -> caches that no batch uses now
+        # (rows, columns, group) -> caches that no batch uses now.
         self.free: dict[tuple, list[Cache]] = defaultdict(list)
 
     def take(self, rows: int, columns: int, group: dist.ProcessGroup | None = None) -> Cache:
@@ -254,7 +254,7 @@ class CachedPositions(nn.Module):
         positions = self.slot.cache.positions
         if positions is None:
             positions = self.slot.cache.prefill_positions(x.shape[1], x.device)
-            # what fills a prompt up may be longer than the context
+            # What fills a prompt up may be longer than the context.
             return x + self.weight[positions.clamp(max=len(self.weight) - 1)]
         return x + self.weight[positions].unsqueeze(1)
 

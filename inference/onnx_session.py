@@ -26,7 +26,7 @@ def need(*packages: str) -> None:
         raise ExportError(f"needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
-# of an input, as onnxruntime names them
+# The types of inputs, as onnxruntime names them.
 TYPES = {"tensor(int64)": np.int64, "tensor(float)": np.float32, "tensor(float16)": np.float16}
 
 
@@ -48,7 +48,7 @@ class Session:
             facts = self.session.get_modelmeta().custom_metadata_map
             self.seq_length, self.window = int(facts["seq_length"]), int(facts["window"])
             self.tokenizer = facts["tokenizer"]
-        # onnxruntime's errors have no class in common
+        # Onnxruntime's errors have no class in common.
         except Exception as e:
             raise ExportError(f"{path} cannot be run: {e}") from None
         self.inputs = [node for node in self.session.get_inputs() if node.name.startswith("past")]
@@ -74,7 +74,7 @@ class Session:
         logits, *present = self.session.run(None, feed)
         for node, x in zip(self.inputs, present):
             axis = node.shape.index("past")
-            # a window ends with the next token, so it has room for one less before that
+            # A window ends with the next token, so one column less is kept before it.
             gone = max(0, x.shape[axis] - (self.window - 1)) if self.window else 0
             self.past[node.name] = np.delete(x, slice(gone), axis) if gone else x
         return logits

@@ -34,7 +34,7 @@ from families import LocalBias
 from inference.kv_cache import attention_in_one_call, power_of_two
 from inference.serve import Piece, Step
 
-# of the keys that a call for decodes gathers on a CPU
+# The most bytes of keys that one call for decodes gathers on a CPU.
 CALL_BYTES = 4 * 2**20
 
 
@@ -46,14 +46,14 @@ class PagedCache:
         self.num_blocks = num_blocks
         self.size = block_size
         self.window = window
-        # layer -> [2, a_kv, blocks * size, d], keys and values
+        # Layer -> [2, a_kv, blocks * size, d], keys and values.
         self.layers: dict[str, Tensor] = {}
-        # where decodes gather keys, and values, of one layer at a time
+        # Where decodes gather keys, and values, of one layer at a time.
         self.buffers: list[Tensor] = []
         # [T] of a step: the position of each row, and its place in the cache
         self.positions: Tensor | None = None
         self.slots: Tensor | None = None
-        # one for each call of attention; together their rows, in order, are the rows of the step
+        # One for each call of attention; together their rows, in order, are the rows of the step.
         self.parts: list[Decodes | Prompt] = []
 
     def begin(
@@ -82,7 +82,7 @@ class PagedCache:
                 blocks[:, :, target] = blocks[:, :, source]
 
     def decodes_table(self, step: Step) -> list[list[int]] | None:
-        """For each sequence of a step that has decodes alone: token, position, slot, number of the
+        """A row for each sequence of a step that only decodes: token, position, slot, number of the
         first block in the table, table. Rows and columns are filled up, so that they are few
         different numbers. None for another step."""
         if any(len(piece.tokens) > 1 for piece in step.pieces):
@@ -153,7 +153,7 @@ class PagedCache:
         if len(self.buffers) <= n:
             self.buffers.append(stored.new_empty(0))
         if len(self.buffers[n]) < count:
-            # new memory would be slow: the system clears each page of it
+            # New memory would be slow: the system clears each page of it.
             self.buffers[n] = stored.new_empty(2 * count)
         out = self.buffers[n][:count].view(len(rows), -1)
         return torch.index_select(stored, 0, rows, out=out)
@@ -168,8 +168,8 @@ class Decodes:
         self.count = len(table)
         self.table = table.flatten()  # [b blocks]
         self.mask = mask
-        # of a sequence that is alone: its keys, without those that fill up the last block; and the
-        # slice of the cache that it is, where its blocks stand next to each other
+        # For a sequence that is alone: its keys, without those that fill up the last block; and the
+        # slice of the cache that it is, where its blocks stand next to each other.
         self.columns = self.span = None
         # [a_kv b blocks], of the blocks of all heads
         self.rows: Tensor | None = None
@@ -208,7 +208,7 @@ class Decodes:
         """q: [b, a, 1, d]; keys, values: of a layer, [a_kv, blocks * size, d] -> [b, a, d]"""
         b, a, _, d = q.shape
         a_kv = len(keys)
-        # query heads that share a key head take the place of the sequence dimension
+        # Query heads that share a key head take the place of the sequence dimension.
         q = q.view(b, a_kv, a // a_kv, d).transpose(0, 1)
         mask = self.mask
         if self.span is not None:
@@ -218,7 +218,7 @@ class Decodes:
         if mask is not None:
             # [1 or a_kv, b, 1 or a / a_kv, S]
             mask = mask.view(b, min(a_kv, mask.shape[1]), -1, mask.shape[3]).transpose(0, 1)
-        # as inference.kv_cache.Cache.attend_decode chooses
+        # inference.kv_cache.Cache.attend_decode chooses in the same way.
         in_one_call = q.device.type == "cpu" and q.dtype.itemsize >= 4 and b * a_kv >= 32
         attention = attention_in_one_call if in_one_call else F.scaled_dot_product_attention
         return attention(q, keys, values, mask).transpose(0, 1).reshape(b, a, d)
@@ -240,16 +240,16 @@ class Prompt:
     def __init__(
         self, cache: PagedCache, pieces: list[Piece], local: LocalBias | None, like: Tensor
     ):
-        """As of Decodes. pieces: one."""
+        """Arguments as in Decodes.of; pieces has one piece."""
         [piece] = pieces
         self.cache = cache
         self.count = len(piece.tokens)
         first = cache.first_block(piece.start)
         self.table = torch.tensor(piece.table[first:], device=like.device)
         end = piece.start + self.count
-        # the keys that are there
+        # The keys that are there.
         self.columns = end - first * cache.size
-        # None: plain causal attention
+        # None: plain causal attention.
         self.mask = None
         if local or piece.start:
             queries = torch.arange(piece.start, end, device=like.device).unsqueeze(0)

@@ -43,14 +43,14 @@ class Ring:
         self.channels = channels
         self.rank = channels.group.rank()
         self.p = channels.group.size()
-        # (work, tensor): the tensor must live until it is sent
+        # (work, tensor): the tensor must live until it is sent.
         self.sending = deque()
 
     def send(self, tensor: Tensor) -> None:
         tensor = tensor.contiguous()
         work = self.channels.send(tensor, (self.rank + 1) % self.p, "F", 0)
         self.sending.append((work, tensor))
-        # what was sent so long ago has been received, for its answer has come round
+        # What was sent so long ago has been received, for its answer has come round.
         self.wait_for_all_but(4 * self.p)
 
     def receive(self, buffer: Tensor) -> Tensor:
@@ -69,17 +69,17 @@ class PipelinedDecoder:
     """Decodes micro-batches on this stage. All stages, and all ranks of the lockstep group, run it
     with as many micro-batches."""
 
-    # generate.ModelRunner of this rank's stages
+    # generate.ModelRunner of this rank's stages.
     runner: Any
     ring: Ring
     micro_batches: list[DecodeBatch]
     params: SamplingParams
-    # as of generate.stream
+    # generate.stream explains it.
     lockstep: dist.ProcessGroup | None
     observe: Observer | None = None
-    # micro-batch -> the tokens of its current forward pass [b, s]
+    # Micro-batch -> the tokens of its current forward pass [b, s].
     inputs: dict[int, Tensor] = field(default_factory=dict)
-    # micro-batch -> the tokens sampled for it [b], on the last stage
+    # Micro-batch -> the tokens sampled for it [b], on the last stage.
     sampled: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -92,7 +92,7 @@ class PipelinedDecoder:
         for m in unfinished:
             self.start_step(m)
         while unfinished:
-            # the rounds of virtual stages
+            # The rounds of virtual stages.
             for chunk in range(1, len(self.runner.stages)):
                 for m in unfinished:
                     self.forward(chunk, m)
@@ -139,7 +139,7 @@ class PipelinedDecoder:
         else:
             b = len(batch.sequences)
             tokens = self.ring.receive(torch.empty(b, dtype=torch.long, device=self.runner.device))
-            # the last stage has them
+            # The last stage has them.
             if self.ring.rank < self.ring.p - 2:
                 self.ring.send(tokens)
         return batch.append(tokens.tolist()), any_unfinished(batch, self.lockstep)

@@ -19,9 +19,10 @@ section 2, call this round-to-nearest.)
 
     bits for a weight, with s and z in 16 bits      int8   8 + 16 / in       int4   4 + 2 * 16 / g
 
-The matrices of attention and of the MLPs get the kind that is asked for. The embedding and the head
-have int8 in both: they are read by the row anyway, and a head in 4 bits costs more of the quality
-than it saves (docs/results.md). Where they are tied they share one matrix. Norms and biases stay.
+The matrices of attention and of the MLPs get the number of bits that is asked for. The embedding
+and the head have int8 in both: they are read by the row anyway, and a head in 4 bits costs more of
+the quality than it saves (docs/results.md). Where they are tied they share one matrix. Norms and
+biases stay.
 
 Naive: make W again, then multiply (`dequantized`). Fast: a kernel that reads the whole numbers and
 makes W in registers (`by_kernel`; for CPUs in bfloat16). inference/weight_layouts.py measures them.
@@ -52,7 +53,7 @@ from base.model_config import FieldError, MoEConfig
 from inference import weight_layouts
 
 GROUP = 32
-# what the kernels know
+# What the kernels know.
 GROUPS = (32, 64, 128, 256)
 # From so many rows of x on, W made once costs less than a kernel that makes it for each few rows.
 MANY_ROWS = 16
@@ -94,7 +95,7 @@ class Int8Matrix:
         return self.q[numbers].to(self.scale.dtype) * self.scale[numbers].unsqueeze(-1)
 
     def layouts(self) -> list[Callable]:
-        # it reads 16 numbers of a row at a time, and does not stop at the end of one
+        # It reads 16 numbers of a row at a time, and does not stop at the end of one.
         has_kernel = self.shape[1] % 16 == 0 and self.scale.dtype != torch.float64
         return [dequantized, by_kernel] if has_kernel else [dequantized]
 
@@ -115,7 +116,7 @@ class Int8Matrix:
 
 def row_scale(w: Tensor) -> Tensor:
     """[out, in] -> [out]: the step of each row."""
-    # torchao's least scale: a row of zeros has one too
+    # Torchao's least scale: a row of zeros has one too.
     return (w.abs().amax(1) / 127.5).clamp(min=torch.finfo(torch.float32).eps)
 
 
@@ -139,7 +140,7 @@ class Int4Matrix:
         groups = fill(w.float(), group, w[:, -1:].float()).unflatten(1, (-1, group))
         scale, zero = group_scale(groups)  # [out, in / g] each
         scale, zero = scale.to(w.dtype), zero.to(w.dtype)
-        # what Q = 0 stands for
+        # What Q = 0 stands for.
         least = (zero.float() - 8 * scale.float()).unsqueeze(2)
         q = ((groups - least) / scale.float().unsqueeze(2)).round_().clamp_(0, 15)
         q = q.flatten(1).to(torch.uint8)
@@ -279,14 +280,14 @@ def quantize(model: gpt.GPT, make: Callable) -> None:
 
 
 def replace_matrix(layer: weight_layouts.DecodeLinear, matrix: Int8Matrix | Int4Matrix) -> None:
-    # a buffer can hold a tensor alone
+    # A buffer can hold a tensor alone.
     del layer.matrix
     layer.matrix = matrix
     layer.layout = dequantized
 
 
 def weight_bytes(*stages: gpt.GPT) -> int:
-    """Of all parameters, and of what took their place. Shared ones count once."""
+    """Bytes of all parameters, and of what took their place. Shared ones count once."""
     found = {}
     for stage in stages:
         for tensor in (*stage.parameters(), *stage.buffers()):

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from base.dropout import hash_
 
-# stands for a token where the logits are not finite
+# Stands for a token where the logits are not finite.
 DIVERGED = -1
 
 
@@ -70,7 +70,7 @@ def choose(
         z = keep_top_p(z, top_p)
     cumulative = z.softmax(-1).cumsum(-1)  # [b, V]
     total = cumulative[:, -1:]  # [b, 1], 1 up to rounding
-    # u times total may round up to total, which no token would exceed
+    # U times total may round up to total, which no token would exceed.
     largest_target = total.nextafter(torch.zeros_like(total))
     target = torch.minimum(u.to(z.dtype).unsqueeze(-1) * total, largest_target)  # [b, 1]
     tokens = torch.searchsorted(cumulative, target, right=True).squeeze(-1)  # [b]
@@ -87,9 +87,9 @@ def keep_top_p(z: Tensor, top_p: float) -> Tensor:
     """Logits [b, V], -inf but for the most likely tokens that make up probability top_p."""
     ordered, ids = z.sort(descending=True, stable=True)  # [b, V]
     p = ordered.softmax(-1)
-    # the more likely tokens already reach top_p
+    # The more likely tokens already reach top_p.
     beyond = p.cumsum(-1) - p >= top_p
-    # the most likely token always stays
+    # The most likely token always stays.
     beyond[:, 0] = False
     removed = torch.zeros_like(beyond).scatter(-1, ids, beyond)  # back in the order of the ids
     return z.masked_fill(removed, -torch.inf)

@@ -50,11 +50,11 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int):
         """block_size: tokens of a block."""
         self.block_size = block_size
-        # of each block, the number of tables that it stands in
+        # The number of tables that each block stands in.
         self.users = [0] * num_blocks
-        # blocks in no table, the next one to be taken first. Until then their hashes stay
+        # Blocks in no table, the next one to be taken first. Until then their hashes stay.
         self.free = OrderedDict.fromkeys(range(1, num_blocks))
-        # the prefix cache: hash -> block, and block -> {number of its first tokens: their hash}
+        # The prefix cache: hash -> block, and block -> {number of its first tokens: their hash}
         self.block_of: dict[bytes, int] = {}
         self.hashes_of: dict[int, dict[int, bytes]] = defaultdict(dict)
 
@@ -117,11 +117,11 @@ class DrawOptions(NamedTuple):
     """How a request's tokens are drawn, and what is said of them."""
 
     sampling: SamplingParams = SamplingParams()
-    # the key of its random numbers (sampling.keys_of)
+    # The key of its random numbers (sampling.keys_of).
     key: int = 0
-    # the log-probability of each token, and of so many likeliest ones in its place
+    # The log-probability of each token, and of so many likeliest ones in its place.
     log_probs: int | None = None
-    # those of the prompt's tokens too
+    # Whether the prompt's tokens have log-probabilities too.
     of_prompt: bool = False
 
 
@@ -133,7 +133,7 @@ class Request:
     max_tokens: int
     draw: DrawOptions = field(default_factory=DrawOptions)
     end_tokens: tuple[int, ...] = ()
-    # stopped(generated ids): whether the text ends here
+    # stopped(generated ids): whether the text ends here.
     stopped: Callable[[list[int]], bool] | None = None
     adapter: str | None = None
 
@@ -144,13 +144,13 @@ class Sequence:
 
     number: int
     request: Request
-    # its blocks, in order; 0 for one that no later token looks at
+    # Its blocks, in order; 0 for one that no later token looks at.
     table: list[int] = field(default_factory=list)
-    # so many tokens have keys and values in the cache, once the steps in flight have run
+    # So many tokens have keys and values in the cache, once the steps in flight have run.
     computed: int = 0
     hashes: list[bytes] = field(default_factory=list)
     in_flight: bool = False
-    # None, or why it ended: as in inference.batches.NewToken, or `cancelled`
+    # None, or why it ended: as in inference.batches.NewToken, or `cancelled`.
     finish: str | None = None
 
     def __post_init__(self):
@@ -169,7 +169,7 @@ class Sequence:
         return self.block_hash(end - end % size, end, size)
 
     def block_hash(self, start: int, end: int, size: int) -> bytes:
-        # with another adapter, the same tokens have other keys and values
+        # With another adapter, the same tokens have other keys and values.
         parent = self.hashes[start // size - 1] if start else repr(self.request.adapter).encode()
         return hash_of(parent, self.ids[start:end])
 
@@ -181,14 +181,14 @@ class Piece(NamedTuple):
     """The tokens of one sequence in a step."""
 
     number: int
-    # the position of the first one
+    # The position of the first one.
     start: int
     tokens: list[int]
-    # the blocks of all tokens so far
+    # The blocks of all tokens so far.
     table: list[int]
-    # False: the cache has their keys and values already
+    # False: the cache has their keys and values already.
     writes: bool
-    # the token after the last one; None: it is drawn
+    # The token after the last one; None: it is drawn.
     next: int | None
     draw: DrawOptions
 
@@ -196,9 +196,9 @@ class Piece(NamedTuple):
 class Step(NamedTuple):
     """One forward pass."""
 
-    # those of one token first, the shortest sequence before the others
+    # Pieces of one token come first, the shortest sequence before the others.
     pieces: list[Piece]
-    # blocks that are copied before it: (from, to)
+    # Blocks that are copied before it: (from, to).
     copies: list[tuple[int, int]]
     adapter: str | None = None
 
@@ -214,7 +214,7 @@ class Step(NamedTuple):
 
 def most_blocks(tokens: int, block_size: int, budget: int, window: int) -> int:
     """The most blocks that a sequence of so many tokens holds at a time."""
-    # with a window: what a piece looks back at, the piece, the beginning of its first block
+    # With a window: what a piece looks back at, the piece, the beginning of its first block.
     held = min(tokens, window + budget + block_size) if window else tokens
     return -(-held // block_size)
 
@@ -236,11 +236,11 @@ class Scheduler:
         self.stages = stages
         self.window = window
         self.waiting: deque[Sequence] = deque()
-        # the oldest first
+        # The oldest first.
         self.running: list[Sequence] = []
-        # adapter -> the number of its last step
+        # Adapter -> the number of its last step.
         self.turns: dict[str | None, int] = defaultdict(int)
-        # how often a sequence gave up its blocks; tokens that the prefix cache had
+        # How often a sequence gave up its blocks; tokens that the prefix cache had.
         self.preemptions = self.found = 0
 
     def schedule(self) -> Step | None:
@@ -251,23 +251,23 @@ class Scheduler:
             candidates.append(self.waiting[0])
         if not candidates:
             return None
-        # a step has one adapter, and all have their turns
+        # A step has one adapter, and all have their turns.
         adapter = min((s.request.adapter for s in candidates), key=lambda name: self.turns[name])
         ready = [sequence for sequence in ready if sequence.request.adapter == adapter]
-        # decodes first
+        # Decodes first.
         ready.sort(key=lambda sequence: sequence.to_compute > 1)
         step = Step([], [], adapter)
         left = self.budget
-        # the stages of a pipeline divide the sequences among them
+        # The stages of a pipeline divide the sequences among them.
         for sequence in ready[: -(-len(self.running) // self.stages)]:
-            # an earlier one may have taken its blocks
+            # An earlier one may have taken its blocks.
             if left and sequence in self.running:
                 left -= self.place(step, sequence, left)
         while left and self.may_begin(adapter):
             self.running.append(self.waiting.popleft())
             left -= self.place(step, self.running[-1], left)
         self.turns[adapter] = 1 + max(self.turns.values())
-        # one call of attention serves several pieces of one token, if they are about as long
+        # One call of attention serves several pieces of one token, if they are about as long.
         step.pieces.sort(key=lambda p: (1, 0) if len(p.tokens) > 1 else (0, len(p.table)))
         return step if step.pieces else None
 
@@ -286,14 +286,14 @@ class Scheduler:
         """Add a piece of at most `left` tokens to the step. Returns how many it has: 0 where the
         sequence itself had to give up its blocks."""
         for block in self.blocks_found(sequence):
-            # it may be one that an earlier piece of this step fills: each layer writes all keys
-            # and values before it reads them
+            # It may be one that an earlier piece of this step fills: each layer writes all keys
+            # and values before it reads them.
             self.pool.share(block)
             sequence.table.append(block)
             end = min(sequence.computed + self.pool.block_size, len(sequence.ids))
             self.found += end - sequence.computed
             sequence.computed = end
-        # the last token runs in any case: the next one is drawn from its logits
+        # The last token runs in any case: the next one is drawn from its logits.
         start = min(sequence.computed, len(sequence.ids) - 1)
         count = min(left, len(sequence.ids) - start)
         writes = sequence.computed == start
@@ -316,7 +316,7 @@ class Scheduler:
         """Blocks of the prefix cache that have the sequence's next tokens."""
         found = []
         size, at = self.pool.block_size, sequence.computed
-        # whoever asks for the prompt's log-probabilities needs all logits
+        # Whoever asks for the prompt's log-probabilities needs all logits.
         while at % size == 0 and at < len(sequence.ids) and not sequence.request.draw.of_prompt:
             at = min(at + size, len(sequence.ids))
             block = self.pool.block_of.get(sequence.prefix_hash(at, size))
@@ -341,14 +341,14 @@ class Scheduler:
             if youngest is sequence:
                 return False
         if is_shared():
-            # copy on write: others read this block
+            # Copy on write: others read this block.
             shared, table[first] = table[first], self.pool.allocate()
             step.copies.append((shared, table[first]))
             self.pool.release(shared)
         elif kept:
             self.pool.overwrite(table[first], kept)
         while len(table) < self.blocks_for(end):
-            # one sequence alone has neighbours, if it can: they are read without a copy
+            # One sequence alone has neighbours, if it can: they are read without a copy.
             alone = table and len(self.running) == 1 and not self.waiting
             table.append(self.pool.allocate(table[-1] if alone else 0))
         return True
@@ -382,7 +382,7 @@ class Scheduler:
         self.preemptions += 1
 
     def release(self, sequence: Sequence) -> None:
-        # the end of a text goes before its beginning, which others may share
+        # The end of a text goes before its beginning, which others may share.
         for block in reversed(sequence.table):
             if block:
                 self.pool.release(block)

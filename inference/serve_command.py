@@ -21,7 +21,7 @@ from inference.engine import Engine, fail
 from run.config import ConfigError, flag_name
 from run.world import World
 
-# flags that are numbers -> their default, the least, what they are
+# Flags that are numbers -> their default, the least, what they are.
 NUMBERS = {
     "port": (8000, 0, "0: any that is free"),
     "max_sequences": (32, 1, "answers written at a time"),
@@ -33,7 +33,7 @@ NUMBERS = {
     "max_body": (2**20, 1, "bytes of a request"),
     "max_tokens": (None, 1, "where a request does not say (default: 16; of a chat, what is left)"),
 }
-# for so many sequences at a time, at most, the layout of the weights is chosen
+# The layout of the weights is chosen for so many sequences at a time, at most.
 MOST_ROWS = 512
 
 
@@ -95,7 +95,7 @@ def read_keys(path: str | None) -> list[bytes]:
 def run(args: argparse.Namespace, world: World) -> None:
     """What `python -m course.serve` does with flags."""
     try:
-        # generate.py does without their packages
+        # generate.py does without their packages.
         from inference.api import find_models
         from inference.server import Server
     except ModuleNotFoundError as e:
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace, world: World) -> None:
     quantize = cli.open_weights(args, config, adapters)
     if world.rank == 0:
         keys, bound = read_keys(args.api_key_file), bind(args.host, args.port)
-    # an idle server waits for long
+    # An idle server waits for long.
     options = (cli.MONTH, adapters, quantize)
     rows = min(args.max_sequences, MOST_ROWS)
     model, tokenizer, _ = cli.connect(args, world, rows, *options)
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace, world: World) -> None:
         server = Server(engine, tokenizer, models, keys, args)
         return asyncio.run(server.run(bound))
     for number in (signal.SIGTERM, signal.SIGINT):
-        # rank 0 closes the engine
+        # Rank 0 closes the engine.
         signal.signal(number, signal.SIG_IGN)
     try:
         engine.follow()

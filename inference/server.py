@@ -49,12 +49,12 @@ from inference.sampling import SamplingParams, keys_of
 from inference.serve import DrawOptions, Request
 
 PAGE = {"/": "page.html", "/page.js": "page.js", "/page.css": "page.css"}
-# a browser runs the page's script and style, and loads nothing else
+# A browser runs the page's script and style, and loads nothing else.
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
 POLICY += " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-# seconds until a connection that says nothing is closed
+# Seconds until a connection that says nothing is closed.
 IDLE = 75
-# nobody needs a key for these
+# Nobody needs a key for these.
 OPEN = {"/health", *PAGE}
 
 REQUESTS = Counter("serve_requests", "by status of the response", ["status"])
@@ -73,10 +73,10 @@ class Server:
         self.engine, self.tokenizer, self.models = engine, tokenizer, models
         self.keys, self.args = keys, args
         self.about = {"object": "model", "created": int(time.time()), "owned_by": "serve.py"}
-        # answers that have not ended, and how many there may be
+        # Answers that have not ended, and how many there may be.
         self.open = 0
         self.most = args.max_sequences + args.queue
-        # choices to add; one that comes again is cancelled. None: the engine's thread ends
+        # Choices to add; one that comes again is cancelled. None: the engine's thread ends.
         self.to_engine: queue.SimpleQueue[Choice | None] = queue.SimpleQueue()
         self.draining = asyncio.Event()
         self.chats = ThreadPoolExecutor(max_workers=1)
@@ -97,7 +97,7 @@ class Server:
         get("/health", self.health)
         for path in PAGE:
             get(path, self.page)
-        # bytes that are no HTTP get status 400, and no traceback in the log
+        # Bytes that are no HTTP get status 400, and no traceback in the log.
         logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
         options = dict(access_log=None, shutdown_timeout=1, keepalive_timeout=IDLE)
         runner = web.AppRunner(app, handler_cancellation=True, **options)
@@ -111,13 +111,13 @@ class Server:
         steps = loop.run_in_executor(None, self.drive, loop)
         terminal.say(f"{site.name} serves {', '.join(self.models)} (process {os.getpid()})")
         await self.draining.wait()
-        # a client that does not read is not waited for
+        # A client that does not read is not waited for.
         patience = 5.0
         while self.open and patience > 0:
             await asyncio.sleep(0.02)
             patience -= 0 if self.engine.busy else 0.02
         await runner.cleanup()
-        # a template that loops is not waited for
+        # A template that loops is not waited for.
         RENDERER.end()
         self.to_engine.put(None)
         await steps
@@ -150,7 +150,7 @@ class Server:
     async def answer(self, kind: type[Fields], request: web.Request) -> web.StreamResponse:
         """Raises ApiError."""
         if request.content_type != "application/json":
-            # a page of another site could send other types without asking first
+            # A page of another site could send other types without asking first.
             raise ApiError(415, "the header Content-Type must be application/json")
         async with asyncio.timeout(self.args.deadline):
             fields = kind.read(await request.read())
@@ -205,7 +205,7 @@ class Server:
             if fields.n * len(prompts) > self.most:
                 text = f"{fields.n * len(prompts)} answers: at most {self.most}"
                 raise ApiError(400, text, "n" if len(prompts) <= self.most else fields.asked)
-            # equal prompts get different answers
+            # Equal prompts get different answers.
             keys = iter(keys_of([prompt for prompt in prompts for _ in range(fields.n)], seed))
             for prompt in prompts:
                 limit = fields.limit(self.args.max_tokens, longest - len(prompt))
@@ -234,7 +234,7 @@ class Server:
     @web.middleware
     async def guard(self, request: web.Request, handler) -> web.StreamResponse:
         """Whoever may not come in, and whatever goes wrong, gets an error object."""
-        # it stays None where the client has gone away
+        # It stays None where the client has gone away.
         response = None
         try:
             self.admit(request)
@@ -264,7 +264,7 @@ class Server:
             if not is_known and request.path not in OPEN:
                 raise ApiError(401, "no valid API key", None, "invalid_api_key")
         elif self.is_local and not self.is_own(request):
-            # a web page whose name now leads to this machine
+            # A web page whose name now leads to this machine.
             raise ApiError(403, f"{request.host}: ask at the address that the server has printed")
         if (request.content_length or 0) > self.args.max_body:
             raise ApiError(413, f"the body has more than {self.args.max_body} bytes")

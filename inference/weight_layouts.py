@@ -44,9 +44,9 @@ from finetune import adapters
 
 # A layout other than the first takes at most this share of its time.
 CLEARLY_FASTER = 0.95
-# enough matrices to be measured that a cache does not hold them all
+# Enough matrices to be measured that a cache does not hold them all.
 SAMPLE_BYTES = 64 * 2**20
-# at least three rounds
+# At least three rounds.
 SECONDS_TO_MEASURE = 0.5
 
 
@@ -165,7 +165,7 @@ def apply(model: gpt.GPT, texts: int = 1, quantize: Callable | None = None) -> N
     weight = next(model.parameters())
     if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64):
         replace_pointwise(model, weight)
-    # matrices of one kind choose from the same layouts
+    # Matrices that have the same layouts choose together.
     alike = defaultdict(list)
     for module in model.modules():
         if isinstance(module, DecodeLinear):
@@ -198,13 +198,13 @@ def has_adapter(part: nn.Module) -> bool:
 
 def replace_pointwise(model: gpt.GPT, like: Tensor) -> None:
     for parent in list(model.modules()):
-        # it reads the weights of its norms itself
+        # It reads the weights of its norms itself.
         if isinstance(parent, tensor_parallel.ParallelHeadNorms):
             continue
         for name, child in parent.named_children():
             if type(child) is nn.RMSNorm:
                 setattr(parent, name, DecodeRMSNorm(child))
-            # elsewhere a bias is left for the activation to add
+            # Elsewhere a bias is left for the activation to add.
             if isinstance(parent, gpt.MLP) and isinstance(parent.project, DecodeProjections):
                 if type(child) is gpt.GELU:
                     setattr(parent, name, DecodeGELU(like))
@@ -219,7 +219,7 @@ def choose_layouts(layers: list[DecodeLinear], rows: int) -> None:
     `rows` rows. layers: in the order of a step."""
     layouts = layouts_for(layers[0].matrix)
     if rows == 1:
-        # in a step, its calls take longer than they do alone
+        # In a step, its calls take longer than they do alone.
         layouts = [x for x in layouts if x not in (columns_in_onednn, weights_in_onednn)]
     choice = {}
     if len(layouts) > 1:
