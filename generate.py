@@ -48,7 +48,6 @@ from inference.batches import (
     Sequence,
     StopRule,
     any_unfinished,
-    idle_sequence,
     max_over_ranks,
 )
 from inference.kv_cache import Cache, Caches, CacheSlot, caching
@@ -127,17 +126,22 @@ class ModelRunner:
         last token."""
         stage = self.stages[chunk]
         cache.update_mask(self.dtype, self.local)
-        context = Context(rotary=self.rotary_at(cache, x.shape[1]))
-        if stage.embedding is not None:
-            x = stage.embedding(x)  # [b, s, h]
-        for block in stage.blocks.values():
-            x = block(x, context)
+        x = self.through_blocks(stage, cache, x)  # [b, s, h]
         if stage.head is None:
             return x
         # In a prefill only the last tokens need logits.
         if last_column is not None:
             x = at_column(x, last_column, cache)  # [b, 1, h]
         return stage.head(x)[:, 0]  # [b, V]
+
+    def through_blocks(self, stage: GPT, cache: Cache, x: Tensor) -> Tensor:
+        """x: tokens [b, s] on the first stage, else activations [b, s, h] -> [b, s, h]"""
+        context = Context(rotary=self.rotary_at(cache, x.shape[1]))
+        if stage.embedding is not None:
+            x = stage.embedding(x)
+        for block in stage.blocks.values():
+            x = block(x, context)
+        return x
 
     def rotary_at(self, cache: Cache, s: int) -> tuple[Tensor, Tensor] | None:
         """cos and sin for positions [b] of a decoding step, each [b, 1, 1, d]; for a prefill of s
@@ -226,16 +230,15 @@ def stream(
     batches = make_batches(model, prompts, keys, rule, runner, cached, lockstep, cp_group)
     if batches and max_tokens > 0:
         with caching(stages, runner.slot):
-            yield from decode_all(model, runner, batches, params, lockstep, observe)
+            if isinstance(model, GPT):
+                yield from decode(runner, batches[0], params, lockstep, observe)
+            else:
+                ring = Ring(model.channels)
+                yield from PipelinedDecoder(
+                    runner, ring, batches, params, lockstep, observe
+                ).decode()
     for batch in batches:
         batch.end()
-
-
-def decode_all(model: GPT | Pipeline, runner: ModelRunner, batches: list[DecodeBatch], *rest):
-    """The decode loop of one batch, or in a pipeline that of micro-batches. rest: as of `decode`"""
-    if isinstance(model, GPT):
-        return decode(runner, batches[0], *rest)
-    return PipelinedDecoder(runner, Ring(model.channels), batches, *rest).decode()
 
 
 def make_batches(
@@ -254,7 +257,8 @@ def make_batches(
     num_batches = min(p, max_over_ranks(len(prompts), lockstep, runner.device))
     sequences = [Sequence(i, list(ids), key) for i, (ids, key) in enumerate(zip(prompts, keys))]
     while len(sequences) < num_batches:
-        sequences.append(idle_sequence())
+        # It is finished, and joins the collectives of the other ranks.
+        sequences.append(Sequence(-1, [0], 0, "length"))
     config = runner.config
     options = config.seq_length, runner.device, runner.caches, cached, cp_group
     options = *options, config.sliding_window

@@ -12,13 +12,11 @@ Not covered: several adapters merged into one, with weights.
 """
 
 import argparse
-import os
 import shutil
 from pathlib import Path
 
 from base import terminal
 from inference import huggingface, peft_folder
-from inference.huggingface import HuggingFaceError
 from inference.merged import MergedModel
 from moe import empty_model
 from run import checkpoint
@@ -104,18 +102,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0, or 2 with one message."""
-    terminal.prepare()
     args = make_parser().parse_args(argv)
-    try:
-        print(f"{args.out}: {args.run(args)}")
-    except (HuggingFaceError, CheckpointError, OSError) as e:
-        message = str(e)
-        if isinstance(e, OSError):
-            message = f"{terminal.one_line(e.filename or os.curdir)[:80]}: {e.strerror}"
-        terminal.say(terminal.one_line(f"adapters.py: {message}"), error=True)
-        return 2
-    return 0
+    return huggingface.report("adapters.py", lambda: f"{args.out}: {args.run(args)}")
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ class Completion(Fields):
     # The whole answer, and a piece of it.
     objects: ClassVar = ("text_completion", "text_completion")
     asked: ClassVar = "prompt"
-    # How many tokens where nobody says.
+    # max_tokens where neither the request nor --max-tokens says.
     usual: ClassVar = 16
 
     def prompts(self, tokenizer, model: Model, room: int) -> list[list[int]]:

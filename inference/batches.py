@@ -86,11 +86,6 @@ class Sequence:
         return NewToken(self.number, token, self.finish)
 
 
-def idle_sequence() -> Sequence:
-    """What a rank without a prompt decodes, so that it joins the collectives of the others."""
-    return Sequence(-1, [0], 0, "length")
-
-
 def context_start(n: int, seq_length: int) -> int:
     """The first token in the context of a sequence of n tokens: 0 while they fit into seq_length,
     then a multiple of its half."""

@@ -8,7 +8,7 @@
 
     engine.generate(prompts, max_tokens=20)     # the same, for a list of prompts
 
-An answer is the one of generate.py for its prompt alone, greedy or sampled, whoever else is in the
+An answer is the one of generate.py for its prompt alone, greedy or sampled, whatever else is in the
 batch, under any layout (in float64; elsewhere up to rounding: tests/test_engine.py).
 
 Of several ranks, each makes an Engine from its part of the model. Rank 0, the driver, knows the
@@ -55,7 +55,7 @@ from base import compiling, terminal
 from base.attention_kernels import any_shape
 from base.device_queue import to_device
 from base.groups import Groups
-from gpt import GPT, Context
+from gpt import GPT
 from inference.cuda_graphs import Graphs
 from inference.kv_cache import CacheSlot, caching
 from inference.paged_attention import PagedCache
@@ -300,7 +300,7 @@ class Engine:
 
     def close(self) -> None:
         """On the driver: the other ranks stop. The model is as it was."""
-        # The last stage waits until somebody takes what it drew.
+        # The last stage waits until what it drew is received.
         while self.in_flight and not self.link.is_last:
             self.in_flight.popleft()
             self.link.receive_object()
@@ -325,7 +325,7 @@ def check_sizes(
         if value < 1:
             raise ValueError(f"{name} {value}: must be at least 1")
     if num_blocks < 2:
-        raise ValueError(f"num_blocks {num_blocks}: must be at least 2, for block 0 is nobody's")
+        raise ValueError(f"num_blocks {num_blocks}: must be at least 2, for block 0 is scratch")
 
 
 def requests_of(
@@ -547,22 +547,14 @@ class StepRunner(generate.ModelRunner):
             y = self.replay(torch.tensor(table), x)[: len(step.pieces)]
         else:
             tokens = self.cache.begin(step, self.local, self.dtype, self.device)  # [T]
-            y = self.blocks(tokens, x)
+            inputs = tokens.unsqueeze(1) if x is None else x
+            y = self.through_blocks(self.stage, self.cache, inputs)  # [T, 1, h]
         if self.stage.head is None:
             return y
         rows = list(itertools.chain(*rows_of(step)))
         if len(rows) < len(y):
             y = y[rows]
         return y if table else self.stage.head(y)[:, 0]
-
-    def blocks(self, tokens: Tensor, x: Tensor | None) -> Tensor:
-        """tokens: [T] -> [T, 1, h]"""
-        context = Context(rotary=self.rotary_at(self.cache, 1))
-        if self.stage.embedding is not None:
-            x = self.stage.embedding(tokens.unsqueeze(1))  # [T, 1, h]
-        for block in self.stage.blocks.values():
-            x = block(x, context)
-        return x
 
     def replay(self, table: Tensor, x: Tensor | None) -> Tensor:
         """Decodes as a CUDA graph, which is captured where none has a table of this shape. table:
@@ -574,5 +566,7 @@ class StepRunner(generate.ModelRunner):
 
     def decodes(self, table: Tensor, x: Tensor | None = None) -> Tensor:
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        y = self.blocks(self.cache.begin_decodes(table, self.local, like), x)
+        tokens = self.cache.begin_decodes(table, self.local, like)  # [b]
+        inputs = tokens.unsqueeze(1) if x is None else x
+        y = self.through_blocks(self.stage, self.cache, inputs)
         return y if self.stage.head is None else self.stage.head(y)[:, 0]

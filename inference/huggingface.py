@@ -458,6 +458,20 @@ def export_tokenizer(path: Path, folder: Path, config: MoEConfig) -> dict:
     return ids if largest < config.vocab_size else {}
 
 
+def report(name: str, convert: Callable[[], str]) -> int:
+    """Run a command that converts folders, and print what it returns. Exit status: 0, or 2 with one
+    message. name: of the file, for messages."""
+    try:
+        print(convert())
+    except (HuggingFaceError, checkpoint.CheckpointError, OSError) as e:
+        message = str(e)
+        if isinstance(e, OSError):
+            message = f"{terminal.one_line(e.filename or os.curdir)[:80]}: {e.strerror}"
+        terminal.say(terminal.one_line(f"{name}: {message}"), error=True)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
     from inference import huggingface_commands
 

@@ -3,12 +3,11 @@
 import argparse
 import re
 
-from base import terminal
 from inference.architectures import HuggingFaceError
 from inference.hf_config import architecture_of
-from inference.huggingface import DTYPES, export_folder, import_folder
+from inference.huggingface import DTYPES, export_folder, import_folder, report
+from inference.merged import MergedModel
 from moe import empty_model
-from run import checkpoint
 from sharding import num_parameters
 
 
@@ -34,34 +33,25 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str]) -> int:
-    """Exit status: 0, or 2 with one message."""
-    args = make_parser().parse_args(argv)
-    try:
-        if args.command == "import":
-            if args.adapter:
-                raise HuggingFaceError(
-                    "--adapter: is for export; inference.adapters import has its own"
-                )
-            if args.dtype or args.max_shard_size:
-                name = "--dtype" if args.dtype else "--max-shard-size"
-                raise HuggingFaceError(f"{name}: is for export; an imported model is fp32")
-            config = import_folder(args.source, args.target)
-        else:
-            merged = None
-            if args.adapter:
-                # Loaded by those who use adapters.
-                from inference.merged import MergedModel
-
-                merged = MergedModel(args.source, args.adapter)
-            sizes = args.dtype or "fp32", args.max_shard_size or size("5GB")
-            config = export_folder(args.source, args.target, *sizes, merged)
-    except (HuggingFaceError, checkpoint.CheckpointError, OSError) as e:
-        message = str(e)
-        if isinstance(e, OSError):
-            message = f"{terminal.one_line(e.filename)[:80]}: {e.strerror}"
-        terminal.say(terminal.one_line(f"huggingface.py: {message}"), error=True)
-        return 2
+def convert(args: argparse.Namespace) -> str:
+    """Returns what was written. Raises HuggingFaceError, CheckpointError or OSError."""
+    if args.command == "import":
+        if args.adapter:
+            raise HuggingFaceError(
+                "--adapter: is for export; inference.adapters import has its own"
+            )
+        if args.dtype or args.max_shard_size:
+            name = "--dtype" if args.dtype else "--max-shard-size"
+            raise HuggingFaceError(f"{name}: is for export; an imported model is fp32")
+        config = import_folder(args.source, args.target)
+    else:
+        merged = MergedModel(args.source, args.adapter) if args.adapter else None
+        sizes = args.dtype or "fp32", args.max_shard_size or size("5GB")
+        config = export_folder(args.source, args.target, *sizes, merged)
     count = num_parameters(empty_model(config))
-    print(f"{args.target}: {architecture_of(config).name}, {count:,} parameters")
-    return 0
+    return f"{args.target}: {architecture_of(config).name}, {count:,} parameters"
+
+
+def main(argv: list[str]) -> int:
+    args = make_parser().parse_args(argv)
+    return report("huggingface.py", lambda: convert(args))

@@ -44,8 +44,8 @@ from inference.sampling import SamplingParams
 
 
 class BlockPool:
-    """Which block of the cache belongs to whom. Block 0 belongs to nobody: it fills tables up, and
-    takes what is not to be kept."""
+    """Which block of the cache belongs to which sequence. Block 0 is scratch: it pads tables and
+    absorbs discarded writes."""
 
     def __init__(self, num_blocks: int, block_size: int):
         """block_size: tokens of a block."""
@@ -127,7 +127,7 @@ class DrawOptions(NamedTuple):
 
 @dataclass
 class Request:
-    """What somebody asks for."""
+    """A prompt, and how its answer is drawn and ends."""
 
     prompt: list[int]
     max_tokens: int
@@ -251,7 +251,7 @@ class Scheduler:
             candidates.append(self.waiting[0])
         if not candidates:
             return None
-        # A step has one adapter, and all have their turns.
+        # A step has one adapter; adapters take turns.
         adapter = min((s.request.adapter for s in candidates), key=lambda name: self.turns[name])
         ready = [sequence for sequence in ready if sequence.request.adapter == adapter]
         # Decodes first.

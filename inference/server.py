@@ -68,7 +68,7 @@ class Server:
     """An engine behind an address."""
 
     def __init__(self, engine: Engine, tokenizer, models: dict[str, Model], keys: list, args):
-        """models: by name, the base first. keys: whoever has one may ask; empty: everybody. args:
+        """models: by name, the base first. keys: of the clients that may ask; empty: all may. args:
         of inference/serve_command.py."""
         self.engine, self.tokenizer, self.models = engine, tokenizer, models
         self.keys, self.args = keys, args
@@ -155,8 +155,8 @@ class Server:
         async with asyncio.timeout(self.args.deadline):
             fields = kind.read(await request.read())
         model = self.model_of(fields.model)
-        # A long text takes seconds to be encoded, and a template takes what it likes: completions
-        # do not wait for chats.
+        # To encode a long text takes seconds, and a template may take longer: completions do not
+        # wait for chats.
         pool = self.chats if kind is ChatCompletion else None
         loop = asyncio.get_running_loop()
         late = ApiError(504, f"not answered within {self.args.deadline} s", None, "deadline")
