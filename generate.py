@@ -230,15 +230,16 @@ def stream(
     batches = make_batches(model, prompts, keys, rule, runner, cached, lockstep, cp_group)
     if batches and max_tokens > 0:
         with caching(stages, runner.slot):
-            if isinstance(model, GPT):
-                yield from decode(runner, batches[0], params, lockstep, observe)
-            else:
-                ring = Ring(model.channels)
-                yield from PipelinedDecoder(
-                    runner, ring, batches, params, lockstep, observe
-                ).decode()
+            yield from decode_all(model, runner, batches, params, lockstep, observe)
     for batch in batches:
         batch.end()
+
+
+def decode_all(model: GPT | Pipeline, runner: ModelRunner, batches: list[DecodeBatch], *rest):
+    """The decode loop of one batch, or in a pipeline that of micro-batches. rest: as in `decode`."""
+    if isinstance(model, GPT):
+        return decode(runner, batches[0], *rest)
+    return PipelinedDecoder(runner, Ring(model.channels), batches, *rest).decode()
 
 
 def make_batches(

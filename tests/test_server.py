@@ -4,7 +4,6 @@ lm-eval's local-completions, a browser. Its answers are those of generate.py."""
 import asyncio
 import contextlib
 import json
-import os
 import re
 import shutil
 import signal
@@ -429,10 +428,10 @@ def test_a_template_that_shows_no_end_of_a_turn_is_asked(place, capsys):
     assert cli.main(argv) == 0 and "5 tokens" in capsys.readouterr().err
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def hostile(place):
     """A server whose model's template does on some messages what it should not."""
-    shutil.copytree("chat", "hostile", dirs_exist_ok=True)
+    shutil.copytree("chat", "hostile")
     Path("hostile/chat_template.jinja").write_text(TEXT)
     server = Address("--checkpoint", "hostile", "--deadline", "60").wait()
     yield server
@@ -455,11 +454,9 @@ def test_refused_chats_leave_the_server_as_it_was(hostile):
     long, each of them. Afterwards the server gives the answers that it gave before."""
     before, limit = post(hostile, CHAT, chat_of("hello")), memory(hostile)
     assert before[0] == 200
-    for name in ("loop", "long", "deep"):
-        # the tests of HOSTILE hurry
-        reason = test_rendering.HOSTILE[name][1].replace("than 1 s", "than 5 s")
+    for name in ("long", "deep"):
         status, body, _ = post(hostile, CHAT, chat_of(name))
-        assert status == 400 and reason in body["error"]["message"], name
+        assert status == 400 and test_rendering.HOSTILE[name][1] in body["error"]["message"]
     with ThreadPoolExecutor(64) as pool:
         long = chat_of("hello", 5000)
         answers = list(pool.map(lambda _: post(hostile, CHAT, long), range(128)))
@@ -654,18 +651,6 @@ def test_load(words):
     assert "0 wrong answers" in found.stdout
 
 
-def test_a_cache_beyond_the_memory(place, capsys):
-    flags = dict(data="text.txt", seq_length=64, steps=1, warmup_steps=0)
-    (place / "text.txt").write_text("one two three " * 100)
-    assert small_run.run(*small_run.flags(out="one", **flags)) == 0
-    capsys.readouterr()
-    words = [sys.executable, "-m", "inference.serve", "--checkpoint", "one", "--blocks", str(2**30)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    found = subprocess.run(words, capture_output=True, text=True, env=environment)
-    assert found.returncode == 2 and found.stderr.count("\n") == 1
-    assert "serve.py: --blocks 1073741824: keys and values take" in found.stderr
-
-
 def test_sigterm_lets_answers_end(servers, endless):
     """Whoever is answered gets the rest, nobody else comes in, and the status is 0."""
     server, strict = servers
@@ -757,6 +742,7 @@ def test_a_rank_dies(place, endless):
         ("--tp 2", "--nproc-per-node 2 would fit"),
         ("--cp 2", "an engine has --tp and --pp alone"),
         ("--blocks 1", "--blocks 1: must be at least 2"),
+        ("--blocks 1073741824", "serve.py: --blocks 1073741824: keys and values take"),
         ("--port 70000", "0 is a free one"),
         ("--max-tokens 0", "--max-tokens 0: must be at least 1"),
         ("--api-key-file nowhere", "cannot be read"),
