@@ -236,7 +236,7 @@ def stream(
 
 
 def decode_all(model: GPT | Pipeline, runner: ModelRunner, batches: list[DecodeBatch], *rest):
-    """The decode loop of one batch, or in a pipeline that of micro-batches. rest: as in `decode`."""
+    """The decode loop for one batch, or in a pipeline for micro-batches. rest: as in `decode`."""
     if isinstance(model, GPT):
         return decode(runner, batches[0], *rest)
     return PipelinedDecoder(runner, Ring(model.channels), batches, *rest).decode()
