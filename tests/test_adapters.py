@@ -352,7 +352,7 @@ def flags_of(folder: Path, **flags) -> list[str]:
 
 
 def run(argv: list[str]) -> int:
-    return small_run.run(*(["finetune.adapters", "train"] if "--peft" in argv else []), *argv)
+    return small_run.run(*(["finetune.adapters"] if "--peft" in argv else []), *argv)
 
 
 def losses(run: Path) -> list[float]:
@@ -366,7 +366,7 @@ def test_a_checkpoint_is_the_adapter_and_loads_under_another_layout(base, tmp_pa
     assert run(flags_of(base, out=one, **peft | dict(steps=4))) == 0
     two = tmp_path / "two"
     flags = flags_of(base, out=two, tp=4, **peft)
-    done = processes.run(["finetune.adapters", "train", *flags], world=4)
+    done = processes.run(["finetune.adapters", *flags], world=4)
     assert done.returncode == 0, done.stderr
     assert (two / "sample.txt").read_text()
     index = checkpoint.read_index(checkpoint.find(two))

@@ -678,7 +678,7 @@ def test_adapters_by_request(place, capsys):
     flags = dict(data="text.txt", seq_length=64, steps=1, warmup_steps=0)
     assert small_run.run(*small_run.flags(out="base", **flags)) == 0
     flags |= dict(load="base", peft="lora", lr=0.5, steps=3)
-    assert small_run.run("finetune.adapters", "train", *small_run.flags(out="lora", **flags)) == 0
+    assert small_run.run("finetune.adapters", *small_run.flags(out="lora", **flags)) == 0
     names = ["--checkpoint", "base", "--adapter", "fr=lora"]
     server = Address(*names, "--host", "0.0.0.0", "--max-tokens", "7")
     lines = [{"prompt": "x1 = "}, {"prompt": "x1 = ", "adapter": "fr"}, {"prompt": "x2"}]
