@@ -35,7 +35,7 @@ def merge_adapter(base: str, path: str, out: str) -> str:
     checkpoint.verify(model.base)
     files = {}
     hashes = {}
-    # an adapter of conversations has a chat template, which its base may lack
+    # An adapter of conversations has a chat template, which its base may lack.
     for source in (model.base, model.adapter.path):
         index = checkpoint.read_index(source)
         files |= verify_tokenizer(source, index)
@@ -43,15 +43,9 @@ def merge_adapter(base: str, path: str, out: str) -> str:
     run = dict(model.index["config"])
     if "tokenizer.json" in files:
         run["tokenizer"] = str(Path(out).resolve() / "tokenizer.json")
-    state = {
-        "config": run,
-        "model": model.index["model"],
-        "tokens": 0,
-        "corpus": None,
-        "optimizer": None,
-        "tokenizer": model.index.get("tokenizer", {}) | {"files": hashes},
-    }
-    # on the meta device: `checkpoint.write` reads each one when its file is written
+    state = huggingface.untrained(run, model.index["model"])
+    state["tokenizer"] = model.index.get("tokenizer", {}) | {"files": hashes}
+    # On the meta device: `checkpoint.write` reads each one when its file is written.
     parameters = {f"model.{n}": p.detach() for n, p in empty_model(model.config).named_parameters()}
     with huggingface.building(out) as folder:
         checkpoint.write(

@@ -106,7 +106,7 @@ class Output(NamedTuple):
     finish: str | None
     # The drawn token's, also where it ends the text.
     log_prob: LogProb | None = None
-    # Those of the prompt's tokens but the first; with the first output.
+    # The prompt's tokens but the first; with the first output.
     of_prompt: list[LogProb] | None = None
 
 
@@ -133,9 +133,10 @@ class Engine:
         config = stages[0].config
         window = config.sliding_window
         if num_blocks is None:
-            longest = most_blocks(config.seq_length, max(1, block_size), budget, window)
+            longest = most_blocks(config.seq_length, block_size, budget, window)
             num_blocks = 1 + max_sequences * longest
-        check_sizes(stages, max_sequences, budget, block_size, num_blocks)
+        if len(stages) > 1:
+            raise ValueError(f"{len(stages)} virtual stages on a rank: an engine runs one")
         self.config = config
         self.stages = stages
         groups = groups or Groups()
@@ -314,20 +315,6 @@ class Engine:
         self.link.close()
 
 
-def check_sizes(
-    stages: list[GPT], max_sequences: int, budget: int, block_size: int, num_blocks: int
-) -> None:
-    """Raises ValueError, naming what to change."""
-    if len(stages) > 1:
-        raise ValueError(f"{len(stages)} virtual stages on a rank: an engine runs one")
-    sizes = dict(max_sequences=max_sequences, budget=budget, block_size=block_size)
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{name} {value}: must be at least 1")
-    if num_blocks < 2:
-        raise ValueError(f"num_blocks {num_blocks}: must be at least 2, for block 0 is scratch")
-
-
 def requests_of(
     prompts: list[list[int]],
     max_tokens: int,
@@ -474,7 +461,7 @@ def unpacked(receive: Callable[[Tensor], object], device: torch.device):
         rest = message.new_empty(LENGTH + length - FIRST)
         receive(rest)
         message = torch.cat((message, rest))
-    # From a rank of this engine.
+    # It comes from a rank of this engine.
     return pickle.loads(message[LENGTH:].cpu().numpy().tobytes())
 
 

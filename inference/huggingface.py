@@ -251,6 +251,12 @@ def building(target: Path) -> Iterator[Path]:
         os.rename(folder, target)
 
 
+def untrained(run: dict, model: dict) -> dict:
+    """The state of a checkpoint that no run has written. run: its config; model: the fields of its
+    MoEConfig."""
+    return {"config": run, "model": model, "tokens": 0, "corpus": None, "optimizer": None}
+
+
 def import_folder(hf_dir: Path, path: Path) -> MoEConfig:
     """Write the model in a Hugging Face folder as a checkpoint at `path`: float32, step 0, no
     optimizer moments. Raises HuggingFaceError."""
@@ -258,14 +264,9 @@ def import_folder(hf_dir: Path, path: Path) -> MoEConfig:
     tokenizer = open_tokenizer(name, Path(hf_dir), config)
     if Path(name).name == "tokenizer.json":
         name = str(Path(path).resolve() / "tokenizer.json")
-    state = {
-        # The shape of the model stands in `model`.
-        "config": {"model": architecture_of(config).preset, "tokenizer": name},
-        "model": dataclasses.asdict(config),
-        "tokens": 0,
-        "corpus": None,
-        "optimizer": None,
-    }
+    # The shape of the model stands in `model`.
+    run = {"model": architecture_of(config).preset, "tokenizer": name}
+    state = untrained(run, dataclasses.asdict(config))
     if tokenizer:
         state["tokenizer"] = dataclasses.asdict(record(tokenizer))
     # On the meta device: `checkpoint.write` reads each one when its file is written.

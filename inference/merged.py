@@ -100,9 +100,9 @@ class MergedModel:
         self.config, self.index = checkpoint.read_model(self.base)
         check_base(self.adapter, self.base, self.config)
         self.values = self.adapter.values()
-        # of an adapter that was trained on conversations
+        # None, unless the adapter was trained on conversations.
         self.chat_template = beside(self.adapter.path, CHAT_TEMPLATE)
-        # of the parameters that were read, those that the adapter changes
+        # The parameters that were read and that the adapter changes.
         self.changed: set[str] = set()
 
     def read(self, name: str) -> Tensor:

@@ -67,19 +67,19 @@ from run.tokenizer import CHAT_TEMPLATE
 
 PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
-# their modules that hold query, key and value
+# Their modules that hold query, key and value.
 FUSED = ("c_attn", "query_key_value")
-# what messages call the methods that peft has
+# What messages call the methods that peft has.
 NAMES = {"lora": "LoRA", "ia3": "IA3"}
-# fields of adapter_config.json that change nothing here: where the adapter comes from, ..
+# Fields of adapter_config.json that change nothing here: where the adapter comes from, ..
 IGNORED = {"auto_mapping", "peft_version", "base_model_name_or_path", "revision", "task_type"}
 # .. how peft runs, and how it finds a weight stored (which it looks up itself), ..
 IGNORED |= {"inference_mode", "runtime_config", "fan_in_fan_out"}
 # .. how the values began, which are in the file, ..
 IGNORED |= {"init_ia3_weights", "loftq_config", "eva_config"}
-# .. what is used only with megatron_config, or with use_qalora: both are refused
+# .. what is used only with megatron_config, or with use_qalora: both are refused.
 IGNORED |= {"megatron_core", "qalora_group_size"}
-# fields that are a regular expression, or have some as their keys
+# Fields that are a regular expression, or have some as their keys.
 PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules")
 PATTERNS += ("rank_pattern", "alpha_pattern")
 Rank = Annotated[int, Meta(ge=1, lt=2**31)]
@@ -189,7 +189,7 @@ def export_adapter(path: str, base: str, hf_dir: str) -> str:
     check_base(adapter, base, config)
     values = adapter.values()
     collect = lora_tensors if adapter.config.peft == "lora" else ia3_tensors
-    # blocks.0.attention.query.lora.a -> blocks.0.attention.query
+    # blocks.0.attention.query.lora.a -> blocks.0.attention.query.
     adapted = {name.rsplit(".", 2)[0] for name in values}
     tensors = {}
     modules = []
@@ -205,13 +205,13 @@ def export_adapter(path: str, base: str, hf_dir: str) -> str:
             f"{adapter.path}: {min(adapted)} belongs to experts, for which peft has no place;"
             " --peft-targets query key value output would have one"
         )
-    # of the first layer, without its number: mlp.c_proj, self_attn.q_proj
+    # Names without the number of the layer: mlp.c_proj, self_attn.q_proj.
     targets = sorted({".".join(module.split(".")[-2:]) for module in modules})
     told = their_config(adapter, targets, base if huggingface.is_folder(base) else None)
     with building(hf_dir) as folder:
         metadata = {"format": "pt", "targets": " ".join(targets_of(adapter.shapes))}
         save_file(tensors, folder / WEIGHTS, metadata)
-        # safetensors makes files that only their owner can read; these are to be given away
+        # Safetensors makes files that only their owner can read; these are to be given away.
         os.chmod(folder / WEIGHTS, 0o644)
         (folder / "adapter_config.json").write_text(json.dumps(told, indent=1))
         if template := beside(adapter.path, CHAT_TEMPLATE):
@@ -259,7 +259,7 @@ def their_config(adapter: Adapter, targets: list[str], base: str | Path | None) 
         "base_model_name_or_path": str(base) if base else None,
         "inference_mode": True,
         "target_modules": targets,
-        # Conv1D has its weight as [in, out]
+        # Conv1D has its weight as [in, out].
         "fan_in_fan_out": architecture is GPT2,
     }
     if config.peft == "ia3":
@@ -308,15 +308,9 @@ def import_adapter(hf_dir: str, base: str, out: str) -> str:
             raise HuggingFaceError(f"{hf_dir}: {module}: {reason}") from None
     config = our_config(told, values)
     check_values(hf_dir, config, model, values)
-    state = {
-        "config": {"tokenizer": None, "load": str(base)},
-        "model": dataclasses.asdict(model),
-        "tokens": 0,
-        "corpus": None,
-        "optimizer": None,
-        "base": fingerprint(base, model, read_base),
-        "adapter": dataclasses.asdict(config),
-    }
+    run = {"tokenizer": None, "load": str(base)}
+    state = huggingface.untrained(run, dataclasses.asdict(model))
+    state |= {"base": fingerprint(base, model, read_base), "adapter": dataclasses.asdict(config)}
     parameters = {f"model.{name}": value.contiguous() for name, value in values.items()}
     with building(out) as folder:
         checkpoint.write(folder, 0, parameters, state)
@@ -347,7 +341,7 @@ def not_computed(told: PeftConfig, content: dict) -> dict[str, str]:
     if told.peft_type not in ("LORA", "IA3"):
         rules["peft_type"] = "adapters.py has LORA and IA3"
     for name in sorted(content.keys() - {*PeftConfig.__struct_fields__} - IGNORED):
-        # not 0, [] or {}: some fields begin at 0, or are on once they are there
+        # Not 0, [] or {}: some fields begin at 0, or are on once they are there.
         if content[name] is not None and content[name] is not False:
             rules[name] = "adapters.py does not compute that"
     if told.bias != "none":
@@ -423,13 +417,13 @@ def split_lora(
         raise ValueError(
             f"its A and B are {list(a.shape)} and {list(b.shape)}; r and rank_pattern say {rank}"
         )
-    # all modules have one scale here
+    # All modules have one scale here.
     b = b * (scale / told.scale(told.r, told.lora_alpha))
     if target_of(module) in FUSED and (parts := blocks_of(a, b, linears, told, metadata)):
         return parts
     values = {}
     for name, location in linears.items():
-        # a file cannot hold one A under three names
+        # A file cannot hold one A under three names.
         values[f"{name}.lora.a"] = a.clone()
         values[f"{name}.lora.b"] = rows_of(location, b).flatten(0, -2)
     return values
@@ -499,7 +493,7 @@ def our_config(told: PeftConfig, values: dict[str, Tensor]) -> AdapterConfig:
         is_a = name.endswith(".lora.a")
         missing = rank - value.shape[0 if is_a else 1]
         values[name] = F.pad(value, (0, 0, 0, missing) if is_a else (0, missing))
-    # the scale is peft's, told.lora_alpha / told.r; with use_rslora, its α / √r
+    # The scale is peft's, told.lora_alpha / told.r; with use_rslora, its α / √r.
     alpha = told.lora_alpha * rank / told.r
     if told.use_rslora:
         alpha *= math.sqrt(told.r)

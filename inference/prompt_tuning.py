@@ -43,7 +43,7 @@ def infer(args: argparse.Namespace, world) -> None:
         for stage in generate.stages_of(model):
             apply_tables(stage, tables)
     first_ids = config.prompt_tasks.first_ids(model_config.vocab_size)
-    # leaves room for the answer in the model's context
+    # Leaves room for the answer in the model's context.
     limit = max(1, model_config.seq_length + 1 - args.max_tokens)
     examples, records, summary = world.on_rank_0(
         lambda: read_examples(
@@ -144,9 +144,8 @@ def accuracy(config: PromptConfig, answers: list[dict]) -> dict[str, dict]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Learned prompts in use: generate with them, or count right answers."
-    )
+    about = "Learned prompts in use: generate with them, or count right answers."
+    parser = argparse.ArgumentParser(prog="python -m inference.prompt_tuning", description=about)
     parser.add_argument("command", choices=("generate", "evaluate"))
     parser.add_argument(
         "--prompts",

@@ -56,7 +56,7 @@ from inference.sampling import hash_of
 from pipeline_parallel import Pipeline
 from run.config import DTYPES
 
-# tokens of a block of the engine's cache
+# Tokens of a block of the engine's cache.
 BLOCK = 16
 
 
@@ -78,9 +78,9 @@ class Draws:
 
     def __init__(self, num_prompts: int):
         self.num_prompts = num_prompts
-        # for each row of each step the number of its prompt, None where its answer has ended
+        # For each row of each step the number of its prompt, None where its answer has ended.
         self.numbers: list[int | None] = []
-        # one tensor [b] for each step, on the device
+        # One tensor [b] for each step, on the device.
         self.tokens: list[Tensor] = []
         self.log_probs: list[Tensor] = []
 
@@ -89,7 +89,7 @@ class Draws:
         numbers."""
         wide = torch.promote_types(logits.dtype, torch.float32)
         log_p = logits.to(wide).log_softmax(-1)  # [b, V]
-        # where logits are not finite sampled is -1; the decode loop stops at it, after this
+        # Where logits are not finite sampled is -1; the decode loop stops at it, after this.
         drawn = log_p.gather(1, sampled.clamp(min=0).unsqueeze(1)).squeeze(1)  # [b]
         for sequence in batch.sequences:
             self.numbers.append(None if sequence.finish else sequence.number)
@@ -97,7 +97,7 @@ class Draws:
         self.log_probs.append(drawn)
 
     def add(self, number: int, token: int, log_prob: float) -> None:
-        """Of one prompt, from the engine."""
+        """The answer to one prompt, from the engine."""
         self.numbers.append(number)
         self.tokens.append(torch.tensor([token]))
         self.log_probs.append(torch.tensor([log_prob], dtype=torch.float64))
@@ -155,10 +155,10 @@ def write_answers(
                 write_continuously(draws, model, groups, prompts, max_tokens, options)
             else:
                 options |= dict(cached=cached, lockstep=lockstep, observe=draws.observe)
-                # each step goes to `draws`
+                # Each step goes to `draws`.
                 deque(generate.stream(model, prompts, max_tokens, **options), maxlen=0)
     except FloatingPointError:
-        # the other ranks do not know it yet
+        # The other ranks do not know it yet.
         answers = None
     else:
         if hands_in(groups, stage=0 if continuous else -1):
@@ -172,7 +172,7 @@ def write_answers(
 def suits_engine(stages: list[GPT]) -> bool:
     """Whether inference/engine.py can run the model: one stage on each rank. Not on a GPU, where an
     engine made for these answers would capture its CUDA graphs anew."""
-    # a stage in a pipeline may have no parameters, once they are packed
+    # A stage in a pipeline may have no parameters, once they are packed.
     return len(stages) == 1 and all(p.device.type == "cpu" for p in stages[0].parameters())
 
 
@@ -199,7 +199,7 @@ def write_continuously(
 
 
 def check(stage: GPT, prompts: list[list[int]], samples, max_tokens: int) -> None:
-    """Of all ranks' prompts, so that all ranks raise the same. Raises ValueError, naming what to
+    """Check the prompts of all ranks, so that all raise the same. Raises ValueError, naming what to
     change."""
     if len(samples) != len(prompts) or len(set(samples)) != len(samples):
         raise ValueError(
@@ -252,7 +252,7 @@ class Writer:
         self.lockstep = self.groups.dp if spread else None
         tp, pp = self.config.rollout_tp, self.config.rollout_pp
         if tp or pp:
-            # parameters of the copy are not spread over data-parallel ranks
+            # Parameters of the copy are not spread over data-parallel ranks.
             self.lockstep = None
             self.build_copy(tp or 1, pp or 1)
 

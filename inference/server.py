@@ -266,8 +266,6 @@ class Server:
         elif self.is_local and not self.is_own(request):
             # A web page whose name now leads to this machine.
             raise ApiError(403, f"{request.host}: ask at the address that the server has printed")
-        if (request.content_length or 0) > self.args.max_body:
-            raise ApiError(413, f"the body has more than {self.args.max_body} bytes")
         if self.draining.is_set():
             raise ApiError(503, "the server ends")
 

@@ -745,6 +745,7 @@ def test_a_rank_dies(place, endless):
         ("--blocks 1073741824", "serve.py: --blocks 1073741824: keys and values take"),
         ("--port 70000", "0 is a free one"),
         ("--max-tokens 0", "--max-tokens 0: must be at least 1"),
+        ("--budget 0", "--budget 0: must be at least 1"),
         ("--api-key-file nowhere", "cannot be read"),
         ("--api-key-file /dev/null", "has no key in it"),
         ("--weights int4 --group-size 5", "invalid choice"),
