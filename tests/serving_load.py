@@ -1,13 +1,7 @@
-"""Requests by the thousand for inference/serve.py on the loopback address: good ones, bad ones,
+"""Requests by the hundred for inference/serve.py on the loopback address: good ones, bad ones,
 clients that go away, a full queue, preemptions. Nothing leaks (blocks, memory, files), and answers
-are those of generate.py.
+are those of generate.py."""
 
-    python tests/serving_load.py [--requests 2000] [--tp 2] [--pp 2] [--kill]
-
---kill: the last rank is killed half way, and all ranks end with status 1.
-"""
-
-import argparse
 import asyncio
 import json
 import os
@@ -16,11 +10,14 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 
 import aiohttp
+
+import generate
+from inference.answers import encode, text_of
+from inference.loading import find_tokenizer, load_model
 
 ROOT = Path(__file__).parent.parent
 # 69 blocks hold the longest text; those of 16 answers do not always fit
@@ -113,19 +110,14 @@ async def ask(url: str, ranks: list[int], requests: int, kill: bool) -> Load:
             memory = [int(re.search(r"VmRSS:\s+(\d+)", text)[1]) // 1024 for text in statuses]
             files = [len(os.listdir(f"/proc/{pid}/fd")) for pid in ranks]
             print(
-                f"{memory} MiB, {files} files, {used} blocks, {preemptions} preemptions, ", end=""
+                memory, "MiB", files, "files", used, "blocks", preemptions, "preemptions", load.ends
             )
-            print(dict(load.ends), flush=True)
             assert used == 0
         return load
 
 
 def wrong_answers(answers: list, model: str, count: int) -> int:
     """How many of `count` answers are not those of generate.py alone."""
-    import generate
-    from inference.answers import encode, text_of
-    from inference.loading import find_tokenizer, load_model
-
     loaded, index = load_model(model)
     tokenizer = find_tokenizer(model, index)
     wrong = 0
@@ -139,44 +131,19 @@ def wrong_answers(answers: list, model: str, count: int) -> int:
     return wrong
 
 
-def run(model: str, requests: int, tp: int, pp: int, kill: bool) -> tuple[int, int]:
-    """(exit status of the server, wrong answers of 200)"""
+def run(model: str, requests: int, pp: int, kill: bool) -> tuple[int, int]:
+    """(exit status of the server, wrong answers of 200). kill: the last rank, half way."""
     words = ["-m", "inference.serve", "--checkpoint", model, *LIMITS]
-    words += ["--tp", str(tp), "--pp", str(pp)]
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(tp * pp)]
-    command = [sys.executable, *(launcher if tp * pp > 1 else []), *words]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(pp)]
+    command = [sys.executable, *(launcher if pp > 1 else []), *words, "--pp", str(pp)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     url = process.stdout.readline().split()[0]
     ranks = [process.pid]
-    if tp * pp > 1:
+    if pp > 1:
         found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
         ranks = sorted(map(int, found.stdout.split()))
     load = asyncio.run(ask(url, ranks, requests, kill))
     if not kill:
         os.kill(ranks[0], signal.SIGTERM)
     return process.wait(60), wrong_answers(load.answers, model, 200)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, default in (("requests", 2000), ("tp", 1), ("pp", 1)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--kill", action="store_true", help="the last rank, half way")
-    args = parser.parse_args()
-    import test_evaluate
-
-    # long texts, so that clients can leave before the end
-    test_evaluate.CONTEXT = 1024
-    with tempfile.TemporaryDirectory() as folder:
-        test_evaluate.save_model(Path(folder), begins=False)
-        status, wrong = run(folder, args.requests, args.tp, args.pp, args.kill)
-    print(f"the server ended with status {status}; {wrong} wrong answers of 200")
-    sys.exit(wrong > 0 or status != int(args.kill))
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    main()

@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ ROOT = Path(__file__).parent.parent
 aiohttp = pytest.importorskip("aiohttp")
 openai = pytest.importorskip("openai", reason="pyproject.toml names it")
 pytest.importorskip("prometheus_client", reason="pyproject.toml names it")
+import serving_load
 
 KEY = "correct horse"
 PROMPTS = [f"{word} {n}" for n, word in enumerate(["The quick", "hello", "def add", "Größe"] * 8)]
@@ -642,13 +642,10 @@ def test_page(servers, tmp_path):
 # --- the end --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [again("--requests 300"), again("--requests 300 --pp 2 --kill")])
-def test_load(words):
+@pytest.mark.parametrize("pp, kill", [again(1, False), again(2, True)])
+def test_load(pp, kill, place):
     """Nothing leaks, and no answer is wrong."""
-    command = [sys.executable, "tests/serving_load.py", *words.split()]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert "0 wrong answers" in found.stdout
+    assert serving_load.run("chat", 300, pp, kill) == (int(kill), 0)
 
 
 def test_sigterm_lets_answers_end(servers, endless):
