@@ -16,6 +16,7 @@ from pathlib import Path
 
 import processes
 import pytest
+import serving_load
 import small_run
 import test_evaluate
 import test_rendering
@@ -27,9 +28,8 @@ from run.tokenizer import make_tokenizer
 ROOT = Path(__file__).parent.parent
 
 aiohttp = pytest.importorskip("aiohttp")
-openai = pytest.importorskip("openai", reason="pyproject.toml names it")
 pytest.importorskip("prometheus_client", reason="pyproject.toml names it")
-import serving_load
+openai = pytest.importorskip("openai", reason="pyproject.toml names it")
 
 KEY = "correct horse"
 PROMPTS = [f"{word} {n}" for n, word in enumerate(["The quick", "hello", "def add", "Größe"] * 8)]
