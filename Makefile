@@ -44,7 +44,7 @@ figures: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks.rollout $(RESULTS) $(ARGS)
 	$(VENV)/bin/python -m benchmarks.reproduction $(RESULTS) $(ARGS)
 	$(VENV)/bin/python -m benchmarks.fp8 $(RESULTS) $(ARGS)
-	$(VENV)/bin/python -m benchmarks.moe training $(RESULTS) $(ARGS)             # half an hour of this
+	$(VENV)/bin/python -m benchmarks.loss_of_variants experts $(RESULTS) $(ARGS)   # half an hour of this
 	$(VENV)/bin/pip install --quiet transformers
 	$(VENV)/bin/python -m benchmarks.generation $(RESULTS) $(ARGS)
 	$(VENV)/bin/python -m benchmarks.layouts $(RESULTS) $(ARGS)

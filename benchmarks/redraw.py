@@ -15,7 +15,9 @@ from base import terminal
 from benchmarks import report
 
 # the module whose `draw` reads NAME.json, where it has another name
-DRAWN_BY = {"gpu": "gpu_table", "moe_training": "moe"}
+DRAWN_BY = {"gpu": "gpu_table"} | {
+    f"loss_{name}": "loss_of_variants" for name in ("state", "fp8", "experts")
+}
 
 
 def redraw(name: str, figures: Path) -> None:

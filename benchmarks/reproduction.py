@@ -541,8 +541,8 @@ def llama_by_gpu(search: Search) -> list[Ours]:
 
 
 def optimizer_state() -> list[Ours]:
-    state = saved("optimizer_state")["rows"][0]
-    before, after = (state[kind]["bytes_per_parameter"] for kind in ("fp32", "bf16"))
+    state = saved("loss_state")["rows"]
+    before, after = (state[kind]["bytes_per_parameter"]["median"] for kind in ("fp32", "bf16"))
     return [Ours(before / after, f"{before:g} bytes of weights and state over {after:g}")]
 
 

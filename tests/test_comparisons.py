@@ -19,6 +19,8 @@ from benchmarks import kernels, pictures, redraw, report
 
 ROOT = Path(__file__).parent.parent
 COMPARISONS = ROOT / "benchmarks"
+LOSSES = [f"loss_{name}.json" for name in ("experts", "fp8", "state")]
+LOSSES += ["fp8_training.svg", "moe_load.svg", "moe_loss.svg"]
 # (script, arguments beside --toy, files that it writes)
 SCRIPTS = [
     ("activation_memory", [], ["activation_memory.json", "activation_memory.svg"]),
@@ -26,13 +28,11 @@ SCRIPTS = [
     ("fine_tuning", [], ["fine_tuning.json", "fine_tuning.svg"]),
     ("packing", [], ["packing.json", "packing.svg"]),
     ("fp8", [], ["fp8.json", "fp8.svg"]),
-    ("fp8_training", [], ["fp8_training.json", "fp8_training.svg"]),
     ("fsdp", [], ["fsdp.json", "fsdp_time_line.svg"]),
     ("generation", [], ["generation.json", "generation.svg"]),
     ("layouts", ["--ranks", "2"], ["layouts.json", "layouts.svg", "same_loss.svg"]),
-    ("moe", ["training"], ["moe_training.json", "moe_load.svg", "moe_loss.svg"]),
-    ("moe", ["speed"], ["moe_speed.json"]),
-    ("optimizer_state", [], ["optimizer_state.json"]),
+    ("loss_of_variants", [], LOSSES),
+    ("moe", [], ["moe_speed.json"]),
     ("pipeline", [], ["pipeline.json", "pipeline_schedules.svg", "pipeline_bubble.svg"]),
     ("planner", [], ["planner.json", "planner.svg"]),
     ("prompt_tuning", [], ["prompt_tuning.json", "prompt_tuning.svg"]),
@@ -207,18 +207,18 @@ def test_two_checkouts(tmp_path, monkeypatch, capfd):
     "command, words",
     [
         (
-            "optimizer_state --toy --out benchmarks/results",
+            "zero_memory --toy --out benchmarks/results",
             "--toy does not overwrite measured results",
         ),
-        ("optimizer_state --steps 0", "--steps 0: must be at least 1"),
-        ("optimizer_state --out Makefile", "--out Makefile: File exists; name a folder"),
+        ("zero_memory --ranks 0", "--ranks 0: must be at least 1"),
+        ("zero_memory --out Makefile", "--out Makefile: File exists; name a folder"),
         ("single_device --out runs --other tests", "has no train.py"),
         ("context --out runs works", "works: not known; there are work, bytes"),
         # before the first model is measured
         ("quantization --out runs --models tests", "has no index.json"),
         ("quantization --out runs --models tests --sequences 1", "--sequences 1: a"),
         ("fp8 --out runs --steps 1", "--steps 1: must be at least 2"),
-        ("moe training --out runs --steps 200", "300 would do"),
+        ("loss_of_variants experts --out runs --steps 200", "300 would do"),
         ("layouts --out runs --steps 3", "name more"),
     ],
 )

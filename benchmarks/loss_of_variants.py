@@ -1,0 +1,341 @@
+"""What a variant does to the loss: 16-bit optimizer state, FP8, experts, each beside its base.
+
+    python -m benchmarks.loss_of_variants [state fp8 experts] [--seeds 3] [--steps N] [--lr LR]
+
+A group has a base, its first variant, and runs that differ from it in one thing. A seed sets the
+weights and the order of samples, the same for all variants. Compared is the held-out loss after the
+last step. Rounding alone makes two runs differ, so look at the spread.
+
+    state      the default model in bf16: --optimizer-state fp32 and bf16; 500 steps of 8 sequences
+    fp8        the default model, FP8 emulated: bf16; bf16 in two micro-batches, which shows what
+               rounding alone does; three recipes; gradients in e4m3 instead of e5m2
+    experts    a small Llama (h 64, L 2, s 128), dense and with experts in layer 1, one for each
+               token: so training FLOPs differ by the router's alone, 6 h E for each token and layer
+
+At the default rate of 3e-3 the model is at the edge of stability, and rounding alone moves the loss
+by percents; state and fp8 have 1e-3. A run takes one thread and up to 8 minutes. Run again, the
+command goes on with what its files lack: loss_state.json, loss_fp8.json, loss_experts.json.
+
+Figures: docs/figures/fp8_training.svg, docs/figures/moe_load.svg, docs/figures/moe_loss.svg
+"""
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import fp8
+from base import cpu
+from base.model_config import flops_per_token
+from benchmarks import report, steps, style
+from benchmarks.report import spread
+
+# Steps of which a point of a curve is the mean.
+WINDOW = 50
+# Loads count after this many steps; in a shorter run, after half of it.
+SETTLED = 200
+MUTATION = "e4m3 everywhere"
+TOY = steps.TOY | dict(seq_length=32, global_batch_size=8)
+
+
+# --- what is measured beside the loss -------------------------------------------------------------
+
+
+class Watch:
+    """Watches one run: `after_step` is called after each step, `numbers` at the end."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def after_step(self) -> None:
+        pass
+
+    def numbers(self, losses: list[float]) -> dict[str, float]:
+        return {}
+
+
+class StateBytes(Watch):
+    def numbers(self, losses: list[float]) -> dict[str, float]:
+        optimizer = self.trainer.optimizer
+        weights = sum(p.nbytes for p in optimizer.parameters.values())
+        held = weights + steps.state_bytes(optimizer)
+        return {"bytes_per_parameter": held / self.trainer.num_parameters}
+
+
+class Saturation(Watch):
+    """Counts steps in which a tensor had values beyond its scale, and skipped steps."""
+
+    saturated = 0
+
+    def after_step(self) -> None:
+        scaling = self.trainer.fp8
+        self.saturated += bool(scaling) and "fp8_saturated" in scaling.warnings(scaling.report)
+
+    def numbers(self, losses: list[float]) -> dict[str, float]:
+        return {"saturated": self.saturated, "skipped": int(self.trainer.optimizer.skipped)}
+
+
+class Loads(Watch):
+    """Loads of experts over the mean of their layer: of the experts that were chosen, and by the
+    largest logit, of the last routing of each step."""
+
+    def __init__(self, trainer):
+        super().__init__(trainer)
+        # [step][expert layer][expert]
+        self.chosen, self.by_logit = [], []
+        self.last = {}
+        for number, expert_layer in trainer.expert_layers.items():
+            self.watch(number, expert_layer.routing)
+
+    def watch(self, number: int, routing) -> None:
+        original = routing.scores
+
+        def scores(logits: Tensor, training: bool):
+            if training:
+                tokens, num_experts = logits.shape
+                counts = logits.argmax(1).bincount(minlength=num_experts)
+                self.last[number] = (counts * num_experts / tokens).tolist()
+            return original(logits, training)
+
+        routing.scores = scores
+
+    def after_step(self) -> None:
+        if self.last:
+            self.by_logit.append(list(self.last.values()))
+            self.chosen.append(self.trainer.task.statistics()["expert_load"].tolist())
+
+    def numbers(self, losses: list[float]) -> dict[str, float]:
+        c, last = self.trainer.model_config, min(100, len(losses))
+        dense = flops_per_token(dataclasses.replace(c, num_experts=0))
+        # The step at which this run has used the FLOPs of a whole dense run.
+        end = max(last, int(len(losses) * min(1, dense / flops_per_token(c))))
+        found = {"training at the FLOPs of dense": mean(losses[end - last : end])}
+        if not self.chosen:
+            return found
+        begin = SETTLED if len(losses) > SETTLED else len(losses) // 2
+        chosen, by_logit = (torch.tensor(x[begin:]) for x in (self.chosen, self.by_logit))
+        largest = chosen.amax(2)  # [steps, expert layers]
+        return found | {
+            "largest load": largest.max().item(),
+            "mean load": largest.mean().item(),
+            "share of loads up to 1.15": (largest <= 1.15).double().mean().item(),
+            "mean load by logits": by_logit.amax((1, 2)).mean().item(),
+        }
+
+
+# --- groups of variants ---------------------------------------------------------------------------
+
+
+class Group(NamedTuple):
+    """fields: of train.Config, of all variants; the first variant is the base. sequences: of the
+    held-out text; s: tokens of each, by default as many as the model takes."""
+
+    steps: int
+    sequences: int
+    fields: dict
+    watch: Callable
+    variants: dict[str, dict]
+    s: int | None = None
+
+
+SMALL = dict(model="tiny", num_layers=2, hidden_size=64, num_heads=4, ffn_hidden_size=256)
+SMALL |= dict(seq_length=128, global_batch_size=32, precision="fp32", expert_every=2)
+TOP_1 = dict(num_experts=8, router="topk")
+GROUPS = {
+    "state": Group(
+        500,
+        256,
+        dict(precision="bf16", lr=1e-3, global_batch_size=8),
+        StateBytes,
+        {"fp32": dict(optimizer_state="fp32"), "bf16": dict(optimizer_state="bf16")},
+        s=128,
+    ),
+    "fp8": Group(
+        1000,
+        256,
+        dict(precision="bf16", lr=1e-3),
+        Saturation,
+        {
+            "bf16": {},
+            "bf16, other sums": dict(micro_batch_size=8),
+            "current": dict(fp8="current"),
+            "delayed": dict(fp8="delayed"),
+            "block": dict(fp8="block"),
+            MUTATION: dict(fp8="current"),
+        },
+    ),
+    "experts": Group(
+        1500,
+        512,
+        SMALL,
+        Loads,
+        {
+            "dense": {},
+            "sinkhorn, 4 experts": dict(num_experts=4),
+            "sinkhorn, 8 experts": dict(num_experts=8),
+            "sinkhorn at temperature 1, 8 experts": dict(num_experts=8, router_temperature=1.0),
+            "raw top-1, 8 experts": TOP_1 | dict(aux_loss=0.0, z_loss=0.0),
+            "top-1 with losses, 8 experts": TOP_1,
+        },
+    ),
+}
+
+
+def measure(job: tuple) -> tuple[str, str, dict]:
+    """(variant, seed, one run), on one thread. Losses are in nats per byte."""
+    name, variant, seed, fields, toy = job
+    group = GROUPS[name]
+    torch.set_num_threads(1)
+    cpu.set_up()
+    patch = contextlib.nullcontext()
+    if variant == MUTATION:
+        patch = mock.patch.object(fp8.Recipe, "format", lambda self, operand: fp8.E4M3)
+    fields = group.fields | (TOY if toy else {}) | group.variants[variant] | fields
+    with patch:
+        s = None if toy else group.s
+        trainer, training, held_out = steps.on_corpus(fields | dict(seed=int(seed)), s)
+        watch = group.watch(trainer)
+        losses = []
+        for _, loss in steps.losses(trainer, training):
+            losses.append(loss)
+            watch.after_step()
+        run = {"held out": trainer.task.evaluate(held_out, 8 if toy else group.sequences)}
+    run |= {"training": mean(losses[-100:])} | watch.numbers(losses)
+    curve = [mean(losses[i : i + WINDOW]) for i in range(0, len(losses), WINDOW)]
+    return variant, seed, run | {"curve": curve}
+
+
+def row_of(runs: dict[str, dict], base: dict[str, dict]) -> dict:
+    """The spread over seeds of each number of a variant; its held-out loss over that of the base
+    with the same seed; its training curve over that of the base, the mean of the seeds."""
+    names = [name for name in next(iter(runs.values())) if name != "curve"]
+    row = {name: spread([run[name] for run in runs.values()]) for name in names}
+    pairs = [(run, base[seed]) for seed, run in runs.items() if seed in base]
+    if pairs:
+        row["over base"] = spread([run["held out"] / b["held out"] for run, b in pairs])
+        curves = torch.tensor([[run["curve"], b["curve"]] for run, b in pairs])
+        row["curve over base"] = (curves[:, 0] / curves[:, 1]).mean(0).tolist()
+    return row
+
+
+def measure_group(name: str, parser, args) -> None:
+    group = GROUPS[name]
+    runs = report.earlier(f"loss_{name}", parser, args)
+    fields = dict(steps=args.steps or group.steps) | ({"lr": args.lr} if args.lr else {})
+    variants = [list(group.variants)[i] for i in (0, -1)] if args.toy else list(group.variants)
+    jobs = [
+        (name, variant, str(seed), fields, args.toy)
+        for seed in range(args.seeds)
+        for variant in variants
+        if str(seed) not in runs.get(variant, {})
+    ]
+    results = {"toy": args.toy, "group": name, "steps": fields["steps"], "results": runs}
+    # Threads of this process's OpenMP do not survive a fork of it.
+    context = multiprocessing.get_context("forkserver")
+    with contextlib.nullcontext() if args.toy else context.Pool(os.cpu_count()) as pool:
+        run_all = pool.imap_unordered if pool else map
+        for variant, seed, run in run_all(measure, jobs):
+            runs.setdefault(variant, {})[seed] = run
+            base = runs.get(next(iter(group.variants)), {})
+            results["rows"] = {v: row_of(runs[v], base) for v in group.variants if v in runs}
+            print(f"{name}, seed {seed}, {variant}: held out {run['held out']:.4f}", flush=True)
+            report.write(f"loss_{name}", results, args, threads=1)
+    for variant, row in results["rows"].items():
+        print(variant)
+        report.print_results({key: x for key, x in row.items() if key != "curve over base"})
+    report.finish(f"loss_{name}", results, args, draw, threads=1)
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def draw(results: dict, figures: Path) -> None:
+    """results: what loss_NAME.json holds."""
+    rows = results["rows"]
+    if results["group"] == "fp8":
+        draw_curves(rows, figures / "fp8_training.svg")
+    if results["group"] == "experts":
+        draw_load(rows, figures / "moe_load.svg")
+        draw_loss(rows, figures / "moe_loss.svg")
+
+
+def draw_curves(rows: dict, path: Path) -> None:
+    """Training loss over that of bf16, means of 50 steps and of the seeds."""
+    figure, axes = style.figure(3)
+    for variant, row in list(rows.items())[1:]:
+        ratios = row["curve over base"]
+        ends = [WINDOW * (i + 1) for i in range(len(ratios))]
+        axes.plot(ends, [100 * (ratio - 1) for ratio in ratios], label=variant)
+    axes.axhline(0, color="#999999", linewidth=0.8)
+    axes.set(xlabel="step", ylabel="training loss over that of bf16, %")
+    axes.legend()
+    style.save(figure, path)
+
+
+def draw_load(rows: dict[str, dict], path: Path) -> None:
+    loads = {
+        "by the largest raw logit": "mean load by logits",
+        "by the experts chosen": "mean load",
+        "by the experts chosen, in the worst step": "largest load",
+    }
+    variants = [variant for variant in rows if "8 experts" in variant]
+    figure, axes = style.figure(3.2)
+    for i, (label, key) in enumerate(loads.items()):
+        positions = [y + 0.22 * (i - 1) for y in range(len(variants))]
+        spreads = [rows[variant][key] for variant in variants]
+        mark = dict(marker="Dos"[i], label=label)
+        style.ranges(axes, positions, spreads, style.SERIES[i], **mark)
+    axes.axvline(1, color="black", linewidth=0.8)
+    style.rows_of(axes, [variant.removesuffix(", 8 experts") for variant in variants])
+    style.ticks(axes, x=[1, 1.15, 1.5, 2, 3, 4, 6, 8])
+    seeds = rows["dense"]["training"]["n"]
+    title = f"Load of 8 experts after step {SETTLED}. Mark: the median of {seeds} seeds; line: from"
+    axes.set(xlim=(0.95, 9), xlabel="largest load of an expert over the mean")
+    axes.set_title(f"{title} the least to the most")
+    figure.legend(loc="outside lower center", ncols=3)
+    style.save(figure, path)
+
+
+def draw_loss(rows: dict[str, dict], path: Path) -> None:
+    """Each variant's range of seeds, less the median of dense."""
+    panels = {"training, at equal FLOPs": "training at the FLOPs of dense", "held out": "held out"}
+    figure, both = style.figure(2.8, 1, 2, sharex=True, sharey=True)
+    for axes, (title, key) in zip(both, panels.items()):
+        base = rows["dense"][key]["median"]
+        for y, (variant, row) in enumerate(rows.items()):
+            colour = style.COLOURS["experts" if "experts" in variant else "dense"]
+            part = report.scaled(row[key], 1, base)
+            style.ranges(axes, [y], [part], colour)
+            if y:
+                where = part["median"], y
+                style.label(axes, f"{part['median']:+.3f}", where, colour, (0, 8), ha="center")
+        axes.axvline(0, color="black", linewidth=0.8)
+        axes.set(title=title, xlabel="loss less dense's median, nats per byte")
+        style.rows_of(axes, list(rows))
+    style.save(figure, path)
+
+
+def main():
+    parser = report.arguments(__doc__, seeds=3)
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=", ".join(GROUPS))
+    parser.add_argument("--steps", type=int, help="default: those of the group")
+    parser.add_argument("--lr", type=float, help="default: that of the group")
+    args = report.parse(parser, seeds=1, steps=4)
+    report.check_names(parser, args.groups, GROUPS)
+    if not args.toy and args.steps and args.steps <= SETTLED and "experts" in args.groups:
+        rule = f"loads of experts count after step {SETTLED}; 300 would do"
+        report.refuse(parser, f"--steps {args.steps}: {rule}")
+    for name in args.groups or GROUPS:
+        measure_group(name, parser, args)
+
+
+if __name__ == "__main__":
+    main()
