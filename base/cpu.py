@@ -3,7 +3,7 @@
     cpu.set_up()
 
 Both hold for the whole process, and any PyTorch program could make them. A comparison with another
-project makes them for both (benchmarks/single_device.py). Generation has the first alone: it
+project makes them for both (benchmarks/training_step.py). Generation has the first alone: it
 measures which library is the faster for its narrow matrices (inference/weight_layouts.py).
 
 `gelu` is PyTorch's GELU in the tanh form, in less time.

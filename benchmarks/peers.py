@@ -1,4 +1,4 @@
-"""Training as others do it, in a page: nanoGPT's GPT-2 and a plain Llama. Of training_step.py.
+"""Training as others do it, for training_step.py: nanoGPT's GPT-2, a plain Llama, transformers.
 
     nanoGPT        float32 weights, the forward in bf16 by autocast; LayerNorm, GELU, tied embedding
     plain Llama    weights, gradients and AdamW's state in bf16; RMSNorm, rotary positions, SwiGLU
@@ -10,8 +10,6 @@ Source of the first: github.com/karpathy/nanoGPT, model.py and train.py. The wor
 
 Not covered: weight decay of matrices alone, dropout, checkpoints of activations.
 """
-
-from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -89,24 +87,51 @@ class Model(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-class Steps:
-    """As steps.Steps. config: shape, batch and --compile of a run."""
+class TransformersGPT2(nn.Module):
+    def __init__(self, c: GPTConfig):
+        import transformers
 
-    def __init__(self, config: RunConfig, device: torch.device):
+        super().__init__()
+        shape = dict(n_embd=c.hidden_size, n_layer=c.num_layers, n_head=c.num_heads)
+        shape |= dict(vocab_size=c.vocab_size, n_positions=c.seq_length)
+        no_dropout = dict(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+        config = transformers.GPT2Config(**shape, **no_dropout, attn_implementation="sdpa")
+        self.model = transformers.GPT2LMHeadModel(config)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        # It shifts the targets itself.
+        labels = torch.cat((tokens[:, :1], targets), 1)[:, : tokens.shape[1]]
+        return self.model(input_ids=tokens, labels=labels, use_cache=False).loss
+
+
+class Steps:
+    """As steps.Steps. config: shape, batch, precision and --compile of a run. plain: weights in the
+    precision of the run, as the Llama has them; else in float32 under autocast, as nanoGPT. theirs:
+    the model of transformers."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        device: torch.device,
+        plain: bool | None = None,
+        theirs: bool = False,
+    ):
         self.config, c = config, config.model_config()
         self.model_config = c
+        plain = c.llama if plain is None else plain
+        in_bf16 = config.precision == "bf16"
         torch.manual_seed(0)
         before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16 if c.llama else torch.float32)
+        torch.set_default_dtype(torch.bfloat16 if in_bf16 and plain else torch.float32)
         with device:
-            self.model = Model(c)
+            self.model = TransformersGPT2(c) if theirs else Model(c)
         torch.set_default_dtype(before)
         if config.compile:
             for block in self.model.blocks:
                 block.forward = torch.compile(block.forward)
             self.model.loss = torch.compile(self.model.loss)
-        in_bf16 = torch.autocast(device.type, torch.bfloat16)
-        self.autocast = nullcontext() if c.llama else in_bf16
+        enabled = in_bf16 and not plain
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=enabled)
         options = dict(lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
         batch = Random(config.global_batch_size, c.seq_length, c.vocab_size).fixed.to(device)

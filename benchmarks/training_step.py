@@ -1,4 +1,4 @@
-"""One training step on one GPU in bf16, beside peers and published figures: tokens/s, MFU, memory.
+"""A training step on one device, beside peers: on a GPU by gpu.py, on a CPU in turn with them.
 
     python -m benchmarks.gpu gpt2 llama fp8 medium
     python -m benchmarks.gpu llama --cases "kernels auto, full recompute" "llama2-7b, kernels auto"
@@ -26,16 +26,29 @@ weights are drawn on the GPU, because a CPU takes a minute for those of 7 billio
 model FLOPs (base/model_config.py) / time / the device's dense bf16 peak, also of FP8; without a
 known peak, that of a matrix multiplication measured here. The losses of a model's first steps
 should agree in all cases of this project, to the precision of bf16 or FP8.
+
+    python -m benchmarks.training_step [--threads 2] [--rounds 15] [--toy]
+    python -m benchmarks.training_step --other FOLDER       beside another checkout of this project
+
+On a CPU a process of this project and one of each peer take a step in turn, while the others wait:
+GPT-2 by nanoGPT (peers.py) and by transformers, which runs once more as it comes, without the
+settings of base/cpu.py. In bf16 ours keeps fp32 masters and moments; the others train in plain
+bf16, which is less work, and once more under autocast, which keeps fp32 weights too.
 """
 
 import dataclasses
 import functools
 import itertools
+import json
+import subprocess
+import sys
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 import fp8
 import optimizer
@@ -44,13 +57,15 @@ from base import cpu
 from base.model_config import flops_per_token
 from benchmarks import peers, report
 from benchmarks.fp8_peers import PEERS, convert
-from benchmarks.report import spread, timed
+from benchmarks.report import median, spread, timed
 from benchmarks.steps import Steps, profile
+from course import ranks
 from course.kinds import config_of
 from gpt import GPT
 from planning.inputs import H100
 from planning.memory import memory
 from planning.plan import layout_of, software_of
+from run.config import DTYPES
 from run.metrics import peak_flops, peak_memory
 from run.task import Task
 
@@ -312,3 +327,176 @@ def published(model: str) -> list[tuple[int, str]]:
     flops = [flops_per_token(config_of(MODELS[name]).model_config()) for name in (whole, model)]
     more = flops[0] / flops[1]
     return [(round(more * rate), f"{name}; its FLOP/s in 16 layers") for rate, name in found]
+
+
+# --- in turn with peers, on a CPU -----------------------------------------------------------------
+
+IN_TURN = dict(model="gpt2", seq_length=256, dropout=0.0)
+CASES = {
+    "small": dict(num_layers=4, hidden_size=256, num_heads=8, vocab_size=8192, global_batch_size=8),
+    "gpt2-124m": dict(global_batch_size=2),
+    "toy": TOY | dict(seq_length=32, global_batch_size=2),
+}
+# Takes a step of the checkout in its folder for each line that it reads, and prints the seconds.
+STEPS = """
+import json, sys, torch
+from base import cpu
+from benchmarks.report import timed
+from benchmarks.steps import Steps
+fields, threads = json.loads(sys.argv[1])
+torch.set_num_threads(threads)
+cpu.set_up()
+steps = Steps(fields)
+for _ in sys.stdin:
+    print(timed(steps.step), flush=True)
+"""
+# Kind of operation: parts of its name in PyTorch's profiler. The first that fits counts.
+KINDS = {
+    "attention": ("scaled_dot_product", "flash_attention", "bmm", "triu"),
+    "matrix multiplications": ("aten::mm", "aten::addmm"),
+    "GELU": ("gelu",),
+    "norms of layers": ("layer_norm",),
+    "softmax, cross entropy": (
+        *("softmax", "nll_loss", "aten::amax", "aten::gather", "aten::scatter", "_CrossEntropy"),
+    ),
+    "embedding": ("embedding", "index"),
+    "optimizer": ("adamw", "vector_norm", "foreach", "Optimizer"),
+    "copies, sums and zeros": tuple(
+        f"aten::{name}" for name in "add copy_ fill_ zero_ sum clone mul sub cat".split()
+    ),
+}
+
+
+def breakdown(step) -> dict[str, float]:
+    """Milliseconds of a step by kind of operation: the least of five steps."""
+    steps = []
+    for _ in range(5):
+        with torch.profiler.profile() as profiler:
+            step(1)
+        steps.append(dict.fromkeys([*KINDS, "the rest"], 0.0))
+        for event in profiler.key_averages():
+            kinds = [kind for kind, parts in KINDS.items() if any(p in event.key for p in parts)]
+            steps[-1][[*kinds, "the rest"][0]] += event.self_cpu_time_total / 1e3
+    return {kind: min(of[kind] for of in steps) for kind in steps[0]}
+
+
+def peers_of(precision: str) -> dict[str, dict]:
+    """{peer: options of peers.Steps}"""
+    found = {"nanoGPT": dict(plain=True), "transformers": dict(plain=True, theirs=True)}
+    if precision == "bf16":
+        found |= {f"{name}, autocast": given | dict(plain=False) for name, given in found.items()}
+    return found | {"transformers as it comes": found["transformers"]}
+
+
+def on_rank(rank: int, fields: dict, precision: str, rounds: int):
+    """(seconds round by round, breakdown). Rank 0 is this project: (forward and backward,
+    optimizer, FLOP/s of a matrix multiplication); the others are peers: (a step,). All but the last
+    have the settings of the process that train.py makes (base/cpu.py)."""
+    others = [None, *peers_of(precision).values()]
+    if rank < len(others) - 1:
+        cpu.set_up()
+    if rank == 0:
+        steps = Steps(fields, precision=precision)
+        measures = [
+            lambda: timed(steps.forward_backward),
+            lambda: timed(lambda: steps.trainer.update(1)),
+            lambda: report.matmul_flops(DTYPES[precision], "cpu", repeats=3),
+        ]
+    else:
+        config = config_of(fields | dict(precision=precision))
+        steps = peers.Steps(config, torch.device("cpu"), **others[rank])
+        measures = [lambda: timed(lambda: steps.step(1))]
+    measured = []
+    # Two rounds warm up; then comes the breakdown. While one rank works, the others wait.
+    for n in range(rounds + 3):
+        for turn in range(len(others)):
+            dist.barrier()
+            if turn == rank and n < rounds + 2:
+                measured.append([measure() for measure in measures])
+            elif turn == rank:
+                milliseconds = breakdown(steps.step)
+    dist.barrier()
+    return measured[2:], milliseconds
+
+
+def beside_peers(fields: dict, precision: str, args) -> dict:
+    """A row of results. A ratio is the median over rounds of their seconds over ours."""
+    names = list(peers_of(precision))
+    options = dict(threads=args.threads, timeout=300)
+    (ours, milliseconds), *theirs = ranks.run(
+        on_rank, 1 + len(names), fields, precision, args.rounds, **options
+    )
+    c = config_of(fields).model_config()
+    tokens = fields["global_batch_size"] * c.seq_length
+    flops = tokens * flops_per_token(c)
+    steps = [forward_backward + update for forward_backward, update, _ in ours]
+    seconds = {name: [s for (s,) in rows] for name, (rows, _) in zip(names, theirs)}
+    peaks = [x for _, _, x in ours]
+    return {
+        "tokens_per_second": tokens / median(steps),
+        "their_tokens_per_second": {name: tokens / median(s) for name, s in seconds.items()},
+        "ratio": {
+            name: spread([one / own for own, one in zip(steps, s)]) for name, s in seconds.items()
+        },
+        "matmul_peak_flops": spread(peaks),
+        "share_of_peak_outside_optimizer": spread([flops / fb / x for fb, _, x in ours]),
+        "share_of_peak": flops / median(steps) / median(peaks),
+        "optimizer_share_of_step": median([u / (fb + u) for fb, u, _ in ours]),
+        "milliseconds": {"ours": milliseconds} | {n: ms for n, (_, ms) in zip(names, theirs)},
+    }
+
+
+def next_step(process: subprocess.Popen) -> float:
+    """Seconds of one step of a process that runs STEPS. Where it failed, its error was printed."""
+    try:
+        process.stdin.write("\n")
+        process.stdin.flush()
+        return float(process.stdout.readline())
+    except (BrokenPipeError, ValueError):
+        sys.exit(f"training_step.py: the step of {process.args[-1]} failed")
+
+
+def beside_checkout(fields: dict, precision: str, args) -> dict:
+    """Seconds of a step of this checkout and of another, in turn, and their ratio."""
+    processes = {}
+    given = json.dumps([fields | dict(precision=precision), args.threads])
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        for name, folder in (("this", report.ROOT), ("other", args.other)):
+            command = [sys.executable, "-c", STEPS, given, str(folder)]
+            processes[name] = subprocess.Popen(command, cwd=folder, **pipes)
+        steps = {name: partial(next_step, process) for name, process in processes.items()}
+        times = report.in_turn(steps, args.rounds)
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.communicate()
+    seconds = {name: spread([t[name] for t in times]) for name in processes}
+    return {"seconds": seconds, "other over this": report.ratio(times, "other", "this")}
+
+
+def main():
+    parser = report.arguments(__doc__, threads=2, rounds=15)
+    parser.add_argument("--cases", nargs="+", default=["small", "gpt2-124m"], choices=CASES)
+    precisions = ["fp32", "bf16"]
+    parser.add_argument("--precisions", nargs="+", default=precisions, choices=precisions)
+    parser.add_argument("--other", type=Path, metavar="FOLDER", help="another checkout")
+    args = report.parse(parser, rounds=1, threads=1, cases=["toy"], precisions=["fp32"])
+    if args.other and not (args.other / "train.py").exists():
+        report.refuse(parser, f"--other {args.other}: no checkout of this project, has no train.py")
+    compare = beside_checkout if args.other else beside_peers
+    results, table = {}, report.Table()
+    for name, precision in itertools.product(args.cases, args.precisions):
+        row = results[f"{name} {precision}"] = compare(IN_TURN | CASES[name], precision, args)
+        shown = {key: value for key, value in row.items() if key != "milliseconds"}
+        table.row({"": f"{name} {precision}"} | shown)
+    for name, row in results.items():
+        report.Table(
+            {"ms": f"{name}, {who}"} | ms for who, ms in row.get("milliseconds", {}).items()
+        )
+    name = "two_checkouts" if args.other else "training_step"
+    report.save(name, {"results": results}, args, threads=args.threads)
+
+
+if __name__ == "__main__":
+    main()

@@ -43,13 +43,13 @@ SCRIPTS = [
     ("serving_speed", [], ["serving_speed.json", "serving_speed.svg"]),
     ("serving_plan", [], ["serving_plan.json", "serving_frontier.svg"]),
     ("silent_bugs", [], ["silent_bugs.json", "silent_bugs.svg"]),
-    ("single_device", [], ["single_device.json"]),
+    ("training_step", [], ["training_step.json"]),
     ("zero_memory", [], ["zero_memory.json", "zero_memory.svg"]),
 ]
 # these start training runs as commands
 LAUNCHERS = ("layouts",)
 # these need transformers, which is not installed everywhere
-TRANSFORMERS = ("generation", "serving_speed", "single_device")
+TRANSFORMERS = ("generation", "serving_speed", "training_step")
 
 
 def main_of(script: str, argv: list[str], monkeypatch):
@@ -197,7 +197,7 @@ def test_picture_of_recomputation_has_the_bytes_of_recompute():
 @pytest.mark.repetition
 def test_two_checkouts(tmp_path, monkeypatch, capfd):
     argv = ["--toy", "--other", ROOT, "--out", tmp_path]
-    main_of("single_device", argv, monkeypatch)
+    main_of("training_step", argv, monkeypatch)
     assert "written" in capfd.readouterr().out
     found = json.loads((tmp_path / "two_checkouts.json").read_text())["results"]["toy fp32"]
     assert found["other over this"]["median"] > 0
@@ -212,7 +212,7 @@ def test_two_checkouts(tmp_path, monkeypatch, capfd):
         ),
         ("zero_memory --ranks 0", "--ranks 0: must be at least 1"),
         ("zero_memory --out Makefile", "--out Makefile: File exists; name a folder"),
-        ("single_device --out runs --other tests", "has no train.py"),
+        ("training_step --out runs --other tests", "has no train.py"),
         ("context --out runs works", "works: not known; there are work, bytes"),
         # before the first model is measured
         ("quantization --out runs --models tests", "has no index.json"),
