@@ -31,100 +31,30 @@ import time
 import traceback
 from collections import deque
 from datetime import datetime
-from typing import NamedTuple
 
 import torch
 
 from base import terminal
 from benchmarks import report
+from benchmarks.gpu_stages import (
+    FAILED,
+    FAULT,
+    LEFT,
+    REFUSED,
+    STAGES,
+    WARM,
+    WORDS,
+    note,
+    read,
+    shown,
+)
 from run.world import why_no_gpu
 
-
-class Stage(NamedTuple):
-    # seconds at most
-    limit: float
-    # of benchmarks/, whose cases it measures
-    module: str
-
-
-# of a stage, after python
+# The words of a stage's process, after python.
 COMMAND = ["-m", "benchmarks.gpu"]
-STAGES = {
-    "environment": Stage(40, "gpu_checks"),
-    "build": Stage(90, "gpu_checks"),
-    "tests": Stage(120, "gpu_checks"),
-    "gpt2": Stage(110, "training_step"),
-    "kernels": Stage(60, "kernels"),
-    "llama": Stage(120, "training_step"),
-    "parity": Stage(45, "gpu_checks"),
-    "run": Stage(75, "gpu_checks"),
-    "fp8": Stage(90, "training_step"),
-    "decode": Stage(60, "generation"),
-    "serve": Stage(60, "serving_speed"),
-    "attention": Stage(30, "products"),
-    "matrices": Stage(45, "products"),
-    "medium": Stage(60, "training_step"),
-    "sanitizer": Stage(120, "gpu_checks"),
-    "nccl": Stage(120, "nccl"),
-}
-# compiles blocks, beside the tests
-WARM = Stage(120, "training_step")
-# how a stage's process ends, with its exit status, or None where it was killed; after any other
-# status, that of a FAULT or of a signal, another process goes on
-FAILED, REFUSED, LEFT, FAULT = 1, 2, 3, 4
-WORDS = {0: "done", FAILED: "failed", REFUSED: "refused", None: "killed, its time was over"}
-WORDS[LEFT] = "done, but for cases that had no time left"
 PROCESSES = 4
-# seconds with which begin at the least: a stage, a case, a case that compiles
+# Seconds with which begin at the least: a stage, a case, a case that compiles.
 BEGIN, CASE, COMPILED = 10, 5, 20
-# values of a case that are shown, the first ones; not those that every case has
-SHOWN, OF_EVERY_CASE = 3, ("s in all", "run")
-
-# --- what is known so far -------------------------------------------------------------------------
-
-
-def read(args: argparse.Namespace) -> dict:
-    """gpu.json: {"environment", "toy", "results": {stage: {case: row}}, "stages": {stage: how it
-    ended}}"""
-    try:
-        found = report.saved("gpu", args)
-    except FileNotFoundError:
-        return {"toy": args.toy, "results": {}, "stages": {}}
-    if "results" not in found:
-        raise ValueError("gpu.json was not written by this command")
-    return found
-
-
-def note(args: argparse.Namespace, value: dict, *keys: str) -> None:
-    """Put a value into gpu.json. Where the file cannot be written, the screen has the value."""
-    found = read(args)
-    table = found
-    for key in keys[:-1]:
-        table = table.setdefault(key, {})
-    table[keys[-1]] = value
-    path = args.out / "gpu.json"
-    try:
-        path.with_suffix(".tmp").write_text(json.dumps(found, indent=1, default=str) + "\n")
-        os.replace(path.with_suffix(".tmp"), path)
-    except OSError as e:
-        words = f"{path} cannot be written, {e.strerror}"
-        print(f"{args.stage}: {words}: {json.dumps(value, default=str)}", flush=True)
-
-
-def shown(row: dict, most: int = SHOWN) -> str:
-    """The first values of a case, or why there are none."""
-    if "error" in row:
-        return f"FAILED, {row['error']}"
-    texts = []
-    for name, value in row.items():
-        if name in OF_EVERY_CASE:
-            continue
-        if isinstance(value, str):
-            texts.append(value)
-        elif isinstance(value, int | float) or (isinstance(value, dict) and "median" in value):
-            texts.append(f"{report.text_of(value)} {name}")
-    return " | ".join(texts[:most])
-
 
 # --- in the process of a stage --------------------------------------------------------------------
 
@@ -306,6 +236,7 @@ def main() -> int:
     if args.stage:
         return measure(args, parser)
     if args.names == ["table"]:
+        # It imports the modules of all stages, which this process does not need.
         importlib.import_module("benchmarks.gpu_table").show(args)
         return 0
     report.check_names(parser, args.names, STAGES)

@@ -26,7 +26,7 @@ import torch
 
 from base import cuda_kernels
 from benchmarks import report
-from benchmarks.gpu import WORDS
+from benchmarks.gpu_stages import WORDS
 from benchmarks.report import ROOT, median
 from course.kinds import config_of
 from course.parity import LLAMA, SMALL, Result, Run

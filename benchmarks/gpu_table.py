@@ -15,7 +15,7 @@ import math
 from pathlib import Path
 
 from benchmarks import report, style, training_step
-from benchmarks.gpu import STAGES, read, shown
+from benchmarks.gpu_stages import STAGES, read, shown
 from benchmarks.report import ROOT
 
 DOCUMENT = ROOT / "docs" / "gpu.md"

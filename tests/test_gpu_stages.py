@@ -18,7 +18,7 @@ import pytest
 import small_run
 import torch
 
-from benchmarks import gpu, gpu_checks, gpu_table, kernels, nccl, report, training_step
+from benchmarks import gpu, gpu_checks, gpu_stages, gpu_table, kernels, nccl, report, training_step
 from course import kernels as lesson
 from course import mutations, verify
 
@@ -189,7 +189,7 @@ def measure(tmp_path, monkeypatch, capsys):
     it printed)."""
     module = ModuleType("benchmarks.of_this_test")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(gpu.STAGES, "stage", gpu.Stage(60, "of_this_test"))
+    monkeypatch.setitem(gpu.STAGES, "stage", gpu_stages.Stage(60, "of_this_test"))
 
     def run(cases: dict, *flags: str) -> tuple[int, dict, str]:
         module.cases_of = lambda stage, args: cases
@@ -296,10 +296,10 @@ if stage == "fp8" and len(rows) < 3:
 # `gpu.main` with the stages above
 PARENT = """
 import sys
-from benchmarks import gpu
+from benchmarks import gpu, gpu_stages
 from base import terminal
 gpu.torch.cuda.is_available = lambda: True
-gpu.STAGES["llama"] = gpu.Stage({limit}, "none")
+gpu.STAGES["llama"] = gpu_stages.Stage({limit}, "none")
 gpu.BEGIN = 0.1
 gpu.COMMAND = [{script!r}]
 terminal.run(gpu.main)
