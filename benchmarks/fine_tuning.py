@@ -1,36 +1,31 @@
-r"""Ways to fine-tune, on one task: full fine-tuning, LoRA of three ranks, bottleneck adapters, IA3
-and p-tuning. Accuracy, learned parameters, memory, and seconds of a step.
+r"""Ways to fine-tune, on one task: full fine-tuning, LoRA of three ranks, bottleneck adapters, IA3,
+p-tuning and prompt tuning.
 
     python train.py --seq-length 256 --steps 2400 --warmup-steps 100 --eval-every 600 \
                     --out runs/base --keep 4
     python -m benchmarks.fine_tuning --base runs/base/checkpoints/step-001800 [--seeds 0 1 2]
+    python -m benchmarks.fine_tuning --prompts --base runs/base
 
-The task, the model and the two ways at the ends, full fine-tuning and p-tuning, are those of
-benchmarks/language_task.py: in which of five languages is a snippet of 64 characters? Adapters
-learn from the same templates: `prompt_tuning.py --peft`, virtual_prompt_style fine-tuning.
+In which of five languages is a snippet of 64 characters? (language_task.py.) Adapters learn from
+the templates of prompts: `prompt_tuning.py --peft`, virtual_prompt_style fine-tuning.
+Training takes 20 to 40 minutes on two cores, each comparison an hour or more. A result is kept as
+soon as it is there, and a command goes on after it was stopped. Several share the work: under one
+--out, with other --methods each. With --toy the base is a tiny model that has learned nothing.
 
-The model is the one after 1,800 of these steps. The second command takes an hour on one processor.
-It keeps each result as soon as it is there, and goes on after it was stopped. Several of them share
-the work: under one --out, with other --methods each. --toy runs all of it in seconds, without
---base with a tiny model of its own.
-
-Snippets have 64 characters, but a few have up to 154 bytes, which are tokens here. For training
-they are cut to 64: padding all of them to the longest one would double the time of a step.
-
-Learning rates: `--sweep` trains a method for 60 steps with seed 7, which is not reported, on all
-training snippets but 300, and tests it on these; the model was the one after 1,400 steps. The best
-rate is in METHODS (of two that are within 0.01, the lower one). Rank 2 has that of rank 8.
-
+    accuracy    on snippets of unseen files, with each seed
     memory      bytes after backward in weights, gradients and optimizer state, in storages that are
                 counted once, beside the formula. Activations are left out.
     seconds     one step of each method in turn, in one process; a ratio is to full fine-tuning in
                 the same round
 
-Figure: docs/figures/fine_tuning.svg
+--prompts: p-tuning and prompt tuning against the number of virtual tokens and of examples, between
+the untuned model and full fine-tuning. Without it training snippets are cut to 64 tokens: a few
+have up to 154 bytes, and padding all to the longest would double the time of a step.
+
+Figures: docs/figures/fine_tuning.svg; with --prompts docs/figures/prompt_tuning.svg
 """
 
 import argparse
-import dataclasses
 import os
 import tempfile
 from functools import partial
@@ -49,31 +44,30 @@ from course.fsdp import storage_bytes
 FULL = "full fine-tuning"
 
 
-def peft(flags: str, lr: float, *rates: float) -> Method:
-    return Method("fine-tuning", lr, f"--peft {flags}", rates)
+def peft(flags: str, lr: float) -> Method:
+    return Method("fine-tuning", lr, f"--peft {flags}")
 
 
-def lora(rank: int, lr: float, *rates: float) -> Method:
+def lora(rank: int, lr: float) -> Method:
     """The scale α / r of B A x is 2 for every rank."""
-    return peft(f"lora --lora-rank {rank} --lora-alpha {2 * rank}", lr, *rates)
+    return peft(f"lora --lora-rank {rank} --lora-alpha {2 * rank}", lr)
 
 
 METHODS = {
     FULL: task.FULL,
-    "LoRA, rank 32": lora(32, 2e-3, 2e-3, 5e-3),
-    "LoRA, rank 8": lora(8, 5e-3, 2e-3, 5e-3, 1e-2),
+    "LoRA, rank 32": lora(32, 2e-3),
+    "LoRA, rank 8": lora(8, 5e-3),
     "LoRA, rank 2": lora(2, 5e-3),
-    "adapters, size 32": peft("adapter", 3e-3, 3e-3, 1e-2),
+    "adapters, size 32": peft("adapter", 3e-3),
     # vectors have no weight decay, so any but the default is refused
-    "IA3": peft("ia3 --weight-decay 0.1", 1e-1, 3e-2, 1e-1),
+    "IA3": peft("ia3 --weight-decay 0.1", 1e-1),
     "p-tuning": task.P_TUNING,
 }
 # with --toy; the other ranks are the same code
 TOY_METHODS = [name for name in METHODS if name not in ("LoRA, rank 32", "LoRA, rank 2")]
-SWEEP_SEED = 7
-SWEEP_STEPS = 60
-# of the training snippets, those on which --sweep tests
-SWEEP_TEST = 300
+# Of --prompts.
+PROMPTS = {"p-tuning": task.P_TUNING, "prompt-tuning": task.PROMPT_TUNING}
+ALL_PROMPTS = {"fine-tuning": task.FULL} | PROMPTS
 
 
 def learned_by_formula(name: str, config: GPTConfig) -> int:
@@ -154,22 +148,7 @@ def measure_seconds(experiment: Experiment, names: list[str], rounds: int) -> di
 
 # --------------------------------------------------------------------------------------------------
 # all results: {"untuned": accuracy, "accuracy": {method: {seed: accuracy}}, "memory": {method: ..},
-# "seconds": {method: {"seconds": spread, "ratio": spread}}, "sweep": {method: {rate: accuracy}}}
-
-
-def measure_sweep(experiment: Experiment, notes: report.Notes, names: list[str]) -> None:
-    """Neither the test snippets nor their files are seen."""
-    lines = experiment.training
-    n = min(SWEEP_TEST, len(lines) // 4)
-    steps = {style: min(steps, SWEEP_STEPS) for style, steps in experiment.steps.items()}
-    changes = dict(training=lines[:-n], test=lines[-n:], steps=steps)
-    experiment = dataclasses.replace(experiment, **changes)
-    for name in names:
-        for rate in METHODS[name].rates:
-            method = dataclasses.replace(METHODS[name], lr=rate)
-            notes.note(
-                "sweep", name, rate, measure=partial(task.learn, experiment, method, SWEEP_SEED)
-            )
+# "seconds": {method: {"seconds": spread, "ratio": spread}}}
 
 
 def measure_all(experiment: Experiment, notes: report.Notes, args: argparse.Namespace) -> None:
@@ -237,7 +216,10 @@ def draw_methods(axes, results: dict) -> None:
 
 
 def draw(results: dict, figures: Path) -> None:
-    """results: what fine_tuning.json holds."""
+    """results: what fine_tuning.json or prompt_tuning.json holds."""
+    if "by_tokens" in results:
+        draw_prompts(results, figures)
+        return
     figure, panels = style.figure(2.9, 1, 3)
     draw_methods(panels, results)
     for axes in panels[1:]:
@@ -245,33 +227,116 @@ def draw(results: dict, figures: Path) -> None:
     style.save(figure, figures / "fine_tuning.svg")
 
 
-def arguments() -> argparse.Namespace:
-    parser = task.arguments(__doc__, rounds=11)
-    methods = "accuracy and memory of these alone (default: everything)"
-    parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME", help=methods)
-    parser.add_argument("--sweep", action="store_true", help="compare learning rates instead")
-    args = task.parse(parser, rounds=1)
-    args.everything = args.methods is None
-    args.methods = args.methods or (TOY_METHODS if args.toy else [*METHODS])
-    return args
+# --------------------------------------------------------------------------------------------------
+# --prompts. All results: {"accuracy": {what: number or spread}, "parameters": {style: number},
+# "by_tokens" and "by_examples": {style: {number: spread}}}
+
+
+def of_seeds(
+    experiment: Experiment, name: str, seeds: list[int], tokens: int | None = None, n: int = 10**9
+) -> dict:
+    """The spread of accuracies. n: of the training lines, the first."""
+    lines = experiment.training[:n]
+    method = ALL_PROMPTS[name]
+    return report.spread([task.learn(experiment, method, seed, tokens, lines) for seed in seeds])
+
+
+def num_learned(experiment: Experiment, name: str) -> int:
+    """Parameters of the prompts, and of p-tuning's encoder; or of the whole model."""
+    return task.num_learned(task.make_trainer(experiment, ALL_PROMPTS[name])[0])
+
+
+def measure_prompts(experiment: Experiment, notes: report.Notes, args: argparse.Namespace) -> None:
+    likeliest = partial(task.likeliest_letter_accuracy, experiment)
+    notes.note("accuracy", "untuned", measure=likeliest)
+    free = partial(task.free_accuracy, experiment)
+    notes.note("accuracy", "untuned, freely generated", measure=free)
+    for name in ALL_PROMPTS:
+        notes.note("parameters", name, measure=partial(num_learned, experiment, name))
+        notes.note("accuracy", name, measure=partial(of_seeds, experiment, name, args.seeds))
+    for name in PROMPTS:
+        # the whole task is a point of both curves
+        accuracy = notes.read()["accuracy"][name]
+        notes.note("by_tokens", name, task.TOKENS, measure=lambda found=accuracy: found)
+        every = len(experiment.training)
+        notes.note("by_examples", name, every, measure=lambda found=accuracy: found)
+        curve = partial(of_seeds, experiment, name, args.curve_seeds)
+        for n in args.tokens:
+            notes.note("by_tokens", name, n, measure=partial(curve, n))
+        for n in args.examples:
+            notes.note("by_examples", name, n, measure=partial(curve, task.TOKENS, n))
+
+
+def print_prompts(results: dict) -> None:
+    before = results["accuracy"]["untuned"]
+    ceiling = results["accuracy"]["fine-tuning"]["median"]
+    for method in PROMPTS:
+        reached = results["accuracy"][method]["median"]
+        share = (reached - before) / (ceiling - before or 1)
+        print(
+            f"{method}: {reached:.3f}, {share:.2f} of the way from {before:.3f} to {ceiling:.3f},"
+            f" {results['parameters'][method]:,} parameters learned"
+        )
+
+
+def draw_curve(axes, curves: dict[str, dict]) -> None:
+    """curves: {style of learning: {number of tokens or examples: spread}}"""
+    for name, curve in curves.items():
+        points = {int(n): curve[n] for n in sorted(curve, key=int)}
+        style.band(axes, list(points), list(points.values()), style.COLOURS[name], name)
+    style.ticks(axes, x=sorted({int(n) for curve in curves.values() for n in curve}))
+    axes.set_ylim(0, 1)
+
+
+def draw_prompts(results: dict, figures: Path) -> None:
+    """results: what prompt_tuning.json holds."""
+    figure, (left, right) = style.figure(3.2, 1, 2, sharey=True)
+    draw_curve(left, results["by_tokens"])
+    draw_curve(right, results["by_examples"])
+    left.set(xlabel="virtual tokens", ylabel="accuracy on unseen files")
+    right.set(xlabel="training examples")
+    levels = {
+        "full fine-tuning": results["accuracy"]["fine-tuning"]["median"],
+        "untuned": results["accuracy"]["untuned"],
+    }
+    for axes in (left, right):
+        for text, y in levels.items():
+            axes.axhline(y, color=style.COLOURS["fine-tuning"], linestyle="--", linewidth=1)
+            if axes is right:
+                start = axes.get_xlim()[0]
+                style.label(axes, text, (start, y), offset=(2, 6))
+    style.label_ends(right)
+    style.save(figure, figures / "prompt_tuning.svg")
 
 
 def main():
-    args = arguments()
-    notes = report.Notes("fine_tuning", args)
+    parser = task.arguments(__doc__, rounds=11)
+    methods = "accuracy and memory of these alone (default: everything)"
+    parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME", help=methods)
+    prompts = "the curves of prompts instead"
+    parser.add_argument("--prompts", action="store_true", help=prompts)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 10, 30])
+    parser.add_argument("--examples", nargs="+", type=int, default=[100, 500, 2000])
+    curves = "seeds of the two curves"
+    parser.add_argument("--curve-seeds", nargs="+", type=int, default=[0], help=curves)
+    args = task.parse(parser, rounds=1, tokens=[task.TOKENS], examples=[task.TOY_SIZES[0]])
+    name = "prompt_tuning" if args.prompts else "fine_tuning"
+    notes = report.Notes(name, args)
     with tempfile.TemporaryDirectory() as folder:
-        experiment = task.make_experiment(args, Path(folder), cut=True)
-        if args.sweep:
-            measure_sweep(experiment, notes, args.methods)
-            return
-        measure_all(experiment, notes, args)
-        if not args.everything:
-            return
-        seconds = partial(measure_seconds, experiment, args.methods, args.rounds)
-        notes.note("seconds", measure=seconds)
+        experiment = task.make_experiment(args, Path(folder), cut=not args.prompts)
+        if args.prompts:
+            measure_prompts(experiment, notes, args)
+        else:
+            everything = args.methods is None
+            args.methods = args.methods or (TOY_METHODS if args.toy else [*METHODS])
+            measure_all(experiment, notes, args)
+            if not everything:
+                return
+            seconds = partial(measure_seconds, experiment, args.methods, args.rounds)
+            notes.note("seconds", measure=seconds)
     results = notes.read()
-    print_summary(results)
-    report.finish("fine_tuning", results, args, draw)
+    (print_prompts if args.prompts else print_summary)(results)
+    report.finish(name, results, args, draw)
 
 
 if __name__ == "__main__":

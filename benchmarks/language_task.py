@@ -1,4 +1,4 @@
-"""The task that prompt_tuning.py and fine_tuning.py learn: in which language is a snippet of 64
+"""The task that fine_tuning.py learns: in which language is a snippet of 64
 characters? The model has read only Python.
 
 Python comes from the standard library; C++, CMake, SVG and English (package descriptions) from the
@@ -107,8 +107,6 @@ class Method:
     lr: float
     # of the command
     flags: str = ""
-    # learning rates that fine_tuning.py --sweep compares
-    rates: tuple[float, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -116,7 +114,7 @@ class Method:
         return 0 if self.style == "fine-tuning" else TOKENS
 
 
-FULL = Method("fine-tuning", 1e-3, rates=(1e-3, 3e-3))
+FULL = Method("fine-tuning", 1e-3)
 P_TUNING = Method("p-tuning", 0.03)
 PROMPT_TUNING = Method("prompt-tuning", 0.1)
 

@@ -35,7 +35,7 @@ SCRIPTS = [
     ("moe", [], ["moe_speed.json"]),
     ("pipeline", [], ["pipeline.json", "pipeline_schedules.svg", "pipeline_bubble.svg"]),
     ("planner", [], ["planner.json", "planner.svg"]),
-    ("prompt_tuning", [], ["prompt_tuning.json", "prompt_tuning.svg"]),
+    ("fine_tuning", ["--prompts"], ["prompt_tuning.json", "prompt_tuning.svg"]),
     ("quantization", [], ["quantization.json", "quantization.svg"]),
     ("recompute_overhead", [], ["recompute_overhead.json", "recompute_overhead.svg"]),
     ("reproduction", [], ["reproduction.json", "reproduction.svg", "reproduction_scaling.svg"]),
