@@ -15,7 +15,7 @@ than 80 GB. Beside them stand
 
     nanoGPT                 its GPT-2: float32 weights, bf16 by autocast (peers.py)
     plain Llama             weights and AdamW's state in bf16 (peers.py)
-    torchao, like nanochat  their FP8 (fp8_peers.py)
+    torchao, like nanochat  their FP8 (peers.py)
     sums apart              gradients of weights are added to their float32 sums after the product,
                             not inside it
 
@@ -56,7 +56,6 @@ import planner
 from base import cpu
 from base.model_config import flops_per_token
 from benchmarks import peers, report
-from benchmarks.fp8_peers import PEERS, convert
 from benchmarks.report import median, spread, timed
 from benchmarks.steps import Steps, profile
 from course import ranks
@@ -138,7 +137,7 @@ def of_model(model: str) -> dict[str, dict]:
     named[f"fp8 current, micro-batch {twice['micro_batch_size']}"] = (
         auto | twice | dict(fp8="current")
     )
-    for peer in PEERS:
+    for peer in peers.PEERS:
         if "llama" in model or not peer.startswith("torchao"):
             named[f"{peer}, compile"] = dict(kernels="off", compile=True, peer=peer)
     trainer = "plain Llama" if "llama" in model else "nanoGPT"
@@ -196,7 +195,7 @@ def to_warm(args) -> dict:
 
 
 class WithPeer(Task):
-    """Trains in the FP8 of others: peer is one of fp8_peers.PEERS."""
+    """Trains in the FP8 of others: peer is one of peers.PEERS."""
 
     def __init__(self, peer: str):
         super().__init__()
@@ -205,7 +204,7 @@ class WithPeer(Task):
     def after_model_parallel(self, stage: GPT) -> None:
         super().after_model_parallel(stage)
         layers = fp8.fp8_layers(self.model_config.num_layers, self.config.fp8_skip)
-        convert(stage, self.peer, layers)
+        peers.convert(stage, self.peer, layers)
 
 
 def drawn_on_the_gpu():
