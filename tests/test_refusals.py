@@ -40,7 +40,7 @@ COMMANDS = {
     "text.txt": "inference.evaluate --device cpu --checkpoint base --perplexity text.txt",
     "adapter": f"{GENERATE} --prompt a --adapter adapter",
 }
-DRAWN = random.Random(0).sample([(file, rank) for file in COMMANDS for rank in (0, 1)], 3)
+DRAWN = random.Random(0).sample([(file, rank) for file in COMMANDS for rank in (0, 1)], 2)
 ALL = [
     pytest.param(file, rank, marks=[] if (file, rank) in DRAWN else pytest.mark.repetition)
     for file in COMMANDS
