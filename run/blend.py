@@ -1,4 +1,4 @@
-"""Several corpora with weights, as one: which corpus gives sample n.
+"""Which corpus gives sample n, where several are trained on with weights.
 
 `--data 0.7:A 0.3:B` draws seven samples in ten from corpus A and three from B. Sample m = 0, 1, ...
 of corpus k, which has weight w_k, is due at time
@@ -9,17 +9,17 @@ and the blend takes the samples in the order of these times:
 
     0.7:A 0.3:B     A 0.71   B 1.67   A 2.14   A 3.57   A 5.0   B 5.0   A 6.43   A 7.86   B 8.33
 
-By time t corpus k has given floor(w_k t + 1/2) samples, at most half a sample from its share. This
-count is known at any t without the samples before it: sample 2^50 costs as much as sample 0.
-Weights are exact fractions, so every machine computes the same order.
+By time t corpus k has given floor(w_k t + 1/2) samples, at most half a sample from its share. The
+count needs no earlier samples, so sample 2^50 costs as much as sample 0. Weights are exact
+fractions, so every machine computes the same order.
 
-A run may be resumed with other weights, or with other corpora. Then the blend begins anew, and each
-corpus goes on after the samples that it has given so far, which the checkpoint tells.
+When a run is resumed with other weights or corpora, the blend begins anew, and each corpus goes on
+after the samples that it has given so far, which the checkpoint records (run/data.py).
 
     python -m run.blend 0.7:A 0.3:B       the order of the first samples, and each corpus's count
 
-Not covered: Megatron-LM takes the corpus that is furthest behind its share, and stores this choice
-for every sample of the run. Both follow the weights within about one sample.
+Not covered: the stored choices of Megatron-LM, which takes the corpus that is furthest behind its
+share. Both follow the weights within about one sample.
 """
 
 import heapq
@@ -47,7 +47,7 @@ def parse_weights(names: list[str]) -> list[tuple[Fraction | None, list[str]]]:
 
 
 def split_weight(name: str) -> tuple[float | None, str]:
-    """(0.7, A) for 0.7:A. (None, name) without a weight, and where a file has this whole name."""
+    """(0.7, A) for 0.7:A; (None, name) without a weight, or where a file has this whole name."""
     number, colon, path = name.partition(":")
     if not colon or os.path.lexists(name):
         return None, name
@@ -58,7 +58,7 @@ def split_weight(name: str) -> tuple[float | None, str]:
 
 
 class Interleave:
-    """Which corpus gives sample n: a function of n and the weights alone."""
+    """The corpus of sample n, a function of n and the weights alone."""
 
     def __init__(self, weights: list[Fraction]):
         """weights: positive; only their ratios count."""

@@ -1,8 +1,8 @@
 """Checkpoints: saved under one parallel layout, loaded under any other.
 
-Each rank holds slices of the model's global tensors (sharding.py). It writes its slices under the
-tensors' global names, with their offsets. To load, each rank asks for the slices that it needs in
-its own layout, and reads them from whichever files hold them. No rank holds more than its part.
+Each rank holds slices of the model's global tensors (sharding.py) and writes them under the
+tensors' global names, with their offsets. To load, each rank reads the slices that its own layout
+needs from whichever files hold them. No rank holds more than its part.
 
     saved by 2 ranks:     rows 0 1 2 | 3 4        a [5, 3] weight; a slice that several ranks hold
     loaded by 3 ranks:    rows 0 1 | 2 3 | 4      is written once, padding never
@@ -34,9 +34,9 @@ copied, and goes on:
 
 The thread has a process group of its own.
 
-A load does not trust the files. A flipped byte, a missing file or a short one is found and named
-before anything is loaded: the ranks share the work of hashing all files. Nothing is ever unpickled,
-so a file that somebody sent cannot execute code (run/checkpoint_index.py).
+A load does not trust the files. A flipped byte, a missing or a short file is found and named before
+anything is loaded, by hashes that the ranks share out. Nothing is ever unpickled, so no file can
+execute code (run/checkpoint_index.py).
 
 The tokenizer's files lie beside the checkpoints folder of a run, or in an imported checkpoint. The
 index has their SHA-256: with other token ids a model generates nonsense without an error.
@@ -105,8 +105,8 @@ def steps(folder: Path) -> dict[int, Path]:
 
 
 def find(path: str | Path) -> Path:
-    """The checkpoint that a path names: itself or, where it is a run or a folder of checkpoints,
-    the newest one. Raises CheckpointError."""
+    """The checkpoint at a path, or the newest one of a run or a folder of checkpoints. Raises
+    CheckpointError."""
     if path == "":
         raise CheckpointError("'': names no folder")
     try:
@@ -130,7 +130,7 @@ def find(path: str | Path) -> Path:
 
 def prepare(path: Path, building: Path, replace: bool) -> None:
     """Make an empty folder to write into. Raises OSError where `path` exists and is not to be
-    replaced, or the disk does not allow it."""
+    replaced."""
     if path.exists() and not replace and (not path.is_dir() or any(path.iterdir())):
         raise OSError("it exists already; name another folder, or delete this one")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,9 +141,8 @@ def prepare(path: Path, building: Path, replace: bool) -> None:
 
 
 def assign_files(shapes_of_ranks: list[dict[str, list]], limit: int) -> dict[str, int]:
-    """Tensor name -> number, from 1, of the file that it goes to; each rank that holds a slice has
-    a file of this number. A file is full at about `limit` bytes. shapes_of_ranks: for each rank,
-    name -> [dtype, global shape]."""
+    """Tensor name -> number, from 1, of its file, one for each rank that holds a slice. A file is
+    full at about `limit` bytes. shapes_of_ranks: for each rank, name -> [dtype, global shape]."""
     holders = Counter(name for shapes in shapes_of_ranks for name in shapes)
     number = {}
     file = 0
@@ -164,7 +163,7 @@ def merge(dicts: list[dict]) -> dict:
 
 
 def flush_and_hash(file: Path) -> dict:
-    """Flush a file to the disk; its size and checksum, as they stand in the index."""
+    """Flush a file to the disk. Returns its size and checksum for the index."""
     flush(file)
     with open(file, "rb") as f:
         sha256 = hashlib.file_digest(f, "sha256").hexdigest()
@@ -197,16 +196,16 @@ def commit(path: Path, building: Path, index: dict) -> None:
 
 
 def remove_old(folder: Path, step: int, keep: int) -> None:
-    """Of the checkpoints up to `step`, which was just written, remove all but the newest `keep` (0:
-    keep all), and what killed runs left. Later checkpoints are damaged, or the run would have
-    resumed from one: they do not count towards `keep`."""
+    """Remove what killed runs left, and all but the newest `keep` checkpoints (0: keep all) up to
+    `step`, which was just written. Later ones are damaged, or the run would have resumed from one:
+    they do not count."""
     if keep:
         for old in [path for saved, path in steps(folder).items() if saved <= step][:-keep]:
             # One that cannot be removed stays, and does not hinder the others.
             with contextlib.suppress(OSError):
                 aside = old.with_name(f".{old.name}.removing")
                 remove(aside)
-                # Gone at once, even when this process is killed while it deletes.
+                # The name is gone at once, even if this process is killed while it deletes.
                 os.rename(old, aside)
     for leftover in folder.glob(".step-*"):
         with contextlib.suppress(OSError):
@@ -231,7 +230,7 @@ def rank_and_world(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
 
 
 def gather(value, group: dist.ProcessGroup | None) -> list:
-    """A collective: every rank's value, on every rank. Without process groups there is one rank."""
+    """Every rank's value, on every rank. A collective. Without process groups there is one rank."""
     if not dist.is_initialized():
         return [value]
     gathered = [None] * dist.get_world_size(group)
@@ -241,11 +240,9 @@ def gather(value, group: dist.ProcessGroup | None) -> list:
 
 @contextlib.contextmanager
 def agreed(what: str, group: dist.ProcessGroup | None = None, kind=CheckpointError):
-    """A collective around a part of the work: an error in the body, on any rank, is raised on all.
-    Otherwise the others would wait for that rank in their next collective.
-
-    what: the beginning of the message where the error is not a CheckpointError; kind: what it then
-    becomes."""
+    """Raise an error of the body, on any rank, on all ranks: the others would wait for that rank in
+    their next collective. A collective. what: begins the message of an error that is not a
+    CheckpointError; kind: the class that it becomes."""
     error = None
     try:
         yield
@@ -262,7 +259,7 @@ def agreed(what: str, group: dist.ProcessGroup | None = None, kind=CheckpointErr
 
 
 def checkpoint_slices():
-    """run/checkpoint_slices.py, which takes a second to import."""
+    """The module run/checkpoint_slices.py, which takes a second to import."""
     from run import checkpoint_slices
 
     return checkpoint_slices
@@ -280,15 +277,14 @@ def write(
 ) -> Path:
     """Write one checkpoint as the folder `path`. A collective of the ranks in `group`.
 
-    tensors: global name -> this rank's slice, with its sharding record; each rank names what it
-    holds. For a tensor on the meta device `read(name)` is called when its file is written, so that
-    one file at a time is in memory. state: `config` and `model`, the configurations as dicts, and
-    whatever else the next step depends on, as JSON. replace: overwrite a checkpoint at `path`.
-    copied: if given, this rank copies what it will write, then calls this; from then on `tensors`
-    may change.
+    tensors: global name -> this rank's slice, with its sharding record. For a tensor on the meta
+    device `read(name)` is called when its file is written, so that one file at a time is in memory.
+    state: `config` and `model`, the configurations as dicts, and what else the next step depends
+    on, as JSON. replace: overwrite a checkpoint at `path`. copied: called when this rank has copied
+    what it will write, so that `tensors` may change.
 
-    Raises CheckpointError, on all ranks, when a rank cannot write. Earlier checkpoints are not
-    touched before the new one is whole."""
+    Raises CheckpointError on all ranks when one cannot write. Earlier checkpoints are not touched
+    before the new one is whole."""
     path = Path(path)
     building = path.with_name(f".{path.name}.saving")
     rank, _ = rank_and_world(group)
@@ -335,8 +331,7 @@ def save(
     group: dist.ProcessGroup | None = None,
     copied: Callable[[], None] | None = None,
 ) -> Path:
-    """`write` folder/step-00NNNN, and keep the newest `keep` checkpoints (0: all). A collective of
-    the ranks in `group`."""
+    """`write` folder/step-00NNNN and keep the newest `keep` checkpoints (0: all). A collective."""
     path = Path(folder) / folder_name(step)
     write(path, step, tensors, state, group=group, replace=True, copied=copied)
     if rank_and_world(group)[0] == 0:
@@ -348,25 +343,25 @@ class Saver:
     """Saves while training goes on, one checkpoint at a time."""
 
     def __init__(self, group: dist.ProcessGroup | None = None):
-        """group: all ranks, on the CPU, used for nothing else, because collectives of two threads
-        must not mix; None where there is one rank."""
+        """group: all ranks, on the CPU, for this alone: collectives of two threads must not mix.
+        None: one rank."""
         self.group = group
         self.future = None
 
     def save(
         self, folder: Path, step: int, tensors: dict[str, Tensor], state: dict, keep: int = 0
     ) -> None:
-        """Start to `save`, and wait until each rank has copied to the CPU what it will write. Waits
-        for the previous save first; raises what that one raised. A collective."""
+        """Wait for the previous save, raising its error, start to `save`, and wait until each rank
+        has copied to the CPU what it will write. A collective."""
         self.wait()
-        # Imported here: not by two threads at a time.
+        # Import in this thread, because two at a time may not.
         checkpoint_slices()
         copied = threading.Event()
         thread = ThreadPoolExecutor(1)
         self.future = thread.submit(
             save, folder, step, tensors, state, keep, self.group, copied.set
         )
-        # One that fails may end without its copies.
+        # A save that fails may end without its copies.
         self.future.add_done_callback(lambda _: copied.set())
         # The thread ends with the save.
         thread.shutdown(wait=False)
@@ -381,7 +376,7 @@ class Saver:
         return self.future is not None and not self.busy and self.future.exception() is not None
 
     def wait(self) -> None:
-        """Until the latest save is on the disk. Raises CheckpointError, on all ranks, where it
+        """Wait until the latest save is on the disk. Raises CheckpointError on all ranks where it
         could not be written."""
         future, self.future = self.future, None
         if future:
@@ -392,9 +387,8 @@ class Saver:
 
 
 def verify(path: Path) -> dict:
-    """Compare the checksum of every file, and return the index. A collective: the ranks share the
-    reading. Raises CheckpointError, on all ranks; where there is damage, Damaged, naming the
-    file."""
+    """Compare the checksum of every file, and return the index. A collective in which the ranks
+    share the reading. Raises CheckpointError on all ranks, or Damaged, naming the file."""
     path = Path(path)
     rank, world = rank_and_world()
     with agreed(f"{path} cannot be read", kind=Damaged):
@@ -409,17 +403,17 @@ def verify(path: Path) -> dict:
 
 
 def read(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill `tensors`, global name -> this rank's slice, in place, without verifying the files. A
-    collective. Raises CheckpointError."""
+    """Fill `tensors`, global name -> this rank's slice, without verifying the files. A collective.
+    Raises CheckpointError."""
     checkpoint_slices().read(path, tensors)
 
 
 def load(path: Path, tensors: dict[str, Tensor], model: dict | None = None) -> dict:
-    """Verify a checkpoint, fill `tensors` (global name -> this rank's slice) in place, and return
-    the index. A collective. model: the `fixed_fields` of the model here.
+    """Verify a checkpoint, fill `tensors`, global name -> this rank's slice, and return the index.
+    A collective. model: the `fixed_fields` of the model here.
 
-    Raises CheckpointError, on all ranks, for a checkpoint that is damaged (Damaged) or holds
-    another model, naming the fields or the tensors that differ."""
+    Raises CheckpointError on all ranks where the checkpoint is damaged (Damaged) or holds another
+    model, naming the fields or tensors that differ."""
     index = verify(path)
     # A field that the index lacks has its default in that model.
     differing = differences((model or {}) | model_fields(index["model"]), model or {})
@@ -437,7 +431,7 @@ def load(path: Path, tensors: dict[str, Tensor], model: dict | None = None) -> d
 
 
 def differences(there: dict, here: dict) -> list[str]:
-    """What of `here` is something else there, for people."""
+    """Text for each item of `here` that is different there."""
     found = []
     for name, value in here.items():
         saved = there.get(name, "missing")
@@ -450,7 +444,7 @@ def differences(there: dict, here: dict) -> list[str]:
 
 
 def beside(path: Path, name: str) -> Path | None:
-    """A file that belongs to the checkpoint at `path`: in its folder, or in that of its run."""
+    """A file beside the checkpoint at `path`: in its folder, or in that of its run."""
     path = Path(path)
     folders = [path]
     if path.parent.name == "checkpoints":
@@ -459,8 +453,8 @@ def beside(path: Path, name: str) -> Path | None:
 
 
 def tokenizer_of(path: Path) -> str:
-    """The name, or the file, of the tokenizer that a checkpoint's model was trained with. Raises
-    CheckpointError where the file has another content now."""
+    """The name or the file of the tokenizer of a checkpoint's model. Raises CheckpointError where
+    the file has another content now."""
     index = read_index(Path(path))
     name = str(index["config"].get("tokenizer") or "bytes")
     if name in BUILT_IN:
@@ -469,7 +463,7 @@ def tokenizer_of(path: Path) -> str:
 
 
 def tokenizer_record(path: Path, index: dict) -> TokenizerRecord:
-    """What an index says of the tokenizer. Raises CheckpointError."""
+    """The record of the tokenizer in an index. Raises CheckpointError."""
     try:
         return json_files.convert(
             index.get("tokenizer", {}), TokenizerRecord, f"{path}/index.json: tokenizer"
@@ -479,9 +473,8 @@ def tokenizer_record(path: Path, index: dict) -> TokenizerRecord:
 
 
 def verify_tokenizer(path: Path, index: dict) -> dict[str, Path]:
-    """Name -> path of the tokenizer's files: beside the checkpoint or, where there is no
-    tokenizer.json, at the path that the model was trained with. Raises CheckpointError for a file
-    whose content has changed since."""
+    """Name -> path of the tokenizer's files: beside the checkpoint or, without a tokenizer.json
+    there, at the path used in training. Raises CheckpointError for a file that has changed."""
     recorded = tokenizer_record(path, index).files
     trained_with = Path(str(index["config"].get("tokenizer")))
     files = {}

@@ -1,7 +1,7 @@
 """Reads index.json, the description of a checkpoint, as untrusted input.
 
-A checkpoint may be damaged, or made by somebody who wants to deceive. Nothing is allocated or built
-of a size that stands in it before these checks, the cheapest first:
+A checkpoint may be damaged, or made to deceive. Nothing of a size that stands in it is allocated
+before these checks, the cheapest first:
 
     checksum     index.json has the SHA-256 that stands in index.json.sha256
     types        each field has the type and the range that `Index` gives it
@@ -9,9 +9,9 @@ of a size that stands in it before these checks, the cheapest first:
     sizes        the tensors are no larger than the files, the model no larger than its tensors
     slices       each slice in a file lies inside a tensor of the index, with the same dtype
 
-The checksums of the files themselves are compared by `checkpoint.verify`, which reads every byte.
-The index is JSON, because loading JSON executes nothing; torch.distributed.checkpoint's own
-metadata file is a pickle, and is neither written nor read.
+`checkpoint.verify` compares the checksums of the files, and so reads every byte. The index is JSON,
+which executes nothing; the metadata file of torch.distributed.checkpoint is a pickle, and is
+neither written nor read.
 
     python -m run.checkpoint show CKPT      the index of a checkpoint, after all checks but the last
 """
@@ -38,11 +38,11 @@ DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F1
 
 
 class CheckpointError(Exception):
-    """A checkpoint that cannot be written or read; the message says which, and why."""
+    """A checkpoint that cannot be written or read. The message says which, and why."""
 
 
 class Damaged(CheckpointError):  # noqa: N818 (reads well: except checkpoint.Damaged)
-    """A checkpoint that is not what was written: an earlier one may be whole."""
+    """A checkpoint that is not what was written. An earlier one may be whole."""
 
 
 # --- the index ------------------------------------------------------------------------------------
@@ -113,8 +113,8 @@ class Index(TypedDict):
 
 
 def read_index(path: Path) -> dict:
-    """The index of the checkpoint at `path`, checked, with the files it names present at their
-    recorded lengths. Raises CheckpointError; where the checkpoint is damaged, Damaged."""
+    """The checked index of the checkpoint at `path`, whose files have their recorded lengths.
+    Raises CheckpointError, or Damaged."""
     path = Path(path)
     try:
         index = json_files.parse(read_signed(path), dict[str, Any], f"{path}/index.json")
@@ -126,7 +126,7 @@ def read_index(path: Path) -> dict:
 
 
 def read_signed(path: Path) -> bytes:
-    """The bytes of index.json, after comparing them with the checksum beside it. Raises Damaged."""
+    """The bytes of index.json, compared with the checksum beside it. Raises Damaged."""
     try:
         text = json_files.read_bytes(path / "index.json")
         checksum = json_files.read_bytes(path / "index.json.sha256")
@@ -147,7 +147,7 @@ def read_signed(path: Path) -> bytes:
 
 @contextlib.contextmanager
 def describing(where: str):
-    """An error about the content of an index becomes a CheckpointError that names the index."""
+    """Turn an error about the content of an index into a CheckpointError that names the index."""
     try:
         yield
     except (TypeError, ValueError) as e:
@@ -158,8 +158,8 @@ def describing(where: str):
 
 
 def check_index(index: dict, where: str) -> None:
-    """Whether a parsed index has the right types and ranges, and tensors no larger than its files.
-    where: the file, with which messages begin. Raises CheckpointError."""
+    """Check the types and ranges of an index, and that its tensors are no larger than its files.
+    where: begins the messages. Raises CheckpointError."""
     if index.get("format") != FORMAT or not {"tensors", "files", "model"} <= index.keys():
         raise CheckpointError(
             f"{where} is not the index of a checkpoint of this project (format {FORMAT})"
@@ -184,8 +184,8 @@ def check_index(index: dict, where: str) -> None:
 
 
 def check_files(path: Path, files: dict[str, FileRecord]) -> None:
-    """Whether the safetensors files in a folder are those of the index, as long as recorded. Raises
-    Damaged, naming the file."""
+    """Check that the safetensors files of a folder are those of the index, with their lengths.
+    Raises Damaged, naming the file."""
     for name, record in files.items():
         file = path / name
         size = file.stat().st_size if file.is_file() else None
@@ -201,13 +201,11 @@ def check_files(path: Path, files: dict[str, FileRecord]) -> None:
 
 
 def fixed_fields(config: MoEConfig, weights_only: bool = False) -> dict[str, Any]:
-    """The fields of a model that a checkpoint must agree with, and their values. This is the only
-    list of fields that may differ.
+    """The fields of a model that a checkpoint must agree with, and their values.
 
-    No weight's shape or meaning depends on dropout, on the attention kernel, or on the coefficients
-    of a router's losses, so these are free. Where positions are computed, the length of sequences
-    is free too. weights_only: training begins anew from the weights, and may choose another
-    router."""
+    Free are the fields on which no weight's shape or meaning depends: dropout, the attention
+    kernel, the coefficients of a router's losses and, where positions are computed, the sequence
+    length. weights_only: training begins anew from the weights, and may choose another router."""
     free = {"dropout", "attention", "router_temperature", "capacity_factor", "aux_loss", "z_loss"}
     if config.positions != "learned":
         free |= {"seq_length"}
@@ -217,8 +215,8 @@ def fixed_fields(config: MoEConfig, weights_only: bool = False) -> dict[str, Any
 
 
 def model_fields(saved: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the model in an index. One that an older version did not have is what it was
-    by default. Fields that are no model's stay as they are."""
+    """The fields of the model in an index. Those that an older version lacked have their defaults.
+    Fields that are no model's stay as they are."""
     try:
         return dataclasses.asdict(MoEConfig(**saved))
     except (TypeError, ValueError):
@@ -226,9 +224,8 @@ def model_fields(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_model(path: Path, value_head: bool = False) -> tuple[MoEConfig, dict]:
-    """(configuration, index) of a checkpoint that holds a whole model, after comparing the
-    configuration with the tensors. value_head: whether a reward model will do. Raises
-    CheckpointError."""
+    """(configuration, index) of a checkpoint of a whole model, whose tensors fit its configuration.
+    value_head: whether a reward model will do. Raises CheckpointError."""
     index = read_index(path)
     shapes = {
         name: shape for name, (_, shape) in index["tensors"].items() if name.startswith("model.")
@@ -257,10 +254,9 @@ def read_model(path: Path, value_head: bool = False) -> tuple[MoEConfig, dict]:
 
 
 def check_sizes(config: MoEConfig, shapes: dict[str, list[int]]) -> None:
-    """Whether a configuration can belong to these tensors, before a model of its size is built.
-    shapes: name -> shape; the first number in a name is its layer, in our names and in Hugging
-    Face's. This is a coarse check: smaller differences show when tensors are matched one by one.
-    Raises ValueError."""
+    """Check coarsely that a configuration can belong to these tensors, before a model of its size
+    is built; smaller differences show when tensors are matched. shapes: name -> shape; the first
+    number in a name is its layer, also in Hugging Face's names. Raises ValueError."""
     matches = [re.search(r"\.(\d{1,6})\.", name) for name in shapes]
     num_layers = 1 + max([int(match[1]) for match in matches if match], default=-1)
     if config.num_layers != num_layers:
@@ -278,8 +274,8 @@ def check_sizes(config: MoEConfig, shapes: dict[str, list[int]]) -> None:
 
 
 def check_room(what: str, needed: int, device) -> None:
-    """Whether a device has `needed` bytes in all, asked before they are allocated: a CPU that runs
-    out of memory ends any process, not always this one. Raises CheckpointError."""
+    """Check that a device has `needed` bytes in all, before they are allocated: a CPU without
+    memory ends any process, not always this one. Raises CheckpointError."""
     device = torch.device(device)
     total = world.memory(device.type, 1)
     if needed > total:
@@ -311,8 +307,8 @@ def read_header(file: Path) -> dict[str, tuple[str, list[int], list[int]]]:
 
 
 def check_slices(file: Path, index: dict) -> None:
-    """Whether each slice in one file lies inside a tensor of the index, with the same dtype; torch
-    would convert another dtype silently. Raises CheckpointError."""
+    """Check that each slice in a file lies inside a tensor of the index, with the same dtype: torch
+    would convert another one silently. Raises CheckpointError."""
     for name, (dtype, shape, start) in read_header(file).items():
         global_dtype, global_shape = index["tensors"].get(name, (None, []))
         inside = len(start) == len(shape) == len(global_shape) and all(

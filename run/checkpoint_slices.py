@@ -1,11 +1,8 @@
 """The slices of a checkpoint, as torch.distributed.checkpoint (DCP) plans, writes and reads them.
 
-DCP asks each rank which slices of which tensors it has, or needs: the planners below say so, from
-the sharding records. It then decides who writes a slice that several ranks hold, and which files
-hold what a rank needs.
-
-Only run/checkpoint.py imports this file, and when the first checkpoint is written or read: DCP
-takes a second to import.
+The planners below tell DCP which slices of which tensors a rank has, or needs, from the sharding
+records. DCP decides which rank writes a slice that several hold, and which files hold what a rank
+needs. run/checkpoint.py imports this file with the first checkpoint: DCP takes a second to import.
 """
 
 import logging
@@ -34,8 +31,8 @@ def chunk(tensor: Tensor) -> metadata.ChunkStorageMetadata:
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    """Each rank offers its slices. The base class keeps one of equal offers, and checks that the
-    slices cover every tensor."""
+    """Offers a rank's slices. The base class keeps one of equal offers, and checks that the slices
+    cover every tensor."""
 
     def __init__(
         self,
@@ -66,8 +63,8 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return self.plan
 
     def finish_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
-        """plan: what of the offers this rank is to write. Only that is copied, where training waits
-        for a copy."""
+        """plan: the offers that this rank is to write. Where training waits for a copy, only those
+        are copied."""
         if self.copied:
             copies = {}
             for item in plan.items:
@@ -88,14 +85,14 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """In pinned memory where the tensor is on a GPU. PyTorch keeps the pinned memory that is free
-    again, so the copies of the next save lie where those of this one were."""
+    """A copy of a tensor, in pinned memory if the tensor is on a GPU. PyTorch keeps freed pinned
+    memory, so the next save reuses it."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return copy.copy_(tensor.detach())
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
-    """Each rank asks for its slices, wherever they are stored."""
+    """Asks for a rank's slices, wherever they are stored."""
 
     def __init__(self, tensors: dict[str, Tensor]):
         super().__init__(flatten_state_dict=False)
@@ -121,14 +118,15 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         return unpad(tensor, sharding_of(tensor))
 
     def resolve_tensor(self, item: planner.ReadItem) -> Tensor:
-        """Where the reader is to put one stored slice."""
+        """The tensor into which the reader puts one stored slice."""
         tensor = self.tensors[item.dest_index.fqn]
         if isinstance(tensor, Tensor):
             return super().resolve_tensor(item)
         return torch.empty(item.lengths, dtype=tensor.dtype)
 
     def commit_tensor(self, item: planner.ReadItem, read: Tensor) -> None:
-        """The reader has filled what `resolve_tensor` gave it: a split master is split now."""
+        """Called when the reader has filled the tensor of `resolve_tensor`: split a split
+        master."""
         tensor = self.tensors[item.dest_index.fqn]
         if not isinstance(tensor, Tensor):
             ends = map(sum, zip(item.dest_offsets, item.lengths))
@@ -143,8 +141,8 @@ def write(
     group: dist.ProcessGroup | None,
     copied: Callable[[], None] | None,
 ) -> None:
-    """This rank's safetensors files. A collective. number: tensor name -> number of its file; read,
-    copied: as in checkpoint.write. Raises what the first rank raised that could not write."""
+    """Write this rank's safetensors files. A collective. number: tensor name -> number of its file;
+    read, copied: as in checkpoint.write. Raises the error of the first rank that failed."""
     to = dcp.HuggingFaceStorageWriter(
         str(folder), fqn_to_index_mapping=number, save_distributed=True
     )

@@ -8,30 +8,28 @@
     sequence 1                      [   tokens    ]             ids 4 to 7
                                         [   targets   ]         ids 5 to 8
 
-- Each document ends with an end-of-text token (eot). Documents are sorted by a hash of their text:
+- Each document ends with an end-of-text token (eot). Documents are sorted by a hash of their text,
   a shuffle that does not depend on where or in what order the files lie.
 - The last twentieth of the stream is held out: it is never trained on.
-- Sample n of a run is one sequence. Which one depends on (seed, n) alone; every epoch is a new
-  permutation. Step k = 1, 2, ... trains on samples (k - 1) B to k B - 1, for a global batch of B;
-  a run that goes on with another B takes those that come next. So a layout decides which rank
-  computes a sample, never which samples a step has.
+- Sample n of a run is one sequence, a function of (seed, n); every epoch is a new permutation. Step
+  k = 1, 2, ... trains on samples (k - 1) B to k B - 1, for a global batch of B. So a layout decides
+  which rank computes a sample, never which samples a step has.
 
 Attention is not masked between the documents of a sequence (Brown et al. 2020, "Language Models are
-Few-Shot Learners", appendix B), unless `--document-mask` asks for it: then a batch has the number
-of each token's document, counted by the end-of-text tokens before it (document_mask.py). The target
-of an end-of-text token is still the first token of the next document, so the model learns to begin
-a text.
+Few-Shot Learners", appendix B). Under `--document-mask` it is: a batch then has the number of each
+token's document (document_mask.py). The target of an end-of-text token is still the first token of
+the next document, so the model learns to begin a text.
 
     python -m run.data [--data PATH ...] [--tokenizer bytes] [--cache DIR]       shows a few samples
 
-Without `--data` the corpus is the source code of Python's standard library, which every machine
-that runs this has. Several corpora with weights are interleaved (run/blend.py).
+Without `--data` the corpus is Python's standard library, which every machine that runs this has.
+Several corpora with weights are interleaved (run/blend.py).
 
-Text is tokenized once. The stream is cached under a key of the files' contents, the tokenizer and
-this format (run/token_cache.py). Ranks and threads share the work, part by part; complete
-parts survive a kill. A cached stream that has changed since it was written is built again.
+Text is tokenized once, and cached under a key of the files' contents, the tokenizer and this format
+(run/token_cache.py). Ranks and threads share the work, part by part. Complete parts survive a kill,
+and a cached stream that has changed since it was written is built again.
 
-Not covered: Megatron-LM keeps an index of documents and samples per epoch on disk. Here a
+Not covered: the index of documents and samples per epoch that Megatron-LM keeps on disk. Here a
 permutation of the sequences is enough.
 """
 
@@ -68,7 +66,7 @@ from run.documents import (
 )
 from run.tokenizer import TokenizerError, make_tokenizer
 
-# Part of the cache key: raise it when the same text would be cached differently.
+# A part of the cache key, to be raised when the same text would be cached differently.
 FORMAT = "3"
 # Bytes of text that one thread tokenizes at a time.
 PART_BYTES = 16 * 2**20
@@ -81,16 +79,15 @@ HELD_OUT = 20
 class Batch(NamedTuple):
     # [b, s] int64
     tokens: Tensor
-    # [b, s] int64: the next token of each
+    # [b, s] int64: the token after each
     targets: Tensor
     # [b, s] bool: the targets that count
     loss_mask: Tensor
-    # [b] int64: global sample numbers, for the dropout key
+    # [b] int64: global sample numbers, for dropout's key
     samples: Tensor
-    # [b, s] int64, not decreasing along a row: the number of each token's document. None: attention
-    # and positions do not know of documents (base/document_mask.py)
+    # [b, s] int64: the number of each token's document, not decreasing along a row
     documents: Tensor | None = None
-    # [b, s] bool: the positions that hold a token; the others are padding. None: all of them
+    # [b, s] bool: the positions that hold a token and no padding. None: all
     real: Tensor | None = None
     # [b] float64: log-probabilities of answers under a reference (finetune/preference_data.py)
     reference: Tensor | None = None
@@ -100,22 +97,22 @@ class Batch(NamedTuple):
 
 
 class Dataset:
-    """What a run learns from. A sample is a row of `s` positions; batch(samples) gives a Batch."""
+    """Training data. A sample is a row of `s` positions; batch(samples) gives a Batch."""
 
     s: int
 
     def taken(self, n: int) -> dict | None:
-        """What a checkpoint keeps of the first n samples of a run, beside their number."""
+        """What a checkpoint records of the first n samples of a run, beside their number."""
 
     def go_on(self, n: int, taken: dict) -> None:
-        """Sample n is the next, after those of which `taken` told."""
+        """Continue with sample n, after those that `taken` describes."""
 
     def counted_tokens(self, samples) -> int:
-        """How many targets of these samples count: known before any forward."""
+        """How many targets of these samples count, known before any forward."""
         return self.positions(samples)
 
     def positions(self, samples) -> int:
-        """How many positions of these samples hold a token, and are not padding."""
+        """How many positions of these samples hold a token and no padding."""
         return len(samples) * self.s
 
 
@@ -185,10 +182,8 @@ class Lockstep:
 
 
 def tokenize_part(pieces: list[Piece], tokenizer, target: str) -> int:
-    """Tokenize the documents of one part and write them to disk (`token_cache.write_part`).
-
-    Returns the bytes of text. Raises DataError.
-    """
+    """Tokenize the documents of one part and write them to disk (`token_cache.write_part`). Returns
+    the bytes of text. Raises DataError."""
     dtype = token_cache.token_type(tokenizer.vocab_size)
     bos = [] if tokenizer.bos is None else [tokenizer.bos]
     stream = [np.zeros(0, dtype)]
@@ -208,8 +203,8 @@ def tokenize_part(pieces: list[Piece], tokenizer, target: str) -> int:
 
 
 def tokenize_parts(jobs: list[tuple], workers: int, show: bool) -> None:
-    """`tokenize_part` of each job, in threads: tokenizers release Python's global lock. show:
-    whether to print the progress, in one line that is written again."""
+    """Run `tokenize_part` for each job in threads, because tokenizers release Python's global lock.
+    show: print the progress, in one line that is rewritten."""
     start = time.time()
     mebibytes = 0
     done = 0
@@ -229,10 +224,8 @@ def tokenize_parts(jobs: list[tuple], workers: int, show: bool) -> None:
 
 
 def merge_parts(targets: list[str], folder: Path, corpus: str, tokenizer) -> None:
-    """Write the documents of all parts as one stream, sorted by their hashes.
-
-    corpus: fingerprint of the text. Raises DataError.
-    """
+    """Write the documents of all parts as one stream, sorted by their hashes. corpus: fingerprint
+    of the text. Raises DataError."""
     parts = [token_cache.read_part(target) for target in targets]
     tables = [table for _, table in parts]
     # [documents] each
@@ -266,10 +259,8 @@ def merge_parts(targets: list[str], folder: Path, corpus: str, tokenizer) -> Non
 
 
 def build(files, corpus: str, tokenizer, folder: Path, lockstep: Lockstep, workers: int) -> None:
-    """Tokenize all parts of the files, each rank its share, and merge them into `folder`.
-
-    Complete parts of an earlier run are kept. corpus: fingerprint of the text.
-    """
+    """Tokenize all parts of the files, each rank its share, and merge them into `folder`. Complete
+    parts of an earlier run are kept. corpus: fingerprint of the text."""
     parts = lockstep.on_first(lambda: split_parts(files, PART_BYTES))
     parts_folder = folder.with_name(folder.name + ".parts")
     targets = [str(parts_folder / f"{i:06d}") for i in range(len(parts))]
@@ -303,21 +294,20 @@ def prepare(
     flag="--data",
     skip_bad=False,
 ) -> Path:
-    """The folder of the tokenized corpus, built unless the cache holds it undamaged.
+    """The folder of the tokenized corpus, built unless the cache holds it undamaged. A collective.
 
-    exchange(object): every rank's object on every rank (`all_gather_object`); all ranks call this
-    function together. workers: threads of this rank. flag: what named the paths, for messages.
-    skip_bad: leave out files that are not UTF-8. Raises DataError, the same one on every rank.
-    """
+    exchange(object): every rank's object on every rank (`all_gather_object`). workers: threads of
+    this rank. flag: what named the paths, for messages. skip_bad: leave out files that are not
+    UTF-8. Raises DataError, the same one on every rank."""
     lockstep = Lockstep(exchange, rank, world)
 
     def find_fault() -> str | None:
-        """The first rank's complaint about the cached corpus, on every rank. None: no complaint."""
+        """The first rank's fault in the cached corpus, on every rank. None: no fault."""
         faults = lockstep(lambda: token_cache.check(folder, rank, world, workers))
         return next((fault for fault in faults if fault is not None), None)
 
     def lock() -> None:
-        # The open file stays in this process: it cannot be sent to other ranks.
+        # The open file stays in this process, because it cannot be sent to other ranks.
         held.enter_context(token_cache.lock(folder))
 
     with named(flag), contextlib.ExitStack() as held:
@@ -347,12 +337,8 @@ def prepare(
 
 
 class Corpus(Dataset):
-    """Training sequences of a prepared stream.
-
-    Sequence i is ids i s to i s + s, both included: its last target is the first token of
-    the next sequence.
-    Samples 0, 1, ... are all sequences of epoch 0, then of epoch 1, ...
-    """
+    """The sequences of a prepared stream. Sequence i is ids i s to i s + s, both included: its last
+    target is the first token of the next sequence."""
 
     def __init__(
         self,
@@ -365,9 +351,7 @@ class Corpus(Dataset):
     ):
         """seed: of the order; None: the order of the stream. split: `train`, `held-out` or `all`.
         source: what named the text, for messages. document_mask: whether batches have documents.
-
-        Raises DataError if there is not one sequence, CacheError if the cache is damaged.
-        """
+        Raises DataError if there is not one sequence, CacheError if the cache is damaged."""
         index, stream = token_cache.read(folder)
         boundary = index.held_out_from
         splits = {"train": stream[:boundary], "held-out": stream[boundary:], "all": stream}
@@ -386,7 +370,7 @@ class Corpus(Dataset):
             )
         # number of a sample of this corpus -> sequence
         self.sequence_of = Order(self.num_sequences, seed)
-        # What is added to a sample number, where a run went on from other corpora; what those gave.
+        # Where a run went on from other corpora: an offset of sample numbers, and what those gave.
         self.offset, self.others = 0, {}
 
     def taken(self, n: int) -> dict:
@@ -412,10 +396,10 @@ class Corpus(Dataset):
 
 
 class Blend(Dataset):
-    """Several corpora as one, with the interface of a `data.Corpus`."""
+    """Several corpora as one, with the interface of a `Corpus`."""
 
     def __init__(self, corpora: list, weights: list[Fraction]):
-        """corpora: each a `data.Corpus`, with a weight."""
+        """weights: one for each corpus."""
         self.corpora = corpora
         self.interleave = Interleave(weights)
         # The sample with which this blend begins; what each corpus had given before, and others.
@@ -434,7 +418,7 @@ class Blend(Dataset):
         self.index = {
             "corpus": fingerprint(" ".join(names)),
             "tokens": tokens,
-            # Not the sum: bytes / tokens is that of the blend's samples.
+            # Not the sum, so that bytes / tokens is that of the blend's samples.
             "bytes": round(tokens * bytes_per_token),
         }
 
@@ -451,7 +435,7 @@ class Blend(Dataset):
     def go_on(self, n: int, taken: dict) -> None:
         self.others = taken["corpora"]
         if taken["blend"] == self.index["corpus"] and len(taken["before"]) == len(self.names):
-            # As if it had not been interrupted.
+            # Go on as if the run had not been interrupted.
             self.start, self.before = min(n, taken["start"]), taken["before"]
         else:
             self.start, self.before = n, [taken["corpora"].get(name, 0) for name in self.names]
@@ -485,10 +469,8 @@ class PreparedCorpus(NamedTuple):
 def prepare_corpora(
     names: list[str], tokenizer, flag: str = "--data", **options
 ) -> list[PreparedCorpus]:
-    """Tokenize each corpus that `names` (PATH ..., or WEIGHT:PATH ...) describes.
-
-    options: of `prepare`. Raises DataError.
-    """
+    """Tokenize each corpus of `names` (PATH ..., or WEIGHT:PATH ...). options: of `prepare`. Raises
+    DataError."""
     with named(flag):
         weighted_paths = parse_weights(names)
     prepared = []
@@ -506,7 +488,7 @@ def open_corpora(
     split: str = "train",
     document_mask: bool = False,
 ) -> Corpus | Blend:
-    """The only corpus, or a blend of several. For the arguments see `Corpus`. Raises DataError."""
+    """The only corpus, or a blend of several. Arguments as in `Corpus`. Raises DataError."""
     corpora = [
         Corpus(part.folder, seq_length, seed, split, part.source, document_mask)
         for part in prepared

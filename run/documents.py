@@ -6,11 +6,10 @@
     a.txt.gz, b.jsonl.gz the same, compressed
     folder/              all text files below it; names that begin with a dot are skipped
 
-Large files are cut into pieces (file, start, stop), so that threads and ranks can share one file. A
-piece ends at a line end.
+Large files are cut at line ends into pieces (file, start, stop), which threads and ranks share.
 
-Text that cannot be used is an error: one line with the file, the cause and what to do. Only inside
-a folder are empty and binary files skipped, and a message counts them.
+Text that cannot be used is an error: one line with the file, the cause and what to do. Empty and
+binary files inside a folder are skipped, and a message counts them.
 
     python -m run.documents PATH ...        how many documents and characters these files hold
 """
@@ -49,11 +48,11 @@ class CacheError(DataError):
 
 @contextlib.contextmanager
 def named(flag: str):
-    """Errors about the data begin with the flag that named it, and say what helps."""
+    """Let errors about the data begin with the flag that named it, and say what helps."""
     try:
         yield
     except CacheError:
-        # Its message names --cache, or the damaged folder.
+        # The message names --cache, or the damaged folder.
         raise
     except DataError as e:
         helps = ""
@@ -64,7 +63,7 @@ def named(flag: str):
 
 @contextlib.contextmanager
 def file_errors(path):
-    """Turns an error while a file is read into a DataError that names the file."""
+    """Turn an error while a file is read into a DataError that names the file."""
     try:
         yield
     except DataError:
@@ -77,12 +76,11 @@ def file_errors(path):
 
 
 def opener(path: Path):
-    """What opens a file: `open`, or `gzip.open` for a compressed one."""
+    """The function that opens a file: `open`, or `gzip.open` for a compressed one."""
     return gzip.open if path.suffix == ".gz" else open
 
 
-# --------------------------------------------------------------------------------------------------
-# Paths to files
+# --- paths to files -------------------------------------------------------------------------------
 
 
 def find_files(paths: list[str]) -> list[Path]:
@@ -124,7 +122,7 @@ def text_files(folder: Path) -> list[Path]:
         raise error
 
     files = []
-    # Not Path.rglob: it takes a folder that cannot be read for an empty one.
+    # Path.rglob would take a folder that cannot be read for an empty one.
     for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         files += [Path(parent, name) for name in names if not name.startswith(".")]
@@ -157,7 +155,7 @@ def is_utf8(path: Path) -> bool:
 
 
 def without_bad(files: list[Path], lockstep) -> list[Path]:
-    """Those that are UTF-8 text; rank 0 names the others. Raises DataError where none is left."""
+    """The files that are UTF-8 text; rank 0 names the others. Raises DataError if none is left."""
     good = lockstep.each(is_utf8, files)
     bad = [file for file, is_good in zip(files, good) if not is_good]
     if len(bad) == len(files):
@@ -202,16 +200,13 @@ def fingerprint(text: str) -> str:
     return sha256(text.encode()).hexdigest()[:16]
 
 
-# --------------------------------------------------------------------------------------------------
-# Files to pieces to documents
+# --- files to pieces to documents -----------------------------------------------------------------
 
 
 def split_parts(files: list[Path], part_bytes: int) -> list[list[Piece]]:
-    """Group the files into parts of about `part_bytes` bytes. Raises DataError.
-
-    A longer file is cut into pieces at line ends. If it is plain text, each piece becomes a
-    document of its own. A compressed file is always one piece.
-    """
+    """Group the files into parts of about `part_bytes` bytes. A longer file is cut at line ends,
+    and in plain text each piece becomes a document; a compressed file is always one piece. Raises
+    DataError."""
     parts = [[]]
     room = part_bytes
     for path in files:
@@ -227,8 +222,8 @@ def split_parts(files: list[Path], part_bytes: int) -> list[list[Piece]]:
 
 
 def cut(path: Path, piece_bytes: int) -> Iterator[tuple[int, int]]:
-    """Offsets (start, stop) of a file's pieces. Each ends behind the line in which it reaches
-    `piece_bytes` bytes."""
+    """Yield the offsets (start, stop) of a file's pieces. Each ends with the line in which it
+    reaches `piece_bytes` bytes."""
     size = path.stat().st_size
     start = 0
     with open(path, "rb") as f:
@@ -279,7 +274,7 @@ def parse_line(line: bytes, path: Path, start: int, number: int) -> str:
     try:
         return json_files.parse(line, Record, "").text
     except json_files.JSONError as e:
-        # People count lines from the start of the file. A compressed file always starts at 0.
+        # Count lines from the start of the file. A compressed file always starts at 0.
         with file_errors(path), open(path, "rb") as f:
             number += f.read(start).count(b"\n")
         raise DataError(f'{path}, line {number}{e}; {{"text": "..."}} would fit') from None

@@ -6,12 +6,9 @@
     CACHE/KEY.lock           held while it is built
 
 A token that changed on disk would be trained on unnoticed. So all of tokens.npy is hashed whenever
-it is opened: the ranks share the blocks, and the threads of a rank share its blocks. index.json
-holds a hash of itself and the name of its folder.
-
-The check costs 0.5 to 2 seconds per GB on one core. That is as much as the hash of the text, which
-is also computed at every start, because the key is made from it. 16 cores check 100 GB in 3 to 12
-seconds if the disk is fast enough.
+it is opened; the ranks, and the threads of each, share the blocks. index.json holds a hash of
+itself and the name of its folder. The check costs 0.5 to 2 seconds per GB on one core, as much as
+the hash of the text, which is computed at every start for the key.
 
     python -m run.token_cache FOLDER        checks one corpus
 """
@@ -64,7 +61,7 @@ class Index:
 
 @contextlib.contextmanager
 def cache_errors(cache):
-    """Turns an error of the file system into a CacheError, one line that names --cache."""
+    """Turn an error of the file system into a CacheError, one line that names --cache."""
     try:
         yield
     except DataError:
@@ -80,19 +77,16 @@ def token_type(vocab_size: int):
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
-# --------------------------------------------------------------------------------------------------
-# A corpus: written, read, checked
+# --- a corpus: written, read, checked -------------------------------------------------------------
 
 
 def write(folder: Path, index: Index, documents: Iterable[np.ndarray]) -> None:
-    """Write a corpus under another name, then rename it: `folder` is never half-written.
-
-    documents: token ids of each, `index.tokens` together. Sets the index's hashes.
-    """
+    """Write a corpus under another name, then rename it, so that `folder` is never half-written.
+    documents: token ids of each, `index.tokens` together. Sets the index's hashes."""
     building = folder.with_name(folder.name + ".building")
     remove(building)
     building.mkdir()
-    # Not through np.memmap: on a full disk a store into a map kills the process without a message.
+    # On a full disk a store into an np.memmap would kill the process without a message.
     with open(building / "tokens.npy", "wb") as f:
         dtype = np.dtype(token_type(index.vocab_size))
         header = {"descr": dtype.str, "fortran_order": False, "shape": (index.tokens,)}
@@ -107,7 +101,7 @@ def write(folder: Path, index: Index, documents: Iterable[np.ndarray]) -> None:
 
 
 def read_index(folder: Path) -> Index:
-    """Raises ValueError where it is not what was written here."""
+    """The index of a corpus. Raises ValueError where it is not what was written here."""
     index = json_files.read(folder / "index.json", Index)
     if index.sha256 != index_hash(index) or index.key != folder.name:
         raise ValueError("index.json is not what was written here")
@@ -115,10 +109,8 @@ def read_index(folder: Path) -> Index:
 
 
 def read(folder: Path) -> tuple[Index, np.ndarray]:
-    """A corpus's index, and its token ids [tokens], mapped from disk.
-
-    Raises CacheError for a damaged index. Only `check` reads every token.
-    """
+    """A corpus's index and its token ids [tokens], mapped from disk; only `check` reads them all.
+    Raises CacheError for a damaged index."""
     try:
         index = read_index(Path(folder))
         return index, np.load(Path(folder, "tokens.npy"), mmap_mode="r", allow_pickle=False)
@@ -127,11 +119,8 @@ def read(folder: Path) -> tuple[Index, np.ndarray]:
 
 
 def check(folder: Path, rank: int = 0, world: int = 1, workers: int = 1) -> str | None:
-    """What is wrong with this rank's share of a cached corpus.
-
-    None: nothing. The empty string: there is no such folder. Raises CacheError where the cache
-    itself cannot be read.
-    """
+    """What is wrong with this rank's share of a cached corpus. None: nothing; "": there is no such
+    folder. Raises CacheError where the cache itself cannot be read."""
     with cache_errors(folder.parent):
         if not folder.exists():
             return ""
@@ -170,13 +159,12 @@ def block_hashes(path: Path, rank: int = 0, world: int = 1, workers: int = 1) ->
         return list(pool.map(hash_block, starts))
 
 
-# --------------------------------------------------------------------------------------------------
-# While a corpus is built
+# --- while a corpus is built ----------------------------------------------------------------------
 
 
 def lock(folder: Path):
-    """An open file, locked until it is closed or this process ends, so that one run at a time
-    builds a corpus. Waits for the other run. Raises CacheError."""
+    """An open file, locked until it is closed or this process ends: one run at a time builds a
+    corpus, and others wait. Raises CacheError."""
     with cache_errors(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         file = open(folder.with_name(folder.name + ".lock"), "w")
@@ -190,9 +178,7 @@ def lock(folder: Path):
 
 def write_part(target: str, ids: np.ndarray, table: np.ndarray) -> None:
     """Write TARGET.tokens.npy, TARGET.documents.npy and, last, TARGET.sha256 with their hashes.
-
-    ids: [tokens]; table: [documents, 3], see `data.tokenize_part`. Raises CacheError.
-    """
+    ids: [tokens]; table: [documents, 3], see `data.tokenize_part`. Raises CacheError."""
     with cache_errors(Path(target).parent.parent):
         np.save(f"{target}.tokens.npy", ids, allow_pickle=False)
         np.save(f"{target}.documents.npy", table, allow_pickle=False)
