@@ -279,7 +279,7 @@ def import_folder(hf_dir: Path, path: Path) -> MoEConfig:
             folder, 0, parameters, state, lambda name: read(name.removeprefix("model."))
         )
         if tokenizer:
-            tokenizer.save(folder)
+            save_files(tokenizer.files, folder)
     return config
 
 

@@ -1,12 +1,12 @@
-r"""What a token adds to a text: bytes, which need not be whole characters.
+r"""The bytes that a token adds to a text, which need not be whole characters.
 
     Größe                      Gr c3 b6 c3 9f e
     byte-level (GPT-2, Qwen)   Gr | c3 | b6 c3 | 9f e            a token may end inside a character
     byte fallback (Llama 2)    ▁Gr | <0xC3> | <0xB6> | ..        a byte may be a token of its own
 
-Text is decoded from the bytes of all tokens. A library decodes a list of tokens, so the text of one
-of them depends on the others: a half character is "\ufffd", and the first token of a text loses the
-space that ▁ stands for. After a prompt it keeps its space.
+A library decodes a list of tokens, so the text of one token depends on the others: half a character
+is "\ufffd", and the first token of a text loses the space that ▁ stands for. Here text is decoded
+from the bytes of all tokens, and after a prompt the space stays.
 
     python generate.py --checkpoint runs/default --prompt "def "
 
@@ -47,7 +47,7 @@ class TokenBytes:
         return b"".join(self.of(token, n == 0) for n, token in enumerate(texts))
 
     def of(self, token: int, begins: bool = False) -> bytes:
-        """Of a special token, its name. begins: no text comes before."""
+        """The bytes of a token; a special one has its name. begins: no text comes before."""
         if (token, begins) not in self.known:
             self.known[token, begins] = self.find(token, begins)
         return self.known[token, begins]

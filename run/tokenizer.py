@@ -1,5 +1,4 @@
-"""Text to token ids and back: bytes, GPT-2's byte-pair encoding, or a file of the `tokenizers`
-library.
+"""Text to token ids and back: bytes, GPT-2's byte-pair encoding, or a file of `tokenizers`.
 
 Each tokenizer has
 
@@ -7,11 +6,11 @@ Each tokenizer has
     name, vocab_size
     eot, stop_ids        the id that ends a document; all ids at which generation stops
     bos                  the id that begins every text; None for most models
-    fingerprint          of its content: part of the cached corpus's key, and kept in checkpoints
+    fingerprint          a hash of its content, for the corpus cache and for checkpoints
     files                {name: content} of what is saved with a model, its chat template too
 
-Bytes need nothing and can encode every text. The price is longer sequences than with the 50,257
-words and parts of words of GPT-2 (Radford et al. 2019, section 2.2).
+Bytes need nothing and encode every text, in longer sequences than the 50,257 words and parts of
+words of GPT-2 (Radford et al. 2019, section 2.2).
 
     python -m run.tokenizer "some text" [bytes | gpt2 | FILE]       its ids, and the text again
 
@@ -46,28 +45,28 @@ from run.tokenizer_folder import (  # noqa: F401 (other files use tokenizer.CHAT
 
 # The end-of-text tokens of published models, for a tokenizer file that stands alone.
 EOT_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>")
-# Characters that may become of one. Published normalizers make one of one.
+# The most characters that a normalizer may make of one. Published ones make one.
 MOST_GROWTH = 100
-# Common and rare characters: encoded once, to see that the tokenizer can encode every text.
+# Common and rare characters, encoded once to see that the tokenizer can encode every text.
 PROBE = "a é \u4e2d \U0001f600\u0378"
 
 
 class TokenizerError(ValueError):
-    """The tokenizer cannot be used; the message says why, and what to do."""
+    """A tokenizer that cannot be used. The message says why, and what to do."""
 
 
 class Tokenizer:
-    """What a tokenizer has unless it says otherwise."""
+    """The defaults of a tokenizer."""
 
     bos = None
-    # The begin token that the files name, and that or the id in them: it need not begin every text.
+    # The begin token that the files name, and that or the id in them. It need not begin a text.
     named_bos = None
     declared_bos = None
     padding = None
     files: ClassVar[dict[str, bytes]] = {}
 
     def encode_in_thread(self, text: str):
-        """As `encode`; other threads run meanwhile. Raises what `encode` raises."""
+        """`encode` while other threads run. Raises its errors."""
         return self.encode(text)
 
 
@@ -119,18 +118,15 @@ class GPT2Tokenizer(Tokenizer):
 
 
 class FileTokenizer(Tokenizer):
-    """A `tokenizer.json`, with what the files beside it say about begin and end of a text.
-
-    Without such files the end of text is the first of EOT_NAMES that the vocabulary has, or else a
-    new id behind the vocabulary's.
-    """
+    """A `tokenizer.json`, with what the files beside it say about the begin and end of a text.
+    Without them the end of text is the first of EOT_NAMES in the vocabulary, or else a new id."""
 
     def __init__(self, path: str):
         """Raises TokenizerError."""
         self.name = path
         with without_reports():
             content, declared = self.load()
-            # What a file says about truncation and padding is for classifiers.
+            # Truncation and padding are for classifiers.
             self.tokenizer.no_truncation()
             self.tokenizer.no_padding()
             self.vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
@@ -143,15 +139,14 @@ class FileTokenizer(Tokenizer):
             except (OSError, ValueError) as e:
                 raise TokenizerError(str(e)) from None
         self.files = {"tokenizer.json": content} | self.beside.files
-        # What every document begins and ends with is part of the content.
+        # The tokens around a document, and what tokenizer_config.json changes, are part of it.
         identity = content + f"{self.bos} {self.eot}".encode()
-        # What tokenizer_config.json changes is too.
         if changed:
             identity += json.dumps(changed, sort_keys=True).encode()
         self.fingerprint = hashlib.sha256(identity).hexdigest()
 
     def load(self) -> tuple[bytes, dict]:
-        """Set `tokenizer`. Returns the file's bytes, and the same parsed. Raises TokenizerError."""
+        """Set `tokenizer`. Returns the file's bytes, and its content. Raises TokenizerError."""
         path = self.name
         try:
             from tokenizers import Tokenizer as Library
@@ -169,7 +164,7 @@ class FileTokenizer(Tokenizer):
         return content, declared
 
     def faults(self, declared: dict) -> Iterator[str]:
-        """Yield why it cannot encode every text, or not always alike. declared: the file."""
+        """Yield why it cannot encode every text, or not always alike. declared: the content."""
         if not self.vocabulary:
             yield "its vocabulary is empty"
         for added in declared.get("added_tokens") or []:
@@ -198,7 +193,8 @@ class FileTokenizer(Tokenizer):
             yield f"{e}; an unk_token that its vocabulary has would fit"
 
     def obey_config(self) -> dict[int, dict]:
-        """Returns the added tokens that tokenizer_config.json changes. Raises JSONError."""
+        """Apply tokenizer_config.json. Returns the added tokens that it changes. Raises
+        JSONError."""
         from run import tokenizer_config
 
         beside = self.beside
@@ -208,7 +204,7 @@ class FileTokenizer(Tokenizer):
         return changed
 
     def set_begin_and_end(self) -> None:
-        """Set what is of the begin and the end of a text. Raises JSONError."""
+        """Set the ids around a text. Raises JSONError."""
         beside = self.beside
         stop_ids = beside.named("eos_token") + beside.ids("eos_token_id")
         if not stop_ids:
@@ -216,7 +212,7 @@ class FileTokenizer(Tokenizer):
         if not stop_ids:
             stop_ids = [self.vocab_size]
             self.vocab_size += 1
-        # The first ends documents. A model's list has more, at which generation stops.
+        # The first id ends documents. Generation stops at all of them.
         self.eot = stop_ids[0]
         self.stop_ids = tuple(dict.fromkeys(stop_ids))
         named = beside.named("bos_token")
@@ -226,7 +222,7 @@ class FileTokenizer(Tokenizer):
         self.bos = self.post_processor_bos()
 
     def post_processor_bos(self) -> int | None:
-        """The id that the file's post-processor puts before a text, if it does."""
+        """The id that the file's post-processor puts before a text, or None."""
         with library_errors():
             plain = self.tokenizer.encode("a", add_special_tokens=False).ids
             processed = self.tokenizer.encode("a", add_special_tokens=True).ids
@@ -236,7 +232,7 @@ class FileTokenizer(Tokenizer):
 
     def encode(self, text: str, in_thread: bool = False) -> list[int]:
         """Raises UnicodeEncodeError for half of a surrogate pair; TokenizerError."""
-        # The library would raise an error of its own for the former.
+        # The library would raise another error for half of a pair.
         text.encode()
         try:
             with library_errors():
@@ -247,7 +243,7 @@ class FileTokenizer(Tokenizer):
             raise TokenizerError(str(e)) from None
 
     def encode_in_thread(self, text: str) -> list[int]:
-        # Only for a batch the library releases Python's global lock.
+        # The library releases Python's global lock for a batch alone.
         return self.encode(text, in_thread=True)
 
     def decode(self, ids) -> str:
@@ -257,13 +253,9 @@ class FileTokenizer(Tokenizer):
         """The text of a token; None for one that the vocabulary does not have."""
         return None if number is None else self.tokenizer.id_to_token(number)
 
-    def save(self, folder: Path) -> None:
-        """Write `files` into a folder."""
-        save_files(self.files, folder)
-
 
 def growth(part) -> int:
-    """At most so many characters become of one. part: of a tokenizer.json, with parts in it."""
+    """The most characters that a part of a tokenizer.json, with parts in it, makes of one."""
     if isinstance(part, list):
         return math.prod(map(growth, part))
     if not isinstance(part, dict):
@@ -281,8 +273,8 @@ def make_tokenizer(name: str) -> Tokenizer:
 
 
 def prompt_ids(tokenizer, text: str) -> list[int]:
-    """The ids of a text that a model is to continue. An empty text becomes the id after which a
-    new text begins, if there is one."""
+    """The ids of a text that a model is to continue. An empty text becomes the id before a new
+    text, if there is one."""
     ids = [int(i) for i in tokenizer.encode(text)]
     if tokenizer.bos is not None:
         return [tokenizer.bos, *ids]
@@ -292,8 +284,8 @@ def prompt_ids(tokenizer, text: str) -> list[int]:
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int | list[int]]:
-    """bos_token_id, eos_token_id and pad_token_id, as config.json has them. Where texts have no
-    begin token, it is the end token, as GPT-2's."""
+    """bos_token_id, eos_token_id and pad_token_id of a config.json. A missing begin token is the
+    end token, as in GPT-2."""
     begins = (tokenizer.declared_bos, tokenizer.bos, tokenizer.eot)
     stop_ids = list(tokenizer.stop_ids)
     padding = {} if tokenizer.padding is None else {"pad_token_id": tokenizer.padding}
@@ -304,9 +296,8 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int | list[int]]:
 
 
 def begin_id(tokenizer: Tokenizer) -> int:
-    """The id before a text of which every token is to be scored: the begin token that the files
-    name, whether or not it stands before every text, or else the end of text. Raises
-    TokenizerError."""
+    """The id before a text whose every token is scored: the begin token that the files name, even
+    if it begins no text, or else the end of text. Raises TokenizerError."""
     for token in (tokenizer.named_bos, tokenizer.bos, tokenizer.eot):
         if token is not None:
             return token
@@ -315,8 +306,8 @@ def begin_id(tokenizer: Tokenizer) -> int:
 
 @contextlib.contextmanager
 def library_errors():
-    """Turns every error of the tokenizers library into a ValueError: it raises bare Exceptions,
-    and BaseExceptions where its Rust code panics."""
+    """Turn every error of the tokenizers library into a ValueError: it raises bare Exceptions, and
+    BaseExceptions where its Rust code panics."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -327,8 +318,7 @@ def library_errors():
 
 @contextlib.contextmanager
 def without_reports():
-    """Sends the process's standard error to /dev/null: a panic of the library writes a report
-    there."""
+    """Send standard error to /dev/null, where a panic of the library would print a report."""
     copy = os.dup(2)
     try:
         with open(os.devnull, "w") as null:

@@ -1,7 +1,6 @@
 """The fields of tokenizer_config.json that change the ids of a text.
 
-The tokenizers library reads tokenizer.json alone. transformers then changes what it has loaded, by
-these fields:
+The tokenizers library reads tokenizer.json alone. transformers then applies these fields:
 
     added_tokens_decoder        {id: token}: tokens that are one id wherever they stand in a text,
                                 and whether the spaces beside them belong to them
@@ -10,9 +9,10 @@ these fields:
     add_prefix_space            whether "hello" has the ids of " hello"
     split_special_tokens        whether the text of such a token is split as any other text
 
-`obey` does the same to the library's object. It refuses what it cannot do in the same way. Nearly
-all published folders say here what tokenizer.json says, and then nothing changes.
-"""
+`obey` does the same to the library's object, or refuses a field that it cannot apply in the same
+way. In nearly all published folders tokenizer.json says the same, and nothing changes.
+(AutoTokenizer would build some tokenizers anew from their vocabulary: Llama 2's then splits a text
+in another way than its tokenizer.json.)"""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -24,8 +24,8 @@ import msgspec
 from base import json_files
 from base.json_files import JSONError
 
-# True in one of them: transformers splits a text in another way than tokenizer.json says. In
-# fast_tokenizer_files are names of files that it reads instead.
+# With one of these transformers splits a text in another way than tokenizer.json says, or reads
+# another file.
 REFUSED = ("split_special_tokens", "fix_mistral_regex", "fast_tokenizer_files")
 SAVE = (
     "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of transformers writes it there"
@@ -48,7 +48,7 @@ class Added:
 
 
 def obey(library, config: dict, folder: Path) -> dict[int, dict]:
-    """Change a tokenizer of the library by the fields. Returns the added tokens that are new or
+    """Apply the fields to a tokenizer of the library. Returns the added tokens that are new or
     changed. Raises JSONError."""
     where = f"{folder}/tokenizer_config.json"
     for field in REFUSED:
@@ -83,7 +83,7 @@ def obey(library, config: dict, folder: Path) -> dict[int, dict]:
 
 
 def add_numbered(library, decoder, named: set[str], where: str) -> None:
-    """The tokens of added_tokens_decoder, in the order of their ids. named: by other fields."""
+    """Add the tokens of added_tokens_decoder, by their ids. named: those named by other fields."""
     where = f"{where}: added_tokens_decoder"
     numbered = json_files.convert(decoder or {}, dict[Number, Added], where)
     present = {token["content"]: token for token in added_tokens(library).values()}
@@ -116,7 +116,7 @@ def add_numbered(library, decoder, named: set[str], where: str) -> None:
 
 
 def special_tokens(config: dict, where: str) -> Iterator[tuple[str, Added]]:
-    """(field, token) of all fields that have special tokens."""
+    """Yield (field, token) for all fields with special tokens."""
     extra = "extra_special_tokens"
     if not config.get(extra):
         extra = "additional_special_tokens"
@@ -134,7 +134,7 @@ def special_tokens(config: dict, where: str) -> Iterator[tuple[str, Added]]:
 
 
 def is_name(field: str) -> bool:
-    """eos_token, and what models call their own: image_token."""
+    """Whether a field names a token: eos_token, or a model's own, as image_token."""
     return field.endswith("_token")
 
 
@@ -163,7 +163,7 @@ def adds_space(library) -> bool:
 
 
 def check_older_file(config: dict, known: set[str], path: Path) -> None:
-    """added_tokens.json counts where tokenizer_config.json has no added_tokens_decoder."""
+    """Check added_tokens.json, which counts without added_tokens_decoder. Raises JSONError."""
     if "added_tokens_decoder" in config or not path.is_file():
         return
     for token in json_files.read(path, dict[str, int]):

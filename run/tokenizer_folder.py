@@ -1,12 +1,11 @@
 """The files beside a tokenizer.json: what begins and ends a text, and how a chat becomes one.
 
-A tokenizer.json does not say which ids begin and end a text. Hugging Face writes that into files
-beside it: token names (eos_token, bos_token) into tokenizer_config.json, ids (eos_token_id, one or
-a list, and bos_token_id) into generation_config.json and config.json. Whether the begin token
-stands before a text is in tokenizer.json itself, in its post-processor. add_bos_token says it too;
-where it says something else, transformers 5 and this file ignore it.
+A tokenizer.json does not say which ids begin and end a text. The files beside it do: names
+(eos_token, bos_token) in tokenizer_config.json, ids (eos_token_id, one or a list, and bos_token_id)
+in generation_config.json and config.json. Whether the begin token stands before a text is in the
+post-processor of tokenizer.json; transformers 5 and this file ignore another add_bos_token.
 
-These files, with the tokenizer.json, are what a run and a checkpoint take along.
+A run and a checkpoint keep these files with the tokenizer.json.
 """
 
 import hashlib
@@ -18,15 +17,15 @@ from typing import Any
 
 from base import json_files
 
-# What stands beside a tokenizer.json and is about it.
+# The JSON files beside a tokenizer.json that are about it.
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-# How a conversation becomes text (finetune/chat_template.py); older models have it in
-# tokenizer_config.json, and models of images in a JSON file.
+# How a conversation becomes text (finetune/chat_template.py). Older models have it in
+# tokenizer_config.json, models of images in a JSON file.
 CHAT_TEMPLATE = "chat_template.jinja"
 CHAT_TEMPLATE_JSON = "chat_template.json"
 # A folder of further templates: NAME.jinja.
 MORE_TEMPLATES = "additional_chat_templates"
-# The files of a tokenizer that a checkpoint takes along, with those in MORE_TEMPLATES.
+# The files of a tokenizer that a checkpoint keeps, with those in MORE_TEMPLATES.
 TOKENIZER_FILES = ("tokenizer.json", *CONFIG_FILES, CHAT_TEMPLATE, CHAT_TEMPLATE_JSON)
 # The special tokens that every tokenizer may have.
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
@@ -36,10 +35,10 @@ OTHER_FORMS = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
 class TokenizerFolder:
-    """What the files beside a tokenizer.json say about the begin and the end of a text."""
+    """What the files beside a tokenizer.json say."""
 
     def __init__(self, tokenizer: Path, vocabulary: dict[str, int]):
-        """Files beside any other name than tokenizer.json are not about it. Raises JSONError or
+        """A tokenizer of another name than tokenizer.json has no such files. Raises JSONError or
         OSError."""
         self.folder = tokenizer.parent
         self.vocabulary = vocabulary
@@ -63,16 +62,16 @@ class TokenizerFolder:
             self.add_ids(model_ids(self.folder))
 
     def add_ids(self, ids: dict) -> None:
-        """ids: of config.json. A checkpoint has no such file, so those that generation_config.json
-        lacks are written there."""
+        """Add the ids of config.json that generation_config.json lacks, because a checkpoint has no
+        config.json."""
         added = {key: value for key, value in ids.items() if self.with_ids.get(key) is None}
         if added:
             self.with_ids = self.with_ids | added
             self.files["generation_config.json"] = json.dumps(self.with_ids, indent=1).encode()
 
     def ids(self, field: str) -> list[int]:
-        """The ids in a field that holds one or several. Those beyond the vocabulary are left out.
-        Raises JSONError."""
+        """The one or several ids in a field, without those beyond the vocabulary. Raises
+        JSONError."""
         where = f"{self.folder}/generation_config.json: {field}"
         value = json_files.convert(self.with_ids.get(field), int | list[int] | None, where)
         values = [value] if isinstance(value, int) else value or []
@@ -145,8 +144,8 @@ def more_templates(folder: Path) -> list[str]:
 
 
 def needs_conversion(path: str) -> str:
-    """What to do where a folder has its tokenizer only in another form than tokenizer.json; empty
-    where it has none, or another file is meant."""
+    """What to do where a folder has its tokenizer in another form than tokenizer.json; "" where it
+    has none, or another file is meant."""
     folder = Path(path).parent
     found = [name for name in OTHER_FORMS if (folder / name).is_file()]
     if Path(path).name != "tokenizer.json" or Path(path).exists() or not found:
@@ -158,8 +157,8 @@ def needs_conversion(path: str) -> str:
 
 
 def save_files(files: dict[str, bytes], folder: Path) -> None:
-    """Write the files of a tokenizer into a folder, each completely or not at all. Files of another
-    tokenizer are removed."""
+    """Write the files of a tokenizer into a folder, each completely or not at all, and remove those
+    of another tokenizer."""
     for name in {*TOKENIZER_FILES, *more_templates(folder)} - files.keys():
         (folder / name).unlink(missing_ok=True)
     for name, content in files.items():
@@ -172,7 +171,7 @@ def save_files(files: dict[str, bytes], folder: Path) -> None:
 
 @dataclass
 class TokenizerRecord:
-    """What a checkpoint remembers of the tokenizer; empty in older checkpoints."""
+    """What a checkpoint records of the tokenizer; empty in older checkpoints."""
 
     fingerprint: str = ""
     # Name -> SHA-256.
@@ -187,7 +186,7 @@ def record(tokenizer) -> TokenizerRecord:
 
 def model_ids(folder: Path) -> dict:
     """The begin, end and padding ids in a Hugging Face folder's config.json. Raises JSONError."""
-    # A run's folder has a config.json too, of another kind.
+    # The config.json of a run is another one.
     is_run = (folder / "checkpoints").is_dir()
     if is_run or not (folder / "config.json").is_file():
         return {}

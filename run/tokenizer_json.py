@@ -1,10 +1,9 @@
 r"""Any tokenizer as the files that transformers' AutoTokenizer loads.
 
-The built-in tokenizers have no tokenizer.json; here they get one. Its model is byte-pair encoding
-(arXiv 1508.07909): a vocabulary, and a list of merges, the first one first. A token there is text,
-and a byte is not always a character. So GPT-2 writes each byte as a character of its own (Radford
-et al. 2019, section 2.2; `bytes_to_unicode` in its code): a printable byte as itself, the others as
-the characters from 256 on:
+The built-in tokenizers get a tokenizer.json here: byte-pair encoding (arXiv 1508.07909), a
+vocabulary and an ordered list of merges. Its tokens are text, and a byte is not always a character.
+So GPT-2 writes each byte as a character of its own (Radford et al. 2019, section 2.2): a printable
+byte as itself, the others as the characters from 256 on:
 
     text           "é\n"
     bytes          c3    a9    0a
@@ -13,14 +12,13 @@ the characters from 256 on:
     bytes          257 ids, no merges: every byte stays a token
     gpt2           50,257 ids; the merges come from the ranks of tiktoken (`merges_of`)
 
-tokenizer_config.json names the end token. It also names the class PreTrainedTokenizerFast, which
-takes tokenizer.json as it is. Without that name AutoTokenizer takes the class of the model's
-family, and Llama's would split a text in its own way.
+tokenizer_config.json names the end token, and the class PreTrainedTokenizerFast, which takes
+tokenizer.json as it is: AutoTokenizer's choice for a Llama would split a text in its own way.
 
     python -m run.tokenizer_json bytes > tokenizer.json
 
-One text has other ids than here: `<|endoftext|>`, which becomes its one id there, as transformers
-and chat templates expect, and plain bytes here.
+One text has other ids than here: `<|endoftext|>` becomes its one id there, as chat templates
+expect, and plain bytes here.
 """
 
 import itertools

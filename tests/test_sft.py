@@ -25,7 +25,7 @@ from inference import cli, huggingface
 from inference.loading import find_chat, find_tokenizer
 from run import checkpoint, launch
 from run.config import ConfigError
-from run.tokenizer import ByteTokenizer, FileTokenizer, GPT2Tokenizer
+from run.tokenizer import ByteTokenizer, FileTokenizer, GPT2Tokenizer, save_files
 
 USER = {"role": "user", "content": "What is 2 + 3? Grüße, 世界"}
 ANSWER = {"role": "assistant", "content": "It is 5,\nI think. 🙂"}
@@ -311,14 +311,14 @@ def test_tokens_that_are_parts_of_characters():
 def test_templates_beside_a_tokenizer(families, tmp_path):
     """A list of templates; a file of its own, which comes first; saved with the tokenizer."""
     source, _ = families["chatml"]
-    source.save(tmp_path)
+    save_files(source.files, tmp_path)
     config = tmp_path / "tokenizer_config.json"
     named = [{"name": "tool_use", "template": "?"}, {"name": "default", "template": "of a list"}]
     config.write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": named}))
 
     def text():
         tokenizer = FileTokenizer(str(tmp_path / "tokenizer.json"))
-        tokenizer.save(tmp_path / "copy")
+        save_files(tokenizer.files, tmp_path / "copy")
         return chat_of(tokenizer).template.text, chat_of(
             FileTokenizer(str(tmp_path / "copy" / "tokenizer.json"))
         ).template.text
