@@ -600,7 +600,7 @@ def test_an_imported_model_keeps_its_template(families, chats, tmp_path):
     state = {"config": {"tokenizer": "bytes"}, "model": dataclasses.asdict(model.config)}
     checkpoint.write(tmp_path / "made", 0, tensors, state)
     huggingface.export_folder(tmp_path / "made", tmp_path / "hf")
-    source.save(tmp_path / "hf")
+    save_files(source.files, tmp_path / "hf")
     huggingface.import_folder(tmp_path / "hf", tmp_path / "base")
     out = tmp_path / "out"
     flags = "--global-batch-size 2 --steps 1 --warmup-steps 0 --device cpu --seq-length 96".split()
