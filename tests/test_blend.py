@@ -7,6 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+import small_run
 import torch
 
 import train
@@ -239,29 +240,18 @@ def test_train_refuses_in_one_line(here, capsys, flags, words):
     assert all(line.startswith("data: ") for line in messages if line)
 
 
-FLAGS = """
-    --data 0.6:a.jsonl 0.4:b.jsonl --val-data c.jsonl --seq-length 16 --hidden-size 16 --num-heads 2
-    --num-layers 1 --global-batch-size 8 --warmup-steps 2 --device cpu --steps 6
-"""
-
-
-def losses(run):
-    lines = Path(run, "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
-
-
 def test_training_on_a_blend_resumes_exactly(here):
-    flags = FLAGS.split()
-    assert train.main([*flags, "--out", "whole", "--save-every", "3", "--keep", "0"]) == 0
-    whole = here / "whole"
-    again = here / "again"
-    (again / "checkpoints").mkdir(parents=True)
-    (whole / "checkpoints" / "step-000003").rename(again / "checkpoints" / "step-000003")
-    first_lines = (whole / "metrics.jsonl").read_text().splitlines(True)[:3]
-    (again / "metrics.jsonl").write_text("".join(first_lines))
-    assert train.main([*flags, "--out", "again", "--resume"]) == 0
-    assert losses("again") == losses("whole")
-    assert len(losses("whole")) == 6
+    """Bit for bit, from the middle of a run."""
+    shape = dict(seq_length=16, hidden_size=16, num_heads=2, global_batch_size=8, warmup_steps=2)
+    words = ["--data", "0.6:a.jsonl", "0.4:b.jsonl", "--val-data", "c.jsonl"]
+    words += small_run.flags(**shape, steps=6)
+    assert small_run.run(*words, "--out", "whole", "--save-every", "3", "--keep", "0") == 0
+    Path("again/checkpoints").mkdir(parents=True)
+    Path("whole/checkpoints/step-000003").rename("again/checkpoints/step-000003")
+    small_run.write_lines(Path("again/metrics.jsonl"), small_run.lines_of("whole")[:3])
+    assert small_run.run(*words, "--out", "again", "--resume") == 0
+    assert small_run.numbers_of("again") == small_run.numbers_of("whole")
+    assert len(small_run.numbers_of("whole")) == 6
 
 
 def test_lesson(monkeypatch, capsys):

@@ -400,17 +400,22 @@ def test_damaged_parts_of_a_killed_run_are_done_again(here, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, words",
+    "name, cache, words",
     [
-        ("", "--data ''"),
-        ("x" * 300, "File name too long"),
-        ("pipe", "--data pipe: neither a file nor a folder"),
+        ("", "c", "--data ''"),
+        ("x" * 300, "c", "File name too long"),
+        ("pipe", "c", "--data pipe: neither a file nor a folder"),
+        ("a.jsonl", "a.jsonl", "--cache a.jsonl: .*exists"),
+        ("a.jsonl", "a.jsonl/cache", "--cache a.jsonl/cache: .*Not a directory"),
+        # in the words of Python 3.11, and of 3.13
+        ("a.jsonl", "a\0b", "null (byte|character)"),
     ],
 )
-def test_unusable_names(here, name, words):
+def test_unusable_names(here, name, cache, words):
     os.mkfifo("pipe")
+    write_jsonl(here / "a.jsonl")
     with pytest.raises(DataError, match=words):
-        prepare([name], ByteTokenizer())
+        prepare([name], ByteTokenizer(), cache)
 
 
 def deny(monkeypatch, module, name, target):
@@ -436,21 +441,6 @@ def test_without_permission(here, monkeypatch, what, target):
         prepare(["texts"], ByteTokenizer())
     words = "cannot be read (Permission denied); mend this, or leave it out"
     assert str(e.value) == f"--data texts/{target}: {words}"
-
-
-@pytest.mark.parametrize(
-    "cache, words",
-    [
-        ("a.jsonl", "--cache a.jsonl: .*exists"),
-        ("a.jsonl/cache", "--cache a.jsonl/cache: .*Not a directory"),
-        # in the words of Python 3.11, and of 3.13
-        ("a\0b", "null (byte|character)"),
-    ],
-)
-def test_unusable_caches(here, cache, words):
-    path = str(write_jsonl(here / "a.jsonl"))
-    with pytest.raises(DataError, match=words):
-        prepare([path], ByteTokenizer(), cache)
 
 
 def test_a_cache_without_room_or_permission(here, monkeypatch):
