@@ -11,7 +11,7 @@ Two details make this more than `tokenizer.decode`:
 
     python generate.py --checkpoint runs/default --prompt-file prompts.jsonl --stop "def "
 
-Not covered: outputs that follow a grammar, probabilities of the tokens, several texts a prompt.
+Not covered: outputs that follow a grammar.
 """
 
 import codecs

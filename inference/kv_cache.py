@@ -162,13 +162,8 @@ class Cache:
         mask = self.mask
         if mask is not None and mask.shape[1] > 1:
             mask = mask.view(*q.shape[:3], -1)
-        attention = F.scaled_dot_product_attention
-        # In 16 bits it would round the scores.
-        if q.device.type == "cpu" and q.dtype.itemsize >= 4 and len(keys) * keys.shape[1] >= 32:
-            attention = attention_in_one_call
-        context = attention(
-            q, keys[:, :, : self.used], values[:, :, : self.used], mask
-        )  # [b, a_kv, a / a_kv, d]
+        keys, values = keys[:, :, : self.used], values[:, :, : self.used]
+        context = decode_attention(q, keys, values, mask)  # [b, a_kv, a / a_kv, d]
         return context.flatten(1).unsqueeze(1)  # [b, 1, a d]
 
     @torch.inference_mode()
@@ -207,11 +202,14 @@ class Caches:
             self.free[rows, cache.columns, cache.group].append(cache)
 
 
-def attention_in_one_call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """softmax(q kᵀ / √d + mask) v: one batched matmul for all heads, where torch's kernel for CPUs
-    calls one for each. Faster from some 32 heads (of all sequences together) on. q: [b, a, s, d];
-    k, v: [b, a, used, d]; mask: [b, 1, 1, used] or [b, a, s, used]"""
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """softmax(q kᵀ / √d + mask) v. On a CPU from 32 heads (of all sequences together) on: one
+    batched matmul for all, where torch's kernel calls one for each. q: [b, a, s, d]; k, v:
+    [b, a, used, d]; mask: [b, 1, 1, used] or [b, a, s, used]"""
     b, a, s, d = q.shape
+    # In 16 bits the matmul would round the scores.
+    if q.device.type != "cpu" or q.dtype.itemsize < 4 or b * a < 32:
+        return F.scaled_dot_product_attention(q, k, v, mask)
     q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # [b a, .., d]
     scores = torch.bmm(q * d**-0.5, k.transpose(1, 2))  # [b a, s, used]
     if mask is not None:

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from families import LocalBias
-from inference.kv_cache import attention_in_one_call, power_of_two
+from inference.kv_cache import decode_attention, power_of_two
 from inference.serve import Piece, Step
 
 # The most bytes of keys that one call for decodes gathers on a CPU.
@@ -184,7 +184,8 @@ class Decodes:
         if len(pieces) == 1 and local is None:
             decodes = cls(cache, torch.tensor(tables, device=like.device), None)
             begin, decodes.columns = tables[0][0] * cache.size, pieces[0].start + 1
-            if is_run(tables[0]):
+            # The blocks stand next to each other.
+            if tables[0] == list(range(tables[0][0], tables[0][0] + len(tables[0]))):
                 decodes.span = slice(begin, begin + decodes.columns)
             return decodes
         longest = max(map(len, tables))
@@ -218,10 +219,7 @@ class Decodes:
         if mask is not None:
             # [1 or a_kv, b, 1 or a / a_kv, S]
             mask = mask.view(b, min(a_kv, mask.shape[1]), -1, mask.shape[3]).transpose(0, 1)
-        # inference.kv_cache.Cache.attend_decode chooses in the same way.
-        in_one_call = q.device.type == "cpu" and q.dtype.itemsize >= 4 and b * a_kv >= 32
-        attention = attention_in_one_call if in_one_call else F.scaled_dot_product_attention
-        return attention(q, keys, values, mask).transpose(0, 1).reshape(b, a, d)
+        return decode_attention(q, keys, values, mask).transpose(0, 1).reshape(b, a, d)
 
     def gathered(self, n: int, stored: Tensor) -> Tensor:
         """The blocks of the b sequences. stored: [a_kv, blocks * size, d] -> [a_kv, b, S, d]"""
@@ -279,8 +277,3 @@ def mask_of(queries: Tensor, keys: Tensor, local: LocalBias | None, like: Tensor
         return local.between(queries, keys, like)
     hidden = keys.unsqueeze(1) > queries.unsqueeze(2)
     return like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf).unsqueeze(1)
-
-
-def is_run(table: list[int]) -> bool:
-    """Whether these blocks stand next to each other."""
-    return table == list(range(table[0], table[0] + len(table)))
