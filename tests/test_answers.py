@@ -36,6 +36,10 @@ def tokenizers(tmp_path_factory):
     return found
 
 
+def ids_of(tokenizer, text: str) -> list[int]:
+    return [int(i) for i in tokenizer.encode(text)]
+
+
 def some_text(g: random.Random, most: int = 20) -> str:
     at = g.randrange(len(LETTERS))
     return LETTERS[at : at + g.randint(1, most)]
@@ -61,12 +65,12 @@ def answered(tokenizer, prompt: list[int], ids: list[int], streams: bool, **fiel
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_streamed_answer_is_the_whole_one(kind, tokenizers):
-    """5,000 texts, cut after any token: complete characters, and then no half one is lost."""
+    """1,500 texts, cut after any token: complete characters, and then no half one is lost."""
     tokenizer = tokenizers[kind]
     g = random.Random(5)
     halves = 0
-    for _ in range(5000):
-        ids = [int(i) for i in tokenizer.encode(some_text(g, 40))]
+    for _ in range(1500):
+        ids = ids_of(tokenizer, some_text(g, 40))
         at = g.randrange(len(ids))
         prompt, ids = ids[:at], ids[at : g.randint(at, len(ids)) + 1]
         (whole,) = answered(tokenizer, prompt, ids, False)
@@ -75,7 +79,7 @@ def test_a_streamed_answer_is_the_whole_one(kind, tokenizers):
         text = token_bytes(tokenizer).text(prompt + ids).decode(errors="replace")
         assert TextStream(tokenizer, prompt).prompt + whole["text"] == text
         halves += text.endswith("\ufffd")
-    assert halves > 100
+    assert halves > 30
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,10 +88,10 @@ def test_a_text_is_what_the_tokenizer_decodes(kind, tokenizers):
     tokenizer = tokenizers[kind]
     g = random.Random(6)
     for _ in range(1000):
-        ids = [int(i) for i in tokenizer.encode(some_text(g))]
+        ids = ids_of(tokenizer, some_text(g))
         if kind in BYTE_LEVEL and g.random() < 0.5:
             ids = [g.randrange(tokenizer.vocab_size) for _ in range(9)]
-        prompt = [int(i) for i in tokenizer.encode(some_text(g))]
+        prompt = ids_of(tokenizer, some_text(g))
         if tokenizer.decode(prompt).endswith("\ufffd"):
             continue
         before = tokenizer.decode(prompt)
@@ -109,7 +113,7 @@ def test_stop_strings(kind, tokenizers):
     g = random.Random(7)
     cut_off = 0
     for _ in range(400):
-        prompt, *several = ([int(i) for i in tokenizer.encode(some_text(g))] for _ in range(6))
+        prompt, *several = (ids_of(tokenizer, some_text(g)) for _ in range(6))
         ids = [*itertools.chain(*several)]
         whole = text_of(tokenizer, prompt, ids)
         at = g.randrange(len(whole))
@@ -140,7 +144,7 @@ def test_a_special_token_is_a_stop_string(kind, tokenizers):
     name = published_tokenizers.KINDS[kind].specials[-1]
     special = tokenizer.vocabulary[name]
     prompt, before, after = (
-        [int(i) for i in tokenizer.encode(text)] for text in ("user", " one two", " three four")
+        ids_of(tokenizer, text) for text in ("user", " one two", " three four")
     )
     ids = [*before, special, *after]
     one, two = (text_of(tokenizer, prompt, each) for each in (before, after))
@@ -162,9 +166,9 @@ def test_a_special_token_is_a_stop_string(kind, tokenizers):
 def test_a_stop_string_that_begins_with_a_space(kind, tokenizers):
     """The first token of an answer has its space, unless it is the first of the whole text."""
     tokenizer = tokenizers[kind]
-    prompt = [int(i) for i in tokenizer.encode("user")]
-    ids = [int(i) for i in tokenizer.encode("user hello world")][len(prompt) :]
-    assert prompt + ids == [int(i) for i in tokenizer.encode("user hello world")]
+    prompt = ids_of(tokenizer, "user")
+    ids = ids_of(tokenizer, "user hello world")[len(prompt) :]
+    assert prompt + ids == ids_of(tokenizer, "user hello world")
     stream = TextStream(tokenizer, prompt, [" "])
     assert stream.stopped(ids[:1]) and text_of(tokenizer, prompt, ids, [" "]) == ""
     # a prompt that has no text, with a decoder that drops the first space
@@ -185,7 +189,7 @@ def test_where_tokens_stand(kind, echo, tokenizers):
     g = random.Random(8)
     parts = 0
     for _ in range(300):
-        prompt, ids = ([int(i) for i in tokenizer.encode(some_text(g))] for _ in range(2))
+        prompt, ids = (ids_of(tokenizer, some_text(g)) for _ in range(2))
         (sent,) = answered(tokenizer, prompt, ids, False, log_probs=1, echo=echo)
         log = sent["logprobs"]
         streamed = answered(tokenizer, prompt, ids, True, log_probs=1, echo=echo)
@@ -243,7 +247,7 @@ def test_names_that_no_bytes_are(kind, tmp_path):
     library.add_tokens([AddedToken("日本", normalized=False)])
     library.save(str(tmp_path / "tokenizer.json"))
     tokenizer = make_tokenizer(str(tmp_path / "tokenizer.json"))
-    one, two = ([int(i) for i in tokenizer.encode(text)] for text in ("hello", "world"))
+    one, two = (ids_of(tokenizer, text) for text in ("hello", "world"))
     ids = [*one, tokenizer.vocabulary["日本"], tokenizer.vocabulary[END], *two]
     text = text_of(tokenizer, one, ids)
     assert text == tokenizer.decode(one + ids)[len("hello") :] and "日本" in text
