@@ -7,7 +7,7 @@ It runs the Trainer of train.py, its forward_backward and its update. So it cann
 train.py does. Three things take the place of a cluster:
 
     meta device           tensors have a shape and a type, and no values: they take no memory
-    fake process group    a collective of 3,072 ranks returns at once (planning/stand_ins.py)
+    fake process group    a collective of 3,072 ranks returns at once (planning/substitutes.py)
     counters              each operation and each collective passes by them, and what autograd
                           keeps for backward (planning/counters.py)
 
@@ -42,7 +42,7 @@ from base import terminal
 from base.float8 import Quantised
 from base.groups import Groups
 from planning.counters import Counters, Held, Kept, by_dtype, key
-from planning.stand_ins import META, Tokens, fake_world, stand_ins, with_even_routing
+from planning.substitutes import META, Tokens, cluster
 from run import rules
 from run.config import ConfigError
 from run.pretraining import Config
@@ -169,7 +169,7 @@ def run_step(trainer, m: int) -> Step:
     if trainer.schedule:
         trainer.schedule = [[a for a in list_ if a.micro_batch < m] for list_ in trainer.schedule]
         actions = Actions(trainer.pipeline, kept)
-    with kept, stand_ins(), Counters() as counters:
+    with kept, Counters() as counters:
         tokens = Tokens(trainer.model_config.seq_length, trainer.config.document_mask)
         trainer.forward_backward(1, tokens)
         fp8_weights = fp8_weights_of(trainer)
@@ -200,11 +200,11 @@ def report(config: Config, trainer_class, rank: int, world: int) -> Report:
     """What rank `rank` of `world` does in a step of the run that `config` describes. Raises
     ConfigError as rules.validate."""
     config = as_on_a_cluster(config, world)
-    with fake_world(rank, world):
+    with cluster(rank, world):
         groups = Groups()
         if world > 1:
             groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep, cp=config.cp)
-        trainer = trainer_class(config, META, groups, with_even_routing(config.task()))
+        trainer = trainer_class(config, META, groups, config.task())
         # it would read whether a step of fp16 is finite
         trainer.optimizer.scaler = None
         m = config.global_batch_size // trainer.dp // trainer.micro_batch

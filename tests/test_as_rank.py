@@ -26,7 +26,7 @@ from course import ranks
 from course.parity import LLAMA, SMALL
 from course.synthetic import Documents, Synthetic
 from finetune.adapter_training import TextPeftConfig
-from planning import as_rank, stand_ins
+from planning import as_rank, substitutes
 from planning.counters import Counters, Kept
 from run import flags
 from run.config import ConfigError
@@ -146,7 +146,7 @@ def measured(world: int, config: trainer.Config) -> dict:
         groups = Groups.make("cpu", world, **layout)
     t = trainer.Trainer(config, torch.device("cpu"), groups, config.task())
     for layer in t.expert_layers.values():
-        layer.routing.scores = partial(stand_ins.even_scores, layer.routing.k)
+        layer.routing.scores = partial(substitutes.even_scores, layer.routing.k)
     dataset = (InDocuments if config.document_mask else Plain)(
         t.model_config.seq_length, t.model_config.vocab_size
     )
@@ -160,7 +160,7 @@ def measured(world: int, config: trainer.Config) -> dict:
         t.update(1)
         t.task.wait_for_parameters()
     # bytes of weights as on a GPU
-    layouts = mock.patch.object(fp8, "in_both_layouts", stand_ins.in_both_layouts)
+    layouts = mock.patch.object(fp8, "in_both_layouts", substitutes.in_both_layouts)
     with kept, layouts, Counters() as counters:
         t.forward_backward(1, dataset)
         fp8_weights = as_rank.fp8_weights_of(t)
@@ -202,9 +202,9 @@ def test_few_micro_batches_tell_of_all(layout):
     config = as_rank.as_on_a_cluster(trainer.Config(**layout | dict(global_batch_size=16)), 8)
     for rank in (0, 7):
         said = as_rank.report(config, trainer.Trainer, rank, 8)
-        with stand_ins.fake_world(rank, 8):
+        with substitutes.cluster(rank, 8):
             groups = Groups.make("cpu", 8, config.tp, config.pp, ep=config.ep)
-            t = trainer.Trainer(config, stand_ins.META, groups, stand_ins.with_even_routing(Task()))
+            t = trainer.Trainer(config, substitutes.META, groups, Task())
             assert said.micro_batches > 2
             step = as_rank.run_step(t, said.micro_batches)
         collectives = [as_rank.Collective(*key, n) for key, n in step.collectives.items()]
@@ -214,7 +214,7 @@ def test_few_micro_batches_tell_of_all(layout):
 
 class OnTheGPU(Counters):
     """NCCL refuses tensors of the CPU. Here the meta device is the GPU. An even routing counts on
-    the CPU (planning/stand_ins.py)."""
+    the CPU (planning/substitutes.py)."""
 
     def note(self, function, args):
         super().note(function, args)

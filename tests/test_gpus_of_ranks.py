@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed import device_mesh
 
 from base.groups import Groups
-from planning import stand_ins
+from planning import substitutes
 from run.world import World, WorldError
 
 GPU = torch.device("cuda", 0)
@@ -82,7 +82,7 @@ def groups_asked_for(monkeypatch, backend):
     def noted_split(split_ranks, timeout, pg_options):
         return noted(next(ranks for ranks in split_ranks if 0 in ranks), pg_options=pg_options)
 
-    with stand_ins.fake_world(0, 16), monkeypatch.context() as patch:
+    with substitutes.cluster(0, 16), monkeypatch.context() as patch:
         patch.setattr(device_mesh, "new_group", noted)
         patch.setattr(dist, "new_group", noted)
         patch.setattr(dist, "split_group", noted_split)

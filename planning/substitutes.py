@@ -1,11 +1,11 @@
-"""What stands in the place of a cluster and of values, for planning/as_rank.py.
+"""What takes the place of a cluster and of values, for planning/as_rank.py.
 
-    with fake_world(rank, world), stand_ins():
-        ..          a step on META, by the trainer's own code
+    with cluster(rank, world):
+        ..          a trainer on META, and its steps, by its own code
 
 The meta device has no values, so nothing may read one: every token counts in the loss, and each
 expert gets an even share of the tokens. Some functions would take apart what a GPU does in one
-operation, or look for a backend; STAND_INS has what runs in their place.
+operation, or look for a backend; SUBSTITUTES has what runs in their place.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ import context_parallel
 import fp8
 import moe
 from base import attention_kernels, dropout, float8
+from base.model_config import MoEConfig
 from moe import DispatchPlan, Routing
 from run.data import Batch, Dataset
 
@@ -55,11 +56,13 @@ def even_scores(k: int, logits: Tensor, training: bool = True) -> Tensor:
 
 
 class EvenRouting(Routing):
-    """Takes the place of a router's Routing on the meta device: how many rows an expert gets is a
-    value. The plan is made on the CPU, from even scores; what it indexes is on the meta device."""
+    """A router's plan on the meta device: how many rows an expert gets is a value. The plan is made
+    on the CPU, from even scores; what it indexes is on the meta device."""
+
+    def __init__(self, scores, config: MoEConfig):
+        super().__init__(partial(even_scores, config.router_topk), config)
 
     def forward(self, logits: Tensor, real: Tensor | None = None) -> DispatchPlan:
-        self.scores = partial(even_scores, self.k)
         plan = super().forward(torch.zeros(logits.shape, dtype=logits.dtype), real)
         on_meta = {}
         for name, value in plan._asdict().items():
@@ -73,19 +76,6 @@ class EvenRouting(Routing):
         # the other ranks send what this one sends
         ep = self.group.size()
         return counts.view(ep, -1)[self.group.rank()].repeat(ep)
-
-
-def with_even_routing(task):
-    """The task, on a model whose routers need no values."""
-    before = task.before_techniques
-
-    def before_techniques(stage) -> None:
-        before(stage)
-        for layer in moe.ExpertLayers(stage).values():
-            layer.routing.__class__ = EvenRouting
-
-    task.before_techniques = before_techniques
-    return task
 
 
 # --- functions ------------------------------------------------------------------------------------
@@ -118,39 +108,29 @@ def in_both_layouts(a: float8.Quantised) -> tuple[float8.Quantised, float8.Quant
     return a, dataclasses.replace(a, q=a.q.clone())
 
 
-# (module, name of a function): what the meta device runs in its place
-STAND_INS = {
+# (module, name): what the meta device runs in its place
+SUBSTITUTES = {
     (F, "scaled_dot_product_attention"): attention_in_one,
     (dropout, "dropout_mask"): mask_without_bits,
     (context_parallel, "dropout_mask"): mask_without_bits,
     (context_parallel, "kernel_for"): lambda q, k: attention_kernels.make(attention_kernels.Kernel),
     (dist, "batch_isend_irecv"): one_after_the_other,
     (fp8, "in_both_layouts"): in_both_layouts,
+    (moe, "Routing"): EvenRouting,
 }
 
 
 @contextlib.contextmanager
-def stand_ins():
-    with contextlib.ExitStack() as stack:
-        for where, function in STAND_INS.items():
-            stack.enter_context(mock.patch.object(*where, function))
-        yield
-
-
-# --- a cluster ------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def fake_world(rank: int, world: int):
-    """A process group of `world` ranks, of which this process is one, and there is no other."""
+def cluster(rank: int, world: int):
+    """A process group of `world` ranks, of which this process is one, and there is no other; and
+    SUBSTITUTES in their places."""
     # importing it takes a moment, which other runs need not spend
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    if world == 1:
+    with contextlib.ExitStack() as stack:
+        for where, substitute in SUBSTITUTES.items():
+            stack.enter_context(mock.patch.object(*where, substitute))
+        if world > 1:
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+            stack.callback(dist.destroy_process_group)
         yield
-        return
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
