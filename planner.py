@@ -35,10 +35,9 @@ from typing import NamedTuple
 import schedules
 from base import terminal
 from base.model_config import MoEConfig
-from planning.fits import USABLE, PlanError, what_would_fit
-from planning.inputs import STATE_IN_16_BITS, Layout, Machine, Software
+from planning.inputs import STATE_IN_16_BITS, Layout, Machine, PlanError, Software
 from planning.layer_time import Pass, Rank, layer
-from planning.layouts import layouts
+from planning.layouts import USABLE, layouts, what_would_fit
 from planning.memory import Stages, learned, memory, parameters, stages_of, waits_for_w
 
 # --- bytes outside the layers ---------------------------------------------------------------------

@@ -110,7 +110,7 @@ class DeferredList:
 
 
 class Actions:
-    """Watches a pipeline: how each kind of action changes what is kept.
+    """Watches a pipeline: how each type of action changes what is kept.
 
     `change` and `rise`: (op, chunk) -> bytes more after it than before it, and at most during it.
     """
@@ -186,10 +186,8 @@ def run_step(trainer, m: int) -> Step:
 
 def fp8_weights_of(trainer) -> list[Tensor]:
     """Bytes that are kept beside weights, by rows and by columns as on a GPU."""
-    if not trainer.fp8:
-        return []
     found = []
-    for kept in trainer.fp8.weights.values():
+    for kept in trainer.fp8.weights.values() if trainer.fp8 else ():
         # beside experts' pairs of matrices stands no scale
         pair = kept if isinstance(kept[0], Quantised) else kept[1]
         found += [quantised.q for quantised in pair or ()]
@@ -215,9 +213,10 @@ def report(config: Config, trainer_class, rank: int, world: int) -> Report:
             run_step(trainer, few)
         first = run_step(trainer, few)
         second = run_step(trainer, few + 1) if m > few else first
-        place = place_of(groups)
-        counts = counts_of(trainer, m - few, first, second)
+        found = {name: getattr(groups, name) for name in ("pp", "dp", "cp", "edp", "ep", "tp")}
+        place = {name: (group.rank(), group.size()) for name, group in found.items() if group}
         layers = [int(n) for stage in trainer.stages for n in stage.blocks]
+        counts = counts_of(trainer, m - few, first, second)
         held = bytes_of(trainer, first.fp8_weights)
         return Report(rank, world, place, layers, m, **held, **counts)
 
@@ -233,7 +232,7 @@ def as_on_a_cluster(config: Config, world: int) -> Config:
 
 
 def counts_of(trainer, more: int, first: Step, second: Step) -> dict:
-    """Fields of Report, of a step that has `more` micro-batches than the first. The second has one
+    """Fields of Report, of a step with `more` micro-batches than the first has. The second has one
     more, so each of them adds the difference of the two."""
     collectives = []
     for kind in first.collectives | second.collectives:
@@ -253,7 +252,7 @@ def bytes_of(trainer, fp8_weights: list[Tensor]) -> dict[str, dict[str, int]]:
     """What a trainer holds between backward and update, as fields of Report."""
     parameters = [p for stage in trainer.stages for p in stage.parameters()]
     local = [local_part(p) for p in parameters]
-    gradients = [p.main_grad for p in local if getattr(p, "main_grad", None) is not None]
+    gradients = [getattr(p, "main_grad", None) for p in local]
     optimizer = trainer.optimizer
     state = []
     for tensors in (optimizer.masters, optimizer.low, optimizer.exp_avg, optimizer.exp_avg_sq):
@@ -264,14 +263,9 @@ def bytes_of(trainer, fp8_weights: list[Tensor]) -> dict[str, dict[str, int]]:
                 state.append(tensor)
     return {
         "parameters": by_dtype(parameters + local + fp8_weights),
-        "gradients": by_dtype(gradients),
+        "gradients": by_dtype(x for x in gradients if x is not None),
         "optimizer_state": by_dtype(state),
     }
-
-
-def place_of(groups: Groups) -> dict[str, tuple[int, int]]:
-    found = {name: getattr(groups, name) for name in ("pp", "dp", "cp", "edp", "ep", "tp")}
-    return {name: (group.rank(), group.size()) for name, group in found.items() if group}
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -284,16 +278,13 @@ def main(config: Config, question: dict, trainer_class) -> None:
     answer = report(config, trainer_class, rank, world)
     for line in lines(answer):
         terminal.say(line)
-    path = question.get("json")
-    if not path:
-        return
-    # each collective with the names of its fields
-    collectives = [collective._asdict() for collective in answer.collectives]
-    fields = dataclasses.asdict(answer) | {"collectives": collectives}
-    try:
-        Path(path).write_text(json.dumps(fields, indent=1))
-    except OSError as e:
-        raise ConfigError(f"--json {path}: cannot be written ({e.strerror})") from None
+    if "json" in question:
+        path, collectives = question["json"], [call._asdict() for call in answer.collectives]
+        fields = dataclasses.asdict(answer) | {"collectives": collectives}
+        try:
+            Path(path).write_text(json.dumps(fields, indent=1))
+        except OSError as e:
+            raise ConfigError(f"--json {path}: cannot be written ({e.strerror})") from None
 
 
 def check(config: Config, question: dict) -> tuple[int, int]:
@@ -308,15 +299,13 @@ def check(config: Config, question: dict) -> tuple[int, int]:
         raise ConfigError(f"--of {world}: must be from 1 to {MOST_RANKS:,} ranks")
     if not 0 <= rank < world:
         raise ConfigError(f"--as-rank {rank}: ranks of --of {world} are numbered 0 to {world - 1}")
-    for wrong, rule in (
-        ("RANK" in os.environ, "one process answers; start it with python, not with torchrun"),
-        (config.resume, "reads no checkpoint; leave --resume out"),
-        (config.load, "reads no checkpoint; leave --load out"),
-        (config.plan, "runs no step; leave --plan out"),
-        (config.profile, "runs no step; leave --profile out"),
-    ):
-        if wrong:
-            raise ConfigError(f"--as-rank {rank}: {rule}")
+    if "RANK" in os.environ:
+        rule = "one process answers; start it with python, not with torchrun"
+        raise ConfigError(f"--as-rank {rank}: {rule}")
+    reads, runs = "reads no checkpoint", "runs no step"
+    for field, rule in dict(resume=reads, load=reads, plan=runs, profile=runs).items():
+        if getattr(config, field):
+            raise ConfigError(f"--as-rank {rank}: {rule}; leave --{field} out")
     return rank, world
 
 
@@ -348,9 +337,9 @@ def lines(answer: Report) -> list[str]:
 def ranges(numbers: list[int]) -> str:
     """[0, 1, 2, 8, 9] -> "0-2 8-9"; "none" for an empty list."""
     words = []
-    # in a run of neighbours, number and place differ by the same
-    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-        neighbours = [n for _, n in run]
+    # neighbours differ from their places by the same
+    for _, pairs in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        neighbours = [n for _, n in pairs]
         first, last = neighbours[0], neighbours[-1]
         words.append(f"{first}-{last}" if last > first else str(first))
     return " ".join(words) or "none"

@@ -8,15 +8,14 @@ that of the fastest layout that planner.py finds.
 Not covered: other shapes of the same size.
 """
 
-import argparse
 import math
 from typing import NamedTuple
 
 from base.model_config import MoEConfig, flops_per_token, least_parameters
 from planner import Plan, fitting
-from planning import commands, table
-from planning.fits import PlanError, what_would_fit
-from planning.inputs import TRAIN, Machine, Software
+from planning import commands
+from planning.inputs import TRAIN, Machine, PlanError, Software
+from planning.layouts import what_would_fit
 from planning.recipe import batch_of, flags_of
 from run.config import ConfigError
 from run.presets import recipe_of_size
@@ -68,12 +67,12 @@ def size_for(
         total = tokens or TOKENS_PER_PARAMETER * count
         needed = total * flops_per_token(model)
         # even at the peak it would take longer
-        if needed > min(flops, days * table.DAY * gpus * machine.peak):
+        if needed > min(flops, days * commands.DAY * gpus * machine.peak):
             continue
         plans = fitting(machine, software, model, gpus, batch)
         plan = min(plans, key=lambda plan: plan.seconds, default=None)
         if plan:
-            taken = total / (batch * model.seq_length) * plan.seconds / table.DAY
+            taken = total / (batch * model.seq_length) * plan.seconds / commands.DAY
             if taken <= days:
                 return Sized(model, count, total, taken, plan, memory_is_full=no_room)
         no_room = plan is None
@@ -86,24 +85,16 @@ def size_for(
     )
 
 
-# --- the command ----------------------------------------------------------------------------------
-
-
-def arguments(argv: list[str]) -> argparse.Namespace:
-    purpose = "The largest GPT that so many GPUs train in so many days."
-    parser = commands.make_parser("size", purpose)
-    commands.add_machine(parser)
+def main(argv: list[str]) -> None:
+    parser = commands.Parser("size", "The largest GPT that so many GPUs train in so many days.")
+    parser.add_machine()
     number = dict(type=commands.number)
     budget = parser.add_mutually_exclusive_group(required=True)
     budget.add_argument("--days", default=math.inf, help="of training", **number)
     budget.add_argument("--flops", default=math.inf, help="model FLOPs in all", **number)
-    tokens = f"to train on (default: {TOKENS_PER_PARAMETER} for each parameter)"
-    parser.add_argument("--tokens", default=None, help=tokens, **number)
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str]) -> None:
-    args = arguments(argv)
+    words = f"to train on (default: {TOKENS_PER_PARAMETER} for each parameter)"
+    parser.add_argument("--tokens", default=None, help=words, **number)
+    args = parser.parse_args(argv)
     machine = commands.machine_of(args)
     try:
         found = size_for(machine, TRAIN, args.gpus, args.days, args.flops, args.tokens)
@@ -121,8 +112,7 @@ def main(argv: list[str]) -> None:
     )
     if found.memory_is_full:
         print("A larger model would not fit into memory.")
-    print()
-    print("\n".join(table.lines([found.plan], machine, TRAIN, model, found.tokens)))
+    print("", commands.table([found.plan], machine, TRAIN, model, found.tokens), sep="\n")
     # any GPT: the flags say the rest of its shape
     shape = {"model": "gpt2"}
     for field in ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size"):
@@ -130,4 +120,4 @@ def main(argv: list[str]) -> None:
     row = recipe_of_size(found.parameters)
     batch = found.plan.layout.global_batch_size
     recipe_flags = flags_of(row, model, batch, found.tokens, {})
-    commands.show_command(found.plan, machine, commands.beginning(shape), recipe_flags, row)
+    commands.show_command(found.plan, machine, shape, recipe_flags, row)

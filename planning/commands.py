@@ -28,21 +28,21 @@ import re
 import shlex
 import sys
 import textwrap
+from collections.abc import Callable
 
 import planner
 from base import terminal
 from base.json_files import JSONError
-from base.model_config import MoEConfig, least_parameters
-from planning import recipe, table
-from planning.fits import gib
-from planning.inputs import MACHINES, Layout, Machine
+from base.model_config import MoEConfig, flops_per_token, least_parameters
+from planning import recipe
+from planning.inputs import MACHINES, Layout, Machine, PlanError, Software
+from planning.layouts import gib
 from planning.plan import machine_of as machine_named
 from planning.plan import software_of
 from run import flags, rules
 from run.config import MODEL_FLAGS, ConfigError, flag_name
 from run.presets import Recipe, recipe_of_model
 from run.pretraining import Config
-from run.rules import Run, check_effects
 
 # published runs of these models; the default of --tokens
 TOKENS = 300e9
@@ -51,15 +51,43 @@ TOKENS = 300e9
 PLANNED = {"model", *MODEL_FLAGS, "optimizer_state", "reduce_dtype", "fp8", "fp8_skip", "kernels"}
 PLANNED.add("lora_rank")
 GIVEN = PLANNED | set(recipe.GIVEN)
-REFUSED = (ConfigError, JSONError, planner.PlanError)
+# seconds
+DAY = 86400
+
+# --- flags ----------------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses in one line."""
+    """Refuses in one line. A flag of train.py that is not given is not in the result."""
+
+    def __init__(self, name: str, description: str):
+        super().__init__(
+            prog=f"planner.py {name}",
+            description=description,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+        )
 
     def error(self, message: str):
         message = re.sub(r"^argument (\S+): ", r"\1 ", message)
         terminal.refuse(f"planner.py: {terminal.one_line(message)}; --help lists the flags")
+
+    def add_counts(self, *counts: tuple[str, int, str]) -> None:
+        """(flag, default, help) of flags that are whole numbers."""
+        for name, default, words in counts:
+            words = f"{words} (default: {default:,})"
+            self.add_argument(f"--{name}", type=count, default=default, help=words)
+
+    def add_machine(self, gpus: int | None = None) -> None:
+        """gpus: the default; None: the flag must be given."""
+        words = "how many" + (f" (default: {gpus})" if gpus else "")
+        how = dict(default=gpus) if gpus else dict(required=True)
+        self.add_argument("--gpus", type=count, metavar="N", help=words, **how)
+        self.add_argument("--gpu", choices=list(MACHINES), default=None, help="default: a100")
+        words = "of each, instead of the GPU's"
+        self.add_argument("--memory", type=number, metavar="GIB", default=None, help=words)
+        words = "a machine of your own (docs/planning.md)"
+        self.add_argument("--machine", metavar="FILE", default=None, help=words)
 
 
 def number(text: str) -> float:
@@ -84,29 +112,6 @@ def count(text: str) -> int:
     return value
 
 
-def make_parser(name: str, description: str) -> Parser:
-    """A flag of train.py that is not given is not in the result."""
-    return Parser(
-        prog=f"planner.py {name}",
-        description=description,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
-
-
-def add_machine(parser: Parser, gpus: int | None = None) -> None:
-    """gpus: the default; None: the flag must be given."""
-    words = "how many" + (f" (default: {gpus})" if gpus else "")
-    how = dict(default=gpus) if gpus else dict(required=True)
-    parser.add_argument("--gpus", type=count, metavar="N", help=words, **how)
-    parser.add_argument("--gpu", choices=list(MACHINES), default=None, help="default: a100")
-    parser.add_argument(
-        "--memory", type=number, metavar="GIB", default=None, help="of each, instead of the GPU's"
-    )
-    machine_help = "a machine of your own (docs/planning.md)"
-    parser.add_argument("--machine", metavar="FILE", default=None, help=machine_help)
-
-
 def machine_of(args: argparse.Namespace) -> Machine:
     """The machine that --gpu or --machine names. Raises ConfigError or JSONError."""
     if args.machine and args.gpu:
@@ -123,27 +128,11 @@ def machine_of(args: argparse.Namespace) -> Machine:
     return machine
 
 
-def check_positions(name: str, model: MoEConfig, more: str, n: int, first: str, s: int) -> None:
-    """Raises ConfigError where n tokens of flag `more`, behind s of flag `first`, have no
-    positions."""
-    if model.positions == "learned" and s + n > model.seq_length:
-        rule = f"with {first} {s} they are {s + n}, and --model {name}"
-        rule += f" has {model.seq_length} learned positions"
-        raise ConfigError(f"{more} {n}: {rule}; fewer would fit")
-
-
-# --- plan -----------------------------------------------------------------------------------------
-
-
-def command(begin: list[str], layout: Layout, ranks_per_node: int, recipe_flags: list[str]) -> str:
-    """The command that trains under this layout. On several nodes it runs on each of them. begin:
-    the program, and the flags of the model."""
-    train = [*begin, *layout.flags(), *recipe_flags]
-    return shlex.join(launcher(layout.ranks, ranks_per_node) + train)
+# --- commands that are printed --------------------------------------------------------------------
 
 
 def launcher(ranks: int, ranks_per_node: int) -> list[str]:
-    """The words that start a program on so many ranks."""
+    """The words that start a program on so many ranks; on several nodes, on each of them."""
     if ranks == 1:
         return ["python"]
     nodes, each = 1, ranks
@@ -156,35 +145,24 @@ def launcher(ranks: int, ranks_per_node: int) -> list[str]:
     return words
 
 
-def wrapped(text: str) -> str:
+def wrapped(words: list[str]) -> str:
     """A command on lines of at most 96 columns, each but the last with \\ at its end. A flag stays
     on the line of its value."""
     lines = [""]
-    words = re.sub(r" (--|train\.py|-m )", r"\n\1", text).split("\n")
-    for word in words:
-        starts = word.startswith(("train.py", "-m ")) and len(words) > 8
-        if starts or len(lines[-1]) + len(word) > 92:
+    parts = re.sub(r" (--|train\.py|-m )", r"\n\1", shlex.join(words)).split("\n")
+    for part in parts:
+        starts = part.startswith(("train.py", "-m ")) and len(parts) > 8
+        if starts or len(lines[-1]) + len(part) > 92:
             lines.append("   ")
-        lines[-1] += f" {word}" if lines[-1] else word
+        lines[-1] += f" {part}" if lines[-1] else part
     return " \\\n".join(lines)
 
 
 def show_command(
-    plan: planner.Plan,
-    machine: Machine,
-    begin: list[str],
-    recipe_flags: list[str],
-    row: Recipe,
+    plan: planner.Plan, machine: Machine, given: dict, recipe_flags: list[str], row: Recipe
 ) -> None:
-    """The command that trains under this plan, and where its values come from."""
-    print()
-    print(wrapped(command(begin, plan.layout, machine.ranks_per_node, recipe_flags)))
-    print()
-    print(textwrap.fill(recipe.ADVICE.format(row.name), 96))
-
-
-def beginning(given: dict) -> list[str]:
-    """The program that trains, and flags of the model and of its bytes, as they were given."""
+    """The command that trains under this plan, and where its values come from. given: flags of the
+    model and of its bytes."""
     words = ["train.py"]
     if "lora_rank" in given:
         # a preset stands for the model that is there already
@@ -193,50 +171,175 @@ def beginning(given: dict) -> list[str]:
     for name, value in given.items():
         if name in PLANNED and name not in recipe.GIVEN:
             words += [flag_name(name), str(value)]
-    return words
+    words = launcher(plan.layout.ranks, machine.ranks_per_node) + words
+    print("", wrapped([*words, *plan.layout.flags(), *recipe_flags]), "", sep="\n")
+    print(textwrap.fill(recipe.ADVICE.format(row.name), 96))
+
+
+def billions(number: float) -> str:
+    """1.5e9: 1.5 billion"""
+    name, unit = ("billion", 1e9) if number >= 1e9 else ("million", 1e6)
+    return f"{number / unit:,.4g} {name}"
+
+
+# --- the table of layouts -------------------------------------------------------------------------
+
+# what the table calls the parts of planning/memory.py, and how wide they are
+PARTS = {
+    "params": (7, ("parameters", "gathered")),
+    "grads": (6, ("gradients", "summed")),
+    "state": (6, ("optimizer",)),
+    "activ.": (7, ("activations", "moment")),
+}
+
+
+def speed(
+    machine: Machine, software: Software, model: MoEConfig, layout: Layout, seconds: float
+) -> tuple[float, float]:
+    """(tokens/s, model FLOPs over those of the peak) of a step. FP8 has twice the peak; the frozen
+    weights beside LoRA have no gradients, a third of the FLOPs."""
+    rate = layout.global_batch_size * model.seq_length / seconds
+    peak = machine.peak * (1 if software.fp8 == "off" else 2)
+    flops = flops_per_token(model)
+    if software.lora_rank:
+        # a third of 6 N: scores have no weights
+        flops -= 2 * (least_parameters(model) if not model.num_experts else flops / 6)
+    return rate, flops * rate / (layout.ranks * peak)
+
+
+def schedule_of(layout: Layout) -> str:
+    """interleaved with 3 virtual stages: v 3"""
+    if layout.pp == 1:
+        return "-"
+    return f"v {layout.virtual_stages}" if layout.virtual_stages > 1 else layout.pipeline_schedule
+
+
+def recomputation_of(layout: Layout) -> str:
+    """full, or of 12 layers alone: full 12"""
+    layers = layout.recompute_layers
+    return layout.recompute if layers is None else f"{layout.recompute} {layers}"
+
+
+# heading, width, text of a layout
+COLUMNS: list[tuple[str, int, Callable[[Layout], str]]] = [
+    ("tp", 3, lambda x: str(x.tp)),
+    ("pp", 4, lambda x: str(x.pp)),
+    ("dp", 5, lambda x: str(x.dp)),
+    ("cp", 4, lambda x: str(x.cp)),
+    ("by", 6, lambda x: "-" if x.cp == 1 else {"all-to-all": "heads"}.get(x.cp_kind, x.cp_kind)),
+    ("ep", 4, lambda x: str(x.ep)),
+    ("sched", 6, schedule_of),
+    ("b", 3, lambda x: str(x.micro_batch_size)),
+    ("recompute", 10, recomputation_of),
+    ("seq", 4, lambda x: "yes" if x.sequence_parallel else "no"),
+    ("zero", 5, lambda x: str(x.zero_stage)),
+    ("chunk", 6, lambda x: str(x.head_chunk or "-")),
+]
+
+
+def aligned(rows: list[list[str]], least: list[int]) -> str:
+    """Rows of cells, to the right in columns that are at least so wide."""
+    widths = [max(w, *(len(row[i]) + 1 for row in rows)) for i, w in enumerate(least)]
+    return "\n".join("".join(map(str.rjust, row, widths)) for row in rows)
+
+
+def table(
+    plans: list[planner.Plan],
+    machine: Machine,
+    software: Software,
+    model: MoEConfig,
+    tokens: float,
+) -> str:
+    """A heading, and a line for each plan. tokens: to train on."""
+    # without experts there is no ep
+    left_out = set() if model.num_experts else {"ep"}
+    if all(plan.layout.cp == 1 for plan in plans):
+        left_out |= {"cp", "by"}
+    if not any(plan.layout.head_chunk for plan in plans):
+        left_out.add("chunk")
+    columns = [c for c in COLUMNS if c[0] not in left_out]
+    names = [name for name, _, _ in columns] + ["s/step", "tokens/s", "MFU", "days", *PARTS]
+    least = [width for _, width, _ in columns] + [8, 10, 6, 7]
+    least += [width for width, _ in PARTS.values()]
+    rows = [names]
+    for plan in plans:
+        row = [text(plan.layout) for _, _, text in columns]
+        rate, mfu = speed(machine, software, model, plan.layout, plan.seconds)
+        days = tokens / rate / DAY
+        # three digits below 100, whole days above
+        days = f"{days:,.0f}" if days >= 100 else f"{days:.3g}"
+        row += [f"{plan.seconds:.3f}", f"{rate:,.0f}", f"{mfu:.1%}", days]
+        for _, parts in PARTS.values():
+            row.append(f"{sum(plan.bytes[part] for part in parts) / 2**30:.1f}")
+        rows.append(row)
+    return aligned(rows, least)
+
+
+def why_it_loses(first: planner.Plan, second: planner.Plan) -> str:
+    """One sentence: how the second plan differs from the first, and in which parts of the time."""
+    changes = []
+    for name, _, text in COLUMNS:
+        of_first, of_second = text(first.layout), text(second.layout)
+        # a schedule comes and goes with a pipeline
+        if of_first != of_second and "-" not in (of_first, of_second):
+            changes.append(f"{name} {of_second} instead of {of_first}")
+    more = second.seconds - first.seconds
+    parts = {}
+    for part in first.parts | second.parts:
+        parts[part] = second.parts.get(part, 0.0) - first.parts.get(part, 0.0)
+    largest = sorted(parts, key=lambda part: -abs(parts[part]))
+    # what is below a tenth of the largest difference explains nothing
+    told = [part for part in largest if abs(parts[part]) > abs(parts[largest[0]]) / 10]
+    because = ", ".join(f"{part} {parts[part]:+.3f} s" for part in told)
+    differs = f"The second has {', '.join(changes)}"
+    if not told:
+        return f"{differs}, and is as fast."
+    longer = f"it takes {more:.3f} s ({more / first.seconds:.1%}) longer"
+    return f"{differs}; {longer}: {because}."
+
+
+# --- plan -----------------------------------------------------------------------------------------
 
 
 def plan_parser() -> Parser:
-    parser = make_parser("plan", "The fastest layouts of a model that fit into memory.")
-    add_machine(parser)
-    batch_help = "sequences in a step (default: as published models of this size have them)"
-    parser.add_argument("--batch", type=count, default=None, metavar="N", help=batch_help)
-    parser.add_argument(
-        "--tokens", type=number, default=TOKENS, help="to train on (default: 300e9)"
-    )
+    parser = Parser("plan", "The fastest layouts of a model that fit into memory.")
+    parser.add_machine()
+    words = "sequences in a step (default: as published models of this size have them)"
+    parser.add_argument("--batch", type=count, default=None, metavar="N", help=words)
+    words = "to train on (default: 300e9)"
+    parser.add_argument("--tokens", type=number, default=TOKENS, help=words)
     parser.add_argument("--top", type=count, default=10, metavar="N", help="how many layouts")
-    lora = "learn LoRA of this rank in all matrices of a frozen model (adapters.py)"
-    parser.add_argument("--lora-rank", type=count, metavar="R", help=lora)
+    words = "learn LoRA of this rank in all matrices of a frozen model (adapters.py)"
+    parser.add_argument("--lora-rank", type=count, metavar="R", help=words)
     for field in dataclasses.fields(Config):
         if field.name in GIVEN:
             flags.add_flag(parser, field)
     return parser
 
 
-def config_of(args: argparse.Namespace) -> tuple[Config, dict]:
-    """(the configuration that flags of train.py make, its fields that were given). Raises
-    ConfigError."""
-    if not hasattr(args, "model"):
+def config_of(given: dict) -> Config:
+    """The configuration that these flags of train.py make. Raises ConfigError."""
+    if "model" not in given:
         raise ConfigError("--model: which one? for example --model gpt3-175b")
-    given = {name: value for name, value in vars(args).items() if name in GIVEN}
-    kind = Config
+    config_class = Config
     if "lora_rank" in given:
         from finetune import adapter_training
 
-        kind = adapter_training.TextPeftConfig
-    config = kind(**given)
+        config_class = adapter_training.TextPeftConfig
+    config = config_class(**given)
     model = config.model_config()
     rules.check_types(config)
     rules.check_numbers(config)
     # flags that this model has no use for
     rules.check_techniques(config, model, world=1)
-    check_effects(Run(config, model, replicas=2))
-    return config, given
+    rules.check_effects(rules.Run(config, model, replicas=2))
+    return config
 
 
 def plan(argv: list[str]) -> None:
     args = plan_parser().parse_args(argv)
-    config, given = config_of(args)
+    given = {name: value for name, value in vars(args).items() if name in GIVEN}
+    config = config_of(given)
     model, machine = config.model_config(), machine_of(args)
     if config.fp8 != "off" and not machine.has_fp8:
         rule = f"{machine.name} has no FP8; h100 or h200 would fit, or a file with has_fp8"
@@ -249,7 +352,7 @@ def plan(argv: list[str]) -> None:
     software = software_of(config)
     try:
         plans = planner.search(machine, software, model, args.gpus, batch)
-    except planner.PlanError as e:
+    except PlanError as e:
         raise ConfigError(f"--gpus {args.gpus} --batch {batch}: {e}") from None
     best, *others = plans
     if best.layout.replicas == 1:
@@ -265,30 +368,21 @@ def plan(argv: list[str]) -> None:
     print(
         "v: interleaved, v stages on a rank; b: micro-batch; seq: sequence parallelism; right: GiB"
     )
-    print()
-    print("\n".join(table.lines(plans[: args.top], machine, software, model, args.tokens)))
-    show_command(best, machine, beginning(given), recipe_flags, row)
+    print("", table(plans[: args.top], machine, software, model, args.tokens), sep="\n")
+    show_command(best, machine, given, recipe_flags, row)
     if others:
-        print()
-        print(textwrap.fill(table.why_it_loses(best, others[0]), 96))
-
-
-def billions(number: float) -> str:
-    """1.5e9: 1.5 billion"""
-    name, unit = ("billion", 1e9) if number >= 1e9 else ("million", 1e6)
-    return f"{number / unit:,.4g} {name}"
+        print("", textwrap.fill(why_it_loses(best, others[0]), 96), sep="\n")
 
 
 # --- all ------------------------------------------------------------------------------------------
 
 # name -> the module whose main(argv) it is
 COMMANDS = {
-    "plan": "planning.commands",
     "size": "planning.budget",
     "predict": "planning.rows",
     "try": "planning.try_layouts",
     "ppo": "planning.ppo",
-    "serve": "planning.serving_command",
+    "serve": "planning.serving",
 }
 
 
@@ -299,12 +393,12 @@ def main(argv: list[str] | None = None) -> int:
         print(__doc__)
         return 0
     try:
-        if name not in COMMANDS:
-            said = f"{name}: no such command" if name else "name a command"
-            raise ConfigError(f"{said}; there are {', '.join(COMMANDS)}")
         if name == "plan":
             return plan(rest) or 0
+        if name not in COMMANDS:
+            said = f"{name}: no such command" if name else "name a command"
+            raise ConfigError(f"{said}; there are plan, {', '.join(COMMANDS)}")
         return importlib.import_module(COMMANDS[name]).main(rest) or 0
-    except REFUSED as e:
+    except (ConfigError, JSONError, PlanError) as e:
         terminal.say(f"planner.py: {terminal.one_line(e)}", error=True)
         return 2

@@ -14,6 +14,10 @@ import dataclasses
 from dataclasses import dataclass
 
 
+class PlanError(ValueError):
+    """There is no prediction, or nothing fits; the message says what would."""
+
+
 @dataclass(frozen=True)
 class Constants:
     """What data sheets do not say: fitted (planning/errors.py) or measured.

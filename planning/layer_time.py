@@ -12,8 +12,7 @@ Not covered: as there.
 from typing import NamedTuple
 
 from base.model_config import MoEConfig, block_matrices, mlp_matrices, num_mlps
-from planning.fits import PlanError
-from planning.inputs import Layout, Machine, Software
+from planning.inputs import Layout, Machine, PlanError, Software
 from planning.memory import (
     bias_heads,
     block_parameters,

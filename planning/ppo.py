@@ -23,9 +23,9 @@ from typing import NamedTuple
 import planner
 from base.model_config import MoEConfig, least_parameters
 from planning import commands
-from planning.fits import USABLE, PlanError
-from planning.inputs import TRAIN, Layout, Machine
+from planning.inputs import TRAIN, Layout, Machine, PlanError
 from planning.layer_time import Rank, layer
+from planning.layouts import USABLE
 from planning.serving import BYTES, ENGINES, Serving, cache_bytes
 from run.config import ConfigError
 from run.rules import multiples
@@ -61,14 +61,14 @@ def forward_seconds(machine: Machine, model: MoEConfig, layout: Layout, sequence
 
 
 def at_a_time(model: MoEConfig, layout: Layout, free: float, case) -> int:
-    """How many sequences a replica can write at a time. free: bytes of each rank."""
+    """How many sequences a replica can write at a time. free: bytes of each rank; case: the
+    command's arguments."""
     room = layout.tp * layout.pp * free
     return max(0, int(room // cache_bytes(model, case.prompt_tokens + case.answer_tokens)))
 
 
 def writing_seconds(machine: Machine, model: MoEConfig, layout: Layout, free: float, case) -> float:
-    """In which all answers of a step are written; infinite where no cache fits. case: the command's
-    arguments."""
+    """In which all answers of a step are written; infinite where no cache fits."""
     each = -(-case.answers // layout.dp)
     at_most = at_a_time(model, layout, free, case)
     if not at_most:
@@ -78,9 +78,8 @@ def writing_seconds(machine: Machine, model: MoEConfig, layout: Layout, free: fl
     first = forward_seconds(machine, prompts, layout, case.answers)
     # on average half of the answer is there
     s = case.prompt_tokens + case.answer_tokens / 2
-    each = -(-each // rounds)
     serving = Serving(machine, ENGINES["graphs"], model, layout.tp, layout.pp)
-    return first + rounds * case.answer_tokens * serving.step(each, s)
+    return first + rounds * case.answer_tokens * serving.step(-(-each // rounds), s)
 
 
 def best_writing(
@@ -131,43 +130,41 @@ def steps(machine: Machine, model: MoEConfig, case) -> list[Step]:
     return found
 
 
-def table(found: list[Step]) -> list[str]:
-    lines = [f"{'ranks':<8}{'training':<34}{'answers':<16}{'answers, s':>11}{'scores':>8}"]
-    lines[0] += f"{'updates':>9}{'step, s':>9}"
+def table(found: list[Step]) -> str:
+    rows = [["ranks", "training", "answers", "answers, s", "scores", "updates", "step, s"]]
     for step in found:
         trained = f"tp {step.training.tp} pp {step.training.pp} dp {step.training.dp}"
         trained += f" zero {step.training.zero_stage} {step.training.recompute}"
+        seconds = step.answers, step.scores, step.updates, step.seconds
         written = f"tp {step.writing.tp} pp {step.writing.pp}"
-        lines.append(
-            f"{step.ranks:<8}{trained:<34}{written:<16}{step.answers:>11.1f}{step.scores:>8.1f}"
-            f"{step.updates:>9.1f}{step.seconds:>9.1f}"
-        )
-    return lines
+        rows.append([step.ranks, trained, written, *(f"{x:.1f}" for x in seconds)])
+    return "\n".join("{:<8}{:<34}{:<16}{:>11}{:>8}{:>9}{:>9}".format(*row) for row in rows)
 
 
 # --- the command ----------------------------------------------------------------------------------
 
 
 def arguments(argv: list[str]) -> tuple[argparse.Namespace, MoEConfig]:
-    parser = commands.make_parser("ppo", "Seconds of a step of reinforcement.py --method ppo.")
-    commands.add_machine(parser)
+    parser = commands.Parser("ppo", "Seconds of a step of reinforcement.py --method ppo.")
+    parser.add_machine()
     parser.add_argument("--model", required=True, help="a preset: actor, critic and the others")
-    for name, default, words in (
+    parser.add_counts(
         ("batch", BATCH, "sequences of an update"),
         ("answers", ANSWERS, "of a step"),
         ("prompt-tokens", PROMPT, "of each prompt"),
         ("answer-tokens", ANSWER, "of each answer"),
-    ):
-        words = f"{words} (default: {default:,})"
-        parser.add_argument(f"--{name}", type=commands.count, default=default, help=words)
+    )
     case = parser.parse_args(argv)
     if case.answers % case.batch:
         rule = f"must be a multiple of --batch {case.batch}"
         fits = multiples(case.answers, case.batch)
         raise ConfigError(f"--answers {case.answers}: {rule}; {fits}")
     model = commands.Config(model=case.model).model_config()
-    lengths = "--answer-tokens", case.answer_tokens, "--prompt-tokens", case.prompt_tokens
-    commands.check_positions(case.model, model, *lengths)
+    tokens = case.prompt_tokens + case.answer_tokens
+    if model.positions == "learned" and tokens > model.seq_length:
+        rule = f"with --prompt-tokens {case.prompt_tokens} they are {tokens}, and --model"
+        rule += f" {case.model} has {model.seq_length} learned positions; fewer would fit"
+        raise ConfigError(f"--answer-tokens {case.answer_tokens}: {rule}")
     return case, model
 
 
@@ -187,7 +184,7 @@ def main(argv: list[str]) -> None:
         f" {case.answer_tokens:,} tokens to prompts of {case.prompt_tokens:,};"
         f" {case.answers // case.batch} updates of {case.batch} sequences"
     )
-    print("\n".join(["", *table(found), ""]))
+    print("", table(found), "", sep="\n")
     best = {step.ranks: step for step in found if step.writing != step.training}
     print(
         f"With a layout of their own for the answers, halves take"

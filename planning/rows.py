@@ -32,10 +32,6 @@ PUBLISHED = Path(__file__).parent / "published_times.json"
 ALIASES = {"a100-80gb-selene": "a100"}
 
 
-class RowError(json_files.JSONError):
-    """A row that describes no training step; the message names the file, the row and the field."""
-
-
 @dataclass(frozen=True)
 class Row:
     """One step time. seconds: None where it is not known."""
@@ -129,21 +125,20 @@ def with_layer_split(model: MoEConfig, layout: Layout) -> Layout:
 
 
 def main(argv: list[str]) -> None:
-    parser = commands.make_parser("predict", "A JSON object for each row: name, seconds, bytes.")
-    parser.add_argument(
-        "file", metavar="FILE.json", help="rows as in planning/published_times.json"
-    )
+    parser = commands.Parser("predict", "A JSON object for each row: name, seconds, bytes.")
+    words = "rows as in planning/published_times.json"
+    parser.add_argument("file", metavar="FILE.json", help=words)
     path = parser.parse_args(argv).file
     answers = []
     found = read(path)
     if not found:
-        raise RowError(f'{path}: has no rows; {{"rows": [..]}} would fit')
+        raise json_files.JSONError(f'{path}: has no rows; {{"rows": [..]}} would fit')
     for number, row in enumerate(found):
         layout = with_layer_split(row.model, row.layout)
         try:
             check(row.model, layout, row.software)
         except ConfigError as e:
-            raise RowError(f"{path}: rows[{number}] {row.name}: {e}") from None
+            raise json_files.JSONError(f"{path}: rows[{number}] {row.name}: {e}") from None
         seconds = planner.step_time(row.machine, row.software, row.model, layout)
         nbytes = memory(row.model, layout, row.software)
         total = {"seconds": sum(seconds.values()), "bytes": round(sum(nbytes.values()))}

@@ -25,6 +25,7 @@ Source: arXiv 2211.05102, section 2. FLOP/s and links are those of training (pla
 Not covered: requests that differ in length, wait in a queue or share a prefix.
 """
 
+import argparse
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -32,9 +33,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from base.model_config import MoEConfig, block_matrices, mlp_matrices, num_mlps
-from planning.fits import USABLE
+from inference.serve import most_blocks
+from planning import commands
 from planning.inputs import SOFTWARE, TRAIN, Layout, Machine, Software
 from planning.layer_time import Rank, read_and_written
+from planning.layouts import USABLE, gib
+from run.config import ConfigError
 
 # bytes of a weight in a layer's matrices, and in the embedding and the head; int4 has a scale and
 # a zero point for 32 numbers (inference/quantization.py)
@@ -246,3 +250,122 @@ def frontier(found: Iterator[Found]) -> list[Found]:
         if not best or one.rate > best[-1].rate:
             best.append(one)
     return best
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+# tokens of a block of the cache
+BLOCK = 16
+UNITS = {"ms": 1e-3, "s": 1.0}
+
+
+def duration(text: str) -> float:
+    """5s or 500ms, in seconds."""
+    unit = "ms" if text.endswith("ms") else "s"
+    return commands.number(text.removesuffix(unit)) * UNITS[unit]
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
+    parser = commands.Parser("serve", "Layouts that serve a model: how soon, how many tokens.")
+    parser.add_machine(gpus=64)
+    parser.add_argument("--model", required=True, help="a preset")
+    parser.add_counts(
+        ("input", 200, "tokens of each prompt"),
+        ("output", 200, "tokens of each answer"),
+        ("budget", 2048, "tokens of a step"),
+        ("top", 8, "how many layouts"),
+    )
+    words = "of a whole request, at most: 5s, 500ms"
+    parser.add_argument("--latency", type=duration, default=None, metavar="TIME", help=words)
+    words = "of each weight (default: bf16)"
+    parser.add_argument("--weights", choices=list(WEIGHTS)[1:], default="bf16", help=words)
+    return parser.parse_args(argv)
+
+
+def found_by(case: argparse.Namespace, one: Serving) -> list[Found]:
+    """The frontier within --latency. Raises ConfigError where there is none."""
+    found = frontier(fitting(one, case.gpus, case.input, case.output, case.budget))
+    if not found:
+        tokens = case.input + case.output
+        least = min(sum(x.bytes(1, tokens, case.budget).values()) for x in layouts(case.gpus, one))
+        room = f"{gib(USABLE * one.machine.memory)} GiB for tensors; more GPUs would fit"
+        room += ", or --weights int4" if case.weights != "int4" else ", or fewer tokens"
+        rule = f"every layout takes at least {gib(least)} GiB on each, of which"
+        raise ConfigError(f"--gpus {case.gpus}: {rule} {one.machine.name} has {room}")
+    within = [x for x in found if x.latency <= (case.latency or x.latency)]
+    if not within:
+        soonest = math.ceil(1000 * found[0].latency)
+        rule = f"the soonest layout takes longer; {soonest}ms would fit, or less --output"
+        raise ConfigError(f"--latency {1000 * case.latency:g}ms: {rule}")
+    return within
+
+
+# heading, width, text
+COLUMNS = [
+    ("tp", 3, lambda x: str(x.serving.tp)),
+    ("pp", 4, lambda x: str(x.serving.pp)),
+    ("batch", 6, lambda x: str(x.batch)),
+    ("first, s", 10, lambda x: f"{x.first:.3f}"),
+    ("between, ms", 13, lambda x: f"{1e3 * x.between:.1f}"),
+    ("request, s", 12, lambda x: f"{x.latency:.2f}"),
+    ("tokens/s/GPU", 14, lambda x: f"{x.rate:,.1f}"),
+    ("weights", 9, lambda x: f"{x.bytes['weights'] / 2**30:.1f}"),
+    ("cache", 8, lambda x: f"{x.bytes['cache'] / 2**30:.1f}"),
+    ("activ.", 8, lambda x: f"{x.bytes['activations'] / 2**30:.1f}"),
+]
+
+
+def table(found: list[Found]) -> str:
+    rows = [[text(x) for *_, text in COLUMNS] for x in found]
+    names, widths, _ = zip(*COLUMNS)
+    return commands.aligned([names, *rows], widths)
+
+
+def command_of(case: argparse.Namespace, x: Found) -> str:
+    one = x.serving
+    words = ["-m", "inference.serve", "--checkpoint", "CHECKPOINT", "--tp", one.tp, "--pp", one.pp]
+    # one is nobody's (serve.BlockPool)
+    tokens, window = case.input + case.output, one.model.sliding_window
+    blocks = x.batch * math.ceil(one.kept(tokens) / BLOCK)
+    # a prompt behind a window needs more while it is computed
+    blocks = 1 + max(blocks, most_blocks(tokens, BLOCK, case.budget, window))
+    each, more = divmod(one.model.num_layers, one.pp)
+    if more:
+        # the last stages have one more
+        words += ["--layer-split", *[each] * (one.pp - more), *[each + 1] * more]
+    words += ["--max-sequences", x.batch, "--block-size", BLOCK, "--blocks", blocks]
+    words += ["--budget", case.budget, "--precision", "bf16"]
+    if case.weights != "bf16":
+        words += ["--weights", case.weights]
+    launcher = commands.launcher(one.ranks, one.machine.ranks_per_node)
+    return commands.wrapped([*launcher, *map(str, words)])
+
+
+def main(argv: list[str]) -> None:
+    case = arguments(argv)
+    machine, model = commands.machine_of(case), commands.Config(model=case.model).model_config()
+    if case.input + case.output > model.seq_length:
+        rule = f"with --input {case.input} they are {case.input + case.output}, and the context of"
+        rule += f" --model {case.model} holds {model.seq_length}; fewer would fit"
+        raise ConfigError(f"--output {case.output}: {rule}")
+    if case.weights == "fp8" and not machine.has_fp8:
+        raise ConfigError(f"--weights fp8: {machine.name} has no FP8; h100 or h200 would fit")
+    found = found_by(case, Serving(machine, ENGINES["graphs"], model, weights=case.weights))
+    print(
+        f"{case.model} on {machine.name}, {gib(machine.memory)} GiB each, at most {case.gpus}:"
+        f" prompts of {case.input:,} tokens, answers of {case.output:,}; {case.weights} weights"
+    )
+    # some of the frontier, its last among them
+    step = (len(found) - 1) / max(1, case.top - 1)
+    shown = sorted({len(found) - 1 - round(i * step) for i in range(case.top)})
+    print("", table([found[i] for i in shown]), "", sep="\n")
+    best = found[-1]
+    copies = case.gpus // best.serving.ranks
+    room = f"; {case.gpus} GPUs hold {copies} of it" if copies > 1 else ""
+    print(f"The last has the most tokens/s of a GPU{room}:\n")
+    is_plain = best.serving.tp == 1 and not model.num_experts
+    if case.weights == "bf16" or (case.weights != "fp8" and is_plain):
+        print(command_of(case, best))
+    else:
+        rule = "int8 and int4 are there for --tp 1 and without experts"
+        print(f"serve.py has no --weights {case.weights} for it: {rule}")

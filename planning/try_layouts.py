@@ -123,7 +123,7 @@ def table(names: list[str], predicted: list[float], measured: list[float]) -> li
 
 def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(ours, train.py's). Raises ConfigError."""
-    parser = commands.make_parser("try", "Run the layouts that are predicted to be the fastest.")
+    parser = commands.Parser("try", "Run the layouts that are predicted to be the fastest.")
     parser.epilog = "Further flags go to train.py: --model, --hidden-size, --global-batch-size, .."
     parser.add_argument("count", type=commands.count, help="how many layouts")
     parser.add_argument("--ranks", type=commands.count, default=4, help="(default: 4)")

@@ -20,7 +20,7 @@ import planner
 import schedules
 from base.model_config import MoEConfig
 from course import planner as lesson
-from planning import budget, commands, errors, table
+from planning import budget, commands, errors
 from planning import plan as plan_of
 from planning import rows as published
 from planning.inputs import A100, H100, H200, SOFTWARE, TRAIN, Layout
@@ -366,11 +366,11 @@ def test_long_sequences_are_spread_over_ranks():
 def test_days_and_mfu_are_those_of_the_best_layout():
     model = preset("gpt3-175b")
     layout = Layout(tp=8, pp=8, dp=16, micro_batch_size=1, global_batch_size=1536)
-    rate, mfu = table.speed(A100, TRAIN, model, layout, 20)
+    rate, mfu = commands.speed(A100, TRAIN, model, layout, 20)
     # 1,536 sequences of 2,048 tokens every 20 s: 157,286 tokens/s
     assert rate == pytest.approx(157_286.4)
     plan = planner.Plan(layout, {"matmul": 20.0}, defaultdict(float))
-    heading, line = table.lines([plan], A100, TRAIN, model, 300e9)
+    heading, line = commands.table([plan], A100, TRAIN, model, 300e9).splitlines()
     days = line.split()[heading.split().index("days")]
     assert float(days) == pytest.approx(300e9 / 157_286.4 / 86400, rel=5e-3)
     # 72 B L s h² (1 + s/6h + V/12hL), arXiv 2205.05198, equation 7
@@ -382,14 +382,14 @@ def test_days_and_mfu_are_those_of_the_best_layout():
 def test_the_second_layout_loses_for_a_reason():
     first = planner.Plan(Layout(tp=8, pp=2), {"matmul": 8.0, "bubble": 1.0, "head": 0.5}, {})
     second = planner.Plan(Layout(tp=8, pp=4), {"matmul": 8.0, "bubble": 3.0, "head": 0.49}, {})
-    assert table.why_it_loses(first, second) == (
+    assert commands.why_it_loses(first, second) == (
         "The second has pp 4 instead of 2; it takes 1.990 s (20.9%) longer: bubble +2.000 s."
     )
 
 
 def test_the_table_has_every_byte():
     best = planner.search(A100, TRAIN, preset("gpt3-20b"), 16, 64)[0]
-    shown = [part for _, parts in table.PARTS.values() for part in parts]
+    shown = [part for _, parts in commands.PARTS.values() for part in parts]
     assert sorted(shown) == sorted(best.bytes)
 
 
