@@ -276,26 +276,6 @@ def test_a_command_that_would_be_refused_is_not_printed(capsys):
     assert "--tp 1 --pp 1" in out and "--weights int4" in out
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--model gpt4", "--model gpt4: no such preset"),
-        ("--model gpt3-175b --gpus 4", "--gpus 4: every layout takes at least 82 GiB on each, of"),
-        ("--model llama2-70b --latency 10ms", "--latency 10ms: the soonest layout takes longer; "),
-        ("--model llama2-7b --latency soon", "--latency soon: must be a number"),
-        ("--model llama2-7b --latency 0s", "must be above 0"),
-        ("--model gpt2 --output 2000", "--output 2000: with --input 200 they are 2200"),
-        ("--model llama2-7b --weights fp8", "--weights fp8: a100 has no FP8; h100 or h200 would"),
-        ("--model llama2-7b --gpus 12", "--gpus 12: nodes have 8"),
-        ("--model llama2-7b --weights int2", "--weights invalid choice: 'int2'"),
-        ("", "--model"),
-    ],
-)
-def test_refusals(words, message, capsys):
-    status, out, err = run(f"serve {words}", capsys)
-    assert (status, out) == (2, "") and message in err and err.count("\n") == 1
-
-
 def test_what_is_said_to_fit_fits(capsys):
     _, _, err = run("serve --model llama2-70b --latency 10ms", capsys)
     fits = re.search(r"(\d+ms) would fit", err)[1]
