@@ -7,8 +7,9 @@ A language model reads one text, not a list. Each chat model was trained on one 
 and answers best in the same form. So its tokenizer has the form as a chat template, written in the
 template language jinja: chat_template.jinja, or `chat_template` in tokenizer_config.json.
 
-A template is a program, and it may come from somebody else: it runs in jinja's sandbox, in a
-process of its own (finetune/rendering.py). Then the text is tokenized. The text of a special token,
+A template is a program, and it may come from somebody else: it runs in jinja's sandbox, where it
+reaches no file and no module; its time and its memory are not limited. The options, and what it may
+call, are those of `transformers`. Then the text is tokenized. The text of a special token,
 <|im_end|>, becomes one id.
 
 To ask, a template is rendered with add_generation_prompt, and without the answer: the text ends
@@ -21,15 +22,19 @@ where the assistant begins to write. A template may mark the text that the assis
 Not covered: tools and documents, contents that are not text.
 """
 
+import datetime
 import itertools
 import json
 import re
 from pathlib import Path
 from typing import NamedTuple
 
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from base import json_files, terminal
 from base.errors import InputError
-from finetune.rendering import CLOSE, OPEN, RENDERER
 from run.tokenizer import CHAT_TEMPLATE, FileTokenizer, library_errors
 
 # The template of a model that has none. BEGIN and END become the tokenizer's tokens.
@@ -49,8 +54,11 @@ PLAIN = """\
 """
 # The end of text of a tokenizer that has no text for it.
 END_OF_TEXT = "<|endoftext|>"
-# A content that is in no conversation: Unicode has no such character.
-MARK = "\ufdd2"
+# OPEN and CLOSE stand around what {% generation %} gives, until the text is complete. MARK is a
+# content that is in no conversation. Unicode has no such characters.
+OPEN, CLOSE, MARK = "\ufdd0", "\ufdd1", "\ufdd2"
+# Characters of an error that a template raises.
+LONGEST_ERROR = 1000
 # for the count of what is skipped
 NO_SPAN = "no answer found"
 
@@ -65,6 +73,31 @@ class ChatError(InputError):
 
 
 # --- a conversation to text -----------------------------------------------------------------------
+
+
+class GenerationBlocks(Extension):
+    """The block {% generation %}, which jinja does not have."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+    def mark(self, caller) -> str:
+        return OPEN + caller() + CLOSE
+
+
+def raise_exception(message: str):
+    raise TemplateError(message)
+
+
+def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """jinja's own filter would escape HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 class Rendered(NamedTuple):
@@ -84,19 +117,40 @@ class ChatTemplate:
         # what strftime_now tells, in ISO format; None: now
         self.date: str | None = None
         self.asks_for_date = "strftime_now" in text
-        self.marks_answers = self.ask(None)["marks"]
+        self.program, self.marks_answers = self.compile()
         self.in_parts = not self.writes_contents() and self.writes_contents(in_parts=True)
 
-    def ask(self, messages: list[dict] | None, ask: bool = False) -> dict:
-        """What the other process answers. Raises ChatError."""
-        request = dict(template=self.text, names=self.tokens, messages=messages, ask=ask)
-        reply = RENDERER.ask(**request, date=self.date)
-        if "error" not in reply:
-            return reply
-        where = f"{self.where}, line {reply['line']}" if "line" in reply else self.where
-        # a text for asking has no answer yet
-        asked = " (add_generation_prompt is true: there is no answer yet)" if ask else ""
-        raise ChatError(f"{where}: {reply['error']}{asked}", "refused by the template")
+    def compile(self) -> tuple[Template, bool]:
+        """(the template, whether it has {% generation %} blocks). Raises ChatError."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[GenerationBlocks, "jinja2.ext.loopcontrols"],
+        )
+        environment.filters["tojson"] = to_json
+        environment.globals |= {
+            "raise_exception": raise_exception,
+            "strftime_now": self.strftime_now,
+        }
+        try:
+            calls = environment.parse(self.text).find_all(nodes.CallBlock)
+            marks = any(isinstance(block.call.node, nodes.ExtensionAttribute) for block in calls)
+            return environment.from_string(self.text), marks
+        except Exception as e:
+            # jinja computes constants here, which may raise what Python raises
+            raise self.refused(e) from None
+
+    def strftime_now(self, form: str) -> str:
+        now = datetime.datetime.now()
+        return (datetime.datetime.fromisoformat(self.date) if self.date else now).strftime(form)
+
+    def refused(self, e: Exception, note: str = "") -> ChatError:
+        where, text = self.where, str(e)
+        if isinstance(e, TemplateSyntaxError):
+            where, text = f"{where}, line {e.lineno}", e.message
+        elif not isinstance(e, TemplateError):
+            text = f"{type(e).__name__}: {e}"
+        return ChatError(f"{where}: {text[:LONGEST_ERROR]}{note}", "refused by the template")
 
     def writes_contents(self, in_parts: bool = False) -> bool:
         self.in_parts = in_parts
@@ -119,9 +173,15 @@ class ChatTemplate:
             said = json.dumps([messages, self.tokens], ensure_ascii=False)
             if OPEN in said or CLOSE in said:
                 raise ChatError("a message has U+FDD0 or U+FDD1 in it, which are no characters")
-            marked = self.ask(messages, ask)["text"]
         except RecursionError:
             raise ChatError("a message is nested too deeply") from None
+        fields = dict(messages=messages, tools=None, documents=None, add_generation_prompt=ask)
+        try:
+            marked = self.program.render(**fields, **self.tokens)
+        except Exception as e:
+            # a template can raise whatever Python raises; a text for asking has no answer yet
+            note = " (add_generation_prompt is true: there is no answer yet)" if ask else ""
+            raise self.refused(e, note) from None
         try:
             text, answers = without_marks(marked)
         except ValueError:

@@ -8,8 +8,7 @@
     text, piece by piece           <── outputs ──   step, step, ..
 
 A client that goes away ends its task, and the task cancels its choices. Nothing of a request is
-run: chat templates come from the folders that the server was started with, and run in a process
-with bounds of its own (finetune/rendering.py).
+run: chat templates come from the folders that the server was started with.
 
 HTTP is aiohttp's: one package has the server, streams, a limit for bodies, and cancels the task of
 a client that has left. Starlette would need uvicorn beside it, and a limit of our own.
@@ -42,7 +41,6 @@ from prometheus_client.aiohttp import make_aiohttp_handler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from base import terminal
-from finetune.rendering import RENDERER
 from inference.api import ApiError, ChatCompletion, Choice, Completion, Fields, Model, Writer
 from inference.engine import Engine, Output, fail
 from inference.sampling import SamplingParams, keys_of
@@ -117,8 +115,6 @@ class Server:
             await asyncio.sleep(0.02)
             patience -= 0 if self.engine.busy else 0.02
         await runner.cleanup()
-        # A template that loops is not waited for.
-        RENDERER.end()
         self.to_engine.put(None)
         await steps
 

@@ -1,13 +1,8 @@
-"""A chat template that writes the date: a run that goes on on the next day has the data of before.
-
-Two processes read a clock: the run's own, and the one that renders. Here both clocks stand still.
-"""
+"""A chat template that writes the date: a run that goes on on the next day has the same data."""
 
 import datetime
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import processes
@@ -15,7 +10,7 @@ import pytest
 from small_run import flags, lines_of, numbers_of, run, write_lines
 
 import train
-from finetune import rendering, sft_data
+from finetune import sft_data
 from finetune.sft import message
 from inference import loading
 from run import checkpoint, launch
@@ -26,47 +21,22 @@ TEMPLATE = (
     " %}{% generation %}{{ m.content + eos_token }}{% endgeneration %}{% else %}{{ m.content }}\n"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
-# how the process that renders is started
-CLOCK = """
-import datetime, runpy
-class Clock(datetime.datetime):
-    @classmethod
-    def now(cls):
-        return cls.fromisoformat("{day}")
-datetime.datetime = Clock
-runpy.run_path("{program}", run_name="__main__")
-"""
 FIRST, NEXT = "2026-11-26T23:50:00", "2026-11-27T07:30:00"
-
-
-def end_renderer() -> None:
-    rendering.RENDERER.end()
-    if rendering.RENDERER.process:
-        rendering.RENDERER.process.wait()
 
 
 @pytest.fixture
 def today(monkeypatch):
-    """today(day): what all clocks tell from now on."""
+    """today(day): what the clock tells from now on."""
 
-    def set_clocks(day: str) -> None:
-        def start(renderer) -> None:
-            program = CLOCK.format(day=day, program=rendering.__file__)
-            pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            renderer.process = subprocess.Popen([sys.executable, "-c", program], **pipes)
-
+    def set_clock(day: str) -> None:
         class Clock(datetime.datetime):
             @classmethod
             def now(cls):
                 return cls.fromisoformat(day)
 
-        end_renderer()
-        monkeypatch.setattr(rendering.Renderer, "start", start)
-        # `date_of` asks this one
         monkeypatch.setattr(datetime, "datetime", Clock)
 
-    yield set_clocks
-    end_renderer()
+    return set_clock
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ import pytest
 import serving_load
 import small_run
 import test_evaluate
-import test_rendering
 from parity import again
 
 from inference import cli, serve_command
@@ -413,8 +412,12 @@ def test_limits(strict, endless):
 
 # --- chat templates -------------------------------------------------------------------------------
 
-# all messages, and what the first one asks for
-TEXT = test_rendering.TEXT + "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+# All messages; it calls itself without end where the first one asks for it.
+TEXT = (
+    "{% macro deep() %}{{ deep() }}{% endmacro %}"
+    "{% if messages[0].content == 'deep' %}{{ deep() }}{% endif %}"
+    "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+)
 
 
 def test_a_template_that_shows_no_end_of_a_turn_is_asked(place, capsys):
@@ -430,7 +433,7 @@ def test_a_template_that_shows_no_end_of_a_turn_is_asked(place, capsys):
 
 @pytest.fixture(scope="module")
 def hostile(place):
-    """A server whose model's template does on some messages what it should not."""
+    """A server whose model's template fails on some messages."""
     shutil.copytree("chat", "hostile")
     Path("hostile/chat_template.jinja").write_text(TEXT)
     server = Address("--checkpoint", "hostile", "--deadline", "60").wait()
@@ -443,20 +446,13 @@ def chat_of(text: str, count: int = 1) -> dict:
     return {"messages": messages, "max_tokens": 5, "temperature": 0}
 
 
-def memory(server) -> str:
-    """How much address space the server's process may take."""
-    limits = Path(f"/proc/{server.ranks[0].process.pid}/limits").read_text()
-    return re.search("Max address space +([^ ]+)", limits)[1]
-
-
 def test_refused_chats_leave_the_server_as_it_was(hostile):
-    """Templates that go beyond their bounds, and 128 chats of 5,000 messages, 64 at a time: too
-    long, each of them. Afterwards the server gives the answers that it gave before."""
-    before, limit = post(hostile, CHAT, chat_of("hello")), memory(hostile)
+    """A template that fails, and 128 chats of 5,000 messages, 64 at a time: too long, each of them.
+    Afterwards the server gives the answers that it gave before."""
+    before = post(hostile, CHAT, chat_of("hello"))
     assert before[0] == 200
-    for name in ("long", "deep"):
-        status, body, _ = post(hostile, CHAT, chat_of(name))
-        assert status == 400 and test_rendering.HOSTILE[name][1] in body["error"]["message"]
+    status, body, _ = post(hostile, CHAT, chat_of("deep"))
+    assert status == 400 and "RecursionError" in body["error"]["message"]
     with ThreadPoolExecutor(64) as pool:
         long = chat_of("hello", 5000)
         answers = list(pool.map(lambda _: post(hostile, CHAT, long), range(128)))
@@ -464,28 +460,6 @@ def test_refused_chats_leave_the_server_as_it_was(hostile):
     assert all("holds" in json.dumps(body) for _, body, _ in answers)
     after = post(hostile, CHAT, chat_of("hello"))
     assert after[0] == 200 and after[1]["choices"] == before[1]["choices"]
-    assert memory(hostile) == limit
-
-
-def test_a_template_that_loops_holds_nobody_up(hostile):
-    """Seven chats loop at a time. Completions are answered meanwhile, and SIGTERM ends the server
-    at once."""
-    pool = ThreadPoolExecutor(7)
-    text = {"prompt": "hello", "max_tokens": 5, "temperature": 0}
-    first = post(hostile, COMPLETIONS, text)
-    looping = [pool.submit(post, hostile, CHAT, chat_of("loop")) for _ in range(7)]
-    time.sleep(0.5)
-    begin = time.monotonic()
-    for _ in range(5):
-        status, body, _ = post(hostile, COMPLETIONS, text)
-        assert status == 200 and body["choices"] == first[1]["choices"]
-    assert time.monotonic() - begin < 4 and not any(future.done() for future in looping)
-    hostile.ranks[0].kill(signal.SIGTERM)
-    begin = time.monotonic()
-    assert hostile.ranks[0].wait() == 0
-    assert time.monotonic() - begin < 4.5
-    assert hostile.ranks[0].stderr == ""
-    pool.shutdown()
 
 
 # --- lm-eval --------------------------------------------------------------------------------------

@@ -340,11 +340,8 @@ def test_templates_beside_a_tokenizer(families, tmp_path):
         ("{{ raise_exception('no') }}", "t.jinja: no"),
         # jinja computes it before it renders anything
         ("{{ 10 ** 5000 }}", "Exceeds the limit"),
-        ("{{ messages[0].content * 2 ** 24 }}", "16,777,216 are the most"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
-        ("{% set n = namespace() %}{% set n.__init__ = 1 %}", "unsafe"),
-        ("{% set n = namespace(_a=1) %}", "unsafe"),
         ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "changes a part"),
         ("{% generation %}{{ messages[1].content }}{% endgeneration %} ", "no special token"),
         (
@@ -359,16 +356,6 @@ def test_templates_that_cannot_be(tmp_path, template, words):
     with pytest.raises(ChatError) as e:
         chat_of(ByteTokenizer(), path).example([USER, ANSWER])
     assert words in str(e.value) and "\n" not in str(e.value)
-
-
-def test_a_template_that_makes_gigabytes(tmp_path):
-    """In a process of its own: here, other tests have left memory that malloc gives out again."""
-    write(tmp_path / "t.jinja", "{{ 'a' * 10 ** 10 }}")
-    write_lines(tmp_path / "chats.jsonl", [pair("a", "b")] * 4)
-    argv = small_run.flags(data=tmp_path / "chats.jsonl", chat_template=tmp_path / "t.jinja")
-    done = processes.run(["finetune.sft", *argv, "--out", tmp_path / "out"])
-    assert done.returncode == 2, done.stderr
-    assert "t.jinja: takes more than 1,024 MiB" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_a_template_of_answers_alone_asks_nothing(tmp_path):
