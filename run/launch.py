@@ -19,7 +19,7 @@ import torch
 from base import terminal
 from base.errors import InputError, RunError
 from optimizer import learning_rate
-from run import checkpoint, finish, flags, messages, room, rules, saving
+from run import checkpoint, flags, room, rules, saving
 from run.checkpoint import CheckpointError
 from run.config import ConfigError, RunConfig, flag_name, multiply_in
 from run.data import DataError
@@ -27,7 +27,7 @@ from run.metrics import Metrics, MetricsError
 from run.run_folder import RunFolder, RunFolderError, launcher_name
 from run.task import Task
 from run.tokenizer import BUILT_IN, TokenizerError, make_tokenizer, record, save_files
-from run.training_run import TrainingRun
+from run.training_run import TrainingRun, announce
 from run.world import World, WorldError
 from tensor_parallel import vocabulary_multiple
 
@@ -260,7 +260,7 @@ def train(config: RunConfig, world: World, tokenizer, trainer_class, loop) -> No
     )
     if this.metrics and this.metrics.notice:
         world.say(this.metrics.notice)
-    messages.announce(trainer, world, train_set.index)
+    announce(trainer, world, train_set.index)
     if config.plan:
         from planning import plan
 
@@ -272,6 +272,8 @@ def train(config: RunConfig, world: World, tokenizer, trainer_class, loop) -> No
     # Most ranks have nothing more to do, and would leave while others still receive.
     task.wait_for_parameters()
     if not stopped:
+        from run import finish
+
         finish.finish(trainer, this, tokenizer, time.perf_counter() - begin)
 
 

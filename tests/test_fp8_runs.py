@@ -17,7 +17,7 @@ import fp8
 import train
 from base.groups import Groups
 from course import ranks
-from run import checkpoint, messages, room, rules
+from run import checkpoint, room, rules, training_run
 from run.config import ConfigError, multiply_in
 from run.metrics import read_metrics
 
@@ -304,7 +304,7 @@ def test_weights_of_zeros_train(recipe):
 def said_of(recipe, **flags):
     """The lines of a run with these flags that speak of FP8."""
     trainer = trainer_in(recipe, **flags)
-    return list(messages.surprises_of_fp8(trainer))
+    return list(training_run.surprises_of_fp8(trainer))
 
 
 BLOCKS = "blocks need a Hopper GPU, CUDA 12.9 and --fp8-block 128"
@@ -323,10 +323,10 @@ def test_what_a_run_says_of_fp8():
     assert said_of("block", micro_batch_size=1) == [f"--fp8 block: {EMULATED}"]
     # a run that goes on with a history says nothing of the first step's scales
     trainer = trainer_in("delayed")
-    (_, first) = messages.surprises_of_fp8(trainer)
+    (_, first) = training_run.surprises_of_fp8(trainer)
     assert "scales are in the first step those of a micro-batch, here of 2" in first
     one_step(trainer)
-    assert list(messages.surprises_of_fp8(trainer)) == [f"--fp8 delayed: {EMULATED}"]
+    assert list(training_run.surprises_of_fp8(trainer)) == [f"--fp8 delayed: {EMULATED}"]
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ def test_which_gpus_multiply_bytes(monkeypatch, capability, flags, why):
     monkeypatch.setattr(torch.version, "cuda", "12.9")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
-    assert messages.fp8_is_emulated(trainer) == why
+    assert training_run.fp8_is_emulated(trainer) == why
 
 
 REFUSED = [
