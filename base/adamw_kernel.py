@@ -31,7 +31,7 @@ def on_device(numbers: tuple, dtype: torch.dtype, device: torch.device) -> Tenso
 def adamw_update(
     weights, lows, masters, gradients, exp_avgs, exp_avg_sqs, decays, control, lr, beta1, beta2, eps
 ):
-    """As `adamw`; lists of None are empty here."""
+    """The operation behind `adamw`, whose lists of None are empty here."""
     w = weights[0]
     nones = [None] * len(weights)
     state = torch.float32 if masters else torch.bfloat16

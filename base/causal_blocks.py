@@ -53,7 +53,8 @@ class Block(NamedTuple):
 
 
 def blocks(s: int, r: int) -> list[Block]:
-    """From the bottom of the matrix to its top. The one at the bottom may have fewer rows."""
+    """Blocks from the bottom of the matrix to its top. The one at the bottom may have fewer
+    rows."""
     ends = [(first, min(s, first + ROWS)) for first in range(0, s, ROWS)]
     return [Block(slice(r * first, r * end), slice(end), r) for first, end in reversed(ends)]
 

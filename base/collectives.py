@@ -1,12 +1,12 @@
-"""Which collectives a process calls: each one's kind, its process group, and its bytes.
+"""Counts the collectives that a process calls, with their groups and bytes.
 
     with Collectives() as noted:
         step()
     noted.calls             [("all-reduce", 4096), ..]
     noted.counted(groups)   {("all-reduce", "tp", 4096): 12, ..}
 
-Every collective of torch.distributed is an operation of the namespace c10d, so a dispatch mode sees
-it, on any backend. A send and a receive count as collectives of two ranks.
+Every collective of torch.distributed is an operation of the namespace c10d, which a dispatch mode
+sees on any backend. A send and a receive count as collectives of two ranks.
 
     python -m course.tensor_parallel        a lesson that counts all-reduces
 """

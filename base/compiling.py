@@ -1,13 +1,12 @@
-"""What torch.compile leaves as it is: communication, and what asks for values.
+"""Keeps functions out of compiled code: communication, and what asks for values.
 
     @compiling.left_out
     def gather(x, group): ..
 
     compiling.apply(model.blocks.values())
 
-torch.compiler.disable says the same. But it loads the compiler, and a run that compiles nothing
-would wait one to two seconds for it. Here `apply` does it for all of them, and `eagerly` asks
-whether the compiler is loaded.
+torch.compiler.disable does the same, but loads the compiler, for which a run that compiles nothing
+would wait one to two seconds. Here `apply` disables all of them, when the compiler is needed.
 """
 
 import functools
@@ -21,7 +20,7 @@ _LEFT_OUT = []
 
 
 def left_out(function: Callable) -> Callable:
-    """The function, which compiled code will call as it is."""
+    """Mark a function that compiled code calls as it is."""
     if "torch._dynamo" in sys.modules:
         return torch.compiler.disable(function)
 
@@ -35,7 +34,7 @@ def left_out(function: Callable) -> Callable:
 
 
 def eagerly(function: Callable) -> Callable:
-    """The function, in which compiled modules run as they were before they were compiled."""
+    """Wrap a function in which compiled modules run uncompiled."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -48,7 +47,7 @@ def eagerly(function: Callable) -> Callable:
 
 
 def apply(modules: Iterable[nn.Module]) -> None:
-    """Compile the forward of each."""
+    """Compile the forward of each module."""
     while _LEFT_OUT:
         call = _LEFT_OUT.pop()
         call.function = torch.compiler.disable(call.function)

@@ -1,4 +1,4 @@
-"""For CPUs: two settings of a process that trains (freed memory stays, oneDNN multiplies); GELU.
+"""Two settings of a process that trains on a CPU (freed memory stays, oneDNN multiplies), and GELU.
 
     cpu.set_up()
 

@@ -1,8 +1,8 @@
-"""What host and device exchange in a training step, without waiting for each other.
+"""Exchange data between host and device in a training step, without waiting.
 
-A GPU works off a queue that the host fills. It idles when the queue is empty: when the host has
-waited for a result, and only then begins to fill it again. So a step sends the host nothing that it
-waits for. A copy from ordinary (pageable) memory waits too; one from pinned memory does not.
+A GPU works off a queue that the host fills, and idles when the queue is empty: after the host has
+waited for a result. So a step sends the host nothing that it waits for. A copy from ordinary
+(pageable) memory waits too; one from pinned memory does not.
 
     host      | fill step 1 | fill step 2 | read 1 | fill step 3 | read 2 | ..
     device        | step 1          | step 2          | step 3          | ..
@@ -61,7 +61,7 @@ class Moment:
             self.event.synchronize()
 
     def seconds_since(self, earlier: "Moment") -> float:
-        """On the device's clock. Both must have passed."""
+        """Seconds between two moments on the device's clock. Both must have passed."""
         if self.event:
             return earlier.event.elapsed_time(self.event) / 1000
         return self.time - earlier.time

@@ -3,9 +3,9 @@
     library = extensions.load("fused", {"swiglu.cu": text}, ["nvcc", "-O3"])
     extensions.call(library, "swiglu", stream, x, y, 1, 1024)
 
-One process of a machine builds while the others wait, a build which was killed leaves nothing
-behind, and a library is taken only whole. (torch.utils.cpp_extension waits for the lock of a killed
-build, and needs ninja.) Functions are called through ctypes: extern "C", of addresses and numbers.
+One process of a machine builds while the others wait, and a killed build leaves nothing behind.
+(torch.utils.cpp_extension waits for the lock of a killed build, and needs ninja.) Functions are
+called through ctypes: extern "C", of addresses and numbers.
 """
 
 import ctypes
@@ -34,12 +34,9 @@ def name_of(prefix: str, *build) -> str:
 
 
 def load(prefix: str, sources: dict[str, str], command: list[str]) -> ctypes.CDLL:
-    """The library of {file name: text}, built where no process of this machine has done so.
-    command: the compiler and its flags.
-
-    Raises RuntimeError if a compiler fails, OSError if there is no compiler, or if what was built
-    cannot be loaded.
-    """
+    """The library of {file name: text}, built unless this machine has it. command: the compiler and
+    its flags. Raises RuntimeError if the compiler fails, OSError if there is none or the result
+    cannot be loaded."""
     name = name_of(prefix, sources, command, torch.version.cuda)
     folder = folder_of(name)
     library = folder / f"{name}.so"
@@ -48,11 +45,8 @@ def load(prefix: str, sources: dict[str, str], command: list[str]) -> ctypes.CDL
 
 
 def once(folder: Path, file: str, make) -> None:
-    """Call make() if folder/file, which it makes, does not exist yet.
-
-    One process of the machine does so at a time, and the others wait. The system releases the lock
-    of a process that is killed.
-    """
+    """Call make() if folder/file, which it makes, does not exist. One process of the machine does
+    so at a time; the system releases the lock of a process that is killed."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -61,8 +55,8 @@ def once(folder: Path, file: str, make) -> None:
 
 
 def cuda_root() -> Path | None:
-    """The folder of CUDA, with its headers; None where there is none. nvcc may be a script that
-    calls another nvcc, so the folder above it need not be CUDA's."""
+    """The folder of CUDA with its headers, or None. nvcc may be a script that calls another nvcc,
+    so the folder above it need not be CUDA's."""
     nvcc = shutil.which("nvcc")
     roots = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     roots.append(nvcc and Path(nvcc).resolve().parent.parent)
@@ -73,8 +67,8 @@ def cuda_root() -> Path | None:
 
 
 def compile_sources(library: Path, sources: dict[str, str], command: list[str]) -> None:
-    """Compile {file name: text} into a library, all files at once. Only files that end in .cpp or
-    .cu are compiled; the others are there to be included."""
+    """Compile the .cpp and .cu files of {file name: text} into a library, all at once; the other
+    files are included by them."""
     print(f"compiling CUDA kernels into {library.parent}", file=sys.stderr, flush=True)
     scratch = library.parent / "build"
     shutil.rmtree(scratch, ignore_errors=True)
@@ -101,11 +95,9 @@ def finish(compilers: list[subprocess.Popen]) -> None:
 
 
 def call(library: ctypes.CDLL, name: str, *args) -> int | None:
-    """Call NAME(..): tensors as addresses, None as a null pointer, numbers as int64_t or double.
-
-    A function of a stream, which is None or a c_void_p and comes first, returns nullptr or a
-    message, which becomes a RuntimeError. Any other returns an int64_t.
-    """
+    """Call NAME(..): tensors as addresses, None as a null pointer, numbers as int64_t or double. A
+    function whose first argument is a stream, None or a c_void_p, returns nullptr or a message,
+    which becomes a RuntimeError. Any other returns an int64_t."""
     function = getattr(library, name)
     if not args or isinstance(args[0], int):
         function.restype = ctypes.c_int64

@@ -14,7 +14,7 @@ SAMPLE_TOKENS = 300
 
 
 def finish(trainer, run, tokenizer, seconds: float) -> None:
-    """The end of a run that no signal has stopped. All ranks call this together."""
+    """Write the results of a run that no signal has stopped. A collective."""
     if trainer.task.finish(run):
         return
     config, world = trainer.config, run.world
@@ -66,7 +66,7 @@ def write_text(text: str, path: Path) -> None:
 
 
 def leave(world: World, path: Path, write) -> None:
-    """write(path), for what can be made again: without room for it the run is done all the same."""
+    """Call write(path) for a file that can be made again: a full disk does not fail the run."""
     try:
         write(path)
     except OSError as e:

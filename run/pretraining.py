@@ -1,7 +1,7 @@
-"""What train.py learns: text, of which every token counts.
+"""Training on text, of which every token counts: what train.py does.
 
 Config         the flags of train.py: those of every run, and the text
-Pretraining    the task: the corpus that they name, and how a sample of text begins
+Pretraining    the task: the corpus, and how the sample at the end begins
 """
 
 import sys
@@ -56,7 +56,7 @@ class Config(RunConfig):
         return Pretraining()
 
     def check(self, model: MoEConfig, world: int, base_needed: bool) -> None:
-        """A model that is there already goes on with text that somebody has chosen. Raises
+        """Check that a loaded model goes on with text that somebody has chosen. Raises
         ConfigError."""
         if self.load and base_needed and not self.data and not self.resume:
             rule = (
@@ -67,10 +67,10 @@ class Config(RunConfig):
 
 
 class Pretraining(Task):
-    """Text."""
+    """The task of learning text."""
 
     def open_data(self, config: Config, world, tokenizer):
-        """The corpus is tokenized first if need be. Raises DataError, and ConfigError for a
+        """Open the corpus, tokenized first if need be. Raises DataError, and ConfigError for a
         --sample-prompt that is not text."""
         if config.sample_prompt is not None:
             sample_ids(config, tokenizer)

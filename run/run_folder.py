@@ -1,12 +1,12 @@
-"""The folder of a run, `--out`: locked by one run at a time, and never holding two runs.
+"""The folder of a run, `--out`: locked by one run at a time, and holding one run.
 
     OUT/.launch        which process trains into this folder; locked while that process lives
     OUT/config.json    the flags of the run
     OUT/metrics.jsonl, checkpoints/, loss.png, sample.txt, ...
 
 Rank 0 holds the lock for all ranks of its run. The lock is advisory (`flock`), and the kernel
-releases it when the process dies. So no lock is left behind, and nothing has to be cleaned up by
-hand. The text in the file is only for the message to a second run:
+releases it when the process dies, so none is left behind. The text in the file is for the message
+to a second run:
 
     --out runs/default: process 4242 on node7 trains into it since 2026-11-22 09:30:15; wait for ...
 
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from base.errors import cause
 
-# Any of these in a folder: it holds a run.
+# A folder with one of these holds a run.
 CONTENT = (
     "config.json",
     "metrics.jsonl",
@@ -35,17 +35,17 @@ CONTENT = (
 
 
 class RunFolderError(ValueError):
-    """A folder that this run cannot use; the message says why, and what would help."""
+    """A folder that this run cannot use. The message says why, and what would help."""
 
 
 class RunFolder:
-    """OUT, created where it is missing, and locked until `close` or the end of the process."""
+    """OUT, created if missing, and locked until `close` or the end of the process."""
 
     def __init__(self, out: "str | Path", resume: bool, restarts: int = 0, launcher: str = ""):
-        """resume: continue the run that is in the folder. restarts: how often `launcher` has
-        started these ranks again; a restarted rank continues what its own launcher began. `notice`
-        is a message to the user, or "". Raises RunFolderError if the folder cannot be written, if
-        another process uses it, or if it holds another run or a model."""
+        """resume: continue the run in the folder. restarts: how often `launcher` has restarted
+        these ranks, which then continue what it began. `notice`: a message to the user, or "".
+        Raises RunFolderError if the folder cannot be written, is used by another process, or holds
+        another run or a model."""
         self.path = Path(out)
         self.file = None
         self.notice = ""
@@ -58,7 +58,7 @@ class RunFolder:
             raise RunFolderError(f"--out {out}: cannot be written ({cause(e)})") from None
 
     def open(self, resume: bool, restarts: int, launcher: str) -> None:
-        """Check, lock and sign the folder; arguments and errors as in `__init__`."""
+        """Check, lock and sign the folder. Arguments and errors as in `__init__`."""
         if any(self.path.glob("model*.safetensors")) or (self.path / "index.json").exists():
             self.refuse("holds a model, not a run; name another folder (--load starts from it)")
         if self.path.is_symlink() and not self.path.exists():
@@ -78,14 +78,14 @@ class RunFolder:
         self.file.flush()
 
     def signature(self) -> tuple[str, str]:
-        """Who has signed the folder: the launcher, and the process in words."""
+        """The launcher that has signed the folder, and its process in words."""
         self.file.seek(0)
         lines = self.file.read().splitlines()
         return (lines[0], lines[1]) if len(lines) > 1 else ("", "another process uses it")
 
     def holds_a_run(self) -> bool:
-        """A run that ended before its first step has left its flags and an empty metrics.jsonl; the
-        next one may replace them."""
+        """True if the folder holds a run. One that ended before its first step has left its flags
+        and an empty metrics.jsonl, which the next one may replace."""
         names = {name for name in CONTENT if os.path.lexists(self.path / name)}
         if names == {"config.json", "metrics.jsonl"}:
             return (self.path / "metrics.jsonl").stat().st_size > 0
@@ -117,14 +117,14 @@ class RunFolder:
 
     def close(self) -> None:
         if self.file:
-            # On a full disk the file's text is lost; the lock is released all the same.
+            # On a full disk the text is lost, and the lock is released.
             with contextlib.suppress(OSError):
                 self.file.close()
             self.file = None
 
 
 def launcher_name() -> str:
-    """What starts this rank, the same name after a restart: torchrun's run, and Slurm's job or the
-    parent process."""
+    """The name of what starts this rank, equal after a restart: torchrun's run, and Slurm's job or
+    the parent process."""
     job = os.environ.get("SLURM_JOB_ID") or os.getppid()
     return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {job}"
