@@ -10,6 +10,7 @@ chat template is.
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -155,6 +156,11 @@ def sentence_piece(specials: list[str], begin: str, prefix: bool) -> Tokenizer:
         parts.append(decoders.Strip(" ", 1, 0))
     else:
         tokenizer.pre_tokenizer = Split(" ", behavior="merged_with_previous")
+    return completed(tokenizer, parts, specials, begin)
+
+
+def completed(tokenizer: Tokenizer, parts: list, specials: list[str], begin: str) -> Tokenizer:
+    """parts: of the decoder."""
     tokenizer.decoder = decoders.Sequence(parts)
     tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in specials])
     tokenizer.post_processor = begin_with(tokenizer, begin)
@@ -173,45 +179,12 @@ def unigram(specials: list[str], begin: str) -> Tokenizer:
     taken += [piece for piece in pieces if piece[0] not in specials]
     tokenizer = Tokenizer(Unigram(taken, specials.index("<unk>"), byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in specials])
-    tokenizer.post_processor = begin_with(tokenizer, begin)
-    return tokenizer
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return completed(tokenizer, parts, specials, begin)
 
 
 def gpt2(specials):
     return byte_level(specials, words=True)
-
-
-def llama3(specials):
-    split = [split_by(SPLIT, "{1,3}")]
-    return byte_level(specials, split, "<|begin_of_text|>", ignore_merges=True)
-
-
-def qwen(specials):
-    return byte_level(specials, [split_by(SPLIT)], normalizer=normalizers.NFC())
-
-
-def smollm(specials):
-    return byte_level(specials, [Digits(individual_digits=True)], words=True)
-
-
-def bloom(specials):
-    return byte_level(specials, [split_by(BLOOM_SPLIT)])
-
-
-def llama2(specials):
-    return sentence_piece(specials, "<s>", prefix=True)
-
-
-def gemma(specials):
-    return sentence_piece(specials, "<bos>", prefix=False)
-
-
-def gemma_unigram(specials):
-    return unigram(specials, "<bos>")
 
 
 def config_of(tokenizer_class: str, bos=None, eos=None, pad=None, unk=None, **more) -> dict:
@@ -247,7 +220,12 @@ KINDS = {
         "gpt2",
     ),
     "llama3": Kind(
-        llama3,
+        partial(
+            byte_level,
+            split=[split_by(SPLIT, "{1,3}")],
+            begin="<|begin_of_text|>",
+            ignore_merges=True,
+        ),
         [*LLAMA_3.split(), "<|eot_id|>"],
         config_of(
             "PreTrainedTokenizerFast",
@@ -266,7 +244,7 @@ KINDS = {
         ),
     ),
     "qwen": Kind(
-        qwen,
+        partial(byte_level, split=[split_by(SPLIT)], normalizer=normalizers.NFC()),
         [END, *TURNS],
         config_of(
             "Qwen2Tokenizer",
@@ -291,7 +269,7 @@ KINDS = {
         "qwen2",
     ),
     "smollm": Kind(
-        smollm,
+        partial(byte_level, split=[Digits(individual_digits=True)], words=True),
         [END, *TURNS],
         config_of(
             "GPT2Tokenizer",
@@ -304,7 +282,7 @@ KINDS = {
         ids(*TURNS, "<|im_end|>", max_new_tokens=40),
     ),
     "llama2": Kind(
-        llama2,
+        partial(sentence_piece, begin="<s>", prefix=True),
         ["<unk>", "<s>", "</s>"],
         config_of(
             "LlamaTokenizer",
@@ -320,14 +298,14 @@ KINDS = {
         ids("<s>", "</s>", "<unk>", do_sample=True, temperature=0.6, top_p=0.9, max_length=4096),
     ),
     "mistral": Kind(
-        llama2,
+        partial(sentence_piece, begin="<s>", prefix=True),
         ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"],
         config_of("LlamaTokenizer", "<s>", "</s>", None, "<unk>", chat_template=INSTRUCTIONS),
         ids("<s>", "</s>"),
         "mistral",
     ),
     "gemma": Kind(
-        gemma,
+        partial(sentence_piece, begin="<bos>", prefix=False),
         ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"],
         config_of(
             "GemmaTokenizer",
@@ -339,12 +317,12 @@ KINDS = {
         "gemma",
     ),
     "unigram": Kind(
-        gemma_unigram,
+        partial(unigram, begin="<bos>"),
         ["<pad>", "<eos>", "<bos>", "<unk>"],
         config_of("PreTrainedTokenizerFast", **GEMMA),
     ),
     "bloom": Kind(
-        bloom,
+        partial(byte_level, split=[split_by(BLOOM_SPLIT)]),
         ["<unk>", "<s>", "</s>", "<pad>"],
         config_of("BloomTokenizerFast", "<s>", "</s>", "<pad>", "<unk>", padding_side="left"),
         None,

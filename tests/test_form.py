@@ -179,4 +179,4 @@ def test_pretraining_loads_no_wing():
     others = {"finetune", "planning", "inference", "generate", "planner", "course", "benchmarks"}
     assert not {name for name in ours if name.split(".")[0] in others}
     lines = sum(len(path.read_text().splitlines()) for path in ours.values())
-    assert len(ours) <= 55 and lines <= 13_000, (len(ours), lines)
+    assert len(ours) <= 46 and lines <= 12_700, (len(ours), lines)

@@ -163,17 +163,8 @@ def test_the_walk_is_over_every_field():
         known |= set(re.findall(r"\"(\w+)\" in (?:init_kwargs|kwargs|tokenizer_config)", source))
     known |= set(base.SPECIAL_TOKENS_ATTRIBUTES)
     # arguments of a call, not of the file
-    known -= {
-        "files_loaded",
-        "_from_pipeline",
-        "proxies",
-        "gguf_file",
-        "_from_auto",
-        "_commit_hash",
-        "max_length",
-        "stride",
-        "subfolder",
-    }
+    known -= set("files_loaded _from_pipeline proxies gguf_file _from_auto _commit_hash".split())
+    known -= {"max_length", "stride", "subfolder"}
     known -= {"truncation_strategy", "pad_token_type_id", "pad_to_multiple_of", "from_slow"}
     assert known - NOT_OF_THE_FILE - OF_TEXTS - VALUES.keys() == set()
 
