@@ -280,7 +280,6 @@ def curve(precision, steps=200, device="cpu", **flags):
     shape = dict(dropout=0.0, seq_length=32, hidden_size=64, vocab_size=257)
     rates = dict(lr=3e-3, warmup_steps=20, steps=steps, weight_decay=0.1, grad_clip=1.0)
     flags = parity.SMALL | shape | rates | dict(precision=precision) | flags
-    config = trainer.Config(**flags)
     text = torch.tensor(list(Path(argparse.__file__).read_bytes()))
 
     class Text(parity.Synthetic):
@@ -288,11 +287,10 @@ def curve(precision, steps=200, device="cpu", **flags):
             rows = torch.stack([text[n * 32 % 60000 :][:33] for n in samples])
             return super().batch(samples)._replace(tokens=rows[:, :-1], targets=rows[:, 1:])
 
-    t = trainer.Trainer(config, torch.device(device), Groups())
-    dataset = Text(32, 257)
+    t = trainer.Trainer(trainer.Config(**flags), torch.device(device), Groups())
     losses = []
     for step in range(1, steps + 1):
-        losses.append(t.forward_backward(step, dataset).item())
+        losses.append(t.forward_backward(step, Text(32, 257)).item())
         t.update(step)
     return torch.tensor(losses), t
 

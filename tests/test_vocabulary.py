@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from parity import LLAMA, SMALL, again, check, differs
+from parity import LLAMA, SMALL, again, check, differs, trainer_of
 from parity import train as trained
 
 import families
@@ -13,7 +13,6 @@ import generate
 import gpt
 import sharding
 import tensor_parallel
-import train
 from base import cross_entropy
 from base.groups import Groups
 from base.model_config import GPTConfig
@@ -68,7 +67,7 @@ def test_the_gate_sees_padding_that_counts(world, mutate):
 def shapes(rank, tp):
     """Rows of the embedding and of the head's matrix here, and what their records say."""
     groups = Groups.make("cpu", tp, tp=tp) if tp > 1 else Groups()
-    trainer = train.Trainer(train.Config(**UNTIED, tp=tp), torch.device("cpu"), groups)
+    trainer = trainer_of(UNTIED, groups, tp=tp)
     parts = trainer.model.embedding.tokens.weight, trainer.model.head.output.weight
     records = [sharding.sharding_of(p) for p in parts]
     return [len(p) for p in parts], [r.shape[0] for r in records], [r.padded[0] for r in records]
