@@ -154,15 +154,15 @@ class Completion(Fields):
     # max_tokens where neither the request nor --max-tokens says.
     usual: ClassVar = 16
 
-    def prompts(self, tokenizer, model: Model, room: int) -> list[list[int]]:
+    def prompts(self, tokenizer, model: Model, longest: int) -> list[list[int]]:
         """One for each text that goes on. Raises PromptError."""
         several = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        kinds = {type(one) for one in several}
-        if len(kinds) > 1:
+        types = {type(one) for one in several}
+        if len(types) > 1:
             raise PromptError("prompt: a list has texts, or lists of tokens, or tokens")
-        if kinds == {str}:
-            return [encode(text, tokenizer, room) for text in several]
-        return [several] if kinds == {int} else several
+        if types == {str}:
+            return [encode(text, tokenizer, longest) for text in several]
+        return [several] if types == {int} else several
 
     def written(self, choice: "Choice") -> dict:
         return {"text": choice.text}
@@ -247,7 +247,7 @@ class ChatCompletion(Fields):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs, true")
 
-    def prompts(self, tokenizer, model: Model, room: int) -> list[list[int]]:
+    def prompts(self, tokenizer, model: Model, longest: int) -> list[list[int]]:
         """Raises ChatError, or PromptError for a model without a template."""
         if isinstance(model.chat, str):
             raise PromptError(model.chat)

@@ -375,14 +375,14 @@ def their_tensors(config: MoEConfig, architecture: Architecture) -> dict[str, Th
     tensors = {}
     for name, parameter in empty_model(config).named_parameters():
         # blocks.7.mlp.up.weight -> blocks.7.mlp.up, weight.
-        module, kind = name.rsplit(".", 1)
+        module, leaf = name.rsplit(".", 1)
         location = architecture.modules.get(re.sub(r"\d+", "*", module))
         if location is None:
             raise HuggingFaceError(f"{name} has no place in a {architecture.name}")
         if architecture is BLOOM and location.third is not None:
             location = location._replace(heads=config.num_heads)
         layer = re.search(r"\d+|$", module)[0]
-        theirs = f"{location.module}.{kind}".replace("*", layer)
+        theirs = f"{location.module}.{leaf}".replace("*", layer)
         tensor = TheirTensor(location.shape(parameter.shape), {})
         # Where query, key and value share one of theirs.
         tensors.setdefault(theirs, tensor).parts[name] = location

@@ -44,10 +44,10 @@ def refused(*errors: type[Exception], where: str = ""):
         raise HuggingFaceError(f"{where}{e}") from None
 
 
-def read_json(path: Path, kind=dict[str, Any]):
-    """The content of a JSON file as `kind`. Raises HuggingFaceError."""
+def read_json(path: Path, schema=dict[str, Any]):
+    """The content of a JSON file as `schema`. Raises HuggingFaceError."""
     with refused(json_files.JSONError):
-        return json_files.read(path, kind)
+        return json_files.read(path, schema)
 
 
 # --- config.json -> MoEConfig ---------------------------------------------------------------------
@@ -78,8 +78,8 @@ def read_fields(hf_config: dict, architecture: Architecture) -> MoEConfig:
     check_computed(hf_config, architecture)
     fields = dict(architecture.constants)
     for theirs, ours in architecture.fields.items():
-        kind = int if ours in INTEGERS else float
-        value = read_number(hf_config, theirs, kind, architecture.missing)
+        number = int if ours in INTEGERS else float
+        value = read_number(hf_config, theirs, number, architecture.missing)
         # Three fields of theirs are our dropout: the largest counts.
         fields[ours] = max(value, fields.get(ours, 0))
     for theirs, (ours, values) in architecture.choices.items():
@@ -98,8 +98,8 @@ def read_fields(hf_config: dict, architecture: Architecture) -> MoEConfig:
 def check_computed(hf_config: dict, architecture: Architecture) -> None:
     """Raises HuggingFaceError for a field with a value that gpt.py does not compute."""
     if hf_config.get("quantization_config"):
-        kind = hf_config["quantization_config"]
-        method = kind.get("quant_method") if isinstance(kind, dict) else kind
+        quantized = hf_config["quantization_config"]
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise HuggingFaceError(
             f"quantization_config is there ({method}): the weights are packed in fewer bits, and"
             " gpt.py has the model's own; import the folder that it was made from"
@@ -117,10 +117,10 @@ def check_computed(hf_config: dict, architecture: Architecture) -> None:
             f"slow_but_exact is true with pretraining_tp {json.dumps(slices)}; there transformers"
             " leaves out biases, and gpt.py has them: false would fit"
         )
-    kinds = hf_config.get("layer_types") or []
-    if any(kind != "full_attention" for kind in kinds):
+    layers = hf_config.get("layer_types") or []
+    if any(layer != "full_attention" for layer in layers):
         raise HuggingFaceError(
-            f"layer_types is {json.dumps(kinds)}; gpt.py has the same attention in all layers"
+            f"layer_types is {json.dumps(layers)}; gpt.py has the same attention in all layers"
         )
 
 
@@ -142,7 +142,7 @@ def one_of(hf_config: dict, field: str, values: tuple):
     return value
 
 
-def read_number(hf_config: dict, field: str, kind: type, missing: dict[str, float]) -> float:
+def read_number(hf_config: dict, field: str, number: type, missing: dict[str, float]) -> float:
     """A field of config.json, as int or float. missing: field -> what its absence means. Raises
     HuggingFaceError."""
     value = hf_config.get(field)
@@ -153,12 +153,12 @@ def read_number(hf_config: dict, field: str, kind: type, missing: dict[str, floa
     if value is None:
         raise HuggingFaceError(f"{field} is missing")
     # type(), because true is an int; NaN fails the comparison.
-    if type(value) not in (int, kind) or not 0 <= value < 1e30:
-        expected = "an integer" if kind is int else "a number"
+    if type(value) not in (int, number) or not 0 <= value < 1e30:
+        expected = "an integer" if number is int else "a number"
         raise HuggingFaceError(
             f"{field} is {json.dumps(value)}; gpt.py takes {expected}, 0 or more"
         )
-    return kind(value)
+    return number(value)
 
 
 def rotary_fields(hf_config: dict, missing: dict[str, float]) -> dict[str, float]:
@@ -166,10 +166,10 @@ def rotary_fields(hf_config: dict, missing: dict[str, float]) -> dict[str, float
     or 5 (rope_parameters) writes them. Raises HuggingFaceError."""
     field = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
     rope = hf_config.get(field) or {}
-    kind = None
+    rope_type = None
     if isinstance(rope, dict) and rope.get("partial_rotary_factor", 1.0) == 1.0:
-        kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ("default", "llama3"):
         raise HuggingFaceError(
             f"{field} is {json.dumps(rope)}; gpt.py has the default rotary positions, and those of"
             " rope_type llama3"
@@ -182,7 +182,7 @@ def rotary_fields(hf_config: dict, missing: dict[str, float]) -> dict[str, float
         )
     theta = {"rope_theta": outside} | rope
     fields = {"rotary_base": read_number(theta, "rope_theta", float, missing)}
-    if kind == "llama3":
+    if rope_type == "llama3":
         for theirs, ours in LLAMA3_ROPE.items():
             fields[ours] = read_number(rope, theirs, int if ours in INTEGERS else float, {})
     return fields

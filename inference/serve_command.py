@@ -71,8 +71,8 @@ def check_own_flags(args: argparse.Namespace, size: int) -> None:
 def bind(host: str, port: int) -> socket.socket:
     """A socket that does not listen yet. Raises ConfigError."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind)
+        family, type_, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, type_)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
         return bound
@@ -81,7 +81,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def read_keys(path: str | None) -> list[bytes]:
-    """Raises ConfigError for a file without a key, which would let everybody in."""
+    """Raises ConfigError for a file without a key, which would let all clients in."""
     try:
         text = os.environ.get("SERVE_API_KEY", "") if path is None else Path(path).read_text()
     except (OSError, UnicodeDecodeError) as e:

@@ -143,17 +143,17 @@ class Server:
 
     # --- answers ---
 
-    async def answer(self, kind: type[Fields], request: web.Request) -> web.StreamResponse:
+    async def answer(self, schema: type[Fields], request: web.Request) -> web.StreamResponse:
         """Raises ApiError."""
         if request.content_type != "application/json":
             # A page of another site could send other types without asking first.
             raise ApiError(415, "the header Content-Type must be application/json")
         async with asyncio.timeout(self.args.deadline):
-            fields = kind.read(await request.read())
+            fields = schema.read(await request.read())
         model = self.model_of(fields.model)
         # To encode a long text takes seconds, and a template may take longer: completions do not
         # wait for chats.
-        pool = self.chats if kind is ChatCompletion else None
+        pool = self.chats if schema is ChatCompletion else None
         loop = asyncio.get_running_loop()
         late = ApiError(504, f"not answered within {self.args.deadline} s", None, "deadline")
         try:
