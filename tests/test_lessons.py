@@ -14,7 +14,6 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import processes
 import pytest
 import torch
 
@@ -306,7 +305,9 @@ def test_why_without_a_run(names, monkeypatch, capsys):
     assert said == " ".join(expected)
 
 
-@pytest.mark.parametrize("argv", [["--why", "--quiz"], ["--without", "f", "--why"], ["--why", "x"]])
+@pytest.mark.parametrize(
+    "argv", [["--why", "--quiz"], ["--without", "f", "--why"], ["--why", "x"], ["--without", "x"]]
+)
 def test_why_is_alone_and_of_the_lesson(argv, capsys):
     with pytest.raises(SystemExit, match="2"):
         status_of_lesson("tensor_parallel", argv)
@@ -335,17 +336,13 @@ def test_a_cell_with_an_exclamation_mark_waits_for_nobody(monkeypatch, capsys):
 
 
 def test_a_lesson_from_the_command_line():
-    """`python FILE`, its exit status, and a flag that does not exist."""
+    """Its exit status: without input, in a terminal without block characters; on a full disk."""
     run = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
-    # no input, a terminal without Greek letters
-    command = f"{sys.executable} -m course.tensor_parallel --without f --quiz <&-"
+    command = f"{sys.executable} -m course.dropout --quiz <&-"
     ascii_only = os.environ | dict(PYTHONIOENCODING="ascii")
-    broken = run(["bash", "-c", command], env=ascii_only)
-    assert broken.returncode == 1 and "2 of 5 checks fail without f." in broken.stdout
-    assert "\\u2202L" in broken.stdout and not broken.stderr
-    # no input, a full disk; of a lesson that starts quickly
-    closed = run(["bash", "-c", f"{sys.executable} -m course.dropout --quiz <&- > /dev/full"])
+    broken = run(["bash", "-c", f"{command} --without step"], env=ascii_only)
+    assert broken.returncode == 1 and "1 of 5 checks fail without step." in broken.stdout
+    assert "\\u2588" in broken.stdout and not broken.stderr
+    closed = run(["bash", "-c", f"{command} > /dev/full"])
     assert closed.returncode == 1 and "No space left on device" in closed.stderr
     assert "Traceback" not in closed.stderr
-    unknown = processes.run(["course.dropout", "--without", "h"])
-    assert unknown.returncode == 2 and "choose from" in unknown.stderr
