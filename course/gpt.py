@@ -109,8 +109,7 @@ def teach(lesson: form.Lesson) -> None:
         sum(parts.values()) == formula,
         [sum(parts.values())],
     )
-    for part, count in parts.items():
-        lesson.say(f"{part:<10}{count:>8,}  {form.bar(count, max(parts.values()))}")
+    lesson.bars(parts)
 
     lesson.predict(
         f"Before training, all {V} tokens are about equally likely. What is the loss?", "loss"

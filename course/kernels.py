@@ -322,8 +322,7 @@ def time_swiglu(lesson: form.Lesson) -> None:
         "a copy of as many bytes": microseconds(lambda: target.copy_(source)),
     }
     lesson.say("swiglu, forward, 2^26 elements, microseconds:")
-    for name, time in times.items():
-        lesson.say(f"{name:<24}{time:8.1f}  {form.bar(time, max(times.values()))}")
+    lesson.bars({name: round(time, 1) for name, time in times.items()})
 
 
 def teach_table(lesson: form.Lesson, cases: dict) -> None:

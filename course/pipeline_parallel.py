@@ -86,18 +86,6 @@ def chunks(name: str) -> int:
     return 2 if name == "interleaved" else 1
 
 
-class CountingChannels(pipeline_parallel.Channels):
-    """Notes the bytes of each message that is sent."""
-
-    def __init__(self, group: dist.ProcessGroup):
-        super().__init__(group)
-        self.sent = []
-
-    def send(self, x: torch.Tensor, *arguments) -> dist.Work:
-        self.sent.append(x.nbytes)
-        return super().send(x, *arguments)
-
-
 class WatchedPipeline(pipeline_parallel.Pipeline):
     """Notes the most (chunk, micro-batch) pairs whose graphs are held."""
 
@@ -159,12 +147,12 @@ def on_one_rank(rank: int) -> Run:
 
 def under_schedule(rank: int, name: str) -> Run:
     stages = make_stages(rank, P, name)
-    channels = CountingChannels(dist.group.WORLD)
-    pipeline = WatchedPipeline(stages, channels)
+    pipeline = WatchedPipeline(stages, pipeline_parallel.Channels(dist.group.WORLD))
     losses = []
     schedule = schedules.make(name, P, M, len(stages))
-    pipeline.run(schedule, forward_of(stages, losses), 1, S, LOSS_GRAD)
-    sent = tuple(channels.sent)
+    with ranks.Collectives() as counted:
+        pipeline.run(schedule, forward_of(stages, losses), 1, S, LOSS_GRAD)
+    sent = tuple(size for kind, size in counted.calls if kind == "send")
     for parameter in pipeline.parameters():
         # what sum_tied adds to; in training optimizer.py makes it
         parameter.main_grad = parameter.grad

@@ -93,8 +93,7 @@ def temperature(lesson: form.Lesson) -> None:
     for t in (1.0, 0.3, 0.1, 0.02):
         largest[f"plan, temperature {t}"] = int(loads(moe.sinkhorn(logits, t, 1e-2)).max())
     lesson.say("largest load of an expert, in tokens:")
-    for name, load in largest.items():
-        lesson.say(f"{name:<24}{load:>6,}  {form.bar(load, largest['raw logits'])}")
+    lesson.bars(largest, largest["raw logits"])
     at_1, at_002 = largest["plan, temperature 1.0"], largest["plan, temperature 0.02"]
     lesson.check(
         f"even is {n // e}; the largest load is {at_1:,} at temperature 1, {at_002:,} at 0.02",
