@@ -5,8 +5,8 @@ Nothing crashes, and nearly always the loss falls. Each bug is a few lines that 
 float64 a correct layout gives one device's numbers to 1e-10, so every difference shown is the bug.
 
     python -m course.exercises.bugs                    the list: name, and what is removed
-    python -m course.exercises.bugs no-tied-sum  one bug: its code, losses, gradients, ranks
-    python -m course.exercises.bugs --figure           six of the curves, from silent_bugs.json
+    python -m course.exercises.bugs no-tied-sum        one bug: its code, losses, gradients, ranks
+    python -m benchmarks.redraw silent_bugs            draws six of the curves
 
 docs/bugs.md starts from the other end: what you see in a run, and which bugs show it.
 
@@ -16,7 +16,6 @@ loss scale.
 
 import argparse
 import difflib
-import importlib
 import inspect
 import json
 import math
@@ -180,11 +179,8 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", nargs="?", help="a bug of the list")
-    parser.add_argument("--figure", action="store_true", help="draw docs/figures/silent_bugs.svg")
     parser.add_argument("--steps", type=int, help=f"of training (default: {STEPS})")
     args = parser.parse_args(argv)
-    if args.figure and args.name:
-        parser.error(f"{args.name}: --figure draws six bugs; one of the two")
     if args.steps and not args.name:
         parser.error(f"--steps {args.steps}: is for one bug; name it")
     steps = STEPS if args.steps is None else args.steps
@@ -192,12 +188,7 @@ def main(argv: list[str] | None = None) -> int:
     if steps < 1:
         parser.error(f"--steps {steps}: must be at least 1")
     bugs = mutations.bugs()
-    if args.figure:
-        importlib.import_module("benchmarks.redraw").redraw(
-            "silent_bugs", ROOT / "docs" / "figures"
-        )
-        print("drawn: docs/figures/silent_bugs.svg")
-    elif not args.name:
+    if not args.name:
         list_bugs()
     elif args.name not in bugs:
         near = ", ".join(difflib.get_close_matches(args.name, bugs, 3, 0.4))
