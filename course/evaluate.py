@@ -1,9 +1,6 @@
-"""The lesson of inference/evaluate.py: what is scored, long texts, spaces, batches, two ranks."""
-
-from collections.abc import Callable
+"""The lesson of inference/evaluate.py: what is scored, long texts, batches, two ranks."""
 
 import torch
-from tokenizers import Tokenizer, models
 
 import sharding
 from base.groups import Groups
@@ -15,37 +12,8 @@ from inference.loading import build_stages, materialise
 
 CONTEXT = 16
 CONFIG = demo.tiny_config(MoEConfig, seq_length=CONTEXT, llama=True, vocab_size=61)
-# " 5" is one token
-VOCABULARY = {"3": 0, "=": 1, "5": 2, " ": 3, " 5": 4}
-
-
-def encode_pair(
-    encode: Callable[[str], list[int]], context: str, continuation: str, begin: int
-) -> evaluate.Request:
-    """A continuation has the tokens that the whole text has beyond those of its context, and the
-    spaces between the two: in most vocabularies " 5" is one token, and "5" is another.
-
-    encode: gives the tokens of a text. begin: the token before a text that has no context."""
-    whole = encode(context + continuation)
-    n = len(encode(context.rstrip()))
-    if n == 0:
-        n = 1
-        whole = whole if whole[:1] == [begin] else [begin, *whole]
-    return whole[:n], whole[n:]
-
 
 WITHOUT = form.Removals()
-
-
-@WITHOUT.replace(
-    "spaces", "course.evaluate.encode_pair", "Spaces stay in the context. What is scored then?"
-)
-def spaces_stay(encode, context, continuation, begin):
-    """Nothing: "3 = 5" has no more tokens than "3 = ", for its last one is " 5". Where a vocabulary
-    splits both, the model reads a space alone, which it has never seen there."""
-    whole = encode(context + continuation)
-    n = len(encode(context))
-    return whole[:n], whole[n:]
 
 
 @WITHOUT.replace(
@@ -96,7 +64,6 @@ def teach(lesson: form.Lesson) -> None:
     with lesson.removed():
         one_request(lesson, evaluator)
         long_texts(lesson, evaluator)
-        spaces(lesson)
         batches(lesson, evaluator)
         two_ranks(lesson, evaluator)
 
@@ -146,22 +113,6 @@ def long_texts(lesson: form.Lesson, evaluator: Evaluator) -> None:
         " Each of the 40 is scored once, the last 8 in a full context too",
         scored == ids and sizes == [(1, 16), (1, 16), (9, 8)],
         [len(requests)],
-    )
-
-
-def spaces(lesson: form.Lesson) -> None:
-    lesson.predict(
-        'A vocabulary has "3", "=", "5", " " and " 5". The context is "3 = ", with a space at its'
-        ' end, the answer "5". Which tokens are scored?'
-    )
-    tokenizer = Tokenizer(models.BPE(VOCABULARY, [(" ", "5")]))
-    names = list(VOCABULARY)
-    pair = encode_pair(lambda text: tokenizer.encode(text).ids, "3 = ", "5", 0)
-    context, continuation = ([names[i] for i in ids] for ids in pair)
-    lesson.check(
-        f"{context} is read, {continuation} is scored: the text with both is encoded, and the space"
-        " belongs to the answer",
-        continuation == [" 5"],
     )
 
 
