@@ -111,8 +111,10 @@ class Lesson:
         self.failed = 0
 
     def removed(self) -> AbstractContextManager:
-        """A context in which the mechanism is removed from this process."""
-        return removed(self.mutate)
+        """A context in which the mechanism is removed from this process. A mutation of
+        course/mutations would stay for good: it is for ranks alone."""
+        module = getattr(self.mutate, "__module__", "")
+        return removed(None if module.startswith("course.mutations") else self.mutate)
 
     def on_ranks(self, world: int, function: Callable, *args) -> list:
         """function(rank, *args) on `world` ranks, each without the mechanism: see `ranks.run`."""

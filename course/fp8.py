@@ -12,6 +12,7 @@ import recompute
 import tensor_parallel
 from base.float8 import E4M3, E5M2, Format, block_maxima, quantise, scale_of
 from course import demo, form, ranks
+from course.mutations import fp8 as bugs
 from fp8 import GRADIENT, INPUT, Recipe, Scaling
 
 # --- what --without removes -----------------------------------------------------------------------
@@ -27,41 +28,29 @@ def no_e5m2():
     return mock.patch.object(Recipe, "format", lambda self, operand: E4M3)
 
 
-@WITHOUT.add("amax-reduce", "Each rank has its own scales. Who notices?")
-def no_amax_reduce(original=Scaling.scales):
-    """Only this comparison: each rank rounds its part to other numbers than one device would, and
-    still learns. With powers of two nearly all numbers stay, because a scale that is half as large
-    only moves exponents. So `current` has --fp8-scales any here."""
-
-    def scales(self, tensors, places, operand, group, block):
-        return original(self, tensors, places, operand, None, block)
-
-    return mock.patch.object(Scaling, "scales", scales)
-
-
-@WITHOUT.add("new-bytes", "Which step goes wrong, and how?")
-def no_new_bytes(original=Scaling.end_step):
-    """The optimizer changes the weights, but forward and backward read the bytes of the first step.
-    The first loss is right. From the second step on, attention and MLP stand still."""
-
-    def end_step(self, group=None, taken=None):
-        weights = dict(self.weights)
-        original(self, group, taken)
-        self.weights.update(weights)
-
-    return mock.patch.object(Scaling, "end_step", end_step)
+WITHOUT["amax-reduce"] = form.Removal(
+    bugs.fp8_maximum_of_a_part,
+    "Each rank has its own scales. Who notices?",
+    "Only this comparison: each rank rounds its part to other numbers than one device would, and"
+    " still learns. With powers of two nearly all numbers stay, because a scale that is half as"
+    " large only moves exponents. So `current` has --fp8-scales any here.",
+)
+WITHOUT["new-bytes"] = form.Removal(
+    bugs.stale_weight_bytes,
+    "Which step goes wrong, and how?",
+    "The optimizer changes the weights, but forward and backward read the bytes of the first step."
+    " The first loss is right. From the second step on, attention and MLP stand still.",
+)
 
 
-@WITHOUT.add("row-scales", "Is anything wrong then, or only different?")
-def no_row_scales():
+@WITHOUT.replace(
+    "row-scales", "fp8.ExpertLayer.in_bytes", "Is anything wrong then, or only different?"
+)
+def no_row_scales(self, x: Tensor, place, operand: int, group):
     """What a token becomes now depends on who else chose the expert. On two expert-parallel ranks
     these are tokens of two micro-batches, on one device those of one. No product is wrong, and no
     number is the same."""
-
-    def in_bytes(self, x: Tensor, place, operand: int, group):
-        return quantise(x, scale_of(block_maxima(x, None), E4M3, True), E4M3, None, True)
-
-    return mock.patch.object(fp8.ExpertLayer, "in_bytes", in_bytes)
+    return quantise(x, scale_of(block_maxima(x, None), E4M3, True), E4M3, None, True)
 
 
 # --- one layer ------------------------------------------------------------------------------------

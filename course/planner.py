@@ -1,7 +1,6 @@
 """The lesson of planner.py: the constants, one layout taken apart, and the errors."""
 
 import dataclasses
-from unittest import mock
 
 import planner
 import schedules
@@ -15,70 +14,59 @@ from schedules import Cost
 WITHOUT = form.Removals()
 
 
-@WITHOUT.add("adapters", "A node's 8 GPUs have 8 adapters. Use one?")
-def without_adapters():
+@WITHOUT.replace(
+    "adapters", "planning.inputs.Machine.link", "A node's 8 GPUs have 8 adapters. Use one?"
+)
+def one_adapter(self, size, stride):
     """A ring of ranks enters and leaves a node once, so its members there share their adapters.
     Without this the fit gives one adapter more than its data sheet promises, and groups with one
     member on each node are then predicted too fast."""
-
-    def link(self, size, stride):
-        return self.node_link if size * stride <= self.ranks_per_node else self.network_link
-
-    return mock.patch.object(Machine, "link", link)
+    return self.node_link if size * stride <= self.ranks_per_node else self.network_link
 
 
-@WITHOUT.add("wait", "And a lower bandwidth instead?")
-def without_wait():
+@WITHOUT.replace("wait", "planner.step_time", "And a lower bandwidth instead?")
+def at_once(machine, *rest, original=planner.step_time):
     """Tensor parallelism makes thousands of collectives in a step. About half of the time of each
     is waiting, which no bandwidth describes; the fit then gives matrix multiplications more than
     the peak."""
-    step_time = planner.step_time
-
-    def at_once(machine, *rest):
-        constants = dataclasses.replace(machine.constants, wait=0.0)
-        return step_time(dataclasses.replace(machine, constants=constants), *rest)
-
-    return mock.patch.object(planner, "step_time", at_once)
+    constants = dataclasses.replace(machine.constants, wait=0.0)
+    return original(dataclasses.replace(machine, constants=constants), *rest)
 
 
-@WITHOUT.add("collectives", "Can one matmul constant make up for it?")
-def without_collectives():
+@WITHOUT.replace(
+    "collectives", "planner.Rank.collective", "Can one matmul constant make up for it?"
+)
+def no_time(*args, **options):
     """One constant of matrix multiplications cannot stand for them: they take most of the time
     under tensor parallelism over nodes, and none on one GPU. The fit stays in between, and each row
     is wrong."""
-    return mock.patch.object(planner.Rank, "collective", lambda *args, **options: 0.0)
+    return 0.0
 
 
-@WITHOUT.add("slow-stage", "Is the head 1/8 as slow on 8 stages?")
-def without_slow_stage():
+@WITHOUT.replace("slow-stage", "planner.step_time", "Is the head 1/8 as slow on 8 stages?")
+def spread(machine, software, model, layout, original=planner.step_time):
     """All stages wait for the slowest. Spread over p stages the head looks p times as cheap, which
     the simulation does not confirm."""
-    step_time = planner.step_time
-
-    def spread(machine, software, model, layout):
-        seconds = step_time(machine, software, model, layout)
-        return seconds | {"head": seconds["head"] / layout.pp}
-
-    return mock.patch.object(planner, "step_time", spread)
+    seconds = original(machine, software, model, layout)
+    return seconds | {"head": seconds["head"] / layout.pp}
 
 
-@WITHOUT.add("elementwise", "Are FLOPs alone enough?")
-def without_elementwise():
+@WITHOUT.replace("elementwise", "planner.Rank.read_write", "Are FLOPs alone enough?")
+def no_bytes(rank, nbytes):
     """Norms, dropout, softmax and GELU have few FLOPs and many bytes. They are a larger share of a
     small model than of a large one, so no share of the peak fits both."""
-    return mock.patch.object(planner.Rank, "read_write", lambda rank, nbytes: 0.0)
+    return 0.0
 
 
-@WITHOUT.add("overlap", "No all-reduce beside a weight gradient?")
-def without_overlap():
+@WITHOUT.replace(
+    "overlap",
+    "planning.layer_time.tensor_backward",
+    "No all-reduce beside a weight gradient?",
+)
+def waiting(rank, all_reduce, weight_gradient, original=layer_time.tensor_backward):
     """Megatron-LM's backward computes a weight gradient beside each all-reduce. Without this all
     collectives are too slow, so fitted constants make the exposed ones too fast."""
-    tensor_backward = layer_time.tensor_backward
-
-    def waiting(rank, all_reduce, weight_gradient):
-        return tensor_backward(rank, all_reduce, weight_gradient=0.0)
-
-    return mock.patch.object(layer_time, "tensor_backward", waiting)
+    return original(rank, all_reduce, weight_gradient=0.0)
 
 
 MEANING = {

@@ -23,11 +23,13 @@ WITHOUT["same-masks"] = form.Removal(
 )
 
 
-@WITHOUT.add("recomputation", "Everything is kept. Can gradients show it?")
-def no_recomputation() -> None:
+@WITHOUT.replace(
+    "recomputation", "recompute.checkpoint", "Everything is kept. Can gradients show it?"
+)
+def no_recomputation(function, *args):
     """No. Recomputation gives the same numbers again, so gradients are equal with it and without
     it. Only bytes and FLOPs show it."""
-    recompute.checkpoint = lambda function, *args: function(*args)
+    return function(*args)
 
 
 def measure(granularity: str) -> tuple[int, int, list[Tensor]]:

@@ -20,32 +20,24 @@ BUFFER = 32_768
 WITHOUT = form.Removals()
 
 
-@WITHOUT.add("offset", "Which checks do not see it?")
-def no_offset() -> None:
+@WITHOUT.replace("offset", "finetune.resharding.view", "Which checks do not see it?")
+def no_offset(tensor, piece, original=resharding.view):
     """Rows of the other rank, and a rank's own rows, are written to the first rows of the whole
     matrix. As many bytes travel as before: only values show it."""
-
-    def view(tensor, piece):
-        # only the source learns
-        if not tensor.requires_grad:
-            piece = piece._replace(offset=tuple(local_slice(sharding_of(tensor))[0]))
-        return original(tensor, piece)
-
-    original = resharding.view
-    resharding.view = view
+    # only the source learns
+    if not tensor.requires_grad:
+        piece = piece._replace(offset=tuple(local_slice(sharding_of(tensor))[0]))
+    return original(tensor, piece)
 
 
-@WITHOUT.add("new-values", "Which model writes the answers then?")
-def no_new_values() -> None:
+@WITHOUT.replace(
+    "new-values", "finetune.resharding.Resharding.copy", "Which model writes the answers then?"
+)
+def no_new_values(self, original=Resharding.copy) -> None:
     """The model that generates is the one before training. Nothing fails: answers are only older
     than one thinks, and so are their probabilities."""
-
-    def copy(self) -> None:
-        original(self)
-        self.source = [set_sharding(p.detach().clone(), sharding_of(p)) for p in self.source]
-
-    original = Resharding.copy
-    Resharding.copy = copy
+    original(self)
+    self.source = [set_sharding(p.detach().clone(), sharding_of(p)) for p in self.source]
 
 
 @WITHOUT.add("own", "Values are right. What travels that need not?")

@@ -22,47 +22,45 @@ MAX_TOKENS = 12
 WITHOUT = form.Removals()
 
 
-@WITHOUT.add("sample", "Numbers of (seed, step, place in the share). What changes?")
-def place_in_share():
+@WITHOUT.replace(
+    "sample", "finetune.rollout.keys", "Numbers of (seed, step, place in the share). What changes?"
+)
+def place_in_share(seed, step, samples, original=rollout.keys):
     """The three answers of rank 1: its first one gets the random numbers of rank 0's first one. So
     another number of ranks gives other answers, and no run can be compared with one device."""
-    keys = rollout.keys
-    rollout.keys = lambda seed, step, samples: keys(seed, step, range(len(samples)))
+    return original(seed, step, range(len(samples)))
 
 
-@WITHOUT.add("position", "They are one position late. Does a run stop?")
-def one_position_late():
+@WITHOUT.replace(
+    "position",
+    "finetune.rollout.Draws.of_prompts",
+    "They are one position late. Does a run stop?",
+)
+def one_position_late(draws, original=rollout.Draws.of_prompts):
     """No. π / π_old is not 1 before an update, as it must be, so PPO clips it where nothing has
     changed. The loss looks like any other."""
-    of_prompts = rollout.Draws.of_prompts
-
-    def shifted(draws):
-        return [(ids, log_probs[1:] + log_probs[:1]) for ids, log_probs in of_prompts(draws)]
-
-    rollout.Draws.of_prompts = shifted
+    return [(ids, log_probs[1:] + log_probs[:1]) for ids, log_probs in original(draws)]
 
 
-@WITHOUT.add("end-token", "End tokens do not count. What is not learned?")
-def cut_end_token():
+@WITHOUT.replace(
+    "end-token", "finetune.rollout.Rows.__init__", "End tokens do not count. What is not learned?"
+)
+def cut_end_token(rows, answers: list[Answer], *sizes, original=Rows.__init__):
     """When to stop. It is a choice of the model as well; without this target no reward reaches
     it."""
-    begin = Rows.__init__
-
-    def begin_without(rows, answers: list[Answer], *sizes):
-        begin(rows, answers, *sizes)
-        for answer, place in zip(answers, rows.places):
-            if answer.ended:
-                rows.all.loss_mask[place.row, place.last - 1] = False
-
-    Rows.__init__ = begin_without
+    original(rows, answers, *sizes)
+    for answer, place in zip(answers, rows.places):
+        if answer.ended:
+            rows.all.loss_mask[place.row, place.last - 1] = False
 
 
-@WITHOUT.add("step", "Numbers of (seed, sample) alone. How many now?")
-def no_step():
+@WITHOUT.replace(
+    "step", "finetune.rollout.key_of", "Numbers of (seed, sample) alone. How many now?"
+)
+def no_step(seed, step, sample, original=rollout.key_of):
     """All, as long as the weights are the same. Each step draws with the same random numbers, so
     the model tries little that is new."""
-    key_of = rollout.key_of
-    rollout.key_of = lambda seed, step, sample: key_of(seed, 0, sample)
+    return original(seed, 0, sample)
 
 
 # --- on a rank ------------------------------------------------------------------------------------
