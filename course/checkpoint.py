@@ -156,8 +156,7 @@ def bits(lesson: form.Lesson, folder: str) -> None:
     found = lesson.on_ranks(1, flip_bits, folder)[0]
     names = [file.split("-model")[0] for file in found if found[file]]
     lesson.check(
-        f"{len(names)} of {len(found)}: {', '.join(names)}",
-        len(found) == 4 and all(found.values()),
+        f"{len(names)} of {len(found)}: {', '.join(names)}", len(found) == 4 and all(found.values())
     )
 
 

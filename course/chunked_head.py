@@ -18,7 +18,7 @@ B, S, H, V = 4, 256, 64, 8192
 WITHOUT = form.Removals()
 
 
-@WITHOUT.replace("maximum", "gpt.cross_entropy", "Which logits still give the right loss?")
+@WITHOUT.replace("maximum", gpt, "cross_entropy", "Which logits still give the right loss?")
 def without_maximum(logits: Tensor, targets: Tensor, vocab_size=None) -> Tensor:
     """All whose Σ exp(z) is neither infinite nor 0 in float32: the largest logit between about -100
     and 88. The checks of bytes and of a second backward fail because autograd, which has this
@@ -27,7 +27,7 @@ def without_maximum(logits: Tensor, targets: Tensor, vocab_size=None) -> Tensor:
     return total.log() - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
-@WITHOUT.replace("in-place", "gpt.cross_entropy", "F.cross_entropy. What is the memory for?")
+@WITHOUT.replace("in-place", gpt, "cross_entropy", "F.cross_entropy. What is the memory for?")
 def pytorchs_own(logits: Tensor, targets: Tensor, vocab_size=None) -> Tensor:
     """The logits stay as they are, and backward can run a second time, for autograd's tensors are
     not overwritten. Loss and gradients are the same function, so these checks hold."""

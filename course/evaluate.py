@@ -16,9 +16,7 @@ CONFIG = demo.tiny_config(MoEConfig, seq_length=CONTEXT, llama=True, vocab_size=
 WITHOUT = form.Removals()
 
 
-@WITHOUT.replace(
-    "left", "inference.evaluate.pad", "Texts are cut on the right. Which scores change?"
-)
+@WITHOUT.replace("left", evaluate, "pad", "Texts are cut on the right. Which scores change?")
 def cut_on_the_right(rows, seq_length, pad=evaluate.pad):
     """Those of texts beyond the context: the end of the text, which is to be scored, is what is cut
     off, and other tokens are scored. Nothing looks wrong: they are log-probabilities too."""

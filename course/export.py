@@ -21,7 +21,7 @@ WITHOUT = form.Removals()
 
 
 @WITHOUT.replace(
-    "sizes", "torch.onnx.export", "Nobody says which sizes change. What is in the graph?"
+    "sizes", torch.onnx, "export", "Nobody says which sizes change. What is in the graph?"
 )
 def traced_with_constants(*args, dynamic_shapes=None, original=torch.onnx.export, **options):
     """The sizes of the tensors that it was traced with: 2 sequences, 3 tokens after 4. It runs with
@@ -31,7 +31,8 @@ def traced_with_constants(*args, dynamic_shapes=None, original=torch.onnx.export
 
 @WITHOUT.replace(
     "padding",
-    "inference.export.Session.begin",
+    export.Session,
+    "begin",
     "Padding stands at position 0. Which prompts get other tokens?",
 )
 def padding_at_0(self, prompts, original=export.Session.begin):

@@ -7,6 +7,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+import fp8
 from base import float8
 from base.float8 import E4M3, E5M2, Format, decode_by_hand, encode_by_hand
 from base.model_config import LINEARS
@@ -19,28 +20,28 @@ from fp8 import INPUT, Recipe, Scaling
 WITHOUT = form.Removals()
 
 
-@WITHOUT.replace("scale", "base.float8.scale_of", "Which numbers are lost?")
+@WITHOUT.replace("scale", float8, "scale_of", "Which numbers are lost?")
 def scale_of_1(amax: Tensor, to: Format, power_of_two: bool) -> Tensor:
     """What is far from 1. Gradients of 1e-6 lie below half of the smallest number, 2^-17, and
     become 0. Numbers between 1 and 3 lie in the range of e4m3 already."""
     return torch.ones(())
 
 
-@WITHOUT.replace("power-of-two", "base.float8.scale_of", "What is lost?")
+@WITHOUT.replace("power-of-two", float8, "scale_of", "What is lost?")
 def any_scale(amax: Tensor, to: Format, power_of_two: bool, original=float8.scale_of) -> Tensor:
     """Numbers of 4 bits, times 448 / 3 = 149.33, have more than 4 bits: most are rounded. So what
     was in bytes once, by other scales or in other blocks, is rounded a second time."""
     return original(amax, to, False)
 
 
-@WITHOUT.replace("nan", "fp8.scale_of", "Infinity has the scale of 1. What is trained?")
+@WITHOUT.replace("nan", fp8, "scale_of", "Infinity has the scale of 1. What is trained?")
 def finite_scale(amax: Tensor, to: Format, power_of_two: bool, original=float8.scale_of) -> Tensor:
     """Infinity saturates like any value that is too large: it becomes 448, and 448 / 256 = 1.75.
     All is finite after it, so the step is taken, with a value that means nothing."""
     return original(torch.where(amax.isfinite(), amax, 1.0), to, power_of_two)
 
 
-@WITHOUT.replace("blocks", "fp8.Scaling.quantise", "Which values are lost?")
+@WITHOUT.replace("blocks", Scaling, "quantise", "Which values are lost?")
 def in_one_block(self, tensors, places, operand, group, block, original=Scaling.quantise):
     """Then the outlier's block is the whole tensor. The scale is that of the recipe `current`, and
     so is the error."""

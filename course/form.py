@@ -17,7 +17,7 @@ can be removed. A removal is a mutation of course/mutations, or a function of th
     WITHOUT = form.Removals()
     WITHOUT["f"] = form.Removal(bugs.no_f, "Wrong gradients. Why?", "Each rank has a part.")
 
-    @WITHOUT.replace("scale", "base.float8.scale_of", "Which numbers are lost?")
+    @WITHOUT.replace("scale", float8, "scale_of", "Which numbers are lost?")
     def scale_of_1(amax, to, power_of_two):
         "What is far from 1: the docstring is WHY."
         return torch.ones(())
@@ -70,11 +70,15 @@ class Removals(dict[str, Removal]):
 
         return enter
 
-    def replace(self, name: str, target: str, question: str) -> Callable:
-        """A function that takes the place of `target`, as mock.patch writes it."""
+    def replace(self, name: str, owner: Any, attribute: str, question: str) -> Callable:
+        """A function that takes the place of another. owner: a class, a module or its name."""
+        path = owner if isinstance(owner, str) else owner.__name__
+        if isinstance(owner, type):
+            path = f"{owner.__module__}.{owner.__qualname__}"
 
         def enter(function: Callable) -> Callable:
-            patch = partial(mock.patch, target, function)
+            # by name, so that it can be sent to ranks
+            patch = partial(mock.patch, f"{path}.{attribute}", function)
             self[name] = Removal(patch, question, why_of(function))
             return function
 

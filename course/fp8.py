@@ -44,7 +44,7 @@ WITHOUT["new-bytes"] = form.Removal(
 
 
 @WITHOUT.replace(
-    "row-scales", "fp8.ExpertLayer.in_bytes", "Is anything wrong then, or only different?"
+    "row-scales", fp8.ExpertLayer, "in_bytes", "Is anything wrong then, or only different?"
 )
 def no_row_scales(self, x: Tensor, place, operand: int, group):
     """What a token becomes now depends on who else chose the expert. On two expert-parallel ranks

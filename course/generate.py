@@ -14,9 +14,7 @@ WITHOUT = form.Removals()
 
 
 @WITHOUT.replace(
-    "positions",
-    "generate.ModelRunner.rotary_at",
-    "Prefill is right. Which prompts get other tokens?",
+    "positions", ModelRunner, "rotary_at", "Prefill is right. Which prompts get other tokens?"
 )
 def rotary_at_0(self, cache: Cache, s: int, original=ModelRunner.rotary_at):
     """Any of them: all new tokens stand at position 0, so attention sees wrong distances, and some
@@ -29,9 +27,7 @@ def rotary_at_0(self, cache: Cache, s: int, original=ModelRunner.rotary_at):
 
 
 @WITHOUT.replace(
-    "mask",
-    "inference.kv_cache.Cache.update_mask",
-    "Each prompt by itself is right. Why not all three together?",
+    "mask", Cache, "update_mask", "Each prompt by itself is right. Why not all three together?"
 )
 def no_mask(self, *_) -> None:
     """The longest prompt has filled all columns; the shorter ones attend to columns that hold no

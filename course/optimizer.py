@@ -17,7 +17,7 @@ WITHOUT = form.Removals()
 
 
 @WITHOUT.replace(
-    "float32", "optimizer.accumulation_dtype", "Each gradient is right. Which sums are wrong?"
+    "float32", optimizer, "accumulation_dtype", "Each gradient is right. Which sums are wrong?"
 )
 def own_dtype(dtype: torch.dtype) -> torch.dtype:
     """Those that need more bits than the weight's type has: 256 + 1 is 256 in bf16, and 6.6e-4
@@ -25,9 +25,7 @@ def own_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-@WITHOUT.replace(
-    "scale", "optimizer.LossScaler.__init__", "The loss is right. Which weights learn nothing?"
-)
+@WITHOUT.replace("scale", LossScaler, "__init__", "The loss is right. Which weights learn nothing?")
 def unscaled(self, *arguments, original=LossScaler.__init__, **options) -> None:
     """Those whose gradients are below about 3e-8: fp16 rounds them to 0 in backward. Sums of larger
     gradients are right. With a scale of 1 nothing overflows, so no step is skipped."""
@@ -43,9 +41,7 @@ def no_search():
     return mock.patch.object(LossScaler, "searching", never, create=True)
 
 
-@WITHOUT.replace(
-    "master", "optimizer.AdamW.weights_from_masters", "Why does training stop at a small lr?"
-)
+@WITHOUT.replace("master", AdamW, "weights_from_masters", "Why does training stop at a small lr?")
 def round_masters(self, names=None, original=AdamW.weights_from_masters) -> None:
     """Below 1 bf16 numbers are 0.0039 apart. A step of less than half of that is rounded away, each
     time anew, for nothing keeps the rest. A small learning rate makes all steps so small."""
@@ -55,7 +51,7 @@ def round_masters(self, names=None, original=AdamW.weights_from_masters) -> None
 
 
 @WITHOUT.replace(
-    "low-bits", "optimizer.split_master", "Training still runs. Which updates are lost?"
+    "low-bits", optimizer, "split_master", "Training still runs. Which updates are lost?"
 )
 def split_without_low(
     master: Tensor, weight: Tensor, low: Tensor, original=optimizer.split_master
@@ -67,7 +63,7 @@ def split_without_low(
     low.zero_()
 
 
-@WITHOUT.replace("bias-correction", "optimizer.AdamW.allocate", "How large is the first step?")
+@WITHOUT.replace("bias-correction", AdamW, "allocate", "How large is the first step?")
 def allocate_old(self, original=AdamW.allocate) -> None:
     """v rises more slowly than m. After one step m is 0.1 g, and v is 0.05 g²: lr 0.1 / √0.05 =
     0.447 lr. After 100 steps m and v have nearly their full size, so the check with a master

@@ -24,7 +24,7 @@ def is_transfer(entry: Action | Transfer, op: str) -> bool:
 
 
 # what this lesson looks at; ranks run the right programs
-LOWER = "course.pipeline_parallel.lower"
+LOWER = "course.pipeline_parallel", "lower"
 WITHOUT = form.Removals()
 WITHOUT["tied-sum"] = form.Removal(
     bugs.no_tied_sum,
@@ -41,7 +41,7 @@ WITHOUT["loss-scale"] = form.Removal(
 )
 
 
-@WITHOUT.replace("receive", LOWER, "Rank 1 lacks one. Which message fails?")
+@WITHOUT.replace("receive", *LOWER, "Rank 1 lacks one. Which message fails?")
 def no_receive(schedule: list, v: int) -> list[Program]:
     """Messages have no names: the first send meets the first receive. F0 meets the receive that was
     posted for F1."""
@@ -50,7 +50,7 @@ def no_receive(schedule: list, v: int) -> list[Program]:
     return programs
 
 
-@WITHOUT.replace("order", LOWER, "Every message has its receive. Which one does F0 meet?")
+@WITHOUT.replace("order", *LOWER, "Every message has its receive. Which one does F0 meet?")
 def no_order(schedule: list, v: int) -> list[Program]:
     """That of F1: messages have no names, and the first send meets the first receive. The model
     stops here. NCCL may hang, or give F0's numbers out as F1, for both have one shape. Counts
@@ -63,7 +63,7 @@ def no_order(schedule: list, v: int) -> list[Program]:
     return programs
 
 
-@WITHOUT.replace("settle", LOWER, "Sends are settled at the end of the step. What grows with m?")
+@WITHOUT.replace("settle", *LOWER, "Sends are settled at the end of the step. What grows with m?")
 def no_settle(schedule: list, v: int) -> list[Program]:
     """The tensors that are kept. Each send keeps its own until the end of the step, and a rank in
     the middle has 2 m sends: 16 with m 8, 128 with m 64."""
@@ -171,10 +171,7 @@ def teach_runs(lesson: form.Lesson, one: Run, of_schedule: dict[str, list[Run]])
     lesson.predict("4 layers, p 2, v 2 chunks on each rank. Which layers has rank 0?")
     layers = of_schedule["interleaved"][0].layers
     words = ", then ".join(" ".join(chunk) for chunk in layers)
-    lesson.check(
-        f"{words}: stages c p + rank = 0 and 2, of 1 layer each",
-        layers == [["0"], ["2"]],
-    )
+    lesson.check(f"{words}: stages c p + rank = 0 and 2, of 1 layer each", layers == [["0"], ["2"]])
 
     lesson.predict(
         "Under which of the four schedules do loss and gradients differ from one rank's?"

@@ -14,9 +14,7 @@ from schedules import Cost
 WITHOUT = form.Removals()
 
 
-@WITHOUT.replace(
-    "adapters", "planning.inputs.Machine.link", "A node's 8 GPUs have 8 adapters. Use one?"
-)
+@WITHOUT.replace("adapters", Machine, "link", "A node's 8 GPUs have 8 adapters. Use one?")
 def one_adapter(self, size, stride):
     """A ring of ranks enters and leaves a node once, so its members there share their adapters.
     Without this the fit gives one adapter more than its data sheet promises, and groups with one
@@ -24,7 +22,7 @@ def one_adapter(self, size, stride):
     return self.node_link if size * stride <= self.ranks_per_node else self.network_link
 
 
-@WITHOUT.replace("wait", "planner.step_time", "And a lower bandwidth instead?")
+@WITHOUT.replace("wait", planner, "step_time", "And a lower bandwidth instead?")
 def at_once(machine, *rest, original=planner.step_time):
     """Tensor parallelism makes thousands of collectives in a step. About half of the time of each
     is waiting, which no bandwidth describes; the fit then gives matrix multiplications more than
@@ -34,7 +32,7 @@ def at_once(machine, *rest, original=planner.step_time):
 
 
 @WITHOUT.replace(
-    "collectives", "planner.Rank.collective", "Can one matmul constant make up for it?"
+    "collectives", planner.Rank, "collective", "Can one matmul constant make up for it?"
 )
 def no_time(*args, **options):
     """One constant of matrix multiplications cannot stand for them: they take most of the time
@@ -43,7 +41,7 @@ def no_time(*args, **options):
     return 0.0
 
 
-@WITHOUT.replace("slow-stage", "planner.step_time", "Is the head 1/8 as slow on 8 stages?")
+@WITHOUT.replace("slow-stage", planner, "step_time", "Is the head 1/8 as slow on 8 stages?")
 def spread(machine, software, model, layout, original=planner.step_time):
     """All stages wait for the slowest. Spread over p stages the head looks p times as cheap, which
     the simulation does not confirm."""
@@ -51,7 +49,7 @@ def spread(machine, software, model, layout, original=planner.step_time):
     return seconds | {"head": seconds["head"] / layout.pp}
 
 
-@WITHOUT.replace("elementwise", "planner.Rank.read_write", "Are FLOPs alone enough?")
+@WITHOUT.replace("elementwise", planner.Rank, "read_write", "Are FLOPs alone enough?")
 def no_bytes(rank, nbytes):
     """Norms, dropout, softmax and GELU have few FLOPs and many bytes. They are a larger share of a
     small model than of a large one, so no share of the peak fits both."""
@@ -59,9 +57,7 @@ def no_bytes(rank, nbytes):
 
 
 @WITHOUT.replace(
-    "overlap",
-    "planning.layer_time.tensor_backward",
-    "No all-reduce beside a weight gradient?",
+    "overlap", layer_time, "tensor_backward", "No all-reduce beside a weight gradient?"
 )
 def waiting(rank, all_reduce, weight_gradient, original=layer_time.tensor_backward):
     """Megatron-LM's backward computes a weight gradient beside each all-reduce. Without this all

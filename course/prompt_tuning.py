@@ -222,8 +222,7 @@ def teach(lesson: form.Lesson, seed: int = 0) -> None:
     )
     for task, learned in (("first", first), ("last", last)):
         lesson.check(
-            f"task {task}: {learned.steps} steps, loss {learned.loss:.4f}",
-            learned.loss < LEARNED,
+            f"task {task}: {learned.steps} steps, loss {learned.loss:.4f}", learned.loss < LEARNED
         )
     check_answers(lesson, ask(model, tables))
 

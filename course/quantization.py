@@ -12,9 +12,7 @@ WITHOUT = form.Removals()
 
 
 @WITHOUT.replace(
-    "rows",
-    "inference.quantization.row_scale",
-    "One row has an outlier. What happens to the others?",
+    "rows", quantization, "row_scale", "One row has an outlier. What happens to the others?"
 )
 def of_the_matrix(w: Tensor, original=quantization.row_scale) -> Tensor:
     """An outlier of 1 in one row gives every row the step 1 / 127.5. The other rows have numbers of
@@ -23,7 +21,7 @@ def of_the_matrix(w: Tensor, original=quantization.row_scale) -> Tensor:
 
 
 @WITHOUT.replace(
-    "zero-point", "inference.quantization.group_scale", "Which groups become worse, and how much?"
+    "zero-point", quantization, "group_scale", "Which groups become worse, and how much?"
 )
 def around_zero(groups: Tensor) -> tuple[Tensor, Tensor]:
     """Groups whose numbers lie on one side of 0. Most of the 16 numbers then stand for values that

@@ -24,7 +24,7 @@ WITHOUT["same-masks"] = form.Removal(
 
 
 @WITHOUT.replace(
-    "recomputation", "recompute.checkpoint", "Everything is kept. Can gradients show it?"
+    "recomputation", recompute, "checkpoint", "Everything is kept. Can gradients show it?"
 )
 def no_recomputation(function, *args):
     """No. Recomputation gives the same numbers again, so gradients are equal with it and without

@@ -30,11 +30,10 @@ EPOCHS = 2
 # --- what --without removes -----------------------------------------------------------------------
 
 WITHOUT = form.Removals()
-MODULE = "finetune.reinforcement"
 
 
 @WITHOUT.replace(
-    "next-value", f"{MODULE}.generalized_advantages", "δ = r - V. Which tokens are to blame?"
+    "next-value", reinforcement, "generalized_advantages", "δ = r - V. Which tokens are to blame?"
 )
 def no_next_value(
     rewards: Tensor,
@@ -51,7 +50,7 @@ def no_next_value(
     return advantages, advantages + values
 
 
-@WITHOUT.replace("clip", f"{MODULE}.policy_loss", "How far does one rollout go?")
+@WITHOUT.replace("clip", reinforcement, "policy_loss", "How far does one rollout go?")
 def no_clip(log_probs: Tensor, old: Tensor, advantages: Tensor, clip: float):
     """The ratio corrects for the policy that wrote the answers, and nothing says that the
     correction is good only near it."""
@@ -61,7 +60,8 @@ def no_clip(log_probs: Tensor, old: Tensor, advantages: Tensor, clip: float):
 
 @WITHOUT.replace(
     "old",
-    f"{MODULE}.policy_loss",
+    reinforcement,
+    "policy_loss",
     "log π_old is taken anew in each update. What is the ratio?",
 )
 def always_new(log_probs: Tensor, *others, original=reinforcement.policy_loss):

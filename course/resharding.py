@@ -20,7 +20,7 @@ BUFFER = 32_768
 WITHOUT = form.Removals()
 
 
-@WITHOUT.replace("offset", "finetune.resharding.view", "Which checks do not see it?")
+@WITHOUT.replace("offset", resharding, "view", "Which checks do not see it?")
 def no_offset(tensor, piece, original=resharding.view):
     """Rows of the other rank, and a rank's own rows, are written to the first rows of the whole
     matrix. As many bytes travel as before: only values show it."""
@@ -30,9 +30,7 @@ def no_offset(tensor, piece, original=resharding.view):
     return original(tensor, piece)
 
 
-@WITHOUT.replace(
-    "new-values", "finetune.resharding.Resharding.copy", "Which model writes the answers then?"
-)
+@WITHOUT.replace("new-values", Resharding, "copy", "Which model writes the answers then?")
 def no_new_values(self, original=Resharding.copy) -> None:
     """The model that generates is the one before training. Nothing fails: answers are only older
     than one thinks, and so are their probabilities."""

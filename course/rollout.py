@@ -23,7 +23,7 @@ WITHOUT = form.Removals()
 
 
 @WITHOUT.replace(
-    "sample", "finetune.rollout.keys", "Numbers of (seed, step, place in the share). What changes?"
+    "sample", rollout, "keys", "Numbers of (seed, step, place in the share). What changes?"
 )
 def place_in_share(seed, step, samples, original=rollout.keys):
     """The three answers of rank 1: its first one gets the random numbers of rank 0's first one. So
@@ -32,9 +32,7 @@ def place_in_share(seed, step, samples, original=rollout.keys):
 
 
 @WITHOUT.replace(
-    "position",
-    "finetune.rollout.Draws.of_prompts",
-    "They are one position late. Does a run stop?",
+    "position", rollout.Draws, "of_prompts", "They are one position late. Does a run stop?"
 )
 def one_position_late(draws, original=rollout.Draws.of_prompts):
     """No. π / π_old is not 1 before an update, as it must be, so PPO clips it where nothing has
@@ -42,9 +40,7 @@ def one_position_late(draws, original=rollout.Draws.of_prompts):
     return [(ids, log_probs[1:] + log_probs[:1]) for ids, log_probs in original(draws)]
 
 
-@WITHOUT.replace(
-    "end-token", "finetune.rollout.Rows.__init__", "End tokens do not count. What is not learned?"
-)
+@WITHOUT.replace("end-token", Rows, "__init__", "End tokens do not count. What is not learned?")
 def cut_end_token(rows, answers: list[Answer], *sizes, original=Rows.__init__):
     """When to stop. It is a choice of the model as well; without this target no reward reaches
     it."""
@@ -54,9 +50,7 @@ def cut_end_token(rows, answers: list[Answer], *sizes, original=Rows.__init__):
             rows.all.loss_mask[place.row, place.last - 1] = False
 
 
-@WITHOUT.replace(
-    "step", "finetune.rollout.key_of", "Numbers of (seed, sample) alone. How many now?"
-)
+@WITHOUT.replace("step", rollout, "key_of", "Numbers of (seed, sample) alone. How many now?")
 def no_step(seed, step, sample, original=rollout.key_of):
     """All, as long as the weights are the same. Each step draws with the same random numbers, so
     the model tries little that is new."""

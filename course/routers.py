@@ -11,7 +11,7 @@ WITHOUT = form.Removals()
 
 
 @WITHOUT.replace(
-    "columns", "moe.scale_rows_and_columns", "Every token has the same mass. Where does it all go?"
+    "columns", moe, "scale_rows_and_columns", "Every token has the same mass. Where does it all go?"
 )
 def rows_alone(kernel: Tensor, tolerance: float, most: int):
     """To the experts that most tokens like. Scaling a row does not change its order, so each token
@@ -23,7 +23,8 @@ def rows_alone(kernel: Tensor, tolerance: float, most: int):
 
 @WITHOUT.replace(
     "cooling",
-    "moe.balance",
+    moe,
+    "balance",
     "Cooling takes the plan step by step from temperature 1 to a low one. Without it the mass is"
     " even. Why is the load not?",
 )

@@ -17,9 +17,7 @@ from inference.serve import BlockPool, Request, Scheduler, Sequence, Step
 WITHOUT = form.Removals()
 
 
-@WITHOUT.replace(
-    "users", "inference.serve.BlockPool.share", "A shared block counts one user. Who is hurt?"
-)
+@WITHOUT.replace("users", BlockPool, "share", "A shared block counts one user. Who is hurt?")
 def share_as_one(self, block: int) -> None:
     """Whoever shares it still. The first to write makes no copy, and the first to leave frees it: a
     new sequence writes there. In a large cache the block is not taken soon, and all answers are
@@ -28,18 +26,14 @@ def share_as_one(self, block: int) -> None:
     self.users[block] = 1
 
 
-@WITHOUT.replace(
-    "parent", "inference.serve.hash_of", "A hash of the block's own tokens. What is found?"
-)
+@WITHOUT.replace("parent", serve, "hash_of", "A hash of the block's own tokens. What is found?")
 def without_parent(parent: bytes, tokens: list[int], original=serve.hash_of) -> bytes:
     """Keys and values of equal tokens that follow other tokens: the last prompt finds its question
     in the first, which begins otherwise. The tables are in order: no invariant fails."""
     return original(b"", tokens)
 
 
-@WITHOUT.replace(
-    "mask", "inference.paged_attention.Decodes.__init__", "Sequences swap masks. Who sees what?"
-)
+@WITHOUT.replace("mask", Decodes, "__init__", "Sequences swap masks. Who sees what?")
 def mask_of_another(self, *args, original=Decodes.__init__) -> None:
     """Under a longer one's mask a sequence looks at places that it has not filled, under a shorter
     one's not at its newest tokens. With equal lengths, no error shows."""
@@ -49,9 +43,7 @@ def mask_of_another(self, *args, original=Decodes.__init__) -> None:
 
 
 @WITHOUT.replace(
-    "request",
-    "inference.engine.sample",
-    "Random numbers of the row in the step. What do answers depend on?",
+    "request", engine, "sample", "Random numbers of the row in the step. What do answers depend on?"
 )
 def sample_by_place(logits, keys, positions, params, original=engine.sample):
     """The place in the step depends on who else is served, and so does the answer. After a
