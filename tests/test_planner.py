@@ -125,7 +125,7 @@ def test_the_bubble_is_that_of_the_simulated_schedule(p, m):
     parts = planner.step_time(A100, row.software, row.model, layout)
     pipelined = sum(parts[name] for name in (*planner.Pass._fields, "head", "bubble"))
     assert pipelined == pytest.approx(lesson.simulated(A100, row), rel=1e-9)
-    with lesson.without_slow_stage():
+    with lesson.WITHOUT["slow-stage"].mutate():
         spread = planner.step_time(A100, row.software, row.model, layout)
     assert spread["head"] < parts["head"]
 

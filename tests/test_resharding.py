@@ -10,7 +10,7 @@ from parity import LLAMA, SMALL, Synthetic
 import sharding
 import train as trainer
 from base.groups import Groups
-from course import ranks
+from course import form, ranks
 from course import resharding as lesson
 from course.kinds import config_of
 from finetune import adapters, resharding
@@ -134,11 +134,9 @@ def wrong_names(target, model: str, factor: float) -> list[str]:
     return wrong
 
 
-def every_pair(rank, world, model, sources, targets, mutate=None):
+def every_pair(rank, world, model, sources, targets):
     """Of each source with each target: what is wrong after the first copy, and after a second one
     of other values."""
-    if mutate:
-        mutate()
     failures = []
     moved = 0
     every_target = {layout: make_target(model, layout, world) for layout in targets}
@@ -382,17 +380,18 @@ def no_rounds():
 @pytest.mark.parametrize(
     "mutate, seen",
     [
-        (lesson.no_offset, "value of"),
-        (lesson.no_new_values, "second value of"),
+        (lesson.WITHOUT["offset"].mutate, "value of"),
+        (lesson.WITHOUT["new-values"].mutate, "second value of"),
         (no_order, "value of"),
-        (lesson.no_own, "missing"),
+        (lesson.WITHOUT["own"].mutate, "missing"),
         (no_rounds, "buffers of"),
     ],
 )
 def test_the_comparison_sees(mutate, seen):
     sources, targets = [dict(tp=2), dict(zero_stage=2)], [(2, 1, 1), (1, 2, 1)]
-    results = ranks.run(every_pair, 2, 2, "gpt", sources, targets, mutate)
+    pairs = 2, "gpt", sources, targets
+    results = ranks.run(form.on_rank, 2, mutate, every_pair, pairs)
     failures = [what for failures, _ in results for _, _, what in failures]
     assert any(seen in what for what in failures), failures
-    if mutate is lesson.no_new_values:
+    if seen == "second value of":
         assert all(what.startswith(seen) for what in failures), failures
