@@ -4,16 +4,11 @@ and optimizer on the same two ranks, in turn, in one run.
     python -m benchmarks.fsdp [--rounds 25] [--toy] [--out DIR]
 
 In both, each layer, the embedding and the head are gathered one at a time, and dropped after
-forward. A step is forward, backward, clipping by the global norm, and AdamW.
+forward. A step is forward, backward, clipping by the global norm, and AdamW. Peak bytes are the
+most that PyTorch's allocator held for tensors, by its profiler, in processes of their own. Shape:
+Llama's block, h 512, L 6, a 8, ffn 1376, s 256, V 8192, 4 sequences a rank, fp32, one thread each.
 
-Peak bytes are the most that PyTorch's allocator held for tensors at any time, by its profiler, from
-building the model to the end of the second step. Each kind has processes of its own. What gloo
-allocates inside counts in neither.
-
-The figure is the time line of one of our steps on rank 0: docs/figures/fsdp_time_line.svg
-
-Shape: Llama's block, h 512, L 6, a 8, ffn 1376, s 256, V 8192, 4 sequences a rank, fp32, one thread
-a rank.
+Figure: docs/figures/fsdp_time_line.svg, one of our steps on rank 0
 """
 
 import itertools

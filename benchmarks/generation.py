@@ -2,20 +2,15 @@
 Hugging Face transformers with the same weights, in turn, in one run.
 
     python -m benchmarks.generation [--threads 1] [--rounds 7] [--cases small gpt2-124m] [--toy]
-                                     [--out DIR]
-    python -m benchmarks.gpu decode
+    python -m benchmarks.gpu decode          GPT-2 124M, with CUDA graphs and without
 
-Greedy, float32 on CPUs, bf16 on a GPU. Prefill is left out on both sides: decoding is the time of
-a prompt of 32 tokens and 48 new ones, less the time of the same prompt and 1 new one. transformers
-runs as it comes (sdpa attention, its dynamic cache; stopping criteria off), from the folder that
-inference/huggingface.py exports. A ratio is the median over rounds of (their seconds / our
-seconds). Whether both give the same tokens is printed too.
+Greedy, float32 on CPUs, bf16 on a GPU. Decoding is the time of a prompt of 32 tokens and 48 new
+ones, less that of the same prompt and 1 new one. transformers runs as it comes (sdpa attention, its
+dynamic cache). A ratio is the median over rounds of their seconds / ours. Both read all weights in
+each step, so a large model comes near the speed of the memory, measured as a matrix times a vector.
 
-Both read all weights in each step. So the larger the model, the nearer both come to the speed of
-the memory, measured here as a matrix times a vector, with the shape of the largest matrix.
-
-On a GPU the stage `decode` also has the median of our steps, with CUDA graphs, which make one
-launch of a step (inference/cuda_graphs.py), and without. It is of GPT-2 124M."""
+Figure: docs/figures/generation.svg
+"""
 
 import copy
 import dataclasses

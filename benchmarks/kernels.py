@@ -4,21 +4,16 @@
     python -m benchmarks.gpu kernels --cases "llama2-7b swiglu" "gpt-1.3b rotary"
 
 Measured are the time, and the share of the copy bandwidth: bytes of one pass / time / bandwidth of
-a copy. One pass reads every input once and writes every output once; for causal_softmax and
-softmax_dropout half of the reads count, because the upper triangle is not read. The bytes are the
-same for all kinds, so a kind that moves more bytes has a smaller share. The copy bandwidth is that
-of a copy of a large tensor in the same process, bytes read and written.
+a large copy. One pass reads every input once and writes every output once; for causal_softmax and
+softmax_dropout half of the reads count, because the upper triangle is not read.
 
-Launching and filling the GPU take microseconds, and no small copy reaches that bandwidth. So a copy
-of as many bytes is measured beside each operation, in turn with it and in the same way. Where that
-copy takes 12 microseconds or less, its time is the measure of the operation: "small" in its row.
+No small copy reaches that bandwidth. So a copy of as many bytes is measured in turn with each
+operation; where it takes 12 microseconds or less, its time is the measure: "small" in the row.
 
-On a GPU a CUDA graph captures many calls, and events time its replays, so that no launch is waited
-for. The calls rotate through sets of arguments that together do not fit the cache. The outputs of
-each set are kept until its next call, so that writes too go to memory. Forward and backward are
-timed separately. All numbers are medians. torch.compile has cases of its own, the last ones: it
-takes seconds for each. What a call costs the host is measured at sizes so small that the GPU does
-not wait.
+On a GPU a CUDA graph captures many calls, and events time its replays. The calls rotate through
+sets of arguments that together do not fit the cache; the outputs of each set are kept until its
+next call, so that writes too go to memory. Numbers are medians. What a call costs the host is
+measured at sizes so small that the GPU does not wait.
 
 Without a GPU only --toy runs: the same code with PyTorch's own operations as the fused ones, at
 sizes whose times mean nothing, and torch.compile without a compiler backend.

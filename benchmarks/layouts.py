@@ -3,29 +3,18 @@
     python -m benchmarks.layouts [--ranks 4] [--rounds 3] [--steps 8] [--toy] [--out DIR]
     python -m benchmarks.layouts -- --hidden-size 768       flags after -- go to every train.py
 
-    layout          loss of step 8     tokens/s               peak memory of a rank
-    one device         3.65497         ###################    #############
-    dp 4, stage 3      3.65497         ##########             ##########
-    tp 2, pp 2         3.65497         ########               #######
-
 Each layout but the first is `torchrun train.py` on N ranks: GPUs if there are N, else CPU ranks
-that share the cores. All have the same model, global batch, micro-batch size and seed. Layouts take
-turns, a run of --steps steps each, for --rounds rounds. --toy runs two of them, with a small model.
-
-Tokens/s of a round are the median over its steps, the first 3 left out. The table has the median of
-the rounds, with the least and the most. After its last step a run is stopped by SIGTERM, so that
-nobody waits for its sample of text.
+that share the cores. All have the same model, global batch, micro-batch size and seed, and take
+turns. Tokens/s of a round are the median over its steps, the first 3 left out.
 
 Peak memory is the bytes of tensors on the rank that has most. On CPUs train.py reports the peak of
-the process, in which libraries and gloo's buffers hide the layout. There, in the first round, the
-tensors that live in the first two steps are counted instead (planning/counters.py).
+the process, in which libraries hide the layout; there the tensors that live in the first two steps
+are counted instead (planning/counters.py).
 
 The losses of all steps must be those of one device: to 1e-4 in fp32, 2e-2 in bf16. Rows marked with
-* compute something else: those with experts are compared with each other, those with bf16 moments
-are not compared.
+* compute something else: experts are compared with each other, bf16 moments with nothing.
 
-Figures: docs/figures/same_loss.svg, one device and six layouts; docs/figures/layouts.svg, all of
-them
+Figures: docs/figures/same_loss.svg, one device and six layouts; docs/figures/layouts.svg, all
 """
 
 import itertools

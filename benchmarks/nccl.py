@@ -3,15 +3,11 @@
     python -m benchmarks.gpu nccl            two or more GPUs of one machine
     python -m benchmarks.gpu nccl --toy      a few of the same on CPUs, by the rules of NCCL
 
-Three kinds of checks, each a case:
-
-    layouts          course/verify.py's: every tensor of two steps of a small model, to 1e-10
-    reinforcement    answers, gradients and weights of PPO with ZeRO stage 3, to 1e-10
-    a run            torchrun train.py, its losses beside those of one process; then it goes on from
-                     its first checkpoint under another layout
-
-The reference is one CPU; for the run it is one GPU. A layout that needs more GPUs than there are
-says so. One that hangs is stopped after two minutes, a run after three, and the others are checked.
+A case is a layout (course/verify.py: every tensor of two steps of a small model, to 1e-10), PPO
+with ZeRO stage 3 (answers, gradients and weights, to 1e-10), or a run of torchrun train.py, which
+goes on from its first checkpoint under another layout. The reference is one CPU; for the run it is
+one GPU. A layout that needs more GPUs than there are says so. One that hangs is stopped after two
+minutes, a run after three.
 
 With a line that says DIFFERS or FAILED: `python -m course.verify --backend nccl --ranks N --
 FLAGS`.

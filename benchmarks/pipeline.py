@@ -3,17 +3,14 @@ flight; and beside torch.distributed.pipelining.
 
     python -m benchmarks.pipeline [--rounds 15] [--toy] [--out DIR]
 
-Two ranks with one thread each. Each round runs, in turn and in the same two processes: a step of
-rank 0 alone on the whole batch; a step of each schedule, with m = 8 and m = 4 micro-batches; and
-forward and backward of PyTorch's Schedule1F1B and ScheduleInterleaved1F1B beside ours, on the same
-chunks and batches. Ratios are medians over rounds. Shape: h 512, L 8, a 8, s 256, V 257,
-micro-batch size 1, fp32.
+Two ranks with one thread each. Each round runs in turn: a step of rank 0 alone on the whole batch;
+a step of each schedule with m = 8 and m = 4 micro-batches; forward and backward of PyTorch's
+schedules beside ours, on the same chunks and batches. Then, by simulation alone, the bubble against
+m for p = 4, 8 and 64 stages. A bubble is idle time over the ideal time. Shape: h 512, L 8, a 8,
+s 256, V 257, micro-batch size 1, fp32.
 
-Then, by simulation alone, the bubble against m for p = 4, 8 and 64 stages. A bubble is idle time
-over the ideal time, everywhere.
-
-Figures: docs/figures/pipeline_schedules.svg, simulated with F, I and W of equal length, because
-measured time lines are not kept; docs/figures/pipeline_bubble.svg
+Figures: docs/figures/pipeline_schedules.svg, simulated with F, I and W of equal length;
+docs/figures/pipeline_bubble.svg
 """
 
 import itertools

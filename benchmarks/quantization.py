@@ -7,17 +7,11 @@ r"""Weights in 8 and 4 bits: perplexity, bytes and tokens per second beside 32 a
     python -m benchmarks.quantization --models runs/tiny runs/larger [--threads 1] [--rounds 7]
                                        [--sequences 1024]
 
-The text is the held-out part of the default corpus, the library of Python. --toy runs all of it in
-seconds, with a model that was not trained.
-
-    perplexity           of the first sequences; "change" is beside bf16, from the differences of
-                         the losses of each sequence, so that their standard error is small
-    bytes                of all weights as they lie in memory
-    tokens_per_second    decoding, greedy, after prompts of 16 tokens, at batch 1 and 16
-    prefill_seconds      of one prompt that fills three quarters of the context
-
-int8, int4 and bf16 multiply in bfloat16; fp32 in float32. All are laid out by weight_layouts.py.
-They take turns; a ratio is to bf16 in the same round.
+Perplexity is that of held-out sequences of the default corpus; its change beside bf16 comes from
+the differences of each sequence's losses, so its standard error is small. Bytes are those of all
+weights in memory. Tokens/s are greedy, after prompts of 16 tokens, at batch 1 and 16; a prefill
+fills three quarters of the context. int8, int4 and bf16 multiply in bfloat16. They take turns; a
+ratio is to bf16 in the same round.
 
 Figure: docs/figures/quantization.svg
 """

@@ -5,11 +5,10 @@ arXiv 2205.05198.
 
 Two tensor-parallel ranks run one layer. Attention has the same share of its FLOPs as in the paper's
 22B model, s / (6h + s) = 5.3%: h 768, a 8, s 256, b 4. (On a GPU it is one rank, with that model's
-own layer: h 6144, a 64, s 2048, b 4, bf16.) Each round runs every configuration in turn. Times are
-medians over rounds; an overhead is the median of the ratios to the first row of the same round.
+own layer, in bf16.) Each round runs every row in turn; an overhead is the median of the ratios to
+the first row of the same round.
 
-The figure, docs/figures/recompute_overhead.svg, has the overheads: medians, on lines from the least
-to the most of the rounds. It does not have times, whose ranges are not kept.
+Figure: docs/figures/recompute_overhead.svg
 """
 
 from pathlib import Path

@@ -3,21 +3,17 @@ and under layouts of training and of generation.
 
     python -m benchmarks.rollout [--rounds 9] [--minutes 30] [--toy] [--out DIR]
 
-A step of GRPO: 8 answers, then two updates. No token ends an answer: it has 512 tokens where the
-cache is compared, and 128 where layouts are. The model is a GPT of 4 layers of 256, s 576 (192),
-V 257, fp32, with random weights: time does not depend on them. Each rank has one thread.
+A step of GRPO: 8 answers, then two updates. No token ends an answer, and weights are random: time
+does not depend on them. Each rank has one thread.
 
     generation    the model writes the answers
     resharding    before: the weights go to the layout that writes (--rollout-tp, resharding.py)
     reference     the model at the start reads the answers: their log-probabilities
     training      forward, backward, optimizer, twice
 
-    cache         one rank, with and without the key-value cache, in turn
-    layouts       two ranks. Generation has the layout of training; or "-> dp 2": each rank has a
-                  whole copy of the weights, and writes its half of the answers
-
-The kinds of a group take turns. A ratio is of two in the same round. Each round is kept as soon as
-it is there: the same command goes on after it was stopped, and adds rounds up to --rounds.
+The group `cache` has one rank, `layouts` two: generation has the layout of training, or "-> dp 2",
+a whole copy of the weights on each rank. The variants of a group take turns; a ratio is of two in
+the same round. Run again, the command adds rounds up to --rounds.
 
 Figure: docs/figures/rollout.svg
 """

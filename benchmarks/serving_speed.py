@@ -1,23 +1,17 @@
 """Requests of mixed lengths: the engine of inference/ beside Hugging Face transformers, in static
 batches and with its continuous batching, and beside generate.py; the same weights, in turn.
 
-    python -m benchmarks.serving_speed [--threads 2] [--rounds 3] [--cases "h 256" "h 768"]
-                                  [--together 1 8 32] [--toy] [--out DIR]
-    python -m benchmarks.gpu serve
+    python -m benchmarks.serving_speed [--threads 2] [--rounds 3] [--together 1 8 32] [--toy]
+    python -m benchmarks.gpu serve           GPT-2 124M, with CUDA graphs, without, with cuDNN
 
-Greedy, float32 on CPUs, bf16 on a GPU, prompts of random tokens. Lengths of prompts and answers
-are log-normal, with a median of 64 and at most 512: a few are long. `together` requests are open at
-a time: when one ends, the next one comes. A static batch begins with as many, and all wait for the
-longest.
+Greedy, float32 on CPUs, bf16 on a GPU. Lengths of prompts and answers are log-normal, with a median
+of 64 tokens and at most 512. `together` requests are open at a time: when one ends, the next one
+comes. A static batch begins with as many, and all wait for the longest. Measured are tokens/s of
+answers, seconds to the first token and between tokens (median, 95th percentile), and the waste: the
+share of the cache's room that holds no token of an open request.
 
-    tokens/s             of answers
-    first token          seconds from the request to it: median and 95th percentile
-    between tokens       seconds from a token to the next one of its answer
-    waste                the share of the cache's room that holds no token of an open request
-
-On a GPU the stage `serve` has 32 requests of GPT-2 124M open at a time: with CUDA graphs, of which
-the first requests capture some, and without; and with cuDNN's attention, which makes a plan for
-each new shape."""
+Figure: docs/figures/serving_speed.svg
+"""
 
 import atexit
 import copy

@@ -4,16 +4,14 @@
         [--bugs NAME ...]     measures these and keeps the others of DIR: in float64 a row is the
                               same on every machine, but for early-reduction, which is a race
 
-A GPT (h 64, L 2, a 4, s 64, bytes of Python's standard library, 8 sequences a step, dropout 0.1,
-AdamW, clipped at 1, float64) on gloo ranks, in the layout in which the bug shows. For each bug:
+A GPT (h 64, L 2, a 4, s 64, 8 sequences a step, dropout 0.1, float64) on gloo ranks, in the layout
+in which the bug shows. For each bug:
 
     first           the first tensor that differs from one device's, in the order of execution
     late            the mean loss of the last quarter, minus the right one
-    held out        the loss of one device with these weights on text that was not seen, minus the
-                    right one
+    held out        the loss of one device with these weights on unseen text, minus the right one
     norm            the gradient norm of step 1, over the right one
-    ranks differ    ranks that should hold the same: gradients of step 1, parameters after step 1
-                    and after the last
+    ranks differ    ranks that should hold the same: gradients, parameters after step 1 and the last
 
 The loss gives a bug away if `late`, or the loss of step 1, is further from the right one than right
 runs with other seeds are from each other. A seed draws weights and masks, not text.
