@@ -6,8 +6,12 @@ p-tuning and prompt tuning.
     python -m benchmarks.fine_tuning --base runs/base/checkpoints/step-001800 [--seeds 0 1 2]
     python -m benchmarks.fine_tuning --prompts --base runs/base
 
-In which of five languages is a snippet of 64 characters? (language_task.py.) Adapters learn from
-the templates of prompts: `prompt_tuning.py --peft`, virtual_prompt_style fine-tuning.
+In which of five languages is a snippet of 64 characters? The model has read only Python. Snippets
+come from the standard library and from the packages that are installed; every fourth file is for
+the test. The answer is a letter and an end of text, generated greedily, and is right when it is
+equal; of the untuned model, the likeliest of the five letters counts. Adapters learn from the
+templates of prompts: `prompt_tuning.py --peft`, virtual_prompt_style fine-tuning.
+
 Training takes 20 to 40 minutes on two cores, each comparison an hour or more. A result is kept as
 soon as it is there, and a command goes on after it was stopped. Several share the work: under one
 --out, with other --methods each. With --toy the base is a tiny model that has learned nothing.
@@ -26,22 +30,302 @@ Figures: docs/figures/fine_tuning.svg; with --prompts docs/figures/prompt_tuning
 """
 
 import argparse
+import json
 import os
+import random
+import sysconfig
 import tempfile
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import torch
+
+import generate
+import prompt_tuning
+import train
+from base.groups import Groups
 from base.model_config import GPTConfig
-from benchmarks import language_task as task
 from benchmarks import report, style
-from benchmarks.language_task import Experiment, Method
-from benchmarks.steps import seconds_of_step, state_tensors
+from benchmarks.steps import as_argv, run_train, seconds_of_step, state_tensors, write_lines
+from course import kinds
 from course.fsdp import storage_bytes
+from finetune import nemo_config, prompt_file
+from finetune.frozen_base import fingerprint
+from inference import loading
+from inference.adapted import Adapters
+from run import documents, flags, rules
+
+# --- snippets -------------------------------------------------------------------------------------
+
+SITE = Path(torch.__file__).parent.parent
+# letter: (folder, files)
+LANGUAGES = {
+    "P": (Path(sysconfig.get_path("stdlib")), "*.py"),
+    "C": (SITE / "torch" / "include", "*.h"),
+    "M": (SITE / "torch" / "share", "*.cmake"),
+    "S": (SITE / "matplotlib", "*.svg"),
+    "E": (SITE, "*.dist-info/METADATA"),
+}
+TASK = "language"
+# characters of a snippet
+LENGTH = 64
+# snippets: (training, test)
+SIZES = (2000, 300)
+TOY_SIZES = (20, 5)
+
+
+def texts_of(letter: str, generator: random.Random) -> list[str]:
+    """The beginnings, up to 20,000 characters, of at most 200 files in a language."""
+    folder, pattern = LANGUAGES[letter]
+    files = documents.standard_library() if letter == "P" else sorted(folder.rglob(pattern))
+    files = [file for file in files if file.stat().st_size > 800]
+    generator.shuffle(files)
+    return [file.read_text(errors="ignore")[:20000] for file in files[:200]]
+
+
+def draw_lines(texts: list[str], letter: str, n: int, generator: random.Random) -> list[dict]:
+    """n snippets that begin with a line, most of each not blank. A text is drawn by its length."""
+    lines = []
+    while len(lines) < n:
+        text = generator.choices(texts, [len(t) for t in texts])[0]
+        position = generator.randrange(max(1, len(text) - LENGTH))
+        begin = text.rfind("\n", 0, position) + 1
+        snippet = text[begin : begin + LENGTH]
+        if len(snippet.strip()) >= 0.6 * LENGTH:
+            lines.append({"taskname": TASK, "snippet": snippet, "label": letter})
+    return lines
+
+
+def snippets(sizes: tuple[int, int], seed: int = 0) -> tuple[list[dict], list[dict]]:
+    """(training, test) lines, in random order. Every fourth file of a language is for the test."""
+    generator = random.Random(seed)
+    training = []
+    test = []
+    for letter in LANGUAGES:
+        texts = texts_of(letter, generator)
+        to_train = [text for i, text in enumerate(texts) if i % 4]
+        training += draw_lines(to_train, letter, sizes[0] // len(LANGUAGES), generator)
+        test += draw_lines(texts[::4], letter, sizes[1] // len(LANGUAGES), generator)
+    generator.shuffle(training)
+    generator.shuffle(test)
+    return training, test
+
+
+# --- learning it ----------------------------------------------------------------------------------
+
+QUESTION = "\n# language: "
+# virtual tokens, where they are not what is compared
+TOKENS = 10
+STEPS = {"p-tuning": 600, "prompt-tuning": 600, "fine-tuning": 200}
+# of p-tuning's encoder
+ENCODER = {"encoder_type": "mlp", "encoder_hidden": 32, "num_layers": 3, "init_std": 0.3}
+
+
+@dataclass(frozen=True)
+class Method:
+    # of the configuration
+    style: str
+    lr: float
+    # of the command
+    flags: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """Virtual tokens."""
+        return 0 if self.style == "fine-tuning" else TOKENS
+
+
+FULL = Method("fine-tuning", 1e-3)
+P_TUNING = Method("p-tuning", 0.03)
+PROMPT_TUNING = Method("prompt-tuning", 0.1)
+
+
+@dataclass
+class Experiment:
+    folder: Path
+    # run or checkpoint of the frozen model
+    base: str
+    device: str
+    training: list[dict]
+    test: list[dict]
+    # of training: {style: steps}
+    steps: dict[str, int]
+    # whether training snippets of more than LENGTH bytes are cut: padding is to the longest one
+    cut: bool = False
+
+    def open_base(self) -> tuple:
+        """(model, tokenizer)"""
+        model, index = loading.load_model(self.base, self.device)
+        return model, loading.find_tokenizer(self.base, index)
+
+
+def template_of(task: str, text: str, tokens: int) -> dict:
+    """A text, virtual tokens, and the label, which is learned."""
+    prompt = "<|VIRTUAL_PROMPT_0|>" if tokens else ""
+    return {
+        "taskname": task,
+        "prompt_template": text + prompt + "{label}",
+        "total_virtual_tokens": tokens,
+        "virtual_token_splits": [tokens] if tokens else [],
+        "answer_only_loss": True,
+        "answer_field": "label",
+    }
+
+
+def run_flags(
+    experiment: Experiment, folder: Path, method: Method, seed: int, tokens: int, lines: list[dict]
+) -> tuple[str, dict]:
+    """(flags, {flag: path}) of a run in `folder`, where its configuration and its lines are
+    written. tokens: virtual tokens."""
+    template = template_of(TASK, "{snippet}" + QUESTION, tokens) | {"truncate_field": "snippet"}
+    settings = {
+        "virtual_prompt_style": method.style,
+        "new_tasks": [TASK],
+        "task_templates": [template],
+        "data": {
+            "train_ds": [write_lines(folder / "train.jsonl", lines)],
+            "validation_ds": [write_lines(folder / "test.jsonl", experiment.test)],
+        },
+        "prompt_tuning": {
+            "new_prompt_init_methods": ["text"],
+            "new_prompt_init_text": ["Python, C++, CMake, SVG or English? "],
+        },
+        "p_tuning": ENCODER,
+    }
+    if experiment.cut:
+        # the last token, end of text, is only a target
+        longest = LENGTH + len(QUESTION) + tokens + len("P")
+        settings["data"]["max_seq_length"] = longest
+    path = folder / "prompts.json"
+    path.write_text(json.dumps(settings))
+    words = (
+        f"prompt_tuning.py --seed {seed} --steps {experiment.steps[method.style]}"
+        f" --lr {method.lr} --warmup-steps 20 --global-batch-size 32 --weight-decay 0.01"
+        f" --save-every 0 --eval-every 0 --device {experiment.device} {method.flags}"
+    )
+    return words, dict(config=path, load=experiment.base, out=folder / "run")
+
+
+def learn(
+    experiment: Experiment,
+    method: Method,
+    seed: int,
+    tokens: int | None = None,
+    lines: list[dict] | None = None,
+) -> float:
+    """Accuracy, by `prompt_tuning.py` and generate.py. The run's files are removed."""
+    tokens = method.tokens if tokens is None else tokens
+    with tempfile.TemporaryDirectory(dir=experiment.folder) as folder:
+        lines = experiment.training if lines is None else lines
+        words, paths = run_flags(experiment, Path(folder), method, seed, tokens, lines)
+        run_train(words, **paths)
+        model, tokenizer = experiment.open_base()
+        config = nemo_config.PromptConfig.read(paths["config"])
+        first_id = model.config.vocab_size
+        if method.style != "fine-tuning":
+            identity = fingerprint(experiment.base, model.config, loading.read_base)
+            config, tables = prompt_file.load(paths["out"] / "prompts.safetensors", identity)
+            first_id = prompt_tuning.apply_tables(model, tables)[TASK]
+        elif "--peft" in method.flags:
+            learned = Adapters([str(paths["out"])], experiment.base, model.config)
+            learned.put(model, Groups())
+        else:
+            model, _ = loading.load_model(paths["out"], experiment.device)
+        fill = config.templates[TASK].fill
+        s = model.config.seq_length
+        prompts = [fill(line, tokenizer, first_id, s, answer=False) for line in experiment.test]
+        return accuracy(model, tokenizer, [prompt.ids for prompt in prompts], experiment.test)
+
+
+def accuracy(model, tokenizer, prompts: list[list[int]], test: list[dict], batch: int = 100):
+    """The share of right answers, generated for `batch` prompts at a time."""
+    correct = 0
+    for start in range(0, len(test), batch):
+        answers = generate.generate(
+            model, prompts[start : start + batch], 3, temperature=0, eot=tokenizer.eot
+        )
+        for line, ids in zip(test[start : start + batch], answers):
+            correct += tokenizer.decode(ids) == line["label"]
+    return correct / len(test)
+
+
+def make_trainer(experiment: Experiment, method: Method, flags_besides: str = ""):
+    """(trainer, training set) of a method. Weights are random."""
+    folder = Path(tempfile.mkdtemp(dir=experiment.folder))
+    lines = experiment.training
+    words, paths = run_flags(experiment, folder, method, 0, method.tokens, lines)
+    kind, argv = kinds.split(as_argv(f"{words} {flags_besides}", **paths))
+    config = flags.parse(argv, 0, kind)
+    rules.validate(config, 1)
+    _, index, _ = loading.open_model(experiment.base)
+    tokenizer = loading.find_tokenizer(experiment.base, index)
+    task = config.task()
+    silent = SimpleNamespace(say=lambda text: None)
+    dataset, _ = task.open_data(config, silent, tokenizer)
+    return train.Trainer(config, torch.device(experiment.device), Groups(), task), dataset
+
+
+def num_learned(trainer) -> int:
+    return sum(p.numel() for p in trainer.optimizer.parameters.values())
+
+
+# --- without learning -----------------------------------------------------------------------------
+
+
+def questions(experiment: Experiment, tokenizer) -> list[list[int]]:
+    texts = [line["snippet"] + QUESTION for line in experiment.test]
+    return [list(map(int, tokenizer.encode(text))) for text in texts]
+
+
+@torch.no_grad()
+def likeliest_letter_accuracy(experiment: Experiment) -> float:
+    """Of the untuned model, which is given the choice of the letters."""
+    model, tokenizer = experiment.open_base()
+    letters = list(LANGUAGES)
+    ids = [int(tokenizer.encode(letter)[0]) for letter in letters]
+    correct = 0
+    for line, prompt in zip(experiment.test, questions(experiment, tokenizer)):
+        logits = model(torch.tensor([prompt], device=experiment.device))[0, -1]
+        correct += letters[int(logits[ids].argmax())] == line["label"]
+    return correct / len(experiment.test)
+
+
+def free_accuracy(experiment: Experiment) -> float:
+    """Of the untuned model, which generates what it likes."""
+    model, tokenizer = experiment.open_base()
+    prompts = questions(experiment, tokenizer)
+    return accuracy(model, tokenizer, prompts, experiment.test, batch=1)
+
+
+# --- a base, and what is compared -----------------------------------------------------------------
+
+
+def toy_base(folder: Path, device: str) -> str:
+    """The run of a tiny model that has learned nothing."""
+    text = folder / "text.txt"
+    text.write_text("def f(x):\n    return x\n" * 500)
+    run_train(
+        "--model tiny --num-layers 2 --hidden-size 32 --num-heads 4 --ffn-hidden-size 64"
+        f" --seq-length 256 --steps 1 --global-batch-size 2 --device {device}",
+        data=text,
+        out=folder / "base",
+    )
+    return str(folder / "base")
+
+
+def make_experiment(args: argparse.Namespace, folder: Path, cut: bool = False) -> Experiment:
+    training, test = snippets(TOY_SIZES if args.toy else SIZES)
+    steps = dict.fromkeys(STEPS, 1) if args.toy else STEPS
+    base = args.base or toy_base(folder, args.device)
+    return Experiment(folder, base, args.device, training, test, steps, cut)
+
 
 # --- methods --------------------------------------------------------------------------------------
 
 
-FULL = "full fine-tuning"
+ALL = "full fine-tuning"
 
 
 def peft(flags: str, lr: float) -> Method:
@@ -54,20 +338,20 @@ def lora(rank: int, lr: float) -> Method:
 
 
 METHODS = {
-    FULL: task.FULL,
+    ALL: FULL,
     "LoRA, rank 32": lora(32, 2e-3),
     "LoRA, rank 8": lora(8, 5e-3),
     "LoRA, rank 2": lora(2, 5e-3),
     "adapters, size 32": peft("adapter", 3e-3),
     # vectors have no weight decay, so any but the default is refused
     "IA3": peft("ia3 --weight-decay 0.1", 1e-1),
-    "p-tuning": task.P_TUNING,
+    "p-tuning": P_TUNING,
 }
 # with --toy; the other ranks are the same code
 TOY_METHODS = [name for name in METHODS if name not in ("LoRA, rank 32", "LoRA, rank 2")]
 # Of --prompts.
-PROMPTS = {"p-tuning": task.P_TUNING, "prompt-tuning": task.PROMPT_TUNING}
-ALL_PROMPTS = {"fine-tuning": task.FULL} | PROMPTS
+PROMPTS = {"p-tuning": P_TUNING, "prompt-tuning": PROMPT_TUNING}
+ALL_PROMPTS = {"fine-tuning": FULL} | PROMPTS
 
 
 def learned_by_formula(name: str, config: GPTConfig) -> int:
@@ -77,14 +361,14 @@ def learned_by_formula(name: str, config: GPTConfig) -> int:
     # [in, out] of query, key, value, output, gate, up, down
     linears = [(h, h), (h, kv), (h, kv), (h, h), (h, f), (h, f), (f, h)]
     weights = sum(a * b for a, b in linears)
-    if name == FULL:
+    if name == ALL:
         # embedding and head; two norms in each layer, and one in the head
         return L * weights + 2 * config.vocab_size * h + (2 * L + 1) * h
     if name == "IA3":
         return L * (2 * kv + f)
     if name == "p-tuning":
-        n = task.TOKENS
-        e = task.ENCODER["encoder_hidden"]
+        n = TOKENS
+        e = ENCODER["encoder_hidden"]
         # vectors, then an MLP of three layers
         return n * h + (h + 1) * e + (e + 1) * e + (e + 1) * h
     size = int(name.split()[-1])
@@ -119,21 +403,21 @@ def measure_memory(experiment: Experiment, name: str) -> dict:
     result = {}
     # bytes of a weight, and of its state: in bf16 masters are float32, in float32 there are none
     for precision, weight, state in (("fp32", 4, 8), ("bf16", 2, 12)):
-        trainer, dataset = task.make_trainer(experiment, METHODS[name], f"--precision {precision}")
+        trainer, dataset = make_trainer(experiment, METHODS[name], f"--precision {precision}")
         trainer.forward_backward(1, dataset)
         config = trainer.model_config
         learned = learned_by_formula(name, config)
         # with those of the model, if these are not the same
-        parameters = learned + (learned_by_formula(FULL, config) if name != FULL else 0)
+        parameters = learned + (learned_by_formula(ALL, config) if name != ALL else 0)
         formula = dict(zip(PARTS, (weight * parameters, 4 * learned, state * learned)))
         result[precision] = {"measured": held_bytes(trainer), "formula": formula}
-        result["learned"] = task.num_learned(trainer)
+        result["learned"] = num_learned(trainer)
     return result
 
 
 def measure_seconds(experiment: Experiment, names: list[str], rounds: int) -> dict:
     """{method: {"seconds": spread, "ratio": spread}}, and how busy the machine was."""
-    trainers = {name: task.make_trainer(experiment, METHODS[name]) for name in names}
+    trainers = {name: make_trainer(experiment, METHODS[name]) for name in names}
     kinds = {name: partial(seconds_of_step, *both) for name, both in trainers.items()}
     before = os.getloadavg()[0]
     times = report.in_turn(kinds, rounds)
@@ -141,7 +425,7 @@ def measure_seconds(experiment: Experiment, names: list[str], rounds: int) -> di
     for name in names:
         result[name] = {
             "seconds": report.spread([t[name] for t in times]),
-            "ratio": report.ratio(times, name, FULL),
+            "ratio": report.ratio(times, name, ALL),
         }
     return result
 
@@ -152,13 +436,13 @@ def measure_seconds(experiment: Experiment, names: list[str], rounds: int) -> di
 
 
 def measure_all(experiment: Experiment, notes: report.Notes, args: argparse.Namespace) -> None:
-    likeliest = partial(task.likeliest_letter_accuracy, experiment)
+    likeliest = partial(likeliest_letter_accuracy, experiment)
     notes.note("untuned", measure=likeliest)
     for name in args.methods:
         notes.note("memory", name, measure=partial(measure_memory, experiment, name))
     for seed in args.seeds:
         for name in args.methods:
-            measure = partial(task.learn, experiment, METHODS[name], seed)
+            measure = partial(learn, experiment, METHODS[name], seed)
             notes.note("accuracy", name, seed, measure=measure)
 
 
@@ -183,11 +467,11 @@ def print_summary(results: dict) -> None:
     accuracy = {name: report.spread(results["accuracy"][name].values()) for name in names}
     table = report.Table()
     for name in names:
-        gained = [accuracy[method]["median"] - before for method in (name, FULL)]
+        gained = [accuracy[method]["median"] - before for method in (name, ALL)]
         cells = {"": name, "parameters": results["memory"][name]["learned"]}
         cells |= {"MiB": sum(mebibytes(results, name).values()), "accuracy": accuracy[name]}
         cells |= {"way": gained[0] / (gained[1] or 1)}
-        table.row(cells | {f"step, of {FULL}": results["seconds"][name]["ratio"]})
+        table.row(cells | {f"step, of {ALL}": results["seconds"][name]["ratio"]})
 
 
 def draw_methods(axes, results: dict) -> None:
@@ -205,7 +489,7 @@ def draw_methods(axes, results: dict) -> None:
         end = style.stack(memory, y, mebibytes(results, name), style.COLOURS)
         learned = results["memory"][name]["learned"]
         style.label(memory, f"{learned:,}", (end, y), offset=(3, 0))
-    full = sum(mebibytes(results, FULL).values())
+    full = sum(mebibytes(results, ALL).values())
     memory.legend(loc="lower right")
     memory.set(xlim=(0, 1.8 * full), xlabel="MiB, and parameters learned")
     ratios = [results["seconds"][name]["ratio"] for name in names]
@@ -238,33 +522,29 @@ def of_seeds(
     """The spread of accuracies. n: of the training lines, the first."""
     lines = experiment.training[:n]
     method = ALL_PROMPTS[name]
-    return report.spread([task.learn(experiment, method, seed, tokens, lines) for seed in seeds])
-
-
-def num_learned(experiment: Experiment, name: str) -> int:
-    """Parameters of the prompts, and of p-tuning's encoder; or of the whole model."""
-    return task.num_learned(task.make_trainer(experiment, ALL_PROMPTS[name])[0])
+    return report.spread([learn(experiment, method, seed, tokens, lines) for seed in seeds])
 
 
 def measure_prompts(experiment: Experiment, notes: report.Notes, args: argparse.Namespace) -> None:
-    likeliest = partial(task.likeliest_letter_accuracy, experiment)
+    likeliest = partial(likeliest_letter_accuracy, experiment)
     notes.note("accuracy", "untuned", measure=likeliest)
-    free = partial(task.free_accuracy, experiment)
+    free = partial(free_accuracy, experiment)
     notes.note("accuracy", "untuned, freely generated", measure=free)
-    for name in ALL_PROMPTS:
-        notes.note("parameters", name, measure=partial(num_learned, experiment, name))
+    for name, method in ALL_PROMPTS.items():
+        learned = lambda method=method: num_learned(make_trainer(experiment, method)[0])  # noqa: E731
+        notes.note("parameters", name, measure=learned)
         notes.note("accuracy", name, measure=partial(of_seeds, experiment, name, args.seeds))
     for name in PROMPTS:
         # the whole task is a point of both curves
         accuracy = notes.read()["accuracy"][name]
-        notes.note("by_tokens", name, task.TOKENS, measure=lambda found=accuracy: found)
+        notes.note("by_tokens", name, TOKENS, measure=lambda found=accuracy: found)
         every = len(experiment.training)
         notes.note("by_examples", name, every, measure=lambda found=accuracy: found)
         curve = partial(of_seeds, experiment, name, args.curve_seeds)
         for n in args.tokens:
             notes.note("by_tokens", name, n, measure=partial(curve, n))
         for n in args.examples:
-            notes.note("by_examples", name, n, measure=partial(curve, task.TOKENS, n))
+            notes.note("by_examples", name, n, measure=partial(curve, TOKENS, n))
 
 
 def print_prompts(results: dict) -> None:
@@ -310,7 +590,13 @@ def draw_prompts(results: dict, figures: Path) -> None:
 
 
 def main():
-    parser = task.arguments(__doc__, rounds=11)
+    parser = report.arguments(__doc__, rounds=11)
+    base = "run or checkpoint of the model, with the byte tokenizer"
+    parser.add_argument("--base", metavar="DIR", help=base)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    report.device(parser)
+    fresh = "measures again what its JSON file under --out has already"
+    parser.add_argument("--fresh", action="store_true", help=fresh)
     methods = "accuracy and memory of these alone (default: everything)"
     parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME", help=methods)
     prompts = "the curves of prompts instead"
@@ -319,11 +605,14 @@ def main():
     parser.add_argument("--examples", nargs="+", type=int, default=[100, 500, 2000])
     curves = "seeds of the two curves"
     parser.add_argument("--curve-seeds", nargs="+", type=int, default=[0], help=curves)
-    args = task.parse(parser, rounds=1, tokens=[task.TOKENS], examples=[task.TOY_SIZES[0]])
+    toy = dict(rounds=1, seeds=[0], tokens=[TOKENS], examples=[TOY_SIZES[0]])
+    args = report.parse(parser, **toy)
+    if not args.toy and not args.base:
+        report.refuse(parser, f"--base DIR is missing: {base}")
     name = "prompt_tuning" if args.prompts else "fine_tuning"
     notes = report.Notes(name, args)
     with tempfile.TemporaryDirectory() as folder:
-        experiment = task.make_experiment(args, Path(folder), cut=not args.prompts)
+        experiment = make_experiment(args, Path(folder), cut=not args.prompts)
         if args.prompts:
             measure_prompts(experiment, notes, args)
         else:
