@@ -30,7 +30,7 @@ from benchmarks import report, style
 from course import demo, ranks
 from gpt import PLAIN, Context
 
-# the first two have 5as/h of 106.7 and 80
+# The first two have 5as/h of 106.7 and 80.
 SHAPES = {
     "as 22B": dict(s=2048, b=1, h=768, a=8),
     "as 175B": dict(s=2048, b=1, h=1024, a=8),
@@ -38,14 +38,14 @@ SHAPES = {
     "odd": dict(s=300, b=3, h=480, a=12),
 }
 TOY = {"tiny": dict(s=32, b=1, h=64, a=4)}
-# table 3: a, h, L, t, p, v, micro-batch size b
+# Table 3: a, h, L, t, p, v, micro-batch size b.
 MODELS = {
     "22B": (64, 6144, 48, 8, 1, 1, 4),
     "175B": (96, 12288, 96, 8, 8, 3, 1),
     "530B": (128, 20480, 105, 8, 35, 3, 1),
     "1T": (160, 25600, 128, 8, 64, 1, 1),
 }
-# rows of table 2 that the figure shows
+# Rows of table 2 that the figure shows.
 DRAWN = (
     "tensor",
     "tensor + sequence",
@@ -107,7 +107,7 @@ def first_stage_table() -> dict[str, dict[str, float]]:
     return found
 
 
-# of a GPU, in GiB
+# Of a GPU, in GiB.
 CARD = 80e9 / 2**30
 
 
@@ -120,7 +120,7 @@ def draw(results: dict, figures: Path) -> None:
     for axes, (model, gib) in zip(models, results["first_stage_GiB"].items()):
         axes.axvline(CARD, color="black", linestyle="--", linewidth=1, zorder=0.5)
         bars = axes.barh(DRAWN, [gib[row] for row in DRAWN], color=style.COLOURS["activations"])
-        # the dashed line stops at a number
+        # The dashed line stops at a number.
         box = dict(facecolor="white", edgecolor="none", pad=0.5)
         axes.bar_label(bars, fmt="{:.1f}", fontsize=style.SMALL, padding=3, bbox=box)
         axes.set(title=model, xlabel="GiB on the first stage", xlim=(0, 180))

@@ -47,12 +47,12 @@ from course import demo, ranks
 
 SHAPE = GPT | dict(seq_length=4096, global_batch_size=1, micro_batch_size=1)
 TOY = SHAPE | dict(num_layers=2, hidden_size=32, num_heads=4, seq_length=64)
-# of `memory`
+# Of `memory`.
 SMALL = SHAPE | dict(num_layers=2, hidden_size=256, num_heads=4)
 LENGTHS = (1024, 2048, 4096, 8192)
-# of `work`
+# Of `work`.
 SIZES = (2, 4)
-# of `bytes`: key heads
+# Of `bytes`: key heads.
 KEY_HEADS = (8, 2)
 
 
@@ -66,7 +66,7 @@ class InOrder(context_parallel.Blocks):
     def meeting(self, source: int, q: Tensor) -> context_parallel.Block:
         queries = visible = None
         if source > self.rank:
-            # no query at all; no kernel takes so few
+            # No query at all; no kernel takes so few.
             queries = q.shape[2]
             visible = torch.ones(1, 1, 0, q.shape[2], dtype=torch.bool)
         rows = slice(queries, None)
@@ -145,7 +145,7 @@ def on_rank(rank: int, rounds: int, shape: dict) -> dict:
         "all-to-all": Measured(shape, "all-to-all"),
         "in order": Measured(shape, "ring", cut_in_order),
         "silent": Measured(shape, "ring", silent),
-        # each rank its own sequence: what the machine has to give
+        # Each rank its own sequence: what the machine has to give.
         "apart": one,
     }
     kinds = {"one": one.alone} | {name: measured.together for name, measured in steps.items()}
@@ -211,7 +211,7 @@ def speed_part(shape: dict, rounds: int) -> dict:
     for kind in ("ring", "all-to-all", "in order"):
         loss = sum(m["losses"][kind] for m in measured)
         results["loss_difference"][kind] = abs(loss - one_loss) / one_loss
-    # of the rank that has most; "apart" is a whole sequence
+    # Of the rank that has most; "apart" is a whole sequence.
     busiest = {k: max(m["processor"][k] for m in measured) for k in measured[0]["processor"]}
     results["processor_seconds"] = busiest
     results["ring_over_in_order"] = report.ratio(times, "in order", "ring")
@@ -255,13 +255,13 @@ def draw_speed(axes, shares: dict) -> None:
 
 def bounds(by_rank: list, direction: str) -> tuple[float, float]:
     """(begin, end) of the second layer's attention in this direction, on the two ranks."""
-    # two blocks of each layer
+    # Two blocks of each layer.
     blocks = [[event for event in events if event[0] == direction][2:4] for events in by_rank]
     return min(first[1] for first, _ in blocks), max(last[2] for _, last in blocks)
 
 
 def draw_time_line(axes, by_rank: list, direction: str, seconds: float) -> None:
-    """Of one layer's attention, on two ranks: blocks above, messages below. seconds: shown"""
+    """One layer's attention on two ranks: blocks above, messages below. seconds: those shown."""
     begin, _ = bounds(by_rank, direction)
     end = begin + seconds
     margin = 0.12 * seconds
@@ -302,7 +302,7 @@ def attention_seconds(cutting: str, rank: int, n: int, shape: dict) -> float:
     q, k, v, grad = (torch.randn(size).transpose(1, 2) for _ in range(4))
     kv = torch.stack((k, v))
     log_sum = torch.ones(*q.shape[:3], 1)
-    # what a block asks of a process group, where there are no other processes
+    # What a block asks of a process group, where there are no other processes.
     group = SimpleNamespace(rank=lambda: rank, size=lambda: n)
     with CUTTINGS[cutting]():
         core = context_parallel.RingAttention(group, None)
@@ -324,7 +324,7 @@ def measure_work(rank: int, shape: dict, rounds: int) -> list[dict]:
     times = report.in_turn(kinds, rounds)
     rows = []
     for cutting, n, r in keys:
-        # of causal attention, times n. Of pairs of pieces, those on the diagonal are half the work
+        # Of causal attention, times n. Of pairs of pieces, those on the diagonal are half the work.
         formula = 1.0 if cutting == "zigzag" else (2 * r + 1) / n
         row = {"cutting": cutting, "N": n, "rank": r, "formula": formula}
         even = [sum(t["zigzag", n, other] for other in range(n)) / n for t in times]
@@ -362,7 +362,7 @@ def bytes_formula(kind: str, n: int, b: int, s: int, h: int, k: float, x: int) -
     bytes of a number."""
     if kind == "ring":
         forward = 2 * k * (n - 1) * b * s * h * x / n
-        # keys and values again, and their gradients, of at least 4 bytes a number
+        # Keys and values again, and their gradients, of at least 4 bytes a number.
         return {"forward": forward, "backward": forward + forward * max(x, 4) / x}
     forward = (2 + 2 * k) * (n - 1) * b * s * h * x / n**2
     return {"forward": forward, "backward": forward}

@@ -69,7 +69,7 @@ LANGUAGES = {
     "E": (SITE, "*.dist-info/METADATA"),
 }
 TASK = "language"
-# characters of a snippet
+# Characters of a snippet.
 LENGTH = 64
 # snippets: (training, test)
 SIZES = (2000, 300)
@@ -116,19 +116,19 @@ def snippets(sizes: tuple[int, int], seed: int = 0) -> tuple[list[dict], list[di
 # --- learning it ----------------------------------------------------------------------------------
 
 QUESTION = "\n# language: "
-# virtual tokens, where they are not what is compared
+# Virtual tokens, where they are not what is compared.
 TOKENS = 10
 STEPS = {"p-tuning": 600, "prompt-tuning": 600, "fine-tuning": 200}
-# of p-tuning's encoder
+# Of p-tuning's encoder.
 ENCODER = {"encoder_type": "mlp", "encoder_hidden": 32, "num_layers": 3, "init_std": 0.3}
 
 
 @dataclass(frozen=True)
 class Method:
-    # of the configuration
+    # Of the configuration.
     style: str
     lr: float
-    # of the command
+    # Of the command.
     flags: str = ""
 
     @property
@@ -145,14 +145,14 @@ PROMPT_TUNING = Method("prompt-tuning", 0.1)
 @dataclass
 class Experiment:
     folder: Path
-    # run or checkpoint of the frozen model
+    # Run or checkpoint of the frozen model.
     base: str
     device: str
     training: list[dict]
     test: list[dict]
-    # of training: {style: steps}
+    # Of training: {style: steps}.
     steps: dict[str, int]
-    # whether training snippets of more than LENGTH bytes are cut: padding is to the longest one
+    # Whether training snippets of more than LENGTH bytes are cut: padding is to the longest one.
     cut: bool = False
 
     def open_base(self) -> tuple:
@@ -195,7 +195,7 @@ def run_flags(
         "p_tuning": ENCODER,
     }
     if experiment.cut:
-        # the last token, end of text, is only a target
+        # The last token, end of text, is only a target.
         longest = LENGTH + len(QUESTION) + tokens + len("P")
         settings["data"]["max_seq_length"] = longest
     path = folder / "prompts.json"
@@ -281,7 +281,7 @@ def questions(experiment: Experiment, tokenizer) -> list[list[int]]:
 
 @torch.no_grad()
 def likeliest_letter_accuracy(experiment: Experiment) -> float:
-    """Of the untuned model, which is given the choice of the letters."""
+    """The untuned model is given the choice of the letters."""
     model, tokenizer = experiment.open_base()
     letters = list(LANGUAGES)
     ids = [int(tokenizer.encode(letter)[0]) for letter in letters]
@@ -293,7 +293,7 @@ def likeliest_letter_accuracy(experiment: Experiment) -> float:
 
 
 def free_accuracy(experiment: Experiment) -> float:
-    """Of the untuned model, which generates what it likes."""
+    """The untuned model generates what it likes."""
     model, tokenizer = experiment.open_base()
     prompts = questions(experiment, tokenizer)
     return accuracy(model, tokenizer, prompts, experiment.test, batch=1)
@@ -343,11 +343,11 @@ METHODS = {
     "LoRA, rank 8": lora(8, 5e-3),
     "LoRA, rank 2": lora(2, 5e-3),
     "adapters, size 32": peft("adapter", 3e-3),
-    # vectors have no weight decay, so any but the default is refused
+    # Vectors have no weight decay, so any but the default is refused.
     "IA3": peft("ia3 --weight-decay 0.1", 1e-1),
     "p-tuning": P_TUNING,
 }
-# with --toy; the other ranks are the same code
+# With --toy; the other ranks are the same code.
 TOY_METHODS = [name for name in METHODS if name not in ("LoRA, rank 32", "LoRA, rank 2")]
 # Of --prompts.
 PROMPTS = {"p-tuning": P_TUNING, "prompt-tuning": PROMPT_TUNING}
@@ -362,19 +362,19 @@ def learned_by_formula(name: str, config: GPTConfig) -> int:
     linears = [(h, h), (h, kv), (h, kv), (h, h), (h, f), (h, f), (f, h)]
     weights = sum(a * b for a, b in linears)
     if name == ALL:
-        # embedding and head; two norms in each layer, and one in the head
+        # Embedding and head; two norms in each layer, and one in the head.
         return L * weights + 2 * config.vocab_size * h + (2 * L + 1) * h
     if name == "IA3":
         return L * (2 * kv + f)
     if name == "p-tuning":
         n = TOKENS
         e = ENCODER["encoder_hidden"]
-        # vectors, then an MLP of three layers
+        # Vectors, then an MLP of three layers.
         return n * h + (h + 1) * e + (e + 1) * e + (e + 1) * h
     size = int(name.split()[-1])
     if name.startswith("LoRA"):
         return L * size * sum(a + b for a, b in linears)
-    # after attention and after the MLP: a norm, D and U
+    # After attention and after the MLP: a norm, D and U.
     return L * 2 * (2 * h + 2 * h * size)
 
 
@@ -401,13 +401,13 @@ def held_bytes(trainer) -> dict[str, int]:
 def measure_memory(experiment: Experiment, name: str) -> dict:
     """{precision: {"measured": {part: bytes}, "formula": {part: bytes}}}"""
     result = {}
-    # bytes of a weight, and of its state: in bf16 masters are float32, in float32 there are none
+    # Bytes of a weight, and of its state: in bf16 masters are float32, in float32 there are none.
     for precision, weight, state in (("fp32", 4, 8), ("bf16", 2, 12)):
         trainer, dataset = make_trainer(experiment, METHODS[name], f"--precision {precision}")
         trainer.forward_backward(1, dataset)
         config = trainer.model_config
         learned = learned_by_formula(name, config)
-        # with those of the model, if these are not the same
+        # With those of the model, if these are not the same.
         parameters = learned + (learned_by_formula(ALL, config) if name != ALL else 0)
         formula = dict(zip(PARTS, (weight * parameters, 4 * learned, state * learned)))
         result[precision] = {"measured": held_bytes(trainer), "formula": formula}
@@ -535,7 +535,7 @@ def measure_prompts(experiment: Experiment, notes: report.Notes, args: argparse.
         notes.note("parameters", name, measure=learned)
         notes.note("accuracy", name, measure=partial(of_seeds, experiment, name, args.seeds))
     for name in PROMPTS:
-        # the whole task is a point of both curves
+        # The whole task is a point of both curves.
         accuracy = notes.read()["accuracy"][name]
         notes.note("by_tokens", name, TOKENS, measure=lambda found=accuracy: found)
         every = len(experiment.training)

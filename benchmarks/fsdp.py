@@ -36,7 +36,7 @@ from course import demo, ranks
 SHAPE = dict(model="llama2-7b", num_layers=6, hidden_size=512, num_heads=8, ffn_hidden_size=1376)
 SHAPE |= dict(seq_length=256, vocab_size=8192, precision="fp32")
 TOY = SHAPE | dict(num_layers=2, hidden_size=64, ffn_hidden_size=176, seq_length=32, vocab_size=512)
-# a rank
+# A rank.
 SEQUENCES = 4
 
 
@@ -48,7 +48,7 @@ class Ours(Steps):
         super().__init__(shape, Groups(dp=dist.group.WORLD), zero_stage=3, **flags)
 
     def step(self) -> float:
-        # this rank's part of the mean over both
+        # This rank's part of the mean over both.
         return super().step() * 2
 
 
@@ -124,9 +124,9 @@ def events_of_a_step(ours: Ours) -> list[tuple[str, int, float, float]]:
     number = {unit: i for i, unit in enumerate(sharder.units)}
     clock = time.perf_counter
     events = []
-    # of the collectives that are started
+    # Of the collectives that are started.
     units = []
-    # of each wait for a unit's parameters: (unit, start, end); last, the end of backward
+    # Of each wait for a unit's parameters: (unit, start, end); last, the end of backward.
     waits = []
 
     def started(what: str, collective, *args, **options):
@@ -138,7 +138,7 @@ def events_of_a_step(ours: Ours) -> list[tuple[str, int, float, float]]:
         if what == "all-gather":
             work.get_future().add_done_callback(ended)
             return work
-        # gloo does not tell when a reduce-scatter ends: its end is that of the wait for it
+        # Gloo does not tell when a reduce-scatter ends: its end is that of the wait for it.
         return SimpleNamespace(wait=lambda: ended(work.wait()))
 
     def for_unit(method, unit) -> None:
@@ -184,7 +184,7 @@ def computed(waits: list, layers: int) -> list[tuple[str, int, float, float]]:
     return events
 
 
-# of the figure: row: kinds of events
+# Of the figure: row: kinds of events.
 ROWS = {
     "compute": ("forward", "backward"),
     "all-gather\n(weights)": ("all-gather",),
@@ -205,7 +205,7 @@ def draw(results: dict, figures: Path) -> None:
             if what in kinds:
                 start, end = (1e3 * x for x in seconds)
                 time_line.draw_event(axes, y, what, start, end)
-                # where there is room
+                # Where there is room.
                 if end - start > 0.012 * axes.get_xlim()[1]:
                     name = names.get(unit, str(unit - 1))
                     style.inside(axes, name, ((start + end) / 2, y), time_line.COLOURS[what])

@@ -46,10 +46,10 @@ CASES = {
     ),
 }
 TOY = {"toy": TINY, "toy llama": dataclasses.replace(TINY, ffn_hidden_size=176, llama=True)}
-# tokens
+# Tokens.
 PROMPT = 32
 NEW = 48
-# on a GPU, texts at a time
+# On a GPU, texts at a time.
 BATCHES = 1, 16, 64
 
 
@@ -76,7 +76,7 @@ def build(config: GPTConfig, device: str):
             exported, attn_implementation="sdpa", dtype=dtype
         )
         theirs = theirs.to(device).eval()
-        # until now they are mapped from the file
+        # Until now they are mapped from the file.
         for p in theirs.parameters():
             p.data = p.data.clone()
     return model.to(device).eval().requires_grad_(False), theirs
@@ -103,7 +103,7 @@ def against_transformers(model, theirs, batch: int, rounds: int) -> dict:
     def decode(function):
         return timed(lambda: function(NEW)) - timed(lambda: function(1))
 
-    # as the commands do: it keeps CUDA graphs
+    # As the commands do: it keeps CUDA graphs.
     options = dict(temperature=0, runner=generate.ModelRunner([model]))
     ours_generate = partial(generate.generate, model, prompts.tolist(), **options)
     equal = ours_generate(NEW) == theirs_generate(NEW)
@@ -119,7 +119,7 @@ def against_transformers(model, theirs, batch: int, rounds: int) -> dict:
 
 
 def seconds_per_token(model, length: int, new: int, cached: bool) -> float:
-    """Of decoding `new` tokens of one text, after a prompt of `length` tokens."""
+    """Seconds of decoding, over `new` tokens of one text after a prompt of `length` tokens."""
     prompt = [[1 + i % 200 for i in range(length)]]
 
     def run(n):
@@ -189,7 +189,7 @@ def measure(name: str, config: GPTConfig, args) -> dict:
 
 
 def our_steps(model, batch: int, new: int) -> dict:
-    """Of greedy decoding, after a text in which CUDA graphs are captured: tokens/s by the median of
+    """Greedy decoding, after a text in which CUDA graphs are captured: tokens/s by the median of
     the steps, and the slowest ones."""
     prompts = torch.randint(model.config.vocab_size, (batch, PROMPT)).tolist()
     options = dict(temperature=0, runner=generate.ModelRunner([model]))
@@ -230,7 +230,7 @@ def cases_of(stage: str, args) -> dict:
 
 
 def predicted(stage: str, args) -> dict[str, str]:
-    """Of steps on an H100 in the middle of an answer, by planning/serving.py."""
+    """Steps on an H100 in the middle of an answer, predicted by planning/serving.py."""
     found = {}
     for graphs, engine in (("", "graphs"), (", no graphs", "eager")):
         on = Serving(H100, ENGINES[engine], CASES["gpt2-124m"])
@@ -275,7 +275,7 @@ def main():
     args = report.parse(parser, rounds=1, batches=[1, 16], lengths=[8, 40], cases=TOY)
     torch.set_num_threads(args.threads)
     if args.device == "cpu":
-        # for both
+        # For both.
         cpu.keep_freed_memory()
     results = {name: measure(name, (CASES | TOY)[name], args) for name in args.cases}
     report.finish("generation", {"results": results}, args, draw)

@@ -98,7 +98,7 @@ def attempt(case) -> dict:
         traceback.print_exc(file=sys.stdout)
         row = {"error": report.one_line(e)}
     seconds = round(time.monotonic() - start, 1)
-    # the next one begins with what this one has left free
+    # The next one begins with what this one has left free.
     gc.collect()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
@@ -118,7 +118,7 @@ class Command:
         self.args = args
         self.begun = datetime.now().isoformat(timespec="seconds")
         self.end = time.monotonic() + args.seconds
-        # few stages have all of the time
+        # Few stages have all of the time.
         self.scale = max(1.0, args.seconds / sum(STAGES[name].limit for name in args.names))
         self.tail = deque(maxlen=3)
         try:
@@ -179,7 +179,7 @@ class Command:
         argv += ["--limit", f"{seconds:.1f}", *["--toy"] * args.toy]
         argv += ["--cases", *args.cases] if args.cases else []
         output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-        # in a session, which is killed as one
+        # In a session, which is killed as one.
         process = subprocess.Popen(
             [sys.executable, "-u", *COMMAND, *argv], start_new_session=True, **output
         )
@@ -190,7 +190,7 @@ class Command:
         except subprocess.TimeoutExpired:
             return None
         finally:
-            # also what outlives the first of them
+            # Also what outlives the first of them.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -226,12 +226,12 @@ def main() -> int:
     seconds = "of all stages together (default: 720)"
     parser.add_argument("--seconds", type=float, default=720, help=seconds)
     parser.add_argument("--cases", nargs="+", default=[], help="of each stage, only these")
-    # of the process of a stage
+    # Of the process of a stage.
     parser.add_argument("--stage", default="", help=argparse.SUPPRESS)
     parser.add_argument("--run", default="", help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=float, default=600, help=argparse.SUPPRESS)
     args = report.parse(parser, seconds=3600)
-    # it shall end by itself, before it is killed
+    # It shall end by itself, before it is killed.
     args.deadline = time.monotonic() + args.limit - 3
     if args.stage:
         return measure(args, parser)

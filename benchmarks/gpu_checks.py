@@ -37,12 +37,12 @@ from run.metrics import read_metrics
 PACKAGES = "numpy msgspec transformers tokenizers safetensors matplotlib triton torchao trl".split()
 PYTEST = "-m pytest -vv -rfEs --no-header --tb=short -p no:cacheprovider --all -m gpu".split()
 SELECTED = {"tests": ["-k", "not sanitizer"], "sanitizer": ["-k", "sanitizer"]}
-# of each, at toy size, where they are skipped
+# Of each, at toy size, where they are skipped.
 TOY_TESTS = {"tests": "tests/test_device_queue.py", "sanitizer": "tests/test_kernels.py"}
 OUTCOMES = {"passed": "PASSED", "failed": "FAILED", "skipped": "SKIPPED", "errors": "ERROR"}
-# stages that run beside the tests at toy size, in two lanes
+# Stages that run beside the tests at toy size, in two lanes.
 SMOKE = "gpt2 run serve attention matrices medium parity kernels llama fp8 decode".split()
-# seconds that a stage has left when its last process is stopped
+# Seconds that a stage has left when its last process is stopped.
 MARGIN = 8
 SIZES = dict(hidden_size=128, seq_length=256, vocab_size=512, dropout=0.0, num_layers=3)
 PARITY = {
@@ -63,7 +63,7 @@ def cases_of(stage: str, args) -> dict:
 
 def call(argv: list[str], deadline: float) -> tuple[int | None, list[str]]:
     """Run python with these arguments: (its exit status, None where it was stopped, its lines)."""
-    # one thread: tests run beside each other
+    # One thread: tests run beside each other.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     options = dict(cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     seconds = max(1, deadline - MARGIN - time.monotonic())
@@ -250,7 +250,7 @@ def differences(found: Result, reference: Result) -> dict:
     }
     squares = [sum((a - b).norm() ** 2 for a, b in pairs.values())]
     squares.append(sum(b.norm() ** 2 for _, b in pairs.values()))
-    # the exact gradient of some vectors is near 0
+    # The exact gradient of some vectors is near 0.
     matrices = [((a - b).norm() / b.norm()).item() for a, b in pairs.values() if b.dim() > 1]
     return {
         "gradient": math.sqrt(squares[0] / squares[1]),
@@ -268,7 +268,7 @@ def cases_of_run(args) -> dict:
 
 
 def predicted(stage: str, args) -> dict[str, str]:
-    """Of a step on an H100, by planner.py."""
+    """A step on an H100, predicted by planner.py."""
     if stage != "run":
         return {}
     config = flags.parse(RUN.split(), 0)

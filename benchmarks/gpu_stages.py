@@ -9,9 +9,9 @@ from benchmarks import report
 
 
 class Stage(NamedTuple):
-    # seconds at most
+    # Seconds at most.
     limit: float
-    # of benchmarks/, whose cases it measures
+    # Of benchmarks/, whose cases it measures.
     module: str
 
 
@@ -33,14 +33,14 @@ STAGES = {
     "sanitizer": Stage(120, "gpu_checks"),
     "nccl": Stage(120, "nccl"),
 }
-# compiles blocks, beside the tests
+# Compiles blocks, beside the tests.
 WARM = Stage(120, "training_step")
-# how a stage's process ends, with its exit status, or None where it was killed; after any other
-# status, that of a FAULT or of a signal, another process goes on
+# How a stage's process ends, with its exit status, or None where it was killed; after any other
+# status, that of a FAULT or of a signal, another process goes on.
 FAILED, REFUSED, LEFT, FAULT = 1, 2, 3, 4
 WORDS = {0: "done", FAILED: "failed", REFUSED: "refused", None: "killed, its time was over"}
 WORDS[LEFT] = "done, but for cases that had no time left"
-# values of a case that are shown, the first ones; not those that every case has
+# Values of a case that are shown, the first ones; not those that every case has.
 SHOWN, OF_EVERY_CASE = 3, ("s in all", "run")
 
 # --- what is known so far -------------------------------------------------------------------------

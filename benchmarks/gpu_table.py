@@ -57,7 +57,7 @@ def reached(values: list[tuple[float, str]], holds) -> str:
 
 
 def best(results: dict, stage: str, key: str) -> str:
-    """Of this project's cases of a stage."""
+    """The best of this project's cases of a stage."""
     found = []
     for name, row in results.get(stage, {}).items():
         if key in row and name.startswith(("kernels", "fp8")):

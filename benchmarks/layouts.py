@@ -68,13 +68,13 @@ SHAPE = (
     " --micro-batch-size {}"
 )
 ALWAYS = "--model gpt2 --vocab-size 257 --dropout 0 --lr 1e-3 --warmup-steps 4 --timeout 300"
-# largest relative difference of a loss
+# Largest relative difference of a loss.
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
-# steps that do not count
+# Steps that do not count.
 WARMUP = 3
-# the flags that a figure's title names
+# The flags that a figure's title names.
 SHAPE_FLAGS = ("num-layers", "hidden-size", "seq-length", "global-batch-size", "micro-batch-size")
-# the layouts of README's picture, by their flags: none are one device and plain data parallelism
+# The layouts of README's picture, by their flags: none are one device and plain data parallelism.
 SHOWN = (
     "",
     "--zero-stage 3",
@@ -131,7 +131,7 @@ def on_rank(flags: list[str]) -> int:
             live.__exit__(None, None, None)
         return live.peak
 
-    # raises if the name is no longer there: else the process would be measured unnoticed
+    # Raises if the name is no longer there: else the process would be measured unnoticed.
     with mock.patch.object(training_run, "peak_memory", peak_memory):
         live.__enter__()
         return train.main(flags)
@@ -141,7 +141,7 @@ def on_rank(flags: list[str]) -> int:
 
 
 def tokens_per_second(lines: list[dict]) -> float:
-    """Of one run, from its lines of metrics.jsonl."""
+    """The median over the steps of a run. lines: of metrics.jsonl."""
     return median([line["tokens_per_second"] for line in lines[WARMUP:]])
 
 
@@ -174,7 +174,7 @@ def run_all(
 def rows_of(todo: dict[str, tuple[int, str]], runs: dict[str, list]) -> list[dict]:
     """A row for each layout that ran, in the order of `todo`."""
     rows = []
-    # the losses that the others must have, for each computation
+    # The losses that the others must have, for each computation.
     expected = {}
     for name in runs:
         ranks, flags = todo[name]
@@ -201,7 +201,7 @@ def draw(results: dict, figures: Path) -> None:
     size = 1.2 + 0.24 * len(rows)
     options = dict(width_ratios=(0.7, 2, 2), sharey=True)
     figure, (losses, rates, memory) = style.figure(size, 1, 3, **options)
-    # in digits: equal ones are seen at once
+    # In digits: equal ones are seen at once.
     for y, row in enumerate(rows):
         style.inside(losses, f"{row['losses'][-1]:.5f}", (0.5, y), "white")
     losses.set(xlabel=f"loss of step {results['steps']}", xlim=(0, 1), xticks=[])
@@ -220,7 +220,7 @@ def draw_same_loss(results: dict, path: Path) -> None:
     figure, (losses, memory) = style.figure(3.6, 1, 2, width_ratios=(5, 4))
     steps = range(1, results["steps"] + 1)
     for i, row in enumerate(rows):
-        # each thinner than the one below it, so that all are seen
+        # Each thinner than the one below it, so that all are seen.
         width = 1.5 + 2 * (len(rows) - 1 - i)
         line = dict(linewidth=width, solid_capstyle="round", solid_joinstyle="round")
         losses.plot(steps, row["losses"], color=colour_of(row), **line)
@@ -256,7 +256,7 @@ def draw_bars(axes, rows: list[dict], label: str, values: list[dict]) -> None:
 
 def figure_title(results: dict) -> str:
     """What ran, and by how much the losses differ."""
-    # the last one counts: a flag after -- replaces ours
+    # The last one counts: a flag after -- replaces ours.
     value_of = dict(re.findall(r"--(\S+) (\S+)", " ".join(results["flags"])))
     shape = ", ".join(f"{name} {value_of[name]}" for name in SHAPE_FLAGS)
     devices = {"cuda": "GPUs", "cpu": "CPU ranks"}[value_of["device"]]
@@ -304,7 +304,7 @@ def main() -> int:
         f"\nlargest relative difference of a loss, {len(rows)} layouts, {args.steps} steps,"
         f" {precision}: {worst['loss_difference']:.1e} ({worst['name']})"
     )
-    # not >: a loss may be NaN
+    # Not >: a loss may be NaN.
     wrong = [row["name"] for row in rows if not row["loss_difference"] <= TOLERANCE[precision]]
     if wrong:
         rule = f"losses differ by more than {TOLERANCE[precision]:.0e}"

@@ -116,7 +116,7 @@ def two_ranks(rank: int, rounds: int, size: dict) -> tuple[list[dict], list]:
 
 
 def training_steps(groups: Groups, rounds: int, fields: dict) -> list[dict]:
-    """Of each step of tiny-moe under ep 2: its seconds, and those of them in all-to-alls, waiting
+    """Each step of tiny-moe under ep 2: its seconds, and those of them in all-to-alls, waiting
     for the other rank included."""
     tiny = steps.Steps(dict(model="tiny-moe", ep=2, device="cpu"), groups, **fields)
     events = []
@@ -156,7 +156,7 @@ def main():
     args = report.parse(report.arguments(__doc__, rounds=15), rounds=1)
     results = speed(args.rounds, TOY_SPEED if args.toy else SPEED)
     report.print_results(results)
-    # the ranks had one thread each
+    # The ranks had one thread each.
     report.save("moe_speed", results, args, threads=1)
 
 

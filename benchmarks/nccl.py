@@ -53,7 +53,7 @@ LAYOUTS = [
     (4, f"{GPT2} --cp 2 --zero-stage 3"),
     (8, "--model llama2-7b --tp 2 --pp 2 --zero-stage 1 --sequence-parallel"),
 ]
-# of them with --toy
+# Of them with --toy.
 TOY = 3, 4
 REINFORCEMENT = parity.SMALL | dict(
     command="reinforcement.py",
@@ -71,7 +71,7 @@ RUN = (
     " --global-batch-size 4 --micro-batch-size 1 --dropout 0.1 --precision fp64 --eval-every 0"
     " --steps 6 --save-every 3 --warmup-steps 0 --lr 1e-3"
 )
-# the layout of a run, and that under which it goes on
+# The layout of a run, and that under which it goes on.
 FIRST, SECOND = "--pp 2", "--zero-stage 3"
 
 
@@ -104,7 +104,7 @@ def launch(world: int, argv: list[str]) -> None:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     done = subprocess.run([*launcher, *argv], cwd=ROOT, capture_output=True, text=True, timeout=180)
     if done.returncode:
-        # what NCCL_DEBUG has printed, if it is set
+        # What NCCL_DEBUG has printed, if it is set.
         print(done.stdout, end="")
         lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
         raise RuntimeError((lines or done.stderr.splitlines())[-1])
@@ -119,7 +119,7 @@ def check_run(device: str) -> str:
         launch(1, [*words, "--out", str(one)])
         launch(2, [*words, *FIRST.split(), "--out", str(two)])
         of_run = compare_losses(two, one)
-        # as if the run had been killed after its first checkpoint
+        # As if the run had been killed after its first checkpoint.
         shutil.rmtree(checkpoint.find(two))
         launch(2, ["train.py", "--resume", "--out", str(two), *SECOND.split()])
         resumed = compare_losses(two, one)
@@ -151,7 +151,7 @@ def outcome(check) -> dict:
     try:
         wrong = check()
     except Exception as e:
-        # of a rank's traceback, the line that says what happened
+        # Of a rank's traceback, the line that says what happened.
         return {"error": str(e).strip().splitlines()[-1][:160]}
     return {"error": f"DIFFERS, {wrong}"} if wrong else {"found": "equal"}
 

@@ -56,7 +56,7 @@ class PaddedToLongest(Padded):
 
 
 PADDINGS = {"padded": Padded, "to the longest": PaddedToLongest, "packed": Packed}
-# of a step, and of a row
+# Of a step, and of a row.
 ROWS = 16
 POSITIONS = 256
 CONVERSATIONS = 4000
@@ -64,8 +64,8 @@ TOY_CONVERSATIONS = 400
 
 
 def conversations(n: int, s: int) -> list[Example]:
-    """Of random bytes. Lengths are log-normal, with median s / 8: many short ones, a few long ones.
-    The loss is taken on the second half, the answer."""
+    """Conversations of random bytes. Lengths are log-normal, with median s / 8: many short ones, a
+    few long ones. The loss is taken on the second half, the answer."""
     generator = np.random.default_rng(0)
     lengths = np.exp(generator.normal(math.log(s / 8), 0.9, n)).astype(int).clip(4, s)
     examples = []
@@ -88,7 +88,7 @@ class PaddingRun:
         return sum(self.dataset.lengths[i] for sample in samples for i in self.dataset.row(sample))
 
     def shares(self) -> dict[str, float]:
-        """Of the positions that an epoch computes: text, and counted tokens."""
+        """Shares of the positions that an epoch computes: text, and counted tokens."""
         dataset = self.dataset
         rows = len(dataset.rows_of(0))
         positions = 0
@@ -99,7 +99,7 @@ class PaddingRun:
         return {"text": self.text(done) / positions, "counted": counted / positions}
 
     def tokens_per_second(self) -> float:
-        """Of text, in the next step."""
+        """Tokens of text in a second of the next step."""
         self.steps += 1
         tokens = self.text(self.trainer.task.samples(self.steps))
         return tokens / seconds_of_step(self.trainer, self.dataset, self.steps)
@@ -123,7 +123,7 @@ def measure(rounds: int, n: int) -> dict:
         "positions": s,
         "rows of packed": len(runs["packed"].dataset.rows_of(0)),
         "fill of packed": runs["packed"].dataset.fill(),
-        # each hundredth part of them
+        # Each hundredth part of them.
         "lengths": [lengths[i * n // 100] for i in range(100)],
     }
     for name, run in runs.items():

@@ -42,7 +42,7 @@ class Block(nn.Module):
         self.heads, self.llama = c.num_heads, c.llama
         self.norm1, self.norm2 = norm(c), norm(c)
         self.qkv, self.out = nn.Linear(h, 3 * h, bias), nn.Linear(h, h, bias)
-        # gate and up in one matrix
+        # Gate and up in one matrix.
         self.up, self.down = nn.Linear(h, ffn * (1 + c.llama), bias), nn.Linear(ffn, h, bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class _Matmul(torch.autograd.Function):
         q_x, inverse_x = as_bytes(x, torch.float8_e4m3fn)
         q_w, inverse_w = as_bytes(w, torch.float8_e4m3fn)
         ctx.save_for_backward(q_x, inverse_x, q_w, inverse_w)
-        # sums with fewer bits; in backward with all of them
+        # Sums with fewer bits; in backward with all of them.
         fast = dict(out_dtype=x.dtype, use_fast_accum=True)
         return torch._scaled_mm(q_x, q_w.t(), inverse_x, inverse_w, **fast)
 
@@ -229,7 +229,7 @@ def convert(stage: gpt.GPT, peer: str, layers: range) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(peer.removeprefix("torchao "))
-    # without a GPU the bytes are decoded, as here
+    # Without a GPU the bytes are decoded, as here.
     config = replace(config, emulate=not torch.cuda.is_available())
     convert_to_float8_training(
         stage, module_filter_fn=lambda _, name: in_layers(name, layers), config=config

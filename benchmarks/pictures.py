@@ -22,9 +22,9 @@ DATA = tomllib.loads((HERE / "pictures.toml").read_text(encoding="utf-8"))
 
 
 WIDTH, HEIGHT = 100, 56
-# points
+# Points.
 SMALL, TITLE = 9, 14
-# between two lines of text
+# Between two lines of text.
 LINE = 2.1
 WHOLE = (0, 0, 1, 1)
 FORWARD, BACKWARD = "#0072b2", "#b34700"
@@ -110,7 +110,7 @@ def draw_box(axes, box: Box) -> None:
     draw_patch(axes, (x, y), width, height, box.kind)
     _, fill, options = KINDS[box.kind]
     text = dict(ha="center", va="center", fontsize=SMALL, linespacing=1.25)
-    # a hatch ends where text begins
+    # A hatch ends where text begins.
     behind = dict(facecolor=fill, edgecolor="none", pad=0.6) if "hatch" in options else None
     colour = "black" if fill == "none" else style.contrast(fill)
     axes.text(x + width / 2, y + height / 2, box.text, color=colour, bbox=behind, **text)
@@ -154,7 +154,7 @@ def draw(texts: dict[str, str], items: list, path: Path) -> None:
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, WIDTH), ylim=(HEIGHT, 0))
     axes.set_axis_off()
-    # no line ends inside a shape
+    # No line ends inside a shape.
     foot = re.sub(r"\[[^]]*]", lambda shape: shape[0].replace(" ", "\xa0"), texts["foot"])
     lines = textwrap.wrap(foot, 120, break_on_hyphens=False)
     y = HEIGHT - 3.4 - LINE * len(lines)
@@ -266,7 +266,7 @@ def zero(data: dict) -> list:
             part = (rank / n, 0, (rank + 1) / n, 1)
             kinds = {"weights": "2Ψ", "gradients": "4Ψ", "optimizer": "12Ψ"}
             for i, (kind, text) in enumerate(kinds.items()):
-                # stage 1 cuts the last of the three, stage 2 the last two
+                # Stage 1 cuts the last of the three, stage 2 the last two.
                 held = (text, "", WHOLE) if i + stage < 3 else ("", "", part)
                 items.append(Box(x + 6.8 * i, y + 0.7, 6.3, 4.2, kind, *held))
     return items
@@ -279,7 +279,7 @@ def experts(data: dict) -> list:
     items += heads(7.3, {89: "home"})
     tokens = data["tokens"]
     chosen = tokens[0] | tokens[1]
-    # the middle of each token's row, in each column
+    # The middle of each token's row, in each column.
     at = {}
 
     def column(rank: int, x: float, names, text: str) -> None:
@@ -328,7 +328,7 @@ def recompute(data: dict) -> list:
     return items
 
 
-# those of two ranks are data alone
+# Those of two ranks are data alone.
 PICTURES = dict.fromkeys(DATA, two_ranks) | {
     "context": context,
     "pipeline": pipeline,

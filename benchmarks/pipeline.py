@@ -35,11 +35,11 @@ from course import demo, ranks
 from planning import drawing
 from schedules import Cost, Event
 
-# pipeline ranks
+# Pipeline ranks.
 P = 2
 SHAPE = GPT | dict(num_layers=8, micro_batch_size=1)
 TOY = SHAPE | dict(hidden_size=64, seq_length=32)
-# flags of train.py
+# Flags of train.py.
 LAYOUTS = {
     "gpipe": dict(schedule="gpipe"),
     "1f1b": dict(schedule="1f1b"),
@@ -47,14 +47,14 @@ LAYOUTS = {
     "interleaved v=4": dict(virtual_stages=4),
     "zb-h1": dict(schedule="zb-h1"),
 }
-# micro-batches of a step
+# Micro-batches of a step.
 MICRO_BATCHES = (8, 4)
-# layouts that PyTorch has too; compared with m = 8
+# Layouts that PyTorch has too; compared with m = 8.
 IN_TORCH = ("1f1b", "interleaved v=2")
-# layouts whose time lines are drawn, with m = 8
+# Layouts whose time lines are drawn, with m = 8.
 DRAWN = ("1f1b", "interleaved v=2", "zb-h1")
-# of the figure of bubbles: layout: marker
-# mark and colour; gpipe and 1f1b have one bubble
+# Of the figure of bubbles: layout: marker
+# mark and colour; gpipe and 1f1b have one bubble.
 MARKERS = {
     "gpipe": ("x", "#000000"),
     "1f1b": ("o", "#0072b2"),
@@ -84,7 +84,7 @@ class TorchStage(nn.Module):
         """x: tokens [b, s] on the first stage, activations [b, s, h] on the others."""
         if self.chunk.embedding is not None:
             return self.chunk(x, None, gpt.PLAIN, None)
-        # a chunk reads the length of the sequence from its tokens
+        # A chunk reads the length of the sequence from its tokens.
         tokens = x.new_zeros(x.shape[:2], dtype=torch.long)
         return self.chunk(tokens, None, gpt.PLAIN, x)
 
@@ -204,7 +204,7 @@ def bubbles(measured: list[dict], name: str, m: int) -> tuple[float, float]:
             seconds.setdefault((e.op, e.chunk * P + e.rank), []).append(e.end - e.start)
 
     def cost(op: str) -> list[float]:
-        """Of each stage."""
+        """Seconds on each stage."""
         return [median(seconds[op, stage]) for stage in range(P * v)]
 
     if name == "zb-h1":

@@ -31,22 +31,22 @@ from run.presets import PRESETS
 
 TOKENS = 300e9
 BATCH = 2400
-# published days on so many A100s, bf16
+# Published days on so many A100s, bf16.
 GPUS = (800, 480, 160)
 NEMO = {
     "gpt3-5b": (0.8, 1.3, 3.9),
     "gpt3-20b": (3.6, 6.0, 18.1),
     "gpt3-175b": (28.0, 46.7, 140.0),
 }
-# NeMo's published tokens/s of each GPU: Llama-2 in bf16, s 4096, 128 sequences in a step
+# NeMo's published tokens/s of each GPU: Llama-2 in bf16, s 4096, 128 sequences in a step.
 LLAMA_BATCH = 128
 LLAMA_A100 = {("llama2-7b", 8): 4583, ("llama2-13b", 8): 2357, ("llama2-70b", 32): 451}
 LLAMA_H200 = [(name, n) for name, _ in LLAMA_A100 for n in (8, 16, 32, 64)]
-# of the time of a step
+# Of the time of a step.
 NAMES = dict(matmul="one device", elementwise="activations", head="recompute", tensor="tensor")
 NAMES |= dict(pipeline="pipeline", bubble="", data="data", optimizer="optimizer state")
 COLOURS = {part: style.COLOURS.get(name, IDLE) for part, name in NAMES.items()}
-# seconds
+# Seconds.
 TICKS = (1, 10, 100)
 
 # --- what is compared -----------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def row_of_results(row: Row) -> dict:
 def fastest(machine: Machine, model: MoEConfig, gpus: int, batch: int) -> tuple:
     """(the fastest layout and its time, its flags). Raises PlanError."""
     best = planner.search(machine, SOFTWARE["train.py"], model, gpus, batch)[0]
-    # every row has the same batch
+    # Every row has the same batch.
     words = " ".join(best.layout.flags()).replace(f"--global-batch-size {batch}", "")
     return best, " ".join(words.split())
 
@@ -301,7 +301,7 @@ def draw_parts(axes, rows: list[dict]) -> None:
     axes.set_xticks(range(len(rows)), [row["model"].removeprefix("gpt3-").upper() for row in rows])
     axes.set(ylabel="% of the step", ylim=(0, 100), title="Parts of a step, 160 A100s\n(predicted)")
     axes.grid(visible=False, axis="x")
-    # the highest part first, as in the columns
+    # The highest part first, as in the columns.
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
 
 

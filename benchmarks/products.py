@@ -44,7 +44,7 @@ MATRICES = {
     "llama2-7b": (4096, 4096, 11008),
     "llama2-7b, micro-batch 2": (8192, 4096, 11008),
 }
-# tokens, h of a layer h -> h: those of Llama-2 7B first
+# Tokens, h of a layer h -> h: those of Llama-2 7B first.
 LAYERS = [(4096, 4096), *((n, 2**power) for n in (4096, 16384) for power in range(9, 15))]
 LAYERS = list(dict.fromkeys(LAYERS))
 # (b, a, s, d)
@@ -62,7 +62,7 @@ def device_of_run() -> str:
 
 
 def seconds_of(call) -> float:
-    """Of one call, the mean of as many as take 20 ms or more."""
+    """Seconds of one call: the mean of as many as take 20 ms or more."""
     once = timed(call)
     repeats = max(1, math.ceil(0.02 / once))
     return timed(lambda: [call() for _ in range(repeats)]) / repeats

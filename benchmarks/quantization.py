@@ -56,11 +56,11 @@ VARIANTS = {
     "int4, the head too": (Int4Matrix.of, Int4Matrix.of),
 }
 BATCHES = (1, 16)
-# tokens
+# Tokens.
 PROMPT = 16
 NEW = 64
 TOY_NEW = 4
-# of the quantised model beside 16 bits
+# Of the quantised model beside 16 bits.
 LIMITS = {"int8": 0.005, "int4": 0.03}
 
 
@@ -131,7 +131,7 @@ def measure(load: Callable, text: data.Corpus, sequences: int, rounds: int, new:
                 speeds["prefill"][kind] = partial(prefill, model)
         results[kind] = {"bytes": size}
     for kind, (of_blocks, of_head) in VARIANTS.items():
-        # with quantised matrices, by the naive way
+        # With quantised matrices, by the naive way.
         model = load(torch.bfloat16)
         head = model.head.output.weight
         weight_layouts.replace_linears(model)
@@ -164,7 +164,7 @@ def measure_models(args) -> dict:
         parameters = sum(p.numel() for p in load(torch.float32).parameters())
         paths = [str(report.HERE)] if args.toy else Config().data
         parts = data.prepare_corpora(paths, tokenizer, workers=os.cpu_count())
-        # sequences in the order of the stream
+        # Sequences in the order of the stream.
         text = data.open_corpora(parts, config.seq_length, None, "held-out")
         sequences = min(args.sequences, text.num_sequences)
         name = f"L {config.num_layers}, h {config.hidden_size}"

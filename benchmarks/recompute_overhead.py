@@ -31,7 +31,7 @@ ROWS = {
     "selective + sequence": (True, "selective", 7.2, 13.1),
     "full + sequence": (True, "full", None, None),
 }
-# the paper's forward and backward without recomputation, ms
+# The paper's forward and backward without recomputation, ms.
 PAPER_BASE = 19.6
 SHAPES = {
     "toy": dict(s=32, b=2, h=64, a=4),
@@ -101,15 +101,15 @@ def table(measured: dict, shape: dict, t: int) -> list[dict]:
     return rows
 
 
-# by row, without those that the paper does not have
+# By row, without those that the paper does not have.
 PAPER = {row: (f + b) / PAPER_BASE - 1 for row, (_, _, f, b) in ROWS.items() if f}
-# of the figure: the dropouts that were measured: marker
+# Of the figure: the dropouts that were measured: marker.
 MARKERS = {"dropout 0.1": "o", "dropout 0.0": "s"}
 
 
 def draw(results: dict, figures: Path) -> None:
     """results: what recompute_overhead.json holds."""
-    # the first row is the base of the others
+    # The first row is the base of the others.
     names = list(ROWS)[1:]
     figure, axes = style.figure(3.2)
     for i, (dropout, marker) in enumerate(MARKERS.items()):

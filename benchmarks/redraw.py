@@ -14,7 +14,7 @@ from pathlib import Path
 from base import terminal
 from benchmarks import report
 
-# the module whose `draw` reads NAME.json, where it has another name
+# The module whose `draw` reads NAME.json, where it has another name.
 DRAWN_BY = {"gpu": "gpu_table", "prompt_tuning": "fine_tuning"} | {
     f"loss_{name}": "loss_of_variants" for name in ("state", "fp8", "experts")
 }

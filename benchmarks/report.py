@@ -31,9 +31,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RESULTS = HERE / "results"
 
-# git ignores it
+# Git ignores it.
 SCRATCH = ROOT / "runs" / "benchmarks"
-# flags that are at least 1
+# Flags that are at least 1.
 COUNTS = {
     "rounds": "in each of which all kinds are measured, in turn",
     "steps": "of training",
@@ -42,9 +42,9 @@ COUNTS = {
     "ranks": "processes of this machine",
     "sequences": "of held-out text",
 }
-# between two lines about how far a comparison is
+# Between two lines about how far a comparison is.
 SECONDS_OF_SILENCE = 10
-# of the environment: results that are put into one file have these in common
+# Of the environment: results that are put into one file have these in common.
 SAME = "device", "torch", "python"
 SPREAD = "median", "min", "max"
 
@@ -120,7 +120,7 @@ def refuse(parser: argparse.ArgumentParser, message: str) -> None:
 
 
 def check_names(parser: argparse.ArgumentParser, names: list[str], known) -> None:
-    """Of words without a flag. (choices= would refuse that there are none.)"""
+    """Refuse unknown words without a flag. (choices= would refuse that there are none.)"""
     if unknown := [name for name in names if name not in known]:
         refuse(parser, f"{', '.join(unknown)}: not known; there are {', '.join(known)}")
 

@@ -108,7 +108,7 @@ def plan_of(machine: Machine, software, model: MoEConfig, layout: Layout) -> pla
 
 
 def tokens_per_second(plan: planner.Plan, model: MoEConfig) -> float:
-    """Of each GPU."""
+    """The rate of each GPU."""
     return plan.layout.global_batch_size * model.seq_length / plan.seconds / plan.layout.ranks
 
 

@@ -56,7 +56,7 @@ TOY = SHAPE | dict(
 # without the cache a step takes minutes
 CACHE_ROUNDS = 2
 CACHE = {"cache": {}, "no cache": {"cached": False}}
-# shorter answers, more rounds
+# Shorter answers, more rounds.
 SHORT = {"seq_length": 192, "answer_tokens": 128}
 LAYOUTS = {
     "dp 2": {},
@@ -113,13 +113,13 @@ class Rollout(Steps):
         return write_answers(self.trainer.model, prompts, samples, *numbers, end_tokens, **options)
 
     def seconds(self) -> dict[str, float]:
-        """Of the first step, so that all kinds have the same random numbers: by part, and whole."""
+        """Seconds of the first step, by part and whole: all have the same random numbers."""
         barrier = dist.barrier if dist.is_initialized() else lambda: None
         whole = report.timed(lambda: (self.step(), barrier()))
         seconds = dict.fromkeys(PARTS, 0.0)
         for part, start, end in self.events:
             seconds[part] += end - start
-        # the weights are moved inside of the call that writes
+        # The weights are moved inside of the call that writes.
         seconds["generation"] -= seconds["resharding"]
         seconds["training"] = whole - sum(seconds.values())
         lengths = {len(answer.ids) for answer in self.trainer.task.rows.answers}
@@ -143,7 +143,7 @@ def on_rank(rank: int, world: int, shape: dict, kinds: dict) -> dict:
 def measure(results: dict, args, keep) -> None:
     """results: {group: {round: {kind: {part: seconds}}}}, completed; keep() writes the file."""
     for number in range(args.rounds):
-        # what takes minutes comes last
+        # What takes minutes comes last.
         for group, (world, kinds) in reversed(KINDS.items()):
             done = results.setdefault(group, {})
             enough = group == "cache" and number >= CACHE_ROUNDS

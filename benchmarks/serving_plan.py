@@ -26,12 +26,12 @@ from run.presets import PRESETS
 
 PUBLISHED = json.loads((Path(serving.__file__).parent / "published_serving.json").read_text())
 SPEED = report.RESULTS / "serving_speed.json"
-# engine -> {constant: the row that gives it}
+# Engine -> {constant: the row that gives it}.
 FITTED = {
     name: {constant: tuple(key) for constant, key in rows.items()}
     for name, rows in PUBLISHED["fitted"].items()
 }
-# the frontier that is drawn: tokens of a prompt and of an answer
+# The frontier that is drawn: tokens of a prompt and of an answer.
 MODELS, PROMPT, ANSWER, GPUS = ("llama2-70b", "gpt3-175b"), 200, 200, 16
 OF_TP = dict(zip((1, 2, 4, 8, 16), (*style.SERIES, "#e69f00", "#332288")))
 
@@ -99,7 +99,7 @@ def on_this_machine(measured: dict) -> dict:
         config = serving_speed.CASES[name]
         for together, numbers in of_model.items():
             asked = serving_speed.make_requests(int(together), config)
-            # of the tokens of all answers, on average
+            # Of the tokens of all answers, on average.
             tokens = sum(request.tokens for request in asked)
             before = sum(r.tokens * (len(r.prompt) + r.tokens / 2) for r in asked) / tokens
             one = Serving(machine, engine, MoEConfig(**asdict(config)), weights="fp32")

@@ -40,7 +40,7 @@ from inference.engine import Engine, requests_of
 from planning.inputs import H100
 from planning.serving import ENGINES, Serving
 
-# tokens of a prompt, and of an answer
+# Tokens of a prompt, and of an answer.
 MEDIAN, SIGMA, LONGEST = 64, 0.9, 512
 CASES = {
     "h 256": SMALL,
@@ -48,10 +48,10 @@ CASES = {
         SMALL, hidden_size=768, num_heads=12, head_dim=64, num_kv_heads=12, ffn_hidden_size=3072
     ),
 }
-# of a step, for both
+# Of a step, for both.
 BUDGET = 512
 BLOCK = 16
-# on a GPU: requests open at a time, and who answers beside the engine
+# On a GPU: requests open at a time, and who answers beside the engine.
 TOGETHER = 32
 OTHERS = "transformers, static", "transformers, continuous", "generate.py"
 
@@ -67,11 +67,11 @@ class Asked(NamedTuple):
 class Measured:
     """What one contender did."""
 
-    # of each request: when it came, and when each of its tokens did
+    # Of each request: when it came, and when each of its tokens did.
     came: dict[int, float] = field(default_factory=dict)
     tokens: dict[int, list[float]] = field(default_factory=dict)
     ids: dict[int, list[int]] = field(default_factory=dict)
-    # of each step
+    # Of each step.
     waste: list[float] = field(default_factory=list)
 
     def numbers(self) -> dict:
@@ -173,7 +173,7 @@ def ours_in_batches(model, asked: list[Asked], together: int) -> Measured:
 def theirs_in_batches(theirs, asked: list[Asked], together: int) -> Measured:
     def run(prompts, longest, ticks):
         columns = max(map(len, prompts))
-        # padded at the left
+        # Padded at the left.
         new = functools.partial(torch.tensor, device=theirs.device)
         ids = new([[0] * (columns - len(p)) + p for p in prompts])
         mask = new([[0] * (columns - len(p)) + [1] * len(p) for p in prompts])
@@ -234,7 +234,7 @@ def theirs_continuous(theirs, asked: list[Asked], together: int) -> Measured:
 def contenders(model, theirs, together: int, config) -> tuple[Engine, dict]:
     """(the engine, {name: what answers requests, so many at a time})."""
     batch_model = laid_out(model, together)
-    # room for twice as many of the longest, at least for four
+    # Room for twice as many of the longest, at least for four.
     num_blocks = 1 + 2 * max(2, together) * config.seq_length // BLOCK
     sizes = dict(budget=BUDGET, block_size=BLOCK, num_blocks=num_blocks)
     engine = Engine(copy.deepcopy(batch_model), **sizes)
@@ -257,7 +257,7 @@ def measure(name: str, config, args) -> dict:
             asked = make_requests(together, config, turn)
             rounds.append({kind: run(asked, together) for kind, run in answering.items()})
         engine.close()
-        # the first one warms up
+        # The first one warms up.
         found = summary([{k: m.numbers() for k, m in of.items()} for of in rounds[1:]])
         alike = [
             sum(rounds[0]["engine"].ids[n] == m.ids[n] for n in m.ids) for m in rounds[0].values()
@@ -301,7 +301,7 @@ def cases_of(stage: str, args) -> dict:
             return answer("engine", 2)
 
     def with_cudnn() -> dict:
-        # nobody turns it off (base/attention_kernels.py)
+        # Nobody turns it off (base/attention_kernels.py).
         with mock.patch.object(torch.backends.cuda, "enable_cudnn_sdp", lambda on: None):
             with mock.patch.object(made()[0].runner, "captures", False):
                 return answer("engine", 3)
@@ -317,7 +317,7 @@ def cases_of(stage: str, args) -> dict:
 
 
 def predicted(stage: str, args) -> dict[str, str]:
-    """Of steps of 32 sequences on an H100, each in the middle of its answer, by
+    """Steps of 32 sequences on an H100, each in the middle of its answer, predicted by
     planning/serving.py: with CUDA graphs, and without."""
     found = []
     for engine in ("graphs", "eager"):
@@ -377,7 +377,7 @@ def main():
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     args = report.parse(parser, threads=1, rounds=1, together=[1, 4], cases=["toy"])
     torch.set_num_threads(args.threads)
-    # for all
+    # For all.
     cpu.keep_freed_memory()
     results = {name: measure(name, (CASES | TOY)[name], args) for name in args.cases}
     speeds = machine((CASES | TOY)[args.cases[-1]])

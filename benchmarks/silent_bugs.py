@@ -29,11 +29,11 @@ from benchmarks import report, style
 from course import bug_runs, mutations, ranks
 from course.bug_runs import late
 
-# steps of which a point of a curve is the mean
+# Steps of which a point of a curve is the mean.
 POINT = 4
-# a bug of each kind: of the loss, of gradients, of ranks
+# A bug of each kind: of the loss, of gradients, of ranks.
 TOY = ("no-g", "no-tied-sum")
-# the first difference: what one reads in the table
+# The first difference: what one reads in the table.
 KINDS = {
     "initial": "weights before step 1",
     "step 1: output": "forward of step 1",
@@ -103,7 +103,7 @@ def measure(bug: mutations.Bug, one: bug_runs.Training, right: dict, steps: int)
         **{name: short(row[name]) for name in ("loss", "late", "norm", "norms of ranks differ")},
         "wrong gradients": len(wrong),
         "gradients": row["gradients"],
-        # a few are named
+        # A few are named.
         "wrong": {name: short(value) for name, value in wrong.items()} if len(wrong) < 10 else {},
         "ranks differ": [short(value) for value in row["ranks differ"]],
     }
@@ -132,7 +132,7 @@ def first_output(row: dict, layer: str) -> bool:
     return row["first"].startswith(f"step 1: output of {layer}")
 
 
-# what one sees, in the order in which one would: (which bugs show it, what separates them). Every
+# What one sees, in the order in which one would: (which bugs show it, what separates them). Every
 # bug shows one.
 SYMPTOMS = {
     "before step 1, the weights are not one device's": (
@@ -173,7 +173,7 @@ SYMPTOMS = {
         "only a comparison of tensors with one device finds these: which gradients?",
     ),
 }
-# what some show beside it
+# What some show beside it.
 SIGNS = {
     "ranks that should hold the same weights do not": (
         lambda row: any(row["ranks differ"]),
@@ -195,7 +195,7 @@ def table_of_symptoms(results: dict) -> str:
     return "\n".join(lines)
 
 
-# a word in a parameter's name: the part of the model that it belongs to; the first counts
+# A word in a parameter's name: the part of the model that it belongs to; the first counts.
 PLACES = {"embedding": "embedding", "norm": "norms", "router": "routers", "mlp": "MLPs"}
 PLACES |= {"": "attention"}
 
@@ -205,12 +205,12 @@ def words_of_gradients(row: dict) -> str:
     count, total = row["wrong gradients"], row["gradients"]
     if not count:
         return "right"
-    # those of key biases, which are 0, may be wrong too
+    # Those of key biases, which are 0, may be wrong too.
     if count >= total:
         return "all"
     places = set()
     for name in row["wrong"]:
-        # a name has an empty word
+        # A name has an empty word.
         places.add(next(place for word, place in PLACES.items() if word in name))
     return f"{count} of {total}" + (f": {', '.join(sorted(places))}" if 0 < len(places) < 4 else "")
 
@@ -270,7 +270,7 @@ def tables(results: dict) -> dict[str, str]:
 # --- the figure -----------------------------------------------------------------------------------
 
 
-# of the 80: four that look right, two that do not
+# Of the 80: four that look right, two that do not.
 SHOWN = (
     *("no-gradient-sum", "no-tied-sum", "no-norm-gradient-sum"),
     *("mean-of-means", "no-f", "no-all-gather"),

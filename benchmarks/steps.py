@@ -26,10 +26,10 @@ from run import checkpoint, data
 from run.task import Task
 from run.tokenizer import ByteTokenizer
 
-# fields of train.Config that several comparisons begin with
+# Fields of train.Config that several comparisons begin with.
 GPT = dict(model="gpt2", dropout=0.0, num_layers=4, hidden_size=512, num_heads=8, seq_length=256)
 GPT |= dict(vocab_size=257, precision="fp32")
-# of models with Llama's block, on the default corpus
+# Of models with Llama's block, on the default corpus.
 TOY = dict(model="tiny", num_layers=3, hidden_size=32, num_heads=4, ffn_hidden_size=64)
 
 
@@ -183,13 +183,13 @@ def profile(function) -> dict:
     """Where the time of one call goes on a GPU: seconds, those in which kernels ran, how many were
     launched, what waited for the GPU, and the kernels that took most."""
     kinds = torch.profiler.ProfilerActivity
-    # without the operations of the host, of which there are many
+    # Without the operations of the host, of which there are many.
     kind = kinds.CUDA if torch.cuda.is_available() else kinds.CPU
     with torch.profiler.profile(activities=[kind]) as profiler:
         seconds = report.timed(function)
     kernels = defaultdict(list)
     for event in profiler.events():
-        # an annotation, as of Optimizer.step, spans kernels
+        # An annotation, as of Optimizer.step, spans kernels.
         annotated = getattr(event, "is_user_annotation", False) or "#" in event.name
         if event.device_type == torch.autograd.DeviceType.CUDA and not annotated:
             kernels[event.name].append(event.time_range.elapsed_us() / 1e6)

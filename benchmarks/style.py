@@ -19,22 +19,22 @@ from pathlib import Path
 from planning.drawing import COLOURS as ACTIONS
 from planning.drawing import text_on
 
-# inches
+# Inches.
 WIDTH = 8.5
-# points
+# Points.
 SMALL = 8
 
 # Each can be told from the others of its group by readers who are colour-blind (Okabe and Ito's
 # colours, and Tol's "muted"). Groups do not meet in one figure, but for actions and memory.
 COLOURS = {
-    # memory
+    # Memory.
     "weights": "#332288",
     "gradients": "#ddcc77",
     "optimizer state": "#44aa99",
     "activations": "#cc6677",
-    # F, B, I, W
+    # F, B, I, W.
     **ACTIONS,
-    # techniques
+    # Techniques.
     "one device": "#4d4d4d",
     "dense": "#4d4d4d",
     "data": "#0072b2",
@@ -43,17 +43,17 @@ COLOURS = {
     "tensor and pipeline": "#cc79a7",
     "experts": "#d55e00",
     "recompute": "#56b4e9",
-    # learning a task
+    # Learning a task.
     "p-tuning": "#0072b2",
     "prompt-tuning": "#009e73",
     "fine-tuning": "#4d4d4d",
-    # an operation
+    # An operation.
     "fused": "#0072b2",
     "compiled": "#e69f00",
     "fused and compiled": "#009e73",
     "PyTorch": "#999999",
 }
-# for models and others that are compared in one figure alone
+# For models and others that are compared in one figure alone.
 SERIES = ("#0072b2", "#d55e00", "#009e73")
 
 RC = {
@@ -77,7 +77,7 @@ RC = {
     "lines.markersize": 4,
     "savefig.facecolor": "white",
     "svg.fonttype": "none",
-    # of the names inside the file
+    # Of the names inside the file.
     "svg.hashsalt": "figures",
 }
 
@@ -137,7 +137,7 @@ def ink(colour: str) -> tuple[float, float, float]:
 def label_ends(axes) -> None:
     """Write each line's label at its right end. Where two would meet, the upper one moves up. A
     line that leaves the axes has none."""
-    # places the axes, so that data can be turned into pixels
+    # Places the axes, so that data can be turned into pixels.
     axes.figure.draw_without_rendering()
     ends = []
     for line in axes.get_lines():

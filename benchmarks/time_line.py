@@ -8,7 +8,7 @@ COMPUTING = "forward", "backward"
 COLOURS = {
     "forward": style.COLOURS["F"],
     "backward": style.COLOURS["B"],
-    # of weights, and of keys and values
+    # Of weights, and of keys and values.
     "all-gather": style.COLOURS["weights"],
     "keys and values": style.COLOURS["weights"],
     "reduce-scatter": style.COLOURS["gradients"],

@@ -80,7 +80,7 @@ MODELS = {
     "gpt-1.3b": MEDIUM
     | dict(hidden_size=2048, seq_length=2048, micro_batch_size=4, global_batch_size=32),
 }
-# blocks of 128 x 128 numbers, and a layer that is neither the first nor the last, for FP8
+# Blocks of 128 x 128 numbers, and a layer that is neither the first nor the last, for FP8.
 TOY = dict(num_layers=3, hidden_size=128, num_heads=4, seq_length=64, vocab_size=512)
 TOY |= dict(micro_batch_size=2, global_batch_size=4)
 RECOMPUTE = {
@@ -89,7 +89,7 @@ RECOMPUTE = {
     ", full recompute": dict(recompute="full"),
 }
 AUTO, OFF = "kernels auto", "kernels off"
-# the cases of a stage, those that say most first
+# The cases of a stage, those that say most first.
 FIRST = {
     "gpt2": [AUTO, "nanoGPT, compile", f"{OFF}, compile", f"{AUTO}, compile", OFF, "nanoGPT"],
     "llama": [AUTO, f"{AUTO}, micro-batch 2", "plain Llama, compile", f"{AUTO}, compile"],
@@ -100,7 +100,7 @@ FIRST["gpt2"] += [f"{AUTO}, sums apart"]
 FIRST["llama"] += [f"{AUTO}, sums apart", f"{OFF}, compile", "plain Llama"]
 FIRST["fp8"] += ["fp8 current, compile", "torchao tensorwise, compile", "like nanochat, compile"]
 FIRST["medium"] += [f"gpt2-350m, {AUTO}, compile", f"gpt-1.3b, {AUTO}, compile"]
-# the first is named by its case alone, but in `medium`
+# The first is named by its case alone, but in `medium`.
 OF_STAGE = {
     "gpt2": ("gpt2-124m",),
     "llama": ("llama2-7b-16-layers", "llama2-7b"),
@@ -113,9 +113,9 @@ PUBLISHED = [
     ("llama2-7b", 16_913, "NeMo, Llama-2 7B, FP8 (here bf16), H200"),
     ("llama2-7b", 16_934, "NeMo, Llama-2 7B, FP8 (here bf16), H100, one of 8"),
 ]
-# whose rows say where the time of a step goes
+# Whose rows say where the time of a step goes.
 PROFILED = ("gpt2", AUTO), ("llama", AUTO), ("fp8", "fp8 current")
-# steps that are not counted, and that are
+# Steps that are not counted, and that are.
 WARMUP, COUNTED = 2, 3
 ONE_STEP = dict(warmup=1, counted=1)
 
@@ -184,7 +184,7 @@ def to_warm(args) -> dict:
             model, fields = every_case(stage)[name]
             if fields.get("compile"):
                 given = BF16 | MODELS[model] | fields
-                # in FP8 is neither the first layer nor the last
+                # In FP8 is neither the first layer nor the last.
                 given |= dict(num_layers=3 if stage == "fp8" else 1)
                 given |= dict(global_batch_size=given["micro_batch_size"])
                 found[f"{stage}, {name}"] = partial(measure, model, given, **ONE_STEP)
@@ -227,7 +227,7 @@ def make(fields: dict, device: torch.device):
     peer, apart = fields.pop("peer", None), fields.pop("apart", False)
     if peer in ("nanoGPT", "plain Llama"):
         return peers.Steps(config_of(fields), device)
-    # only a weight that is used once can be summed inside its product
+    # Only a weight that is used once can be summed inside its product.
     uses_of = (lambda model: Counter()) if apart else optimizer.uses_of
     with drawn_on_the_gpu(), mock.patch.object(optimizer, "uses_of", uses_of):
         return Steps(fields, device=device, task=WithPeer(peer) if peer else None)
@@ -242,7 +242,7 @@ def peak(n: int) -> tuple[float, str]:
     return report.matmul_flops(torch.bfloat16, device, n), "a matrix multiplication measured here"
 
 
-# of each model, those of the first case
+# Of each model, those of the first case.
 LOSSES = {}
 
 
@@ -283,7 +283,7 @@ def measure(
         first = LOSSES.setdefault(model, losses)
         row["losses differ by"] = max(abs(a / b - 1) for a, b in zip(losses[:2], first))
         row["kernels refused"] = steps.trainer.kernels_refused
-        # near the time of a step: the GPU waits for the host
+        # Near the time of a step: the GPU waits for the host.
         row["s of the host"] = steps.enqueue()
     if profiled:
         row["profile"] = profile(lambda: steps.step(2))
@@ -307,7 +307,7 @@ def predicted_step(model: str, fields: dict) -> tuple[float, float]:
 
 
 def predicted(stage: str, args) -> dict[str, str]:
-    """Of each case but those of peers."""
+    """Each case but those of peers."""
     found = {}
     for name, (model, fields) in chosen(stage, args).items():
         if "peer" not in fields:

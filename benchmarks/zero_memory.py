@@ -24,12 +24,12 @@ from course.fsdp import held_bytes
 
 SHAPE = GPT | dict(hidden_size=256, seq_length=64, vocab_size=1000, precision="bf16")
 TOY = SHAPE | dict(num_layers=2, hidden_size=64, seq_length=32)
-# micro-batches
+# Micro-batches.
 M = 2
 PARTS = ("parameters", "gradients", "optimizer state")
-# bytes per parameter: masters and moments, or the low half of masters and 16-bit moments
+# Bytes per parameter: masters and moments, or the low half of masters and 16-bit moments.
 STATE_BYTES = {"fp32": 12, "bf16": 6}
-# gradients travel in fp32, parameters in bf16
+# Gradients travel in fp32, parameters in bf16.
 ITEM_BYTES = {"all-reduce": 4, "reduce-scatter": 4, "all-gather": 2}
 
 
@@ -46,10 +46,10 @@ def on_rank(rank: int, n: int, stage: int, state: str, shape: dict) -> tuple[dic
         trainer.update(1)
         trainer.task.wait_for_parameters()
     parts = dict(zip(PARTS, (*held, state_bytes(trainer.optimizer))))
-    # the norm is one number
+    # The norm is one number.
     calls = [(kind, size) for kind, size in sent.calls if size > 64]
     elements = [size / ITEM_BYTES[kind] * (1 + (kind == "all-reduce")) for kind, size in calls]
-    # with padding
+    # With padding.
     psi = sum(unit.N * unit.T for unit in sharder.units)
     return parts, sum(elements) / psi, trainer.num_parameters
 
