@@ -107,7 +107,7 @@ def first_stage_table() -> dict[str, dict[str, float]]:
     return found
 
 
-# Of a GPU, in GiB.
+# GiB of a GPU of 80 GB.
 CARD = 80e9 / 2**30
 
 

@@ -47,12 +47,12 @@ from course import demo, ranks
 
 SHAPE = GPT | dict(seq_length=4096, global_batch_size=1, micro_batch_size=1)
 TOY = SHAPE | dict(num_layers=2, hidden_size=32, num_heads=4, seq_length=64)
-# Of `memory`.
+# The model of the part `memory`.
 SMALL = SHAPE | dict(num_layers=2, hidden_size=256, num_heads=4)
 LENGTHS = (1024, 2048, 4096, 8192)
-# Of `work`.
+# Ranks in the part `work`.
 SIZES = (2, 4)
-# Of `bytes`: key heads.
+# Key heads in the part `bytes`.
 KEY_HEADS = (8, 2)
 
 
@@ -211,7 +211,7 @@ def speed_part(shape: dict, rounds: int) -> dict:
     for kind in ("ring", "all-to-all", "in order"):
         loss = sum(m["losses"][kind] for m in measured)
         results["loss_difference"][kind] = abs(loss - one_loss) / one_loss
-    # Of the rank that has most; "apart" is a whole sequence.
+    # The rank that has most counts; "apart" is a whole sequence.
     busiest = {k: max(m["processor"][k] for m in measured) for k in measured[0]["processor"]}
     results["processor_seconds"] = busiest
     results["ring_over_in_order"] = report.ratio(times, "in order", "ring")
@@ -302,7 +302,7 @@ def attention_seconds(cutting: str, rank: int, n: int, shape: dict) -> float:
     q, k, v, grad = (torch.randn(size).transpose(1, 2) for _ in range(4))
     kv = torch.stack((k, v))
     log_sum = torch.ones(*q.shape[:3], 1)
-    # What a block asks of a process group, where there are no other processes.
+    # A block asks this of a process group; there are no other processes.
     group = SimpleNamespace(rank=lambda: rank, size=lambda: n)
     with CUTTINGS[cutting]():
         core = context_parallel.RingAttention(group, None)
@@ -324,7 +324,7 @@ def measure_work(rank: int, shape: dict, rounds: int) -> list[dict]:
     times = report.in_turn(kinds, rounds)
     rows = []
     for cutting, n, r in keys:
-        # Of causal attention, times n. Of pairs of pieces, those on the diagonal are half the work.
+        # The share of causal attention, times n; pairs of pieces on the diagonal are half the work.
         formula = 1.0 if cutting == "zigzag" else (2 * r + 1) / n
         row = {"cutting": cutting, "N": n, "rank": r, "formula": formula}
         even = [sum(t["zigzag", n, other] for other in range(n)) / n for t in times]

@@ -119,16 +119,16 @@ QUESTION = "\n# language: "
 # Virtual tokens, where they are not what is compared.
 TOKENS = 10
 STEPS = {"p-tuning": 600, "prompt-tuning": 600, "fine-tuning": 200}
-# Of p-tuning's encoder.
+# The encoder of p-tuning.
 ENCODER = {"encoder_type": "mlp", "encoder_hidden": 32, "num_layers": 3, "init_std": 0.3}
 
 
 @dataclass(frozen=True)
 class Method:
-    # Of the configuration.
+    # The virtual_prompt_style of the configuration.
     style: str
     lr: float
-    # Of the command.
+    # Flags of the command.
     flags: str = ""
 
     @property
@@ -150,7 +150,7 @@ class Experiment:
     device: str
     training: list[dict]
     test: list[dict]
-    # Of training: {style: steps}.
+    # {style: steps of training}
     steps: dict[str, int]
     # Whether training snippets of more than LENGTH bytes are cut: padding is to the longest one.
     cut: bool = False
@@ -347,9 +347,9 @@ METHODS = {
     "IA3": peft("ia3 --weight-decay 0.1", 1e-1),
     "p-tuning": P_TUNING,
 }
-# With --toy; the other ranks are the same code.
+# The other ranks of LoRA are the same code.
 TOY_METHODS = [name for name in METHODS if name not in ("LoRA, rank 32", "LoRA, rank 2")]
-# Of --prompts.
+# The methods of --prompts.
 PROMPTS = {"p-tuning": P_TUNING, "prompt-tuning": PROMPT_TUNING}
 ALL_PROMPTS = {"fine-tuning": FULL} | PROMPTS
 

@@ -47,7 +47,7 @@ RECIPES = {
     "e4m3 everywhere": E4M3Everywhere("current"),
 }
 PRODUCTS = {"y": "y = x Wᵀ", "dx": "∂x = ∂y W", "dw": "∂W = ∂yᵀ x"}
-# Of layers that read one input, the first stands for all.
+# The first of the layers that read one input stands for all.
 MEASURED = ("query", "output", "gate", "down")
 
 # --- the numbers that there are -------------------------------------------------------------------
@@ -138,7 +138,7 @@ def errors_of(recorder: Recorder, place) -> dict[str, dict]:
             scaling.history = recorder.before
         pairs = operands(scaling, place, x, w, dy)
         rounded[name] = {product: a @ b for product, (a, b) in pairs.items()}
-        # Of the gradients other than zero, the share that is zero in bytes.
+        # The share of the gradients other than zero that is zero in bytes.
         in_bytes = pairs["dx"][0].q.float()[dy != 0]
         zeros[name] = (in_bytes == 0).sum().item() / in_bytes.numel()
     found = {}

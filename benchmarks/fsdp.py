@@ -36,7 +36,7 @@ from course import demo, ranks
 SHAPE = dict(model="llama2-7b", num_layers=6, hidden_size=512, num_heads=8, ffn_hidden_size=1376)
 SHAPE |= dict(seq_length=256, vocab_size=8192, precision="fp32")
 TOY = SHAPE | dict(num_layers=2, hidden_size=64, ffn_hidden_size=176, seq_length=32, vocab_size=512)
-# A rank.
+# Sequences of a rank.
 SEQUENCES = 4
 
 
@@ -124,9 +124,9 @@ def events_of_a_step(ours: Ours) -> list[tuple[str, int, float, float]]:
     number = {unit: i for i, unit in enumerate(sharder.units)}
     clock = time.perf_counter
     events = []
-    # Of the collectives that are started.
+    # The unit of each collective that was started.
     units = []
-    # Of each wait for a unit's parameters: (unit, start, end); last, the end of backward.
+    # (unit, start, end) of each wait for parameters; the last one is the end of backward.
     waits = []
 
     def started(what: str, collective, *args, **options):
@@ -184,7 +184,7 @@ def computed(waits: list, layers: int) -> list[tuple[str, int, float, float]]:
     return events
 
 
-# Of the figure: row: kinds of events.
+# {row of the figure: its events}
 ROWS = {
     "compute": ("forward", "backward"),
     "all-gather\n(weights)": ("all-gather",),

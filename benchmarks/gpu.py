@@ -226,7 +226,7 @@ def main() -> int:
     seconds = "of all stages together (default: 720)"
     parser.add_argument("--seconds", type=float, default=720, help=seconds)
     parser.add_argument("--cases", nargs="+", default=[], help="of each stage, only these")
-    # Of the process of a stage.
+    # The process of a stage has these.
     parser.add_argument("--stage", default="", help=argparse.SUPPRESS)
     parser.add_argument("--run", default="", help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=float, default=600, help=argparse.SUPPRESS)

@@ -37,7 +37,7 @@ from run.metrics import read_metrics
 PACKAGES = "numpy msgspec transformers tokenizers safetensors matplotlib triton torchao trl".split()
 PYTEST = "-m pytest -vv -rfEs --no-header --tb=short -p no:cacheprovider --all -m gpu".split()
 SELECTED = {"tests": ["-k", "not sanitizer"], "sanitizer": ["-k", "sanitizer"]}
-# Of each, at toy size, where they are skipped.
+# With --toy these are collected, and skipped.
 TOY_TESTS = {"tests": "tests/test_device_queue.py", "sanitizer": "tests/test_kernels.py"}
 OUTCOMES = {"passed": "PASSED", "failed": "FAILED", "skipped": "SKIPPED", "errors": "ERROR"}
 # Stages that run beside the tests at toy size, in two lanes.

@@ -11,7 +11,7 @@ from benchmarks import report
 class Stage(NamedTuple):
     # Seconds at most.
     limit: float
-    # Of benchmarks/, whose cases it measures.
+    # The module of benchmarks/ whose cases it measures.
     module: str
 
 

@@ -36,7 +36,7 @@ from planning.inputs import H100
 SIZES = {
     "llama2-7b": dict(b=2, s=4096, h=4096, ffn=11008, vocab_size=32000, heads=32),
     "gpt2-124m": dict(b=16, s=1024, h=768, ffn=3072, vocab_size=50304, heads=12),
-    # By name.
+    # Measured by name alone.
     "gpt-1.3b": dict(b=4, s=2048, h=2048, ffn=8192, vocab_size=50304, heads=16),
 }
 TOY = {"toy": dict(b=2, s=32, h=64, ffn=176, vocab_size=512, heads=4)}
@@ -46,7 +46,7 @@ CACHE = 2**28
 # Seconds of a copy up to which an operation is held to it.
 SMALL = 12e-6
 ROUNDS = 7
-# What a call costs the host.
+# The case of what a call costs the host, and its calls.
 HOST, CALLS = "host", 300
 
 

@@ -53,7 +53,7 @@ LAYOUTS = [
     (4, f"{GPT2} --cp 2 --zero-stage 3"),
     (8, "--model llama2-7b --tp 2 --pp 2 --zero-stage 1 --sequence-parallel"),
 ]
-# Of them with --toy.
+# The numbers of those that --toy checks.
 TOY = 3, 4
 REINFORCEMENT = parity.SMALL | dict(
     command="reinforcement.py",
@@ -151,7 +151,7 @@ def outcome(check) -> dict:
     try:
         wrong = check()
     except Exception as e:
-        # Of a rank's traceback, the line that says what happened.
+        # The last line of a rank's traceback says what happened.
         return {"error": str(e).strip().splitlines()[-1][:160]}
     return {"error": f"DIFFERS, {wrong}"} if wrong else {"found": "equal"}
 

@@ -56,7 +56,7 @@ class PaddedToLongest(Padded):
 
 
 PADDINGS = {"padded": Padded, "to the longest": PaddedToLongest, "packed": Packed}
-# Of a step, and of a row.
+# Rows of a step, positions of a row.
 ROWS = 16
 POSITIONS = 256
 CONVERSATIONS = 4000

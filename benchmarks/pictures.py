@@ -328,7 +328,7 @@ def recompute(data: dict) -> list:
     return items
 
 
-# Those of two ranks are data alone.
+# Pictures of two ranks are data alone.
 PICTURES = dict.fromkeys(DATA, two_ranks) | {
     "context": context,
     "pipeline": pipeline,

@@ -53,8 +53,7 @@ MICRO_BATCHES = (8, 4)
 IN_TORCH = ("1f1b", "interleaved v=2")
 # Layouts whose time lines are drawn, with m = 8.
 DRAWN = ("1f1b", "interleaved v=2", "zb-h1")
-# Of the figure of bubbles: layout: marker
-# mark and colour; gpipe and 1f1b have one bubble.
+# {layout: mark and colour in the figure of bubbles}; gpipe and 1f1b have one bubble.
 MARKERS = {
     "gpipe": ("x", "#000000"),
     "1f1b": ("o", "#0072b2"),

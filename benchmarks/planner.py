@@ -42,7 +42,7 @@ NEMO = {
 LLAMA_BATCH = 128
 LLAMA_A100 = {("llama2-7b", 8): 4583, ("llama2-13b", 8): 2357, ("llama2-70b", 32): 451}
 LLAMA_H200 = [(name, n) for name, _ in LLAMA_A100 for n in (8, 16, 32, 64)]
-# Of the time of a step.
+# {part of the time of a step: whose colour it has}
 NAMES = dict(matmul="one device", elementwise="activations", head="recompute", tensor="tensor")
 NAMES |= dict(pipeline="pipeline", bubble="", data="data", optimizer="optimizer state")
 COLOURS = {part: style.COLOURS.get(name, IDLE) for part, name in NAMES.items()}

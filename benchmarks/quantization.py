@@ -60,7 +60,7 @@ BATCHES = (1, 16)
 PROMPT = 16
 NEW = 64
 TOY_NEW = 4
-# Of the quantised model beside 16 bits.
+# The most that perplexity may change beside 16 bits.
 LIMITS = {"int8": 0.005, "int4": 0.03}
 
 

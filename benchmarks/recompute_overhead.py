@@ -103,7 +103,7 @@ def table(measured: dict, shape: dict, t: int) -> list[dict]:
 
 # By row, without those that the paper does not have.
 PAPER = {row: (f + b) / PAPER_BASE - 1 for row, (_, _, f, b) in ROWS.items() if f}
-# Of the figure: the dropouts that were measured: marker.
+# {dropout that was measured: its mark in the figure}
 MARKERS = {"dropout 0.1": "o", "dropout 0.0": "s"}
 
 

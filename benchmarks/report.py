@@ -44,7 +44,7 @@ COUNTS = {
 }
 # Between two lines about how far a comparison is.
 SECONDS_OF_SILENCE = 10
-# Of the environment: results that are put into one file have these in common.
+# Results in one file have these in common.
 SAME = "device", "torch", "python"
 SPREAD = "median", "min", "max"
 

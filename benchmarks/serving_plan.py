@@ -99,7 +99,7 @@ def on_this_machine(measured: dict) -> dict:
         config = serving_speed.CASES[name]
         for together, numbers in of_model.items():
             asked = serving_speed.make_requests(int(together), config)
-            # Of the tokens of all answers, on average.
+            # The mean over the tokens of all answers.
             tokens = sum(request.tokens for request in asked)
             before = sum(r.tokens * (len(r.prompt) + r.tokens / 2) for r in asked) / tokens
             one = Serving(machine, engine, MoEConfig(**asdict(config)), weights="fp32")

@@ -48,7 +48,7 @@ CASES = {
         SMALL, hidden_size=768, num_heads=12, head_dim=64, num_kv_heads=12, ffn_hidden_size=3072
     ),
 }
-# Of a step, for both.
+# Tokens of a step, for both.
 BUDGET = 512
 BLOCK = 16
 # On a GPU: requests open at a time, and who answers beside the engine.
@@ -67,11 +67,11 @@ class Asked(NamedTuple):
 class Measured:
     """What one contender did."""
 
-    # Of each request: when it came, and when each of its tokens did.
+    # {request: when it came}, {request: when each of its tokens came}
     came: dict[int, float] = field(default_factory=dict)
     tokens: dict[int, list[float]] = field(default_factory=dict)
     ids: dict[int, list[int]] = field(default_factory=dict)
-    # Of each step.
+    # The share of each step.
     waste: list[float] = field(default_factory=list)
 
     def numbers(self) -> dict:
@@ -377,7 +377,7 @@ def main():
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     args = report.parse(parser, threads=1, rounds=1, together=[1, 4], cases=["toy"])
     torch.set_num_threads(args.threads)
-    # For all.
+    # All contenders have this setting.
     cpu.keep_freed_memory()
     results = {name: measure(name, (CASES | TOY)[name], args) for name in args.cases}
     speeds = machine((CASES | TOY)[args.cases[-1]])

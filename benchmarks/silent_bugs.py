@@ -205,7 +205,7 @@ def words_of_gradients(row: dict) -> str:
     count, total = row["wrong gradients"], row["gradients"]
     if not count:
         return "right"
-    # Those of key biases, which are 0, may be wrong too.
+    # The gradients of key biases, which are 0, may be wrong too.
     if count >= total:
         return "all"
     places = set()
@@ -270,7 +270,7 @@ def tables(results: dict) -> dict[str, str]:
 # --- the figure -----------------------------------------------------------------------------------
 
 
-# Of the 80: four that look right, two that do not.
+# Four that look right, and two that do not.
 SHOWN = (
     *("no-gradient-sum", "no-tied-sum", "no-norm-gradient-sum"),
     *("mean-of-means", "no-f", "no-all-gather"),

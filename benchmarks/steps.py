@@ -29,7 +29,7 @@ from run.tokenizer import ByteTokenizer
 # Fields of train.Config that several comparisons begin with.
 GPT = dict(model="gpt2", dropout=0.0, num_layers=4, hidden_size=512, num_heads=8, seq_length=256)
 GPT |= dict(vocab_size=257, precision="fp32")
-# Of models with Llama's block, on the default corpus.
+# A model with Llama's block, on the default corpus.
 TOY = dict(model="tiny", num_layers=3, hidden_size=32, num_heads=4, ffn_hidden_size=64)
 
 

@@ -77,7 +77,7 @@ RC = {
     "lines.markersize": 4,
     "savefig.facecolor": "white",
     "svg.fonttype": "none",
-    # Of the names inside the file.
+    # It makes the names inside the file the same each time.
     "svg.hashsalt": "figures",
 }
 

@@ -8,7 +8,7 @@ COMPUTING = "forward", "backward"
 COLOURS = {
     "forward": style.COLOURS["F"],
     "backward": style.COLOURS["B"],
-    # Of weights, and of keys and values.
+    # All-gathers carry weights, the ring keys and values.
     "all-gather": style.COLOURS["weights"],
     "keys and values": style.COLOURS["weights"],
     "reduce-scatter": style.COLOURS["gradients"],

@@ -242,7 +242,7 @@ def peak(n: int) -> tuple[float, str]:
     return report.matmul_flops(torch.bfloat16, device, n), "a matrix multiplication measured here"
 
 
-# Of each model, those of the first case.
+# {model: the losses of its first case}
 LOSSES = {}
 
 
