@@ -34,7 +34,7 @@ from base import cpu
 from benchmarks import report, style
 from benchmarks.generation import CASES as MODELS
 from benchmarks.generation import SMALL, TOY, build, laid_out, memory_speed
-from benchmarks.report import median, timed
+from benchmarks.report import median
 from benchmarks.steps import profile
 from inference.engine import Engine, requests_of
 from planning.inputs import H100
@@ -326,14 +326,6 @@ def predicted(stage: str, args) -> dict[str, str]:
     return {"engine": f"{found[0]} tokens/s", "engine, no graphs": f"{found[1]} tokens/s"}
 
 
-def machine(config) -> dict:
-    """What planning/serving.py asks about a machine."""
-    a, b = torch.randn(2, 2048, 2048)
-    seconds = median([timed(lambda: a @ b) for _ in range(7)])
-    bandwidth = memory_speed(config, "cpu")
-    return {"flops_per_second": 2 * 2048**3 / seconds, "memory_bytes_per_second": bandwidth}
-
-
 def summary(rounds: list[dict]) -> dict:
     """Medians over rounds of each contender's numbers, and of the engine's tokens/s over its own in
     the same round."""
@@ -380,7 +372,11 @@ def main():
     # All contenders have this setting.
     cpu.keep_freed_memory()
     results = {name: measure(name, (CASES | TOY)[name], args) for name in args.cases}
-    speeds = machine((CASES | TOY)[args.cases[-1]])
+    # What planning/serving.py asks about a machine.
+    speeds = {
+        "flops_per_second": report.matmul_flops(torch.float32, "cpu"),
+        "memory_bytes_per_second": memory_speed((CASES | TOY)[args.cases[-1]], "cpu"),
+    }
     report.finish("serving_speed", {"results": results, "machine": speeds}, args, draw)
 
 
