@@ -330,7 +330,7 @@ class Channels:
         self, group: dist.ProcessGroup, groups: dict[tuple, dist.ProcessGroup] | None = None
     ):
         """group: the p ranks of this pipeline. groups: (sender, receiver, kind) -> group, for NCCL
-        (`world.nccl_groups`)."""
+        (`groups.nccl_groups`)."""
         self.group = group
         self.groups = groups
         self.ranks = dist.get_process_group_ranks(group)

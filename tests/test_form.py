@@ -162,7 +162,7 @@ def test_functions_fit_a_screen():
     assert not long
 
 
-def test_pretraining_loads_no_wing():
+def test_pretraining_loads_only_what_it_uses():
     """What `import train` loads of this project: no conversations, adapters, prompts, planning; and
     of PyTorch: no compiler, which takes seconds."""
     code = (

@@ -36,7 +36,7 @@ def is_stuck(programs, v, **machine):
 
 
 def with_first_messages(programs):
-    """What `world.nccl_groups` does before: a message through each link, in one order."""
+    """What `groups.nccl_groups` does before: a message through each link, in one order."""
     p = len(programs)
     before = [[] for _ in range(p)]
     links = itertools.chain(*disjoint(pipeline_links(p)))
