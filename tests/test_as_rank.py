@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from parity import again
 from torch.utils._pytree import tree_leaves
 
 import fp8
@@ -41,70 +42,58 @@ QWEN3 = LLAMA | dict(model="qwen3-0.6b", head_dim=12)
 MISTRAL = LLAMA | dict(model="mistral-7b", sliding_window=5)
 BLOOM = GPT | dict(model="bloom-560m", dropout=0.0)
 FP8 = LLAMA | dict(fp8="delayed", fp8_skip=0, precision="bf16")
-# (ranks, layouts)
-LAYOUTS = [
-    (
-        1,
-        [
-            LLAMA | dict(head_chunk=8, precision="bf16", optimizer_state="bf16"),
-            MISTRAL | dict(document_mask=True),
-        ],
-    ),
-    (
-        2,
-        [
-            LLAMA | dict(zero_stage=3, recompute="full", recompute_layers=1),
-            GPT | dict(pp=2, schedule="zb-h1", num_layers=4, layer_split=[3, 1]),
-            GPT | dict(cp=2, cp_kind="all-to-all", recompute="selective"),
-            QWEN3 | dict(tp=2),
-            BLOOM | dict(tp=2, sequence_parallel=True),
-            FP8 | dict(tp=2, pp=1),
-            LLAMA | dict(peft="lora", tp=2),
-        ],
-    ),
-    (4, [EXPERTS | SEQUENCE | dict(zero_stage=1)]),
-]
-MORE = [
-    (1, [GPT | dict(recompute="selective")]),
-    (
-        2,
-        [
-            GPT | dict(tp=2),
-            SEQUENCE | dict(recompute="selective"),
-            GPT | dict(pp=2, virtual_stages=2, num_layers=4),
-            LLAMA | dict(cp=2, zero_stage=3),
-            SEQUENCE | dict(document_mask=True, recompute="selective"),
-            LLAMA | dict(document_mask=True, attention="explicit", zero_stage=3),
-            LLAMA | dict(tp=2, sequence_parallel=True, recompute="full"),
-            GPT | dict(zero_stage=1),
-            GPT | dict(zero_stage=2),
-            EXPERTS | dict(recompute="full"),
-            GPT | dict(cp=2),
-            LLAMA | dict(cp=2, cp_kind="all-to-all", recompute="full"),
-            LLAMA | dict(cp=2, document_mask=True),
-            FP8 | dict(zero_stage=3),
-            FP8 | dict(pp=2, schedule="zb-h1"),
-            EXPERTS | LLAMA | dict(fp8="current", fp8_skip=0),
-            LLAMA | dict(peft="lora", zero_stage=3, recompute="full"),
-            LLAMA | dict(peft="lora", tp=2, sequence_parallel=True),
-            EXPERTS | LLAMA | dict(router="topk", router_topk=2, capacity_factor=1.0),
-        ],
-    ),
-    (
-        4,
-        [
-            GPT | dict(tp=2, pp=2),
-            SEQUENCE | dict(cp=2, zero_stage=1),
-            SEQUENCE | dict(pp=2, schedule="gpipe", recompute="selective"),
-            GPT | dict(pp=2, zero_stage=3),
-            GPT | dict(tp=2, zero_stage=2, reduce_dtype="bf16"),
-            EXPERTS | LLAMA | dict(zero_stage=3, router="topk"),
-            EXPERTS | dict(cp=2, ep=4, router="topk"),
-            LLAMA | dict(cp=2, pp=2, num_layers=4, schedule="zb-h1"),
-            LLAMA | dict(cp=4),
-        ],
-    ),
-]
+# ranks: layouts
+LAYOUTS = {
+    1: [
+        LLAMA | dict(head_chunk=8, precision="bf16", optimizer_state="bf16"),
+        MISTRAL | dict(document_mask=True),
+    ],
+    2: [
+        LLAMA | dict(zero_stage=3, recompute="full", recompute_layers=1),
+        GPT | dict(pp=2, schedule="zb-h1", num_layers=4, layer_split=[3, 1]),
+        GPT | dict(cp=2, cp_kind="all-to-all", recompute="selective"),
+        QWEN3 | dict(tp=2),
+        BLOOM | dict(tp=2, sequence_parallel=True),
+        FP8 | dict(tp=2, pp=1),
+        LLAMA | dict(peft="lora", tp=2),
+    ],
+    4: [EXPERTS | SEQUENCE | dict(zero_stage=1)],
+}
+MORE = {
+    1: [GPT | dict(recompute="selective")],
+    2: [
+        GPT | dict(tp=2),
+        SEQUENCE | dict(recompute="selective"),
+        GPT | dict(pp=2, virtual_stages=2, num_layers=4),
+        LLAMA | dict(cp=2, zero_stage=3),
+        SEQUENCE | dict(document_mask=True, recompute="selective"),
+        LLAMA | dict(document_mask=True, attention="explicit", zero_stage=3),
+        LLAMA | dict(tp=2, sequence_parallel=True, recompute="full"),
+        GPT | dict(zero_stage=1),
+        GPT | dict(zero_stage=2),
+        EXPERTS | dict(recompute="full"),
+        GPT | dict(cp=2),
+        LLAMA | dict(cp=2, cp_kind="all-to-all", recompute="full"),
+        LLAMA | dict(cp=2, document_mask=True),
+        FP8 | dict(zero_stage=3),
+        FP8 | dict(pp=2, schedule="zb-h1"),
+        EXPERTS | LLAMA | dict(fp8="current", fp8_skip=0),
+        LLAMA | dict(peft="lora", zero_stage=3, recompute="full"),
+        LLAMA | dict(peft="lora", tp=2, sequence_parallel=True),
+        EXPERTS | LLAMA | dict(router="topk", router_topk=2, capacity_factor=1.0),
+    ],
+    4: [
+        GPT | dict(tp=2, pp=2),
+        SEQUENCE | dict(cp=2, zero_stage=1),
+        SEQUENCE | dict(pp=2, schedule="gpipe", recompute="selective"),
+        GPT | dict(pp=2, zero_stage=3),
+        GPT | dict(tp=2, zero_stage=2, reduce_dtype="bf16"),
+        EXPERTS | LLAMA | dict(zero_stage=3, router="topk"),
+        EXPERTS | dict(cp=2, ep=4, router="topk"),
+        LLAMA | dict(cp=2, pp=2, num_layers=4, schedule="zb-h1"),
+        LLAMA | dict(cp=4),
+    ],
+}
 
 
 class Apart:
@@ -147,9 +136,8 @@ def measured(world: int, config: trainer.Config) -> dict:
     t = trainer.Trainer(config, torch.device("cpu"), groups, config.task())
     for layer in t.expert_layers.values():
         layer.routing.scores = partial(substitutes.even_scores, layer.routing.k)
-    dataset = (InDocuments if config.document_mask else Plain)(
-        t.model_config.seq_length, t.model_config.vocab_size
-    )
+    text = InDocuments if config.document_mask else Plain
+    dataset = text(t.model_config.seq_length, t.model_config.vocab_size)
     kept = Kept(p for stage in t.stages for p in stage.parameters())
     if t.schedule:
         # so that what W waits for counts
@@ -175,8 +163,7 @@ def measured(world: int, config: trainer.Config) -> dict:
 
 
 @pytest.mark.parametrize(
-    "world, layouts",
-    [*LAYOUTS, *(pytest.param(*more, marks=pytest.mark.repetition) for more in MORE)],
+    "world, layouts", [*LAYOUTS.items(), *(again(*more) for more in MORE.items())]
 )
 def test_equals_real_ranks(world, layouts):
     results = ranks.run(both, world, world, layouts) if world > 1 else [both(0, 1, layouts)]
@@ -223,7 +210,7 @@ class OnTheGPU(Counters):
                 raise RuntimeError(f"{function} of a tensor of the CPU, {x.dtype}")
 
 
-@pytest.mark.parametrize("world, layouts", LAYOUTS)
+@pytest.mark.parametrize("world, layouts", LAYOUTS.items())
 def test_ranks_send_tensors_of_the_gpu(world, layouts, monkeypatch):
     monkeypatch.setattr(as_rank, "Counters", OnTheGPU)
     for layout in layouts:

@@ -1,19 +1,21 @@
-"""planner.py serve: bytes and seconds by hand, what must grow or shrink, published times, the
-frontier, refusals."""
+"""planner.py serve and ppo: bytes and seconds by hand, what must grow or shrink, published times,
+the frontier, what a step of PPO writes."""
 
 import dataclasses
 import importlib
 import itertools
 import json
+import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_planner import preset, run
 
 from base.model_config import MoEConfig, block_matrices, mlp_matrices, num_mlps
-from planning import serving
-from planning.inputs import A100, H100, H200
+from planning import ppo, serving
+from planning.inputs import A100, H100, H200, Layout
 from planning.serving import ENGINES, Serving, cache_bytes, fitting, frontier
 
 ROOT = Path(__file__).parent.parent
@@ -281,6 +283,49 @@ def test_what_is_said_to_fit_fits(capsys):
     fits = re.search(r"(\d+ms) would fit", err)[1]
     assert run(f"serve --model llama2-70b --latency {fits}", capsys)[0] == 0
     assert run(f"serve --model llama2-70b --latency {int(fits[:-2]) - 2}ms", capsys)[0] == 2
+
+
+# --- a step of reinforcement learning ------------------------------------------------------------
+
+LLAMA = preset("llama2-7b")
+CASE = SimpleNamespace(gpus=8, batch=64, answers=512, prompt_tokens=512, answer_tokens=1024)
+
+
+def test_answers_are_written_in_steps_of_serving():
+    """512 answers on 8 tensor-parallel ranks: a forward of the prompts, then all at a time."""
+    layout = Layout(tp=8)
+    found = ppo.writing_seconds(H100, LLAMA, layout, 60e9, CASE)
+    prompts = dataclasses.replace(LLAMA, seq_length=512)
+    first = ppo.forward_seconds(H100, prompts, layout, 512)
+    step = Serving(H100, ENGINES["graphs"], LLAMA, tp=8).step(512, 512 + 1024 / 2)
+    assert found == pytest.approx(first + 1024 * step)
+    # where half of them fit at a time, weights are read twice as often
+    halves = ppo.writing_seconds(H100, LLAMA, layout, 256 * ppo.cache_bytes(LLAMA, 1536) / 8, CASE)
+    step = Serving(H100, ENGINES["graphs"], LLAMA, tp=8).step(256, 512 + 1024 / 2)
+    assert halves == pytest.approx(first + 2 * 1024 * step)
+
+
+def test_what_does_not_fit_beside_the_weights_is_written_later():
+    layout = Layout(dp=8)
+    each = ppo.cache_bytes(LLAMA, 1536)
+    # 64 sequences for each of eight ranks
+    assert [ppo.at_a_time(LLAMA, layout, n * each, CASE) for n in (-1, 0.9, 64.5)] == [0, 0, 64]
+    found = [ppo.writing_seconds(H100, LLAMA, layout, n * each, CASE) for n in (0, 16, 64, 99)]
+    assert found[0] == math.inf and found[1] > 1.5 * found[2] and found[2] == found[3]
+
+
+def test_the_four_ways():
+    found = ppo.steps(H100, preset("llama2-70b"), SimpleNamespace(**vars(CASE) | dict(gpus=128)))
+    assert {step.ranks for step in found} == {"all", "halves"}
+    for ranks, gpus in (("all", 128), ("halves", 64)):
+        *_, last = [step for step in found if step.ranks == ranks]
+        assert last.training.ranks == last.writing.ranks == gpus and last.writing.pp == 1
+        assert min(last.answers, last.scores, last.updates) > 0
+    # under stage 3 the layout of training writes nothing
+    tight = dataclasses.replace(H100, memory=10 * 2**30)
+    found = ppo.steps(tight, LLAMA, SimpleNamespace(**vars(CASE) | dict(gpus=64)))
+    assert [step.training.zero_stage for step in found] == [3, 3]
+    assert all(0 < step.answers < math.inf and step.writing.tp == 8 for step in found)
 
 
 # --- what the documents say -----------------------------------------------------------------------
