@@ -115,34 +115,6 @@ class PromptLearningConfig(PeftConfig):
 # --- what a run begins with -----------------------------------------------------------------------
 
 
-def open_data(config, world, tokenizer) -> tuple[Padded, Padded]:
-    """(training set, held-out set). config: a PromptLearningConfig. Raises PromptError."""
-    prompts = PromptConfig.read(config.prompt_config, world.say)
-    data = prompts.data
-    if not data.validation_ds:
-        raise PromptError("data.validation_ds is empty: name JSON lines that are not trained on")
-    model = config.model_config()
-    shards = config.length_multiple
-    longest = min(model.seq_length, data.max_seq_length or model.seq_length)
-    # one more than the model reads: the last token is only a target
-    limit = longest // shards * shards + 1
-    templates = {task: prompts.templates[task] for task in prompts.new_tasks}
-    first_ids = prompts.prompt_tasks.first_ids(model.vocab_size)
-    sets = []
-    summaries = []
-    for name, seed in (
-        ("train_ds", config.seed if data.shuffle else None),
-        ("validation_ds", None),
-    ):
-        paths = getattr(data, name)
-        examples, _, summary = read_examples(paths, templates, first_ids, tokenizer, limit)
-        usable = [example for example in examples if example]
-        sets.append(Padded(usable, seed, shards))
-        summaries.append(f"{name}: {summary}")
-    world.say("; ".join(summaries))
-    return tuple(sets)
-
-
 def check_room(tasks: PromptTasks, h: int) -> None:
     """Whether the encoder fits in memory, for a model of hidden size h. Raises CheckpointError."""
     if tasks.encoder:
@@ -241,8 +213,34 @@ class TemplateTask(Task):
     def data_name(self, corpus: str) -> str:
         return f"{Path(self.config.prompt_config).name} ({corpus})"
 
-    def open_data(self, config, world, tokenizer):
-        return open_data(config, world, tokenizer)
+    def open_data(self, config, world, tokenizer) -> tuple[Padded, Padded]:
+        """(training set, held-out set). config: a PromptLearningConfig. Raises PromptError."""
+        prompts = PromptConfig.read(config.prompt_config, world.say)
+        data = prompts.data
+        if not data.validation_ds:
+            raise PromptError(
+                "data.validation_ds is empty: name JSON lines that are not trained on"
+            )
+        model = config.model_config()
+        shards = config.length_multiple
+        longest = min(model.seq_length, data.max_seq_length or model.seq_length)
+        # one more than the model reads: the last token is only a target
+        limit = longest // shards * shards + 1
+        templates = {task: prompts.templates[task] for task in prompts.new_tasks}
+        first_ids = prompts.prompt_tasks.first_ids(model.vocab_size)
+        sets = []
+        summaries = []
+        for name, seed in (
+            ("train_ds", config.seed if data.shuffle else None),
+            ("validation_ds", None),
+        ):
+            paths = getattr(data, name)
+            examples, _, summary = read_examples(paths, templates, first_ids, tokenizer, limit)
+            usable = [example for example in examples if example]
+            sets.append(Padded(usable, seed, shards))
+            summaries.append(f"{name}: {summary}")
+        world.say("; ".join(summaries))
+        return tuple(sets)
 
 
 class PromptTask(TemplateTask):

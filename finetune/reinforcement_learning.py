@@ -6,14 +6,14 @@ The model that learns is called the policy. One step, in `begin_step`:
 
     write      the policy writes global_batch_size answers; each gets     inference/rollout.py,
                a reward, from a function or a reward model                rewards.py
-    targets    log-probabilities of the reference, and with ppo values    companions.py
+    targets    log-probabilities of the reference, and with ppo values    reference_models.py
                of the critic; from these and the rewards, advantages      finetune/reinforcement.py
     update     --epochs times, from the same answers: forward,         train.py
                backward, a step of the optimizer
 
 The loop of train.py stays as it is: it takes the last of these optimizer steps, as in any run. The
 policy is the run's trainer, of which this is the task. The other models are trainers of their own
-(companions.py).
+(reference_models.py).
 
 Answers depend on the weights and on (seed, step, sample) alone, so a resumed run writes the same
 ones. With --peft the reference is the policy itself without its adapters: no second copy.
@@ -32,20 +32,13 @@ from torch.nn.utils.rnn import pad_sequence
 from base.errors import RunError
 from finetune import adapters, reinforcement, rl_files
 from finetune.answer_rows import Answer, Rows
-from finetune.companions import Critic, Learner, Reference, RewardModel, companion
 from finetune.frozen_base import fingerprint
 from finetune.prompt_set import open_prompts
+from finetune.reference_models import Critic, Learner, Reference, RewardModel, beside
 from finetune.rewards import is_function, open_function
 from finetune.sft_data import ConversationTask
 from inference.rollout import Writer
 from run import checkpoint
-
-
-def open_data(config, world, tokenizer):
-    """(training set, held-out set) of --data. Raises ChatError, RewardError or
-    CheckpointError."""
-    function = open_function(config.reward) if is_function(config.reward) else None
-    return open_prompts(config, world, tokenizer, function)
 
 
 class ReinforcementTask(Learner, ConversationTask):
@@ -56,19 +49,21 @@ class ReinforcementTask(Learner, ConversationTask):
     last_file = "rl.png"
 
     def open_data(self, config, world, tokenizer):
-        return open_data(config, world, tokenizer)
+        """Raises ChatError, RewardError or CheckpointError."""
+        function = open_function(config.reward) if is_function(config.reward) else None
+        return open_prompts(config, world, tokenizer, function)
 
     def built(self) -> None:
         config, policy = self.config, self.trainer
         self.reference = self.reward_model = self.critic = None
         if not config.peft:
-            self.reference = companion(policy, Reference(), config)
+            self.reference = beside(policy, Reference(), config)
         if config.reward and not is_function(config.reward):
-            self.reward_model = companion(policy, RewardModel(), config.of_values(config.reward))
+            self.reward_model = beside(policy, RewardModel(), config.of_values(config.reward))
         if config.method == "ppo":
             start = config.reward if self.reward_model else config.load
             lr = config.peak_lr if config.critic_lr is None else config.critic_lr
-            self.critic = companion(policy, Critic(), replace(config.of_values(start), lr=lr))
+            self.critic = beside(policy, Critic(), replace(config.of_values(start), lr=lr))
         self.writer = Writer(policy)
         # of the step: fields of its line in metrics.jsonl
         self.step_metrics: dict[str, float] = {}

@@ -92,7 +92,11 @@ def test_families_know_of_the_model_alone():
 def test_only_trainers_built_on_train_import_it():
     """And what compares a run of it with one device, or breaks it."""
     importers = {name for name, others in imports().items() if "train" in others}
-    built = {"finetune.prompt_tuning", "finetune.companions", "course.mutations.training_loop"}
+    built = {
+        "finetune.prompt_tuning",
+        "finetune.reference_models",
+        "course.mutations.training_loop",
+    }
     built |= {f"finetune.{kind}_command" for kind in ("sft", "preference", "reinforcement")}
     built |= {"finetune.adapter_training"}
     of_one_device = {"course.verify", "course.parity", "course.bug_runs"}

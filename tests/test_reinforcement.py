@@ -13,7 +13,7 @@ from course import parity, ranks
 from course.kinds import config_of
 from course.parity import Run
 from finetune import answer_rows, reinforcement
-from finetune.companions import Critic, Reference, RewardModel, companion
+from finetune.reference_models import Critic, Reference, RewardModel, beside
 from finetune.reinforcement_learning import ReinforcementTask
 from optimizer import learning_rate
 
@@ -142,7 +142,7 @@ def before_the_first_update(rank: int, world: int, variants: list[dict]) -> list
             # adapters change it; without them it is the base, which a second model has too
             assert not torch.equal(now, reference)
             alone = replace(policy.config, peft=None)
-            now = companion(run.trainer, Reference(), alone).outputs(policy.rows)
+            now = beside(run.trainer, Reference(), alone).outputs(policy.rows)
         run.trainer.forward_backward(1, run.dataset)
         numbers = {name: x.item() for name, x in policy.statistics().items()}
         found.append((torch.equal(now, reference), numbers["kl"], numbers["policy_change"]))
@@ -184,7 +184,7 @@ class Rewarded(Run):
         if config.method == "ppo":
             # with other weights than the critic
             of_values = replace(config.of_values(None), seed=9)
-            self.trainer.task.reward_model = companion(self.trainer, RewardModel(), of_values)
+            self.trainer.task.reward_model = beside(self.trainer, RewardModel(), of_values)
 
 
 class Learner:

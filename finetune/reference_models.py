@@ -26,8 +26,8 @@ from run.task import Task, run_forward
 from train import Trainer
 
 
-def companion(policy: Trainer, task: Task, config) -> Task:
-    """The task, joined by a trainer of its own on the mesh of the policy."""
+def beside(policy: Trainer, task: Task, config) -> Task:
+    """The task, with a trainer of its own on the mesh of the policy."""
     Trainer(config, policy.device, policy.groups, task)
     return task
 
