@@ -62,7 +62,7 @@ def live_peaks(rank):
     for sequence in (False, True):
         for m in (2, 8):
             config = Config(
-                **parity.SMALL | dict(seq_length=64, num_layers=4, global_batch_size=m),
+                **parity.SMALL | dict(seq_length=64, global_batch_size=m),
                 tp=2,
                 sequence_parallel=sequence,
                 micro_batch_size=1,
