@@ -357,7 +357,7 @@ def test_stubs_have_one_form(number):
     """The idea, what to read, what not yet, and the command: in half a page."""
     text = text_of(number)
     head = text.split('"""')[1] if '"""' in text else text
-    for label in ("Read ", "Paper ", "Not yet ", "Check ", "Hints ", "Par "):
+    for label in ("Read ", "Paper ", "Not yet ", "Check ", "Par "):
         assert len(re.findall(rf"^(?:// )?{label}", text, re.MULTILINE)) == 1, label
     assert f"python -m course.exercises.check {number}" in head
     assert re.match(rf"(?:// )?Exercise {number}: ", head)

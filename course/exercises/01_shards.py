@@ -17,8 +17,7 @@ An all-gather sends each rank's tensor to all ranks. It is one call:
 Read         gpt.py once; the top of course/ranks.py, for what runs your code on two ranks
 Paper        Megatron-LM, arXiv 1909.08053, section 3: weights, cut by columns or by rows
 Not yet      `shard_of` and `gather` in sharding.py
-Check        python -m course.exercises.check 1
-Hints        python -m course.exercises.check 1 --hint      one more at each call
+Check        python -m course.exercises.check 1      --hint: a hint, one more at each call
 Par          one all-gather
 """
 

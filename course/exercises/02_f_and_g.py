@@ -20,8 +20,7 @@ backward returns one gradient for each argument of forward, None for `group`.
 Read         sharding.py up to `shard_of`; `MLP` in gpt.py
 Paper        Megatron-LM, arXiv 1909.08053, section 3, figure 3
 Not yet      tensor_parallel.py, from its first line: `_Copy` and `_Reduce` are f and g
-Check        python -m course.exercises.check 2
-Hints        python -m course.exercises.check 2 --hint      one more at each call
+Check        python -m course.exercises.check 2      --hint: a hint, one more at each call
 Par          two all-reduces of b s h elements: one in forward, one in backward
 """
 

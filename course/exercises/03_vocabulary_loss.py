@@ -23,8 +23,7 @@ by `dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)`.
 Read         base/cross_entropy.py
 Paper        Megatron-LM, arXiv 1909.08053, section 3: "fuse the output .. with the cross entropy"
 Not yet      `local_ids` and `_VocabParallelCrossEntropy` in tensor_parallel.py
-Check        python -m course.exercises.check 3
-Hints        python -m course.exercises.check 3 --hint      one more at each call
+Check        python -m course.exercises.check 3      --hint: a hint, one more at each call
 Par          3 b s numbers are reduced, in forward; none in backward
 """
 

@@ -23,8 +23,7 @@ Collectives join and cut along dimension 0, and the sequence is dimension 1:
 Read         exercise 2
 Paper        Korthikanti et al., arXiv 2205.05198, section 4.2.2, figure 5
 Not yet      sequence_parallel.py, from its first line: `start_gather`, `start_scatter`
-Check        python -m course.exercises.check 4
-Hints        python -m course.exercises.check 4 --hint      one more at each call
+Check        python -m course.exercises.check 4      --hint: a hint, one more at each call
 Par          one all-gather and one reduce-scatter in forward, the same in backward
 """
 

@@ -25,8 +25,7 @@ On paper first: the lists for p = 2, m = 3. Each has 6 actions.
 Read         this page alone; an action is (op, chunk, micro_batch)
 Paper        PipeDream-Flush, in Megatron-LM's arXiv 2104.04473, section 2.2.1
 Not yet      schedules.py, from its first line: `one_f_one_b` and `_alternate`
-Check        python -m course.exercises.check 5
-Hints        python -m course.exercises.check 5 --hint      one more at each call
+Check        python -m course.exercises.check 5      --hint: a hint, one more at each call
 Par          rank r holds at most p - r micro-batches; idle time / ideal time is (p - 1) / m
 """
 

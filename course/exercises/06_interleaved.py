@@ -26,8 +26,7 @@ start begins one action earlier and gets its first gradient one action later: 2 
 Read         exercise 5
 Paper        arXiv 2104.04473, section 2.2.2, figure 4
 Not yet      `interleaved_one_f_one_b` in schedules.py
-Check        python -m course.exercises.check 6
-Hints        python -m course.exercises.check 6 --hint      one more at each call
+Check        python -m course.exercises.check 6      --hint: a hint, one more at each call
 Par          idle time / ideal time is (p - 1) / (v m)
 """
 

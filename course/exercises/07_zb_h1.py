@@ -21,8 +21,7 @@ On paper first: the lists for p = 2, m = 3. Each has 9 actions.
 Read         exercise 5
 Paper        Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.1, figure 3
 Not yet      `zero_bubble_h1` in schedules.py
-Check        python -m course.exercises.check 7
-Hints        python -m course.exercises.check 7 --hint      one more at each call
+Check        python -m course.exercises.check 7      --hint: a hint, one more at each call
 Par          with T_F = T_I = T_W the bubble is (p - 1) / (3 m), a third of what 1F1B has
 """
 

@@ -24,8 +24,7 @@ schedules.py gives you
 Read         schedules.py: the first 25 lines, `needs`, `Cost`, `Event`
 Paper        arXiv 2104.04473, section 2.2: figures 3 and 4 are drawn from such times
 Not yet      `simulate` in schedules.py
-Check        python -m course.exercises.check 8
-Hints        python -m course.exercises.check 8 --hint      one more at each call
+Check        python -m course.exercises.check 8      --hint: a hint, one more at each call
 Par          the bubble of 1F1B, simulated, is exactly (p - 1) / m
 """
 

@@ -19,8 +19,7 @@ reduced at once and freed; the rows are added up.
 Read         fsdp.py, its introduction and its section `units`
 Paper        ZeRO, arXiv 1910.02054, section 5.2
 Not yet      `accumulate` and `reduce` in fsdp.py
-Check        python -m course.exercises.check 9
-Hints        python -m course.exercises.check 9 --hint      one more at each call
+Check        python -m course.exercises.check 9      --hint: a hint, one more at each call
 Par          one reduce-scatter for each micro-batch; between them a rank keeps 1/N
 """
 

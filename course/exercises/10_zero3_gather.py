@@ -17,8 +17,7 @@ not divide `out`. `all_gather(whole, row, group=group)` fills whole [N * rows, i
 Read         exercises 1 and 9; `FullySharded` in the docstring of fsdp.py, not its code
 Paper        ZeRO, arXiv 1910.02054, section 5.3; PyTorch FSDP, arXiv 2304.11277, section 3
 Not yet      `FullySharded` in fsdp.py
-Check        python -m course.exercises.check 10
-Hints        python -m course.exercises.check 10 --hint      one more at each call
+Check        python -m course.exercises.check 10      --hint: a hint, one more at each call
 Par          two all-gathers and one reduce-scatter: 3 times the weight instead of 2. Between
              forward and backward the whole weight is not in memory
 """

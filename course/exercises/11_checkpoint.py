@@ -21,8 +21,7 @@ else backward returns None.
 Read         the first 35 lines of recompute.py
 Paper        Chen et al., arXiv 1604.06174; Korthikanti et al., arXiv 2205.05198, section 5
 Not yet      `_Checkpoint` in recompute.py
-Check        python -m course.exercises.check 11
-Hints        python -m course.exercises.check 11 --hint      one more at each call
+Check        python -m course.exercises.check 11      --hint: a hint, one more at each call
 Par          0 bytes are kept beside the arguments; the function runs once in forward and once in
              backward
 """

@@ -26,8 +26,7 @@ On paper first: how many of the 34 are divided by t? Which is larger for s = 204
 Read         the first 35 lines of recompute.py; exercise 4
 Paper        Korthikanti et al., arXiv 2205.05198, sections 4.1 and 4.2, table 2
 Not yet      `layer_bytes` in recompute.py
-Check        python -m course.exercises.check 12
-Hints        python -m course.exercises.check 12 --hint      one more at each call
+Check        python -m course.exercises.check 12      --hint: a hint, one more at each call
 Par          what autograd keeps of a real layer is within 2% of the formula
 """
 
