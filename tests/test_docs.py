@@ -9,9 +9,11 @@ import argparse
 import ast
 import importlib
 import json
+import os
 import re
 import shlex
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -408,3 +410,40 @@ def test_workflow():
     runs = [step["run"] for step in job["steps"] if "run" in step]
     assert runs == ["make lint", "make test", "make test-all"]
     assert {"lint", "test", "test-all"} <= targets
+
+
+def test_hello(tmp_path):
+    """The README's first program: two ranks, one loss."""
+    (program,) = re.findall(
+        r"^```python\n(import torch\n.*?)^```$", README.read_text(), re.M | re.S
+    )
+    (tmp_path / "hello.py").write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "hello.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("(64, 32) of (128, 32)") == 2
+    losses = re.findall(r"loss ([\d.]+), on one device ([\d.]+)", done.stdout)
+    assert len(losses) == 2 and all(float(a) == pytest.approx(float(b)) for a, b in losses)
+
+
+def test_lines_in_the_readme():
+    """What it says of the tree's size is so, within one in twenty."""
+    text = " ".join(README.read_text().split())
+    said = re.search(r"`import train` loads ([\d,]+) lines; .*? has ([\d,]+) more", text).groups()
+    code = "import sys, train; print(*(getattr(m, '__file__', '') for m in sys.modules.values()))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    ours = {Path(name) for name in done.stdout.split() if Path(name).is_relative_to(ROOT)}
+    sources = {
+        ROOT / name
+        for name in tracked()
+        if re.search(r"\.(py|cu|cuh|js|css|html)$", name)
+        and not name.startswith(("tests/", "docs/"))
+    }
+
+    def lines(files) -> int:
+        return sum(len(path.read_text().splitlines()) for path in files)
+
+    counted = lines(ours & sources), lines(sources - ours)
+    for number, count in zip(said, counted):
+        assert int(number.replace(",", "")) == pytest.approx(count, rel=0.05), counted
