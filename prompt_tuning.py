@@ -67,7 +67,7 @@ class PTuning(Struct, forbid_unknown_fields=True):
     # linear layers of the mlp, layers of the lstm; tpmlp always has two
     num_layers: Annotated[int, Meta(ge=1, le=64)] = 2
     dropout: float = 0.0
-    # of the encoder's inputs
+    # Standard deviation of the encoder's initial inputs.
     init_std: Annotated[float, Meta(gt=0, le=1000)] = 1.0
 
     def __post_init__(self):
@@ -94,7 +94,7 @@ class PromptTasks(NamedTuple):
     tokens: dict[str, int]
     # the tasks whose tables are learned; the others have one
     new: list[str]
-    # of p-tuning; None: tables are learned directly
+    # The encoder of p-tuning; None: tables are learned directly.
     encoder: PTuning | None = None
 
     def first_ids(self, vocab_size: int) -> dict[str, int]:
@@ -300,13 +300,13 @@ def initial_values(
     values = {}
     for name, p in prompts.named_parameters():
         generator = sharding.generator(seed, PARAMETER_PREFIX + name)
-        kind = name.split(".")[0]
+        part = name.split(".")[0]
         task = name.partition(".task-")[2]
-        if kind == "encoder":
+        if part == "encoder":
             # uniform within ±1 / sqrt(fan-in), as torch initialises Linear and LSTM
             uniform = torch.rand(p.shape, generator=generator) * 2 - 1
             values[name] = uniform / fan_in(prompts, name) ** 0.5
-        elif kind == "inputs":
+        elif part == "inputs":
             values[name] = torch.randn(p.shape, generator=generator) * tasks.encoder.init_std
         elif not p.requires_grad:
             values[name] = existing[task].float()
@@ -329,7 +329,7 @@ def embeddings_of(text: str, task: str, n: int, tokenizer, embedding: Tensor) ->
 
 
 def fan_in(prompts: VirtualPrompts, name: str) -> int:
-    """Of an encoder's layer: the number of its inputs; for an LSTM torch takes its hidden size."""
+    """The number of inputs of an encoder's layer; for an LSTM torch takes its hidden size."""
     if "lstm" in name:
         return prompts.encoder.lstm.hidden_size
     return prompts.get_parameter(name.replace("bias", "weight")).shape[1]

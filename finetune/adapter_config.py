@@ -23,7 +23,7 @@ class AdapterConfig:
     lora_dropout: float = 0.0
     # k, the inner size of a bottleneck adapter
     adapter_size: int = 32
-    # of TARGETS; none: all that the model has
+    # Names in TARGETS; none: all that the model has.
     peft_targets: tuple[str, ...] = ()
 
 

@@ -43,7 +43,7 @@ class Adapters(FrozenBase):
         return not adapters.is_adapter(name)
 
     def num_learned(self) -> int:
-        """Of all pipeline stages: this rank has its own stage only."""
+        """The number in all pipeline stages: this rank has its own stage only."""
         return num_parameters(adapter_config(self.config), self.model_config)
 
     def check_base(self, path: Path, index: dict) -> None:

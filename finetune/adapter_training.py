@@ -1,4 +1,4 @@
-"""What kinds of training have that can learn an adapter beside a frozen model (--peft), and the
+"""The flags of every training that can learn an adapter beside a frozen model (--peft), and the
 command `python -m finetune.adapters`: an adapter that learns from text.
 
     python -m finetune.adapters --load CKPT --data FILE --peft lora --lora-rank 8 --out RUN

@@ -40,7 +40,7 @@ BLOCK = 512
 
 
 class PreferenceTask(ConversationTask):
-    """What both kinds of run share."""
+    """What both methods share."""
 
     balances_experts = False
 
@@ -159,7 +159,7 @@ class RewardTask(ValueModel, PreferenceTask):
 class DPOTask(PreferenceTask):
     """The model of --load itself learns, or adapters of it (--peft)."""
 
-    # of the base, as in reference.npz
+    # The fingerprint of the base, as in reference.npz.
     reference_of: str | None = None
 
     def losses(self, y: Tensor, batch) -> tuple[Tensor, Tensor, Tensor]:

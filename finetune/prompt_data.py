@@ -13,7 +13,7 @@ from base import json_files, terminal
 from finetune.prompt_template import Example, Template
 from prompt_tuning import PromptError
 
-# with more, answers are no classes
+# With more different answers than this, they are no classes.
 MOST_ANSWERS = 100
 
 
@@ -95,8 +95,8 @@ def never_learned(
     if len(kept) > MOST_ANSWERS:
         return []
     return [
-        f"; every example of {kind} is skipped ({len(found)})"
-        for kind, found in kept.items()
+        f"; every example of {what} is skipped ({len(found)})"
+        for what, found in kept.items()
         if not any(found)
     ]
 

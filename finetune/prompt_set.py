@@ -47,7 +47,7 @@ class Prompts:
 
     questions: list[Question]
     group_size: int
-    # of the order; None: that of the list
+    # The seed of the order; None: the order of the list.
     seed: int | None
     # None where no answer becomes text; then no token ends one
     chat: Chat | None = None
@@ -67,7 +67,7 @@ class Prompts:
         self.offset = 0
 
     def taken(self, n: int) -> dict:
-        """As of run.data.Dataset; of questions, whatever the number of answers."""
+        """Dataset.taken, counted in questions, whatever the number of answers."""
         name = self.index["corpus"]
         asked = n // self.group_size + self.offset
         return {"blend": name, "start": 0, "before": [], "corpora": {name: asked}}
@@ -80,13 +80,13 @@ class Prompts:
         return self.questions[self.order(sample // self.group_size + self.offset)]
 
     def text(self, ids: list[int]) -> str:
-        """Of an answer, without the token that ends it."""
+        """The text of an answer, without the token that ends it."""
         if ids and ids[-1] in self.end_tokens:
             ids = ids[:-1]
         return self.chat.tokenizer.tokenizer.decode(ids)
 
     def reward(self, sample: int, ids: list[int]) -> float:
-        """Of the answer `ids` to the question of a sample, by the function. Raises RunError."""
+        """The function's reward for the answer `ids` to a sample's question. Raises RunError."""
         question = self.question(sample)
         return rate(self.function, question.text, self.text(ids), question.record)
 

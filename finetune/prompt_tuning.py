@@ -41,7 +41,7 @@ from run.rules import refuse
 from run.task import Task
 from sharding import shard_of, sharding_of
 
-# of --lr, where prompts learn
+# The default of --lr where prompts learn.
 LEARNING_RATE = 0.03
 
 

@@ -33,7 +33,7 @@ def beside(policy: Trainer, task: Task, config) -> Task:
 
 
 def schedule_of(config, m: int) -> schedules.Schedule:
-    """Of a pipeline, for m micro-batches. The same list each time: a pipeline lowers a new one."""
+    """A pipeline's schedule of m micro-batches; the same list each time, so it is lowered once."""
     return cached_schedule(config.pipeline_schedule, config.pp, m, config.virtual_stages)
 
 
@@ -41,7 +41,7 @@ cached_schedule = lru_cache(maxsize=64)(schedules.make)
 
 
 class OnRows(Task):
-    """Of a model that sees the answers of a step, packed into rows (answer_rows.py)."""
+    """The task of a model that sees the answers of a step, packed into rows (answer_rows.py)."""
 
     rows = None
 
@@ -121,9 +121,9 @@ class RewardModel(ValueModel, Frozen):
 
 
 class Learner(OnRows):
-    """Of the policy and the critic: their losses are about the answers of a step."""
+    """The policy or the critic: its loss is about the answers of a step."""
 
-    # of the step: what its updates need (advantages ..), and what its loss is divided by
+    # What the updates of a step need (advantages ..), and what its loss is divided by.
     targets: reinforcement.Targets | None = None
     count = 0
 

@@ -121,7 +121,7 @@ def generalized_advantages(
     advantage = next_value = torch.zeros_like(values[..., 0])
     for t in reversed(range(values.shape[-1])):
         delta = rewards[..., t] + gamma * next_value - values[..., t]
-        # where there is no token t, the answer before it ends with V = 0 and A = 0 behind it
+        # Where there is no token t, the answer has ended before it: V = 0 and A = 0.
         advantage = only(mask[..., t], delta + gamma * lam * advantage)
         next_value = values[..., t]
         advantages[..., t] = advantage
@@ -227,7 +227,7 @@ class Targets:
     old_values: Tensor | None = None
 
     def at(self, rows, y: Tensor) -> "Targets":
-        """Of some rows: a micro-batch, with the device and dtype of y, the model's output."""
+        """The targets of a micro-batch's rows, in the device and dtype of y, the model's output."""
 
         def pick(x: Tensor | None) -> Tensor | None:
             return x if x is None else x[rows].to(y)

@@ -110,7 +110,7 @@ class ReinforcementConfig(ChatConfig):
         return lr_beside_reference(self)
 
     def of_values(self, load: str | None) -> "ValueConfig":
-        """Of a model beside the policy that gives values, with the shape of --load."""
+        """The configuration of a reward model or critic, with the shape of --load."""
         shape = dict.fromkeys(MODEL_FLAGS) if load != self.load else {}
         micro = self.micro_batch_size or (1 if self.pp > 1 else None)
         common = {field.name: getattr(self, field.name) for field in fields(RunConfig)}
@@ -137,7 +137,7 @@ class ReinforcementConfig(ChatConfig):
 
 @dataclass
 class ValueConfig(PreferenceConfig):
-    """Of the reward model and the critic, which see the rows of the policy."""
+    """Bytes of the reward model and the critic, which see the rows of the policy."""
 
     least_rows: ClassVar[int] = 1
 

@@ -65,9 +65,9 @@ class ReinforcementTask(Learner, ConversationTask):
             lr = config.peak_lr if config.critic_lr is None else config.critic_lr
             self.critic = beside(policy, Critic(), replace(config.of_values(start), lr=lr))
         self.writer = Writer(policy)
-        # of the step: fields of its line in metrics.jsonl
+        # Fields of the step's line in metrics.jsonl.
         self.step_metrics: dict[str, float] = {}
-        # of the step, this rank's share of three sums over tokens and updates: those clipped,
+        # This rank's share of three sums over the step's tokens and updates: those clipped,
         # |log π - log π_old|, the critic's loss
         self.token_sums = torch.zeros(3, dtype=torch.float64, device=policy.device)
 

@@ -278,7 +278,7 @@ class Resharding:
         self.bytes_sent = sum(nbytes(sends) for _, sends in self.rounds)
 
     def sides(self, pieces: list[Piece]) -> tuple[list[Piece], list[Piece]]:
-        """Of a round, this rank's pieces: (receives, sends), each in the order of the other ranks.
+        """This rank's pieces of a round: (receives, sends), each in the order of the other ranks.
         What goes from one rank to another is in the same order on both."""
         receives = sorted((p for p in pieces if p.receiver == self.rank), key=lambda p: p.sender)
         sends = sorted((p for p in pieces if p.sender == self.rank), key=lambda p: p.receiver)

@@ -7,7 +7,7 @@ from pathlib import Path
 from base.json_files import JSONError, read_lines
 from run.finish import leave
 
-# of the first held-out prompts, at every evaluation
+# How many held-out prompts have their answers written, at every evaluation.
 SAMPLES = 4
 # a panel each: field of metrics.jsonl -> its title
 PANELS = {

@@ -39,7 +39,7 @@ from run.tokenizer import CHAT_TEMPLATE
 
 # the `reason` of a ChatError for a line that --skip-bad-examples does not leave out
 NO_SKIP = ""
-# of a line: each would change the text
+# Fields of a line that would change the text.
 UNSUPPORTED = ("tools", "functions", "chat_template_kwargs")
 # what a key that says nothing holds, in files where every message has the keys of all
 NOTHING = (None, "", [], {})
@@ -92,7 +92,7 @@ def read_lines(
 
 
 def hash_of(content) -> str:
-    """Of JSON."""
+    """SHA-256 of the content as JSON."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
