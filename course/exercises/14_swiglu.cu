@@ -24,7 +24,7 @@
 // Read         the top of base/csrc/common.cuh, up to `round_to`
 // Paper        GLU Variants Improve Transformer, arXiv 2002.05202, section 2
 // Not yet      base/csrc/swiglu.cu: it holds the answer, and a slower one
-// Check        python -m course.exercises.check 14      (an emulator: needs g++, no GPU)      --hint: a hint
+// Check        python -m course.exercises.check 14 (by an emulator: needs g++); --hint: a hint
 // Par          each vector of gate and of up is read once, each vector of y is written once
 #include "../../base/csrc/common.cuh"
 
