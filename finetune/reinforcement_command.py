@@ -137,7 +137,7 @@ class ReinforcementConfig(ChatConfig):
 
 @dataclass
 class ValueConfig(PreferenceConfig):
-    """Bytes of the reward model and the critic, which see the rows of the policy."""
+    """The configuration of the reward model and the critic, which see the policy's rows."""
 
     least_rows: ClassVar[int] = 1
 
