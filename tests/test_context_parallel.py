@@ -178,6 +178,10 @@ def test_memory_of_activations_is_a_quarter(base):
 
 # --- lengths and refusals -------------------------------------------------------------------------
 
+HEADS = dict(cp=4, cp_kind="all-to-all")
+TWICE = "divisible by twice --cp 4: the sequence is cut into so many pieces"
+FEW_KEYS = dict(model="llama2-7b", num_heads=8, num_kv_heads=2)
+
 
 @pytest.mark.parametrize(
     "flags, world, words",
@@ -185,28 +189,20 @@ def test_memory_of_activations_is_a_quarter(base):
         (dict(cp=2), 1, "--cp 2: this is one rank alone"),
         (dict(cp=3), 4, "--cp 3: must divide the 4 ranks over --tp 1 --pp 1; [1, 2, 4] would fit"),
         (dict(cp=0), 2, "--cp 0: must be at least 1"),
+        (dict(cp=4, seq_length=100), 4, f"--seq-length 100: must be {TWICE}; 96 or 104 would fit"),
+        (SEQUENCE | dict(seq_length=12), 4, "--seq-length 12 must be divisible by 8"),
         (
-            dict(cp=4, seq_length=100),
-            4,
-            "--seq-length 100: must be divisible by twice --cp 4: the sequence is cut into so many"
-            " pieces; 96 or 104 would fit",
-        ),
-        (
-            dict(cp=2, tp=2, sequence_parallel=True, seq_length=12),
-            4,
-            "--seq-length 12 must be divisible by 8",
-        ),
-        (
-            dict(cp=4, cp_kind="all-to-all", num_heads=6, hidden_size=48),
+            HEADS | dict(num_heads=6, hidden_size=48),
             4,
             "--cp 4: must divide --num-heads 6 over --tp 1 where heads are exchanged"
             " (--cp-kind all-to-all); [2, 3, 6] would fit",
         ),
         (
-            dict(cp=4, cp_kind="all-to-all", model="llama2-7b", num_heads=8, num_kv_heads=2),
+            HEADS | dict(num_heads=6, hidden_size=48),
             4,
-            "--cp 4: must divide --num-kv-heads 2 over --tp 1",
+            "(--cp-kind all-to-all); [2, 3, 6] would fit",
         ),
+        (HEADS | FEW_KEYS, 4, "--cp 4: must divide --num-kv-heads 2 over --tp 1"),
         (dict(cp_kind="all-to-all"), 2, "--cp-kind all-to-all: needs --cp 2 or more"),
         (dict(cp=2, fp8="current"), 2, "--fp8 current"),
         (dict(cp=2, num_experts=4, router="sinkhorn"), 2, "--router sinkhorn"),

@@ -56,12 +56,6 @@ def promised_in_flight(name, p, m, v):
     return [min(m, p - rank) for rank in range(p)]
 
 
-def promised_deferred(name, p, m):
-    if name == "zb-h1":
-        return [min(m, rank + 1) for rank in range(p)]
-    return [0] * p
-
-
 @pytest.mark.parametrize(
     "p, numbers",
     [(p, micro_batches(p)) for p in (1, 2, 3, 4, 5, 8, 13)]
@@ -84,7 +78,8 @@ def check_schedule(*case):
         assert simulated == pytest.approx(bubble_formula(name, p, m, v), rel=1e-12), case
     # raises where something is stuck
     nccl_model.run(lower(schedule, v), v=v, queues=1)
-    assert deferred_weight_gradients(schedule) == promised_deferred(name, p, m), case
+    deferred = [min(m, rank + 1) if name == "zb-h1" else 0 for rank in range(p)]
+    assert deferred_weight_gradients(schedule) == deferred, case
     assert in_flight(schedule) == promised_in_flight(name, p, m, v), case
 
 
@@ -140,8 +135,9 @@ def pictures(file) -> list[dict[int, list[str]]]:
 
 def test_pictures_in_docstrings():
     """Every time line of the tree is what `make` and `simulate` give, up to where it is cut."""
-    with_pictures = {str(path.relative_to(ROOT)) for path in drawn_files()}
-    assert with_pictures == set(PICTURES)
+    folders = "", "course/", "course/exercises/"
+    files = [str(path.relative_to(ROOT)) for at in folders for path in ROOT.glob(f"{at}*.py")]
+    assert {file for file in files if pictures(file) != [{}]} == set(PICTURES)
     for file, drawn in PICTURES.items():
         assert len(pictures(file)) == len(drawn), file
         for rows, (kind, p, m, cost) in zip(pictures(file), drawn):
@@ -153,12 +149,6 @@ def test_pictures_in_docstrings():
                 while slots[-1] == ".." and len(slots) > len(expected):
                     slots.pop()
                 assert slots == expected[: len(slots)], (file, kind, rank)
-
-
-def drawn_files() -> list[Path]:
-    folders = (ROOT, ROOT / "course", ROOT / "course" / "exercises", ROOT / "course")
-    files = [path for folder in folders for path in folder.glob("*.py")]
-    return [path for path in files if pictures(path.relative_to(ROOT)) != [{}]]
 
 
 def test_one_list_of_schedules_and_of_routers():
