@@ -166,7 +166,7 @@ def show_command(
     words = ["train.py"]
     if "lora_rank" in given:
         # a preset stands for the model that is there already
-        words = ["-m", "finetune.adapters", "train", "--load", "BASE"]
+        words = ["-m", "finetune.adapters", "--load", "BASE"]
         given = {name: value for name, value in given.items() if name != "model"}
     for name, value in given.items():
         if name in PLANNED and name not in recipe.GIVEN:
