@@ -99,7 +99,7 @@ from sharding import Shard, local_part, set_sharding, sharding_of
 # Gradients have the same order: row r of their sum has the gradients of rank r's shards.
 # `DataParallel`, below, decides when the rows are sent.
 
-# their names from torch 2.13 on
+# PyTorch has these names from version 2.13 on.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -118,11 +118,11 @@ def shard_dim(shape: torch.Size, n: int) -> int:
 class Slot(NamedTuple):
     """Where the shard of one parameter lies in every row."""
 
-    # where the first element stands
+    # The position of the shard's first element.
     offset: int
-    # the dimension along which the parameter is sharded
+    # The dimension along which the parameter is sharded.
     dim: int
-    # the shape of a shard, padding included
+    # The shape of a shard, padding included.
     shape: torch.Size
 
 
@@ -139,7 +139,7 @@ class FlatParameters:
         for p in parameters:
             dim = shard_dim(p.shape, n)
             shape = list(p.shape)
-            # rounded up
+            # The size is rounded up, so that all shards have equal shapes.
             shape[dim] = -(-p.shape[dim] // n)
             self.slots[p] = Slot(self.T, dim, torch.Size(shape))
             self.T += math.prod(shape)
@@ -168,7 +168,7 @@ class FlatParameters:
         full, rest = divmod(whole.shape[dim], size)
         shards = self.shards_in(flat, p)
         in_whole = whole.narrow(dim, 0, full * size).unflatten(dim, (full, size))
-        # both [full, *shape of a shard]
+        # Both views are [full, *shape of a shard].
         yield shards[:full], in_whole.movedim(dim, 0)
         if rest:
             yield shards[full].narrow(dim, 0, rest), whole.narrow(dim, full * size, rest)
@@ -194,21 +194,21 @@ class Unit(FlatParameters):
         # Parameters whose gradients have not come: in stages 0 and 1 those of the last backward, in
         # 2 and 3 those of the backward that runs.
         self.missing = set(self.trainable)
-        # parameters whose gradients are in `local_grads`
+        # The parameters whose gradients are in `local_grads`.
         self.arrived: set[nn.Parameter] = set()
-        # [N, T], from this rank's samples
+        # [N, T], the sum over this rank's samples.
         self.local_grads: Tensor | None = None
-        # stages 2 and 3: [T], this rank's row of the sum over ranks and micro-batches
+        # Stages 2 and 3: [T], this rank's row of the sum over ranks and micro-batches.
         self.summed_grads: Tensor | None = None
-        # `work` is the handle of a collective that runs. While gradients are being summed:
-        # (this rank's row of the sum [T], work)
+        # While gradients are being summed: (this rank's row of the sum [T], work). `work` is the
+        # handle of a running collective.
         self.reducing: tuple | None = None
 
-        # stage 3: [T], this rank's shards of the parameters
+        # Stage 3: [T], this rank's shards of the parameters.
         self.row: Tensor | None = None
-        # stage 3: the storage of the whole parameters, empty except from `gather` to `free`
+        # Stage 3: the storage of the whole parameters, empty except from `gather` to `free`.
         self.whole: Tensor | None = None
-        # while parameters are being gathered: (flat [N, T], work)
+        # While parameters are being gathered: (flat [N, T], work).
         self.gathering: tuple | None = None
 
     def start_all_gather(self, flat: Tensor, row: Tensor) -> None:
@@ -231,8 +231,9 @@ class Unit(FlatParameters):
         flat, work = self.gathering
         work.wait()
         for p in self.parameters:
-            # `data`: the write must not raise p's version, or backward would refuse what it has
-            # saved. The values are the ones that forward has seen.
+            # The copy writes to `p.data`, which does not raise p's version. Otherwise backward
+            # would refuse the tensors that it has saved. The values equal those that forward has
+            # seen.
             for in_flat, in_whole in self.views(flat, p, p.data):
                 in_whole.copy_(in_flat)
         self.gathering = None
@@ -273,11 +274,11 @@ def units_of(
     units = []
     seen = set()
     for prefix, layer in layers.items():
-        # a tied weight is in the unit of the first layer that has it
+        # A tied weight belongs to the unit of the first layer that has it.
         names = [f"{prefix}.{name}" for name, p in layer.named_parameters() if p not in seen]
         if names and init:
             init(names)
-        # after init, which replaces meta parameters by real ones
+        # This comes after init, which replaces meta parameters by real ones.
         seen.update(layer.parameters())
         for part in parts_of(layer, names):
             parameters = [model.get_parameter(name) for name in part]
@@ -286,8 +287,8 @@ def units_of(
 
 
 def parts_of(layer: nn.Module, names: list[str]) -> list[list[str]]:
-    """The parameters of a layer, by name; those of an embedding's norm apart. Backward reads the
-    norm, and it does not read a tied matrix (FullySharded)."""
+    """The names of a layer's parameters, split into those that make one unit. An embedding's norm
+    is a unit of its own: backward reads the norm, but not a tied matrix (FullySharded)."""
     if getattr(layer, "tokens", None) is None:
         return [names]
     of_norm = [name for name in names if name.startswith("embedding.norm.")]
@@ -295,13 +296,13 @@ def parts_of(layer: nn.Module, names: list[str]) -> list[list[str]]:
 
 
 def make_units(parameters: list[nn.Parameter], group, stage: int, expert_group):
-    """The units of one layer, sharded: one of experts, which have fewer replicas than the rest, and
-    one of the rest. Frozen parameters have no gradients; they make units only in stage 3."""
+    """The units of one layer, sharded: one for experts, which have fewer replicas, and one for the
+    other parameters. Frozen parameters have no gradients, and are in units only in stage 3."""
     subsets = defaultdict(list)
     for p in parameters:
         subsets[p.requires_grad, is_sharded_over(p, group)].append(p)
     units = []
-    # the same order on every rank
+    # Sorting gives the same order on every rank.
     for learns, is_expert in sorted(subsets, reverse=True):
         if is_expert and expert_group is None:
             raise ValueError(
@@ -322,7 +323,7 @@ def make_units(parameters: list[nn.Parameter], group, stage: int, expert_group):
 
 def is_sharded_over(p: nn.Parameter, group: dist.ProcessGroup) -> bool:
     """Whether ranks of the data-parallel group hold different shards of p already. Only moe.py
-    shards over these ranks: then p is of an expert."""
+    shards over these ranks, so p then belongs to an expert."""
     ranks = set(dist.get_process_group_ranks(group))
     for shard in sharding_of(p).placements:
         shard_ranks = dist.get_process_group_ranks(shard.group)
@@ -350,9 +351,12 @@ def keep_own_row(unit: Unit) -> None:
 
 @torch.no_grad()
 def share_own_shards(unit: Unit) -> None:
-    """Stages 1 and 2: the shard of a parameter is a view of it where its numbers lie together, so
-    it costs no memory: along dimension 0, or where the dimensions before are 1, as of one expert.
-    Any other shard is a copy, a share 1 / N of the parameter: of a few experts on many ranks."""
+    """Stages 1 and 2: set the shard of each parameter.
+
+    A contiguous shard is a view of the parameter, and costs no memory. A shard is contiguous along
+    dimension 0, or where all dimensions before are 1 (one expert). Other shards, of a few experts
+    on many ranks, are copies with 1 / N of the parameter's size.
+    """
     for p, (_, dim, shape) in unit.slots.items():
         padded_shape = list(shape)
         padded_shape[dim] *= unit.N
@@ -360,14 +364,14 @@ def share_own_shards(unit: Unit) -> None:
         whole = padded.narrow(dim, 0, p.shape[dim]).copy_(p)
         part = padded.narrow(dim, unit.rank * shape[dim], shape[dim])
         if part.is_contiguous():
-            # p moves to where it has room for the padding
+            # p moves to a storage that has space for the padding.
             p.data = whole
-        # contiguous() of what is contiguous is the same tensor
+        # A contiguous part stays a view: contiguous() returns the same tensor.
         set_shard(unit, p, part.contiguous())
 
 
 def set_shard(unit: Unit, p: nn.Parameter, part: Tensor) -> None:
-    """Give p its `shard`: what the optimizer updates, with a sharding record of its own."""
+    """Set `p.shard`, the parameter that the optimizer updates, with its own sharding record."""
     record = sharding_of(p)
     placements = (*record.placements, Shard(unit.slots[p].dim, unit.group))
     p.shard = nn.Parameter(part, requires_grad=p.requires_grad)
@@ -395,8 +399,10 @@ def bytes_per_parameter(
 
 
 def elements_sent(stage: int, m: int) -> int:
-    """By a rank in a step of m micro-batches, in units of Ψ (N - 1) / N, with ring collectives: an
-    all-reduce counts 2 (ZeRO, section 7, has m = 1)."""
+    """Elements that a rank sends in a step of m micro-batches, in units of Ψ (N - 1) / N.
+
+    With ring collectives: an all-reduce counts 2 (ZeRO, section 7, has m = 1).
+    """
     return (2, 2, m + 1, 3 * m)[stage]
 
 
@@ -421,9 +427,9 @@ class DataParallel(GradientSums):
         self.stage = stage
         self.shards_gradients = stage >= 2
         self.is_last_backward = False
-        # units whose gradients are being summed
+        # The units whose gradients are being summed.
         self.reductions: list[Unit] = []
-        # stages 1 and 2: units whose new parameters are to come, in order
+        # Stages 1 and 2: the units whose updated parameters are still to be gathered, in order.
         self.coming: list[Unit] = []
         self.unit_of = {p: unit for unit in units for p in unit.parameters}
         first = units[0].parameters[0]
@@ -437,13 +443,13 @@ class DataParallel(GradientSums):
         self.zero_grad()
 
     def new_grads(self, unit: Unit) -> Tensor:
-        """[N, T], for gradients to overwrite. Padding must be 0: it is in `main_grad` too, and the
-        gradient norm reads it."""
+        """A buffer [N, T] that gradients overwrite. Padding must be 0: it is part of `main_grad`,
+        which the gradient norm reads."""
         new = torch.zeros if unit.padding else torch.empty
         return new(unit.N, unit.T, dtype=self.sum_dtype, device=self.device)
 
     def set_main_grads(self, unit: Unit, row: Tensor | None) -> None:
-        """Let `main_grad` of each shard be a view of row [T]."""
+        """Make `main_grad` of each shard a view of row [T]."""
         for p in unit.trainable:
             local_part(p).main_grad = None if row is None else unit.shard_in(row, p)
 
@@ -456,8 +462,8 @@ class DataParallel(GradientSums):
                 self.set_main_grads(unit, None)
 
     def next_backward_is_last(self) -> None:
-        """The next backward is the step's last: in stages 0 and 1 a unit may be reduced as soon as
-        this backward has brought all its gradients."""
+        """Announce that the next backward is the step's last. In stages 0 and 1 a unit may be
+        reduced as soon as this backward has computed all its gradients."""
         self.is_last_backward = True
         if not self.shards_gradients:
             for unit in self.units:
@@ -465,8 +471,8 @@ class DataParallel(GradientSums):
 
     def accumulate(self, p: nn.Parameter) -> None:
         """Move p.grad into its unit. Autograd calls this when the gradient of p is complete."""
-        # None: a pipeline schedule has deferred this weight gradient, or `accumulate_product` has
-        # added it
+        # p.grad is None if a pipeline schedule has deferred this weight gradient, or if
+        # `accumulate_product` has added it.
         if p.grad is None:
             return
         unit = self.unit_of[p]
@@ -484,24 +490,24 @@ class DataParallel(GradientSums):
         self.note_arrival(p)
 
     def accumulate_product(self, p: nn.Parameter, grad_output: Tensor, x: Tensor) -> None:
-        # in stage 0, where a gradient lies in its unit as it is
+        # Used in stage 0 only, where `main_grad` is the place of the gradient in its unit.
         beta = 1 if p in self.unit_of[p].arrived else 0
         add_product(p.main_grad, grad_output, x, beta, self.unscale)
         self.note_arrival(p)
 
     def note_arrival(self, p: nn.Parameter) -> None:
-        """The gradient of p is in its unit."""
+        """Record that the gradient of p is in its unit."""
         unit = self.unit_of[p]
         unit.arrived.add(p)
-        # Under zb-h1 (pipeline_parallel.py) gradients of weights come later than those of
-        # biases. A bias may have that of the next micro-batch first: it is added, and the unit
-        # still waits for its weights.
+        # Under zb-h1 (pipeline_parallel.py) weight gradients come later than bias gradients. A bias
+        # may receive the gradient of the next micro-batch first: it is added, and the unit still
+        # waits for its weights.
         unit.missing.discard(p)
         if not unit.missing:
             self.complete(unit)
 
     def complete(self, unit: Unit) -> None:
-        """A backward has brought all gradients of a unit."""
+        """Called when a backward has computed all gradients of a unit."""
         if self.shards_gradients:
             self.reduce(unit)
         elif self.is_last_backward:
@@ -526,18 +532,19 @@ class DataParallel(GradientSums):
     def reduce(self, unit: Unit) -> None:
         """Start to sum a unit's gradients over the ranks."""
         if self.shards_gradients:
-            # memory: one unit of gradients is filled, and at most one more is on its way
+            # This bounds memory: one unit of gradients is filled, and at most one more is being
+            # sent.
             self.finish_reductions()
         for p in unit.trainable:
-            # not used since the last reduction: what is there is old, or never written
+            # A parameter not used since the last reduction has an old gradient, or none.
             if p not in unit.arrived:
                 unit.shards_in(unit.local_grads, p).zero_()
         unit.missing = set(unit.trainable)
         unit.arrived = set()
         dtype = self.reduce_dtype if unit.group.size() > 1 else self.sum_dtype
-        # `local_grads` itself, not a copy, where that is its type already
+        # `to` copies only where the type differs.
         flat = unit.local_grads.to(dtype)  # [N, T]
-        # in stage 1 the sum goes to this rank's own row of the input
+        # In stage 1 the sum goes to this rank's own row of the input.
         row = flat[unit.rank]  # [T]
         if self.shards_gradients:
             row = torch.empty_like(row)
@@ -551,16 +558,16 @@ class DataParallel(GradientSums):
 
     @torch.no_grad()
     def finish_reductions(self) -> None:
-        """Wait for the sums that are on their way, and leave them in `main_grad`."""
+        """Wait for the running reductions, and leave their sums in `main_grad`."""
         for unit in self.reductions:
             row, work = unit.reducing
             work.wait()
             if not self.shards_gradients:
-                # reduced in another type, it is not in `local_grads` yet
+                # A sum of another type is not in `local_grads` yet.
                 if row.dtype != self.sum_dtype:
                     unit.local_grads[unit.rank] = row
             elif unit.summed_grads is None:
-                # the first micro-batch
+                # This is the first micro-batch.
                 unit.summed_grads = row.to(self.sum_dtype)
                 self.set_main_grads(unit, unit.summed_grads)
             else:
@@ -572,7 +579,7 @@ class DataParallel(GradientSums):
         """After the step's last backward: wait until each `main_grad` is the sum over the group."""
         if self.shards_gradients:
             for unit in reversed(self.units):
-                # a backward has brought some gradients of this unit, and not all
+                # A backward has computed some of this unit's gradients, but not all.
                 if unit.arrived:
                     self.reduce(unit)
         else:
@@ -590,14 +597,14 @@ class DataParallel(GradientSums):
         self.start_gathers()
 
     def start_gathers(self) -> None:
-        """At most two all-gathers run at a time: each needs a buffer of a whole unit."""
+        """Start all-gathers, at most two at a time: each needs a buffer of a whole unit."""
         for unit in self.coming[:2]:
             if not unit.gathering:
                 unit.gather_shards()
 
     def wait_for_parameters(self, units: list[Unit] | None = None, *_) -> None:
         """Wait for `units`; by default for all. All ranks gather in the same order, so this also
-        waits for earlier units. *_: what a module gives its hook."""
+        waits for earlier units. *_: the arguments that a module passes to its hook."""
         for unit in self.units if units is None else units:
             while unit in self.coming:
                 self.coming[0].finish_all_gather()
@@ -609,25 +616,25 @@ class DataParallel(GradientSums):
 
 
 class FullySharded(DataParallel):
-    """Stage 3: a rank keeps its row of each unit, and has whole parameters only around a layer.
+    """Stage 3: a rank keeps its row of each unit, and gathers the whole unit for each use.
 
     forward of layer i     wait for its units, start to gather those of i + 1; run; free its units
     backward of layer i    free the units of i + 1; wait for its own, start to gather those of i - 1
 
     The hook on the gradient of a layer's output marks the start of that layer's backward. A tied
-    matrix is in the embedding's unit, and the head reads that unit too. After the head's forward it
-    is kept, for backward begins at the head. For the backward of the embedding a tied matrix is not
-    gathered once more: a lookup's gradient reads no matrix.
+    matrix is in the embedding's unit, and the head reads that unit too. It is kept after the head's
+    forward, because backward begins at the head. It is not gathered again for the backward of the
+    embedding: the gradient of a lookup reads no matrix.
     """
 
     def __init__(self, layers: list[nn.Module], units, scaler, reduce_dtype):
         """layers, units: both in the order of forward."""
         super().__init__(units, 3, scaler, reduce_dtype)
-        # number of a layer: the units that it reads
+        # {number of a layer: the units that it reads}
         self.layer_units: dict[int, list[Unit]] = {}
-        # unit: the numbers of the layers that read it, more than one for a tied matrix
+        # {unit: the numbers of the layers that read it}, more than one for a tied matrix.
         self.readers: dict[Unit, list[int]] = {unit: [] for unit in units}
-        # whether the first layer's input has a gradient: in a pipeline, from its second stage on
+        # Whether the first layer's input has a gradient: in a pipeline, from its second stage on.
         self.input_has_gradient = False
         for i, layer in enumerate(layers):
             self.layer_units[i] = list(dict.fromkeys(self.unit_of[p] for p in layer.parameters()))
@@ -636,7 +643,7 @@ class FullySharded(DataParallel):
             layer.forward = partial(self.forward, i, layer.forward)
 
     def forward(self, i: int, layer_forward, *args) -> Tensor:
-        """What runs in the place of layer i's own forward."""
+        """Replaces the forward of layer i: gather, run, free."""
         self.gather(self.layer_units[i], self.layer_units.get(i + 1, []))
         y = layer_forward(*args)
         recorded = torch.is_grad_enabled() and y.requires_grad
@@ -653,12 +660,12 @@ class FullySharded(DataParallel):
         return y
 
     def backward_units(self, i: int) -> list[Unit]:
-        """The units that backward of layer i reads: a tied one only in its last layer, the head."""
+        """The units that backward of layer i reads. The tied one counts for the head alone."""
         return [unit for unit in self.layer_units.get(i, []) if self.readers[unit][-1] == i]
 
     def before_backward(self, i: int) -> None:
-        """Autograd calls this when the gradient of layer i's output is known. Backward of layer
-        i + 1 is then over. i = -1: the first layer's input has its gradient, so all is over."""
+        """Called by autograd when the gradient of layer i's output is complete, so that backward of
+        layer i + 1 is over. i = -1: the first layer's input has its gradient; backward is over."""
         needed = self.backward_units(i)
         for unit in self.layer_units.get(i + 1, []):
             if unit not in needed:
@@ -666,8 +673,8 @@ class FullySharded(DataParallel):
         self.gather(needed, self.backward_units(i - 1))
 
     def complete(self, unit: Unit) -> None:
-        # Without a gradient of its input no hook says that the first layer's backward is over. Then
-        # its unit is free when its own gradients are complete; its frozen parameters with it.
+        # Without a gradient of its input, no hook marks the end of the first layer's backward. Then
+        # its unit is freed when its own gradients are complete, and its frozen parameters with it.
         if unit in self.layer_units[0] and not self.input_has_gradient:
             for first in self.layer_units[0]:
                 if first is unit or not first.trainable:
@@ -675,7 +682,7 @@ class FullySharded(DataParallel):
         super().complete(unit)
 
     def gather(self, now: list[Unit], next_units: list[Unit]) -> None:
-        """Have the parameters of the units `now`, and start to gather those that come next."""
+        """Make the parameters of the units `now` whole, and start to gather `next_units`."""
         for unit in now:
             self.start_gather(unit)
             if unit.gathering:
@@ -685,23 +692,23 @@ class FullySharded(DataParallel):
             self.start_gather(unit)
 
     def start_gather(self, unit: Unit) -> None:
-        """Unless its parameters are there, or on their way."""
+        """Start to gather a unit, unless it is whole or being gathered already."""
         if not unit.gathering and not unit.whole.untyped_storage().size():
             unit.start_all_gather(unit.row.new_empty(unit.N, unit.T), unit.row)
 
     def free(self, unit: Unit) -> None:
-        """Give back the memory of a unit's parameters; they keep their shapes."""
+        """Free the memory of a unit's parameters, which keep their shapes."""
         unit.whole.untyped_storage().resize_(0)
 
     def renew_parameters(self) -> None:
-        """After the optimizer's step: drop parameters that a forward without a backward has left,
-        for they are old now. The next forward gathers new ones."""
+        """After the optimizer's step: free the old parameters that a forward without a backward has
+        left. The next forward gathers the new ones."""
         for unit in self.units:
             unit.drop_all_gather()
             self.free(unit)
 
 
-# --- in a model -----------------------------------------------------------------------------------
+# --- apply ----------------------------------------------------------------------------------------
 
 
 def apply(
@@ -714,10 +721,10 @@ def apply(
     expert_group: dist.ProcessGroup | None = None,
 ) -> GradientSums:
     """Make `model` one of `group.size()` data-parallel replicas, sharded by `stage`. All ranks must
-    hold equal weights. Returns what sums the gradients.
+    hold equal weights. Returns the object that sums the gradients.
 
-    scaler: of the loss, in fp16. reduce_dtype: of gradients while they are sent; by default that of
-    their sum, at least float32.
+    scaler: scales the loss in fp16. reduce_dtype: the type in which gradients are sent; by default
+    that of their sum, at least float32.
     init(names): gives the parameters of these names their values, for a model on the meta device.
     It is called for one layer at a time, which is sharded before the next one gets values.
     expert_group: the ranks that hold the same experts, where the ranks of `group` hold different
@@ -729,9 +736,9 @@ def apply(
     layers = named_layers(model)
     units = units_of(model, layers, group, stage, init, expert_group)
     if not units:
-        # a pipeline stage without a layer, or one in which nothing learns
+        # This is a pipeline stage without a layer, or one without trainable parameters.
         return GradientAccumulator(model, scaler)
-    # gradients of a tied weight's two uses are added in at least float32
+    # The gradients of a tied weight's two uses are added in at least float32.
     sum_uses_apart(model)
     if stage == 3:
         return FullySharded(list(layers.values()), units, scaler, reduce_dtype)

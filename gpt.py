@@ -1,4 +1,4 @@
-"""A decoder-only transformer on one device, GPT-2 or Llama, with nothing parallel in it.
+"""A decoder-only transformer, GPT-2 or Llama, on one device and without parallelism.
 
     tokens [b, s] -> Embedding -> Block x L -> Head -> logits [b, s, V], or the loss of each token
 
@@ -10,15 +10,14 @@
 
 `GPTConfig` (base/model_config.py) chooses each part. LayerNorm, GELU, learned positions, biases and
 tied embeddings make a GPT; RMSNorm, SwiGLU, rotary positions, grouped-query attention make a Llama.
-What a Mistral, Qwen3, Gemma or BLOOM has beside these is added from outside: families.py.
-Techniques replace submodules or wrap blocks from outside; names like `blocks.7.attention.query`
-never change.
+families.py adds what Mistral, Qwen3, Gemma and BLOOM need. Techniques replace submodules or wrap
+blocks from outside; names like `blocks.7.attention.query` never change.
 
 Shapes: b micro-batch, s sequence, h hidden, a heads of d (mostly h / a), L layers, V vocabulary.
 
     python -m course.gpt        parameters, the loss before training, what a changed token changes
 
-Not covered: T5's positions, layers of several kinds.
+Not covered: T5's positions, layers of several types.
 """
 
 import hashlib
@@ -37,20 +36,20 @@ from base.rotary import Rotary, rotary_frequencies, rotary_table
 
 
 class Context(NamedTuple):
-    """What every layer reads beside x. `GPT.run_blocks` makes the last two."""
+    """The inputs of every layer beside x. `GPT.run_blocks` makes the last two."""
 
-    drop_key: Tensor | None = None  # [b], of its dropout masks (base/dropout.py)
+    drop_key: Tensor | None = None  # [b], key of its dropout masks (base/dropout.py)
     documents: Tensor | None = None  # [b, s] int64, each token's document
     real: Tensor | None = None  # [b, s] bool, positions that are not padding, for experts
     rotary: tuple[Tensor, Tensor] | None = None  # cos, sin: [s, d] or [b, 1, s, d] each
-    block_mask: object | None = None  # of documents, for fused attention on a GPU
+    block_mask: object | None = None  # mask of documents, for fused attention on a GPU
 
 
 PLAIN = Context()
 
 
 class Attention(nn.Module):
-    """Each token looks at itself and at earlier tokens. x: [b, s, h] -> [b, s, h], without bias."""
+    """Causal self-attention, without the output's bias. x: [b, s, h] -> [b, s, h]"""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -62,7 +61,7 @@ class Attention(nn.Module):
         self.query = nn.Linear(h, heads, bias)
         self.key = nn.Linear(h, kv_heads, bias)
         self.value = nn.Linear(h, kv_heads, bias)
-        # a place for families.py
+        # families.py replaces this.
         self.head_norms = nn.Identity()
         self.rotary = Rotary()
         fused = config.attention == "fused"
@@ -87,7 +86,7 @@ class ExplicitAttention(nn.Module):
         self.dropout = Dropout(p, site)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        # Grouped-query attention: a / a_kv query heads share one key head
+        # Grouped-query attention: a / a_kv query heads share one key head.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         probabilities = self.probabilities(q, k, context.documents)
         return (self.dropout(probabilities, context.drop_key) @ v).transpose(1, 2).flatten(2)
@@ -107,7 +106,7 @@ class CausalProbabilities(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """The same without dropout; the s x s matrix is never written (arXiv 2205.14135)."""
+    """ExplicitAttention without dropout; the s x s matrix is never written (arXiv 2205.14135)."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         if context.documents is not None:
@@ -119,14 +118,14 @@ class FusedAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Works on each token alone. x: [b, s, h] -> [b, s, h], without the last bias."""
+    """The feed-forward layer, without the last bias. x: [b, s, h] -> [b, s, h]"""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         h, ffn, bias = config.hidden_size, config.ffn_hidden_size, config.mlp_bias
         self.project = ProjectTogether()
         self.gate = nn.Linear(h, ffn, bias) if config.gated else None
-        # GELU adds the bias of `up`; SwiGLU does not
+        # GELU adds the bias of `up`; SwiGLU does not.
         up = nn.Linear if config.gated else DeferredBiasLinear
         self.up = up(h, ffn, bias)
         self.activation = SwiGLU() if config.gated else GELU()
@@ -158,13 +157,14 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A whole GPT-2 or Llama, with the initial values of seed 0; on the meta device, shapes without
-    values. Fields of other families do nothing here: `families.build(config)` makes any model."""
+    """A whole GPT-2 or Llama, with the initial values of seed 0 (on the meta device: no values).
+    Fields of other families have no effect here: `families.build(config)` makes any model."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        # of rotary positions, and the initial weight of norms; families.py sets others
+        # The frequencies of rotary positions and the initial weight of norms; families.py sets
+        # others.
         self.rotary_frequencies, self.norm_weight = rotary_frequencies, 1.0
         self.embedding = Embedding(config)
         self.blocks = nn.ModuleDict({str(n): Block(config) for n in range(config.num_layers)})
@@ -194,7 +194,7 @@ class GPT(nn.Module):
         return x
 
     def rotary_table(self, s: int, like: Tensor, documents: Tensor | None = None):
-        """(cos, sin), see base/rotary.py; None for a model without rotary positions."""
+        """(cos, sin) of base/rotary.py; None for a model without rotary positions."""
         if self.config.positions != "rotary":
             return None
         frequencies = self.rotary_frequencies(self.config, like.device)
@@ -213,22 +213,22 @@ class GPT(nn.Module):
 
 
 def generator(seed: int, name: str) -> torch.Generator:
-    """A CPU generator that depends on (seed, global name) alone. Its own seed is below 2^63."""
+    """A CPU generator that depends only on (seed, global name). Its own seed is below 2^63."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
 
 
 class ProjectTogether(nn.Module):
-    """Linear layers that read one input, in one call. It has no weights: it is the place where a
-    technique sends x to other ranks, once for all the layers."""
+    """Calls the linear layers that read one input. It has no weights. A technique replaces it to
+    send x to other ranks, once for all the layers."""
 
     def forward(self, x: Tensor, *linears: nn.Module) -> list[Tensor]:
         return [linear(x) for linear in linears]
 
 
 class DeferredBiasLinear(nn.Linear):
-    """y = x Wᵀ. The next module adds the bias: once, after any sum over ranks, and in the same
-    kernel as dropout and the residual."""
+    """y = x Wᵀ. The next module adds the bias: once, after any sum over ranks, in the same kernel
+    as dropout and the residual."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
@@ -267,7 +267,7 @@ def make_norm(config: GPTConfig, size: int = 0) -> nn.Module:
 
 
 class TokenEmbedding(nn.Embedding):
-    """A vector for each token. [b, s] -> [b, s, h]. On a CPU, names an id beyond the vocabulary."""
+    """A vector for each token. [b, s] -> [b, s, h]. On a CPU the error names the wrong id."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         try:
@@ -293,10 +293,11 @@ class Embedding(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         h, self.seq_length = config.hidden_size, config.seq_length
-        # GPT fills them; torch's own initial values would load its compiler, on the meta device
+        # GPT fills these tensors. torch's own initial values would load its compiler on the meta
+        # device.
         tokens, positions = (torch.empty(n, h) for n in (config.vocab_size, config.seq_length))
         self.tokens = TokenEmbedding.from_pretrained(tokens, freeze=False)
-        self.scale, self.norm = nn.Identity(), nn.Identity()  # two places for families.py
+        self.scale, self.norm = nn.Identity(), nn.Identity()  # families.py replaces these
         positions = LearnedPositions.from_pretrained(positions, freeze=False)
         self.positions = positions if config.positions == "learned" else None
         self.dropout = Dropout(config.dropout, site=0)
@@ -320,7 +321,7 @@ class Head(nn.Module):
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        # [b, s, V], and more columns where the matrix has rows of padding (tensor_parallel.py)
+        # [b, s, V], and more columns if the matrix has rows of padding (tensor_parallel.py).
         logits = self.output(self.norm(x))
         return logits[..., : self.vocab_size] if targets is None else self.loss(logits, targets)
 

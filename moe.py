@@ -1,7 +1,8 @@
-"""Mixture of experts: many MLPs, each token goes through one or a few (arXiv 1701.06538).
+"""Mixture of experts: a layer has many MLPs, and each token goes through one or a few of them
+(arXiv 1701.06538).
 
-The parameters of a layer grow with the number of experts E. Its FLOPs do not: a token pays for the
-k experts that it goes through. A router decides which ones; then the tokens move.
+The parameters of a layer grow with the number of experts E. Its FLOPs do not: a token needs only
+its k experts. A router chooses them; then tokens are sent to the ranks of their experts.
 
     tokens 0 1 2 3 4 5    permute: sort by expert    all-to-all          experts        all-to-all,
     expert 2 0 3 0 2 1    1 3 | 5 | 0 4 | 2     -->  rank 0 has e0, e1 -> one grouped -> unpermute
@@ -11,27 +12,26 @@ k experts that it goes through. A router decides which ones; then the tokens mov
 
 Expert parallelism (GShard, arXiv 2006.16668): ep data-parallel ranks together hold one copy of
 every expert, E / ep each. An all-to-all is a collective in which every rank sends some rows to
-every other: tokens travel to their experts and back. Backward does the same in reverse: permute and
-unpermute are each other's adjoint (transpose), and the adjoint of an all-to-all is the all-to-all
-back.
+every other: one takes tokens to their experts, another takes them back. Backward does the same in
+reverse: permute and unpermute are each other's adjoint (transpose), and the adjoint of an
+all-to-all is the all-to-all back.
 
     python -m course.moe    a lesson: two ranks with half of the experts each, gradients, bytes sent
     picture: docs/figures/ranks_experts.svg
 
-What differs from a dense layer:
+An expert layer differs from a dense layer:
 
 - Tokens of one micro-batch on one data-parallel rank share a plan, a capacity and a load-balancing
-  loss. So a result depends on how a batch is split into micro-batches. Only FP8's scales do so too.
-- An expert's gradient has seen the tokens of all ep ranks when backward reaches its weights. So
-  fsdp.py sums it only over the ranks that hold the same experts.
+  loss. So results depend on how a batch is split into micro-batches. FP8's scales do the same.
+- An expert's gradient includes the tokens of all ep ranks. So fsdp.py sums it only over the ranks
+  that hold the same experts.
 - Under tensor parallelism every rank sees the logits of the whole micro-batch, and has a shard of
   each expert's inner dimension (ffn). That is one more all-reduce of b s E numbers in backward;
-  with sequence parallelism an all-gather in forward and a reduce-scatter in backward.
+  with sequence parallelism it is an all-gather in forward and a reduce-scatter in backward.
 - The gathered rows are kept for backward. Full recomputation repeats the all-to-alls. Under ZB-H1
   (pipeline_parallel.py) experts' weight gradients are not deferred. On a GPU the host waits for the
   counts.
-
-Experts have no biases.
+- Experts have no biases.
 
 Not covered: all-to-alls that overlap with computation, or send only a shard of the tokens from each
 tensor-parallel rank; a tensor-parallel size of experts other than attention's; experts that all
@@ -60,13 +60,13 @@ from sharding import Shard, shard_parameter
 # === routers ======================================================================================
 #
 # A router decides which expert gets which token. Its logits are z = x W_rᵀ, one number for each
-# token and expert. Left alone, a router sends all tokens to a few experts. Two ways to balance the
-# load:
+# token and expert. Without balancing, a router sends all tokens to a few experts. Two ways to
+# balance the load:
 #
-#     sinkhorn    A transport plan: a matrix of tokens by experts in which every token has the same
-#                 mass, and every expert too (S-BASE, arXiv 2202.01169, section 3.1). A token
+#     sinkhorn    A transport plan: a matrix of tokens by experts in which all tokens have equal
+#                 mass, and all experts too (S-BASE, arXiv 2202.01169, section 3.1). A token
 #                 goes where its row is largest. The mass is even; the number of tokens that
-#                 choose an expert is nearly even, the more so the lower the plan's temperature.
+#                 choose an expert is nearly even. A lower temperature makes it more even.
 #                 The plan has no gradient: an expert's output is multiplied by a router
 #                 probability from the raw logits.
 #     topk        The k largest logits. One loss pulls towards even load (Switch, arXiv 2101.03961,
@@ -95,16 +95,16 @@ def scale_rows_and_columns(kernel: Tensor, tolerance: float, max_iterations: int
     where a token fits an expert. Returns (d0 [N], d1 [E], whether d1 stayed within the range of a
     float).
 
-    The host sees the numbers of each iteration: a GPU takes `potentials_in_fixed_time` instead.
+    The host reads the error after each iteration. A GPU runs `potentials_in_fixed_time` instead.
     """
     n, e = kernel.shape
     d1 = kernel.new_ones(e)
     for _ in range(max_iterations):
         d0 = 1 / n / (kernel @ d1)
-        # load of each expert / even share
+        # The load of each expert, divided by the even share.
         load = (e * d1 * (kernel.t() @ d0)).clamp(min=1e-100)
         d1 = d1 / load
-        # "not above": also ends where a number is NaN
+        # `not ... >` also ends the loop where a number is NaN.
         if not (1 - load).abs().mean() > tolerance:
             break
         if d1.log().abs().amax() > 200:
@@ -117,17 +117,17 @@ def balance(
 ) -> tuple[Tensor, Tensor]:
     """The plan d0 C d1 with C = exp(logits / temperature) (arXiv 2202.01169, section 3.1).
 
-    At a low temperature the iteration is slow, so the temperature is halved step by step from 1:
-    cooling. After each temperature, and whenever d1 leaves the range of a float, d1 is folded into
-    f, the dual potentials: one bias per expert, in units of logits. The next iteration starts from
-    there. Of each row only differences matter, so its largest entry is set to 0. A token that the
-    plan splits 6 to 4 goes one way whole; a lower temperature splits fewer tokens. Equal tokens go
-    together at any temperature.
+    At a low temperature the iteration is slow, so the temperature is halved step by step from 1
+    (cooling). After each temperature, and whenever d1 leaves the range of a float, d1 is folded
+    into the dual potentials f, one bias per expert in units of logits. They warm-start the next
+    temperature. Only differences within a row matter, so its largest entry is set to 0. A token
+    that the plan splits 6 to 4 goes to one expert; a lower temperature splits fewer tokens. Equal
+    tokens go to the same expert at any temperature.
 
     logits: [N, E]; temperature: at most 1; max_iterations: at one temperature, and also the limit
     for the number of temperatures.
-    Returns (plan, float64 [N, E]; f [E]). In each row logits + f have the order of the plan, also
-    where the plan is too small for a float.
+    Returns (plan, float64 [N, E]; f [E]). Each row of logits + f is ordered as the plan, also where
+    the plan is too small for a float.
     """
     logits = logits.double()
     f = logits.new_zeros(logits.shape[1])
@@ -144,16 +144,17 @@ def balance(
     return d0.unsqueeze(1) * kernel * d1, f
 
 
-# at each temperature: enough for the tolerance of SinkhornRouter (tests/test_moe.py)
+# Iterations at each temperature, enough for the tolerance of SinkhornRouter (tests/test_moe.py).
 FIXED_ITERATIONS = 32
 
 
 def potentials_in_fixed_time(logits: Tensor, temperature: float) -> Tensor:
-    """f as `balance` finds it, by a fixed number of iterations at each temperature: the host need
-    not wait for a GPU to learn whether one was the last.
+    """The potentials f of `balance`, by a fixed number of iterations at each temperature, so that
+    the host need not wait for a GPU to learn whether an iteration was the last.
 
-    A softmax scales the rows, and f itself takes what d1 would: with d1 = exp(Δf / temperature) it
-    is the same iteration, and nothing leaves the range of a float32. logits: [N, E] -> [E]
+    A softmax scales the rows, and f itself is updated instead of d1. With d1 = exp(Δf /
+    temperature) it is the same iteration, and no value leaves the range of a float32.
+    logits: [N, E] -> [E]
     """
     e = logits.shape[1]
     f = logits.new_zeros(e)
@@ -161,7 +162,7 @@ def potentials_in_fixed_time(logits: Tensor, temperature: float) -> Tensor:
     while now > temperature:
         now = max(now / 2, temperature)
         for _ in range(FIXED_ITERATIONS):
-            # load of each expert / even share
+            # The load of each expert, divided by the even share.
             load = e * ((logits + f) / now).softmax(1).mean(0)
             f = f - now * load.clamp(min=1e-30).log()
     return f
@@ -174,7 +175,7 @@ def sinkhorn(
     return balance(logits, temperature, tolerance, max_iterations)[0]
 
 
-# --- what routers share, and each of them ---------------------------------------------------------
+# --- the routers ----------------------------------------------------------------------------------
 
 
 class Router(nn.Module):
@@ -194,7 +195,7 @@ class Router(nn.Module):
         return F.linear(x.to(wide), self.weight.to(wide))
 
     def scores(self, logits: Tensor, training: bool) -> Tensor:
-        """A token goes where its scores are largest. logits: [n, E] -> [n, E]"""
+        """The scores that choose a token's experts: the k largest. logits: [n, E] -> [n, E]"""
         return logits
 
     def losses(self, logits: Tensor, load: Tensor) -> Tensor | float:
@@ -203,8 +204,8 @@ class Router(nn.Module):
             load-balancing   E Σ_e load_e p_e      1 where the load is even
             z-loss           (log Σ_e exp z_e)²    each times its coefficient
 
-        p: a token's probabilities. logits: [.., E], any part of a micro-batch; load: [E], each
-        expert's share of the micro-batch's choices, before any token is dropped.
+        p: a token's probabilities. logits: [.., E], those of any part of a micro-batch; load: [E],
+        each expert's share of the micro-batch's choices, before any token is dropped.
         """
         total = 0.0
         if self.aux_loss:
@@ -215,9 +216,9 @@ class Router(nn.Module):
 
 
 class TopKRouter(Router):
-    """The k largest logits.
+    """Chooses the k largest logits.
 
-    With k = 1 an output is multiplied by its expert's probability (Switch, eq. 2); with more the k
+    With k = 1 an output is multiplied by its expert's probability (Switch, eq. 2). With k > 1 the k
     probabilities add up to 1 (Mixtral, arXiv 2401.04088).
     """
 
@@ -229,7 +230,7 @@ class TopKRouter(Router):
 
 
 class SinkhornRouter(Router):
-    """Training follows the balanced plan, evaluation the raw logits.
+    """Chooses by the balanced plan in training, and by the raw logits in evaluation.
 
     As in Megatron-LM, the probability is a sigmoid for k = 1, else the softmax over all experts.
     """
@@ -254,7 +255,8 @@ ROUTERS = dict(zip(ROUTER_NAMES, (SinkhornRouter, TopKRouter), strict=True))
 
 
 class DispatchPlan(NamedTuple):
-    """Where rows go and come from; n positions, k choices each, m assignments that are not dropped.
+    """Where rows are sent and where they come from; n positions with k choices each, m assignments
+    that are not dropped.
 
     Assignment a is choice a // n of position a % n. Positions that are padding have none. For the
     picture at the top (k = 1) chosen is [[2], [0], [3], [0], [2], [1]], order [1, 3, 5, 0, 4, 2]
@@ -274,18 +276,18 @@ class DispatchPlan(NamedTuple):
 
 
 def inverse_permutation(order: Tensor, size: int) -> Tensor:
-    """Where each of `size` numbers is in `order`; len(order) for those that are not in it."""
+    """The position in `order` of each of `size` numbers; len(order) for numbers not in it."""
     position = torch.full((size,), len(order), dtype=order.dtype, device=order.device)
     position[order] = torch.arange(len(order), device=order.device)
     return position
 
 
-# reported as means over "tokens" (dropped_share: over choices)
+# Statistics are means over "tokens"; dropped_share is a mean over choices.
 ROUTER_STATS = ("tokens", "dropped_share", "router_entropy", "load_balancing_loss", "z_loss")
 
 
 class Routing(recompute.RunOnce):
-    """From logits to a dispatch plan, and the router's statistics. It has no gradient.
+    """Makes a dispatch plan from logits, and adds up statistics. It has no gradient.
 
     Where recompute.py runs a layer a second time in backward, routing does not run again: the plan
     of the first run is reused.
@@ -296,25 +298,25 @@ class Routing(recompute.RunOnce):
         self.scores = scores
         self.k = config.router_topk
         self.capacity_factor = config.capacity_factor
-        # the ranks of expert parallelism
+        # The ranks of expert parallelism.
         self.group: dist.ProcessGroup | None = None
-        # the ranks of context parallelism, with other tokens of the same sequences
+        # The ranks of context parallelism, which have other tokens of the same sequences.
         self.sequence_group: dist.ProcessGroup | None = None
-        # [E + 5], sums over training tokens: choices of each expert, then ROUTER_STATS
+        # [E + 5], sums over training tokens: choices of each expert, then ROUTER_STATS.
         self.statistics: Tensor | None = None
 
     @torch.no_grad()
     def forward(self, logits: Tensor, real: Tensor | None = None) -> DispatchPlan:
-        """logits: [n, E], of the whole micro-batch. real: [b, s] bool, positions that are not
-        padding, which takes no part; None: all.
+        """logits: [n, E], of the whole micro-batch. real: [b, s] bool, the positions that are not
+        padding and so are routed; None: all.
 
         With a capacity, an expert drops its last choices: second choices before first ones, later
         tokens before earlier ones. A dropped choice adds zeros; the probabilities of the token's
-        other choices stay as they are.
+        other choices do not change.
         """
         n, e = logits.shape
         if real is not None:
-            # the numbers of the positions that hold a token; on a GPU the host waits for them
+            # The positions that hold a token. On a GPU the host waits for them.
             tokens = real.flatten().nonzero().squeeze(1)
             logits = logits[tokens]
         chosen = self.scores(logits, self.training).topk(self.k).indices
@@ -322,12 +324,12 @@ class Routing(recompute.RunOnce):
         counts = choices.bincount(minlength=e)
         load = self.load(counts, logits.dtype)
         order = choices.argsort(stable=True)
-        # evaluation drops nothing
+        # Evaluation drops nothing.
         if self.capacity_factor and self.training:
             factor = min(self.capacity_factor, e)
-            # rounded first, so that a float's last bit does not add one
+            # Rounding first keeps a float's last bit from adding one.
             capacity = math.ceil(round(factor * len(choices) / e, 6))
-            # in `order`, where the expert of each assignment begins
+            # The position in `order` where the expert of each assignment begins.
             first = (counts.cumsum(0) - counts)[choices[order]]
             rank_in_expert = torch.arange(len(choices), device=choices.device) - first
             order = order[rank_in_expert < capacity]
@@ -338,19 +340,19 @@ class Routing(recompute.RunOnce):
             self.add_statistics(logits, counts, load, dropped=len(choices) - len(order))
         if real is not None:
             chosen = chosen.new_zeros(n, self.k).index_copy(0, tokens, chosen)
-            # from assignments of tokens to those of positions
+            # Assignments of tokens become assignments of positions.
             m = max(1, len(tokens))
             order = order // m * n + tokens[order % m]
         position = inverse_permutation(order, self.k * n).view(-1, n)
         return DispatchPlan(real, chosen, load, order, position, *self.across_ranks(kept))
 
     def load(self, counts: Tensor, dtype: torch.dtype) -> Tensor:
-        """Each expert's share of the choices of the micro-batch, of all context-parallel ranks.
+        """Each expert's share of the micro-batch's choices on all context-parallel ranks.
         counts: [E], of this rank -> [E]"""
         if self.sequence_group and self.training:
             counts = counts.clone()
             dist.all_reduce(counts, group=self.sequence_group)
-        # a micro-batch may be padding alone
+        # A micro-batch may be only padding: the clamp avoids 0 / 0.
         return counts.to(dtype) / counts.sum().clamp(min=1)
 
     def add_statistics(self, logits: Tensor, counts: Tensor, load: Tensor, dropped: int) -> None:
@@ -368,17 +370,18 @@ class Routing(recompute.RunOnce):
         self.statistics = new if self.statistics is None else self.statistics + new
 
     def across_ranks(self, counts: Tensor):
-        """Tell the other ranks how many rows will come. counts: [E]. Returns the last fields of
-        DispatchPlan. On a GPU the host waits here: an all-to-all takes its sizes from the host."""
+        """Tell the other ranks how many rows they will receive. counts: [E]. Returns the last five
+        fields of DispatchPlan. On a GPU the host waits here, because it gives an all-to-all its
+        sizes."""
         if self.group is None:
             return counts, [], [], None, None
         ep = self.group.size()
         ours = counts.view(ep, -1)  # [ep, E / ep] rows from here for rank r's experts
         theirs = self.exchange(counts).view(ep, -1)  # rows from rank r for the experts here
         expert = torch.arange(theirs.shape[1], device=counts.device).repeat(ep)
-        # one copy to the host: [2, ep]
+        # One copy brings both to the host: [2, ep].
         sent, received = torch.stack((ours.sum(1), theirs.sum(1))).tolist()
-        # the sum is known: the host need not ask for it
+        # Without output_size the host would wait for the GPU to sum the counts.
         by_expert = expert.repeat_interleave(theirs.flatten(), output_size=sum(received))
         by_expert = by_expert.argsort(stable=True)
         by_rank = inverse_permutation(by_expert, len(by_expert))
@@ -393,19 +396,19 @@ class Routing(recompute.RunOnce):
 
 # === experts ======================================================================================
 
-# --- there and back -------------------------------------------------------------------------------
+# --- dispatch and combine -------------------------------------------------------------------------
 
 
 def permute_rows(x: Tensor, order: Tensor) -> Tensor:
-    """Rows of tokens, in the order of assignments. x: [n, h]; order: [m] -> [m, h]"""
-    # assignment a belongs to token a % n
+    """The tokens' rows in the order of assignments. x: [n, h]; order: [m] -> [m, h]"""
+    # Assignment a belongs to token a % n.
     return x.index_select(0, order % max(1, len(x)))
 
 
 def unpermute_rows(rows: Tensor, position: Tensor) -> Tensor:
-    """Each token's rows, summed. rows: [m, h]; position: [k, n] -> [n, h]"""
+    """The sum of each token's rows. rows: [m, h]; position: [k, n] -> [n, h]"""
     if len(rows) < position.numel():
-        # row m, zeros, for the dropped choices
+        # Row m is zeros: dropped choices read it.
         rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
     y = rows.index_select(0, position[0])
     for choice in position[1:]:
@@ -416,8 +419,8 @@ def unpermute_rows(rows: Tensor, position: Tensor) -> Tensor:
 class _Permute(torch.autograd.Function):
     """`permute_rows` in forward and `unpermute_rows` in backward, or the reverse.
 
-    Autograd's own backward of index_select is an index_add, which on a GPU adds atomically. With
-    the inverse index it is a gather too.
+    Autograd's own backward of index_select is an index_add, which adds atomically on a GPU. With
+    the inverse index backward is a gather too.
     """
 
     @staticmethod
@@ -433,15 +436,16 @@ class _Permute(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """`sent[r]` rows to rank r, `received[r]` rows from it. The adjoint sends them back."""
+    """Sends `sent[r]` rows to rank r, and receives `received[r]` rows from it. The adjoint sends
+    them back."""
 
     @staticmethod
     def forward(ctx, rows, sent, received, group):
-        # the other way round
+        # Backward sends the other way round.
         ctx.arguments = received, sent, group
         y = rows.new_empty(sum(received), rows.shape[1])
         dist.all_to_all_single(y, rows.contiguous(), received, sent, group=group)
-        # detached: as in base/cpu.py
+        # `detach` as in base/cpu.py.
         return y.detach()
 
     @staticmethod
@@ -463,14 +467,14 @@ def unpermute(rows: Tensor, probabilities: Tensor, position: Tensor, order: Tens
 
 
 def dispatch(x: Tensor, plan: DispatchPlan, group: dist.ProcessGroup | None, permute=permute):
-    """Tokens to the ranks of their experts. x: [n, h] -> [rows of this rank's experts, h]
+    """Send tokens to the ranks of their experts. x: [n, h] -> [rows of this rank's experts, h]
 
     permute (and unpermute in `combine`): these functions, or fused kernels that do the same."""
     rows = permute(x, plan.order, plan.position)
     if group is None:
         return rows
     rows = _AllToAll.apply(rows, plan.sent, plan.received, group)
-    # they came in the order (rank, expert)
+    # The rows came in the order (rank, expert).
     return permute(rows, plan.by_expert, plan.by_rank.unsqueeze(0))
 
 
@@ -482,7 +486,7 @@ def combine(
     permute=permute,
     unpermute=unpermute,
 ) -> Tensor:
-    """The reverse of `dispatch`: a token's rows are summed, each times its router probability.
+    """The reverse of `dispatch`: the sum of a token's rows, each times its router probability.
 
     rows: [.., h] in the order that dispatch gave; probabilities: [n, k] -> [n, h]
     """
@@ -501,14 +505,14 @@ class ExpertLinear(nn.Module):
     def __init__(self, num_experts: int, n_in: int, n_out: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, n_out, n_in))
-        # gpt.Block adds mlp.down.bias, if there is one
+        # gpt.Block adds mlp.down.bias if it is not None.
         self.bias = None
 
 
 class _AddLoss(torch.autograd.Function):
     """Returns y, and in backward gives `loss` a gradient of 1. So the loss is minimised, although
-    the training loop never sees it: a pipeline stage hands on y alone, and has nowhere to put a
-    second result. The caller has multiplied the loss by its weight and by fp16's loss scale.
+    the training loop never sees it: a pipeline stage has y as its only result. The caller has
+    multiplied the loss by its weight and by fp16's loss scale.
     """
 
     @staticmethod
@@ -523,10 +527,10 @@ class _AddLoss(torch.autograd.Function):
 
 
 class MoE(nn.Module):
-    """Stands where gpt.MLP stood. x: [b, s, h] -> [b, s, h]
+    """The expert layer, which replaces gpt.MLP. x: [b, s, h] -> [b, s, h]
 
-    enter and leave: f and g of tensor parallelism (tensor_parallel.py), else nothing. The router
-    computes logits of this rank's part of the sequence; routing and experts need those of the whole
+    enter and leave: f and g of tensor parallelism (tensor_parallel.py), else the identity. The
+    router computes logits of this rank's part of the sequence. Routing and experts need the whole
     micro-batch, so both x and the logits enter.
     """
 
@@ -544,9 +548,9 @@ class MoE(nn.Module):
         self.down = ExpertLinear(e, ffn, h)
         self.enter = nn.Identity()
         self.leave = nn.Identity()
-        # the ranks of expert parallelism
+        # The ranks of expert parallelism.
         self.group: dist.ProcessGroup | None = None
-        # weight of one token in the router's losses; None: 1 / tokens of the micro-batch
+        # The weight of one token in the router's losses; None: 1 / tokens of the micro-batch.
         self.token_weight: float | None = None
 
     def experts(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -558,13 +562,13 @@ class MoE(nn.Module):
         return self.multiply(inner, counts, self.down)[0]
 
     def multiply(self, rows: Tensor, counts: Tensor, *matrices: ExpertLinear) -> list[Tensor]:
-        """Each expert's matrices times its own rows, as grouped_linear. finetune/adapters.py adds
-        to it."""
+        """The product of each expert's matrices and rows (grouped_linear). finetune/adapters.py
+        extends it."""
         return grouped_linear(rows, counts, *(matrix.weight for matrix in matrices))
 
     @compiling.left_out
     def forward(self, x: Tensor, context: gpt.Context = gpt.PLAIN) -> Tensor:
-        """context.real: a router sees nothing of the positions that are padding."""
+        """context.real: the router leaves out the positions that are padding."""
         logits = self.router(x)  # [b, s, E], or a shard of the sequence
         x = self.enter(x)  # [b, s, h], the whole micro-batch
         all_logits = self.enter(logits).flatten(0, 1)  # [b s, E]
@@ -576,7 +580,7 @@ class MoE(nn.Module):
         y = self.leave(y.view(x.shape))
         has_losses = self.router.aux_loss or self.router.z_loss
         if self.training and torch.is_grad_enabled() and has_losses:
-            # the loss is that of this rank's positions: `logits`, not `all_logits`
+            # The loss counts this rank's positions alone: `logits`, not `all_logits`.
             weight = self.token_weight or 1 / len(all_logits)
             loss = self.router.losses(self.tokens_of(logits, plan), plan.load)
             y = _AddLoss.apply(y, loss * weight)
@@ -591,12 +595,12 @@ class MoE(nn.Module):
         return logits[plan.real.chunk(shards, dim=1)[n]]
 
 
-# --- in a model -----------------------------------------------------------------------------------
+# --- check and apply ------------------------------------------------------------------------------
 
 
 class ExpertLayers(dict[int, MoE]):
-    """The expert layers of models, or of stages of one, by the layer's number; and what a training
-    loop tells them."""
+    """The expert layers of models, or of pipeline stages, by the layer's number; and the calls of
+    the training loop to them."""
 
     def __init__(self, *models: nn.Module):
         super().__init__()
@@ -606,7 +610,7 @@ class ExpertLayers(dict[int, MoE]):
                     self[int(number)] = block.mlp
 
     def begin_step(self, token_weight: float) -> None:
-        """Before the first micro-batch: what a token weighs, and new statistics."""
+        """Before the first micro-batch: set the weight of a token, and clear the statistics."""
         for layer in self.values():
             layer.token_weight = token_weight
             layer.routing.statistics = None
@@ -617,10 +621,11 @@ class ExpertLayers(dict[int, MoE]):
         """The routers' statistics of the step's training forwards.
 
         A collective over `groups`: ranks that saw other tokens, ranks that hold other layers. Each
-        value has one entry for each layer with experts. expert_load: each expert's choices over an
-        even share; dropped_share: of choices; router_entropy: of a token's probabilities, in nats;
-        load_balancing_loss (1 where load is even) and z_loss: before their coefficients. They are
-        tensors on the device: the host need not wait for them.
+        value has one entry for each layer with experts. expert_load: each expert's choices divided
+        by the even share; dropped_share: the share of choices that is dropped; router_entropy: the
+        entropy of a token's probabilities, in nats; load_balancing_loss (1 where load is even) and
+        z_loss: without their coefficients. The values stay on the device, so the host need not
+        wait.
         """
         e = config.num_experts
         shape = len(config.expert_layers), e + len(ROUTER_STATS)
@@ -632,7 +637,7 @@ class ExpertLayers(dict[int, MoE]):
             dist.all_reduce(table, group=group)
         choices = table[:, :e]
         tokens, *sums = table[:, e:].t()
-        # dropped choices, of k for each token
+        # Each token has k choices that may be dropped.
         sums[0] = sums[0] / config.router_topk
         result = {"expert_load": choices / choices.mean(1, keepdim=True)}
         for name, total in zip(ROUTER_STATS[1:], sums):
@@ -667,7 +672,7 @@ def apply(
     """
     config = model.config
     ep = ep_group.size() if ep_group else 1
-    # how many data-parallel ranks there are is not known here
+    # The number of data-parallel ranks is not known here.
     check(config, ep, dp=ep)
     if ExpertLayers(model):
         raise ValueError("this model has experts already: call moe.apply once")
@@ -685,8 +690,8 @@ def apply(
 
 @torch.no_grad()
 def init(model: gpt.GPT, layer: MoE, prefix: str) -> None:
-    """Initial values of random seed 0. GPT.__init__ gives all its parameters such values, unless it
-    is on the meta device."""
+    """Draw initial values with random seed 0, as GPT.__init__ does unless it is on the meta
+    device."""
     for name, p in layer.named_parameters():
         g = gpt.generator(0, prefix + name)
         p.copy_(model.init_parameter(prefix + name, p.shape, g))
@@ -700,7 +705,7 @@ def build(config: GPTConfig) -> gpt.GPT:
 
 
 def empty_model(config: GPTConfig) -> gpt.GPT:
-    """On the meta device: names and shapes, no values."""
+    """A model on the meta device: names and shapes, no values."""
     with torch.device("meta"):
         return build(config)
 

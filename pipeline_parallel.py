@@ -1,5 +1,5 @@
-"""Pipeline parallelism: the layers are split into stages, and micro-batches run through them one
-behind the other (arXiv 2104.04473, section 2.2).
+"""Pipeline parallelism: the layers are split into stages, and micro-batches run through the stages
+one after the other (arXiv 2104.04473, section 2.2).
 
     rank 0   embedding    --activation-->   rank 1   blocks 2 3   --activation-->  ..  last rank:
              blocks 0 1   <--gradient----                         <--gradient----      head, loss
@@ -7,16 +7,16 @@ behind the other (arXiv 2104.04473, section 2.2).
     time ->   rank 0   F0 F1 .. B0 .. B1     F: forward of a micro-batch, B: its backward, 1 column
               rank 1   .. F0 B0 F1 B1 ..     each; .. is the bubble: the rank waits (schedule 1F1B)
 
-Words: a rank is one process. Of p ranks each holds v stages (v > 1: virtual stages), numbered
-c p + rank; c is called the chunk. A batch is split into m micro-batches.
+Terms: a rank is one process. Each of p ranks holds v stages (v > 1: virtual stages) with the
+numbers c p + rank; c is called the chunk. A batch is split into m micro-batches.
 
 `apply` makes this rank's stages out of a whole model that is still on the meta device (shapes, no
 values). A `Stage` is that GPT with the other layers left out; block 2 is still called `blocks.2`.
 `Pipeline` runs any schedule of schedules.py: a list of actions for each rank. `lower` adds the
 messages that the actions need, and one loop runs the list:
 
-    F        run the stage on the activation that came; the result goes to the next stage
-    B        go back through the stage from the gradient that came; the result goes back
+    F        run the stage on the activation received; its output goes to the next stage
+    B        backward of the stage from the gradient received; the gradient of its input goes back
     I, W     the two halves of B: input gradient, and later weight gradients (last section)
     receive  post a receive, ahead of its use;   send  start to send
     settle   wait for a send, as soon as a later message has shown that its peer has consumed it
@@ -60,13 +60,13 @@ from sharding import local_part, set_sharding, sharding_of
 # === transfers: sends and receives of a schedule ==================================================
 #
 # schedules.py says what each rank computes, and in which order. A stage's output is the next
-# stage's input, so where these stages are on different ranks it must be sent. `lower` puts three
-# kinds of entries between the actions of a rank:
+# stage's input, so it must be sent where these stages are on different ranks. `lower` puts three
+# types of entries between the actions of a rank:
 #
 #     receive     posted one action before the one that needs the tensor; it travels meanwhile
 #     send        right after the action that computes the tensor
-#     settle      waits until a send is complete, and frees its tensor; it comes where the schedule
-#                 shows that the receiver has the tensor already, or at the end of the list
+#     settle      waits until a send is complete, and frees its tensor; it stands where the schedule
+#                 proves that the receiver has the tensor already, or at the end of the list
 #
 #     rank 0: F0; send F0; receive B0; F1; send F1; receive B1; B0; settle F0; B1; settle F1
 #     rank 1: receive F0; F0; receive F1; B0; send B0; F1; B1; send B1; settle B0; settle B1
@@ -82,8 +82,8 @@ from sharding import local_part, set_sharding, sharding_of
 
 
 class MessageKey(NamedTuple):
-    """Which message: the one that F (kind F) or B and I (kind B) of this stage need for this
-    micro-batch. Kind F is an activation, kind B a gradient."""
+    """The message that F (kind F) or B and I (kind B) of this stage need for this micro-batch. Kind
+    F is an activation, kind B a gradient."""
 
     kind: str
     stage: int
@@ -93,11 +93,11 @@ class MessageKey(NamedTuple):
 class Transfer(NamedTuple):
     """An entry of a rank's program that communicates."""
 
-    # send, receive or settle
+    # "send", "receive" or "settle".
     op: str
-    # the rank at the other end
+    # The rank at the other end.
     peer: int
-    # as in MessageKey
+    # The next three fields are those of MessageKey.
     kind: str
     stage: int
     micro_batch: int
@@ -107,7 +107,7 @@ class Transfer(NamedTuple):
         return MessageKey(self.kind, self.stage, self.micro_batch)
 
 
-# what `lower` makes of one rank's list
+# The result of `lower` for one rank.
 Program = list[Action | Transfer]
 
 
@@ -117,14 +117,14 @@ class Message(NamedTuple):
     sender: int
     receiver: int
     kind: str
-    # the stage that it goes to
+    # The stage that receives the message.
     stage: int
     micro_batch: int
-    # how many messages of this kind the sender has sent to the receiver before
+    # How many earlier messages of this kind go from this sender to this receiver.
     number: int
-    # the position, in the sender's list, of the action that computes it
+    # The position, in the sender's list, of the action that computes it.
     sent_at: int
-    # the position, in the receiver's list, of the action that needs it
+    # The position, in the receiver's list, of the action that needs it.
     used_at: int
 
     def transfer(self, op: str) -> Transfer:
@@ -133,15 +133,15 @@ class Message(NamedTuple):
 
 
 def lower(schedule: Schedule, v: int = 1, ahead: int = 1) -> list[Program]:
-    """The lists with their sends and receives.
+    """Add the sends and receives to the lists of a schedule.
 
     A send follows the action that computes its content. A receive is posted `ahead` actions before
     the one that needs it. With 1 a message travels while the action before is computed; with 2 GPUs
     can hang (course/nccl_model.py). Receives from one peer and of one kind are posted in the order
     in which that peer sends them, as NCCL requires.
 
-    A message from a rank shows that this rank has run all actions of its list that come before the
-    send. So the tensors that those actions needed have arrived there, and their sends are settled.
+    A message proves its sender's progress: the sender has run all actions before the send. So the
+    tensors that those actions needed have arrived there, and their sends are settled.
     """
     p = len(schedule)
     messages = _messages(schedule, v)
@@ -149,7 +149,7 @@ def lower(schedule: Schedule, v: int = 1, ahead: int = 1) -> list[Program]:
 
 
 def _messages(schedule: Schedule, v: int) -> dict[MessageKey, Message]:
-    """Everything that goes from rank to rank; the messages of one sender in the order of sending.
+    """All messages between ranks; those of one sender in the order of sending.
 
     F of stage k needs what F of stage k - 1 sends: the message has the key ("F", k, micro_batch).
     """
@@ -184,17 +184,17 @@ def _program(
     ahead: int,
 ) -> Program:
     """One rank's list with its communication; see `lower`."""
-    # the message that each action needs, None where it needs none
+    # The message that each action needs; None where it needs none.
     incoming = [messages.get(result_of(action, rank, p)) for action in actions]
-    # the message that follows an action, by the action's position
+    # {position of an action: the message that follows it}
     outgoing = {message.sent_at: message for message in messages.values() if message.sender == rank}
-    # (sender, kind): the messages in the order of sending, and how many receives are posted
+    # {(sender, kind): messages in the order of sending}, and how many receives are posted.
     in_order = defaultdict(list)
     posted = Counter()
     for message in messages.values():
         if message.receiver == rank:
             in_order[message.sender, message.kind].append(message)
-    # sends that may not have arrived yet
+    # Sends that may not have arrived yet.
     unsettled: list[Message] = []
     program: Program = []
     for position, action in enumerate(actions):
@@ -225,19 +225,19 @@ def _program(
 
 
 class Stage(gpt.GPT):
-    """A part of a GPT: some of its blocks, and on the first or last stage its embedding or head,
-    which are None elsewhere."""
+    """A part of a GPT: some of its blocks, and the embedding on the first stage, the head on the
+    last one; elsewhere these are None."""
 
     def __init__(self, model: gpt.GPT, layers: range, first: bool, last: bool):
         nn.Module.__init__(self)
         self.config = model.config
-        # families.py may have set them
+        # families.py may have set these two.
         self.rotary_frequencies = model.rotary_frequencies
         self.norm_weight = model.norm_weight
         self.embedding = model.embedding if first else None
         self.blocks = nn.ModuleDict({str(n): model.blocks[str(n)] for n in layers})
         self.head = model.head if last else None
-        # whether the last stage has a copy of the first stage's embedding
+        # Whether the last stage has a copy of the first stage's embedding.
         self.tied = model.config.tied
 
     def forward(
@@ -247,7 +247,8 @@ class Stage(gpt.GPT):
         context: gpt.Context = gpt.PLAIN,
         x: Tensor | None = None,
     ) -> Tensor:
-        """As gpt.GPT. Without an embedding it takes x, [b, s, h]; without a head it returns it."""
+        """As in gpt.GPT. A stage without an embedding takes x, [b, s, h]; one without a head
+        returns it."""
         if self.embedding is not None:
             x = self.embedding(tokens, context)
         x = self.run_blocks(x, tokens.shape[1], context)
@@ -272,7 +273,7 @@ def check(num_layers: int, p: int, v: int = 1, layer_split: list[int] | None = N
             f"up to {{num_layers}}; these are {len(layer_split)} that add up to {total}"
         )
         raise FieldError("layer_split", layer_split, rule, num_layers=num_layers, **sizes)
-    # the first and the last rank have the embedding and the head
+    # The first and the last rank have the embedding and the head.
     for rank in range(1, p - 1):
         if not sum(layer_split[rank::p]):
             empty = list(range(rank, stages, p))
@@ -283,8 +284,8 @@ def check(num_layers: int, p: int, v: int = 1, layer_split: list[int] | None = N
 def layers_of_stages(
     num_layers: int, p: int, v: int = 1, layer_split: list[int] | None = None
 ) -> list[range]:
-    """The layers of each of the p v stages. layer_split: how many in each (fewer at the ends make
-    room for embedding and head); the default is an even split. Raises FieldError as `check`."""
+    """The layers of each of the p v stages. layer_split: how many in each (fewer at the ends
+    balance embedding and head); the default is an even split. Raises FieldError as `check`."""
     check(num_layers, p, v, layer_split)
     stages = p * v
     split = layer_split or [num_layers // stages] * stages
@@ -309,8 +310,8 @@ def apply(
 
 
 def untie(head: gpt.Head) -> None:
-    """The last stage's copy of a tied matrix becomes a parameter of its own. Its sharding record
-    says of what it is a copy: initial values, checkpoints and the gradient norm read that."""
+    """Make the last stage's copy of a tied matrix a separate parameter. Its sharding record names
+    the original: initial values, checkpoints and the gradient norm read that."""
     weight = nn.Parameter(head.output.weight.detach())
     record = sharding.Sharding(tuple(weight.shape), copy_of="embedding.tokens.weight")
     head.output.weight = set_sharding(weight, record)
@@ -320,10 +321,11 @@ def untie(head: gpt.Head) -> None:
 
 
 class Channels:
-    """Which communicator (process group) a message takes.
+    """The communicator (process group) of each message.
 
-    NCCL runs the messages of one communicator in order, and has no tags: with one for each (sender,
-    receiver, kind) no message waits for another kind. gloo has tags, so one group is enough.
+    NCCL runs the messages of one communicator in order, and has no tags. With one communicator for
+    each (sender, receiver, kind), activations and gradients do not wait for each other. gloo has
+    tags, so one group is enough.
     """
 
     def __init__(
@@ -352,26 +354,25 @@ KINDS = {"F": 0, "B": 1}
 
 @dataclass
 class _Step:
-    """What is between two actions in one training step.
+    """The tensors that wait between two actions of one training step.
 
-    Messages are found by their MessageKey. What two actions of one micro-batch share has the key
-    (chunk, micro_batch).
+    Messages are found by their MessageKey; graphs and deferred gradients by (chunk, micro_batch).
     """
 
     run_stage: Callable
     loss_grad: Tensor | None
-    arriving: dict = field(default_factory=dict)  # message -> (tensor, work)
-    departing: dict = field(default_factory=dict)  # message -> tensor, until its send
-    sent: dict = field(default_factory=dict)  # message -> (tensor, work), until it settles
-    graphs: dict = field(default_factory=dict)  # micro-batch -> (input, edge of the output)
-    deferred: dict = field(default_factory=dict)  # micro-batch -> weight gradients from I to W
+    arriving: dict = field(default_factory=dict)  # {message: (tensor, work)}
+    departing: dict = field(default_factory=dict)  # {message: tensor}, until it is sent
+    sent: dict = field(default_factory=dict)  # {message: (tensor, work)}, until it settles
+    graphs: dict = field(default_factory=dict)  # {micro-batch: (input, edge of the output)}
+    deferred: dict = field(default_factory=dict)  # {micro-batch: weight gradients from I to W}
 
 
 class Pipeline:
     """Runs schedules on this rank's stages."""
 
     def __init__(self, stages: list[Stage], channels: Channels, sequence_shards: int = 1):
-        """sequence_shards: into how many shards activations are cut along the sequence."""
+        """sequence_shards: the number of shards of an activation along the sequence."""
         self.stages = stages
         self.channels = channels
         self.sequence_shards = sequence_shards
@@ -380,9 +381,9 @@ class Pipeline:
         self.rank = channels.group.rank()
         self.v = len(stages)
         self.last_stage = self.p * self.v - 1
-        # what the latest run did
+        # The events of the latest run.
         self.events: list[Event] = []
-        # the latest schedule, and this rank's program for it
+        # The latest schedule, and this rank's program for it.
         self.lowered = None, None
 
     def run(
@@ -394,16 +395,16 @@ class Pipeline:
         loss_grad: Tensor | None = None,
         before_backward: Callable | None = None,
     ) -> None:
-        """One step.
+        """Run one step.
 
         run_stage(chunk, micro_batch, x): runs stage number `chunk` of this rank on its input x ([b,
-        s, h], None on the first stage); returns the activation for the next stage or, on the last
-        one, a scalar (anything in evaluation, where nothing goes back). b, s: sequences in a
+        s, h], None on the first stage). It returns the activation for the next stage or, on the
+        last one, a scalar (any value in evaluation, which has no backward). b, s: sequences in a
         micro-batch, and their length. loss_grad: the gradient of the scalar.
-        before_backward(action): called before each B, I and W; train.py tells there that a stage's
-        gradients may be summed over the data-parallel ranks.
+        before_backward(action): called before each B, I and W. There train.py announces that a
+        stage's gradients may be summed over the data-parallel ranks.
         """
-        # a schedule is lowered once, as long as the same list comes again
+        # A schedule is lowered once, as long as the same list comes again.
         if self.lowered[0] is not schedule:
             self.lowered = schedule, lower(schedule, self.v)[self.rank]
         shape = b, s // self.sequence_shards, self.config.hidden_size
@@ -419,7 +420,7 @@ class Pipeline:
                 before_backward(item)
             self.act(step, item, received)
             self.events.append(Event(self.rank, *item, start, time.perf_counter()))
-            # free the activation or gradient now, not when the next action overwrites the name
+            # This frees the activation or gradient now, not when the next action rebinds the name.
             del received
 
     def act(self, step: _Step, action: Action, received: Tensor | None) -> None:
@@ -435,7 +436,7 @@ class Pipeline:
 
     def transfer(self, step: _Step, transfer: Transfer, shape: tuple[int, int, int]) -> None:
         message = transfer.key
-        # a number of its own for each message of a step
+        # Each message of a step has its own number.
         number = transfer.micro_batch * self.p * self.v + transfer.stage
         tag = number * 2 + KINDS[transfer.kind]
         if transfer.op == "receive":
@@ -448,13 +449,13 @@ class Pipeline:
             work = self.channels.send(tensor, transfer.peer, transfer.kind, tag)
             step.sent[message] = tensor, work
         else:
-            # settle returns at once: the peer has consumed the message
+            # The wait returns at once: the peer has consumed the message.
             step.sent.pop(message)[1].wait()
 
     def wait_for_input(self, step: _Step, action: Action) -> Tensor | None:
-        """What an action starts from: an activation for F, a gradient for B and I, else None."""
+        """The input of an action: an activation for F, a gradient for B and I, else None."""
         stage = self.stage_of(action)
-        # the first stage's F and the last stage's B receive nothing
+        # The first stage's F and the last stage's B receive nothing.
         begins = 0 if action.op == "F" else self.last_stage
         if action.op == "W" or stage == begins:
             return None
@@ -469,7 +470,8 @@ class Pipeline:
             received.requires_grad_()
         y = step.run_stage(action.chunk, action.micro_batch, received)
         if torch.is_grad_enabled():
-            # the graph of y, not its values; a first stage may have nothing that learns
+            # The edge holds the graph of y, not its values. A first stage may have nothing to
+            # learn.
             edge = get_gradient_edge(y) if y.requires_grad else None
             step.graphs[action.chunk, action.micro_batch] = received, edge
         stage = self.stage_of(action)
@@ -494,30 +496,31 @@ class Pipeline:
         for weight, grad_output, x in step.deferred.pop((action.chunk, action.micro_batch)):
             gradient = sequence_parallel.weight_gradient(weight, grad_output, x)
             if gradient is not None:
-                # adds to weight.grad and runs the weight's hooks, as a backward pass would
+                # A backward call adds to weight.grad and runs the weight's hooks.
                 weight.backward(gradient)
 
     def defer(self, chunk: int, deferred: list | None) -> None:
-        """Give the weights of a stage a list, or take it back. While a weight has one, the linear
-        layers of the last section append (weight, ∂y, x) to it instead of computing ∂W."""
+        """Set the list of deferred gradients on a stage's weights, or remove it (None). While a
+        weight has one, its linear layer appends (weight, ∂y, x) instead of computing ∂W."""
         for weight in self.stages[chunk].parameters():
             weight.deferred = deferred
 
     def hand_over(self, step: _Step, message: MessageKey, tensor: Tensor) -> None:
-        """To the send that follows, or to another stage of this rank."""
+        """Store a result for the send that follows, or for another stage of this rank."""
         if message.stage % self.p == self.rank:
             step.arriving[message] = tensor, None
         else:
             step.departing[message] = tensor
 
-    # -- beside training steps ---------------------------------------------------------------------
+    # -- evaluation and tied weights
+    # -----------------------------------------------------------------
 
     def parameters(self):
         return (p for stage in self.stages for p in stage.parameters())
 
     def forward_only(self, m: int) -> Schedule:
-        """For evaluation: as many micro-batches as ranks through one stage, then the next stage. So
-        every rank has work, and few activations wait."""
+        """The schedule of evaluation: p micro-batches run through one stage, then through the next.
+        So every rank has work, and few activations wait."""
         order = []
         for first in range(0, m, self.p):
             for chunk in range(self.v):
@@ -526,8 +529,8 @@ class Pipeline:
         return [order] * self.p
 
     def evaluate(self, batches: list, result: Callable, s: int) -> None:
-        """Run batches of one size forward, without gradients (the caller says so); the last stage
-        hands each to result(batch, loss of each token [b, s]). s: of the whole sequence."""
+        """Run the forward of batches of one size; the caller turns gradients off. The last stage
+        calls result(batch, loss of each token [b, s]). s: the length of the whole sequence."""
 
         def run_stage(chunk, k, x):
             stage = self.stages[chunk]
@@ -543,8 +546,8 @@ class Pipeline:
     def sum_tied(self) -> None:
         """Add the gradients of the two copies of a tied matrix, on both ranks.
 
-        a + b is b + a to the last bit, so the copies stay equal. Call it when the step's messages
-        are done, and after the data-parallel sum has filled `main_grad` (optimizer.py).
+        a + b equals b + a to the last bit, so the copies stay equal. Call it when the step's
+        messages are done, and after the data-parallel sum has filled `main_grad` (optimizer.py).
         """
         if not self.stages[0].tied or self.rank not in (0, self.p - 1):
             return
@@ -559,7 +562,7 @@ class Pipeline:
             weight.main_grad.add_(other)
 
     def tied_copies(self) -> list[Tensor]:
-        """This rank's copy of the tied matrix; of a sharded one (fsdp.py) the local shard."""
+        """This rank's copy of the tied matrix, or its local shard if fsdp.py shards it."""
         if self.rank == 0:
             return [local_part(self.stages[0].embedding.tokens.weight)]
         named = sharding.named_parameters(*self.stages)
@@ -572,15 +575,15 @@ class Pipeline:
 #
 # A matrix multiplication y = x Wᵀ has two gradients:
 #
-#     I    ∂x = ∂y W       the stage before waits for it
-#     W    ∂W = ∂yᵀ x      nobody waits for it
+#     I    ∂x = ∂y W       the previous stage waits for it
+#     W    ∂W = ∂yᵀ x      no stage waits for it
 #
 # So a schedule can run I as soon as ∂y arrives, and use the time in which a rank would wait for W:
 #
 #     1f1b     rank 0  F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- .. B2 -- .. B3 --
 #     zb-h1    rank 0  F0 F1 F2 .. .. I0 W0 F3 I1 W1 I2 W2 I3 W3
 #
-# with p = 3 and m = 4; B is I and W, and so takes two slots (--); a dot is a slot of waiting.
+# with p = 3 and m = 4. B is I and W together: two slots (--). In a slot .. the rank waits.
 #
 # During I a linear layer appends (weight, ∂y, x) to the list that the pipeline has put on its
 # weight (`weight.deferred`); during W the pipeline processes the list. Without a list the weight
@@ -589,20 +592,20 @@ class Pipeline:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear, whose weight gradient may wait."""
+    """F.linear, whose weight gradient may be deferred."""
     (y,) = sequence_parallel.linear(x, weight, bias)
     return y
 
 
 class Linear(nn.Linear):
-    """nn.Linear, whose weight gradient may wait."""
+    """nn.Linear, whose weight gradient may be deferred."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
 class DeferredBiasLinear(gpt.DeferredBiasLinear):
-    """gpt.DeferredBiasLinear, whose weight gradient may wait."""
+    """gpt.DeferredBiasLinear, whose weight gradient may be deferred."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight)
@@ -612,7 +615,7 @@ REPLACEMENTS = {nn.Linear: Linear, gpt.DeferredBiasLinear: DeferredBiasLinear}
 
 
 def with_weights_of(new: type[nn.Linear], old: nn.Linear) -> nn.Linear:
-    """A module of class `new` with the very parameters of `old`."""
+    """A module of class `new` that shares the parameters of `old`."""
     with torch.device("meta"):
         module = new(old.in_features, old.out_features, bias=old.bias is not None)
     module.weight = old.weight
@@ -623,16 +626,17 @@ def with_weights_of(new: type[nn.Linear], old: nn.Linear) -> nn.Linear:
 def split_backward(model: gpt.GPT) -> None:
     """Let the linear layers of a model, or of a stage, defer their weight gradients; in place.
 
-    After sequence_parallel.overlap_backward, whose layers defer too; before recompute.apply.
+    Call it after sequence_parallel.overlap_backward, whose layers defer too, and before
+    recompute.apply.
     """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            # a frozen weight has no gradient to defer
+            # A frozen weight has no gradient to defer.
             if type(child) in REPLACEMENTS and child.weight.requires_grad:
                 setattr(parent, name, with_weights_of(REPLACEMENTS[type(child)], child))
             if type(child) is gpt.ProjectTogether:
                 setattr(parent, name, sequence_parallel.JoinedProjection())
     for module in model.modules():
-        # not that of fp8.py, which defers too
+        # The layer of fp8.py has another `linear`, which defers too.
         if isinstance(module, tensor_parallel.RowParallelLinear) and module.linear is F.linear:
             module.linear = linear

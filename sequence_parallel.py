@@ -1,11 +1,11 @@
-"""Sequence parallelism: what tensor parallelism leaves whole is sharded along the sequence
-(Korthikanti et al., arXiv 2205.05198, section 4.2.2).
+"""Sequence parallelism: activations that tensor parallelism replicates are sharded along the
+sequence (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
 
 Tensor parallelism shards the matrices, but every rank still computes and keeps the same LayerNorm,
 dropout and residual: 10 sbh of a layer's 34 sbh bytes (two LayerNorms 4, two dropout masks 2, two
-matrix inputs 4). Those act on each token alone, so each rank can do s / t of the tokens. An
-all-reduce is a reduce-scatter followed by an all-gather. The sharded part goes between the two, and
-the bytes on the wire stay the same:
+matrix inputs 4). These act on each token alone, so each rank can compute s / t of the tokens. An
+all-reduce is a reduce-scatter followed by an all-gather. The sharded part is placed between them,
+and as many bytes are sent as before:
 
     tensor     f: identity   | all-reduce       attention or MLP    f̄: all-reduce     | identity
     sequence   g: all-gather | reduce-scatter   attention or MLP    ḡ: reduce-scatter | all-gather
@@ -17,17 +17,16 @@ the bytes on the wire stay the same:
     python -m course.sequence_parallel      two ranks: gradients, bytes sent, bytes kept
     picture: docs/figures/ranks_sequence.svg
 
-Two things come with it. First, a whole weight that has seen only s/t of the tokens (norms,
+This has two consequences. First, a replicated weight that is applied to s/t of the tokens (norms,
 positions, the biases after ḡ) has only a part of its gradient on each rank. Such weights pass
-through identity | all-reduce on their way into a layer, together, as one flat all-reduce for each
-layer. Second, the input of X A_i is kept for backward as its shard, [b, s/t, h], and gathered again
-there, beside the computation of the input gradient (overlap, below).
+through identity | all-reduce before a layer uses them, with one flat all-reduce for each layer.
+Second, the input of X A_i is kept for backward as its shard, [b, s/t, h]. Backward gathers it again
+while it computes the input gradient (overlap, below).
 
-Not covered: Megatron-LM stores activations as [s, b, h], so that the shards of b sequences lie side
-by side, and one collective moves them. Here NCCL starts b of them in one launch. It sums the norms'
-gradients once a step in the optimizer; here it happens where the weights are used, for each
-micro-batch, so that no other file has to remember it. Overlap inside one matrix multiplication,
-chunk by chunk, has Transformer Engine (user buffers).
+Not covered: Megatron-LM stores activations as [s, b, h], so that one collective moves the shards of
+b sequences; here NCCL starts b collectives in one launch. Megatron-LM sums the norms' gradients
+once a step in the optimizer; here each micro-batch does, where the weights are used. Transformer
+Engine (user buffers) also overlaps inside one matrix multiplication, chunk by chunk.
 """
 
 import contextlib
@@ -49,7 +48,7 @@ from base.model_config import FieldError, GPTConfig
 from sharding import sharding_of
 from tensor_parallel import ColumnParallelInput, CopyToRanks
 
-# their names from torch 2.13 on
+# PyTorch has these names from version 2.13 on.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -59,15 +58,15 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def launches_together(group: dist.ProcessGroup) -> bool:
-    """NCCL runs several collectives as one launch. So each of b sequences can have its own, which
-    reads and writes where the sequence lies. Elsewhere there is one, of a copy."""
+    """Whether the backend runs several collectives as one launch, as NCCL does. Then each of the b
+    sequences has its own, without a copy. Otherwise one collective moves a copy of all."""
     return dist.get_backend(group).startswith("nccl")
 
 
 def start_gather(x: Tensor, group: dist.ProcessGroup):
-    """Begin to all-gather shards of the sequence.
+    """Start to all-gather shards of the sequence.
 
-    x: [b, s/t, h]; returns a function that waits and gives [b, s, h].
+    x: [b, s/t, h]; returns a function that waits and returns [b, s, h].
     """
     b, t = x.shape[0], group.size()
     x = x.contiguous()
@@ -87,8 +86,8 @@ def start_gather(x: Tensor, group: dist.ProcessGroup):
 
 
 def start_scatter(x: Tensor, group: dist.ProcessGroup):
-    """Begin to reduce-scatter. x: [b, s, h], each rank's part of a sum; returns a function that
-    waits and gives [b, s/t, h]."""
+    """Start to reduce-scatter. x: [b, s, h], each rank's part of a sum; returns a function that
+    waits and returns [b, s/t, h]."""
     parts = x.unflatten(1, (group.size(), -1))  # [b, t, s/t, h]
     mine = torch.empty_like(parts[:, 0], memory_format=torch.contiguous_format)
     if launches_together(group):
@@ -132,22 +131,21 @@ def scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class GatherSequence(tensor_parallel.CopyToRanks):
-    """g as a module, in the place of f."""
+    """g as a module; it replaces f."""
 
     def forward(self, x: Tensor) -> Tensor:
         return gather_sequence(x, self.group)
 
 
 class ScatterSequence(tensor_parallel.ReduceFromRanks):
-    """ḡ as a module, in the place of f̄."""
+    """ḡ as a module; it replaces f̄."""
 
     def forward(self, x: Tensor) -> Tensor:
         return scatter_sequence(x, self.group)
 
 
 class ShardedPositions(nn.Module):
-    """x + a vector for each position, where x is the n-th of t shards of the sequence.
-    x: [b, s/t, h]"""
+    """Adds a vector for each position to x, the n-th of t shards of the sequence. x: [b, s/t, h]"""
 
     def __init__(self, positions: gpt.LearnedPositions, n: int, t: int):
         super().__init__()
@@ -156,7 +154,7 @@ class ShardedPositions(nn.Module):
         self.t = t
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
-        """documents: [b, s], of the whole sequence: this shard may begin inside of one."""
+        """documents: [b, s], of the whole sequence: this shard may begin inside a document."""
         length = x.shape[1]
         if documents is not None:
             positions = positions_of(documents).chunk(self.t, dim=1)[self.n]  # [b, s/t]
@@ -164,11 +162,11 @@ class ShardedPositions(nn.Module):
         return x + self.weight[self.n * length : (self.n + 1) * length]
 
 
-# --- whole weights that see a shard of the sequence -----------------------------------------------
+# --- replicated weights ---------------------------------------------------------------------------
 
 
 class _CopyWeights(torch.autograd.Function):
-    """Identity in forward; in backward one all-reduce of all the gradients, side by side."""
+    """Identity in forward; in backward one all-reduce of all gradients, concatenated."""
 
     @staticmethod
     def forward(ctx, group, *weights):
@@ -179,7 +177,7 @@ class _CopyWeights(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads):
         flat = torch.cat([grad.flatten() for grad in grads])
-        # 16-bit parts are summed in 32 bits
+        # 16-bit parts are summed in 32 bits.
         flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
         dist.all_reduce(flat, group=ctx.group)
         parts = flat.split([grad.numel() for grad in grads])
@@ -192,8 +190,8 @@ def copy_weights(weights: list[nn.Parameter], group: dist.ProcessGroup) -> tuple
 
 
 class Forward(nn.Module):
-    """A module, run by the forward that it has now. It stands in no model: `functional_call` calls
-    it, with other tensors for the parameters of these names."""
+    """Runs a module by its present forward. It is part of no model: `functional_call` calls it with
+    other tensors in place of the parameters of these names."""
 
     def __init__(self, module: nn.Module, names: list[str]):
         super().__init__()
@@ -206,8 +204,8 @@ class Forward(nn.Module):
 
 
 def run_with_copies(forward: Forward, group: dist.ProcessGroup, *args, **kwargs) -> Tensor:
-    """The forward of a module as a function of its whole weights, which pass through identity |
-    all-reduce."""
+    """Run the forward of a module on copies of its replicated weights, which pass through identity
+    | all-reduce."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     copies = copy_weights([forward.get_parameter(name) for name in forward.names], group)
@@ -216,8 +214,8 @@ def run_with_copies(forward: Forward, group: dist.ProcessGroup, *args, **kwargs)
 
 
 def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let the parameters in `module` that learn, and that `group` does not shard, pass through
-    identity | all-reduce, together, whenever it runs."""
+    """Pass the trainable parameters of `module` that `group` does not shard through identity |
+    all-reduce, together, whenever it runs."""
     names = []
     for name, p in module.named_parameters():
         groups = [shard.group for shard in sharding_of(p).placements]
@@ -227,9 +225,9 @@ def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
         module.forward = partial(run_with_copies, Forward(module, names), group)
 
 
-# --- in a model -----------------------------------------------------------------------------------
+# --- check and apply ------------------------------------------------------------------------------
 
-# a region of tensor parallelism -> that of sequence parallelism
+# {collective of tensor parallelism: that of sequence parallelism}
 REPLACEMENTS = {
     tensor_parallel.CopyToRanks: GatherSequence,
     tensor_parallel.ReduceFromRanks: ScatterSequence,
@@ -247,10 +245,10 @@ def check(config: GPTConfig, t: int) -> None:
 
 
 def shard_sequence(model: gpt.GPT, group: dist.ProcessGroup, sharded: bool = True) -> list:
-    """g and ḡ around each tensor-parallel region; with sharded False, f and f̄ again: generation
-    runs one token at a time, which cannot be sharded.
+    """Put g and ḡ around each tensor-parallel region. sharded False puts f and f̄ back, for
+    generation: its steps of one token cannot be sharded.
 
-    Returns what it has replaced: (parent, name, module).
+    Returns the replaced modules as (parent, name, module).
     """
     replacements = REPLACEMENTS
     if not sharded:
@@ -266,8 +264,8 @@ def shard_sequence(model: gpt.GPT, group: dist.ProcessGroup, sharded: bool = Tru
 
 @contextlib.contextmanager
 def whole_sequences(models: list[gpt.GPT], group: dist.ProcessGroup | None) -> Iterator[None]:
-    """For generation in the middle of training: inside this context the models are tensor parallel
-    only. Of models that are not sequence parallel, nothing changes."""
+    """A context in which the models are only tensor parallel, for generation during training.
+    Models that are not sequence parallel do not change."""
     replaced = []
     for model in models:
         replaced += shard_sequence(model, group, sharded=False)
@@ -279,8 +277,8 @@ def whole_sequences(models: list[gpt.GPT], group: dist.ProcessGroup | None) -> I
 
 
 def apply(model: gpt.GPT, group: dist.ProcessGroup) -> None:
-    """Turn a model that `tensor_parallel.apply` has sharded over the same group into a sequence-
-    parallel one, in place. It takes tokens [b, s] with s divisible by t.
+    """Make a model that `tensor_parallel.apply` has sharded over the same group sequence parallel,
+    in place. It takes tokens [b, s] with s divisible by t.
 
     Raises FieldError as `check`, ValueError for a model that is not tensor parallel.
     """
@@ -290,12 +288,12 @@ def apply(model: gpt.GPT, group: dist.ProcessGroup) -> None:
     check_order(model, group, parts)
     for module in model.modules():
         if isinstance(module, tensor_parallel.ParallelHeadNorms):
-            # `synchronise` sums these gradients with those of the layer's other whole weights
+            # `synchronise` sums these gradients with those of the layer's other replicated weights.
             module.enter = nn.Identity()
     shard_sequence(model, group)
     for module in model.modules():
         if isinstance(module, gpt.BiasDropoutAdd | gpt.Embedding):
-            # this rank's shard of the sequence
+            # Dropout masks depend on this rank's shard of the sequence.
             module.dropout.shard_index[1] = group.rank()
         if isinstance(module, gpt.Embedding) and module.positions is not None:
             module.positions = ShardedPositions(module.positions, group.rank(), group.size())
@@ -304,9 +302,9 @@ def apply(model: gpt.GPT, group: dist.ProcessGroup) -> None:
 
 
 def check_order(model: gpt.GPT, group: dist.ProcessGroup, parts: list[nn.Module]) -> None:
-    """Raises ValueError where `apply` comes too early, too late, or twice."""
+    """Raises ValueError if `apply` is called too early, too late, or twice."""
     regions = [module for module in model.modules() if isinstance(module, tuple(REPLACEMENTS))]
-    # a pipeline stage may be empty
+    # A pipeline stage may be empty.
     if parts and {module.group for module in regions} != {group}:
         raise ValueError(
             "sequence parallelism works on a model that is sharded over the same group: call "
@@ -323,7 +321,7 @@ def check_order(model: gpt.GPT, group: dist.ProcessGroup, parts: list[nn.Module]
 
 # === overlap: backward communicates while it computes =============================================
 #
-# Overlap: in backward, column-parallel layers communicate while they compute.
+# Column-parallel layers communicate in backward while they compute.
 #
 # A matrix multiplication y = x Wᵀ has two gradients. Tensor parallelism sends only the first:
 #
@@ -331,8 +329,8 @@ def check_order(model: gpt.GPT, group: dist.ProcessGroup, parts: list[nn.Module]
 #     ∂W = ∂yᵀ x      stays on its rank
 #
 # In tensor_parallel.py autograd computes both, and waits for the sum afterwards. Here one autograd
-# function does all of it, in an order that hides the communication. What stands in one row runs at
-# the same time:
+# function runs them in an order that hides the communication. The two entries of a row run at the
+# same time:
 #
 #     f, tensor parallelism                  g, sequence parallelism
 #
@@ -342,20 +340,20 @@ def check_order(model: gpt.GPT, group: dist.ProcessGroup, parts: list[nn.Module]
 # Under sequence parallelism a layer keeps only its rank's shard of x, [b, s/t, h]. So backward
 # gathers x again (arXiv 2205.05198, section 4.2.2).
 #
-# ∂W can also wait for longer. Where the pipeline has put a list on a weight, backward appends to it
-# what ∂W is computed from (pipeline_parallel.py). Or it goes straight to the sum of the weight's
-# gradients (optimizer.py, `fuse_accumulation`).
+# ∂W can also be deferred. Where the pipeline has put a list on a weight, backward appends the
+# inputs of ∂W to it (pipeline_parallel.py). Or the product is added directly to the sum of the
+# weight's gradients (optimizer.py, `fuse_accumulation`).
 
-# --- communication that is under way --------------------------------------------------------------
+# --- asynchronous communication -------------------------------------------------------------------
 
 
 def start_nothing(x: Tensor, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
-    """The identity, in the form of the others: returns a function that gives x."""
+    """The identity, with the signature of the collectives: returns a function that returns x."""
     return lambda: x
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Begin to sum x over the ranks, in place; returns a function that waits and gives x."""
+    """Start to sum x over the ranks, in place; returns a function that waits and returns x."""
     work = dist.all_reduce(x, group=group, async_op=True)
 
     def finish() -> Tensor:
@@ -366,7 +364,7 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor
 
 
 NOTHING = (start_nothing, start_nothing)
-# what begins for x in forward, and for ∂x in backward
+# The collective that starts on x in forward, and that on ∂x in backward.
 STARTS = {
     CopyToRanks: (start_nothing, start_all_reduce),
     GatherSequence: (start_gather, start_scatter),
@@ -376,8 +374,8 @@ STARTS = {
 
 
 def weight_gradient(weight: Tensor, grad_output: Tensor, x: Tensor) -> Tensor | None:
-    """∂W = ∂yᵀ x; or None where the weight has a list, to which the three are appended, and where
-    the weight has an accumulator, which has added ∂W to the sum.
+    """∂W = ∂yᵀ x, or None if the three tensors are appended to the weight's list, or if the
+    weight's accumulator has added ∂W to its sum.
 
     grad_output: ∂y [b s, out]; x: [b s, in] -> [out, in]
     """
@@ -385,7 +383,7 @@ def weight_gradient(weight: Tensor, grad_output: Tensor, x: Tensor) -> Tensor | 
         weight.deferred.append((weight, grad_output, x))
         return None
     accumulator = getattr(weight, "accumulator", None)
-    # in FP8 (fp8.py) these are no tensors
+    # In FP8 (fp8.py) x and grad_output are not tensors.
     if accumulator is None or not isinstance(x, Tensor):
         return grad_output.t() @ x
     accumulator.accumulate_product(weight, grad_output, x)
@@ -394,14 +392,14 @@ def weight_gradient(weight: Tensor, grad_output: Tensor, x: Tensor) -> Tensor | 
 
 class _Linear(torch.autograd.Function):
     """Y_i = f(x) W_iᵀ + b_i for several W_i that read the same x: n weights, then n biases or None.
-    starts: what begins for x in forward, and for ∂x in backward."""
+    starts: an entry of STARTS."""
 
     @staticmethod
     def forward(ctx, x, starts, group, n, *weights_and_biases):
         weights = weights_and_biases[:n]
         biases = weights_and_biases[n:]
         ctx.starts, ctx.group, ctx.n = starts, group, n
-        # the parameters themselves, not saved copies: they have the lists
+        # ctx keeps the parameters themselves, not saved copies: they carry the lists.
         ctx.weights = weights
         ctx.save_for_backward(x)
         start_input, _ = starts
@@ -416,13 +414,13 @@ class _Linear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         weights_wanted = ctx.needs_input_grad[4 : 4 + n]
         biases_wanted = ctx.needs_input_grad[4 + n :]
-        # the input is on its way while the input gradient is computed
+        # The input is gathered while the input gradient is computed.
         arriving = start_input(x, group) if any(weights_wanted) else None
         grads_output = [grad.flatten(0, -2) for grad in grads]  # [b s, out]
         dx = grads_output[0] @ weights[0]
         for grad_output, weight in zip(grads_output[1:], weights[1:]):
             dx.addmm_(grad_output, weight)
-        # the input gradient is on its way while the weight gradients are computed
+        # The input gradient is reduced while the weight gradients are computed.
         leaving = start_input_grad(dx.view(*grads[0].shape[:-1], -1), group)
         d_weights = [None] * n
         d_biases = [None] * n
@@ -448,7 +446,7 @@ def linear(
 
 
 def weights_and_biases(linears: tuple[nn.Linear, ...]) -> list[Tensor | None]:
-    """Of n layers n weights, then n biases; None where the next module adds the bias."""
+    """The n weights of n layers, then the n biases; None where the next module adds the bias."""
     biases = [None] * len(linears)
     for i, layer in enumerate(linears):
         if not isinstance(layer, gpt.DeferredBiasLinear):
@@ -457,16 +455,16 @@ def weights_and_biases(linears: tuple[nn.Linear, ...]) -> list[Tensor | None]:
 
 
 class JoinedProjection(gpt.ProjectTogether):
-    """gpt.ProjectTogether on one device, as one autograd function for all the layers. So ∂x is
-    added up inside their matrix multiplications, and not by an addition after each. It reads the
-    parameters of the layers, and does not call them."""
+    """gpt.ProjectTogether on one device, as one autograd function for all layers. So ∂x is added up
+    inside their matrix multiplications, not by an addition after each. It reads the parameters of
+    the layers, and does not call them."""
 
     def forward(self, x: Tensor, *linears: nn.Linear) -> list[Tensor]:
         return list(linear(x, *weights_and_biases(linears)))
 
 
 class OverlappedInput(ColumnParallelInput):
-    """ColumnParallelInput, whose communication runs beside computation. It reads the parameters of
+    """ColumnParallelInput whose communication overlaps with computation. It reads the parameters of
     the layers, and does not call them."""
 
     def forward(self, x: Tensor, *linears: nn.Linear) -> list[Tensor]:
@@ -475,18 +473,18 @@ class OverlappedInput(ColumnParallelInput):
         return list(linear(x, *weights_and_biases(linears), starts=starts, group=group))
 
 
-# --- in a model -----------------------------------------------------------------------------------
+# --- apply ----------------------------------------------------------------------------------------
 
 
 def overlap_backward(model: gpt.GPT) -> None:
-    """Let the column-parallel layers of a model, or of a stage, overlap; in place.
+    """Make the column-parallel layers of a model or pipeline stage overlap, in place.
 
-    After everything that adds such layers: tensor parallelism, adapters, prompts.
+    Call it after everything that adds such layers: tensor parallelism, adapters, soft prompts.
     """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is ColumnParallelInput:
                 overlapped = OverlappedInput(child.enter.group)
-                # f, or g of sequence parallelism
+                # `enter` is f, or g of sequence parallelism.
                 overlapped.enter = child.enter
                 setattr(parent, name, overlapped)

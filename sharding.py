@@ -1,4 +1,4 @@
-"""A parameter on a rank is a shard of a global tensor. One small record says which shard.
+"""Sharding: a parameter on a rank is a shard of a global tensor, and one small record says which.
 
 A technique that keeps only a part of a parameter writes a `Sharding` on it: the shape of the global
 tensor, and the placements that lead from it to this rank's part, outermost first. A [6, 3] weight,
@@ -12,8 +12,8 @@ sharded by rows over 2 tensor-parallel ranks, then over 2 data-parallel ranks:
     python -m course.sharding       this weight on four ranks: its rows, gathered, and initialised
 
 Initialisation, checkpoints, the gradient norm and the tests read this record and nothing else, so
-none of them has a case per technique. Where the ranks do not divide a size, it is padded with zeros
-at the end. A technique may ask for more (`pad_parameter`). Padding belongs to no global tensor.
+none of them has a case per technique. A size that the ranks do not divide is padded with zeros at
+the end. A technique may ask for more (`pad_parameter`). Padding belongs to no global tensor.
 
 Initial weights do not depend on the layout. Each parameter is drawn whole, from a generator seeded
 by (seed, global name), then sharded. Models are built on the meta device first, so a rank never
@@ -40,7 +40,7 @@ from gpt import generator
 
 @dataclass(frozen=True)
 class Shard:
-    """Dimension `dim`, divided evenly, after padding, over the ranks of `group`."""
+    """Dimension `dim` is padded, and divided evenly over the ranks of `group`."""
 
     dim: int
     group: dist.ProcessGroup
@@ -51,9 +51,9 @@ class Sharding:
     """Which part of which global tensor a rank holds.
 
     shape: of the global tensor, without padding. placements: outermost first; none for a whole
-    parameter. copy_of: where a tied weight is on two pipeline stages, the global name of the first
-    copy, on the record of the second. padded: the shape with the padding that a technique asked
-    for; None for no more than the ranks need.
+    parameter. copy_of: for the second copy of a tied weight, on another pipeline stage, the global
+    name of the first. padded: the shape with the padding that a technique asked for; None for no
+    more than the ranks need.
     """
 
     shape: tuple[int, ...]
@@ -63,12 +63,12 @@ class Sharding:
 
 
 def sharding_of(parameter: Tensor) -> Sharding:
-    """The record of a parameter. One without a record is whole."""
+    """The record of a parameter. A parameter without a record is whole."""
     return getattr(parameter, "sharding", None) or Sharding(tuple(parameter.shape))
 
 
 def set_sharding(part: Tensor, sharding: Sharding) -> Tensor:
-    """Write the record on a tensor, which is returned."""
+    """Attach the record to a tensor, and return the tensor."""
     part.sharding = sharding
     return part
 
@@ -77,20 +77,20 @@ def set_sharding(part: Tensor, sharding: Sharding) -> Tensor:
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """What this rank updates of a parameter: its shard under ZeRO (fsdp.py), or all of it."""
+    """The part of a parameter that this rank updates: its ZeRO shard (fsdp.py), or all of it."""
     return getattr(parameter, "shard", parameter)
 
 
 def named_parameters(*models: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(global name, what this rank updates of the parameter) of models that hold parts of one. A
-    tied weight comes once, under its first name."""
+    """(global name, local part) of each parameter of models that are parts of one model. A tied
+    weight comes once, under its first name."""
     for model in models:
         for name, p in model.named_parameters():
             yield sharding_of(p).copy_of or name, local_part(p)
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Of the whole model, whatever shards this rank holds. A tied weight counts once."""
+    """The parameters of the whole model, however it is sharded. A tied weight counts once."""
     return sum(math.prod(sharding_of(p).shape) for p in model.parameters())
 
 
@@ -98,14 +98,14 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def local_slice(sharding: Sharding) -> tuple[list[int], list[int], list[int]]:
-    """Where this rank's part lies in the global tensor: (offset, size, size with padding), each a
-    number per dimension."""
+    """The position of this rank's part in the global tensor: (offset, size, size with padding),
+    with one number per dimension each."""
     start = [0] * len(sharding.shape)
     end = list(sharding.shape)
     padded = list(sharding.padded or sharding.shape)
     for shard in sharding.placements:
         dim = shard.dim
-        padded[dim] = -(-padded[dim] // shard.group.size())  # ceil
+        padded[dim] = -(-padded[dim] // shard.group.size())  # rounded up
         start[dim] = min(start[dim] + shard.group.rank() * padded[dim], end[dim])
         end[dim] = min(start[dim] + padded[dim], end[dim])
     size = [e - s for s, e in zip(start, end)]
@@ -119,12 +119,12 @@ def unpad(part: Tensor, sharding: Sharding) -> Tensor:
 
 
 def shard_of(whole: Tensor, sharding: Sharding) -> Tensor:
-    """This rank's part of a global tensor: a view, or where it is padded a copy."""
+    """This rank's part of a global tensor: a view, or a copy if it is padded."""
     offset, size, padded = local_slice(sharding)
     part = whole[tuple(slice(o, o + n) for o, n in zip(offset, size))]
     if size == padded:
         return part
-    # F.pad takes (before, after) of each dimension, the last one first
+    # F.pad takes (before, after) of each dimension, the last one first.
     amounts = []
     for with_padding, n in zip(reversed(padded), reversed(size)):
         amounts += [0, with_padding - n]
@@ -144,26 +144,26 @@ def shard_parameter(module: nn.Module, name: str, shard: Shard) -> None:
 
 
 def pad_parameter(module: nn.Module, name: str, dim: int, multiple: int) -> None:
-    """Replace the parameter `name` of a module, which is not sharded yet, by one whose size in a
-    dimension is a multiple: zeros follow, which the record leaves out."""
+    """Pad the parameter `name` of a module, which is not sharded yet, with zeros, so that its size
+    in dimension `dim` is a multiple of `multiple`."""
     p = getattr(module, name)
     padded = list(p.shape)
-    padded[dim] = -(-padded[dim] // multiple) * multiple  # ceil
+    padded[dim] = -(-padded[dim] // multiple) * multiple  # rounded up
     record = replace(sharding_of(p), padded=tuple(padded))
     part = shard_of(p.detach(), record)
     setattr(module, name, set_sharding(nn.Parameter(part, p.requires_grad), record))
 
 
 def gather(part: Tensor, sharding: Sharding) -> Tensor:
-    """The global tensor, on every rank of the groups of its placements. A collective: all of those
-    ranks call it."""
-    # what is sharded by each placement: (shard, its dimension's size without padding)
+    """The global tensor, on every rank of its placements' groups. A collective: all of those ranks
+    call it."""
+    # For each placement: (shard, its dimension's size before it, without padding).
     steps = []
     shape = list(sharding.padded or sharding.shape)
     for shard in sharding.placements:
         steps.append((shard, shape[shard.dim]))
         shape[shard.dim] = -(-shape[shard.dim] // shard.group.size())
-    # from the innermost placement outwards
+    # Gather from the innermost placement outwards.
     for shard, size in reversed(steps):
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(shard.group.size())]
@@ -178,13 +178,13 @@ def gather(part: Tensor, sharding: Sharding) -> Tensor:
 def init(
     model: nn.Module, seed: int, device, dtype: torch.dtype, names: list[str] | None = None
 ) -> None:
-    """Give a model on the meta device its initial values, or only the parameters of these names.
+    """Set the initial values of a model on the meta device, or only of the named parameters.
 
     `model.init_parameter(name, shape, generator)` draws one whole parameter.
     """
     materialise(model, device, dtype, names)
     if torch.device(device).type == "meta":
-        # shapes alone
+        # A meta tensor has only a shape.
         return
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -199,7 +199,7 @@ def materialise(
     model: nn.Module, device, dtype: torch.dtype, names: list[str] | None = None
 ) -> None:
     """Replace each parameter on the meta device (of these names) by zeros on `device`. Ties and
-    records stay. Padding keeps these zeros."""
+    records are kept. Padding stays zero."""
     wanted = [p for name, p in model.named_parameters() if names is None or name in names]
     real = {}
     for p in wanted:

@@ -1,19 +1,19 @@
 """Tensor parallelism: every matrix of a layer is sharded over t ranks (Megatron-LM, arXiv
 1909.08053, section 3).
 
-Matrices come in pairs, and a pair needs one sum, at its end. The MLP shards A by columns and B by
-rows; attention shards query, key and value by columns, that is by heads, and the output by rows.
-(nn.Linear stores the transpose: columns of A are rows of its weight, dimension 0.)
+Matrices come in pairs, and each pair ends with one sum. The MLP shards A by columns and B by rows.
+Attention shards query, key and value by columns (heads), and the output by rows. (nn.Linear stores
+the transpose: columns of A are rows of its weight, dimension 0.)
 
     X --f-->  GELU(X A_i) B_i  --g-->  Z = Σ_i GELU(X A_i) B_i       A = [A_1 .. A_t]
                                                                      B = [B_1; ..; B_t]
     f    identity in forward,   all-reduce in backward     each rank has one term of the sum ∂L/∂X
     g    all-reduce in forward, identity in backward       each rank has one term of the sum Z
 
-f and g are each other's adjoint: f copies X to t ranks, so its gradient is a sum of t terms; g sums
-t terms, so the gradient of each is a copy. A layer has two such pairs, so 2 all-reduces of b s h
-elements in forward and 2 in backward. In backward they run beside the weight gradients (overlap,
-in sequence_parallel.py).
+f and g are each other's adjoint. f copies X to t ranks, so its gradient is a sum of t terms. g sums
+t terms, so the gradient of each is a copy. A layer has two such pairs, which is 2 all-reduces of
+b s h elements in forward and 2 in backward. In backward they overlap with the weight gradients
+(sequence_parallel.py).
 
     python -m course.tensor_parallel   two ranks against one: gradients, collectives and their bytes
     picture: docs/figures/ranks_tensor.svg
@@ -21,12 +21,11 @@ in sequence_parallel.py).
 The embedding is sharded by vocabulary, and so is the head's matrix (often the same one). Training
 never gathers logits: the loss needs max, Σ exp and the target's logit, three numbers per token
 instead of V. A vocabulary that t does not divide is padded on the last ranks. On GPUs it is padded
-further, to a multiple of 128 t, also for t = 1: rows of logits are then whole vectors, and cuBLAS
-has fast kernels for these. The padding gets no probability, no gradient, and no place in a
-checkpoint.
+to a multiple of 128 t, also for t = 1, for which cuBLAS has faster kernels. The padding has no
+probability and no gradient, and is not in checkpoints.
 
 Not covered: q, k and v in one matrix; communication inside the matrix multiplication (user
-buffers); copies of key and value heads where there are more ranks: here t divides their number.
+buffers); copies of key and value heads for more ranks than heads (here t divides their number).
 """
 
 from math import gcd
@@ -57,7 +56,7 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        # a copy: autograd may still need the gradient that it handed over
+        # Autograd may still need the gradient that it handed over, so a copy is reduced.
         grad = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
@@ -78,14 +77,15 @@ class _Reduce(torch.autograd.Function):
 
 @compiling.left_out
 def copy_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """f (section 3): x, the same on every rank, enters a region where each rank computes a part.
-    Any shape."""
+    """f (section 3): x, equal on all ranks, enters a region where each rank computes a part. x has
+    any shape."""
     return _Copy.apply(x, group)
 
 
 @compiling.left_out
 def reduce_from_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """g (section 3): each rank's part leaves the region as the sum. Any shape; x is overwritten."""
+    """g (section 3): the ranks' parts leave the region as their sum. x has any shape, and is
+    overwritten."""
     return _Reduce.apply(x.contiguous(), group)
 
 
@@ -98,14 +98,14 @@ class Communication(nn.Module):
 
 
 class CopyToRanks(Communication):
-    """f"""
+    """f as a module."""
 
     def forward(self, x: Tensor) -> Tensor:
         return copy_to_ranks(x, self.group)
 
 
 class ReduceFromRanks(Communication):
-    """g"""
+    """g as a module."""
 
     def forward(self, x: Tensor) -> Tensor:
         return reduce_from_ranks(x, self.group)
@@ -117,9 +117,8 @@ class ReduceFromRanks(Communication):
 class ColumnParallelInput(gpt.ProjectTogether):
     """Y_i = f(X) A_i: each rank computes its columns of Y. x: [b, s, h] -> [b, s, out / t] each.
 
-    f comes once for all the layers that read X: query, key and value, or gate and up. So this
-    module stands where gpt.ProjectTogether stood. It has f alone: the weights stay with the layers,
-    and `apply` has sharded them.
+    It replaces gpt.ProjectTogether, so that f runs once for all layers that read X: query, key and
+    value, or gate and up. It has no weights: `apply` shards those of the layers.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -127,7 +126,6 @@ class ColumnParallelInput(gpt.ProjectTogether):
         self.enter = CopyToRanks(group)
 
     def forward(self, x: Tensor, *linears: nn.Linear) -> list[Tensor]:
-        # F.linear(copy_to_ranks(x, group), A_i)
         x = self.enter(x)
         return [linear(x) for linear in linears]
 
@@ -135,7 +133,7 @@ class ColumnParallelInput(gpt.ProjectTogether):
 class RowParallelLinear(nn.Module):
     """Z = Σ_i Y_i B_i: the input is sharded like B's rows, g sums. [b, s, in / t] -> [b, s, out]
 
-    The bias is whole: the next module adds it once, after the sum.
+    The bias is not sharded: the next module adds it once, after the sum.
     """
 
     def __init__(self, linear: gpt.DeferredBiasLinear, group: dist.ProcessGroup):
@@ -144,7 +142,7 @@ class RowParallelLinear(nn.Module):
         self.bias = linear.bias
         self.group = group
         shard_parameter(self, "weight", Shard(1, group))  # [out, in / t]
-        # fp8.py and pipeline_parallel.py put another product here
+        # fp8.py and pipeline_parallel.py replace this product.
         self.linear = F.linear
         self.reduce = ReduceFromRanks(group)
 
@@ -156,8 +154,9 @@ class RowParallelLinear(nn.Module):
 
 
 class ParallelHeadNorms(families.HeadNorms):
-    """The norms of this rank's queries and keys. Their two weights are whole, and each rank's heads
-    give a part of the gradient: f sums both at once. q: [b, a / t, s, d]; k: [b, a_kv / t, s, d]"""
+    """The norms of this rank's queries and keys. Their two weights are replicated, and each rank's
+    heads give a part of the gradients: one f sums both.
+    q: [b, a / t, s, d]; k: [b, a_kv / t, s, d]"""
 
     def __init__(self, norms: families.HeadNorms, group: dist.ProcessGroup):
         nn.Module.__init__(self)
@@ -179,9 +178,9 @@ class ParallelHeadNorms(families.HeadNorms):
 def local_ids(
     ids: Tensor, n: int, vocab_size: int, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """(this rank's row for each id, 0 where another rank has it; a mask of where that is so).
+    """(local row of each id, 0 where another rank holds it; a mask of the ids held elsewhere).
 
-    n: rows of each rank. An id beyond the vocabulary becomes -1, at which lookups fail on every
+    n: rows of each rank. An id beyond the vocabulary becomes -1, so that lookups fail on every
     rank, as they do on one device.
     """
     local = ids - group.rank() * n
@@ -191,7 +190,7 @@ def local_ids(
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Each rank looks up the tokens that it holds, and gives zeros for the others; g sums.
+    """The sum, by g, of each rank's lookups; a rank gives zeros for tokens that it does not hold.
     tokens: [b, s] -> [b, s, h]"""
 
     def __init__(self, embedding: nn.Embedding, group: dist.ProcessGroup):
@@ -209,7 +208,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelHead(nn.Module):
-    """The head, its matrix sharded by vocabulary. `output` may be tied to the embedding: then it is
+    """The head with its matrix sharded by vocabulary. If `output` is tied to the embedding, it is
     sharded already."""
 
     def __init__(self, head: gpt.Head, group: dist.ProcessGroup):
@@ -223,8 +222,8 @@ class VocabParallelHead(nn.Module):
         self.project = ColumnParallelInput(group)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """As gpt.Head. Without targets, to generate, the logits are gathered, and no gradient goes
-        through that."""
+        """As in gpt.Head. Without targets (generation) the logits are gathered, without a
+        gradient."""
         (logits,) = self.project(self.norm(x), self.output)  # [b, s, V / t]
         if targets is not None:
             return self.loss(logits, targets)
@@ -243,15 +242,15 @@ def gather_logits(logits: Tensor, vocab_size: int, group: dist.ProcessGroup) -> 
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """loss = log Σ exp(z) - z_target with z sharded by vocabulary;  ∂loss/∂z = softmax(z) -
-    onehot(target), each rank its columns."""
+    """loss = log Σ exp(z) - z_target, ∂loss/∂z = softmax(z) - onehot(target), with z sharded by
+    vocabulary."""
 
     @staticmethod
     def forward(ctx, logits, targets, vocab_size, group):
         n = logits.shape[-1]
-        # a copy of 16-bit logits, or the logits themselves
+        # `z` is a copy of 16-bit logits, or the logits themselves.
         z = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        # padding: exp gives 0
+        # exp of the padding is 0.
         z[..., max(0, vocab_size - group.rank() * n) :] = -torch.inf
         largest = z.amax(-1)  # [b, s]
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
@@ -269,7 +268,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         gradient, local, elsewhere = ctx.saved_tensors
-        # -1 where the target is in this rank's columns, 0 elsewhere
+        # [b, s, 1]: -1 where this rank's columns include the target, 0 elsewhere.
         minus_onehot = elsewhere.unsqueeze(-1).to(gradient.dtype) - 1
         gradient.scatter_add_(-1, local, minus_onehot)
         return gradient.mul_(grad.unsqueeze(-1)).to(ctx.dtype), None, None, None
@@ -279,7 +278,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 def vocab_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, vocab_size: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """The loss of base/cross_entropy.py, of logits that are sharded by vocabulary (section 3, "fuse
+    """The loss of base/cross_entropy.py for logits that are sharded by vocabulary (section 3, "fuse
     with the cross entropy loss"). 3 b s numbers, in at least float32, are reduced.
 
     logits: [b, s, V / t], **overwritten**; targets: [b, s], global ids. Returns [b, s], on every
@@ -288,7 +287,7 @@ def vocab_parallel_cross_entropy(
     return _VocabParallelCrossEntropy.apply(logits, targets, vocab_size, group)
 
 
-# --- in a model -----------------------------------------------------------------------------------
+# --- check and apply ------------------------------------------------------------------------------
 
 
 def sizes_that_fit(config: GPTConfig, world: int = 0) -> int:
@@ -307,8 +306,8 @@ def check(config: GPTConfig, t: int, world: int = 0) -> None:
 
 
 def vocabulary_multiple(of_rank: int | None, device: str, t: int) -> int:
-    """What `pad_vocabulary` makes the whole vocabulary a multiple of, where t ranks share it and
-    more than 1 was asked for."""
+    """The multiple to which `pad_vocabulary` pads a vocabulary that t ranks share; 1: no padding.
+    of_rank: the multiple for one rank."""
     multiple = of_rank or (128 if device == "cuda" else 1)
     return 1 if multiple == 1 else multiple * t
 
@@ -319,19 +318,19 @@ def pad_vocabulary(
     group: dist.ProcessGroup | None = None,
     of_rank: int | None = None,
 ) -> None:
-    """Add rows of zeros to the embedding and to the head's matrix of a model, or of a stage, so
-    that the rows of each rank of `group` are a multiple of `of_rank`, by default 128 on a GPU; in
-    place, before `apply`. (Megatron-LM: make-vocab-size-divisible-by.)
+    """Add rows of zeros to the embedding and the head's matrix of a model or pipeline stage, in
+    place. Each rank of `group` then has a multiple of `of_rank` rows, by default 128 on a GPU. Call
+    it before `apply`. (Megatron-LM: make-vocab-size-divisible-by.)
 
-    With 50,257 tokens, a row of logits in 16 bits begins at any even address, which keeps cuBLAS
-    off its fast kernels in three products: z = x Wᵀ, ∂x = ∂z W, ∂W = ∂zᵀ x. With 50,304 = 393 x 128
-    each begins at a multiple of 256 bytes.
+    With 50,257 tokens, rows of 16-bit logits begin at any even address, and cuBLAS cannot use its
+    fast kernels in three products: z = x Wᵀ, ∂x = ∂z W, ∂W = ∂zᵀ x. With 50,304 = 393 x 128 each
+    row begins at a multiple of 256 bytes.
     """
     multiple = vocabulary_multiple(of_rank, device.type, group.size() if group else 1)
     if multiple == 1:
         return
     tokens = model.embedding and model.embedding.tokens
-    # a reward model has another head
+    # A reward model has another head.
     output = model.head.output if isinstance(model.head, gpt.Head) else None
     tied = tokens and output and output.weight is tokens.weight
     if tokens:
@@ -343,10 +342,10 @@ def pad_vocabulary(
 
 
 def apply(model: gpt.GPT, group: dist.ProcessGroup) -> None:
-    """Shard `model` over the ranks of `group`, in place; names stay. Experts stay as they are.
+    """Shard `model` over the ranks of `group`, in place; names do not change, nor do experts.
 
-    Best on the meta device, before weights exist. Raises FieldError as `check`, ValueError for a
-    model that is sharded already.
+    Call it on the meta device if possible, before weights exist. Raises FieldError as `check`,
+    ValueError for a model that is sharded already.
     """
     check(model.config, group.size())
     parallel = RowParallelLinear | VocabParallelEmbedding | VocabParallelHead
@@ -363,7 +362,7 @@ def apply(model: gpt.GPT, group: dist.ProcessGroup) -> None:
         if local := families.local_bias(block):
             local.shard(group.rank(), group.size())
         if isinstance(attention.core, gpt.ExplicitAttention):
-            # dropout masks are functions of global coordinates: which heads are here
+            # Dropout masks depend on global coordinates, so the module must know its heads.
             attention.core.dropout.shard_index[1] = group.rank()
         if isinstance(mlp, gpt.MLP):
             shard_columns(mlp.up, group)
@@ -380,7 +379,7 @@ def shard_columns(linear: nn.Linear, group: dist.ProcessGroup) -> None:
 
 
 def shard_vocabulary(model: gpt.GPT, group: dist.ProcessGroup) -> None:
-    """The embedding and the head, of which a pipeline stage may have none; ties are kept."""
+    """Shard the embedding and the head, which a pipeline stage may lack; ties are kept."""
     embedding, head = model.embedding, model.head
     if embedding is not None:
         tied = head is not None and head.output.weight is embedding.tokens.weight
