@@ -4,8 +4,8 @@ A model may compute in bf16 or fp16. What it keeps from step to step needs more 
 1 + 0.0001 is 1, and the update is lost. Mixed-precision training (arXiv 1710.03740) keeps for each
 weight w:
 
-    weight w        bf16 or fp16    what the model computes with
-    master          fp32            what the update is added to; w is its rounded copy
+    weight w        bf16 or fp16    used by forward and backward
+    master          fp32            the update is added to it; w is its rounded copy
     gradient g      fp32            `main_grad`, the sum over micro-batches and ranks
     moments m, v    fp32            running means of g and g²
 
@@ -16,13 +16,13 @@ AdamW (arXiv 1711.05101, algorithm 2) at step t, with learning rate lr and weigh
 
     python -m course.optimizer    a lesson: sums, loss scale, masters, bytes of state, learning rate
 
-First comes the way to `main_grad`, the norm by which a gradient is clipped, and the loss scale of
-fp16. A step whose norm is not finite is skipped. The device decides this, and how much to clip:
-the host enqueues the same operations either way, and does not wait to see the norm.
+The first part of this file sums gradients in `main_grad`, computes the norm that clips them, and
+sets fp16's loss scale. A step whose norm is not finite is skipped. The device decides this, and how
+much to clip. The host enqueues the same operations either way, and does not wait for the norm.
 
-Not covered: Megatron-LM also has other optimizers, other schedules of the learning rate, and
-parameter groups by user rule. Gradients are not added inside the product (`fuse_accumulation`) for
-embeddings, tied weights, experts and FP8, and from ZeRO stage 1 on.
+Not covered: other optimizers, other schedules of the learning rate, and parameter groups by user
+rule (all in Megatron-LM); `fuse_accumulation` for embeddings, tied weights, experts and FP8, and
+from ZeRO stage 1 on.
 """
 
 import math
@@ -39,8 +39,6 @@ from sharding import set_sharding, sharding_of
 
 # === gradients: sums in float32, norm, loss scale =================================================
 #
-# A gradient on its way from backward to the update: unscaled, summed, measured.
-#
 # Each backward of a micro-batch leaves a gradient, by default in the weight's own type. Sums need
 # more bits: in bf16, 256 + 1 is 256. So the gradients of a step's micro-batches are added up in
 # float32, in `parameter.main_grad` (mixed-precision training, arXiv 1710.03740):
@@ -48,34 +46,32 @@ from sharding import set_sharding, sharding_of
 #     main_grad = sum over micro-batches and ranks of  grad / scale
 #
 # scale is 1, except in fp16. There the loss is multiplied by it before backward, so that small
-# gradients are not rounded to zero. Each gradient is divided by it on its way into `main_grad`, so
-# `main_grad` is always in true units.
+# gradients are not rounded to zero. Each gradient is divided by it before it is added.
 #
-# `GradientAccumulator` is for weights that no other rank holds; fsdp.py has the one that also sums
-# over ranks. The optimizer reads `main_grad`, and clips it by its `global_norm`: the length of the
-# whole model's gradient, as one vector. When a gradient overflows, every rank sees a norm that is
-# not finite. Then the step is skipped and the scale is lowered (`LossScaler`).
+# `GradientAccumulator` is for weights that no other rank holds; fsdp.py also sums over ranks. The
+# optimizer clips `main_grad` by `global_norm`, the length of the whole model's gradient as one
+# vector. When a gradient overflows, every rank sees a norm that is not finite. Then the step is
+# skipped and the scale is lowered (`LossScaler`).
 #
 # On a GPU, linear layers with 16-bit weights add the gradient of a weight inside the matrix
 # multiplication that computes it, main_grad += ∂yᵀ x (`fuse_accumulation`; in Megatron-LM it is
-# called gradient_accumulation_fusion). So it is never written and read in 16 bits, nor rounded to
-# them.
+# called gradient_accumulation_fusion). So it is never rounded to 16 bits.
 
 # --- gradients: summed in float32 -----------------------------------------------------------------
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 for 16-bit parameters; float32 and float64 stay."""
+    """float32 for 16-bit parameters; float32 and float64 for themselves."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def sum_uses_apart(model: nn.Module) -> None:
     """Make autograd sum a tied weight's gradients in at least float32.
 
-    A tied weight has two names in the model: an embedding that is the head's matrix too. Autograd
-    adds the gradients of both uses before any hook sees them, by default in the weight's own type.
-    In fp16 that sum can overflow although neither part does. A pipeline has a copy of the weight on
-    two stages, and sums the two parts in float32. With this, one device gets the same gradient.
+    Autograd adds the gradients of both uses (embedding and head) before any hook sees them, by
+    default in the weight's own type. In fp16 that sum can overflow although neither part does. A
+    pipeline has a copy of the weight on two stages, and sums the two parts in float32. With this,
+    one device gets the same gradient.
     """
     for p, count in uses_of(model).items():
         if count > 1 and p.requires_grad:
@@ -83,12 +79,12 @@ def sum_uses_apart(model: nn.Module) -> None:
 
 
 def uses_of(model: nn.Module) -> Counter:
-    """How many names each parameter has: more than one for a tied weight."""
+    """The number of names of each parameter: more than one for a tied weight."""
     return Counter(p for _, p in model.named_parameters(remove_duplicate=False))
 
 
 class GradientSums:
-    """What the loop calls around the backward passes of a step. A subclass sums the gradients.
+    """The calls of the training loop around the backward passes. A subclass sums the gradients.
 
     `zero_grad()` comes before the first backward of a step, `next_backward_is_last()` before the
     last one, `reduce_gradients()` after it, and `renew_parameters()` after the optimizer's step.
@@ -98,19 +94,19 @@ class GradientSums:
     stage = 0
 
     def __init__(self, parameters: list[nn.Parameter], scaler: "LossScaler | None"):
-        """Have autograd call `accumulate(p)` when the gradient of p is complete; for a tied weight,
-        once."""
+        """Make autograd call `accumulate(p)` when the gradient of p is complete; once for a tied
+        weight."""
         self.parameters = parameters
         self.scaler = scaler
-        # A weak reference: the garbage collector cannot see, and so never frees, a cycle that goes
-        # through a hook.
+        # The reference is weak because the garbage collector does not see a cycle through a hook,
+        # and so never frees it.
         this = weakref.ref(self)
         for p in parameters:
             p.register_post_accumulate_grad_hook(lambda p: this() and this().accumulate(p))
 
     @property
     def unscale(self) -> float:
-        """What a gradient is multiplied by on its way into the sum."""
+        """The factor of a gradient before it is added to the sum."""
         return 1 / self.scaler.scale if self.scaler else 1
 
     def next_backward_is_last(self) -> None:
@@ -123,7 +119,7 @@ class GradientSums:
         pass
 
     def wait_for_parameters(self) -> None:
-        """Before anything but a forward reads the parameters."""
+        """Called before anything but a forward reads the parameters."""
 
 
 class GradientAccumulator(GradientSums):
@@ -140,8 +136,8 @@ class GradientAccumulator(GradientSums):
             p.main_grad = None
 
     def accumulate(self, p: nn.Parameter) -> None:
-        # None: a pipeline schedule has deferred this weight gradient, or `accumulate_product` has
-        # added it.
+        # p.grad is None if a pipeline schedule has deferred this weight gradient, or if
+        # `accumulate_product` has added it.
         if p.grad is None:
             return
         unscale = self.unscale
@@ -155,8 +151,8 @@ class GradientAccumulator(GradientSums):
         p.grad = None
 
     def accumulate_product(self, p: nn.Parameter, grad_output: Tensor, x: Tensor) -> None:
-        """Add the gradient ∂yᵀ x of a weight that a backward uses once. Backward calls this
-        (sequence_parallel.py), not autograd. grad_output: ∂y [n, out]; x: [n, in]"""
+        """Add the gradient ∂yᵀ x of a weight with one use. The backward of sequence_parallel.py
+        calls this, not autograd. grad_output: ∂y [n, out]; x: [n, in]"""
         is_first = p.main_grad is None
         if is_first:
             p.main_grad = torch.empty_like(p, dtype=accumulation_dtype(p.dtype))
@@ -168,11 +164,11 @@ class GradientAccumulator(GradientSums):
 
 @torch.no_grad()
 def add_product(total: Tensor, grad_output: Tensor, x: Tensor, beta: int, alpha: float) -> None:
-    """total = beta total + alpha ∂yᵀ x. With beta 0, what was in `total` is not read.
+    """total = beta total + alpha ∂yᵀ x. With beta 0, `total` is not read.
 
-    total: [out, in] float32; grad_output: ∂y [n, out] and x: [n, in], both bf16 or both fp16. One
-    call of cuBLAS on a GPU. PyTorch has no such product for CPUs: there ∂y and x are copied to the
-    type of the sum, for tests.
+    total: [out, in] float32; grad_output: ∂y [n, out] and x: [n, in], both bf16 or both fp16. It is
+    one call of cuBLAS on a GPU. PyTorch has no such product for CPUs: there, for tests, ∂y and x
+    are copied to the type of the sum.
     """
     factors = dict(beta=beta, alpha=alpha)
     if x.device.type == "cpu":
@@ -182,25 +178,25 @@ def add_product(total: Tensor, grad_output: Tensor, x: Tensor, beta: int, alpha:
 
 
 def is_fusable(p: nn.Parameter) -> bool:
-    """Whether torch has the product of `add_product`, and it is worth it."""
+    """Whether torch has the product of `add_product` for p, and it saves time."""
     return p.is_cuda and p.dtype.itemsize == 2
 
 
 def fuse_accumulation(model: nn.Module, gradients: GradientSums) -> None:
-    """Let linear layers of a model, or of a stage, add the gradients of their weights inside the
-    matrix multiplication, where that is possible, and those of an input that they share; in place.
+    """Make linear layers of a model or pipeline stage add up gradients inside the matrix
+    multiplication, in place: those of weights where possible, and those of a shared input.
 
-    After what gives parameters their values. torch.compile calls the new layers as they are: a
-    block becomes several graphs, with a product between each two. A tied weight has a second
-    gradient, which is no product. From ZeRO stage 1 on, the sum is cut into the rows of the ranks
-    (fsdp.py): a product has no place there.
+    Call it after parameters have values. torch.compile does not compile the new layers: a block
+    becomes several graphs, with a product between each two. A tied weight is left out, because its
+    second gradient is not a product. From ZeRO stage 1 on all weights are, because the sum is cut
+    into the rows of the ranks (fsdp.py).
     """
     fusable = [p for p in gradients.parameters if is_fusable(p)]
     if not fusable:
         return
     import pipeline_parallel
 
-    # linear layers whose backward is that of sequence_parallel.py
+    # The linear layers get the backward of sequence_parallel.py.
     pipeline_parallel.split_backward(model)
     if gradients.stage > 0:
         return
@@ -219,11 +215,11 @@ def global_norm(
     """The 2-norm of all gradients of the whole model, the same on every rank.
 
     Each element counts once: the sharding record of a parameter names the groups over which it is
-    sliced, and its sum of squares is all-reduced over just these. stages: the ranks that hold the
+    sharded, and its sum of squares is all-reduced over just these. stages: the ranks that hold the
     other pipeline stages. Returns a float64 scalar, non-finite if any gradient on any rank is.
     """
     parameters = list(parameters)
-    # from groups to all gradients that are sliced over these groups
+    # {groups: all gradients that are sharded over these groups}
     gradients = defaultdict(list)
     for p in parameters:
         sharding = sharding_of(p)
@@ -244,23 +240,23 @@ def global_norm(
 
 
 def partial_norms(tensors: list[Tensor]) -> Tensor:
-    """2-norms whose squares add up to those of the tensors: of each tensor on a GPU, of each row on
-    a CPU. tensors: in at least float32 -> [n]"""
+    """2-norms of each tensor on a GPU, and of each row on a CPU. tensors: in at least float32 ->
+    [n]"""
     if tensors[0].device.type != "cpu":
-        # one launch for many tensors
+        # One launch computes the norms of many tensors.
         return torch.stack(torch._foreach_norm(tensors))
-    # A CPU adds up the squares of a whole tensor in float32: of a matrix of 40 million numbers the
-    # norm is wrong by 0.1%. Rows are short, and their norms take half the time.
+    # A CPU adds up the squares of a whole tensor in float32: the norm of a matrix of 40 million
+    # numbers is wrong by 0.1%. Rows are short, and their norms take half the time.
     return torch.cat([torch.linalg.vector_norm(x, dim=-1).flatten() for x in tensors])
 
 
 def norm_device(
     parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None
 ) -> torch.device:
-    """Where `global_norm` of these parameters is."""
+    """The device of `global_norm` of these parameters."""
     for p in parameters:
         return p.device
-    # A stage may have nothing to train, and still takes part in the sum.
+    # A pipeline stage without trainable parameters still takes part in the sum.
     if stages and dist.get_backend(stages) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -275,23 +271,23 @@ class LossScaler:
     With hysteresis 2, the first overflow changes nothing, and each further one halves the scale.
     `interval` steps in a row without an overflow double it and restore the hysteresis.
 
-    The first scale is searched for: until a first step is finite, each overflow divides the scale
-    by 2^8. NeMo starts at 2^32, which suits batches of millions of tokens, because the loss is
-    divided by their number. A batch of 2,000 tokens fits at 2^16: the search skips 2 steps to get
-    there, halving would skip 17.
+    The first scale is found by a search: until a first step is finite, each overflow divides the
+    scale by 2^8. NeMo starts at 2^32, which suits batches of millions of tokens, because the loss
+    is divided by their number. A batch of 2,000 tokens needs 2^16: the search reaches it after 2
+    skipped steps, halving would after 17.
     """
 
     def __init__(self, scale: float = 2.0**32, interval: int = 1000, hysteresis: int = 2):
         self.scale = scale
         self.interval = interval
         self.hysteresis = hysteresis
-        # finite steps since the last overflow, or since the scale was doubled
+        # Finite steps since the last overflow, or since the scale was doubled.
         self.good_steps = 0
-        # the scale is halved when an overflow brings this to 0
+        # The scale is halved when an overflow brings this to 0.
         self.tolerance = hysteresis
-        # no step has been finite yet
+        # True until a step is finite.
         self.searching = True
-        # the latest step overflowed at scale 1, the lowest there is
+        # Whether the latest step overflowed at scale 1, the lowest.
         self.exhausted = False
 
     def update(self, finite: bool) -> None:
@@ -325,7 +321,7 @@ class LossScaler:
         scale = state["scale"]
         good_steps = state["good_steps"]
         tolerance = state["tolerance"]
-        # Checkpoints older than the search lack this field; they go on by halves.
+        # Checkpoints older than the search lack this field; their scale is halved.
         searching = state.get("searching", False)
         if not (
             isinstance(scale, (int, float))
@@ -361,13 +357,12 @@ def learning_rate(step: int, peak: float, minimum: float, warmup: int, total: in
 #     fp32 master    s eeeeeeee mmmmmmm | mmmmmmmmmmmmmmmm
 #                    bf16 weight        | low (int16)
 #
-# A bf16 weight is the upper half of its fp32 master, rounded. With the lower 16 bits kept beside
-# it the master is exact, and the upper half is not stored twice.
+# A bf16 weight is the upper half of its fp32 master, rounded. Stored with the lower 16 bits, the
+# master is exact, and the upper half is not stored twice.
 #
-# Floats of one sign are ordered as their bits are, read as integers. So adding half of the last
-# place that stays (0x8000) rounds to the nearest, and ties away from zero. Copies to bf16 round
-# ties to even: the two differ in ties only. `low` is what is missing to the rounded upper half, so
-# it has a sign.
+# Floats of one sign are ordered as their bits, read as integers. So adding half of the last kept
+# place (0x8000) rounds to the nearest, and ties away from zero. Copies to bf16 round ties to even:
+# the two differ in ties only. `low` is the master minus the rounded upper half, so it has a sign.
 
 
 def split_master(master: Tensor, weight: Tensor, low: Tensor) -> None:
@@ -383,7 +378,7 @@ def split_master(master: Tensor, weight: Tensor, low: Tensor) -> None:
 
 def join_master(weight: Tensor, low: Tensor) -> Tensor:
     """The fp32 master of a bf16 weight and its low bits (int16, same shape, contiguous)."""
-    # In place: no second tensor of this size.
+    # Updates in place avoid a second tensor of this size.
     bits = weight.view(torch.int16).int()
     bits <<= 16
     bits += low
@@ -392,8 +387,8 @@ def join_master(weight: Tensor, low: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class SplitMaster:
-    """A master as a checkpoint sees it, while only its halves exist: it is joined when it is copied
-    from, and split when it is copied to. One master at a time takes its 4 bytes a parameter."""
+    """A master in a checkpoint, of which only the halves exist. It is joined when it is copied
+    from, and split when it is copied to. One master at a time takes its 4 bytes per parameter."""
 
     weight: Tensor
     low: Tensor
@@ -411,18 +406,18 @@ class SplitMaster:
 
 # --- AdamW ----------------------------------------------------------------------------------------
 
-# Elements whose 16-bit state is in fp32 at a time, while it is updated.
+# The number of elements whose 16-bit state is converted to fp32 at a time.
 PIECE = 2**22
 
 
 class AdamW:
     """AdamW over `main_grad`, with weight decay on matrices only.
 
-    The update itself is torch's fused one, which reads and writes memory once. Added here:
+    The update itself is torch's fused one, which reads and writes memory once. This class adds:
       - the fp32 master of a 16-bit parameter, which starts from the 16-bit value as in Megatron-LM;
       - clipping by the global norm;
-      - steps that are skipped because the norm is not finite;
-      - state in 16 bits: moments in bf16, and of a bf16 weight's master only the low half.
+      - skipped steps when the norm is not finite;
+      - state in 16 bits: moments in bf16, and only the low half of a bf16 weight's master.
 
     Bytes for one parameter, without its gradient:
 
@@ -449,7 +444,7 @@ class AdamW:
         state_dtype: torch.bfloat16, or None for at least float32. fused: kernels.adamw, which
         updates all parameters with 16-bit state in one pass over memory, or None. Raises ValueError
         as `check_state_dtype` does."""
-        # global name: the parameter, or this rank's shard of it
+        # {global name: the parameter, or this rank's shard of it}
         self.parameters = dict(named_parameters)
         check_state_dtype(state_dtype, {p.dtype for p in self.parameters.values()}, betas)
         self.weight_decay = weight_decay
@@ -460,9 +455,8 @@ class AdamW:
         self.stages = stages
         self.state_dtype = state_dtype
         self.fused = fused
-        # Counted on the device: steps taken (float32, as torch's fused update has it); steps
-        # skipped; steps skipped since the last one that was taken (a run that resumes from a
-        # checkpoint starts this count at 0).
+        # The device counts steps taken (float32, as in torch's fused update), steps skipped, and
+        # steps skipped in a row, which starts at 0 when a checkpoint is loaded.
         device = norm_device(self.parameters.values(), stages)
         self.updates = torch.zeros((), device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
@@ -470,17 +464,17 @@ class AdamW:
         self.allocate()
 
     def allocate(self) -> None:
-        # Each parameter has an entry in one of these: its whole master, or the low half of it.
+        # Each parameter has an entry in one of these: its whole master, or its low half.
         self.masters: dict[str, Tensor] = {}
         self.low: dict[str, Tensor] = {}
-        # the moments m and v
+        # The moments m and v.
         self.exp_avg: dict[str, Tensor] = {}
         self.exp_avg_sq: dict[str, Tensor] = {}
         for name, p in self.parameters.items():
             if self.state_dtype and p.dtype == torch.bfloat16:
                 self.low[name] = torch.zeros_like(p, dtype=torch.int16)
             else:
-                # A float32 parameter is its own master: no copy.
+                # A float32 parameter is its own master, without a copy.
                 self.masters[name] = p.detach().to(torch.promote_types(p.dtype, torch.float32))
             dtype = self.state_dtype or torch.promote_types(p.dtype, torch.float32)
             self.exp_avg[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
@@ -489,8 +483,7 @@ class AdamW:
     @torch.no_grad()
     def step(self, lr: float) -> Tensor:
         """Update all parameters from `main_grad`. Returns the gradient norm before clipping, a
-        float64 scalar on the device; where it is not finite, which all ranks see alike, nothing is
-        updated."""
+        float64 scalar on the device. If it is not finite, no rank updates anything."""
         norm = global_norm(self.parameters.values(), self.stages)
         finite = norm.isfinite()
         self.updates += finite
@@ -499,9 +492,10 @@ class AdamW:
         self.skipped_in_a_row *= ~finite
         one = factor = torch.ones_like(norm)
         if self.clip:
-            # as tensors: scalar / tensor would be scalar * (1 / tensor), with one more rounding
+            # Both are tensors: scalar / tensor would be scalar * (1 / tensor), with one more
+            # rounding.
             factor = torch.minimum(one, torch.full_like(norm, self.clip) / norm)
-            # NaN would stay in the padding of sharded gradients, and so in the next norms
+            # NaN would stay in the padding of sharded gradients, and so in later norms.
             factor = torch.where(finite, factor, one)
         self.update_parameters(lr, factor, finite)
         if self.scaler:
@@ -511,10 +505,10 @@ class AdamW:
 
     def diverged(self, most: int, skipped_in_a_row: int) -> bool:
         """Whether at least the last `most` steps were all skipped. most = 0 turns this off.
-        skipped_in_a_row: as the caller has read it from the device.
+        skipped_in_a_row: the caller has read it from the device.
 
-        With fp16 only once scale 1 has overflowed too. While the scale still falls, the next step
-        may fit. By halves it takes 33 steps from 2^32 to 1.
+        With fp16, scale 1 must have overflowed too: at a lower scale the next step may be finite.
+        Halving takes 33 steps from 2^32 to 1.
         """
         no_lower_scale = self.scaler is None or self.scaler.exhausted
         return 0 < most <= skipped_in_a_row and no_lower_scale
@@ -532,7 +526,7 @@ class AdamW:
             self.update_in_one_pass(lr, one_pass, factor, finite)
         if not gradients:
             return
-        # torch's fused update changes nothing where this is 1
+        # torch's fused update changes nothing where this is 1.
         found_inf = (~finite).float()
         if self.clip:
             rest = list(gradients.values())
@@ -564,10 +558,10 @@ class AdamW:
         exp_avg_sq: list[Tensor],
         found_inf: Tensor,
     ) -> None:
-        """All of one decay at once, all in float32 (or float64)."""
+        """Update all parameters with one weight decay at once, in float32 (or float64)."""
         if not masters:
             return
-        # what torch.optim.AdamW(fused=True) calls, after it has counted the step
+        # torch.optim.AdamW(fused=True) calls this function after it has counted the step.
         torch._fused_adamw_(
             masters,
             gradients,
@@ -586,13 +580,13 @@ class AdamW:
         )
 
     def decay_of(self, name: str) -> float:
-        """Of matrices. A scale of IA3 is a vector, of which each expert has one."""
+        """The weight decay, for matrices only. A scale of IA3 is a vector for each expert."""
         is_matrix = self.parameters[name].dim() >= 2 and not name.endswith(".ia3.scale")
         return self.weight_decay if is_matrix else 0.0
 
     def fits_one_pass(self, name: str) -> bool:
-        """Whether `fused` can update it: a 16-bit weight with its master, or 16-bit moments. For
-        all in float32, torch's function is one pass already."""
+        """Whether `fused` updates it: a 16-bit weight with its master, or 16-bit moments. If all is
+        in float32, torch's function is one pass already."""
         p = self.parameters[name]
         has_16_bits = p.dtype in (torch.bfloat16, torch.float16) or self.state_dtype is not None
         return (
@@ -605,10 +599,10 @@ class AdamW:
     def update_in_one_pass(
         self, lr: float, gradients: dict[str, Tensor], factor: Tensor, finite: Tensor
     ) -> None:
-        """Parameters that `fused` can update: one launch for all of one kind. It multiplies
-        gradients by `factor` as it reads them."""
+        """Update by `fused`, one launch for all parameters of one type. It multiplies gradients by
+        `factor` as it reads them."""
         control = torch.stack((factor.float(), self.updates, finite.float()))
-        # (dtype of the weight, has a low half, has a master beside it) -> arguments, one by one
+        # {(type of the weight, has a low half, has a separate master): arguments of each parameter}
         kinds = defaultdict(list)
         for name, gradient in gradients.items():
             p = self.parameters[name]
@@ -621,12 +615,12 @@ class AdamW:
             kind = p.dtype, low is not None, master is not None
             kinds[kind].append((p.detach(), low, master, gradient, *state))
         for arguments in kinds.values():
-            # one list for each argument
+            # This makes one list for each argument.
             lists = map(list, zip(*arguments))
             self.fused(*lists, control, lr, *self.betas, self.eps)
 
     def update_in_pieces(self, lr: float, name: str, gradient: Tensor, found_inf: Tensor) -> None:
-        """One parameter with 16-bit state, which is converted to float32 a piece at a time."""
+        """Update a parameter with 16-bit state, which is converted to float32 a piece at a time."""
         weights = self.parameters[name].view(-1).split(PIECE)
         gradients = gradient.view(-1).split(PIECE)
         firsts = self.exp_avg[name].view(-1).split(PIECE)
@@ -653,7 +647,7 @@ class AdamW:
             if master is not None and master.dtype != self.parameters[name].dtype:
                 self.parameters[name].copy_(master)
 
-    # --- what a checkpoint holds
+    # --- checkpoints
 
     def tensors(self) -> dict[str, Tensor | SplitMaster]:
         """The tensors of a checkpoint under global names, each with its parameter's sharding
@@ -672,7 +666,7 @@ class AdamW:
         return tensors
 
     def state_dict(self) -> dict:
-        """The numbers that go with `tensors()`: updates taken, steps skipped, the loss scaler."""
+        """The numbers saved with `tensors()`: updates taken, steps skipped, the loss scaler."""
         return {
             "updates": int(self.updates),
             "skipped": int(self.skipped),
@@ -689,9 +683,9 @@ class AdamW:
 def check_state_dtype(
     state_dtype: torch.dtype | None, dtypes: set[torch.dtype], betas: tuple[float, float]
 ) -> None:
-    """dtypes: of the weights. Raises ValueError for bf16 state of fp16 weights, whose masters do
-    not split, and for bf16 state with β2 above 0.99. With β2 near 1 the decay of v is rounded away:
-    neighbouring bf16 numbers differ by 0.4 to 0.8%, and v (1 - β2) is less than half of that."""
+    """Raises ValueError for bf16 state of fp16 weights, whose masters do not split, and for bf16
+    state with β2 above 0.99, where the decay of v is rounded away: neighbouring bf16 numbers differ
+    by 0.4 to 0.8%, and v (1 - β2) is less than half of that. dtypes: of the weights."""
     if state_dtype and betas[1] > 0.99:
         raise ValueError(
             f"optimizer_state bf16: with β2 {betas[1]} the decay of second moments can be rounded"

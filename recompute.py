@@ -1,5 +1,5 @@
-"""Activation recomputation: keep less for backward, and compute it again there (Korthikanti et al.,
-arXiv 2205.05198, sections 4 and 5).
+"""Activation recomputation: forward keeps fewer activations, and backward computes them again
+(Korthikanti et al., arXiv 2205.05198, sections 4 and 5).
 
 Backward needs the activations of forward. They take more memory than anything else in training:
 34 s b h + 5 a s² b bytes in each layer. Three granularities:
@@ -16,23 +16,20 @@ Backward needs the activations of forward. They take more memory than anything e
     python -m course.recompute      one layer, three ways: bytes kept, FLOPs, equal gradients
     picture: docs/figures/ranks_recompute.svg
 
-Dropout needs no care: its masks are hashes of coordinates, so the second run makes the same ones. A
-`RunOnce` module runs once, and recomputation reuses its result: a router's dispatch plan, for
-example. Parameters get their gradients in the inner backward, where a data-parallel bucket sees
-them as always.
+Dropout masks are hashes of coordinates, so the second run makes the same ones. Recomputation reuses
+the result of a `RunOnce` module, such as a router's dispatch plan. Parameters get their gradients
+in the inner backward, and their hooks run as usual. As with `torch.utils.checkpoint`
+(use_reentrant=True), call `loss.backward()`, not torch.autograd.grad of parameters inside.
 
 Under tensor parallelism `full` repeats a layer's two all-reduces too (with sequence parallelism its
-four collectives), and with experts on other ranks their all-to-alls. `selective` repeats none: core
+four collectives), and with expert parallelism the all-to-alls. `selective` repeats none: core
 attention has none. Fused attention keeps no s² matrix (FlashAttention, arXiv 2205.14135, is
-selective recomputation inside one kernel), so `selective` leaves a fused core as it is.
+selective recomputation inside one kernel), so `selective` does not change a fused core.
 
-Not covered: recomputing the norm, the activation or the MLP alone; kept inputs that are spread over
-tensor-parallel ranks (Megatron-LM). `torch.utils.checkpoint` (use_reentrant=True) does the same and
-keeps the generators' state. Like it, this works with `loss.backward()`, not with
-torch.autograd.grad of parameters inside. Of the head in chunks: fused kernels for the loss of a
-chunk; under --schedule zb-h1 its ∂W is computed with ∂x, and does not wait. Liger computes its
-gradients in forward. That saves the second multiplication, but forward must know g, the factor of
-each token's loss.
+Not covered: recomputing the norm, the activation or the MLP alone; kept inputs that are sharded
+over tensor-parallel ranks (Megatron-LM). For the head in chunks: fused kernels for the loss of a
+chunk; a deferred ∂W under --schedule zb-h1; Liger's gradients in forward, which save the second
+multiplication, but need each token's factor g in forward.
 """
 
 import contextlib
@@ -59,11 +56,11 @@ from base.model_config import FieldError, GPTConfig
 
 @compiling.left_out
 def checkpoint(function, *args) -> Tensor:
-    """function(*args), of which only the arguments are kept for backward.
+    """Return function(*args), and keep only the arguments for backward.
 
-    `function` returns one tensor, and the same one when it runs again. A tensor that it uses and
-    does not get as an argument must be a parameter. Where no argument needs a gradient, backward
-    would never come back here; then `function` runs as it is, and keeps what it keeps.
+    `function` returns one tensor, and the same one when it runs again. Every tensor that it uses is
+    an argument or a parameter. If no argument needs a gradient, backward would never reach this
+    node. Then `function` runs without recomputation.
     """
     tensors = [a for a in args if isinstance(a, Tensor)]
     if torch.is_grad_enabled() and any(a.requires_grad for a in tensors):
@@ -71,17 +68,17 @@ def checkpoint(function, *args) -> Tensor:
     return function(*args)
 
 
-# stands where a tensor was among the arguments
+# Takes the place of a tensor among the arguments.
 _SAVED = object()
 
 
 class _Checkpoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function, *args):
-        # recording is off in here, as in every autograd function
+        # Recording is off here, as in every autograd function.
         ctx.function = function
         ctx.run_once_results = []
-        # tensors are saved by autograd, the other arguments here
+        # Autograd saves tensors; ctx keeps the other arguments.
         ctx.save_for_backward(*(a for a in args if isinstance(a, Tensor)))
         ctx.args = list(args)
         for i, a in enumerate(args):
@@ -97,11 +94,11 @@ class _Checkpoint(torch.autograd.Function):
         args = list(ctx.args)
         for i, needs_grad in enumerate(ctx.needs_input_grad[1:]):
             if args[i] is _SAVED:
-                # a leaf of the inner recording
+                # The tensor becomes a leaf of the inner recording.
                 args[i] = next(saved).detach().requires_grad_(needs_grad)
         with torch.enable_grad(), _keeping(ctx.run_once_results):
             output = ctx.function(*args)
-        # parameters inside get their gradients here
+        # Parameters inside get their gradients here.
         output.backward(grad)
         grads = [a.grad if isinstance(a, Tensor) else None for a in args]
         return None, *grads
@@ -109,7 +106,7 @@ class _Checkpoint(torch.autograd.Function):
 
 # --- modules that run once ------------------------------------------------------------------------
 
-# the results of RunOnce modules, in the checkpoint that is running
+# The results of RunOnce modules, in the checkpoint that is running.
 _results: list | None = None
 
 
@@ -118,10 +115,10 @@ class RunOnce(nn.Module):
 
 
 def once(function, *args):
-    """function(*args); in the second run of a checkpoint, what it gave in the first."""
+    """Return function(*args); in the second run of a checkpoint, the result of the first."""
     if _results is None:
         return function(*args)
-    # only the second run records
+    # Only the second run records.
     if torch.is_grad_enabled():
         return _results.pop(0)
     _results.append(function(*args))
@@ -139,14 +136,14 @@ def _keeping(results: list):
         _results = outer
 
 
-# --- in a model -----------------------------------------------------------------------------------
+# --- check and apply ------------------------------------------------------------------------------
 
 
 GRANULARITIES = ("none", "selective", "full")
 
 
 def check(config: GPTConfig, granularity: str, layers: int | None) -> None:
-    """Raises FieldError for what does not exist. Arguments as in `apply`."""
+    """Raises FieldError for a wrong granularity or number of layers. Arguments as in `apply`."""
     if granularity not in GRANULARITIES:
         raise FieldError("recompute", granularity, "must be none, selective or full")
     if layers is None:
@@ -162,14 +159,14 @@ def check(config: GPTConfig, granularity: str, layers: int | None) -> None:
 def apply(model: gpt.GPT, granularity: str, layers: int | None = None) -> None:
     """Make layers 0 .. layers - 1 of the whole model (None: all) recompute.
 
-    granularity: none, selective or full. Comes after all techniques that change what a layer
-    computes. Raises FieldError as `check`.
+    granularity: none, selective or full. Call it after all techniques that change the computation
+    of a layer. Raises FieldError as `check`.
     """
     check(model.config, granularity, layers)
     for number, block in model.blocks.items():
         if layers is not None and int(number) >= layers:
             continue
-        # context parallelism may have put it inside of another
+        # Context parallelism may have wrapped it.
         core = getattr(block.attention.core, "inner", block.attention.core)
         if granularity == "full":
             for module in block.modules():
@@ -182,11 +179,11 @@ def apply(model: gpt.GPT, granularity: str, layers: int | None = None) -> None:
 
 # --- the paper's formulas -------------------------------------------------------------------------
 #
-# For the paper's model: LayerNorm, GELU with 4h inside, dropout everywhere, 16-bit activations,
-# 1-byte masks. s, b, h, a, L, V are as in gpt.py; t tensor-parallel ranks, p pipeline stages; cp
-# ranks that share a sequence, which the paper does not have: each has 1 / cp of the tokens.
+# They hold for the paper's model: LayerNorm, GELU with 4h inside, dropout everywhere, 16-bit
+# activations, 1-byte masks. s, b, h, a, L, V are as in gpt.py; t tensor-parallel ranks, p pipeline
+# stages; cp context-parallel ranks (not in the paper), each with 1 / cp of the tokens.
 
-# the rows of table 2: (sequence parallelism, recompute)
+# The rows of table 2: (sequence parallelism, recompute).
 ROWS = {
     "no parallelism": (False, "none"),
     "tensor": (False, "none"),
@@ -211,26 +208,26 @@ def layer_bytes(
 
     Attention keeps 11 s b h + 5 a s² b, the MLP 19 s b h, two LayerNorms 4 s b h. Tensor
     parallelism divides 24 of the 34 s b h by t, sequence parallelism the other 10. Context
-    parallelism divides all of it by cp. (A ring keeps no s² numbers: "selective" has its bytes,
-    but for its result and a number for each row of scores.)
+    parallelism divides all of it by cp. (A ring keeps no s² numbers. Its bytes are those of
+    "selective", its result, and a number for each row of scores.)
     """
     sequence_ranks = t if sequence_parallel else 1
     tokens = s * b / cp
     if recompute == "full":
-        # the layer's input
+        # Only the layer's input is kept.
         return 2 * tokens * h / sequence_ranks
-    # the inputs of the two column-parallel matrices, two masks, two LayerNorms
+    # The inputs of the two column-parallel matrices, two masks, two LayerNorms.
     outside = 10 / sequence_ranks
-    # softmax 2, its mask 1, after dropout 2, times a s² b
+    # Softmax 2, its mask 1, after dropout 2, times a s² b.
     scores = 5 * a * s / (h * t) if recompute == "none" else 0
     return tokens * h * (outside + 24 / t + scores)
 
 
 def first_stage_layers(L: int, p: int = 1, v: int = 1) -> float:
-    """How many layers' activations the first of p pipeline stages keeps under 1F1B (section 4.2.3).
+    """The number of layers whose activations the first of p stages keeps (1F1B, section 4.2.3).
 
-    It keeps p micro-batches of L / p layers, L in all. v interleaved chunks on each stage make it
-    1 + (p - 1) / (p v) times as many.
+    It keeps p micro-batches of L / p layers, L in all. With v interleaved chunks on each rank it
+    keeps 1 + (p - 1) / (p v) times as many.
     """
     if v == 1:
         return L
@@ -249,9 +246,10 @@ def outside_layers_bytes(
 ) -> float:
     """Bytes outside the layers on the first stage (section 4.3, which has sequence parallelism).
 
-    The mask of the embedding's dropout; with one stage also the input of the final LayerNorm, that
-    of the head, and the fp32 logits. For the 22B model the paper says "less than 0.01%" of the
-    layers' bytes under tensor and sequence parallelism. Its formula, this one, gives 0.57%.
+    They are the mask of the embedding's dropout, and with one stage also the inputs of the final
+    LayerNorm and of the head, and the fp32 logits. For the 22B model the paper says "less than
+    0.01%" of the layers' bytes under tensor and sequence parallelism. Its formula, used here, gives
+    0.57%.
     """
     sequence_ranks = t if sequence_parallel else 1
     tokens = s * b / cp
@@ -265,25 +263,25 @@ def outside_layers_bytes(
 
 
 class _Kept:
-    """What autograd holds of one saved tensor: gone when the graph drops it."""
+    """Holds one saved tensor for autograd; it is freed with the graph."""
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
 
 
 def saved_bytes(function, *parameters: Tensor) -> int:
-    """The bytes that autograd holds for backward after function(), a forward pass that returns what
-    keeps its graph alive. Each storage counts once, whole; those of `parameters` do not count."""
+    """The bytes that autograd holds for backward after function(), a forward pass that returns an
+    output with its graph. Each storage counts once, whole; those of `parameters` do not count."""
     kept = []
 
     def pack(tensor):
-        # detached: an output itself would keep its own graph alive
+        # A detached tensor is held: an output itself would keep its own graph alive.
         holder = _Kept(tensor.detach())
         kept.append(weakref.ref(holder))
         return holder
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
-        # bound to a name, so that the graph lives while it is measured
+        # The name keeps the graph alive while it is measured.
         output = function()  # noqa: F841
     storages = {}
     for reference in kept:
@@ -298,21 +296,18 @@ def saved_bytes(function, *parameters: Tensor) -> int:
 
 # === the head in chunks ===========================================================================
 #
-# The head and its loss, a few tokens at a time, so that the logits never exist whole.
-#
 # Logits are [b, s, V]. For GPT-2 (V = 50,257) with 32 sequences of 1,024 tokens they have 3.3 GB in
 # 16 bits, and twice that in float32: often the largest tensor of a step. But the loss of a token
-# needs the logits of this token alone:
+# needs only the logits of this token, so a few tokens at a time are enough:
 #
 #     forward     for N tokens at a time:  z = x Wᵀ [N, V]      L = log Σ exp(z), kept
 #                                          loss = L - z_target
 #     backward    for N tokens at a time:  z = x Wᵀ again       ∂z = g (exp(z - L) - onehot)
 #                                          ∂x = ∂z W            ∂W += ∂zᵀ x
 #
-# So N V logits exist instead of b s V. Beside them backward has ∂W in float32, and what a chunk
-# adds to it. The price is one more multiplication by W: 8 instead of 6 b s h V FLOPs. (Selective
-# recomputation, arXiv 2205.05198, applied to the head.) With tensor parallelism each rank has V / t
-# columns, and the ranks reduce three numbers of each token, as in
+# So N V logits exist instead of b s V. Backward also has ∂W in float32, and one chunk's term of it.
+# The cost is one more multiplication by W: 8 instead of 6 b s h V FLOPs. With tensor parallelism
+# each rank has V / t columns, and the ranks reduce three numbers of each token, as in
 # tensor_parallel.vocab_parallel_cross_entropy.
 
 
@@ -325,10 +320,10 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, chunk, vocab_size, group):
-        # not saved by autograd: under ZeRO stage 3 its values are freed, and gathered again
+        # Autograd does not save it: under ZeRO stage 3 its values are freed, and gathered again.
         ctx.weight = weight
         ctx.chunk = chunk
-        # the columns after these are padding
+        # The columns after these are padding.
         ctx.columns = vocab_size
         local, elsewhere = targets, torch.zeros_like(targets, dtype=torch.bool)
         if group is not None:
@@ -338,11 +333,11 @@ class _ChunkedLoss(torch.autograd.Function):
         largest, total, target_logit = x.new_empty(3, len(x), dtype=dtype)
         for rows in row_chunks(len(x), chunk):
             z = logits_of(x[rows], weight, ctx.columns)  # [N, V / t]
-            # finite also where a rank has padding alone
+            # The clamp keeps it finite on a rank that has only padding.
             largest[rows] = z.amax(-1).clamp_(min=torch.finfo(dtype).min)
             target_logit[rows] = z.gather(-1, local[rows].unsqueeze(-1)).squeeze(-1)
             total[rows] = z.sub_(largest[rows].unsqueeze(-1)).exp_().sum(-1)
-            # free these logits before the next ones are made
+            # This frees these logits before the next ones are made.
             del z
         target_logit = target_logit.masked_fill(elsewhere, 0)
         if group is not None:
@@ -363,9 +358,9 @@ class _ChunkedLoss(torch.autograd.Function):
         dx = torch.empty_like(x)
         dw = None
         if ctx.needs_input_grad[1]:
-            # summed over chunks in at least float32
+            # Chunks are summed in at least float32.
             dw = torch.zeros_like(weight, dtype=log_total.dtype)
-        # -1 where the target is in this rank's columns, 0 elsewhere
+        # [n]: -1 where this rank's columns include the target, 0 elsewhere.
         minus_onehot = elsewhere.to(log_total.dtype) - 1
         for rows in row_chunks(len(x), ctx.chunk):
             z = logits_of(x[rows], weight, ctx.columns)
@@ -380,12 +375,12 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def row_chunks(n: int, chunk: int) -> list[slice]:
-    """n rows as slices of `chunk` rows; the last may have fewer."""
+    """Split n rows into slices of `chunk` rows; the last may have fewer."""
     return [slice(start, start + chunk) for start in range(0, n, chunk)]
 
 
 def logits_of(x: Tensor, weight: Tensor, columns: int) -> Tensor:
-    """[N, V / t] in at least float32, a new tensor; -∞ after the first `columns`, in padding."""
+    """The logits [N, V / t] in at least float32, a new tensor; -∞ in padding, after `columns`."""
     z = F.linear(x, weight).to(torch.promote_types(x.dtype, torch.float32))
     z[:, columns:] = -torch.inf
     return z
@@ -400,21 +395,21 @@ def chunked_loss(
     vocab_size: int,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """The loss of each token, from the head's input and its matrix.
+    """The loss of each token, from the head's input and its matrix, `chunk` tokens at a time.
 
     x: [b, s, h]; weight: [V, h], or [V / t, h] on each rank of a group; targets: [b, s] -> [b, s],
-    in at least float32. `chunk` tokens at a time have logits.
+    in at least float32.
     """
     rows = x.flatten(0, 1), weight, targets.flatten()
     return _ChunkedLoss.apply(*rows, chunk, vocab_size, group).view(targets.shape)
 
 
-# --- in a model -----------------------------------------------------------------------------------
+# --- check and apply ------------------------------------------------------------------------------
 
 
 class ChunkedHead(nn.Module):
-    """gpt.Head, or its tensor-parallel form, whose loss needs the logits of `chunk` tokens.
-    Parameters keep their names."""
+    """gpt.Head, or its tensor-parallel form, with the loss of `chunk` tokens at a time. Parameters
+    keep their names."""
 
     def __init__(self, head: gpt.Head | tensor_parallel.VocabParallelHead, chunk: int):
         super().__init__()
@@ -423,13 +418,13 @@ class ChunkedHead(nn.Module):
         self.chunk = chunk
         self.vocab_size = sharding.sharding_of(head.output.weight).shape[0]
         self.group = getattr(head, "group", None)
-        # f, which sequence parallelism replaces by g
+        # f, which sequence parallelism replaces by g.
         self.enter = nn.Identity()
         if self.group is not None:
             self.enter = tensor_parallel.CopyToRanks(self.group)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """As gpt.Head. Without targets, to generate, the logits are whole."""
+        """As in gpt.Head. Without targets (generation) the logits are whole."""
         x = self.enter(self.norm(x))  # [b, s, h]
         weight = self.output.weight
         if targets is not None:
@@ -447,19 +442,19 @@ def check_head(chunk: int) -> None:
 
 
 def chunk_head(model: gpt.GPT, chunk: int) -> None:
-    """Let the head of a model, or of a pipeline stage that has one, work on `chunk` tokens at a
-    time, in place. After tensor_parallel.apply, before sequence_parallel.apply."""
+    """Make the head of a model or pipeline stage, if it has one, work on `chunk` tokens at a time,
+    in place. Call it after tensor_parallel.apply and before sequence_parallel.apply."""
     check_head(chunk)
     if model.head is not None and chunk:
         model.head = ChunkedHead(model.head, chunk)
 
 
-# --------------------------------------------------------------------------------------------------
+# --- peak memory ----------------------------------------------------------------------------------
 
 
 def peak_bytes(function) -> int:
-    """The most bytes of tensors at one time, of those that `function` makes on the CPU."""
-    # the profiler says on standard error when it starts
+    """The peak of the bytes of tensors that `function` makes on the CPU."""
+    # The profiler would report on standard error that it starts.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     profile = torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True

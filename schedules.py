@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: one list of actions for each rank. Everything else reads the lists.
+"""Pipeline schedules as data: one list of actions for each rank.
 
     gpipe          all forwards, then all backwards (arXiv 1811.06965)
     1f1b           after a warmup, one forward, one backward (arXiv 2104.04473, section 2.2.1)
@@ -18,12 +18,10 @@ schedules I, the input gradient, and W, the weight gradient, instead of B.
 
 A list holds compute only, in order, without times: time is the output of `simulate`. The model is
 divided into p * v stages, and stage i = chunk * p + rank. F of stage i needs F of stage i - 1; B
-(or I) of stage i needs B (or I) of stage i + 1.
+(or I) of stage i needs B (or I) of stage i + 1. pipeline_parallel.py derives sends and receives
+from the lists. (In Megatron-LM a schedule is control flow, interleaved with communication.)
 
-Sends and receives follow from the lists: pipeline_parallel.py derives them.
-
-In Megatron-LM a schedule is control flow, with the communication between the lines. Not covered:
-ZB-V and DualPipe, which place the stages otherwise: stage i is not on rank i mod p.
+Not covered: ZB-V and DualPipe, where stage i is not on rank i mod p.
 """
 
 from collections import defaultdict
@@ -32,18 +30,18 @@ from typing import NamedTuple
 
 
 class Action(NamedTuple):
-    # F, B, I or W
+    # F, B, I or W.
     op: str
-    # which of this rank's chunks of layers, from 0
+    # The number of this rank's chunk of layers, from 0.
     chunk: int
-    # from 0
+    # Counted from 0.
     micro_batch: int
 
     def __str__(self):
         return f"{self.op} of chunk {self.chunk}, micro-batch {self.micro_batch}"
 
 
-# the actions of each rank, in order
+# The actions of each rank, in order.
 Schedule = list[list[Action]]
 
 
@@ -69,8 +67,8 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 
 
 def interleaved_one_f_one_b(p: int, m: int, v: int) -> Schedule:
-    """Groups of p micro-batches go through chunk 0, then chunk 1, and so on to chunk v - 1, and
-    backward from the last chunk to the first. Raises ScheduleError where p does not divide m."""
+    """Each group of p micro-batches goes through chunks 0 to v - 1, and backward from the last
+    chunk to the first. Raises ScheduleError where p does not divide m."""
     if m % p:
         raise ScheduleError(
             f"interleaving needs micro-batches in groups of p: {m} must be divisible by {p}"
@@ -90,8 +88,8 @@ def interleaved_one_f_one_b(p: int, m: int, v: int) -> Schedule:
 
 
 def zero_bubble_h1(p: int, m: int) -> Schedule:
-    """1F1B with I in the place of B. On rank r the W of micro-batch k comes after the I of k + r:
-    input gradients are passed on sooner. What is left is computed at the end."""
+    """1F1B with I in place of B. On rank r the W of micro-batch k comes after the I of k + r, so
+    that input gradients are sent sooner. The remaining W come at the end."""
     schedule = []
     for rank, one_f_one_b_actions in enumerate(one_f_one_b(p, m)):
         actions = []
@@ -145,14 +143,14 @@ def lists(name: str, p: int, m: int, v: int = 1) -> Schedule:
     return NAMES[name](p, m)
 
 
-# --- what an action needs, and what it gives ------------------------------------------------------
+# --- inputs and results of actions ----------------------------------------------------------------
 
-# (kind, stage, micro_batch) of what an action computes. kind: F, the activation that leaves the
-# stage; B, the gradient of the stage's input, from B or I; W, a weight gradient.
+# (kind, stage, micro_batch) of an action's result. kind: F, the activation that leaves the stage;
+# B, the gradient of the stage's input, from B or I; W, a weight gradient.
 Result = tuple[str, int, int]
 
 KIND = {"F": "F", "B": "B", "I": "B", "W": "W"}
-# the stage that a result goes to, counted from the one that computes it
+# The distance from the stage that computes a result to the stage that needs it.
 DIRECTION = {"F": 1, "B": -1, "I": -1, "W": 0}
 
 
@@ -178,8 +176,8 @@ def needs(action: Action, rank: int, p: int, v: int) -> list[Result]:
 
 
 def validate(schedule: Schedule, m: int, v: int = 1) -> None:
-    """Each chunk sees each micro-batch forward once and backward once (B, or I then W), in an order
-    that can run. Raises ScheduleError, naming rank, position and rule."""
+    """Check that each chunk runs each micro-batch forward once and backward once (B, or I then W),
+    in an order that can run. Raises ScheduleError, naming rank, position and rule."""
     for rank, actions in enumerate(schedule):
         seen: set[Action] = set()
         for position, action in enumerate(actions):
@@ -194,7 +192,7 @@ def validate(schedule: Schedule, m: int, v: int = 1) -> None:
 
 
 def _broken_rule(action: Action, seen: set[Action], m: int, v: int) -> str:
-    """Why an action cannot come after those that were seen, "" where it can."""
+    """Why an action cannot come after the `seen` ones; "" if it can."""
     if not isinstance(action, Action) or not all(type(n) is int for n in action[1:]):
         return "is no Action(op, chunk, micro_batch)"
     in_range = 0 <= action.chunk < v and 0 <= action.micro_batch < m
@@ -210,7 +208,7 @@ def _broken_rule(action: Action, seen: set[Action], m: int, v: int) -> str:
 
 
 def _missing(seen: set[Action], m: int, v: int) -> Action | None:
-    """The first action that a complete list would also have."""
+    """The first action that is missing from a list; None if it is complete."""
     for chunk in range(v):
         for k in range(m):
             is_split = Action("I", chunk, k) in seen
@@ -222,8 +220,8 @@ def _missing(seen: set[Action], m: int, v: int) -> Action | None:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of one action on one chunk, and of one transfer. B takes input + weight. A list has
-    one number for each stage."""
+    """Seconds of one action on one chunk, and of one transfer. B takes input + weight. A field that
+    is a list has one number for each stage."""
 
     forward: float | list[float] = 1.0
     input: float | list[float] = 1.0
@@ -249,8 +247,8 @@ class Event(NamedTuple):
 
 
 def simulate(schedule: Schedule, cost: Cost, v: int | None = None) -> list[Event]:
-    """Run the lists: an action starts when its rank is free and what it needs has arrived. Returns
-    events by start. Raises ScheduleError, naming what waits for what, if they cannot all run."""
+    """Run the lists: an action starts when its rank is free and its inputs have arrived. Returns
+    events sorted by start. Raises ScheduleError, which names the waiting action, on a deadlock."""
     p = len(schedule)
     v = v or 1 + max(a.chunk for actions in schedule for a in actions)
     seconds = {(op, stage): cost.seconds(op, stage) for op in KIND for stage in range(p * v)}
@@ -289,7 +287,7 @@ def simulate(schedule: Schedule, cost: Cost, v: int | None = None) -> list[Event
     return sorted(events, key=lambda e: (e.start, e.rank))
 
 
-# --- the bubble, and what is held in memory -------------------------------------------------------
+# --- the bubble, and memory -----------------------------------------------------------------------
 
 
 def bubble(events: list[Event]) -> float:
@@ -303,12 +301,11 @@ def bubble(events: list[Event]) -> float:
 
 
 def bubble_formula(name: str, p: int, m: int, v: int = 1, cost: Cost = Cost()) -> float:
-    """The same by the papers' formulas.
+    """The bubble by the papers' formulas.
 
     T_F, T_I and T_W are the times of F, I and W. GPipe and 1F1B: (p - 1) / m. Interleaved: (p - 1)
-    / (v m). ZB-H1 with m >= p and T_W <= T_F: a time of (p - 1) (T_F + T_I - T_W). Where T_W > T_I,
-    no schedule reaches that: the last rank cannot start before (p - 1) T_F, which is the formula
-    then.
+    / (v m). ZB-H1 with m >= p and T_W <= T_F: a time of (p - 1) (T_F + T_I - T_W). For T_W > T_I it
+    is (p - 1) T_F, because the last rank cannot start earlier.
     """
     if name in ("gpipe", "1f1b", "interleaved"):
         return (p - 1) / (v * m)
@@ -318,20 +315,21 @@ def bubble_formula(name: str, p: int, m: int, v: int = 1, cost: Cost = Cost()) -
     return bubble_time / (m * (cost.forward + cost.input + cost.weight))
 
 
-# what an action changes: pairs (chunk, micro-batch) in flight, and those that wait for their W
+# How an action changes the number of (chunk, micro-batch) pairs in flight, and of those that wait
+# for their W.
 IN_FLIGHT = {"F": 1, "B": -1, "I": -1, "W": 0}
 DEFERRED = {"F": 0, "B": 0, "I": 1, "W": -1}
 
 
 def in_flight(schedule: Schedule) -> list[int]:
-    """For each rank, the most (chunk, micro-batch) pairs at a time that have been through forward
-    and not yet through B (or I): their activations are held."""
+    """For each rank, the most (chunk, micro-batch) pairs at a time that have run F, but not yet B
+    (or I). Their activations are held."""
     return [_peak(actions, IN_FLIGHT) for actions in schedule]
 
 
 def deferred_weight_gradients(schedule: Schedule) -> list[int]:
-    """For each rank, the most (chunk, micro-batch) pairs at a time that have been through I and not
-    yet through W: what their weight gradients are computed from is held."""
+    """For each rank, the most (chunk, micro-batch) pairs at a time that have run I, but not yet W.
+    The inputs of their weight gradients are held."""
     return [_peak(actions, DEFERRED) for actions in schedule]
 
 
