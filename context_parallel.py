@@ -1,11 +1,11 @@
 r"""Context parallelism: one long sequence over many ranks.
 
 Activations grow with the sequence. Here each of N ranks keeps 1/N of the tokens of every sequence,
-in all layers. Norms, MLPs and linear layers work on each token alone, so they need nothing new.
-Attention does: a query sees the keys and values of all earlier tokens, wherever they are.
+in all layers. Norms, MLPs and linear layers work on each token alone, so they do not change.
+Attention does: a query needs the keys and values of all earlier tokens, on any rank.
 
-A causal mask makes late tokens more work than early ones. So a sequence is cut into 2N pieces, and
-rank r has piece r and piece 2N - 1 - r (zigzag):
+Under a causal mask late tokens need more work than early ones. So a sequence is cut into 2N pieces,
+and rank r has piece r and piece 2N - 1 - r (zigzag):
 
     N = 2     keys   0    1    2    3
     query  0         \    .    .    .     rank 0      \  causal: half of a block's work
@@ -15,9 +15,9 @@ rank r has piece r and piece 2N - 1 - r (zigzag):
 
 Cut in order, rank 0 would have queries 0 and 1: one # and two \; rank 1 five # and two \.
 
-Two kinds of attention over these ranks:
+Two types of attention over these ranks:
 
-    ring          keys and values travel round; each rank computes what they add to its queries
+    ring          keys and values travel round; each rank adds their part to its queries' results
     all-to-all    each rank gets all tokens of some heads, [b, a, s/N, d] -> [b, a/N, s, d], runs
                   one device's attention, and gives the results back (Ulysses, arXiv 2309.14509)
 
@@ -29,16 +29,16 @@ Two kinds of attention over these ranks:
     ring          2 k (N - 1) (x + y) b s h / N      keys and values again, and their gradients
     all-to-all    as in forward                      gradients, the other way
 
-All else goes by the position of a token in the whole sequence: position embeddings, rotary angles,
-dropout masks, document masks. The ranks hold the same weights, and their gradients are summed as
-those of data-parallel ranks are: over dp times cp ranks.
+Position embeddings, rotary angles, dropout masks and document masks depend on the position of a
+token in the whole sequence. The ranks hold the same weights, and their gradients are summed like
+those of data-parallel ranks, over dp times cp ranks.
 
     python -m course.context_parallel
     torchrun --nproc-per-node 2 train.py --cp 2
     picture: docs/figures/ranks_context.svg
 
 Not covered: keys that stay on a node while queries travel; pieces for sliding windows; kernels for
-a document mask (packing) or dropout, whose blocks of s/N queries by s/N keys are written.
+a document mask (packing) or dropout, which write blocks of s/N queries by s/N keys to memory.
 """
 
 import contextlib
@@ -64,11 +64,11 @@ from moe import Routing
 
 # === ring attention ===============================================================================
 #
-# Ring attention: keys and values travel round the ranks of a sequence (arXiv 2310.01889).
+# Keys and values travel round the ranks of a sequence (arXiv 2310.01889).
 #
-# Each of N ranks has the queries, keys and values of some tokens. Rank r
-# begins with its own keys and values. Then it gets those of rank r - 1, of r - 2, and so on: it
-# computes attention to the ones that it has while the next ones are on their way.
+# Each of N ranks has the queries, keys and values of some tokens. Rank r begins with its own keys
+# and values, then receives those of rank r - 1, of r - 2, and so on. It computes attention to the
+# current ones while it receives the next ones.
 #
 #     step        0          1          2          3           rank 1 of 4
 #     compute     own        rank 0's   rank 3's   rank 2's
@@ -81,21 +81,21 @@ from moe import Routing
 #     L   = log Σ_K exp(L_K)                    o   = Σ_K exp(L_K - L) o_K
 #
 # Backward goes round again. With L of all keys, each block's probabilities are exp(q k_j / √d - L),
-# so it gives its part of ∂q, ∂k and ∂v (FlashAttention, arXiv 2205.14135, appendix B.2). ∂k and ∂v
-# follow k and v, one step behind, and end at home, where the part of the own queries waits. So
-# backward sends twice what forward sends. The s x s matrix never exists whole.
+# which give its part of ∂q, ∂k and ∂v (FlashAttention, arXiv 2205.14135, appendix B.2). ∂k and ∂v
+# follow k and v, one step behind, and end on their own rank, which adds its own part. So backward
+# sends twice as much as forward. The s x s matrix never exists whole.
 
 
 def own_positions(s: int, rank: int, n: int, device=None) -> Tensor:
-    """Positions of a rank's tokens in a sequence of s, of the 2n pieces number `rank` and number
-    2n - 1 - rank. [s/n], ascending."""
+    """The positions of a rank's tokens in a sequence of s: pieces `rank` and 2n - 1 - rank of 2n.
+    [s/n], ascending."""
     piece = s // (2 * n)
     at = torch.arange(piece, device=device)
     return torch.cat((at + rank * piece, at + (2 * n - 1 - rank) * piece))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """In which parts are summed: 16 bits are too few."""
+    """The type in which partial results are summed: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -103,14 +103,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class Block(NamedTuple):
-    """Which queries of this rank meet which keys of another, and how."""
+    """The queries of this rank that attend to keys of another, and their masks."""
 
-    # rows of the queries, and of the keys
+    # Slices of the query rows, and of the key rows.
     queries: slice
     keys: slice
-    # query i sees keys 0 .. i alone
+    # Query i sees only keys 0 .. i.
     causal: bool
-    # [b, 1, m, n], true where a query sees a key; None: as `causal` says
+    # [b, 1, m, n], true where a query sees a key; None: `causal` decides.
     visible: Tensor | None
     # [b, a, m, n], true where dropout removes a probability; the others are divided by `keep`
     dropped: Tensor | None
@@ -118,8 +118,8 @@ class Block(NamedTuple):
 
 
 def probabilities(q: Tensor, k: Tensor, block: Block, log_sum: Tensor | None = None):
-    """(exp(q kᵀ / √d - L), L). log_sum: L; None: that of these keys alone. q: [b, a, m, d];
-    k: [b, a, n, d] -> [b, a, m, n] and [b, a, m, 1]"""
+    """(exp(q kᵀ / √d - L), L). log_sum: L of all keys; None: that of these keys is computed.
+    q: [b, a, m, d]; k: [b, a, n, d] -> [b, a, m, n] and [b, a, m, 1]"""
     scores = (q @ k.transpose(2, 3)).to(wide(q.dtype)) * q.shape[-1] ** -0.5
     if block.visible is not None:
         scores = scores.masked_fill(~block.visible, -torch.inf)
@@ -127,7 +127,8 @@ def probabilities(q: Tensor, k: Tensor, block: Block, log_sum: Tensor | None = N
         scores = scores.masked_fill(scores.new_ones(scores.shape[2:]).triu(1).bool(), -torch.inf)
     if log_sum is None:
         log_sum = scores.logsumexp(-1, keepdim=True)
-    # a query that sees none of these keys has -inf: 0, not exp(-inf + inf)
+    # A query that sees none of these keys has log_sum -inf; the clamp makes its row 0, not exp(-inf
+    # + inf).
     return (scores - log_sum.clamp(min=torch.finfo(scores.dtype).min)).exp(), log_sum
 
 
@@ -151,24 +152,24 @@ def attend_backward(q, k, v, o, log_sum, grad, block: Block) -> tuple[Tensor, Te
         return kernel.backward(grad, q, k, v, o, log_sum, block.causal)
     p, _ = probabilities(q, k, block, log_sum)
     dp = drop((grad @ v.transpose(2, 3)).to(p.dtype), block)
-    # what softmax over all keys takes off: Σ_j p_j ∂p_j = o ∂o
+    # [b, a, m, 1]: softmax over all keys subtracts Σ_j p_j ∂p_j = o ∂o.
     delta = (o.to(p.dtype) * grad).sum(-1, keepdim=True)
     ds = (p * (dp - delta) * q.shape[-1] ** -0.5).to(q.dtype)
     return ds @ k, ds.transpose(2, 3) @ q, drop(p, block).to(q.dtype).transpose(2, 3) @ grad
 
 
 def merge(o: Tensor, log_sum: Tensor, more_o: Tensor, more_log_sum: Tensor):
-    """Two partial results over different keys as one, (o, L)."""
+    """Merge two partial results over different keys into one, (o, L)."""
     total = torch.logaddexp(log_sum, more_log_sum)
     return o * (log_sum - total).exp() + more_o * (more_log_sum - total).exp(), total
 
 
-# --- what meets what ------------------------------------------------------------------------------
+# --- blocks of queries and keys -------------------------------------------------------------------
 
 
 class Blocks:
-    """This rank's queries, and the keys of each rank. context.documents: [b, s], of the whole
-    sequence."""
+    """Makes the Block of this rank's queries and the keys of each rank. context.documents: [b, s],
+    of the whole sequence."""
 
     def __init__(self, core: "RingAttention", context: Context, s: int):
         self.group = core.group
@@ -181,11 +182,11 @@ class Blocks:
         self.s = s
 
     def meeting(self, source: int, q: Tensor) -> Block:
-        """Own queries q, [b, a, s/N, d], and the keys of rank `source`.
+        """The Block of this rank's queries q, [b, a, s/N, d], and the keys of rank `source`.
 
         The first halves of the ranks' tokens are in the ranks' order, the second halves in reverse.
-        So of a rank before, all queries see the first half of the keys; of a rank after, the second
-        half of the queries sees all keys.
+        So if `source` is a lower rank, all queries see the first half of its keys. If it is a
+        higher rank, the second half of the queries sees all its keys.
         """
         half = q.shape[2] // 2
         queries = slice(half, None) if source > self.rank else slice(None)
@@ -214,8 +215,8 @@ def repeat(x: Tensor, heads: int) -> Tensor:
 
 
 class Ring:
-    """A tensor goes to the next rank, and one comes from the rank before, while something computes.
-    All ranks start and wait in one order: NCCL pairs messages by it, gloo by tag."""
+    """Sends a tensor to the next rank and receives one from the rank before, during computation.
+    All ranks start and wait in one order, by which NCCL pairs messages; gloo pairs them by tag."""
 
     def __init__(self, group: dist.ProcessGroup, tag: int):
         ranks = dist.get_process_group_ranks(group)
@@ -242,7 +243,7 @@ class Ring:
 
 def around(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
     """(rank, its keys and values) for all N ranks, this one first. While the caller computes with
-    one, the next is on its way. kv: of this rank, [2, b, a_kv, s/N, d]"""
+    one pair, the next is sent. kv: of this rank, [2, b, a_kv, s/N, d]"""
     ring = Ring(group, tag=0)
     n = group.size()
     for step in range(n):
@@ -263,7 +264,7 @@ class _RingAttention(torch.autograd.Function):
             k_part, v_part = (repeat(x, q.shape[1]) for x in kv[..., block.keys, :])
             part, part_sum = attend(q[:, :, rows], k_part, v_part, block)
             if o is None:
-                # this rank's own block comes first, and has all queries
+                # This rank's own block comes first, and has all queries.
                 o, log_sum = part.to(wide(q.dtype)), part_sum
             else:
                 merged = merge(o[:, :, rows], log_sum[:, :, rows], part, part_sum)
@@ -278,7 +279,7 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, o, log_sum = ctx.saved_tensors
         blocks = ctx.blocks
-        # for what is found about keys and values of other ranks
+        # This ring carries the gradients of other ranks' keys and values.
         home = Ring(blocks.group, tag=1)
         dq = torch.zeros_like(q, dtype=wide(q.dtype))
         for step, (source, kv) in enumerate(around(torch.stack((k, v)), blocks.group)):
@@ -289,7 +290,7 @@ class _RingAttention(torch.autograd.Function):
             if step == 0:
                 own = dkv
                 continue
-            # what the ranks before have found for these keys
+            # The sum that earlier ranks have computed for these keys.
             found = home.wait() if step > 1 else torch.zeros_like(own)
             found[..., block.keys, :] += dkv
             home.start(found)
@@ -303,17 +304,17 @@ def through(block: Block, kv: Tensor, q, o, log_sum, grad) -> tuple[Tensor, Tens
     dq, dk, dv = attend_backward(q, k, v, o, log_sum, grad, block)
     dkv = torch.stack((dk, dv)).to(wide(kv.dtype))  # [2, b, a, n, d]
     if dkv.shape[2] > kv.shape[2]:
-        # heads that share a key: [2, b, a_kv, a / a_kv, n, d]
+        # [2, b, a_kv, a / a_kv, n, d]: the heads that share a key head are summed.
         dkv = dkv.unflatten(2, (kv.shape[2], -1)).sum(3)
     return dq, dkv
 
 
 class RingAttention(nn.Module):
-    """In the place of gpt.FusedAttention or gpt.ExplicitAttention. q: [b, a, s/N, d]; k, v:
+    """Replaces gpt.FusedAttention or gpt.ExplicitAttention. q: [b, a, s/N, d]; k, v:
     [b, a_kv, s/N, d]; context.documents: [b, s], of the whole sequence -> [b, s/N, ad]"""
 
     def __init__(self, group: dist.ProcessGroup, inner: nn.Module | None = None):
-        """inner: the attention of one device, in whose place this is."""
+        """inner: the replaced attention of one device."""
         super().__init__()
         self.group = group
         self.inner = inner
@@ -327,14 +328,14 @@ class RingAttention(nn.Module):
 
 # === context parallelism ==========================================================================
 
-# --- who has which tokens -------------------------------------------------------------------------
+# --- the tokens of a rank -------------------------------------------------------------------------
 
 
 def coordinates(
     group: dist.ProcessGroup, sequence_shards: int, size: int, n: int, device=None
 ) -> Tensor:
-    """The positions in the n-th of `sequence_shards` shards, of `size` tokens each, of this rank's
-    tokens (sequence parallelism). [size]"""
+    """The positions of this rank's tokens, or of their n-th shard under sequence parallelism, which
+    cuts them into `sequence_shards` shards of `size` tokens. [size]"""
     own = own_positions(size * sequence_shards * group.size(), group.rank(), group.size(), device)
     return own[n * size : (n + 1) * size]
 
@@ -356,7 +357,7 @@ def gather(x: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
 
 
 def shard_batch(batch, group: dist.ProcessGroup):
-    """This rank's part of a data.Batch. documents stay whole."""
+    """This rank's part of a data.Batch. `documents` stays whole."""
     parts = {}
     for name in ("tokens", "targets", "loss_mask", "real"):
         whole = getattr(batch, name)
@@ -368,7 +369,8 @@ def shard_batch(batch, group: dist.ProcessGroup):
 
 
 def exchange(x: Tensor, group: dist.ProcessGroup, split: int, join: int) -> Tensor:
-    """Cut x along `split`, give the n-th part to rank n, and join what comes along `join`."""
+    """Cut x along `split`, send the n-th part to rank n, and join the received parts along
+    `join`."""
     parts = torch.stack(x.chunk(group.size(), split))
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group)
@@ -376,7 +378,7 @@ def exchange(x: Tensor, group: dist.ProcessGroup, split: int, join: int) -> Tens
 
 
 class _AllToAll(torch.autograd.Function):
-    """Its adjoint is the same with split and join changed over."""
+    """`exchange`, whose adjoint is `exchange` with split and join swapped."""
 
     @staticmethod
     def forward(ctx, x, group, split, join):
@@ -390,7 +392,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class AllToAllAttention(nn.Module):
-    """Attention to all tokens, by the attention `inner` of one device on a part of the heads. As
+    """Runs the attention of one device, `inner`, on all tokens of some heads. Shapes as in
     RingAttention."""
 
     def __init__(self, group: dist.ProcessGroup, inner: nn.Module):
@@ -402,7 +404,7 @@ class AllToAllAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: gpt.Context) -> Tensor:
         n = self.group.size()
         s = q.shape[2] * n
-        # where each token of the ranks' tokens, one rank after the other, belongs
+        # order[i] is the position of the i-th token, where ranks follow one another.
         order = torch.cat([own_positions(s, rank, n, q.device) for rank in range(n)])
         ascending = order.argsort()
         q, k, v = (_AllToAll.apply(x, self.group, 1, 2)[:, :, ascending] for x in (q, k, v))
@@ -414,11 +416,11 @@ class AllToAllAttention(nn.Module):
 
 
 class OwnPositions(nn.Module):
-    """x + a vector for each of this rank's positions. x: [b, s/N, h]"""
+    """Adds a vector for each of this rank's positions. x: [b, s/N, h]"""
 
     def __init__(self, positions: nn.Module, group: dist.ProcessGroup, sequence_shards: int):
         super().__init__()
-        # first, so that the weight keeps its global name
+        # The weight is assigned first, so that it keeps its global name.
         self.weight = positions.weight
         self.inner = positions
         self.group = group
@@ -444,13 +446,13 @@ class OwnRotary(Rotary):
         return super().forward(q, k, tuple(shard(x, self.group, -2) for x in table))
 
 
-# --- in a model -----------------------------------------------------------------------------------
+# --- check and apply ------------------------------------------------------------------------------
 
 KINDS = ("ring", "all-to-all")
 
 
 def check(config: GPTConfig, n: int, t: int, kind: str) -> None:
-    """Raises FieldError where n ranks cannot share a sequence; t: of tensor parallelism."""
+    """Raises FieldError if n ranks cannot share a sequence. t: tensor-parallel ranks."""
     if n == 1:
         return
     check_attention(config, n)
@@ -469,7 +471,7 @@ def check(config: GPTConfig, n: int, t: int, kind: str) -> None:
 
 
 def check_attention(config: GPTConfig, n: int) -> None:
-    """Raises FieldError where n ranks do not compute what this model's tokens attend to."""
+    """Raises FieldError if this model's attention is not covered for n > 1 ranks."""
     if n > 1 and (config.positions == "alibi" or config.sliding_window):
         what = "ALiBi" if config.positions == "alibi" else "a sliding window"
         raise FieldError("cp", n, f"a model with {what} cannot share its sequences", 1)
@@ -478,17 +480,17 @@ def check_attention(config: GPTConfig, n: int) -> None:
 def apply(
     model: gpt.GPT, group: dist.ProcessGroup | None, kind: str, sequence_shards: int = 1
 ) -> None:
-    """Let a model, or a stage of one, work on this rank's tokens, in place; without a group, leave
-    it as it is. documents, where there are any, stay those of the whole sequence. sequence_shards:
-    of sequence parallelism, which cuts this rank's tokens again. After tensor and sequence
+    """Make a model or pipeline stage work on this rank's tokens, in place; without a group, do
+    nothing. context.documents stays that of the whole sequence. sequence_shards: the shards into
+    which sequence parallelism cuts this rank's tokens. Call it after tensor and sequence
     parallelism and adapters."""
     if group is None:
         return
-    # the table of rotary angles is that of the whole sequence
+    # The table of rotary angles covers the whole sequence.
     model.run_blocks = partial(run_blocks_of_all, model.run_blocks, group.size())
     for module in model.modules():
         if isinstance(module, Dropout):
-            # x [b, s/N, ..], of which sequence parallelism may have cut dimension 1 again
+            # x is [b, s/N, ..]; sequence parallelism may shard dimension 1 again.
             shards = sequence_shards if 1 in module.shard_index else 1
             module.coordinates = partial(coordinates, group, shards)
         elif isinstance(module, Routing):
@@ -503,15 +505,15 @@ def apply(
 
 
 def run_blocks_of_all(run_blocks, n: int, x: Tensor, s: int, *rest) -> Tensor:
-    """gpt.GPT.run_blocks for one of n ranks. s: of its tokens."""
+    """gpt.GPT.run_blocks on one of n ranks. s: the number of its tokens."""
     return run_blocks(x, s * n, *rest)
 
 
 def make_core(core: nn.Module, group: dist.ProcessGroup, kind: str) -> nn.Module:
-    """What attends in the place of one device's `core`."""
+    """The attention that replaces one device's `core`."""
     dropout = getattr(core, "dropout", None)
     if dropout is not None:
-        # this mask is of probabilities [b, a, s, s], not of tokens
+        # This mask has coordinates of probabilities [b, a, s, s], not of tokens.
         dropout.coordinates = None
     if kind == "ring":
         return RingAttention(group, core)
@@ -523,9 +525,8 @@ def make_core(core: nn.Module, group: dist.ProcessGroup, kind: str) -> nn.Module
 
 @contextlib.contextmanager
 def whole_sequences(models: list[gpt.GPT]) -> Iterator[None]:
-    """For text generated in the middle of training: inside this context the models work on whole
-    sequences, without dropout, as on one device. Of models that are not context parallel nothing
-    changes."""
+    """A context in which the models work on whole sequences, without dropout, as on one device: for
+    generation during training. Models that are not context parallel do not change."""
     changed = []
     for model in models:
         if isinstance(model.run_blocks, partial):

@@ -1,17 +1,17 @@
-"""FP8 training: matrix multiplications read bytes (arXiv 2209.05433). GPUs from compute capability
-8.9 on have up to twice the FLOP/s of 16 bits for them.
+"""FP8 training: matrix multiplications of 8-bit numbers (arXiv 2209.05433). GPUs from compute
+capability 8.9 on run them at up to twice the FLOP/s of 16 bits.
 
-base/float8.py has the numbers: e4m3 and e5m2, and a scale that brings the largest value of a tensor
-to the largest number of its format. A linear layer has three products, and both operands of each
-are rounded to bytes. Sums are in float32; results have the type of x.
+base/float8.py has the formats e4m3 and e5m2, and a scale that maps the largest value of a tensor to
+the largest number of its format. A linear layer has three products, and both operands of each are
+rounded to bytes. Sums are in float32; results have the type of x.
 
     forward            y  = x Wᵀ        e4m3 e4m3
-    input gradient     ∂x = ∂y W        e5m2 e4m3      gradients spread over more powers of two;
-    weight gradient    ∂W = ∂yᵀ x       e5m2 e4m3      within a block they do not: all is in e4m3
+    input gradient     ∂x = ∂y W        e5m2 e4m3      gradients need more powers of two, but not
+    weight gradient    ∂W = ∂yᵀ x       e5m2 e4m3      within a block: there all is in e4m3
 
-There are three recipes for a scale: from the maximum of a tensor now (current), from
-those of the last steps (delayed), or one for each block of it (block). Without blocks a maximum is
-that of the whole tensor. Where tensor-parallel ranks hold parts of it, it is the largest of theirs:
+There are three recipes for a scale: from the present maximum of a tensor (current), from the maxima
+of the last steps (delayed), or one for each block of it (block). Without blocks a maximum is that
+of the whole tensor, over all tensor-parallel ranks that hold parts of it:
 
     column-parallel    x is whole        W, ∂y are parts
     row-parallel       x, W are parts    ∂y is whole
@@ -20,17 +20,17 @@ that of the whole tensor. Where tensor-parallel ranks hold parts of it, it is th
 
 `apply` gives the matrices of attention and MLP these products. The first and the last layer, norms,
 softmax, embedding, head and routers stay in the precision of the run. Weights and their gradients
-are stored as without FP8. Experts have a way of their own (the last section).
+are stored as without FP8. Experts have other scales (last section).
 
-A weight becomes bytes once in a step (with ZeRO stage 3, by default, for each product). They are
-kept beside it until the next update, on GPUs by rows and by columns: 2 bytes a parameter. Of x,
-backward has the bytes: half the memory of 16 bits. But where sequence parallelism gathers x it has
-this rank's shard, as without FP8. If a layer is recomputed, the same bytes come out. A scale of x
-or ∂y is that of one micro-batch, so layouts are equal to one device with the same micro-batch size.
+A weight is rounded to bytes once in a step (with ZeRO stage 3, by default, for each product). They
+are kept until the next update, on GPUs by rows and by columns: 2 bytes per parameter. Backward
+keeps the bytes of x, half the memory of 16 bits. Under sequence parallelism it keeps this rank's
+shard of x instead, as without FP8. Recomputing a layer gives the same bytes. A scale of x or ∂y
+belongs to one micro-batch, so layouts with the same micro-batch size give equal results.
 
-Not covered, and in Transformer Engine or torchao: all-gathers of bytes; casts fused with the
-operation before; a margin, which is room above the largest maximum; a history with a row for each
-micro-batch; ∂W of experts in FP8, with a scale for each column of an expert's rows.
+Not covered (Transformer Engine or torchao have them): all-gathers of bytes; casts fused with the
+operation before; a margin above the largest maximum; a history with a row for each micro-batch; ∂W
+of experts in FP8, with a scale for each column of an expert's rows.
 """
 
 from collections.abc import Callable
@@ -66,45 +66,42 @@ from sequence_parallel import GatherSequence, start_nothing
 
 # === scaling ======================================================================================
 #
-# The scales of FP8 training: which maximum brings a tensor into the range of its bytes.
+# Each operand of a matrix multiplication in FP8 has a scale: the largest number of its format,
+# divided by a maximum called amax (base/float8.py). Three recipes say which maximum:
 #
-# A matrix multiplication in FP8 has two operands, and each has a scale: the largest number
-# of its format, over a maximum (base/float8.py), called amax. Three recipes say which maximum:
-#
-#     current    that of this tensor, now. The tensor is read once more, but where the kernel that
-#                made it has noted its maximum. Tensor-parallel ranks that hold parts of it agree on
-#                the largest of theirs, in a small all-reduce
-#     delayed    that of this tensor in the last 16 steps, known beforehand (Transformer Engine's
-#                first recipe). Larger values saturate. In the first step, `current`
+#     current    the present maximum of this tensor. The tensor is read once more, unless the kernel
+#                that made it has noted its maximum. Tensor-parallel ranks that hold parts of it
+#                take the largest of their maxima, in a small all-reduce
+#     delayed    the maximum of this tensor in the last 16 steps, known beforehand (Transformer
+#                Engine's first recipe). Larger values saturate. The first step uses `current`
 #     block      one for each 1 x 128 values of activations and of gradients, and each 128 x 128 of
-#                weights, so that a large value spoils its own block only (DeepSeek-V3, arXiv
+#                weights, so that a large value affects only its own block (DeepSeek-V3, arXiv
 #                2412.19437, section 3.3.2). The 128 lie in the dimension that the product sums
-#                over. Within a block numbers are alike, so gradients too are in e4m3. No block
-#                lies on two ranks, so they have nothing to agree on
+#                over. The range within a block is short, so gradients too are in e4m3. No block
+#                lies on two ranks, so there is no all-reduce
 #
 # `Scaling` has the maxima of all tensors of a model, in one table. After a step, `end_step` takes
-# the largest over all ranks, in one small all-reduce: for the history, and for the log. It also
-# drops the bytes of weights, for the optimizer has changed the weights.
+# the largest over all ranks, in one small all-reduce, for the history and the log. It also drops
+# the bytes of weights, because the optimizer has changed the weights.
 #
-# NaN and infinity: the scale is NaN, so the product is, and all that follows, up to the norm of the
-# gradients. So the step is skipped (optimizer.py). The log names such tensors, the first one first,
-# and no history keeps this step.
+# NaN and infinity make the scale NaN, and so the product and all that follows, up to the norm of
+# the gradients. So the step is skipped (optimizer.py). The log names such tensors, the first one
+# first, and the history leaves out this step.
 #
-# Zeros: where a tensor's whole history has only zeros, its maximum now counts. Ranks that hold
-# parts of it do not agree on that one: each takes the maximum of its part.
+# If a tensor's whole history is zero, its present maximum is used. Ranks that hold parts of it do
+# not exchange that one: each takes the maximum of its part.
 
-# --- what has a scale -----------------------------------------------------------------------------
+# --- recipes --------------------------------------------------------------------------------------
 
-# the operands of a matrix: x, W and ∂y
+# The operands of a linear layer's products: x, W and ∂y.
 INPUT, WEIGHT, GRADIENT = range(3)
 OPERANDS = ("input", "weight", "gradient")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """scaling: current, delayed or block. power_of_two: whether scales are rounded down to
-    powers of two. block: the size of blocks, 128 on GPUs. history: how many steps `delayed` looks
-    back."""
+    """scaling: current, delayed or block. power_of_two: whether scales are rounded down to powers
+    of two. block: the size of blocks, 128 on GPUs. history: the number of steps for `delayed`."""
 
     scaling: str = "current"
     power_of_two: bool = True
@@ -112,7 +109,8 @@ class Recipe:
     history: int = 16
 
     def format(self, operand: int) -> Format:
-        """e4m3 has finer steps, e5m2 the range that the gradients of a whole tensor need."""
+        """The format of an operand. e4m3 has finer steps, e5m2 the range that the gradients of a
+        whole tensor need."""
         return E5M2 if operand == GRADIENT and self.scaling != "block" else E4M3
 
 
@@ -122,52 +120,51 @@ class Recipe:
 class Scaling:
     """The maxima of all FP8 tensors of a model, and the bytes of this rank's weights.
 
-    amax: [L, matrices, operands] float32, the maxima that this rank has seen in this step.
-    history: [n, L, matrices, operands], those of all ranks in the last n steps, newest first.
-    A tensor's place in these tables is (layer, matrix) and its operand.
+    amax: [L, matrices, operands] float32, the maxima of this step on this rank. history: [n, L,
+    matrices, operands], those of all ranks in the last n steps, newest first. A tensor's place in
+    these tables is (layer, matrix) and its operand.
     """
 
     def __init__(self, recipe: Recipe, num_layers: int, device, keep_bytes: bool = True):
-        """keep_bytes: keep the bytes of weights for a step. Else only the scales are kept, and each
-        product makes the bytes again: so ZeRO stage 3, which does not keep whole weights. (Nothing
-        is kept of experts then.)"""
+        """keep_bytes: keep the bytes of weights for a step. False, for ZeRO stage 3, keeps only the
+        scales (of experts not even these), and each product makes the bytes again."""
         self.recipe = recipe
         self.keep_bytes = keep_bytes
         shape = num_layers, len(LINEARS), len(OPERANDS)
         self.amax = torch.zeros(shape, device=device)
         self.history = torch.zeros(0, *shape, device=device)
-        # whether the kernels of fp8_cast.py cast what they can
+        # Whether the kernels of fp8_cast.py are used where they can be.
         self.fused = False
-        # weight -> (scale, or maximum of a kernel; (bytes for y, bytes for ∂x) or None); of experts
-        # the pair alone
+        # {weight: (scale, or maximum of a kernel; (bytes for y, bytes for ∂x) or None)}; for
+        # experts only the pair.
         self.weights: dict[nn.Parameter, tuple] = {}
-        # False where no gradient is asked for: an evaluation leaves no maxima of inputs, nor does
-        # the first of the two forwards of recompute.py
+        # False without gradients: neither an evaluation nor the first forward of recompute.py
+        # records maxima of inputs.
         self.recording = True
-        # [L, matrices]: True for matrices of experts, whose scales are current ones, of rows, in
-        # every recipe
+        # [L, matrices]: True for matrices of experts. Their scales are current ones, of rows, in
+        # every recipe.
         self.by_row = torch.zeros(shape[:2], dtype=torch.bool, device=device)
-        # amax of the last step over all ranks, then `saturated`: [2, L, matrices, operands]
+        # [2, L, matrices, operands]: amax of the last step over all ranks, then `saturated`.
         self.report = torch.zeros(2, *shape, device=device)
 
     def scales(self, tensors: list[Tensor], places, operand: int, group, block) -> list[Tensor]:
-        """The scale of each tensor [M, K], or the scales of its blocks; notes the maxima.
+        """The scale of each tensor [M, K], or the scales of its blocks. Records the maxima.
 
         places: (layer, matrix) of each tensor. group: the tensor-parallel ranks that hold parts of
         these tensors, or None where each rank has them whole. block: (rows, columns), or None.
         """
         amaxes = []
         for x, place in zip(tensors, places):
-            # NaN becomes infinity, which is still there after a maximum over ranks
+            # NaN becomes infinity, which survives a maximum over ranks.
             amax = block_maxima(x, block).nan_to_num(torch.inf, torch.inf)
             self.record(amax, place, operand)
             amaxes.append(amax)
         if block is None and len(self.history):
-            # delayed, after the first step
+            # The recipe is delayed, after the first step.
             pairs = zip(amaxes, places)
             amaxes = [self.amax_of_history(amax, place, operand) for amax, place in pairs]
         elif block is None and group is not None:
-            # current, or the first step of delayed
+            # The recipe is current, or this is the first step of delayed.
             together = torch.stack(amaxes)
             dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
             amaxes = list(together)
@@ -175,22 +172,22 @@ class Scaling:
         return [scale_of(amax, to, self.recipe.power_of_two) for amax in amaxes]
 
     def amax_of_history(self, now: Tensor, place, operand: int) -> Tensor:
-        """The largest maximum of the last steps. now: the maximum of the tensor itself, taken where
-        no step has one; where it is infinite, so is the result."""
+        """The largest maximum of the last steps. now: the tensor's present maximum, used if the
+        history has none; if it is infinite, so is the result."""
         known = self.history[:, *place, operand].amax()
         known = torch.where(known > 0, known, now)
         return torch.where(now.isfinite(), known, torch.inf)
 
     def record(self, amax: Tensor, place, operand: int) -> None:
-        """Note what a tensor's maximum is in this step. amax: one number, or that of each block or
-        row; infinity for NaN."""
+        """Record a tensor's maximum in this step. amax: one number, or one for each block or row;
+        infinity for NaN."""
         if amax.numel() and (self.recording or operand != INPUT):
             seen = self.amax[*place, operand]
             torch.maximum(seen, amax.amax(), out=seen)
 
     def quantise(self, tensors, places, operand: int, group, block) -> list[Quantised]:
-        """Matrices in bytes. Arguments as in `scales`; only the recipe `block` has a use for
-        blocks."""
+        """Round matrices to bytes. Arguments as in `scales`; only the recipe `block` uses
+        `block`."""
         recipe = self.recipe
         block = block if recipe.scaling == "block" else None
         scales = self.scales(tensors, places, operand, group, block)
@@ -200,11 +197,11 @@ class Scaling:
     def both(
         self, tensors, places, operand: int, group, wanted: tuple[bool, bool] = (True, True)
     ) -> list[tuple[Quantised | None, Quantised | None]]:
-        """Inputs or gradients [tokens, n] in bytes twice: (for sums over n, for sums over tokens).
+        """Round inputs or gradients [tokens, n] to bytes: (for sums over n, for sums over tokens).
 
         Blocks lie in the dimension that is summed over, so the two are rounded differently. Other
-        recipes use the same bytes twice. wanted: which of the two there are a use for; the other
-        may be None.
+        recipes use the same bytes twice. wanted: which of the two are needed; the other may be
+        None.
         """
         size = self.recipe.block
         if self.casts_in_kernels(tensors):
@@ -227,8 +224,8 @@ class Scaling:
     def cast(
         self, tensors: list[Tensor], places, operand: int, group, wanted, maxima=None
     ) -> tuple[list[tuple[Quantised | None, Quantised | None]], list[Tensor]]:
-        """(`both`, by kernels, which also note the maxima; `maxima`). maxima: of tensors that were
-        cast before, [1] each; by default they are found."""
+        """(`both` by kernels, the maxima), which are also recorded. maxima: [1] each, of tensors
+        that were cast before; by default they are computed."""
         history = [None] * len(tensors)
         if len(self.history):
             history = [self.history[:, *place, operand].amax(0, True) for place in places]
@@ -243,7 +240,8 @@ class Scaling:
         return pairs, maxima
 
     def maxima(self, tensors: list[Tensor], history: list, group) -> list[Tensor]:
-        """The maximum of each tensor: noted on it; or found by a kernel, if no history has one."""
+        """The maximum of each tensor: noted on it, or computed by a kernel if not in the
+        history."""
         found = [amax for x in tensors if (amax := fp8_cast.noted_maximum(x)) is not None]
         if len(found) < len(tensors):
             found = list(torch.zeros(len(tensors), device=self.amax.device).split(1))
@@ -258,11 +256,11 @@ class Scaling:
     def weight(
         self, w: nn.Parameter, place, group, wanted: tuple[bool, bool] = (True, True)
     ) -> tuple[Quantised | None, Quantised | None]:
-        """The bytes of a weight [out, in], (for y, for ∂x), which are made at its first use in a
-        step; without `keep_bytes` at each use, by the scale of the first. wanted: as in `both`.
+        """The bytes of a weight [out, in], (for y, for ∂x), made at its first use in a step;
+        without `keep_bytes` at each use, by the scale of the first. wanted: as in `both`.
 
-        On GPUs that multiply bytes the two lie in memory by rows and by columns, for y sums over
-        the columns of W, and ∂x over its rows.
+        On GPUs that multiply bytes the two are stored by rows and by columns: y sums over the
+        columns of W, and ∂x over its rows.
         """
         scale, pair = self.weights.get(w, (None, None))
         if pair is not None:
@@ -277,20 +275,20 @@ class Scaling:
         return pair
 
     def weight_by_pytorch(self, w: Tensor, place, group, scale: Tensor | None):
-        """(scale, pair) of `weight`; scale: of the first use, or None."""
+        """(scale, pair) of `weight`. scale: that of the first use, or None."""
         recipe = self.recipe
         block = (recipe.block, recipe.block) if recipe.scaling == "block" else None
         if scale is None:
             (scale,) = self.scales([w], [place], WEIGHT, group, block)
         q = quantise(w, scale, recipe.format(WEIGHT), block, recipe.power_of_two)
-        # what is not kept is used once: its product copies it, if need be
+        # Bytes that are not kept are used once: their product copies them if necessary.
         return scale, (in_both_layouts(q) if self.keep_bytes else (q, q))
 
     @torch.no_grad()
     def end_step(self, group: dist.ProcessGroup | None = None, taken: Tensor | None = None) -> None:
-        """After the optimizer's step: weights are new and have no bytes yet, and the maxima of the
-        step become those of all samples, on all ranks. group: all ranks, for one all-reduce; taken:
-        whether the optimizer took the step, on the device, or None if it did."""
+        """After the optimizer's step: drop the bytes of old weights, and take the step's maxima
+        over all ranks. group: all ranks, for one all-reduce; taken: whether the optimizer took the
+        step, on the device, or None if it did."""
         self.weights.clear()
         self.report = torch.stack((self.amax, self.saturated()))
         self.amax.zero_()
@@ -301,31 +299,31 @@ class Scaling:
             row = amax.nan_to_num(0.0, 0.0).unsqueeze(0)
             history = torch.cat((row, self.history))
             if taken is not None:
-                # The maxima of a skipped step are not finite, or on the way there: 16 steps of
-                # gradients would round to zero beside them.
+                # The maxima of a skipped step are infinite or very large: with them, the gradients
+                # of 16 steps would round to zero.
                 as_before = torch.cat((self.history, torch.zeros_like(row)))
                 history = torch.where(taken, history, as_before)
             self.history = history[: self.recipe.history]
 
     def saturated(self) -> Tensor:
-        """1 where this step's maximum is more than its scale, from the history, allows, else 0."""
+        """1 where this step's maximum is too large for its scale from the history, else 0."""
         too_large = torch.zeros_like(self.amax)
         if len(self.history):
             for operand in range(len(OPERANDS)):
                 to = self.recipe.format(operand)
                 known = self.history[..., operand].amax(0)
                 scaled = self.amax[..., operand] * scale_of(known, to, self.recipe.power_of_two)
-                # NaN, of infinity times 0, is not too large
+                # NaN (infinity times 0) is not too large.
                 too_large[..., operand] = (known > 0) & (scaled > to.largest)
         return too_large.masked_fill(self.by_row.unsqueeze(-1), 0)
 
     @staticmethod
     def warnings(report: Tensor) -> dict[str, list[str]]:
-        """What the log says of a step: names of tensors that were not finite, and of those that had
-        values beyond what their scale allows. report: `Scaling.report`, on the host.
+        """The names, for the log, of tensors that were not finite, and of those that saturated.
+        report: `Scaling.report`, on the host.
 
-        The first one that is not finite is where it began: first come weights, which were there
-        before the step, then inputs from the first layer on, then gradients from the last.
+        They are in the order of computation: weights, then inputs from the first layer on, then
+        gradients from the last layer on. So the first name is where infinity or NaN began.
         """
         found = {"fp8_not_finite": [], "fp8_saturated": []}
         places = [(place, operand) for operand in (WEIGHT, INPUT) for place in layer_places(report)]
@@ -344,7 +342,8 @@ class Scaling:
         return {"history": self.history.tolist()}
 
     def load_state_dict(self, state: dict | None) -> None:
-        """Raises ValueError for the history of another model. Without one, it begins anew."""
+        """Restore the history; without one, start with none. Raises ValueError for the history of
+        another model."""
         rows = state["history"] if state else []
         if self.recipe.scaling != "delayed" or not rows:
             return
@@ -366,17 +365,17 @@ def layer_places(report: Tensor) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Layer:
-    """Linear layers of a model's layer that read one input: where their scales are, and how tensor
-    parallelism cuts them. (Of query, key and value there is one Layer.)"""
+    """Linear layers that read one input (query, key and value): the places of their scales, and
+    how tensor parallelism shards them."""
 
     scaling: Scaling
-    # (layer, matrix) of each weight
+    # (layer, matrix) of each weight.
     places: tuple[tuple[int, int], ...]
-    # the ranks that hold parts of x, W and ∂y, or None where each rank has all of it
+    # The ranks that hold parts of x, W and ∂y, or None where each rank has all of it.
     input_group: dist.ProcessGroup | None = None
     weight_group: dist.ProcessGroup | None = None
     gradient_group: dist.ProcessGroup | None = None
-    # f of a column-parallel layer, over `group`: as in sequence_parallel.py
+    # f of a column-parallel layer, over `group`, as in sequence_parallel.py.
     group: dist.ProcessGroup | None = None
     start_input: Callable = start_nothing
     start_input_grad: Callable = start_nothing
@@ -384,7 +383,7 @@ class Layer:
     def input_bytes(
         self, x: Tensor, wanted: tuple[bool, bool] = (True, True)
     ) -> tuple[Quantised | None, Quantised | None]:
-        """x [b, s, in] in bytes -> (for y, for ∂W), [b s, in]. All the weights share them; their
+        """x [b, s, in] -> its bytes (for y, for ∂W), [b s, in]. All weights share them; their
         maximum has the place of the first weight. wanted: as in Scaling.both."""
         flat = fp8_cast.as_matrix(x)
         return self.scaling.both([flat], self.places[:1], INPUT, self.input_group, wanted)[0]
@@ -404,18 +403,19 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, layer, n, *weights_and_biases):
         weights = weights_and_biases[:n]
         biases = weights_and_biases[n:]
-        # the parameters themselves, not saved copies: pipeline_parallel.py writes to them
+        # ctx keeps the parameters themselves, not saved copies: pipeline_parallel.py writes to
+        # them.
         ctx.layer, ctx.n, ctx.weights = layer, n, weights
         whole = layer.start_input(x, layer.group)()  # [b, s, in]
-        # sequence parallelism keeps the shard of x, and gathers x again in backward
+        # Sequence parallelism keeps the shard of x, and gathers x again in backward.
         ctx.gathers = whole is not x
-        # frozen weights have no use for x, nor has a forward that is not recorded
+        # Frozen weights do not need x, nor does a forward that is not recorded.
         learns = layer.scaling.recording and any(ctx.needs_input_grad[3 : 3 + n])
         for_y, for_dw = layer.input_bytes(whole, (True, learns and not ctx.gathers))
         if learns and ctx.gathers:
             ctx.save_for_backward(x)
         elif learns:
-            # autograd keeps the tensors, ctx the rest of the record
+            # Autograd keeps the tensors, ctx the other fields.
             ctx.save_for_backward(for_dw.q, for_dw.inverse)
             ctx.for_dw = replace(for_dw, q=None, inverse=None)
         outputs = []
@@ -423,7 +423,7 @@ class _Linear(torch.autograd.Function):
             w_for_y, _ = layer.weight_bytes(i, w, (True, False))
             y = for_y @ w_for_y.t()  # [b s, out / t]
             y = y if bias is None else y + bias
-            # not a view for autograd, because g overwrites it in place
+            # The output must not be a view for autograd, because g overwrites it in place.
             outputs.append(torch.ops.aten._unsafe_view(y, (*whole.shape[:-1], y.shape[-1])))
         return tuple(outputs)
 
@@ -434,11 +434,11 @@ class _Linear(torch.autograd.Function):
         weights_wanted = ctx.needs_input_grad[3 : 3 + n]
         biases_wanted = ctx.needs_input_grad[3 + n :]
         grads_output = [fp8_cast.as_matrix(grad) for grad in grads]  # [b s, out / t]
-        # ranks agree on maxima first: on GPUs this would queue behind the gather
+        # Ranks agree on maxima first: on GPUs this would queue behind the gather.
         wanted = True, any(weights_wanted)
         group = layer.gradient_group
         pairs = layer.scaling.both(grads_output, layer.places, GRADIENT, group, wanted)
-        # communication runs beside the products, in the order of sequence_parallel.py
+        # Communication overlaps with the products, in the order of sequence_parallel.py.
         arriving = None
         if ctx.gathers and any(weights_wanted):
             arriving = layer.start_input(*ctx.saved_tensors, layer.group)
@@ -470,11 +470,9 @@ def linear(layer: Layer, x: Tensor, *weights_and_biases: Tensor | None) -> tuple
 
 
 class FP8Input(gpt.ProjectTogether):
-    """Linear layers that read one input: it is rounded once for all. Takes the place of `project`,
-    and communicates as that one did.
+    """Rounds the input of linear layers once for all. Replaces `project`, and communicates like it.
 
-    project: gpt.ProjectTogether, or tensor_parallel.ColumnParallelInput. places: of the layers, as
-    in Layer.
+    project: gpt.ProjectTogether, or tensor_parallel.ColumnParallelInput. places: as in Layer.
     """
 
     def __init__(self, project: gpt.ProjectTogether, scaling: Scaling, places):
@@ -494,28 +492,28 @@ class FP8Input(gpt.ProjectTogether):
             group = p.enter.group
             start_input, start_input_grad = sequence_parallel.STARTS[type(p.enter)]
             f = dict(group=group, start_input=start_input, start_input_grad=start_input_grad)
-            # each rank has its rows of W, that is its columns of ∂y
+            # Each rank has its rows of W, that is, its columns of ∂y.
             layer = replace(layer, weight_group=group, gradient_group=group, **f)
         return list(linear(layer, x, *sequence_parallel.weights_and_biases(linears)))
 
 
 def row_linear(layer: Layer, x: Tensor, weight: nn.Parameter) -> Tensor:
-    """What RowParallelLinear computes before its sum, and FP8Linear. x: [b, s, in / t] -> [b, s,
-    out]"""
+    """The product of RowParallelLinear, before its sum, and of FP8Linear.
+    x: [b, s, in / t] -> [b, s, out]"""
     return linear(layer, x, weight, None)[0]
 
 
 class FP8Linear(gpt.DeferredBiasLinear):
     """gpt.DeferredBiasLinear in FP8."""
 
-    # as of tensor_parallel.RowParallelLinear: (x, weight) -> y
+    # (x, weight) -> y, as in tensor_parallel.RowParallelLinear.
     linear: Callable
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x, self.weight)
 
 
-# --- in a model -----------------------------------------------------------------------------------
+# --- check and apply ------------------------------------------------------------------------------
 
 
 def fp8_layers(num_layers: int, skip: int) -> range:
@@ -524,7 +522,7 @@ def fp8_layers(num_layers: int, skip: int) -> range:
 
 
 def check(config: GPTConfig, recipe: Recipe, skip: int, t: int = 1) -> None:
-    """Raises FieldError where no layer is left, and where blocks would be cut over t ranks."""
+    """Raises FieldError if no layer is left, or if t ranks would cut blocks."""
     L = config.num_layers
     if not fp8_layers(L, skip):
         rule = "first and last layers are not in FP8, and {num_layers} leaves no other"
@@ -537,7 +535,7 @@ def check(config: GPTConfig, recipe: Recipe, skip: int, t: int = 1) -> None:
         num_heads=config.num_heads * config.head_dim,
         num_kv_heads=config.num_kv_heads * config.head_dim,
     )
-    # experts have a scale for each row
+    # Experts have a scale for each row.
     if set(fp8_layers(L, skip)) - set(getattr(config, "expert_layers", ())):
         sizes["ffn_hidden_size"] = config.ffn_hidden_size
     for field, size in sizes.items():
@@ -555,10 +553,10 @@ def make(recipe: tuple, config: GPTConfig, device, keep_bytes: bool) -> Scaling:
 
 
 def apply(model: gpt.GPT, scaling: Scaling, skip: int = 1) -> None:
-    """Give attention and MLP of a model, or of a stage of it, FP8 matrix multiplications; in place.
+    """Give attention and MLP of a model or pipeline stage FP8 matrix multiplications, in place.
     Parameters keep their names and their precision.
 
-    Comes after tensor and sequence parallelism; before adapters, zero bubble and recomputation.
+    Call it after tensor and sequence parallelism; before adapters, zero bubble and recomputation.
     """
     numbers = fp8_layers(model.config.num_layers, skip)
     for name, block in model.blocks.items():
@@ -578,7 +576,7 @@ def apply(model: gpt.GPT, scaling: Scaling, skip: int = 1) -> None:
 
 def mark_casts(block: gpt.Block) -> None:
     """Ask the norms and SwiGLU, by `is_cast`, to note maxima for the casts after them (kernels.py).
-    Of a shard that is gathered before its cast, nobody would read it."""
+    Not if their output is gathered before the cast, which would not read the note."""
     for norm, part in ((block.attention_norm, block.attention), (block.mlp_norm, block.mlp)):
         if isinstance(part, gpt.Attention | gpt.MLP):
             norm.is_cast = not part.project.gathers()
@@ -587,8 +585,8 @@ def mark_casts(block: gpt.Block) -> None:
 
 
 def in_fp8(part: nn.Module, columns: tuple[str, ...], row: str, scaling: Scaling, number: int):
-    """Change attention or an MLP, `part` of layer `number`. columns: its matrices that read its
-    input; row: the one that gives its output. So tensor parallelism cuts them."""
+    """Change attention or an MLP, `part` of layer `number`. columns: its matrices that tensor
+    parallelism shards by columns; row: the one that it shards by rows."""
     if isinstance(part.project, FP8Input):
         raise ValueError("this model is in FP8 already: call fp8.apply once")
     if type(part.project) is not gpt.ProjectTogether and not isinstance(
@@ -601,7 +599,7 @@ def in_fp8(part: nn.Module, columns: tuple[str, ...], row: str, scaling: Scaling
     output = getattr(part, row)
     layer = Layer(scaling, ((number, names.index(row)),))
     if isinstance(output, tensor_parallel.RowParallelLinear):
-        # each rank has its part of x and its columns of W
+        # Each rank has its part of x and its columns of W.
         layer = replace(layer, input_group=output.group, weight_group=output.group)
     else:
         output = pipeline_parallel.with_weights_of(FP8Linear, output)
@@ -611,28 +609,27 @@ def in_fp8(part: nn.Module, columns: tuple[str, ...], row: str, scaling: Scaling
 
 # === experts ======================================================================================
 #
-# Experts in FP8: one scale for each row, that is for each token, and for each output of a weight.
+# Experts in FP8 have one scale for each row: for each token, and for each output of a weight.
 #
 # An expert multiplies the tokens that chose it (moe.py). Under expert parallelism these come from
-# the micro-batches of several ranks, so there is no one tensor whose maximum could give a scale. A
-# scale of its own for each row does not ask who else is in the tensor, and the layout changes
-# nothing:
+# the micro-batches of several ranks, so the maximum of this tensor would depend on the layout. The
+# scale of a row does not:
 #
 #     y_ij  =  Σ_k q(x)_ik q(w)_jk / (scale_i scale_j)          x: [rows, in]; w: [out, in]
 #
-# The scales stand outside of the sum, so they must not depend on k. Each product sums over another
+# The scales are factors of the sum, so they must not depend on k. Each product sums over another
 # dimension, so a weight is in bytes twice:
 #
-#                                         what has a scale
+#                                         with a scale each
 #     forward            y  = x Wᵀ        rows of x; rows of W
 #     input gradient     ∂x = ∂y W        rows of ∂y; columns of W
 #     weight gradient    ∂W = ∂yᵀ x       over rows: not in FP8, so backward keeps x itself
 #
-# e4m3 is enough for gradients too: within a row the range is short. Experts have these scales with
-# each recipe, from the maxima of now.
+# e4m3 is enough for gradients too: within a row the range is short. Every recipe gives experts
+# these scales, from present maxima.
 #
-# Where tensor-parallel ranks hold parts of a row they agree on its maximum: of x and of W in the
-# second matrix (W_down), of ∂y and of the columns of W in the first ones (W_gate, W_up).
+# Tensor-parallel ranks that hold parts of a row exchange their maxima: of x and of W in the second
+# matrix (W_down), of ∂y and of the columns of W in the first ones (W_gate, W_up).
 #
 # On Hopper GPUs, in bf16, torch._scaled_grouped_mm multiplies the bytes of all experts. Its sums
 # have fewer bits than float32 (`use_fast_accum`), as in torchao.
@@ -640,8 +637,8 @@ def in_fp8(part: nn.Module, columns: tuple[str, ...], row: str, scaling: Scaling
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """Matrices of experts that read the same rows: their places in `Scaling`, and which operands
-    are parts of rows: of each, the ranks that hold the other parts, or None."""
+    """Matrices of experts that read the same rows: their places in `Scaling`, and for operands
+    whose rows are sharded the ranks that hold the parts, else None."""
 
     scaling: Scaling
     places: tuple[tuple[int, int], ...]
@@ -649,7 +646,7 @@ class ExpertLayer:
     gradient_group: dist.ProcessGroup | None
 
     def in_bytes(self, x: Tensor, place, operand: int, group) -> Quantised:
-        """x: [rows, n] -> with a scale for each row"""
+        """x: [rows, n] -> its bytes, with a scale for each row"""
         scaling, block = self.scaling, (1, x.shape[1])
         amax = block_maxima(x, block).nan_to_num(torch.inf, torch.inf)  # [rows, 1]
         scaling.record(amax, place, operand)
@@ -661,8 +658,8 @@ class ExpertLayer:
     def weight_bytes(
         self, i: int, w: Tensor, wanted: tuple[bool, bool] = (True, True)
     ) -> tuple[Quantised | None, Quantised | None]:
-        """(for y [E out, in], for ∂x [E in, out]) of a weight [E, out, in]. Made once a step;
-        without `keep_bytes` for each product, which wants one of the two: the other is None."""
+        """(for y [E out, in], for ∂x [E in, out]) of a weight [E, out, in], made once in a step;
+        without `keep_bytes` for each product, which needs one of them: the other is None."""
         keep = self.scaling.keep_bytes
         found = self.scaling.weights.get(w)
         if found is None:
@@ -696,9 +693,9 @@ def multiply(x: Quantised, counts: Tensor, w: Quantised) -> Tensor:
 
 
 def runs_in_fp8(x: Quantised, shape: tuple[int, int, int]) -> bool:
-    """Whether torch._scaled_grouped_mm takes it: Hopper, bf16 results, rows of whole 16 bytes.
-    shape: of the weight, [E, N, K]."""
-    # no CUDA: an AMD GPU, where e4m3 is another format
+    """Whether torch._scaled_grouped_mm accepts x: Hopper, bf16 results, rows of a multiple of 16
+    bytes. shape: of the weight, [E, N, K]."""
+    # Without CUDA it is an AMD GPU, where e4m3 is another format.
     if not x.q.is_cuda or not torch.version.cuda:
         return False
     if x.dtype != torch.bfloat16 or not len(x.q):
@@ -709,7 +706,7 @@ def runs_in_fp8(x: Quantised, shape: tuple[int, int, int]) -> bool:
 
 def weight_gradient(x: Tensor, grad: Tensor, counts: Tensor, like: Tensor) -> Tensor:
     """∂W_e = ∂y_eᵀ x_e of each expert, in the precision of the run. like: [E, out, in]"""
-    # the library's product under the conditions of moe.grouped_linear
+    # The conditions of the library's product are those of moe.grouped_linear.
     aligned = all(size % 8 == 0 for size in like.shape[1:])
     if x.is_cuda and x.dtype == torch.bfloat16 and len(x) and aligned:
         ends = counts.cumsum(0, dtype=torch.int32)
@@ -726,7 +723,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, counts, layer, *weights):
-        # frozen weights have no use for x
+        # Frozen weights do not need x.
         ctx.save_for_backward(x if any(ctx.needs_input_grad[3:]) else None, counts)
         ctx.layer, ctx.weights = layer, weights
         q = layer.in_bytes(x, layer.places[0], INPUT, layer.input_group)
@@ -760,7 +757,7 @@ def multiply_in_fp8(
 
 
 def apply_to_experts(mlp: moe.MoE, scaling: Scaling, number: int) -> None:
-    """Give the experts of layer `number` FP8 matrix multiplications; in place."""
+    """Give the experts of layer `number` FP8 matrix multiplications, in place."""
     group = None
     if isinstance(mlp.enter, tensor_parallel.CopyToRanks):
         group = mlp.enter.group
@@ -769,9 +766,9 @@ def apply_to_experts(mlp: moe.MoE, scaling: Scaling, number: int) -> None:
     of_first = ("up",) if mlp.gate is None else ("gate", "up")
     places = tuple((number, names.index(name)) for name in of_first)
     layers = {
-        # each rank has its rows of W, that is its columns of y
+        # Each rank has its rows of W, that is, its columns of y.
         first: ExpertLayer(scaling, places, input_group=None, gradient_group=group),
-        # each rank has its part of the rows of x
+        # Each rank has its part of the rows of x.
         mlp.down: ExpertLayer(scaling, ((number, names.index("down")),), group, None),
     }
     mlp.multiply = partial(multiply_in_fp8, layers)

@@ -1,10 +1,10 @@
 """Fused CUDA operations: one pass over memory where PyTorch makes several.
 
 Between its matrix multiplications a transformer adds, scales and normalises. That is little
-arithmetic per element, so these operations take the time of moving their bytes: a GPU that
-multiplies at 800 TFLOP/s copies at 4 TB/s, and could do 800 FLOPs while an element of 2 bytes is
-read and written. PyTorch reads and writes memory once per small operation. A fused kernel reads
-each input once and writes each output once, and no kernel can be faster than that.
+arithmetic per element, so the time of these operations is that of moving their bytes: a GPU with
+800 TFLOP/s and 4 TB/s could do 800 FLOPs while an element of 2 bytes is read and written. PyTorch
+reads and writes memory once per small operation. A fused kernel reads each input once and writes
+each output once, and no kernel can be faster than that.
 
     python -m course.kernels   do the kernels run here; bytes moved, beside PyTorch's own operations
 
@@ -26,26 +26,24 @@ Bytes per element of the first argument in bf16, forward + backward:
     adamw                20        all parameters, bf16 moments, split master    optimizer.py
 
 The CUDA sources are in base/csrc/: read common.cuh, then swiglu.cu, norms.cu, cross_entropy.cu.
-Here stand for each kernel its signature, which base/cuda_kernels.py explains; its gradient; and the
-same with PyTorch's own operations. Matrix multiplications stay with cuBLAS, attention with
+Each kernel has here a signature (base/cuda_kernels.py), a gradient and a PyTorch fallback. Casts to
+FP8 are in base/fp8_cast.py. Matrix multiplications stay with cuBLAS, attention with
 scaled_dot_product_attention.
 
-How a memory-bound kernel comes near the limit: instructions that move vectors of 16 bytes; several
-loads in flight before the first is used; neighbouring threads at neighbouring addresses; sums in
-registers and shuffles; each element read once. Comments in the CUDA sources say where each of these
-is decided; benchmarks/kernels.py measures how near each kernel comes.
+A memory-bound kernel comes near the limit by instructions that move vectors of 16 bytes, several
+loads in flight before the first is used, neighbouring threads at neighbouring addresses, sums in
+registers and shuffles, and reading each element once. Comments in the CUDA sources say where each
+of these is decided; benchmarks/kernels.py measures how near each kernel comes.
 
 On CPUs, in float64, for empty tensors, and for rows that are not whole vectors or too long, the
-functions below compute with PyTorch's own operations, those of gpt.py and moe.py. (Not adamw, which
-then raises RuntimeError.) `apply(model, device, dtype)` hands them to the modules of a finished
-model, as their forward, so names, parameters and the work of other techniques stay. Hooks on the
-norms of a block do not run: the block computes them.
+functions below fall back to the PyTorch operations of gpt.py and moe.py. (adamw raises RuntimeError
+instead.) `apply(model, device, dtype)` makes them the forward of the modules of a finished model,
+so names, parameters and other techniques do not change. Hooks on the norms of a block do not run:
+the block computes them.
 
 The kernels have not yet run on a GPU: tests run their source in an emulator.
 
-Casts to FP8 are in base/fp8_cast.py.
-
-Not covered, and found in Transformer Engine, Apex and Liger: norms fused with the matrix
+Not covered (Transformer Engine, Apex and Liger have them): norms fused with the matrix
 multiplication behind them; kernels tuned for each card and size.
 """
 
@@ -78,14 +76,14 @@ from base.rotary import Rotary, rotate
 
 # --- norms ----------------------------------------------------------------------------------------
 
-# z = residual + (x + x_bias); y, its LayerNorm, or without a bias its RMSNorm
-# n: 1 for max |y|, or 0
+# z = residual + (x + x_bias). y is its LayerNorm, or without a bias its RMSNorm. n: 1 for max |y|,
+# or 0.
 norm_forward = kernel(
     "add_norm(x[.., h], x_bias[h]?, residual[.., h]?, weight[h], bias[h]?, eps: float, n: int)"
     " -> z[.., h] if residual, y[.., h], mean f32[..] if bias, rstd f32[..], amax max[n]"
 )
-# dz: the gradient of z that comes from elsewhere
-# n: 1, with means 2, with x_bias 3, or 0 where none of these learns
+# dz: the gradient of z from elsewhere. n: 1, with means 2, with x_bias 3, or 0 if none of these is
+# trained.
 norm_backward = kernel(
     "add_norm_backward(dy[.., h], dz[.., h]?, z[.., h], weight[h], mean f32[..]?, rstd f32[..],"
     " n: int) -> dx[.., h], dweights sum[n, h]"
@@ -100,7 +98,7 @@ class _Norm(torch.autograd.Function):
         ctx.save_for_backward(z, weight, mean, rstd)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(amax)
-        # a view: autograd does not let an input be an output
+        # Autograd does not let an input be an output, so this returns a view.
         return z.view_as(z), y, amax
 
     @staticmethod
@@ -132,10 +130,11 @@ def add_norm(
     """(z, its norm), z = residual + (x + x_bias): a LayerNorm, or without a bias an RMSNorm.
 
     x, residual: [.., h]; without a residual z is x; x_bias: [h] or None, which needs a residual;
-    notes: whether to note the norm's maximum on it, for a cast to FP8. In backward the gradient
-    that reaches z beside the norm is added in the same pass.
+    notes: whether to note the norm's maximum on it, for a cast to FP8. Backward adds the gradient
+    that reaches z directly in the same pass.
     """
-    # the gradient of x_bias has a place beside those of a LayerNorm, in rows that are not too long
+    # The kernel sums the gradient of x_bias with those of a LayerNorm, in rows that are not too
+    # long.
     if x_bias is not None and (bias is None or not supported_rows(x, LONGEST // 2)):
         x, residual = bias_dropout_add(x, x_bias, residual, None, 0, 0, 0.0), None
         x_bias = None
@@ -168,7 +167,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
 
 # --- rotary embedding -----------------------------------------------------------------------------
 
-# sign: 1, or -1 to rotate back, which is the gradient
+# sign: 1, or -1 to rotate back, which is the gradient.
 rotary_forward = kernel(
     "rotary(q heads[b, a, s, d], k heads[b, c, s, d], cosine[s, d], sine[s, d], sign: float)"
     " -> q_out heads[b, a, s, d], k_out heads[b, c, s, d]"
@@ -195,7 +194,7 @@ def rotary(q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, 
 
 # --- SwiGLU ---------------------------------------------------------------------------------------
 
-# n: 1 for max |y|, or 0; in backward 2 for the maxima of both gradients
+# n: 1 for max |y|, or 0; in backward 2 for the maxima of both gradients.
 swiglu_forward = kernel("swiglu(gate[.., h], up[.., h], n: int) -> y[.., h], amax max[n]")
 swiglu_backward = kernel(
     "swiglu_backward(dy[.., h], gate[.., h], up[.., h], n: int)"
@@ -212,8 +211,8 @@ def swiglu_gradient(ctx, dy, _):
 
 
 def swiglu(gate: Tensor, up: Tensor, notes: bool = False) -> Tensor:
-    """silu(gate) up (arXiv 2002.05202, eq. 6). gate, up: one shape, any -> the same shape. notes:
-    whether to note its maximum on it, and on both gradients theirs, for casts to FP8."""
+    """silu(gate) up (arXiv 2002.05202, eq. 6). gate, up: any one shape -> the same shape. notes:
+    whether to note maxima on the result and on both gradients, for casts to FP8."""
     if not supported(gate) or gate.numel() % vector_elements(gate):
         return F.silu(gate) * up
     y, amax = swiglu_forward(gate, up, int(notes))
@@ -224,7 +223,7 @@ def swiglu(gate: Tensor, up: Tensor, notes: bool = False) -> Tensor:
 # --- bias + GELU, bias + dropout + residual -------------------------------------------------------
 
 bias_gelu_forward = kernel("bias_gelu(x[.., h], bias[h]?) -> y[.., h]")
-# n: 1 for the gradient of the bias, or 0
+# n: 1 for the gradient of the bias, or 0.
 bias_gelu_backward = kernel(
     "bias_gelu_backward(dy[.., h], x[.., h], bias[h]?, n: int) -> dx[.., h], d_bias sum[n, h]"
 )
@@ -247,7 +246,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
     return bias_gelu_forward(x, bias)
 
 
-# start: global number of the first position; limit: p 2^32; n: 1 for sums of y over rows, or 0
+# start: global number of the first position; limit: p 2^32; n: 1 for sums of y over rows, or 0.
 bias_dropout_add_forward = kernel(
     "bias_dropout_add(x[b, s, h], bias[h]?, residual[b, s, h]?, key i32[b]?, n: int,"
     " start: int, site: int, limit: int, scale: float) -> y[b, s, h], sums sum[n, h]"
@@ -268,7 +267,7 @@ def bias_dropout_add_gradient(ctx, dy, _):
 
 
 def mask_numbers(start: int, site: int, p: float) -> tuple[int, int, int, float]:
-    """What a kernel needs to know of dropout beside keys: start, site, limit and scale."""
+    """The numbers of dropout that a kernel takes beside keys: start, site, limit and scale."""
     return start, site, min(round(p * 2**32), 2**32 - 1), 1 / (1 - p)
 
 
@@ -304,7 +303,7 @@ def causal_softmax_gradient(ctx, dp):
 
 
 def causal_softmax(scores: Tensor, scale: float) -> Tensor:
-    """softmax(scale scores), in which row i attends to columns 0 .. i.
+    """softmax(scale scores) where row i attends to columns 0 .. i.
 
     scores: [.., s, s] -> [.., s, s], 0 above the diagonal
     """
@@ -314,7 +313,7 @@ def causal_softmax(scores: Tensor, scale: float) -> Tensor:
     return causal_softmax_forward(scores, scale)
 
 
-# start: global number of the first head; keep_scale: 1 / (1 - p). Backward begins with the scores,
+# start: global number of the first head; keep_scale: 1 / (1 - p). Backward starts from the scores,
 # so that neither a mask nor the undropped probabilities stay in memory.
 softmax_dropout_forward = kernel(
     "softmax_dropout(scores[b, a, s, s], key i32[b], scale: float,"
@@ -423,10 +422,10 @@ def vocab_parallel_cross_entropy(
 
 # --- the permutation of a mixture of experts ------------------------------------------------------
 
-# order: assignments; assignment a belongs to token a % n; position, for the gradient
+# order: assignments; assignment a belongs to token a % n. position: for the gradient.
 permute_forward = kernel("permute(x[n, h], order i64[m], position i64[k, n]) -> y[m, h]")
-# position: the row of each token's choices, m where it was dropped; no probabilities are 1; order,
-# for the gradient
+# position: the row of each token's choices, m for a dropped one. Without probabilities they are 1.
+# order: for the gradient.
 unpermute_forward = kernel(
     "unpermute(rows[m, h], position i64[k, n], probabilities f32[n, k]?, order i64[m]?) -> y[n, h]"
 )
@@ -439,7 +438,7 @@ unpermute_backward = kernel(
 
 @gradient(permute_forward, keep=(2,))
 def permute_gradient(ctx, dy):
-    # the gradient of permute is unpermute without probabilities
+    # The gradient of permute is unpermute without probabilities.
     return unpermute_forward(dy, *ctx.saved_tensors, None, None), None, None
 
 
@@ -462,7 +461,7 @@ def permute(x: Tensor, order: Tensor, position: Tensor) -> Tensor:
 
 
 def unpermute(rows: Tensor, probabilities: Tensor, position: Tensor, order: Tensor) -> Tensor:
-    """The sum of each token's rows times their router probabilities, the way back from `permute`.
+    """The reverse of `permute`: the sum of each token's rows times their router probabilities.
 
     rows: [m, h]; probabilities: [n, k] float32; position: [k, n]; order: [m] -> [n, h]
     """
@@ -475,8 +474,9 @@ def unpermute(rows: Tensor, probabilities: Tensor, position: Tensor, order: Tens
 
 adamw = adamw_kernel.adamw
 
-# --- in a model -----------------------------------------------------------------------------------
-# What a module is handed as its forward, or a head as its loss. self is the module.
+# --- apply ----------------------------------------------------------------------------------------
+#
+# These functions become the forward of a module, or the loss of a head. self is the module.
 
 
 def norm_of_module(self: nn.RMSNorm | nn.LayerNorm, x: Tensor) -> Tensor:
@@ -484,7 +484,7 @@ def norm_of_module(self: nn.RMSNorm | nn.LayerNorm, x: Tensor) -> Tensor:
 
 
 def of_norm(norm: nn.Module) -> tuple | None:
-    """weight, bias and ε of a norm that the operations compute; None for another."""
+    """(weight, bias, ε) of a norm that the kernels compute; None for another norm."""
     if type(norm) not in (nn.RMSNorm, nn.LayerNorm) or len(norm.normalized_shape) > 1:
         return None
     bias = getattr(norm, "bias", None)
@@ -495,8 +495,8 @@ def of_norm(norm: nn.Module) -> tuple | None:
 
 
 def block(self: gpt.Block, x: Tensor, context: gpt.Context = gpt.PLAIN) -> Tensor:
-    """gpt.Block, whose norms also pass on the residual, so that in backward the gradients of both
-    are added in one pass. Without dropout the second adds the bias and the residual too."""
+    """The forward of gpt.Block whose norms also return the residual, so that backward adds both
+    gradients in one pass. Without dropout the second norm adds the bias and the residual too."""
     first, second = of_norm(self.attention_norm), of_norm(self.mlp_norm)
     if first is None or second is None:
         return gpt.Block.forward(self, x, context)
@@ -513,8 +513,8 @@ def block(self: gpt.Block, x: Tensor, context: gpt.Context = gpt.PLAIN) -> Tenso
 
 
 def is_cast(module: nn.Module) -> bool:
-    """Whether a cast to FP8 by its own maximum reads what the module gives (fp8.py), and can find a
-    note: compiled code makes none."""
+    """Whether the module's output is cast to FP8 by its own maximum (fp8.py), and can carry a note:
+    compiled code makes none."""
     return bool(getattr(module, "is_cast", False)) and not torch.compiler.is_compiling()
 
 
@@ -525,7 +525,8 @@ def drops(module: gpt.BiasDropoutAdd, drop_key: Tensor | None) -> bool:
 def bias_dropout_add_of_module(
     self: gpt.BiasDropoutAdd, x: Tensor, bias: Tensor | None, residual: Tensor, drop_key
 ) -> Tensor:
-    # PyTorch adds two in one pass already, and the operation knows a range of positions alone.
+    # PyTorch adds two tensors in one pass already, and the kernel supports only consecutive
+    # positions.
     only_adds = bias is None and not drops(self, drop_key)
     if only_adds or self.dropout.coordinates:
         return gpt.BiasDropoutAdd.forward(self, x, bias, residual, drop_key)
@@ -542,7 +543,7 @@ def rotary_of_module(self: Rotary, q: Tensor, k: Tensor, table: tuple[Tensor, Te
 def explicit_attention(
     self: gpt.ExplicitAttention, q: Tensor, k: Tensor, v: Tensor, context: gpt.Context
 ) -> Tensor:
-    # The operations know the causal mask alone, and heads that are a range.
+    # The kernels support only the causal mask and consecutive heads.
     is_causal = type(self.probabilities) is gpt.CausalProbabilities and context.documents is None
     if not is_causal or self.dropout.coordinates:
         return gpt.ExplicitAttention.forward(self, q, k, v, context)
@@ -561,7 +562,7 @@ def parallel_loss(self: tensor_parallel.VocabParallelHead, logits, targets) -> T
     return vocab_parallel_cross_entropy(logits, targets, self.vocab_size, self.group)
 
 
-# (class, what is handed in, a function of the module and its arguments)
+# (class, replaced method, function of the module and the method's arguments)
 FUSED = [
     (nn.RMSNorm, "forward", norm_of_module),
     (nn.LayerNorm, "forward", norm_of_module),
@@ -579,11 +580,11 @@ FUSED = [
 
 
 def swap(model: nn.Module) -> None:
-    """Make the modules of a model compute with the operations above, on any device.
+    """Make the modules of a model compute with the functions above, on any device.
 
-    To be called after tensor_parallel.apply and whatever else replaces modules, and before what
-    wraps the forward of a block. The operations need arguments of one dtype, so the model does not
-    run under autocast afterwards.
+    Call it after all techniques that replace modules (tensor_parallel.apply), and before those that
+    wrap the forward of a block. The kernels need arguments of one dtype, so the model does not run
+    under autocast afterwards.
     """
     for module in model.modules():
         for own, name, function in FUSED:
@@ -593,8 +594,8 @@ def swap(model: nn.Module) -> None:
 
 
 def apply(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
-    """`swap` if the kernels of this dtype run on this device. Returns None, or why they do not: the
-    model is unchanged then, but for what `apply_on_cpu` does."""
+    """Call `swap` if the kernels of this dtype run on this device. Returns None, or why they do
+    not; then only `apply_on_cpu` changes the model."""
     if device.type == "cpu":
         apply_on_cpu(model, dtype)
     refused = why_not(dtype) if device.type == "cuda" else "no CUDA device"
@@ -604,15 +605,14 @@ def apply(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | N
 
 
 def apply_on_cpu(model: nn.Module, dtype: torch.dtype) -> None:
-    """Fused attention and GELU as a CPU computes them faster, with PyTorch's operations, in
-    place. Of float32 attention where oneDNN multiplies (base/cpu.py): blocks of rows are no faster
-    by MKL."""
+    """Replace fused attention and GELU by forms that are faster on a CPU, in place. For float32
+    attention only if oneDNN multiplies (base/cpu.py): with MKL blocks of rows are no faster."""
     by_onednn = torch.get_float32_matmul_precision() != "highest"
     has_blocks = dtype in (torch.bfloat16, torch.float64) or (dtype == torch.float32 and by_onednn)
     for module in model.modules():
         if type(module) is gpt.FusedAttention and has_blocks:
             module.forward = MethodType(attention_on_cpu, module)
-        # of 16 bits each of its steps would be rounded
+        # In 16 bits each of its steps would be rounded.
         if type(module) is gpt.GELU and dtype.itemsize >= 4:
             module.forward = MethodType(gelu_on_cpu, module)
 
