@@ -1,8 +1,8 @@
-"""Families of models: what a Mistral, Qwen3, Gemma, BLOOM or Llama 3.1 has beside a GPT or Llama.
+"""Model families: the parts that Mistral, Qwen3, Gemma, BLOOM and Llama 3.1 add to GPT-2 or Llama.
 
 gpt.py is GPT-2 and Llama. Most released models are one of these with another size. The others have
-a few parts of their own, which this file puts into a finished model, from outside, on the meta
-device. A field of GPTConfig (base/model_config.py) asks for each of them:
+a few more parts, which this file puts into a finished model, from outside, on the meta device. Each
+has a field of GPTConfig (base/model_config.py):
 
     Qwen3       a norm of each head's query and key                      qk_norm
     Gemma       embeddings times √h                                      embedding_scale
@@ -11,28 +11,27 @@ device. A field of GPTConfig (base/model_config.py) asks for each of them:
     Mistral     a sliding window                                         sliding_window
     Llama 3.1   rotary frequencies for longer sequences                  rotary_factor, ..
 
-A window and ALiBi are local attention: near tokens count more. Plain causal attention lets a token
-see all tokens before it, near or far. Both change that by a number that is added to the score of
+A window and ALiBi are local attention: near tokens count more. Both add a bias to the score of
 query i and key j:
 
     sliding window (Mistral, arXiv 2310.06825)    ALiBi (Press et al., arXiv 2108.12409, section 3)
-    -∞ where the distance i - j is w or more      -slope · (i - j), a slope of its own in each head
+    -∞ where the distance i - j is w or more      -slope · (i - j), with another slope in each head
 
     i = 0   .                   w = 3             0                      slope = 1/2
     i = 1   . .                                  -½   0
     i = 2   . . .                                -1  -½   0
-    i = 3     . . .     j = 0 is out of sight    -1½ -1  -½   0
+    i = 3     . . .     j = 0 is hidden          -1½ -1  -½   0
 
 With a window, L layers together reach L (w - 1) tokens back, and a token needs the keys and values
 of w tokens only: the cache of generation stops growing (inference/kv_cache.py). With ALiBi a model
 needs no other positions (BLOOM, arXiv 2211.05100). The first of a heads has slope r = 2^(-8/a),
-the next r², then r³, and so on: 1/2, 1/4, .. 1/256 for 8 heads. Where a is no power of two, see
-`alibi_slopes`.
+the next r², then r³, and so on: 1/2, 1/4, .. 1/256 for 8 heads. `alibi_slopes` has the rule for an
+a that is not a power of two.
 
     python -m course.families      parameters, reach of a token, columns of the cache, slopes
 
-Not covered: a kernel that skips what the window hides (FlashAttention's window_size). Here the
-scores are computed and then hidden. Context parallelism of such models is refused.
+Not covered: a kernel that skips hidden tokens (FlashAttention's window_size), instead of computing
+their scores and hiding them; context parallelism of such models.
 """
 
 import math
@@ -62,14 +61,14 @@ class HeadNorms(nn.Module):
 
 
 class Scale(nn.Module):
-    """x times a number."""
+    """Multiplies x by a number."""
 
     def __init__(self, factor: float):
         super().__init__()
         self.factor = factor
 
     def forward(self, x: Tensor) -> Tensor:
-        # in 16 bits the factor is rounded too, as Gemma's authors have it: √3072 is 55.5
+        # In 16 bits the factor is rounded too, as in Gemma's code: √3072 is 55.5.
         return x * torch.tensor(self.factor, dtype=x.dtype)
 
 
@@ -95,9 +94,10 @@ ACTIVATIONS = {"gelu": gpt.GELU, "swiglu": gpt.SwiGLU, "geglu": GeGLU}
 
 
 def llama3_frequencies(config: GPTConfig, device: torch.device) -> Tensor:
-    """Llama 3.1, for longer sequences. A pair that turns less than `low` times in the original
-    length turns slower by the factor; one with more than `high` as before; others in between.
-    [d/2], float64"""
+    """The rotary frequencies of Llama 3.1, for longer sequences. [d/2], float64
+
+    A pair that turns less than `low` times in the original length turns slower by the factor; one
+    that turns more than `high` times does not change; the others are interpolated."""
     frequency = rotary_frequencies(config, device)
     low, high = config.rotary_low_frequency, config.rotary_high_frequency
     turns = config.rotary_original_length * frequency / (2 * math.pi)
@@ -109,17 +109,17 @@ def llama3_frequencies(config: GPTConfig, device: torch.device) -> Tensor:
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """[a], float64. Where a is no power of two: the slopes of the power n below it, and between
-    them every second one of 2n (as the authors, and BLOOM, take them)."""
+    """ALiBi's slopes, [a], float64. If a is not a power of two: the slopes of the power n below it,
+    then every second one of 2n (as in the authors' code and in BLOOM)."""
     n = 2 ** int(math.log2(num_heads))
     slopes = [2 ** (-8 * i / n) for i in range(1, n + 1)]
     between = [2 ** (-4 * i / n) for i in range(1, 2 * n, 2)]
-    # a model on the meta device has them too
+    # A model on the meta device has real slopes too.
     return torch.tensor((slopes + between)[:num_heads], dtype=torch.float64, device="cpu")
 
 
 class LocalBias(nn.Module):
-    """What is added to the scores, -∞ where a token is hidden."""
+    """The bias that is added to the scores, -∞ where a token is hidden."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -132,8 +132,8 @@ class LocalBias(nn.Module):
             self.slopes = self.slopes.chunk(t)[rank]
 
     def forward(self, q: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Of a whole sequence. q: [b, a, s, d]; documents: [b, s] as in base/document_mask.py
-        -> [1 or b, 1 or a, s, s], in q's dtype"""
+        """The bias of a whole sequence. q: [b, a, s, d]; documents: [b, s] as in
+        base/document_mask.py -> [1 or b, 1 or a, s, s], in q's dtype"""
         at = torch.arange(q.shape[2], device=q.device).unsqueeze(0)
         bias = self.between(at, at, q)
         if documents is not None:
@@ -152,20 +152,21 @@ class LocalBias(nn.Module):
         if self.slopes is None:
             bias = torch.zeros(hidden.shape, device=like.device)
         else:
-            # whole numbers: in 32 bits a distance is exact up to 2^24
+            # Distances are whole numbers: float32 is exact up to 2^24.
             slopes = self.slopes_on(like.device).to(torch.promote_types(like.dtype, torch.float32))
             bias = -slopes.view(-1, 1, 1) * distance  # [b, a, s, n]
         return bias.masked_fill(hidden, -torch.inf).to(like.dtype)
 
     def slopes_on(self, device: torch.device) -> Tensor:
-        """[a]. They stay on a GPU: a CUDA graph cannot copy them there (cuda_graphs.py)."""
+        """The slopes [a] on a device. On a GPU they are kept there, because a CUDA graph cannot
+        copy them (cuda_graphs.py)."""
         if device.type == "cuda":
             self.slopes = self.slopes.to(device)
         return self.slopes.to(device)
 
 
 class LocalProbabilities(nn.Module):
-    """In the place of gpt.CausalProbabilities. q, k: [b, a, s, d] -> [b, a, s, s]"""
+    """Replaces gpt.CausalProbabilities. q, k: [b, a, s, d] -> [b, a, s, s]"""
 
     def __init__(self, local: LocalBias):
         super().__init__()
@@ -177,7 +178,7 @@ class LocalProbabilities(nn.Module):
 
 
 class LocalFusedAttention(nn.Module):
-    """In the place of gpt.FusedAttention. q: [b, a, s, d]; k, v: [b, a_kv, s, d] -> [b, s, ad]"""
+    """Replaces gpt.FusedAttention. q: [b, a, s, d]; k, v: [b, a_kv, s, d] -> [b, s, ad]"""
 
     def __init__(self, local: LocalBias):
         super().__init__()
@@ -191,19 +192,18 @@ class LocalFusedAttention(nn.Module):
 
 
 def local_bias(block: gpt.Block) -> LocalBias | None:
-    """Of a block's attention; None: plain causal attention."""
+    """The LocalBias of a block's attention; None for plain causal attention."""
     found = (module for module in block.attention.modules() if isinstance(module, LocalBias))
     return next(found, None)
 
 
-# --- in a model -----------------------------------------------------------------------------------
+# --- apply ----------------------------------------------------------------------------------------
 
 
 def apply(model: gpt.GPT) -> None:
-    """Put in what the family of model.config has beside a GPT-2 or a Llama; in place, right after
-    GPT(config)."""
+    """Add the parts of the family of model.config, in place, right after GPT(config)."""
     config, embedding = model.config, model.embedding
-    # on the meta device, shapes without storage
+    # On the meta device tensors have no storage.
     with embedding.tokens.weight.device:
         if config.embedding_scale:
             embedding.scale = Scale(math.sqrt(config.hidden_size))
@@ -231,7 +231,7 @@ def apply_to_block(block: gpt.Block, config: GPTConfig) -> None:
 
 
 def replace_norms(model: gpt.GPT) -> None:
-    """Gemma's in the place of every RMSNorm. Their weights begin at 0."""
+    """Replace every RMSNorm by Gemma's, whose weights begin at 0."""
     model.norm_weight = 0.0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -240,8 +240,8 @@ def replace_norms(model: gpt.GPT) -> None:
 
 
 def build(config: GPTConfig) -> gpt.GPT:
-    """A whole model of any family, with the initial values of seed 0; on the meta device without
-    values. Experts are for moe.apply."""
+    """A whole model of any family, with the initial values of seed 0 (on the meta device: no
+    values). moe.apply adds experts."""
     model = gpt.GPT(config)
     apply(model)
     return model

@@ -10,12 +10,12 @@
     decode        z       | w              ..
 
 Without the cache, the pass for token n reads all n tokens again. A forward pass gives logits, and
-inference/sampling.py draws the next token from them. Its random numbers depend on (seed, prompt,
-position) alone: a prompt has the same text in any batch and under any layout, up to rounding (in
-float64 exactly; in 16 bits texts differ after some dozens of tokens).
+inference/sampling.py draws the next token from them. Its random numbers depend only on (seed,
+prompt, position): a prompt gives the same text in any batch and under any layout, up to rounding
+(in float64 exactly; in 16 bits texts differ after some dozens of tokens).
 
-`decode`, below, is the loop, for one device and for tensor, data and expert parallelism. Pipeline
-stages run the same loop over micro-batches (inference/pipelined.py).
+`decode` is the loop, for one device and for tensor, data and expert parallelism. Pipeline stages
+run the same loop over micro-batches (inference/pipelined.py).
 
     python -m course.generate                          a lesson: with the cache and without
     python generate.py --checkpoint runs/default --prompt "def "
@@ -24,8 +24,8 @@ stages run the same loop over micro-batches (inference/pipelined.py).
     python generate.py --checkpoint runs/default --weights int8 --prompt "def "
     torchrun --nproc-per-node 4 generate.py --tp 2 --pp 2 --checkpoint HF_DIR --interactive
 
-Not covered: new prompts that join a batch that is decoding (inference/serve.py); speculative
-decoding, a cache in 8 bits. Serving systems such as vLLM and TensorRT-LLM have them.
+Not covered: new prompts that join a running batch (inference/serve.py has this); speculative
+decoding and a cache in 8 bits (vLLM and TensorRT-LLM have them).
 """
 
 import itertools
@@ -63,7 +63,7 @@ def decode(
     lockstep: dist.ProcessGroup | None = None,
     observe: Observer | None = None,
 ) -> Iterator[list[NewToken]]:
-    """The decode loop: each turn gives one token to each unfinished sequence."""
+    """The decode loop: each iteration adds one token to each unfinished sequence."""
     unfinished = True
     while unfinished:
         tokens = batch.next_tokens()  # [b, s]: the prompts (prefill), or s = 1 (decode)
@@ -73,7 +73,7 @@ def decode(
             observe(batch, logits, sampled)
         new_tokens = batch.append(sampled.tolist())
         unfinished = any_unfinished(batch, lockstep)
-        # A rank without prompts has none.
+        # A rank without prompts has no new tokens.
         if new_tokens:
             yield new_tokens
 
@@ -82,14 +82,14 @@ def decode(
 
 
 class ModelRunner:
-    """Forward passes of this rank's part of a model, with the cache."""
+    """Runs forward passes of this rank's part of a model, with the cache."""
 
     def __init__(self, stages: list[GPT], slot: CacheSlot | None = None):
-        """stages: this rank's stages of a pipeline, or the whole model. slot: as of `caching`."""
+        """stages: this rank's pipeline stages, or the whole model. slot: as in `caching`."""
         self.stages = stages
         self.slot = slot or CacheSlot()
         self.config = stages[0].config
-        # inference/weight_layouts.py makes buffers of parameters.
+        # inference/weight_layouts.py turns parameters into buffers.
         tensors = (t for stage in stages for t in (*stage.parameters(), *stage.buffers()))
         tensor = next(tensors)
         self.device = tensor.device
@@ -98,7 +98,7 @@ class ModelRunner:
         self.like, self.frequencies = tensor.new_empty(0), None
         if self.config.positions == "rotary":
             self.frequencies = stages[0].rotary_frequencies(self.config, self.device)
-        # What a sliding window or ALiBi adds, the same in all layers.
+        # The bias of a sliding window or ALiBi, the same in all layers.
         blocks = [block for stage in stages for block in stage.blocks.values()]
         self.local = families.local_bias(blocks[0]) if blocks else None
         self.captures = cuda_graphs.can_capture(stages, self.device)
@@ -106,7 +106,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     @any_shape()
-    # A compiled block would be compiled again for every length.
+    # Otherwise torch.compile would compile a block again for every length.
     @compiling.eagerly
     def forward(
         self, batch: DecodeBatch, tokens: Tensor, chunk: int = 0, activations: Tensor | None = None
@@ -144,8 +144,8 @@ class ModelRunner:
         return x
 
     def rotary_at(self, cache: Cache, s: int) -> tuple[Tensor, Tensor] | None:
-        """cos and sin for positions [b] of a decoding step, each [b, 1, 1, d]; for a prefill of s
-        tokens, [s, d]."""
+        """cos and sin: [b, 1, 1, d] each for the positions [b] of a decoding step; [s, d] each for
+        a prefill of s tokens."""
         if self.frequencies is None:
             return None
         if cache.positions is None:
@@ -162,7 +162,7 @@ def at_column(x: Tensor, last_column: Tensor, cache: Cache) -> Tensor:
     index = torch.searchsorted(at, last_column).clamp(max=len(at) - 1)
     x = x[torch.arange(len(x), device=x.device), index]  # [b, h]
     if cache.group:
-        # One rank has it, the others add 0.
+        # One rank has this activation, and the others add 0.
         x = x.masked_fill((at[index] != last_column).unsqueeze(1), 0.0)
         dist.all_reduce(x, group=cache.group)
     return x.unsqueeze(1)
@@ -200,22 +200,22 @@ def stream(
     cp_group: dist.ProcessGroup | None = None,
     runner: ModelRunner | None = None,
 ) -> Iterator[list[NewToken]]:
-    """Yields the new tokens after each step, of the batch or, in a pipeline, of a micro-batch. All
+    """Yields the new tokens after each step of the batch or, in a pipeline, of a micro-batch. All
     ranks that hold a part of the model call this with the same arguments.
 
-    prompts: token ids, for each prompt 1 to seq_length of them.
+    prompts: 1 to seq_length token ids for each prompt.
     eot: the end-of-text token, or several; it ends a text, and is not part of it.
     stopped(number, generated ids): whether the text of prompt `number` ends here.
     cached: False runs the whole context again at each step.
-    lockstep: ranks with prompts of their own (or none), whose forward passes are collectives:
-        experts are spread over them, or parameters (ZeRO stage 3).
-    keys: of random numbers; `keys_of(prompts, seed)`, or given where prompts are some of more.
-    observe(batch, logits [b, V], sampled [b]): called on the ranks that sample, after they have:
-        all ranks of a model, or of a pipeline those of the last stage (inference/rollout.py).
+    lockstep: ranks with different prompts (or none), whose forward passes are collectives because
+        experts or parameters (ZeRO stage 3) are sharded over them.
+    keys: of random numbers; by default `keys_of(prompts, seed)`; given if there are more prompts.
+    observe(batch, logits [b, V], sampled [b]): called after sampling on the ranks that sample: all
+        ranks of a model, or those of a pipeline's last stage (inference/rollout.py).
     cp_group: ranks with the same prompts, which share the prefill (context parallelism).
-    runner: `ModelRunner(stages_of(model))`, which keeps the CUDA graphs for other prompts.
+    runner: `ModelRunner(stages_of(model))`, which keeps CUDA graphs between calls.
 
-    Raises ValueError for a prompt or an option that is not possible; FloatingPointError where the
+    Raises ValueError for a prompt or an option that is not possible; FloatingPointError if the
     model's logits are not finite."""
     stages = stages_of(model)
     keys = keys_of(prompts, seed) if keys is None else keys
@@ -252,13 +252,13 @@ def make_batches(
     lockstep: dist.ProcessGroup | None,
     cp_group: dist.ProcessGroup | None,
 ) -> list[DecodeBatch]:
-    """The prompts, dealt out in turn: as many micro-batches as pipeline stages, but none without a
-    prompt on any rank. A rank with fewer prompts than batches adds idle sequences."""
+    """Distribute the prompts in turn over as many micro-batches as pipeline stages. No batch is
+    without a prompt on all ranks; a rank with fewer prompts than batches adds idle sequences."""
     p = 1 if isinstance(model, GPT) else model.p
     num_batches = min(p, max_over_ranks(len(prompts), lockstep, runner.device))
     sequences = [Sequence(i, list(ids), key) for i, (ids, key) in enumerate(zip(prompts, keys))]
     while len(sequences) < num_batches:
-        # It is finished, and joins the collectives of the other ranks.
+        # This sequence is finished, and only joins the collectives of the other ranks.
         sequences.append(Sequence(-1, [0], 0, "length"))
     config = runner.config
     options = config.seq_length, runner.device, runner.caches, cached, cp_group
@@ -272,7 +272,7 @@ def stages_of(model: GPT | Pipeline) -> list[GPT] | list[Stage]:
 
 
 def check_prompts(model: GPT, prompts: list[list[int]], keys: list[int]) -> None:
-    """model: the whole, or a stage of it. Raises ValueError, naming what to change."""
+    """Raises ValueError, naming what to change. model: the whole model, or a pipeline stage."""
     if len(keys) != len(prompts):
         raise ValueError(f"{len(keys)} keys for {len(prompts)} prompts: give one for each")
     seq_length = model.config.seq_length

@@ -1,16 +1,16 @@
-"""Which layout, how much memory, how long: a prediction, before anybody pays for it.
+"""Planner: predicts the time and memory of a training step, and finds the fastest layout.
 
 A step is a sum of parts. Each part is a quantity that follows from the layout, divided by a rate
-that a data sheet gives, times the share of this rate that training reaches. In one layer, with b
+from a data sheet times the share of this rate that training reaches. In one layer, with b
 micro-batch, s sequence, h hidden, t tensor-parallel ranks, p stages, v of them on each rank:
 
     matmul        24 b s h² + 4 b s² h FLOPs forward in each layer, twice backward     / FLOP/s
     elementwise   bytes that norms, dropout, activations, softmax read and write       / bytes/s
     tensor        2 (t-1)/t of the bytes of each all-reduce                            / bytes/s
-    context       what a layer waits for keys and values of other ranks' tokens
+    context       waits for keys and values of other ranks' tokens
     pipeline      sends between stages
     bubble        (p - 1) (forward + backward) / v, with the seconds of a rank's layers
-    head          logits and loss, on the last stage: the slowest rank sets the pace
+    head          logits and loss, on the last stage, which is usually the slowest
     data          sums of gradients over data-parallel ranks
     optimizer     bytes that the update reads and writes
 
@@ -23,7 +23,7 @@ Sources: FLOPs, arXiv 2104.04473, appendix; bubble, section 2.2; activations, ar
 collectives, ZeRO, arXiv 1910.02054, section 7.
 
 Not covered: times of single kernels and of each matrix size (Calculon, arXiv 2305.14500, has them);
-on GPUs, the time to launch kernels, which is most of a tiny model's step.
+the time to launch kernels on GPUs, which is most of a tiny model's step.
 """
 
 import dataclasses
@@ -42,13 +42,13 @@ from planning.memory import Stages, learned, memory, parameters, stages_of, wait
 
 # --- bytes outside the layers ---------------------------------------------------------------------
 
-# for each logit: to 32 bits (6), maximum (4), minus it (8), exp (8), sum (4), softmax (8), its
-# gradient (8), to 16 bits (6); with --head-chunk backward has to 32 bits (6) and minus (8) again
+# For each logit: to 32 bits (6), maximum (4), minus it (8), exp (8), sum (4), softmax (8), its
+# gradient (8), to 16 bits (6). With --head-chunk backward repeats to 32 bits (6) and minus (8).
 LOSS, LOSS_AGAIN = 52, 14
-# for each parameter: unscale (8), norm (4), clip (8), zero (4); the gradient (4)
+# For each parameter: unscale (8), norm (4), clip (8), zero (4), the gradient (4).
 UPDATE = 28
-# .. and its state, read and written; in 32 bits also to 16 (6). In 16 bits the weight is the other
-# half of the master (4)
+# Its state is also read and written. In 32 bits it is copied to 16 (6); in 16 bits the weight is
+# the other half of the master (4).
 TO_16_BITS, OTHER_HALF = 6, 4
 
 # --- outside the layers ---------------------------------------------------------------------------
@@ -60,15 +60,16 @@ def head(rank: Rank) -> float:
     With one stage the rank has the embedding as well, and waits for its all-reduce too.
     """
     logits = rank.tokens * rank.model.vocab_size / rank.layout.tp
-    # the gradient of the head's input; the sum of the embedding's parts
+    # The gradient of the head's input is summed, and the parts of the embedding.
     summed = 2 if rank.layout.pp == 1 else 1
     waits = summed * rank.collective("tp", rank.activation, passes=2)
-    # the loss: the largest logit; the sum of exponentials and the target's logit, in 32 bits
+    # The loss reduces the largest logit, then the sum of exponentials and the target's logit, in 32
+    # bits.
     waits += rank.collective("tp", 4 * rank.tokens, passes=2)
     waits += rank.collective("tp", 8 * rank.tokens, passes=2)
     again = rank.layout.head_chunk > 0
     loss = (LOSS + LOSS_AGAIN * again) * logits / rank.bytes_per_second
-    # chunks multiply again in backward; a frozen matrix has no gradient
+    # Chunks multiply again in backward; a frozen matrix has no gradient.
     multiplied = 6 + 2 * again - (2 if rank.software.lora_rank else 0)
     return rank.matmul(multiplied * logits * rank.model.hidden_size) + loss + waits
 
@@ -82,7 +83,7 @@ def pipeline(rank: Rank) -> float:
             send += rank.collective("tp", rank.activation)
     else:
         send = rank.send(rank.activation / rank.sequence_ranks)
-    # activations and gradients: of each chunk and micro-batch, and while the pipeline fills
+    # Each chunk and micro-batch sends activations and gradients; more while the pipeline fills.
     count = 2 * (layout.micro_batches * layout.virtual_stages + layout.pp - 1)
     is_summed = model.tied and not rank.software.lora_rank
     tied = model.vocab_size * model.hidden_size / layout.tp if is_summed else 0
@@ -92,13 +93,13 @@ def pipeline(rank: Rank) -> float:
 def data_parallel(rank: Rank, forward: float, backward: float) -> float:
     """Seconds that sums of gradients and gathers of parameters add to a step.
 
-    forward, backward: seconds of one micro-batch, beside which they run. What is longer than these
-    is waited for; the rest slows them down (`Constants.hidden`).
+    forward, backward: seconds of one micro-batch, which they overlap. A rank waits for what is
+    longer than these; the overlapped part slows them down (`Constants.hidden`).
     """
     software, stage, m = rank.software, rank.layout.zero_stage, rank.layout.micro_batches
     gather, reduce = gathers_and_sums(rank)
 
-    # collectives of single parameters mostly wait, and share nothing
+    # Collectives of single parameters mostly wait, and share no hardware with computation.
     lost = 0.0 if software.waits_for_reductions else rank.machine.constants.hidden
 
     def beside(seconds: float, computation: float) -> float:
@@ -115,7 +116,7 @@ def data_parallel(rank: Rank, forward: float, backward: float) -> float:
         return m * beside(reduce, backward) + gather
     if stage == 1:
         return beside(reduce, backward) + gather
-    # an all-reduce: twice the bytes
+    # An all-reduce moves twice the bytes.
     return beside(2 * reduce, backward)
 
 
@@ -124,9 +125,9 @@ def gathers_and_sums(rank: Rank) -> tuple[float, float]:
     parameters, reduce-scatters of gradients). Ranks that share experts have fewer replicas."""
     software, layout = rank.software, rank.layout
     share = rank.machine.constants.zero3 if software.waits_for_reductions else 1.0
-    # each layer, the embedding and the head
+    # Each layer, the embedding and the head are units.
     units = rank.model.num_layers / layout.pp + 2 if software.reduces_by_layer else 1
-    # what has gradients, and is new after a step
+    # These parameters have gradients, and change in a step.
     learning = learned(rank.model, layout, software)
     gathered = parameters(rank.model, layout, software) if layout.zero_stage == 3 else learning
 
@@ -144,10 +145,10 @@ def gathers_and_sums(rank: Rank) -> tuple[float, float]:
 
 
 class Work(NamedTuple):
-    """What one pipeline rank has to do in a micro-batch."""
+    """The work of one pipeline rank in a micro-batch."""
 
     layers: int
-    # shares of these layers
+    # Shares of these layers.
     recomputed: float
     in_fp8: float
     head: bool
@@ -155,7 +156,7 @@ class Work(NamedTuple):
 
 @lru_cache(maxsize=2**12)
 def works_of(of_ranks: Stages) -> tuple[Work, ...]:
-    """Of all pipeline ranks, those that differ; then that of the mean rank, for which most ranks
+    """The different works of all pipeline ranks, then that of the mean rank, for which most ranks
     wait while the pipeline fills."""
     found = []
     for stages in of_ranks:
@@ -175,11 +176,12 @@ def step_time(
 ) -> dict[str, float]:
     """Seconds of one step of the global batch, by part. Their sum is the step.
 
-    The slowest rank sets the pace: mostly the last one, which has the head. Raises ScheduleError
-    for a schedule whose bubble has no formula, PlanError for FP8 on a machine without it.
+    The time is that of the slowest rank, mostly the last one, which has the head. Raises
+    ScheduleError for a schedule whose bubble has no formula, PlanError for FP8 on a machine without
+    it.
     """
     p, m = layout.pp, layout.micro_batches
-    # raises: no schedule is taken for another one
+    # This raises for a schedule without a formula.
     schedules.bubble_formula(layout.pipeline_schedule, p, m, layout.virtual_stages)
     rank = Rank(machine, software, model, layout)
     of_head = head(rank)
@@ -194,7 +196,7 @@ def step_time(
     seconds = {}
     for name, in_forward, in_backward in zip(Pass._fields, forward, backward):
         seconds[name] = m * work.layers * (in_forward + in_backward)
-    # where another rank is slower, its head is a part of what fills and drains the pipeline
+    # If another rank is slower, the head counts only once, while the pipeline fills and drains.
     seconds["head"] = (m if work.head else 1) * of_head
     if p > 1:
         seconds["bubble"] = fill_and_drain(rank, mean)
@@ -207,12 +209,11 @@ def step_time(
 
 
 def fill_and_drain(rank: Rank, mean: Work) -> float:
-    """Seconds of the bubble: a rank waits while the others, with their layers, fill and drain the
-    pipeline."""
+    """Seconds of the bubble: a rank waits while the others fill and drain the pipeline."""
     forward, backward, deferred = layer(rank, mean.recomputed, mean.in_fp8)
     waits = sum(forward) + sum(backward)
     if waits_for_w(rank.layout):
-        # f + I - W instead of f + I + W: weight gradients fill the waits for input gradients
+        # f + I - W instead of f + I + W: weight gradients fill the waits for input gradients.
         waits -= 2 * min(deferred, sum(backward) / 2)
     return (rank.layout.pp - 1) * mean.layers * waits / rank.layout.virtual_stages
 
@@ -229,17 +230,17 @@ def update(rank: Rank) -> float:
     return nbytes * held / shards / rank.bytes_per_second
 
 
-# --- which layout ---------------------------------------------------------------------------------
+# --- search ---------------------------------------------------------------------------------------
 
 
-# tokens that have logits at a time, where all of a micro-batch do not fit
+# Tokens that have logits at a time, if those of a micro-batch do not fit.
 HEAD_CHUNK = 1024
-# a layout is looked at more closely where it may be at most so many times as slow as the fastest
+# A layout is searched more closely if it may take at most this many times the fastest's time.
 NEAR = 1.05
 
 
 class Plan(NamedTuple):
-    """A layout, with what `step_time` and `memory` say of it."""
+    """A layout, with its `step_time` and `memory`."""
 
     layout: Layout
     parts: dict[str, float]
@@ -253,11 +254,10 @@ class Plan(NamedTuple):
 def search(
     machine: Machine, software: Software, model: MoEConfig, gpus: int, global_batch: int
 ) -> list[Plan]:
-    """Every layout that train.py accepts and that fits into memory, the fastest first.
-
-    Raises PlanError where none does.
-    """
-    # of equals, the one with the largest micro-batch: it launches fewer kernels
+    """Every layout that train.py accepts and that fits into memory, the fastest first. Raises
+    PlanError if none does."""
+    # Of equally fast layouts the one with the largest micro-batch is first: it launches fewer
+    # kernels.
     plans = sorted(
         fitting(machine, software, model, gpus, global_batch),
         key=lambda plan: (round(plan.seconds, 9), -plan.layout.micro_batch_size),
@@ -270,59 +270,61 @@ def search(
 def fitting(
     machine: Machine, software: Software, model: MoEConfig, gpus: int, global_batch: int
 ) -> Iterator[Plan]:
-    """Every layout that train.py accepts and that fits into memory. What fits without recomputation
-    or without --head-chunk is not tried with it: both take time."""
-    room = USABLE * machine.memory
-    # layouts that do not fit, without their micro-batch: larger ones will not fit either
+    """Every layout that train.py accepts and that fits into memory. Recomputation and --head-chunk
+    are tried only if a layout does not fit without them: both take time."""
+    limit = USABLE * machine.memory
+    # Layouts that do not fit, without their micro-batch size: larger ones will not fit either.
     full = set()
-    # layouts that fit without recomputation
-    roomy = set()
+    # Layouts that fit without recomputation.
+    fit_plain = set()
     fastest = math.inf
     for layout in layouts(model, software, gpus, global_batch):
         plain = dataclasses.replace(layout, recompute="none")
         others = dataclasses.replace(layout, micro_batch_size=1)
-        if others in full or plain in roomy:
+        if others in full or plain in fit_plain:
             continue
-        layout = made_to_fit(model, software, layout, room)
+        layout = made_to_fit(model, software, layout, limit)
         if layout is None:
             full.add(others)
             continue
         if layout == plain:
-            roomy.add(plain)
+            fit_plain.add(plain)
         elif layout.recompute != "none":
             least = dataclasses.replace(layout, recompute="none")
-            # what loses even without recomputation recomputes all
+            # A layout that is too slow even without recomputation recomputes all.
             if sum(step_time(machine, software, model, least).values()) < NEAR * fastest:
-                layout = recomputing_least(model, software, layout, room)
+                layout = recomputing_least(model, software, layout, limit)
         held = memory(model, layout, software)
         plan = Plan(layout, step_time(machine, software, model, layout), held)
         fastest = min(fastest, plan.seconds)
         yield plan
 
 
-def fits(model: MoEConfig, software: Software, layout: Layout, room: float, **fields) -> bool:
-    """Whether a layout, with other values of these fields, takes at most `room` bytes."""
+def fits(model: MoEConfig, software: Software, layout: Layout, limit: float, **fields) -> bool:
+    """Whether a layout, with other values of these fields, takes at most `limit` bytes."""
     changed = dataclasses.replace(layout, **fields)
-    return sum(memory(model, changed, software).values()) <= room
+    return sum(memory(model, changed, software).values()) <= limit
 
 
-def made_to_fit(model: MoEConfig, software: Software, layout: Layout, room: float) -> Layout | None:
-    """The layout, or the same with --head-chunk; None where neither fits."""
-    if fits(model, software, layout, room):
+def made_to_fit(
+    model: MoEConfig, software: Software, layout: Layout, limit: float
+) -> Layout | None:
+    """The layout, or the same with --head-chunk; None if neither fits."""
+    if fits(model, software, layout, limit):
         return layout
     is_chunk = layout.tokens(model.seq_length) > HEAD_CHUNK
-    if is_chunk and fits(model, software, layout, room, head_chunk=HEAD_CHUNK):
+    if is_chunk and fits(model, software, layout, limit, head_chunk=HEAD_CHUNK):
         return dataclasses.replace(layout, head_chunk=HEAD_CHUNK)
     return None
 
 
-def recomputing_least(model: MoEConfig, software: Software, layout: Layout, room: float) -> Layout:
-    """A layout that fits, with as few recomputed layers as do it."""
-    # so few do not fit, so many do
+def recomputing_least(model: MoEConfig, software: Software, layout: Layout, limit: float) -> Layout:
+    """The layout with as few recomputed layers as fit, by bisection."""
+    # `few` recomputed layers do not fit, `many` do.
     few, many = 0, model.num_layers
     while many - few > 1:
         middle = (few + many) // 2
-        if fits(model, software, layout, room, recompute_layers=middle):
+        if fits(model, software, layout, limit, recompute_layers=middle):
             many = middle
         else:
             few = middle

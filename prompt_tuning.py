@@ -1,4 +1,4 @@
-"""Prompt tuning and p-tuning: a frozen model learns a task as a few vectors in front of the text.
+"""Prompt tuning and p-tuning: a frozen model learns a task as a few vectors before the text.
 
     ids        V+0  V+1  V+2 | g    o    o    d     V vocabulary size; V + j is virtual token j
     vectors    P_0  P_1  P_2 | E_g  E_o  E_o  E_d   E [V, h] embedding, frozen; P [T, h] is learned
@@ -12,21 +12,21 @@ table alone is learned slowly; P = encoder(inputs):
     tpmlp    Linear(h, e), column-parallel  GELU  Linear(e, h), row-parallel (arXiv 1909.08053)
 
 After training only the table is kept: T h numbers per task, in a prompt file. More tasks can be
-learned later; the tables of the existing tasks do not change by a bit.
+learned later, without any change to the existing tables.
 
     python -m course.prompt_tuning     a lesson: a small model learns two tasks, one after the other
 
-The gradient of P flows through the whole model, but only prompts have gradients, optimizer state
-and a place in checkpoints. Parallel layouts need one addition, for sequence parallelism: each rank
-embeds a shard of the tokens, so P passes through f (identity in forward, all-reduce in backward).
-Under tensor parallelism the model's own f has summed the gradient already. In a pipeline the first
-stage has the prompts.
+The gradient of P flows through the whole model, but only P (or its encoder) has main gradients,
+optimizer state and checkpoints. Only sequence parallelism needs an addition: each rank embeds a
+shard of the tokens, so P passes through f (identity in forward, all-reduce in backward). Under
+tensor parallelism the model's own f has summed the gradient already. In a pipeline the first stage
+has P.
 
 `python -m finetune.prompt_tuning` trains, `python -m inference.prompt_tuning` generates and
 evaluates. The configuration has NeMo's names (finetune/nemo_config.py).
 
-Not covered: T5, and training on with the encoder of a task that was learned before. NeMo has both;
-here an existing task is a table.
+Not covered: T5, and further training with the encoder of an existing task (NeMo has both; here an
+existing task is a table).
 """
 
 import itertools
@@ -46,25 +46,25 @@ from sharding import Shard, shard_parameter
 
 # A prompt parameter's global name is this, and its name in VirtualPrompts.
 PARAMETER_PREFIX = "embedding.tokens.prompts."
-# encoder -> the fewest and the most layers that it can have
+# {encoder: the fewest and the most layers that it can have}
 NUM_LAYERS = {"mlp": (2, 64), "lstm": (1, 64), "tpmlp": (2, 2)}
 
 
-# --- what is learned ------------------------------------------------------------------------------
+# --- tasks ----------------------------------------------------------------------------------------
 
 
 class PromptError(InputError):
-    """A template, a configuration or a line of data that cannot be used; the message says which,
-    and what would fit."""
+    """A template, a configuration or a line of data that cannot be used. The message names it, and
+    what would fit."""
 
 
 class PTuning(Struct, forbid_unknown_fields=True):
     """The encoder that computes the virtual tokens' vectors in p-tuning."""
 
     encoder_type: str = "mlp"
-    # its hidden size; 0 for the model's
+    # Its hidden size; 0 for the model's.
     encoder_hidden: Annotated[int, Meta(ge=0, le=2**16)] = 0
-    # linear layers of the mlp, layers of the lstm; tpmlp always has two
+    # Linear layers of the mlp, layers of the lstm; tpmlp always has two.
     num_layers: Annotated[int, Meta(ge=1, le=64)] = 2
     dropout: float = 0.0
     # Standard deviation of the encoder's initial inputs.
@@ -90,9 +90,9 @@ class PTuning(Struct, forbid_unknown_fields=True):
 class PromptTasks(NamedTuple):
     """The tasks of a model."""
 
-    # task -> its virtual tokens T, in the order of their ids
+    # {task: its number of virtual tokens T}, in the order of their ids.
     tokens: dict[str, int]
-    # the tasks whose tables are learned; the others have one
+    # The tasks whose tables are learned; the others have one already.
     new: list[str]
     # The encoder of p-tuning; None: tables are learned directly.
     encoder: PTuning | None = None
@@ -167,16 +167,16 @@ def make_encoder(config: PTuning, h: int) -> nn.Module:
     return ENCODERS[config.encoder_type](h, config)
 
 
-# --- prompts in a model ---------------------------------------------------------------------------
+# --- virtual tokens in a model --------------------------------------------------------------------
 
 
 def parameter_name(task: str) -> str:
-    """A task's key in a ParameterDict. The prefix keeps it apart from the dict's own attributes."""
+    """A task's key in a ParameterDict. The prefix avoids the names of the dict's attributes."""
     return f"task-{task}"
 
 
 class VirtualPrompts(nn.Module):
-    """The tables of all tasks. () -> [T of all tasks, h], one table under the other.
+    """The tables of all tasks, concatenated. () -> [T of all tasks, h]
 
     `tables` has a parameter for each table that is learned directly or exists already; `inputs` has
     one for each table that the encoder computes.
@@ -197,7 +197,7 @@ class VirtualPrompts(nn.Module):
             self.encoder = make_encoder(tasks.encoder, h)
 
     def table(self, task: str) -> Tensor:
-        """[T, h]"""
+        """The table of a task, [T, h]."""
         name = parameter_name(task)
         if name in self.inputs:
             return self.encoder(self.inputs[name])
@@ -208,7 +208,7 @@ class VirtualPrompts(nn.Module):
 
 
 class PromptedEmbedding(nn.Module):
-    """An embedding whose ids from V on are rows of the prompts. tokens: [b, s] -> [b, s, h], or
+    """An embedding whose ids from V on are rows of the tables. tokens: [b, s] -> [b, s, h], or
     [b, s/t, h] under sequence parallelism over `sequence_group`."""
 
     def __init__(
@@ -219,7 +219,7 @@ class PromptedEmbedding(nn.Module):
         sequence_group: dist.ProcessGroup | None,
     ):
         super().__init__()
-        # first, so that the weight keeps its global name
+        # The weight is assigned first, so that it keeps its global name.
         self.weight = embedding.weight
         self.inner = embedding
         self.prompts = prompts
@@ -229,7 +229,7 @@ class PromptedEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.inner(tokens.masked_fill(tokens >= self.vocab_size, 0))  # [b, s, h] or [b, s/t, h]
         table = self.prompts()  # [T of all tasks, h]
-        # generation turns sequence parallelism off and on, so the shape decides
+        # Generation turns sequence parallelism off and on, so the shape decides.
         if x.shape[1] < tokens.shape[1]:
             shards = tokens.chunk(self.sequence_group.size(), dim=1)
             tokens = shards[self.sequence_group.rank()]  # [b, s/t]
@@ -240,8 +240,8 @@ class PromptedEmbedding(nn.Module):
 
 
 def check(tasks: PromptTasks, h: int, t: int = 1) -> None:
-    """Whether a model of hidden size h on t tensor-parallel ranks can learn these prompts. Raises
-    PromptError where t does not divide the encoder."""
+    """Raises PromptError if t tensor-parallel ranks cannot share the encoder of a model of hidden
+    size h."""
     encoder = tasks.encoder
     if not encoder or encoder.encoder_type != "tpmlp":
         return
@@ -255,15 +255,16 @@ def check(tasks: PromptTasks, h: int, t: int = 1) -> None:
 def apply(
     model: gpt.GPT, tasks: PromptTasks, group: dist.ProcessGroup | None = None
 ) -> VirtualPrompts | None:
-    """Give a model the prompts of these tasks; ids from vocab_size on are theirs.
+    """Give a model the virtual tokens of these tasks, with the ids from vocab_size on.
 
-    Comes after tensor and sequence parallelism over `group`, and after
-    `model.requires_grad_(False)`. Prompts are on the model's device, which may be meta. Returns
-    them, None for a pipeline stage without the embedding. Raises what `check` raises.
+    Call it after tensor and sequence parallelism over `group`, and after
+    `model.requires_grad_(False)`. The tables are on the model's device, which may be meta. Returns
+    the VirtualPrompts, None for a pipeline stage without the embedding. Raises PromptError as
+    `check`.
     """
     h = model.config.hidden_size
     check(tasks, h, group.size() if group else 1)
-    # generate.py accepts so many ids beyond the vocabulary, on every stage
+    # generate.py accepts this many ids beyond the vocabulary, on every stage.
     model.virtual_tokens = sum(tasks.tokens.values())
     if model.embedding is None:
         return None
@@ -277,7 +278,7 @@ def apply(
     return prompts
 
 
-# --- values at the start and at the end of training -----------------------------------------------
+# --- initial values and tables --------------------------------------------------------------------
 
 
 def initial_values(
@@ -289,12 +290,11 @@ def initial_values(
     embedding: Tensor | None = None,
     existing: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """The whole float32 value of each prompt parameter, by its name in VirtualPrompts. It depends
-    on (seed, name) alone, so it is the same under every layout.
+    """The initial value, float32, of each whole prompt parameter, by its name in VirtualPrompts. It
+    depends only on (seed, name), so it is the same under every layout.
 
-    texts: task -> the text that its table is initialised from, with tokenizer and embedding [V, h].
-    existing: the tables of the tasks that are not new. Raises PromptError for a text without
-    tokens.
+    texts: {task: text that initialises its table}, with tokenizer and embedding [V, h]. existing:
+    the tables of the tasks that are not new. Raises PromptError for a text without tokens.
     """
     prompts = VirtualPrompts(tasks, h)
     values = {}
@@ -303,7 +303,7 @@ def initial_values(
         part = name.split(".")[0]
         task = name.partition(".task-")[2]
         if part == "encoder":
-            # uniform within ±1 / sqrt(fan-in), as torch initialises Linear and LSTM
+            # Uniform within ±1 / sqrt(fan-in), as torch initialises Linear and LSTM.
             uniform = torch.rand(p.shape, generator=generator) * 2 - 1
             values[name] = uniform / fan_in(prompts, name) ** 0.5
         elif part == "inputs":
@@ -318,7 +318,7 @@ def initial_values(
 
 
 def embeddings_of(text: str, task: str, n: int, tokenizer, embedding: Tensor) -> Tensor:
-    """The vectors of the first n tokens of a text, repeated where it has fewer. -> [n, h]"""
+    """The vectors of the first n tokens of a text, repeated if it has fewer. -> [n, h]"""
     ids = [int(i) for i in tokenizer.encode(text)][:n]
     if not ids:
         raise PromptError(
@@ -337,7 +337,7 @@ def fan_in(prompts: VirtualPrompts, name: str) -> int:
 
 @torch.no_grad()
 def compute_tables(tasks: PromptTasks, h: int, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The table [T, h] of each new task, float32: what is kept of an encoder. values: whole prompt
+    """The table [T, h] of each new task, float32, without its encoder. values: whole prompt
     parameters, by their name in VirtualPrompts."""
     prompts = VirtualPrompts(tasks, h)
     for name, p in prompts.named_parameters():
@@ -347,8 +347,8 @@ def compute_tables(tasks: PromptTasks, h: int, values: dict[str, Tensor]) -> dic
 
 
 def apply_tables(model: gpt.GPT, tables: dict[str, Tensor]) -> dict[str, int]:
-    """`apply` with the tables of a prompt file, for inference. Returns the id of each task's first
-    virtual token. Raises PromptError for tables of another hidden size."""
+    """Call `apply` with the tables of a prompt file, for inference. Returns the id of each task's
+    first virtual token. Raises PromptError for tables of another hidden size."""
     tasks = PromptTasks({task: len(table) for task, table in tables.items()}, [])
     prompts = apply(model, tasks)
     for task, table in tables.items() if prompts else []:
