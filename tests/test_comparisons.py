@@ -15,10 +15,13 @@ import torch
 import torch._functorch.config
 
 import recompute
-from benchmarks import kernels, pictures, redraw, report
+from benchmarks import kernels, redraw, report
 
 ROOT = Path(__file__).parent.parent
 COMPARISONS = ROOT / "benchmarks"
+FIGURES = ROOT / "docs" / "figures"
+# Kept as files: what each rank holds under each technique. All others are drawn from results.
+PICTURES = sorted(FIGURES.glob("ranks_*.svg"))
 LOSSES = [f"loss_{name}.json" for name in ("experts", "fp8", "state")]
 LOSSES += ["fp8_training.svg", "moe_load.svg", "moe_loss.svg"]
 # (script, arguments beside --toy, files that it writes)
@@ -64,7 +67,7 @@ def main_of(script: str, argv: list[str], monkeypatch):
 
 def tracked() -> dict[Path, int]:
     """{measured result or figure: when it was written}"""
-    paths = [*COMPARISONS.iterdir(), *(ROOT / "docs" / "figures").iterdir()]
+    paths = [*COMPARISONS.iterdir(), *FIGURES.iterdir()]
     return {path: path.stat().st_mtime_ns for path in paths if path.suffix in (".json", ".svg")}
 
 
@@ -150,48 +153,48 @@ def without_ids(svg: str) -> str:
 
 
 def test_figures_are_drawn_from_the_results(tmp_path):
-    """What redraw.py and pictures.py draw is what is tracked: byte for byte, but for ids, where
-    this matplotlib drew it, else with the same texts. No text is smaller than 8 points at the size
-    at which it is shown: 16 pixels of a slide that is 1,280 wide."""
+    """What redraw.py draws is what is tracked: byte for byte, but for ids, where this matplotlib
+    drew it, else with the same texts."""
     for name in redraw.measured():
         redraw.redraw(name, tmp_path)
-    pictures.draw_all(tmp_path)
-    tracked_figures = ROOT / "docs" / "figures"
     drawn = sorted(path.name for path in tmp_path.iterdir())
-    assert drawn == sorted(path.name for path in tracked_figures.glob("*.svg"))
+    assert drawn == sorted(path.name for path in FIGURES.glob("*.svg") if path not in PICTURES)
     for name in drawn:
         new = (tmp_path / name).read_text()
-        old = (tracked_figures / name).read_text()
+        old = (FIGURES / name).read_text()
         same_version = f"Matplotlib v{matplotlib.__version__}," in old
-        again = "python -m benchmarks.redraw, or python -m benchmarks.pictures, draws it again"
+        again = "python -m benchmarks.redraw draws it again"
         assert texts(new) == texts(old), f"{name}: {again}"
         same = without_ids(new) == without_ids(old)
         assert same or not same_version, f"{name}: {again}"
-        assert len(new) < 300_000
-        assert float(re.search(r'<svg [^>]*width="([\d.]+)pt"', new)[1]) <= 8.5 * 72
-        sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", new)]
-        assert len(sizes) == len(texts(new)) and min(sizes) >= 8
+
+
+@pytest.mark.parametrize("path", sorted(FIGURES.glob("*.svg")), ids=lambda path: path.stem)
+def test_text_of_figures_can_be_read(path):
+    """No text is smaller than 8 points at the size at which the figure is shown: 16 pixels of a
+    slide that is 1,280 wide."""
+    svg = path.read_text()
+    assert len(svg) < 300_000
+    assert float(re.search(r'<svg [^>]*width="([\d.]+)pt"', svg)[1]) <= 8.5 * 72
+    sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", svg)]
+    assert len(sizes) == len(texts(svg)) and min(sizes) >= 8
 
 
 def test_each_technique_names_its_picture():
     sources = "".join(
         path.read_text() for path in [*ROOT.glob("*.py"), *ROOT.glob("finetune/*.py")]
     )
-    for name in pictures.PICTURES:
-        assert sources.count(f"    picture: docs/figures/ranks_{name}.svg\n") == 1, name
+    assert len(PICTURES) == 8
+    for path in PICTURES:
+        assert sources.count(f"    picture: docs/figures/{path.name}\n") == 1, path.name
 
 
 def test_picture_of_recomputation_has_the_bytes_of_recompute():
-    """For GPT-3 175B; and the boxes of a layer add up to them, in units of s b h."""
-    sizes = dict(s=2048, b=1, h=12288, a=96)
-    data = pictures.DATA["recompute"]
-    of_scores = 5 * sizes["a"] * sizes["s"] / sizes["h"]
-    units = [float(text) if text.isdigit() else of_scores for _, text, _ in data["kept"]]
-    for name, text, freed, _ in data["rows"]:
-        exact = recompute.layer_bytes(**sizes, recompute=name)
-        kept = sum(x for i, x in enumerate(units) if i not in freed)
-        assert kept * 2048 * 12288 == exact
-        assert f" {exact / 1e9:.2f} GB" in text
+    """Those of GPT-3 175B."""
+    found = texts((FIGURES / "ranks_recompute.svg").read_text())
+    for name in recompute.GRANULARITIES:
+        nbytes = recompute.layer_bytes(s=2048, b=1, h=12288, a=96, recompute=name)
+        assert f" {nbytes / 1e9:.2f} GB" in found[found.index(name) + 1]
 
 
 @pytest.mark.repetition
