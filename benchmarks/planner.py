@@ -1,12 +1,12 @@
-"""How good predictions of planner.py are: beside published step times, and NeMo's published days.
+"""How good predictions of planner.py are: beside published step times.
 
     python -m benchmarks.planner [--toy] [--out DIR]
 
 Rows: planning/published_times.json, 72 published times of training steps on A100s. The constants
 are fitted to six of them (errors.FITTED); the others are held out. Also: the same without one
 ingredient of the model, constants fitted again; the same with other choices of six rows, drawn at
-random; and the fastest layouts of NeMo's 5B, 20B and 175B models, beside its published days for 300
-billion tokens (with 2,400 sequences in a step, which is our choice: NeMo's table does not say).
+random; and the fastest layouts of Llama-2 on H200s. NeMo's published days and tokens per second
+are in reproduction.py.
 
 Nothing is measured; it takes seconds.
 
@@ -25,23 +25,16 @@ from course import planner as lesson
 from planning import errors
 from planning import rows as published
 from planning.drawing import IDLE
-from planning.inputs import A100, H200, SOFTWARE, Machine
+from planning.inputs import A100, H200, TRAIN, Machine
 from planning.rows import Row
 from run.presets import PRESETS
 
-TOKENS = 300e9
-BATCH = 2400
-# Published days on so many A100s, bf16.
-GPUS = (800, 480, 160)
-NEMO = {
-    "gpt3-5b": (0.8, 1.3, 3.9),
-    "gpt3-20b": (3.6, 6.0, 18.1),
-    "gpt3-175b": (28.0, 46.7, 140.0),
-}
-# NeMo's published tokens/s of each GPU: Llama-2 in bf16, s 4096, 128 sequences in a step.
+# The models whose parts of a step are drawn: on so many A100s, with so many sequences in a step.
+DRAWN = ("gpt3-5b", "gpt3-20b", "gpt3-175b")
+DRAWN_GPUS, DRAWN_BATCH = 160, 2400
+# Llama-2 in bf16, s 4096: (model, H200s), and sequences in a step.
+LLAMA = [(f"llama2-{size}", n) for size in ("7b", "13b", "70b") for n in (8, 16, 32, 64)]
 LLAMA_BATCH = 128
-LLAMA_A100 = {("llama2-7b", 8): 4583, ("llama2-13b", 8): 2357, ("llama2-70b", 32): 451}
-LLAMA_H200 = [(name, n) for name, _ in LLAMA_A100 for n in (8, 16, 32, 64)]
 # {part of the time of a step: whose colour it has}
 NAMES = dict(matmul="one device", elementwise="activations", head="recompute", tensor="tensor")
 NAMES |= dict(pipeline="pipeline", bubble="", data="data", optimizer="optimizer state")
@@ -67,49 +60,34 @@ def row_of_results(row: Row) -> dict:
     }
 
 
-def fastest(machine: Machine, model: MoEConfig, gpus: int, batch: int) -> tuple:
-    """(the fastest layout and its time, its flags). Raises PlanError."""
-    best = planner.search(machine, SOFTWARE["train.py"], model, gpus, batch)[0]
-    # Every row has the same batch.
-    words = " ".join(best.layout.flags()).replace(f"--global-batch-size {batch}", "")
-    return best, " ".join(words.split())
+def fastest(machine: Machine, name: str, gpus: int, batch: int) -> planner.Plan:
+    """Raises PlanError."""
+    model = MoEConfig(**PRESETS[name][0])
+    return planner.search(machine, TRAIN, model, gpus, batch)[0]
 
 
-def llama(machine: Machine, cases) -> list[dict]:
-    """The fastest layout of each (model, GPUs), and of a GPU with half of the memory."""
+def llama(cases) -> list[dict]:
+    """The fastest layout of each (model, H200s), and of H200s with half of the memory."""
     found = []
-    half = dataclasses.replace(machine, memory=machine.memory / 2)
+    half = dataclasses.replace(H200, memory=H200.memory / 2)
     for name, n in cases:
-        model = MoEConfig(**PRESETS[name][0])
-        row = {"model": name, "machine": machine.name, "gpus": n}
-        for title, here in (("best", machine), ("half", half)):
+        row = {"model": name, "gpus": n}
+        for title, machine in (("best", H200), ("half", half)):
             try:
-                best, flags = fastest(here, model, n, LLAMA_BATCH)
+                best = fastest(machine, name, n, LLAMA_BATCH)
             except planner.PlanError as e:
                 row[title] = {"refused": str(e)}
                 continue
+            # Every row has the same batch.
+            layout = dataclasses.replace(best.layout, global_batch_size=1)
+            words = " ".join(layout.flags()).replace(" --global-batch-size 1", "")
+            tokens = LLAMA_BATCH * PRESETS[name][0]["seq_length"]
             row[title] = {
-                "tokens_per_second_per_gpu": LLAMA_BATCH * model.seq_length / best.seconds / n,
+                "tokens_per_second_per_gpu": tokens / best.seconds / n,
                 "gib": sum(best.bytes.values()) / 2**30,
-                "flags": flags,
+                "flags": words,
             }
-        if machine.name == "a100":
-            row["published"] = LLAMA_A100[name, n]
         found.append(row)
-    return found
-
-
-def nemo(models: dict, gpus: tuple, batch: int) -> list[dict]:
-    """The fastest layout of each model on each number of GPUs, and its days."""
-    found = []
-    for name in models:
-        model = MoEConfig(**PRESETS[name][0])
-        steps = TOKENS / (batch * model.seq_length)
-        for n, days in zip(gpus, models[name]):
-            best, flags = fastest(A100, model, n, batch)
-            row = {"model": name, "gpus": n, "published_days": days}
-            row["predicted_days"] = steps * best.seconds / 86400
-            found.append(row | {"parts": best.parts, "flags": flags})
     return found
 
 
@@ -158,7 +136,6 @@ def measure(toy: bool) -> dict:
     _, held_out = errors.split(rows)
     everything = errors.summary(A100, held_out)
     choices = random_choices(rows, 3 if toy else 30)
-    models = {"gpt3-5b": NEMO["gpt3-5b"][2:]} if toy else NEMO
     groups = errors.by_group(A100, held_out)
     without = ablations(rows)
     return {
@@ -171,11 +148,11 @@ def measure(toy: bool) -> dict:
             "mean": report.spread([found.mean for found in choices]),
             "worst": report.spread([found.worst for found in choices]),
         },
-        "nemo": nemo(models, GPUS[2:] if toy else GPUS, BATCH),
-        "llama": [
-            *llama(H200, LLAMA_H200[:1] if toy else LLAMA_H200),
-            *llama(A100, list(LLAMA_A100)[:1] if toy else LLAMA_A100),
-        ],
+        "parts": {
+            name: fastest(A100, name, DRAWN_GPUS, DRAWN_BATCH).parts
+            for name in (DRAWN[:1] if toy else DRAWN)
+        },
+        "llama": llama(LLAMA[:1] if toy else LLAMA),
         "rows": [row_of_results(row) for row in rows],
     }
 
@@ -192,25 +169,13 @@ def table_of_errors(named: dict) -> list[str]:
     return lines
 
 
-def table_of_days(results: dict) -> list[str]:
-    lines = []
-    for row in results["nemo"]:
-        error = row["predicted_days"] / row["published_days"] - 1
-        lines.append(
-            f"| {row['model']} | {row['gpus']} | {row['published_days']:g} |"
-            f" {row['predicted_days']:.3g} | {error:+.0%} | `{row['flags']}` |"
-        )
-    return lines
-
-
-def table_of_llama(results: dict, machine: str) -> list[str]:
+def table_of_llama(rows: list[dict]) -> list[str]:
     """A row for each model and number of GPUs, and one more where half of the memory changes it."""
     lines = []
-    for row in results["llama"]:
-        if row["machine"] == machine:
-            lines.append(llama_line(row, "best", ""))
-            if row["half"] != row["best"]:
-                lines.append(llama_line(row, "half", ", half of the memory"))
+    for row in rows:
+        lines.append(llama_line(row, "best", ""))
+        if row["half"] != row["best"]:
+            lines.append(llama_line(row, "half", ", half of the memory"))
     return lines
 
 
@@ -229,9 +194,7 @@ def tables(results: dict) -> dict[str, list[str]]:
     return {
         "group, rows held out, mean error, nine of ten within, worst": table_of_errors(groups),
         "left out, and the same": table_of_errors(without),
-        "model, A100s, days published, predicted, error, layout": table_of_days(results),
-        "model, H200s, tokens/s of each, GiB, layout": table_of_llama(results, "h200"),
-        "model, A100s, and the same": table_of_llama(results, "a100"),
+        "model, H200s, tokens/s of each, GiB, layout": table_of_llama(results["llama"]),
     }
 
 
@@ -243,11 +206,6 @@ def print_results(results: dict) -> None:
     for name, found in results["random_choices"].items():
         error = report.format_spread(found, ".1%")
         print(f"{found['n']} random choices of six rows, {name} error of the others: {error}")
-    for row in results["llama"]:
-        if "published" in row:
-            speed = row["best"]["tokens_per_second_per_gpu"]
-            beside = f"published {row['published']:,}: {speed / row['published'] - 1:+.0%}"
-            print(f"{row['model']} on {row['gpus']} a100: {speed:,.0f} tokens/s each, {beside}")
 
 
 # --- the figure -----------------------------------------------------------------------------------
@@ -289,16 +247,16 @@ def draw_sweep(axes, rows: list[dict]) -> None:
     axes.legend(loc="lower left")
 
 
-def draw_parts(axes, rows: list[dict]) -> None:
+def draw_parts(axes, models: dict[str, dict]) -> None:
     """A column for each model: the share of each part of the step."""
-    for x, row in enumerate(rows):
-        percent = 100 / sum(row["parts"].values())
+    for x, parts in enumerate(models.values()):
+        percent = 100 / sum(parts.values())
         bottom = 0.0
         for part, colour in COLOURS.items():
-            share = percent * row["parts"].get(part, 0.0)
+            share = percent * parts.get(part, 0.0)
             axes.bar(x, share, bottom=bottom, color=colour, width=0.7, label="_" if x else part)
             bottom += share
-    axes.set_xticks(range(len(rows)), [row["model"].removeprefix("gpt3-").upper() for row in rows])
+    axes.set_xticks(range(len(models)), [name.removeprefix("gpt3-").upper() for name in models])
     axes.set(ylabel="% of the step", ylim=(0, 100), title="Parts of a step, 160 A100s\n(predicted)")
     axes.grid(visible=False, axis="x")
     # The highest part first, as in the columns.
@@ -310,7 +268,7 @@ def draw(results: dict, figures: Path) -> None:
     figure, (left, middle, right) = style.figure(3.4, 1, 3, width_ratios=(1.25, 1.1, 0.6))
     draw_all(left, results["rows"])
     draw_sweep(middle, [row for row in results["rows"] if row["group"] == "fig13"])
-    draw_parts(right, [row for row in results["nemo"] if row["gpus"] == GPUS[-1]])
+    draw_parts(right, results["parts"])
     style.save(figure, figures / "planner.svg")
 
 

@@ -588,8 +588,7 @@ def test_tables_of_the_document():
     for row, saved in zip(ROWS, results["rows"], strict=True):
         assert saved["predicted"] == pytest.approx(seconds(row), rel=1e-6)
         assert saved["fitted"] == (row in FITTED)
-    *tables, _ = comparison.tables(results).values()
-    lines = [line for table in tables for line in table]
+    lines = [line for table in comparison.tables(results).values() for line in table]
     groups = errors.by_group(A100, HELD_OUT) | {"all": errors.summary(A100, HELD_OUT)}
     saved = results["groups"] | {"all": results["held_out"]}
     for group, found in groups.items():
