@@ -25,7 +25,10 @@ all-gather. Stages 0 and 1 add up the gradients of m micro-batches before they s
 and 3 keep only a row of the sum.
 
 A unit is one layer's parameters, flattened to N rows of T numbers; row r is rank r's shard. In
-stage 0 a unit is one row. One collective moves one unit. The embedding and the head are layers too.
+stage 0 a unit is one row. One collective moves one unit (in PyTorch's DDP: a bucket). The embedding
+and the head are layers too.
+A layer has more than one unit where some of its parameters are experts, are frozen, or are read at
+other times.
 
 The training loop calls these methods, and the optimizer between two of them. Indented lines run by
 themselves, in autograd and in the layers:
@@ -196,7 +199,8 @@ class Unit(FlatParameters):
         self.missing = set(self.trainable)
         # The parameters whose gradients are in `local_grads`.
         self.arrived: set[nn.Parameter] = set()
-        # [N, T], the sum over this rank's samples.
+        # [N, T], the sum over this rank's samples. In stages 0 and 1, after `reduce`, this rank's
+        # row is the sum over all ranks, and nothing reads the other rows.
         self.local_grads: Tensor | None = None
         # Stages 2 and 3: [T], this rank's row of the sum over ranks and micro-batches.
         self.summed_grads: Tensor | None = None
@@ -316,7 +320,7 @@ def make_units(parameters: list[nn.Parameter], group, stage: int, expert_group):
         if stage == 3:
             keep_own_row(unit)
         elif stage > 0:
-            share_own_shards(unit)
+            alias_own_shards(unit)
         units.append(unit)
     return units
 
@@ -350,7 +354,7 @@ def keep_own_row(unit: Unit) -> None:
 
 
 @torch.no_grad()
-def share_own_shards(unit: Unit) -> None:
+def alias_own_shards(unit: Unit) -> None:
     """Stages 1 and 2: set the shard of each parameter.
 
     A contiguous shard is a view of the parameter, and costs no memory. A shard is contiguous along
@@ -412,7 +416,8 @@ def elements_sent(stage: int, m: int) -> int:
 
 
 class DataParallel(GradientSums):
-    """Sums the gradients of N replicas of a model, unit by unit.
+    """Sums the gradients of N replicas of a model, unit by unit. GradientSums (optimizer.py) makes
+    `accumulate` the hook of each parameter: autograd calls it.
 
     In stages 0 and 1 a rank adds up `local_grads` [N, T] over all micro-batches and reduces them
     once, during the last backward. In stages 2 and 3 (`shards_gradients`) it reduces them in every
@@ -490,7 +495,8 @@ class DataParallel(GradientSums):
         self.note_arrival(p)
 
     def accumulate_product(self, p: nn.Parameter, grad_output: Tensor, x: Tensor) -> None:
-        # Used in stage 0 only, where `main_grad` is the place of the gradient in its unit.
+        """As in optimizer.py: a linear layer's backward calls this in the place of `accumulate`.
+        Stage 0 only, where `main_grad` is the place of the gradient in its unit."""
         beta = 1 if p in self.unit_of[p].arrived else 0
         add_product(p.main_grad, grad_output, x, beta, self.unscale)
         self.note_arrival(p)
@@ -517,9 +523,9 @@ class DataParallel(GradientSums):
         """Stages 0 and 1: reduce the units that are complete, or everything.
 
         From the last layer to the first, as backward completes them. All ranks must reduce in one
-        order. So a unit that is not complete, because this rank's samples did not use it, holds up
-        the layers before it until `reduce_gradients`. (In stages 2 and 3 all ranks must use the
-        same units in each micro-batch.)
+        order. So a unit that is not complete, because this rank's samples did not use it, delays
+        all layers nearer to the input until `reduce_gradients`. (In stages 2 and 3 all ranks must
+        use the same units in each micro-batch.)
         """
         for unit in reversed(self.units):
             if unit in self.reductions:

@@ -451,7 +451,7 @@ def unpermute_gradient(ctx, dy):
 
 
 def permute(x: Tensor, order: Tensor, position: Tensor) -> Tensor:
-    """Copies of the tokens in the order of the assignments (moe.DispatchPlan).
+    """Copies of the tokens in the order of the assignments (moe.Dispatch).
 
     x: [n, h]; order: [m]; position: [k, n], the inverse of order -> [m, h]
     """

@@ -21,16 +21,18 @@ all-to-all is the all-to-all back.
 
 An expert layer differs from a dense layer:
 
-- Tokens of one micro-batch on one data-parallel rank share a plan, a capacity and a load-balancing
-  loss. So results depend on how a batch is split into micro-batches. FP8's scales do the same.
+- Tokens of one micro-batch on one data-parallel rank are routed together: they share a transport
+  plan, a capacity and a load-balancing loss. So results depend on how a batch is split into
+  micro-batches. FP8's scales do the same.
 - An expert's gradient includes the tokens of all ep ranks. So fsdp.py sums it only over the ranks
   that hold the same experts.
 - Under tensor parallelism every rank sees the logits of the whole micro-batch, and has a shard of
   each expert's inner dimension (ffn). That is one more all-reduce of b s E numbers in backward;
   with sequence parallelism it is an all-gather in forward and a reduce-scatter in backward.
-- The gathered rows are kept for backward. Full recomputation repeats the all-to-alls. Under ZB-H1
-  (pipeline_parallel.py) experts' weight gradients are not deferred. On a GPU the host waits for the
-  counts.
+- A first, small all-to-all tells each rank how many rows it will receive. On a GPU the host waits
+  for these counts.
+- The rows that an expert received are kept for backward. Full recomputation repeats the all-to-alls
+  of rows. Under ZB-H1 (pipeline_parallel.py) experts' weight gradients are not deferred.
 - Experts have no biases.
 
 Not covered: all-to-alls that overlap with computation, or send only a shard of the tokens from each
@@ -83,16 +85,16 @@ from sharding import Shard, shard_parameter
 # Evaluation uses the raw logits, each token for itself, and so routes some tokens elsewhere than
 # training did.
 
-# --- a balanced plan -----------------------------------------------------------------------------
+# --- a balanced transport plan --------------------------------------------------------------------
 
 
 def scale_rows_and_columns(kernel: Tensor, tolerance: float, max_iterations: int):
-    """Sinkhorn's iteration: d0, d1 for which diag(d0) kernel diag(d1) has rows that sum to 1/N and
-    columns that sum to 1/E.
+    """Sinkhorn's iteration for n tokens and E experts: d0, d1 for which diag(d0) kernel diag(d1)
+    has rows that sum to 1/n and columns that sum to 1/E.
 
     Scales rows, then columns, until the mean error of the loads is at most `tolerance` of the even
-    load, or after `max_iterations`. Columns are then exact, rows nearly. kernel: [N, E], large
-    where a token fits an expert. Returns (d0 [N], d1 [E], whether d1 stayed within the range of a
+    load, or after `max_iterations`. Columns are then exact, rows nearly. kernel: [n, E], large
+    where a token fits an expert. Returns (d0 [n], d1 [E], whether d1 stayed within the range of a
     float).
 
     The host reads the error after each iteration. A GPU runs `potentials_in_fixed_time` instead.
@@ -115,19 +117,23 @@ def scale_rows_and_columns(kernel: Tensor, tolerance: float, max_iterations: int
 def balance(
     logits: Tensor, temperature: float = 1.0, tolerance: float = 1e-4, max_iterations: int = 1000
 ) -> tuple[Tensor, Tensor]:
-    """The plan d0 C d1 with C = exp(logits / temperature) (arXiv 2202.01169, section 3.1).
+    """The transport plan d0 C d1 with C = exp(logits / temperature) (arXiv 2202.01169, section
+    3.1).
 
-    At a low temperature the iteration is slow, so the temperature is halved step by step from 1
-    (cooling). After each temperature, and whenever d1 leaves the range of a float, d1 is folded
-    into the dual potentials f, one bias per expert in units of logits. They warm-start the next
-    temperature. Only differences within a row matter, so its largest entry is set to 0. A token
-    that the plan splits 6 to 4 goes to one expert; a lower temperature splits fewer tokens. Equal
-    tokens go to the same expert at any temperature.
+    f is a bias per expert (the dual potentials): popular experts get a negative one, until the
+    loads are even.
 
-    logits: [N, E]; temperature: at most 1; max_iterations: at one temperature, and also the limit
+    - Cooling: at a low temperature the iteration is slow, so it begins at 1 and is halved.
+    - After each temperature d1 is added to f, as now * log d1. So the next temperature starts from
+      what is known. The same is done when d1 leaves the range of a float.
+    - Only differences within a row matter, so its largest entry is set to 0.
+    - A token that the plan splits 6 to 4 goes to one expert; a lower temperature splits fewer
+      tokens. Equal tokens go to the same expert at any temperature.
+
+    logits: [n, E]; temperature: at most 1; max_iterations: at one temperature, and also the limit
     for the number of temperatures.
-    Returns (plan, float64 [N, E]; f [E]). Each row of logits + f is ordered as the plan, also where
-    the plan is too small for a float.
+    Returns (transport plan, float64 [n, E]; f [E]). Each row of logits + f is ordered as the plan,
+    also where the plan is too small for a float.
     """
     logits = logits.double()
     f = logits.new_zeros(logits.shape[1])
@@ -251,24 +257,24 @@ class SinkhornRouter(Router):
 ROUTERS = dict(zip(ROUTER_NAMES, (SinkhornRouter, TopKRouter), strict=True))
 
 
-# --- a plan for the tokens of a micro-batch -------------------------------------------------------
+# --- where the tokens of a micro-batch go -------------------------------------------------------
 
 
-class DispatchPlan(NamedTuple):
-    """Where rows are sent and where they come from; n positions with k choices each, m assignments
-    that are not dropped.
+class Dispatch(NamedTuple):
+    """Where rows are sent and where they come from: n tokens (or places of padding) with k choices
+    each, m assignments that are not dropped.
 
-    Assignment a is choice a // n of position a % n. Positions that are padding have none. For the
-    picture at the top (k = 1) chosen is [[2], [0], [3], [0], [2], [1]], order [1, 3, 5, 0, 4, 2]
-    and position [[3, 0, 5, 1, 4, 2]].
+    Assignment a is choice a // n of token a % n. Padding has none. For the picture at the top
+    (k = 1) chosen is [[2], [0], [3], [0], [2], [1]], order [1, 3, 5, 0, 4, 2] and row_of
+    [[3, 0, 5, 1, 4, 2]].
     """
 
-    real: Tensor | None  # [b, s] bool: positions that are not padding; None: all
+    real: Tensor | None  # [b, s] bool: what is not padding; None: all
     chosen: Tensor  # [n, k] expert; 0 for padding
     load: Tensor  # [E] share of all choices
     order: Tensor  # [m] assignments, sorted by expert
-    position: Tensor  # [k, n] where each assignment is in `order`; m: dropped
-    counts: Tensor  # [E / ep] rows for each expert of this rank
+    row_of: Tensor  # [k, n] where each assignment is in `order`; m: dropped
+    rows_per_expert: Tensor  # [E / ep] rows for each expert of this rank
     sent: list[int]  # rows to each expert-parallel rank; empty without expert parallelism
     received: list[int]  # rows from each
     by_expert: Tensor | None  # [sum of received] indices that sort received rows by expert
@@ -287,10 +293,10 @@ ROUTER_STATS = ("tokens", "dropped_share", "router_entropy", "load_balancing_los
 
 
 class Routing(recompute.RunOnce):
-    """Makes a dispatch plan from logits, and adds up statistics. It has no gradient.
+    """Makes a Dispatch from logits, and adds up statistics. It has no gradient.
 
-    Where recompute.py runs a layer a second time in backward, routing does not run again: the plan
-    of the first run is reused.
+    Where recompute.py runs a layer a second time in backward, routing does not run again: the
+    Dispatch of the first run is reused.
     """
 
     def __init__(self, scores, config: MoEConfig):
@@ -306,7 +312,7 @@ class Routing(recompute.RunOnce):
         self.statistics: Tensor | None = None
 
     @torch.no_grad()
-    def forward(self, logits: Tensor, real: Tensor | None = None) -> DispatchPlan:
+    def forward(self, logits: Tensor, real: Tensor | None = None) -> Dispatch:
         """logits: [n, E], of the whole micro-batch. real: [b, s] bool, the positions that are not
         padding and so are routed; None: all.
 
@@ -340,11 +346,11 @@ class Routing(recompute.RunOnce):
             self.add_statistics(logits, counts, load, dropped=len(choices) - len(order))
         if real is not None:
             chosen = chosen.new_zeros(n, self.k).index_copy(0, tokens, chosen)
-            # Assignments of tokens become assignments of positions.
-            m = max(1, len(tokens))
-            order = order // m * n + tokens[order % m]
-        position = inverse_permutation(order, self.k * n).view(-1, n)
-        return DispatchPlan(real, chosen, load, order, position, *self.across_ranks(kept))
+            # Assignments count the tokens alone; from here on they count padding too.
+            num_real = max(1, len(tokens))
+            order = order // num_real * n + tokens[order % num_real]
+        row_of = inverse_permutation(order, self.k * n).view(-1, n)
+        return Dispatch(real, chosen, load, order, row_of, *self.across_ranks(kept))
 
     def load(self, counts: Tensor, dtype: torch.dtype) -> Tensor:
         """Each expert's share of the micro-batch's choices on all context-parallel ranks.
@@ -371,7 +377,7 @@ class Routing(recompute.RunOnce):
 
     def across_ranks(self, counts: Tensor):
         """Tell the other ranks how many rows they will receive. counts: [E]. Returns the last five
-        fields of DispatchPlan. On a GPU the host waits here, because it gives an all-to-all its
+        fields of Dispatch. On a GPU the host waits here, because it gives an all-to-all its
         sizes."""
         if self.group is None:
             return counts, [], [], None, None
@@ -466,11 +472,11 @@ def unpermute(rows: Tensor, probabilities: Tensor, position: Tensor, order: Tens
     return _Permute.apply(rows, unpermute_rows, permute_rows, position, order)
 
 
-def dispatch(x: Tensor, plan: DispatchPlan, group: dist.ProcessGroup | None, permute=permute):
+def dispatch(x: Tensor, plan: Dispatch, group: dist.ProcessGroup | None, permute=permute):
     """Send tokens to the ranks of their experts. x: [n, h] -> [rows of this rank's experts, h]
 
     permute (and unpermute in `combine`): these functions, or fused kernels that do the same."""
-    rows = permute(x, plan.order, plan.position)
+    rows = permute(x, plan.order, plan.row_of)
     if group is None:
         return rows
     rows = _AllToAll.apply(rows, plan.sent, plan.received, group)
@@ -481,7 +487,7 @@ def dispatch(x: Tensor, plan: DispatchPlan, group: dist.ProcessGroup | None, per
 def combine(
     rows: Tensor,
     probabilities: Tensor,
-    plan: DispatchPlan,
+    plan: Dispatch,
     group: dist.ProcessGroup | None,
     permute=permute,
     unpermute=unpermute,
@@ -493,7 +499,7 @@ def combine(
     if group is not None:
         rows = permute(rows, plan.by_rank, plan.by_expert.unsqueeze(0))
         rows = _AllToAll.apply(rows, plan.received, plan.sent, group)
-    return unpermute(rows, probabilities, plan.position, plan.order)
+    return unpermute(rows, probabilities, plan.row_of, plan.order)
 
 
 # --- the experts ----------------------------------------------------------------------------------
@@ -574,7 +580,7 @@ class MoE(nn.Module):
         all_logits = self.enter(logits).flatten(0, 1)  # [b s, E]
         plan = self.routing(all_logits.detach(), context.real)
         rows = dispatch(x.flatten(0, 1), plan, self.group, self.permute)
-        rows = self.experts(rows, plan.counts)
+        rows = self.experts(rows, plan.rows_per_expert)
         probabilities = self.router.probabilities(all_logits, plan.chosen)  # [b s, k]
         y = combine(rows, probabilities, plan, self.group, self.permute, self.unpermute)
         y = self.leave(y.view(x.shape))
@@ -586,7 +592,7 @@ class MoE(nn.Module):
             y = _AddLoss.apply(y, loss * weight)
         return y
 
-    def tokens_of(self, logits: Tensor, plan: DispatchPlan) -> Tensor:
+    def tokens_of(self, logits: Tensor, plan: Dispatch) -> Tensor:
         """The logits of positions that are not padding. logits: [b, s, E], or a shard of s"""
         if plan.real is None:
             return logits

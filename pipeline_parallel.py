@@ -7,19 +7,21 @@ one after the other (arXiv 2104.04473, section 2.2).
     time ->   rank 0   F0 F1 .. B0 .. B1     F: forward of a micro-batch, B: its backward, 1 column
               rank 1   .. F0 B0 F1 B1 ..     each; .. is the bubble: the rank waits (schedule 1F1B)
 
-Terms: a rank is one process. Each of p ranks holds v stages (v > 1: virtual stages) with the
-numbers c p + rank; c is called the chunk. A batch is split into m micro-batches.
+Terms: a rank is one process. Each of p ranks holds v stages (v > 1: virtual stages). The stage is
+the number in the whole model, the chunk c the number on this rank: stage = c p + rank. A batch is
+split into m micro-batches.
 
 `apply` makes this rank's stages out of a whole model that is still on the meta device (shapes, no
 values). A `Stage` is that GPT with the other layers left out; block 2 is still called `blocks.2`.
-`Pipeline` runs any schedule of schedules.py: a list of actions for each rank. `lower` adds the
-messages that the actions need, and one loop runs the list:
+`Pipeline` runs any schedule of schedules.py: a list of actions for each rank. `add_transfers` adds
+the messages that the actions need, and one loop runs the list:
 
     F        run the stage on the activation received; its output goes to the next stage
     B        backward of the stage from the gradient received; the gradient of its input goes back
     I, W     the two halves of B: input gradient, and later weight gradients (last section)
     receive  post a receive, ahead of its use;   send  start to send
-    settle   wait for a send, as soon as a later message has shown that its peer has consumed it
+    settle   wait for a send: as soon as a later message has shown that its peer has consumed it,
+             or else at the end of the list
 
     python -m course.pipeline_parallel     a lesson: four schedules on two ranks; sends and receives
     picture: docs/figures/ranks_pipeline.svg
@@ -60,8 +62,8 @@ from sharding import local_part, set_sharding, sharding_of
 # === transfers: sends and receives of a schedule ==================================================
 #
 # schedules.py says what each rank computes, and in which order. A stage's output is the next
-# stage's input, so it must be sent where these stages are on different ranks. `lower` puts three
-# types of entries between the actions of a rank:
+# stage's input, so it must be sent where these stages are on different ranks. `add_transfers` puts
+# three types of entries between the actions of a rank:
 #
 #     receive     posted one action before the one that needs the tensor; it travels meanwhile
 #     send        right after the action that computes the tensor
@@ -82,8 +84,8 @@ from sharding import local_part, set_sharding, sharding_of
 
 
 class MessageKey(NamedTuple):
-    """The message that F (kind F) or B and I (kind B) of this stage need for this micro-batch. Kind
-    F is an activation, kind B a gradient."""
+    """Names a message by what uses it. ("F", 2, 5) is the activation that stage 2 needs for F of
+    micro-batch 5; ("B", 2, 5) is the gradient that it needs for B, or for I."""
 
     kind: str
     stage: int
@@ -107,7 +109,7 @@ class Transfer(NamedTuple):
         return MessageKey(self.kind, self.stage, self.micro_batch)
 
 
-# The result of `lower` for one rank.
+# The result of `add_transfers` for one rank.
 Program = list[Action | Transfer]
 
 
@@ -132,16 +134,16 @@ class Message(NamedTuple):
         return Transfer(op, peer, self.kind, self.stage, self.micro_batch)
 
 
-def lower(schedule: Schedule, v: int = 1, ahead: int = 1) -> list[Program]:
+def add_transfers(schedule: Schedule, v: int = 1, ahead: int = 1) -> list[Program]:
     """Add the sends and receives to the lists of a schedule.
 
     A send follows the action that computes its content. A receive is posted `ahead` actions before
-    the one that needs it. With 1 a message travels while the action before is computed; with 2 GPUs
-    can hang (course/nccl_model.py). Receives from one peer and of one kind are posted in the order
-    in which that peer sends them, as NCCL requires.
+    the one that needs it. With 1 a message travels while the action before is computed. With more a
+    run on GPUs can hang (course/nccl_model.py). Receives from one peer and of one kind are posted
+    in the order in which that peer sends them, as NCCL requires.
 
-    A message proves its sender's progress: the sender has run all actions before the send. So the
-    tensors that those actions needed have arrived there, and their sends are settled.
+    A message proves its sender's progress. When rank A receives one from rank B, B has run all
+    actions before that send. So what A has sent for these actions has arrived: it is settled.
     """
     p = len(schedule)
     messages = _messages(schedule, v)
@@ -183,7 +185,7 @@ def _program(
     p: int,
     ahead: int,
 ) -> Program:
-    """One rank's list with its communication; see `lower`."""
+    """One rank's list with its communication; see `add_transfers`."""
     # The message that each action needs; None where it needs none.
     incoming = [messages.get(result_of(action, rank, p)) for action in actions]
     # {position of an action: the message that follows it}
@@ -354,7 +356,8 @@ KINDS = {"F": 0, "B": 1}
 
 @dataclass
 class _Step:
-    """The tensors that wait between two actions of one training step.
+    """One step's mailboxes: tensors that have arrived, that are to be sent or were sent, and graphs
+    that wait for their backward.
 
     Messages are found by their MessageKey; graphs and deferred gradients by (chunk, micro_batch).
     """
@@ -364,8 +367,12 @@ class _Step:
     arriving: dict = field(default_factory=dict)  # {message: (tensor, work)}
     departing: dict = field(default_factory=dict)  # {message: tensor}, until it is sent
     sent: dict = field(default_factory=dict)  # {message: (tensor, work)}, until it settles
-    graphs: dict = field(default_factory=dict)  # {micro-batch: (input, edge of the output)}
-    deferred: dict = field(default_factory=dict)  # {micro-batch: weight gradients from I to W}
+    graphs: dict = field(
+        default_factory=dict
+    )  # {(chunk, micro-batch): (input, edge of the output)}
+    deferred: dict = field(
+        default_factory=dict
+    )  # {(chunk, micro-batch): weight gradients}, from I to W
 
 
 class Pipeline:
@@ -384,7 +391,8 @@ class Pipeline:
         # The events of the latest run.
         self.events: list[Event] = []
         # The latest schedule, and this rank's program for it.
-        self.lowered = None, None
+        self.schedule: Schedule | None = None
+        self.program: Program = []
 
     def run(
         self,
@@ -397,20 +405,20 @@ class Pipeline:
     ) -> None:
         """Run one step.
 
-        run_stage(chunk, micro_batch, x): runs stage number `chunk` of this rank on its input x ([b,
-        s, h], None on the first stage). It returns the activation for the next stage or, on the
+        run_stage(chunk, micro_batch, x): runs this rank's chunk on its input x ([b, s, h], None on
+        the first stage). It returns the activation for the next stage or, on the
         last one, a scalar (any value in evaluation, which has no backward). b, s: sequences in a
         micro-batch, and their length. loss_grad: the gradient of the scalar.
         before_backward(action): called before each B, I and W. There train.py announces that a
         stage's gradients may be summed over the data-parallel ranks.
         """
-        # A schedule is lowered once, as long as the same list comes again.
-        if self.lowered[0] is not schedule:
-            self.lowered = schedule, lower(schedule, self.v)[self.rank]
+        # The transfers are added once, as long as the same list comes again.
+        if self.schedule is not schedule:
+            self.schedule, self.program = schedule, add_transfers(schedule, self.v)[self.rank]
         shape = b, s // self.sequence_shards, self.config.hidden_size
         step = _Step(run_stage, loss_grad)
         self.events = []
-        for item in self.lowered[1]:
+        for item in self.program:
             if isinstance(item, Transfer):
                 self.transfer(step, item, shape)
                 continue
@@ -449,7 +457,7 @@ class Pipeline:
             work = self.channels.send(tensor, transfer.peer, transfer.kind, tag)
             step.sent[message] = tensor, work
         else:
-            # The wait returns at once: the peer has consumed the message.
+            # Returns at once where a message has proved it; at the end of the list it waits.
             step.sent.pop(message)[1].wait()
 
     def wait_for_input(self, step: _Step, action: Action) -> Tensor | None:

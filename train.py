@@ -17,7 +17,7 @@ With experts this holds for one --micro-batch-size: routers balance within a mic
 
 How a run reaches its first step (run/task.py: batch and loss; the rest of run/: flags, files):
 
-    launch.main            parse, validate, connect; the tokenizer, the data
+    launch.main            parse, validate; the tokenizer, the memory; connect; the data; then
       Trainer              the model with its techniques, gradients, optimizer
       loop                 the steps
         forward_backward   the gradient of a global batch
@@ -59,12 +59,12 @@ from run.training_run import TrainingRun
 
 
 class Trainer:
-    """The model of this rank, and all state that a step changes."""
+    """The model of this rank and everything that one step changes."""
 
     def __init__(
         self, config: RunConfig, device: torch.device, groups: Groups, task: Task | None = None
     ):
-        """task: the training objective (run/task.py); by default the next token."""
+        """task: what is learned (run/task.py); the default is the next token."""
         self.config, self.device, self.groups = config, device, groups
         self.model_config = config.model_config()
         self.dp = groups.dp.size() if groups.dp else 1
@@ -72,7 +72,7 @@ class Trainer:
         self.micro_batch = config.micro_batch(self.dp)
         self.precision = config.precision or ("bf16" if device.type == "cuda" else "fp32")
         self.scaler = LossScaler() if self.precision == "fp16" else None
-        # The reason why fused kernels do not run here; None if they do.
+        # Why fused kernels do not run here. None: they do.
         self.kernels_refused: str | None = "off"
         self.task = task or Task()
         self.task.join(self)
@@ -82,10 +82,10 @@ class Trainer:
         self.task.built()
 
     def build(self) -> None:
-        """Build the model, split into pipeline stages, with all techniques applied."""
+        """The model, in stages, with the techniques in it."""
         config, groups, shape = self.config, self.groups, self.model_config
-        # Shapes only, without storage. Values come last, one parameter (under fsdp.py one layer) at
-        # a time, and a rank keeps its shard.
+        # Shapes without storage. Values come last, one parameter (under fsdp.py one layer) at a
+        # time, and a rank keeps its shard.
         with torch.device("meta"):
             model = families.build(shape)
         if shape.num_experts:
@@ -116,7 +116,7 @@ class Trainer:
 
     @property
     def model(self) -> "GPT | pipeline_parallel.Pipeline":
-        """The module that runs all layers: the pipeline, or the only stage."""
+        """What a forward through all layers runs: the pipeline, or the only stage."""
         return self.pipeline or self.stages[0]
 
     def apply_techniques(self, stage: GPT) -> GradientSums:
@@ -188,7 +188,7 @@ class Trainer:
         return context_parallel.shard_batch(batch, self.groups.cp)
 
     def forward_backward(self, step: int, dataset) -> torch.Tensor:
-        """Let the task choose the data of this step, and accumulate the gradient. dataset:
+        """Let the task choose what this step learns from, and accumulate its gradient. dataset:
         data.Dataset."""
         return self.accumulate(step, self.task.begin_step(step, dataset))
 
@@ -206,7 +206,7 @@ class Trainer:
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
 
         def forward(chunk: int, k: int, *x: torch.Tensor | None) -> torch.Tensor:
-            """Run micro-batch k through stage number `chunk` of this rank, from activation x."""
+            """Run micro-batch k through this rank's chunk, from activation x."""
             batch = self.own_tokens(dataset.batch(mine[k * b : (k + 1) * b]).to(self.device))
             key = dropout_key(self.config.seed, step, batch.samples) if self.task.dropout else None
             context = Context(key, batch.documents, batch.real)
@@ -227,8 +227,8 @@ class Trainer:
         else:
             self.run_pipeline(forward, dataset.s, loss_grad)
         # Every tensor-parallel rank has the whole loss, so only one of them counts it.
-        counts = not self.groups.tp or self.groups.tp.rank() == 0
-        return loss if counts else torch.zeros_like(loss)
+        has_the_loss = not self.groups.tp or self.groups.tp.rank() == 0
+        return loss if has_the_loss else torch.zeros_like(loss)
 
     def run_micro_batches(self, forward, m: int, loss_grad: torch.Tensor) -> None:
         (gradients,) = self.gradients
@@ -240,7 +240,7 @@ class Trainer:
 
     def run_pipeline(self, forward, s: int, loss_grad: torch.Tensor) -> None:
         actions = self.schedule[self.groups.pp.rank()]
-        # The last backward of each stage. Under zb-h1 (I and W) no action is the last.
+        # Under zb-h1 biases come with I and weights with W: then `reduce_gradients` starts the sum.
         last = {action.chunk: action for action in actions if action.op == "B"}
 
         def before_backward(action):
@@ -253,8 +253,8 @@ class Trainer:
         self.pipeline.sum_tied()
 
     def continue_text(self, prompt: list[int], max_tokens: int, **options) -> list[int]:
-        """Generate the tokens after a prompt. options: those of generate.stream."""
-        # Loaded only when a run ends.
+        """The tokens after a prompt. options: of generate.stream."""
+        # Loaded when a run is done.
         import generate
 
         return generate.generate(self.model, [prompt], max_tokens, **options)[0]
@@ -272,7 +272,7 @@ class Trainer:
 
 
 def loop(trainer: Trainer, run: TrainingRun) -> bool:
-    """Run the remaining steps. Returns whether a signal ended the run. Raises RunError."""
+    """Take the steps that are left. Returns whether a signal ended the run. Raises RunError."""
     with run.watched():
         for step in run.steps_left():
             run.begin_step(step)
@@ -292,7 +292,7 @@ def loop(trainer: Trainer, run: TrainingRun) -> bool:
 
 
 def main(argv: list[str], kind: type[RunConfig] = Config) -> int:
-    """Train, and return the exit status. kind: the configuration class of the training type."""
+    """Train, and return the exit status. kind: the configuration of a type of training."""
     return launch.main(argv, kind, Trainer, loop)
 
 

@@ -159,8 +159,8 @@ def expert_examples(new, n: int, h: int) -> dict:
     plan = routing(torch.rand(n, 8, device=device))
     probabilities = torch.rand(n, 2, device=device)
     rows = new(len(plan.order), h)
-    there = new(n, h), plan.order, plan.position
-    back = rows, probabilities, plan.position, plan.order
+    there = new(n, h), plan.order, plan.row_of
+    back = rows, probabilities, plan.row_of, plan.order
     return {
         "permute": (there, kernels.permute, moe.permute, (0,)),
         "unpermute": (back, kernels.unpermute, moe.unpermute, (0, 1)),

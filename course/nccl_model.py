@@ -15,7 +15,7 @@ and the GPU runs it later. Four rules of the machine decide whether a program en
 An operation that is enqueued now starts after the actions that were enqueued before it. An action
 also waits for the message that it needs.
 
-    events = run(lower(schedule), Cost(transfer=0.1))
+    events = run(add_transfers(schedule), Cost(transfer=0.1))
 
 returns the actions with their times, as `schedules.simulate` does, or raises ScheduleError with
 what is stuck. Nothing depends on chance: an operation that starts sooner never stops another one.

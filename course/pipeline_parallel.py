@@ -13,7 +13,7 @@ import sharding
 from base.dropout import dropout_key
 from course import demo, form, nccl_model, ranks
 from course.mutations import pipeline_parallel as bugs
-from pipeline_parallel import Program, Transfer, lower
+from pipeline_parallel import Program, Transfer, add_transfers
 from schedules import Action
 
 # --- what --without removes -----------------------------------------------------------------------
@@ -24,7 +24,7 @@ def is_transfer(entry: Action | Transfer, op: str) -> bool:
 
 
 # what this lesson looks at; ranks run the right programs
-LOWER = "course.pipeline_parallel", "lower"
+LOWER = "course.pipeline_parallel", "add_transfers"
 WITHOUT = form.Removals()
 WITHOUT["tied-sum"] = form.Removal(
     bugs.no_tied_sum,
@@ -45,7 +45,7 @@ WITHOUT["loss-scale"] = form.Removal(
 def no_receive(schedule: list, v: int) -> list[Program]:
     """Messages have no names: the first send meets the first receive. F0 meets the receive that was
     posted for F1."""
-    programs = pipeline_parallel.lower(schedule, v)
+    programs = pipeline_parallel.add_transfers(schedule, v)
     programs[1].remove(next(entry for entry in programs[1] if is_transfer(entry, "receive")))
     return programs
 
@@ -55,7 +55,7 @@ def no_order(schedule: list, v: int) -> list[Program]:
     """That of F1: messages have no names, and the first send meets the first receive. The model
     stops here. NCCL may hang, or give F0's numbers out as F1, for both have one shape. Counts
     hold."""
-    programs = pipeline_parallel.lower(schedule, v)
+    programs = pipeline_parallel.add_transfers(schedule, v)
     program = programs[1]
     receives = [i for i, entry in enumerate(program) if is_transfer(entry, "receive")]
     first, second, *_ = [i for i in receives if program[i].kind == "F"]
@@ -67,7 +67,7 @@ def no_order(schedule: list, v: int) -> list[Program]:
 def no_settle(schedule: list, v: int) -> list[Program]:
     """The tensors that are kept. Each send keeps its own until the end of the step, and a rank in
     the middle has 2 m sends: 16 with m 8, 128 with m 64."""
-    programs = pipeline_parallel.lower(schedule, v)
+    programs = pipeline_parallel.add_transfers(schedule, v)
     return [sorted(program, key=lambda entry: is_transfer(entry, "settle")) for program in programs]
 
 
@@ -215,7 +215,7 @@ def teach_runs(lesson: form.Lesson, one: Run, of_schedule: dict[str, list[Run]])
 
 
 def programs_of(name: str, p: int, m: int) -> list[Program]:
-    return lower(schedules.make(name, p, m, chunks(name)), chunks(name))
+    return add_transfers(schedules.make(name, p, m, chunks(name)), chunks(name))
 
 
 def most_unsettled(program: Program) -> int:

@@ -33,7 +33,8 @@ def beside(policy: Trainer, task: Task, config) -> Task:
 
 
 def schedule_of(config, m: int) -> schedules.Schedule:
-    """A pipeline's schedule of m micro-batches; the same list each time, so it is lowered once."""
+    """A pipeline's schedule of m micro-batches. It is the same list each time, so its transfers are
+    added once."""
     return cached_schedule(config.pipeline_schedule, config.pp, m, config.virtual_stages)
 
 

@@ -188,7 +188,7 @@ def state(
         layout.ep,
     )
     if layout.zero_stage in (1, 2) and 1 < model.num_experts // layout.ep < layout.expert_replicas:
-        # a few experts on many ranks: a shard is a copy (fsdp.share_own_shards)
+        # a few experts on many ranks: a shard is a copy (fsdp.alias_own_shards)
         held += experts * software.weight / layout.expert_replicas
     if software.fp8 != "off" and keeps_fp8_bytes(layout, software):
         # beside the weights, for a step, by rows and by columns

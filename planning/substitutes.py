@@ -23,7 +23,7 @@ import fp8
 import moe
 from base import attention_kernels, dropout, float8
 from base.model_config import MoEConfig
-from moe import DispatchPlan, Routing
+from moe import Dispatch, Routing
 from run.data import Batch, Dataset
 
 META = torch.device("meta")
@@ -62,7 +62,7 @@ class EvenRouting(Routing):
     def __init__(self, scores, config: MoEConfig):
         super().__init__(partial(even_scores, config.router_topk), config)
 
-    def forward(self, logits: Tensor, real: Tensor | None = None) -> DispatchPlan:
+    def forward(self, logits: Tensor, real: Tensor | None = None) -> Dispatch:
         plan = super().forward(torch.zeros(logits.shape, dtype=logits.dtype), real)
         on_meta = {}
         for name, value in plan._asdict().items():

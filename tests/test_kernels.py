@@ -213,7 +213,7 @@ def routed(r, new):
 
 def permute_arguments(r, new):
     n, _, h, plan = routed(r, new)
-    return [new(n, h), plan.order, plan.position]
+    return [new(n, h), plan.order, plan.row_of]
 
 
 def unpermute_arguments(r, new):
@@ -225,7 +225,7 @@ def unpermute_arguments(r, new):
     rows = new(len(plan.order), h)
     if new(1).dtype == torch.float64:
         probabilities = probabilities.double()
-    return [rows, probabilities, plan.position, plan.order]
+    return [rows, probabilities, plan.row_of, plan.order]
 
 
 # --- PyTorch's own --------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from base.groups import disjoint, nccl_groups, pipeline_links
 from course import ranks
 from course.nccl_model import run
-from pipeline_parallel import Transfer, lower
+from pipeline_parallel import Transfer, add_transfers
 from schedules import NAMES, Action, Cost, ScheduleError, make, simulate
 
 SIZES = (2, 4, 8)
@@ -56,7 +56,7 @@ def test_no_schedule_is_stuck(name, p, queues):
     if name != "interleaved":
         cases.append(schedule_of(name, p, 1)[0])
     for case in cases:
-        programs = with_first_messages(lower(case, v))
+        programs = with_first_messages(add_transfers(case, v))
         run(programs, v=v, queues=queues, connected=False)
 
 
@@ -66,7 +66,7 @@ def test_two_receives_ahead_are_stuck():
     stuck = {}
     for name, p in CASES:
         schedule, v = schedule_of(name, p)
-        programs = lower(schedule, v, ahead=2)
+        programs = add_transfers(schedule, v, ahead=2)
         stuck[name, p] = [
             is_stuck(programs, v, connected=False),
             is_stuck(programs, v, queues=8),
@@ -92,8 +92,8 @@ def test_one_receive_ahead_hides_what_can_be_hidden(name, p):
         cost = Cost(transfer=transfer)
         ideal = end_of(simulate(schedule, cost, v))
         for queues in (1, 8):
-            assert end_of(run(lower(schedule, v), cost, v, queues)) == pytest.approx(ideal)
-            late = end_of(run(lower(schedule, v, ahead=0), cost, v, queues))
+            assert end_of(run(add_transfers(schedule, v), cost, v, queues)) == pytest.approx(ideal)
+            late = end_of(run(add_transfers(schedule, v, ahead=0), cost, v, queues))
             assert late > ideal if transfer else late == pytest.approx(ideal)
 
 

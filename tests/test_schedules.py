@@ -13,7 +13,7 @@ import moe
 import schedules
 from base.model_config import FieldError
 from course import nccl_model
-from pipeline_parallel import lower
+from pipeline_parallel import add_transfers
 from planning import drawing, memory
 from planning.drawing import text
 from planning.inputs import SOFTWARE
@@ -77,7 +77,7 @@ def check_schedule(*case):
         simulated = bubble(simulate(schedule, Cost(), v))
         assert simulated == pytest.approx(bubble_formula(name, p, m, v), rel=1e-12), case
     # raises where something is stuck
-    nccl_model.run(lower(schedule, v), v=v, queues=1)
+    nccl_model.run(add_transfers(schedule, v), v=v, queues=1)
     deferred = [min(m, rank + 1) if name == "zb-h1" else 0 for rank in range(p)]
     assert deferred_weight_gradients(schedule) == deferred, case
     assert in_flight(schedule) == promised_in_flight(name, p, m, v), case

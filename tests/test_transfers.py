@@ -5,12 +5,12 @@ import random
 import pytest
 
 from course import nccl_model
-from pipeline_parallel import Transfer, lower
+from pipeline_parallel import Transfer, add_transfers
 from schedules import Action, ScheduleError, make
 
 
 def test_lowering_by_hand():
-    first, second = lower(make("1f1b", 2, 2))
+    first, second = add_transfers(make("1f1b", 2, 2))
 
     def word(entry):
         if isinstance(entry, Action):
@@ -40,7 +40,7 @@ def test_lowering_by_hand():
 def test_every_send_has_its_receive(name, v):
     p = 4
     m = 8
-    programs = lower(make(name, p, m, v), v)
+    programs = add_transfers(make(name, p, m, v), v)
     sides = {"send": [], "receive": [], "settle": []}
     for rank, program in enumerate(programs):
         for entry in program:
@@ -56,7 +56,7 @@ def test_wrong_programs_are_seen():
     """A send or a receive that is missing, and swapped receives."""
     for seed in range(20):
         g = random.Random(seed)
-        programs = lower(make("interleaved", 4, 8, 2), 2)
+        programs = add_transfers(make("interleaved", 4, 8, 2), 2)
         rank = g.randrange(4)
         program = programs[rank]
         transfers = [
