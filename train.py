@@ -59,12 +59,12 @@ from run.training_run import TrainingRun
 
 
 class Trainer:
-    """The model of this rank and everything that one step changes."""
+    """The model of this rank, and all state that a step changes."""
 
     def __init__(
         self, config: RunConfig, device: torch.device, groups: Groups, task: Task | None = None
     ):
-        """task: what is learned (run/task.py); the default is the next token."""
+        """task: the training objective (run/task.py); by default the next token."""
         self.config, self.device, self.groups = config, device, groups
         self.model_config = config.model_config()
         self.dp = groups.dp.size() if groups.dp else 1
@@ -72,7 +72,7 @@ class Trainer:
         self.micro_batch = config.micro_batch(self.dp)
         self.precision = config.precision or ("bf16" if device.type == "cuda" else "fp32")
         self.scaler = LossScaler() if self.precision == "fp16" else None
-        # Why fused kernels do not run here. None: they do.
+        # The reason why fused kernels do not run here; None if they do.
         self.kernels_refused: str | None = "off"
         self.task = task or Task()
         self.task.join(self)
@@ -82,10 +82,10 @@ class Trainer:
         self.task.built()
 
     def build(self) -> None:
-        """The model, in stages, with the techniques in it."""
+        """Build the model, split into pipeline stages, with all techniques applied."""
         config, groups, shape = self.config, self.groups, self.model_config
-        # Shapes without storage. Values come last, one parameter (under fsdp.py one layer) at a
-        # time, and a rank keeps its shard.
+        # Shapes only, without storage. Values come last, one parameter (under fsdp.py one layer) at
+        # a time, and a rank keeps its shard.
         with torch.device("meta"):
             model = families.build(shape)
         if shape.num_experts:
@@ -116,7 +116,7 @@ class Trainer:
 
     @property
     def model(self) -> "GPT | pipeline_parallel.Pipeline":
-        """What a forward through all layers runs: the pipeline, or the only stage."""
+        """The module that runs all layers: the pipeline, or the only stage."""
         return self.pipeline or self.stages[0]
 
     def apply_techniques(self, stage: GPT) -> GradientSums:
@@ -188,7 +188,7 @@ class Trainer:
         return context_parallel.shard_batch(batch, self.groups.cp)
 
     def forward_backward(self, step: int, dataset) -> torch.Tensor:
-        """Let the task choose what this step learns from, and accumulate its gradient. dataset:
+        """Let the task choose the data of this step, and accumulate the gradient. dataset:
         data.Dataset."""
         return self.accumulate(step, self.task.begin_step(step, dataset))
 
@@ -253,8 +253,8 @@ class Trainer:
         self.pipeline.sum_tied()
 
     def continue_text(self, prompt: list[int], max_tokens: int, **options) -> list[int]:
-        """The tokens after a prompt. options: of generate.stream."""
-        # Loaded when a run is done.
+        """Generate the tokens after a prompt. options: those of generate.stream."""
+        # Loaded only when a run ends.
         import generate
 
         return generate.generate(self.model, [prompt], max_tokens, **options)[0]
@@ -272,7 +272,7 @@ class Trainer:
 
 
 def loop(trainer: Trainer, run: TrainingRun) -> bool:
-    """Take the steps that are left. Returns whether a signal ended the run. Raises RunError."""
+    """Run the remaining steps. Returns whether a signal ended the run. Raises RunError."""
     with run.watched():
         for step in run.steps_left():
             run.begin_step(step)
@@ -292,7 +292,7 @@ def loop(trainer: Trainer, run: TrainingRun) -> bool:
 
 
 def main(argv: list[str], kind: type[RunConfig] = Config) -> int:
-    """Train, and return the exit status. kind: the configuration of a type of training."""
+    """Train, and return the exit status. kind: the configuration class of the training type."""
     return launch.main(argv, kind, Trainer, loop)
 
 
