@@ -104,6 +104,21 @@ def start_without_imports(script: str, monkeypatch) -> None:
     monkeypatch.setattr(importlib.import_module("planning.try_layouts"), "subprocess", fake)
 
 
+def count_short_steps(script: str, monkeypatch) -> None:
+    """Steps that reproduction.py counts on the meta device: of few layers and micro-batches."""
+    if script != "reproduction":
+        return
+    module = importlib.import_module("benchmarks.reproduction")
+    counted = module.counted
+
+    def of_few_layers(words: str):
+        if "--pp 8" in words:
+            return counted(f"{words} --num-layers 24 --global-batch-size 8")
+        return counted(f"{words} --num-layers 2")
+
+    monkeypatch.setattr(module, "counted", of_few_layers)
+
+
 def write_no_figures(monkeypatch) -> None:
     """Figures are made, and their files are empty: the same code draws all of them from the
     results in test_figures_are_drawn_from_the_results."""
@@ -125,6 +140,7 @@ def test_toy(script, argv, files, tmp_path, monkeypatch, capfd):
     out = tmp_path / "out"
     threads = torch.get_num_threads()
     start_without_imports(script, monkeypatch)
+    count_short_steps(script, monkeypatch)
     write_no_figures(monkeypatch)
     try:
         status = main_of(script, [*argv, "--toy", "--out", out], monkeypatch)

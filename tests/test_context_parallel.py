@@ -62,6 +62,7 @@ OVER_PIPELINES = [
 ]
 
 
+HEADS = dict(cp_kind="all-to-all")
 SEQUENCE = OVER_TENSORS[1]
 WITH_EXPERTS = dict(cp=2, ep=2)
 
@@ -73,8 +74,8 @@ WITH_EXPERTS = dict(cp=2, ep=2)
         ("gpt", 2, both(dict(cp=2, head_chunk=5))),
         ("llama", 2, both(dict(cp=2), RECOMPUTED[1], SHARDED[0])),
         ("packed", 2, both(dict(cp=2))),
-        ("gpt", 4, both(dict(cp=4), SEQUENCE, OVER_PIPELINES[1], SHARDED[1])),
-        ("gpt", 4, both(dict(cp=2, micro_batch_size=1))),
+        ("gpt", 4, [*both(dict(cp=4)), SEQUENCE, HEADS | SHARDED[1], HEADS | OVER_PIPELINES[1]]),
+        ("gpt", 4, [dict(cp=2, micro_batch_size=1)]),
         ("gpt", 4, [dict(cp=2, pp=2, num_layers=4, virtual_stages=2, micro_batch_size=2)]),
         ("grouped", 4, both(dict(cp=4), OVER_TENSORS[0])),
         ("packed", 4, [dict(cp=4), *both(SEQUENCE), dict(cp=2, pp=2, micro_batch_size=2)]),
@@ -83,6 +84,8 @@ WITH_EXPERTS = dict(cp=2, ep=2)
         ("lora", 4, both(SEQUENCE)),
         ("experts", 2, both(WITH_EXPERTS)),
         ("experts", 4, [dict(cp=2, ep=4), WITH_EXPERTS | dict(cp_kind="all-to-all")]),
+        again("gpt", 4, [HEADS | SEQUENCE, SHARDED[1], OVER_PIPELINES[1]]),
+        again("gpt", 4, [HEADS | dict(cp=2, micro_batch_size=1)]),
         again("grouped", 4, both(SEQUENCE, *OVER_PIPELINES)),
         again("packed, dropout", 3, [dict(cp=3, seq_length=30)]),
         again("ia3", 4, both(SEQUENCE, OVER_PIPELINES[1])),
@@ -178,7 +181,7 @@ def test_memory_of_activations_is_a_quarter(base):
 
 # --- lengths and refusals -------------------------------------------------------------------------
 
-HEADS = dict(cp=4, cp_kind="all-to-all")
+OF_FOUR = HEADS | dict(cp=4)
 TWICE = "divisible by twice --cp 4: the sequence is cut into so many pieces"
 FEW_KEYS = dict(model="llama2-7b", num_heads=8, num_kv_heads=2)
 
@@ -192,17 +195,12 @@ FEW_KEYS = dict(model="llama2-7b", num_heads=8, num_kv_heads=2)
         (dict(cp=4, seq_length=100), 4, f"--seq-length 100: must be {TWICE}; 96 or 104 would fit"),
         (SEQUENCE | dict(seq_length=12), 4, "--seq-length 12 must be divisible by 8"),
         (
-            HEADS | dict(num_heads=6, hidden_size=48),
+            OF_FOUR | dict(num_heads=6, hidden_size=48),
             4,
             "--cp 4: must divide --num-heads 6 over --tp 1 where heads are exchanged"
             " (--cp-kind all-to-all); [2, 3, 6] would fit",
         ),
-        (
-            HEADS | dict(num_heads=6, hidden_size=48),
-            4,
-            "(--cp-kind all-to-all); [2, 3, 6] would fit",
-        ),
-        (HEADS | FEW_KEYS, 4, "--cp 4: must divide --num-kv-heads 2 over --tp 1"),
+        (OF_FOUR | FEW_KEYS, 4, "--cp 4: must divide --num-kv-heads 2 over --tp 1"),
         (dict(cp_kind="all-to-all"), 2, "--cp-kind all-to-all: needs --cp 2 or more"),
         (dict(cp=2, fp8="current"), 2, "--fp8 current"),
         (dict(cp=2, num_experts=4, router="sinkhorn"), 2, "--router sinkhorn"),

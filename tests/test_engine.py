@@ -263,7 +263,7 @@ LAYOUTS = {
     [(name, *layout) for name, layouts in LAYOUTS.items() for layout in layouts],
     ids=str,
 )
-@pytest.mark.parametrize("count", [40, again(200)])
+@pytest.mark.parametrize("count", [24, again(200)])
 def test_layouts(name, world, layout, count, tmp_path):
     model = make(name, num_layers=sum(layout.get("layer_split", [2])))
     save(tmp_path, model)

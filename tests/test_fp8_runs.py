@@ -144,7 +144,7 @@ def test_a_history_of_another_length(here, text, trained, entry):
 
 # --- NaN, infinity and zeros ----------------------------------------------------------------------
 
-BROKEN = 3
+BROKEN = 2
 LAYOUTS = {
     "one": (1, {}),
     "tp": (2, dict(tp=2)),
@@ -246,17 +246,17 @@ def test_a_step_that_is_not_finite(recipe, layout):
     world, flags = LAYOUTS[layout]
     flags = small_run.SMALL | dict(num_layers=4, global_batch_size=4, micro_batch_size=2) | flags
     flags |= dict(fp8=recipe, fp8_block=16 if recipe == "block" else 128, precision="fp32")
-    everywhere = ranks.run(break_each_on_rank, world, world, flags, 5)
+    everywhere = ranks.run(break_each_on_rank, world, world, flags, 4)
     for ruin, (said, (before, broken, last)) in everywhere[0].items():
         assert all(other[ruin][0] == said for other in everywhere)
-        assert [finite for _, finite in said] == [True, True, False, True, True]
+        assert [finite for _, finite in said] == [True, False, True, True]
         assert all("fp8_not_finite" not in warnings for warnings, finite in said if finite)
         names = said[BROKEN - 1][0].get("fp8_not_finite", [None])
         assert names[0] == FIRST[ruin]
         if recipe == "delayed":
-            assert torch.equal(broken[:2], before) and not broken[2:].any()
+            assert torch.equal(broken[:1], before) and not broken[1:].any()
             assert last.isfinite().all() and last.max() < 100
-            assert len(last) == 5
+            assert len(last) == 4
 
 
 def test_the_screen_and_the_end_name_the_first_tensor(here, text, monkeypatch, capfd):

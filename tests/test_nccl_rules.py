@@ -70,7 +70,7 @@ def train(size, variants, queues=8, mutate=None, timeout=20):
 @pytest.mark.parametrize("size, queues", [(2, 8), (4, 8), (2, 1), again(4, 1)])
 def test_layouts(size, queues):
     """No rule is broken, and every number is that of gloo, to the last bit."""
-    variants = LAYOUTS[size]
+    variants = [dict(global_batch_size=4) | flags for flags in LAYOUTS[size]]
     if queues == 1:
         variants = [flags for flags in variants if "pp" in flags]
     on_gloo = parity.train_each(size, variants, steps=2)

@@ -9,18 +9,22 @@ import re
 
 import pytest
 import torch
+from parity import again
 from test_adapter_files import SHAPES, TOKENS, command, difference, unmerged, whole_value
 from test_generate import build, loud, save
 
 from inference import huggingface
 from inference.peft_folder import IGNORED
 
-peft = pytest.importorskip("peft", reason="pyproject.toml names it")
-transformers = pytest.importorskip("transformers")
 # peft warns of many of these fields
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-METHODS = {"lora": peft.LoraConfig, "ia3": peft.IA3Config}
+# method -> its configuration in peft
+METHODS = {"lora": "LoraConfig", "ia3": "IA3Config"}
+CASES = [
+    *[("lora", "gpt"), ("lora", "llama"), ("ia3", "gpt")],
+    *[again("lora", "bloom"), again("ia3", "llama"), again("ia3", "bloom")],
+]
 # {0} and {1} below: a module with query, key and value, or one of these; and the MLP's second one
 MODULES = {
     "gpt": ("c_attn", "mlp.c_proj"),
@@ -68,8 +72,15 @@ TOGETHER = [
 
 
 @pytest.fixture(scope="module")
+def peft():
+    """The library: its import takes a second."""
+    return pytest.importorskip("peft", reason="pyproject.toml names it")
+
+
+@pytest.fixture(scope="module")
 def bases(tmp_path_factory):
     """A folder with a base of each shape, and the same models in transformers."""
+    transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("fields")
     transformers.utils.logging.disable_progress_bar()
     theirs = {}
@@ -99,9 +110,10 @@ def usual(method: str, shape: str) -> dict:
     return {"target_modules": [first, second], "r": 4, "lora_alpha": 6}
 
 
-def write(model, kind, fields: dict, path) -> torch.Tensor:
-    """A folder of peft with values that do something, and its logits."""
-    made = peft.get_peft_model(copy.deepcopy(model), kind(**fields))
+def write(peft, model, method: str, fields: dict, path) -> torch.Tensor:
+    """Write a folder of peft with values that do something. Returns its logits."""
+    config = getattr(peft, METHODS[method])(**fields)
+    made = peft.get_peft_model(copy.deepcopy(model), config)
     with torch.no_grad():
         for name, p in made.named_parameters():
             if "lora_" in name or "ia3_l" in name:
@@ -116,7 +128,7 @@ def write(model, kind, fields: dict, path) -> torch.Tensor:
     return logits
 
 
-def imported(bases, shape: str, path, change: dict, capsys, logits=None) -> torch.Tensor | None:
+def imported(peft, bases, shape: str, path, change: dict, capsys, logits=None):
     """peft's logits, which are those of the import; None where it is refused by name. logits: where
     they are known; otherwise peft reads the folder too."""
     folder, theirs = bases
@@ -134,20 +146,19 @@ def imported(bases, shape: str, path, change: dict, capsys, logits=None) -> torc
     return logits
 
 
-@pytest.mark.parametrize("shape", MODULES)
-@pytest.mark.parametrize("method", METHODS)
-def test_what_is_written_into_a_folder(method, shape, bases, tmp_path, capsys):
+@pytest.mark.parametrize("method, shape", CASES)
+def test_what_is_written_into_a_folder(method, shape, peft, bases, tmp_path, capsys):
     """The tensors stay. A field that is ignored changes nothing in peft either."""
     path = tmp_path / "peft"
-    write(bases[1][shape], METHODS[method], usual(method, shape), path)
+    write(peft, bases[1][shape], method, usual(method, shape), path)
     file = path / "adapter_config.json"
     config = json.loads(file.read_text())
-    before = imported(bases, shape, path, {}, capsys)
+    before = imported(peft, bases, shape, path, {}, capsys)
     became = {}
-    for field in dataclasses.fields(METHODS[method]):
+    for field in dataclasses.fields(getattr(peft, METHODS[method])):
         for value in named(VALUES.get(field.name, OTHERS), shape):
             file.write_text(json.dumps(config | {field.name: value}))
-            logits = imported(bases, shape, path, {field.name: value}, capsys)
+            logits = imported(peft, bases, shape, path, {field.name: value}, capsys)
             word = "refused"
             if logits is not None:
                 word = "same" if torch.equal(logits, before) else "other"
@@ -159,26 +170,26 @@ def test_what_is_written_into_a_folder(method, shape, bases, tmp_path, capsys):
     assert changing == (expected if method == "lora" else set())
 
 
-@pytest.mark.parametrize("shape", MODULES)
-@pytest.mark.parametrize("method", METHODS)
-def test_what_peft_makes(method, shape, bases, tmp_path, capsys):
+@pytest.mark.parametrize("method, shape", CASES)
+def test_what_peft_makes(method, shape, peft, bases, tmp_path, capsys):
     """Each field, and several, with the tensors that peft makes for them."""
-    kind = METHODS[method]
+    fields = getattr(peft, METHODS[method]).__dataclass_fields__.keys()
     changes = [{name: value} for name, values in VALUES.items() for value in values]
-    changes = [c for c in changes if {*c} <= kind.__dataclass_fields__.keys() - IGNORED]
+    changes = [c for c in changes if {*c} <= fields - IGNORED]
     same = []
     for n, change in enumerate(changes + TOGETHER * (method == "lora")):
         change = named(change, shape)
         path = tmp_path / f"peft-{n}"
         try:
-            logits = write(bases[1][shape], kind, usual(method, shape) | change, path)
+            fields = usual(method, shape) | change
+            logits = write(peft, bases[1][shape], method, fields, path)
         except Exception:
             # peft itself refuses it
             continue
         # in the words of the user: peft makes a list of "all-linear"
         file = path / "adapter_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | change))
-        if imported(bases, shape, path, change, capsys, logits) is not None:
+        if imported(peft, bases, shape, path, change, capsys, logits) is not None:
             same.append(change)
     assert len(same) > (25 if method == "lora" else 7), same
     assert ({"target_modules": "all-linear"} in same) == (method == "lora")

@@ -180,7 +180,6 @@ def small_flags(layout: dict, tmp_path) -> list[str]:
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat, and the hat sat on the cat. " * 400)
     fields = layout | dict(
-        # of 50 steps
         **dict(steps=STEPS, warmup_steps=WARMUP, eval_every=0, save_every=0),
         **dict(data=[text], tokenizer="bytes", vocab_size=257),
         **dict(out=tmp_path / "run", cache=tmp_path / "cache"),
@@ -195,7 +194,7 @@ def small_flags(layout: dict, tmp_path) -> list[str]:
     return words
 
 
-STEPS, WARMUP = 50, 5
+STEPS, WARMUP = 20, 3
 MACHINE = "machine.json"
 # each trains on at most 4 ranks, when it is small
 TRAINED = [
@@ -229,8 +228,8 @@ TRAINED = [
 
 @pytest.mark.parametrize("line", TRAINED)
 def test_a_printed_command_trains(line, tmp_path, monkeypatch, capsys):
-    """50 steps of train.py on the model made small, at the printed learning rate. The warmup of
-    hundreds of steps is 5 steps here: the weights would hardly move else."""
+    """20 steps of train.py on the model made small, at the printed learning rate. The warmup of
+    hundreds of steps is 3 steps here: otherwise the weights would hardly move."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / MACHINE).write_text(json.dumps(dataclasses.asdict(test_planner.A100)))
     command = printed(line, capsys)
