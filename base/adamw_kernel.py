@@ -1,7 +1,7 @@
 """AdamW in one launch: the update of many parameters, in one pass over their bytes.
 
-Launches one by one would take longer than the update of a small parameter. So the kernel gets a
-table of addresses, a row for each parameter. It is no signature of cuda_kernels.py: it takes lists.
+One launch for each small parameter would take longer than its update. So the kernel gets a table of
+addresses, with a row for each parameter. It takes lists, so cuda_kernels.py has no signature of it.
 """
 
 import functools
@@ -13,12 +13,12 @@ from torch import Tensor
 from base.cuda_kernels import check, launch, operation, query
 
 
-# Sums of gradients are at other addresses in each step, and come round again: two numbers for each
-# kind of parameter and each such turn.
+# The addresses of gradient sums change from step to step, and recur. Each type of parameter needs
+# two entries for each set of addresses.
 @functools.lru_cache(maxsize=64)
 def on_device(numbers: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of numbers, which is copied when they change, and without waiting for the copy. For
-    one stream of a device, and not while a CUDA graph is captured."""
+    """A tensor of numbers, copied only when they change, without waiting for the copy. For one
+    stream of a device, and not while a CUDA graph is captured."""
     t = torch.tensor(numbers, dtype=dtype)
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
 
@@ -31,7 +31,7 @@ def on_device(numbers: tuple, dtype: torch.dtype, device: torch.device) -> Tenso
 def adamw_update(
     weights, lows, masters, gradients, exp_avgs, exp_avg_sqs, decays, control, lr, beta1, beta2, eps
 ):
-    """The operation behind `adamw`, whose lists of None are empty here."""
+    """The torch operation of `adamw`. Lists of None are empty here."""
     w = weights[0]
     nones = [None] * len(weights)
     state = torch.float32 if masters else torch.bfloat16
@@ -77,7 +77,7 @@ def check_state(subject: str, t: Tensor | None, weight: Tensor, dtype: torch.dty
 
 
 def adamw(weights, lows, masters, *others) -> None:
-    """optimizer.AdamW's update of many parameters of one kind, in place, in one launch and one pass
+    """optimizer.AdamW's update of many parameters of one type, in place, in one launch and one pass
     over their bytes (arXiv 1711.05101, algorithm 2).
 
     weight      low      master     exp_avg, exp_avg_sq
@@ -85,9 +85,9 @@ def adamw(weights, lows, masters, *others) -> None:
     float32     None     None       bf16                   the weight is the master
     16 bits     None     float32    float32                the master is beside the weight
 
-    Lists of these, of gradients in float32 and of weight decays, one for each parameter; control:
-    float32 [3] on the device: a factor of the gradients, the number of this update from 1 on, 0 to
-    skip it; lr, beta1, beta2, eps. Raises ValueError.
+    Arguments: lists of these, of gradients in float32 and of weight decays, with an entry for each
+    parameter; control: float32 [3] on the device: a factor of the gradients, the number of this
+    update from 1 on, 0 to skip it; lr, beta1, beta2, eps. Raises ValueError.
     """
     lows, masters = ([t for t in tensors if t is not None] for tensors in (lows, masters))
     adamw_update(weights, lows, masters, *others)

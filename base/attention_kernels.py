@@ -1,10 +1,10 @@
-"""PyTorch's fused attention kernels, with the sum that ring attention merges by.
+"""PyTorch's fused attention kernels, with the log-sum that ring attention needs to merge results.
 
-`F.scaled_dot_product_attention` gives the result alone. The operations below it also give
+`F.scaled_dot_product_attention` returns only the result. The operations below it also return
 
     L = log Σ_j exp(q k_j / √d)        one number for each query, at least float32
 
-and their backward takes o and L as arguments: those of all keys, where k and v are only some.
+and their backward takes o and L as arguments, which may be those of more keys than k and v.
 
     CPU                           _scaled_dot_product_flash_attention_for_cpu
     CUDA, 16 bits, new GPUs       _scaled_dot_product_cudnn_attention
@@ -12,16 +12,17 @@ and their backward takes o and L as arguments: those of all keys, where k and v 
     CUDA, 32 bits                 _scaled_dot_product_efficient_attention
 
 On CUDA `F.scaled_dot_product_attention` chooses by the GPU, the sizes and cuDNN's version, and
-`kernel_for` takes its choice. PyTorch 2.13 tries cuDNN first on compute capability 9 and 10, if its
-version is at least 9.15.1: older ones are wrong for some lengths. (FlashAttention 2 uses 35% of an
-H100, arXiv 2407.08608.)
+`kernel_for` makes the same choice. PyTorch 2.13 tries cuDNN first on compute capability 9 and 10,
+if its version is at least 9.15.1: older ones are wrong for some lengths. (FlashAttention 2 uses 35%
+of an H100, arXiv 2407.08608.)
 
 The operations are not public: a version of PyTorch may lack one. Then, and for sizes that a kernel
-does not know, `kernel_for` gives None, and context_parallel.py computes by hand.
-
-Not covered: query heads that share a key head, which cuDNN and FlashAttention know; here keys come
-repeated. The operations for CUDA have not yet run on a GPU; tests hold their arguments to PyTorch's
+does not support, `kernel_for` returns None, and context_parallel.py uses tensor operations. The
+operations for CUDA have not yet run on a GPU; tests compare their arguments with PyTorch's
 signatures.
+
+Not covered: query heads that share a key head, which cuDNN and FlashAttention support; here keys
+are repeated.
 """
 
 import contextlib
@@ -36,9 +37,10 @@ PREFIX = "_scaled_dot_product_"
 
 
 class Kernel:
-    """q: [b, a, m, d]; k, v: [b, a, n, d]. causal: m = n, and query i sees keys 0 .. i."""
+    """The kernel for CPUs. q: [b, a, m, d]; k, v: [b, a, n, d]. causal: m = n, and query i sees
+    keys 0 .. i."""
 
-    # In torch.ops.aten, and with _backward after it.
+    # The name in torch.ops.aten; the backward's name ends with _backward.
     name = "flash_attention_for_cpu"
 
     def __init__(self):
@@ -57,7 +59,7 @@ class Kernel:
 
 
 class CuDNN(Kernel):
-    """cuDNN's, with the instructions of Hopper and newer GPUs."""
+    """cuDNN's kernel, with the instructions of Hopper and newer GPUs."""
 
     name = "cudnn_attention"
 
@@ -67,9 +69,9 @@ class CuDNN(Kernel):
         return o, log_sum
 
     def backward(self, grad, q, k, v, o, log_sum, causal):
-        # Where sequences of a packed batch begin: there is none.
+        # The bounds of sequences in a packed batch; there are none.
         bounds = None, None, q.shape[2], k.shape[2]
-        # The random state of dropout, and a bias: there is none.
+        # The random state of dropout, and a bias; there are none.
         state = torch.zeros((), dtype=torch.int64, device=q.device)
         tensors = grad, q, k, v, o, log_sum.contiguous()
         return self.run_backward(*tensors, state, state, None, *bounds, 0.0, causal)
@@ -85,9 +87,9 @@ class FlashOnCUDA(Kernel):
         return o, log_sum.unsqueeze(-1)
 
     def backward(self, grad, q, k, v, o, log_sum, causal):
-        # Where sequences of a packed batch begin: there is none.
+        # The bounds of sequences in a packed batch; there are none.
         bounds = None, None, q.shape[2], k.shape[2]
-        # The random state of dropout: there is none.
+        # The random state of dropout; there is none.
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         tensors = grad, q, k, v, o, log_sum.squeeze(-1).contiguous()
         return self.run_backward(*tensors, *bounds, 0.0, causal, state, state)
@@ -100,14 +102,14 @@ class EfficientOnCUDA(Kernel):
 
     def forward(self, q, k, v, causal):
         o, log_sum, *_ = self.run(q, k, v, None, True, 0.0, causal)
-        # Its rows are filled up to a multiple of 32.
+        # Its rows are padded to a multiple of 32.
         return o, log_sum[:, :, : q.shape[2], None]
 
     def backward(self, grad, q, k, v, o, log_sum, causal):
         log_sum = log_sum.squeeze(-1)
         log_sum = F.pad(log_sum, (0, -log_sum.shape[2] % 32), value=torch.inf)
         state = torch.zeros((), dtype=torch.int64, device=q.device)
-        # The last of four gradients is that of a bias, which is not wanted.
+        # The last of four gradients is that of a bias, which is not needed.
         wanted = [True, True, True, False]
         arguments = None, o, log_sum, state, state, 0.0, wanted, causal
         return self.run_backward(grad, q, k, v, *arguments)[:3]
@@ -115,8 +117,8 @@ class EfficientOnCUDA(Kernel):
 
 @contextlib.contextmanager
 def any_shape():
-    """Inside, PyTorch does not choose cuDNN's kernel, which has to be planned for each new shape.
-    That takes tenths of a second: in training once, in generation nearly every step."""
+    """A context in which PyTorch does not choose cuDNN's kernel. That one is planned for each new
+    shape, which takes tenths of a second: in training once, in generation nearly every step."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -127,7 +129,7 @@ def any_shape():
 
 @cache
 def make(kind: type[Kernel]) -> Kernel | None:
-    """None where this PyTorch does not have it."""
+    """A kernel of this class; None if this version of PyTorch does not have it."""
     try:
         return kind()
     except AttributeError:
@@ -142,13 +144,13 @@ KINDS = {
 
 
 def kernel_for(q: Tensor, k: Tensor) -> Kernel | None:
-    """The kernel for such queries and keys, [b, a, m, d] and [b, a, n, d]. None: there is none."""
+    """The kernel for queries [b, a, m, d] and keys [b, a, n, d]; None if there is none."""
     if q.device.type == "cpu":
         return make(Kernel)
-    # PyTorch pads other heads before it calls a kernel.
+    # PyTorch pads other head sizes before it calls a kernel.
     if q.shape[-1] % 8:
         return None
-    # Some kernels know sizes forward that they do not know backward.
+    # Some kernels support sizes in forward that they do not support in backward.
     with torch.enable_grad():
         choice = torch._fused_sdp_choice(q.detach().requires_grad_(), k, k)
     kind = KINDS.get(SDPBackend(choice))

@@ -1,7 +1,7 @@
 """Fused attention on a CPU, for short sequences: a block of rows of the scores at a time.
 
-A causal mask hides the upper triangle. A block of rows needs the columns up to its last row, and no
-others. With s = 4 and blocks of 2 rows:
+A causal mask hides the upper triangle. A block of rows needs only the columns up to its last row.
+With s = 4 and blocks of 2 rows:
 
     q \\ k  0 1 2 3
       0    x . | - -      block 0: rows 0 and 1, columns 0 and 1
@@ -13,18 +13,18 @@ A block is two large matrix multiplications and a softmax. Where oneDNN multipli
 float32 by base/cpu.py), small matrices are slow, and the kernel of `scaled_dot_product_attention`
 multiplies many: it takes up to three times as long
 ([docs/results.md](../docs/results.md#one-device)). As in that kernel, the s x s matrix never exists
-whole, and backward computes the probabilities again from q and k (FlashAttention, arXiv 2205.14135,
-section 3.1): it keeps copies of q, k and v. In 16 bits the scores have 16 bits, as those of
-explicit attention; PyTorch's kernel has them in float32.
+whole, and backward computes the probabilities again from copies of q and k (FlashAttention, arXiv
+2205.14135, section 3.1). In 16 bits the scores have 16 bits, as in explicit attention; PyTorch's
+kernel has them in float32.
 
-r heads may share a key (grouped-query attention). Then a token has r rows, one for each of them,
-and these multiply the key at once.
+r heads may share a key (grouped-query attention). Then a token has r rows, one for each head, and
+one product multiplies all of them by the key.
 
     python -m course.causal_blocks      a lesson: FLOPs, bytes that are kept, equal gradients
 
-Not covered: second derivatives; other masks; blocks of columns, with which FlashAttention also
-bounds the width of a block. So a sequence of more than `LONGEST` tokens, or with documents, is left
-to PyTorch.
+Not covered: second derivatives; other masks; blocks of columns, by which FlashAttention also limits
+the width of a block. So PyTorch computes sequences of more than `LONGEST` tokens, or with
+documents.
 """
 
 import math
@@ -34,9 +34,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Tokens of a block.
+# The number of tokens of a block.
 ROWS = 128
-# Beyond so many tokens PyTorch's kernel is as fast in float32; kernels.py asks that one then.
+# For more tokens PyTorch's kernel is as fast in float32, and kernels.py uses that one.
 LONGEST = 512
 
 
@@ -53,8 +53,7 @@ class Block(NamedTuple):
 
 
 def blocks(s: int, r: int) -> list[Block]:
-    """Blocks from the bottom of the matrix to its top. The one at the bottom may have fewer
-    rows."""
+    """The blocks from the bottom of the matrix to its top. The first may have fewer rows."""
     ends = [(first, min(s, first + ROWS)) for first in range(0, s, ROWS)]
     return [Block(slice(r * first, r * end), slice(end), r) for first, end in reversed(ends)]
 
@@ -65,7 +64,7 @@ def probabilities(q: Tensor, k: Tensor, block: Block, scale: float) -> Tensor:
     q, k = q[:, block.rows], k[:, block.columns]
     # With beta 0 the first argument is not read.
     scores = torch.baddbmm(q.new_empty(1), q, k.transpose(1, 2), beta=0, alpha=scale)
-    # The columns before these are seen by all rows.
+    # All rows see the columns before these.
     scores[:, :, -block.tokens :] += causal_mask(block.tokens, block.r, q.dtype)
     return torch.softmax(scores, -1, out=scores)
 
@@ -77,11 +76,9 @@ def causal_mask(tokens: int, r: int, dtype: torch.dtype) -> Tensor:
 
 
 class _CausalAttention(torch.autograd.Function):
-    """y = p v of each block of rows; p is computed again in backward:
+    """y = p v of each block of rows. Backward computes p again; z are the scores:
 
     ∂v = pᵀ ∂y    ∂p = ∂y vᵀ    ∂z = p (∂p - Σ p ∂p)    ∂q = ∂z k / √d    ∂k = ∂zᵀ q / √d
-
-    where z are the scores
     """
 
     @staticmethod
@@ -105,7 +102,7 @@ class _CausalAttention(torch.autograd.Function):
         s, d = k.shape[1:]
         scale = d**-0.5
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        # The block at the bottom has all columns: its gradients overwrite what is there.
+        # The block at the bottom has all columns, so its gradients overwrite the empty tensors.
         beta = 0
         for block in blocks(s, ctx.r):
             rows, columns = block.rows, block.columns
@@ -125,7 +122,7 @@ def rows_of_groups(x: Tensor, a_kv: int) -> Tensor:
 
 
 def heads_of_rows(x: Tensor, a_kv: int, s: int) -> Tensor:
-    """The way back, with the numbers of a token beside each other, as gpt.Attention reads them."""
+    """The reverse, with the numbers of a token next to each other in memory for gpt.Attention."""
     x = x.view(-1, a_kv, s, x.shape[1] // s, x.shape[2])  # [b, a_kv, s, r, d]
     return x.transpose(1, 2).flatten(2, 3).transpose(1, 2)  # [b, a, s, d]
 

@@ -1,4 +1,4 @@
-"""Counts the collectives that a process calls, with their groups and bytes.
+"""Count the collectives that a process calls, with their groups and bytes.
 
     with Collectives() as noted:
         step()
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Part of the name of a c10d operation: the collective that it is.
+# {part of the name of a c10d operation: its collective}
 KINDS = {
     "allreduce": "all-reduce",
     "allgather": "all-gather",
@@ -30,7 +30,7 @@ KINDS = {
 
 
 class Collectives(TorchDispatchMode):
-    """While entered, notes every collective of this process: `calls` is a list of (name, bytes of
+    """A context that records every collective of this process: `calls` is a list of (name, bytes of
     the largest tensor in it), `group_names` a list of the names of their process groups."""
 
     def __init__(self):
@@ -49,14 +49,14 @@ class Collectives(TorchDispatchMode):
         name = kinds[0] if kinds else operation
         sizes = [x.nbytes for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
         if "coalesced" in operation:
-            # One call for several tensors: lists of outputs and inputs.
+            # It is one call for several tensors: lists of outputs and inputs.
             sizes = [sum(x.nbytes for x in list_) for list_ in args[:2]]
         self.calls.append((name, max(sizes, default=0)))
         self.group_names.append(group_name(args))
 
     def counted(self, groups) -> Counter:
-        """(kind, group, bytes) -> how often. groups: of this rank (base.groups.Groups), whose
-        fields name a group; another one is "world"."""
+        """{(collective, group, bytes): number of calls}. A group has the name of its field in
+        `groups` (base.groups.Groups of this rank); another group is "world"."""
         names = {}
         for name, group in vars(groups).items():
             if isinstance(group, dist.ProcessGroup):

@@ -1,12 +1,12 @@
-"""Keeps functions out of compiled code: communication, and what asks for values.
+"""Exclude functions from compiled code: communication, and functions that read values on the host.
 
     @compiling.left_out
     def gather(x, group): ..
 
     compiling.apply(model.blocks.values())
 
-torch.compiler.disable does the same, but loads the compiler, for which a run that compiles nothing
-would wait one to two seconds. Here `apply` disables all of them, when the compiler is needed.
+torch.compiler.disable does the same, but loads the compiler, which takes one to two seconds also in
+a run that compiles nothing. Here `apply` disables all of them when the compiler is needed.
 """
 
 import functools
@@ -20,7 +20,7 @@ _LEFT_OUT = []
 
 
 def left_out(function: Callable) -> Callable:
-    """Mark a function that compiled code calls as it is."""
+    """Mark a function that compiled code calls without compiling it."""
     if "torch._dynamo" in sys.modules:
         return torch.compiler.disable(function)
 

@@ -1,12 +1,10 @@
-"""Two settings of a process that trains on a CPU (freed memory stays, oneDNN multiplies), and GELU.
+"""CPU settings of a training process (keep freed memory, multiply by oneDNN), and a faster GELU.
 
     cpu.set_up()
 
-Both hold for the whole process, and any PyTorch program could make them. A comparison with another
-project makes them for both (benchmarks/training_step.py). Generation has the first alone: it
-measures which library is the faster for its narrow matrices (inference/weight_layouts.py).
-
-`gelu` is PyTorch's GELU in the tanh form, in less time.
+Both settings hold for the whole process, and any PyTorch program could make them. A comparison with
+another project makes them for both (benchmarks/training_step.py). Generation uses only the first:
+it measures which library is faster for its narrow matrices (inference/weight_layouts.py).
 """
 
 import ctypes
@@ -23,13 +21,13 @@ def set_up() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep large blocks when they are freed. By default the kernel gives new memory,
-    zeroed page by page, for each logits or gradient tensor: a fifth of the time of a GPT-2 124M
-    step on a CPU."""
+    """Tell glibc to keep large blocks when they are freed. By default each logits or gradient
+    tensor gets new memory, which the kernel zeroes page by page: a fifth of the time of a GPT-2
+    124M step on a CPU."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
-        # Another C library.
+        # It is another C library than glibc.
         return
     m_trim_threshold = -1
     m_mmap_max = -4
@@ -38,12 +36,12 @@ def keep_freed_memory() -> None:
 
 
 def multiply_by_onednn() -> None:
-    """Let oneDNN multiply float32 matrices where it is faster, and as exact.
+    """Multiply float32 matrices by oneDNN where it is faster, and as exact.
 
-    PyTorch leaves them to MKL, which uses no AVX-512 on AMD's processors; oneDNN does, and takes
-    half the time. PyTorch asks oneDNN where float32 may be multiplied in bf16 ("medium"). A
-    processor without matrix units (AMX) has no such product, and oneDNN multiplies in float32: that
-    is checked here, with 1 + 2⁻²⁰, which bf16 would round to 1.
+    By default PyTorch calls MKL, which does not use AVX-512 on AMD's processors; oneDNN does, and
+    takes half the time. PyTorch calls oneDNN if float32 may be multiplied in bf16 ("medium").
+    Without matrix units (AMX) oneDNN still multiplies in float32. This is checked with 1 + 2⁻²⁰,
+    which bf16 would round to 1.
     """
     if "AMD" not in processor():
         return
@@ -55,11 +53,11 @@ def multiply_by_onednn() -> None:
 
 
 def processor() -> str:
-    """Its name, where this version of PyTorch knows it."""
+    """The processor's name; "" if this version of PyTorch does not know it."""
     return getattr(torch.cpu, "get_capabilities", dict)().get("cpu_name", "")
 
 
-# 2 √(2/π)
+# The factor is 2 √(2/π).
 GELU_FACTOR = 2 * (2 / math.pi) ** 0.5
 
 
@@ -68,7 +66,8 @@ def gelu_forward(x: Tensor, factor: Tensor) -> Tensor:
     0.044715 x³) it is x (1 + tanh z) / 2 = x / (1 + exp(-2z)), and exp is cheaper than tanh.
     factor: GELU_FACTOR, of the type of x"""
     two_z = torch.addcmul(factor, x, x, value=0.044715 * GELU_FACTOR).mul_(x)
-    # Detached: before torch 2.13 compiled code gave what an operation in place returns no gradient.
+    # `detach` is needed before torch 2.13, where compiled code gave the result of an in-place
+    # operation no gradient.
     return two_z.sigmoid_().mul_(x).detach()
 
 

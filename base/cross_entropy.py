@@ -1,4 +1,4 @@
-"""Cross entropy of a large vocabulary, whose gradient takes the place of the logits.
+"""Cross entropy of a large vocabulary, whose gradient overwrites the logits.
 
     loss = log Σ exp(z) - z_target           ∂loss/∂z = softmax(z) - onehot(target)
 
@@ -6,8 +6,8 @@ Logits z are [b, s, V]: for a vocabulary of 50,000 words the largest tensor of a
 autograd keeps them, their float32 copy, the softmax and its gradient at the same time. Here the
 softmax overwrites the logits in forward, and the gradient overwrites the softmax in backward.
 
-`tensor_parallel.vocab_parallel_cross_entropy` is the same function of logits that are sharded by
-vocabulary; `kernels.cross_entropy` is one CUDA kernel.
+`tensor_parallel.vocab_parallel_cross_entropy` is the same for logits that are sharded by
+vocabulary; `kernels.cross_entropy` is a CUDA kernel.
 
     python -m course.chunked_head        a lesson, with the head in chunks of recompute.py
 """
@@ -22,18 +22,18 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, vocab_size):
-        # A copy of 16-bit logits, or the logits themselves.
+        # `z` is a copy of 16-bit logits, or the logits themselves.
         z = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        # Padding: its probability, and so its gradient, is 0.
+        # The probability of padding, and so its gradient, is 0.
         z[..., vocab_size:] = -torch.inf
         largest = z.amax(-1)  # [...]
         target_logit = z.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        # One pass of PyTorch's own, in place; the probability of the largest logit is 1 / Σ exp(z -
-        # largest), and never 0.
+        # This is one pass of PyTorch, in place. The probability of the largest logit is 1 / Σ exp(z
+        # - largest), and never 0.
         p = torch.softmax(z, -1, out=z)
         ctx.save_for_backward(p, targets)
         ctx.dtype = logits.dtype
-        # Subtract in this order: large logits cancel before anything is rounded.
+        # In this order large logits cancel before anything is rounded.
         return (largest - target_logit) - p.amax(-1).log()
 
     @staticmethod
@@ -47,13 +47,13 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int | None = None) -> Tensor:
     """Per-token loss in at least float32. targets: [...] int64 -> [...].
 
-    logits: [..., V], **overwritten**: V is large, so the gradient takes their place, and backward
-    can run once. vocab_size: columns that count, V by default; padding follows.
+    logits: [..., V], **overwritten** by their gradient, so backward can run only once. vocab_size:
+    columns that count, V by default; padding follows.
     """
     if logits.requires_grad:
         return _CrossEntropy.apply(logits, targets, vocab_size or logits.shape[-1])
     logits = logits[..., :vocab_size]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
-    # The default of -100 in torch would hide a wrong target; training refuses it too.
+    # torch's default of -100 would hide a wrong target; training refuses it too.
     loss = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=-(2**63))
     return loss.view(targets.shape)

@@ -1,12 +1,12 @@
-"""Builds the CUDA sources of base/csrc/, and makes an operation of torch of a kernel's signature.
+"""Build the CUDA sources of base/csrc/, and make a torch operation from a kernel's signature.
 
     swiglu_forward = kernel("swiglu(gate[.., h], up[.., h]) -> y[.., h]")
 
     @gradient(swiglu_forward, keep=(0, 1))
     def swiglu_gradient(ctx, dy): ...
 
-The signature is all that stands between torch and the function swiglu of base/csrc/. From it come
-the checks of arguments, the new tensors, the arguments in C, and the schema of the operation.
+The signature connects torch with the function swiglu of base/csrc/. It gives the checks of
+arguments, the new tensors, the arguments in C, and the schema of the operation.
 
     x[b, s, h]            a tensor with the dtype of the first; equal letters are equal sizes
     x[.., h]              the same with any dimensions before h, which are rows for the kernel
@@ -15,18 +15,17 @@ the checks of arguments, the new tensors, the arguments in C, and the schema of 
     logits![.., V]        changed in place
     scale: float          a number
     z[.., h] if bias      an output that is empty without that argument: a null pointer
-    d_bias sum[n, h]      an output whose blocks leave parts [n, blocks, h], which are added up here
+    d_bias sum[n, h]      an output whose blocks write parts [n, blocks, h], which are added up here
     amax max[n]           an output, 0 at first, which blocks raise to their maxima
-    q heads[b, a, s, d]   any strides of whole vectors; an output lies in memory as [b, s, a, d]
+    q heads[b, a, s, d]   any strides of whole vectors; an output is stored as [b, s, a, d]
 
-In C: the stream, the tensors, the outputs, three strides of each input of heads, the sizes in the
-order in which their letters appear, the number of blocks if there are parts, the numbers. Another
-function, NAME_blocks(sizes), says how many blocks.
+The arguments in C are the stream, the tensors, the outputs, three strides of each input of heads,
+the sizes in the order in which their letters appear, the number of blocks if there are parts, and
+the numbers. Another function, NAME_blocks(sizes), returns the number of blocks.
 
-A library of kernels is built for each element type: the sources call it T. With meta tensors
-nothing is launched, so the same operation tells torch.compile the shapes of its outputs. (As a
-torch.library.custom_op an operation takes 15 to 20 microseconds of the host, as one of a Library 5,
-measured with operations that do nothing.)
+A library of kernels is built for each element type, which the sources call T. With meta tensors
+nothing is launched, so the same operation tells torch.compile the shapes of its outputs. (An empty
+operation takes the host 15 to 20 microseconds as a torch.library.custom_op, and 5 in a Library.)
 """
 
 import contextlib
@@ -69,7 +68,8 @@ def nvcc() -> str:
 def load(dtype: torch.dtype) -> tuple[ctypes.CDLL | None, str]:
     """(the compiled kernels, "") for this process's GPU, or (None, why they do not run here).
 
-    Compiled at the first use, and kept in TORCH_EXTENSIONS_DIR or ~/.cache/torch_extensions.
+    They are compiled at the first use, and kept in TORCH_EXTENSIONS_DIR or
+    ~/.cache/torch_extensions.
     """
     if not torch.cuda.is_available():
         return None, "no CUDA device"
@@ -90,7 +90,7 @@ def load(dtype: torch.dtype) -> tuple[ctypes.CDLL | None, str]:
 
 
 def why_not(dtype: torch.dtype = torch.bfloat16) -> str:
-    """ "" if the kernels of a dtype run here; they are built if need be. Otherwise the reason."""
+    """ "" if the kernels of a dtype run here, else the reason. They are built if necessary."""
     return load(dtype)[1]
 
 
@@ -114,7 +114,7 @@ class Item(NamedTuple):
     """An argument or an output of a signature."""
 
     name: str
-    # The type of a number; None: a tensor.
+    # The type of a number; None for a tensor.
     number: str | None
     changed: str
     dtype: str | None
@@ -135,7 +135,7 @@ def items(text: str) -> list[Item]:
 
 
 class Form(NamedTuple):
-    """What there is to know of a tensor before its values."""
+    """The properties of a tensor without its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -143,7 +143,7 @@ class Form(NamedTuple):
 
 
 def whole_shape(letters: list[str], sizes: dict) -> tuple[int, ...]:
-    """The sizes of these letters; a letter where there is none, for an error message."""
+    """The sizes of these letters; for an error message the letter itself if it has no size."""
     if letters[:1] == [".."]:
         return *sizes[".."], *whole_shape(letters[1:], sizes)
     return tuple(sizes.get(letter, letter) for letter in letters)
@@ -158,8 +158,8 @@ def dense(t: Tensor | None) -> Tensor | None:
 
 
 def aligned_heads(t: Tensor) -> Tensor:
-    """t [b, a, s, d] with any strides, if each head begins at a multiple of 16 bytes; else a copy
-    of which that is true."""
+    """t [b, a, s, d] with any strides, if each head begins at a multiple of 16 bytes; else a
+    contiguous copy."""
     begins = t.storage_offset(), *t.stride()[:3]
     in_vectors = t.stride(-1) == 1 and not any(n % vector_elements(t) for n in begins)
     return t if in_vectors else t.clone(memory_format=torch.contiguous_format)
@@ -192,7 +192,7 @@ class Kernel:
         self.prepare = [in_place if i.changed else PREPARE.get(i.dtype, dense) for i in tensors]
         self.heads = [n for n, i in enumerate(tensors) if i.dtype == "heads"]
         self.sums = [n for n, o in enumerate(self.outputs) if o.dtype == "sum"]
-        # Looking it up takes the host a tenth of the time.
+        # A cached plan takes the host a tenth of the time.
         self.known_plan = functools.lru_cache(maxsize=256)(self.plan)
 
     def __call__(self, *args):
@@ -201,7 +201,7 @@ class Kernel:
         forms = [t if t is None else (t.shape, t.dtype, t.device) for t in tensors]
         numbers = [args[n] for n in self.numbers_at]
         is_meta = first.device.type == "meta"
-        # On the meta device sizes may be symbols, which are not looked up.
+        # On the meta device sizes may be symbols, which cannot be cached.
         outputs, in_c = (self.plan if is_meta else self.known_plan)(*forms, *numbers)
         new = [first.new_empty(shape, dtype=dtype) for shape, dtype in outputs]
         for n, o in enumerate(self.outputs):
@@ -223,9 +223,9 @@ class Kernel:
 
     def plan(self, *forms) -> tuple[list[tuple], list]:
         """([(shape, dtype) of each output, with parts in place of sums], [sizes, blocks, numbers
-        for the kernel]). forms: what is known of each tensor, and after them the numbers.
+        for the kernel]). forms: the Form of each tensor, then the numbers.
 
-        Raises ValueError with the operation, the argument, what it is and what was expected.
+        Raises ValueError, which names the operation, the argument and what was expected.
         """
         tensors = [form and Form(*form) for form in forms[: len(self.at)]]
         numbers = {self.inputs[n].name: v for n, v in zip(self.numbers_at, forms[len(self.at) :])}
@@ -240,7 +240,7 @@ class Kernel:
             if i.shape[0] == "..":
                 before = len(shape) - len(i.shape) + 1
                 shape = shape[:before], *shape[before:]
-            # A letter that is new has the size that it has here.
+            # A new letter has the size that it has here.
             sizes = dict(zip(i.shape, shape)) | sizes
             dtype = DTYPES.get(i.dtype, first.dtype)
             check(f"{self.name}: {i.name}", form, first, dtype, whole_shape(i.shape, sizes))
@@ -262,21 +262,21 @@ class Kernel:
 
 
 def added(parts: Tensor, like: Tensor) -> Tensor:
-    """[n, blocks, h] -> [n, h]"""
+    """The sum of the blocks' parts. [n, blocks, h] -> [n, h]"""
     if len(parts) == 0:
         return like.new_empty(0, parts.shape[2])
     return parts.sum(1).to(like.dtype)
 
 
 def kernel(signature: str):
-    """The operation of torch of a kernel's signature."""
+    """Make a torch operation from a kernel's signature."""
     function = Kernel(signature)
     return operation(function.schema)(function)
 
 
 def operation(schema: str):
-    """Register a function as an operation of torch, so that torch.compile and meta tensors know it.
-    The name then means the operation."""
+    """Register a function as a torch operation, which torch.compile and meta tensors support. The
+    decorated name is then the operation."""
 
     def register(function):
         name = schema.split("(")[0]
@@ -289,9 +289,9 @@ def operation(schema: str):
 
 
 def gradient(of, keep: tuple[int, ...] = (), keep_output: bool = False):
-    """Register a function of (ctx, *output gradients) as the backward of an operation. It finds in
-    ctx.saved_tensors the inputs at the positions `keep`, or the output, and in ctx.numbers the
-    arguments that are numbers. Nothing else stays in memory."""
+    """Register a function of (ctx, *output gradients) as the backward of an operation.
+    ctx.saved_tensors has the inputs at the positions `keep`, or the output; ctx.numbers has the
+    arguments that are numbers. Nothing else is kept."""
 
     def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*(inputs[i] for i in keep), *((output,) if keep_output else ()))
@@ -299,14 +299,14 @@ def gradient(of, keep: tuple[int, ...] = (), keep_output: bool = False):
 
     def register(function):
         backward = once_differentiable(function)
-        # It goes with the library: before torch 2.13 a module could not be imported again.
+        # It is registered in the library: before torch 2.13 a module could not be imported again.
         torch.library.register_autograd(of, backward, setup_context=setup_context, lib=LIBRARY)
 
     return register
 
 
 def check(subject: str, t: Tensor | Form, first: Tensor | Form, dtype: torch.dtype, shape) -> None:
-    """Raises ValueError, unless t has this dtype and shape, and is where the first argument is."""
+    """Raises ValueError unless t has this dtype and shape, and the device of the first argument."""
     if t.device != first.device:
         where = f"expected {first.device}, where the first argument is"
         raise ValueError(f"{subject} is on {t.device}, {where}")
@@ -318,12 +318,12 @@ def check(subject: str, t: Tensor | Form, first: Tensor | Form, dtype: torch.dty
 
 # --- launching ------------------------------------------------------------------------------------
 
-# The devices whose tensors the kernels compute; the tests add the CPU, with an emulator.
+# The devices that the kernels support; the tests add the CPU, with an emulator.
 DEVICES = {"cuda", "meta"}
 
 
 def call(name: str, device: torch.device, dtype: torch.dtype, *args):
-    """Call a function of a dtype's library on a device. None and empty tensors go as 0."""
+    """Call a function of a dtype's library on a device. None and empty tensors become 0."""
     kernels, reason = load(dtype)
     if kernels is None:
         raise RuntimeError(f"{name}: the kernels do not run here: {reason}")
@@ -334,8 +334,8 @@ def call(name: str, device: torch.device, dtype: torch.dtype, *args):
 
 
 def launch(name: str, like: Tensor, *args) -> None:
-    """Launch a kernel of like's dtype on the current stream of its device; on the meta device,
-    nothing."""
+    """Launch a kernel of like's dtype on the current stream of its device; do nothing on the meta
+    device."""
     if like.device.type == "meta":
         return
     stream = None
@@ -348,7 +348,7 @@ answer = functools.cache(call)
 
 
 def query(name: str, like: Tensor | Form, *args: int) -> int:
-    """What a function of the library says about sizes, on this device. On the meta device 1."""
+    """Call a function of the library that computes a size, on this device. On the meta device 1."""
     return 1 if like.device.type == "meta" else answer(name, like.device, like.dtype, *args)
 
 
@@ -358,13 +358,13 @@ def vector_elements(t: Tensor) -> int:
 
 
 def supported(t: Tensor) -> bool:
-    """Whether the kernels compute tensors like t. Rows are counted in 32 bits."""
+    """Whether the kernels support tensors like t. They count rows in 32 bits."""
     on_device = t.device.type in DEVICES and t.dtype in ELEMENTS
     return on_device and 0 < t.numel() and t.dim() > 0 and math.prod(t.shape[:-1]) < 2**31
 
 
 def supported_rows(t: Tensor, longest: int = 2**27) -> bool:
-    """Whether they compute t [.., h], whose rows must be whole vectors, at most `longest`."""
+    """Whether they support t [.., h], whose rows must be whole vectors, at most `longest`."""
     return (
         supported(t)
         and t.shape[-1] % vector_elements(t) == 0

@@ -1,8 +1,8 @@
-"""Document mask: several documents in one sequence, and each token attends to its own only.
+"""Document mask: several documents in one sequence, and each token attends only to its own.
 
-Packing (packing.py) puts several documents into one row. Plain causal attention would let a token
-read the documents before its own. A batch therefore has the number of each token's document. The
-positions and the mask follow from these numbers:
+Packing (finetune/packing.py) puts several documents into one sequence. With plain causal attention
+a token would read the documents before its own. A batch therefore has the number of each token's
+document. The positions and the mask follow from these numbers:
 
     documents   0 0 0 1 1 2 2 2         [b, s], not decreasing along a sequence
     positions   0 1 2 0 1 0 1 2         they restart in each document
@@ -16,16 +16,16 @@ positions and the mask follow from these numbers:
                 . . . . . 1 1 .
                 . . . . . 1 1 1
 
-    python -m course.packing      a lesson, with finetune/packing.py
+    python -m course.packing      a lesson
 
 The numbers need no communication: every pipeline stage reads the batch, and attention on a
 tensor-parallel rank has all tokens of a sequence. Sequence-parallel ranks embed a shard of the
-sequence, so they take a slice of the whole row's positions.
+sequence, so they take a slice of the whole sequence's positions. The CUDA branch below has not yet
+run on a GPU.
 
-Not covered: saving the masked work. The explicit attention and PyTorch's kernel on CPUs compute the
-scores that the mask then removes; only the kernel for CUDA skips blocks. Megatron-LM hands kernels
-the places where documents begin (cu_seqlens) instead. The CUDA branch below has not yet run on
-a GPU.
+Not covered: skipping masked work on CPUs and in explicit attention, which compute the scores that
+the mask then removes (the kernel for CUDA skips blocks); Megatron-LM's list of the places where
+documents begin (cu_seqlens).
 """
 
 from functools import cache
@@ -39,7 +39,7 @@ from torch.nn.attention import flex_attention as flex
 def documents_of(tokens: Tensor, eot: int) -> Tensor:
     """The number of each token's document, where an end-of-text token ends one. [b, s] -> [b, s]"""
     ends = (tokens == eot).long()
-    # The ends before a token, not its own.
+    # A token counts the ends before it, not its own.
     return ends.cumsum(1) - ends
 
 
@@ -47,13 +47,13 @@ def positions_of(documents: Tensor) -> Tensor:
     """The position of each token in its document. documents: [b, s] -> [b, s] int64"""
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0
-    # The place where the latest document began.
+    # The start of the current document.
     return index - (index * begins).cummax(1).values
 
 
 def visible(documents: Tensor) -> Tensor:
-    """Which tokens (last dimension) each token sees. documents: [b, s] -> [b, 1, s, s] bool, the
-    same for all heads."""
+    """The mask of the tokens (last dimension) that each token sees. documents: [b, s] -> [b, 1, s,
+    s] bool, the same for all heads."""
     same = documents.unsqueeze(2) == documents.unsqueeze(1)  # [b, s, s]
     return same.tril().unsqueeze(1)
 
@@ -79,17 +79,17 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, blocks) 
 
 
 def has_flex(x: Tensor) -> bool:
-    """Its kernels are CUDA's, for at most 32 bits."""
+    """Whether FlexAttention runs: it has kernels for CUDA, for at most 32 bits."""
     return x.is_cuda and x.dtype != torch.float64
 
 
 def block_mask(documents: Tensor | None, x: Tensor) -> flex.BlockMask | None:
-    """FlexAttention (arXiv 2412.05496): a kernel compiled for this mask skips the blocks of
-    128 x 128 tokens that are all hidden. One list of blocks serves all layers. Nothing here waits
-    for the GPU, as a list of the places where documents begin would.
+    """The block mask of FlexAttention (arXiv 2412.05496), for all layers: a kernel compiled for it
+    skips the blocks of 128 x 128 tokens that are all hidden. Nothing here waits for the GPU, as a
+    list of the places where documents begin would.
 
-    documents: [b, s]; x: activations of these layers. None where there are no documents, or where
-    FlexAttention does not run."""
+    documents: [b, s]; x: activations of these layers. None without documents, or if FlexAttention
+    does not run."""
     if documents is None or not has_flex(x):
         return None
 
@@ -103,6 +103,6 @@ def block_mask(documents: Tensor | None, x: Tensor) -> flex.BlockMask | None:
 
 @cache
 def compiled() -> tuple:
-    """(attention, what makes its block mask). Compiled when they first run: without a compiler they
-    would write the s x s matrix."""
+    """(attention, function that makes its block mask), compiled when they first run. Without a
+    compiler they would write the s x s matrix."""
     return torch.compile(flex.flex_attention), torch.compile(flex.create_block_mask)

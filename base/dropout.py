@@ -16,8 +16,8 @@ advanced by the same number on every rank.
 
     python -m course.dropout    the mask of a whole tensor and of its shards, and which masks differ
 
-Not covered: Megatron-LM keeps a generator per rank instead, and saves its state for recomputation
-and in checkpoints; another layout then drops other elements.
+Not covered: a generator per rank, whose state is saved for recomputation and in checkpoints, as in
+Megatron-LM. There another layout drops other elements.
 """
 
 import torch
@@ -41,8 +41,8 @@ def hash_(x: Tensor) -> Tensor:
 def dropout_key(seed: int, step: int, samples: Tensor) -> Tensor:
     """One int32 key per sample. samples: [b] global sample numbers (int64). Returns [b].
 
-    Not for compiled code: torch 2.13's compiler for CPUs takes an int32 product that begins with a
-    known number for positive, and gives other keys.
+    Do not compile it: torch 2.13's compiler for CPUs assumes that an int32 product that begins with
+    a known number is positive, and gives other keys.
     """
     key = torch.full_like(samples, seed & 0x7FFFFFFF, dtype=torch.int32)
     for word in (step & 0x7FFFFFFF, (samples & 0x7FFFFFFF).int(), (samples >> 31).int()):
@@ -51,10 +51,8 @@ def dropout_key(seed: int, step: int, samples: Tensor) -> Tensor:
 
 
 def layer_key(key: Tensor | None, layer: int) -> Tensor | None:
-    """The keys of one layer, [b] -> [b]; None (no dropout) stays None.
-
-    Made outside the block, so that all blocks run the same compiled code.
-    """
+    """The keys of one layer, [b] -> [b]; None (no dropout) stays None. They are made outside the
+    block, so that all blocks run the same compiled code."""
     return None if key is None else hash_(key ^ (layer + 1))
 
 
@@ -70,9 +68,9 @@ def dropout_mask(key: Tensor, site: int, shape, start: dict[int, int | Tensor], 
         if not isinstance(n, Tensor):
             n = n + torch.arange(shape[dim], device=key.device)
         n = n + 1
-        # int64: compilers take an int32 product of small numbers for positive.
+        # The product is int64: compilers assume that an int32 product of small numbers is positive.
         spread = (n * 0x9E3779B1 & 0x7FFFFFFF).int()
-        # One more coordinate goes into the hash.
+        # Another coordinate is hashed.
         x = hash_(x.unsqueeze(-1) ^ spread)
     # x is uniform over the signed 32-bit integers.
     return x < round(p * 2**32) - 2**31
@@ -90,7 +88,7 @@ class Dropout(nn.Module):
         self.p = p
         self.site = site
         self.shard_index: dict[int, int] = {}
-        # gives the coordinates of dimension 1 where they are no range: (size, n) -> [size]
+        # (size, n) -> [size]: the coordinates of dimension 1 where they are not a range.
         self.coordinates = None
 
     def forward(self, x: Tensor, key: Tensor | None) -> Tensor:

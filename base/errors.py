@@ -2,8 +2,8 @@
 
 
 class InputError(ValueError):
-    """What the user gave cannot be used; the message says what, and what would fit. A command ends
-    with exit status 2."""
+    """Input that cannot be used. The message names it, and what would fit. A command ends with exit
+    status 2."""
 
 
 class RunError(RuntimeError):
@@ -15,5 +15,5 @@ class RunError(RuntimeError):
 
 
 def cause(error: Exception) -> str:
-    """The operating system's words for an error if it has some, else the exception's."""
+    """The operating system's message for an error if it has one, else the exception's."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -1,11 +1,11 @@
-"""Builds C++ and CUDA libraries once per machine, keeps them, and calls their functions.
+"""Build C++ and CUDA libraries once per machine, keep them, and call their functions.
 
     library = extensions.load("fused", {"swiglu.cu": text}, ["nvcc", "-O3"])
     extensions.call(library, "swiglu", stream, x, y, 1, 1024)
 
 One process of a machine builds while the others wait, and a killed build leaves nothing behind.
-(torch.utils.cpp_extension waits for the lock of a killed build, and needs ninja.) Functions are
-called through ctypes: extern "C", of addresses and numbers.
+(torch.utils.cpp_extension waits for the lock of a killed build, and needs ninja.) ctypes calls the
+functions, which are extern "C" and take addresses and numbers.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ def folder_of(name: str) -> Path:
 
 
 def name_of(prefix: str, *build) -> str:
-    """A name that changes with all that a build depends on. build: sources, flags, versions."""
+    """A name that changes with the inputs of a build. build: sources, flags, versions."""
     everything = repr(build)
     return f"{prefix}_{hashlib.sha256(everything.encode()).hexdigest()[:16]}"
 
@@ -45,8 +45,8 @@ def load(prefix: str, sources: dict[str, str], command: list[str]) -> ctypes.CDL
 
 
 def once(folder: Path, file: str, make) -> None:
-    """Call make() if folder/file, which it makes, does not exist. One process of the machine does
-    so at a time; the system releases the lock of a process that is killed."""
+    """Call make(), which makes folder/file, if that does not exist. One process of the machine does
+    so at a time; the system releases the lock of a killed process."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -56,7 +56,7 @@ def once(folder: Path, file: str, make) -> None:
 
 def cuda_root() -> Path | None:
     """The folder of CUDA with its headers, or None. nvcc may be a script that calls another nvcc,
-    so the folder above it need not be CUDA's."""
+    so the folder above it may not be CUDA's."""
     nvcc = shutil.which("nvcc")
     roots = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     roots.append(nvcc and Path(nvcc).resolve().parent.parent)
@@ -67,8 +67,8 @@ def cuda_root() -> Path | None:
 
 
 def compile_sources(library: Path, sources: dict[str, str], command: list[str]) -> None:
-    """Compile the .cpp and .cu files of {file name: text} into a library, all at once; the other
-    files are included by them."""
+    """Compile the .cpp and .cu files of {file name: text} into a library, in parallel. They include
+    the other files."""
     print(f"compiling CUDA kernels into {library.parent}", file=sys.stderr, flush=True)
     scratch = library.parent / "build"
     shutil.rmtree(scratch, ignore_errors=True)
