@@ -42,6 +42,14 @@ def run(*words) -> int:
     return train.main(given, kind)
 
 
+def refusal(capsys, *words) -> str:
+    """The one line of a command that refuses its flags."""
+    assert run(*words) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    return error
+
+
 # what the clock says
 TIMES = {
     *("step_seconds", "tokens_per_second", "tflops_per_device", "peak_memory_bytes"),
@@ -59,6 +67,18 @@ def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+def template(
+    name="t",
+    splits=(3, 2),
+    text="<|VIRTUAL_PROMPT_0|>{text} is<|VIRTUAL_PROMPT_1|>{label}",
+    **fields,
+) -> dict:
+    """An entry of task_templates, for learned prompts."""
+    entry = dict(taskname=name, prompt_template=text, truncate_field="text")
+    entry |= dict(total_virtual_tokens=sum(splits), virtual_token_splits=list(splits))
+    return entry | dict(answer_only_loss=True, answer_field="label") | fields
+
+
 def lines_of(out: Path) -> list[dict]:
     """What a run has written into metrics.jsonl."""
     return read_lines(Path(out) / "metrics.jsonl")
@@ -70,7 +90,7 @@ def numbers_of(out: Path) -> list[dict]:
 
 
 def tensors_of(out: Path, prefix: str = "") -> dict:
-    """Of the newest checkpoint, whole: weights, and moments where there is no prefix."""
+    """The newest checkpoint, whole: weights, and moments where there is no prefix."""
     import torch
 
     from run import checkpoint
@@ -87,5 +107,5 @@ def tensors_of(out: Path, prefix: str = "") -> dict:
 
 
 def equal(a: dict, b: dict) -> bool:
-    """Of tensors by name, bit for bit."""
+    """Compares tensors by name, bit for bit."""
     return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)

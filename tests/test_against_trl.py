@@ -1,7 +1,7 @@
 """Losses of finetune/preference.py and finetune/reinforcement.py are those of the library `trl`, on
 equal tensors.
 
-Where trl has a function of its own, it is called, with a stand-in for the trainer. Most of PPO's
+Where trl has a function of its own, it is called, with a substitute for its trainer. Most of PPO's
 lines stand inside trl's PPOTrainer.train: they are cut out of its source, and run as they are.
 """
 
@@ -73,20 +73,18 @@ def leaf(x):
     return x.clone().requires_grad_()
 
 
-def stand_in(**fields):
-    """What a trainer of trl has, on one process without logging."""
+def trainer_of_trl(**fields):
+    """What its methods read of a trainer, on one process without logging."""
     accelerator = MagicMock(device="cpu")
     for name in ("gather", "gather_for_metrics"):
         getattr(accelerator, name).side_effect = lambda x: x
     accelerator.reduce.side_effect = lambda x, reduction: x
     metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
-    args = types.SimpleNamespace(
-        use_bias_correction_kl=False, delta=None, center_rewards_coefficient=None
-    )
+    settings = dict(use_bias_correction_kl=False, delta=None, center_rewards_coefficient=None)
     return types.SimpleNamespace(
         accelerator=accelerator,
         model=types.SimpleNamespace(training=True),
-        args=args,
+        args=types.SimpleNamespace(**settings),
         _metrics=metrics,
         _total_train_tokens=0,
         aux_loss_enabled=False,
@@ -132,12 +130,11 @@ def run(module, code, **names):
 def trl_advantages(trl, scores, log_probs, reference, values, lengths):
     """Everything between the rollout and the updates. lengths: [n] of answers in [n, T]"""
     code = lines(trl.ppo.PPOTrainer.train, "response_idxs = ", "advantages = torch.masked_fill")
+    settings = dict(kl_estimator="k1", kl_coef=BETA, whiten_rewards=False, gamma=0.99, lam=LAMBDA)
     return run(
         trl.ppo,
         code,
-        args=types.SimpleNamespace(
-            kl_estimator="k1", kl_coef=BETA, whiten_rewards=False, gamma=0.99, lam=LAMBDA
-        ),
+        args=types.SimpleNamespace(**settings),
         responses=log_probs,
         sequence_lengths=lengths - 1,
         logprobs=log_probs,
@@ -153,7 +150,7 @@ def our_advantages(scores, log_probs, reference, values, mask):
 
 
 def test_ppo_advantages(trl, precision):
-    """Of answers of one length: rewards, returns, and advantages after whitening."""
+    """Answers of one length: rewards, returns, and advantages after whitening."""
     dtype, tolerance = precision
     old, reference = log_probs(dtype, 0), log_probs(dtype, 1)
     scores, values = numbers(dtype, 2, N), numbers(dtype, 3, N, T)
@@ -216,9 +213,7 @@ def test_ppo_losses(trl, precision):
     actor = reinforcement.actor_loss(ours, targets, CLIP) / LENGTHS.sum()
     actor.backward()
     weights = reinforcement.token_weights(FULL, per_answer=False).to(dtype)
-    targets = reinforcement.Targets(
-        old, advantages, weights, returns=returns, old_values=old_values
-    )
+    targets = reinforcement.Targets(old, advantages, weights, None, returns, old_values)
     critic = reinforcement.critic_loss(our_values, targets, CLIP) / FULL.sum()
     critic.backward()
     assert_close(actor, found.pg_loss, tolerance)
@@ -268,7 +263,7 @@ def test_grpo_loss(trl, precision, beta):
     ours, theirs = leaf(log_probs(dtype, 4)), leaf(log_probs(dtype, 4))
     old, reference = log_probs(dtype, 0), log_probs(dtype, 1)
     advantages = numbers(dtype, 6, N)
-    trainer = stand_in(
+    trainer = trainer_of_trl(
         _get_per_token_logps_and_entropies=lambda *_, **__: (theirs, torch.zeros(N, T), None),
         beta=beta,
         loss_type="grpo",
@@ -326,7 +321,7 @@ def test_dpo_loss(trl, precision):
     ours, theirs = (leaf(numbers(dtype, 1, N, s, vocabulary)) for _ in range(2))
     reference = numbers(dtype, 2, N, s, vocabulary)
 
-    trainer = stand_in(
+    trainer = trainer_of_trl(
         ref_model=Outputs(reference),
         beta=BETA,
         loss_types=["sigmoid"],
@@ -368,7 +363,7 @@ def test_reward_loss(trl, precision):
     dtype, tolerance = precision
     ours, theirs = (leaf(numbers(dtype, 0, N, 1)) for _ in range(2))
     inputs = {"attention_mask": torch.ones(N, T)}
-    expected = trl.reward.RewardTrainer.compute_loss(stand_in(), Outputs(theirs), inputs)
+    expected = trl.reward.RewardTrainer.compute_loss(trainer_of_trl(), Outputs(theirs), inputs)
     expected.backward()
     chosen, rejected = preference.pairs_of(interleaved(ours[:, 0]))
     loss = preference.reward_loss(chosen, rejected).mean()

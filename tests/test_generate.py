@@ -519,10 +519,10 @@ def test_bad_arguments(prompts, options, words):
         generate.generate(build(**GPT_SHAPES[0]), prompts, 4, **options)
 
 
-def save(folder, model):
+def save(folder, model, step=1, tokenizer="bytes"):
     tensors = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
-    state = {"config": {"tokenizer": "bytes"}, "model": asdict(model.config)}
-    return checkpoint.save(folder / "checkpoints", 1, tensors, state)
+    state = {"config": {"tokenizer": tokenizer}, "model": asdict(model.config)}
+    return checkpoint.save(folder / "checkpoints", step, tensors, state)
 
 
 @pytest.fixture(scope="module")
@@ -618,6 +618,7 @@ def test_bad_lines(content, words, saved, capsys, tmp_path):
         (["--prompt-file", "nowhere"], "nowhere: cannot be read"),
         (["--tokenizer", "nowhere"], "--tokenizer nowhere"),
         (["--checkpoint", "nowhere"], "nowhere: no such folder"),
+        (["--checkpoint", ""], "--checkpoint '': names no folder"),
         (["--checkpoint", "."], "generate.py: . is not a checkpoint"),
         (["--weights", "int8", "--group-size", "32"], "--group-size 32: is of --weights int4"),
         (["--group-size", "32"], "--group-size 32: is of --weights int4"),

@@ -37,10 +37,7 @@ def test_by_hand():
         examples.append(Example(ids, [True] + [i % 2 == 1 for i in range(1, length + 1)]))
     packed = Packed(examples, 8, seed=None)
     batch = packed.batch([0, 1])
-    assert batch.tokens.tolist() == [
-        [0, 1, 2, 3, 4, 10, 11, 12],
-        [20, 21, 30, 31, 32, 33, 40, 0],
-    ]
+    assert batch.tokens.tolist() == [[0, 1, 2, 3, 4, 10, 11, 12], [20, 21, 30, 31, 32, 33, 40, 0]]
     assert batch.targets.tolist() == [[1, 0, 3, 0, 5, 11, 0, 13], [21, 0, 31, 0, 33, 0, 41, 0]]
     assert torch.equal(batch.loss_mask, batch.targets > 0)
     assert batch.documents.tolist() == [[0, 0, 0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1, 2, 3]]
@@ -55,17 +52,9 @@ def test_by_hand():
 
 def test_the_mask_by_hand():
     documents = torch.tensor([[0, 0, 1, 2, 2]])
-    assert document_mask.visible(documents).int().tolist() == [
-        [
-            [
-                [1, 0, 0, 0, 0],
-                [1, 1, 0, 0, 0],
-                [0, 0, 1, 0, 0],
-                [0, 0, 0, 1, 0],
-                [0, 0, 0, 1, 1],
-            ]
-        ]
-    ]
+    rows = ["10000", "11000", "00100", "00010", "00011"]
+    expected = [[bit == "1" for bit in row] for row in rows]
+    assert document_mask.visible(documents).tolist() == [[expected]]
     # the end-of-text token, 9, belongs to the document that it ends
     tokens = torch.tensor([[1, 9, 9, 2, 3], [1, 2, 3, 4, 9]])
     assert document_mask.documents_of(tokens, 9).tolist() == [[0, 0, 1, 2, 2], [0, 0, 0, 0, 0]]
@@ -223,7 +212,7 @@ def corpora(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_documents_of_a_corpus(corpora, count):
-    """Of one, and of a blend: numbers count the end-of-text tokens before."""
+    """One corpus, and a blend: numbers count the end-of-text tokens before."""
     plain = data.open_corpora(corpora[:count], 16, 0).batch(range(6))
     masked = data.open_corpora(corpora[:count], 16, 0, document_mask=True).batch(range(6))
     assert plain.documents is None

@@ -3,22 +3,21 @@ every layout against one device, and the commands from a checkpoint to a prompt 
 
 import json
 import shutil
-from dataclasses import asdict
 
 import parity
 import processes
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_generate import loud
+from small_run import template, write_lines
+from test_generate import loud, save
 from test_gpt import LLAMA_SHAPES, build
+from test_tokenizer import words as word_tokenizer
 
 import prompt_tuning
 import sequence_parallel
 import tensor_parallel
-import train
 from base.model_config import GPTConfig
-from course.kinds import config_of
 from finetune import prompt_data
 from finetune import prompt_tuning as prompt_command
 from finetune.nemo_config import PromptConfig
@@ -45,40 +44,12 @@ from sharding import num_parameters
 V = 257
 
 
-def template(
-    name="t",
-    splits=(3, 2),
-    text="<|VIRTUAL_PROMPT_0|>{text} is<|VIRTUAL_PROMPT_1|>{label}",
-    **fields,
-):
-    """An entry of task_templates."""
-    return (
-        dict(
-            taskname=name,
-            prompt_template=text,
-            total_virtual_tokens=sum(splits),
-            virtual_token_splits=list(splits),
-            truncate_field="text",
-            answer_only_loss=True,
-            answer_field="label",
-        )
-        | fields
-    )
-
-
 def config(new=("a", "b"), existing=(), style="prompt-tuning", **fields):
     """The content of --prompt-config."""
-    tasks = [*new, *existing]
-    return (
-        dict(
-            task_templates=[template(name) for name in tasks],
-            new_tasks=list(new),
-            existing_tasks=list(existing),
-            virtual_prompt_style=style,
-            prompt_tuning=dict(new_prompt_init_methods=["random"] * len(new)),
-        )
-        | fields
-    )
+    templates = [template(name) for name in (*new, *existing)]
+    tasks = dict(task_templates=templates, new_tasks=list(new), existing_tasks=list(existing))
+    settings = dict(new_prompt_init_methods=["random"] * len(new))
+    return tasks | dict(virtual_prompt_style=style, prompt_tuning=settings) | fields
 
 
 # --- templates and data ---------------------------------------------------------------------------
@@ -139,18 +110,6 @@ def test_labels_by_hand():
         mask = batch.loss_mask[:, :-1]
         shifted = batch.tokens[:, 1:][mask].tolist()
         assert shifted == batch.targets[:, :-1][mask].tolist()
-
-
-def test_epochs_are_permutations():
-    t = Template(**template())
-    records = [{"text": str(n), "label": "x"} for n in range(7)]
-    examples = [t.fill(record, ByteTokenizer(), V, 64) for record in records]
-    data = Padded(examples, seed=3)
-    epochs = [[data.example(n).ids for n in range(start, start + 7)] for start in (0, 7)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(example.ids for example in examples)
-    assert epochs[0] != epochs[1]
-    assert Padded(examples, seed=3).example(9).ids == epochs[1][2]
-    assert Padded(examples, None).example(2) is examples[2]
 
 
 MARKERS = "<|VIRTUAL_PROMPT_0|><|VIRTUAL_PROMPT_1|>"
@@ -387,32 +346,30 @@ ZERO_BUBBLE = PP | dict(schedule="zb-h1")
 
 
 @pytest.mark.parametrize(
-    "world, kind, flags",
+    "world, kind, model, layouts",
     [
-        (2, "table", [TP, SEQUENCE, PP, {}, ZERO_1, ZERO_3, dict(cp=2)]),
-        (2, "mlp", [SEQUENCE, ZERO_BUBBLE, ZERO_2]),
-        (2, "lstm", [SEQUENCE, PP | dict(recompute="full"), ZERO_3]),
-        (2, "tpmlp", [TP, SEQUENCE, ZERO_3]),
-        (4, "tpmlp", [SEQUENCE | ZERO_3, TP | ZERO_BUBBLE, PP | ZERO_1, SEQUENCE | dict(cp=2)]),
+        (2, "table", parity.SMALL, [TP, SEQUENCE, PP, {}, ZERO_1, ZERO_3, dict(cp=2)]),
+        (2, "mlp", parity.SMALL, [SEQUENCE, ZERO_BUBBLE, ZERO_2]),
+        (2, "mlp", parity.LLAMA, [SEQUENCE, PP]),
+        (2, "mlp", parity.LLAMA | dict(num_experts=4), [SEQUENCE, dict(ep=2)]),
+        (2, "lstm", parity.SMALL, [SEQUENCE, PP | dict(recompute="full"), ZERO_3]),
+        (2, "tpmlp", parity.SMALL, [TP, SEQUENCE, ZERO_3]),
+        (
+            *(4, "tpmlp", parity.SMALL),
+            [SEQUENCE | ZERO_3, TP | ZERO_BUBBLE, PP | ZERO_1, SEQUENCE | dict(cp=2)],
+        ),
     ],
     ids=str,
 )
-def test_gradients_of_one_device(settings, world, kind, flags):
+def test_gradients_of_one_device(settings, world, kind, model, layouts):
     """Float64, 1e-10: loss, norm, every gradient of a prompt parameter, their values after three
-    steps, of a GPT (tied, pads its vocabulary)."""
-    base = flags_of(settings[kind])
+    steps. The GPT is tied and pads its vocabulary."""
+    base = flags_of(settings[kind], model)
     one = parity.train(base=base)
     assert one.gradients
     assert all(name.startswith(PARAMETER_PREFIX) for name in one.gradients)
-    for result in parity.train_each(world, flags, base=base):
+    for result in parity.train_each(world, layouts, base=base):
         parity.same(result, one)
-
-
-def test_gradients_of_llama_and_experts(settings):
-    llama = flags_of(settings["mlp"], parity.LLAMA)
-    for base, other_layout in ((llama, PP), (llama | dict(num_experts=4), dict(ep=2))):
-        for result in parity.train_each(2, [SEQUENCE, other_layout], base=base):
-            parity.same(result, parity.train(base=base))
 
 
 def no_sum_of_shards():
@@ -448,8 +405,7 @@ def test_only_prompts_have_gradients_and_state(settings):
     """Nothing is kept for what is frozen: 2 tables [5, 32], a gradient and two moments each, in
     float64."""
     flags = dict(command="prompt_tuning.py", prompt_config=settings["table"], dropout=0.0)
-    run_config = config_of(parity.SMALL | flags)
-    trainer = train.Trainer(run_config, torch.device("cpu"), train.Groups(), run_config.task())
+    trainer = parity.trainer_of(**flags)
     trainer.forward_backward(1, parity.Prompted(16, 61, trainer.task.learned.prompts))
     parameters = dict(trainer.stages[0].named_parameters())
     learned = {name for name, p in parameters.items() if p.requires_grad}
@@ -467,16 +423,6 @@ def test_only_prompts_have_gradients_and_state(settings):
 # --- from a checkpoint to a prompt file and back --------------------------------------------------
 
 
-def write_lines(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-def save_model(folder, model, step=1, tokenizer="bytes"):
-    parameters = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    description = {"config": {"tokenizer": tokenizer}, "model": asdict(model.config)}
-    checkpoint.save(folder / "checkpoints", step, parameters, description)
-
-
 def records_of(task, n):
     """Texts of the letters x, y and z; the label alternates, the other way round in task b."""
     labels = ("yes", "no") if task == "b" else ("no", "yes")
@@ -491,7 +437,7 @@ def base(tmp_path_factory):
     model = loud(build(**LLAMA_SHAPES[1] | dict(vocab_size=V, seq_length=48)))
     with torch.no_grad():
         model.head.norm.weight.add_(torch.linspace(0, 0.1, 64))
-    save_model(folder, model)
+    save(folder, model)
     for name, n in (("train", 12), ("test", 6)):
         of_a, of_b = records_of("a", n), records_of("b", n)
         in_turn = [record for pair in zip(of_a, of_b) for record in pair]
@@ -599,7 +545,7 @@ def test_a_base_that_has_changed_since_is_refused(base, tmp_path, capsys):
     assert learn(tmp_path / "run", content) == 0
     trained = loading.load_model(model)[0]
     trained.head.norm.weight.data.add_(0.01)
-    save_model(model, trained, step=2)
+    save(model, trained, step=2)
     capsys.readouterr()
     resume = ["--steps", "6", "--resume"]
     assert learn(tmp_path / "run", content, *resume) == 2
@@ -632,22 +578,12 @@ def test_fine_tuning_and_adapters_by_the_same_templates(base, tmp_path, capsys):
     assert "--peft lora: --config learns prompts" in capsys.readouterr().err
 
 
-def word_tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = ["?", "x", "is", "yes", "no", "</s>"]
-    ids = {word: i for i, word in enumerate(words)}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return tokenizer
-
-
 def test_the_tokenizer_of_the_model(tmp_path, capsys):
     """A tokenizer of its own, beside the model: prompts are learned, and answer, with it; so does
     what is fine-tuned."""
     (tmp_path / "checkpoints").mkdir()
-    word_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    save_model(tmp_path, loud(build(**LLAMA_SHAPES[1])), tokenizer="moved.json")
+    word_tokenizer(tmp_path / "tokenizer.json", ("?", "x", "is", "yes", "no", "</s>"))
+    save(tmp_path, loud(build(**LLAMA_SHAPES[1])), tokenizer="moved.json")
     lines = tmp_path / "d.jsonl"
     texts = {"x x": "yes", "x": "no"}
     write_lines(lines, [dict(taskname="a", text=x, label=label) for x, label in texts.items()])
@@ -685,7 +621,7 @@ def test_another_model(base, tmp_path, capsys):
     prompts, test, other = tmp_path / "a/prompts.safetensors", base / "test.jsonl", tmp_path / "c"
     model, _ = loading.load_model(base)
     model.head.norm.weight.add_(1e-3)
-    save_model(other, model)
+    save(other, model)
     content = for_base(base, "b", existing=("a",), restore_path=str(prompts))
     assert learn(tmp_path / "b", content | dict(language_model_path=str(other))) == 2
     assert "belongs to another model" in capsys.readouterr().err
@@ -785,13 +721,6 @@ p_tuning: {dropout: 0.0, num_layers: 2}
             "<99> :\nwake mealarm$",
         ),
         (
-            INTENT_AND_SLOT + "virtual_prompt_style: p-tuning",
-            "p-tuning",
-            [],
-            dict(utterance="w", label="a"),
-            "<99> :\nwa$",
-        ),
-        (
             INTENT_AND_SLOT
             + "existing_tasks: ['boolq', 'squad']\nrestore_path: null\n"
             + "virtual_prompt_style: p-tuning",
@@ -801,7 +730,7 @@ p_tuning: {dropout: 0.0, num_layers: 2}
             "<99> :\nwa$",
         ),
     ],
-    ids=["sentiment", "intent and slot", "a style that is named", "tasks that are nowhere yet"],
+    ids=["sentiment", "intent and slot", "tasks that are nowhere yet"],
 )
 def test_nemo_files_as_they_are(text, style, notices, record, ends, tmp_path):
     path = tmp_path / "nemo.yaml"

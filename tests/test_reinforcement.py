@@ -18,15 +18,8 @@ from finetune.reinforcement_learning import ReinforcementTask
 from optimizer import learning_rate
 
 # rows of several answers; a clip that holds for some tokens of the second update
-BASE = SMALL | dict(
-    seq_length=24,
-    dropout=0.0,
-    answer_tokens=8,
-    micro_batch_size=1,
-    epochs=2,
-    clip_range=0.02,
-    lr=5e-3,
-)
+BASE = SMALL | dict(seq_length=24, dropout=0.0, answer_tokens=8, micro_batch_size=1, lr=5e-3)
+BASE |= dict(epochs=2, clip_range=0.02)
 GRPO = dict(command="reinforcement.py", method="grpo", group_size=4)
 PPO = dict(command="reinforcement.py", method="ppo", critic_lr=1e-2)
 DEEP = BASE | dict(num_layers=4)
@@ -52,86 +45,60 @@ REMOTE = [
 ]
 
 
-def compare(method: str, world: int, layouts: list[dict], base: dict = BASE, **flags) -> None:
-    """The gradients of the last update of the first step, and what two steps have made of the
-    weights, of the critic too."""
-    flags = METHODS[method] | flags
-    one = train(steps=2, base=base, **flags)
-    learns_values = any(name.startswith("critic.") for name in one.parameters)
-    assert learns_values == (method == "ppo")
-    for result in train_each(world, layouts, steps=2, base=base, **flags):
-        same(result, one)
+SEQUENCE = dict(tp=2, sequence_parallel=True)
+SINKHORN = dict(num_experts=4, router="sinkhorn")
+# the reference is the policy without its adapters
+LORA = dict(peft="lora", lora_rank=2)
+# the head is no copy of the embedding
+OF_LLAMA = LLAMA | {name: BASE[name] for name in BASE.keys() - SMALL.keys()} | dict(dropout=0.0)
 
 
 @pytest.mark.parametrize(
-    "method, layouts",
+    "world, base, layouts",
     [
-        ("ppo", LAYOUTS),
-        ("grpo", LAYOUTS[:1]),
-        ("grpo", REMOTE[:2]),
-        ("ppo", REMOTE[2:]),
-        again("grpo", LAYOUTS[1:] + REMOTE[2:]),
-        again("ppo", REMOTE[:2]),
+        (2, BASE | PPO, LAYOUTS),
+        (2, BASE | GRPO, LAYOUTS[:1]),
+        (2, BASE | GRPO, REMOTE[:2]),
+        (2, BASE | PPO, REMOTE[2:]),
+        (4, DEEP | PPO, [SEQUENCE | dict(pp=2, virtual_stages=2)]),
+        (2, OF_LLAMA | PPO, [SEQUENCE | dict(rollout_pp=2)]),
+        # routers take raw logits: an answer does not depend on what is beside it
+        (2, BASE | PPO | EXPERTS, [dict(ep=2)]),
+        (2, BASE | GRPO | SINKHORN, [dict(ep=2, zero_stage=3)]),
+        (2, BASE | GRPO | LORA, [SEQUENCE, dict(zero_stage=3, rollout_tp=2)]),
+        again(2, BASE | GRPO, LAYOUTS[1:] + REMOTE[2:]),
+        again(2, BASE | PPO, REMOTE[:2]),
+        again(4, DEEP | GRPO, [dict(tp=2, zero_stage=3, rollout_tp=1), dict(tp=4, rollout_pp=4)]),
+        again(4, DEEP | PPO, [dict(pp=2, zero_stage=2, rollout_tp=2, rollout_pp=2)]),
+        again(2, BASE | GRPO | EXPERTS, [SEQUENCE, dict(rollout_tp=2)]),
     ],
 )
-def test_layouts(method, layouts):
-    compare(method, 2, layouts)
+def test_layouts(world, base, layouts):
+    """The gradients of the last update of the first step, and what two steps have made of the
+    weights, of the critic too."""
+    one = train(steps=2, base=base)
+    learns_values = any(name.startswith("critic.") for name in one.parameters)
+    assert learns_values == (base["method"] == "ppo")
+    for result in train_each(world, layouts, steps=2, base=base):
+        same(result, one)
 
 
 def test_one_update():
     """The gradients of the first update. Its loss is the mean of the advantages, which is 0."""
     flags = GRPO | dict(epochs=1)
     one = train(steps=2, base=BASE, **flags)
-    layouts = [dict(tp=2, sequence_parallel=True), dict(zero_stage=3)]
-    for result in train_each(2, layouts, steps=2, base=BASE, **flags):
+    for result in train_each(2, [SEQUENCE, dict(zero_stage=3)], steps=2, base=BASE, **flags):
         worst = difference(result, one)
         assert all(worst[kind] < 1e-10 for kind in ("norm", "gradient", "parameter")), worst
         assert result.losses == pytest.approx(one.losses, rel=1e-10, abs=1e-13)
-
-
-@pytest.mark.parametrize(
-    "method, layouts",
-    [
-        ("ppo", [dict(tp=2, pp=2, virtual_stages=2, sequence_parallel=True)]),
-        again("grpo", [dict(tp=2, zero_stage=3, rollout_tp=1), dict(tp=4, rollout_pp=4)]),
-        again("ppo", [dict(pp=2, zero_stage=2, rollout_tp=2, rollout_pp=2)]),
-    ],
-)
-def test_four_ranks(method, layouts):
-    compare(method, 4, layouts, DEEP)
-
-
-def test_llama():
-    """The head is no copy of the embedding."""
-    llama = LLAMA | {name: BASE[name] for name in BASE.keys() - SMALL.keys()} | dict(dropout=0.0)
-    compare("ppo", 2, [dict(tp=2, sequence_parallel=True, rollout_pp=2)], llama)
-
-
-@pytest.mark.parametrize(
-    "method, router, layouts",
-    [
-        ("ppo", EXPERTS, [dict(ep=2)]),
-        ("grpo", dict(num_experts=4, router="sinkhorn"), [dict(ep=2, zero_stage=3)]),
-        again("grpo", EXPERTS, [dict(tp=2, sequence_parallel=True), dict(rollout_tp=2)]),
-    ],
-)
-def test_experts(method, router, layouts):
-    """Routers take raw logits: an answer does not depend on what is beside it."""
-    compare(method, 2, layouts, **router)
-
-
-def test_lora():
-    """The reference is the policy without its adapters."""
-    layouts = [dict(tp=2, sequence_parallel=True), dict(zero_stage=3, rollout_tp=2)]
-    compare("grpo", 2, layouts, peft="lora", lora_rank=2)
 
 
 # --- before the first update ----------------------------------------------------------------------
 
 
 def before_the_first_update(rank: int, world: int, variants: list[dict]) -> list[tuple]:
-    """Of each layout: whether policy and reference say the same, bit for bit; the KL divergence of
-    the first step, and how far training forwards are from what the rollout said."""
+    """For each layout: whether policy and reference are equal, bit for bit; the KL divergence of
+    the first step; the distance of training forwards from the rollout."""
     found = []
     for flags in variants:
         run = Run(world, config_of(flags))
@@ -473,11 +440,10 @@ def no_clip(patch):
 
 
 def values_are_not_clipped(patch):
-    patch(
-        reinforcement,
-        "value_loss",
-        lambda values, old, returns, clip: 0.5 * (values - returns) ** 2,
-    )
+    def loss(values, old, returns, clip):
+        return 0.5 * (values - returns) ** 2
+
+    patch(reinforcement, "value_loss", loss)
 
 
 def tokens_weigh_the_same(patch):
@@ -488,11 +454,11 @@ def tokens_weigh_the_same(patch):
 def groups_of_others(patch):
     """The answers of a group are not neighbours."""
     original = reinforcement.group_advantages
-    patch(
-        reinforcement,
-        "group_advantages",
-        lambda scores, size: original(scores.roll(1), size).roll(-1),
-    )
+
+    def others(scores, size):
+        return original(scores.roll(1), size).roll(-1)
+
+    patch(reinforcement, "group_advantages", others)
 
 
 MUTATIONS = [

@@ -8,17 +8,14 @@ import numpy as np
 import processes
 import pytest
 import small_run
-from small_run import equal, lines_of, numbers_of, read_lines, run, tensors_of, write_lines
+from small_run import equal, lines_of, numbers_of, refusal, run, tensors_of, write_lines
 
 import generate
-from course import kinds
 from finetune import prompt_set
 from finetune.rl_files import plot
 from finetune.sft import message
 from inference import cli, loading
 from run import checkpoint
-from run.config import ConfigError
-from run.rules import validate
 
 ROOT = Path(__file__).parent.parent
 
@@ -97,6 +94,12 @@ def toy(tmp_path_factory):
     return folder, [*flags, "--answer-tokens", 6]
 
 
+def rewarded(toy, function: str, method: str = "grpo") -> list:
+    """The words of a run whose answers a function of REWARDS rates."""
+    folder, flags = toy
+    return [*flags, "--method", method, "--reward", f"{folder}/rewards.py:{function}"]
+
+
 @pytest.fixture(scope="module")
 def reward_model(toy):
     """The folder of a reward model, which likes x."""
@@ -111,8 +114,8 @@ def reward_model(toy):
 
 @pytest.fixture(scope="module")
 def grpo_run(toy):
-    folder, flags = toy
-    words = [*flags, "--method", "grpo", "--reward", f"{folder}/rewards.py:ascii"]
+    folder, _ = toy
+    words = rewarded(toy, "ascii")
     words += small_run.as_flags(global_batch_size=16, steps=16, eval_every=4, save_every=12, keep=0)
     assert run(*words, "--out", folder / "grpo") == 0
     return folder / "grpo", words
@@ -120,7 +123,6 @@ def grpo_run(toy):
 
 def test_groups_of_another_size(toy, tmp_path, monkeypatch):
     """A run that goes on with them asks the next questions."""
-    folder, flags = toy
     asked = []
     original = prompt_set.Prompts.question
 
@@ -129,8 +131,8 @@ def test_groups_of_another_size(toy, tmp_path, monkeypatch):
         return original(self, sample)
 
     monkeypatch.setattr(prompt_set.Prompts, "question", question)
-    words = [*flags, "--method", "grpo", "--reward", f"{folder}/rewards.py:ascii"]
-    words += ["--out", tmp_path / "run", "--warmup-steps", 0, "--eval-every", 0]
+    words = [*rewarded(toy, "ascii"), "--out", tmp_path / "run"]
+    words += ["--warmup-steps", 0, "--eval-every", 0]
     for n, (size, batch) in enumerate([(2, 16), (4, 8), (3, 12)], 1):
         more = dict(group_size=size, global_batch_size=batch, steps=2 * n)
         assert run(*words, *small_run.as_flags(**more), *["--resume"] * (n > 1)) == 0
@@ -151,7 +153,7 @@ def test_a_run_learns(grpo_run, tmp_path):
     assert [line["step"] for line in lines if "eval_reward" in line] == [4, 8, 12, 16]
     tokens = sum(line["answer_tokens"] * 16 for line in lines)
     assert lines[-1]["tokens"] == pytest.approx(tokens, abs=0.1)
-    samples = read_lines(out / "samples.jsonl")
+    samples = small_run.read_lines(out / "samples.jsonl")
     # three prompts are held out
     assert [line["step"] for line in samples] == [n for n in (4, 8, 12, 16) for _ in range(3)]
     assert samples[-1].keys() == {"step", "prompt", "answer", "reward"}
@@ -230,7 +232,7 @@ def test_half_a_line_of_samples(grpo_run, tmp_path):
     whole = (parts / "samples.jsonl").read_text()
     (parts / "samples.jsonl").write_text(whole[:-20])
     assert run(*words, "--out", parts, "--resume") == 0
-    assert [line["step"] for line in read_lines(parts / "samples.jsonl")] == [16] * 3
+    assert [line["step"] for line in small_run.read_lines(parts / "samples.jsonl")] == [16] * 3
     assert numbers_of(parts) == numbers_of(out)
 
 
@@ -250,23 +252,20 @@ def test_what_a_run_has_learned_is_a_model(grpo_run, tmp_path, capsys):
 def test_another_base_is_refused(grpo_run, toy, tmp_path, capsys):
     out, words = grpo_run
     folder, _ = toy
-    parts = without_last_step(out, tmp_path / "parts")
+    words, parts = [*words], without_last_step(out, tmp_path / "parts")
     sft = ["finetune.sft", *SHAPE, "--data", folder / "sft.jsonl", "--steps", 1, "--seed", 3]
     assert run(*sft, "--out", tmp_path / "base") == 0
-    assert run(*words, "--load", tmp_path / "base", "--out", parts, "--resume") == 2
-    error = capsys.readouterr().err
-    assert "is not the model that the run in" in error and error.count("\n") == 1
-    assert run(*words, "--load", tmp_path / "gone", "--out", parts, "--resume") == 2
-    error = capsys.readouterr().err
-    assert "gone: no such folder" in error and error.count("\n") == 1
+    words += ["--out", parts, "--resume", "--load"]
+    capsys.readouterr()
+    assert "is not the model that the run in" in refusal(capsys, *words, tmp_path / "base")
+    assert "gone: no such folder" in refusal(capsys, *words, tmp_path / "gone")
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bits(toy, tmp_path, precision):
     """Generation rounds in other places than training. What it wrote is rated by a training
     forward, which the reference says bit for bit."""
-    folder, flags = toy
-    words = [*flags, "--method", "ppo", "--reward", f"{folder}/rewards.py:ascii", "--steps", 3]
+    words = [*rewarded(toy, "ascii", "ppo"), "--steps", 3]
     assert run(*words, "--precision", precision, "--out", tmp_path / "out") == 0
     first, _, last = numbers_of(tmp_path / "out")
     # in bf16 few bits are left to differ
@@ -305,7 +304,9 @@ def test_ppo_leaves_its_critic(ppo_run, reward_model):
 def same_numbers(a, b) -> None:
     for one, two in zip(numbers_of(a), numbers_of(b), strict=True):
         assert one == pytest.approx(two, rel=1e-10, abs=1e-12)
-    for one, two in zip(*(read_lines(out / "samples.jsonl") for out in (a, b)), strict=True):
+    for one, two in zip(
+        *(small_run.read_lines(out / "samples.jsonl") for out in (a, b)), strict=True
+    ):
         assert one["reward"] == pytest.approx(two["reward"], rel=1e-10)
         assert one | two == one | {"reward": two["reward"]}
     tensors, others = tensors_of(a), tensors_of(b)
@@ -339,8 +340,8 @@ def test_another_layout_goes_on(ppo_run, tmp_path):
 
 def test_adapters_learn_and_go_on(toy, tmp_path):
     """With the critic and its moments."""
-    folder, flags = toy
-    words = [*flags, "--method", "ppo", "--peft", "lora", "--reward", f"{folder}/rewards.py:ascii"]
+    folder, _ = toy
+    words = [*rewarded(toy, "ascii", "ppo"), "--peft", "lora"]
     words += ["--save-every", 2, "--keep", 0, "--out", tmp_path / "lora"]
     assert run(*words, "--steps", 4) == 0
     assert abs(numbers_of(tmp_path / "lora")[0]["kl"]) < 1e-4
@@ -372,53 +373,6 @@ def test_killed_ranks_are_started_again(tmp_path):
 
 # --- what cannot run ------------------------------------------------------------------------------
 
-ANY = dict(
-    command="reinforcement.py",
-    method="grpo",
-    load="x",
-    data=["p.jsonl"],
-    reward="r.py:f",
-    device="cpu",
-)
-SHAPED = ANY | dict(load=None, seq_length=64, answer_tokens=16)
-
-
-@pytest.mark.parametrize(
-    "flags, words, world",
-    [
-        (SHAPED, "--load: reinforcement.py needs --load CKPT", 1),
-        (SHAPED | dict(fp8="current"), "--fp8 current: scales depend", 1),
-        (SHAPED | dict(dropout=0.1), "--dropout 0.1: must be 0", 1),
-        (SHAPED | dict(peft="lora", lora_dropout=0.1), "--lora-dropout 0.1: must be 0", 1),
-        (SHAPED | dict(gae_lambda=0.5), "--gae-lambda 0.5: is only for --method ppo", 1),
-        (SHAPED | dict(critic_lr=0.5), "--critic-lr 0.5: is only for --method ppo", 1),
-        (SHAPED | dict(method="ppo", critic_lr=-1.0), "--critic-lr -1.0: must be at least", 1),
-        (
-            SHAPED | dict(method="ppo", lr=1e-3, min_lr=1e-4, critic_lr=1e-5),
-            "--critic-lr 1e-05: must be at least --min-lr 0.0001",
-            1,
-        ),
-        (SHAPED | dict(group_size=1), "--group-size 1: must be at least 2", 1),
-        (SHAPED | dict(method="ppo", group_size=0), "--group-size 0: must be at least 1", 1),
-        (SHAPED | dict(global_batch_size=12), "divisible by --group-size 8; 8 or 16 would fit", 1),
-        (SHAPED | dict(answer_tokens=64), "--answer-tokens 64: must be from 1 to below", 1),
-        (SHAPED | dict(epochs=0), "--epochs 0: must be from 1 to 1000", 1),
-        (SHAPED | dict(clip_range=1.5), "--clip-range 1.5: must be from 0 to 1", 1),
-        (SHAPED | dict(method="ppo", gae_lambda=2.0), "--gae-lambda 2.0: must be from 0 to 1", 1),
-        (SHAPED | dict(beta=-1.0), "--beta -1.0: must be from 0", 1),
-        (SHAPED | dict(rollout_tp=3), "--rollout-tp 3: must divide the 2 ranks; [1, 2]", 2),
-        (SHAPED | dict(rollout_pp=3), "--rollout-pp 3: must divide the 2 ranks", 2),
-        (SHAPED | dict(rollout_tp=2, num_heads=3, hidden_size=48), "--rollout-tp 2: must div", 2),
-        (SHAPED | dict(rollout_pp=2, num_layers=3), "--rollout-pp 2: must divide the 3 lay", 2),
-        (SHAPED | dict(ep=2, num_experts=4, rollout_tp=2), "--ep 2: experts that are spread", 2),
-    ],
-)
-def test_refused(flags, words, world):
-    base_needed = "needs --load" in words
-    with pytest.raises(ConfigError) as e:
-        validate(kinds.config_of(flags), world, base_needed)
-    assert words in str(e.value) and "\n" not in str(e.value), str(e.value)
-
 
 @pytest.mark.parametrize(
     "reward, words",
@@ -442,26 +396,24 @@ def test_rewards_that_cannot_be_used(toy, reward, words, tmp_path, monkeypatch, 
     folder, flags = toy
     monkeypatch.chdir(folder)
     (folder / "broken.py").write_text("def f(:\n")
-    assert run(*flags, "--method", "grpo", "--reward", reward, "--out", tmp_path / "out") == 2
-    error = capsys.readouterr().err
-    assert words in error and "--reward" in error and error.count("\n") == 1, error
+    words_of_run = ["--method", "grpo", "--reward", reward, "--out", tmp_path / "out"]
+    error = refusal(capsys, *flags, *words_of_run)
+    assert words in error and "--reward" in error, error
 
 
 def test_a_function_that_gives_nothing(toy, tmp_path, capsys):
     """It is found before a model is loaded, and --out stays free."""
-    folder, flags = toy
-    words = [*flags, "--method", "grpo", "--out", tmp_path / "out", "--steps", 1]
-    assert run(*words, "--reward", f"{folder}/rewards.py:no_answer") == 2
-    printed, refusal = capsys.readouterr().err.splitlines()
+    words = ["--out", tmp_path / "out", "--steps", 1]
+    assert run(*rewarded(toy, "no_answer"), *words) == 2
+    printed, message = capsys.readouterr().err.splitlines()
     assert printed == "an answer: an answer"
-    assert "gave None for the prompt" in refusal and "a finite number is needed" in refusal
-    assert run(*words, "--reward", f"{folder}/rewards.py:ascii") == 0
+    assert "gave None for the prompt" in message and "a finite number is needed" in message
+    assert run(*rewarded(toy, "ascii"), *words) == 0
 
 
 def test_a_function_that_fails_on_one_rank(toy, tmp_path):
     """All ranks end, with one message, and the run can go on."""
-    folder, flags = toy
-    words = [*flags, "--method", "grpo", "--reward", f"{folder}/rewards.py:raises_later"]
+    words = rewarded(toy, "raises_later")
     words += ["--out", tmp_path / "out", "--steps", 5, "--save-every", 1]
     done = processes.run([*map(str, words)], world=2, timeout=60)
     assert done.returncode == 1
@@ -473,12 +425,11 @@ def test_a_function_that_fails_on_one_rank(toy, tmp_path):
 
 
 def test_a_run_that_ends_before_its_first_step_leaves_its_folder_free(toy, tmp_path, capsys):
-    folder, flags = toy
-    words = [*flags, "--method", "grpo", "--out", tmp_path / "out", "--steps", 1]
-    assert run(*words, "--reward", f"{folder}/rewards.py:raises_at_once") == 1
+    words = ["--out", tmp_path / "out", "--steps", 1]
+    assert run(*rewarded(toy, "raises_at_once"), *words) == 1
     assert (tmp_path / "out/config.json").exists()
-    assert run(*words, "--reward", f"{folder}/rewards.py:ascii") == 0
-    assert run(*words, "--reward", f"{folder}/rewards.py:ascii") == 2
+    assert run(*rewarded(toy, "ascii"), *words) == 0
+    assert run(*rewarded(toy, "ascii"), *words) == 2
     assert "holds another run" in capsys.readouterr().err
 
 
@@ -493,32 +444,24 @@ def test_a_run_that_ends_before_its_first_step_leaves_its_folder_free(toy, tmp_p
     ],
 )
 def test_prompts_that_cannot_be_used(toy, record, words, tmp_path, capsys):
-    folder, flags = toy
     path = write_lines(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "b"}, record])
-    words_of_run = [*flags, "--method", "grpo", "--reward", f"{folder}/rewards.py:text"]
-    assert run(*words_of_run, "--data", path, "--out", tmp_path / "out") == 2
-    error = capsys.readouterr().err
-    assert words in error and str(path) in error and error.count("\n") == 1, error
+    flags = ["--data", path, "--out", tmp_path / "out"]
+    error = refusal(capsys, *rewarded(toy, "text"), *flags)
+    assert words in error and str(path) in error, error
 
 
 def test_prompts_that_are_skipped(toy, tmp_path, capsys):
     """Those that are too long, and no others. One that is left is too few."""
-    folder, flags = toy
     good = [{"prompt": "a", "want": "ascii"}, {"prompt": "b", "want": "ascii"}]
-    words = [*flags, "--method", "grpo", "--reward", f"{folder}/rewards.py:ascii", "--steps", 1]
+    words = [*rewarded(toy, "ascii"), "--steps", 1]
     long = {"prompt": "a" * 40, "want": "ascii"}
     some = write_lines(tmp_path / "some.jsonl", [*good, long])
     skip = "--skip-bad-examples"
     assert run(*words, "--data", some, skip, "--out", tmp_path / "a") == 0
     assert "2 prompts; 1 skipped (1 too long); 1 of them held out" in capsys.readouterr().out
     for lines, error_words in (
-        (
-            [good[0], long],
-            "has one prompt, and one is held out; more would do (1 prompts; 1 skipped",
-        ),
+        ([good[0], long], "one is held out; more would do (1 prompts; 1 skipped"),
         ([*good, {"text": 1}], "line 3: is no prompt"),
     ):
         path = write_lines(tmp_path / "few.jsonl", lines)
-        assert run(*words, "--data", path, skip, "--out", tmp_path / "b") == 2
-        error = capsys.readouterr().err
-        assert error_words in error and error.count("\n") == 1, error
+        assert error_words in refusal(capsys, *words, "--data", path, skip, "--out", tmp_path / "b")

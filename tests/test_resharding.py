@@ -5,10 +5,9 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
-from parity import LLAMA, SMALL, Synthetic
+from parity import DATA, LLAMA, SMALL, trainer_of
 
 import sharding
-import train as trainer
 from base.groups import Groups
 from course import form, ranks
 from course import resharding as lesson
@@ -55,18 +54,15 @@ UNTOUCHED = -7.0
 # --- on a rank ------------------------------------------------------------------------------------
 
 
-def make_trainer(base: dict, world: int = 1, **flags):
-    config = config_of(base | flags)
-    groups = Groups()
-    if world > 1:
-        groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep)
-    return trainer.Trainer(config, torch.device("cpu"), groups, config.task())
+def make_trainer(model: str, world: int, **flags):
+    layout = {name: flags[name] for name in ("tp", "pp", "ep") if name in flags}
+    return trainer_of(MODELS[model], Groups.make("cpu", world, **layout), **flags)
 
 
 @cache
 def whole_weights(model: str) -> dict[str, torch.Tensor]:
-    """Of one device, which draws the same weights from their names."""
-    named = sharding.named_parameters(*make_trainer(MODELS[model]).stages)
+    """The weights of one device, which draws the same from their names."""
+    named = sharding.named_parameters(*trainer_of(MODELS[model]).stages)
     return {name: p.detach() for name, p in named}
 
 
@@ -135,13 +131,13 @@ def wrong_names(target, model: str, factor: float) -> list[str]:
 
 
 def every_pair(rank, world, model, sources, targets):
-    """Of each source with each target: what is wrong after the first copy, and after a second one
-    of other values."""
+    """Failures of each source with each target: after the first copy, and after a second one of
+    other values."""
     failures = []
     moved = 0
     every_target = {layout: make_target(model, layout, world) for layout in targets}
     for flags in sources:
-        source = make_trainer(MODELS[model], world, **flags)
+        source = make_trainer(model, world, **flags)
         held = list(resharding.weights(*source.stages))
         for layout, needed in every_target.items():
             for _, p in needed:
@@ -209,9 +205,9 @@ def after_a_step(rank, stages):
     target = make_target("gpt", (1, 1, 1), 2)
     wrong = []
     for zero_stage in stages:
-        source = make_trainer(MODELS["gpt"], 2, zero_stage=zero_stage)
+        source = make_trainer("gpt", 2, zero_stage=zero_stage)
         copier = Resharding(resharding.weights(*source.stages), target)
-        source.forward_backward(1, Synthetic(16, 61))
+        source.forward_backward(1, DATA)
         source.update(1)
         source.task.wait_for_parameters()
         copier.copy()
@@ -232,7 +228,7 @@ def test_the_weights_of_a_step():
 
 
 def rows(first: int, n: int, dtype=torch.float32) -> Slice:
-    """Of a [4, 2] weight."""
+    """Rows of a [4, 2] weight."""
     return Slice("w", (4, 2), (first, 0), (n, 2), dtype)
 
 
@@ -307,10 +303,7 @@ def between_dtypes(rank):
     record = Sharding((6, 3), (Shard(0, dist.group.WORLD),))
     results = []
     for here, there in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float64)):
-        held = {
-            "w": set_sharding(shard_of(whole.to(here), record), record),
-            "whole": whole.clone(),
-        }
+        held = {"w": set_sharding(shard_of(whole.to(here), record), record), "whole": whole.clone()}
         needed = {"w": torch.zeros(6, 3, dtype=there), "whole": torch.zeros(6, 3, dtype=there)}
         copier = Resharding(held, needed, dist.group.WORLD)
         copier.copy()
