@@ -28,7 +28,7 @@ needs no other positions (BLOOM, arXiv 2211.05100). The first of a heads has slo
 the next r², then r³, and so on: 1/2, 1/4, .. 1/256 for 8 heads. `alibi_slopes` has the rule for an
 a that is not a power of two.
 
-    python -m course.families      parameters, reach of a token, columns of the cache, slopes
+    python -m course.families      reach of a token, columns of the cache, slopes
 
 Not covered: a kernel that skips hidden tokens (FlashAttention's window_size), instead of computing
 their scores and hiding them; context parallelism of such models.

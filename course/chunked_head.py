@@ -21,16 +21,16 @@ WITHOUT = form.Removals()
 @WITHOUT.replace("maximum", gpt, "cross_entropy", "Which logits still give the right loss?")
 def without_maximum(logits: Tensor, targets: Tensor, vocab_size=None) -> Tensor:
     """All whose Σ exp(z) is neither infinite nor 0 in float32: the largest logit between about -100
-    and 88. The checks of bytes and of a second backward fail because autograd, which has this
-    formula now, overwrites nothing."""
+    and 88. The check of bytes fails because autograd, which has this formula now, overwrites
+    nothing."""
     total = logits.exp().sum(-1)
     return total.log() - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
 @WITHOUT.replace("in-place", gpt, "cross_entropy", "F.cross_entropy. What is the memory for?")
 def pytorchs_own(logits: Tensor, targets: Tensor, vocab_size=None) -> Tensor:
-    """The logits stay as they are, and backward can run a second time, for autograd's tensors are
-    not overwritten. Loss and gradients are the same function, so these checks hold."""
+    """The logits stay as they are, and autograd keeps log softmax beside them. Loss and gradients
+    are the same function, so these checks hold."""
     losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
     return losses.view(targets.shape)
 
@@ -48,7 +48,6 @@ def teach(lesson: form.Lesson) -> None:
     with lesson.removed():
         one_token(lesson)
         large_logits(lesson)
-        second_backward(lesson)
         chunks(lesson)
 
 
@@ -97,19 +96,6 @@ def large_logits(lesson: form.Lesson) -> None:
         close([loss, *gradient], [0, 0, 0, 0]),
         [loss],
     )
-
-
-def second_backward(lesson: form.Lesson) -> None:
-    lesson.predict("Backward overwrites softmax by the gradient. Can it run a second time?")
-    z = torch.zeros(1, 3, requires_grad=True)
-    loss = gpt.cross_entropy(z + 0, torch.tensor([0])).sum()
-    loss.backward(retain_graph=True)
-    try:
-        loss.backward()
-        found = "yes"
-    except RuntimeError:
-        found = "no, RuntimeError"
-    lesson.check(f"{found}: autograd knows that a tensor it kept has changed", found != "yes")
 
 
 def measure(chunk: int) -> tuple[int, int, list[Tensor]]:

@@ -1,14 +1,12 @@
-"""The lesson of inference/evaluate.py: what is scored, long texts, batches, two ranks."""
+"""The lesson of inference/evaluate.py: what is scored, long texts, batches."""
 
 import torch
 
-import sharding
 from base.groups import Groups
 from base.model_config import MoEConfig
-from course import demo, form, ranks
+from course import demo, form
 from inference import evaluate
 from inference.evaluate import Evaluator
-from inference.loading import build_stages, materialise
 
 CONTEXT = 16
 CONFIG = demo.tiny_config(MoEConfig, seq_length=CONTEXT, llama=True, vocab_size=61)
@@ -27,13 +25,9 @@ def cut_on_the_right(rows, seq_length, pad=evaluate.pad):
     return pad(cut, seq_length)
 
 
-def make_evaluator(groups: Groups, batch_size: int = 4) -> Evaluator:
-    """Of a Llama with random weights, float64, laid out over the ranks."""
-    stages = build_stages(CONFIG, groups)
-    model = materialise(stages, groups, "cpu", torch.float64)
-    for stage in stages:
-        sharding.init(stage, 0, "cpu", torch.float64)
-    return Evaluator(model, None, groups, batch_size)
+def make_evaluator() -> Evaluator:
+    """The evaluator of a Llama with random weights, float64; 4 requests in a batch."""
+    return Evaluator(demo.make_model(CONFIG), None, Groups(), 4)
 
 
 def random_requests(count: int) -> list[evaluate.Request]:
@@ -58,12 +52,11 @@ def largest_difference(a: list[evaluate.Score], b: list[evaluate.Score]) -> floa
 
 
 def teach(lesson: form.Lesson) -> None:
-    evaluator = make_evaluator(Groups())
+    evaluator = make_evaluator()
     with lesson.removed():
         one_request(lesson, evaluator)
         long_texts(lesson, evaluator)
         batches(lesson, evaluator)
-        two_ranks(lesson, evaluator)
 
 
 def one_request(lesson: form.Lesson, evaluator: Evaluator) -> None:
@@ -134,24 +127,6 @@ def batches(lesson: form.Lesson, evaluator: Evaluator) -> None:
     lesson.check(
         f"{padding[0]} and {padding[1]}, beside {sum(lengths)} tokens", padding[0] < padding[1] / 3
     )
-
-
-def on_rank(rank: int) -> dict[str, list[evaluate.Score]]:
-    """The scores under three layouts of two ranks."""
-    scores = {}
-    for name, layout in (("tp 2", dict(tp=2)), ("pp 2", dict(pp=2)), ("dp 2", {})):
-        evaluator = make_evaluator(Groups.make("cpu", 2, **layout))
-        scores[name] = evaluator.log_likelihoods(random_requests(24))
-    return scores
-
-
-def two_ranks(lesson: form.Lesson, evaluator: Evaluator) -> None:
-    lesson.predict("Two ranks share the model, its layers, or the requests. Other scores?")
-    expected = evaluator.log_likelihoods(random_requests(24))
-    of_ranks = ranks.run(on_rank, 2)
-    for name in of_ranks[0]:
-        difference = max(largest_difference(scores[name], expected) for scores in of_ranks)
-        lesson.check(f"{name}: largest difference {difference:.0e}", difference < 1e-12)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""The lesson of families.py: norms of a Qwen3 and a Gemma, what a window hides, whose slopes."""
+"""The lesson of families.py: what a window hides, whose slopes."""
 
 import torch
 
 import families
 import generate
-import sharding
 import tensor_parallel
 from course import demo, form
 from course.mutations import local_attention as bugs
@@ -130,41 +129,7 @@ def teach_slopes(lesson: form.Lesson, one: dict, two: list[dict]) -> None:
     lesson.check(f"the loss is {apart:.1e} from that of one rank", apart < 1e-10)
 
 
-def count_parameters(**fields) -> int:
-    config = demo.tiny_config(llama=True, num_layers=L, **fields)
-    return sharding.num_parameters(demo.meta_model(config))
-
-
-@torch.no_grad()
-def teach_parts(lesson: form.Lesson) -> None:
-    """What a Qwen3 and a Gemma have beside a Llama."""
-    lesson.predict(
-        f"A Llama of {L} layers, h 64, with 4 heads. As a Qwen3 each layer has a norm for the"
-        " queries of its heads, and one for the keys. How many parameters more?",
-        "parameters more",
-    )
-    more = count_parameters(qk_norm=True) - count_parameters()
-    lesson.check(f"{more}; 2 d L = 2 · 16 · {L}", more == 2 * 16 * L, [more])
-    lesson.predict(
-        "A Gemma's norm gives y + y w, y = x / rms(x), where a Llama's gives y w. Both begin as y."
-        " What is w then?",
-        "w",
-    )
-    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
-    llama, gemma = (
-        families.build(demo.tiny_config(llama=True, norm=norm)).head.norm
-        for norm in ("rmsnorm", "rmsnorm1p")
-    )
-    same = "the same" if torch.equal(llama(x), gemma(x)) else "another"
-    lesson.check(
-        f"{gemma.weight[0]:.0f}, and {llama.weight[0]:.0f} in a Llama: {same} result",
-        gemma.weight.eq(0).all() and same == "the same",
-        [gemma.weight[0].item()],
-    )
-
-
 def teach(lesson: form.Lesson) -> None:
-    teach_parts(lesson)
     teach_window(lesson, lesson.on_ranks(1, with_window)[0])
     teach_slopes(lesson, *lesson.one_and_many(2, with_alibi))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fp8
 from base import float8
-from base.float8 import E4M3, E5M2, Format, decode_by_hand, encode_by_hand
+from base.float8 import E4M3, E5M2, Format, decode_by_hand
 from base.model_config import LINEARS
 from course import demo, form
 from fp8 import INPUT, Recipe, Scaling
@@ -59,7 +59,6 @@ def no_history():
 def teach(lesson: form.Lesson) -> None:
     with lesson.removed():
         meaning(lesson)
-        density(lesson)
         small_and_large(lesson)
         powers_of_two(lesson)
         outlier(lesson)
@@ -99,28 +98,6 @@ def meaning(lesson: form.Lesson) -> None:
         f"2^(8 - 7) (1 + 5/8) = {value}; {equal} of 2 x 256 bytes by hand are PyTorch's numbers",
         value == 3.25 and equal == 512,
         [value],
-    )
-
-
-def density(lesson: form.Lesson) -> None:
-    lesson.predict(
-        "How many numbers has each format from 1 up to 2? Between two neighbours, how far off is"
-        " the nearest at most, as a share of the number?",
-        "numbers of e4m3; numbers of e5m2; share, e4m3; share, e5m2",
-    )
-    counts = []
-    errors = []
-    # the same in each power of two
-    x = torch.linspace(1, 16, 15 * 2**10 + 1, dtype=torch.float64)
-    for of in (E4M3, E5M2):
-        counts.append(sum(1 <= decode_by_hand(byte, of) < 2 for byte in range(256)))
-        nearest = encode_by_hand(x, of).view(of.dtype).double()
-        errors.append(((nearest - x).abs() / x).max().item())
-    lesson.check(
-        f"e4m3 {counts[0]}, e5m2 {counts[1]}; {errors[0]:.1%} = 1/17, half a step of 1/8 at 1 +"
-        f" 1/16, and {errors[1]:.1%} = 1/9",
-        counts == [8, 4] and errors == [1 / 17, 1 / 9],
-        [*counts, *errors],
     )
 
 

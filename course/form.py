@@ -117,7 +117,8 @@ class Lesson:
     def removed(self) -> AbstractContextManager:
         """A context in which the mechanism is removed from this process. A mutation of
         course/mutations would stay for good: it is for ranks alone."""
-        module = getattr(self.mutate, "__module__", "")
+        function = getattr(self.mutate, "func", self.mutate)
+        module = getattr(function, "__module__", "")
         return removed(None if module.startswith("course.mutations") else self.mutate)
 
     def on_ranks(self, world: int, function: Callable, *args) -> list:

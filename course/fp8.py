@@ -1,14 +1,12 @@
-"""The lesson of fp8.py: three products, gradients in e5m2, bytes kept, rows of an expert, two ranks
-beside one."""
+"""The lesson of fp8.py: three products, gradients in e5m2, rows of an expert, two ranks beside
+one."""
 
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp8
-import recompute
 import tensor_parallel
 from base.float8 import E4M3, E5M2, Format, block_maxima, quantise, scale_of
 from course import demo, form, ranks
@@ -142,28 +140,6 @@ def teach_gradients(lesson: form.Lesson) -> None:
     )
 
 
-def teach_bytes(lesson: form.Lesson) -> None:
-    x, w, _ = operands()
-    x = x.bfloat16().unsqueeze(0).requires_grad_()
-    w = nn.Parameter(w.bfloat16())
-    lesson.predict(
-        f"Backward needs x [{N}, {IN}] for ∂W. bf16 keeps 2 bytes of each number. FP8? With"
-        " blocks?",
-        "bytes for x, FP8; bytes for x, blocks",
-    )
-    kept = [recompute.saved_bytes(lambda: F.linear(x, w), w)]
-    for name in ("current", "block"):
-        layer = one_layer(Recipe(name))
-        kept.append(recompute.saved_bytes(lambda layer=layer: fp8.linear(layer, x, w, None), w))
-    n = N * IN
-    lesson.check(
-        f"bf16 {kept[0]:,}; FP8 {kept[1]:,}, a byte each and one scale; blocks {kept[2]:,}, and a"
-        " scale of 4 bytes for each 128",
-        kept == [2 * n, n + 4, n + 4 * n // 128],
-        [kept[1], kept[2]],
-    )
-
-
 def teach_experts(lesson: form.Lesson) -> None:
     lesson.predict(
         "Two ranks send 64 tokens each to one expert; those of the second are ten times as large."
@@ -260,7 +236,6 @@ def teach(lesson: form.Lesson) -> None:
     with lesson.removed():
         teach_products(lesson)
         teach_gradients(lesson)
-        teach_bytes(lesson)
         teach_experts(lesson)
     two = lesson.on_ranks(2, on_rank)[0]
     # without e5m2 one device has no e5m2 either

@@ -83,20 +83,6 @@ def elements(calls: list[tuple[str, int]]) -> int:
     return total
 
 
-def count_whole_units(gradients: fsdp.FullySharded) -> list[int]:
-    """The units that are whole, or on their way, after each call of `gather`: filled later."""
-    counts = []
-    gather = gradients.gather
-
-    def gather_and_count(now: list, next_units: list) -> None:
-        gather(now, next_units)
-        units = gradients.units
-        counts.append(sum(bool(u.gathering or u.whole.untyped_storage().size()) for u in units))
-
-    gradients.gather = gather_and_count
-    return counts
-
-
 def difference_to_first_rank(model: nn.Module) -> float:
     """The largest difference of a parameter between this rank and rank 0."""
     mine = torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -112,7 +98,6 @@ def measure(stage: int, m: int) -> dict:
     init = partial(sharding.init, model, 0, "cpu", torch.float32)
     gradients = fsdp.apply(model, dist.group.WORLD, stage, init=init)
     optimizer = AdamW(sharding.named_parameters(model))
-    whole_units = count_whole_units(gradients) if stage == 3 else []
     # [B / n / m, S] for each micro-batch of this rank
     mine = [
         x.chunk(dist.get_world_size())[dist.get_rank()].chunk(m)
@@ -133,7 +118,6 @@ def measure(stage: int, m: int) -> dict:
     return {
         "held": (*held_bytes(model, gradients), storage_bytes(moments)),
         "sent": elements(sent.calls),
-        "whole_units": (max(whole_units, default=0), len(gradients.units)),
         "gradients": demo.gathered_gradients(model),
         "difference": 0.0 if stage == 3 else difference_to_first_rank(model),
     }
@@ -227,14 +211,6 @@ def teach(lesson: form.Lesson) -> None:
     lesson.predict("And do the ranks have the same parameters after the optimizer's step?")
     apart = max(measured["difference"] for rank in results for measured in rank)
     lesson.check(f"the largest difference between two ranks, stages 0 to 2: {apart}", apart == 0)
-
-    most, layers = stages[3]["whole_units"]
-    lesson.predict(
-        f"Stage 3 gathers a layer's parameters while the layer before it computes. The model has"
-        f" {layers} layers: embedding, 2 blocks, head. How many are whole at one time, at most?",
-        "layers",
-    )
-    lesson.check(f"{most}: the one that computes, and the next one", most == 2, [most])
 
 
 if __name__ == "__main__":

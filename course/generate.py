@@ -41,36 +41,10 @@ LENGTHS = (4, 39, 16)
 NEW = 24
 
 
-class Watch:
-    """What forward passes read, and the largest cache of them."""
-
-    def __init__(self):
-        self.tokens = 0
-        self.cache_bytes = 0
-
-    def __enter__(self) -> "Watch":
-        original = ModelRunner.forward
-
-        def forward(runner, batch, tokens, *rest):
-            self.tokens += tokens.numel()
-            logits = original(runner, batch, tokens, *rest)
-            stored = [*batch.cache.keys.values(), *batch.cache.values.values()]
-            self.cache_bytes = max(self.cache_bytes, sum(x.nbytes for x in stored))
-            return logits
-
-        self.patch = mock.patch.object(ModelRunner, "forward", forward)
-        self.patch.start()
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.patch.stop()
-
-
 def teach(lesson: form.Lesson) -> None:
     model = demo.make_model(demo.tiny_config(**SHAPE, llama=True))
     with lesson.removed():
         same_tokens(lesson, model)
-        tokens_read(lesson, model)
         cache_size(lesson, model)
         work(lesson, model)
 
@@ -89,22 +63,16 @@ def same_tokens(lesson: form.Lesson, model) -> None:
         lesson.check(f"{name}: {equal} of {3 * NEW} tokens are equal", equal == 3 * NEW)
 
 
-def tokens_read(lesson: form.Lesson, model) -> None:
-    lesson.predict(
-        "A prompt of 40 tokens, then 20 new ones. How many tokens does the model read, with the"
-        " cache and without?",
-        "with the cache; without",
-    )
-    read = []
-    for cached in (True, False):
-        with Watch() as watch:
-            generate.generate(model, [[1] * 40], 20, temperature=0, cached=cached)
-        read.append(watch.tokens)
-    lesson.check(
-        f"{read[0]} = 40 + 19, for the last one is not read; {read[1]} = 40 + 41 + .. + 59",
-        read == [40 + 19, sum(range(40, 60))],
-        read,
-    )
+def cache_bytes(model) -> int:
+    """The largest cache while 20 tokens are generated behind 40."""
+    sizes = []
+
+    def observe(batch, logits, sampled):
+        stored = [*batch.cache.keys.values(), *batch.cache.values.values()]
+        sizes.append(sum(x.nbytes for x in stored))
+
+    generate.generate(model, [[1] * 40], 20, temperature=0, observe=observe)
+    return max(sizes)
 
 
 def cache_size(lesson: form.Lesson, model) -> None:
@@ -114,17 +82,14 @@ def cache_size(lesson: form.Lesson, model) -> None:
         " attention, where 4 heads share one key?",
         "bytes; bytes, grouped",
     )
-    with Watch() as watch:
-        generate.generate(model, [[1] * 40], 20, temperature=0)
     grouped = demo.make_model(demo.tiny_config(**SHAPE, llama=True, num_kv_heads=1))
-    with Watch() as watch_grouped:
-        generate.generate(grouped, [[1] * 40], 20, temperature=0)
+    sizes = [cache_bytes(model), cache_bytes(grouped)]
     formula = 2 * layers * h * 60 * 8
     lesson.check(
-        f"{watch.cache_bytes:,}; keys and values, 2 L h 60 8 = {formula:,}. Grouped:"
-        f" {watch_grouped.cache_bytes:,}, a quarter",
-        watch.cache_bytes == formula == 4 * watch_grouped.cache_bytes,
-        [watch.cache_bytes, watch_grouped.cache_bytes],
+        f"{sizes[0]:,}; keys and values, 2 L h 60 8 = {formula:,}. Grouped:"
+        f" {sizes[1]:,}, a quarter",
+        sizes == [formula, formula / 4],
+        sizes,
     )
 
 

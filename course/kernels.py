@@ -370,21 +370,9 @@ def teach(lesson: form.Lesson) -> None:
         lesson.mutate(cases)
 
     lesson.predict(
-        "A bf16 number has 2 bytes. y = layer_norm(x), in one pass over memory: how many bytes for"
-        " each element of x? And backward, which reads x and ∂y, and writes ∂x?",
-        "forward; backward",
-    )
-    args, fused, _, with_gradient = cases["layer_norm"]
-    passes = per_element(one_pass("layer_norm", fused, args, with_gradient), args)
-    lesson.check(
-        f"{written(passes)}; 2 tensors of 2 bytes + 3 of 2",
-        [round(n) for n in passes] == [4, 6],
-        passes,
-    )
-
-    lesson.predict(
-        "swiglu: y = silu(gate) up. Bytes of one pass, forward? PyTorch makes two operations of it,"
-        " silu and a product; backward is three. How many bytes have these?",
+        "A bf16 number has 2 bytes. swiglu: y = silu(gate) up. How many bytes for each element has"
+        " one pass, forward? PyTorch makes two operations of it, silu and a product. Backward is"
+        " three. How many bytes have these?",
         "one pass, forward; PyTorch, forward; PyTorch, backward",
     )
     args, fused, own, with_gradient = cases["swiglu"]

@@ -1,5 +1,5 @@
-"""The lesson of optimizer.py: sums in float32, the loss scale, what 16-bit weights forget, bytes of
-state, the size of a step."""
+"""The lesson of optimizer.py: sums in float32, the loss scale, the size of a step, what 16-bit
+weights forget, bytes of state."""
 
 from unittest import mock
 
@@ -82,8 +82,6 @@ def teach(lesson: form.Lesson) -> None:
         first_step(lesson)
         masters(lesson)
         state(lesson)
-        decay(lesson)
-    learning_rate(lesson)
 
 
 def sum_of(dtype: torch.dtype, gradient: float, times: int, scaler=None) -> float:
@@ -225,34 +223,6 @@ def state(lesson: form.Lesson) -> None:
     lesson.check(
         f"{equal:,} of 100,000 masters, split into weight and low bits and joined, are the same",
         equal == 100_000,
-    )
-
-
-def decay(lesson: form.Lesson) -> None:
-    lesson.predict(
-        "lr 0.1, weight decay 0.1, gradient 0. A weight of 1 after a step, in a matrix? In a bias?",
-        "in a matrix; in a bias",
-    )
-    matrix, bias = [moved(1.0, [0.0], 0.1, shape=shape) for shape in ((2, 2), (2,))]
-    lesson.check(
-        f"{matrix:.4f} = w - lr λ w; {bias:.4f}: no decay of biases and norms",
-        abs(matrix - 0.99) < 1e-6 and bias == 1,
-        [matrix, bias],
-    )
-
-
-def learning_rate(lesson: form.Lesson) -> None:
-    lesson.predict(
-        "Peak 3e-4, minimum 3e-5, 10 of 100 steps warmup. The learning rate at step 5, 10, 55,"
-        " 100?",
-        "at step 5; at step 10; at step 55; at step 100",
-    )
-    rates = [optimizer.learning_rate(n, 3e-4, 3e-5, 10, 100) for n in (5, 10, 55, 100)]
-    lesson.check(
-        ", ".join(f"{rate:.2e}" for rate in rates)
-        + ": half the peak, the peak, half of peak + minimum, the minimum",
-        all(abs(a - b) < 1e-12 for a, b in zip(rates, [1.5e-4, 3e-4, 1.65e-4, 3e-5])),
-        rates,
     )
 
 

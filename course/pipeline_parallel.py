@@ -1,7 +1,7 @@
 """The lesson of pipeline_parallel.py, and of course/nccl_model.py: four schedules on two ranks
 beside one rank; programs of sends and receives, run in a model of NCCL."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -86,25 +86,11 @@ def chunks(name: str) -> int:
     return 2 if name == "interleaved" else 1
 
 
-class WatchedPipeline(pipeline_parallel.Pipeline):
-    """Notes the most (chunk, micro-batch) pairs whose graphs are held."""
+class Run(NamedTuple):
+    """What one rank reports of a step. sent: bytes of each message."""
 
-    most_held = 0
-
-    def act(self, step, action: Action, received) -> None:
-        super().act(step, action, received)
-        self.most_held = max(self.most_held, len(step.graphs))
-
-
-@dataclass
-class Run:
-    """What one rank reports of a step."""
-
-    layers: list[list[str]]
     loss: float
     gradients: dict
-    held: int = 0
-    # bytes of each message
     sent: tuple[int, ...] = ()
 
 
@@ -142,12 +128,12 @@ def on_one_rank(rank: int) -> Run:
     for k in range(M):
         forward(0, k, None).backward(LOSS_GRAD)
     gradients = {name: p.grad for name, p in sharding.named_parameters(*stages)}
-    return Run([], sum(losses), gradients)
+    return Run(sum(losses), gradients)
 
 
 def under_schedule(rank: int, name: str) -> Run:
     stages = make_stages(rank, P, name)
-    pipeline = WatchedPipeline(stages, pipeline_parallel.Channels(dist.group.WORLD))
+    pipeline = pipeline_parallel.Pipeline(stages, pipeline_parallel.Channels(dist.group.WORLD))
     losses = []
     schedule = schedules.make(name, P, M, len(stages))
     with ranks.Collectives() as counted:
@@ -157,9 +143,7 @@ def under_schedule(rank: int, name: str) -> Run:
         # what sum_tied adds to; in training optimizer.py makes it
         parameter.main_grad = parameter.grad
     pipeline.sum_tied()
-    layers = [list(stage.blocks) for stage in stages]
-    gradients = demo.gathered_gradients(*stages)
-    return Run(layers, sum(losses), gradients, pipeline.most_held, sent)
+    return Run(sum(losses), demo.gathered_gradients(*stages), sent)
 
 
 def on_rank(rank: int) -> dict[str, Run]:
@@ -168,11 +152,6 @@ def on_rank(rank: int) -> dict[str, Run]:
 
 def teach_runs(lesson: form.Lesson, one: Run, of_schedule: dict[str, list[Run]]) -> None:
     """of_schedule: name -> the run of each rank."""
-    lesson.predict("4 layers, p 2, v 2 chunks on each rank. Which layers has rank 0?")
-    layers = of_schedule["interleaved"][0].layers
-    words = ", then ".join(" ".join(chunk) for chunk in layers)
-    lesson.check(f"{words}: stages c p + rank = 0 and 2, of 1 layer each", layers == [["0"], ["2"]])
-
     lesson.predict(
         "Under which of the four schedules do loss and gradients differ from one rank's?"
     )
@@ -186,17 +165,6 @@ def teach_runs(lesson: form.Lesson, one: Run, of_schedule: dict[str, list[Run]])
         gradients = {key: g for run in runs for key, g in run.gradients.items()}
         worst.append(demo.largest_difference(one.gradients, gradients))
     lesson.check(f"none: the largest relative difference is {max(worst):.1e}", max(worst) < 1e-10)
-
-    lesson.predict(
-        f"{M} micro-batches: activations of how many does each rank hold, under GPipe? 1F1B?",
-        "GPipe; 1F1B, rank 0; 1F1B, rank 1",
-    )
-    held = {name: [run.held for run in runs] for name, runs in of_schedule.items()}
-    lesson.check(
-        f"GPipe {held['gpipe']}, all m; 1F1B {held['1f1b']}, p - rank",
-        held["gpipe"] == [M, M] and held["1f1b"] == [2, 1],
-        [held["gpipe"][0], *held["1f1b"]],
-    )
 
     lesson.predict(
         "v 2 halves the bubble. How many messages does a step send, with v 1 and v 2?", "v 1; v 2"
@@ -228,13 +196,6 @@ def most_unsettled(program: Program) -> int:
     return most
 
 
-def short(entry: Action | Transfer) -> str:
-    """F0; send F0, where F0 is the activation of micro-batch 0."""
-    if isinstance(entry, Action):
-        return f"{entry.op}{entry.micro_batch}"
-    return f"{entry.op} {entry.kind}{entry.micro_batch}"
-
-
 def stuck_in(name: str) -> str:
     """What is stuck where a GPU has one hardware queue, "" if nothing is."""
     try:
@@ -245,20 +206,6 @@ def stuck_in(name: str) -> str:
 
 
 def teach_programs(lesson: form.Lesson) -> None:
-    lesson.predict(
-        "1F1B, p 2, m 2. Rank 0 sends F0 and keeps the tensor until rank 1 has it. Which message"
-        " shows that, so that rank 0 need not wait?"
-    )
-    programs = programs_of("1f1b", 2, 2)
-    for rank, program in enumerate(programs):
-        lesson.draw(f"  rank {rank}  " + "; ".join(map(short, program)))
-    words = list(map(short, programs[0]))
-    before = words[words.index("settle F0") - 1]
-    lesson.check(
-        f"B0: rank 1 computes it after F0. Rank 0 settles F0 behind {before}, which needs B0",
-        before == "B0",
-    )
-
     lesson.predict("p 4, m 8: do the programs of all ranks run to their end in a model of NCCL?")
     reasons = [f"{name}: {stuck_in(name)}" for name in schedules.NAMES if stuck_in(name)]
     lesson.check(

@@ -1,5 +1,4 @@
-"""The lesson of finetune/preference.py: gradients of comparisons, DPO, and a value head on two
-ranks."""
+"""The lesson of finetune/preference.py: DPO, and a value head on two ranks."""
 
 import math
 
@@ -93,26 +92,6 @@ def teach_value_head(lesson: form.Lesson) -> None:
     )
 
 
-# --- comparisons ----------------------------------------------------------------------------------
-
-
-def teach_comparisons(lesson: form.Lesson) -> None:
-    lesson.predict(
-        "Three pairs have r_w - r_l = -2, 0 and 2: wrong, undecided, right. The loss is"
-        " -log sigmoid(r_w - r_l). How hard does each pull r_w up: by which gradient?",
-        "gradient at -2; gradient at 0; gradient at 2",
-    )
-    differences = torch.tensor([-2.0, 0.0, 2.0], requires_grad=True)
-    preference.reward_loss(differences, torch.zeros(3)).sum().backward()
-    expected = [-1 / (1 + math.exp(d)) for d in (-2, 0, 2)]
-    lesson.check(
-        f"{', '.join(f'{g:.3f}' for g in differences.grad.tolist())} = p - 1, where p is the"
-        " probability that w wins: what is right already pulls little",
-        torch.allclose(differences.grad, torch.tensor(expected)),
-        differences.grad.tolist(),
-    )
-
-
 # --- DPO ------------------------------------------------------------------------------------------
 
 
@@ -201,7 +180,6 @@ def teach_dpo(lesson: form.Lesson) -> None:
 
 
 def teach(lesson: form.Lesson) -> None:
-    teach_comparisons(lesson)
     teach_dpo(lesson)
     teach_value_head(lesson)
 

@@ -14,7 +14,6 @@ from finetune.resharding import Resharding
 from sharding import local_slice, set_sharding, sharding_of
 
 L, H, V = 2, 64, 257
-BUFFER = 32_768
 
 
 WITHOUT = form.Removals()
@@ -50,18 +49,13 @@ def no_own() -> None:
 
 
 class Received(ranks.Collectives):
-    """Also the bytes that this process receives in all-to-alls, and the largest buffer."""
+    """Also the bytes that this process receives in all-to-alls."""
 
-    def __init__(self):
-        super().__init__()
-        self.bytes = 0
-        self.largest = 0
+    bytes = 0
 
     def note(self, function, args) -> None:
         super().note(function, args)
-        incoming, outgoing = args[:2]
-        self.bytes += incoming.nbytes
-        self.largest = max(self.largest, incoming.nbytes, outgoing.nbytes)
+        self.bytes += args[0].nbytes
 
 
 def models(rank: int) -> tuple[nn.Module, dict[str, nn.Module]]:
@@ -77,16 +71,16 @@ def models(rank: int) -> tuple[nn.Module, dict[str, nn.Module]]:
     return source, targets
 
 
-def move(source: nn.Module, target: nn.Module, prefix: str = "", **options) -> Received:
-    """Copy the parameters whose name begins so. Returns what was received."""
+def move(source: nn.Module, target: nn.Module, prefix: str = "") -> int:
+    """Copy the parameters whose name begins so. Returns the bytes that were received."""
     held, needed = (
         {name: p for name, p in sharding.named_parameters(model) if name.startswith(prefix)}
         for model in (source, target)
     )
-    copier = Resharding(held, needed, **options)
+    copier = Resharding(held, needed)
     with Received() as received:
         copier.copy()
-    return received
+    return received.bytes
 
 
 def wrong(target: nn.Module, factor: float = 1) -> int:
@@ -101,15 +95,12 @@ def on_rank(rank: int) -> dict:
     source, targets = models(rank)
     stage = targets["pp 2"]
     result = {
-        "blocks": move(source, stage, "blocks.").bytes,
-        "tokens": move(source, stage, "embedding.tokens.").bytes,
-        "all": move(source, stage).bytes,
-        "whole": move(source, targets["whole"]).bytes,
+        "blocks": move(source, stage, "blocks."),
+        "tokens": move(source, stage, "embedding.tokens."),
+        "all": move(source, stage),
+        "whole": move(source, targets["whole"]),
         "wrong": [wrong(target) for target in targets.values()],
     }
-    bounded = move(source, stage, buffer_bytes=BUFFER)
-    result |= {"rounds": len(bounded.calls), "largest": bounded.largest}
-    result["all in rounds"] = bounded.bytes
     copier = Resharding(resharding.weights(source), sharding.named_parameters(stage))
     copier.copy()
     # a step of training
@@ -166,20 +157,6 @@ def teach(lesson: form.Lesson) -> None:
     lesson.predict("Are the pipeline and the whole models those that one device would draw?")
     elements = [sum(result["wrong"]) for result in results]
     lesson.check(f"{elements[0]} and {elements[1]} elements differ", elements == [0, 0])
-
-    lesson.predict(
-        f"Buffers of {BUFFER:,} bytes, and rank 1 receives {results[1]['all']:,}. How many"
-        " all-to-alls are there at least?",
-        "all-to-alls",
-    )
-    rounds = [result["rounds"] for result in results]
-    least = -(-results[1]["all in rounds"] // BUFFER)
-    largest = max(result["largest"] for result in results)
-    lesson.check(
-        f"{rounds[1]}, at least {least}; no buffer is larger than {largest:,} bytes",
-        least <= rounds[1] <= least + 1 and largest <= BUFFER,
-        [least],
-    )
 
     lesson.predict("Training changes the weights. What must a second copy send, beside weights?")
     again = [kind for kind, _ in results[0]["again"]]

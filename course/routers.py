@@ -1,4 +1,4 @@
-"""The lesson of moe.py: a plan by hand, temperature, capacity, the load-balancing loss."""
+"""The lesson of moe.py: a plan by hand, temperature, capacity."""
 
 import torch
 from torch import Tensor
@@ -52,7 +52,6 @@ def teach(lesson: form.Lesson) -> None:
         plan_by_hand(lesson)
         temperature(lesson)
     capacity(lesson)
-    losses(lesson)
 
 
 def plan_by_hand(lesson: form.Lesson) -> None:
@@ -120,22 +119,6 @@ def capacity(lesson: form.Lesson) -> None:
         f"{dropped[0]}: an expert takes 1 * 8 / 4 = 2; in evaluation {dropped[1]}",
         dropped == [3, 0],
         dropped,
-    )
-
-
-def losses(lesson: form.Lesson) -> None:
-    lesson.predict(
-        "The load-balancing loss E Σ load_e p_e of 4 experts, where load and probabilities are"
-        " even? Where one expert has all tokens, with probability 1?",
-        "even; one expert",
-    )
-    router = TopKRouter(config_of(num_experts=4, router="topk", aux_loss=1.0, z_loss=0.0))
-    even = router.losses(torch.zeros(1, 4), torch.full((4,), 0.25)).item()
-    collapsed = router.losses(torch.tensor([[100.0, 0, 0, 0]]), torch.tensor([1.0, 0, 0, 0])).item()
-    lesson.check(
-        f"{even:.4f} and {collapsed:.4f} = E",
-        abs(even - 1) + abs(collapsed - 4) < 1e-5,
-        [even, collapsed],
     )
 
 

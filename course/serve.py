@@ -1,8 +1,6 @@
-"""The lesson of inference/serve.py: blocks by hand, a time line, what a cache wastes, a model that
-answers."""
+"""The lesson of inference/serve.py: blocks by hand, a time line, a model that answers."""
 
 import itertools
-import random
 from collections.abc import Iterator
 
 import generate
@@ -69,15 +67,6 @@ def steps(scheduler: Scheduler, requests: list[Request]) -> Iterator[Step]:
         yield step
 
 
-def unlike(lengths: list[tuple[int, int]]) -> list[Request]:
-    """Requests that begin differently. lengths: (prompt, answer) of each."""
-    return [Request([n] * prompt, answer) for n, (prompt, answer) in enumerate(lengths)]
-
-
-def batches(lengths: list[tuple[int, int]], size: int) -> list[list[tuple[int, int]]]:
-    return [lengths[first : first + size] for first in range(0, len(lengths), size)]
-
-
 def by_hand(lesson: form.Lesson) -> None:
     lesson.predict(
         "Blocks of 4 tokens. The prompts 1 2 3 4 5 6, 1 2 3 4 8 9 and again 1 2 3 4 5 6 begin in"
@@ -114,7 +103,8 @@ def static_rows() -> list[str]:
     """In a batch all wait for the longest; prompts are filled up to it."""
     rows = []
     start = 0
-    for batch in batches(TEN, 4):
+    for first in range(0, len(TEN), 4):
+        batch = TEN[first : first + 4]
         longest = max(answer for _, answer in batch)
         prefill = max(FIXED, len(batch) * max(prompt for prompt, _ in batch)) // FIXED
         for _, answer in batch:
@@ -127,7 +117,9 @@ def static_rows() -> list[str]:
 def continuous_rows() -> list[str]:
     rows = [""] * len(TEN)
     scheduler = Scheduler(BlockPool(99, 4), 4, FIXED)
-    for time, step in enumerate(steps(scheduler, unlike(TEN))):
+    # no two prompts begin alike
+    requests = [Request([n] * prompt, answer) for n, (prompt, answer) in enumerate(TEN)]
+    for time, step in enumerate(steps(scheduler, requests)):
         for piece in step.pieces:
             mark = "░" if piece.start < TEN[piece.number][0] else "█"
             rows[piece.number] = rows[piece.number].ljust(time) + mark
@@ -153,44 +145,6 @@ def time_line(lesson: form.Lesson) -> None:
         f" {fewest:.1f}",
         fewest <= times[1] < times[0] / 1.5,
         times,
-    )
-
-
-# --- what the cache wastes ------------------------------------------------------------------------
-
-
-def waste_of_batches(lengths: list[tuple[int, int]]) -> float:
-    """In a batch, all have as much room as the longest prompt and answer."""
-    held = reserved = 0
-    for batch in batches(lengths, 16):
-        longest = max(answer for _, answer in batch)
-        held += sum(p + min(t, answer) for p, answer in batch for t in range(longest))
-        reserved += len(batch) * longest * (max(prompt for prompt, _ in batch) + longest)
-    return 1 - held / reserved
-
-
-def waste_of_blocks(lengths: list[tuple[int, int]]) -> float:
-    scheduler = Scheduler(BlockPool(999, 16), 16, 512)
-    held = reserved = 0
-    for _ in steps(scheduler, unlike(lengths)):
-        held += sum(sequence.computed for sequence in scheduler.running)
-        reserved += 16 * sum(len(sequence.table) for sequence in scheduler.running)
-    return 1 - held / reserved
-
-
-def waste(lesson: form.Lesson) -> None:
-    lesson.predict(
-        "200 requests: prompts and answers of 16 to 256 tokens each, 16 at a time. Which share of"
-        " the cache holds nothing: a row of the longest for each, or blocks of 16?",
-        "share of rows; share of blocks",
-    )
-    rng = random.Random(0)
-    lengths = [(rng.randint(16, 256), rng.randint(16, 256)) for _ in range(200)]
-    shares = [waste_of_batches(lengths), waste_of_blocks(lengths)]
-    lesson.check(
-        f"rows {shares[0]:.1%}, blocks {shares[1]:.1%}: half a block each, 7.5 of some 230 tokens",
-        shares[0] > 0.3 and shares[1] < 0.04,
-        shares,
     )
 
 
@@ -228,7 +182,6 @@ def teach(lesson: form.Lesson) -> None:
     with lesson.removed():
         by_hand(lesson)
         time_line(lesson)
-        waste(lesson)
         a_model(lesson)
 
 

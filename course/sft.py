@@ -1,5 +1,4 @@
-"""The lesson of finetune/sft.py: which tokens count, how much each, and what a model learns from
-them.
+"""The lesson of finetune/sft.py: which tokens count, and what a model learns from them.
 
 A small model learns to answer with the first letter of a word:
 
@@ -127,31 +126,6 @@ def teach_targets(lesson: form.Lesson) -> None:
     )
 
 
-def teach_weights(lesson: form.Lesson) -> None:
-    lesson.predict(
-        "A batch has two conversations, with answers of 1 and of 18 letters. What share of the loss"
-        " has each, if the loss is the mean over all targets, as here? If it were the mean of each"
-        " conversation's own mean?",
-        "first, mean over targets; first, mean of means",
-    )
-    answers = ("a", "a" * 18)
-    examples = [example_of(lesson, "b", answer) for answer in answers]
-    dataset = Padded(examples, seed=None)
-    batch = dataset.batch([0, 1])
-    # of each conversation, if every token has a loss of 1
-    sums = batch.loss_mask.sum(1)  # [2]
-    shares = (sums / dataset.counted_tokens([0, 1])).tolist()
-    counted = [dataset.counted_tokens([n]) for n in (0, 1)]
-    means = (sums / torch.tensor(counted) / 2).tolist()
-    lesson.check(
-        f"mean over targets: {shares[0]:.3f} and {shares[1]:.3f}, 2 / 21 and 19 / 21; mean of"
-        f" means: {means[0]:.3f} and {means[1]:.3f}, so a token of the short answer would weigh"
-        f" {counted[1] / counted[0]:.1f} times as much",
-        abs(shares[0] - 2 / 21) < 1e-6 and abs(shares[1] - 19 / 21) < 1e-6,
-        [shares[0], means[0]],
-    )
-
-
 def teach_learning(lesson: form.Lesson) -> None:
     lesson.predict(
         "The user says a word of random letters. A Llama (h 64, L 2) learns to answer with its"
@@ -185,7 +159,6 @@ def teach_learning(lesson: form.Lesson) -> None:
 
 def teach(lesson: form.Lesson) -> None:
     teach_targets(lesson)
-    teach_weights(lesson)
     teach_learning(lesson)
 
 

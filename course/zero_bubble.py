@@ -72,18 +72,6 @@ def gradients_of(block: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return found | {"input": x.grad}
 
 
-def flops_of_a_linear() -> list[int]:
-    """Of F, I and W."""
-    layer = pipeline_parallel.Linear(H, FFN, bias=False).double()
-    layer.weight.deferred = deferred = []
-    x = random_rows(ROWS, H)
-    forward = demo.flops(lambda: layer(x))
-    y = layer(x)
-    input_gradient = demo.flops(lambda: y.backward(torch.ones_like(y)))
-    layer.weight.deferred = None
-    return [forward, input_gradient, demo.flops(lambda: finish(deferred))]
-
-
 def teach_gradients(lesson: form.Lesson, expected: dict, found: dict) -> None:
     """Gradients of one whole backward, and of I and W. Each: name -> gradient."""
     lesson.predict("Does any gradient differ from that of one whole backward?")
@@ -95,25 +83,8 @@ def teach_gradients(lesson: form.Lesson, expected: dict, found: dict) -> None:
         lesson.check(f"none: the largest relative difference is {worst:.1e}", worst < 1e-10)
 
 
-def teach_flops(lesson: form.Lesson) -> None:
-    """The two halves cost what forward costs."""
-    lesson.predict(
-        f"A linear layer reads {ROWS} rows of {H} numbers and writes rows of {FFN}. FLOPs of"
-        " forward (F), of I and of W?",
-        "F; I; W",
-    )
-    flops = flops_of_a_linear()
-    formula = 2 * ROWS * H * FFN
-    lesson.check(
-        f"F {flops[0]:,}, I {flops[1]:,}, W {flops[2]:,}; 2 · rows · n_in · n_out = {formula:,}",
-        flops == [formula] * 3,
-        flops,
-    )
-
-
 def teach(lesson: form.Lesson) -> None:
     start, finish_weights = lesson.mutate or (start_deferring, finish)
-    teach_flops(lesson)
     plain, x = make_block(), random_rows(B, S, H)
     plain(x).square().sum().backward()
     split, x_of_split = make_block(), random_rows(B, S, H)

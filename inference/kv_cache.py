@@ -24,7 +24,7 @@ cache, and decodes all sequences as one device does: a step of one token has not
 
 `caching` puts the cache into a finished model from outside, and takes it out again.
 
-    python -m course.generate       a lesson: with the cache and without, tokens read, bytes, speed
+    python -m course.generate       a lesson: with the cache and without, bytes, FLOPs
 
 Not covered: a cache in blocks, so that sequences of any length share memory without free columns:
 inference/serve.py.

@@ -18,7 +18,7 @@ for each token, the blocks in the table of its sequence.
 Keys are [a_kv, blocks · size, d] in each layer: heads are the first dimension. So neighbouring
 blocks of a sequence are one slice, and gathered blocks need no transpose.
 
-    python -m course.serve       a lesson: what blocks waste, and what batches do
+    python -m course.serve       a lesson: blocks by hand, and what batches do
 
 Not covered: a kernel that reads the blocks where they are (vLLM's, FlashInfer), as GPUs need it.
 Here the gathered blocks are a copy, but for a sequence that is alone.

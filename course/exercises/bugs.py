@@ -55,10 +55,16 @@ def list_bugs() -> None:
 
 
 def code_of(bug: Bug, most: int = 7) -> list[str]:
-    """The changed lines: the function without its decorator, name and docstring."""
-    source = inspect.getsource(bug.apply)
-    body = textwrap.dedent(source.split('"""')[2]).strip("\n").split("\n")
-    return body if len(body) <= most else [*body[: most - 1], "..."]
+    """The changed lines: the function without its decorators and docstring, under the name of what
+    it replaces."""
+    head, _, body = inspect.getsource(bug.function).split('"""')
+    lines = textwrap.dedent(body).strip("\n").split("\n")
+    if hasattr(bug.function, "replaces"):
+        owner, attribute = bug.function.replaces
+        signature = head[head.index(f"def {bug.function.__name__}(") :].rstrip()
+        signature = signature.replace(bug.function.__name__, f"{owner.__name__}.{attribute}", 1)
+        lines = [*signature.split("\n"), *(f"    {line}".rstrip() for line in lines)]
+    return lines if len(lines) <= most else [*lines[: most - 1], "..."]
 
 
 def entry(name: str) -> dict[str, str]:

@@ -1,11 +1,13 @@
 """Silent bugs of distributed training, each a few lines that change this project.
 
 A parallel layout needs each of its synchronisations. Without one of them training still runs, and
-the loss may still fall. Each function here removes one, in the process that calls it:
+the loss may still fall. Each function here removes one, in the process that calls it. Most of them
+take the place of another function:
 
-    @bug(2, dict(tp=2), first="step 1: gradient of head.norm")
-    def no_f():
-        \"\"\"The input gradient of a column-parallel layer is each rank's part.\"\"\"
+    @bug(2, dict(micro_batch_size=2), first="step 1: gradient of head.norm")
+    @replaces(fsdp.DataParallel, "accumulate")
+    def no_accumulation(self, p, original=fsdp.DataParallel.accumulate):
+        \"\"\"Only the last micro-batch's gradient remains.\"\"\"
 
 2 ranks with these flags of train.py are the layout in which it shows, and `first` is what verify.py
 then names. This is the one list: the tests remove each in turn and expect the comparison with one
@@ -20,6 +22,8 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,9 @@ class Bug:
     technique: str
     # what is wrong, in a sentence
     removes: str
-    # removes it, in this process
+    # its code: `apply`, or what `apply` puts in the place of another function
+    function: Callable
+    # removes it, in this process; can be sent to ranks
     apply: Callable[[], None]
     # ranks
     world: int
@@ -68,17 +74,37 @@ _BUGS: dict[str, Bug] = {}
 
 
 def bug(world: int, *layouts: dict, first: str):
-    """Lists a function without arguments. world: ranks; layouts: flags of train.py for each; first:
-    where it shows first."""
+    """Lists a function without arguments, or one that `replaces` another. world: ranks; layouts:
+    flags of train.py for each; first: where it shows first."""
 
-    def enter(function: Callable[[], None]) -> Callable[[], None]:
+    def enter(function: Callable) -> Callable[[], None]:
         name = function.__name__.replace("_", "-")
+        apply = function
+        if hasattr(function, "replaces"):
+            apply = partial(replace, function.__module__, name)
         technique = function.__module__.split(".")[-1]
         removes = " ".join(function.__doc__.split())
-        _BUGS[name] = Bug(name, technique, removes, function, world, layouts, first)
-        return function
+        _BUGS[name] = Bug(name, technique, removes, function, apply, world, layouts, first)
+        return apply
 
     return enter
+
+
+def replaces(owner: Any, attribute: str):
+    """Marks a function that takes the place of another. owner: a class or a module."""
+
+    def mark(function: Callable) -> Callable:
+        function.replaces = owner, attribute
+        return function
+
+    return mark
+
+
+def replace(module: str, name: str) -> None:
+    """Apply a bug whose function replaces another. module: that defines it."""
+    importlib.import_module(module)
+    function = _BUGS[name].function
+    setattr(*function.replaces, function)
 
 
 def bugs() -> dict[str, Bug]:

@@ -5,32 +5,25 @@ from torch import nn
 
 import gpt
 import sequence_parallel
-from course.mutations import bug
+from course.mutations import bug, replaces
 from finetune import adapters
 
 
 @bug(2, dict(tp=2, peft="lora"), first="step 1: gradient of blocks.1.mlp.up.lora.a")
-def no_lora_f():
+@replaces(adapters.AdaptedInput, "__init__")
+def no_lora_f(self, project, group, original=adapters.AdaptedInput.__init__):
     """The gradient of a column-parallel layer's A is each rank's part, not the sum."""
-    original = adapters.AdaptedInput.__init__
-
-    def without_f(self, project, group):
-        original(self, project, group)
-        self.enter = nn.Identity()
-
-    adapters.AdaptedInput.__init__ = without_f
+    original(self, project, group)
+    self.enter = nn.Identity()
 
 
 @bug(2, dict(tp=2, peft="lora"), first="initial blocks.0.attention.query.lora.a")
-def lora_a_by_rank():
+@replaces(adapters, "init_parameter")
+def lora_a_by_rank(whole_model, name, shape, generator, original=adapters.init_parameter):
     """Each rank draws LoRA's A from its own seed."""
-
-    def by_rank(whole_model, name, shape, generator, original=adapters.init_parameter):
-        if name.endswith("lora.a"):
-            generator = gpt.generator(dist.get_rank(), name)
-        return original(whole_model, name, shape, generator)
-
-    adapters.init_parameter = by_rank
+    if name.endswith("lora.a"):
+        generator = gpt.generator(dist.get_rank(), name)
+    return original(whole_model, name, shape, generator)
 
 
 @bug(2, dict(tp=2, peft="lora"), first="step 1: output of blocks.0")

@@ -5,34 +5,27 @@ import torch
 import context_parallel
 from base.dropout import Dropout
 from base.groups import Groups
-from course.mutations import bug
+from course.mutations import bug, replaces
 
 RING = dict(cp=2, micro_batch_size=2)
 
 
 @bug(2, RING, RING | dict(cp_kind="all-to-all"), first="step 1: output of embedding")
-def no_zigzag_positions():
+@replaces(context_parallel.OwnPositions, "forward")
+def no_zigzag_positions(self, x, documents=None):
     """Positions are those of a sequence cut in order; the tokens are cut in zigzag."""
-
-    def forward(self, x, documents=None):
-        n = x.shape[1]
-        return x + self.weight[self.group.rank() * n : (self.group.rank() + 1) * n]
-
-    context_parallel.OwnPositions.forward = forward
+    n = x.shape[1]
+    return x + self.weight[self.group.rank() * n : (self.group.rank() + 1) * n]
 
 
 @bug(2, RING, RING | dict(cp_kind="all-to-all"), first="step 1: output of embedding")
-def same_masks_on_every_piece():
+@replaces(context_parallel, "apply")
+def same_masks_on_every_piece(model, *args, original=context_parallel.apply):
     """Dropout numbers the tokens of each context-parallel rank from 0."""
-    original = context_parallel.apply
-
-    def apply(model, *args):
-        original(model, *args)
-        for module in model.modules():
-            if isinstance(module, Dropout):
-                module.coordinates = None
-
-    context_parallel.apply = apply
+    original(model, *args)
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            module.coordinates = None
 
 
 @bug(2, RING, first="step 1: output of blocks.0")
@@ -42,26 +35,19 @@ def ring_stops_early():
 
 
 @bug(2, RING, first="step 1: output of blocks.0")
-def merge_without_rescaling():
+@replaces(context_parallel, "merge")
+def merge_without_rescaling(o, log_sum, more_o, more_log_sum):
     """Partial results of attention are averaged, whatever share of the softmax each has."""
-
-    def merge(o, log_sum, more_o, more_log_sum):
-        return (o + more_o) / 2, torch.logaddexp(log_sum, more_log_sum)
-
-    context_parallel.merge = merge
+    return (o + more_o) / 2, torch.logaddexp(log_sum, more_log_sum)
 
 
 @bug(2, RING, first="step 1: gradient of blocks.1.attention")
-def key_gradients_stay():
+@replaces(context_parallel.Ring, "wait")
+def key_gradients_stay(self, original=context_parallel.Ring.wait):
     """What a rank finds for the keys and values of another one never travels home."""
-    original = context_parallel.Ring.wait
-
-    def wait(self):
-        own, received = self.sent, original(self)
-        # tag 1: of gradients
-        return own if self.tag == 1 else received
-
-    context_parallel.Ring.wait = wait
+    own, received = self.sent, original(self)
+    # tag 1: of gradients
+    return own if self.tag == 1 else received
 
 
 @bug(
@@ -85,18 +71,14 @@ def replicas_without_cp():
 
 
 @bug(2, RING | dict(cp_kind="all-to-all"), first="step 1: output of blocks.0")
-def tokens_by_rank():
+@replaces(context_parallel.AllToAllAttention, "forward")
+def tokens_by_rank(self, *args, original=context_parallel.AllToAllAttention.forward):
     """With all heads exchanged for tokens, these stay in the order of the ranks: the causal mask is
     about another order."""
-    original = context_parallel.AllToAllAttention.forward
-
-    def forward(self, *args):
-        zigzag = context_parallel.own_positions
-        context_parallel.own_positions = lambda s, rank, n, device=None: (
-            torch.arange(s // n, device=device) + rank * (s // n)
-        )
-        y = original(self, *args)
-        context_parallel.own_positions = zigzag
-        return y
-
-    context_parallel.AllToAllAttention.forward = forward
+    zigzag = context_parallel.own_positions
+    context_parallel.own_positions = lambda s, rank, n, device=None: (
+        torch.arange(s // n, device=device) + rank * (s // n)
+    )
+    y = original(self, *args)
+    context_parallel.own_positions = zigzag
+    return y

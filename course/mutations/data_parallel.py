@@ -4,7 +4,7 @@ import torch.distributed as dist
 
 import fsdp
 import optimizer
-from course.mutations import bug
+from course.mutations import bug, replaces
 
 # several micro-batches on each rank
 MICRO = dict(micro_batch_size=2)
@@ -22,27 +22,19 @@ def no_gradient_sum():
 
 
 @bug(2, MICRO, first="step 1: gradient of head.norm")
-def no_accumulation():
+@replaces(fsdp.DataParallel, "accumulate")
+def no_accumulation(self, p, original=fsdp.DataParallel.accumulate):
     """Only the last micro-batch's gradient remains."""
-    original = fsdp.DataParallel.accumulate
-
-    def accumulate(self, p):
-        p.main_grad.zero_()
-        original(self, p)
-
-    fsdp.DataParallel.accumulate = accumulate
+    p.main_grad.zero_()
+    original(self, p)
 
 
 @bug(2, MICRO, first="step 1: gradient of head.norm")
-def early_reduction():
+@replaces(fsdp.DataParallel, "zero_grad")
+def early_reduction(self, original=fsdp.DataParallel.zero_grad):
     """Gradients are reduced after the first micro-batch, before the others have added theirs."""
-    original = fsdp.DataParallel.zero_grad
-
-    def zero_grad(self):
-        original(self)
-        self.is_last_backward = True
-
-    fsdp.DataParallel.zero_grad = zero_grad
+    original(self)
+    self.is_last_backward = True
 
 
 @bug(2, MICRO, first="step 1: gradient of head.norm")
@@ -68,24 +60,18 @@ class Lost:
 
 
 @bug(2, ZERO_1, ZERO_2, ZERO_3, first="step 1: gradient of head.norm")
-def no_reduce_scatter():
+@replaces(fsdp, "reduce_scatter")
+def no_reduce_scatter(mine, x, group, async_op):
     """Each rank keeps its shard of its own gradient: no sum over ranks."""
-
-    def own_shard(mine, x, group, async_op):
-        mine.copy_(x.view(group.size(), -1)[group.rank()])
-        return Lost()
-
-    fsdp.reduce_scatter = own_shard
+    mine.copy_(x.view(group.size(), -1)[group.rank()])
+    return Lost()
 
 
 @bug(2, ZERO_1, ZERO_2, ZERO_3, first="step 1: gradient of head.norm")
-def shard_of_another_rank():
+@replaces(fsdp, "reduce_scatter")
+def shard_of_another_rank(mine, x, original=fsdp.reduce_scatter, **options):
     """Each rank gets another rank's shard of the summed gradient."""
-
-    def reduce_scatter(mine, x, original=fsdp.reduce_scatter, **options):
-        return original(mine, x.view(2, -1).flip(0).reshape(-1), **options)
-
-    fsdp.reduce_scatter = reduce_scatter
+    return original(mine, x.view(2, -1).flip(0).reshape(-1), **options)
 
 
 @bug(2, ZERO_1, ZERO_2, first="step 1: updated embedding.tokens")
@@ -101,28 +87,21 @@ def stale_parameters():
 
 
 @bug(2, ZERO_3, first="step 1: output of embedding")
-def no_all_gather():
+@replaces(fsdp, "all_gather")
+def no_all_gather(whole, mine, group, async_op):
     """Stage 3 finds zeros where another rank's shard should be."""
-
-    def all_gather(whole, mine, group, async_op):
-        whole.view(2, -1)[1 - group.rank()] = 0
-        whole.view(2, -1)[group.rank()] = mine
-        return Lost()
-
-    fsdp.all_gather = all_gather
+    whole.view(2, -1)[1 - group.rank()] = 0
+    whole.view(2, -1)[group.rank()] = mine
+    return Lost()
 
 
 @bug(2, ZERO_2, ZERO_3, first="step 1: gradient of head.norm")
-def last_micro_batch_only():
+@replaces(fsdp.DataParallel, "finish_reductions")
+def last_micro_batch_only(self, original=fsdp.DataParallel.finish_reductions):
     """Stages 2 and 3 forget the summed gradients of the micro-batches before."""
-    original = fsdp.DataParallel.finish_reductions
-
-    def finish_reductions(self):
-        for unit in self.reductions:
-            unit.summed_grads = None
-        original(self)
-
-    fsdp.DataParallel.finish_reductions = finish_reductions
+    for unit in self.reductions:
+        unit.summed_grads = None
+    original(self)
 
 
 @bug(2, ZERO_1, ZERO_2, ZERO_3, first="step 1: gradient norm")

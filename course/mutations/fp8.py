@@ -7,7 +7,7 @@ import torch
 import fp8
 import recompute
 from base.float8 import E4M3, Quantised, block_maxima, quantise
-from course.mutations import bug
+from course.mutations import bug, replaces
 from fp8 import INPUT, Recipe, Scaling
 from sequence_parallel import start_nothing
 
@@ -17,51 +17,38 @@ DELAYED = CURRENT | dict(fp8="delayed")
 
 
 @bug(2, dict(tp=2, **CURRENT), first="step 1: output of blocks.0")
-def fp8_maximum_of_a_part():
+@replaces(Scaling, "scales")
+def fp8_maximum_of_a_part(self, tensors, places, operand, group, block, original=Scaling.scales):
     """The maximum of a tensor that tensor-parallel ranks hold parts of is each rank's own."""
-
-    def scales(self, tensors, places, operand, group, block, original=Scaling.scales):
-        return original(self, tensors, places, operand, None, block)
-
-    Scaling.scales = scales
+    return original(self, tensors, places, operand, None, block)
 
 
 @bug(2, dict(tp=2, sequence_parallel=True, **CURRENT), first="step 1: output of blocks.0")
-def fp8_maximum_of_the_slice():
+@replaces(fp8.Layer, "input_bytes")
+def fp8_maximum_of_the_slice(self, x, *wanted, original=fp8.Layer.input_bytes):
     """A gathered input has the scale of this rank's slice of the sequence."""
-    original = fp8.Layer.input_bytes
-
-    def input_bytes(self, x, *wanted):
-        if self.start_input is start_nothing:
-            return original(self, x, *wanted)
-        mine = x.detach().chunk(self.group.size(), 1)[self.group.rank()]
-        (scale,) = self.scaling.scales([mine], self.places[:1], INPUT, None, None)
-        q = quantise(x.detach().flatten(0, -2), scale, E4M3, None, False)
-        return q, q
-
-    fp8.Layer.input_bytes = input_bytes
+    if self.start_input is start_nothing:
+        return original(self, x, *wanted)
+    mine = x.detach().chunk(self.group.size(), 1)[self.group.rank()]
+    (scale,) = self.scaling.scales([mine], self.places[:1], INPUT, None, None)
+    q = quantise(x.detach().flatten(0, -2), scale, E4M3, None, False)
+    return q, q
 
 
 @bug(1, CURRENT, first="step 2: output of blocks.0")
-def stale_weight_bytes():
+@replaces(Scaling, "end_step")
+def stale_weight_bytes(self, group=None, taken=None, original=Scaling.end_step):
     """Products read the bytes that a weight had in the first step."""
-
-    def end_step(self, group=None, taken=None, original=Scaling.end_step):
-        kept = dict(self.weights)
-        original(self, group, taken)
-        self.weights.update(kept)
-
-    Scaling.end_step = end_step
+    kept = dict(self.weights)
+    original(self, group, taken)
+    self.weights.update(kept)
 
 
 @bug(1, CURRENT, first="step 1: output of blocks.0")
-def fp8_scale_of_the_other_operand():
+@replaces(Quantised, "__matmul__")
+def fp8_scale_of_the_other_operand(self, other, original=Quantised.__matmul__):
     """A product is divided by the scale of one operand twice, by the other's never."""
-
-    def product(self, other, original=Quantised.__matmul__):
-        return original(self, replace(other, inverse=self.inverse))
-
-    Quantised.__matmul__ = product
+    return original(self, replace(other, inverse=self.inverse))
 
 
 @bug(1, CURRENT, first="step 1: gradient of blocks.1.mlp.down.weight")
@@ -71,28 +58,24 @@ def fp8_gradients_in_e4m3():
 
 
 @bug(2, DELAYED, first="step 2: output of blocks.0")
-def fp8_history_of_one_rank():
+@replaces(Scaling, "end_step")
+def fp8_history_of_one_rank(self, group=None, taken=None, original=Scaling.end_step):
     """The maxima of the last steps are those of each data-parallel rank's own samples."""
-
-    def end_step(self, group=None, taken=None, original=Scaling.end_step):
-        original(self, None, taken)
-
-    Scaling.end_step = end_step
+    original(self, None, taken)
 
 
 @bug(2, dict(recompute="full", **DELAYED), first="step 2: gradient of blocks.1.mlp.down.weight")
-def new_maxima_in_recomputation():
+@replaces(Scaling, "scales")
+def new_maxima_in_recomputation(
+    self, tensors, places, operand, group, block, original=Scaling.scales
+):
     """Recomputation finds this step's maxima in the history: other bytes than forward's."""
-
-    def scales(self, tensors, places, operand, group, block, original=Scaling.scales):
-        before = self.history
-        again = recompute._results is not None and self.recording
-        if operand == INPUT and again and len(before):
-            latest = torch.zeros_like(self.amax)
-            latest[*places[0], INPUT] = block_maxima(tensors[0], None)
-            self.history = torch.cat((latest.unsqueeze(0), before))
-        found = original(self, tensors, places, operand, group, block)
-        self.history = before
-        return found
-
-    Scaling.scales = scales
+    before = self.history
+    again = recompute._results is not None and self.recording
+    if operand == INPUT and again and len(before):
+        latest = torch.zeros_like(self.amax)
+        latest[*places[0], INPUT] = block_maxima(tensors[0], None)
+        self.history = torch.cat((latest.unsqueeze(0), before))
+    found = original(self, tensors, places, operand, group, block)
+    self.history = before
+    return found

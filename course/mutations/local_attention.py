@@ -1,7 +1,7 @@
 """What local attention needs: its own heads' slopes, and the width of the window."""
 
 import families
-from course.mutations import bug
+from course.mutations import bug, replaces
 
 
 @bug(2, dict(tp=2, positions="alibi"), first="step 1: output of blocks.0")
@@ -12,11 +12,8 @@ def slopes_of_the_first_rank():
 
 
 @bug(1, dict(sliding_window=8), first="step 1: output of blocks.0")
-def window_of_one_more():
+@replaces(families.LocalBias, "__init__")
+def window_of_one_more(self, config, original=families.LocalBias.__init__):
     """A window of w tokens shows w + 1: the token itself is not counted."""
-
-    def one_more(self, config, original=families.LocalBias.__init__):
-        original(self, config)
-        self.window += 1
-
-    families.LocalBias.__init__ = one_more
+    original(self, config)
+    self.window += 1

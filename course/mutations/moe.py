@@ -6,7 +6,7 @@ import fsdp
 import moe
 import sequence_parallel
 import tensor_parallel
-from course.mutations import bug
+from course.mutations import bug, replaces
 from sharding import sharding_of
 
 EXPERTS = dict(num_experts=4, micro_batch_size=2)
@@ -16,16 +16,12 @@ SP = TP | dict(sequence_parallel=True)
 
 
 @bug(4, EP, first="step 1: gradient of blocks.1.mlp.down.weight")
-def experts_divided_by_ep():
+@replaces(fsdp.DataParallel, "accumulate")
+def experts_divided_by_ep(self, p, original=fsdp.DataParallel.accumulate):
     """The gradient of an expert is divided by the ranks whose tokens it has seen."""
-    original = fsdp.DataParallel.accumulate
-
-    def accumulate(self, p):
-        if len(sharding_of(p).shape) == 3 and p.grad is not None:
-            p.grad /= 2
-        original(self, p)
-
-    fsdp.DataParallel.accumulate = accumulate
+    if len(sharding_of(p).shape) == 3 and p.grad is not None:
+        p.grad /= 2
+    original(self, p)
 
 
 @bug(4, EP, first="step 1: gradient of blocks.1.mlp.down.weight")
@@ -92,18 +88,15 @@ def routed_by_slice():
 
 
 @bug(2, SP, first="step 1: gradient of blocks.1.mlp.router")
-def no_router_gradient_sum():
+@replaces(sequence_parallel, "gather_sequence")
+def no_router_gradient_sum(x, group, original=sequence_parallel.gather_sequence):
     """The slices of the router's logits are gathered; their gradients stay with each rank."""
-
-    def gather(x, group, original=sequence_parallel.gather_sequence):
-        # E
-        if x.shape[-1] != 4:
-            return original(x, group)
-        parts = list(original(x.detach(), group).chunk(2, 1))
-        parts[group.rank()] = x
-        return torch.cat(parts, 1)
-
-    sequence_parallel.gather_sequence = gather
+    # E
+    if x.shape[-1] != 4:
+        return original(x, group)
+    parts = list(original(x.detach(), group).chunk(2, 1))
+    parts[group.rank()] = x
+    return torch.cat(parts, 1)
 
 
 @bug(2, TP, first="step 1: gradient of blocks.1.mlp.router")

@@ -7,37 +7,34 @@ import torch.distributed as dist
 import optimizer
 import pipeline_parallel
 import sharding
-from course.mutations import bug
+from course.mutations import bug, replaces
 from sharding import sharding_of
 
 ZB_H1 = dict(pp=2, schedule="zb-h1")
 
 
 @bug(2, ZB_H1, first="step 1: gradient of head.norm")
-def loss_divided_twice():
+@replaces(pipeline_parallel.Pipeline, "run")
+def loss_divided_twice(
+    self, schedule, forward, b, s, loss_grad, *args, original=pipeline_parallel.Pipeline.run
+):
     """Each micro-batch's loss is divided by the number of micro-batches once more."""
-    original = pipeline_parallel.Pipeline.run
-
-    def run(self, schedule, forward, b, s, loss_grad, *args):
-        return original(self, schedule, forward, b, s, loss_grad / 8, *args)
-
-    pipeline_parallel.Pipeline.run = run
+    return original(self, schedule, forward, b, s, loss_grad / 8, *args)
 
 
 @bug(2, ZB_H1, first="step 1: output of blocks.1")
-def targets_of_another_micro_batch():
+@replaces(pipeline_parallel.Pipeline, "run")
+def targets_of_another_micro_batch(
+    self, schedule, forward, *args, original=pipeline_parallel.Pipeline.run
+):
     """The last stage takes the targets of the next micro-batch."""
-    original = pipeline_parallel.Pipeline.run
 
-    def run(self, schedule, forward, *args):
-        def shifted(chunk, k, x):
-            if self.stages[chunk].head is not None:
-                k = (k + 1) % 8
-            return forward(chunk, k, x)
+    def shifted(chunk, k, x):
+        if self.stages[chunk].head is not None:
+            k = (k + 1) % 8
+        return forward(chunk, k, x)
 
-        return original(self, schedule, shifted, *args)
-
-    pipeline_parallel.Pipeline.run = run
+    return original(self, schedule, shifted, *args)
 
 
 @bug(2, ZB_H1, first="step 1: gradient norm")
@@ -73,14 +70,11 @@ def no_tied_sum():
 
 
 @bug(2, dict(pp=2), first="step 1: gradient of embedding.tokens")
-def half_a_tied_sum():
+@replaces(pipeline_parallel.Pipeline, "sum_tied")
+def half_a_tied_sum(self):
     """Both copies of the tied embedding take the first stage's gradient."""
-
-    def sum_tied(self):
-        for p in self.parameters():
-            if sharding_of(p).copy_of or (
-                self.rank == 0 and p is self.stages[0].embedding.tokens.weight
-            ):
-                dist.broadcast(p.main_grad, 0)
-
-    pipeline_parallel.Pipeline.sum_tied = sum_tied
+    for p in self.parameters():
+        if sharding_of(p).copy_of or (
+            self.rank == 0 and p is self.stages[0].embedding.tokens.weight
+        ):
+            dist.broadcast(p.main_grad, 0)

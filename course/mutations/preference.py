@@ -2,7 +2,7 @@
 whose gradient."""
 
 import sequence_parallel
-from course.mutations import bug
+from course.mutations import bug, replaces
 from finetune import preference
 
 DPO = dict(command="preference.py", tp=2, method="dpo", dropout=0.0)
@@ -17,13 +17,10 @@ def padding_in_the_answer():
 
 
 @bug(2, DPO, first="step 1: loss")
-def no_reference():
+@replaces(preference, "dpo_loss")
+def no_reference(chosen, rejected, *reference_and_beta, original=preference.dpo_loss):
     """DPO's rewards are log-probabilities alone; those before training are not subtracted."""
-
-    def without(chosen, rejected, *reference_and_beta, original=preference.dpo_loss):
-        return original(chosen, rejected, 0, 0, reference_and_beta[-1])
-
-    preference.dpo_loss = without
+    return original(chosen, rejected, 0, 0, reference_and_beta[-1])
 
 
 @bug(2, REWARD, first="step 1: loss")

@@ -4,7 +4,7 @@ import torch
 
 import recompute
 from base import dropout
-from course.mutations import bug
+from course.mutations import bug, replaces
 
 
 @bug(
@@ -13,13 +13,10 @@ from course.mutations import bug
     dict(recompute="full"),
     first="step 1: gradient of blocks.1.(attention.value|mlp.down)",
 )
-def new_masks_in_recomputation():
+@replaces(dropout, "dropout_mask")
+def new_masks_in_recomputation(key, *rest, original=dropout.dropout_mask):
     """Recomputation draws other dropout masks than forward did."""
-
-    def dropout_mask(key, *rest, original=dropout.dropout_mask):
-        # in the second run of a checkpoint
-        if recompute._results is not None and torch.is_grad_enabled():
-            key = key ^ 1
-        return original(key, *rest)
-
-    dropout.dropout_mask = dropout_mask
+    # in the second run of a checkpoint
+    if recompute._results is not None and torch.is_grad_enabled():
+        key = key ^ 1
+    return original(key, *rest)

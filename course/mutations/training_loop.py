@@ -6,23 +6,20 @@ import torch.distributed as dist
 import sharding
 import train as trainer
 from base import dropout
-from course.mutations import bug
+from course.mutations import bug, replaces
 
 
 @bug(2, dict(micro_batch_size=2), first="step 1: loss")
-def mean_of_means():
+@replaces(trainer.Trainer, "forward_backward")
+def mean_of_means(self, step, dataset, original=trainer.Trainer.forward_backward):
     """Each rank divides by its own count of tokens: an average of averages."""
-
-    def forward_backward(self, step, dataset, original=trainer.Trainer.forward_backward):
-        samples = self.task.samples(step)
-        share = len(samples) // self.dp
-        mine = dataset.counted_tokens(samples[self.dp_rank * share : (self.dp_rank + 1) * share])
-        dataset.counted_tokens = lambda s: mine * self.dp
-        loss = original(self, step, dataset)
-        del dataset.counted_tokens
-        return loss
-
-    trainer.Trainer.forward_backward = forward_backward
+    samples = self.task.samples(step)
+    share = len(samples) // self.dp
+    mine = dataset.counted_tokens(samples[self.dp_rank * share : (self.dp_rank + 1) * share])
+    dataset.counted_tokens = lambda s: mine * self.dp
+    loss = original(self, step, dataset)
+    del dataset.counted_tokens
+    return loss
 
 
 @bug(2, dict(micro_batch_size=2), first="step 1: output of embedding")
@@ -53,15 +50,11 @@ def same_mask_every_step():
 
 
 @bug(2, dict(tp=2), first="step 1: loss")
-def loss_counted_by_every_rank():
+@replaces(trainer.Trainer, "forward_backward")
+def loss_counted_by_every_rank(self, *args, original=trainer.Trainer.forward_backward):
     """All tensor-parallel ranks add the same loss to the reported one."""
-    original = trainer.Trainer.forward_backward
-
-    def forward_backward(self, *args):
-        group = self.groups.tp
-        self.groups.tp = None
-        loss = original(self, *args)
-        self.groups.tp = group
-        return loss
-
-    trainer.Trainer.forward_backward = forward_backward
+    group = self.groups.tp
+    self.groups.tp = None
+    loss = original(self, *args)
+    self.groups.tp = group
+    return loss
