@@ -66,7 +66,6 @@ def on_rank(rank: int) -> dict:
     return {
         "loss": sum(loss.item() for loss in losses) / (2 * TOKENS),
         "gradients": demo.gathered_gradients(model),
-        "parameters": sum(p.numel() for p in model.parameters()),
         "forward": all_to_alls(forward),
         "backward": all_to_alls(backward),
     }
@@ -120,19 +119,6 @@ def teach(lesson: form.Lesson) -> None:
     )
 
     one, two = lesson.one_and_many(2, on_rank)
-    lesson.predict(
-        f"One rank holds {one['parameters']:,} parameters, {L * weights:,} of them in experts. How"
-        " many does each of two ranks hold, with ep 2?",
-        "parameters",
-    )
-    expected = one["parameters"] - L * weights // 2
-    lesson.check(
-        f"{two[0]['parameters']:,}: half of the experts, {L * weights:,} / 2, and all of the rest,"
-        f" {one['parameters'] - L * weights:,}",
-        two[0]["parameters"] == expected,
-        [two[0]["parameters"]],
-    )
-
     lesson.predict(
         "Two micro-batches on one rank, or one on each of two ranks: do loss and gradients differ?"
     )

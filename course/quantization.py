@@ -1,10 +1,9 @@
-"""The lesson of quantization.py: steps and errors, groups and outliers, bytes, a small model."""
+"""The lesson of quantization.py: steps and errors, groups and outliers."""
 
 import torch
 from torch import Tensor
 
-import gpt
-from course import demo, form
+from course import form
 from inference import quantization
 from inference.quantization import Int4Matrix, Int8Matrix
 
@@ -39,8 +38,6 @@ def teach(lesson: form.Lesson) -> None:
         by_hand(lesson)
         one_sided(lesson)
         outlier(lesson)
-        size(lesson)
-        model(lesson)
 
 
 def by_hand(lesson: form.Lesson) -> None:
@@ -86,44 +83,6 @@ def outlier(lesson: form.Lesson) -> None:
     lesson.check(
         f"{errors[0]:.1%}; at most {max(errors[1:]):.1%}; in 4 bits {coarse} group of 8 is coarse",
         errors[0] > 0.1 and max(errors[1:]) < 0.02 and coarse == 1,
-    )
-
-
-def size(lesson: form.Lesson) -> None:
-    lesson.predict(
-        "Bits for a weight of a 1024 x 1024 matrix, with scales in 16 bits?", "int8; int4"
-    )
-    w = normal(1024, 1024).bfloat16()
-    bits = [8 * matrix.nbytes / w.numel() for matrix in (Int8Matrix.of(w), Int4Matrix.of(w))]
-    lesson.check(
-        f"int8 {bits[0]:.3f} = 8 + 16 / 1024; int4 {bits[1]:.3f} = 4 + 2 * 16 / 32",
-        bits == [8 + 16 / 1024, 5],
-        bits,
-    )
-
-
-def model(lesson: form.Lesson) -> None:
-    lesson.predict(
-        "A matrix of normal numbers: how much of it is lost in 8 bits, in 4? And of the logits of"
-        " an untrained model with 4 layers of 128?"
-    )
-    w = normal(256, 256)
-    of_matrix = [
-        demo.relative_error(w, kind.of(w).dequantize()) for kind in (Int8Matrix, Int4Matrix)
-    ]
-    tokens, _ = demo.random_tokens(4, 32, 257)
-    of_logits = []
-    for kind in ("int8", "int4"):
-        plain = demo.tiny_config(num_layers=4, hidden_size=128, llama=True)
-        model = gpt.GPT(plain).requires_grad_(False)
-        before = model(tokens)
-        quantization.apply(model, 1, kind)
-        of_logits.append(demo.relative_error(before, model(tokens)))
-    lesson.check(
-        f"matrix {of_matrix[0]:.2%} and {of_matrix[1]:.1%}, logits {of_logits[0]:.2%} and"
-        f" {of_logits[1]:.1%}. With 15 steps for 255, errors would be 17 times as large; but the"
-        " range of a group is smaller than that of a row",
-        of_matrix[0] < 0.01 and 8 < of_matrix[1] / of_matrix[0] < 14 and max(of_logits) < 0.12,
     )
 
 

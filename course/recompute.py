@@ -70,19 +70,6 @@ def teach_flops(lesson: form.Lesson, none: int, selective: int, full: int) -> No
         [full - none],
     )
 
-    lesson.predict(
-        "Forward has one FLOP for two of backward. How much more has full in all? And selective?",
-        "full; selective",
-    )
-    shares = [(flops - none) / none for flops in (full, selective)]
-    selective_share = score_flops / (3 * layer_flops)
-    lesson.check(
-        f"full {shares[0]:.1%}, one third; selective {shares[1]:.1%}, s / (18 h + 3 s) ="
-        f" {selective_share:.1%}",
-        abs(shares[0] - 1 / 3) < 1e-9 and abs(shares[1] - selective_share) < 1e-9,
-        shares,
-    )
-
 
 def teach(lesson: form.Lesson) -> None:
     results = lesson.on_ranks(1, on_rank)[0]
