@@ -54,7 +54,7 @@ def lora_model(dtype: torch.dtype, group=None) -> gpt.GPT:
 
 
 def training_bytes(model: gpt.GPT) -> int:
-    """Of weights, gradients, masters and moments, after one step."""
+    """Bytes of weights, gradients, masters and moments, after one step."""
     gradients = GradientAccumulator(model)
     optimizer = AdamW([(n, p) for n, p in model.named_parameters() if p.requires_grad])
     model(TOKENS, TARGETS).mean().backward()

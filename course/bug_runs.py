@@ -51,9 +51,9 @@ SETTING = dict(
     seed=5,
     device="cpu",
 )
-# written for sequences of 16
+# These are written for sequences of 16.
 SHORT = ("routed-by-slice",)
-# relative
+# A relative difference.
 ROUNDING = 1e-10
 
 
@@ -102,7 +102,7 @@ class PackedTexts(Packed):
         examples = []
         for start, length in zip(starts, lengths.clip(s // 16, s).astype(int)):
             ids = python_source()[start * s : start * s + length + 1].tolist()
-            # every third target of some texts does not count
+            # Every third target of some texts does not count.
             examples.append(Example(ids, [bool(i % 3 or length % 2) for i in range(length + 1)]))
         super().__init__(examples, s, seed=0)
         self.latest = []
@@ -155,10 +155,10 @@ def texts_of(s: int, document_mask: bool, method: str | None, held_out: bool = F
 
 @dataclass
 class Training(parity.Result):
-    # of each step: the gradient norm on each rank, before clipping
+    # For each step, the gradient norm on each rank, before clipping.
     norms_of_ranks: list[list[float]] = field(default_factory=list)
-    # largest relative difference between ranks that should hold the same: gradients of step 1,
-    # parameters after step 1, parameters after the last step
+    # The largest relative differences between ranks that should hold the same: in gradients of
+    # step 1, in parameters after step 1 and after the last step.
     ranks_differ: list[float] = field(default_factory=list)
 
 
@@ -168,7 +168,7 @@ class BugRun(parity.Run):
     def __init__(self, world: int, config: RunConfig):
         super().__init__(world, config, trace=True)
         self.dataset = texts_of(*kind_of_texts(config))
-        # results are what `train` puts there; nothing looks at margins
+        # `train` fills it; nothing reads margins here.
         self.result = Training()
 
     def train(self, steps: int) -> Training:
@@ -213,7 +213,7 @@ def on_rank(rank: int, world: int, mutate, flags: dict, steps: int) -> Training 
     if mutate:
         mutate()
     result = BugRun(world, config_of(flags)).train(steps)
-    # the others have the same, or less
+    # The other ranks have the same, or less.
     return result if rank == 0 else None
 
 
@@ -227,7 +227,7 @@ def train(world: int, mutate, flags: dict, steps: int = SETTING["steps"]) -> Tra
 def held_out_loss(flags: dict, parameters: dict[str, Tensor], sequences: int = 64) -> float:
     """What one device says of weights that some layout has trained: the loss of texts that were
     not seen, in this process."""
-    # of a frozen model only the adapters are in `parameters`; the rest is drawn from the seed
+    # A frozen model has only its adapters in `parameters`; the rest is drawn from the seed.
     seed = flags.get("seed", SETTING["seed"])
     config = config_of(SETTING | of_one_device(flags) | dict(seed=seed))
     t = trainer.Trainer(config, torch.device("cpu"), Groups(), config.task())
@@ -250,7 +250,7 @@ def late(losses: list[float]) -> float:
 
 
 def wrong_gradients(two: Training, one: Training) -> dict[str, float]:
-    """Of step 1: name -> largest difference, relative, where it is more than rounding."""
+    """Gradients of step 1: name -> largest relative difference, where it is more than rounding."""
     of_two, of_one = (
         {f"gradient of {name}": g for name, g in run.gradients.items()} for run in (two, one)
     )
@@ -267,14 +267,14 @@ def compare(two: Training, one: Training) -> dict:
     first = parity.first_difference(two, one, ROUNDING)
     of_ranks = [max(norms) / min(norms) - 1 for norms in two.norms_of_ranks]
     return {
-        # the first tensor that differs, in the order of execution
+        # The first tensor that differs, in the order of execution.
         "first": first.label if first else "",
         "loss": two.losses[0] / one.losses[0] - 1,
         "late": late(two.losses) - late(one.losses),
         "norm": two.norms_of_ranks[0][0] / one.norms_of_ranks[0][0],
         "norms of ranks differ": max(of_ranks),
         "wrong gradients": wrong_gradients(two, one),
-        # those of key biases are exactly 0: softmax does not see a shift
+        # Gradients of key biases are exactly 0: softmax does not see a shift.
         "gradients": sum(not name.endswith("key.bias") for name in one.gradients),
         "ranks differ": two.ranks_differ,
     }

@@ -62,7 +62,7 @@ WHOLE = torch.arange(15.0).view(5, 3)
 
 
 def my_rows() -> Sharding:
-    """Of a [5, 3] weight, sharded by rows over all ranks."""
+    """The record of a [5, 3] weight, sharded by rows over all ranks."""
     if dist.get_world_size() == 1:
         return Sharding((5, 3))
     return Sharding((5, 3), (Shard(0, dist.group.WORLD),))
@@ -72,7 +72,7 @@ def save_rows(rank: int, folder: str) -> None:
     part = set_sharding(shard_of(WHOLE, my_rows()).clone(), my_rows())
     saver = checkpoint.Saver(dist.new_group(backend="gloo"))
     saver.save(Path(folder), 1, {"model.weight": part}, STATE)
-    # training goes on
+    # Training goes on.
     part.zero_()
     saver.wait()
 
@@ -142,7 +142,7 @@ def copies(lesson: form.Lesson, folder: str) -> None:
         " returned, while a thread was writing: what do they get?"
     )
     loaded = ranks.run(load_rows, 3, folder)
-    # rank 2 holds row 4 and a row of padding
+    # Rank 2 holds row 4 and a row of padding.
     found = [row for part in loaded for row in part][:5]
     lesson.check(
         f"ranks hold {', '.join(str(len(part)) for part in loaded)} rows, the last one of padding;"

@@ -52,9 +52,9 @@ def teach(lesson: form.Lesson) -> None:
 
 
 def loss_and_gradient(*logits: float) -> tuple[float, list[float]]:
-    """Of one token whose target is the first of these logits."""
+    """Loss and gradient of one token whose target is the first of these logits."""
     z = torch.tensor([logits], requires_grad=True)
-    # as from a matrix multiplication, which does not keep its output
+    # Like a matrix multiplication, an addition does not keep its output.
     loss = gpt.cross_entropy(z + 0, torch.tensor([0]))
     loss.backward()
     return loss.item(), z.grad[0].tolist()

@@ -78,7 +78,7 @@ def random_tokens(batch: int, seq: int, vocab: int, seed: int = 0) -> tuple[Tens
 def singleton_group() -> dist.ProcessGroup:
     """The group of this rank alone: those that share its experts, where each rank has others. A
     collective of all ranks."""
-    # every rank makes every group
+    # Every rank makes every group.
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     return groups[dist.get_rank()]
 
@@ -139,10 +139,10 @@ def random_words(count: int, besides: Sequence[str]) -> list[str]:
 
 @dataclass
 class Learned:
-    # how many numbers learned
+    # How many numbers learned.
     parameters: int
     steps: int
-    # the mean of the last 10 steps
+    # The mean of the last 10 steps.
     loss: float
 
 
@@ -174,7 +174,7 @@ def layer_calls(layer: nn.Module, *args) -> dict[str, list[tuple[str, int]]]:
 
 
 def flops(function: Callable[[], object]) -> int:
-    """Of the matrix multiplications in a call."""
+    """FLOPs of the matrix multiplications in a call."""
     with FlopCounterMode(display=False) as counter:
         function()
     return counter.get_total_flops()

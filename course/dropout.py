@@ -11,7 +11,7 @@ from course import form
 
 P = 0.25
 N = 1000
-# what a mask depends on; start: the first coordinate of a shard in each dimension
+# A mask depends on these; start: the first coordinate of a shard in each dimension.
 COORDINATES = dict(seed=0, step=1, sample=7, layer=0, site=1, start={})
 
 

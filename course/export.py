@@ -63,7 +63,7 @@ def teach(lesson: form.Lesson) -> None:
         try:
             same_tokens(lesson, model, session)
             pieces(lesson, model, session)
-        # of onnxruntime, where sizes are constants
+        # onnxruntime raises it where sizes are constants.
         except Exception as e:
             lesson.check(f"onnxruntime ends with {type(e).__name__}", False)
 

@@ -54,7 +54,7 @@ def decode(model) -> tuple[int, list[int], list[int]]:
 
 
 def with_window(rank: int) -> dict:
-    # weights so large that attention decides what follows
+    # Weights are so large that attention decides what follows.
     model = demo.make_model(demo.tiny_config(**WINDOW)).requires_grad_(False)
     for p in model.parameters():
         if p.dim() > 1:

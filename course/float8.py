@@ -147,9 +147,9 @@ def powers_of_two(lesson: form.Lesson) -> None:
         "equal with 128",
     )
     x = 1 + torch.randint(17, (64, 64), generator=torch.Generator().manual_seed(0)) / 8
-    # 4 significant bits: steps of 1/8 below 2, of 1/4 above
+    # 4 significant bits have steps of 1/8 below 2, of 1/4 above.
     x = torch.where(x > 2, (4 * x).floor() / 4, x)
-    # the largest is there
+    # The largest number occurs.
     x[0, 0] = 3
     equal = [(in_bytes_and_back(x, E4M3, exact) == x).sum().item() for exact in (False, True)]
     lesson.check(
@@ -161,7 +161,7 @@ def powers_of_two(lesson: form.Lesson) -> None:
 
 # --- recipes --------------------------------------------------------------------------------------
 
-# where the tensor is: the first layer's matrix `up`
+# The place of the tensor: the first layer's matrix `up`.
 PLACE = (0, list(LINEARS).index("up"))
 NAME = "blocks.0.mlp.up input"
 
@@ -207,7 +207,7 @@ def saturated_steps(recipe: Recipe, maxima: list[float]) -> tuple[list[int], lis
     for step, largest in enumerate(maxima, 1):
         x = torch.linspace(-largest, largest, 4096).view(64, 64)
         y = in_bytes(scaling, x).values(torch.float32)
-        # rounding alone keeps within 1/17
+        # Rounding alone errs by at most 1/17.
         if y.max() < largest / 1.2:
             cut.append(step)
         scaling.end_step()

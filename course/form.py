@@ -53,13 +53,13 @@ class Removal(NamedTuple):
     # `removed` calls it: it changes this project for good, or returns a context that ends. A lesson
     # that does not enter `removed` reads it as it is.
     mutate: Any
-    # what BREAK IT asks, and the answer, printed where it is removed
+    # The question of BREAK IT, and the answer, printed where it is removed.
     question: str
     why: str
 
 
 class Removals(dict[str, Removal]):
-    """By name. A function that is added has WHY as its docstring."""
+    """Name -> removal. A function that is added has WHY as its docstring."""
 
     def add(self, name: str, question: str) -> Callable:
         """A function that removes the mechanism."""
@@ -77,7 +77,7 @@ class Removals(dict[str, Removal]):
             path = f"{owner.__module__}.{owner.__qualname__}"
 
         def enter(function: Callable) -> Callable:
-            # by name, so that it can be sent to ranks
+            # It is patched by name, so that it can be sent to ranks.
             patch = partial(mock.patch, f"{path}.{attribute}", function)
             self[name] = Removal(patch, question, why_of(function))
             return function
@@ -108,7 +108,7 @@ class Lesson:
         self.command = command
         self.quiz = Quiz() if quiz else None
         self.without = without
-        # of the Removal of that name; None: nothing is removed
+        # The `mutate` of that Removal, or None.
         self.mutate = mutate
         self.questions = 0
         self.checks = 0
@@ -215,7 +215,7 @@ def run(name: str) -> None:
 
 def main(name: str, argv: list[str] | None = None) -> int:
     """Run the lesson course/NAME.py. Returns its status."""
-    # under its own name, for ranks that are other processes
+    # It is imported by its name, for ranks that are other processes.
     module = importlib.import_module(f"course.{name}")
     removals = module.WITHOUT
     command = f"-m course.{name}"
@@ -235,7 +235,7 @@ def main(name: str, argv: list[str] | None = None) -> int:
     try:
         module.teach(lesson)
     except KeyboardInterrupt:
-        # at a question of --quiz
+        # Ctrl-C at a question of --quiz.
         print(flush=True)
         lesson.score()
         raise

@@ -53,7 +53,7 @@ def no_row_scales(self, x: Tensor, place, operand: int, group):
 
 # --- one layer ------------------------------------------------------------------------------------
 
-# tokens, inputs, outputs of the layer
+# Tokens, inputs and outputs of the layer.
 N, IN, OUT = 256, 512, 384
 RECIPES = ("current", "delayed", "block")
 
@@ -80,7 +80,7 @@ def operands() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rounding_error(x: Tensor, to: Format) -> float:
-    """Of a tensor in bytes, relative: |x - its bytes| / |x|"""
+    """The relative error of a tensor in bytes: |x - its bytes| / |x|"""
     scale = scale_of(block_maxima(x, None), to, True)
     return demo.relative_error(x, quantise(x, scale, to, None, True).values(x.dtype))
 
@@ -161,7 +161,7 @@ def teach_experts(lesson: form.Lesson) -> None:
 
 B, S, H, V = 4, 32, 64, 257
 LR = 0.5
-# any scale: powers of two would hide a wrong one
+# Any scale is allowed: powers of two would hide a wrong one.
 ON_RANKS = {
     "current": Recipe("current", power_of_two=False),
     "delayed": Recipe("delayed"),
@@ -200,7 +200,7 @@ def two_steps(recipe: Recipe) -> dict:
 
 
 def small_all_reduces(calls: list[tuple[str, int]]) -> int:
-    """Of maxima; those of activations have thousands of bytes."""
+    """The number of all-reduces of maxima; those of activations have thousands of bytes."""
     return sum(kind == "all-reduce" and size < 100 for kind, size in calls)
 
 
@@ -238,7 +238,7 @@ def teach(lesson: form.Lesson) -> None:
         teach_gradients(lesson)
         teach_experts(lesson)
     two = lesson.on_ranks(2, on_rank)[0]
-    # without e5m2 one device has no e5m2 either
+    # Without e5m2 one device has no e5m2 either.
     one = (lesson.on_ranks(1, on_rank) if lesson.without == "e5m2" else ranks.run(on_rank, 1))[0]
     teach_ranks(lesson, one, two)
 

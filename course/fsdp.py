@@ -50,11 +50,11 @@ def no_last_shard(original=FlatParameters.views) -> None:
     FlatParameters.views = lambda *arguments: [next(original(*arguments))]
 
 
-# ranks; micro-batches of each; sequences of all ranks and micro-batches together
+# Ranks; micro-batches of each; sequences of all ranks and micro-batches together.
 N, M, B = 2, 2, 8
 S, V = 32, 512
 SHAPE = dict(ffn_hidden_size=176, llama=True, seq_length=S, vocab_size=V)
-# bytes of a parameter in fp32: itself, its gradient, two moments
+# Bytes of a parameter in fp32: itself, its gradient, two moments.
 BYTES = 4, 4, 8
 
 
@@ -77,7 +77,7 @@ def elements(calls: list[tuple[str, int]]) -> int:
     """fp32 numbers in the collectives of a step, an all-reduce counted twice."""
     total = 0
     for kind, size in calls:
-        # the norm of the gradient is one number
+        # The norm of the gradient is one number.
         if size > 64:
             total += size // 4 * (2 if kind == "all-reduce" else 1)
     return total

@@ -36,7 +36,7 @@ def no_mask(self, *_) -> None:
 
 
 SHAPE = dict(num_layers=4, hidden_size=128, num_heads=4, ffn_hidden_size=344, seq_length=512)
-# of three prompts
+# Tokens of three prompts.
 LENGTHS = (4, 39, 16)
 NEW = 24
 
@@ -114,9 +114,9 @@ def work(lesson: form.Lesson, model) -> None:
 
 def flops_of_a_token(model, context: int, cached: bool) -> int:
     steps = generate.stream(model, [[1] * context], 2, temperature=0, cached=cached)
-    # the prefill
+    # The prefill.
     next(steps)
-    # attention as two matrix multiplications, which are counted
+    # Attention runs as two matrix multiplications, which are counted.
     with sdpa_kernel(SDPBackend.MATH):
         return demo.flops(lambda: next(steps))
 

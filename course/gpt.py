@@ -10,7 +10,7 @@ import gpt
 from course import demo, form
 
 L, H, S, V = 2, 64, 32, 257
-# the position of the token that is changed
+# The position of the token that is changed.
 CHANGED = 10
 
 
@@ -54,7 +54,7 @@ def no_residual_scale(model: gpt.GPT) -> None:
 
 
 def count_parameters(model: gpt.GPT) -> dict[str, int]:
-    """Of each part of the model. The tied matrix is in the embedding."""
+    """Parameters of each part of the model. The tied matrix is in the embedding."""
     parts = {"embedding": 0, "attention": 0, "MLP": 0, "norms": 0}
     for name, p in model.named_parameters():
         if "norm" in name:

@@ -171,7 +171,7 @@ ADAMW = dict(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8)
 
 
 def fused_adamw(weight, *others):
-    """By the kernel; on a CPU, like all operations there, by PyTorch's."""
+    """One update by the kernel; on a CPU by PyTorch's operations, as everywhere there."""
     if not kernels.supported(weight):
         return plain_adamw(weight, *others)
     low, gradient, exp_avg, exp_avg_sq, control = others
@@ -237,7 +237,7 @@ def measure(function, args: tuple, with_gradient: tuple) -> list[int]:
     """The bytes that one call moves, [forward, backward]; without gradients [forward]."""
     inputs = list(args)
     for i in with_gradient:
-        # not a leaf: an operation may overwrite it
+        # It is no leaf, so an operation may overwrite it.
         inputs[i] = args[i].detach().clone().requires_grad_() * 1
     with Traffic() as forward:
         outputs = function(*inputs)
@@ -259,14 +259,14 @@ def one_pass(name: str, fused, args: tuple, with_gradient: tuple) -> list[int]:
     """[forward, backward]: the bytes of every input and output of the operation, once."""
     moved = measure(fused, on_meta(args), with_gradient)
     if name in ("causal_softmax", "softmax_dropout"):
-        # the upper triangle is not read: of the scores or probabilities, nor of their gradient
+        # The upper triangles of the scores and of their gradient are not read.
         half = args[0].nbytes // 2
         return [moved[0] - half, moved[1] - 2 * half]
     return moved
 
 
 def microseconds(function) -> float:
-    """Of one call on a GPU, from 100 in a row."""
+    """The time of one call on a GPU, from 100 in a row."""
     function()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

@@ -38,7 +38,7 @@ WITHOUT["expert-group"] = form.Removal(
     " added, and of 1 and 3, as if they were copies of one. The loss is computed before.",
 )
 
-# two micro-batches of B sequences; E experts in each of L layers
+# Two micro-batches of B sequences; E experts in each of L layers.
 B, S, H, V = 4, 32, 64, 257
 L, E = 2, 4
 TOKENS = B * S
@@ -50,11 +50,11 @@ def on_rank(rank: int) -> dict:
     model = demo.meta_model(demo.tiny_config(MoEConfig, num_experts=E))
     moe.apply(model, demo.all_ranks())
     sharding.init(model, 0, "cpu", torch.float64)
-    # the ranks that hold the same experts: this rank alone
+    # No other rank holds the same experts.
     alone = demo.singleton_group()
     gradients = fsdp.apply(model, dist.group.WORLD, expert_group=alone)
     tokens, targets = (x.chunk(2) for x in demo.random_tokens(2 * B, S, V))
-    # announces that the next backward is the step's last
+    # The next backward is the step's last.
     gradients.next_backward_is_last()
     mine = range(rank, 2, dist.get_world_size())
     with ranks.Collectives() as forward:

@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from pipeline_parallel import Program, Transfer
 from schedules import DIRECTION, Action, Cost, Event, ScheduleError, result_of
 
-# the hardware queues of a GPU, unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise
+# The hardware queues of a GPU, unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise.
 QUEUES = 8
 UNIT_COST = Cost()
 
@@ -46,7 +46,7 @@ class Operation:
 
     rank: int
     entry: Action | Transfer
-    # the operations that must have ended before it can start
+    # These operations must have ended before it can start.
     after: list["Operation"]
     start: float | None = None
     end: float | None = None
@@ -64,9 +64,9 @@ class Device:
     rank: int
     program: Program
     position: int = 0
-    # stream -> its latest operation; a stream is "compute" or a channel
+    # A stream, "compute" or a channel -> its latest operation.
     latest: dict = field(default_factory=dict)
-    # number of a hardware queue -> its operations in order, and how many of them have started
+    # A hardware queue -> its operations in order, and how many of them have started.
     queues: dict = field(default_factory=lambda: defaultdict(list))
     started: dict = field(default_factory=lambda: defaultdict(int))
     # (op, kind, stage, micro_batch) -> the send or receive, for what waits for it
@@ -93,16 +93,16 @@ class Machine:
             for entry in program
             if isinstance(entry, Transfer)
         }
-        # streams get their hardware queue in turn, the compute stream first
+        # Streams get their hardware queues in turn, the compute stream first.
         streams = ["compute", *sorted(channels)]
         self.queue_of = {stream: n % queues for n, stream in enumerate(streams)}
         self.connected = channels if connected else set()
-        # hosts that wait for a meeting: (channel, op)
+        # Hosts that wait for a meeting: (channel, op).
         self.calls = set()
-        # channel -> the sends, or the receives, in the order of posting
+        # Channel -> the sends, or the receives, in the order of posting.
         self.sends = defaultdict(list)
         self.receives = defaultdict(list)
-        # channel -> how many messages have met
+        # Channel -> the number of messages that have met.
         self.met = defaultdict(int)
 
     # --- hosts

@@ -90,7 +90,7 @@ def sum_of(dtype: torch.dtype, gradient: float, times: int, scaler=None) -> floa
     accumulator = GradientAccumulator(model, scaler)
     scale = scaler.scale if scaler else 1.0
     for _ in range(times):
-        # in float32 until the loss scale is in it
+        # The loss is in float32 until the loss scale is in it.
         loss = model[0].float() * gradient * scale
         loss.sum().backward()
     accumulator.reduce_gradients()
@@ -196,7 +196,7 @@ def masters(lesson: form.Lesson) -> None:
 
 
 def bytes_per_parameter(state_dtype: torch.dtype | None) -> float:
-    """Of a bf16 weight and its optimizer state."""
+    """Bytes of a bf16 weight and its optimizer state, for each parameter."""
     p = nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
     adamw = AdamW([("w", p)], state_dtype=state_dtype)
     states = adamw.masters, adamw.low, adamw.exp_avg, adamw.exp_avg_sq

@@ -71,17 +71,17 @@ LLAMA = SMALL | dict(model="llama2-7b", num_kv_heads=2, ffn_hidden_size=56)
 
 @dataclass
 class Result:
-    # of each step
+    # Of each step.
     losses: list[float] = field(default_factory=list)
-    # global gradient norm, before clipping
+    # The global gradient norm, before clipping.
     norms: list[float] = field(default_factory=list)
-    # of the first step, before clipping
+    # Gradients of the first step, before clipping.
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    # after the last
+    # Parameters after the last step.
     parameters: dict[str, Tensor] = field(default_factory=dict)
-    # the smallest difference, as a share, of an expert that was chosen to the next one that was not
+    # The smallest relative difference between a chosen expert and the next one.
     margin: float = math.inf
-    # every tensor, in the order of execution; empty unless asked for
+    # Every tensor, in the order of execution; empty unless asked for.
     trace: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -109,12 +109,12 @@ class Run:
         self.groups = Groups()
         if world > 1:
             layout = dict(tp=config.tp, pp=config.pp, ep=config.ep, cp=config.cp)
-            # under gloo, ranks on CUDA share one GPU
+            # Under gloo, ranks on CUDA share one GPU.
             of_messages = "cuda" if dist.get_backend() == "nccl" else "cpu"
             self.groups = Groups.make(of_messages, world, **layout)
         device = torch.device(config.device)
         if getattr(config, "peft", None):
-            # else A has no gradient in the first step, and one that is wrong shows later
+            # With B = 0, A would have no gradient in the first step.
             adapters.OUTPUT_STD = 0.02
         self.trainer = trainer.Trainer(config, device, self.groups, config.task())
         self.dataset = dataset_for(self.trainer)
@@ -122,12 +122,12 @@ class Run:
         for layer in self.trainer.expert_layers.values():
             original = layer.routing.scores
             layer.routing.scores = partial(scores_with_margin, self.result, layer.routing, original)
-        # what the layers have given in this step
+        # Outputs of layers in this step.
         self.outputs = []
         if trace:
             for stage in self.trainer.stages:
                 for name, layer in fsdp.named_layers(stage).items():
-                    # not called when recomputation runs the layer again
+                    # The hook is not called when recomputation runs the layer again.
                     layer.register_forward_hook(partial(self.note_output, name))
 
     def train(self, steps: int) -> Result:
@@ -162,7 +162,7 @@ class Run:
             self.note(f"step {step}: updated ", self.parameters_in_use())
 
     def note_reference(self, steps: int) -> None:
-        """For DPO: what the model says of the samples of these steps before the first one."""
+        """Log-probabilities of these steps' samples before the first step, for DPO."""
         if isinstance(self.trainer.task, DPOTask):
             count = steps * self.trainer.config.global_batch_size
             self.dataset.reference = None
@@ -203,7 +203,7 @@ class Run:
         the head. An entry for each sample and each run of neighbouring positions."""
         s, batch = self.dataset.s, self.trainer.config.global_batch_size
         at = self.positions(output.shape[1])
-        # where a position is not the next one
+        # Places where a position does not follow the one before.
         cuts = [n for n in range(1, len(at)) if at[n] != at[n - 1] + 1]
         shape = batch, s, *output.shape[2:]
         for sample, of_sample in zip(self.dataset.latest, output.detach().cpu().clone()):
@@ -212,7 +212,7 @@ class Run:
                 self.outputs.append((name, shape, offset, of_sample[first:end].unsqueeze(0)))
 
     def positions(self, length: int) -> list[int]:
-        """Of the tokens of this rank, in an output of so many."""
+        """Positions of this rank's tokens, in an output of `length` tokens."""
         at, cp, tp = torch.arange(self.dataset.s), self.groups.cp, self.groups.tp
         if cp:
             at = own_positions(self.dataset.s, cp.rank(), cp.size())
@@ -268,7 +268,7 @@ def scores_with_margin(result: Result, routing, original, logits, training):
     """What routing.scores gives; notes in result.margin how near it came to another choice."""
     scores = original(logits, training)
     if len(scores) and routing.k < scores.shape[1]:
-        # the last score that is chosen, and the first that is not
+        # The last score that is chosen, and the first that is not.
         largest = scores.sort(descending=True).values[:, routing.k - 1 : routing.k + 1]
         margin = (largest[:, 0] - largest[:, 1]) / largest.abs().amax(1)
         result.margin = min(result.margin, margin.min().item())
@@ -295,14 +295,14 @@ def train(
     return _train(world, steps, mutate, trace, backend, tuple(sorted(frozen.items())))
 
 
-# one-device references are shared between tests
+# One-device references are shared between tests.
 @lru_cache(maxsize=32)
 def _train(world, steps, mutate, trace, backend, frozen):
     flags = {}
     for name, value in frozen:
         flags[name] = list(value) if isinstance(value, tuple) else value
     arguments = world, [flags], steps, mutate, trace
-    # a hang on GPUs is to cost minutes
+    # A hang on GPUs may cost minutes only.
     limit = 600 if backend == "gloo" else 120
     (result,) = ranks.run(on_rank, world, *arguments, backend=backend, limit=limit)[0]
     return result
@@ -335,7 +335,7 @@ def relative(a: dict[str, Tensor], b: dict[str, Tensor]) -> Iterator[tuple[str, 
         scale = reference.abs().max().item()
         exactly_zero = label.endswith("key.bias") or scale == 0
         if label.endswith("head.norm.bias") and gradients:
-            # of pairs: a reward model's loss does not see a shift either
+            # A reward model's loss does not see a shift either.
             exactly_zero |= scale < 1e-12 * max(gradients)
         if "gradient of" in label and exactly_zero:
             scale = max(gradients)
@@ -363,17 +363,17 @@ def difference(a: Result, b: Result) -> dict[str, float]:
 
 @dataclass
 class Difference:
-    """Of one tensor from the reference."""
+    """A tensor that differs from the reference."""
 
-    # as in Result.trace: "step 1: output of blocks.0"
+    # A name of Result.trace: "step 1: output of blocks.0".
     label: str
-    # over the largest element of the reference; infinite where ranks that should hold the same do
-    # not, and where no rank holds anything
+    # Over the largest element of the reference. It is infinite where ranks that should hold the
+    # same do not, and where no rank holds anything.
     largest: float
-    # how many elements differ, of how many
+    # How many elements differ, of how many.
     elements: int
     of: int
-    # the first of them
+    # The first of them.
     index: list[int]
 
     def __str__(self) -> str:

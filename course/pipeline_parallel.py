@@ -23,7 +23,7 @@ def is_transfer(entry: Action | Transfer, op: str) -> bool:
     return isinstance(entry, Transfer) and entry.op == op
 
 
-# what this lesson looks at; ranks run the right programs
+# The lesson looks at these programs; ranks run the right ones.
 LOWER = "course.pipeline_parallel", "add_transfers"
 WITHOUT = form.Removals()
 WITHOUT["tied-sum"] = form.Removal(
@@ -73,11 +73,11 @@ def no_settle(schedule: list, v: int) -> list[Program]:
 
 # --- four schedules on two ranks ------------------------------------------------------------------
 
-# p ranks, m micro-batches of one sequence
+# p ranks, m micro-batches of one sequence.
 P, M = 2, 4
 S, V = 32, 257
 SHAPE = dict(num_layers=4, hidden_size=128, num_heads=4, seq_length=S, dropout=0.1)
-# sums of token losses become their mean
+# Makes a mean of the sum of token losses.
 LOSS_GRAD = torch.tensor(1 / (M * S), dtype=torch.float64)
 
 
@@ -110,7 +110,7 @@ def forward_of(stages: list, losses: list):
     tokens, targets = demo.random_tokens(M, S, V)
 
     def forward(chunk: int, k: int, x):
-        # of (random seed, step, sample): the same mask on whichever rank
+        # The key is that of (seed, step, sample): any rank has the same mask.
         context = gpt.Context(dropout_key(0, 1, torch.tensor([k])))
         y = stages[chunk](tokens[k : k + 1], targets[k : k + 1], context, x)
         if stages[chunk].head is None:
@@ -140,7 +140,7 @@ def under_schedule(rank: int, name: str) -> Run:
         pipeline.run(schedule, forward_of(stages, losses), 1, S, LOSS_GRAD)
     sent = tuple(size for kind, size in counted.calls if kind == "send")
     for parameter in pipeline.parameters():
-        # what sum_tied adds to; in training optimizer.py makes it
+        # sum_tied adds to it; in training optimizer.py makes it.
         parameter.main_grad = parameter.grad
     pipeline.sum_tied()
     return Run(sum(losses), demo.gathered_gradients(*stages), sent)

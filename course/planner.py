@@ -73,7 +73,7 @@ MEANING = {
     "wait": "each pass of a collective waits so long: for slow ranks, for kernels",
     "zero3": "of the adapters: ZeRO-3 that sends parameter by parameter (DeepSpeed)",
 }
-# two rows of arXiv 2205.05198, table 5
+# Two rows of arXiv 2205.05198, table 5.
 TWO = ("175B full", "175B sel+sp")
 
 
@@ -182,7 +182,7 @@ def teach(lesson: form.Lesson) -> None:
     fitted, _ = errors.split(rows)
     pair = [row for row in rows if row.name in TWO]
     teach_constants(lesson, errors.calibrate(A100, fitted))
-    # what is removed comes back at the end; the constants are fitted again without it
+    # The constants are fitted again without the removed part, which comes back at the end.
     with lesson.removed():
         machine = A100
         if lesson.mutate:

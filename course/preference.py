@@ -73,11 +73,11 @@ def teach_value_head(lesson: form.Lesson) -> None:
         f" forward, of {B} rows? What in backward?"
     )
     one = ranks.run(value_head, 1)[0]
-    # the others are removed from DPO
+    # The other mechanisms are removed from DPO.
     removes = lesson.mutate if lesson.without == "slice" else None
     two = ranks.run(form.on_rank, 2, removes, value_head, ())[0]
     forward = [("all-gather", B * S * 8)]
-    # the norm's weight and v
+    # The norm's weight and v.
     backward = [("all-reduce", 2 * H * 8)]
     lesson.check(
         f"forward: {demo.format_calls(two['forward'])} bytes = b s 8; backward:"
@@ -106,7 +106,7 @@ def some_pairs() -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
         if row % 2 == 0:
             tokens[row, start:end] = torch.arange(start, end)
         tokens[row, end:] = 0
-        # a target stands one before its token
+        # A target stands one position before its token.
         mask[row, start - 1 : end - 1] = True
     return tokens, mask, spans
 
@@ -122,7 +122,7 @@ def dpo(rank: int) -> dict:
     tokens, mask, spans = some_pairs()
     with torch.no_grad():
         reference = log_p(model, tokens, mask)
-        # each answer alone, without padding
+        # Each answer alone, without padding.
         alone = []
         for row, (start, end) in zip(tokens, spans):
             losses = model(row[: end - 1].unsqueeze(0), row[1:end].unsqueeze(0))

@@ -23,24 +23,24 @@ from finetune.prompt_template import Template
 from run.data import Batch
 from run.tokenizer import ByteTokenizer
 
-# the two tasks: name -> the right answer for a word
+# The two tasks: name -> the right answer for a word.
 ANSWERS = {"first": lambda word: word[0], "last": lambda word: word[-1]}
 NEW_WORDS = ("hgfe", "badc", "ccgh")
 
 H = 64
-# of the encoder
+# The encoder's inner size.
 INNER = 16
-# virtual tokens of a task
+# Virtual tokens of a task.
 T = 2
 BATCH = 32
-# training ends when the mean loss of 10 steps is below this
+# Training ends when the mean loss of 10 steps is below this.
 LEARNED = 0.02
 
 
 @dataclass(frozen=True)
 class Settings:
     frozen: bool = True
-    # of a prompt, at most
+    # The most steps for a prompt.
     steps: int = 300
 
 
@@ -124,7 +124,7 @@ def learn_task(
     config = prompt_config(
         new_tasks=[task],
         existing_tasks=list(tables),
-        # no file: the existing tables are at hand
+        # The existing tables are at hand, so no file is read.
         restore_path="-",
         p_tuning={"encoder_hidden": INNER},
     )
@@ -146,7 +146,7 @@ def learn_task(
         tables[existing] = prompts.table(existing).detach().clone()
     values = {name: p.detach() for name, p in prompts.named_parameters()}
     tables |= prompt_tuning.compute_tables(tasks, H, values)
-    # apply() has replaced it
+    # apply() has replaced it.
     model.embedding.tokens = embedding
     return learned
 

@@ -37,17 +37,17 @@ for power, letter in enumerate("kmgt", start=1):
     UNITS |= {letter: 1000**power, f"{letter}i": 1024**power}
 FUNCTIONS = {"": float, "ln": math.log, "log": math.log, "sqrt": math.sqrt, "√": math.sqrt}
 FACTOR = re.compile(
-    # a function, a number, its unit, its power
+    # A function, a number, its unit, its power.
     rf"({'|'.join(FUNCTIONS)})\s*\(?({DIGITS})\s*({'|'.join(UNITS)})(?:b|bytes?)?\)?(?:\^(\d+))?",
     re.IGNORECASE,
 )
 
 
 def number_of(text: str) -> float | None:
-    """Of 1,024, 1.5e9, 12%, 3 GiB, 2^16, ln 257, √2, and of products and quotients of these; None
-    of other words."""
+    """The value of 1,024, 1.5e9, 12%, 3 GiB, 2^16, ln 257, √2, or of products and quotients of
+    these; None for other words."""
     value = 1.0
-    # a factor, then in turn * or / and a factor
+    # A factor, then in turn * or / and a factor.
     first, *rest = re.split(r"\s*([*·/])\s*", text.strip().replace("**", "^"))
     try:
         for sign, word in zip(["*", *rest[::2]], [first, *rest[1::2]]):
@@ -119,16 +119,16 @@ class Quiz:
     """Asks, keeps the answers until a CHECK answers them, and counts."""
 
     def __init__(self):
-        # without a terminal nobody is there who could be asked again, or shown an answer
+        # Without a terminal nobody can be asked again or shown an answer.
         self.keeps = sys.stdin.isatty()
-        # not yet shown beside a CHECK: an answer in words, and (name, answer) of numbers
+        # Answers not yet shown beside a CHECK: in words, and (name, answer) of numbers.
         self.words = ""
         self.answers: list[tuple[str, str]] = []
-        # of each number asked for: by which factor the answer is off
+        # The factor by which each answer is off.
         self.factors: list[float] = []
 
     def ask(self, names: str) -> None:
-        """For each of the numbers "in forward; in backward"; without names, for words."""
+        """Ask for each of the numbers "in forward; in backward"; without names, for words."""
         self.words, self.answers = "", []
         if not self.keeps:
             typed("your answer: ")

@@ -39,7 +39,7 @@ __all__ = ["Collectives", "fork_this_process", "preload", "run"]
 
 _context = multiprocessing.get_context("forkserver")
 _has_server = False
-# what every rank would import for itself after the fork
+# Every rank would import these after the fork.
 PRELOADED = [
     "torch",
     "torch._dynamo",
@@ -117,7 +117,7 @@ def run(
             results = _collect(processes, pipes, limit)
             _dismiss(processes, pipes, timeout)
         except KeyboardInterrupt:
-            # the server may be about to fork another rank
+            # The server may be about to fork another rank.
             terminal.kill_descendants()
             raise
         finally:
@@ -130,7 +130,7 @@ def run(
 def _main(rank, world, store: str, threads, timeout: float, backend: str, function, args, pipe):
     """What the process of one rank does. It sends (finished, result or traceback), and leaves when
     it is told to."""
-    # what was imported before the fork stays: a collection need not look at it
+    # What was imported before the fork stays: a collection need not look at it.
     gc.freeze()
     torch.set_num_threads(threads)
     try:
@@ -151,11 +151,11 @@ def _main(rank, world, store: str, threads, timeout: float, backend: str, functi
         outcome = True, function(rank, *args)
     except BaseException:
         outcome = False, traceback.format_exc()
-    # plain pickle: tensors by value, no shared memory
+    # Plain pickle sends tensors by value, without shared memory.
     pipe.send_bytes(pickle.dumps(outcome))
-    # leave together, so that no peer sees a closed socket
+    # Ranks leave together, so that no peer sees a closed socket.
     pipe.recv_bytes()
-    # whatever holds a process group goes before the group
+    # Whatever holds a process group goes before the group.
     function = args = outcome = None
     gc.collect()
     if dist.is_initialized():

@@ -20,9 +20,9 @@ GRPO_SCORES = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
 PPO_BETA = 0.5
 GRPO_BETA = 1.0
 CLIP = 0.2
-# answers of a rollout; one group for GRPO
+# Answers of a rollout; one group for GRPO.
 ANSWERS = 512
-# the policy that is compared is the mean of these last steps
+# The compared policy is the mean of these last steps.
 STEPS, LAST = 400, 200
 EPOCHS = 2
 
@@ -45,7 +45,7 @@ def no_next_value(
 ):
     """A token without a reward of its own seems to lose V, though the critic still expects as much
     after it. γ V of the next token says so."""
-    # a value of 0 behind every token
+    # The value behind every token is 0.
     advantages, _ = original(rewards - values, torch.zeros_like(values), mask, gamma, lam)
     return advantages, advantages + values
 

@@ -23,7 +23,7 @@ WITHOUT = form.Removals()
 def no_offset(tensor, piece, original=resharding.view):
     """Rows of the other rank, and a rank's own rows, are written to the first rows of the whole
     matrix. As many bytes travel as before: only values show it."""
-    # only the source learns
+    # Only the source learns.
     if not tensor.requires_grad:
         piece = piece._replace(offset=tuple(local_slice(sharding_of(tensor))[0]))
     return original(tensor, piece)
@@ -49,7 +49,7 @@ def no_own() -> None:
 
 
 class Received(ranks.Collectives):
-    """Also the bytes that this process receives in all-to-alls."""
+    """Collectives, and the bytes that this process receives in all-to-alls."""
 
     bytes = 0
 
@@ -103,7 +103,7 @@ def on_rank(rank: int) -> dict:
     }
     copier = Resharding(resharding.weights(source), sharding.named_parameters(stage))
     copier.copy()
-    # a step of training
+    # A step of training.
     with torch.no_grad():
         for p in source.parameters():
             p.mul_(2)

@@ -11,7 +11,7 @@ from gpt import Context
 from inference import rollout
 
 V, S = 16, 32
-# the token that ends an answer
+# The token that ends an answer.
 END = 0
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [11, 12], [1, 2, 3]]
 MAX_TOKENS = 12
@@ -64,9 +64,9 @@ class Seen(NamedTuple):
     """What a rank has after two rollouts; every rank has the same."""
 
     answers: list[Answer]
-    # with the same weights and prompts
+    # The next step's answers, with the same weights and prompts.
     of_next_step: list[Answer]
-    # of each answer, by a training forward over the rows
+    # Log-probabilities of each answer, by a training forward over the rows.
     trained: list[list[float]]
     num_rows: int
     targets: int

@@ -21,12 +21,12 @@ from course.shrink import one_device
 from course.synthetic import Synthetic
 from finetune.preference_command import PreferenceConfig
 
-# the band has so many
+# The runs that make a band.
 RUNS = 6
 # The band may have no width: the first loss of DPO is log 2 in any order of sums. Then losses may
 # differ by what rounding one number does, in float32.
 ROUNDING = 2**-23
-# the first so many steps have one band
+# The first steps share one band.
 SHARED = 5
 
 
@@ -38,7 +38,7 @@ def skewed(dataset: Synthetic, generator: torch.Generator) -> Tensor:
 def learn_something(run: Run) -> None:
     """Pairs of answers have it already: they can be told apart."""
     if not isinstance(run.trainer.config, PreferenceConfig):
-        # rows that are padded are cut from whole ones
+        # Padded rows are cut from whole ones.
         dataset = getattr(run.dataset, "whole", run.dataset)
         dataset.draw = partial(skewed, dataset)
 
@@ -52,13 +52,13 @@ def losses_of(rank: int, world: int, layout: dict, steps: int, mutate) -> list[f
 
 
 def losses_in_another_order(rank: int, layout: dict, steps: int, parts: int) -> list[float]:
-    """Of one device, whose sums are in an order that depends on the rank; on rank 0 as always.
+    """Losses of one device whose order of sums depends on the rank; rank 0 has the usual one.
 
     Products of the matrices that tensor parallelism shards by rows, and all in FP8, are added in
     `parts` parts. The samples of a step have another order, and other micro-batches if there are no
     experts and no FP8, whose scales are those of a micro-batch."""
     batch = layout["global_batch_size"]
-    # rows that stay together
+    # The number of sequences that stay together.
     pair = 2 if layout["command"] == PreferenceConfig.speaker() else 1
     fixed = layout["num_experts"] or layout["fp8"] != "off"
     if rank and not fixed:
@@ -69,16 +69,16 @@ def losses_in_another_order(rank: int, layout: dict, steps: int, parts: int) -> 
     t = run.trainer
     if rank:
         generator = torch.Generator().manual_seed(rank)
-        # this process has one run
+        # This process has one run.
         Quantised.__matmul__ = partialmethod(product_in_parts, parts, rank)
         for block in t.model.blocks.values():
             for linear in (block.attention.output, block.mlp.down):
                 if type(linear) is gpt.DeferredBiasLinear:
                     order = torch.randperm(linear.in_features, generator=generator)
-                    # not its forward, which may have an adapter in it
+                    # Its forward stays, because it may have an adapter in it.
                     linear.__class__ = LinearInParts
                     linear.parts = order.chunk(parts)
-        # routing and scales depend on who is in a micro-batch, so they stay in theirs
+        # Routing and scales depend on the samples of a micro-batch, so samples stay in theirs.
         size = t.micro_batch if fixed else batch
         t.task.samples = partial(shuffled, t.task.samples, size, pair, generator)
     return run.train(steps).losses

@@ -34,7 +34,7 @@ def at_temperature_1(logits: Tensor, temperature=1.0, *rest, original=moe.balanc
     return original(logits, 1.0, *rest, **options)
 
 
-# the picture at the top of moe.py
+# The picture at the top of moe.py.
 EXAMPLE = torch.tensor([[2.0, 1.0], [2.2, 1.0], [1.5, 1.0], [3.0, 0.0]], dtype=torch.float64)
 
 

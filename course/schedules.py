@@ -42,12 +42,12 @@ class Drawn:
         self.schedule = schedules.make(name, P, M, v)
         if lesson.mutate:
             self.schedule = lesson.mutate(self.schedule)
-        # v chunks do the work of one
+        # v chunks do the work of one.
         cost = Cost(1 / v, 1 / v, 1 / v)
         events = schedules.simulate(self.schedule, cost)
         self.bubble = schedules.bubble(events)
         self.formula = schedules.bubble_formula(name, P, M, v, cost)
-        # two characters a unit; a line has 42 of them, and what comes later is left out
+        # A unit has two characters; what comes after 42 units is left out.
         unit = 1 / v
         shown = [e for e in events if e.end <= 42 * unit + 1e-9]
         lesson.draw(drawing.text(shown, unit))

@@ -93,14 +93,14 @@ def by_hand(lesson: form.Lesson) -> None:
 
 # --- ten requests ---------------------------------------------------------------------------------
 
-# tokens of each prompt and answer
+# Tokens of each prompt and answer.
 TEN = [(4, 3), (12, 14), (2, 2), (6, 9), (8, 2), (3, 12), (5, 4), (10, 3), (8, 8), (4, 2)]
-# a step with fewer tokens takes as long: the weights are read in any case
+# A step with fewer tokens takes as long: the weights are read in any case.
 FIXED = 8
 
 
 def static_rows() -> list[str]:
-    """In a batch all wait for the longest; prompts are filled up to it."""
+    """Batches in which all wait for the longest; prompts are filled up to it."""
     rows = []
     start = 0
     for first in range(0, len(TEN), 4):
@@ -117,7 +117,7 @@ def static_rows() -> list[str]:
 def continuous_rows() -> list[str]:
     rows = [""] * len(TEN)
     scheduler = Scheduler(BlockPool(99, 4), 4, FIXED)
-    # no two prompts begin alike
+    # No two prompts begin alike.
     requests = [Request([n] * prompt, answer) for n, (prompt, answer) in enumerate(TEN)]
     for time, step in enumerate(steps(scheduler, requests)):
         for piece in step.pieces:

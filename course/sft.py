@@ -23,9 +23,9 @@ TOKENIZER = ByteTokenizer()
 NEW_WORDS = ("hgfe", "badc", "ccgh")
 BATCH = 32
 MOST_STEPS = 150
-# training ends when the mean loss of 10 steps is below this
+# Training ends when the mean loss of 10 steps is below this.
 LEARNED = 0.05
-# of an answer to a new word
+# The most tokens of an answer to a new word.
 MOST_TOKENS = 8
 
 

@@ -46,7 +46,7 @@ def on_rank(rank: int) -> dict:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     placements = Shard(0, mesh.get_group("tp")), Shard(0, mesh.get_group("dp"))
     record = Sharding((ROWS, COLUMNS), placements)
-    # row 0 is full of ones, row 1 of twos, ..; padding has zeros
+    # Row 0 is full of ones, row 1 of twos, and so on; padding has zeros.
     whole = torch.arange(1.0, ROWS + 1)[:, None].expand(ROWS, COLUMNS).contiguous()
     part = sharding.shard_of(whole, record)
     with ranks.Collectives() as sent:

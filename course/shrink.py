@@ -27,7 +27,7 @@ from run.config import RunConfig
 from run.presets import PRESETS
 
 MOST_RANKS = 8
-# of which the user's value and the small one are shown
+# The fields whose values are shown, the user's and the small one.
 SHOWN = (
     "ranks tp pp cp ep virtual_stages layer_split num_layers hidden_size num_heads num_kv_heads"
     " ffn_hidden_size seq_length vocab_size num_experts expert_every router_topk"
@@ -35,7 +35,7 @@ SHOWN = (
 ).split()
 
 
-# what makes a family
+# The fields that make a family.
 PARTS = (
     "llama norm activation positions attention_bias mlp_bias tied qk_norm embedding_norm"
     " embedding_scale rotary_factor"
@@ -48,7 +48,7 @@ def shrink(config: RunConfig, world: int) -> tuple[int, dict]:
     tp, pp, cp, ep, dp = shrink_ranks(config, world)
     layout = dict(command=config.speaker()) | dataclasses.asdict(config)
     layout |= dict(tp=tp, pp=pp, cp=cp, ep=ep)
-    # what shares the heads
+    # The ranks that share the heads.
     shares = tp * cp if config.cp_kind == "all-to-all" else tp
     layout |= shrink_layers(config, model, pp) | shrink_model(model, config.tp, tp, shares)
     if model.num_experts:
@@ -59,7 +59,7 @@ def shrink(config: RunConfig, world: int) -> tuple[int, dict]:
         layout |= shrink_fp8(config, layout, tp)
     layout |= shrink_batch(config, world, pp, dp)
     layout |= dict(
-        # of a checkpoint's shape only the family is left to say
+        # Only the family of a checkpoint's shape is left to say.
         model=family_of(model) if config.load else config.model,
         load=None,
         attention=None,
@@ -87,7 +87,7 @@ def shrink_ranks(config: RunConfig, world: int) -> tuple[int, int, int, int, int
     tp, pp, cp, ep = (min(n, 2) for n in (config.tp, config.pp, config.cp, config.ep))
     dp = min(replicas // config.cp, 2)
     if ep == 2 and cp == 1:
-        # of each expert, two of them too
+        # Each expert has two replicas too.
         dp = ep * min(replicas // config.ep, 2)
     if tp * pp * cp * dp > MOST_RANKS:
         dp = max(1, ep // cp)
@@ -106,7 +106,7 @@ def shrink_layers(config: RunConfig, model: MoEConfig, pp: int) -> dict:
         layers = sum(split)
     some = config.recompute_layers
     if some is not None:
-        # all, none, or some of them
+        # All, none, or some of them.
         some = layers if some == model.num_layers else min(some, layers // 2)
     return dict(num_layers=layers, virtual_stages=v, layer_split=split, recompute_layers=some)
 
@@ -119,10 +119,10 @@ def shrink_split(split: list[int], pp: int, v: int) -> list[int]:
     fewest = min(layers for layers in kept if layers) if any(kept) else 1
     small = [min(layers, 1 if layers == fewest else 2) for layers in kept]
     for rank in range(1, pp - 1):
-        # a rank without the embedding or the head needs a layer
+        # A rank without the embedding or the head needs a layer.
         if not sum(small[rank::pp]):
             small[rank] = 1
-    # all of its layers were in stages that are left out
+    # All of its layers were in stages that are left out.
     if not any(small):
         small[0] = 1
     return small
@@ -134,7 +134,7 @@ def shrink_model(model: MoEConfig, was_tp: int, tp: int, shares: int) -> dict:
     kv = max(min(model.num_kv_heads, 2), shares)
     if queries == 1:
         kv = min(model.num_kv_heads, 4) // shares * shares
-    # of one head
+    # The channels of one head.
     channels = 8 if kv * queries <= 8 else 4
     hidden = kv * queries * channels
     ffn = tp * max(1, round(hidden * model.ffn_hidden_size / model.hidden_size / tp))
@@ -149,7 +149,7 @@ def shrink_model(model: MoEConfig, was_tp: int, tp: int, shares: int) -> dict:
         norm=model.norm,
         activation=model.activation,
         positions=model.positions,
-        # a head that is not hidden size / heads stays so
+        # A head size that is not hidden size / heads stays so.
         head_dim=2 * channels if model.head_dim * model.num_heads != model.hidden_size else 0,
         sliding_window=min(model.sliding_window, 5),
     )

@@ -25,7 +25,7 @@ class Synthetic(data.Dataset):
     def __init__(self, seq_length: int, vocab_size: int):
         self.s = seq_length
         self.v = vocab_size
-        # sample numbers of the latest batch
+        # The sample numbers of the latest batch.
         self.latest = []
 
     def batch(self, samples) -> data.Batch:
@@ -86,7 +86,7 @@ class Documents(Synthetic):
         batch = super().batch(samples)
         rows = []
         for n in self.latest:
-            # not the generator that drew the tokens
+            # Another generator than the one that drew the tokens.
             g = torch.Generator().manual_seed(int(n) + 2**32)
             lengths = torch.randint(1, self.s // 2 + 1, (self.s,), generator=g)
             rows.append(torch.arange(self.s).repeat_interleave(lengths)[: self.s])
@@ -148,7 +148,7 @@ class Questions:
     """Prompts of 1 to 4 tokens for finetune/reinforcement.py, and a reward for any answer. The
     samples of a group have one prompt."""
 
-    # one of them ends an answer
+    # Either of them ends an answer.
     end_tokens = (3, 4)
 
     def __init__(self, vocab_size: int, group_size: int):

@@ -62,9 +62,9 @@ from run.metrics import MetricsError, read_metrics
 from run.presets import SMALL_RATE
 from run.pretraining import Config
 
-# steps of the band
+# Steps of the band.
 STEPS = 20
-# the tests of layouts hold float64 to the same
+# The tests of layouts hold float64 to the same.
 TOLERANCE = 1e-10
 FLOAT64 = dict(
     precision="fp64",
@@ -120,7 +120,7 @@ def say_inside(name: str, found: dict[int, float]) -> bool:
     """found: as times_band gives it."""
     steps = f"steps {min(found)} to {max(found)}"
     worst = max(found, key=found.get)
-    # not (x > 1): NaN is outside
+    # NaN is outside, so this is not (x > 1).
     outside = [step for step, times in found.items() if not times <= 1]
     if not outside:
         say(name, f"inside the band in {steps}: at most {found[worst]:.2f} of it, in step {worst}")
@@ -170,7 +170,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 class VerifyError(ConfigError):
-    """Of what stands after --, and is no fault of a command."""
+    """An error in what stands after --, unknown to the command there."""
 
 
 def speaker_of(train_flags: list[str]) -> str:
@@ -189,17 +189,17 @@ def read_flags(argv: list[str], world: int | None) -> tuple[RunConfig, int]:
         raise VerifyError(f"-- {kind.speaker()}: only text, conversations and pairs are drawn here")
     config = flags.parse(argv, 0, kind)
     if kind is not Config and not config.data:
-        # what it learns from here is drawn at random
+        # Its data are drawn at random here.
         config.data = ["-"]
-    # float64 and gloo, whatever the run has
+    # float64 and gloo run on the CPU, whatever the user's run has.
     config.device, config.tensorboard = "cpu", False
     if config.lr is None:
-        # the model is made small, and at a rate for a large one it would hardly learn
+        # The small model would hardly learn at the rate of a large one.
         config.lr = SMALL_RATE
     least = config.tp * config.pp * max(config.cp, config.ep)
     for ranks_of_layout in [world] if world else [2 * least, least]:
         try:
-            # adapters of initial values are as good a test as those of a checkpoint
+            # Adapters of initial values are as good a test as those of a checkpoint.
             rules.validate(config, ranks_of_layout, base_needed=False)
             return config, ranks_of_layout
         except ConfigError as e:
@@ -232,7 +232,7 @@ def verify(
 
 
 def measured_band(paths: list[Path]) -> dict[int, float]:
-    """Of the user's own repeated runs. Raises MetricsError."""
+    """The band of the user's own repeated runs. Raises MetricsError."""
     runs = [read_losses(path) for path in paths]
     for path, run in zip(paths, runs):
         if not all(0 < loss < float("inf") for loss in run.values()):
@@ -290,7 +290,7 @@ def main(argv: list[str] | None = None, mutate=None) -> int:
     try:
         return 0 if attempt(args, argv[len(own) + 1 :], mutate) else 1
     except REFUSED as e:
-        # the flags after -- are of another command, the files are ours
+        # The flags after -- belong to another command, the files to this one.
         speaker = (
             "verify.py"
             if isinstance(e, MetricsError | VerifyError)

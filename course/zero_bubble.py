@@ -7,7 +7,7 @@ import gpt
 import pipeline_parallel
 from course import demo, form
 
-# b s rows of h numbers
+# Activations are b s rows of h numbers.
 B, S, H = 4, 32, 64
 ROWS = B * S
 FFN = 4 * H
@@ -67,7 +67,7 @@ def with_gradient(block: nn.Module) -> int:
 
 
 def gradients_of(block: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Also of the block's input."""
+    """Gradients of the parameters, and of the block's input."""
     found = {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
     return found | {"input": x.grad}
 

@@ -33,7 +33,7 @@ class F(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        # a new tensor object of the same memory
+        # A new tensor object of the same memory.
         return x.view_as(x)
 
     @staticmethod

@@ -32,9 +32,9 @@ from course import bug_runs, form, mutations, ranks
 from course.mutations import Bug
 
 ROOT = Path(__file__).parent.parent.parent
-# how many steps are shown; the schedule of the learning rate is that of bug_runs.SETTING
+# The steps that are shown. The learning rate follows the schedule of bug_runs.SETTING.
 STEPS = 30
-# the width of the labels before the paragraphs that `show` prints
+# The width of the labels before the paragraphs that `show` prints.
 LABEL = 12
 
 # --- what is known without a run ------------------------------------------------------------------

@@ -45,12 +45,12 @@ class Answer(NamedTuple):
     path: str
 
 
-# that an answer may take
+# The time limit of an answer.
 SECONDS = 10
 
 # --- on the ranks ---------------------------------------------------------------------------------
 
-# the worst first: what to show where ranks end differently
+# Where ranks end differently, the first of these is shown.
 ENDS = ("crash", "disagreement", "wrong", "peer failed", "right")
 
 
@@ -81,7 +81,7 @@ def grade(answers: list[Answer], seconds: int = SECONDS) -> list[Grade]:
                 grade_on_ranks, world, answers, folder, seconds, timeout=2 * seconds, limit=limit
             )
         except RuntimeError as error:
-            # a rank was killed
+            # A rank was killed.
             message = str(error).strip().split("\n")[-1]
             if re.search("exit code -(7|11)$", message):
                 message += ": a wrong address. Is every index inside of the tensors?"
@@ -102,7 +102,7 @@ def line(number: int, found: Grade) -> str:
     """One line for one exercise."""
     correct = "yes" if found.correct else "no"
     words = found.par.count if found.correct else found.why
-    # the first clause: check.py NUMBER says the rest
+    # Only the first clause: check.py NUMBER says the rest.
     words = re.split(r"[;.] |\n", words)[0]
     par = "yes" if found.par and found.par.reached else "no"
     text = f"{title(number):22} correct {correct:4} par {par if found.par else '-':4} {words}"
@@ -145,7 +145,7 @@ def grade_exercises(numbers: list[int], folder: Path) -> bool:
 
 def hunt_bug(number: int, answer: str | None) -> bool:
     """Prints the symptoms, unless an answer is given, and judges it. Whether it is right."""
-    # it imports train.py, which no exercise needs
+    # It imports train.py, which no exercise needs.
     from course.exercises import hunt
 
     if number not in hunt.HUNTS:
@@ -198,7 +198,7 @@ def main(argv: list[str] | None = None) -> None:
     if number not in EXERCISES:
         parser.error(f"{args.what}: the exercises are 1 to {len(EXERCISES)}, and hunt")
     if args.hint is not None:
-        # without a number it is True
+        # Without a number it is True.
         hint = hints.next_hint(number, args.solutions) if args.hint is True else args.hint
         if not 1 <= hint <= hints.count(number):
             parser.error(f"--hint {hint}: exercise {number} has hints 1 to {hints.count(number)}")

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.append(str(ROOT / "tests"))
 import cuda_on_cpu  # noqa: E402
 
-# what base/csrc/common.cuh and the emulator use of CUDA's headers
+# The names that base/csrc/common.cuh and the emulator use of CUDA's headers.
 NAMES = r"""
 #include <cstdint>
 #include <cassert>
@@ -78,7 +78,7 @@ def program(paths: list[str]) -> str:
     common = (ROOT / "base" / "csrc" / "common.cuh").read_text()
     parts = [NAMES, header, COUNTER, counted(common)]
     for path in paths:
-        # the emulator translates what common.cuh defines; an answer alone has no such line
+        # The emulator translates what common.cuh defines; an answer alone has no such line.
         text = counted(common + Path(path).read_text()).removeprefix(counted(common))
         text = text.replace(LAUNCH, LAUNCH.replace("launch", f"launch_{key(path)}"))
         parts.append(f'namespace of_{key(path)} {{\n#line 1 "{path}"\n{text}\n}}\n')
@@ -86,7 +86,7 @@ def program(paths: list[str]) -> str:
 
 
 def key(path: str) -> str:
-    """Of the text of an answer, whatever its file."""
+    """A name made from the text of an answer, whatever its file."""
     return extensions.name_of("swiglu", Path(path).read_text())
 
 
@@ -121,7 +121,7 @@ def build(paths: list[str]) -> str:
         return compiler_message(done.stderr)
     for path in missing:
         file_of(path).parent.mkdir(parents=True, exist_ok=True)
-        # each its own file, so that one dlopen is one answer
+        # Each answer has a file, so that one dlopen is one answer.
         shutil.copyfile(library, file_of(path))
     library.unlink()
     return ""
@@ -137,7 +137,7 @@ def compiler_message(text: str) -> str:
 def load(path: str):
     """launch(stream, gate, up, y, n) of an answer that was built, and its library."""
     library = ctypes.CDLL(str(file_of(path)))
-    # threads, and whole warps, in random order
+    # Threads, and whole warps, run in random order.
     extensions.call(library, "set_order", 2, 2)
     return library, f"launch_{key(path)}"
 

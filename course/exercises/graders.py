@@ -88,7 +88,7 @@ def mlp_grader(mine, checked, hints: dict[str, str], paper, par_hint: str):
         group = dist.group.WORLD
         one = mlp_on_one_rank()
         x = leaf(mine(one["X"].detach(), rank))
-        # this rank's columns of A, and rows of B
+        # This rank has columns of A and rows of B.
         a, b = leaf(one["A"].chunk(2, 1)[rank]), leaf(one["B"].chunk(2, 0)[rank])
         with watch.counted() as calls:
             whole = enter(x, group)
@@ -153,7 +153,7 @@ def vocabulary_loss(loss_of, rank: int, watch: Watch) -> tuple[str, Par]:
     sent = 0
     for offset in (0.0, -3.0, 900.0):
         whole = leaf(3 * numbers(B, S, vocab) + offset)
-        # on rank 1 larger than on rank 0
+        # Rank 1's logits are larger than rank 0's.
         whole.data[..., 4:] += 50 if offset else 0
         targets = (torch.arange(B * S).view(B, S) * 3) % vocab
         expected = F.cross_entropy(whole.flatten(0, 1), targets.flatten(), reduction="none")
@@ -162,7 +162,7 @@ def vocabulary_loss(loss_of, rank: int, watch: Watch) -> tuple[str, Par]:
         (expected * weights).sum().backward()
         part = leaf(columns_of(whole.detach(), rank))
         with watch.counted() as calls:
-            # not a leaf, so that it may be overwritten
+            # It is no leaf, so that it may be overwritten.
             loss = loss_of(part * 1, targets, vocab, group)
             watch.agree()
             same(
@@ -193,7 +193,7 @@ def columns_of(logits: Tensor, rank: int) -> Tensor:
     return F.pad(logits, (0, 1)).chunk(2, -1)[rank]
 
 
-# seconds, of simulated times
+# Seconds by which simulated times may differ.
 TIME_TOLERANCE = 1e-9
 
 # --- 5 to 7: schedules ----------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def schedule_par(got: list, expected: list, name: str, p: int, m: int, v: int) -
 
 def schedule_grader(name: str, hint: str, chunks: tuple[int, ...] = (1,)):
     """A grader of lists: equal to the project's for p up to 6 ranks."""
-    # the case of the picture first
+    # The case of the picture comes first.
     sizes = [(4, 8), *itertools.product(range(1, 7), range(1, 13))]
     cases = [(p, m, v) for p, m in sizes for v in chunks if v == 1 or m % p == 0]
 
@@ -327,7 +327,7 @@ def _compare_events(case: str, got: dict, expected: dict) -> None:
         raise AnswerError(
             f"{case}: rank {key[0]} runs {schedules.Action(*key[1:])}, which is not in its list."
         )
-    # by start, so that the first difference is the cause of the others
+    # They are sorted by start, so that the first difference causes the others.
     for key, event in expected.items():
         action = schedules.Action(*key[1:])
         if key not in got:
@@ -458,7 +458,7 @@ def checkpointing(checkpoint, rank: int, watch: Watch) -> tuple[str, Par]:
     expected = [t.grad for t in (start, a, b)]
     start.grad = a.grad = b.grad = None
     runs.clear()
-    # not a leaf: another layer may stand before this one
+    # It is no leaf, because another layer may stand before this one.
     x = start * 2
     first = len(watch.made)
     y = checkpoint(layer, x, 0.5, fixed)
@@ -488,7 +488,7 @@ def checkpointing(checkpoint, rank: int, watch: Watch) -> tuple[str, Par]:
 
 
 def memory_formula(layer_bytes, rank: int, watch: Watch) -> tuple[str, Par]:
-    # it breaks things, which no grader does
+    # The lesson breaks things, which no grader does.
     from course import recompute as lesson
 
     small = (lesson.S, lesson.B, lesson.H, lesson.A)
@@ -513,7 +513,7 @@ def memory_formula(layer_bytes, rank: int, watch: Watch) -> tuple[str, Par]:
                 f"s, b, h, a = {sizes}, t = {t}, sequence_parallel={sequence}, recompute {way}: "
                 f"expected {right:,.0f}, got {got:,.0f}. {hints[way]}"
             )
-    # what autograd keeps of a layer of the project's GPT in 16 bits
+    # What autograd keeps of a layer of the project's GPT in 16 bits.
     kept, _, _ = lesson.measure("none")
     ratio = kept / layer_bytes(*small, 1, False, "none")
     text = f"a real layer, measured: {ratio:.4f} times the formula"
@@ -527,10 +527,10 @@ def sinkhorn(balance, rank: int, watch: Watch) -> tuple[str, Par]:
     n, e = 24, 4
     made = 0
     for scale in (1.0, 3.0, 400.0):
-        # all tokens like expert 0
+        # All tokens like expert 0.
         logits = scale * (numbers(n, e) + torch.tensor([1.0, 0, 0, 0]))
         if scale == 400:
-            # far from 0, but as easy as the first
+            # They are far from 0, but as easy as the first.
             logits = numbers(n, e) + 2000
         first = len(watch.sizes)
         plan = balance(logits.clone(), 1e-13)
@@ -560,7 +560,7 @@ def fused_swiglu(answer: str, rank: int, watch: Watch) -> tuple[str, Par]:
     for n in (W, 256 * W, 300 * W):
         guard = 1024 * W
         given = numbers(2, n).float()
-        # what a kernel writes beyond the end is seen
+        # The guards show what a kernel writes beyond the end.
         memory = torch.full((n + 2 * guard,), torch.nan)
         y = memory[guard : guard + n]
         gate, up = given[0].clone(), given[1].clone()
@@ -580,7 +580,7 @@ def fused_swiglu(answer: str, rank: int, watch: Watch) -> tuple[str, Par]:
         exact = F.silu(given[0].double()) * given[1].double()
         torch_error = (F.silu(given[0]) * given[1] - exact).abs().max()
         error = (y - exact).abs()
-        # the gate of tests/test_kernels.py
+        # The same bound as in tests/test_kernels.py.
         if not error.max() <= 2 * torch_error:
             i = error.argmax()
             raise AnswerError(

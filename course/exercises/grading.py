@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from base.collectives import Collectives
 
-# of the largest number of a tensor: the gate of the tests, in float64
+# A share of a tensor's largest number: the gate of the tests, in float64.
 TOLERANCE = 1e-10
 
 
@@ -61,7 +61,7 @@ class Grade(NamedTuple):
 class AnswerError(Exception):
     """The answer differs from the reference. The message says where, and teaches."""
 
-    # which of several ranks' errors is shown: check.ENDS
+    # Decides which of several ranks' errors is shown (check.ENDS).
     kind = "wrong"
     par: Par | None = None
 
@@ -101,7 +101,7 @@ class Watch(Collectives):
         self.name = name
         self.path = path
         self.made: list[StorageWeakRef] = []
-        # numel of each tensor that an operation returned
+        # The numel of each tensor that an operation returned.
         self.sizes: list[int] = []
         self.announced = 0
 
@@ -109,7 +109,7 @@ class Watch(Collectives):
         result = super().__torch_dispatch__(function, types, args, kwargs)
         given = {x.untyped_storage()._cdata for x in tree_leaves(args) if isinstance(x, Tensor)}
         for x in tree_leaves(result):
-            # not a view of an argument
+            # A view of an argument is not new.
             if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given:
                 self.made.append(StorageWeakRef(x.untyped_storage()))
                 self.sizes.append(x.numel())
@@ -119,7 +119,7 @@ class Watch(Collectives):
         super().note(function, args)
         kind, _ = self.calls.pop()
         tensors = [[x for x in tree_leaves(arg) if isinstance(x, Tensor)] for arg in args]
-        # the list of gathered parts counts as the whole tensor that it is
+        # The list of gathered parts counts as the whole tensor that it is.
         self.calls.append((kind, max(sum(x.nbytes for x in xs) for xs in tensors)))
         if kind not in ("send", "receive"):
             first = next((x for xs in tensors for x in xs), torch.empty(0))
@@ -185,7 +185,7 @@ class Watch(Collectives):
             if storage is not None:
                 sizes[storage._cdata] = storage.nbytes()
         for x in besides:
-            # anything at all, before it is compared
+            # An answer may return anything at all.
             if isinstance(x, Tensor):
                 sizes.pop(x.untyped_storage()._cdata, None)
         return sum(sizes.values())
@@ -224,7 +224,7 @@ def same(name: str, got, expected: Tensor, hint: str) -> None:
         raise AnswerError(f"{name} is {got.dtype}, expected {expected.dtype}. {hint}")
     got = got.detach()
     difference = (got - expected).abs()
-    # the largest number of the reference, as in the tests of the project
+    # The largest number of the reference, as in the project's tests.
     scale = expected.abs().max().clamp(min=1e-30)
     # "not below": also where a number is NaN
     if not (difference <= TOLERANCE * scale).all():
@@ -297,7 +297,7 @@ def crash_text(error: BaseException, path: str) -> str:
     else:
         message = str(error).strip().split("\n")[0]
         lines.append(f"{type(error).__name__}: {message}")
-    # the last calls are enough
+    # The last calls are enough.
     return "\n".join(lines[-4:])
 
 
@@ -326,7 +326,7 @@ def grade_on_rank(exercise, watch: Watch, seconds: int) -> tuple[str, Grade]:
         return "right", Grade(True, why, par)
     except AnswerError as error:
         kind, grade = error.kind, Grade(False, str(error), error.par)
-    # exit() too
+    # An answer may call exit() too.
     except (Exception, SystemExit) as error:
         kind, grade = "crash", Grade(False, crash_text(error, path))
     watch.failed()

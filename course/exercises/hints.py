@@ -11,7 +11,7 @@ import json
 import tomllib
 from pathlib import Path
 
-# exercise, as a string -> hints
+# The number of an exercise, as a string -> its hints.
 HINTS = tomllib.loads((Path(__file__).parent / "hints.toml").read_text(encoding="utf-8"))
 
 
@@ -27,7 +27,7 @@ def next_hint(number: int, folder: Path) -> int:
 def show(number: int, hint: int, folder: Path) -> str:
     """The text of a hint, which is noted as the last one shown."""
     notes = shown_last(folder) | {str(number): hint}
-    # a folder that cannot be written begins with the first hint each time
+    # A folder that cannot be written begins with the first hint each time.
     with contextlib.suppress(OSError):
         (folder / ".hints.json").write_text(json.dumps(notes))
     more = "It is the last one."

@@ -18,13 +18,13 @@ from course.parity import Result, train
 
 
 class Hunt(NamedTuple):
-    # what is removed: a name of mutations.bugs()
+    # The removed mechanism: a name of mutations.bugs().
     bug: str
-    # names that are as plausible at first sight; all can happen under the same flags
+    # Plausible names; all of these bugs can happen under the same flags.
     others: tuple[str, ...]
-    # how the symptoms lead to the answer
+    # How the symptoms lead to the answer.
     why: str
-    # file and place
+    # The file and the place.
     read: str
 
     @property

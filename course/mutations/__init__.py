@@ -28,21 +28,21 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Bug:
-    # no-f
+    # As in no-f.
     name: str
-    # the module of this package; named after the technique
+    # The module of this package, named after the technique.
     technique: str
-    # what is wrong, in a sentence
+    # What is wrong, in a sentence.
     removes: str
-    # its code: `apply`, or what `apply` puts in the place of another function
+    # Its code: `apply`, or what `apply` puts in the place of another function.
     function: Callable
-    # removes it, in this process; can be sent to ranks
+    # Removes it, in this process; can be sent to ranks.
     apply: Callable[[], None]
-    # ranks
+    # The number of ranks.
     world: int
-    # flags of train.py, for each layout in which it shows
+    # Flags of train.py, for each layout in which it shows.
     layouts: tuple[dict, ...]
-    # a regular expression of the first tensor that differs, in the words of verify.py
+    # A regular expression of the first tensor that differs, in the words of verify.py.
     first: str
 
     @property
@@ -51,7 +51,7 @@ class Bug:
         return self.layouts[0]
 
 
-# flags of the model, not of the layout
+# Flags that change the model, not the layout.
 OF_THE_MODEL = (
     *("num_experts", "router", "router_topk", "aux_loss", "z_loss"),
     *("model", "num_kv_heads", "head_dim", "ffn_hidden_size", "positions", "sliding_window"),
@@ -62,8 +62,8 @@ OF_THE_MODEL = (
 
 
 def of_one_device(flags: dict) -> dict:
-    """Of the flags of a layout, those with which one device computes the same. Routers balance
-    within a micro-batch, and FP8 scales are of one, so then its size is one of them."""
+    """The flags of a layout with which one device computes the same. Routers balance within a
+    micro-batch, and FP8 scales are made from one, so then its size is kept."""
     kept = {name: value for name, value in flags.items() if name in OF_THE_MODEL}
     if "num_experts" in kept or "fp8" in kept:
         kept["micro_batch_size"] = flags["micro_batch_size"]

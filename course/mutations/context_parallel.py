@@ -46,7 +46,7 @@ def merge_without_rescaling(o, log_sum, more_o, more_log_sum):
 def key_gradients_stay(self, original=context_parallel.Ring.wait):
     """What a rank finds for the keys and values of another one never travels home."""
     own, received = self.sent, original(self)
-    # tag 1: of gradients
+    # Tag 1 is that of gradients.
     return own if self.tag == 1 else received
 
 

@@ -6,7 +6,7 @@ import fsdp
 import optimizer
 from course.mutations import bug, replaces
 
-# several micro-batches on each rank
+# Several micro-batches on each rank.
 MICRO = dict(micro_batch_size=2)
 ZERO_1, ZERO_2, ZERO_3 = (MICRO | dict(zero_stage=stage) for stage in (1, 2, 3))
 

@@ -11,7 +11,7 @@ from course.mutations import bug, replaces
 from fp8 import INPUT, Recipe, Scaling
 from sequence_parallel import start_nothing
 
-# scales that are powers of two only move exponents: with these, less would be wrong
+# Powers of two only move exponents: with these scales, less would be wrong.
 CURRENT = dict(fp8="current", fp8_skip=0, fp8_scales="any", micro_batch_size=4)
 DELAYED = CURRENT | dict(fp8="delayed")
 

@@ -32,7 +32,7 @@ DEFAULT = ROOT / "docs" / "explorer.html"
 # examples: settings, as in the page's address, and what they show; models: what to look at, by the
 # beginning of a preset's name, a longer one before a shorter one
 TEXTS = json.loads((ROOT / "course" / "page" / "examples.json").read_text())
-# fields of a configuration that the page reads
+# Fields of a configuration that the page reads.
 FIELDS = (
     "num_layers hidden_size num_heads num_kv_heads ffn_hidden_size seq_length vocab_size attention"
     " norm positions tied sliding_window expert_every router router_topk"
@@ -44,7 +44,7 @@ PARTS = ("weights", "gradients", "optimizer state", "activations")
 def model(name: str, shape: dict) -> dict:
     """What the page knows of a preset."""
     experts = shape.get("num_experts", 0)
-    # with experts, for without them their fields are reset
+    # With experts, because without them their fields are reset.
     config = MoEConfig(**shape | {"num_experts": experts or 8})
     attention = block_matrices(config, 0) // config.num_layers
     matrices = {"attention_matrices": attention, "mlp_matrices": mlp_matrices(config)}
