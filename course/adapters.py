@@ -66,28 +66,18 @@ def training_bytes(model: gpt.GPT) -> int:
 def teach_bytes(lesson: form.Lesson) -> None:
     full = demo.make_model(demo.tiny_config(), dtype=torch.bfloat16)
     base = sharding.num_parameters(full)
+    n = 2 * (4 * R * 2 * H + 2 * R * 5 * H)
     lesson.predict(
         f"A GPT of h = {H}, L = 2 has N = {base:,} weights. Each layer has 4 matrices [h, h]"
-        f" and 2 of [4h, h]. Each gets a LoRA of rank r = {R}. How many parameters learn?",
-        "parameters",
-    )
-    lora = lora_model(torch.bfloat16)
-    n = sum(p.numel() for p in lora.parameters() if p.requires_grad)
-    lesson.check(
-        f"L (4 · r 2h + 2 · r 5h) = {n:,}, {n / base:.0%} of N; the share goes as 1 / h: with h ="
-        " 4096, about 64 times smaller",
-        n == 2 * (4 * R * 2 * H + 2 * R * 5 * H),
-        [n],
-    )
-    lesson.predict(
-        "In bf16 a weight needs 2 bytes. If it learns, its gradient needs 4, its float32 master 4,"
-        " its two moments 8. How many bytes does training all weights need? LoRA?",
+        f" and 2 of [4h, h]. Each gets a LoRA of rank r = {R}. In bf16 a weight needs 2 bytes. If"
+        " it learns, its gradient needs 4, its float32 master 4, its two moments 8. How many bytes"
+        " does training all weights need? LoRA?",
         "bytes, all weights; bytes, LoRA",
     )
-    of_full, of_lora = training_bytes(full), training_bytes(lora)
+    of_full, of_lora = training_bytes(full), training_bytes(lora_model(torch.bfloat16))
     lesson.check(
-        f"all weights 18 N = {of_full:,}; LoRA 2 N + 18 n = {of_lora:,}, of which 2 N is the frozen"
-        f" base, and n = {n:,} learn",
+        f"all weights 18 N = {of_full:,}; LoRA 2 N + 18 n = {of_lora:,}: the frozen base has 2 N,"
+        f" and n = L (4 · r 2h + 2 · r 5h) = {n:,} learn, {n / base:.0%} of N",
         of_full == 18 * base and of_lora == 2 * base + 18 * n,
         [of_full, of_lora],
     )

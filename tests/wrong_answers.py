@@ -113,13 +113,8 @@ class VocabularyLoss:
         total = reduce_from_ranks(z.exp().sum(-1), group)
         return total.log() - reduce_from_ranks(target.masked_fill(elsewhere, 0), group)
 
-    @staticmethod
-    def padding_counted(*args):
-        return VocabularyLoss.loss(*args, padding=None)
-
-    @staticmethod
-    def largest_of_each_rank(*args):
-        return VocabularyLoss.loss(*args, common_largest=False)
+    padding_counted = partial(loss, padding=None)
+    largest_of_each_rank = partial(loss, common_largest=False)
 
     @staticmethod
     def logits_gathered(logits, targets, vocab_size, group):
@@ -174,7 +169,7 @@ def _list(op, m):
 def _one_f_one_b(p, m, warmup_of):
     schedule = []
     for rank in range(p):
-        warmup = min(m, warmup_of(rank))
+        warmup = min(m, warmup_of(p, rank))
         actions = _list("F", m)[:warmup]
         for k in range(warmup, m):
             actions += [Action("F", 0, k), Action("B", 0, k - warmup)]
@@ -187,27 +182,23 @@ class OneFOneB:
     def gpipe(p, m):
         return [_list("F", m) + _list("B", m) for _ in range(p)]
 
-    @staticmethod
-    def warmup_too_long(p, m):
-        return _one_f_one_b(p, m, lambda rank: p - rank)
-
-    @staticmethod
-    def warmup_of_the_first_rank(p, m):
-        return _one_f_one_b(p, m, lambda rank: p - 1)
+    warmup_too_long = partial(_one_f_one_b, warmup_of=lambda p, rank: p - rank)
+    warmup_of_the_first_rank = partial(_one_f_one_b, warmup_of=lambda p, rank: p - 1)
 
     @staticmethod
     def cooldown_forgotten(p, m):
         return [actions[: 2 * m - (p - 1 - r)] for r, actions in enumerate(one_f_one_b(p, m))]
 
 
-def _interleaved(p, m, v, warmup_of, chunk_of=None, group=None):
-    chunk_of = chunk_of or (lambda chunk: v - 1 - chunk)
+def _interleaved(p, m, v, warmup_of, last_chunk_first=True, group=None):
     group = group or p
     forward = []
     for first in range(0, m, group):
         for chunk in range(v):
             forward += [Action("F", chunk, k) for k in range(first, min(m, first + group))]
-    backward = [Action("B", chunk_of(a.chunk), a.micro_batch) for a in forward]
+    backward = []
+    for _, chunk, k in forward:
+        backward.append(Action("B", v - 1 - chunk if last_chunk_first else chunk, k))
     schedule = []
     for rank in range(p):
         warmup = min(len(forward), warmup_of(rank))
@@ -225,10 +216,7 @@ class Interleaved:
 
     @staticmethod
     def first_chunk_first_in_backward(p, m, v):
-        def warmup_of(rank):
-            return 2 * (p - 1 - rank) + (v - 1) * p
-
-        return _interleaved(p, m, v, warmup_of, chunk_of=lambda chunk: chunk)
+        return _interleaved(p, m, v, lambda rank: 2 * (p - 1 - rank) + (v - 1) * p, False)
 
     @staticmethod
     def all_micro_batches_through_a_chunk(p, m, v):
@@ -236,28 +224,10 @@ class Interleaved:
         return _interleaved(p, m, v, lambda rank: 2 * (p - 1 - rank) + (v - 1) * m, group=m)
 
 
-class ZbH1:
-    @staticmethod
-    def at_once(p, m):
-        return _with_w(p, m, lambda rank: 0)
-
-    @staticmethod
-    def all_at_the_end(p, m):
-        return _with_w(p, m, lambda rank: m)
-
-    @staticmethod
-    def one_too_late(p, m):
-        return _with_w(p, m, lambda rank: rank + 1)
-
-    @staticmethod
-    def forgotten(p, m):
-        return [actions[: 3 * m - r] for r, actions in enumerate(_with_w(p, m, lambda rank: rank))]
-
-
 def _with_w(p, m, delay_of):
     schedule = []
     for rank, old in enumerate(one_f_one_b(p, m)):
-        delay = delay_of(rank)
+        delay = delay_of(m, rank)
         actions = []
         for a in old:
             actions.append(a if a.op == "F" else a._replace(op="I"))
@@ -267,8 +237,27 @@ def _with_w(p, m, delay_of):
     return schedule
 
 
-def _simulate(schedule, cost, v, transfer=None, rank_is_busy=True):
-    """Without an error where the lists are stuck."""
+class ZbH1:
+    at_once = partial(_with_w, delay_of=lambda m, rank: 0)
+    all_at_the_end = partial(_with_w, delay_of=lambda m, rank: m)
+    one_too_late = partial(_with_w, delay_of=lambda m, rank: rank + 1)
+
+    @staticmethod
+    def forgotten(p, m):
+        right = _with_w(p, m, lambda m, rank: rank)
+        return [actions[: 3 * m - rank] for rank, actions in enumerate(right)]
+
+
+def _every_time(p, cost, result, rank):
+    return cost.transfer
+
+
+def _once(p, cost, result, rank):
+    return 0 if result[1] % p == rank else cost.transfer
+
+
+def _simulate(schedule, cost, v, late=_every_time, rank_is_busy=True):
+    """Events, without an error where the lists are stuck."""
     p = len(schedule)
     ended, free, position, events = {}, [0.0] * p, [0] * p, []
     progress = True
@@ -280,8 +269,7 @@ def _simulate(schedule, cost, v, transfer=None, rank_is_busy=True):
                 needed = needs(a, rank, p, v)
                 if any(result not in ended for result in needed):
                     break
-                late = transfer or (lambda result, rank: cost.transfer)
-                arrivals = [ended[r] + late(r, rank) for r in needed]
+                arrivals = [ended[r] + late(p, cost, r, rank) for r in needed]
                 start = max([free[rank] if rank_is_busy else 0.0, *arrivals])
                 end = start + cost.seconds(a.op, a.chunk * p + rank)
                 ended[result_of(a, rank, p)] = free[rank] = end
@@ -291,14 +279,11 @@ def _simulate(schedule, cost, v, transfer=None, rank_is_busy=True):
     return events
 
 
-def _once(p, cost, result, rank):
-    return 0 if result[1] % p == rank else cost.transfer
-
-
 class Simulate:
-    @staticmethod
-    def transfers_forgotten(schedule, cost, v):
-        return _simulate(schedule, cost, v, lambda result, rank: 0)
+    transfers_forgotten = partial(_simulate, late=lambda *_: 0)
+    transfers_to_itself = _simulate
+    two_actions_at_a_time = partial(_simulate, late=_once, rank_is_busy=False)
+    deadlock_ignored = partial(_simulate, late=_once)
 
     @staticmethod
     def lists_emptied(schedule, cost, v):
@@ -307,19 +292,6 @@ class Simulate:
         for actions in schedule:
             actions.clear()
         return events
-
-    @staticmethod
-    def transfers_to_itself(schedule, cost, v):
-        return _simulate(schedule, cost, v)
-
-    @staticmethod
-    def two_actions_at_a_time(schedule, cost, v):
-        late = partial(_once, len(schedule), cost)
-        return _simulate(schedule, cost, v, late, rank_is_busy=False)
-
-    @staticmethod
-    def deadlock_ignored(schedule, cost, v):
-        return _simulate(schedule, cost, v, partial(_once, len(schedule), cost))
 
 
 def _flat(grads, n):
@@ -434,24 +406,19 @@ class Checkpoint:
         return _Again.apply(function, "nothing", *args)
 
 
+def _layer_bytes(*sizes, outside=10, inside=24, score=5, cut=True):
+    s, b, h, a, t, sequence_parallel, recompute = sizes
+    n = t if sequence_parallel else 1
+    if recompute == "full":
+        return 2 * s * b * h / n
+    scores = score * a * s / h if recompute == "none" else 0
+    return s * b * h * (outside / n + inside / t + scores / (t if cut else 1))
+
+
 class MemoryFormula:
-    @staticmethod
-    def everything_divided(s, b, h, a, t=1, sequence_parallel=False, recompute="none"):
-        if recompute == "full":
-            return 2 * s * b * h / (t if sequence_parallel else 1)
-        return s * b * h * (34 + (5 * a * s / h if recompute == "none" else 0)) / t
-
-    @staticmethod
-    def scores_not_divided(s, b, h, a, t=1, sequence_parallel=False, recompute="none"):
-        outside = 10 / (t if sequence_parallel else 1)
-        scores = 5 * a * s / h if recompute == "none" else 0
-        return s * b * h * (outside + 24 / t + scores)
-
-    @staticmethod
-    def masks_of_two_bytes(s, b, h, a, t=1, sequence_parallel=False, recompute="none"):
-        outside = 12 / (t if sequence_parallel else 1)
-        scores = 6 * a * s / (h * t) if recompute == "none" else 0
-        return s * b * h * (outside + 24 / t + scores)
+    everything_divided = partial(_layer_bytes, outside=0, inside=34)
+    scores_not_divided = partial(_layer_bytes, cut=False)
+    masks_of_two_bytes = partial(_layer_bytes, outside=12, score=6)
 
 
 def _scaled(c, iterations, columns_to=None):
