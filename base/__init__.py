@@ -1,3 +1,2 @@
-"""Below the techniques: processes and groups, what host and device exchange, streams for people,
-typed JSON; a model's configuration, dropout, attention on one device, number formats. Imports
-torch. Begin with world.py."""
+"""The layer below the techniques: process groups, the device queue, terminal streams, typed JSON; a
+model's configuration, dropout, attention on one device, number formats. Start with groups.py."""

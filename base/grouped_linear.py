@@ -3,7 +3,7 @@
     rows   x x x | x | x x     counts 3 1 2, in the order of experts
     times  W0    | W1| W2      each W: [out, in]
 
-moe.py sorts its rows so. The library's kernel for all experts has not yet run on a GPU.
+moe.py sorts its rows in this order. The library's kernel for all experts has not yet run on a GPU.
 """
 
 import torch
@@ -20,7 +20,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.counts = counts
         outputs = [x.new_empty(len(x), w.shape[1]) for w in weights]
-        # Split gives views: the outputs are filled in place.
+        # Split returns views, so the outputs are filled in place.
         for e, (rows, *parts) in enumerate(zip(*(t.split(counts) for t in (x, *outputs)))):
             for w, y in zip(weights, parts):
                 torch.mm(rows, w[e].t(), out=y)
@@ -38,7 +38,7 @@ class _GroupedLinear(torch.autograd.Function):
             for w, dw, grad in zip(weights, d_weights, parts):
                 d_rows.addmm_(grad, w[e])
                 if dw is not None:
-                    # Zeros where an expert has no rows.
+                    # An expert without rows has a gradient of zeros.
                     torch.mm(grad.t(), rows, out=dw[e])
         return dx, None, *d_weights
 
@@ -53,9 +53,9 @@ def grouped_linear(x: Tensor, counts: Tensor, *weights: Tensor) -> list[Tensor]:
     """A linear layer of each expert, for its own rows.
 
     x: [rows, in] in the order of experts; counts: [E] rows of each; weights: [E, out, in] each ->
-    [rows, out] each. In bf16 on a GPU one kernel does all experts (its rows must be whole numbers
-    of 16 bytes). Elsewhere it is one matrix multiplication for each: the library's CPU version is
-    the same loop, for which the host has to wait for the counts.
+    [rows, out] each. In bf16 on a GPU one kernel computes all experts (its rows must be multiples
+    of 16 bytes). Elsewhere each expert is one matrix multiplication, and the host waits for the
+    counts; the library's CPU version is the same loop.
     """
     aligned = all(size % 8 == 0 for w in weights for size in w.shape[1:])
     if x.is_cuda and x.dtype == torch.bfloat16 and len(x) and aligned:

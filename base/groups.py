@@ -15,8 +15,8 @@ gradients are summed. Experts are spread over --ep neighbouring replicas: replic
 
     torchrun --nproc-per-node 8 train.py --pp 2 --tp 2
 
-No process group is a global variable: each technique gets its group as an argument. The parts for
-NCCL have not yet run on a GPU; tests/nccl_rules.py has NCCL's rules.
+No process group is a global variable: each technique gets its group as an argument. The code for
+NCCL has not yet run on a GPU; tests/nccl_rules.py has NCCL's rules.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 @dataclass
 class Groups:
-    """The process groups of this rank. None where a group has one rank."""
+    """The process groups of this rank; None for a group of one rank."""
 
     # The ranks that have other samples.
     dp: dist.ProcessGroup | None = None
@@ -43,11 +43,11 @@ class Groups:
     edp: dist.ProcessGroup | None = None
     tp: dist.ProcessGroup | None = None
     pp: dist.ProcessGroup | None = None
-    # the pipeline's communicators on GPUs: (sender, receiver, kind) -> group, as `nccl_groups`
+    # The pipeline's communicators on GPUs, {(sender, receiver, kind): group}, of `nccl_groups`.
     nccl: dict | None = None
     # All ranks.
     all: dist.ProcessGroup | None = None
-    # All ranks, on the CPU: for checkpoints that are written while training goes on.
+    # All ranks, on the CPU: for checkpoints that are written during training.
     files: dist.ProcessGroup | None = None
 
     def __post_init__(self):
@@ -77,14 +77,14 @@ class Groups:
         if cp > 1:
             groups.replicas = mesh["dp", "cp"]._flatten("replicas").get_group()
         if ep > 1:
-            # The same ranks, with dp times cp = (edp, ep).
+            # These are the same ranks, with dp times cp = (edp, ep).
             shape = (pp, replicas // ep, ep, tp)
             names = ("pp", "edp", "ep", "tp")
             experts = make_mesh(device_type, shape, names, timeout)
             groups.ep = experts.get_group("ep")
             groups.edp = experts.get_group("edp")
         groups.all = dist.group.WORLD
-        # NCCL itself, or its rules on CPUs (tests/nccl_rules.py).
+        # The backend is NCCL itself, or NCCL's rules on CPUs (tests/nccl_rules.py).
         is_nccl = dist.get_backend().startswith("nccl")
         # CPU tensors need gloo, because NCCL cannot carry them.
         backend = "gloo" if is_nccl else None
@@ -104,12 +104,12 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     try:
         group.set_timeout(timeout)
     except RuntimeError as e:
-        # torch 2.11's gloo under TORCH_DISTRIBUTED_DEBUG=DETAIL: the default stays
+        # torch 2.11's gloo under TORCH_DISTRIBUTED_DEBUG=DETAIL keeps its default.
         if "does not support" not in str(e):
             raise
 
 
-# The groups for whose messages the next computation waits; sums of gradients are not waited for.
+# The next computation waits for messages of these groups; it does not wait for sums of gradients.
 URGENT = ("pp", "cp", "tp", "ep")
 
 
@@ -119,7 +119,7 @@ def make_mesh(
     """torch's mesh, whose `URGENT` groups have streams of high priority. A collective."""
     options = {}
     for name in names:
-        # One for each group, because torch writes into it.
+        # Each group has its own options, because torch writes into them.
         urgent = high_priority(timeout)
         if urgent and name in URGENT:
             options[name] = urgent
@@ -127,10 +127,10 @@ def make_mesh(
 
 
 def high_priority(timeout: timedelta | None) -> "dist.ProcessGroupNCCL.Options | None":
-    """Options of one communicator: its stream has high priority. None without NCCL.
+    """Options that give a communicator a stream of high priority; None without NCCL.
 
     A matrix multiplication that was launched earlier fills the GPU. As its blocks end, those of the
-    stream with the highest priority start first. So communication is meant to run beside the
+    stream with the highest priority start first. So communication should overlap with the
     multiplication, without CUDA_DEVICE_MAX_CONNECTIONS=1 (Megatron-LM's option
     --high-priority-stream-groups).
     """
@@ -153,13 +153,14 @@ def nccl_groups(
     There is one for each link of `pipeline_links`. pipelines: the global ranks of every pipeline.
     timeout: of their messages.
 
-    A collective of all ranks. Disjoint pairs, of all pipelines, are split from the world at once: a
+    A collective of all ranks. Disjoint pairs of all pipelines are split from the world at once: a
     `new_group` for each pair would be a collective of all ranks each time. A rank without a pair is
-    split alone, because torch names a group by how many this rank has, and both ends need one name.
+    split alone, because torch names a group by the number of groups of this rank, and both ends
+    need one name.
 
-    Each communicator carries a message here, in the same order everywhere. NCCL's first send blocks
-    its host until the host of the receive arrives; in a training step two hosts could wait for each
-    other. An all-reduce here would not help, because collectives use other connections.
+    Each communicator carries a first message here, in the same order everywhere. NCCL's first send
+    blocks its host until the host of the receive arrives; in a training step two hosts could wait
+    for each other. An all-reduce would not help, because collectives use other connections.
     """
     own = {}
     p = len(pipelines[0])
@@ -183,7 +184,7 @@ def nccl_groups(
 
 
 def disjoint(links: list[tuple[int, int, str]]) -> list[list[tuple[int, int, str]]]:
-    """The links, in lists of which none has a rank twice."""
+    """Split the links into lists in which each rank occurs at most once."""
     lists = []
     for link in links:
         for others in lists:
@@ -196,9 +197,9 @@ def disjoint(links: list[tuple[int, int, str]]) -> list[list[tuple[int, int, str
 
 
 def pipeline_links(p: int) -> list[tuple[int, int, str]]:
-    """(sender, receiver, kind) of all that a pipeline of p ranks may send: activations (F) to the
-    next rank and gradients (B) to the previous one, both also round the end, and the gradient of a
-    tied embedding (B) between first and last."""
+    """(sender, receiver, kind) of all possible messages of a pipeline of p ranks: activations (F)
+    to the next rank and gradients (B) to the previous one, both also between last and first rank,
+    and the gradient of a tied embedding (B) between first and last."""
     links = {(0, p - 1, "B"), (p - 1, 0, "B")}
     for i in range(p):
         links.add((i, (i + 1) % p, "F"))

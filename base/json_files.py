@@ -1,12 +1,12 @@
 """Read untrusted JSON with types: index.json, config.json, prompts.json, JSON lines.
 
-A file from somebody else may hold anything: a word where a number belongs, NaN, endless nesting,
-half a character. So each call names the type that it expects, and every failure is a `JSONError`
-with one line of text:
+A file from another source may hold anything: a word in place of a number, NaN, deep nesting, half a
+character. So each call names the type that it expects, and every failure is a `JSONError` with one
+line of text:
 
     read(path, GPTConfig)           a whole file
     parse(data, dict, where)        bytes; `where` begins the error message
-    convert(value, kind, where)     a value that was parsed without a type
+    convert(value, GPTConfig, ..)   a value that was parsed without a type
     read_lines(path, dict)          JSON lines: pairs (line number, object)
 
     >>> parse(b'{"steps": 2.5}', dict[str, int], "run.json")
@@ -36,11 +36,11 @@ from base.errors import cause
 
 
 class JSONError(ValueError):
-    """JSON that cannot be used; the message is one line: the file, where in it, and why."""
+    """JSON that cannot be used. The message is one line: the file, the place in it, the reason."""
 
 
 def read(path: "str | Path", kind=Any):
-    """The content of a JSON file as `kind`, any type that msgspec supports. Raises JSONError."""
+    """Read a JSON file as `kind`, any type that msgspec supports. Raises JSONError."""
     try:
         data = read_bytes(path)
     except (OSError, ValueError) as e:
@@ -49,8 +49,8 @@ def read(path: "str | Path", kind=Any):
 
 
 def read_bytes(path: "str | Path") -> bytes:
-    """The content of a file. Raises OSError, also for a pipe or a device: reading one may never
-    end. A pipe that the shell has opened, as <(zcat a.gz) does, is read."""
+    """The content of a file. Raises OSError, also for a pipe or a device, whose end may never come.
+    A pipe that the shell has opened, as <(zcat a.gz) does, is read."""
     mode = os.stat(path).st_mode
     opened = stat.S_ISFIFO(mode) and str(path).startswith("/dev/")
     if not stat.S_ISREG(mode) and not opened:
@@ -59,7 +59,7 @@ def read_bytes(path: "str | Path") -> bytes:
 
 
 def parse(data: bytes, kind=Any, where: str = "JSON"):
-    """JSON text as `kind`. where: the beginning of an error message. Raises JSONError."""
+    """Parse JSON text as `kind`. where: the start of an error message. Raises JSONError."""
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as e:
@@ -71,7 +71,7 @@ def parse(data: bytes, kind=Any, where: str = "JSON"):
 
 
 def convert(value, kind, where: str):
-    """A value that was parsed without a type, as `kind`. Raises JSONError."""
+    """Convert a value that was parsed without a type to `kind`. Raises JSONError."""
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, ValueError, RecursionError) as e:
@@ -79,7 +79,7 @@ def convert(value, kind, where: str):
 
 
 def convert_exactly(given: dict, kind, where: str):
-    """A dictionary as `kind`, a dataclass that has all of its fields. Raises JSONError."""
+    """Convert a dictionary to `kind`, a dataclass that has all its fields. Raises JSONError."""
     names = [field.name for field in dataclasses.fields(kind)]
     for name in given:
         if name not in names:
@@ -100,7 +100,7 @@ def read_lines(path: "str | Path", kind=dict[str, Any]):
 
 def lines(data: bytes):
     """Yield (number, line) for each line of JSON lines that is not empty, without the byte order
-    mark with which many editors begin a file."""
+    mark that many editors write."""
     for number, line in enumerate(data.split(b"\n"), 1):
         line = line.removeprefix(codecs.BOM_UTF8)
         if line.strip():
@@ -108,7 +108,7 @@ def lines(data: bytes):
 
 
 def why_not_json(data: bytes) -> str:
-    """Why text cannot be parsed, with line and column where they are known."""
+    """Why text cannot be parsed, with line and column if they are known."""
     try:
         json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as e:
@@ -121,7 +121,7 @@ def why_not_json(data: bytes) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """The message of an exception with each run of white space as one space."""
+    """The message of an exception on one line: white space becomes single spaces."""
     return " ".join(str(error).split())
 
 

@@ -1,13 +1,13 @@
 """The shape of a model: the fields of `GPTConfig`, their defaults and their rules.
 
 A shape that cannot be built is refused here, before anything is allocated, by a `FieldError`. It
-knows the field, its value, the rule and what would fit, so that train.py can name the flag:
+has the field, its value, the rule and what would fit, so that train.py can name the flag:
 
     GPTConfig(2, 64, num_heads=5)   num_heads 5: must divide hidden_size 64; [2, 4, 8] would fit
     train.py --num-heads 5 ..       --num-heads 5: must divide --hidden-size 64; [2, 4, 8] would fit
 
-The check of every technique (tensor_parallel.check, ..) raises the same error. At the end stand the
-parameters and the FLOPs of a shape.
+The check of every technique (tensor_parallel.check, ..) raises the same error. The last section
+counts the parameters and the FLOPs of a shape.
 """
 
 import math
@@ -32,11 +32,11 @@ class GPTConfig:
     num_layers: int
     hidden_size: int
     num_heads: int
-    # 0: as many as heads; fewer is grouped-query attention (arXiv 2305.13245).
+    # 0 means as many as heads; fewer is grouped-query attention (arXiv 2305.13245).
     num_kv_heads: int = 0
-    # 0: 4 h.
+    # 0 means 4 h.
     ffn_hidden_size: int = 0
-    # Tokens of the longest sequence.
+    # The number of tokens of the longest sequence.
     seq_length: int = 1024
     vocab_size: int = 50257
     # The probability, for the embedding, attention probabilities and both residual branches.
@@ -47,7 +47,7 @@ class GPTConfig:
     attention: str = ""
     norm_eps: float = 1e-5
     rotary_base: float = 10000.0
-    # 0: h / a.
+    # 0 means h / a.
     head_dim: int = 0
     # One of layernorm, rmsnorm and rmsnorm1p: RMSNorm that multiplies by 1 + weight (Gemma).
     norm: str = ""
@@ -55,21 +55,21 @@ class GPTConfig:
     activation: str = ""
     # One of learned, rotary (arXiv 2104.09864) or alibi (arXiv 2108.12409).
     positions: str = ""
-    # Which of query, key, value and output have one: all, qkv (without output) or none.
+    # Which of query, key, value and output have a bias: all, qkv (without output) or none.
     attention_bias: str = ""
-    # Whether the MLP's matrices have one; those of experts never have.
+    # Whether the MLP's matrices have a bias; those of experts never have one.
     mlp_bias: bool | None = None
     # Whether embedding and head are one matrix (arXiv 1608.05859).
     tied: bool | None = None
     # Whether each head's query and key have a norm (Qwen3).
     qk_norm: bool = False
-    # Whether the embedding has a norm behind it (BLOOM), or is multiplied by √h (Gemma).
+    # Whether a norm follows the embedding (BLOOM), or the embedding is multiplied by √h (Gemma).
     embedding_norm: bool = False
     embedding_scale: bool = False
-    # A token attends to so many, itself included; 0: to all (Mistral).
+    # The number of tokens that a token attends to, itself included; 0 means all (Mistral: 4096).
     sliding_window: int = 0
     # Scaling of rotary angles, for longer sequences than the original length (Llama 3,
-    # families.llama3_frequencies); 1: none, and the three fields below count for nothing.
+    # families.llama3_frequencies). With 1 there is none, and the next three fields have no effect.
     rotary_factor: float = 1.0
     rotary_low_frequency: float = 1.0
     rotary_high_frequency: float = 4.0
@@ -93,7 +93,7 @@ class GPTConfig:
         return self.activation in ("swiglu", "geglu")
 
     def head_size(self) -> int:
-        """h / a. Raises FieldError where a does not divide h."""
+        """h / a. Raises FieldError if a does not divide h."""
         for field in ("hidden_size", "num_heads"):
             self.check_size(field)
         h, a = self.hidden_size, self.num_heads
@@ -136,7 +136,7 @@ class GPTConfig:
             raise FieldError("sliding_window", self.sliding_window, rule)
         if not 0 <= self.dropout < 1:
             raise FieldError("dropout", self.dropout, "must be at least 0 and below 1")
-        # Beyond these a float32 is 0 or infinite somewhere in the model.
+        # Beyond these limits a float32 is 0 or infinite somewhere in the model.
         self.check_range("norm_eps", 1e-30, 1, "must be from 1e-30 to 1")
         self.check_range("rotary_base", 1, 1e30, "must be from 1 to 1e+30")
         self.check_range("rotary_factor", 1, 1e30, "must be from 1 to 1e+30")
@@ -176,7 +176,7 @@ CHOICES = {
     "positions": ("learned", "rotary", "alibi"),
     "attention_bias": ("all", "qkv", "none"),
 }
-# The defaults of a family.
+# The defaults of the two families.
 GPT2 = dict(
     norm="layernorm",
     activation="gelu",
@@ -193,7 +193,7 @@ LLAMA = dict(
     mlp_bias=False,
     tied=False,
 )
-# The types that a field may have, and their name in a message.
+# {annotation: (the types that a field may have, their name in a message)}
 KINDS = {
     int: (int, "an integer"),
     float: (float | int, "a number"),
@@ -205,9 +205,9 @@ KINDS = {
 
 
 class FieldError(ValueError):
-    """A value that cannot be: the field to change, its value, the rule, and what would fit.
+    """An impossible value: the field to change, its value, the rule, and what would fit.
 
-    rule: may name other fields as {field}; `others` has their values, None to name one alone.
+    rule: may name other fields as {field}; `others` has their values, None for the name alone.
     """
 
     def __init__(self, field: str, value, rule: str, fits=None, **others):
@@ -216,7 +216,7 @@ class FieldError(ValueError):
         self.others = others
 
     def message(self, name_of=str) -> str:
-        """name_of(field): what the reader calls a field, a flag for example."""
+        """The message. name_of(field): the name of a field for the reader, for example a flag."""
         field, value, rule, fits = self.args
         others = {}
         for name, other in self.others.items():
@@ -229,7 +229,7 @@ class FieldError(ValueError):
 
 
 def divisors(n: int, near: int) -> list[int]:
-    """The three divisors of n, of those up to 4096, that are nearest to a number."""
+    """The three divisors of n, up to 4096, that are nearest to a number."""
     found = [d for d in range(1, min(n, 4096) + 1) if n % d == 0]
     return sorted(sorted(found, key=lambda d: abs(d - near))[:3])
 
@@ -254,9 +254,9 @@ class MoEConfig(GPTConfig):
 
     num_experts: int = 0  # 0: no experts, one MLP for all tokens
     expert_every: int = 1  # experts in every n-th layer
-    router: str = "sinkhorn"  # of ROUTER_NAMES
-    router_topk: int = 1  # experts of a token
-    router_temperature: float = 0.02  # of Sinkhorn's plan: lower is more even; Megatron-LM has 1
+    router: str = "sinkhorn"  # one of ROUTER_NAMES
+    router_topk: int = 1  # experts for each token
+    router_temperature: float = 0.02  # of Sinkhorn's plan; lower is more even (Megatron-LM: 1)
     capacity_factor: float = 0.0  # largest load of an expert / even share; 0: no limit
     aux_loss: float | None = None  # coefficient of the load-balancing loss; topk: 0.01
     z_loss: float | None = None  # coefficient of the z-loss; topk: 0.001
@@ -306,20 +306,21 @@ class MoEConfig(GPTConfig):
             )
 
 
-# --- how large a model is, without building it ----------------------------------------------------
-# config is a GPTConfig, or a MoEConfig with experts
+# --- size of a model, without building it ---------------------------------------------------------
+#
+# config is a GPTConfig, or a MoEConfig for experts.
 
 
 def num_mlps(config: GPTConfig, of_each_layer_with_experts: str) -> tuple[int, int]:
-    """(MLPs of the whole model, layers with experts). A layer with experts counts as many MLPs as
-    the named field says: num_experts, or router_topk, those that one token goes through."""
+    """(MLPs of the whole model, layers with experts). The named field is the number of MLPs of a
+    layer with experts: num_experts, or router_topk for those that one token goes through."""
     experts = len(getattr(config, "expert_layers", ()))
     each = getattr(config, of_each_layer_with_experts, 0)
     return config.num_layers - experts + experts * each, experts
 
 
 def block_matrices(config: GPTConfig, mlps: int) -> int:
-    """Numbers in the matrices of all blocks, routers left out."""
+    """Numbers in the matrices of all blocks, without routers."""
     h = config.hidden_size
     heads = config.num_heads + config.num_kv_heads
     attention = 2 * h * heads * config.head_dim
@@ -332,8 +333,8 @@ def mlp_matrices(config: GPTConfig) -> int:
 
 
 def least_parameters(config: GPTConfig) -> int:
-    """Numbers in a model's matrices; norms and biases are left out. Exact for any shape, without
-    building it."""
+    """Numbers in a model's matrices, without norms and biases. It is exact for any shape, without
+    building the model."""
     h = config.hidden_size
     mlps, experts = num_mlps(config, "num_experts")
     routers = experts * h * getattr(config, "num_experts", 0)
@@ -347,12 +348,12 @@ def flops_per_token(config: GPTConfig, s: int | None = None) -> float:
     """Model FLOPs to train on one token of a sequence of s tokens, by default the longest: matrix
     multiplications, forward once and backward twice.
 
-    Attention counts over all s² scores, as in the papers: also those that the causal mask or a
-    sliding window hides. For a GPT it is
+    Attention counts all s² scores, as in the papers, also those that the causal mask or a sliding
+    window hides. For a GPT it is
 
-        72 L h² (1 + s/6h + V/12hL)        arXiv 2205.05198, eq. 7, over B s
+        72 L h² (1 + s/6h + V/12hL)        arXiv 2205.05198, eq. 7, divided by B s
 
-    Of experts, those that a token goes through count, and the router.
+    Only the experts that a token goes through count, and the router.
     """
     h = config.hidden_size
     mlps, experts = num_mlps(config, "router_topk")

@@ -1,16 +1,16 @@
-"""Rotary positions (RoPE, Su et al., arXiv 2104.09864): queries and keys are turned by an angle.
+"""Rotary positions (RoPE, Su et al., arXiv 2104.09864): queries and keys are rotated by an angle.
 
 The d numbers of a head are d/2 pairs (x_i, x_{i+d/2}), and each pair is a point in a plane. Before
-the scores, pair i of the token at position p turns by
+the scores are computed, pair i of the token at position p is rotated by
 
     p · base^(-2i/d)        i < d/2        pair 0 by p radians, the last one by almost nothing
 
-Turned queries and keys have the product of plain ones that are turned by the difference of their
-angles alone. So a score depends on the distance of two tokens, not on where they stand.
+The product of a rotated query and a rotated key depends only on the difference of their angles. So
+a score depends on the distance of two tokens, not on their positions.
 
-    python -m course.gpt       the lesson of the model that this is a part of
+    python -m course.gpt       the lesson of the model
 
-Longer sequences than those of training need other frequencies: families.py.
+Sequences longer than those of training need other frequencies (families.py).
 """
 
 import torch
@@ -21,14 +21,14 @@ from base.model_config import GPTConfig
 
 
 class Rotary(nn.Module):
-    """Queries and keys, rotated. q: [b, a, s, d]; k: [b, a_kv, s, d]; table: of `rotary_table`"""
+    """Rotates queries and keys. q: [b, a, s, d]; k: [b, a_kv, s, d]; table: of `rotary_table`"""
 
     def forward(self, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return rotate(q, table), rotate(k, table)
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (x_i, x_{i+d/2}) by its position's angle. x: [b, a, s, d]"""
+    """Rotate each pair (x_i, x_{i+d/2}) by its position's angle. x: [b, a, s, d]"""
     low, high = x.chunk(2, dim=-1)
     return x * table[0] + torch.cat((-high, low), dim=-1) * table[1]
 
@@ -44,7 +44,7 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of position * frequency, twice over: [s, d] or [b, 1, s, d] each.
 
-    like: has their device and dtype; documents: [b, s], in each of which positions restart."""
+    like: has their device and dtype; documents: [b, s], each restarts positions."""
     at = torch.arange(s, device=like.device)
     if documents is not None:
         at = positions_of(documents).unsqueeze(1)  # [b, 1, s]
@@ -52,6 +52,6 @@ def rotary_table(
 
 
 def rotary_at(frequencies: Tensor, at: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for positions `at`, of any shape: [.., d] each."""
+    """(cos, sin) of positions `at`, of any shape: [.., d] each."""
     angle = at.double().unsqueeze(-1) * frequencies.repeat(2)  # [.., d]
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)

@@ -1,13 +1,13 @@
-"""How a command prints and ends, on streams that may be closed, full, or only know ASCII.
+"""How a command prints and ends, on streams that may be closed, full, or limited to ASCII.
 
-A run must not end because nobody reads its lines any more: `python train.py | head` closes the pipe
-after ten lines, or the disk of a log file fills up. Then further lines are dropped, one line on
-standard error says so, and the run goes on. metrics.jsonl has every step.
+A run must not end when its output is no longer read: `python train.py | head` closes the pipe after
+ten lines, or the disk of a log file is full. Then further lines are dropped, one line on standard
+error says so, and the run goes on. metrics.jsonl has every step.
 
     terminal.prepare()          at the start of a command
     terminal.say("step 1")      prints a line, flushed
     terminal.refuse("why")      ends the process with status 2 and one line on standard error
-    terminal.run(main)          does all of this around main(); the last line of a file
+    terminal.run(main)          calls main() and does all of this; the last line of a file
     terminal.command(main)      does the same for main(argv), which may be a rank of torchrun
 
     python train.py | head -n 2        trains to its end
@@ -28,9 +28,9 @@ from pathlib import Path
 
 
 def prepare() -> None:
-    """Make standard input, output and error usable. A closed one becomes /dev/null: otherwise the
-    next file that is opened, perhaps a checkpoint, would get its number, and what a library prints
-    would go into that file."""
+    """Make standard input, output and error usable. A closed one becomes /dev/null. Otherwise the
+    next opened file, perhaps a checkpoint, would get its number, and output of libraries would go
+    into that file."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
@@ -47,7 +47,7 @@ def prepare() -> None:
 
 
 def say(*words, error: bool = False, end: str = "\n") -> None:
-    """Print a line, flushed; where the stream is gone, drop this line and all later ones."""
+    """Print a line, flushed; if the stream is gone, drop this line and all later ones."""
     stream = sys.stderr if error else sys.stdout
     try:
         print(*words, file=stream, end=end, flush=True)
@@ -67,7 +67,7 @@ def one_line(message) -> str:
 
 
 def let_rank_0_speak(rank: int) -> None:
-    """Wait on the other ranks when all end because of bad input: the launcher stops all ranks as
+    """Wait on all ranks but 0 when all end because of bad input: the launcher stops all ranks as
     soon as one has ended, and rank 0 must print the message first."""
     if rank:
         time.sleep(3)
@@ -88,13 +88,13 @@ def refuse(message: str):
     sys.exit(2)
 
 
-# Errors of a stream that is closed or full.
+# The errors of a stream that is closed or full.
 STREAM_ERRORS = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 
 
 def run(main) -> None:
-    """End the process with what main() returns; with 1 where standard output is closed or full, and
-    with 130 after Ctrl-C, both without a traceback."""
+    """End the process with the status that main() returns; with 1 if standard output is closed or
+    full, and with 130 after Ctrl-C, both without a traceback."""
     prepare()
     status = 1
     try:
@@ -114,17 +114,17 @@ def run(main) -> None:
 
 
 def command(main) -> None:
-    """`run` main(argv). Ctrl-C ends it at once, unless it handles that itself, and so does the end
+    """Call `run` with main(argv). Ctrl-C ends it at once, unless main handles it; so does the end
     of its launcher."""
     quiet()
     end_with_launcher()
-    # Nearly all that was imported stays, so no garbage collection looks through it.
+    # Nearly all imported objects stay, so garbage collection can skip them.
     gc.freeze()
     run(lambda: main(sys.argv[1:]))
 
 
 def mute(stream) -> None:
-    """Discard what is in this stream's buffer, and all that is written to it later."""
+    """Discard this stream's buffer, and all later output to it."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -143,13 +143,13 @@ def removed_at_the_end(folder: Path) -> Iterator[None]:
 
 # --- Ctrl-C and the launcher ----------------------------------------------------------------------
 
-# Folders that Ctrl-C removes.
+# The folders that Ctrl-C removes.
 unfinished = set()
 
 
 def quiet() -> None:
-    """Let Ctrl-C end this process, and all that it has started, at once: with status 130 and no
-    traceback. For commands that have nothing to save."""
+    """Make Ctrl-C end this process and its descendants at once, with status 130 and no traceback.
+    For commands that have nothing to save."""
 
     def end(number, frame):
         kill_descendants()
@@ -161,7 +161,7 @@ def quiet() -> None:
 
 
 def end_with_launcher() -> None:
-    """Get SIGTERM when torchrun is killed: its ranks would wait for its store, or each other."""
+    """Request SIGTERM if torchrun is killed: its ranks would wait for its store or each other."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         pr_set_pdeathsig = 1
         with contextlib.suppress(OSError, AttributeError):
@@ -175,7 +175,7 @@ def end_with_launcher() -> None:
 def kill_descendants() -> None:
     """Kill all descendants of this process, also a rank that a fork server is just starting."""
     for stop in (signal.SIGSTOP, signal.SIGKILL):
-        # A stopped process starts no other one while the rest are found.
+        # A stopped process starts no other process while the rest are found.
         found = descendants(os.getpid())
         if stop == signal.SIGSTOP:
             found = [pid for pid in found if parent_of(pid) == os.getpid()]
@@ -198,7 +198,7 @@ def descendants(pid: int) -> list[int]:
 def parent_of(pid: int) -> int | None:
     try:
         with open(f"/proc/{pid}/stat") as file:
-            # The name before it may hold spaces and brackets.
+            # The name before it may contain spaces and brackets.
             return int(file.read().rpartition(")")[2].split()[1])
     except OSError:
         return None
