@@ -105,14 +105,12 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 class Block(NamedTuple):
     """The queries of this rank that attend to keys of another, and their masks."""
 
-    # Slices of the query rows, and of the key rows.
-    queries: slice
-    keys: slice
-    # Query i sees only keys 0 .. i.
-    causal: bool
+    queries: slice  # of the query rows
+    keys: slice  # of the key rows
+    causal: bool  # query i sees only keys 0 .. i
     # [b, 1, m, n], true where a query sees a key; None: `causal` decides.
     visible: Tensor | None
-    # [b, a, m, n], true where dropout removes a probability; the others are divided by `keep`
+    # [b, a, m, n], true where dropout removes a probability; the others are divided by `keep`.
     dropped: Tensor | None
     keep: float
 

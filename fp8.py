@@ -369,8 +369,7 @@ class Layer:
     how tensor parallelism shards them."""
 
     scaling: Scaling
-    # (layer, matrix) of each weight.
-    places: tuple[tuple[int, int], ...]
+    places: tuple[tuple[int, int], ...]  # (layer, matrix) of each weight
     # The ranks that hold parts of x, W and ∂y, or None where each rank has all of it.
     input_group: dist.ProcessGroup | None = None
     weight_group: dist.ProcessGroup | None = None

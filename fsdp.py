@@ -121,12 +121,9 @@ def shard_dim(shape: torch.Size, n: int) -> int:
 class Slot(NamedTuple):
     """Where the shard of one parameter lies in every row."""
 
-    # The position of the shard's first element.
-    offset: int
-    # The dimension along which the parameter is sharded.
-    dim: int
-    # The shape of a shard, padding included.
-    shape: torch.Size
+    offset: int  # position of the shard's first element
+    dim: int  # dimension along which the parameter is sharded
+    shape: torch.Size  # of a shard, padding included
 
 
 class FlatParameters:
@@ -573,7 +570,6 @@ class DataParallel(GradientSums):
                 if row.dtype != self.sum_dtype:
                     unit.local_grads[unit.rank] = row
             elif unit.summed_grads is None:
-                # This is the first micro-batch.
                 unit.summed_grads = row.to(self.sum_dtype)
                 self.set_main_grads(unit, unit.summed_grads)
             else:

@@ -467,7 +467,6 @@ class AdamW:
         # Each parameter has an entry in one of these: its whole master, or its low half.
         self.masters: dict[str, Tensor] = {}
         self.low: dict[str, Tensor] = {}
-        # The moments m and v.
         self.exp_avg: dict[str, Tensor] = {}
         self.exp_avg_sq: dict[str, Tensor] = {}
         for name, p in self.parameters.items():
@@ -615,7 +614,6 @@ class AdamW:
             kind = p.dtype, low is not None, master is not None
             kinds[kind].append((p.detach(), low, master, gradient, *state))
         for arguments in kinds.values():
-            # This makes one list for each argument.
             lists = map(list, zip(*arguments))
             self.fused(*lists, control, lr, *self.betas, self.eps)
 

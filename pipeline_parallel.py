@@ -95,12 +95,9 @@ class MessageKey(NamedTuple):
 class Transfer(NamedTuple):
     """An entry of a rank's program that communicates."""
 
-    # "send", "receive" or "settle".
-    op: str
-    # The rank at the other end.
-    peer: int
-    # The next three fields are those of MessageKey.
-    kind: str
+    op: str  # send, receive or settle
+    peer: int  # the rank at the other end
+    kind: str  # from here on as in MessageKey
     stage: int
     micro_batch: int
 
@@ -119,15 +116,11 @@ class Message(NamedTuple):
     sender: int
     receiver: int
     kind: str
-    # The stage that receives the message.
-    stage: int
+    stage: int  # the stage that receives it
     micro_batch: int
-    # How many earlier messages of this kind go from this sender to this receiver.
-    number: int
-    # The position, in the sender's list, of the action that computes it.
-    sent_at: int
-    # The position, in the receiver's list, of the action that needs it.
-    used_at: int
+    number: int  # earlier messages of this kind from this sender to this receiver
+    sent_at: int  # position, in the sender's list, of the action that computes it
+    used_at: int  # position, in the receiver's list, of the action that needs it
 
     def transfer(self, op: str) -> Transfer:
         peer = self.sender if op == "receive" else self.receiver
@@ -520,8 +513,7 @@ class Pipeline:
         else:
             step.departing[message] = tensor
 
-    # -- evaluation and tied weights
-    # -----------------------------------------------------------------
+    # -- evaluation and tied weights ---------------------------------------------------------------
 
     def parameters(self):
         return (p for stage in self.stages for p in stage.parameters())

@@ -148,9 +148,8 @@ class Work(NamedTuple):
     """The work of one pipeline rank in a micro-batch."""
 
     layers: int
-    # Shares of these layers.
-    recomputed: float
-    in_fp8: float
+    recomputed: float  # share of these layers
+    in_fp8: float  # share of these layers
     head: bool
 
 

@@ -90,12 +90,9 @@ class PTuning(Struct, forbid_unknown_fields=True):
 class PromptTasks(NamedTuple):
     """The tasks of a model."""
 
-    # {task: its number of virtual tokens T}, in the order of their ids.
-    tokens: dict[str, int]
-    # The tasks whose tables are learned; the others have one already.
-    new: list[str]
-    # The encoder of p-tuning; None: tables are learned directly.
-    encoder: PTuning | None = None
+    tokens: dict[str, int]  # {task: its number of virtual tokens T}, in the order of their ids
+    new: list[str]  # tasks whose tables are learned; the others have one already
+    encoder: PTuning | None = None  # of p-tuning; None: tables are learned directly
 
     def first_ids(self, vocab_size: int) -> dict[str, int]:
         """The id of each task's first virtual token."""

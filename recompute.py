@@ -214,7 +214,6 @@ def layer_bytes(
     sequence_ranks = t if sequence_parallel else 1
     tokens = s * b / cp
     if recompute == "full":
-        # Only the layer's input is kept.
         return 2 * tokens * h / sequence_ranks
     # The inputs of the two column-parallel matrices, two masks, two LayerNorms.
     outside = 10 / sequence_ranks

@@ -30,12 +30,9 @@ from typing import NamedTuple
 
 
 class Action(NamedTuple):
-    # F, B, I or W.
-    op: str
-    # The number of this rank's chunk of layers, from 0.
-    chunk: int
-    # Counted from 0.
-    micro_batch: int
+    op: str  # F, B, I or W
+    chunk: int  # which of this rank's chunks of layers, from 0
+    micro_batch: int  # from 0
 
     def __str__(self):
         return f"{self.op} of chunk {self.chunk}, micro-batch {self.micro_batch}"

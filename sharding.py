@@ -184,7 +184,6 @@ def init(
     """
     materialise(model, device, dtype, names)
     if torch.device(device).type == "meta":
-        # A meta tensor has only a shape.
         return
     with torch.no_grad():
         for name, p in model.named_parameters():
