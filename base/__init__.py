@@ -1,3 +1,3 @@
 """The layer below the techniques: process groups, the device queue, terminal streams, typed JSON; a
-model's configuration, dropout, attention on one device, number formats. Imports
-torch. Start with groups.py."""
+model's configuration, dropout, attention on one device, number formats. Imports torch. Begin with
+groups.py."""
