@@ -10,14 +10,14 @@ bytes     what one layer sends in forward and backward, counted, beside the form
 memory    what one layer keeps for backward, and the most that a step holds above weights,
           gradients and optimizer state, on 1, 2 and 4 ranks
 speed     a training step of two ranks with one thread each, beside one rank alone, in turn; and the
-          time line of a step
+          share of its messages' time that passes while a block computes
 
 Parts that are not named stay as they are in context.json. An order of pieces is patched in here:
 the ring of other repositories gives rank r the r-th part of the sequence.
 
 Shape of work and speed: GPT, h 512, L 4, a 8, s 4096, b 1, V 257, fp32.
 
-Figures: docs/figures/context.svg and docs/figures/context_time_line.svg
+Figure: docs/figures/context.svg
 """
 
 import contextlib
@@ -137,7 +137,7 @@ def silent():
 
 def on_rank(rank: int, rounds: int, shape: dict) -> dict:
     """times: {kind: seconds}, round by round; processor: {kind: seconds of a step}; losses: {kind:
-    of the first step, this rank's part}; events: {cutting: time line of a step}"""
+    of the first step, this rank's part}; hidden: {type of messages: share of their time}"""
     cpu.set_up()
     one = Measured(shape)
     steps = {
@@ -150,16 +150,16 @@ def on_rank(rank: int, rounds: int, shape: dict) -> dict:
     }
     kinds = {"one": one.alone} | {name: measured.together for name, measured in steps.items()}
     times = report.in_turn(kinds, rounds)
-    events = {"zigzag": recorded(steps["ring"]), "in order": recorded(steps["in order"])}
+    events = recorded(steps["ring"])
     return {
         "times": times,
         "processor": {name: median(measured.processor) for name, measured in steps.items()},
         "losses": {name: measured.losses[0] for name, measured in steps.items()},
-        "events": events,
+        "hidden": {what: time_line.hidden(events, what) for what in MESSAGES},
     }
 
 
-# --- the time line of a step: (what, start, end), in seconds
+# --- what is hidden: events of a step, (what, start, end), in seconds
 
 
 class TimedRing(context_parallel.Ring):
@@ -194,7 +194,7 @@ def recorded(measured: Measured) -> list[tuple[str, float, float]]:
     with mock.patch.multiple(context_parallel, **noting):
         dist.barrier()
         measured.step()
-    return sorted(events, key=lambda event: event[1])
+    return events
 
 
 def speed_part(shape: dict, rounds: int) -> dict:
@@ -215,14 +215,7 @@ def speed_part(shape: dict, rounds: int) -> dict:
     busiest = {k: max(m["processor"][k] for m in measured) for k in measured[0]["processor"]}
     results["processor_seconds"] = busiest
     results["ring_over_in_order"] = report.ratio(times, "in order", "ring")
-    results["time_line"] = {}
-    for cutting in CUTTINGS:
-        by_rank = [m["events"][cutting] for m in measured]
-        begin = min(start for events in by_rank for _, start, _ in events)
-        by_rank = [[(w, x - begin, y - begin) for w, x, y in events] for events in by_rank]
-        results["time_line"][cutting] = by_rank
-    zigzag = results["time_line"]["zigzag"]
-    results["hidden"] = {w: [time_line.hidden(x, w) for x in zigzag] for w in MESSAGES}
+    results["hidden"] = {what: [m["hidden"][what] for m in measured] for what in MESSAGES}
     for kind, share in results["share_of_twice"].items():
         print(f"{kind:<11} {format_spread(share)} of twice one rank's tokens/s")
     last = "ring_over_in_order", "processor_seconds", "loss_difference", "hidden"
@@ -251,45 +244,6 @@ def draw_speed(axes, shares: dict) -> None:
     style.rows_of(axes, list(NAMES.values()))
     axes.axvline(0.85, color="black", linestyle="--", linewidth=1, zorder=0.5)
     axes.set(title="Speed of two ranks", xlabel="share of twice one rank's")
-
-
-def bounds(by_rank: list, direction: str) -> tuple[float, float]:
-    """(begin, end) of the second layer's attention in this direction, on the two ranks."""
-    # Two blocks of each layer.
-    blocks = [[event for event in events if event[0] == direction][2:4] for events in by_rank]
-    return min(first[1] for first, _ in blocks), max(last[2] for _, last in blocks)
-
-
-def draw_time_line(axes, by_rank: list, direction: str, seconds: float) -> None:
-    """One layer's attention on two ranks: blocks above, messages below. seconds: those shown."""
-    begin, _ = bounds(by_rank, direction)
-    end = begin + seconds
-    margin = 0.12 * seconds
-    for rank, events in enumerate(by_rank):
-        for what, start, last in events:
-            if last >= begin - margin and start <= end + margin:
-                row, height = (2 * rank + 1, 0.5) if what in MESSAGES else (2 * rank, 0.8)
-                left, right = 1e3 * (start - begin), 1e3 * (last - begin)
-                time_line.draw_event(axes, row, what, left, right, height)
-    axes.set_xlim(-1e3 * margin, 1e3 * (end - begin + margin))
-    rows = [f"rank {rank}\n{what}" for rank in range(2) for what in ("blocks", "messages")]
-    style.rows_of(axes, rows)
-
-
-def draw_time_lines(cuttings: dict, path: Path) -> None:
-    figure, panels = style.figure(3.6, 2, 2, sharex="col", sharey=True)
-    for row, (cutting, by_rank) in zip(panels, cuttings.items()):
-        for axes, direction in zip(row, ("forward", "backward")):
-            both = [bounds(x, direction) for x in cuttings.values()]
-            draw_time_line(axes, by_rank, direction, max(end - begin for begin, end in both))
-            axes.set_title(f"{cutting}: {direction} of one layer's attention")
-    for axes in panels[-1]:
-        axes.set_xlabel("ms")
-    figure.suptitle(
-        "Measured, two ranks. Messages, from the call to the end: keys and values dark, their"
-        " gradients light"
-    )
-    style.save(figure, path)
 
 
 # --- work -----------------------------------------------------------------------------------------
@@ -479,8 +433,6 @@ def draw(results: dict, figures: Path) -> None:
         for axes, part in zip(row, measured):
             panels[part](axes)
         style.save(figure, figures / "context.svg")
-    if "speed" in results:
-        draw_time_lines(results["speed"]["time_line"], figures / "context_time_line.svg")
 
 
 PARTS = ("work", "bytes", "memory", "speed")

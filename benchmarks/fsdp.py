@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import fsdp
-import fsdp as units_of_fsdp
 import sharding
 import train
 from base import cpu
@@ -157,11 +156,8 @@ def events_of_a_step(ours: Ours) -> list[tuple[str, int, float, float]]:
     gathered, scattered = partial(started, "all-gather"), partial(started, "reduce-scatter")
     methods = dict(start_gather=for_unit, reduce=for_unit, gather=gather)
     methods |= dict(reduce_gradients=reduce_gradients)
-    with (
-        noting(units_of_fsdp, all_gather=gathered),
-        noting(fsdp, reduce_scatter=scattered),
-        noting(sharder, **methods),
-    ):
+    collectives = dict(all_gather=gathered, reduce_scatter=scattered)
+    with noting(fsdp, **collectives), noting(sharder, **methods):
         dist.barrier()
         begin = clock()
         ours.step()
@@ -184,6 +180,12 @@ def computed(waits: list, layers: int) -> list[tuple[str, int, float, float]]:
     return events
 
 
+COLOURS = {
+    "forward": style.COLOURS["F"],
+    "backward": style.COLOURS["B"],
+    "all-gather": style.COLOURS["weights"],
+    "reduce-scatter": style.COLOURS["gradients"],
+}
 # {row of the figure: its events}
 ROWS = {
     "compute": ("forward", "backward"),
@@ -204,14 +206,15 @@ def draw(results: dict, figures: Path) -> None:
         for what, unit, *seconds in events:
             if what in kinds:
                 start, end = (1e3 * x for x in seconds)
-                time_line.draw_event(axes, y, what, start, end)
+                box = dict(color=COLOURS[what], edgecolor="white", linewidth=0.5)
+                axes.barh(y, end - start, left=start, height=0.8, **box)
                 # Where there is room.
                 if end - start > 0.012 * axes.get_xlim()[1]:
                     name = names.get(unit, str(unit - 1))
-                    style.inside(axes, name, ((start + end) / 2, y), time_line.COLOURS[what])
+                    style.inside(axes, name, ((start + end) / 2, y), COLOURS[what])
     for what in ROWS["compute"]:
         begin = 1e3 * min(start for kind, _, start, _ in events if kind == what)
-        style.label(axes, what, (begin, -0.5), time_line.COLOURS[what], offset=(0, 6))
+        style.label(axes, what, (begin, -0.5), COLOURS[what], offset=(0, 6))
     axes.set_xlabel("ms")
     axes.set_title(
         f"A stage-3 step on rank 0, measured. E: embedding, 0 to {last - 2}: blocks, H: head",

@@ -588,7 +588,7 @@ def measure(toy: bool) -> dict:
         named = {key: section[key] for key in ("title", "source")}
         sections.append(named | {"commands": dict(section["commands"]), "claims": claims})
         print(f"{section['title']}: {len(claims)} claims", flush=True)
-    return {"toy": toy, "sections": sections, "figures": curves(search)}
+    return {"toy": toy, "sections": sections, "weak_scaling": weak_scaling(search)}
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -653,129 +653,65 @@ def page(text: str, results: dict) -> str:
 
 # --- figures --------------------------------------------------------------------------------------
 
+# The end of the axis of ratios.
+MOST_SHOWN = 1.4
 H100_GPUS = (512, 1024, 2048, 3072, 5376, 10_752)
-PUBLISHED = dict(linestyle="none", marker="o", markersize=5, color="black")
 
 
-def curves(search: Search) -> dict:
-    """What the figures have beside the claims: predictions of which nothing was published."""
+def weak_scaling(search: Search) -> dict[int, float]:
+    """{H100s: predicted PFLOP/s}, of which little was published."""
     flops = flops_per_token(MLPERF) / 1e15
-    h100 = {n: n * flops * tokens_per_second(scaled(search, n), MLPERF) for n in H100_GPUS}
-    return {
-        "fsdp on 256": fsdp_speed(search, 256).value,
-        "H100, PFLOP/s": h100,
-        "70b on H100": tokens_per_second(llama_plan(search, H100, "70b", 32), LLAMA["70b"]),
-    }
+    return {n: n * flops * tokens_per_second(scaled(search, n), MLPERF) for n in H100_GPUS}
 
 
-def both(results: dict, part: str) -> list[list[float]]:
-    """[predicted, published] of the claims of a part."""
-    claims = [c for s in results["sections"] for c in s["claims"] if c["part"] == part]
-    return [[c[key] for c in claims] for key in ("ours", "published")]
+def draw_ratios(axes, sections: list[dict]) -> None:
+    """A row for each section, and a mark for each of its claims: ours over the published number."""
+    axes.axvspan(1 - OFF, 1 + OFF, color="#e4e4e4", linewidth=0)
+    for y, section in enumerate(sections):
+        for off in (False, True):
+            ratios = [c["ratio"] for c in section["claims"] if is_off(c) == off]
+            axes.plot(ratios, [y] * len(ratios), "o", color=style.SERIES[off], alpha=0.5)
+        for ratio in (c["ratio"] for c in section["claims"] if c["ratio"] > MOST_SHOWN):
+            style.label(axes, f"{ratio:.0f} →", (MOST_SHOWN, y), offset=(-24, 0))
+    style.rows_of(axes, [section["title"] for section in sections])
+    axes.set(xlim=(0.6, MOST_SHOWN), xlabel="ours / published; grey: within 10%")
 
 
-def draw_fsdp(axes, results: dict) -> None:
-    gpus = (8, 16, 32, 64, 128, 256)
-    predicted, published = both(results, "fsdp_ratios")
-    axes.axhline(1, color="#888888", linewidth=1)
-    predicted = [*predicted, results["figures"]["fsdp on 256"]]
-    axes.plot(gpus, predicted, "s-", color=style.SERIES[0], label="predicted")
-    axes.plot(gpus[:-1], published, label="published", **PUBLISHED)
-    style.ticks(axes, x=gpus)
-    axes.set(xlabel="H100s", ylabel="speed of FSDP / of the other", ylim=(0, 1.8))
-    axes.set_title("GPT-20B, bf16: FSDP over\ntensor + pipeline parallelism")
-    axes.legend(loc="lower right")
-
-
-def draw_steps(axes, results: dict) -> None:
-    """Each model has two rows: full recomputation, then the new techniques."""
-    seconds, published = (column[:8] for column in both(results, "table_5"))
-    for first, label in enumerate(("full recomputation", "sequence + selective")):
-        x = [i + 0.3 * first - 0.15 for i in range(4)]
-        # The hatch tells which is which in grey.
-        bar = dict(color=style.SERIES[first], edgecolor="white", hatch=first * "///")
-        axes.bar(x, over(seconds[first::2], published[::2]), width=0.28, label=label, **bar)
-        label = "published" if first else "_"
-        axes.plot(x, over(published[first::2], published[::2]), label=label, **PUBLISHED)
-    gains = [over(column[::2], column[1::2]) for column in (published, seconds)]
-    names = ("22B", "175B", "530B", "1T")
-    labels = [f"{n}\n{p - 1:.0%}/{q - 1:.0%}" for n, p, q in zip(names, *gains)]
-    axes.set_xticks(range(4), labels)
-    axes.set(ylim=(0, 1.5), ylabel="time / published time of full")
-    axes.set_xlabel("faster by: published/predicted", fontsize=style.SMALL)
-    axes.grid(visible=False, axis="x")
-    axes.set_title("Sequence parallelism with\nselective recomputation")
-    axes.legend(loc="upper left")
-
-
-def over(values, others) -> list[float]:
-    return [x / y for x, y in zip(values, others)]
-
-
-def draw_days(axes, results: dict) -> None:
-    predicted, published = both(results, "nemo_days")
-    for i, (name, colour) in enumerate(zip(PARAMETERS, (*style.SERIES, "#cc79a7", "#e69f00"))):
-        three = slice(3 * i, 3 * i + 3)
-        axes.plot(GPUS[::-1], predicted[three][::-1], color=colour, label=name)
-        axes.plot(GPUS, published[three], label="_", **PUBLISHED | dict(color=colour))
-    style.ticks(axes, x=GPUS[::-1], y=(0.1, 1, 10, 100))
-    axes.set(xlim=(140, 1300), xlabel="A100s", ylabel="days")
-    axes.set_title("300 billion tokens. Points:\npublished; lines: predicted")
-    style.label_ends(axes)
+def published_and_ours(sections: list[dict], part: str) -> list[list[float]]:
+    """[published, ours] of the claims of a part."""
+    claims = [c for section in sections for c in section["claims"] if c["part"] == part]
+    return [[c[key] for c in claims] for key in ("published", "ours")]
 
 
 def draw_scaling(axes, results: dict) -> None:
     gpus = [n for _, n in TABLE_1.values()]
-    predicted, published = (
+    # Of each model of table 1 the second claim is TFLOP/s of a GPU; of 1T the first is PFLOP/s.
+    published, predicted = (
         [n * x / 1000 for n, x in zip(gpus, table[1::3])] + one[:1]
-        for table, one in zip(both(results, "table_1"), both(results, "one_t"))
+        for table, one in zip(
+            published_and_ours(results["sections"], "table_1"),
+            published_and_ours(results["sections"], "one_t"),
+        )
     )
-    line = dict(marker="s", markersize=3)
-    axes.plot([*gpus, 3072], predicted, color=style.SERIES[0], label="A100, predicted", **line)
-    axes.plot([*gpus, 3072], published, label="A100, published", **PUBLISHED)
-    h100 = results["figures"]["H100, PFLOP/s"].values()
-    axes.plot(H100_GPUS, h100, color=style.SERIES[1], label="H100, predicted", **line)
-    last = H100_GPUS[-1], [*h100][-1]
-    style.label(axes, f"{last[1]:,.0f}", last, offset=(-4, 8), ha="right")
-    style.label(axes, "1T: 502", (3072, published[-1]), offset=(6, -6))
+    axes.plot([*gpus, 3072], predicted, "s-", color=style.SERIES[0], label="A100, predicted")
+    axes.plot([*gpus, 3072], published, "o", color="black", label="A100, published")
+    h100 = results["weak_scaling"].values()
+    axes.plot(H100_GPUS, h100, "s-", color=style.SERIES[1], label="H100, predicted")
     marks = {32: "32", 256: "256", 1024: "1,024", 10752: "10,752"}
-    style.ticks(axes, x=marks, y={10: "10", 100: "100", 1000: "1,000"})
-    axes.set(xlabel="GPUs", ylabel="PFLOP/s", xlim=(25, 25000), ylim=(2, 30000))
-    axes.set_title("Weak scaling: 1.7B to 1T on A100s,\n175B in FP8 on H100s")
+    style.ticks(axes, x=marks, y={10: "10", 100: "100", 1000: "1,000", 10000: "10,000"})
+    axes.set(xlabel="GPUs", ylabel="PFLOP/s")
+    axes.set_title("Weak scaling: 1.7B to 1T on A100s, 175B in FP8 on H100s")
     axes.legend(loc="upper left")
-
-
-def draw_llama(axes, results: dict) -> None:
-    """GPU hours, over those predicted for A100s. Nobody has published 70B on H100s."""
-    h100 = [column[2:4] for column in both(results, "h100_speeds")]
-    h100 = [[*h100[0], results["figures"]["70b on H100"]], [*h100[1], None]]
-    h200, a100 = zip(*((column[:3], column[3:]) for column in both(results, "llama_speeds")))
-    rates = {"A100, bf16": a100, "H100, FP8": h100, "H200, FP8": h200}
-    for i, ((name, (predicted, published)), colour) in enumerate(zip(rates.items(), style.SERIES)):
-        x = [place + 0.27 * (i - 1) for place in range(3)]
-        axes.bar(x, over(a100[0], predicted), width=0.25, color=colour, label=name)
-        marks = [slow / y if y else None for slow, y in zip(a100[0], published)]
-        axes.plot(x, marks, label="_" if i else "published", **PUBLISHED)
-    hours = [[f"{1e9 / x / 3600:.0f}" for x in predicted] for predicted, _ in rates.values()]
-    names = [f"{name.upper()}\n{'/'.join(each)}" for name, *each in zip(LLAMA, *hours)]
-    axes.set_xticks(range(3), names)
-    axes.set_xlabel("predicted GPU hours for 1 billion tokens", fontsize=style.SMALL)
-    axes.set(ylim=(0, 1.7), ylabel="time / that predicted for A100")
-    axes.set_title("Time of Llama 2, by GPU")
-    axes.grid(visible=False, axis="x")
-    axes.legend(loc="upper right", ncols=2)
 
 
 def draw(results: dict, figures: Path) -> None:
     """results: what reproduction.json holds."""
-    for name, panels in (
-        ("reproduction", (draw_fsdp, draw_steps, draw_days)),
-        ("reproduction_scaling", (draw_scaling, draw_llama)),
-    ):
-        figure, row = style.figure(3.4, 1, len(panels))
-        for axes, draw_panel in zip(row, panels):
-            draw_panel(axes, results)
-        style.save(figure, figures / f"{name}.svg")
+    figure, axes = style.figure(3.4)
+    draw_ratios(axes, results["sections"])
+    style.save(figure, figures / "reproduction.svg")
+    figure, axes = style.figure(3.4)
+    draw_scaling(axes, results)
+    style.save(figure, figures / "reproduction_scaling.svg")
 
 
 def main():

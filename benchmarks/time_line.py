@@ -2,18 +2,7 @@
 
 import time
 
-from benchmarks import style
-
 COMPUTING = "forward", "backward"
-COLOURS = {
-    "forward": style.COLOURS["F"],
-    "backward": style.COLOURS["B"],
-    # All-gathers carry weights, the ring keys and values.
-    "all-gather": style.COLOURS["weights"],
-    "keys and values": style.COLOURS["weights"],
-    "reduce-scatter": style.COLOURS["gradients"],
-    "gradients": style.COLOURS["gradients"],
-}
 
 
 def noted(events: list, what: str, function, begin: float | None = None):
@@ -38,9 +27,3 @@ def hidden(events: list, what: str) -> float:
         for start, end in computing
     )
     return overlap / sum(last - first for first, last in messages)
-
-
-def draw_event(axes, y: int, what: str, start: float, end: float, height: float = 0.8) -> None:
-    """A box. start, end: ms."""
-    box = dict(height=height, color=COLOURS[what], edgecolor="white", linewidth=0.5)
-    axes.barh(y, end - start, left=start, **box)

@@ -27,7 +27,7 @@ LOSSES += ["fp8_training.svg", "moe_load.svg", "moe_loss.svg"]
 # (script, arguments beside --toy, files that it writes)
 SCRIPTS = [
     ("activation_memory", [], ["activation_memory.json", "activation_memory.svg"]),
-    ("context", [], ["context.json", "context.svg", "context_time_line.svg"]),
+    ("context", [], ["context.json", "context.svg"]),
     ("fine_tuning", [], ["fine_tuning.json", "fine_tuning.svg"]),
     ("packing", [], ["packing.json", "packing.svg"]),
     ("fp8", [], ["fp8.json", "fp8.svg"]),
