@@ -58,7 +58,14 @@ TOY_RUN += " --steps 3 --warmup-steps 1 --eval-every 0"
 
 def cases_of(stage: str, args) -> dict:
     """{name: a function that measures it}; of gpu.py."""
-    return globals()[f"cases_of_{stage}"](args)
+    one = {
+        "environment": {"versions": versions, "speed": partial(speed, args.toy)},
+        "build": {"kernels": build},
+        # Its tools run beside each other.
+        "sanitizer": {"pytest": partial(pytest, "sanitizer", args, 4)},
+        "run": {"train.py": partial(train, args)},
+    }
+    return one.get(stage) or {"tests": all_tests, "parity": parity_cases}[stage](args)
 
 
 def call(argv: list[str], deadline: float) -> tuple[int | None, list[str]]:
@@ -85,10 +92,6 @@ def ended(status: int | None) -> dict:
 
 
 # --- the machine ----------------------------------------------------------------------------------
-
-
-def cases_of_environment(args) -> dict:
-    return {"versions": versions, "speed": partial(speed, args.toy)}
 
 
 def said(command: str) -> str:
@@ -127,10 +130,6 @@ def speed(toy: bool) -> dict:
     return {"TB/s of a copy": bandwidth / 1e12, "TFLOP/s of 8192³ in bf16": flops / 1e12}
 
 
-def cases_of_build(args) -> dict:
-    return {"kernels": build}
-
-
 def build() -> dict:
     """A library for each element type; all are compiled at once."""
     start = time.monotonic()
@@ -160,7 +159,7 @@ def pytest(stage: str, args, workers: int) -> dict:
     return row | ended(status)
 
 
-def cases_of_tests(args) -> dict:
+def all_tests(args) -> dict:
     """All run at once; each case waits for one of them. With --toy only the tests: all else is
     measured at that size anyway."""
     if args.toy:
@@ -184,18 +183,8 @@ def alone(stage: str, args, flags: list[str]) -> dict:
     """A stage in a folder of its own: how many cases it has measured, and what failed in it."""
     with tempfile.TemporaryDirectory() as folder:
         limit = max(10, args.deadline - MARGIN - time.monotonic())
-        argv = [
-            "-m",
-            "benchmarks.gpu",
-            "--stage",
-            stage,
-            "--out",
-            folder,
-            "--run",
-            args.run,
-            *flags,
-        ]
-        status, lines = call([*argv, "--limit", f"{limit:.0f}"], args.deadline)
+        argv = ["-m", "benchmarks.gpu", "--stage", stage, "--out", folder, "--run", args.run]
+        status, lines = call([*argv, *flags, "--limit", f"{limit:.0f}"], args.deadline)
         path = Path(folder) / "gpu.json"
         rows = json.loads(path.read_text())["results"].get(stage, {}) if path.exists() else {}
     failed = {name: row["error"] for name, row in rows.items() if "error" in row}
@@ -205,15 +194,10 @@ def alone(stage: str, args, flags: list[str]) -> dict:
     return row
 
 
-def cases_of_sanitizer(args) -> dict:
-    """Its tools run beside each other."""
-    return {"pytest": partial(pytest, "sanitizer", args, 4)}
-
-
 # --- parity ---------------------------------------------------------------------------------------
 
 
-def cases_of_parity(args) -> dict:
+def parity_cases(args) -> dict:
     """Three steps of small models, beside those of a CPU in float32: precisions, kernels, FP8."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = {}
@@ -261,10 +245,6 @@ def differences(found: Result, reference: Result) -> dict:
 
 
 # --- a run ----------------------------------------------------------------------------------------
-
-
-def cases_of_run(args) -> dict:
-    return {"train.py": partial(train, args)}
 
 
 def predicted(stage: str, args) -> dict[str, str]:

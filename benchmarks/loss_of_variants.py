@@ -16,7 +16,7 @@ At the default rate of 3e-3 the model is at the edge of stability, and rounding 
 by percents; state and fp8 have 1e-3. A run takes one thread and up to 8 minutes. Run again, the
 command goes on with what its files lack: loss_state.json, loss_fp8.json, loss_experts.json.
 
-Figures: docs/figures/fp8_training.svg, docs/figures/moe_load.svg, docs/figures/moe_loss.svg
+Figures: docs/figures/fp8_training.svg, docs/figures/moe_load.svg
 """
 
 import contextlib
@@ -264,7 +264,6 @@ def draw(results: dict, figures: Path) -> None:
         draw_curves(rows, figures / "fp8_training.svg")
     if results["group"] == "experts":
         draw_load(rows, figures / "moe_load.svg")
-        draw_loss(rows, figures / "moe_loss.svg")
 
 
 def draw_curves(rows: dict, path: Path) -> None:
@@ -301,25 +300,6 @@ def draw_load(rows: dict[str, dict], path: Path) -> None:
     axes.set(xlim=(0.95, 9), xlabel="largest load of an expert over the mean")
     axes.set_title(f"{title} the least to the most")
     figure.legend(loc="outside lower center", ncols=3)
-    style.save(figure, path)
-
-
-def draw_loss(rows: dict[str, dict], path: Path) -> None:
-    """Each variant's range of seeds, less the median of dense."""
-    panels = {"training, at equal FLOPs": "training at the FLOPs of dense", "held out": "held out"}
-    figure, both = style.figure(2.8, 1, 2, sharex=True, sharey=True)
-    for axes, (title, key) in zip(both, panels.items()):
-        base = rows["dense"][key]["median"]
-        for y, (variant, row) in enumerate(rows.items()):
-            colour = style.COLOURS["experts" if "experts" in variant else "dense"]
-            part = report.scaled(row[key], 1, base)
-            style.ranges(axes, [y], [part], colour)
-            if y:
-                where = part["median"], y
-                style.label(axes, f"{part['median']:+.3f}", where, colour, (0, 8), ha="center")
-        axes.axvline(0, color="black", linewidth=0.8)
-        axes.set(title=title, xlabel="loss less dense's median, nats per byte")
-        style.rows_of(axes, list(rows))
     style.save(figure, path)
 
 

@@ -279,9 +279,9 @@ def ratio(times: list[dict], kind: str, other: str, factor: float = 1) -> dict:
     return spread([factor * t[kind] / t[other] for t in times])
 
 
-def scaled(values: dict, factor: float, less: float = 0.0) -> dict:
+def scaled(values: dict, factor: float) -> dict:
     """A spread in another unit."""
-    return {key: factor * (values[key] - less) for key in SPREAD}
+    return {key: factor * values[key] for key in SPREAD}
 
 
 def format_spread(values: dict, number: str = ".3f") -> str:

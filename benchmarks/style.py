@@ -47,11 +47,6 @@ COLOURS = {
     "p-tuning": "#0072b2",
     "prompt-tuning": "#009e73",
     "fine-tuning": "#4d4d4d",
-    # An operation.
-    "fused": "#0072b2",
-    "compiled": "#e69f00",
-    "fused and compiled": "#009e73",
-    "PyTorch": "#999999",
 }
 # For models and others that are compared in one figure alone.
 SERIES = ("#0072b2", "#d55e00", "#009e73")

@@ -23,7 +23,7 @@ FIGURES = ROOT / "docs" / "figures"
 # Kept as files: what each rank holds under each technique. All others are drawn from results.
 PICTURES = sorted(FIGURES.glob("ranks_*.svg"))
 LOSSES = [f"loss_{name}.json" for name in ("experts", "fp8", "state")]
-LOSSES += ["fp8_training.svg", "moe_load.svg", "moe_loss.svg"]
+LOSSES += ["fp8_training.svg", "moe_load.svg"]
 # (script, arguments beside --toy, files that it writes)
 SCRIPTS = [
     ("activation_memory", [], ["activation_memory.json", "activation_memory.svg"]),
