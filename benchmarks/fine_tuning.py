@@ -35,6 +35,7 @@ import os
 import random
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -435,15 +436,15 @@ def measure_seconds(experiment: Experiment, names: list[str], rounds: int) -> di
 # "seconds": {method: {"seconds": spread, "ratio": spread}}}
 
 
-def measure_all(experiment: Experiment, notes: report.Notes, args: argparse.Namespace) -> None:
+def measure_all(experiment: Experiment, note: Callable, args: argparse.Namespace) -> None:
     likeliest = partial(likeliest_letter_accuracy, experiment)
-    notes.note("untuned", measure=likeliest)
+    note("untuned", measure=likeliest)
     for name in args.methods:
-        notes.note("memory", name, measure=partial(measure_memory, experiment, name))
+        note("memory", name, measure=partial(measure_memory, experiment, name))
     for seed in args.seeds:
         for name in args.methods:
             measure = partial(learn, experiment, METHODS[name], seed)
-            notes.note("accuracy", name, seed, measure=measure)
+            note("accuracy", name, seed, measure=measure)
 
 
 # --- figure ---------------------------------------------------------------------------------------
@@ -525,26 +526,26 @@ def of_seeds(
     return report.spread([learn(experiment, method, seed, tokens, lines) for seed in seeds])
 
 
-def measure_prompts(experiment: Experiment, notes: report.Notes, args: argparse.Namespace) -> None:
+def measure_prompts(experiment: Experiment, note: Callable, args: argparse.Namespace) -> None:
     likeliest = partial(likeliest_letter_accuracy, experiment)
-    notes.note("accuracy", "untuned", measure=likeliest)
+    note("accuracy", "untuned", measure=likeliest)
     free = partial(free_accuracy, experiment)
-    notes.note("accuracy", "untuned, freely generated", measure=free)
+    note("accuracy", "untuned, freely generated", measure=free)
     for name, method in ALL_PROMPTS.items():
         learned = lambda method=method: num_learned(make_trainer(experiment, method)[0])  # noqa: E731
-        notes.note("parameters", name, measure=learned)
-        notes.note("accuracy", name, measure=partial(of_seeds, experiment, name, args.seeds))
+        note("parameters", name, measure=learned)
+        note("accuracy", name, measure=partial(of_seeds, experiment, name, args.seeds))
     for name in PROMPTS:
         # The whole task is a point of both curves.
-        accuracy = notes.read()["accuracy"][name]
-        notes.note("by_tokens", name, TOKENS, measure=lambda found=accuracy: found)
+        accuracy = report.saved("prompt_tuning", args)["accuracy"][name]
+        note("by_tokens", name, TOKENS, measure=lambda found=accuracy: found)
         every = len(experiment.training)
-        notes.note("by_examples", name, every, measure=lambda found=accuracy: found)
+        note("by_examples", name, every, measure=lambda found=accuracy: found)
         curve = partial(of_seeds, experiment, name, args.curve_seeds)
         for n in args.tokens:
-            notes.note("by_tokens", name, n, measure=partial(curve, n))
+            note("by_tokens", name, n, measure=partial(curve, n))
         for n in args.examples:
-            notes.note("by_examples", name, n, measure=partial(curve, TOKENS, n))
+            note("by_examples", name, n, measure=partial(curve, TOKENS, n))
 
 
 def print_prompts(results: dict) -> None:
@@ -610,20 +611,24 @@ def main():
     if not args.toy and not args.base:
         report.refuse(parser, f"--base DIR is missing: {base}")
     name = "prompt_tuning" if args.prompts else "fine_tuning"
-    notes = report.Notes(name, args)
+    if args.fresh or args.toy:
+        (args.out / f"{name}.json").unlink(missing_ok=True)
+    note = partial(report.note, name, args)
     with tempfile.TemporaryDirectory() as folder:
         experiment = make_experiment(args, Path(folder), cut=not args.prompts)
         if args.prompts:
-            measure_prompts(experiment, notes, args)
+            measure_prompts(experiment, note, args)
         else:
             everything = args.methods is None
             args.methods = args.methods or (TOY_METHODS if args.toy else [*METHODS])
-            measure_all(experiment, notes, args)
+            measure_all(experiment, note, args)
             if not everything:
                 return
             seconds = partial(measure_seconds, experiment, args.methods, args.rounds)
-            notes.note("seconds", measure=seconds)
-    results = notes.read()
+            note("seconds", measure=seconds)
+    results = report.saved(name, args)
+    # Of the last process that measured.
+    del results["environment"]
     (print_prompts if args.prompts else print_summary)(results)
     report.finish(name, results, args, draw)
 

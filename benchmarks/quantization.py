@@ -12,8 +12,6 @@ the differences of each sequence's losses, so its standard error is small. Bytes
 weights in memory. Tokens/s are greedy, after prompts of 16 tokens, at batch 1 and 16; a prefill
 fills three quarters of the context. int8, int4 and bf16 multiply in bfloat16. They take turns; a
 ratio is to bf16 in the same round.
-
-Figure: docs/figures/quantization.svg
 """
 
 import itertools
@@ -22,7 +20,6 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import stdev
 
 import torch
@@ -31,7 +28,7 @@ import generate
 import gpt
 from base import cpu
 from base.model_config import FieldError
-from benchmarks import report, style
+from benchmarks import report
 from course import demo
 from inference import quantization, weight_layouts
 from inference.huggingface import HuggingFaceError
@@ -191,43 +188,6 @@ def print_summary(models: dict) -> None:
             table.row(cells | {speed: row.get(speed, "") for speed in speeds})
 
 
-def draw(results: dict, figures: Path) -> None:
-    """results: what quantization.json holds. Perplexity, bytes and speed beside bf16; for each
-    model a row of panels' dots."""
-    models = results["models"]
-    figure, (quality_, size, speeds) = style.figure(2.9, 1, 3)
-    kinds = [kind for kind in KINDS if kind != "bf16"]
-    for m, (name, model) in enumerate(models.items()):
-        colour = style.SERIES[m % len(style.SERIES)]
-        rows = [model["kinds"][kind] for kind in kinds]
-        places = [i + 0.22 * (m - (len(models) - 1) / 2) for i in range(len(kinds))]
-        changes = [100 * row["change"] for row in rows]
-        errors = [100 * row["standard_error"] for row in rows]
-        mark = "os^"[m % 3]
-        quality_.errorbar(changes, places, xerr=errors, fmt=mark, color=colour, markersize=5)
-        sizes = [100 * row["bytes"] / model["kinds"]["bf16"]["bytes"] for row in rows]
-        size.plot(sizes, places, mark, color=colour, markersize=5, label=f"model of {name}")
-        speed_rows = [row["speed, batch 1"] for row in rows]
-        style.ranges(speeds, places, speed_rows, colour, marker=mark)
-    for kind, limit in LIMITS.items():
-        i = kinds.index(kind)
-        limits = quality_.vlines(100 * limit, i - 0.35, i + 0.35, color="#555555", linestyle="--")
-    style.rows_of(quality_, kinds)
-    for axes in (size, speeds):
-        style.rows_of(axes, kinds, hidden=True)
-    quality_.set(title="Perplexity", xlabel="% over that of bf16")
-    size.set(title="Bytes of the weights", xlabel="% of those of bf16", xlim=(0, None))
-    speeds.set(
-        title="Speed, one text at a time", xlabel="tokens/s over those of bf16", xlim=(0, None)
-    )
-    limits.set_label("limit that was set before")
-    marks, names = size.get_legend_handles_labels()
-    figure.legend(
-        [*marks, limits], [*names, limits.get_label()], ncols=3, loc="outside lower center"
-    )
-    style.save(figure, figures / "quantization.svg")
-
-
 def check(parser, args) -> None:
     """Before the first of the models is measured, which takes minutes."""
     if args.sequences < 2:
@@ -255,7 +215,6 @@ def main():
     cpu.keep_freed_memory()
     models = measure_models(args)
     print_summary(models)
-    draw(report.saved("quantization", args), args.figures)
     for model, (kind, limit) in itertools.product(models.values(), LIMITS.items()):
         if not args.toy and model["kinds"][kind]["change"] > limit:
             sys.exit("a quantised model is worse than its limit")

@@ -7,19 +7,15 @@ Two tensor-parallel ranks run one layer. Attention has the same share of its FLO
 22B model, s / (6h + s) = 5.3%: h 768, a 8, s 256, b 4. (On a GPU it is one rank, with that model's
 own layer, in bf16.) Each round runs every row in turn; an overhead is the median of the ratios to
 the first row of the same round.
-
-Figure: docs/figures/recompute_overhead.svg
 """
-
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from base import cpu
-from benchmarks import report, style
+from benchmarks import report
 from benchmarks.activation_memory import Layer
-from benchmarks.report import median, scaled, spread
+from benchmarks.report import median, spread
 from course import demo, ranks
 
 # row: (sequence parallelism, recompute, the paper's milliseconds of forward, and of backward)
@@ -103,33 +99,6 @@ def table(measured: dict, shape: dict, t: int) -> list[dict]:
 
 # By row, without those that the paper does not have.
 PAPER = {row: (f + b) / PAPER_BASE - 1 for row, (_, _, f, b) in ROWS.items() if f}
-# {dropout that was measured: its mark in the figure}
-MARKERS = {"dropout 0.1": "o", "dropout 0.0": "s"}
-
-
-def draw(results: dict, figures: Path) -> None:
-    """results: what recompute_overhead.json holds."""
-    # The first row is the base of the others.
-    names = list(ROWS)[1:]
-    figure, axes = style.figure(3.2)
-    for i, (dropout, marker) in enumerate(MARKERS.items()):
-        rows = results[dropout][1:]
-        positions = [names.index(row["row"]) + 0.24 * i for row in rows]
-        spreads = [scaled(row["overhead"], 100) for row in rows]
-        style.ranges(axes, positions, spreads, style.COLOURS["recompute"], marker=marker)
-        label = f"measured, {dropout}" if i == 0 else dropout
-        style.label(axes, label, (spreads[0]["max"], positions[0]))
-    paper = {names.index(name) - 0.24: 100 * PAPER[name] for name in names if name in PAPER}
-    axes.plot(list(paper.values()), list(paper), "kD", markersize=5)
-    y = names.index("full") - 0.24
-    style.label(axes, "the paper: 22B layer, A100", (paper[y], y))
-    axes.axvline(0, color="black", linewidth=0.8)
-    style.rows_of(axes, names)
-    axes.set(
-        xlabel="% more time of forward and backward than without recomputation",
-        title="Overhead of one layer: median, and a line from the least to the most of the rounds",
-    )
-    style.save(figure, figures / "recompute_overhead.svg")
 
 
 def main():
@@ -144,7 +113,7 @@ def main():
         rows = results[f"dropout {dropout}"] = table(measured, shape, world)
         for row in rows:
             printed.row({"dropout": dropout} | row | {"paper": PAPER.get(row["row"])})
-    report.finish("recompute_overhead", results, args, draw, threads=1)
+    report.save("recompute_overhead", results, args, threads=1)
 
 
 if __name__ == "__main__":

@@ -210,41 +210,31 @@ def earlier(name: str, parser: argparse.ArgumentParser, args: argparse.Namespace
     return {}
 
 
-class Notes:
-    """What NAME.json holds, in nested dictionaries. Each result is saved as soon as it is there,
-    and the file is read again before: another process may have added its own."""
+def note(name: str, args: argparse.Namespace, *keys, measure: Callable) -> None:
+    """Measure what NAME.json does not have yet, and save it. keys: of the nested dictionaries on
+    the way to it. The file is read again after: another process may have added its own."""
+    *way, last = map(str, keys)
 
-    def __init__(self, name: str, args: argparse.Namespace):
-        self.name = name
-        self.args = args
-        if args.fresh or args.toy:
-            (args.out / f"{name}.json").unlink(missing_ok=True)
+    def table(results: dict) -> dict:
+        for key in way:
+            results = results.setdefault(key, {})
+        return results
 
-    def read(self) -> dict:
+    def read() -> dict:
         try:
-            found = saved(self.name, self.args)
+            return saved(name, args)
         except FileNotFoundError:
             return {}
         except ValueError as e:
-            sys.exit(f"{self.name}.json: {e}; --fresh measures everything again")
-        found.pop("environment", None)
-        return found
+            sys.exit(f"{name}.json: {e}; --fresh measures everything again")
 
-    def note(self, *keys, measure: Callable):
-        """Measure what is not there yet. keys: of the dictionaries on the way to it."""
-        *way, last = map(str, keys)
-
-        def table(results: dict) -> dict:
-            for key in way:
-                results = results.setdefault(key, {})
-            return results
-
-        if last not in table(self.read()):
-            value = measure()
-            results = self.read()
-            table(results)[last] = value
-            print(*keys, value, flush=True)
-            write(self.name, results, self.args)
+    if last not in table(read()):
+        value = measure()
+        results = read()
+        table(results)[last] = value
+        print(*keys, value, flush=True)
+        results.pop("environment", None)
+        write(name, results, args)
 
 
 def one_line(error: Exception) -> str:
