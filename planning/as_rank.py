@@ -48,7 +48,7 @@ from run.config import ConfigError
 from run.pretraining import Config
 from sharding import local_part
 
-# far more than anybody has, and process groups that are made in a second
+# Far more than anybody has, and process groups that are made in a second.
 MOST_RANKS = 2**17
 
 # --- the answer -----------------------------------------------------------------------------------
@@ -73,14 +73,14 @@ class Report:
     world: int
     # {"tp": (number of this rank, size), ..}
     place: dict[str, tuple[int, int]]
-    # global numbers of this rank's layers
+    # Global numbers of this rank's layers.
     layers: list[int]
     micro_batches: int
-    # bytes, true sizes of the tensors: with padding, and a shared tensor once
+    # Bytes, true sizes of the tensors: with padding, and a shared tensor once.
     parameters: dict[str, int]
     gradients: dict[str, int]
     optimizer_state: dict[str, int]
-    # bytes that autograd keeps for backward, at the peak; and what W of zb-h1 waits for
+    # Bytes that autograd keeps for backward, at the peak; and what W of zb-h1 waits for.
     activations: int
     flops: int
     collectives: list[Collective]
@@ -119,14 +119,14 @@ class Actions:
         self.kept = kept
         self.change = {}
         self.rise = defaultdict(int)
-        # the pipeline's own methods
+        # The pipeline's own methods.
         self.act, self.defer = pipeline.act, pipeline.defer
         pipeline.act, pipeline.defer = self.watched_act, self.watched_defer
 
     def watched_act(self, step, action, received) -> None:
         kept = self.kept
         before = kept.bytes
-        # the peak of this action
+        # The peak of this action.
         earlier, kept.peak = kept.peak, before
         self.act(step, action, received)
         kind = action.op, action.chunk
@@ -153,9 +153,9 @@ class Step(NamedTuple):
     flops: int
     collectives: Counter
     kept: Kept
-    # None without a pipeline
+    # None without a pipeline.
     actions: Actions | None
-    # weights in FP8, as long as the step needs them
+    # Weights in FP8, as long as the step needs them.
     fp8_weights: list[Tensor]
 
 
@@ -174,10 +174,10 @@ def run_step(trainer, m: int) -> Step:
         trainer.forward_backward(1, tokens)
         fp8_weights = fp8_weights_of(trainer)
         trainer.update(1)
-        # what the next forward would wait for
+        # What the next forward would wait for.
         trainer.task.wait_for_parameters()
     if actions:
-        # the pipeline's own methods again
+        # The pipeline's own methods again.
         del trainer.pipeline.act, trainer.pipeline.defer
     trainer.config, trainer.schedule = whole
     calls = counters.counted(trainer.groups)
@@ -188,7 +188,7 @@ def fp8_weights_of(trainer) -> list[Tensor]:
     """Bytes that are kept beside weights, by rows and by columns as on a GPU."""
     found = []
     for kept in trainer.fp8.weights.values() if trainer.fp8 else ():
-        # beside experts' pairs of matrices stands no scale
+        # Beside experts' pairs of matrices stands no scale.
         pair = kept if isinstance(kept[0], Quantised) else kept[1]
         found += [quantised.q for quantised in pair or ()]
     return found
@@ -203,13 +203,13 @@ def report(config: Config, trainer_class, rank: int, world: int) -> Report:
         if world > 1:
             groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep, cp=config.cp)
         trainer = trainer_class(config, META, groups, config.task())
-        # it would read whether a step of fp16 is finite
+        # It would read whether a step of fp16 is finite.
         trainer.optimizer.scaler = None
         m = config.global_batch_size // trainer.dp // trainer.micro_batch
-        # under zb-h1 up to p micro-batches wait for their weight gradients when the step ends
+        # Under zb-h1 up to p micro-batches wait for their weight gradients when the step ends.
         few = min(m, config.pp if config.pipeline_schedule == "zb-h1" else 1)
         if config.fp8 == "delayed":
-            # the first step of a run has no history, and finds its maxima itself
+            # The first step of a run has no history, and finds its maxima itself.
             run_step(trainer, few)
         first = run_step(trainer, few)
         second = run_step(trainer, few + 1) if m > few else first
@@ -223,10 +223,10 @@ def report(config: Config, trainer_class, rank: int, world: int) -> Report:
 
 def as_on_a_cluster(config: Config, world: int) -> Config:
     """What is not given is as on `world` GPUs. Raises ConfigError for what cannot run there."""
-    # kernels and the compiler do not run on the meta device
+    # Kernels and the compiler do not run on the meta device.
     meta = {"device": "auto", "kernels": "off", "compile": False}
     config = dataclasses.replace(config, precision=config.precision or "bf16", **meta)
-    # adapters are asked about the base that --model names
+    # Adapters are asked about the base that --model names.
     rules.validate(config, world, base_needed=False)
     return config
 
@@ -337,7 +337,7 @@ def lines(answer: Report) -> list[str]:
 def ranges(numbers: list[int]) -> str:
     """[0, 1, 2, 8, 9] -> "0-2 8-9"; "none" for an empty list."""
     words = []
-    # neighbours differ from their places by the same
+    # Neighbours differ from their places by the same.
     for _, pairs in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         neighbours = [n for _, n in pairs]
         first, last = neighbours[0], neighbours[-1]

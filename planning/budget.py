@@ -20,7 +20,7 @@ from planning.recipe import batch_of, flags_of
 from run.config import ConfigError
 from run.presets import recipe_of_size
 
-# tokens for each parameter (Hoffmann et al., arXiv 2203.15556, section 3)
+# Tokens for each parameter (Hoffmann et al., arXiv 2203.15556, section 3).
 TOKENS_PER_PARAMETER = 20
 # layers
 SMALLEST = 4
@@ -66,7 +66,7 @@ def size_for(
         batch = batch_of(recipe_of_size(count), model.seq_length, gpus)
         total = tokens or TOKENS_PER_PARAMETER * count
         needed = total * flops_per_token(model)
-        # even at the peak it would take longer
+        # Even at the peak it would take longer.
         if needed > min(flops, days * commands.DAY * gpus * machine.peak):
             continue
         plans = fitting(machine, software, model, gpus, batch)
@@ -113,7 +113,7 @@ def main(argv: list[str]) -> None:
     if found.memory_is_full:
         print("A larger model would not fit into memory.")
     print("", commands.table([found.plan], machine, TRAIN, model, found.tokens), sep="\n")
-    # any GPT: the flags say the rest of its shape
+    # Any GPT: the flags say the rest of its shape.
     shape = {"model": "gpt2"}
     for field in ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size"):
         shape[field] = getattr(model, field)

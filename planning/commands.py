@@ -44,10 +44,10 @@ from run.config import MODEL_FLAGS, ConfigError, flag_name
 from run.presets import Recipe, recipe_of_model
 from run.pretraining import Config
 
-# published runs of these models; the default of --tokens
+# Published runs of these models; the default of --tokens.
 TOKENS = 300e9
-# the flags of train.py that `plan` takes, and puts into the commands that it prints: what decides
-# time and memory, and how to train (planning/recipe.py)
+# The flags of train.py that `plan` takes, and puts into the commands that it prints: what decides
+# time and memory, and how to train (planning/recipe.py).
 PLANNED = {"model", *MODEL_FLAGS, "optimizer_state", "reduce_dtype", "fp8", "fp8_skip", "kernels"}
 PLANNED.add("lora_rank")
 GIVEN = PLANNED | set(recipe.GIVEN)
@@ -184,7 +184,7 @@ def billions(number: float) -> str:
 
 # --- the table of layouts -------------------------------------------------------------------------
 
-# what the table calls the parts of planning/memory.py, and how wide they are
+# What the table calls the parts of planning/memory.py, and how wide they are.
 PARTS = {
     "params": (7, ("parameters", "gathered")),
     "grads": (6, ("gradients", "summed")),
@@ -220,7 +220,7 @@ def recomputation_of(layout: Layout) -> str:
     return layout.recompute if layers is None else f"{layout.recompute} {layers}"
 
 
-# heading, width, text of a layout
+# Heading, width, text of a layout.
 COLUMNS: list[tuple[str, int, Callable[[Layout], str]]] = [
     ("tp", 3, lambda x: str(x.tp)),
     ("pp", 4, lambda x: str(x.pp)),
@@ -251,7 +251,7 @@ def table(
     tokens: float,
 ) -> str:
     """A heading, and a line for each plan. tokens: to train on."""
-    # without experts there is no ep
+    # Without experts there is no ep.
     left_out = set() if model.num_experts else {"ep"}
     if all(plan.layout.cp == 1 for plan in plans):
         left_out |= {"cp", "by"}
@@ -266,7 +266,7 @@ def table(
         row = [text(plan.layout) for _, _, text in columns]
         rate, mfu = speed(machine, software, model, plan.layout, plan.seconds)
         days = tokens / rate / DAY
-        # three digits below 100, whole days above
+        # Three digits below 100, whole days above.
         days = f"{days:,.0f}" if days >= 100 else f"{days:.3g}"
         row += [f"{plan.seconds:.3f}", f"{rate:,.0f}", f"{mfu:.1%}", days]
         for _, parts in PARTS.values():
@@ -288,7 +288,7 @@ def why_it_loses(first: planner.Plan, second: planner.Plan) -> str:
     for part in first.parts | second.parts:
         parts[part] = second.parts.get(part, 0.0) - first.parts.get(part, 0.0)
     largest = sorted(parts, key=lambda part: -abs(parts[part]))
-    # what is below a tenth of the largest difference explains nothing
+    # What is below a tenth of the largest difference explains nothing.
     told = [part for part in largest if abs(parts[part]) > abs(parts[largest[0]]) / 10]
     because = ", ".join(f"{part} {parts[part]:+.3f} s" for part in told)
     differs = f"The second has {', '.join(changes)}"
@@ -330,7 +330,7 @@ def config_of(given: dict) -> Config:
     model = config.model_config()
     rules.check_types(config)
     rules.check_numbers(config)
-    # flags that this model has no use for
+    # Flags that this model has no use for.
     rules.check_techniques(config, model, world=1)
     rules.check_effects(rules.Run(config, model, replicas=2))
     return config
@@ -356,7 +356,7 @@ def plan(argv: list[str]) -> None:
         raise ConfigError(f"--gpus {args.gpus} --batch {batch}: {e}") from None
     best, *others = plans
     if best.layout.replicas == 1:
-        # nothing is reduced, and train.py refuses it
+        # Nothing is reduced, and train.py refuses it.
         given.pop("reduce_dtype", None)
     recipe_flags = recipe.flags_of(row, model, batch, args.tokens, given)
     print(

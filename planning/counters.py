@@ -45,7 +45,7 @@ def backward_attention(grad: Tensor, q: Tensor, k: Tensor, *rest, **options) -> 
     return 5 * 2 * q.numel() * k.shape[2]
 
 
-# torch's formulas, and what they leave out: before 2.13, heads that share keys
+# Torch's formulas, and what they leave out: before 2.13, heads that share keys.
 FLOPS = flop_registry | {
     aten.addmm_: flop_registry[aten.addmm],
     aten._scaled_dot_product_flash_attention_for_cpu: forward_attention,
@@ -77,7 +77,7 @@ class Held:
 
     def __init__(self, kept: "Kept", tensor: Tensor):
         self.kept = kept
-        # detached: an output itself would keep its own graph alive
+        # Detached: an output itself would keep its own graph alive.
         self.tensor = tensor.detach()
         kept.add(self.tensor.untyped_storage())
 
@@ -157,9 +157,9 @@ class LiveTensors(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        # weak reference to a storage -> its bytes
+        # Weak reference to a storage -> its bytes.
         self.live: dict[StorageWeakRef, int] = {}
-        # of those that lived when all were last looked at, and of all that came since
+        # Bytes of those that lived at the last look, and of all that came since.
         self.bytes = 0
         self.peak = 0
 

@@ -5,7 +5,7 @@ python -m course.schedules        a lesson with time lines
 
 from schedules import Event
 
-# one colour for both kinds of backward; all three differ for readers who are colour-blind
+# One colour for both types of backward; all three differ for readers who are colour-blind.
 COLOURS = {"F": "#56b4e9", "B": "#e69f00", "I": "#e69f00", "W": "#f0e442"}
 IDLE = "#eeeeee"
 MEANINGS = {
@@ -81,7 +81,7 @@ def plot(panels: dict[str, list[Event]], path, unit: str = "seconds") -> None:
         title_fontsize=8,
         frameon=False,
     )
-    # without a date: what is drawn again is the same file
+    # Without a date: what is drawn again is the same file.
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
@@ -96,7 +96,7 @@ def text(events: list[Event], unit: float = 1.0) -> str:
         for e in events:
             if e.rank == rank:
                 op = e.op.lower() if e.chunk else e.op
-                # both rounded, so that what follows without a pause is drawn without one
+                # Both rounded, so that what follows without a pause is drawn without one.
                 start, end = round(e.start / unit), round(e.end / unit)
                 letters = f"{op}{e.micro_batch}"[:2].ljust(2 * (end - start), "-")
                 line = line.ljust(2 * start, ".") + letters

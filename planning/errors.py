@@ -36,8 +36,8 @@ FITTED = [
 
 # --- fitting --------------------------------------------------------------------------------------
 
-# what a constant is expected to be before any measurement, and the standard deviation of its
-# logarithm
+# What a constant is expected to be before any measurement, and the standard deviation of its
+# logarithm.
 PRIOR = {
     "matmul": (0.7, 0.3),
     "memory": (0.7, 0.3),
@@ -46,7 +46,7 @@ PRIOR = {
     "wait": (100e-6, 1.0),
     "zero3": (0.1, 1.0),
 }
-# of a measured time: the standard deviation of its logarithm
+# The standard deviation of the logarithm of a measured time.
 NOISE = 0.03
 
 
@@ -88,10 +88,10 @@ def least_squares(residuals, x: np.ndarray, steps: int = 30) -> np.ndarray:
 
 
 class Errors(NamedTuple):
-    """Of many rows: predicted / published - 1, without sign."""
+    """The size of predicted / published - 1, over many rows."""
 
     mean: float
-    # nine of ten rows are at most so far off
+    # Nine of ten rows are at most so far off.
     ninth_decile: float
     worst: float
     rows: int
@@ -114,7 +114,7 @@ def split(rows: list[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def by_group(machine: Machine, rows: list[Row]) -> dict[str, Errors]:
-    """Of the rows of each group."""
+    """The errors of each group of rows."""
     groups = dict.fromkeys(row.group for row in rows)
     return {
         group: summary(machine, [row for row in rows if row.group == group]) for group in groups

@@ -25,32 +25,32 @@ class Constants:
     All but `wait` and `hidden` are shares of a data-sheet number, from 0 to 1.
     """
 
-    # of the peak, that large matrix multiplications reach
+    # The share of the peak that large matrix multiplications reach.
     matmul: float
-    # of the memory's bandwidth, that element-wise operations reach
+    # The share of the memory's bandwidth that element-wise operations reach.
     memory: float
-    # of the links in a node and of the network, that collectives reach
+    # The shares of the links in a node and of the network that collectives reach.
     node: float
     network: float
-    # seconds that one pass of a collective waits: for the slowest rank, for kernels to start
+    # Seconds that one pass of a collective waits: for the slowest rank, for kernels to start.
     wait: float
-    # of the network, that ZeRO-3's collectives of single parameters reach; only for software
-    # with `waits_for_reductions`
+    # The share of the network that ZeRO-3's collectives of single parameters reach; only for
+    # software with `waits_for_reductions`.
     zero3: float = 1.0
-    # of the time of data-parallel collectives beside computation, what the computation loses: the
-    # two share processors and memory
+    # The share of the time of overlapped data-parallel collectives that the computation loses:
+    # the two share processors and memory.
     hidden: float = 0.5
-    # of twice the peak, that FP8 matrix multiplications reach; only for machines that have them
+    # The share of twice the peak that FP8 matrix multiplications reach, on machines with FP8.
     fp8: float = 1.0
 
 
-# of a machine
+# Fields of Machine.
 POSITIVE = "peak memory memory_bandwidth node_bandwidth network_bandwidth ranks_per_node".split()
 
 
 def check_between(name: str, value: float, least: float, most: float) -> None:
     """Raises ValueError for a number that no machine has."""
-    # NaN fails too
+    # NaN fails too.
     if not least <= value <= most:
         raise ValueError(f"{name} {value:g}: must be from {least:g} to {most:g}")
 
@@ -69,7 +69,7 @@ class Machine:
     network_bandwidth: float
     ranks_per_node: int
     constants: Constants
-    # whether it multiplies bytes, at twice the peak
+    # Whether it multiplies bytes, at twice the peak.
     has_fp8: bool = False
 
     def __post_init__(self):
@@ -111,42 +111,42 @@ class Software:
     """
 
     name: str
-    # bytes of one number: a weight and an activation; a gradient; master weight and two moments
+    # Bytes of one number: a weight and an activation; a gradient; master weight and two moments.
     weight: int = 2
     gradient: int = 4
     optimizer_state: int = 12
-    # of a gradient that is summed over data-parallel ranks
+    # Bytes of a gradient that is summed over data-parallel ranks.
     reduced: int = 4
-    # what it has of ZeRO and of schedules.py
+    # What it has of ZeRO and of schedules.py.
     zero_stages: tuple[int, ...] = (0, 1)
     schedules: tuple[str, ...] = ("1f1b", "interleaved")
-    # attention of models without dropout runs in one kernel, which writes no s x s scores
+    # Attention of models without dropout runs in one kernel, which writes no s x s scores.
     fused_attention: bool = False
-    # the tensor-parallel all-reduce of backward runs beside the weight gradient
+    # The tensor-parallel all-reduce of backward runs beside the weight gradient.
     overlaps_tensor: bool = True
-    # ZeRO stages in which the weight gradient's matrix multiplication adds to the 32-bit sum
+    # ZeRO stages in which the weight gradient's matrix multiplication adds to the 32-bit sum.
     fuses_accumulation: tuple[int, ...] = ()
-    # under sequence parallelism, gradients of norms are summed after each layer, not after the step
+    # Under sequence parallelism, gradients of norms are summed after each layer.
     sums_norms_by_layer: bool = False
-    # one collective sums the gradients of one layer; else one collective those of all
+    # One collective sums the gradients of one layer; else one collective those of all.
     reduces_by_layer: bool = False
-    # gradients are summed over data-parallel ranks beside the last backward
+    # Gradients are summed over data-parallel ranks beside the last backward.
     overlaps_data: bool = False
     # a tensor-parallel rank sends a slice of the activation to the next stage, which gathers it
     scatters_pipeline: bool = True
-    # ZeRO-3: gathers run beside the layer before; reductions are waited for
+    # ZeRO-3: gathers run beside the layer before; reductions are waited for.
     waits_for_reductions: bool = False
-    # how ranks can share a sequence (context_parallel.py)
+    # How ranks can share a sequence (context_parallel.py).
     cp_kinds: tuple[str, ...] = ()
-    # RMSNorm in one kernel; else in single operations, as on the meta device, which keep more
+    # RMSNorm in one kernel; else in single operations, as on the meta device, which keep more.
     fused_rms_norm: bool = True
-    # matrices of attention and MLP in FP8 (fp8.py): a recipe, or off; how many of the first and of
-    # the last layers are not; whether their bytes are kept for a step under ZeRO stage 3 too
+    # Matrices of attention and MLP in FP8 (fp8.py): a recipe, or off; how many of the first and of
+    # the last layers are not; whether their bytes are kept for a step under ZeRO stage 3 too.
     fp8: str = "off"
     fp8_skip: int = 0
     fp8_keep_bytes: bool = False
-    # r of LoRA (finetune/adapters.py) in all matrices, whose base is frozen; 0: all parameters
-    # learn
+    # The rank of LoRA (finetune/adapters.py) in all matrices of a frozen base; 0: all parameters
+    # learn.
     lora_rank: int = 0
 
 
@@ -164,16 +164,16 @@ class Layout:
     ep: int = 1
     virtual_stages: int = 1
     schedule: str | None = None
-    # sequences, of one forward pass and of one step
+    # Sequences, of one forward pass and of one step.
     micro_batch_size: int = 1
     global_batch_size: int = 1
     recompute: str = "none"
     sequence_parallel: bool = False
     zero_stage: int = 0
     recompute_layers: int | None = None
-    # layers of each stage, None for an even split
+    # Layers of each stage, None for an even split.
     layer_split: tuple[int, ...] | None = None
-    # tokens that have logits at a time, 0 for all of a micro-batch
+    # Tokens that have logits at a time, 0 for all of a micro-batch.
     head_chunk: int = 0
     cp: int = 1
     cp_kind: str = "ring"
@@ -193,7 +193,7 @@ class Layout:
         return self.replicas // self.ep
 
     def tokens(self, s: int) -> int:
-        """Of a micro-batch of sequences of s tokens, those that a rank works on."""
+        """Tokens of a micro-batch, of sequences of s tokens, that a rank works on."""
         return self.micro_batch_size * s // self.cp
 
     @property
@@ -236,13 +236,13 @@ FITTED = Constants(
 # of 8 H200s to 1%. No other constant is fitted.
 HOPPER = dataclasses.replace(FITTED, matmul=0.63, fp8=0.61)
 
-# NVIDIA's data sheets: SXM modules; HDR InfiniBand (200 Gbit/s) or NDR (400), one adapter a GPU
+# NVIDIA's data sheets: SXM modules; HDR InfiniBand (200 Gbit/s) or NDR (400), one adapter a GPU.
 A100 = Machine("a100", 312e12, 80 * 2**30, 2.039e12, 300e9, 25e9, 8, FITTED)
 H100 = Machine("h100", 989e12, 80 * 2**30, 3.35e12, 450e9, 50e9, 8, HOPPER, has_fp8=True)
 H200 = Machine("h200", 989e12, 141e9, 4.8e12, 450e9, 50e9, 8, HOPPER, has_fp8=True)
 MACHINES = {"a100": A100, "h100": H100, "h200": H200}
 
-# this project as it runs on GPUs
+# This project as it runs on GPUs.
 TRAIN = Software(
     "train.py",
     zero_stages=(0, 1, 2, 3),
@@ -255,7 +255,7 @@ TRAIN = Software(
     scatters_pipeline=False,
     cp_kinds=("ring", "all-to-all"),
 )
-# what --optimizer-state bf16 keeps: the low half of a master, two moments (optimizer.AdamW)
+# What --optimizer-state bf16 keeps: the low half of a master, two moments (optimizer.AdamW).
 STATE_IN_16_BITS = 6
 
 
@@ -264,7 +264,7 @@ SOFTWARE = {
     # arXiv 2104.04473 and 2205.05198
     "megatron-2021": Software("megatron-2021"),
     "megatron-2022": Software("megatron-2022", fuses_accumulation=(0, 1)),
-    # the comparison in section 5.2 of arXiv 2104.04473
+    # The comparison in section 5.2 of arXiv 2104.04473.
     "deepspeed-zero3-2021": Software(
         "deepspeed-zero3-2021",
         zero_stages=(3,),

@@ -28,34 +28,34 @@ from planning.memory import (
 # Bytes in forward, with 16-bit numbers. Matrix multiplications that are fused with what follows
 # them would save some; Megatron-LM of 2021 and 2022 fused what is one line here.
 
-# for each of b s h: two norms (read 2, write 2), two dropouts with bias and residual (read 4,
-# write 2, mask 1)
+# For each of b s h: two norms (read 2, write 2), two dropouts with bias and residual (read 4,
+# write 2, mask 1).
 NORMS_AND_RESIDUALS = 2 * 4 + 2 * 7
-# for each of b s a d / t: the context is made contiguous (read 2, write 2)
+# For each of b s a d / t: the context is made contiguous (read 2, write 2).
 CONTEXT = 4
-# for each number of queries and keys that have norms (read 2, write 2)
+# For each number of queries and keys that have norms (read 2, write 2).
 HEAD_NORMS = 4
-# for each of b s and inner size of the MLP / t: GELU (read 2, write 2); a gate is a second matrix
+# For each of b s and inner size of the MLP / t: GELU (read 2, write 2); a gate is a second matrix.
 GELU = 4
 GATED = 6
-# for each of a s² b / t: scores (write 2), softmax (4), dropout (4 and its mask 1), probabilities
-# (read 2)
+# For each of a s² b / t: scores (write 2), softmax (4), dropout (4 and its mask 1), probabilities
+# (read 2).
 SCORES = 13
-# for each of s², and under ALiBi of a / t heads, in each layer: what a window or ALiBi adds to the
-# scores (families.py) is written in 32 bits (4), masked (8), and written in 16 (6)
+# For each of s², and under ALiBi of a / t heads, in each layer: what a window or ALiBi adds to the
+# scores (families.py) is written in 32 bits (4), masked (8), and written in 16 (6).
 LOCAL_BIAS = 18
-# backward reads and writes so many times the bytes of forward: counted as above, 21 of 13 for
-# scores, 34 of 22 for norms and residuals
+# Backward reads and writes so many times the bytes of forward: counted as above, 21 of 13 for
+# scores, 34 of 22 for norms and residuals.
 BACKWARD = 1.6
-# for each weight: its gradient, of a micro-batch, is added to a 32-bit sum (4 + 4)
+# For each weight: its gradient, of a micro-batch, is added to a 32-bit sum (4 + 4).
 ACCUMULATION = 8
-# for each number that becomes a byte: read (2), written by rows and by columns (1 + 1); `current`
+# For each number that becomes a byte: read (2), written by rows and by columns (1 + 1); `current`
 # first reads it for its maximum (2), but for what norms and SwiGLU give, which is left out here;
-# blocks have two maxima
+# blocks have two maxima.
 CAST = {"off": 0, "delayed": 4, "current": 6, "block": 8}
 # LoRA: for each number that A reads (2); that B writes (2) and adds (read 4, write 2)
 LORA_READ, LORA_ADD = 2, 8
-# for each of h: gradients of two norms and two biases, in 32 bits
+# For each of h: gradients of two norms and two biases, in 32 bits.
 NORM_GRADIENTS = 6 * 4
 
 # --- how fast one rank is -------------------------------------------------------------------------
@@ -71,21 +71,21 @@ class Rank:
         self.layout = layout
         self.flops_per_second = machine.peak * machine.constants.matmul
         self.bytes_per_second = machine.memory_bandwidth * machine.constants.memory
-        # tokens of a micro-batch, b s, over context-parallel ranks; and the bytes of an activation
+        # Tokens of a micro-batch, b s, over context-parallel ranks; and the bytes of an activation.
         self.tokens = layout.tokens(model.seq_length)
         self.activation = software.weight * self.tokens * model.hidden_size
-        # the ranks of a group are numbered so far apart: tensor-parallel ranks are neighbours
+        # The ranks of a group are numbered so far apart: tensor-parallel ranks are neighbours.
         t = layout.tp
         self.strides = {"tp": 1, "ep": t, "cp": t, "replicas": t, "pp": t * layout.replicas}
         self.strides["expert_replicas"] = t * layout.ep
-        # over which sequence parallelism shards what tensor parallelism leaves whole
+        # The ranks over which sequence parallelism shards what tensor parallelism leaves whole.
         self.sequence_ranks = layout.tp if layout.sequence_parallel else 1
-        # MLPs that a token goes through, and numbers in all matrices that it meets, of one layer
+        # MLPs that a token goes through, and numbers in all matrices that it meets, of one layer.
         mlps = num_mlps(model, "router_topk")[0]
         self.mlps = mlps / model.num_layers
         self.met = block_matrices(model, mlps) / model.num_layers
         self.fused_attention = software.fused_attention and model.attention == "fused"
-        # in backward, always
+        # In backward, always.
         self.scores_again = is_fused(model, layout, software)
         if software.fp8 != "off" and not machine.has_fp8:
             raise PlanError(f"{machine.name} has no FP8; leave --fp8 out")
@@ -128,9 +128,6 @@ class Pass(NamedTuple):
     expert: float
     context: float
 
-    def plus(self, other: "Pass") -> "Pass":
-        return Pass(*(x + y for x, y in zip(self, other)))
-
 
 def layer(rank: Rank, recomputed: float = 1.0, in_fp8: float = 0.0) -> tuple[Pass, Pass, float]:
     """(forward, backward, the part of backward that zb-h1 computes later: weight gradients), of one
@@ -138,11 +135,11 @@ def layer(rank: Rank, recomputed: float = 1.0, in_fp8: float = 0.0) -> tuple[Pas
     model, layout = rank.model, rank.layout
     with_experts = len(model.expert_layers) / model.num_layers
     linear, weight_gradient, deferred = products(rank, with_experts, in_fp8)
-    # scores and context
+    # Scores and context.
     heads = model.num_heads * model.head_dim
     core = rank.matmul(4 * rank.tokens * model.seq_length * heads / layout.tp)
     elementwise, scores, bias = read_and_written(rank)
-    # all-reduces after attention and after the MLP; to the experts and back
+    # All-reduces after attention and after the MLP; to the experts and back.
     all_reduce = rank.collective("tp", rank.activation, passes=2)
     exchange = 2 * with_experts
     exchange *= rank.collective("ep", rank.activation * model.router_topk / rank.sequence_ranks)
@@ -154,7 +151,7 @@ def layer(rank: Rank, recomputed: float = 1.0, in_fp8: float = 0.0) -> tuple[Pas
 
     accumulation = accumulated(rank, with_experts) / rank.bytes_per_second
     backward = Pass(
-        # fused attention computes the scores again
+        # Fused attention computes the scores again.
         linear + weight_gradient + core_backward,
         BACKWARD * (elementwise + scores) + casts_backward + accumulation,
         tensor_backward(rank, all_reduce, weight_gradient),
@@ -166,7 +163,7 @@ def layer(rank: Rank, recomputed: float = 1.0, in_fp8: float = 0.0) -> tuple[Pas
         again = forward
     elif layout.recompute == "selective" and not rank.scores_again:
         again = Pass(core, scores + bias, 0.0, 0.0, 0.0)
-    backward = backward.plus(Pass(*(recomputed * seconds for seconds in again)))
+    backward = Pass(*(x + recomputed * y for x, y in zip(backward, again)))
     return forward, backward, deferred + (accumulation if deferred else 0.0)
 
 
@@ -180,9 +177,9 @@ def products(rank: Rank, with_experts: float, in_fp8: float) -> tuple[float, flo
     if r:
         attention, mlp, _ = lora_parameters(model, rank.layout, r)
         thin = rank.matmul(2 * rank.tokens * (attention + rank.mlps * mlp))
-        # the base is frozen
+        # The base is frozen.
         return forward + thin, thin, 0.0
-    # weight gradients of experts are not in FP8, and come at once
+    # Weight gradients of experts are not in FP8, and come at once.
     experts = with_experts * model.router_topk * mlp_matrices(model) / rank.met
     outside = rank.matmul((1 - experts) * flops, in_fp8)
     return forward, outside + rank.matmul(experts * flops), outside
@@ -191,12 +188,12 @@ def products(rank: Rank, with_experts: float, in_fp8: float) -> tuple[float, flo
 def accumulated(rank: Rank, with_experts: float) -> float:
     """Bytes that one layer's weight gradients of a micro-batch, and their sum, read and write."""
     software = rank.software
-    # products of bytes are not fused
+    # Products of bytes are not fused.
     fuses = rank.layout.zero_stage in software.fuses_accumulation and software.fp8 == "off"
-    # stages 2 and 3 keep a row of the sum
+    # Stages 2 and 3 keep a row of the sum.
     if rank.layout.zero_stage >= 2 or fuses:
         return 0.0
-    # numbers that learn
+    # Numbers that learn.
     attention, mlp, experts = block_parameters(rank.model, rank.layout)
     if software.lora_rank:
         attention, mlp, experts = lora_parameters(rank.model, rank.layout, software.lora_rank)
@@ -267,13 +264,13 @@ def tensor_backward(rank: Rank, all_reduce: float, weight_gradient: float) -> fl
     if rank.layout.sequence_parallel and rank.software.sums_norms_by_layer:
         waits += rank.collective("tp", NORM_GRADIENTS * rank.model.hidden_size, passes=2)
     if rank.model.qk_norm and not rank.layout.sequence_parallel:
-        # gradients of the two norms, which each rank has of its heads
+        # Gradients of the two norms, which each rank has of its heads.
         waits += rank.collective("tp", 2 * rank.model.head_dim * rank.software.weight, passes=2)
     return waits
 
 
 def head_bytes(rank: Rank, heads: int) -> float:
-    """Of the keys, for example, of this rank's tokens and of so many heads of the whole model."""
+    """Bytes of this rank's tokens in so many heads of the whole model: of the keys, for example."""
     return rank.software.weight * rank.tokens * heads * rank.model.head_dim / rank.layout.tp
 
 
@@ -297,13 +294,13 @@ def context(rank: Rank, forward: float, backward: float) -> tuple[float, float]:
     if n == 1:
         return 0.0, 0.0
     if rank.layout.cp_kind == "all-to-all":
-        # queries and results, keys and values
+        # Queries and results, keys and values.
         heads = rank.model.num_heads, rank.model.num_kv_heads
         seconds = 2 * sum(rank.collective("cp", head_bytes(rank, a)) for a in heads)
         return seconds, seconds
     keys = to_neighbour(rank)
     gradients = to_neighbour(rank, max(4, rank.software.weight) / rank.software.weight)
-    # attention in each of the n - 1 steps that have something on the way
+    # Attention in each of the n - 1 steps that have something on the way.
     beside_forward, beside_backward = (seconds * (n - 1) / n for seconds in (forward, backward))
     moved = (n - 1) * keys + (n - 2) * gradients
     waits = max(0.0, moved - beside_backward) + gradients

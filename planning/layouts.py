@@ -26,7 +26,7 @@ from base.model_config import FieldError, MoEConfig
 from planning.inputs import STATE_IN_16_BITS, Layout, Machine, Software
 from planning.memory import memory
 
-# tokens of a sequence that is spread over ranks
+# Tokens of a sequence that is spread over ranks.
 LONG = 8192
 # Of a device's memory, what tensors may take. The rest is CUDA's and NCCL's, or lies in blocks that
 # are too small.
@@ -57,7 +57,7 @@ def layouts(
     meshes = list(meshes_of(model, software, ranks, global_batch))
     for b in micro_batches or divisors(global_batch):
         if model.router == "sinkhorn" and b * model.seq_length < model.num_experts:
-            # no plan of so few tokens is even
+            # No plan of so few tokens is even.
             continue
         for tp, pp, dp, ep, cp, kind in meshes:
             if global_batch // dp % b:
@@ -156,7 +156,7 @@ def what_would_fit(
             f" {machine.name} has {gib(USABLE * machine.memory)} for tensors;"
             f" {flag}{enough(gpus, global_batch, fits)}"
         )
-    # data parallelism alone can share this batch
+    # Data parallelism alone can share this batch.
     batch = divisible(global_batch, gpus)
     found = [f"--batch {batch}"] if batch != global_batch and fits(gpus, batch) else []
     node = machine.ranks_per_node
@@ -202,7 +202,7 @@ def gib(nbytes: float) -> str:
 
 
 def least_bytes(software: Software, model: MoEConfig, gpus: int, global_batch: int) -> float | None:
-    """Of the layout that takes least on each rank; None where there is no layout."""
+    """Bytes of the layout that takes least on each rank; None where there is no layout."""
     needs = [
         sum(memory(model, layout, software).values())
         for layout in layouts(model, software, gpus, global_batch, micro_batches=[1])

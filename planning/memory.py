@@ -48,7 +48,7 @@ class BlockType(NamedTuple):
     """What decides which bytes a block holds."""
 
     experts: bool = False
-    # by the layout's granularity
+    # Recomputed by the layout's granularity.
     recomputes: bool = True
     fp8: bool = False
 
@@ -62,7 +62,7 @@ class Stage(NamedTuple):
     head: bool
 
 
-# of each pipeline rank
+# The stages of each pipeline rank.
 Stages = tuple[tuple[Stage, ...], ...]
 
 
@@ -87,7 +87,7 @@ def stages_of(model: MoEConfig, layout: Layout, software: Software) -> Stages:
     L = model.num_layers
     again = range(0)
     if layout.recompute != "none":
-        # of the first layer's input a frozen model needs no gradient: it never computes it again
+        # A frozen model needs no gradient of the first layer's input, and never recomputes it.
         first = 1 if software.lora_rank else 0
         again = range(first, L if layout.recompute_layers is None else layout.recompute_layers)
     skip = software.fp8_skip
@@ -191,7 +191,7 @@ def state(
         # a few experts on many ranks: a shard is a copy (fsdp.alias_own_shards)
         held += experts * software.weight / layout.expert_replicas
     if software.fp8 != "off" and keeps_fp8_bytes(layout, software):
-        # beside the weights, for a step, by rows and by columns
+        # Beside the weights, for a step, by rows and by columns.
         of_rank = stages_of(model, layout, software)[rank]
         held += 2 * sum(in_blocks(of_rank, block_parameters(model, layout), only_fp8=True))
     return held, *others
@@ -208,11 +208,11 @@ def keeps_fp8_bytes(layout: Layout, software: Software) -> bool:
 class Kept(NamedTuple):
     """Bytes of one micro-batch in a block, in the embedding or in the head, on one rank."""
 
-    # with the layout's recomputation
+    # With the layout's recomputation.
     kept: float
-    # so many more, while backward computes it again
+    # So many more, while backward computes it again.
     again: float = 0.0
-    # what the weight gradients of zb-h1 wait for
+    # What the weight gradients of zb-h1 wait for.
     deferred: float = 0.0
 
 
@@ -229,18 +229,18 @@ class Sizes:
         # [b, s, h], and what sequence parallelism leaves of it
         self.whole = n * model.hidden_size * w
         self.x = self.whole / (layout.tp if layout.sequence_parallel else 1)
-        # of this rank's heads: queries or context, keys or values
+        # This rank's heads: queries or context, keys or values.
         self.query = n * model.num_heads * model.head_dim * w / layout.tp
         self.key = n * model.num_kv_heads * model.head_dim * w / layout.tp
-        # elements of [b, a, s, s]
+        # Elements of [b, a, s, s].
         self.scores = n * model.seq_length * model.num_heads / layout.tp
         self.ffn = n * model.ffn_hidden_size * w / layout.tp
         self.logits = n * model.vocab_size * w / layout.tp
-        # of a dropout after attention, or after the MLP: 1 byte
+        # The mask of a dropout after attention, or after the MLP: 1 byte an element.
         self.mask = self.x / w if model.dropout else 0.0
         self.norm_is_one = model.norm == "layernorm" or software.fused_rms_norm
         self.frozen = software.lora_rank > 0
-        # x and scores of LoRA's thin matrices
+        # Inputs and scores of LoRA's thin matrices.
         self.lora = n * software.lora_rank * w
 
     def norm(self, x: float) -> float:
@@ -263,11 +263,11 @@ class Sizes:
 def layer(model: MoEConfig, layout: Layout, software: Software, block: BlockType) -> Kept:
     """One block, with one MLP or with experts."""
     size = Sizes(model, layout, software)
-    # LoRA's A reads 16 bits
+    # LoRA's A reads 16 bits.
     in_fp8 = block.fp8 and not size.frozen
     attention, scores = attention_bytes(size, in_fp8)
     mlp = mlp_bytes(size, block.experts, in_fp8)
-    # what W waits for: ∂y and x of each matrix, whole; experts and thin matrices do not wait
+    # What W waits for: ∂y and x of each matrix, whole; experts and thin matrices do not wait.
     deferred = mlp_waits = 0.0
     if not size.frozen:
         matrix_bytes = size.weight if block.fp8 else 1
@@ -279,7 +279,7 @@ def layer(model: MoEConfig, layout: Layout, software: Software, block: BlockType
         shared = size.x if size.norm_is_one else 0.0
         return Kept(size.x, attention + mlp + scores - shared, deferred)
     if layout.recompute == "selective" and block.recomputes:
-        # the MLP is free by then, but for what its W waits for
+        # The MLP is free by then, but for what its W waits for.
         freed = mlp - waits_for_w(layout) * mlp_waits
         return Kept(attention + mlp, max(0, scores - freed), deferred)
     return Kept(attention + mlp + scores, 0.0, deferred)
@@ -291,7 +291,7 @@ def attention_bytes(size: Sizes, in_fp8: bool) -> tuple[float, float]:
     kept = size.norm(size.x) + size.read(in_fp8) + size.mask + 4 * size.lora
     if model.qk_norm:
         kept += size.norm(size.query + size.key)
-    # queries, keys, values; what the output's matrix reads
+    # Queries, keys, values; what the output's matrix reads.
     kept += size.query + 2 * size.key + (size.query / size.weight if in_fp8 else size.query)
     if not is_fused(model, layout, size.software):
         # softmax; with dropout its mask and its dropped copy
@@ -313,9 +313,9 @@ def mlp_bytes(size: Sizes, experts: bool, in_fp8: bool) -> float:
     kept = size.norm(size.x) + size.mask + (2 + model.gated) * size.lora
     if not experts:
         return kept + size.read(in_fp8) + inner
-    # rows that a rank's experts get, where the load is even, over its tokens
+    # Rows that a rank's experts get, where the load is even, over its tokens.
     rows = min(1.0, model.capacity_factor or 1.0) * model.router_topk
-    # the router's input in 32 bits; what goes to the experts and what comes back
+    # The router's input in 32 bits; what goes to the experts and what comes back.
     router = 0.0 if size.frozen else size.x * size.widened
     return kept + router + rows * (2 * size.whole + inner)
 
@@ -346,13 +346,13 @@ def ends(size: Sizes) -> tuple[Kept, Kept]:
     norm = size.norm(size.x)
     embedding = size.mask + (norm if size.model.embedding_norm else 0.0)
     if size.frozen:
-        # before LoRA's first matrices nothing needs a gradient: nor does the first norm's input
+        # Before LoRA's first matrices nothing needs a gradient: nor does the first norm's input.
         embedding = -norm
     if size.layout.head_chunk:
         return Kept(embedding), Kept(norm + size.whole)
     logits = size.logits * size.widened
     if size.frozen:
-        # it has no use for its input
+        # It has no use for its input.
         return Kept(embedding), Kept(norm + logits)
     return Kept(embedding), Kept(norm + size.x + logits, 0.0, size.whole + size.logits)
 
@@ -380,7 +380,7 @@ def activations(model: MoEConfig, layout: Layout, software: Software, rank: int)
     embedding, head = ends(size)
     rotary = 0.0
     if model.positions == "rotary" and (layout.cp == 1 or layout.recompute == "full"):
-        # the table of cos and sin; ranks that share a sequence keep a part of it
+        # The table of cos and sin; ranks that share a sequence keep a part of it.
         rotary = 2 * model.seq_length * model.head_dim * size.weight
     kept, deferred = [], []
     again = 0.0
@@ -393,7 +393,7 @@ def activations(model: MoEConfig, layout: Layout, software: Software, rank: int)
         deferred.append(sum(n * part.deferred for n, _, part in parts))
         again = max(again, again_bytes(layout, parts, logits))
     name = layout.pipeline_schedule if layout.pp > 1 else "1f1b"
-    # further micro-batches repeat what 2 p of them do, except under gpipe
+    # Further micro-batches repeat what 2 p of them do, except under gpipe.
     m = layout.micro_batches if name == "gpipe" else min(layout.micro_batches, 2 * layout.pp)
     states = in_flight(name, layout.pp, m, layout.virtual_stages, rank)
     return float((states @ np.array(kept + deferred)).max()) + again
@@ -411,7 +411,7 @@ def again_bytes(layout: Layout, parts: list, head: Kept) -> float:
                 freed += n * (part.kept - waits * part.deferred)
     again = 0.0
     for _, _, part in parts:
-        # where more waits for W than was kept, the fullest state is that after I
+        # Where more waits for W than was kept, the fullest state is that after I.
         left_to_w = waits * (part.deferred - part.kept)
         again = max(again, part.again - (left_to_w if left_to_w > 0 else freed))
     return again
@@ -428,14 +428,14 @@ def buffers(model: MoEConfig, layout: Layout, software: Software, rank: int) -> 
     # a unit, while its neighbour is on the way
     units = block + max(block, is_end * vocabulary(model, layout))
     stage = layout.zero_stage if layout.replicas > 1 else 0
-    # under zb-h1 all units wait for gradients of matrices
+    # Under zb-h1 all units wait for gradients of matrices.
     whole = sum(parameters(model, layout, software, rank))
     summed = whole if waits_for_w(layout) else units
     if software.lora_rank:
         summed *= sum(learned(model, layout, software, rank)) / whole
-    # two are received, one of them ahead; one is on its way (pipeline_parallel.lower)
+    # Two are received, one of them ahead; one is on its way (pipeline_parallel.lower).
     messages = 3 * size.x if layout.pp > 1 else 0.0
-    # the logits in the model's type
+    # The logits in the model's type.
     share = min(1.0, layout.head_chunk / size.tokens) if layout.head_chunk else 1.0
     logits = of_rank[-1].head * share * size.logits
     return {
@@ -448,11 +448,11 @@ def buffers(model: MoEConfig, layout: Layout, software: Software, rank: int) -> 
 def core_moment(size: Sizes) -> float:
     """What a ring, an exchange of heads, a window or ALiBi has in one layer."""
     if is_ring(size.layout):
-        # keys and values, and those that arrive; in 32 bits three of their gradients
+        # Keys and values, and those that arrive; in 32 bits three of their gradients.
         return (2 + 3 * size.widened) * 2 * size.key
     if size.layout.cp > 1:
         return 2 * size.query
-    # distances, int64; the sum in 32 bits, before and after the mask
+    # Distances, int64; the sum in 32 bits, before and after the mask.
     heads = bias_heads(size.model, size.layout.tp)
     return (8 + 8 * heads) * size.model.seq_length**2 if heads else 0.0
 
@@ -471,7 +471,7 @@ def memory(
         return max(each, key=lambda parts: sum(parts.values()))
     names = "parameters", "gradients", "optimizer"
     parts = dict(zip(names, state(model, layout, software, rank)))
-    # what does not change activations is left out, so that many layouts share one answer
+    # What does not change activations is left out, so that many layouts share one answer.
     batch = layout.micro_batches * layout.micro_batch_size
     alike = dataclasses.replace(layout, dp=1, zero_stage=0, global_batch_size=batch)
     parts["activations"] = activations(model, alike, software, rank)

@@ -53,7 +53,7 @@ def machine_of(name: str, flag: str = "--plan") -> Machine:
     if name == "auto":
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
         for known, machine in MACHINES.items():
-            # an H100 PCIe has another peak
+            # An H100 PCIe has another peak.
             if known.upper() in gpu and machine.peak == peak_of(gpu):
                 return machine
         if not Path(FILE).exists():
@@ -100,7 +100,7 @@ def software_of(config: Config) -> Software:
     weight, gradient, state = room.bytes_of_number(
         config.precision or "bf16", config.optimizer_state
     )
-    # flags of adapters (finetune/adapter_training.py), which train.py does not have
+    # Flags of adapters (finetune/adapter_training.py), which train.py does not have.
     learns_lora = getattr(config, "peft", None) == "lora"
     return dataclasses.replace(
         TRAIN,

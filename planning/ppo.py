@@ -30,7 +30,8 @@ from planning.serving import BYTES, ENGINES, Serving, cache_bytes
 from run.config import ConfigError
 from run.rules import multiples
 
-# sequences of an update, answers of a step, tokens (announced for Llama 2 70B); prompts: our choice
+# Sequences of an update, answers of a step, tokens of a prompt and of an answer: announced for
+# Llama 2 70B, but for the prompts.
 BATCH, ANSWERS, PROMPT, ANSWER = 64, 512, 512, 1024
 
 
@@ -76,7 +77,7 @@ def writing_seconds(machine: Machine, model: MoEConfig, layout: Layout, free: fl
     rounds = -(-each // at_most)
     prompts = dataclasses.replace(model, seq_length=case.prompt_tokens)
     first = forward_seconds(machine, prompts, layout, case.answers)
-    # on average half of the answer is there
+    # On average half of the answer is there.
     s = case.prompt_tokens + case.answer_tokens / 2
     serving = Serving(machine, ENGINES["graphs"], model, layout.tp, layout.pp)
     return first + rounds * case.answer_tokens * serving.step(-(-each // rounds), s)
@@ -106,21 +107,21 @@ def steps(machine: Machine, model: MoEConfig, case) -> list[Step]:
     model = dataclasses.replace(model, dropout=0.0, attention="fused")
     found = []
     for ranks, gpus, share in (("all", case.gpus, 2), ("halves", case.gpus // 2, 1)):
-        # on the same ranks two models have half of the memory each
+        # On the same ranks two models have half of the memory each.
         name = f"half of {machine.name}" if share == 2 else machine.name
         room = dataclasses.replace(machine, name=name, memory=machine.memory / share)
         plans = planner.search(room, TRAIN, model, gpus, case.batch)
         plan = next(plan for plan in plans if plan.layout.cp == 1)
         updates = case.answers / case.batch * plan.seconds * share
-        # reference, critic and reward; on halves the critic's ranks have two of them
+        # Reference, critic and reward; on halves the critic's ranks have two of them.
         forwards = 3 if share == 2 else 2
         scores = forwards * forward_seconds(machine, model, plan.layout, case.answers)
-        # beside the state of what learns, and the frozen models
+        # Beside the state of what learns, and the frozen models.
         state = sum(plan.bytes[part] for part in ("parameters", "gradients", "optimizer"))
         frozen = plan.bytes["parameters"] * (forwards - share + 1)
         free = USABLE * machine.memory - share * state - frozen
         own = writing_seconds(machine, model, plan.layout, free, case)
-        # under stage 3 no rank has whole weights
+        # Under stage 3 no rank has whole weights.
         if plan.layout.zero_stage < 3 and own < math.inf:
             found.append(Step(ranks, plan.layout, plan.layout, own, scores, updates))
         answers, layout = best_writing(machine, model, gpus, free, case)

@@ -21,14 +21,14 @@ from run.config import ConfigError, flag_name
 from run.presets import Recipe
 from run.pretraining import Config
 
-# of a batch, that rounding may move
+# The share of a batch by which rounding may move it.
 ROUNDING = 0.1
-# of the steps, that warmup takes at most
+# The share of the steps that warmup takes at most.
 MOST_WARMUP = 0.1
-# tokens that a tokenizer has. A vocabulary is rounded up, to 51,200 for example
+# Tokens that a tokenizer has. A vocabulary is rounded up, to 51,200 for example.
 TOKENIZERS = {"bytes": 257, "gpt2": 50257}
 ROUNDED_UP = 1024
-# the user's own values win
+# The user's own values win.
 GIVEN = ("lr", "warmup_steps", "weight_decay", "dropout", "tokenizer", "data")
 ADVICE = (
     "Where no flag says otherwise, batch, learning rate and warmup are those of {}: a search begins"
@@ -57,7 +57,7 @@ def tokenizer_of(vocab_size: int) -> str:
 
 
 def flags_of(recipe: Recipe, model: MoEConfig, batch: int, tokens: float, given: dict) -> list[str]:
-    """Of train.py. batch: sequences of a step; tokens: to train on; given: fields of its
+    """Flags of train.py. batch: sequences of a step; tokens: to train on; given: fields of its
     configuration that the user has set. Raises ConfigError."""
     of_step = batch * model.seq_length
     steps = max(1, round(tokens / of_step))
@@ -76,7 +76,7 @@ def flags_of(recipe: Recipe, model: MoEConfig, batch: int, tokens: float, given:
     )
     fields |= {name: given[name] for name in GIVEN if name in given}
     if "lora_rank" in given and "tokenizer" not in given:
-        # that of the model that is there
+        # The tokenizer is that of the base.
         del fields["tokenizer"]
     words = []
     for name, value in fields.items():

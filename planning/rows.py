@@ -28,7 +28,7 @@ from run.config import ConfigError
 from run.pretraining import Config
 
 PUBLISHED = Path(__file__).parent / "published_times.json"
-# other names of a preset, in rows from elsewhere
+# Other names of a preset, in rows from elsewhere.
 ALIASES = {"a100-80gb-selene": "a100"}
 
 
@@ -43,7 +43,7 @@ class Row:
     machine: Machine
     seconds: float | None = None
     group: str = ""
-    # why a prediction is far off, as far as the published numbers themselves show it
+    # Why a prediction is far off, as far as the published numbers themselves show it.
     why_off: str = ""
 
 
@@ -80,7 +80,7 @@ def read(path: str | Path) -> list[Row]:
     rows = []
     for number, line in enumerate(json_files.read(path, _File).rows):
         software, machine = SOFTWARE[line.software], MACHINES[line.machine]
-        # Megatron-LM trained with dropout, which fused attention does not have
+        # Megatron-LM trained with dropout, which fused attention does not have.
         default = {} if software.fused_attention else {"dropout": 0.1}
         where = f"{path}: rows[{number}] {line.name}"
         model = json_files.convert_exactly(default | line.model, MoEConfig, f"{where}: model")
@@ -143,6 +143,6 @@ def main(argv: list[str]) -> None:
         nbytes = memory(row.model, layout, row.software)
         total = {"seconds": sum(seconds.values()), "bytes": round(sum(nbytes.values()))}
         answers.append({"name": row.name, **total})
-    # nothing is printed where one row is bad
+    # Nothing is printed where one row is bad.
     for answer in answers:
         print(json.dumps(answer))

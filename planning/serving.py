@@ -40,13 +40,13 @@ from planning.layer_time import Rank, read_and_written
 from planning.layouts import USABLE, gib
 from run.config import ConfigError
 
-# bytes of a weight in a layer's matrices, and in the embedding and the head; int4 has a scale and
-# a zero point for 32 numbers (inference/quantization.py)
+# Bytes of a weight in a layer's matrices, and in the embedding and the head; int4 has a scale and
+# a zero point for 32 numbers (inference/quantization.py).
 WEIGHTS = {"fp32": (4, 4), "bf16": (2, 2), "fp8": (1, 1), "int8": (1, 1)}
 WEIGHTS |= {"int4": (0.5 + 4 / 32, 1)}
-# of an activation, and of a number in the cache where it is another one; of a logit
+# Bytes of an activation; of a number in the cache, where it differs; of a logit.
 BYTES, CACHED, LOGIT = 2, {"fp8": 1, "fp32": 4}, 4
-# sequences at a time
+# Sequences at a time.
 BATCHES = sorted({n for power in range(10) for n in (2**power, 3 * 2**power // 2)} | {768, 1024})
 
 
@@ -54,19 +54,20 @@ class Engine(NamedTuple):
     """Constants of the serving software: fitted to published times of A100s, a row for each
     (benchmarks/serving_plan.py)."""
 
-    # of the memory's bandwidth, what reading reaches; seconds in which a layer's kernels start
+    # The share of the memory's bandwidth that reading reaches; seconds in which a layer's kernels
+    # start.
     read: float
     layer: float
-    # seconds that an all-reduce waits for each doubling of the ranks in a node, and of the nodes
+    # Seconds that an all-reduce waits for each doubling of the ranks in a node, and of the nodes.
     wait: float
     network_wait: float
-    # FLOPs at the peak in whose time a weight of int8 or int4 becomes one of 16 bits
+    # FLOPs at the peak in whose time a weight of int8 or int4 becomes one of 16 bits.
     convert: float
-    # whose element-wise operations it has
+    # Whose element-wise operations it has.
     software: Software = TRAIN
 
 
-# kernels that start one by one, as in 2022; CUDA graphs or fused kernels, as today
+# Kernels that start one by one, as in 2022; CUDA graphs or fused kernels, as today.
 ENGINES = {
     "eager": Engine(0.85, 98e-6, 11.6e-6, 54e-6, 0.0, SOFTWARE["megatron-2022"]),
     "graphs": Engine(0.786, 37.4e-6, 4.56e-6, 54e-6, 48.9),
@@ -74,7 +75,7 @@ ENGINES = {
 
 
 def cache_bytes(model: MoEConfig, tokens: float, number: int = BYTES) -> float:
-    """Of the keys and values of so many tokens, in all layers."""
+    """Bytes of the keys and values of so many tokens, in all layers."""
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * number * tokens
 
 
@@ -109,7 +110,7 @@ class Serving(NamedTuple):
         return self.machine.memory_bandwidth * self.engine.read
 
     def kept(self, tokens: float) -> float:
-        """Of so many tokens of a sequence, those whose keys a sliding window leaves."""
+        """How many of a sequence's tokens have keys that a sliding window leaves."""
         return min(tokens, self.model.sliding_window or tokens)
 
     def cached(self, sequences: float, tokens: float) -> float:
@@ -118,7 +119,7 @@ class Serving(NamedTuple):
         return cache_bytes(self.model, sequences * self.kept(tokens), number)
 
     def bytes(self, batch: int, tokens: int, budget: int) -> dict[str, float]:
-        """Of the fullest rank. tokens: of a prompt and its answer; budget: of a step."""
+        """Bytes of the fullest rank. tokens: of a prompt and its answer; budget: of a step."""
         model, t = self.model, self.tp
         h, vocabulary = model.hidden_size, model.vocab_size
         matrix, vector = WEIGHTS[self.weights]
@@ -127,7 +128,7 @@ class Serving(NamedTuple):
         ends = 2 if self.pp == 1 and not model.tied else 1
         matrices = block_matrices(model, num_mlps(model, "num_experts")[0])
         heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-        # the residual stream, its norm and a sum whole; the rest of a layer by rank
+        # The residual stream, its norm and a sum whole; the rest of a layer by rank.
         numbers = 3 * h + (mlp_matrices(model) / h + heads) / t
         return {
             "weights": share * matrix * matrices + ends * vector * vocabulary * h / t,
@@ -205,11 +206,11 @@ class Found(NamedTuple):
 
     serving: Serving
     batch: int
-    # seconds: to the first token, between two others, of the request
+    # Seconds: to the first token, between two others, of the request.
     first: float
     between: float
     latency: float
-    # tokens of answers in a second, of each GPU
+    # Tokens of answers in a second, of each GPU.
     rate: float
     bytes: dict[str, float]
 
@@ -254,7 +255,7 @@ def frontier(found: Iterator[Found]) -> list[Found]:
 
 # --- the command ----------------------------------------------------------------------------------
 
-# tokens of a block of the cache
+# Tokens of a block of the cache.
 BLOCK = 16
 UNITS = {"ms": 1e-3, "s": 1.0}
 
@@ -300,7 +301,7 @@ def found_by(case: argparse.Namespace, one: Serving) -> list[Found]:
     return within
 
 
-# heading, width, text
+# Heading, width, text.
 COLUMNS = [
     ("tp", 3, lambda x: str(x.serving.tp)),
     ("pp", 4, lambda x: str(x.serving.pp)),
@@ -324,14 +325,14 @@ def table(found: list[Found]) -> str:
 def command_of(case: argparse.Namespace, x: Found) -> str:
     one = x.serving
     words = ["-m", "inference.serve", "--checkpoint", "CHECKPOINT", "--tp", one.tp, "--pp", one.pp]
-    # one is nobody's (serve.BlockPool)
+    # Block 0 is scratch (serve.BlockPool).
     tokens, window = case.input + case.output, one.model.sliding_window
     blocks = x.batch * math.ceil(one.kept(tokens) / BLOCK)
     # a prompt behind a window needs more while it is computed
     blocks = 1 + max(blocks, most_blocks(tokens, BLOCK, case.budget, window))
     each, more = divmod(one.model.num_layers, one.pp)
     if more:
-        # the last stages have one more
+        # The last stages have one more.
         words += ["--layer-split", *[each] * (one.pp - more), *[each + 1] * more]
     words += ["--max-sequences", x.batch, "--block-size", BLOCK, "--blocks", blocks]
     words += ["--budget", case.budget, "--precision", "bf16"]
@@ -355,7 +356,7 @@ def main(argv: list[str]) -> None:
         f"{case.model} on {machine.name}, {gib(machine.memory)} GiB each, at most {case.gpus}:"
         f" prompts of {case.input:,} tokens, answers of {case.output:,}; {case.weights} weights"
     )
-    # some of the frontier, its last among them
+    # Some of the frontier, its last among them.
     step = (len(found) - 1) / max(1, case.top - 1)
     shown = sorted({len(found) - 1 - round(i * step) for i in range(case.top)})
     print("", table([found[i] for i in shown]), "", sep="\n")

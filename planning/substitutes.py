@@ -66,14 +66,14 @@ class EvenRouting(Routing):
         plan = super().forward(torch.zeros(logits.shape, dtype=logits.dtype), real)
         on_meta = {}
         for name, value in plan._asdict().items():
-            # of the counts the host reads each number
+            # The host reads each number of the counts.
             if isinstance(value, Tensor) and name != "counts":
                 on_meta[name] = value.to(META)
         return plan._replace(**on_meta)
 
     def exchange(self, counts: Tensor) -> Tensor:
         super().exchange(counts)
-        # the other ranks send what this one sends
+        # The other ranks send what this one sends.
         ep = self.group.size()
         return counts.view(ep, -1)[self.group.rank()].repeat(ep)
 
@@ -124,7 +124,7 @@ SUBSTITUTES = {
 def cluster(rank: int, world: int):
     """A process group of `world` ranks, of which this process is one, and there is no other; and
     SUBSTITUTES in their places."""
-    # importing it takes a moment, which other runs need not spend
+    # Importing it takes a moment, which other runs need not spend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     with contextlib.ExitStack() as stack:

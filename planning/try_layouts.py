@@ -37,9 +37,9 @@ from run.config import LAYOUT, ConfigError, flag_name
 from run.pretraining import Config
 
 ROOT = Path(__file__).parent.parent
-# steps that do not count
+# Steps that do not count.
 WARMUP = 3
-# of a run, which is stopped before
+# Steps of a run, which is stopped before.
 MOST_STEPS = 1000
 
 
@@ -55,16 +55,16 @@ def run(ranks: int, script: list[str], flags: list[str], steps: int) -> list[dic
     with terminal.removed_at_the_end(folder), tempfile.TemporaryFile("w+") as stderr:
         out = folder / "run"
         launcher = [*torchrun, "--nproc-per-node", str(ranks)] if ranks > 1 else [sys.executable]
-        # stopped by SIGTERM after `steps`, so that nobody waits for a sample of text
+        # Stopped by SIGTERM after `steps`, so that nobody waits for a sample of text.
         ends = ["--steps", str(MOST_STEPS), "--out", str(out)]
         process = subprocess.Popen(
             [*launcher, *script, *flags, *ends],
             cwd=ROOT,
-            # the launcher's own files are removed with the folder
+            # The launcher's own files are removed with the folder.
             env=os.environ | {"TMPDIR": str(folder)},
             stdout=subprocess.DEVNULL,
             stderr=stderr,
-            # Ctrl-C reaches this process alone, which ends the launcher
+            # Ctrl-C reaches this process alone, which ends the launcher.
             start_new_session=True,
         )
         try:
@@ -78,10 +78,10 @@ def lines_of(process: subprocess.Popen, metrics: Path, stderr, steps: int) -> li
     """The first lines of metrics.jsonl, when they are there. Raises EarlyEndError."""
     lines = []
     while len(lines) < steps:
-        # asked before the file is read, so that no line is missed
+        # Asked before the file is read, so that no line is missed.
         ended = process.poll() is not None
         if metrics.exists():
-            # the last may be half a line, or empty
+            # The last may be half a line, or empty.
             lines = metrics.read_text().split("\n")[:-1]
         if ended and len(lines) < steps:
             raise EarlyEndError(failure(stderr, process.returncode))
@@ -143,7 +143,7 @@ def config_of(rest: list[str]) -> Config:
         with contextlib.redirect_stderr(said):
             config = flags.parse(rest, 0)
     except SystemExit:
-        # what argparse refuses is printed in the name of train.py
+        # What argparse refuses is printed in the name of train.py.
         message = said.getvalue().strip().removeprefix("train.py: ")
         raise ConfigError(message.replace("; --help", "; train.py --help")) from None
     others = "recompute", "recompute_layers", "head_chunk", "micro_batch_size"
@@ -166,7 +166,7 @@ def main(argv: list[str]) -> int:
         : args.count
     ]
     device = "cuda" if torch.cuda.device_count() >= args.ranks else "cpu"
-    # kill, and a terminal that is closed, end it as Ctrl-C does
+    # Kill, and a terminal that is closed, end it as Ctrl-C does.
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, signal.getsignal(signal.SIGINT))
