@@ -24,21 +24,13 @@ from benchmarks import report, style
 from course import planner as lesson
 from planning import errors
 from planning import rows as published
-from planning.drawing import IDLE
-from planning.inputs import A100, H200, TRAIN, Machine
+from planning.inputs import A100, H200, TRAIN
 from planning.rows import Row
 from run.presets import PRESETS
 
-# The models whose parts of a step are drawn: on so many A100s, with so many sequences in a step.
-DRAWN = ("gpt3-5b", "gpt3-20b", "gpt3-175b")
-DRAWN_GPUS, DRAWN_BATCH = 160, 2400
 # Llama-2 in bf16, s 4096: (model, H200s), and sequences in a step.
 LLAMA = [(f"llama2-{size}", n) for size in ("7b", "13b", "70b") for n in (8, 16, 32, 64)]
 LLAMA_BATCH = 128
-# {part of the time of a step: whose colour it has}
-NAMES = dict(matmul="one device", elementwise="activations", head="recompute", tensor="tensor")
-NAMES |= dict(pipeline="pipeline", bubble="", data="data", optimizer="optimizer state")
-COLOURS = {part: style.COLOURS.get(name, IDLE) for part, name in NAMES.items()}
 # Seconds.
 TICKS = (1, 10, 100)
 
@@ -60,28 +52,23 @@ def row_of_results(row: Row) -> dict:
     }
 
 
-def fastest(machine: Machine, name: str, gpus: int, batch: int) -> planner.Plan:
-    """Raises PlanError."""
-    model = MoEConfig(**PRESETS[name][0])
-    return planner.search(machine, TRAIN, model, gpus, batch)[0]
-
-
 def llama(cases) -> list[dict]:
     """The fastest layout of each (model, H200s), and of H200s with half of the memory."""
     found = []
     half = dataclasses.replace(H200, memory=H200.memory / 2)
     for name, n in cases:
+        model = MoEConfig(**PRESETS[name][0])
         row = {"model": name, "gpus": n}
         for title, machine in (("best", H200), ("half", half)):
             try:
-                best = fastest(machine, name, n, LLAMA_BATCH)
+                best = planner.search(machine, TRAIN, model, n, LLAMA_BATCH)[0]
             except planner.PlanError as e:
                 row[title] = {"refused": str(e)}
                 continue
             # Every row has the same batch.
             layout = dataclasses.replace(best.layout, global_batch_size=1)
             words = " ".join(layout.flags()).replace(" --global-batch-size 1", "")
-            tokens = LLAMA_BATCH * PRESETS[name][0]["seq_length"]
+            tokens = LLAMA_BATCH * model.seq_length
             row[title] = {
                 "tokens_per_second_per_gpu": tokens / best.seconds / n,
                 "gib": sum(best.bytes.values()) / 2**30,
@@ -147,10 +134,6 @@ def measure(toy: bool) -> dict:
         "random_choices": {
             "mean": report.spread([found.mean for found in choices]),
             "worst": report.spread([found.worst for found in choices]),
-        },
-        "parts": {
-            name: fastest(A100, name, DRAWN_GPUS, DRAWN_BATCH).parts
-            for name in (DRAWN[:1] if toy else DRAWN)
         },
         "llama": llama(LLAMA[:1] if toy else LLAMA),
         "rows": [row_of_results(row) for row in rows],
@@ -247,28 +230,11 @@ def draw_sweep(axes, rows: list[dict]) -> None:
     axes.legend(loc="lower left")
 
 
-def draw_parts(axes, models: dict[str, dict]) -> None:
-    """A column for each model: the share of each part of the step."""
-    for x, parts in enumerate(models.values()):
-        percent = 100 / sum(parts.values())
-        bottom = 0.0
-        for part, colour in COLOURS.items():
-            share = percent * parts.get(part, 0.0)
-            axes.bar(x, share, bottom=bottom, color=colour, width=0.7, label="_" if x else part)
-            bottom += share
-    axes.set_xticks(range(len(models)), [name.removeprefix("gpt3-").upper() for name in models])
-    axes.set(ylabel="% of the step", ylim=(0, 100), title="Parts of a step, 160 A100s\n(predicted)")
-    axes.grid(visible=False, axis="x")
-    # The highest part first, as in the columns.
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
-
-
 def draw(results: dict, figures: Path) -> None:
     """results: what planner.json holds."""
-    figure, (left, middle, right) = style.figure(3.4, 1, 3, width_ratios=(1.25, 1.1, 0.6))
+    figure, (left, right) = style.figure(3.4, 1, 2)
     draw_all(left, results["rows"])
-    draw_sweep(middle, [row for row in results["rows"] if row["group"] == "fig13"])
-    draw_parts(right, results["parts"])
+    draw_sweep(right, [row for row in results["rows"] if row["group"] == "fig13"])
     style.save(figure, figures / "planner.svg")
 
 
