@@ -68,9 +68,10 @@ def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     cases = importlib.import_module(f"benchmarks.{module}").cases_of(args.stage, args)
     report.check_names(parser, args.cases, cases)
     rows = read(args)["results"].get(args.stage, {})
-    pairs = [(args.stage, name) for name in args.cases or cases]
     failed = left = 0
-    for stage, name in report.missing_first(pairs, {args.stage: rows}):
+    stage = args.stage
+    # Those without a result come first.
+    for name in sorted(args.cases or cases, key=lambda name: name in rows):
         keys = "results", stage, name
         row = rows.get(name, {})
         if row.get("run") == args.run:

@@ -11,7 +11,6 @@ shared machine changes from minute to minute, a ratio within a round hardly does
 
 import argparse
 import json
-import math
 import os
 import platform
 import re
@@ -35,7 +34,7 @@ RESULTS = HERE / "results"
 SCRATCH = ROOT / "runs" / "benchmarks"
 # Flags that are at least 1.
 COUNTS = {
-    "rounds": "in each of which all kinds are measured, in turn",
+    "rounds": "in each of which every contender is measured, in turn",
     "steps": "of training",
     "seeds": "runs that differ in nothing else",
     "threads": "of each process",
@@ -72,22 +71,6 @@ def arguments(doc: str, **counts: int) -> argparse.ArgumentParser:
 def device(parser: argparse.ArgumentParser) -> None:
     """Add --device: a GPU where there is one."""
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-
-
-def minutes(parser: argparse.ArgumentParser) -> None:
-    """Add --minutes, for a comparison that writes its file after each case; it becomes
-    args.deadline, which `is_over` reads."""
-    parser.add_argument(
-        "--minutes",
-        dest="deadline",
-        type=lambda text: time.monotonic() + 60 * float(text),
-        default=math.inf,
-        help="begin no case after so many minutes; cases without results come first",
-    )
-
-
-def is_over(args: argparse.Namespace) -> bool:
-    return time.monotonic() > args.deadline
 
 
 def parse(parser: argparse.ArgumentParser, **toy) -> argparse.Namespace:
@@ -178,11 +161,6 @@ def finish(name: str, results: dict, args: argparse.Namespace, draw: Callable, t
     draw(saved(name, args), args.figures)
 
 
-def missing_first(pairs, results: dict) -> list[tuple[str, str]]:
-    """Pairs (title, case) in the order in which to measure them: those without results first."""
-    return sorted(pairs, key=lambda pair: pair[1] in results.get(pair[0], {}))
-
-
 def earlier(name: str, parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict:
     """{title: {case: results}} of NAME.json in the folder of --out, for new cases to be added to.
 
@@ -264,9 +242,9 @@ def spread(values) -> dict:
     return {"median": median(values), "min": min(values), "max": max(values), "n": len(values)}
 
 
-def ratio(times: list[dict], kind: str, other: str, factor: float = 1) -> dict:
-    """The spread over rounds of factor * (what `kind` gave) / (what `other` gave in that round)."""
-    return spread([factor * t[kind] / t[other] for t in times])
+def ratio(times: list[dict], one: str, other: str, factor: float = 1) -> dict:
+    """The spread over rounds of factor * (what `one` gave) / (what `other` gave in that round)."""
+    return spread([factor * t[one] / t[other] for t in times])
 
 
 def scaled(values: dict, factor: float) -> dict:
@@ -340,16 +318,16 @@ def timed_together(function) -> float:
     return timed(lambda: (function(), dist.barrier()))
 
 
-def in_turn(kinds: dict, rounds: int) -> list[dict]:
-    """Each round calls every function of `kinds`, in reverse in every other round. Two more rounds
-    before them warm up, but for a single round, which is a trial of the code and measures nothing.
-    Returns for each round {kind: what its function returned}."""
+def in_turn(contenders: dict, rounds: int) -> list[dict]:
+    """Each round calls every function of `contenders`, in reverse in every other round. Two more
+    rounds before them warm up, but for a single round, which is a trial of the code and measures
+    nothing. Returns for each round {contender: what its function returned}."""
     warm_up = 2 if rounds > 1 else 0
     results = []
     begin = said = time.monotonic()
     for i in range(-warm_up, rounds):
-        order = kinds if i % 2 else reversed(kinds)
-        results.append({kind: kinds[kind]() for kind in order})
+        order = contenders if i % 2 else reversed(contenders)
+        results.append({name: contenders[name]() for name in order})
         now = time.monotonic()
         if now - said > SECONDS_OF_SILENCE and not (dist.is_initialized() and dist.get_rank()):
             said = now

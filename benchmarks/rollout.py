@@ -18,7 +18,9 @@ the same round. Run again, the command adds rounds up to --rounds.
 Figure: docs/figures/rollout.svg
 """
 
+import math
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -147,7 +149,7 @@ def measure(results: dict, args, keep) -> None:
         for group, (world, kinds) in reversed(KINDS.items()):
             done = results.setdefault(group, {})
             enough = group == "cache" and number >= CACHE_ROUNDS
-            if enough or str(number) in done or report.is_over(args):
+            if enough or str(number) in done or time.monotonic() > args.deadline:
                 continue
             order = kinds if number % 2 == 0 else dict(reversed(kinds.items()))
             load = os.getloadavg()[0]
@@ -215,8 +217,10 @@ def draw(results: dict, figures: Path) -> None:
 
 def main():
     parser = report.arguments(__doc__, rounds=9)
-    report.minutes(parser)
+    minutes = "begin no round after so many minutes"
+    parser.add_argument("--minutes", type=float, default=math.inf, help=minutes)
     args = report.parse(parser, rounds=1)
+    args.deadline = time.monotonic() + 60 * args.minutes
     torch.set_num_threads(1)
     results = {"toy": args.toy, "results": report.earlier("rollout", parser, args)}
     measure(results["results"], args, lambda: report.write("rollout", results, args))

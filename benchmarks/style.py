@@ -114,13 +114,6 @@ def shorter(numbers: str) -> str:
     return re.sub(r"(\.\d\d)\d+", r"\1", numbers)
 
 
-def contrast(colour: str) -> str:
-    """The colour of text that can be read on a colour."""
-    import matplotlib.colors
-
-    return text_on(matplotlib.colors.to_rgb(colour))
-
-
 def ink(colour: str) -> tuple[float, float, float]:
     """A colour dark enough for text on white, of the same hue."""
     import matplotlib.colors
@@ -154,8 +147,10 @@ def label(axes, text: str, xy, colour: str = "black", offset=(6, 0), **options) 
 
 def inside(axes, text: str, xy, colour: str) -> None:
     """Write text in the middle of a box of this colour."""
+    import matplotlib.colors
+
     options = dict(ha="center", va="center", fontsize=SMALL)
-    axes.text(*xy, text, color=contrast(colour), **options)
+    axes.text(*xy, text, color=text_on(matplotlib.colors.to_rgb(colour)), **options)
 
 
 def columns_of(spreads: list[dict]) -> list[list[float]]:
