@@ -226,11 +226,11 @@ def words_of_ranks(row: dict) -> str:
     return "norms differ" if row["norms of ranks differ"] > 1e-6 else "agree"
 
 
-def signed(value: float | None, digits: int = 2) -> str:
+def signed(value: float | None) -> str:
     """0 where it is only rounding."""
     if value is None:
         return "not finite"
-    text = f"{value:+.{digits}f}"
+    text = f"{value:+.2f}"
     if abs(value) < bug_runs.ROUNDING:
         return "0"
     return text if float(text) else text[1:]

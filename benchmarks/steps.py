@@ -135,10 +135,10 @@ def write_lines(path: Path, lines: list[dict]) -> str:
     return str(path)
 
 
-def write_model(path: Path, model, config: dict | None = None) -> Path:
-    """A checkpoint of a model. config: of the run that it is from."""
+def write_model(path: Path, model) -> Path:
+    """A checkpoint of a model."""
     weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    description = {"config": config or {}, "model": dataclasses.asdict(model.config)}
+    description = {"config": {}, "model": dataclasses.asdict(model.config)}
     return checkpoint.write(path, 0, weights, description)
 
 

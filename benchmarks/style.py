@@ -196,13 +196,13 @@ def stack(axes, y: int, parts: dict[str, float], colours: dict, **options) -> fl
     return left
 
 
-def ticks(axes, scale: str = "log", x=None, y=None, minor: bool = False) -> None:
-    """Put these marks on one axis or both: {place: its name}, or places that are their own names.
-    scale: of these axes; minor: whether small marks stand between them."""
+def ticks(axes, x=None, y=None, minor: bool = False) -> None:
+    """Put these marks on one axis or both, which become logarithmic: {place: its name}, or places
+    that are their own names. minor: whether small marks stand between them."""
     for name, places in (("x", x), ("y", y)):
         if places is not None:
             names = list(places.values() if isinstance(places, dict) else places)
-            marks = {f"{name}scale": scale, f"{name}ticks": list(places)}
+            marks = {f"{name}scale": "log", f"{name}ticks": list(places)}
             axes.set(**marks, **{f"{name}ticklabels": names})
     if not minor:
         axes.minorticks_off()
