@@ -10,10 +10,10 @@ without waiting for imports.
     process.wait()
 
 A new interpreter imports PyTorch and this project for 3 to 6 seconds. These processes are forked
-from a server that has imported what `ranks.preload` names (tests/conftest.py). They start no
-processes of their own, and what PyTorch reads from the environment while it is imported is the
-server's. What a test says about the start or the end of an interpreter, or about torchrun itself,
-needs `subprocess` instead.
+from a server that has imported what `ranks.preload` names (tests/conftest.py). Only a launcher
+(`start_launcher`) starts processes of its own. What PyTorch reads from the environment while it is
+imported is the server's. What a test says about the start or the end of an interpreter, or about
+torchrun itself, needs `subprocess` instead.
 """
 
 import contextlib
@@ -41,15 +41,22 @@ ROOT = Path(__file__).parent.parent
 class Command:
     """A running command. Its output goes to files, so that nobody needs to read it meanwhile."""
 
-    def __init__(self, argv: list, environment: dict[str, str], is_shortened: bool = True):
+    def __init__(
+        self,
+        argv: list,
+        environment: dict[str, str],
+        is_shortened: bool = True,
+        is_launcher: bool = False,
+    ):
         self.folder = tempfile.TemporaryDirectory()
         ranks.start_server()
         context = multiprocessing.get_context("forkserver")
         words = [str(word) for word in argv[argv[0] == "-m" :]]
         self.process = context.Process(
             target=_become,
-            args=(words, os.environ | environment, os.getcwd(), self.folder.name, is_shortened),
-            daemon=True,
+            args=(words, os.environ | environment, os.getcwd(), self.folder.name),
+            kwargs=dict(is_shortened=is_shortened, is_launcher=is_launcher),
+            daemon=not is_launcher,
         )
         self.process.start()
 
@@ -90,8 +97,15 @@ class Command:
 
 
 def _become(
-    argv: list[str], environment: dict[str, str], folder: str, outputs: str, is_shortened: bool
+    argv: list[str],
+    environment: dict[str, str],
+    folder: str,
+    outputs: str,
+    is_shortened: bool,
+    is_launcher: bool,
 ) -> None:
+    if is_launcher:
+        os.setsid()
     gc.freeze()
     os.environ.clear()
     os.environ.update(environment)
@@ -118,6 +132,13 @@ def _become(
 
 def start(argv: list, is_shortened: bool = True, **environment: str) -> Command:
     return Command(argv, environment, is_shortened)
+
+
+def start_launcher(argv: list, **environment: str) -> Command:
+    """tests/forked_torchrun.py with its flags. It leads a session, and may start processes: the
+    caller ends all of them (os.killpg)."""
+    argv = ["tests/forked_torchrun.py", *argv]
+    return Command(argv, environment, is_launcher=True)
 
 
 def start_ranks(world: int, argv: list, is_shortened: bool = True) -> list[Command]:

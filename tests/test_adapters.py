@@ -277,7 +277,8 @@ def disabled_on_rank(rank: int, world: int, variants: list[dict]) -> list[tuple[
         ("gpt", 1, METHODS, [{}]),
         ("llama", 2, METHODS, [dict(tp=2, sequence_parallel=True)]),
         ("gpt", 2, LORA, [dict(tp=2), dict(pp=2), dict(zero_stage=3, recompute="full")]),
-        ("experts", 4, METHODS, [dict(ep=2, tp=2)]),
+        ("experts", 4, LORA, [dict(ep=2, tp=2)]),
+        again("experts", 4, METHODS[1:], [dict(ep=2, tp=2)]),
     ],
     ids=str,
 )

@@ -54,7 +54,8 @@ EVERYTHING = ZERO_BUBBLE | SEQUENCE | dict(zero_stage=1, recompute="full")
 @pytest.mark.parametrize(
     "base, world, cases",
     [
-        ("gpt", 2, [(dict(tp=2), ALL), (SEQUENCE | dict(recompute="full"), ALL)]),
+        ("gpt", 2, [(dict(tp=2), ("current", "block"))]),
+        ("gpt", 2, [(SEQUENCE | dict(recompute="full"), ("delayed", "block"))]),
         ("gpt", 2, [(ZERO_BUBBLE, ("current", "block")), (dict(zero_stage=1), ("delayed",))]),
         ("gpt", 2, [(dict(zero_stage=3, recompute="full"), ("delayed", "block"))]),
         (
@@ -68,6 +69,7 @@ EVERYTHING = ZERO_BUBBLE | SEQUENCE | dict(zero_stage=1, recompute="full")
         ("experts", 4, [(dict(tp=2, ep=2, recompute="full"), ("current",))]),
         ("lora", 2, [(dict(tp=2), ("current", "block")), (ZERO_BUBBLE, ("delayed",))]),
         ("documents", 2, [(SEQUENCE, ("current",))]),
+        again("gpt", 2, [(dict(tp=2), ALL), (SEQUENCE | dict(recompute="full"), ALL)]),
         again("gpt", 1, [(dict(recompute=kind), ALL) for kind in ("full", "selective")]),
         again("gpt", 2, [(dict(zero_stage=stage), ALL) for stage in (1, 2, 3)]),
         again("gpt", 2, [(dict(pp=2), ALL), (ZERO_BUBBLE, ALL)]),

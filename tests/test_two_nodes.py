@@ -1,15 +1,13 @@
 """Two nodes, each with a launcher of its own: one of them is killed, and both are started again."""
 
 import argparse
+import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import processes
-import pytest
 import small_run
 
 ROOT = Path(__file__).parent.parent
@@ -27,48 +25,38 @@ FLAGS = small_run.flags(
 PATIENCE = 120
 
 
-def start_nodes(flags: list[str], logs: list[Path]) -> list[subprocess.Popen]:
-    """A launcher of one rank for each log, as on so many machines. Each leads its own session, and
+def start_nodes(flags: list[str]) -> list[processes.Command]:
+    """Two launchers of one rank each, as on two machines. Each leads its own session, and
     has its share of the cores: ranks that think themselves alone would take all of them."""
     endpoint = f"127.0.0.1:{processes.free_port()}"
-    launcher = ["--nnodes", str(len(logs)), "--nproc-per-node", "1", "--local-addr", "127.0.0.1"]
+    launcher = ["--nnodes", "2", "--nproc-per-node", "1", "--local-addr", "127.0.0.1"]
     launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", endpoint]
-    command = [sys.executable, ROOT / "tests/forked_torchrun.py", *launcher, ROOT / "train.py"]
-    options = dict(env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True)
     cores = sorted(os.sched_getaffinity(0))
-    each = max(1, len(cores) // len(logs))
+    each = max(1, len(cores) // 2)
     nodes = []
-    for n, log in enumerate(logs):
-        with open(log, "w") as file:
-            streams = dict(stdout=file, stderr=subprocess.STDOUT)
-            node = subprocess.Popen([*command, *flags], **streams, **options)
-        os.sched_setaffinity(node.pid, cores[n * each :][:each] or cores)
+    for n in range(2):
+        argv = [*launcher, ROOT / "train.py", *flags]
+        node = processes.start_launcher(argv, OMP_NUM_THREADS="1")
+        os.sched_setaffinity(node.process.pid, cores[n * each :][:each] or cores)
         nodes.append(node)
     return nodes
 
 
-def kill(node: subprocess.Popen) -> None:
-    """The launcher and its rank, at once."""
-    try:
-        os.killpg(node.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+def kill(node: processes.Command) -> None:
+    """Kill the launcher and its rank at once."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(node.process.pid, signal.SIGKILL)
     node.wait()
 
 
-def wait_for_steps(out: Path, steps: int, nodes: list[subprocess.Popen]) -> None:
+def wait_for_steps(out: Path, steps: int, nodes: list[processes.Command]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not (out / "metrics.jsonl").exists() or len(small_run.lines_of(out)) < steps:
-        assert time.monotonic() < deadline and all(node.poll() is None for node in nodes)
+        assert time.monotonic() < deadline and all(node.returncode is None for node in nodes)
         time.sleep(0.01)
 
 
-@pytest.fixture
-def logs(tmp_path):
-    return [tmp_path / f"node-{n}.log" for n in range(2)]
-
-
-def test_a_killed_node(tmp_path, logs):
+def test_a_killed_node(tmp_path):
     """The node that is left ends by itself. The losses and weights are then those of a run that
     nobody disturbed, bit for bit."""
     flags = [*FLAGS, "--cache", str(tmp_path / "cache")]
@@ -76,7 +64,7 @@ def test_a_killed_node(tmp_path, logs):
     assert done.returncode == 0, done.stderr
     out = tmp_path / "killed"
     flags += ["--out", str(out)]
-    nodes = start_nodes(flags, logs)
+    nodes = start_nodes(flags)
     try:
         # its second checkpoint is there by then
         wait_for_steps(out, 12, nodes)
@@ -84,8 +72,8 @@ def test_a_killed_node(tmp_path, logs):
         assert nodes[0].wait(PATIENCE) != 0
         before = len(small_run.lines_of(out))
         assert before < STEPS, "the run was over when its node was killed"
-        nodes += start_nodes([*flags, "--resume"], logs)
-        assert [node.wait(PATIENCE) for node in nodes[2:]] == [0, 0], logs[0].read_text()
+        nodes += start_nodes([*flags, "--resume"])
+        assert [node.wait(PATIENCE) for node in nodes[2:]] == [0, 0], nodes[2].stderr
     finally:
         for node in nodes:
             kill(node)
