@@ -60,15 +60,6 @@ CHAT = """\
 {% endfor %}
 {% if add_generation_prompt %}{{ "assistant: " }}{% endif %}
 """
-TEMPLATE = {
-    "taskname": "t",
-    "prompt_template": "<|VIRTUAL_PROMPT_0|>{text}={label}",
-    "total_virtual_tokens": 2,
-    "virtual_token_splits": [2],
-    "truncate_field": "text",
-    "answer_only_loss": True,
-    "answer_field": "label",
-}
 
 
 # --- changes --------------------------------------------------------------------------------------
@@ -145,40 +136,27 @@ def make_run() -> None:
 
 def make_folder() -> None:
     """Hugging Face folders: gpt2, llama, mixtral."""
-    import dataclasses
+    from test_generate import save
+    from test_gpt import build
 
-    import torch
-
-    import sharding
     from inference import huggingface
-    from moe import MoEConfig, empty_model
-    from run import checkpoint
 
     experts = dict(llama=True, num_experts=2, router="topk", router_topk=2, z_loss=0.0)
     for name, fields in {"gpt2": {}, "llama": dict(llama=True), "mixtral": experts}.items():
-        model = empty_model(MoEConfig(**SHAPE, vocab_size=257, **fields))
-        sharding.init(model, 0, "cpu", torch.float32)
-        tensors = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
-        state = {"config": {"tokenizer": "bytes"}, "model": dataclasses.asdict(model.config)}
-        checkpoint.write(Path(f"{name}-ckpt"), 0, tensors, state)
-        huggingface.export_folder(Path(f"{name}-ckpt"), Path(name))
-        shutil.rmtree(f"{name}-ckpt")
-
-
-def write_lines(file: str, records: list[dict]) -> None:
-    Path(file).write_text("".join(json.dumps(record) + "\n" for record in records))
+        made = Path(f"{name}-ckpt")
+        save(made, build(**SHAPE, vocab_size=257, **fields))
+        huggingface.export_folder(made, Path(name))
+        shutil.rmtree(made)
 
 
 def make_prompts() -> None:
     make_run()
-    write_lines(
-        "lines.jsonl",
-        [{"taskname": "t", "text": "ab"[n % 2], "label": "xy"[n % 2]} for n in range(4)],
-    )
+    lines = [dict(taskname="t", text="ab"[n % 2], label="xy"[n % 2]) for n in range(4)]
+    small_run.write_lines(Path("lines.jsonl"), lines)
     encoder = dict(encoder_type="mlp", encoder_hidden=8, num_layers=2, dropout=0.0, init_std=1.0)
     data = dict(train_ds=["lines.jsonl"], validation_ds=["lines.jsonl"], max_seq_length=16)
     config = {
-        "task_templates": [TEMPLATE],
+        "task_templates": [small_run.template("t", (2,), "<|VIRTUAL_PROMPT_0|>{text}={label}")],
         "virtual_prompt_style": "p-tuning",
         "language_model_path": "run",
         "existing_tasks": [],
@@ -208,7 +186,7 @@ def make_adapter() -> None:
 
 
 def make_peft() -> None:
-    """Of a GPT-2: folders lora and ia3."""
+    """Adapters of a GPT-2: folders lora and ia3."""
     make_run()
     for peft in ("lora", "ia3"):
         succeed(f"{LEARN_LORA} --peft {peft} --out our-{peft}")
@@ -220,7 +198,8 @@ def make_conversations() -> None:
     importlib.import_module("train")
     said = {"role": "assistant", "content": "yes"}
     talks = [{"messages": [{"role": "user", "content": f"{n}?"}, said]} for n in range(4)]
-    write_lines("chats.jsonl", [*talks, {"prompt": "a", "completion": "b"}])
+    talks.append({"prompt": "a", "completion": "b"})
+    small_run.write_lines(Path("chats.jsonl"), talks)
     Path("chat.jinja").write_text(CHAT)
 
 
@@ -256,10 +235,7 @@ OF_FOLDER = [
     "inference.huggingface_commands import {} ckpt",
     f"inference.cli --checkpoint {{}} --prompt de {ANSWER}",
 ]
-OF_TOKENIZER = [
-    "run.tokenizer def tokenizer.json",
-    f"{GENERATE} --tokenizer tokenizer.json",
-]
+OF_TOKENIZER = ["run.tokenizer def tokenizer.json", f"{GENERATE} --tokenizer tokenizer.json"]
 OF_ADAPTER = [
     "inference.adapters merge run lora new",
     "inference.adapters export lora new --base run",
@@ -296,10 +272,7 @@ KINDS = {
         make_run,
         [Reading("run/metrics.jsonl", [changed_line, changed_bytes], ["run.metrics run", RESUME])],
     ),
-    "adapter": (
-        make_adapter,
-        [Reading("lora/checkpoints/*/index.json", JSON, OF_ADAPTER)],
-    ),
+    "adapter": (make_adapter, [Reading("lora/checkpoints/*/index.json", JSON, OF_ADAPTER)]),
     "peft": (
         make_peft,
         [

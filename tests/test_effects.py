@@ -16,7 +16,7 @@ from small_run import numbers_of, run, write_lines
 import train
 from course import kinds
 from run import checkpoint
-from run.config import ConfigError, RunConfig, flag_name
+from run.config import flag_name
 from run.pretraining import Config
 from run.rules import NEEDS, NEEDS_RANKS, validate
 
@@ -87,14 +87,12 @@ SHAPE = "num_layers hidden_size num_heads ffn_hidden_size seq_length".split()
 def files(tmp_path_factory) -> dict[str, str]:
     """What stands for the words in capitals."""
     folder = tmp_path_factory.mktemp("effects")
+    answers = {"completion": "cc", "chosen": "c", "rejected": "dd"}
     lines = {
         "SFT": [{"prompt": f"{n % 9}", "completion": "ab"[n % 2] * 5} for n in range(40)],
         "PAIRS": [{"prompt": f"{n % 9}", "chosen": "aa", "rejected": "b"} for n in range(40)],
         "PROMPTS": [{"prompt": f"{n}"} for n in range(40)],
-        "OTHERS": [
-            {"prompt": f"{n}?", "completion": "cc", "chosen": "c", "rejected": "dd"}
-            for n in range(40)
-        ],
+        "OTHERS": [{"prompt": f"{n}?", **answers} for n in range(40)],
         "TEXT": [{"text": f"a text, and more of it {n}. "} for n in range(400)],
     }
     found = {}
@@ -206,46 +204,6 @@ def test_every_flag_is_tried():
     configurations = {kinds.split(KINDS[kind].split())[0] for kind in KINDS}
     fields = {field.name for each in configurations for field in dataclasses.fields(each)}
     assert fields == VALUES.keys() | UNSEEN and not VALUES.keys() & UNSEEN
-
-
-PEFT = dict(command="adapters.py", load="x")
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (
-            dict(num_experts=4, router="topk", router_temperature=0.5),
-            "--router-temperature 0.5: is",
-        ),
-        (PEFT | dict(peft="ia3", lora_rank=2), "--lora-rank 2: is only for --peft lora"),
-        (
-            PEFT | dict(peft="lora", adapter_size=8),
-            "--adapter-size 8: is only for --peft adapter",
-        ),
-        (dict(command="sft.py", lora_rank=2), "--lora-rank 2: needs --peft, which says what"),
-        (
-            dict(command="preference.py", method="reward", load="x", data=["p"], head_chunk=8),
-            "--head-chunk 8: a reward",
-        ),
-        (dict(recompute="full", recompute_layers=0), "--recompute-layers 0: recomputes nothing"),
-        (dict(reduce_dtype="bf16"), "--reduce-dtype bf16: is about ranks that share the batch"),
-        (dict(zero_stage=2), "--zero-stage 2: is about ranks that share the batch"),
-        (
-            dict(model="gpt2", load="x"),
-            "--model gpt2: --load fixes the shape already; give one of the two",
-        ),
-        (dict(load="x"), "--load x: learns from what? --data PATH names text"),
-        (PEFT, "--load x: learns from what?"),
-    ],
-)
-def test_refusals(flags, words, monkeypatch):
-    # the shape is that of a preset: there is no checkpoint
-    shape = kinds.config_of(flags | dict(load=None))
-    monkeypatch.setattr(RunConfig, "model_config", shape.model_config)
-    with pytest.raises(ConfigError) as refused:
-        validate(kinds.config_of(flags), 1)
-    assert str(refused.value).startswith(words) and "\n" not in str(refused.value)
 
 
 def test_a_run_goes_on_with_fewer_ranks():

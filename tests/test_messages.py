@@ -114,7 +114,7 @@ def test_a_key_with_something_in_it_is_refused(kind, key, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights(kind, tmp_path):
-    """Of conversations: 0 is no target, 1 is one. What else has messages has no use for them."""
+    """In conversations: 0 is no target, 1 is one. What else has messages has no use for them."""
     plain = read(kind, tmp_path, KINDS[kind][1])
     for value in (0, 1, 0.5, -1, "0", True):
         for n, record in enumerate(with_key(kind, "weight", value)):

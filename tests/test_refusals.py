@@ -46,13 +46,7 @@ ALL = [
     for file in COMMANDS
     for rank in (0, 1)
 ]
-TEMPLATE = {
-    "taskname": "t",
-    "prompt_template": "<|VIRTUAL_PROMPT_0|>{question}{answer}",
-    "total_virtual_tokens": 2,
-    "virtual_token_splits": [2],
-    "answer_field": "answer",
-}
+TEMPLATE = small_run.template("t", (2,), "<|VIRTUAL_PROMPT_0|>{text}{label}")
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +57,10 @@ def machine(tmp_path_factory):
         "chats.jsonl": [{"prompt": f"{n}", "completion": "a"} for n in range(20)],
         "pairs.jsonl": [{"prompt": f"{n}", "chosen": "a", "rejected": "b"} for n in range(20)],
         "prompts.jsonl": [{"prompt": f"{n}"} for n in range(20)],
-        "lines.jsonl": [{"taskname": "t", "question": f"{n}", "answer": "a"} for n in range(8)],
+        "lines.jsonl": [{"taskname": "t", "text": f"{n}", "label": "a"} for n in range(8)],
     }
     for name, records in lines.items():
-        (folder / name).write_text("\n".join(map(json.dumps, records)))
+        small_run.write_lines(folder / name, records)
     (folder / "template.jinja").write_text(
         "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     )

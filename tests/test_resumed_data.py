@@ -1,16 +1,13 @@
 """A run that goes on with batches of another size, or with another blend, takes what comes next:
 nothing twice, nothing never."""
 
-import itertools
 from pathlib import Path
 
 import pytest
 import small_run
-import torch
 
 import train
 from run import checkpoint, data
-from run.data import Blend
 from run.task import Task
 
 ROOT = Path(__file__).parent.parent
@@ -102,7 +99,7 @@ def test_blends_that_change(here, monkeypatch):
 
 
 def test_a_checkpoint_without_these_fields(here, taken, monkeypatch):
-    """Of an older version: all its batches had one size."""
+    """A checkpoint of an older version: all its batches had one size."""
 
     def save(self, folder, step, tensors, state, original=checkpoint.Saver.save):
         assert state.pop("samples") == 12 and state.pop("taken")["start"] == 0
@@ -114,18 +111,3 @@ def test_a_checkpoint_without_these_fields(here, taken, monkeypatch):
     flags = small_run.flags(steps=5, global_batch_size=2, out="run", warmup_steps=0)
     small_run.run("--data", "a.txt", *flags, "--resume")
     assert taken == list(range(16))
-
-
-def test_counts_of_a_blend(here):
-    """By hand: 0.7 and 0.3 give 7 and 3 of each ten."""
-    prepared = data.prepare_corpora(["0.7:a.txt", "0.3:b.txt"], data.make_tokenizer("bytes"))
-    blend = data.open_corpora(prepared, 16, 0)
-    assert isinstance(blend, Blend)
-    a, b = blend.names
-    assert blend.taken(20)["corpora"] == {a: 14, b: 6}
-    blend.go_on(20, {"blend": "another", "start": 0, "before": [], "corpora": {a: 14}})
-    places = [blend.locate(n) for n in range(20, 30)]
-    assert [m for k, m in places if k == 0] == list(range(14, 21))
-    assert [m for k, m in places if k == 1] == [0, 1, 2]
-    assert list(itertools.accumulate(k == 1 for k, _ in places))[-1] == 3
-    assert torch.equal(blend.batch([20]).samples, torch.tensor([20]))

@@ -76,19 +76,10 @@ def make_trainer(world: int, flags: dict) -> Watched:
 
 def write(trainer, samples, step: int = 1, end_tokens=END_TOKENS, **options) -> list[Answer]:
     groups, config = trainer.groups, trainer.config
-    spread = config.zero_stage == 3 or config.ep > 1
-    return rollout.write_answers(
-        trainer.model,
-        prompts_of(samples),
-        list(samples),
-        SEED,
-        step,
-        MAX_TOKENS,
-        end_tokens,
-        groups,
-        lockstep=groups.dp if spread else None,
-        **options,
-    )
+    if config.zero_stage == 3 or config.ep > 1:
+        options["lockstep"] = groups.dp
+    drawn = (prompts_of(samples), list(samples), SEED, step, MAX_TOKENS, end_tokens)
+    return rollout.write_answers(trainer.model, *drawn, groups, **options)
 
 
 def of_all_ranks(value) -> list:
@@ -122,7 +113,7 @@ def state(trainer) -> dict:
 
 
 def loop(rank: int, world: int, variants: list[dict], mutate=None) -> list:
-    """Of each layout: (answers, what a training forward says of them) of two steps."""
+    """For each layout: (answers, their log-probabilities in a training forward) of two steps."""
     if mutate:
         mutate()
     results = []

@@ -30,9 +30,8 @@ def in_another_process(*lines: str) -> subprocess.Popen:
 def test_a_second_run_is_refused_and_told_by_whom(tmp_path):
     first = RunFolder(tmp_path / "run", resume=False)
     for resume in (False, True):
-        with pytest.raises(
-            RunFolderError, match=rf"process {os.getpid()} on \S+ trains into it since "
-        ):
+        words = rf"process {os.getpid()} on \S+ trains into it since "
+        with pytest.raises(RunFolderError, match=words):
             RunFolder(tmp_path / "run", resume)
     first.close()
     RunFolder(tmp_path / "run", resume=False).close()

@@ -1,6 +1,5 @@
 """Conversations: the tokens of `transformers`, targets by hand, what is refused, and training."""
 
-import dataclasses
 import json
 import re
 import shutil
@@ -12,18 +11,19 @@ import small_run
 import tokenizers
 import torch
 from small_run import lines_of, write_lines
+from test_generate import save
+from test_gpt import LLAMA_SHAPES, build
+from test_tokenizer import words as word_tokenizer
 
-import sharding
 import train
 from base.groups import Groups
-from course import demo
 from finetune import sft_data
 from finetune.chat_template import ChatError, ChatTokenizer, open_template
 from finetune.packing import Example, Packed, Padded
 from finetune.sft import Chat
 from inference import cli, huggingface
 from inference.loading import find_chat, find_tokenizer
-from run import checkpoint, launch
+from run import launch
 from run.config import ConfigError
 from run.tokenizer import ByteTokenizer, FileTokenizer, GPT2Tokenizer, save_files
 
@@ -62,24 +62,6 @@ LLAMA_2 = """\
     {% endif %}
 {% endfor %}
 """
-LLAMA_3 = """\
-{%- for message in messages %}
-    {%- if loop.first %}{{ bos_token }}{% endif %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
-    {{- message['content'] | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
-ZEPHYR = """\
-{% for message in messages %}
-{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token }}
-{% if loop.last and add_generation_prompt %}
-{{ '<|assistant|>' }}
-{% endif %}
-{% endfor %}
-"""
 # the assistant's text marked, with the end of its turn
 MARKED = """\
 {%- for message in messages %}
@@ -99,12 +81,6 @@ MARKED = """\
 FAMILIES = {
     "chatml": (CHATML, ["<|im_start|>", "<|im_end|>"], {"eos_token": "<|im_end|>"}),
     "llama-2": (LLAMA_2, ["<s>", "</s>"], {"bos_token": "<s>", "eos_token": "</s>"}),
-    "llama-3": (
-        LLAMA_3,
-        ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
-        {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
-    ),
-    "zephyr": (ZEPHYR, ["<s>", "</s>"], {"bos_token": "<s>", "eos_token": "</s>"}),
     "marked": (MARKED, ["<|im_start|>", "<|im_end|>"], {"eos_token": "<|im_end|>"}),
 }
 CORPUS = ["It is 5, I think. What is 2 + 3? And 5 * 3? user assistant system [INST] [/INST]"] * 3
@@ -203,8 +179,6 @@ def test_marked_answers_equal_transformers(families, choice):
 TARGETS = {
     "chatml": "It is 5,\nI think. 🙂<|im_end|>/15<|im_end|>",
     "llama-2": " It is 5,\nI think. 🙂 </s>/ 15 </s>",
-    "llama-3": "It is 5,\nI think. 🙂<|eot_id|>/15<|eot_id|>",
-    "zephyr": "It is 5,\nI think. 🙂</s>/15</s>",
     "marked": "It is 5,\nI think. 🙂<|im_end|>/15<|im_end|>",
 }
 
@@ -255,8 +229,7 @@ def test_a_token_that_lies_across_the_beginning_of_an_answer(families, tmp_path)
     text = "{{ messages[0].content + ' ' }}{% generation %}{{ messages[1].content }}"
     text += "<|im_end|>{% endgeneration %}"
     chat = chat_of(ours, write(tmp_path / "t.jinja", text))
-    pair = [{"role": "user", "content": "What"}, {"role": "assistant", "content": "is"}]
-    example = chat.example(pair)
+    example = chat.example([{"role": "user", "content": "What"}, LAST | {"content": "is"}])
     assert targets(chat, example) == " is<|im_end|>" and sum(example.counted) == 2
 
 
@@ -272,10 +245,7 @@ def test_plain_by_hand(tmp_path):
     assert example.counted == ([False] * 19 + [True] * 3) * 2
     assert chat.prompt([question]) == turn[:-3] and chat.end_of_turn() == end
     # a tokenizer with tokens of its own, which are no special tokens for the library
-    words = tokenizers.models.WordLevel({"?": 0, "<s>": 1, "</s>": 2, "a": 3}, unk_token="?")
-    tokenizer = tokenizers.Tokenizer(words)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    word_tokenizer(tmp_path / "tokenizer.json", ("?", "<s>", "</s>", "a"))
     names = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
     chat = chat_of(FileTokenizer(str(tmp_path / "tokenizer.json")))
@@ -344,10 +314,7 @@ def test_templates_beside_a_tokenizer(families, tmp_path):
         ("{{ messages.append(1) }}", "unsafe"),
         ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "changes a part"),
         ("{% generation %}{{ messages[1].content }}{% endgeneration %} ", "no special token"),
-        (
-            "{% generation %}{% generation %}{% endgeneration %}{% endgeneration %}",
-            "inside another",
-        ),
+        ("{% generation %}{% generation %}" + "{% endgeneration %}" * 2, "inside another"),
         ("{% set x %}{% generation %}a{% endgeneration %}{% endset %}{{ x[1:] }}", "cuts the text"),
     ],
 )
@@ -430,13 +397,6 @@ def test_lines_that_are_no_conversations(line, words, tmp_path):
     assert words in str(e.value) and str(path) in str(e.value)
 
 
-def test_held_out_whatever_the_order_of_the_lines(tmp_path):
-    records = [pair(str(n), str(n % 7)) for n in range(50)]
-    a, _ = read(write_lines(tmp_path / "a.jsonl", records))
-    b, _ = read(write_lines(tmp_path / "b.jsonl", records[::-1]))
-    assert a == b and len(a) == 50
-
-
 # --- training -------------------------------------------------------------------------------------
 
 SMALL = small_run.flags(num_layers=2, seq_length=96, global_batch_size=4, steps=3)
@@ -506,55 +466,26 @@ def test_ranks_that_read_other_conversations_are_refused():
         launch.check_data_agree(sets[0], sets[0], beside(sets[1]))
 
 
-def trainer_on(config, dataset):
-    """(loss, gradients) of the first step."""
-    trainer = train.Trainer(config, torch.device("cpu"), Groups())
-    loss = trainer.forward_backward(1, dataset).item()
-    (stage,) = trainer.stages
-    return loss, {name: p.main_grad.clone() for name, p in stage.named_parameters()}, trainer
-
-
-def test_tokens_weigh_alike_in_long_and_short_answers():
-    """Two conversations, with 2 and with 21 targets: in one micro-batch, in two, and by hand."""
-    chat = chat_of(ByteTokenizer())
-    examples = [
-        chat.example(sft_data.messages_of(pair("ab", answer))) for answer in ("a", "b" * 20)
-    ]
-    dataset = Padded(examples, seed=None)
-    shape = dict(num_layers=1, hidden_size=32, num_heads=4, seq_length=64, vocab_size=257)
-    config = train.Config(**shape, global_batch_size=2, precision="fp64", device="cpu")
-    assert [dataset.counted_tokens([n]) for n in (0, 1)] == [2, 21]
-    loss, gradients, trainer = trainer_on(config, dataset)
-    config.micro_batch_size = 1
-    split_loss, split_gradients, _ = trainer_on(config, dataset)
-    batch = dataset.batch([0, 1])
-    losses = trainer.model(batch.tokens, batch.targets) * batch.loss_mask  # [b, s]
-    by_tokens = losses.sum() / 23
-    by_means = (losses.sum(1) / batch.loss_mask.sum(1)).mean()
-    assert abs(loss - by_tokens) < 1e-12 and abs(split_loss - by_tokens) < 1e-12
-    assert abs(by_means - by_tokens) > 1e-4
-    for name, gradient in gradients.items():
-        assert torch.allclose(gradient, split_gradients[name], rtol=1e-10, atol=1e-14), name
-
-
 @pytest.mark.parametrize(
     "experts",
     [{}, dict(num_experts=4, router="topk", router_topk=2, aux_loss=1.0, capacity_factor=1.5)],
 )
 def test_packed_conversations_have_the_gradients_of_padded_ones(chats, experts):
-    """All conversations once, as one step. Padding is nothing to a router either."""
+    """All conversations once, as one step: a token weighs the same in a long answer and a short
+    one, in a row of its own or beside others. Padding is nothing to a router either."""
     examples, _ = read(chats)
-    padded = Padded(examples, seed=None)
-    packed = Packed(examples, 96, seed=0)
-    assert packed.num_sequences < len(examples) / 2
+    datasets = (Padded(examples, seed=None), Packed(examples, 96, seed=0))
+    assert datasets[1].num_sequences < len(examples) / 2
     shape = dict(num_layers=1, hidden_size=32, num_heads=4, seq_length=96, vocab_size=257)
-    shape |= experts
-    results = []
-    for dataset in (padded, packed):
-        size = dict(global_batch_size=dataset.num_sequences)
-        config = train.Config(**shape, **size, precision="fp64", device="cpu")
-        results.append(trainer_on(config, dataset))
-    (loss, gradients, _), (packed_loss, packed_gradients, _) = results
+    found = []
+    for dataset in datasets:
+        size = dict(global_batch_size=dataset.num_sequences, precision="fp64", device="cpu")
+        config = train.Config(**shape, **experts, **size)
+        trainer = train.Trainer(config, torch.device("cpu"), Groups())
+        loss = trainer.forward_backward(1, dataset)
+        gradients = {name: p.main_grad.clone() for name, p in trainer.model.named_parameters()}
+        found.append((loss, gradients))
+    (loss, gradients), (packed_loss, packed_gradients) = found
     assert abs(loss - packed_loss) < 1e-12
     for name, gradient in gradients.items():
         assert torch.allclose(gradient, packed_gradients[name], rtol=1e-10, atol=1e-14), name
@@ -578,23 +509,17 @@ def test_a_conversation_is_answered(chats, tmp_path, capsys):
     assert find_chat(out, ByteTokenizer()).template.text.endswith("|")
 
 
-def test_an_imported_model_keeps_its_template(families, chats, tmp_path):
-    """From a Hugging Face folder to a checkpoint, to a run, and out again."""
+def test_a_run_keeps_the_template_of_its_base(families, chats, tmp_path):
+    """And an exported model has it: transformers reads the same conversation."""
     source, theirs = families["chatml"]
-    model = demo.meta_model(demo.tiny_config(vocab_size=source.vocab_size, llama=True))
-    sharding.init(model, 0, "cpu", torch.float32)
-    tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    state = {"config": {"tokenizer": "bytes"}, "model": dataclasses.asdict(model.config)}
-    checkpoint.write(tmp_path / "made", 0, tensors, state)
-    huggingface.export_folder(tmp_path / "made", tmp_path / "hf")
-    save_files(source.files, tmp_path / "hf")
-    huggingface.import_folder(tmp_path / "hf", tmp_path / "base")
-    out = tmp_path / "out"
-    flags = "--global-batch-size 2 --steps 1 --warmup-steps 0 --device cpu --seq-length 96".split()
-    argv = ["--load", tmp_path / "base", "--data", chats, "--out", out]
-    assert small_run.run("finetune.sft", *argv, *flags) == 0
+    base, out = tmp_path / "base", tmp_path / "out"
+    sizes = dict(vocab_size=source.vocab_size, seq_length=96)
+    save(base, build(**LLAMA_SHAPES[0] | sizes), tokenizer="tokenizer.json")
+    save_files(source.files, base)
+    flags = "--global-batch-size 2 --steps 1 --warmup-steps 0 --device cpu".split()
+    words = ["--load", base, "--data", chats, "--out", out, *flags]
+    assert small_run.run("finetune.sft", *words) == 0
     assert find_chat(out, find_tokenizer(out, {})).template.text == CHATML
-    assert find_chat(tmp_path / "hf", source).template.text == CHATML
     huggingface.export_folder(out, tmp_path / "exported")
     transformers = pytest.importorskip("transformers")
     again = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "exported")

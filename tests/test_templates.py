@@ -37,9 +37,8 @@ CHATML = ("lfm2", "qwen2_5_vl", "qwen3", "qwen3_instruct_2507", "qwen3_vl")
 DIFFERENCES = {
     # generation has ended at the token before the line break
     **dict.fromkeys(CHATML, ("", "\n")),
-    **dict.fromkeys(
-        ("gemma", "gemma3", "idefics3", "diffusion_gemma", "phi3", "phi3_5"), ("", "\n")
-    ),
+    **dict.fromkeys(("gemma", "gemma3", "diffusion_gemma"), ("", "\n")),
+    **dict.fromkeys(("idefics3", "phi3", "phi3_5"), ("", "\n")),
     # the text for asking has it: the model never writes it
     "qwen2_5": ("\n", "\n"),
     "gptoss": ("<|start|>assistant", ""),
@@ -109,6 +108,13 @@ def in_their_form(chat: Chat, messages: list[dict]) -> list[dict]:
     return [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
 
 
+def masked_by(theirs, chat: Chat, messages: list[dict], template: str) -> dict:
+    """What transformers gives: input_ids and assistant_masks."""
+    options = dict(return_dict=True, return_assistant_tokens_mask=True)
+    form = in_their_form(chat, messages)
+    return theirs.apply_chat_template(form, chat_template=template, **options)
+
+
 def spans(ids, counted, theirs) -> list[str]:
     """The texts of the tokens that count and are neighbours."""
     found = [[]]
@@ -174,9 +180,7 @@ def test_targets_are_those_of_the_twin(opened, stem):
     text, chat, theirs = opened(stem)
     twin = (FOLDER / f"{stem}_training.jinja").read_text()
     answers = [*ANSWERS, *dict.fromkeys(re.findall(SPECIAL, text))][:24]
-    answers = [
-        answer for answer in answers if (stem, answer) not in REFUSED and answer not in THINK
-    ]
+    answers = [each for each in answers if (stem, each) not in REFUSED and each not in THINK]
     if stem == "qwen3":
         # as published, an earlier turn keeps a line break that the twin leaves out
         answers.remove("\n")
@@ -184,12 +188,7 @@ def test_targets_are_those_of_the_twin(opened, stem):
         for n in range(0, len(answers), turns if turns > 1 else 1):
             said = (answers[n:] + answers)[:turns]
             messages = conversation(said)
-            masked = theirs.apply_chat_template(
-                in_their_form(chat, messages),
-                chat_template=twin,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-            )
+            masked = masked_by(theirs, chat, messages, twin)
             spans_of_twin = spans(masked["input_ids"], masked["assistant_masks"], theirs)
             last = len(spans_of_twin) - 1
             want = [expected(stem, span, k == last) for k, span in enumerate(spans_of_twin)]
@@ -208,12 +207,7 @@ def test_marked_blocks_have_the_masks_of_transformers(opened, tmp_path, stem):
     marked = Chat(open_template(str(file), chat.tokenizer), chat.tokenizer)
     for said in (["in"], ["", "k"], ["think", "", "a"]):
         messages = conversation(said)
-        masked = theirs.apply_chat_template(
-            in_their_form(chat, messages),
-            chat_template=file.read_text(),
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
+        masked = masked_by(theirs, chat, messages, file.read_text())
         counted = [bool(counts) for counts in masked["assistant_masks"]]
         if stem == "llava_next":
             # the space at the end of its block has a place behind itself in their offsets
@@ -260,9 +254,8 @@ def test_thoughts_in_an_answer(opened, stem, targets):
     """A template may move a thought. One that leaves it out would teach an answer without it."""
     _, chat, theirs = opened(stem)
     if targets is None:
-        with pytest.raises(
-            ChatError, match=r"message 2: .* leaves out or changes a part of the answer"
-        ):
+        words = r"message 2: .* leaves out or changes a part of the answer"
+        with pytest.raises(ChatError, match=words):
             chat.example(conversation([THOUGHT]))
     else:
         assert spans(*chat.example(conversation([THOUGHT])), theirs) == [targets]
@@ -382,9 +375,8 @@ OBJECT = {"__type": "AddedToken", "content": "<i>", "special": True}
 )
 def test_names_of_special_tokens(fields, tmp_path):
     """A template sees those that it sees in transformers, and no others."""
-    test_sft.byte_pairs(["<i>", "<a>", "<b>", "<m>", "<u>", "</s>"]).save(
-        str(tmp_path / "tokenizer.json")
-    )
+    tokenizer = test_sft.byte_pairs(["<i>", "<a>", "<b>", "<m>", "<u>", "</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     known = ["image_token", "boi", "a", "mask_token", "unk_token", "eos_token", "pad_token"]
     text = "{{ messages[0].content }}" + "".join(f"|{name}={{{{ {name} }}}}" for name in known)
     names = {"eos_token": "</s>", "chat_template": text} | fields

@@ -86,7 +86,7 @@ TEXTS += ["hellohello{0}{1}x ", "ba{1}", "{1}"]
 
 
 def a_token(folder: Path) -> str:
-    """Of the vocabulary, and not among the added tokens."""
+    """A token of the vocabulary that is none of the added tokens."""
     file = json.loads((folder / "tokenizer.json").read_text())
     added = {token["content"] for token in file["added_tokens"]}
     vocabulary = file["model"]["vocab"]

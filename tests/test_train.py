@@ -12,6 +12,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from unittest import mock
 
 import killed_ranks
 import processes
@@ -22,12 +23,9 @@ from small_run import equal, lines_of, numbers_of, tensors_of
 
 import optimizer
 import train
-from inference import cli
-from run import checkpoint, data, finish, metrics, rules, training_run
-from run.config import ConfigError
+from run import checkpoint, data, finish, metrics, training_run
 from run.flags import parse
 from run.metrics import Metrics
-from run.pretraining import Config
 from run.saving import RunCheckpoints
 from run.task import Task
 from run.tokenizer import ByteTokenizer
@@ -40,12 +38,9 @@ SMALL = small_run.flags(num_layers=2, global_batch_size=4, steps=12)
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
     g = random.Random(0)
-    path.write_text(
-        "\n".join(
-            f"{g.choice(['if', 'for', 'while'])} x{g.randrange(9)} in y{g.randrange(9)}:"
-            for _ in range(2000)
-        )
-    )
+    words = ["if", "for", "while"]
+    lines = [f"{g.choice(words)} x{g.randrange(9)} in y{g.randrange(9)}:" for _ in range(2000)]
+    path.write_text("\n".join(lines))
     return str(path)
 
 
@@ -187,20 +182,18 @@ def test_a_run_that_diverges_ends_and_keeps_what_was_good(here, text, monkeypatc
     assert list(checkpoint.steps("run/checkpoints")) == [4, 6]
     message = capfd.readouterr().err.splitlines()[-1]
     assert message.startswith("train.py: step 9: the run has diverged")
-    assert "last 3 steps" in message
-    assert "--max-bad-steps 3" in message
-    assert "remove the later step-000006" in message
-    assert "a lower --lr" in message
-    assert "the last good checkpoint is run/checkpoints/step-000004" in message
+    for words in (
+        *("last 3 steps", "--max-bad-steps 3", "remove the later step-000006", "a lower --lr"),
+        "the last good checkpoint is run/checkpoints/step-000004",
+    ):
+        assert words in message
 
 
 def test_without_a_limit_no_older_checkpoint_is_removed(here, text, monkeypatch, lag):
     """Saves wait while steps are skipped; the last one, at the end of the run, removes nothing."""
     monkeypatch.setattr(train, "learning_rate", exploding)
-    assert (
-        in_process(text, "--out", "run", "--save-every", "2", "--keep", "2", "--max-bad-steps", "0")
-        == 0
-    )
+    flags = small_run.as_flags(save_every=2, keep=2, max_bad_steps=0)
+    assert in_process(text, "--out", "run", *flags) == 0
     assert list(checkpoint.steps("run/checkpoints")) == [2, 4, 6, 12]
 
 
@@ -241,6 +234,11 @@ def test_signal_saves_and_stops(here, text):
         (["--precision", "fp16", "--optimizer-state", "bf16"], ["--precision bf16 would fit"]),
         (["--timeout", "0"], ["--timeout 0"]),
         (["--tokenizer", "nope.json"], ["--tokenizer nope.json"]),
+        # as an environment variable that is not set makes them: --load "$BASE"
+        (["--load", ""], ["--load '': is empty"]),
+        (["--out", ""], ["--out '': is empty"]),
+        # a name of two lines is shown in one
+        (["--tokenizer", "a\nb\u2028\x1b[2J"], ["a\\nb\\u2028\\x1b[2J"]),
     ],
 )
 def test_refusals(here, text, more, words, capfd):
@@ -266,44 +264,6 @@ def test_unknown_flags(here, text, more, capfd):
     with pytest.raises(SystemExit) as e:
         in_process(text, *more)
     assert e.value.code == 2 and more[0] in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (dict(tp=3), "--tp 3: must divide the 8 ranks; [1, 2, 4] would fit"),
-        (dict(tp=8, num_heads=4), "--tp 8: must divide --num-heads 4; [1, 2, 4] would fit"),
-        (dict(tp=4, num_kv_heads=2), "--tp 4: must divide --num-kv-heads 2; [1, 2] would fit"),
-        (dict(tp=8, ffn_hidden_size=684), "--tp 8: must divide --ffn-hidden-size 684"),
-        (
-            dict(tp=8, sequence_parallel=True, seq_length=100),
-            "--seq-length 100: must be divisible by --tp 8 under sequence parallelism; 96 or 104",
-        ),
-        (dict(pp=3), "--pp 3: must divide the 8 ranks over --tp 1; [1, 2, 4] would fit"),
-        (dict(pp=8), "--num-layers 4: must be divisible by --pp 8 times --virtual-stages 1"),
-        (
-            dict(pp=2, layer_split=[1, 2]),
-            "--layer-split [1, 2]: must be 2 numbers (--pp 2 times --virtual-stages 1), none"
-            " below 0, that add up to --num-layers 4; these are 2 that add up to 3",
-        ),
-        (dict(layer_split=[4]), "--layer-split 4: needs --pp 2 or more"),
-        (dict(virtual_stages=3), "--virtual-stages 3: only --schedule interleaved"),
-        (dict(schedule="gpipe"), "--schedule gpipe: needs --pp 2 or more"),
-        (
-            dict(pp=4, schedule="interleaved", global_batch_size=12),
-            "--global-batch-size 12: makes 6 micro-batches for each pipeline, and interleaved"
-            " needs a multiple of --pp 4; 8 or 16 would fit",
-        ),
-        (
-            dict(tp=4, global_batch_size=3),
-            "--global-batch-size 3: must be divisible by the 2 data-parallel ranks; 2 or 4 would",
-        ),
-    ],
-)
-def test_layouts_that_cannot_be(flags, words):
-    with pytest.raises(ConfigError) as e:
-        rules.validate(Config(**flags), 8)
-    assert words in str(e.value)
 
 
 def test_output_of_another_run(here, text, capfd):
@@ -342,10 +302,8 @@ def test_a_damaged_checkpoint_is_passed_over(here, text, capfd):
     capfd.readouterr()
     assert in_process(text, "--out", "run", *flags, "--resume") == 0
     out = capfd.readouterr().out
-    assert f"{file} is damaged" in out
-    assert "is missing" in out
-    assert "going back to the one before" in out
-    assert "resuming after step 6" in out
+    for words in (f"{file} is damaged", "is missing", "going back to the one", "after step 6"):
+        assert words in out
     assert numbers_of("run") == before
     assert equal(tensors_of("run"), whole)
     checkpoint.verify(found[9])
@@ -395,7 +353,7 @@ def test_killed_ranks_are_started_again(here, text):
 
 
 def test_no_room_while_training(here, text, capfd):
-    """A file-size limit stands in for a full disk."""
+    """A limit on the size of files acts as a full disk."""
     import resource
 
     data.prepare([text], ByteTokenizer())
@@ -442,7 +400,7 @@ def test_profile(here, text, steps):
 
 
 def test_four_ranks_exit_with_status_0(here, text):
-    """Of a length that tp does not divide. (test_terminal.py has two ranks in new interpreters.)"""
+    """A length that tp does not divide. (test_terminal.py has two ranks in new interpreters.)"""
     flags = small_run.as_flags(model="gpt2", vocab_size=257, dropout=0, seq_length=33, tp=2, pp=2)
     done = processes.run(argv(text, *flags, "--out", "run", "--steps", "2"), world=4)
     assert done.returncode == 0, done.stderr
@@ -451,7 +409,7 @@ def test_four_ranks_exit_with_status_0(here, text):
 
 @pytest.mark.skipif(not (ROOT / ".venv/bin/torchrun").exists(), reason="no .venv here")
 def test_sbatch(here, text):
-    """The Slurm script, with stand-ins for Slurm's commands: it trains; SIGTERM to it makes the
+    """The Slurm script, with substitutes for Slurm's commands: it trains; SIGTERM to it makes the
     ranks save, and puts the job back into the queue."""
     for name, script in {
         "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
@@ -491,12 +449,10 @@ def test_sbatch(here, text):
 
 
 def test_metrics_are_json_when_a_run_diverges(tmp_path):
-    Metrics(tmp_path / "metrics.jsonl", 0).add(
-        {"step": 1, "loss": math.nan, "router_entropy": [1.0, math.inf]}
-    )
-    assert json.loads(
-        (tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda x: pytest.fail(x)
-    ) == {"step": 1, "loss": None, "router_entropy": [1.0, None]}
+    path = tmp_path / "metrics.jsonl"
+    Metrics(path, 0).add({"step": 1, "loss": math.nan, "router_entropy": [1.0, math.inf]})
+    line = json.loads(path.read_text(), parse_constant=lambda x: pytest.fail(x))
+    assert line == {"step": 1, "loss": None, "router_entropy": [1.0, None]}
 
 
 def test_a_finished_run_has_nothing_to_do(here, text, capfd):
@@ -510,10 +466,8 @@ def test_a_finished_run_has_nothing_to_do(here, text, capfd):
     assert train.main(["--resume", "--out", "run", "--steps", "5", "--log-every", "2"]) == 0
     out = capfd.readouterr().out
     assert [x["step"] for x in lines_of("run")] == [1, 2, 3, 4, 5]
-    assert [line.split()[1] for line in out.splitlines() if line.startswith("step ")] == [
-        "4/5",
-        "5/5",
-    ]
+    printed = [line.split()[1] for line in out.splitlines() if line.startswith("step ")]
+    assert printed == ["4/5", "5/5"]
     assert json.loads(Path("run/config.json").read_text())["hidden_size"] == 32
     assert train.main(["--resume", "--out", "run", "--steps", "4"]) == 2
     assert "--steps 4: the run in run is at step 5 already" in capfd.readouterr().err
@@ -524,25 +478,13 @@ def test_tensorboard_is_an_optional_package(here, text, capfd, monkeypatch):
     assert in_process(text, "--out", "run", "--tensorboard") == 2
     assert "--tensorboard: needs the package tensorboard" in capfd.readouterr().err
 
-    written = []
-
-    class Writer:
-        def __init__(self, folder, purge_step):
-            written.append((str(folder), purge_step))
-
-        def add_scalar(self, name, value, step):
-            written.append((name, value, step))
-
-        def flush(self):
-            pass
-
+    writer = mock.MagicMock()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setitem(
-        sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer)
-    )
+    module = types.SimpleNamespace(SummaryWriter=writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     assert in_process(text, "--out", "run", "--tensorboard", "--steps", "2") == 0
-    assert written[0] == ("run/tensorboard", 1)
-    assert ("loss", lines_of("run")[1]["loss"], 2) in written
+    writer.assert_called_once_with(Path("run/tensorboard"), purge_step=1)
+    writer.return_value.add_scalar.assert_any_call("loss", lines_of("run")[1]["loss"], 2)
 
 
 def test_mfu_is_against_the_dense_peak_of_a_known_gpu(monkeypatch):
@@ -559,33 +501,15 @@ def test_mfu_is_against_the_dense_peak_of_a_known_gpu(monkeypatch):
     device = torch.device("cuda")
     for tflops, names in cards.items():
         for name in names:
-            monkeypatch.setattr(
-                torch.cuda, "get_device_name", lambda _, name=name: f"NVIDIA {name}"
-            )
+            monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, n=name: f"NVIDIA {n}")
             assert metrics.peak_flops(device) == (tflops and tflops * 1e12), name
-            expected = {"mfu": 100 / tflops} if tflops else {}
-            assert metrics.mfu(100.0, device, "bf16") == pytest.approx(expected)
-            expected = {"mfu": 50 / tflops} if tflops else {}
-            assert metrics.mfu(100.0, device, "bf16", fp8=True) == pytest.approx(expected)
+            for fp8, done in ((False, 100), (True, 50)):
+                expected = {"mfu": done / tflops} if tflops else {}
+                assert metrics.mfu(100.0, device, "bf16", fp8) == pytest.approx(expected)
     assert metrics.mfu(1.0, device, "fp32") == metrics.mfu(1.0, torch.device("cpu"), "bf16") == {}
     numbers = "loss grad_norm lr tokens_per_second tflops_per_device peak_memory_bytes".split()
     line = dict.fromkeys(numbers, 1.0) | {"step": 1, "mfu": 0.5}
     assert "MFU 50.0%" in metrics.progress(line, 1, 0.0, 1.0)
-
-
-def test_flags_that_are_empty(here, text, capfd):
-    """As an environment variable that is not set makes them: `--load "$BASE"`."""
-    for flag in ("--load", "--out", "--cache"):
-        assert in_process(text, flag, "") == 2
-        assert f"{flag} '': is empty" in capfd.readouterr().err
-    assert cli.main(["--checkpoint", "", "--device", "cpu"]) == 2
-    assert "--checkpoint '': names no folder" in capfd.readouterr().err
-
-
-def test_a_name_of_two_lines_is_shown_in_one(here, text, capfd):
-    assert in_process(text, "--tokenizer", "a\nb\u2028\x1b[2J") == 2
-    error = capfd.readouterr().err
-    assert error.count("\n") == 1 and "a\\nb\\u2028\\x1b[2J" in error
 
 
 def test_the_flags_of_a_run_survive_a_full_disk(here, text, monkeypatch):
