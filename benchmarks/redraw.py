@@ -1,4 +1,4 @@
-"""Draw every figure again from the results in benchmarks/results/. Nothing is measured.
+"""Draw every figure of a comparison again from benchmarks/results/. Nothing is measured.
 
     python -m benchmarks.redraw                                 all, into docs/figures/
     python -m benchmarks.redraw layouts --figures /tmp/look     those of layouts.json
