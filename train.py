@@ -30,6 +30,7 @@ import torch
 
 import families
 import fsdp
+import optimizer
 import pipeline_parallel
 import recompute
 import schedules
@@ -41,15 +42,6 @@ from base.device_queue import number
 from base.dropout import dropout_key
 from base.groups import Groups
 from gpt import GPT, Context
-from optimizer import (
-    AdamW,
-    GradientAccumulator,
-    GradientSums,
-    LossScaler,
-    accumulation_dtype,
-    fuse_accumulation,
-    learning_rate,
-)
 from run import launch
 from run.config import DTYPES, RunConfig
 from run.pretraining import Config
@@ -71,7 +63,7 @@ class Trainer:
         self.dp_rank = groups.dp.rank() if groups.dp else 0
         self.micro_batch = config.micro_batch(self.dp)
         self.precision = config.precision or ("bf16" if device.type == "cuda" else "fp32")
-        self.scaler = LossScaler() if self.precision == "fp16" else None
+        self.scaler = optimizer.LossScaler() if self.precision == "fp16" else None
         # The reason why fused kernels do not run here; None if they do.
         self.kernels_refused: str | None = "off"
         self.task = task or Task()
@@ -119,7 +111,7 @@ class Trainer:
         """The module that runs all layers: the pipeline, or the only stage."""
         return self.pipeline or self.stages[0]
 
-    def apply_techniques(self, stage: GPT) -> GradientSums:
+    def apply_techniques(self, stage: GPT) -> optimizer.GradientSums:
         """Apply the techniques to a stage in this order, then give it values, sharded over the
         data-parallel ranks. Returns its gradients. Optional techniques are loaded when applied."""
         config, groups, dtype = self.config, self.groups, DTYPES[self.precision]
@@ -159,17 +151,17 @@ class Trainer:
             )
         else:
             init()
-            gradients = GradientAccumulator(stage, self.scaler)
-        fuse_accumulation(stage, gradients)
+            gradients = optimizer.GradientAccumulator(stage, self.scaler)
+        optimizer.fuse_accumulation(stage, gradients)
         return gradients
 
-    def make_optimizer(self) -> AdamW:
+    def make_optimizer(self) -> optimizer.AdamW:
         fused = None
         if not self.kernels_refused:
             import kernels
 
             fused = kernels.adamw
-        return AdamW(
+        return optimizer.AdamW(
             ((name, p) for name, p in sharding.named_parameters(*self.stages) if p.requires_grad),
             self.config.weight_decay,
             clip=self.config.grad_clip,
@@ -201,7 +193,7 @@ class Trainer:
         mine = samples[self.dp_rank * share : (self.dp_rank + 1) * share]
         b = self.micro_batch
         scale = self.scaler.scale if self.scaler else 1.0
-        dtype = accumulation_dtype(DTYPES[self.precision])
+        dtype = optimizer.accumulation_dtype(DTYPES[self.precision])
         loss_grad = number(scale / count, dtype, self.device)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
 
@@ -262,7 +254,7 @@ class Trainer:
     def update(self, step: int) -> tuple[torch.Tensor, float]:
         """Clip, then update. Returns (gradient norm before clipping, learning rate)."""
         c = self.config
-        lr = learning_rate(step, c.peak_lr, c.lowest_lr, c.warmup_steps, c.steps)
+        lr = optimizer.learning_rate(step, c.peak_lr, c.lowest_lr, c.warmup_steps, c.steps)
         norm = self.optimizer.step(lr)
         for gradients in self.gradients:
             gradients.renew_parameters()

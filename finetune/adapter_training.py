@@ -17,7 +17,7 @@ from finetune.adapter_learning import Adapters, adapter_config
 from run.config import RunConfig, as_flags, flag
 from run.presets import lr_of_model
 from run.pretraining import Config, Pretraining
-from run.rules import Need, refuse
+from run.rules import Need
 from run.task import Task, WholeModel
 
 LORA_FLAGS = ("lora_rank", "lora_alpha", "lora_dropout")
@@ -82,7 +82,7 @@ class PeftConfig(RunConfig):
         if not self.peft:
             return
         if base_needed and not self.load:
-            refuse(self, "peft", "for which model? --load CKPT names it")
+            self.refuse("peft", "for which model? --load CKPT names it")
         with as_flags():
             adapters.check(adapter_config(self), model, self.tp)
 

@@ -13,7 +13,7 @@ from finetune.adapter_training import PeftConfig, lr_beside_reference
 from finetune.preference_learning import DPOTask, RewardTask
 from finetune.sft_command import ChatConfig, check_answers
 from run.config import ConfigError, flag
-from run.rules import Need, multiples, refuse
+from run.rules import Need, multiples
 from run.task import Task
 
 
@@ -95,10 +95,10 @@ def check_method(config: PreferenceConfig) -> None:
                 "leaves the head as it is, and a reward model learns a new one; leave it out, or"
                 " --method dpo would fit"
             )
-            refuse(config, "peft", rule)
+            config.refuse("peft", rule)
         return
     if config.beta is not None and not 0 < config.beta <= 1000:
-        refuse(config, "beta", "must be above 0 and at most 1000; the default is 0.1")
+        config.refuse("beta", "must be above 0 and at most 1000; the default is 0.1")
 
 
 def check_rows(config: PreferenceConfig, dp: int) -> None:
@@ -109,7 +109,7 @@ def check_rows(config: PreferenceConfig, dp: int) -> None:
             f"leaves {share} rows for each of {dp} data-parallel ranks, and a pair of answers is"
             f" two rows; {multiples(config.global_batch_size, 2 * dp)}"
         )
-        refuse(config, "global_batch_size", rule)
+        config.refuse("global_batch_size", rule)
     micro = config.micro_batch(dp)
     if micro % 2:
         pairs = [n for n in range(2, share + 1, 2) if share % n == 0]

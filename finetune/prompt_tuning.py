@@ -37,7 +37,6 @@ from prompt_tuning import PARAMETER_PREFIX, PromptError, PromptTasks
 from run import checkpoint
 from run.config import ConfigError, flag
 from run.finish import draw_loss
-from run.rules import refuse
 from run.task import Task
 from sharding import shard_of, sharding_of
 
@@ -108,7 +107,7 @@ class PromptLearningConfig(PeftConfig):
                 "--config learns prompts; one of the two. With virtual_prompt_style fine-tuning it"
                 " only names the data"
             )
-            refuse(self, "peft", rule)
+            self.refuse("peft", rule)
         super().check(model, world, base_needed)
 
 

@@ -17,7 +17,7 @@ from finetune.rewards import is_function
 from finetune.sft_command import ChatConfig, check_answers
 from run import checkpoint, room
 from run.config import MODEL_FLAGS, ConfigError, RunConfig, as_flags, flag
-from run.rules import Need, check_techniques, multiples, refuse
+from run.rules import Need, check_techniques, multiples
 from run.task import Task
 
 # published runs update up to four times from the same answers
@@ -150,25 +150,25 @@ def check_numbers(config: ReinforcementConfig, model: MoEConfig) -> None:
     size = config.answers_per_prompt
     least = 2 if config.method == "grpo" else 1
     if size < least:
-        refuse(config, "group_size", f"must be at least {least}")
+        config.refuse("group_size", f"must be at least {least}")
     if config.global_batch_size % size:
         rule = (
             f"must be divisible by --group-size {size}; {multiples(config.global_batch_size, size)}"
         )
-        refuse(config, "global_batch_size", rule)
+        config.refuse("global_batch_size", rule)
     if not 1 <= config.answer_tokens < model.seq_length:
         rule = f"must be from 1 to below --seq-length {model.seq_length}: a prompt stands before it"
-        refuse(config, "answer_tokens", rule)
+        config.refuse("answer_tokens", rule)
     if not 1 <= config.epochs <= MOST_EPOCHS:
         rule = f"must be from 1 to {MOST_EPOCHS}: answers that old teach nothing"
-        refuse(config, "epochs", rule)
+        config.refuse("epochs", rule)
     for name, low, high in (("clip_range", 0, 1), ("gae_lambda", 0, 1), ("beta", 0, 1000)):
         value = getattr(config, name)
         if value is not None and not low <= value <= high:
-            refuse(config, name, f"must be from {low} to {high}")
+            config.refuse(name, f"must be from {low} to {high}")
     if config.critic_lr is not None and not (config.min_lr or 0) <= config.critic_lr < 2**31:
         rule = f"must be at least --min-lr {config.min_lr or 0}, to which the cosine comes down"
-        refuse(config, "critic_lr", rule)
+        config.refuse("critic_lr", rule)
 
 
 def check_rollout_layout(config: ReinforcementConfig, model: MoEConfig, world: int) -> None:
@@ -177,14 +177,14 @@ def check_rollout_layout(config: ReinforcementConfig, model: MoEConfig, world: i
     for name, ranks in (("rollout_tp", world), ("rollout_pp", world // max(tp, 1))):
         n = getattr(config, name)
         if n is not None and (n < 1 or ranks % n):
-            refuse(config, name, f"must divide the {ranks} ranks; {divisors(ranks, n)} would fit")
+            config.refuse(name, f"must divide the {ranks} ranks; {divisors(ranks, n)} would fit")
     with as_flags(tp="rollout_tp"):
         tensor_parallel.check(model, tp, world)
     if layers % (config.rollout_pp or 1):
         fit = divisors(layers, config.rollout_pp)
-        refuse(config, "rollout_pp", f"must divide the {layers} layers; {fit} would fit")
+        config.refuse("rollout_pp", f"must divide the {layers} layers; {fit} would fit")
     if (config.rollout_tp or config.rollout_pp) and config.ep > 1:
-        refuse(config, "ep", "experts that are spread over ranks write answers where they are")
+        config.refuse("ep", "experts that are spread over ranks write answers where they are")
 
 
 def check_reward_model(config: ReinforcementConfig, model: MoEConfig, world: int) -> None:
@@ -198,16 +198,16 @@ def check_reward_model(config: ReinforcementConfig, model: MoEConfig, world: int
         raise ConfigError(f"--reward {e}{rule}") from None
     if "model.head.value.weight" not in checkpoint.read_index(path)["tensors"]:
         rule = "holds no reward model; finetune.preference --method reward trains one"
-        refuse(config, "reward", f"{rule}, and FILE.py:FUNCTION names a function")
+        config.refuse("reward", f"{rule}, and FILE.py:FUNCTION names a function")
     with as_flags():
         other = its.model_config()
     check_techniques(its, other, world)
     if other.vocab_size != model.vocab_size:
         rule = f"knows {other.vocab_size} tokens, and the model of --load {model.vocab_size}"
-        refuse(config, "reward", f"{rule}; one that was trained from the same base would fit")
+        config.refuse("reward", f"{rule}; one that was trained from the same base would fit")
     if other.seq_length < model.seq_length:
         rule = f"reads {other.seq_length} tokens, and --seq-length is {model.seq_length}"
-        refuse(config, "reward", f"{rule}; --seq-length {other.seq_length} would fit")
+        config.refuse("reward", f"{rule}; --seq-length {other.seq_length} would fit")
 
 
 def main(argv: list[str]) -> int:

@@ -13,7 +13,6 @@ from base.model_config import MoEConfig
 from finetune.adapter_training import PeftConfig
 from finetune.sft_data import ConversationTask
 from run.config import ConfigError, flag
-from run.rules import refuse
 from run.task import Task
 
 
@@ -56,7 +55,7 @@ class ChatConfig(PeftConfig):
         try:
             datetime.datetime.fromisoformat(self.date or "2026-11-26")
         except ValueError:
-            refuse(self, "date", "is no date; 2026-11-26 or 2026-11-26T09:30:00 would fit")
+            self.refuse("date", "is no date; 2026-11-26 or 2026-11-26T09:30:00 would fit")
         for name, what in self.needed.items():
             if base_needed and not getattr(self, name):
                 raise ConfigError(f"--{name}: {self.speaker()} needs --{name} {what}")
@@ -67,17 +66,17 @@ def check_answers(config: ChatConfig, no_dropout: bool = True) -> None:
     """What a loss of whole answers, which are compared with those of other forwards, does not go
     with. Raises ConfigError."""
     if config.cp > 1:
-        refuse(config, "cp", "a loss sums over an answer, of which each rank would have a part")
+        config.refuse("cp", "a loss sums over an answer, of which each rank would have a part")
     if config.fp8 != "off":
         rule = (
             "scales depend on what is computed together, so an answer would have other numbers in"
             " another batch; --fp8 off would fit"
         )
-        refuse(config, "fp8", rule)
+        config.refuse("fp8", rule)
     for name in ("dropout", "lora_dropout"):
         if no_dropout and getattr(config, name):
             rule = "must be 0: answers are compared with what a model without dropout says of them"
-            refuse(config, name, rule)
+            config.refuse(name, rule)
 
 
 @dataclass

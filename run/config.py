@@ -406,6 +406,17 @@ class RunConfig:
     def pipeline_schedule(self) -> str:
         return self.schedule or ("interleaved" if self.virtual_stages > 1 else "1f1b")
 
+    def refuse(self, field: str, rule: str):
+        """Raise ConfigError with the field's flag, its value, and a rule that says what would
+        fit."""
+        value = getattr(self, field)
+        words = [flag_name(field)]
+        if isinstance(value, list):
+            words += map(str, value)
+        elif value is not True:
+            words.append(str(value))
+        raise ConfigError(f"{' '.join(words)}: {rule}")
+
     # --- what a type of training changes
 
     @classmethod

@@ -7,29 +7,24 @@ train       open the data, build the trainer, resume, run the loop, finish
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
 import time
 import traceback
 from pathlib import Path
 
-import torch
-
 from base import terminal
 from base.errors import InputError, RunError
-from optimizer import learning_rate
 from run import checkpoint, flags, room, rules, saving
 from run.checkpoint import CheckpointError
 from run.config import ConfigError, RunConfig, flag_name, multiply_in
 from run.data import DataError
-from run.metrics import Metrics, MetricsError
+from run.metrics import MetricsError
 from run.run_folder import RunFolder, RunFolderError, launcher_name
 from run.task import Task
-from run.tokenizer import BUILT_IN, TokenizerError, make_tokenizer, record, save_files
+from run.tokenizer import BUILT_IN, TokenizerError, make_tokenizer, record
 from run.training_run import TrainingRun, announce
 from run.world import World, WorldError
-from tensor_parallel import vocabulary_multiple
 
 # Bad input: exit status 2, one message from rank 0.
 REFUSED = (
@@ -116,12 +111,12 @@ def run(config: RunConfig, world: World, trainer_class, loop) -> None:
     if config.lr is None:
         config.lr, what = config.default_lr()
         world.say(f"--lr {config.lr:g}: the default for {what}")
-    check_room(config, world)
+    room.check(config, world)
     world.connect(config.device, config.tp, config.pp, config.timeout, config.ep, config.cp)
     world.beat("the preparation of the first step")
     if world.shares_gpu and config.cp > 1 and config.cp_kind == "ring":
         rule = "gloo, for ranks that share a GPU, cannot send its tensors; all-to-all would do"
-        rules.refuse(config, "cp_kind", rule)
+        config.refuse("cp_kind", rule)
     check_flags_agree(config, world)
     folder = world.open_on_rank_0(
         lambda: RunFolder(config.out, config.resume, world.restarts, launcher_name()),
@@ -180,44 +175,6 @@ def default_tokenizer(config: RunConfig) -> str:
     return checkpoint.tokenizer_of(checkpoint.find(config.load)) if config.load else "bytes"
 
 
-def check_room(config: RunConfig, world: World) -> None:
-    """Raise ConfigError for a run that the memory of a rank can never hold."""
-    model = config.model_config()
-    # What ZeRO shards, it shards over context-parallel ranks too.
-    replicas = world.size // config.tp // config.pp
-    ranks = {"tp": config.tp, "pp": config.pp, "dp": replicas, "ep": config.ep, "cp": config.cp}
-    device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
-    precision = config.precision or ("bf16" if device == "cuda" else "fp32")
-    has = world.memory(device)
-    multiple = vocabulary_multiple(config.make_vocab_size_divisible_by, device, config.tp)
-    padded = -(-model.vocab_size // multiple) * multiple
-    # No model has more; a larger one would not fit either.
-    held = dataclasses.replace(model, vocab_size=min(padded, 2**31 - 1))
-    parts = room.state_parts(held, precision, config.optimizer_state, config.zero_stage, ranks)
-    learner = int(sum(parts))
-    # A frozen model has no gradients and no optimizer state.
-    needs = 0 if config.frozen else learner
-    needs += config.bytes_beside(held, precision, ranks, learner)
-    padding = ""
-    if padded > 1.1 * model.vocab_size:
-        padding = f" --make-vocab-size-divisible-by {multiple // config.tp}"
-    if needs > has:
-        raise ConfigError(
-            f"--hidden-size {model.hidden_size} --num-layers {model.num_layers} --num-experts"
-            f" {model.num_experts} --vocab-size {model.vocab_size}{padding}: weights, gradients and"
-            f" optimizer state of this model {room.complaint('take', needs, has)}; a smaller model,"
-            " or more ranks with --tp, --pp or --zero-stage 3, would need less of each"
-        )
-    micro = config.known_micro_batch(replicas // config.cp)
-    needs = room.activation_bytes(held, precision, micro, ranks, config.head_chunk)
-    if needs > has:
-        raise ConfigError(
-            f"--micro-batch-size {micro}{padding}: the activations of so many sequences of "
-            f"{model.seq_length} tokens {room.complaint('take', needs, has)}; --micro-batch-size 1 "
-            "would need the least"
-        )
-
-
 def check_flags_agree(config: RunConfig, world: World) -> None:
     """Raise ConfigError on all ranks where ranks, started one by one, have other flags each. A
     collective."""
@@ -242,25 +199,14 @@ def train(config: RunConfig, world: World, tokenizer, trainer_class, loop) -> No
     check_data_agree(train_set, held_out, world)
     trainer = build(config, world, trainer_class, task)
     trainer.checkpoints.tokenizer = record(tokenizer)
-    out = Path(config.out)
     start, tokens = saving.restore(trainer, world, train_set, tokenizer)
-    if is_done(config, world, out / task.last_file, start):
+    if saving.is_done(config, world, Path(config.out) / task.last_file, start):
         # What was loaded is on its way to other ranks.
         task.wait_for_parameters()
         return
-    if config.warmup_steps > config.steps > start:
-        end = learning_rate(config.steps, config.lr, 0, config.warmup_steps, config.steps)
-        world.say(
-            f"--warmup-steps {config.warmup_steps}: longer than --steps {config.steps}, so the "
-            f"learning rate ends at {end:.2g}, below --lr {config.lr:g}"
-        )
     this = TrainingRun(trainer, world, train_set, held_out, start, tokens)
-    this.metrics = world.open_on_rank_0(
-        lambda: begin_files(config, out, tokenizer, start), (RunFolderError, MetricsError)
-    )
-    if this.metrics and this.metrics.notice:
-        world.say(this.metrics.notice)
-    announce(trainer, world, train_set.index)
+    this.open_files(tokenizer)
+    announce(this)
     if config.plan:
         from planning import plan
 
@@ -307,36 +253,3 @@ def build(config: RunConfig, world: World, trainer_class, task: Task):
             f"rank {world.rank}: there is no room for this model on {world.device} ({why}); a "
             "smaller one, or more ranks with --tp, --pp or --zero-stage 3, would need less of each"
         ) from None
-
-
-def is_done(config: RunConfig, world: World, last_file: Path, start: int) -> bool:
-    """Whether nothing is left to do. Raises ConfigError where --steps lies behind."""
-    if start > config.steps:
-        raise ConfigError(
-            f"--steps {config.steps}: the run in {config.out} is at step {start} already; more than"
-            " that would go on"
-        )
-    done = world.on_rank_0(lambda: start >= config.steps and last_file.exists(), ())
-    if done:
-        world.say(
-            f"{config.out}: step {start} of --steps {config.steps} is done, and there is nothing to"
-            " do; with more --steps the run goes on"
-        )
-    return done
-
-
-def begin_files(config: RunConfig, out: Path, tokenizer, start: int) -> Metrics:
-    """Write config.json and the tokenizer, and open metrics.jsonl, on rank 0. Raises RunFolderError
-    or MetricsError."""
-    try:
-        # Whole or as it was: a full disk must not truncate the flags of a run.
-        flags = {"command": config.command} | dataclasses.asdict(config)
-        text = json.dumps(flags, indent=1)
-        (out / "config.tmp").write_text(text, encoding="utf-8")
-        os.replace(out / "config.tmp", out / "config.json")
-        if tokenizer.files:
-            # generate.py finds it there.
-            save_files(tokenizer.files, out)
-    except OSError as e:
-        raise RunFolderError(f"--out {out}: cannot be written ({e.strerror})") from None
-    return Metrics(out / "metrics.jsonl", start)

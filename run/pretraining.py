@@ -11,7 +11,6 @@ from typing import ClassVar
 from base.model_config import MoEConfig
 from run import data
 from run.config import ConfigError, RunConfig, flag
-from run.rules import refuse
 from run.task import Task
 from run.tokenizer import TokenizerError, prompt_ids
 
@@ -63,7 +62,7 @@ class Config(RunConfig):
                 "learns from what? --data PATH names text; python -m finetune.sft learns from"
                 " conversations"
             )
-            refuse(self, "load", rule)
+            self.refuse("load", rule)
 
 
 class Pretraining(Task):

@@ -14,8 +14,15 @@ bytes are those of ZeRO's table (fsdp.bytes_per_parameter):
 With --optimizer-state bf16 the moments have 4 bytes, and a 16-bit weight's master 2.
 """
 
+import dataclasses
+
+import torch
+
 import fsdp
 from base.model_config import MoEConfig, least_parameters, mlp_matrices
+from run.config import ConfigError, RunConfig
+from run.world import World
+from tensor_parallel import vocabulary_multiple
 
 # Bytes of a number; 2 in other precisions.
 SIZES = {"fp64": 8, "fp32": 4, "tf32": 4}
@@ -81,6 +88,44 @@ def activation_bytes(
     if ranks["pp"] == 1:
         numbers += min(head_chunk or tokens, tokens) * model.vocab_size
     return size * numbers // ranks["tp"]
+
+
+def check(config: RunConfig, world: World) -> None:
+    """Raise ConfigError for a run that the memory of a rank can never hold."""
+    model = config.model_config()
+    # What ZeRO shards, it shards over context-parallel ranks too.
+    replicas = world.size // config.tp // config.pp
+    ranks = {"tp": config.tp, "pp": config.pp, "dp": replicas, "ep": config.ep, "cp": config.cp}
+    device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+    precision = config.precision or ("bf16" if device == "cuda" else "fp32")
+    has = world.memory(device)
+    multiple = vocabulary_multiple(config.make_vocab_size_divisible_by, device, config.tp)
+    padded = -(-model.vocab_size // multiple) * multiple
+    # No model has more; a larger one would not fit either.
+    held = dataclasses.replace(model, vocab_size=min(padded, 2**31 - 1))
+    parts = state_parts(held, precision, config.optimizer_state, config.zero_stage, ranks)
+    learner = int(sum(parts))
+    # A frozen model has no gradients and no optimizer state.
+    needs = 0 if config.frozen else learner
+    needs += config.bytes_beside(held, precision, ranks, learner)
+    padding = ""
+    if padded > 1.1 * model.vocab_size:
+        padding = f" --make-vocab-size-divisible-by {multiple // config.tp}"
+    if needs > has:
+        raise ConfigError(
+            f"--hidden-size {model.hidden_size} --num-layers {model.num_layers} --num-experts"
+            f" {model.num_experts} --vocab-size {model.vocab_size}{padding}: weights, gradients and"
+            f" optimizer state of this model {complaint('take', needs, has)}; a smaller model,"
+            " or more ranks with --tp, --pp or --zero-stage 3, would need less of each"
+        )
+    micro = config.known_micro_batch(replicas // config.cp)
+    needs = activation_bytes(held, precision, micro, ranks, config.head_chunk)
+    if needs > has:
+        raise ConfigError(
+            f"--micro-batch-size {micro}{padding}: the activations of so many sequences of "
+            f"{model.seq_length} tokens {complaint('take', needs, has)}; --micro-batch-size 1 "
+            "would need the least"
+        )
 
 
 def complaint(verb: str, needs: float, has: int) -> str:

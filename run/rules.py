@@ -57,17 +57,6 @@ LEAST = {
 }
 
 
-def refuse(config: RunConfig, field: str, rule: str):
-    """Raise ConfigError with the field's flag, its value, and a rule that says what would fit."""
-    value = getattr(config, field)
-    words = [flag_name(field)]
-    if isinstance(value, list):
-        words += map(str, value)
-    elif value is not True:
-        words.append(str(value))
-    raise ConfigError(f"{' '.join(words)}: {rule}")
-
-
 def multiples(n: int, of: int) -> str:
     """The multiples of a number next to n, for a message."""
     low = n // of * of
@@ -102,7 +91,7 @@ def check_types(config: RunConfig) -> None:
             raise ConfigError(f"{name} {value!r}{e}") from None
         choices = field.metadata["choices"]
         if value is not None and choices and value not in choices:
-            refuse(config, field.name, f"must be one of {', '.join(map(str, choices))}")
+            config.refuse(field.name, f"must be one of {', '.join(map(str, choices))}")
         if value == "" and field.name != "sample_prompt":
             raise ConfigError(f"{name} '': is empty; leave it out for the default")
         words = value if isinstance(value, list) else [value]
@@ -125,13 +114,13 @@ def check_numbers(config: RunConfig) -> None:
         value = getattr(config, name)
         # NaN and infinity fail too.
         if value is not None and not least <= value < 2**31:
-            refuse(config, name, f"must be at least {least} and below 2^31")
+            config.refuse(name, f"must be at least {least} and below 2^31")
     if config.global_batch_size > MOST_SEQUENCES:
         rule = f"must be at most {MOST_SEQUENCES:,} sequences; published runs take some thousands"
-        refuse(config, "global_batch_size", rule)
+        config.refuse("global_batch_size", rule)
     if config.min_lr is not None and config.min_lr > config.peak_lr:
         rule = f"must be at most --lr {config.peak_lr:g}, from which the cosine comes down"
-        refuse(config, "min_lr", rule)
+        config.refuse("min_lr", rule)
 
 
 def check_ranks(config: RunConfig, model: MoEConfig, world: int) -> None:
@@ -145,27 +134,25 @@ def check_ranks(config: RunConfig, model: MoEConfig, world: int) -> None:
             f"this is one rank alone; start several with torchrun --nproc-per-node {needed} "
             f"{config.command} ..., or give --{name} 1"
         )
-        refuse(config, name, rule)
+        config.refuse(name, rule)
     if world % tp:
         fit = divisors(tensor_parallel.sizes_that_fit(model, world), tp)
-        refuse(config, "tp", f"must divide the {world} ranks; {fit} would fit")
+        config.refuse("tp", f"must divide the {world} ranks; {fit} would fit")
     if world // tp % pp:
         fit = divisors(world // tp, pp)
-        refuse(config, "pp", f"must divide the {world} ranks over --tp {tp}; {fit} would fit")
+        config.refuse("pp", f"must divide the {world} ranks over --tp {tp}; {fit} would fit")
     if world // tp // pp % config.cp:
         fit = divisors(world // tp // pp, config.cp)
-        refuse(
-            config, "cp", f"must divide the {world} ranks over --tp {tp} --pp {pp}; {fit} would fit"
+        config.refuse(
+            "cp", f"must divide the {world} ranks over --tp {tp} --pp {pp}; {fit} would fit"
         )
     if config.sequence_parallel and tp == 1:
-        raise ConfigError(
-            "--sequence-parallel: shards what tensor parallelism leaves whole, and needs --tp 2 or "
-            "more"
-        )
+        rule = "shards what tensor parallelism leaves whole, and needs --tp 2 or more"
+        config.refuse("sequence_parallel", rule)
     interleaved = config.schedule in (None, "interleaved")
     if config.virtual_stages > 1 and (not interleaved or pp == 1):
         rule = "only --schedule interleaved, under --pp 2 or more, has more than 1"
-        refuse(config, "virtual_stages", rule)
+        config.refuse("virtual_stages", rule)
 
 
 def check_techniques(config: RunConfig, model: MoEConfig, world: int) -> None:
@@ -199,14 +186,14 @@ def check_context(config: RunConfig, model: MoEConfig) -> None:
     if config.cp == 1:
         return
     if config.fp8 != "off":
-        refuse(config, "fp8", "a scale would be that of a rank's own tokens; leave --cp out")
+        config.refuse("fp8", "a scale would be that of a rank's own tokens; leave --cp out")
     if model.num_experts and model.router == "sinkhorn":
-        refuse(config, "cp", "--router sinkhorn balances all tokens together; topk would do")
+        config.refuse("cp", "--router sinkhorn balances all tokens together; topk would do")
     if model.capacity_factor:
-        refuse(config, "capacity_factor", "counts all tokens of a sequence; leave out --cp")
+        config.refuse("capacity_factor", "counts all tokens of a sequence; leave out --cp")
     multiple = config.length_multiple
     if model.seq_length % multiple:
-        refuse(config, "cp", f"--seq-length {model.seq_length} must be divisible by {multiple}")
+        config.refuse("cp", f"--seq-length {model.seq_length} must be divisible by {multiple}")
 
 
 def check_batch(config: RunConfig, model: MoEConfig, dp: int) -> None:
@@ -214,7 +201,7 @@ def check_batch(config: RunConfig, model: MoEConfig, dp: int) -> None:
     batch = config.global_batch_size
     if batch % dp:
         rule = f"must be divisible by the {dp} data-parallel ranks; {multiples(batch, dp)}"
-        refuse(config, "global_batch_size", rule)
+        config.refuse("global_batch_size", rule)
     share = batch // dp
     micro = config.micro_batch(dp)
     if share % micro:
@@ -237,7 +224,7 @@ def check_batch(config: RunConfig, model: MoEConfig, dp: int) -> None:
             f"makes {share // micro} micro-batches for each pipeline, and interleaved needs a "
             f"multiple of --pp {config.pp}; {multiples(batch, group)}"
         )
-        refuse(config, "global_batch_size", rule)
+        config.refuse("global_batch_size", rule)
 
 
 def check_length(config: RunConfig) -> None:
@@ -245,34 +232,35 @@ def check_length(config: RunConfig) -> None:
     its = dataclasses.replace(config, seq_length=None).model_config()
     if its.positions == "learned" and config.seq_length not in (None, its.seq_length):
         rule = f"--load has {its.seq_length} learned positions, which stay; leave the flag out"
-        refuse(config, "seq_length", rule)
+        config.refuse("seq_length", rule)
 
 
 def check_plan(config: RunConfig) -> None:
     """Check that a step can be predicted, on any machine. Raises ConfigError."""
     if config.plan and config.unpredicted:
         rule = "predicts steps that train a model, or LoRA, on text, and this run"
-        refuse(config, "plan", f"{rule} {config.unpredicted}; leave it out")
+        config.refuse("plan", f"{rule} {config.unpredicted}; leave it out")
 
 
 def check_device(config: RunConfig) -> None:
     """Check what this machine and its packages can do. Raises ConfigError."""
     if config.fp8 != "off" and config.precision == "fp16":
-        raise ConfigError(
-            f"--fp8 {config.fp8}: has scales of its own, and the loss scale of fp16 would change"
-            " what they were measured for; --precision bf16 would fit"
+        rule = (
+            "has scales of its own, and the loss scale of fp16 would change what they were measured"
+            " for; --precision bf16 would fit"
         )
+        config.refuse("fp8", rule)
     if config.optimizer_state == "bf16" and config.precision == "fp16":
-        raise ConfigError(
-            "--optimizer-state bf16: the upper half of an fp32 master is a bf16 number; --precision"
-            " bf16 would fit, or --optimizer-state fp32"
+        rule = (
+            "the upper half of an fp32 master is a bf16 number; --precision bf16 would fit, or"
+            " --optimizer-state fp32"
         )
+        config.refuse("optimizer_state", rule)
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError("--tensorboard: needs the package tensorboard (pip install tensorboard)")
+        config.refuse("tensorboard", "needs the package tensorboard (pip install tensorboard)")
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"--device cuda: no GPU can be used here ({why_no_gpu()}); --device cpu would run"
-        )
+        rule = f"no GPU can be used here ({why_no_gpu()}); --device cpu would run"
+        config.refuse("device", rule)
 
 
 # --- flags that do something only beside others ---------------------------------------------------
@@ -359,4 +347,4 @@ def check_effects(run: Run) -> None:
         if not holds(run):
             for field in fields:
                 if getattr(run.config, field) != getattr(default, field):
-                    refuse(run.config, field, rule)
+                    run.config.refuse(field, rule)

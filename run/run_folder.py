@@ -14,14 +14,17 @@ to a second run:
 """
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
+import json
 import os
 import socket
 import time
 from pathlib import Path
 
 from base.errors import cause
+from run.tokenizer import save_files
 
 # A folder with one of these holds a run.
 CONTENT = (
@@ -121,6 +124,20 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 self.file.close()
             self.file = None
+
+
+def begin(out: Path, config, tokenizer) -> None:
+    """Write config.json and the tokenizer, where generate.py finds them. config: a RunConfig.
+    Raises RunFolderError."""
+    try:
+        # Whole or as it was: a full disk must not truncate the flags of a run.
+        flags = {"command": config.command} | dataclasses.asdict(config)
+        (out / "config.tmp").write_text(json.dumps(flags, indent=1), encoding="utf-8")
+        os.replace(out / "config.tmp", out / "config.json")
+        if tokenizer.files:
+            save_files(tokenizer.files, out)
+    except OSError as e:
+        raise RunFolderError(f"--out {out}: cannot be written ({e.strerror})") from None
 
 
 def launcher_name() -> str:

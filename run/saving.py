@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from run import checkpoint
-from run.config import ConfigError, flag_name
+from run.config import ConfigError, RunConfig, flag_name
 from run.data import Dataset
 from run.tokenizer import CHAT_TEMPLATE, TokenizerRecord
 from run.world import World
@@ -161,6 +161,22 @@ def restore(trainer, world: World, dataset: Dataset, tokenizer) -> tuple[int, in
         world.say(f"--resume: no checkpoint in {config.out} yet, starting from step 1")
     trainer.task.load_weights(world)
     return 0, 0
+
+
+def is_done(config: RunConfig, world: World, last_file: Path, start: int) -> bool:
+    """Whether nothing is left to do. Raises ConfigError where --steps lies behind."""
+    if start > config.steps:
+        raise ConfigError(
+            f"--steps {config.steps}: the run in {config.out} is at step {start} already; more than"
+            " that would go on"
+        )
+    done = world.on_rank_0(lambda: start >= config.steps and last_file.exists(), ())
+    if done:
+        world.say(
+            f"{config.out}: step {start} of --steps {config.steps} is done, and there is nothing to"
+            " do; with more --steps the run goes on"
+        )
+    return done
 
 
 def go_on(trainer, index: dict, dataset: Dataset) -> None:

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from base.device_queue import Moment, to_host
 from base.errors import RunError
-from run import checkpoint
+from optimizer import learning_rate
+from run import checkpoint, run_folder
 from run.config import LAYOUT, RunConfig
 from run.metrics import Curves, Metrics, MetricsError, mfu, peak_memory, progress
 from run.presets import why_not_exported
+from run.run_folder import RunFolderError
 from run.world import World
 
 # Each evaluation reads the first 64 sequences of the held-out text.
@@ -114,6 +116,18 @@ class TrainingRun:
         # A signal reached some rank: this step is the last.
         self.stopping = False
         self.save_waits = False
+
+    def open_files(self, tokenizer) -> None:
+        """Write what --out has before the first step, and open metrics.jsonl, on rank 0. A
+        collective. Raises RunFolderError or MetricsError."""
+
+        def work() -> Metrics:
+            run_folder.begin(self.out, self.config, tokenizer)
+            return Metrics(self.out / "metrics.jsonl", self.start)
+
+        self.metrics = self.world.open_on_rank_0(work, (RunFolderError, MetricsError))
+        if self.metrics and self.metrics.notice:
+            self.world.say(self.metrics.notice)
 
     # -- around all steps --------------------------------------------------------------------------
 
@@ -361,9 +375,9 @@ NAMED = (
 )
 
 
-def announce(trainer, world: World, index: dict) -> None:
-    """Say what runs, on what, under which layout, and what may surprise. index: of the data."""
-    config = trainer.config
+def announce(run: TrainingRun) -> None:
+    """Say what runs, on what, under which layout, and what may surprise."""
+    trainer, world, config, index = run.trainer, run.world, run.config, run.train_set.index
     layout = ""
     for name in NAMED:
         if getattr(config, name) != getattr(RunConfig(), name):
@@ -374,13 +388,19 @@ def announce(trainer, world: World, index: dict) -> None:
         f"{layout}; corpus {index['corpus']} (Python {sys.version.split()[0]}): "
         f"{index['tokens']:,} tokens"
     )
-    for text in surprises(trainer, world):
+    for text in surprises(trainer, world, run.start):
         world.say(text)
 
 
-def surprises(trainer, world: World):
+def surprises(trainer, world: World, start: int):
     """Yield where the configuration has less effect, or another one, than a user may think."""
     config, model = trainer.config, trainer.model_config
+    if config.warmup_steps > config.steps > start:
+        end = learning_rate(config.steps, config.lr, 0, config.warmup_steps, config.steps)
+        yield (
+            f"--warmup-steps {config.warmup_steps}: longer than --steps {config.steps}, so the "
+            f"learning rate ends at {end:.2g}, below --lr {config.lr:g}"
+        )
     if config.zero_stage and not world.groups.replicas:
         yield (
             f"--zero-stage {config.zero_stage}: there is one data-parallel rank, and nobody to "
