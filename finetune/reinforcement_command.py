@@ -15,7 +15,7 @@ from finetune.preference_command import PreferenceConfig
 from finetune.reinforcement_learning import ReinforcementTask
 from finetune.rewards import is_function
 from finetune.sft_command import ChatConfig, check_answers
-from run import checkpoint, room
+from run import checkpoint, least_memory
 from run.config import MODEL_FLAGS, ConfigError, RunConfig, as_flags, flag
 from run.rules import Need, check_techniques, multiples
 from run.task import Task
@@ -119,7 +119,9 @@ class ReinforcementConfig(ChatConfig):
 
     def bytes_beside(self, model: MoEConfig, precision: str, ranks: dict, learner: int) -> int:
         """A critic like the policy, and the weights of a frozen reference."""
-        frozen = room.state_parts(model, precision, self.optimizer_state, self.zero_stage, ranks)[0]
+        frozen = least_memory.state_parts(
+            model, precision, self.optimizer_state, self.zero_stage, ranks
+        )[0]
         return int((learner if self.method == "ppo" else 0) + (0 if self.peft else frozen))
 
     def known_micro_batch(self, dp: int) -> int:

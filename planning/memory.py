@@ -1,7 +1,7 @@
 """Bytes that one rank of train.py holds at the peak of a step, by formulas.
 
     parameters, gradients, optimizer     the numbers in the matrices of a rank, times the bytes of
-                                         ZeRO's table (run/room.py)
+                                         ZeRO's table (run/least_memory.py)
     activations                          what autograd keeps: of a layer, times the layers of a
                                          stage, times the micro-batches in flight (schedules.py)
     gathered, summed, moment             what is there for a moment, an estimate
@@ -39,7 +39,7 @@ import pipeline_parallel
 import schedules
 from base.model_config import MoEConfig, block_matrices, mlp_matrices
 from planning.inputs import Layout, Software
-from run import room
+from run import least_memory
 
 # --- the stages of a pipeline rank ----------------------------------------------------------------
 
@@ -179,7 +179,7 @@ def state(
         positions = model.seq_length * model.hidden_size
         numbers += positions
         learning += 0 if software.lora_rank else positions
-    held, *others = room.sharded(
+    held, *others = least_memory.sharded(
         (numbers, experts),
         (learning, experts_learning),
         number_bytes,

@@ -17,7 +17,7 @@ import torch
 import planner
 from base import json_files
 from planning.inputs import MACHINES, TRAIN, Constants, Layout, Machine, Software
-from run import room
+from run import least_memory
 from run.config import ConfigError
 from run.metrics import peak_of
 from run.pretraining import Config
@@ -97,7 +97,7 @@ def layout_of(config: Config, ranks: int) -> Layout:
 
 def software_of(config: Config) -> Software:
     """train.py under these flags, in bf16 unless --precision is given."""
-    weight, gradient, state = room.bytes_of_number(
+    weight, gradient, state = least_memory.bytes_of_number(
         config.precision or "bf16", config.optimizer_state
     )
     # Flags of adapters (finetune/adapter_training.py), which train.py does not have.

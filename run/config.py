@@ -453,7 +453,7 @@ class RunConfig:
 
     def bytes_beside(self, model: MoEConfig, precision: str, ranks: dict, learner: int) -> int:
         """Bytes of the models beside the one that learns, whose state has `learner` bytes. ranks:
-        as in room.state_parts."""
+        as in least_memory.state_parts."""
         return 0
 
     def known_micro_batch(self, dp: int) -> int:

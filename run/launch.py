@@ -1,7 +1,9 @@
 """From the command line to the loop and back: ranks, checks, files, errors, exit status.
 
-main        parse, validate; every error becomes one message and an exit status
-run         open the tokenizer, check the memory, connect the ranks, lock the folder
+main        every error becomes one message and an exit status
+attempt     parse, prepare, connect, train
+prepare     what one rank can know: check the flags, open the tokenizer, check the memory
+connected   the process groups, and the folder of the run
 train       open the data, build the trainer, resume, run the loop, finish
 """
 
@@ -15,7 +17,7 @@ from pathlib import Path
 
 from base import terminal
 from base.errors import InputError, RunError
-from run import checkpoint, flags, room, rules, saving
+from run import checkpoint, flags, least_memory, rules, saving
 from run.checkpoint import CheckpointError
 from run.config import ConfigError, RunConfig, flag_name, multiply_in
 from run.data import DataError
@@ -75,13 +77,10 @@ def attempt(
             from planning import as_rank
 
             as_rank.main(config, question, trainer_class)
-        else:
-            rules.validate(config, world.size)
-            if config.plan:
-                from planning import plan
-
-                plan.machine_of(config.plan)
-            run(config, world, trainer_class, loop)
+            return 0, None
+        tokenizer = prepare(config, world)
+        with connected(config, world):
+            train(config, world, tokenizer, trainer_class, loop)
     except REFUSED as e:
         return 2, e
     except (RunError, WorldError) as e:
@@ -100,36 +99,24 @@ def attempt(
     return 0, None
 
 
-# --- to the process groups ------------------------------------------------------------------------
+# --- what one rank can know -----------------------------------------------------------------------
 
 
-def run(config: RunConfig, world: World, trainer_class, loop) -> None:
-    """Prepare one training run on this rank, and train."""
+def prepare(config: RunConfig, world: World):
+    """Refuse what cannot run, and fill in what the flags leave open. Returns the tokenizer."""
+    rules.validate(config, world.size)
+    if config.plan:
+        from planning import plan
+
+        plan.machine_of(config.plan)
     tokenizer = open_tokenizer(config, world)
     # A run that learns prompts uses the tokenizer of its model.
     config.tokenizer = tokenizer.name
     if config.lr is None:
         config.lr, what = config.default_lr()
         world.say(f"--lr {config.lr:g}: the default for {what}")
-    room.check(config, world)
-    world.connect(config.device, config.tp, config.pp, config.timeout, config.ep, config.cp)
-    world.beat("the preparation of the first step")
-    if world.shares_gpu and config.cp > 1 and config.cp_kind == "ring":
-        rule = "gloo, for ranks that share a GPU, cannot send its tensors; all-to-all would do"
-        config.refuse("cp_kind", rule)
-    check_flags_agree(config, world)
-    folder = world.open_on_rank_0(
-        lambda: RunFolder(config.out, config.resume, world.restarts, launcher_name()),
-        (RunFolderError,),
-    )
-    if folder and folder.notice:
-        world.say(folder.notice)
-    config.resume |= world.restarts > 0
-    try:
-        train(config, world, tokenizer, trainer_class, loop)
-    finally:
-        if folder:
-            folder.close()
+    least_memory.check_memory(config, world)
+    return tokenizer
 
 
 def open_tokenizer(config: RunConfig, world: World):
@@ -173,6 +160,32 @@ def default_tokenizer(config: RunConfig) -> str:
             with contextlib.suppress(checkpoint.Damaged):
                 return checkpoint.tokenizer_of(path)
     return checkpoint.tokenizer_of(checkpoint.find(config.load)) if config.load else "bytes"
+
+
+# --- all ranks ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def connected(config: RunConfig, world: World):
+    """Connect the ranks, and keep the folder of the run for this run alone."""
+    world.connect(config.device, config.tp, config.pp, config.timeout, config.ep, config.cp)
+    world.beat("the preparation of the first step")
+    if world.shares_gpu and config.cp > 1 and config.cp_kind == "ring":
+        rule = "gloo, for ranks that share a GPU, cannot send its tensors; all-to-all would do"
+        config.refuse("cp_kind", rule)
+    check_flags_agree(config, world)
+    folder = world.open_on_rank_0(
+        lambda: RunFolder(config.out, config.resume, world.restarts, launcher_name()),
+        (RunFolderError,),
+    )
+    if folder and folder.notice:
+        world.say(folder.notice)
+    config.resume |= world.restarts > 0
+    try:
+        yield
+    finally:
+        if folder:
+            folder.close()
 
 
 def check_flags_agree(config: RunConfig, world: World) -> None:

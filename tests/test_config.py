@@ -15,7 +15,7 @@ from course import kinds
 from finetune import nemo_config, prompt_file
 from inference.cli import check_layout
 from prompt_tuning import PromptError
-from run import config, room, rules, world
+from run import config, least_memory, rules, world
 from run.config import ConfigError
 from run.flags import parse
 from run.pretraining import Config
@@ -139,13 +139,13 @@ def test_memory_bounds_are_lower_bounds():
     fields, published = config.PRESETS["llama2-7b"]
     model = MoEConfig(**fields)
     alone = dict(tp=1, pp=1, dp=1, ep=1)
-    assert 0.99 < sum(room.parameters(model)) / published <= 1
-    whole = sum(room.state_parts(model, "bf16", "fp32", 0, alone))
+    assert 0.99 < sum(least_memory.parameters(model)) / published <= 1
+    whole = sum(least_memory.state_parts(model, "bf16", "fp32", 0, alone))
     assert 0.99 < whole / (18 * published) <= 1
-    shared = sum(room.state_parts(model, "bf16", "fp32", 3, alone | dict(dp=8)))
+    shared = sum(least_memory.state_parts(model, "bf16", "fp32", 3, alone | dict(dp=8)))
     assert shared == pytest.approx(whole / 8, rel=1e-6)
-    assert room.activation_bytes(model, "bf16", 1, alone) == 4096 * 2 * (4096 * 32 + 32000)
-    chunked = room.activation_bytes(model, "bf16", 1, alone, head_chunk=64)
+    assert least_memory.activation_bytes(model, "bf16", 1, alone) == 4096 * 2 * (4096 * 32 + 32000)
+    chunked = least_memory.activation_bytes(model, "bf16", 1, alone, head_chunk=64)
     assert chunked == 2 * (4096 * 4096 * 32 + 64 * 32000)
 
 

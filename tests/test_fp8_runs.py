@@ -17,7 +17,7 @@ import fp8
 import train
 from base.groups import Groups
 from course import ranks
-from run import checkpoint, room, rules, training_run
+from run import checkpoint, least_memory, rules, training_run
 from run.config import ConfigError, multiply_in
 from run.metrics import read_metrics
 
@@ -431,9 +431,9 @@ def test_tf32_needs_the_memory_of_fp32():
     model = train.Config(**small_run.SMALL).model_config()
     one = dict.fromkeys(("tp", "pp", "dp", "ep"), 1)
     for name in ("fp32", "bf16"):
-        needs = [room.state_parts(model, p, name, 0, one) for p in ("tf32", "fp32")]
+        needs = [least_memory.state_parts(model, p, name, 0, one) for p in ("tf32", "fp32")]
         assert needs[0] == needs[1]
-    needs = [room.activation_bytes(model, p, 2, one, 0) for p in ("tf32", "fp32", "bf16")]
+    needs = [least_memory.activation_bytes(model, p, 2, one, 0) for p in ("tf32", "fp32", "bf16")]
     assert needs[0] == needs[1] > needs[2]
 
 

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp
 import optimizer as of_gradients
 import sharding
-import train as trainer
 from course import ranks
 from course.parity import on_rank
 from optimizer import GradientAccumulator, LossScaler, add_product, fuse_accumulation, global_norm
@@ -251,7 +250,7 @@ def test_the_product_on_a_gpu(dtype):
 
 
 def scale_that_fits():
-    trainer.LossScaler = lambda: LossScaler(2.0**12)
+    of_gradients.LossScaler = lambda: LossScaler(2.0**12)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

@@ -25,7 +25,6 @@ import gpt
 import kernels
 import moe
 import optimizer
-import train as trainer
 from base import cuda_kernels, extensions
 from base import fp8_cast as fp8_cast
 from base.cross_entropy import cross_entropy
@@ -1123,8 +1122,8 @@ def test_optimizer_in_one_pass(precision, state):
 def swapped_optimizer() -> None:
     """The fused update; all other operations stay PyTorch's own."""
     emulate(setattr)
-    make = trainer.AdamW
-    trainer.AdamW = lambda *args, **options: make(*args, **options | {"fused": kernels.adamw})
+    make = optimizer.AdamW
+    optimizer.AdamW = lambda *args, **options: make(*args, **options | {"fused": kernels.adamw})
 
 
 def everything(place, dtypes=NUMBERS) -> None:

@@ -90,7 +90,7 @@ def activation_bytes(
     return size * numbers // ranks["tp"]
 
 
-def check(config: RunConfig, world: World) -> None:
+def check_memory(config: RunConfig, world: World) -> None:
     """Raise ConfigError for a run that the memory of a rank can never hold."""
     model = config.model_config()
     # What ZeRO shards, it shards over context-parallel ranks too.
