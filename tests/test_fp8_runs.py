@@ -14,6 +14,7 @@ import torch
 from parity import Synthetic, again, step, trainer_of
 
 import fp8
+import optimizer
 import train
 from base.groups import Groups
 from course import ranks
@@ -261,7 +262,7 @@ def test_a_step_that_is_not_finite(recipe, layout):
 
 def test_the_screen_and_the_end_name_the_first_tensor(here, text, monkeypatch, capfd):
     """Step 2 ruins the weights: steps 3 and 4 are skipped, and the run ends."""
-    monkeypatch.setattr(train, "learning_rate", lambda step, *_: 1e38 if step == 2 else 1e-3)
+    monkeypatch.setattr(optimizer, "learning_rate", lambda step, *_: 1e38 if step == 2 else 1e-3)
     assert run(text, "run", "--fp8", "delayed", "--max-bad-steps", "2") == 1
     out, err = capfd.readouterr()
     (_, _, *skipped) = lines("run")

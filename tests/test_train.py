@@ -175,7 +175,7 @@ def exploding(step, *args):
 def test_a_run_that_diverges_ends_and_keeps_what_was_good(here, text, monkeypatch, capfd, lag):
     """Step 6 ruins the weights, which is seen from step 7 on: the checkpoint of step 4 is good,
     that of step 6 is not."""
-    monkeypatch.setattr(train, "learning_rate", exploding)
+    monkeypatch.setattr(optimizer, "learning_rate", exploding)
     flags = ("--save-every", "2", "--keep", "1", "--max-bad-steps", "3")
     assert in_process(text, "--out", "run", *flags) == 1
     assert [x["step"] for x in lines_of("run")] == list(range(1, 10))
@@ -191,7 +191,7 @@ def test_a_run_that_diverges_ends_and_keeps_what_was_good(here, text, monkeypatc
 
 def test_without_a_limit_no_older_checkpoint_is_removed(here, text, monkeypatch, lag):
     """Saves wait while steps are skipped; the last one, at the end of the run, removes nothing."""
-    monkeypatch.setattr(train, "learning_rate", exploding)
+    monkeypatch.setattr(optimizer, "learning_rate", exploding)
     flags = small_run.as_flags(save_every=2, keep=2, max_bad_steps=0)
     assert in_process(text, "--out", "run", *flags) == 0
     assert list(checkpoint.steps("run/checkpoints")) == [2, 4, 6, 12]
