@@ -433,7 +433,7 @@ def buffers(model: MoEConfig, layout: Layout, software: Software, rank: int) -> 
     summed = whole if waits_for_w(layout) else units
     if software.lora_rank:
         summed *= sum(learned(model, layout, software, rank)) / whole
-    # Two are received, one of them ahead; one is on its way (pipeline_parallel.lower).
+    # Two are received, one of them ahead; one is on its way (add_transfers).
     messages = 3 * size.x if layout.pp > 1 else 0.0
     # The logits in the model's type.
     share = min(1.0, layout.head_chunk / size.tokens) if layout.head_chunk else 1.0

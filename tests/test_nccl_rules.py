@@ -282,7 +282,7 @@ def no_first_messages():
 
 
 def two_ahead():
-    pipeline_parallel.lower = partial(pipeline_parallel.lower, ahead=2)
+    pipeline_parallel.add_transfers = partial(pipeline_parallel.add_transfers, ahead=2)
 
 
 def no_wait_for_parameters():

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
-from parity import DATA, LLAMA, SMALL, trainer_of
+from parity import DATA, LLAMA, SMALL, again, trainer_of
 
 import sharding
 from base.groups import Groups
@@ -183,7 +183,8 @@ def copied(copier, held, needed, model):
         # a tied matrix, or none; a vocabulary with padding
         ("gpt", 2, SOURCES[2], TARGETS[2]),
         ("gpt", 4, SOURCES[4], TARGETS[4]),
-        ("llama", 4, SOURCES[4], TARGETS[4]),
+        ("llama", 2, SOURCES[2], TARGETS[2]),
+        again("llama", 4, SOURCES[4], TARGETS[4]),
         ("experts", 2, EXPERTS[2], EXPERT_TARGETS[2]),
         ("experts", 4, EXPERTS[4], EXPERT_TARGETS[4]),
         # ZeRO stage 3 pads nearly every parameter
