@@ -103,7 +103,7 @@ def test_only_trainers_built_on_train_import_it():
     assert importers <= built | of_one_device
 
 
-@pytest.mark.parametrize("file, most", [("gpt.py", 330), ("train.py", 300), ("README.md", 150)])
+@pytest.mark.parametrize("file, most", [("gpt.py", 330), ("train.py", 295), ("README.md", 150)])
 def test_files_that_are_read_first_are_short(file, most):
     assert len((ROOT / file).read_text().splitlines()) <= most
 
@@ -183,4 +183,4 @@ def test_pretraining_loads_only_what_it_uses():
     others = {"finetune", "planning", "inference", "generate", "planner", "course", "benchmarks"}
     assert not {name for name in ours if name.split(".")[0] in others}
     lines = sum(len(path.read_text().splitlines()) for path in ours.values())
-    assert len(ours) <= 46 and lines <= 12_700, (len(ours), lines)
+    assert len(ours) <= 45 and lines <= 12_650, (len(ours), lines)
