@@ -182,7 +182,7 @@ class Trainer:
     def forward_backward(self, step: int, dataset) -> torch.Tensor:
         """Let the task choose the data of this step, and accumulate the gradient. dataset:
         data.Dataset."""
-        return self.accumulate(step, self.task.begin_step(step, dataset))
+        return self.accumulate(step, self.task.data_of_step(step, dataset))
 
     def accumulate(self, step: int, dataset) -> torch.Tensor:
         """Sum the gradient of the global batch into every `main_grad`. Returns this rank's part of

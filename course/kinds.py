@@ -14,7 +14,7 @@ from run.config import ConfigError, RunConfig, name_of
 from run.pretraining import Config
 
 KINDS = {
-    kind.speaker(): kind
+    kind.name_in_messages(): kind
     for kind in (
         Config,
         TextPeftConfig,

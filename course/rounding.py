@@ -59,7 +59,7 @@ def losses_in_another_order(rank: int, layout: dict, steps: int, parts: int) -> 
     experts and no FP8, whose scales are those of a micro-batch."""
     batch = layout["global_batch_size"]
     # The number of sequences that stay together.
-    pair = 2 if layout["command"] == PreferenceConfig.speaker() else 1
+    pair = 2 if layout["command"] == PreferenceConfig.name_in_messages() else 1
     fixed = layout["num_experts"] or layout["fp8"] != "off"
     if rank and not fixed:
         sizes = [n for n in range(pair, batch + 1, pair) if batch % n == 0]

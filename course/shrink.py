@@ -46,7 +46,7 @@ def shrink(config: RunConfig, world: int) -> tuple[int, dict]:
     """(ranks, every flag of the small run). config: checked for `world` ranks."""
     model = config.model_config()
     tp, pp, cp, ep, dp = shrink_ranks(config, world)
-    layout = dict(command=config.speaker()) | dataclasses.asdict(config)
+    layout = dict(command=config.name_in_messages()) | dataclasses.asdict(config)
     layout |= dict(tp=tp, pp=pp, cp=cp, ep=ep)
     # The ranks that share the heads.
     shares = tp * cp if config.cp_kind == "all-to-all" else tp

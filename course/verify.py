@@ -186,7 +186,9 @@ def read_flags(argv: list[str], world: int | None) -> tuple[RunConfig, int]:
     except ConfigError as e:
         raise VerifyError(str(e)) from None
     if kind in (PromptLearningConfig, ReinforcementConfig):
-        raise VerifyError(f"-- {kind.speaker()}: only text, conversations and pairs are drawn here")
+        raise VerifyError(
+            f"-- {kind.name_in_messages()}: only text, conversations and pairs are drawn here"
+        )
     config = flags.parse(argv, 0, kind)
     if kind is not Config and not config.data:
         # Its data are drawn at random here.

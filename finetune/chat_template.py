@@ -149,7 +149,7 @@ class ChatTemplate:
         if isinstance(e, TemplateSyntaxError):
             where, text = f"{where}, line {e.lineno}", e.message
         elif not isinstance(e, TemplateError):
-            text = f"{type(e).__name__}: {e}"
+            text = f"{type(e).__name__}: {e}".removesuffix(": ")
         return ChatError(f"{where}: {text[:LONGEST_ERROR]}{note}", "refused by the template")
 
     def writes_contents(self, in_parts: bool = False) -> bool:

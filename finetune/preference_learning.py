@@ -63,7 +63,7 @@ class PreferenceTask(ConversationTask):
         """(loss, reward of the chosen answer, reward of the rejected one) of each pair, [n]."""
         raise NotImplementedError
 
-    def begin_step(self, step: int, dataset):
+    def data_of_step(self, step: int, dataset):
         self.reset()
         return dataset
 

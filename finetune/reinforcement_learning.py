@@ -2,7 +2,7 @@
 
     python -m finetune.reinforcement --load CKPT --data p.jsonl --reward check.py:correct --out R
 
-The model that learns is called the policy. One step, in `begin_step`:
+The model that learns is called the policy. One step, in `data_of_step`:
 
     write      the policy writes global_batch_size answers; each gets     inference/rollout.py,
                a reward, from a function or a reward model                rewards.py
@@ -123,7 +123,7 @@ class ReinforcementTask(Learner, ConversationTask):
 
     # -- one step ----------------------------------------------------------------------------------
 
-    def begin_step(self, step: int, dataset) -> Rows:
+    def data_of_step(self, step: int, dataset) -> Rows:
         """Write the answers of a step, and take all of its updates but the policy's last. The loop
         of train.py takes that one, from the rows of answers that are returned."""
         begin = time.perf_counter()

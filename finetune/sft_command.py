@@ -58,7 +58,7 @@ class ChatConfig(PeftConfig):
             self.refuse("date", "is no date; 2026-11-26 or 2026-11-26T09:30:00 would fit")
         for name, what in self.needed.items():
             if base_needed and not getattr(self, name):
-                raise ConfigError(f"--{name}: {self.speaker()} needs --{name} {what}")
+                raise ConfigError(f"--{name}: {self.name_in_messages()} needs --{name} {what}")
         super().check(model, world, base_needed)
 
 

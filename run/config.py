@@ -84,8 +84,8 @@ def name_of(command: str) -> str:
 @dataclass
 class RunConfig:
     """The flags of every command that trains. Each type of training extends it: by flags of its
-    own, by other values of the attributes up to `can_be_asked`, and by other answers of the methods
-    at the end.
+    own, by other values of the attributes down to `supports_as_rank`, and by other answers of the
+    methods at the end.
     """
 
     # How it is started, after python or torchrun; and what it does, for --help.
@@ -98,7 +98,7 @@ class RunConfig:
     # Rows that one micro-batch holds at least.
     least_rows = 1
     # Whether --as-rank can ask what a rank would do.
-    can_be_asked = False
+    supports_as_rank = False
 
     # Model.
     model: str = flag("tiny", f"a preset: {', '.join(PRESETS)}", metavar="PRESET")
@@ -420,7 +420,7 @@ class RunConfig:
     # --- what a type of training changes
 
     @classmethod
-    def speaker(cls) -> str:
+    def name_in_messages(cls) -> str:
         """The file of the command, with which each message begins."""
         return name_of(cls.command)
 

@@ -77,7 +77,7 @@ def make_parser(rank: int, kind: type[RunConfig] = Config) -> argparse.ArgumentP
 
     class Parser(argparse.ArgumentParser):
         def error(self, message):
-            line = f"{kind.speaker()}: {message}; --help lists the flags"
+            line = f"{kind.name_in_messages()}: {message}; --help lists the flags"
             if rank == 0:
                 terminal.say(line, error=True)
             terminal.tell_launcher(line)
@@ -100,7 +100,7 @@ def make_parser(rank: int, kind: type[RunConfig] = Config) -> argparse.ArgumentP
         )
     for field in fields:
         add_flag(parser, field)
-    if kind.can_be_asked:
+    if kind.supports_as_rank:
         for name, (of, metavar, text) in QUESTION.items():
             parser.add_argument(flag_name(name), type=of, metavar=metavar, help=text)
     return parser

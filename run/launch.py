@@ -49,15 +49,15 @@ def main(argv: list[str], kind: type[RunConfig], trainer_class, loop) -> int:
     try:
         world = World.from_launcher()
     except WorldError as e:
-        terminal.say(f"{kind.speaker()}: {e}", error=True)
+        terminal.say(f"{kind.name_in_messages()}: {e}", error=True)
         return 2
     status, message = attempt(argv, kind, world, trainer_class, loop)
     alone = status == 1 and not getattr(message, "everywhere", False)
     if status == 2:
-        world.share_refusal(str(message), kind.speaker())
+        world.share_refusal(str(message), kind.name_in_messages())
     elif message and (world.rank == 0 or alone):
-        terminal.say(f"{kind.speaker()}: {message}", error=True)
-        terminal.tell_launcher(f"{kind.speaker()}: {message}")
+        terminal.say(f"{kind.name_in_messages()}: {message}", error=True)
+        terminal.tell_launcher(f"{kind.name_in_messages()}: {message}")
     if alone and world.size > 1:
         # Peers may wait for this rank in a collective, so there is no clean end.
         os._exit(1)
@@ -93,7 +93,7 @@ def attempt(
         name = f"rank {world.rank}"
         text = (
             f"{name}, before the first step: {type(e).__name__}: {e}\n{traceback.format_exc()}"
-            f"{kind.speaker()}: {name} failed before the first step or after the last"
+            f"{kind.name_in_messages()}: {name} failed before the first step or after the last"
         )
         return 1, RunError(text)
     return 0, None

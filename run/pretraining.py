@@ -19,7 +19,7 @@ from run.tokenizer import TokenizerError, prompt_ids
 class Config(RunConfig):
     """Every flag of train.py."""
 
-    can_be_asked: ClassVar[bool] = True
+    supports_as_rank: ClassVar[bool] = True
 
     # Data.
     data: list[str] = flag(

@@ -25,7 +25,7 @@ SAMPLE_BEGINS = 16
 
 
 class PartOfTrainer:
-    """Objects that the trainer delegates to."""
+    """What a trainer asks: a task, and what learns beside a frozen model."""
 
     def join(self, trainer) -> None:
         """Called before the model is built."""
@@ -93,7 +93,8 @@ class WholeModel(PartOfTrainer):
 
 
 class Task(PartOfTrainer):
-    """Every token of the data counts."""
+    """What a run learns, and how that is measured. This one is pretraining: every token of the data
+    is predicted from those before it. Other kinds of training extend it."""
 
     # Whether anything learns. Otherwise the model only runs forward.
     trains = True
@@ -148,7 +149,7 @@ class Task(PartOfTrainer):
 
     # --- one step
 
-    def begin_step(self, step: int, dataset):
+    def data_of_step(self, step: int, dataset):
         """What this step learns from: the data set, or something made of it."""
         return dataset
 

@@ -170,7 +170,7 @@ class TrainingRun:
             advice = "make room, then continue from the newest checkpoint with --resume"
             return RunError(f"after step {self.step}: {e}; {advice}")
         rank = self.world.rank
-        where = f"{self.config.speaker()}: rank {rank} failed in step {self.step}"
+        where = f"{self.config.name_in_messages()}: rank {rank} failed in step {self.step}"
         return RunError(
             f"rank {rank}, step {self.step}: {type(e).__name__}:"
             f" {e}\n{''.join(traceback.format_exception(e))}{where}; continue from the newest"

@@ -416,15 +416,15 @@ def critic_stays(patch):
 
 def one_update(patch):
     """The second epoch of a step has the weights of the first."""
-    original = ReinforcementTask.begin_step
+    original = ReinforcementTask.data_of_step
 
-    def begin_step(self, step, dataset):
+    def data_of_step(self, step, dataset):
         self.trainer.update = lambda step: None
         rows = original(self, step, dataset)
         del self.trainer.update
         return rows
 
-    patch(ReinforcementTask, "begin_step", begin_step)
+    patch(ReinforcementTask, "data_of_step", data_of_step)
 
 
 def not_whitened(patch):
