@@ -67,7 +67,7 @@ class EvenRouting(Routing):
         on_meta = {}
         for name, value in plan._asdict().items():
             # The host reads each number of the counts.
-            if isinstance(value, Tensor) and name != "counts":
+            if isinstance(value, Tensor) and name != "rows_per_expert":
                 on_meta[name] = value.to(META)
         return plan._replace(**on_meta)
 

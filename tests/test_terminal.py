@@ -122,7 +122,7 @@ def test_ctrl_c_removes_what_is_half_written(tmp_path):
 
 def test_a_full_disk_ends_the_run_in_one_line(tmp_path, command, monkeypatch, capfd):
     import train
-    from run import launch, metrics
+    from run import metrics, training_run
 
     class Full(metrics.Metrics):
         def add(self, line):
@@ -131,13 +131,13 @@ def test_a_full_disk_ends_the_run_in_one_line(tmp_path, command, monkeypatch, ca
             super().add(line)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "Metrics", Full)
+    monkeypatch.setattr(training_run, "Metrics", Full)
     before = threading.enumerate()
     assert train.main([*command[2:], "--save-every", "2"]) == 1
     error = [line for line in capfd.readouterr().err.splitlines() if line.startswith("train.py")]
     assert len(error) == 1
     assert all(words in error[0] for words in ("after step 4", "No space left", "--resume"))
-    monkeypatch.setattr(launch, "Metrics", metrics.Metrics)
+    monkeypatch.setattr(training_run, "Metrics", metrics.Metrics)
     # the save of step 2 may still be on its way; a process would end after it
     for thread in threading.enumerate():
         if thread not in before:
