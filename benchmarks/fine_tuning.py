@@ -526,14 +526,18 @@ def of_seeds(
     return report.spread([learn(experiment, method, seed, tokens, lines) for seed in seeds])
 
 
+def numbers_learned(experiment, method) -> int:
+    trainer, *_ = make_trainer(experiment, method)
+    return num_learned(trainer)
+
+
 def measure_prompts(experiment: Experiment, note: Callable, args: argparse.Namespace) -> None:
     likeliest = partial(likeliest_letter_accuracy, experiment)
     note("accuracy", "untuned", measure=likeliest)
     free = partial(free_accuracy, experiment)
     note("accuracy", "untuned, freely generated", measure=free)
     for name, method in ALL_PROMPTS.items():
-        learned = lambda method=method: num_learned(make_trainer(experiment, method)[0])  # noqa: E731
-        note("parameters", name, measure=learned)
+        note("parameters", name, measure=partial(numbers_learned, experiment, method))
         note("accuracy", name, measure=partial(of_seeds, experiment, name, args.seeds))
     for name in PROMPTS:
         # The whole task is a point of both curves.

@@ -278,7 +278,12 @@ def test_a_run_with_bytes_is_exported_with_its_tokenizer(here, capsys):  # noqa:
     assert len(set(capsys.readouterr().out.splitlines())) == 1
 
 
-def test_export_goes_on_without_a_vocabulary(here, gpt2_encoding, monkeypatch, capsys):  # noqa: F811
+def test_export_goes_on_without_a_vocabulary(
+    here,  # noqa: F811
+    gpt2_encoding,
+    monkeypatch,
+    capsys,
+):
     assert run("--out", "run", "--steps", "1", "--tokenizer", "gpt2") == 0
     assert huggingface_commands.main(["export", "run", "with"]) == 0
     assert Path("with/tokenizer.json").exists()
