@@ -27,7 +27,7 @@ import itertools
 import json
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
@@ -35,7 +35,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from base import json_files, terminal
 from base.errors import InputError
-from run.tokenizer import CHAT_TEMPLATE, FileTokenizer, library_errors
+from run.tokenizer import (
+    CHAT_TEMPLATE,
+    CHAT_TEMPLATE_JSON,
+    FileTokenizer,
+    TokenizerFolder,
+    library_errors,
+)
 
 # The template of a model that has none. BEGIN and END become the tokenizer's tokens.
 PLAIN = """\
@@ -52,6 +58,9 @@ PLAIN = """\
     {{- "assistant:\\n" }}
 {%- endif %}
 """
+# The special tokens that every tokenizer may have.
+TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+TOKEN_NAMES += ("mask_token",)
 # The end of text of a tokenizer that has no text for it.
 END_OF_TEXT = "<|endoftext|>"
 # OPEN and CLOSE stand around what {% generation %} gives, until the text is complete. MARK is a
@@ -252,7 +261,7 @@ class ChatTokenizer:
     def token_names(self) -> dict[str, str]:
         """What a template may name. Raises ChatError."""
         try:
-            named = self.tokenizer.beside.template_names() if self.library else {}
+            named = template_names(self.tokenizer.beside) if self.library else {}
         except json_files.JSONError as e:
             raise ChatError(str(e)) from None
         return {"eos_token": self.end} | named
@@ -334,13 +343,55 @@ def open_template(choice: str, tokenizer: ChatTokenizer, copy: Path | None = Non
 
 
 def of_tokenizer(tokenizer) -> str | None:
-    """Raises ChatError."""
+    """The text of the template that the tokenizer's files have. Raises ChatError."""
     try:
         if CHAT_TEMPLATE in tokenizer.files:
             return tokenizer.files[CHAT_TEMPLATE].decode()
-        return tokenizer.beside.chat_template() if hasattr(tokenizer, "beside") else None
+        return template_beside(tokenizer.beside) if hasattr(tokenizer, "beside") else None
     except ValueError as e:
         raise ChatError(f"the tokenizer's chat template: {e}") from None
+
+
+def template_beside(beside: TokenizerFolder) -> str | None:
+    """The text of the template in other files than CHAT_TEMPLATE; of several, the one called
+    default. Raises JSONError, or UnicodeDecodeError."""
+    where = f"{beside.folder}/tokenizer_config.json: chat_template"
+    value = beside.with_names.get("chat_template")
+    # name -> text
+    named = {Path(name).stem: beside.files[name].decode() for name in beside.files if "/" in name}
+    if isinstance(value, list):
+        listed = json_files.convert(value, list[dict[str, str]], where)
+        named = {each.get("name", ""): each.get("template") for each in listed} | named
+        value = None
+    value = named.get("default", value)
+    if value is None and CHAT_TEMPLATE_JSON in beside.files:
+        where = f"{beside.folder}/{CHAT_TEMPLATE_JSON}"
+        value = json_files.parse(beside.files[CHAT_TEMPLATE_JSON], dict, where)
+        value = value.get("chat_template")
+    if value is None and named:
+        raise json_files.JSONError(
+            f"{beside.folder} has the chat templates {' and '.join(sorted(named))}, none of them"
+            " called default; choose one with --chat-template FILE"
+        )
+    return json_files.convert(value, str | None, where)
+
+
+def template_names(beside: TokenizerFolder) -> dict[str, str]:
+    """Name -> text of the special tokens that a chat template may use, as in transformers.
+    Raises JSONError."""
+    fields = beside.with_names
+    named = {k: v for k, v in fields.items() if k.endswith("_token") and k not in TOKEN_NAMES}
+    own = {k: v for k, v in named.items() if isinstance(v, str | dict)}
+    # A dictionary of names, or a list of tokens without any.
+    extra = fields.get("extra_special_tokens")
+    own |= extra if isinstance(extra, dict) else {}
+    if not own:
+        where = f"{beside.folder}/tokenizer_config.json: model_specific_special_tokens"
+        own = fields.get("model_specific_special_tokens") or {}
+        own = json_files.convert(own, dict[str, Any], where)
+    own = {name: fields.get(name) for name in TOKEN_NAMES} | own
+    texts = {name: beside.text_of(token, name) for name, token in own.items()}
+    return {name: text for name, text in texts.items() if text is not None}
 
 
 def read_text(path: Path, where: str) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from base import terminal
 from base.errors import InputError, RunError
-from run import checkpoint, flags, least_memory, rules, saving
+from run import checkpoint, flags, rules, saving
 from run.checkpoint import CheckpointError
 from run.config import ConfigError, RunConfig, flag_name, multiply_in
 from run.data import DataError
@@ -104,6 +104,9 @@ def attempt(
 
 def prepare(config: RunConfig, world: World):
     """Refuse what cannot run, and fill in what the flags leave open. Returns the tokenizer."""
+    # Loaded for a run; a Trainer alone does not ask.
+    from run import least_memory
+
     rules.validate(config, world.size)
     if config.plan:
         from planning import plan

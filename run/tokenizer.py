@@ -26,7 +26,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -43,9 +43,6 @@ CHAT_TEMPLATE_JSON = "chat_template.json"
 MORE_TEMPLATES = "additional_chat_templates"
 # The files of a tokenizer that a checkpoint keeps, with those in MORE_TEMPLATES.
 TOKENIZER_FILES = ("tokenizer.json", *CONFIG_FILES, CHAT_TEMPLATE, CHAT_TEMPLATE_JSON)
-# The special tokens that every tokenizer may have.
-TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
-TOKEN_NAMES += ("mask_token",)
 # A tokenizer in other forms, which are not read here.
 OTHER_FORMS = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 # The end-of-text tokens of published models, for a tokenizer file that stands alone.
@@ -397,52 +394,10 @@ class TokenizerFolder:
         where = f"{self.folder}/tokenizer_config.json: {field}"
         return json_files.convert(value, str | None, where)
 
-    def template_names(self) -> dict[str, str]:
-        """Name -> text of the special tokens that a chat template may use, as in transformers.
-        Raises JSONError."""
-        fields = self.with_names
-        named = {k: v for k, v in fields.items() if k.endswith("_token") and k not in TOKEN_NAMES}
-        own = {k: v for k, v in named.items() if isinstance(v, str | dict)}
-        # A dictionary of names, or a list of tokens without any.
-        extra = fields.get("extra_special_tokens")
-        own |= extra if isinstance(extra, dict) else {}
-        if not own:
-            where = f"{self.folder}/tokenizer_config.json: model_specific_special_tokens"
-            own = fields.get("model_specific_special_tokens") or {}
-            own = json_files.convert(own, dict[str, Any], where)
-        own = {name: fields.get(name) for name in TOKEN_NAMES} | own
-        texts = {name: self.text_of(token, name) for name, token in own.items()}
-        return {name: text for name, text in texts.items() if text is not None}
-
     def named(self, field: str) -> list[int]:
         """The id of the token that a field names; empty if it names none. Raises JSONError."""
         token = self.token(field)
         return [self.vocabulary[token]] if token in self.vocabulary else []
-
-    def chat_template(self) -> str | None:
-        """The text of the chat template; of several, the one called default. Raises JSONError, or
-        UnicodeDecodeError."""
-        if CHAT_TEMPLATE in self.files:
-            return self.files[CHAT_TEMPLATE].decode()
-        where = f"{self.folder}/tokenizer_config.json: chat_template"
-        value = self.with_names.get("chat_template")
-        # name -> text
-        named = {Path(name).stem: self.files[name].decode() for name in self.files if "/" in name}
-        if isinstance(value, list):
-            listed = json_files.convert(value, list[dict[str, str]], where)
-            named = {each.get("name", ""): each.get("template") for each in listed} | named
-            value = None
-        value = named.get("default", value)
-        if value is None and CHAT_TEMPLATE_JSON in self.files:
-            where = f"{self.folder}/{CHAT_TEMPLATE_JSON}"
-            value = json_files.parse(self.files[CHAT_TEMPLATE_JSON], dict, where)
-            value = value.get("chat_template")
-        if value is None and named:
-            raise json_files.JSONError(
-                f"{self.folder} has the chat templates {' and '.join(sorted(named))}, none of them"
-                " called default; choose one with --chat-template FILE"
-            )
-        return json_files.convert(value, str | None, where)
 
 
 def more_templates(folder: Path) -> list[str]:

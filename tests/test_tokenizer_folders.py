@@ -15,7 +15,7 @@ from test_tokenizer import edit_json, here, run, words  # noqa: F401 (a fixture)
 from their_models import their_model
 
 import generate
-from finetune.chat_template import ChatError, ChatTokenizer, open_template
+from finetune.chat_template import ChatError, ChatTokenizer, of_tokenizer, open_template
 from finetune.sft import message
 from inference import cli, generation_config, huggingface, huggingface_commands
 from inference.loading import find_chat, load_model
@@ -493,11 +493,11 @@ def test_the_template_of_a_model_of_images(tmp_path):
     published.write("unigram", tmp_path)
     published.write_json(tmp_path / "chat_template.json", {"chat_template": "of json"})
     tokenizer = FileTokenizer(str(tmp_path / "tokenizer.json"))
-    assert tokenizer.beside.chat_template() == "of json"
+    assert of_tokenizer(tokenizer) == "of json"
     assert "chat_template.json" in tokenizer.files
     edit_json(tmp_path / "tokenizer_config.json", chat_template="of the config")
     tokenizer = FileTokenizer(str(tmp_path / "tokenizer.json"))
-    assert tokenizer.beside.chat_template() == "of the config"
+    assert of_tokenizer(tokenizer) == "of the config"
 
 
 @pytest.mark.parametrize("form", ["list", "folder"])
