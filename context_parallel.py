@@ -446,7 +446,7 @@ class OwnRotary(Rotary):
 
 # --- check and apply ------------------------------------------------------------------------------
 
-KINDS = ("ring", "all-to-all")
+COMM_TYPES = ("ring", "all-to-all")
 
 
 def check(config: GPTConfig, n: int, t: int, kind: str) -> None:

@@ -373,15 +373,11 @@ class _CrossEntropy(torch.autograd.Function):
         if group is not None:
             local, elsewhere = tensor_parallel.local_ids(targets, n, vocab_size, group)
             local = local.masked_fill(elsewhere & (local >= 0), ELSEWHERE)
-            valid = min(n, max(0, vocab_size - group.rank() * n))
-        largest, total, target_logit = cross_entropy_statistics(logits, local, valid)
+            valid = tensor_parallel.columns_of_rank(n, vocab_size, group)
+        statistics = cross_entropy_statistics(logits, local, valid)
         if group is not None:
-            of_all = largest.clone()
-            dist.all_reduce(of_all, dist.ReduceOp.MAX, group=group)
-            sums = torch.stack((total * (largest - of_all).exp(), target_logit))
-            dist.all_reduce(sums, group=group)
-            largest = of_all
-            total, target_logit = sums
+            statistics = tensor_parallel.reduce_statistics(*statistics, group)
+        largest, total, target_logit = statistics
         ctx.save_for_backward(logits, local, largest, total)
         ctx.valid = valid
         return total.log() + (largest - target_logit)

@@ -326,31 +326,32 @@ class Routing(recompute.RunOnce):
             tokens = real.flatten().nonzero().squeeze(1)
             logits = logits[tokens]
         chosen = self.scores(logits, self.training).topk(self.k).indices
-        choices = chosen.t().flatten()  # [k tokens]: all first choices come first
-        counts = choices.bincount(minlength=e)
-        load = self.load(counts, logits.dtype)
-        order = choices.argsort(stable=True)
+        # [k tokens], the expert of each assignment. All first choices come first.
+        expert_of = chosen.t().flatten()
+        assigned = expert_of.bincount(minlength=e)  # [E]
+        load = self.load(assigned, logits.dtype)
+        order = expert_of.argsort(stable=True)
         # Evaluation drops nothing.
         if self.capacity_factor and self.training:
             factor = min(self.capacity_factor, e)
             # Rounding first keeps a float's last bit from adding one.
-            capacity = math.ceil(round(factor * len(choices) / e, 6))
+            capacity = math.ceil(round(factor * len(expert_of) / e, 6))
             # The position in `order` where the expert of each assignment begins.
-            first = (counts.cumsum(0) - counts)[choices[order]]
-            rank_in_expert = torch.arange(len(choices), device=choices.device) - first
+            first = (assigned.cumsum(0) - assigned)[expert_of[order]]
+            rank_in_expert = torch.arange(len(order), device=order.device) - first
             order = order[rank_in_expert < capacity]
-            kept = counts.clamp(max=capacity)
+            rows_per_expert = assigned.clamp(max=capacity)
         else:
-            kept = counts
+            rows_per_expert = assigned
         if self.training:
-            self.add_statistics(logits, counts, load, dropped=len(choices) - len(order))
+            self.add_statistics(logits, assigned, load, dropped=len(expert_of) - len(order))
         if real is not None:
             chosen = chosen.new_zeros(n, self.k).index_copy(0, tokens, chosen)
             # Assignments count the tokens alone; from here on they count padding too.
             num_real = max(1, len(tokens))
             order = order // num_real * n + tokens[order % num_real]
         row_of = inverse_permutation(order, self.k * n).view(-1, n)
-        return Dispatch(real, chosen, load, order, row_of, *self.across_ranks(kept))
+        return Dispatch(real, chosen, load, order, row_of, *self.across_ranks(rows_per_expert))
 
     def load(self, counts: Tensor, dtype: torch.dtype) -> Tensor:
         """Each expert's share of the micro-batch's choices on all context-parallel ranks.

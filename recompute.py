@@ -47,6 +47,7 @@ import gpt
 import sharding
 import tensor_parallel
 from base import compiling
+from base.cross_entropy import gradient_of_logits
 from base.model_config import FieldError, GPTConfig
 
 # === recomputation ================================================================================
@@ -327,7 +328,7 @@ class _ChunkedLoss(torch.autograd.Function):
         local, elsewhere = targets, torch.zeros_like(targets, dtype=torch.bool)
         if group is not None:
             local, elsewhere = tensor_parallel.local_ids(targets, len(weight), vocab_size, group)
-            ctx.columns = min(len(weight), max(0, vocab_size - group.rank() * len(weight)))
+            ctx.columns = tensor_parallel.columns_of_rank(len(weight), vocab_size, group)
         dtype = torch.promote_types(x.dtype, torch.float32)
         largest, total, target_logit = x.new_empty(3, len(x), dtype=dtype)
         for rows in row_chunks(len(x), chunk):
@@ -340,11 +341,8 @@ class _ChunkedLoss(torch.autograd.Function):
             del z
         target_logit = target_logit.masked_fill(elsewhere, 0)
         if group is not None:
-            of_rank = largest.clone()
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-            sums = torch.stack((total * (of_rank - largest).exp(), target_logit))  # [2, n]
-            dist.all_reduce(sums, group=group)
-            total, target_logit = sums
+            statistics = largest, total, target_logit
+            largest, total, target_logit = tensor_parallel.reduce_statistics(*statistics, group)
         log_total = total.log() + largest
         ctx.save_for_backward(x, local, elsewhere, log_total)
         return log_total - target_logit
@@ -359,17 +357,14 @@ class _ChunkedLoss(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             # Chunks are summed in at least float32.
             dw = torch.zeros_like(weight, dtype=log_total.dtype)
-        # [n]: -1 where this rank's columns include the target, 0 elsewhere.
-        minus_onehot = elsewhere.to(log_total.dtype) - 1
         for rows in row_chunks(len(x), ctx.chunk):
             z = logits_of(x[rows], weight, ctx.columns)
-            z.sub_(log_total[rows].unsqueeze(-1)).exp_()
-            z.scatter_add_(-1, local[rows].unsqueeze(-1), minus_onehot[rows].unsqueeze(-1))
-            dz = z.mul_(grad[rows].unsqueeze(-1)).to(x.dtype)
+            p = z.sub_(log_total[rows].unsqueeze(-1)).exp_()
+            dz = gradient_of_logits(p, local[rows], grad[rows], elsewhere[rows]).to(x.dtype)
             dx[rows] = dz @ weight
             if dw is not None:
                 dw += dz.t() @ x[rows]
-            del z, dz
+            del z, p, dz
         return dx, dw, None, None, None, None
 
 

@@ -41,6 +41,7 @@ import families
 import gpt
 import sharding
 from base import compiling
+from base.cross_entropy import gradient_of_logits
 from base.model_config import FieldError, GPTConfig, divisors
 from sharding import Shard, shard_parameter, sharding_of
 
@@ -189,6 +190,11 @@ def local_ids(
     return local.masked_fill(elsewhere, 0).masked_fill(beyond, -1), elsewhere
 
 
+def columns_of_rank(n: int, vocab_size: int, group: dist.ProcessGroup) -> int:
+    """How many of this rank's n columns are in the vocabulary; padding follows."""
+    return min(n, max(0, vocab_size - group.rank() * n))
+
+
 class VocabParallelEmbedding(nn.Module):
     """The sum, by g, of each rank's lookups; a rank gives zeros for tokens that it does not hold.
     tokens: [b, s] -> [b, s, h]"""
@@ -251,13 +257,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         # `z` is a copy of 16-bit logits, or the logits themselves.
         z = logits.to(torch.promote_types(logits.dtype, torch.float32))
         # exp of the padding is 0.
-        z[..., max(0, vocab_size - group.rank() * n) :] = -torch.inf
+        z[..., columns_of_rank(n, vocab_size, group) :] = -torch.inf
         largest = z.amax(-1)  # [b, s]
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         z -= largest.unsqueeze(-1)
         local, elsewhere = local_ids(targets, n, vocab_size, group)
-        local = local.unsqueeze(-1)  # [b, s, 1]
-        target_logit = z.gather(-1, local).squeeze(-1).masked_fill(elsewhere, 0)
+        target_logit = z.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
         sums = torch.stack((z.exp_().sum(-1), target_logit))  # [2, b, s]
         dist.all_reduce(sums, group=group)
         ctx.save_for_backward(z.div_(sums[0].unsqueeze(-1)), local, elsewhere)
@@ -267,11 +272,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        gradient, local, elsewhere = ctx.saved_tensors
-        # [b, s, 1]: -1 where this rank's columns include the target, 0 elsewhere.
-        minus_onehot = elsewhere.unsqueeze(-1).to(gradient.dtype) - 1
-        gradient.scatter_add_(-1, local, minus_onehot)
-        return gradient.mul_(grad.unsqueeze(-1)).to(ctx.dtype), None, None, None
+        p, local, elsewhere = ctx.saved_tensors
+        return gradient_of_logits(p, local, grad, elsewhere).to(ctx.dtype), None, None, None
 
 
 @compiling.left_out
@@ -285,6 +287,18 @@ def vocab_parallel_cross_entropy(
     rank.
     """
     return _VocabParallelCrossEntropy.apply(logits, targets, vocab_size, group)
+
+
+def reduce_statistics(
+    largest: Tensor, total: Tensor, target_logit: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """max z, Σ exp(z - max z) and z_target of this rank's columns, [..] each -> of the whole rows.
+    z_target is 0 where another rank has the target."""
+    of_rows = largest.clone()
+    dist.all_reduce(of_rows, dist.ReduceOp.MAX, group=group)
+    sums = torch.stack((total * (largest - of_rows).exp(), target_logit))  # [2, ..]
+    dist.all_reduce(sums, group=group)
+    return of_rows, *sums
 
 
 # --- check and apply ------------------------------------------------------------------------------

@@ -67,9 +67,12 @@ class Trainer:
         # The reason why fused kernels do not run here; None if they do.
         self.kernels_refused: str | None = "off"
         self.task = task or Task()
-        self.task.join(self)
+        self.learned = self.task.learned
+        self.parts = (self.learned, self.task)
+        for part in self.parts:
+            part.join(self)
         self.build()
-        self.optimizer = self.make_optimizer() if self.task.trains else None
+        self.optimizer = self.make_optimizer() if self.learned.trains else None
         self.checkpoints = RunCheckpoints(self, groups.files)
         self.task.built()
 
@@ -115,7 +118,7 @@ class Trainer:
         """Apply the techniques to a stage in this order, then give it values, sharded over the
         data-parallel ranks. Returns its gradients. Optional techniques are loaded when applied."""
         config, groups, dtype = self.config, self.groups, DTYPES[self.precision]
-        self.task.before_techniques(stage)
+        self.learned.before_techniques(stage)
         of_rank = config.make_vocab_size_divisible_by
         tensor_parallel.pad_vocabulary(stage, self.device, groups.tp, of_rank)
         if groups.tp:
@@ -132,7 +135,7 @@ class Trainer:
 
             self.fp8.fused = not self.kernels_refused
             fp8.apply(stage, self.fp8, config.fp8_skip)
-        self.task.after_model_parallel(stage)
+        self.learned.after_model_parallel(stage)
         if groups.cp:
             import context_parallel
 
@@ -180,11 +183,11 @@ class Trainer:
         return context_parallel.shard_batch(batch, self.groups.cp)
 
     def forward_backward(self, step: int, dataset) -> torch.Tensor:
-        """Let the task choose the data of this step, and accumulate the gradient. dataset:
+        """Let the task choose the data of this step, and sum its gradient. dataset:
         data.Dataset."""
-        return self.accumulate(step, self.task.data_of_step(step, dataset))
+        return self.sum_gradients(step, self.task.data_of_step(step, dataset))
 
-    def accumulate(self, step: int, dataset) -> torch.Tensor:
+    def sum_gradients(self, step: int, dataset) -> torch.Tensor:
         """Sum the gradient of the global batch into every `main_grad`. Returns this rank's part of
         the loss, float64. The parts of all ranks add up to the mean over the counted tokens."""
         samples = self.task.samples(step)
@@ -200,7 +203,9 @@ class Trainer:
         def forward(chunk: int, k: int, *x: torch.Tensor | None) -> torch.Tensor:
             """Run micro-batch k through this rank's chunk, from activation x."""
             batch = self.own_tokens(dataset.batch(mine[k * b : (k + 1) * b]).to(self.device))
-            key = dropout_key(self.config.seed, step, batch.samples) if self.task.dropout else None
+            key = None
+            if self.learned.dropout:
+                key = dropout_key(self.config.seed, step, batch.samples)
             context = Context(key, batch.documents, batch.real)
             y = self.stages[chunk](batch.tokens, batch.targets, context, *x)
             if self.stages[chunk].head is None:
@@ -283,9 +288,9 @@ def loop(trainer: Trainer, run: TrainingRun) -> bool:
     return False
 
 
-def main(argv: list[str], kind: type[RunConfig] = Config) -> int:
-    """Train, and return the exit status. kind: the configuration class of the training type."""
-    return launch.main(argv, kind, Trainer, loop)
+def main(argv: list[str], config_class: type[RunConfig] = Config) -> int:
+    """Train, and return the exit status. config_class: that of the training type."""
+    return launch.main(argv, config_class, Trainer, loop)
 
 
 if __name__ == "__main__":

@@ -128,15 +128,15 @@ def any_shape():
 
 
 @cache
-def make(kind: type[Kernel]) -> Kernel | None:
+def make(kernel_class: type[Kernel]) -> Kernel | None:
     """A kernel of this class; None if this version of PyTorch does not have it."""
     try:
-        return kind()
+        return kernel_class()
     except AttributeError:
         return None
 
 
-KINDS = {
+KERNELS = {
     SDPBackend.CUDNN_ATTENTION: CuDNN,
     SDPBackend.FLASH_ATTENTION: FlashOnCUDA,
     SDPBackend.EFFICIENT_ATTENTION: EfficientOnCUDA,
@@ -153,5 +153,5 @@ def kernel_for(q: Tensor, k: Tensor) -> Kernel | None:
     # Some kernels support sizes in forward that they do not support in backward.
     with torch.enable_grad():
         choice = torch._fused_sdp_choice(q.detach().requires_grad_(), k, k)
-    kind = KINDS.get(SDPBackend(choice))
-    return make(kind) if kind else None
+    kernel_class = KERNELS.get(SDPBackend(choice))
+    return make(kernel_class) if kernel_class else None

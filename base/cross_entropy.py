@@ -7,7 +7,8 @@ autograd keeps them, their float32 copy, the softmax and its gradient at the sam
 softmax overwrites the logits in forward, and the gradient overwrites the softmax in backward.
 
 `tensor_parallel.vocab_parallel_cross_entropy` is the same for logits that are sharded by
-vocabulary; `kernels.cross_entropy` is a CUDA kernel.
+vocabulary; `recompute.chunked_loss` makes logits of a few tokens at a time; `kernels.cross_entropy`
+is a CUDA kernel.
 
     python -m course.chunked_head        a lesson, with the head in chunks of recompute.py
 """
@@ -38,10 +39,22 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        gradient, targets = ctx.saved_tensors
-        minus_one = -torch.ones_like(grad).unsqueeze(-1)
-        gradient.scatter_add_(-1, targets.unsqueeze(-1), minus_one)
-        return gradient.mul_(grad.unsqueeze(-1)).to(ctx.dtype), None, None
+        p, targets = ctx.saved_tensors
+        return gradient_of_logits(p, targets, grad).to(ctx.dtype), None, None
+
+
+def gradient_of_logits(
+    p: Tensor, targets: Tensor, grad: Tensor, elsewhere: Tensor | None = None
+) -> Tensor:
+    """∂loss/∂z = (p - onehot(target)) grad, in place of p, the softmax.
+
+    p: [..., V]; targets, grad: [...]; elsewhere: [...], where another rank has the target's column
+    """
+    minus_onehot = -torch.ones_like(grad)
+    if elsewhere is not None:
+        minus_onehot.masked_fill_(elsewhere, 0)
+    p.scatter_add_(-1, targets.unsqueeze(-1), minus_onehot.unsqueeze(-1))
+    return p.mul_(grad.unsqueeze(-1))
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int | None = None) -> Tensor:

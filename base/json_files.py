@@ -39,13 +39,13 @@ class JSONError(ValueError):
     """JSON that cannot be used. The message is one line: the file, the place in it, the reason."""
 
 
-def read(path: "str | Path", kind=Any):
-    """Read a JSON file as `kind`, any type that msgspec supports. Raises JSONError."""
+def read(path: "str | Path", as_type=Any):
+    """Read a JSON file as `as_type`, any type that msgspec supports. Raises JSONError."""
     try:
         data = read_bytes(path)
     except (OSError, ValueError) as e:
         raise JSONError(f"{path}: cannot be read ({cause(e)})") from None
-    return parse(data, kind, str(path))
+    return parse(data, as_type, str(path))
 
 
 def read_bytes(path: "str | Path") -> bytes:
@@ -58,10 +58,10 @@ def read_bytes(path: "str | Path") -> bytes:
     return Path(path).read_bytes()
 
 
-def parse(data: bytes, kind=Any, where: str = "JSON"):
-    """Parse JSON text as `kind`. where: the start of an error message. Raises JSONError."""
+def parse(data: bytes, as_type=Any, where: str = "JSON"):
+    """Parse JSON text as `as_type`. where: the start of an error message. Raises JSONError."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data, type=as_type)
     except msgspec.ValidationError as e:
         raise JSONError(f"{where}: {one_line(e)}") from None
     except RecursionError:
@@ -70,24 +70,24 @@ def parse(data: bytes, kind=Any, where: str = "JSON"):
         raise JSONError(f"{where}: not JSON ({why_not_json(data)})") from None
 
 
-def convert(value, kind, where: str):
-    """Convert a value that was parsed without a type to `kind`. Raises JSONError."""
+def convert(value, as_type, where: str):
+    """Convert a value that was parsed without a type to `as_type`. Raises JSONError."""
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, as_type)
     except (msgspec.ValidationError, ValueError, RecursionError) as e:
         raise JSONError(f"{where}: {one_line(e)}") from None
 
 
-def convert_exactly(given: dict, kind, where: str):
-    """Convert a dictionary to `kind`, a dataclass that has all its fields. Raises JSONError."""
-    names = [field.name for field in dataclasses.fields(kind)]
+def convert_exactly(given: dict, as_type, where: str):
+    """Convert a dictionary to `as_type`, a dataclass that has all its fields. Raises JSONError."""
+    names = [field.name for field in dataclasses.fields(as_type)]
     for name in given:
         if name not in names:
             raise JSONError(f"{where}: {name}: no such field; there are {', '.join(names)}")
-    return convert(given, kind, where)
+    return convert(given, as_type, where)
 
 
-def read_lines(path: "str | Path", kind=dict[str, Any]):
+def read_lines(path: "str | Path", as_type=dict[str, Any]):
     """Yield (line number, object) for each line that is not empty. Lines count from 1; the path `-`
     is standard input. Raises JSONError."""
     try:
@@ -95,7 +95,7 @@ def read_lines(path: "str | Path", kind=dict[str, Any]):
     except (OSError, ValueError, AttributeError) as e:
         raise JSONError(f"{path}: cannot be read ({cause(e)})") from None
     for number, line in lines(data):
-        yield number, parse(line, kind, f"{path}, line {number}")
+        yield number, parse(line, as_type, f"{path}, line {number}")
 
 
 def lines(data: bytes):

@@ -109,10 +109,10 @@ class GPTConfig:
 
     def check_types(self) -> None:
         for field in fields(self):
-            value, (kind, what) = getattr(self, field.name), KINDS[field.type]
+            value, (field_type, what) = getattr(self, field.name), FIELD_TYPES[field.type]
             # Python's bool is an int.
-            is_flag = kind in (bool, bool | None)
-            if not isinstance(value, kind) or (isinstance(value, bool) and not is_flag):
+            is_flag = field_type in (bool, bool | None)
+            if not isinstance(value, field_type) or (isinstance(value, bool) and not is_flag):
                 raise FieldError(field.name, repr(value), f"must be {what}")
 
     def check(self) -> None:
@@ -194,7 +194,7 @@ LLAMA = dict(
     tied=False,
 )
 # {annotation: (the types that a field may have, their name in a message)}
-KINDS = {
+FIELD_TYPES = {
     int: (int, "an integer"),
     float: (float | int, "a number"),
     bool: (bool, "true or false"),

@@ -339,7 +339,7 @@ def bytes_part(shape: dict, toy: bool) -> dict:
     rows = []
     table = report.Table()
     sizes, key_heads = (SIZES[:1], (a,)) if toy else (SIZES, KEY_HEADS)
-    for n, kind, heads in itertools.product(sizes, context_parallel.KINDS, key_heads):
+    for n, kind, heads in itertools.product(sizes, context_parallel.COMM_TYPES, key_heads):
         if kind == "all-to-all" and heads % n:
             continue
         row = {"kind": kind, "N": n, "a_kv": heads}
@@ -371,7 +371,7 @@ def memory_part(toy: bool) -> dict:
     rows = []
     table = report.Table()
     lengths, sizes = ((64,), (1, 2)) if toy else (LENGTHS, (1, 2, 4))
-    for s, n, kind in itertools.product(lengths, sizes, context_parallel.KINDS):
+    for s, n, kind in itertools.product(lengths, sizes, context_parallel.COMM_TYPES):
         if kind != "ring" and (toy or n == 1):
             continue
         row = {"s": s, "N": n, "kind": kind if n > 1 else "one rank"}

@@ -50,7 +50,7 @@ from base.groups import Groups
 from base.model_config import GPTConfig
 from benchmarks import report, style
 from benchmarks.steps import as_argv, run_train, seconds_of_step, state_tensors, write_lines
-from course import kinds
+from course import training_commands
 from course.fsdp import storage_bytes
 from finetune import nemo_config, prompt_file
 from finetune.frozen_base import fingerprint
@@ -257,8 +257,8 @@ def make_trainer(experiment: Experiment, method: Method, flags_besides: str = ""
     folder = Path(tempfile.mkdtemp(dir=experiment.folder))
     lines = experiment.training
     words, paths = run_flags(experiment, folder, method, 0, method.tokens, lines)
-    kind, argv = kinds.split(as_argv(f"{words} {flags_besides}", **paths))
-    config = flags.parse(argv, 0, kind)
+    config_class, argv = training_commands.split(as_argv(f"{words} {flags_besides}", **paths))
+    config = flags.parse(argv, 0, config_class)
     rules.validate(config, 1)
     _, index, _ = loading.open_model(experiment.base)
     tokenizer = loading.find_tokenizer(experiment.base, index)

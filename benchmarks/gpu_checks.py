@@ -28,8 +28,8 @@ from base import cuda_kernels
 from benchmarks import report
 from benchmarks.gpu_stages import WORDS
 from benchmarks.report import ROOT, median
-from course.kinds import config_of
 from course.parity import LLAMA, SMALL, Result, Run
+from course.training_commands import config_of
 from planning.plan import predict
 from run import flags
 from run.metrics import read_metrics

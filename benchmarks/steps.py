@@ -20,8 +20,8 @@ import torch.distributed as dist
 import train
 from base.groups import Groups
 from benchmarks import report
-from course import demo, kinds
-from course.kinds import config_of
+from course import demo, training_commands
+from course.training_commands import config_of
 from run import checkpoint, data
 from run.task import Task
 from run.tokenizer import ByteTokenizer
@@ -56,7 +56,7 @@ class Random(data.Dataset):
 
 class Steps:
     """Steps of a trainer on this rank, on random tokens. fields, flags: as of
-    course/kinds.py."""
+    course/training_commands.py."""
 
     def __init__(
         self,
@@ -154,8 +154,8 @@ def as_argv(flags: str, **paths) -> list[str]:
 def run_train(flags: str, **paths) -> None:
     """A command in this process, by default train.py, with the flags of `as_argv`. Exits if it
     fails, or if a signal has stopped it: what has learned for a part of the steps is no result."""
-    kind, argv = kinds.split(as_argv(flags, **paths))
-    status = train.main(argv, kind)
+    config_class, argv = training_commands.split(as_argv(flags, **paths))
+    status = train.main(argv, config_class)
     if status:
         sys.exit(status)
     index = checkpoint.read_index(checkpoint.find(paths["out"]))

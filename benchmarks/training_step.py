@@ -59,14 +59,14 @@ from benchmarks import peers, report
 from benchmarks.report import median, spread, timed
 from benchmarks.steps import Steps, profile
 from course import ranks
-from course.kinds import config_of
+from course.training_commands import config_of
 from gpt import GPT
 from planning.inputs import H100
 from planning.memory import memory
 from planning.plan import layout_of, software_of
 from run.config import DTYPES
 from run.metrics import peak_flops, peak_memory
-from run.task import Task
+from run.task import Task, WholeModel
 
 BF16 = dict(precision="bf16", dropout=0.0, warmup_steps=0)
 GPT2 = dict(model="gpt2", vocab_size=50304)
@@ -194,15 +194,13 @@ def to_warm(args) -> dict:
 # --- a case ---------------------------------------------------------------------------------------
 
 
-class WithPeer(Task):
+class WithPeer(WholeModel):
     """Trains in the FP8 of others: peer is one of peers.PEERS."""
 
     def __init__(self, peer: str):
-        super().__init__()
         self.peer = peer
 
     def after_model_parallel(self, stage: GPT) -> None:
-        super().after_model_parallel(stage)
         layers = fp8.fp8_layers(self.model_config.num_layers, self.config.fp8_skip)
         peers.convert(stage, self.peer, layers)
 
@@ -230,7 +228,7 @@ def make(fields: dict, device: torch.device):
     # Only a weight that is used once can be summed inside its product.
     uses_of = (lambda model: Counter()) if apart else optimizer.uses_of
     with drawn_on_the_gpu(), mock.patch.object(optimizer, "uses_of", uses_of):
-        return Steps(fields, device=device, task=WithPeer(peer) if peer else None)
+        return Steps(fields, device=device, task=Task(WithPeer(peer)) if peer else None)
 
 
 @functools.cache

@@ -25,9 +25,9 @@ import sharding
 import train as trainer
 from base.groups import Groups
 from course import parity, ranks
-from course.kinds import config_of
 from course.mutations import Bug, of_one_device
 from course.synthetic import Synthetic
+from course.training_commands import config_of
 from finetune.packing import Example, Packed
 from finetune.preference_learning import DPOTask
 from run import data

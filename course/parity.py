@@ -41,8 +41,8 @@ import train as trainer
 from base.groups import Groups
 from context_parallel import own_positions
 from course import ranks
-from course.kinds import config_of
 from course.synthetic import dataset_for
+from course.training_commands import config_of
 from finetune import adapters
 from finetune.preference_learning import DPOTask
 from run.config import RunConfig

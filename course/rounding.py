@@ -15,10 +15,10 @@ from torch import Tensor
 import gpt
 from base.float8 import Quantised, product_dtype
 from course import ranks
-from course.kinds import config_of
 from course.parity import Run
 from course.shrink import one_device
 from course.synthetic import Synthetic
+from course.training_commands import config_of
 from finetune.preference_command import PreferenceConfig
 
 # The runs that make a band.

@@ -49,7 +49,7 @@ from pathlib import Path
 import torch
 
 from base import terminal
-from course import kinds, ranks
+from course import ranks, training_commands
 from course.parity import Result, first_difference, largest_difference, train
 from course.rounding import RUNS, band_of, losses_of, measure_band, times_band
 from course.shrink import described, one_device, shrink
@@ -182,15 +182,14 @@ def speaker_of(train_flags: list[str]) -> str:
 def read_flags(argv: list[str], world: int | None) -> tuple[RunConfig, int]:
     """The configuration, and its number of ranks. Raises an error of REFUSED, or SystemExit."""
     try:
-        kind, argv = kinds.split(argv)
+        config_class, argv = training_commands.split(argv)
     except ConfigError as e:
         raise VerifyError(str(e)) from None
-    if kind in (PromptLearningConfig, ReinforcementConfig):
-        raise VerifyError(
-            f"-- {kind.name_in_messages()}: only text, conversations and pairs are drawn here"
-        )
-    config = flags.parse(argv, 0, kind)
-    if kind is not Config and not config.data:
+    if config_class in (PromptLearningConfig, ReinforcementConfig):
+        command = config_class.name_in_messages()
+        raise VerifyError(f"-- {command}: only text, conversations and pairs are drawn here")
+    config = flags.parse(argv, 0, config_class)
+    if config_class is not Config and not config.data:
         # Its data are drawn at random here.
         config.data = ["-"]
     # float64 and gloo run on the CPU, whatever the user's run has.

@@ -95,14 +95,12 @@ class FrozenBase(WholeModel):
     share_of_flops = 2 / 3
     # what is learned, for messages
     learned_things = "new"
+    # routers use their raw logits, as they will when the result is used
+    balances_experts = False
 
     def before_techniques(self, stage) -> None:
-        # eval: routers use their raw logits, as they will when the result is used
-        stage.requires_grad_(False).eval()
-
-    def statistics(self) -> dict[str, Tensor]:
-        """Frozen routers have no statistics."""
-        return {}
+        super().before_techniques(stage)
+        stage.requires_grad_(False)
 
     def is_of_base(self, name: str) -> bool:
         """Whether a parameter of this global name is in the checkpoint of --load."""

@@ -75,7 +75,7 @@ class PreferenceConfig(ChatConfig):
         return 0.1 if self.beta is None else self.beta
 
     def task(self) -> Task:
-        return (RewardTask if self.method == "reward" else DPOTask)(self.learned())
+        return RewardTask() if self.method == "reward" else DPOTask(self.learned())
 
     def default_lr(self) -> tuple[float, str]:
         return super().default_lr() if self.method == "reward" else lr_beside_reference(self)

@@ -5,7 +5,6 @@
 
 They change these functions of run/task.py, on every layout the same:
 
-    before_techniques       no dropout; routers of experts take raw logits, as in generation
     after_model_parallel    reward: the value head
     load_weights            reward: all but the value's vector; a reward model goes on whole
     before_steps            dpo: what the model says before training, of all pairs
@@ -33,7 +32,7 @@ from finetune.sft_data import ConversationTask
 from run import checkpoint
 from run.checkpoint import CheckpointError
 from run.finish import draw_loss
-from run.task import evaluation_batches, run_forward
+from run.task import WholeModel, evaluation_batches, run_forward
 
 # rows whose batches are on the device together, before step 1
 BLOCK = 512
@@ -42,6 +41,7 @@ BLOCK = 512
 class PreferenceTask(ConversationTask):
     """What both methods share."""
 
+    # routers use their raw logits, as in generation, and have no balancing losses
     balances_experts = False
 
     def open_data(self, config, world, tokenizer):
@@ -53,11 +53,6 @@ class PreferenceTask(ConversationTask):
     def reset(self) -> None:
         # sums over this rank's pairs, of a step or an evaluation: count, right, both rewards
         self.sums = torch.zeros(4, dtype=torch.float64, device=self.trainer.device)
-
-    def before_techniques(self, stage) -> None:
-        super().before_techniques(stage)
-        # routers use their raw logits, and have no balancing losses
-        stage.eval()
 
     def losses(self, y: Tensor, batch) -> tuple[Tensor, Tensor, Tensor]:
         """(loss, reward of the chosen answer, reward of the rejected one) of each pair, [n]."""
@@ -101,13 +96,15 @@ class PreferenceTask(ConversationTask):
         }
 
 
-class ValueModel:
-    """Before a Task: a model with a value head (preference.ValueHead). The reward model here, and
-    reward model and critic of finetune/reinforcement.py. `learns`, of the task: what messages call
-    it."""
+class ValueModel(WholeModel):
+    """A model with a value head (preference.ValueHead) learns: the reward model here, the critic of
+    finetune/reinforcement.py."""
+
+    def __init__(self, name: str):
+        """name: what messages call it."""
+        self.name = name
 
     def after_model_parallel(self, stage) -> None:
-        super().after_model_parallel(stage)
         preference.apply(stage, self.groups.tp, self.config.sequence_parallel)
 
     def load_weights(self, world) -> None:
@@ -118,14 +115,19 @@ class ValueModel:
         new = None if whole else preference.is_value_head
         self.trainer.checkpoints.load(path, weights_only=True, new=new)
         head = "its value head" if whole else "a new value head"
-        world.say(f"{self.learns}: starting from the weights of {path}, with {head}")
+        world.say(f"{self.name}: starting from the weights of {path}, with {head}")
+
+    def extra_state(self) -> dict:
+        return {"head": "value"}
 
 
-class RewardTask(ValueModel, PreferenceTask):
+class RewardTask(PreferenceTask):
     """A value head in the place of the head, on a model that learns whole."""
 
     last_file = "loss.png"
-    learns = "the reward model"
+
+    def __init__(self):
+        super().__init__(ValueModel("the reward model"))
 
     def built(self) -> None:
         super().built()
@@ -137,9 +139,6 @@ class RewardTask(ValueModel, PreferenceTask):
     def flops_per_token(self, s: int) -> float:
         config = self.model_config
         return flops_per_token(config, s) - 6 * config.vocab_size * config.hidden_size
-
-    def extra_state(self) -> dict:
-        return super().extra_state() | {"head": "value"}
 
     def losses(self, y: Tensor, batch) -> tuple[Tensor, Tensor, Tensor]:
         """y: [2 n, s], the values; that of the last token counts."""
@@ -242,11 +241,10 @@ class DPOTask(PreferenceTask):
         return found
 
     def check_base(self, path: Path, index: dict) -> None:
-        super().check_base(path, index)
         self.reference_of = index.get("reference", "")
 
     def extra_state(self) -> dict:
-        return super().extra_state() | {"reference": self.reference_of}
+        return {"reference": self.reference_of}
 
 
 class Block:

@@ -1,7 +1,7 @@
 """The other models of reinforcement learning: each is a trainer of its own, on the policy's mesh.
 
     policy         the model that learns to answer      train.Trainer itself
-    Reference      the model of --load, frozen          log-probabilities: how far is the policy?
+    reference      the model of --load, frozen          log-probabilities: how far is the policy?
     RewardModel    the model of --reward, frozen        one number for an answer
     Critic         learns the expected reward (ppo)     one number for each token
 
@@ -19,10 +19,10 @@ from torch import Tensor
 
 import schedules
 import sharding
-from finetune import reinforcement
+from finetune import preference, reinforcement
 from finetune.preference_learning import ValueModel
 from run import checkpoint
-from run.task import Task, run_forward
+from run.task import Task, WholeModel, run_forward
 from train import Trainer
 
 
@@ -45,11 +45,8 @@ class OnRows(Task):
     """The task of a model that sees the answers of a step, packed into rows (answer_rows.py)."""
 
     rows = None
-
-    def before_techniques(self, stage) -> None:
-        super().before_techniques(stage)
-        # eval: routers use their raw logits, as they did when the answers were written
-        stage.eval()
+    # routers use their raw logits, as they did when the answers were written
+    balances_experts = False
 
     def use_rows(self, rows) -> None:
         """Work on these rows from now on. Their number R differs from step to step, and so does the
@@ -89,8 +86,9 @@ class OnRows(Task):
         return whole.cpu()
 
 
-class Frozen(OnRows):
-    """A model that only runs forward."""
+class FrozenModel(WholeModel):
+    """No parameter learns: the model only runs forward. As the learned part of `OnRows` it is the
+    reference: `outputs` gives - log π_ref of each target."""
 
     trains = False
 
@@ -107,16 +105,12 @@ class Frozen(OnRows):
         checkpoint.load(checkpoint.find(path), parameters, fixed)
 
 
-class Reference(Frozen):
-    """The model of --load as it was: `outputs` gives - log π_ref of each target."""
-
-
-class RewardModel(ValueModel, Frozen):
+class RewardModel(FrozenModel):
     """The model of --reward: `outputs` gives a value at each position, and the one at an answer's
     last token is its reward."""
 
     def after_model_parallel(self, stage) -> None:
-        super().after_model_parallel(stage)
+        preference.apply(stage, self.groups.tp, self.config.sequence_parallel)
         # the value head is new since `before_techniques`
         stage.requires_grad_(False)
 
@@ -138,11 +132,12 @@ class Learner(OnRows):
         return self.count
 
 
-class Critic(ValueModel, Learner):
+class Critic(Learner):
     """Learns the value of each token, V: the reward that is expected before the token is known. Its
     weights and its optimizer are in the run's checkpoints, beside the policy's."""
 
-    learns = "the critic"
+    def __init__(self):
+        super().__init__(ValueModel("the critic"))
 
     def total_loss(self, y: Tensor, batch) -> Tensor:
         targets = self.targets.at(batch.samples.cpu(), y.device)

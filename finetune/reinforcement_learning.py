@@ -30,11 +30,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from base.errors import RunError
+from base.model_config import flops_per_token
 from finetune import adapters, reinforcement, rl_files
 from finetune.answer_rows import Answer, Rows
 from finetune.frozen_base import fingerprint
 from finetune.prompt_set import open_prompts
-from finetune.reference_models import Critic, Learner, Reference, RewardModel, beside
+from finetune.reference_models import Critic, FrozenModel, Learner, OnRows, RewardModel, beside
 from finetune.rewards import is_function, open_function
 from finetune.sft_data import ConversationTask
 from inference.rollout import Writer
@@ -45,7 +46,6 @@ class ReinforcementTask(Learner, ConversationTask):
     """The policy's task."""
 
     eval_field = "eval_reward"
-    balances_experts = False
     last_file = "rl.png"
 
     def open_data(self, config, world, tokenizer):
@@ -57,9 +57,10 @@ class ReinforcementTask(Learner, ConversationTask):
         config, policy = self.config, self.trainer
         self.reference = self.reward_model = self.critic = None
         if not config.peft:
-            self.reference = beside(policy, Reference(), config)
+            self.reference = beside(policy, OnRows(FrozenModel()), config)
         if config.reward and not is_function(config.reward):
-            self.reward_model = beside(policy, RewardModel(), config.of_values(config.reward))
+            of_values = config.of_values(config.reward)
+            self.reward_model = beside(policy, OnRows(RewardModel()), of_values)
         if config.method == "ppo":
             start = config.reward if self.reward_model else config.load
             lr = config.peak_lr if config.critic_lr is None else config.critic_lr
@@ -76,7 +77,6 @@ class ReinforcementTask(Learner, ConversationTask):
     def load_base(self, tokenizer) -> None:
         """Load what never changes, and so is not in the run's own checkpoints: reference and reward
         model. A collective. Raises CheckpointError."""
-        super().load_base(tokenizer)
         if self.reference:
             try:
                 base = checkpoint.find(self.config.load)
@@ -84,18 +84,16 @@ class ReinforcementTask(Learner, ConversationTask):
                 text = f"--load {e}. The run begins and goes on beside this model, its reference"
                 raise checkpoint.CheckpointError(text) from None
             # first, for it says which fields differ in another model
-            self.reference.load_from(base)
+            self.reference.learned.load_from(base)
             self.identity = fingerprint(base, self.model_config)
         if self.reward_model:
-            self.reward_model.load_from(self.config.reward)
+            self.reward_model.learned.load_from(self.config.reward)
 
     def load_weights(self, world) -> None:
-        super().load_weights(world)
         if self.critic:
-            self.critic.load_weights(world)
+            self.critic.learned.load_weights(world)
 
     def check_base(self, path, index: dict) -> None:
-        super().check_base(path, index)
         if self.reference and index.get("base", self.identity) != self.identity:
             raise checkpoint.CheckpointError(
                 f"--load {self.config.load}: is not the model that the run in {path} began with,"
@@ -104,14 +102,12 @@ class ReinforcementTask(Learner, ConversationTask):
             )
 
     def extra_state(self) -> dict:
-        base = {"base": self.identity} if self.reference else {}
-        return super().extra_state() | base
+        return {"base": self.identity} if self.reference else {}
 
     def describe(self) -> str:
         beside = {"a frozen reference": self.reference, "a frozen reward model": self.reward_model}
         models = [name for name, model in (beside | {"a critic": self.critic}).items() if model]
-        text = f", beside it {', '.join(models)}" if models else ""
-        return super().describe() + text
+        return f", beside it {', '.join(models)}" if models else ""
 
     def learners(self) -> dict:
         return super().learners() | ({"critic.": self.critic.trainer} if self.critic else {})
@@ -139,7 +135,7 @@ class ReinforcementTask(Learner, ConversationTask):
                 self.token_sums[2] += critic.forward_backward(step, self.rows)
                 critic.update(step)
             if epoch < self.config.epochs:
-                self.trainer.accumulate(step, self.rows)
+                self.trainer.sum_gradients(step, self.rows)
                 self.trainer.update(step)
         return self.rows
 
@@ -278,12 +274,12 @@ class ReinforcementTask(Learner, ConversationTask):
 
     # -- evaluation and the end --------------------------------------------------------------------
 
-    @property
-    def share_of_flops(self) -> float:
-        """Over those of training once on these tokens. A forward pass is a third of it: for
-        writing, for the reference, the reward model, the critic."""
+    def flops_per_token(self, s: int) -> float:
+        """A forward pass has a third of the FLOPs of training once on these tokens: for writing,
+        for the reference, the reward model, the critic."""
         forward = 2 + (self.reward_model is not None) + (self.critic is not None)
-        return forward / 3 + self.config.epochs * (2 if self.critic else 1)
+        trainings = forward / 3 + self.config.epochs * (2 if self.critic else 1)
+        return flops_per_token(self.model_config, s) * trainings
 
     def evaluate(self, dataset, sequences: int) -> float:
         """The mean reward of answers to the first held-out prompts. Their step is 0, so the random

@@ -239,17 +239,17 @@ def gather(value, group: dist.ProcessGroup | None) -> list:
 
 
 @contextlib.contextmanager
-def agreed(what: str, group: dist.ProcessGroup | None = None, kind=CheckpointError):
+def agreed(what: str, group: dist.ProcessGroup | None = None, error_class=CheckpointError):
     """Raise an error of the body, on any rank, on all ranks: the others would wait for that rank in
     their next collective. A collective. what: begins the message of an error that is not a
-    CheckpointError; kind: the class that it becomes."""
+    CheckpointError; error_class: what it becomes."""
     error = None
     try:
         yield
     except CheckpointError as e:
         error = e
     except Exception as e:
-        error = kind(f"{what}: {e if isinstance(e, OSError) else repr(e)}")
+        error = error_class(f"{what}: {e if isinstance(e, OSError) else repr(e)}")
     for e in gather(error, group):
         if e:
             raise e
@@ -391,7 +391,7 @@ def verify(path: Path) -> dict:
     share the reading. Raises CheckpointError on all ranks, or Damaged, naming the file."""
     path = Path(path)
     rank, world = rank_and_world()
-    with agreed(f"{path} cannot be read", kind=Damaged):
+    with agreed(f"{path} cannot be read", error_class=Damaged):
         index = read_index(path)
         for file in sorted(index["files"])[rank::world]:
             with open(path / file, "rb") as f:

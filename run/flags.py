@@ -30,37 +30,37 @@ QUESTION = {
 }
 
 
-def parse(argv: list[str], rank: int, kind: type[RunConfig] = Config) -> RunConfig:
+def parse(argv: list[str], rank: int, config_class: type[RunConfig] = Config) -> RunConfig:
     """The configuration of `parse_all`. Raises ConfigError for a flag of QUESTION."""
-    config, question = parse_all(argv, rank, kind)
+    config, question = parse_all(argv, rank, config_class)
     for name in question:
         raise ConfigError(f"{flag_name(name)}: is for train.py alone")
     return config
 
 
-def parse_all(argv: list[str], rank: int, kind: type[RunConfig]) -> tuple[RunConfig, dict]:
+def parse_all(argv: list[str], rank: int, config_class: type[RunConfig]) -> tuple[RunConfig, dict]:
     """(the configuration of this type, the flags of QUESTION that are given). The command line wins
     over `--config FILE`, that over OUT/config.json with --resume, and that over the defaults.
 
     Raises ConfigError for a file. Where argparse refuses a flag, rank 0 prints why, and all raise
     SystemExit with status 2."""
-    given = vars(make_parser(rank, kind).parse_args(argv))
+    given = vars(make_parser(rank, config_class).parse_args(argv))
     question = {name: given.pop(name) for name in QUESTION if name in given}
-    values = read_toml(given.pop("config"), kind) if "config" in given else {}
+    values = read_toml(given.pop("config"), config_class) if "config" in given else {}
     values |= given
-    out = values.get("out", kind().out)
+    out = values.get("out", config_class().out)
     # Other types than text are refused by rules.check_types.
     if values.get("resume") is True and isinstance(out, str):
-        values = over_saved_flags(values, out, kind)
+        values = over_saved_flags(values, out, config_class)
     try:
-        return kind(**values), question
+        return config_class(**values), question
     except TypeError as e:
         raise ConfigError(f"--config: {e}") from None
 
 
-def over_saved_flags(values: dict, out: str, kind: type[RunConfig]) -> dict:
+def over_saved_flags(values: dict, out: str, config_class: type[RunConfig]) -> dict:
     """The flags of the run in `out`, replaced by `values`. Raises ConfigError."""
-    saved = saved_flags(Path(out), kind)
+    saved = saved_flags(Path(out), config_class)
     if not saved and set(values) <= {"resume", "out"}:
         raise ConfigError(
             f"--resume --out {out}: there is no run in this folder to go on with; give the flags of"
@@ -72,12 +72,12 @@ def over_saved_flags(values: dict, out: str, kind: type[RunConfig]) -> dict:
     return saved | values
 
 
-def make_parser(rank: int, kind: type[RunConfig] = Config) -> argparse.ArgumentParser:
+def make_parser(rank: int, config_class: type[RunConfig] = Config) -> argparse.ArgumentParser:
     """A parser with a flag for each field of a configuration. Its result has only given flags."""
 
     class Parser(argparse.ArgumentParser):
         def error(self, message):
-            line = f"{kind.name_in_messages()}: {message}; --help lists the flags"
+            line = f"{config_class.name_in_messages()}: {message}; --help lists the flags"
             if rank == 0:
                 terminal.say(line, error=True)
             terminal.tell_launcher(line)
@@ -85,12 +85,12 @@ def make_parser(rank: int, kind: type[RunConfig] = Config) -> argparse.ArgumentP
             sys.exit(2)
 
     parser = Parser(
-        prog=f"python {kind.command}",
-        description=kind.purpose,
+        prog=f"python {config_class.command}",
+        description=config_class.purpose,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    fields = dataclasses.fields(kind)
+    fields = dataclasses.fields(config_class)
     # The configuration of prompts has this name too.
     if not any("--config" in field.metadata["names"] for field in fields):
         parser.add_argument(
@@ -100,7 +100,7 @@ def make_parser(rank: int, kind: type[RunConfig] = Config) -> argparse.ArgumentP
         )
     for field in fields:
         add_flag(parser, field)
-    if kind.supports_as_rank:
+    if config_class.supports_as_rank:
         for name, (of, metavar, text) in QUESTION.items():
             parser.add_argument(flag_name(name), type=of, metavar=metavar, help=text)
     return parser
@@ -116,19 +116,19 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
     if field.type is bool:
         parser.add_argument(*names, action=argparse.BooleanOptionalAction, help=help_text)
     elif field.type in (list[str], list[int] | None):
-        kind = str if field.type == list[str] else int
-        parser.add_argument(*names, nargs="+", type=kind, help=help_text, metavar=metavar)
+        value_type = str if field.type == list[str] else int
+        parser.add_argument(*names, nargs="+", type=value_type, help=help_text, metavar=metavar)
     else:
         # A field of int | None is given as int.
-        kind = field.type if isinstance(field.type, type) else field.type.__args__[0]
+        value_type = field.type if isinstance(field.type, type) else field.type.__args__[0]
         choices = field.metadata["choices"]
         if not metavar and not choices:
-            metavar = kind.__name__.upper()
+            metavar = value_type.__name__.upper()
         shown = {"help": help_text, "choices": choices, "metavar": metavar}
-        parser.add_argument(*names, dest=field.name, type=kind, **shown)
+        parser.add_argument(*names, dest=field.name, type=value_type, **shown)
 
 
-def read_toml(path: str, kind: type[RunConfig]) -> dict:
+def read_toml(path: str, config_class: type[RunConfig]) -> dict:
     """The flags in a TOML file, as fields of a configuration. Raises ConfigError."""
     try:
         content = tomllib.loads(json_files.read_bytes(path).decode("utf-8"))
@@ -150,7 +150,7 @@ def read_toml(path: str, kind: type[RunConfig]) -> dict:
         # A text, data = "text.txt", is the list of one file.
         if isinstance(fields.get(name), str):
             fields[name] = [fields[name]]
-    known = {field.name for field in dataclasses.fields(kind)}
+    known = {field.name for field in dataclasses.fields(config_class)}
     unknown = [name for name in fields if name not in known]
     if unknown:
         names = [name.replace("_", "-") for name in unknown]
@@ -158,7 +158,7 @@ def read_toml(path: str, kind: type[RunConfig]) -> dict:
     return fields
 
 
-def saved_flags(out: Path, kind: type[RunConfig]) -> dict:
+def saved_flags(out: Path, config_class: type[RunConfig]) -> dict:
     """The flags of the run in a folder; {} without a run. Raises ConfigError."""
     try:
         if not (out / "config.json").exists():
@@ -173,12 +173,12 @@ def saved_flags(out: Path, kind: type[RunConfig]) -> dict:
     name = name_of(begun_by) if isinstance(begun_by, str) else ""
     if not name:
         raise ConfigError(f"--resume: {out}/config.json names no command, but {begun_by!r}")
-    if name != name_of(kind.command):
+    if name != name_of(config_class.command):
         command = name if name == "train.py" else f"-m finetune.{name.removesuffix('.py')}"
         raise ConfigError(
             f"--resume --out {out}: this run was begun by {name}, and goes on by python {command}"
             f" --resume --out {out}"
         )
     # Another version of this project may have flags that this one does not have.
-    known = {field.name for field in dataclasses.fields(kind)} - {"resume", "out"}
+    known = {field.name for field in dataclasses.fields(config_class)} - {"resume", "out"}
     return {name: value for name, value in saved.items() if name in known}

@@ -4,7 +4,7 @@ main        every error becomes one message and an exit status
 attempt     parse, prepare, connect, train
 prepare     what one rank can know: check the flags, open the tokenizer, check the memory
 connected   the process groups, and the folder of the run
-train       open the data, build the trainer, resume, run the loop, finish
+train_model open the data, build the trainer, resume, run the loop, finish
 """
 
 import contextlib
@@ -41,23 +41,24 @@ REFUSED = (
 )
 
 
-def main(argv: list[str], kind: type[RunConfig], trainer_class, loop) -> int:
+def main(argv: list[str], config_class: type[RunConfig], trainer_class, loop) -> int:
     """Exit status: 0; 2 for what cannot run and 1 for what fails while running, each with one
-    message; 130 for Ctrl-C before the first step or after the last. kind: the configuration of a
-    type of training."""
+    message; 130 for Ctrl-C before the first step or after the last. config_class: that of a type of
+    training."""
     terminal.prepare()
+    command = config_class.name_in_messages()
     try:
         world = World.from_launcher()
     except WorldError as e:
-        terminal.say(f"{kind.name_in_messages()}: {e}", error=True)
+        terminal.say(f"{command}: {e}", error=True)
         return 2
-    status, message = attempt(argv, kind, world, trainer_class, loop)
+    status, message = attempt(argv, config_class, world, trainer_class, loop)
     alone = status == 1 and not getattr(message, "everywhere", False)
     if status == 2:
-        world.share_refusal(str(message), kind.name_in_messages())
+        world.share_refusal(str(message), command)
     elif message and (world.rank == 0 or alone):
-        terminal.say(f"{kind.name_in_messages()}: {message}", error=True)
-        terminal.tell_launcher(f"{kind.name_in_messages()}: {message}")
+        terminal.say(f"{command}: {message}", error=True)
+        terminal.tell_launcher(f"{command}: {message}")
     if alone and world.size > 1:
         # Peers may wait for this rank in a collective, so there is no clean end.
         os._exit(1)
@@ -68,11 +69,11 @@ def main(argv: list[str], kind: type[RunConfig], trainer_class, loop) -> int:
 
 
 def attempt(
-    argv: list[str], kind: type[RunConfig], world: World, trainer_class, loop
+    argv: list[str], config_class: type[RunConfig], world: World, trainer_class, loop
 ) -> tuple[int, Exception | None]:
     """(exit status, message)"""
     try:
-        config, question = flags.parse_all(argv, world.rank, kind)
+        config, question = flags.parse_all(argv, world.rank, config_class)
         if question:
             from planning import as_rank
 
@@ -80,7 +81,7 @@ def attempt(
             return 0, None
         tokenizer = prepare(config, world)
         with connected(config, world):
-            train(config, world, tokenizer, trainer_class, loop)
+            train_model(config, world, tokenizer, trainer_class, loop)
     except REFUSED as e:
         return 2, e
     except (RunError, WorldError) as e:
@@ -90,10 +91,10 @@ def attempt(
     except Exception as e:
         # Another rank may have left this one in a collective.
         world.follow_refusal()
-        name = f"rank {world.rank}"
+        rank, command = f"rank {world.rank}", config_class.name_in_messages()
         text = (
-            f"{name}, before the first step: {type(e).__name__}: {e}\n{traceback.format_exc()}"
-            f"{kind.name_in_messages()}: {name} failed before the first step or after the last"
+            f"{rank}, before the first step: {type(e).__name__}: {e}\n{traceback.format_exc()}"
+            f"{command}: {rank} failed before the first step or after the last"
         )
         return 1, RunError(text)
     return 0, None
@@ -208,7 +209,7 @@ def check_flags_agree(config: RunConfig, world: World) -> None:
 # --- to the loop ----------------------------------------------------------------------------------
 
 
-def train(config: RunConfig, world: World, tokenizer, trainer_class, loop) -> None:
+def train_model(config: RunConfig, world: World, tokenizer, trainer_class, loop) -> None:
     """Train in a folder that this run alone uses."""
     task = config.task()
     train_set, held_out = task.open_data(config, world, tokenizer)
@@ -220,23 +221,23 @@ def train(config: RunConfig, world: World, tokenizer, trainer_class, loop) -> No
         # What was loaded is on its way to other ranks.
         task.wait_for_parameters()
         return
-    this = TrainingRun(trainer, world, train_set, held_out, start, tokens)
-    this.open_files(tokenizer)
-    announce(this)
+    run = TrainingRun(trainer, world, train_set, held_out, start, tokens)
+    run.open_files(tokenizer)
+    announce(run)
     if config.plan:
         from planning import plan
 
-        this.predicted = plan.predict(config, world.size, task.row_length(train_set))
-        world.say(plan.describe(this.predicted, config.plan, config.fp8))
-    task.before_steps(this)
+        run.predicted = plan.predict(config, world.size, task.row_length(train_set))
+        world.say(plan.describe(run.predicted, config.plan, config.fp8))
+    task.before_steps(run)
     begin = time.perf_counter()
-    stopped = loop(trainer, this)
+    stopped = loop(trainer, run)
     # Most ranks have nothing more to do, and would leave while others still receive.
     task.wait_for_parameters()
     if not stopped:
         from run import finish
 
-        finish.finish(trainer, this, tokenizer, time.perf_counter() - begin)
+        finish.finish(trainer, run, tokenizer, time.perf_counter() - begin)
 
 
 def check_data_agree(train_set, held_out, world: World) -> None:

@@ -51,7 +51,7 @@ class RunCheckpoints:
             "corpus": corpus,
             "tokenizer": dataclasses.asdict(self.tokenizer),
             **{f"{prefix}optimizer": state for prefix, state in self.numbers().items()},
-            **trainer.task.extra_state(),
+            **{k: v for part in trainer.parts for k, v in part.extra_state().items()},
             **({"fp8": trainer.fp8.state_dict()} if trainer.fp8 else {}),
             "config": dataclasses.asdict(trainer.config),
             "model": dataclasses.asdict(trainer.model_config) | {"seq_length": self.longest},
@@ -131,7 +131,8 @@ def restore(trainer, world: World, dataset: Dataset, tokenizer) -> tuple[int, in
     """Continue from the newest whole checkpoint of --out with --resume, or start from the weights
     of --load. Returns the (steps, tokens) done. Raises CheckpointError or ConfigError."""
     config = trainer.config
-    trainer.task.load_base(tokenizer)
+    for part in trainer.parts:
+        part.load_base(tokenizer)
     found = {}
     if config.resume:
         folder = Path(config.out) / "checkpoints"
@@ -146,7 +147,8 @@ def restore(trainer, world: World, dataset: Dataset, tokenizer) -> tuple[int, in
             continue
         for message in damage:
             world.say(f"{message}; going back to the one before")
-        trainer.task.check_base(path, index)
+        for part in trainer.parts:
+            part.check_base(path, index)
         go_on(trainer, index, dataset)
         changed = changes(trainer, path, index, dataset.index["corpus"])
         text = f", with {', '.join(changed)}" if changed else ""
@@ -159,7 +161,8 @@ def restore(trainer, world: World, dataset: Dataset, tokenizer) -> tuple[int, in
         )
     if config.resume:
         world.say(f"--resume: no checkpoint in {config.out} yet, starting from step 1")
-    trainer.task.load_weights(world)
+    for part in trainer.parts:
+        part.load_weights(world)
     return 0, 0
 
 

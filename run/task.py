@@ -4,10 +4,12 @@
 
 A task says what the data is, what the loss is and what it is a mean of, what is reported, evaluated
 and saved. In the class `Task` every token of the data counts; each type of training changes some of
-its methods (pretraining.py, finetune/). A second object says which parameters learn:
+its methods (pretraining.py, finetune/). `task.learned` says which parameters learn:
 
     WholeModel     all of them
     FrozenBase     a few new ones beside a frozen model: adapters, prompts (finetune/frozen_base.py)
+
+The trainer asks each of the two its own questions, and both those of `PartOfTrainer`.
 """
 
 from pathlib import Path
@@ -25,7 +27,8 @@ SAMPLE_BEGINS = 16
 
 
 class PartOfTrainer:
-    """What a trainer asks: a task, and what learns beside a frozen model."""
+    """What a trainer asks both, the learned parameters first: what a run begins with, and what its
+    checkpoints say."""
 
     def join(self, trainer) -> None:
         """Called before the model is built."""
@@ -43,24 +46,6 @@ class PartOfTrainer:
     def model_config(self):
         return self.trainer.model_config
 
-
-class WholeModel(PartOfTrainer):
-    """Every parameter learns."""
-
-    # FLOPs of a step / FLOPs of training every parameter.
-    share_of_flops = 1.0
-
-    @property
-    def dropout(self) -> bool:
-        """Whether a forward needs a key for dropout."""
-        return self.model_config.dropout > 0
-
-    def before_techniques(self, stage) -> None:
-        """Change a stage of the model before any technique does."""
-
-    def after_model_parallel(self, stage) -> None:
-        """Change a stage after tensor and sequence parallelism, before recomputation."""
-
     def load_base(self, tokenizer) -> None:
         """Load weights that are not in the run's own checkpoints."""
 
@@ -68,11 +53,7 @@ class WholeModel(PartOfTrainer):
         """Check that the run's checkpoint at `path` belongs to what `load_base` has loaded."""
 
     def load_weights(self, world) -> None:
-        """Start a new run from the weights of --load."""
-        if self.config.load:
-            path = checkpoint.find(self.config.load)
-            self.trainer.checkpoints.load(path, weights_only=True)
-            world.say(f"starting from the weights of {path}")
+        """Load what a new run starts from."""
 
     def extra_state(self) -> dict:
         """Further fields of a checkpoint's index."""
@@ -83,9 +64,45 @@ class WholeModel(PartOfTrainer):
         return ""
 
     def statistics(self) -> dict[str, Tensor]:
-        """Further fields of the step's line in metrics.jsonl, on the device: here the routers'. A
-        collective."""
-        if not self.model_config.num_experts:
+        """Further fields of the step's line in metrics.jsonl, on the device. A collective."""
+        return {}
+
+
+class WholeModel(PartOfTrainer):
+    """Every parameter learns."""
+
+    # Whether anything learns. Otherwise the model only runs forward.
+    trains = True
+    # FLOPs of a step / FLOPs of training every parameter.
+    share_of_flops = 1.0
+
+    @property
+    def dropout(self) -> bool:
+        """Whether a forward needs a key for dropout."""
+        return self.model_config.dropout > 0
+
+    @property
+    def balances_experts(self) -> bool:
+        """Whether routers are balanced. Otherwise they use their raw logits."""
+        return self.trainer.task.balances_experts
+
+    def before_techniques(self, stage) -> None:
+        """Change a stage of the model before any technique does."""
+        stage.train(self.balances_experts)
+
+    def after_model_parallel(self, stage) -> None:
+        """Change a stage after tensor and sequence parallelism, before recomputation."""
+
+    def load_weights(self, world) -> None:
+        """Start from the weights of --load."""
+        if self.config.load:
+            path = checkpoint.find(self.config.load)
+            self.trainer.checkpoints.load(path, weights_only=True)
+            world.say(f"starting from the weights of {path}")
+
+    def statistics(self) -> dict[str, Tensor]:
+        """The load of the experts."""
+        if not self.model_config.num_experts or not self.balances_experts:
             return {}
         groups = [group for group in (self.groups.replicas, self.groups.pp) if group]
         layers = self.trainer.expert_layers
@@ -96,9 +113,7 @@ class Task(PartOfTrainer):
     """What a run learns, and how that is measured. This one is pretraining: every token of the data
     is predicted from those before it. Other kinds of training extend it."""
 
-    # Whether anything learns. Otherwise the model only runs forward.
-    trains = True
-    # Whether routers are balanced. Otherwise they use their raw logits.
+    # Whether routers are balanced, where they learn.
     balances_experts = True
     # The file in --out that shows that a run is done.
     last_file = "sample.txt"
@@ -118,31 +133,8 @@ class Task(PartOfTrainer):
         DataError."""
         raise NotImplementedError
 
-    def join(self, trainer) -> None:
-        super().join(trainer)
-        self.learned.join(trainer)
-
     def built(self) -> None:
         """Called when model, optimizer and checkpoints exist."""
-
-    # --- what it changes in a model
-
-    def before_techniques(self, stage) -> None:
-        self.learned.before_techniques(stage)
-
-    def after_model_parallel(self, stage) -> None:
-        self.learned.after_model_parallel(stage)
-
-    # --- where a run begins
-
-    def load_base(self, tokenizer) -> None:
-        self.learned.load_base(tokenizer)
-
-    def check_base(self, path: Path, index: dict) -> None:
-        self.learned.check_base(path, index)
-
-    def load_weights(self, world) -> None:
-        self.learned.load_weights(world)
 
     def before_steps(self, run) -> None:
         """Called before the first step. run: a TrainingRun."""
@@ -187,23 +179,9 @@ class Task(PartOfTrainer):
         """s: tokens of a sequence that goes through the model."""
         return dataset.s
 
-    @property
-    def share_of_flops(self) -> float:
-        return self.learned.share_of_flops
-
-    @property
-    def dropout(self) -> bool:
-        return self.learned.dropout
-
     def flops_per_token(self, s: int) -> float:
         """FLOPs per token of a step on sequences of s tokens."""
-        return flops_per_token(self.model_config, s) * self.share_of_flops
-
-    def statistics(self) -> dict[str, Tensor]:
-        return self.learned.statistics()
-
-    def describe(self) -> str:
-        return self.learned.describe()
+        return flops_per_token(self.model_config, s) * self.learned.share_of_flops
 
     def evaluate(self, dataset, sequences: int) -> float:
         """Mean loss per token over the first `sequences` samples of a held-out dataset."""
@@ -224,9 +202,6 @@ class Task(PartOfTrainer):
         for learner in self.learners().values():
             for gradients in learner.gradients:
                 gradients.wait_for_parameters()
-
-    def extra_state(self) -> dict:
-        return self.learned.extra_state()
 
     def sample_prompt(self, tokenizer, held_out) -> tuple[list[int], tuple[int, ...]]:
         """(ids that the sample at the end of training continues, ids at which it stops)"""

@@ -213,7 +213,7 @@ class TrainingRun:
             self.tokens,
             processed,
             to_host(numbers),
-            {name: to_host(values) for name, values in trainer.task.statistics().items()},
+            {n: to_host(x) for part in trainer.parts for n, x in part.statistics().items()},
             to_host(trainer.fp8.report) if trainer.fp8 else None,
             self.step_begin,
             Moment(trainer.device),
@@ -378,13 +378,14 @@ NAMED = (
 def announce(run: TrainingRun) -> None:
     """Say what runs, on what, under which layout, and what may surprise."""
     trainer, world, config, index = run.trainer, run.world, run.config, run.train_set.index
+    described = "".join(part.describe() for part in trainer.parts)
     layout = ""
     for name in NAMED:
         if getattr(config, name) != getattr(RunConfig(), name):
             layout += f", {name.replace('_', '-')} {getattr(config, name)}"
     world.say(
-        f"{config.load or config.model}: {trainer.num_parameters:,} parameters"
-        f"{trainer.task.describe()}, {trainer.precision} on {world.size} x {world.device.type}"
+        f"{config.load or config.model}: {trainer.num_parameters:,} parameters{described},"
+        f" {trainer.precision} on {world.size} x {world.device.type}"
         f"{layout}; corpus {index['corpus']} (Python {sys.version.split()[0]}): "
         f"{index['tokens']:,} tokens"
     )
@@ -410,7 +411,7 @@ def surprises(trainer, world: World, start: int):
         yield "--precision tf32: the same as fp32 here; only GPUs have TF32 multiplications"
     if trainer.fp8:
         yield from surprises_of_fp8(trainer)
-    balanced = trainer.task.balances_experts
+    balanced = trainer.learned.balances_experts
     if model.num_experts and balanced and config.micro_batch_size is None:
         micro = trainer.micro_batch
         yield (

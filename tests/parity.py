@@ -14,9 +14,9 @@ import torch
 
 import train as trainer
 from base.groups import Groups
-from course.kinds import config_of
 from course.parity import LLAMA, SMALL, Result, difference, put_together, train, train_each
 from course.synthetic import Documents, Prompted, Synthetic, SyntheticPairs
+from course.training_commands import config_of
 from run.config import LAYOUT
 
 __all__ = [

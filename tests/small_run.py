@@ -36,10 +36,10 @@ def as_flags(**options) -> list[str]:
 def run(*words) -> int:
     """`python COMMAND FLAGS` without a new interpreter. Without a command: train.py."""
     import train
-    from course import kinds
+    from course import training_commands
 
-    kind, given = kinds.split([str(word) for word in words])
-    return train.main(given, kind)
+    config_class, given = training_commands.split([str(word) for word in words])
+    return train.main(given, config_class)
 
 
 def refusal(capsys, *words) -> str:

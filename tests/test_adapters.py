@@ -18,8 +18,8 @@ from torch import nn
 
 import gpt
 from course import ranks
-from course.kinds import config_of
 from course.parity import Run
+from course.training_commands import config_of
 from finetune import adapters
 from finetune.adapter_config import METHODS, TARGETS, AdapterConfig
 from finetune.adapter_files import num_parameters
@@ -183,7 +183,7 @@ def test_number_of_parameters(base, method):
     learned = LEARNED[base, method]
     assert sum(p.numel() for p in trainer.optimizer.parameters.values()) == learned
     assert num_parameters(AdapterConfig(method), trainer.model_config) == learned
-    assert f"{learned:,} adapter parameters" in trainer.task.describe()
+    assert f"{learned:,} adapter parameters" in trainer.learned.describe()
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -23,9 +23,9 @@ import generate
 import moe
 import optimizer
 from course import mutations, ranks
-from course.kinds import config_of
 from course.parity import Run, first_difference
 from course.synthetic import Ragged
+from course.training_commands import config_of
 from optimizer import LossScaler
 
 # --- the gate -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import small_run
 from small_run import run, write_lines
 
 from base.model_config import MoEConfig
-from course import kinds
+from course import training_commands
 from finetune import nemo_config, prompt_file
 from inference.cli import check_layout
 from prompt_tuning import PromptError
@@ -173,24 +173,24 @@ def test_what_no_memory_can_hold_is_refused_at_once(tmp_path, monkeypatch, capfd
 # --- a command for each kind of training ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", kinds.KINDS)
-@pytest.mark.parametrize("begun_by", kinds.KINDS)
+@pytest.mark.parametrize("name", training_commands.COMMANDS)
+@pytest.mark.parametrize("begun_by", training_commands.COMMANDS)
 def test_a_run_goes_on_by_its_command(begun_by, name, tmp_path):
     """Also one whose configuration names the file alone."""
-    command = kinds.KINDS[begun_by].command
+    command = training_commands.COMMANDS[begun_by].command
     before = f"{begun_by} train" if command.endswith(" train") else begun_by
     for word in (command, before):
         (tmp_path / "config.json").write_text(json.dumps(dict(command=word, lr=0.5)))
         argv = ["--resume", "--out", str(tmp_path)]
         if begun_by == name:
-            assert parse(argv, 0, kinds.KINDS[name]).lr == 0.5
+            assert parse(argv, 0, training_commands.COMMANDS[name]).lr == 0.5
         else:
             with pytest.raises(ConfigError, match=f"goes on by python {command} --resume"):
-                parse(argv, 0, kinds.KINDS[name])
+                parse(argv, 0, training_commands.COMMANDS[name])
 
 
 @pytest.mark.parametrize("command", ["", " ", "-m ", 5, None, []], ids=repr)
 def test_a_command_that_is_none(command, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(dict(command=command)))
     with pytest.raises(ConfigError, match="names no command"):
-        parse(["--resume", "--out", str(tmp_path)], 0, kinds.KINDS["train.py"])
+        parse(["--resume", "--out", str(tmp_path)], 0, training_commands.COMMANDS["train.py"])

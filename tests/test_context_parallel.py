@@ -18,7 +18,7 @@ import recompute
 from base.collectives import Collectives
 from base.model_config import GPTConfig
 from course import demo, parity, ranks
-from course.kinds import config_of
+from course.training_commands import config_of
 from finetune.packing import Example, Padded
 from gpt import PLAIN
 from run import rules

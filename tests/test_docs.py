@@ -22,7 +22,7 @@ import torch.distributed.run
 import yaml
 
 from course import form
-from course.kinds import KINDS
+from course.training_commands import COMMANDS as TRAINING_COMMANDS
 from finetune.nemo_config import PromptConfig
 from planning import commands as planning_commands
 from planning.inputs import TRAIN
@@ -309,7 +309,10 @@ def test_flags(monkeypatch):
     """Every --flag that is mentioned anywhere belongs to some command here, or to torchrun."""
     launcher = torch.distributed.run.get_args_parser()
     known = {flag for action in launcher._actions for flag in action.option_strings}
-    mains = [(partial(flags.parse, [], 0, kind), []) for kind in KINDS.values()]
+    mains = [
+        (partial(flags.parse, [], 0, config_class), [])
+        for config_class in TRAINING_COMMANDS.values()
+    ]
     mains += [(main_of(name, ["word"]), []) for name in COMMANDS]
     for name in planning_commands.COMMANDS.keys() - {"try"}:
         mains.append((partial(planning_commands.main, [name]), []))

@@ -14,7 +14,7 @@ import small_run
 from small_run import numbers_of, run, write_lines
 
 import train
-from course import kinds
+from course import training_commands
 from run import checkpoint
 from run.config import flag_name
 from run.pretraining import Config
@@ -74,7 +74,7 @@ BESIDE = {"model": ("--expert-every",), "method": ("--beta", "--group-size")}
 PAIRS = [
     (kind, field.name)
     for kind, words in KINDS.items()
-    for field in dataclasses.fields(kinds.split(KINDS[kind].split())[0])
+    for field in dataclasses.fields(training_commands.split(KINDS[kind].split())[0])
     # where it is given already
     if field.name in VALUES and f"{flag_name(field.name)} {VALUES[field.name]}" not in words
 ]
@@ -201,7 +201,7 @@ def test_without_a_flag_nothing_changes(kind, result):
 
 
 def test_every_flag_is_tried():
-    configurations = {kinds.split(KINDS[kind].split())[0] for kind in KINDS}
+    configurations = {training_commands.split(KINDS[kind].split())[0] for kind in KINDS}
     fields = {field.name for each in configurations for field in dataclasses.fields(each)}
     assert fields == VALUES.keys() | UNSEEN and not VALUES.keys() & UNSEEN
 
@@ -218,7 +218,7 @@ def test_flags_beside_as_rank(field, capsys):
     assert f"leave {flag_name(field)} out" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", kinds.KINDS.values())
+@pytest.mark.parametrize("kind", training_commands.COMMANDS.values())
 def test_the_tables_name_flags(kind):
     names = {name for need in (*NEEDS, *NEEDS_RANKS, *kind.needs) for name in need.fields}
     assert names <= {field.name for field in dataclasses.fields(kind)}

@@ -16,7 +16,7 @@ import sharding
 from base.model_config import GPTConfig
 from course import parity, ranks
 from course.fsdp import held_bytes
-from course.kinds import config_of
+from course.training_commands import config_of
 from optimizer import AdamW
 from sharding import local_part, sharding_of
 

@@ -14,7 +14,7 @@ from small_run import lines_of, numbers_of, refusal, run, tensors_of, write_line
 from test_sft import chat_of
 
 import generate
-from course import kinds, verify
+from course import training_commands, verify
 from finetune import preference, preference_data
 from finetune.chat_template import ChatError
 from finetune.sft import message
@@ -339,7 +339,7 @@ def other_key(path) -> bytes:
 
 
 def test_a_micro_batch_of_a_pipeline_is_a_pair():
-    config = kinds.config_of(DPO | dict(pp=2, device="cpu"))
+    config = training_commands.config_of(DPO | dict(pp=2, device="cpu"))
     assert config.micro_batch(1) == 2
     validate(config, 2, base_needed=False)
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from course.kinds import config_of
+from course.training_commands import config_of
 from run.config import ConfigError, RunConfig
 from run.rules import validate
 

@@ -10,10 +10,10 @@ from parity import LLAMA, SMALL, again, difference, same, train, train_each
 
 import train as trainer
 from course import parity, ranks
-from course.kinds import config_of
 from course.parity import Run
+from course.training_commands import config_of
 from finetune import answer_rows, reinforcement
-from finetune.reference_models import Critic, Reference, RewardModel, beside
+from finetune.reference_models import Critic, FrozenModel, OnRows, RewardModel, beside
 from finetune.reinforcement_learning import ReinforcementTask
 from optimizer import learning_rate
 
@@ -109,7 +109,7 @@ def before_the_first_update(rank: int, world: int, variants: list[dict]) -> list
             # adapters change it; without them it is the base, which a second model has too
             assert not torch.equal(now, reference)
             alone = replace(policy.config, peft=None)
-            now = beside(run.trainer, Reference(), alone).outputs(policy.rows)
+            now = beside(run.trainer, OnRows(FrozenModel()), alone).outputs(policy.rows)
         run.trainer.forward_backward(1, run.dataset)
         numbers = {name: x.item() for name, x in policy.statistics().items()}
         found.append((torch.equal(now, reference), numbers["kl"], numbers["policy_change"]))
@@ -151,7 +151,7 @@ class Rewarded(Run):
         if config.method == "ppo":
             # with other weights than the critic
             of_values = replace(config.of_values(None), seed=9)
-            self.trainer.task.reward_model = beside(self.trainer, RewardModel(), of_values)
+            self.trainer.task.reward_model = beside(self.trainer, OnRows(RewardModel()), of_values)
 
 
 class Learner:
@@ -391,8 +391,13 @@ def no_document_mask(patch):
 
 def score_before_the_last_token(patch):
     """The reward model is read where its text has not ended."""
-    original = RewardModel.outputs
-    patch(RewardModel, "outputs", lambda *args: original(*args).roll(1, dims=1))
+    original = OnRows.outputs
+
+    def outputs(self, rows):
+        found = original(self, rows)
+        return found.roll(1, dims=1) if isinstance(self.learned, RewardModel) else found
+
+    patch(OnRows, "outputs", outputs)
 
 
 def score_at_the_first_token(patch):

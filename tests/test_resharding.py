@@ -11,7 +11,7 @@ import sharding
 from base.groups import Groups
 from course import form, ranks
 from course import resharding as lesson
-from course.kinds import config_of
+from course.training_commands import config_of
 from finetune import adapters, resharding
 from finetune.adapter_learning import adapter_config
 from finetune.resharding import Piece, Resharding, Slice

@@ -175,7 +175,7 @@ def test_whole_sequences_puts_one_device_back():
     )
     models = [gpt.GPT(config).double() for _ in range(2)]
     tokens = torch.arange(8).unsqueeze(0)
-    for kind in context_parallel.KINDS:
+    for kind in context_parallel.COMM_TYPES:
         model = gpt.GPT(config).double()
         context_parallel.apply(model, OfRank(1, 2), kind)
         before = dict(model.named_modules())

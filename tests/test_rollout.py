@@ -14,7 +14,7 @@ import sequence_parallel
 import train
 from base.groups import Groups
 from course import parity, ranks
-from course.kinds import config_of
+from course.training_commands import config_of
 from finetune import adapters, answer_rows
 from finetune.answer_rows import Answer, Rows
 from inference import rollout

@@ -9,9 +9,9 @@ from parity import again
 from small_run import write_lines
 
 from course import mutations, ranks, rounding, verify
-from course.kinds import config_of
 from course.parity import Result, first_difference, train_each
 from course.shrink import one_device, shrink, shrink_split
+from course.training_commands import config_of
 from run import rules
 from run.config import ConfigError
 from run.presets import PRESETS

@@ -1,4 +1,4 @@
-"""Every kind of training by its file, so that a layout can be plain data:
+"""The configuration class of each training command, so that a layout can be plain data:
 
 config_of(dict(tp=2))                                                    train.py
 config_of(dict(peft="lora", tp=2))                                       adapters.py
@@ -13,9 +13,9 @@ from finetune.sft_command import SFTConfig
 from run.config import ConfigError, RunConfig, name_of
 from run.pretraining import Config
 
-KINDS = {
-    kind.name_in_messages(): kind
-    for kind in (
+COMMANDS = {
+    config_class.name_in_messages(): config_class
+    for config_class in (
         Config,
         TextPeftConfig,
         SFTConfig,
@@ -30,15 +30,15 @@ def config_of(fields: dict) -> RunConfig:
     """fields: of the configuration, and `command`, which may be left out for text."""
     fields = dict(fields)
     of_text = "adapters.py" if "peft" in fields else "train.py"
-    return KINDS[fields.pop("command", of_text)](**fields)
+    return COMMANDS[fields.pop("command", of_text)](**fields)
 
 
 def split(words: list[str]) -> tuple[type[RunConfig], list[str]]:
-    """(kind, flags) of words that may begin with a command: -m finetune.sft --data ..; sft.py
-    --data ..; the default is train.py. Raises ConfigError."""
+    """(configuration class, flags) of words that may begin with a command: -m finetune.sft --data
+    ..; sft.py --data ..; the default is train.py. Raises ConfigError."""
     words = words[words[:1] == ["-m"] :]
     first = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))
     name = name_of(words[0]) if first else Config.command
-    if name not in KINDS:
-        raise ConfigError(f"{name}: is none of {', '.join(KINDS)}")
-    return KINDS[name], words[first:]
+    if name not in COMMANDS:
+        raise ConfigError(f"{name}: is none of {', '.join(COMMANDS)}")
+    return COMMANDS[name], words[first:]
