@@ -67,12 +67,11 @@ class Trainer:
         # The reason why fused kernels do not run here; None if they do.
         self.kernels_refused: str | None = "off"
         self.task = task or Task()
-        self.learned = self.task.learned
-        self.parts = (self.learned, self.task)
+        self.parts = (self.task.learned, self.task)
         for part in self.parts:
             part.join(self)
         self.build()
-        self.optimizer = self.make_optimizer() if self.learned.trains else None
+        self.optimizer = self.make_optimizer() if self.task.learned.trains else None
         self.checkpoints = RunCheckpoints(self, groups.files)
         self.task.built()
 
@@ -118,7 +117,7 @@ class Trainer:
         """Apply the techniques to a stage in this order, then give it values, sharded over the
         data-parallel ranks. Returns its gradients. Optional techniques are loaded when applied."""
         config, groups, dtype = self.config, self.groups, DTYPES[self.precision]
-        self.learned.before_techniques(stage)
+        self.task.learned.before_techniques(stage)
         of_rank = config.make_vocab_size_divisible_by
         tensor_parallel.pad_vocabulary(stage, self.device, groups.tp, of_rank)
         if groups.tp:
@@ -135,7 +134,7 @@ class Trainer:
 
             self.fp8.fused = not self.kernels_refused
             fp8.apply(stage, self.fp8, config.fp8_skip)
-        self.learned.after_model_parallel(stage)
+        self.task.learned.after_model_parallel(stage)
         if groups.cp:
             import context_parallel
 
@@ -183,8 +182,7 @@ class Trainer:
         return context_parallel.shard_batch(batch, self.groups.cp)
 
     def forward_backward(self, step: int, dataset) -> torch.Tensor:
-        """Let the task choose the data of this step, and sum its gradient. dataset:
-        data.Dataset."""
+        """Sum the gradient of a step on what the task takes from a data.Dataset."""
         return self.sum_gradients(step, self.task.data_of_step(step, dataset))
 
     def sum_gradients(self, step: int, dataset) -> torch.Tensor:
@@ -204,7 +202,7 @@ class Trainer:
             """Run micro-batch k through this rank's chunk, from activation x."""
             batch = self.own_tokens(dataset.batch(mine[k * b : (k + 1) * b]).to(self.device))
             key = None
-            if self.learned.dropout:
+            if self.task.learned.dropout:
                 key = dropout_key(self.config.seed, step, batch.samples)
             context = Context(key, batch.documents, batch.real)
             y = self.stages[chunk](batch.tokens, batch.targets, context, *x)

@@ -110,7 +110,7 @@ class Loads(Watch):
     def after_step(self) -> None:
         if self.last:
             self.by_logit.append(list(self.last.values()))
-            self.chosen.append(self.trainer.learned.statistics()["expert_load"].tolist())
+            self.chosen.append(self.trainer.task.learned.statistics()["expert_load"].tolist())
 
     def numbers(self, losses: list[float]) -> dict[str, float]:
         c, last = self.trainer.model_config, min(100, len(losses))

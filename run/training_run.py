@@ -411,7 +411,7 @@ def surprises(trainer, world: World, start: int):
         yield "--precision tf32: the same as fp32 here; only GPUs have TF32 multiplications"
     if trainer.fp8:
         yield from surprises_of_fp8(trainer)
-    balanced = trainer.learned.balances_experts
+    balanced = trainer.task.learned.balances_experts
     if model.num_experts and balanced and config.micro_batch_size is None:
         micro = trainer.micro_batch
         yield (

@@ -183,7 +183,7 @@ def test_number_of_parameters(base, method):
     learned = LEARNED[base, method]
     assert sum(p.numel() for p in trainer.optimizer.parameters.values()) == learned
     assert num_parameters(AdapterConfig(method), trainer.model_config) == learned
-    assert f"{learned:,} adapter parameters" in trainer.learned.describe()
+    assert f"{learned:,} adapter parameters" in trainer.task.learned.describe()
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -368,7 +368,7 @@ def statistics_of(rank: int, world: int, flags: dict):
     # each step's are its own
     for step in (1, 1):
         t.forward_backward(step, DATA)
-    return {name: numbers.tolist() for name, numbers in t.learned.statistics().items()}
+    return {name: numbers.tolist() for name, numbers in t.task.learned.statistics().items()}
 
 
 def test_statistics_do_not_depend_on_the_layout():
