@@ -24,12 +24,13 @@ run the same loop over micro-batches (inference/pipelined.py).
     python generate.py --checkpoint runs/default --weights int8 --prompt "def "
     torchrun --nproc-per-node 4 generate.py --tp 2 --pp 2 --checkpoint HF_DIR --interactive
 
-Not covered: new prompts that join a running batch (inference/serve.py has this); speculative
+Not covered: new prompts that join a running batch (inference/scheduler.py has this); speculative
 decoding and a cache in 8 bits (vLLM and TensorRT-LLM have them).
 """
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -52,8 +53,8 @@ from inference.batches import (
 )
 from inference.kv_cache import Cache, Caches, CacheSlot, caching
 from inference.pipelined import PipelinedDecoder, Ring
-from inference.sampling import SamplingParams, keys_of, sample
-from pipeline_parallel import Pipeline, Stage
+from inference.sampling import SamplingParams, check_options, keys_of, sample
+from pipeline_parallel import Pipeline, stages_of
 
 
 def decode(
@@ -213,7 +214,7 @@ def stream(
     observe(batch, logits [b, V], sampled [b]): called after sampling on the ranks that sample: all
         ranks of a model, or those of a pipeline's last stage (inference/rollout.py).
     cp_group: ranks with the same prompts, which share the prefill (context parallelism).
-    runner: `ModelRunner(stages_of(model))`, which keeps CUDA graphs between calls.
+    runner: of an earlier call (`stream_of`), whose CUDA graphs are used again.
 
     Raises ValueError for a prompt or an option that is not possible; FloatingPointError if the
     model's logits are not finite."""
@@ -266,11 +267,6 @@ def make_batches(
     return [DecodeBatch(sequences[i::num_batches], rule, *options) for i in range(num_batches)]
 
 
-def stages_of(model: GPT | Pipeline) -> list[GPT] | list[Stage]:
-    """This rank's stages; a model that is not a pipeline is one stage."""
-    return [model] if isinstance(model, GPT) else model.stages
-
-
 def check_prompts(model: GPT, prompts: list[list[int]], keys: list[int]) -> None:
     """Raises ValueError, naming what to change. model: the whole model, or a pipeline stage."""
     if len(keys) != len(prompts):
@@ -296,20 +292,20 @@ def check_prompts(model: GPT, prompts: list[list[int]], keys: list[int]) -> None
                 )
 
 
-def check_options(max_tokens: int, temperature: float, top_k: int, top_p: float) -> None:
-    """Raises ValueError, naming what to change."""
-    greedy_or_warm = temperature == 0 or 0.001 <= temperature < float("inf")
-    if not greedy_or_warm:
-        raise ValueError(f"temperature {temperature}: must be 0, or at least 0.001 and finite")
-    if top_k < 0:
-        raise ValueError(f"top_k {top_k}: must be at least 0")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p {top_p}: must be above 0 and at most 1")
-    if max_tokens < 0:
-        raise ValueError(f"max_tokens {max_tokens}: must be at least 0")
+# --- the command ----------------------------------------------------------------------------------
+
+
+def stream_of(model: GPT | Pipeline) -> Callable[..., Iterator[list[NewToken]]]:
+    """`stream` of this model, which keeps CUDA graphs between calls."""
+    return partial(stream, model, runner=ModelRunner(stages_of(model)))
+
+
+def main(argv: list[str]) -> int:
+    # Loading models, chats and adapters is the command's alone.
+    from inference import cli
+
+    return cli.main(argv, stream_of)
 
 
 if __name__ == "__main__":
-    from inference import cli
-
-    terminal.command(cli.main)
+    terminal.command(main)

@@ -569,6 +569,11 @@ class Pipeline:
         return [weight for _, weight in named if sharding_of(weight).copy_of]
 
 
+def stages_of(model: gpt.GPT | Pipeline) -> list[gpt.GPT]:
+    """This rank's stages; a model that is not a pipeline is one stage."""
+    return [model] if isinstance(model, gpt.GPT) else model.stages
+
+
 # === zero bubble: backward in two parts ===========================================================
 #
 # Zero-bubble pipelines split backward in two (Qi et al., arXiv 2401.10241).

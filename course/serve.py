@@ -1,13 +1,13 @@
-"""The lesson of inference/serve.py: blocks by hand, a time line, a model that answers."""
+"""The lesson of inference/scheduler.py: blocks by hand, a time line, a model that answers."""
 
 import itertools
 from collections.abc import Iterator
 
 import generate
 from course import demo, form
-from inference import engine, serve
+from inference import engine, scheduler
 from inference.paged_attention import Decodes
-from inference.serve import BlockPool, Request, Scheduler, Sequence, Step
+from inference.scheduler import BlockPool, Request, Scheduler, Sequence, Step
 
 # --- what --without removes -----------------------------------------------------------------------
 
@@ -24,8 +24,8 @@ def share_as_one(self, block: int) -> None:
     self.users[block] = 1
 
 
-@WITHOUT.replace("parent", serve, "hash_of", "A hash of the block's own tokens. What is found?")
-def without_parent(parent: bytes, tokens: list[int], original=serve.hash_of) -> bytes:
+@WITHOUT.replace("parent", scheduler, "hash_of", "A hash of the block's own tokens. What is found?")
+def without_parent(parent: bytes, tokens: list[int], original=scheduler.hash_of) -> bytes:
     """Keys and values of equal tokens that follow other tokens: the last prompt finds its question
     in the first, which begins otherwise. The tables are in order: no invariant fails."""
     return original(b"", tokens)

@@ -37,9 +37,9 @@ from base.model_config import MoEConfig
 from finetune import adapters
 from finetune.adapter_config import LINEARS, AdapterConfig
 from finetune.adapter_files import Adapter, open_adapter
-from generate import stages_of
-from inference.loading import build_stages
+from inference.loading import build_stages, read_base
 from inference.merged import check_base, check_fields, merge
+from pipeline_parallel import stages_of
 from run.config import ConfigError, as_flags
 from sharding import named_parameters, set_sharding, sharding_of
 
@@ -89,7 +89,7 @@ class Adapters:
     def check(self) -> None:
         """Whether each was learned for this base. A collective. Raises CheckpointError."""
         for adapter in self.opened.values():
-            check_base(adapter, self.base, self.config)
+            check_base(adapter, self.base, self.config, read_base)
 
     @torch.no_grad()
     def put(self, model, groups: Groups, layer_split: list[int] | None = None) -> None:

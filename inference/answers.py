@@ -23,7 +23,6 @@ from itertools import compress
 
 from finetune.chat_template import ChatError, ChatTemplate
 from finetune.prompt_data import read_lines
-from generate import ModelRunner, stages_of, stream
 from inference.batches import NewToken, data_parallel
 from inference.sampling import keys_of
 from prompt_tuning import PromptError
@@ -162,14 +161,14 @@ def unfinished(template: ChatTemplate, messages: list[dict]) -> str:
 
 
 def stream_text(
-    model, tokenizer, prompt: list[int], stop: list[str], out, **options
+    stream, tokenizer, prompt: list[int], stop: list[str], out, **options
 ) -> GenerationTimer:
-    """Print the continuation of a prompt while it is generated. out: a file like sys.stdout, or
-    None on ranks that print nothing. options: of generate.stream."""
+    """Print the continuation of a prompt while it is generated. stream, options: of
+    generate.stream_of. out: a file like sys.stdout, or None on ranks that print nothing."""
     texts = TextStream(tokenizer, prompt, stop)
     timer = GenerationTimer()
     stopped = stop_rule(tokenizer, [prompt], stop)
-    for new_tokens in stream(model, [prompt], stopped=stopped, **options):
+    for new_tokens in stream([prompt], stopped=stopped, **options):
         timer.tick(new_tokens)
         text = "".join(texts.push(new.token) for new in new_tokens if new.token is not None)
         if new_tokens[-1].finish is not None:
@@ -216,7 +215,7 @@ def check_adapter(record: dict, names: Sequence[str]) -> None:
 
 def answer_file(
     world: World,
-    model,
+    stream,
     tokenizer,
     requests: list[tuple[dict, list[int]]],
     batch_size: int,
@@ -228,12 +227,11 @@ def answer_file(
 ) -> str:
     """Continue all prompts, `batch_size` at a time on each data-parallel rank. A collective.
 
-    requests: of `read_prompts`. write(record, text, number of tokens, finish): called on rank 0, in
-    the order of the requests, after each batch. use_adapter(name of a record's adapter, or None):
-    called before a batch of requests with this adapter. lockstep, options: as of generate.stream.
+    stream, lockstep, options: of generate.stream_of. requests: of `read_prompts`. write(record,
+    text, number of tokens, finish): called on rank 0, in the order of the requests.
+    use_adapter(name of a record's adapter, or None): called before a batch with this adapter.
     Returns a summary of the speed."""
     timer = GenerationTimer()
-    runner = ModelRunner(stages_of(model))
     dp, dp_rank = data_parallel(world.groups)
     keys = keys_of([ids for _, ids in requests], options.pop("seed"))
     adapter_of = [record.get("adapter") if use_adapter else None for record, _ in requests]
@@ -244,10 +242,9 @@ def answer_file(
             use_adapter(adapter)
         mine = numbers[dp_rank::dp]
         answers = answer_batch(
-            *(model, tokenizer, [requests[n][1] for n in mine], stop, timer),
+            *(stream, tokenizer, [requests[n][1] for n in mine], stop, timer),
             keys=[keys[n] for n in mine],
             lockstep=lockstep,
-            runner=runner,
             **options,
         )
         for answers_of_rank in world.gather(dict(zip(mine, answers))):
@@ -273,14 +270,14 @@ def batches_of(adapter_of: list[str | None], size: int) -> Iterator[tuple[str | 
 
 
 def answer_batch(
-    model, tokenizer, prompts: list[list[int]], stop: list[str], timer: GenerationTimer, **options
+    stream, tokenizer, prompts: list[list[int]], stop: list[str], timer: GenerationTimer, **options
 ) -> list[tuple[str, int, str]]:
     """(text, number of tokens, finish) for each prompt."""
     ids = [[] for _ in prompts]
     # Where no token is asked for, none comes.
     finishes = ["length"] * len(prompts)
     stopped = stop_rule(tokenizer, prompts, stop)
-    for new_tokens in stream(model, prompts, stopped=stopped, **options):
+    for new_tokens in stream(prompts, stopped=stopped, **options):
         timer.tick(new_tokens)
         for new in new_tokens:
             finishes[new.number] = new.finish

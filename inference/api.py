@@ -32,7 +32,7 @@ from inference.adapted import Adapters
 from inference.answers import TextStream, encode, unfinished
 from inference.engine import LogProb, Output
 from inference.loading import find_chat
-from inference.serve import Request
+from inference.scheduler import Request
 from prompt_tuning import PromptError
 
 # Fields that do not change the answer: who asks, what is kept of it, how soon it comes.

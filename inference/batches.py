@@ -16,7 +16,7 @@ each goes on until the last one has finished.
     python -m course.generate       a lesson: three prompts together, and each by itself
 
 Not covered: a new prompt in the place of a finished sequence (continuous batching):
-inference/serve.py.
+inference/scheduler.py.
 """
 
 from collections.abc import Callable

@@ -30,12 +30,13 @@ from base import terminal
 from base.model_config import MoEConfig, divisors
 from finetune.chat_template import ChatError
 from finetune.sft import message
-from generate import ModelRunner, check_options, stages_of
 from inference import generation_config, quantization, weight_layouts
 from inference.adapted import Adapters
 from inference.answers import answer_file, as_json, encode, read_prompts, stream_text
 from inference.huggingface import HuggingFaceError
 from inference.loading import check_vocabulary, find_chat, find_tokenizer, load_model, open_model
+from inference.sampling import check_options
+from pipeline_parallel import stages_of
 from prompt_tuning import PromptError
 from run.checkpoint import CheckpointError
 from run.config import DTYPES, ConfigError, as_flags, flag_name, multiply_in
@@ -308,8 +309,8 @@ def check_source(args: argparse.Namespace) -> None:
         raise ConfigError(f"--batch-size {args.batch_size}: is for --prompt-file; leave it out")
 
 
-def run(args: argparse.Namespace, world: World) -> None:
-    """What `python -m course.generate` does with flags."""
+def run(args: argparse.Namespace, world: World, stream_of: Callable) -> None:
+    """What generate.py does with flags. stream_of: that of generate.py."""
     check_source(args)
     config = check_flags(args, world)
     adapters = open_adapters(args, config, named=args.prompt_file is not None)
@@ -320,7 +321,7 @@ def run(args: argparse.Namespace, world: World) -> None:
     model, tokenizer, lockstep = connect(args, world, batch_size, timeout, adapters, quantize)
     options = sampling_options(args, world, tokenizer)
     if args.interactive:
-        return converse(world, model, tokenizer, config, args.stop, **options)
+        return converse(world, stream_of(model), tokenizer, config, args.stop, **options)
     if args.prompt_file is not None:
         requests = world.on_rank_0(
             lambda: read_prompts(args.prompt_file, tokenizer, config.seq_length, adapters.names),
@@ -328,7 +329,7 @@ def run(args: argparse.Namespace, world: World) -> None:
         )
         summary = answer_file(
             world,
-            model,
+            stream_of(model),
             tokenizer,
             requests,
             args.batch_size,
@@ -339,7 +340,7 @@ def run(args: argparse.Namespace, world: World) -> None:
             **options,
         )
     else:
-        summary = continue_prompt(args, world, model, tokenizer, config, options)
+        summary = continue_prompt(args, world, stream_of(model), tokenizer, config, options)
     if world.rank == 0:
         print(summary, file=sys.stderr)
 
@@ -384,7 +385,7 @@ def write_answer(record: dict, text: str, tokens: int, finish: str) -> None:
 
 
 def continue_prompt(
-    args: argparse.Namespace, world: World, model, tokenizer, config: MoEConfig, options: dict
+    args: argparse.Namespace, world: World, stream, tokenizer, config: MoEConfig, options: dict
 ):
     """Stream the continuation of --prompt, or a new text. Returns a summary of the speed."""
     if args.chat is not None:
@@ -399,9 +400,9 @@ def continue_prompt(
             " the model knows; give --prompt"
         )
     if world.rank:
-        return stream_text(model, tokenizer, prompt, args.stop, None, **options)
+        return stream_text(stream, tokenizer, prompt, args.stop, None, **options)
     print(args.prompt or "", end="", flush=True)
-    summary = stream_text(model, tokenizer, prompt, args.stop, sys.stdout, **options)
+    summary = stream_text(stream, tokenizer, prompt, args.stop, sys.stdout, **options)
     print(flush=True)
     return summary
 
@@ -419,10 +420,11 @@ def ask(args: argparse.Namespace, tokenizer, config: MoEConfig) -> tuple[list[in
     return prompt, (*tokenizer.stop_ids, chat.end_of_turn())
 
 
-def converse(world: World, model, tokenizer, config: MoEConfig, stop: list[str], **options) -> None:
+def converse(
+    world: World, stream, tokenizer, config: MoEConfig, stop: list[str], **options
+) -> None:
     """A prompt a line, until the end of the input. There is no memory from line to line."""
     out = sys.stdout if world.rank == 0 else None
-    options["runner"] = ModelRunner(stages_of(model))
     while True:
         line = None
         if world.rank == 0:
@@ -438,7 +440,7 @@ def converse(world: World, model, tokenizer, config: MoEConfig, stop: list[str],
         except PromptError as e:
             world.say(e)
             continue
-        summary = stream_text(model, tokenizer, prompt, stop, out, **options)
+        summary = stream_text(stream, tokenizer, prompt, stop, out, **options)
         world.say("")
         world.say_aside(summary)
 
@@ -446,7 +448,8 @@ def converse(world: World, model, tokenizer, config: MoEConfig, stop: list[str],
 # --------------------------------------------------------------------------------------------------
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], stream_of: Callable) -> int:
+    """generate.py. stream_of: as in `run`."""
     about = "Continue prompts with a trained model."
     parser = argparse.ArgumentParser(prog="python generate.py", description=about)
     add_flags(parser)
@@ -472,4 +475,4 @@ def main(argv: list[str]) -> int:
     flag("--weights", choices=("int8", "int4"), help=bits)
     group = "weights that share a scale with --weights int4: 32, 64, 128 or 256 (default: 32)"
     flag("--group-size", type=int, choices=quantization.GROUPS, metavar="N", help=group)
-    return command("generate.py", run, argv, parser)
+    return command("generate.py", partial(run, stream_of=stream_of), argv, parser)

@@ -60,8 +60,8 @@ from inference.cuda_graphs import Graphs
 from inference.kv_cache import CacheSlot, caching
 from inference.paged_attention import PagedCache
 from inference.pipelined import Ring
-from inference.sampling import DIVERGED, SamplingParams, keys_of, sample
-from inference.serve import (
+from inference.sampling import DIVERGED, SamplingParams, check_options, keys_of, sample
+from inference.scheduler import (
     BlockPool,
     DrawOptions,
     Piece,
@@ -71,7 +71,7 @@ from inference.serve import (
     Step,
     most_blocks,
 )
-from pipeline_parallel import Channels, Pipeline
+from pipeline_parallel import Channels, Pipeline, stages_of
 from run.world import memory
 
 # Bytes of the first message of an object, which begins with its length: most fit.
@@ -129,7 +129,7 @@ class Engine:
         adapter (inference.adapted.Adapters.use).
 
         A collective. Raises ValueError for a number that is not possible."""
-        stages = generate.stages_of(model)
+        stages = stages_of(model)
         config = stages[0].config
         window = config.sliding_window
         if num_blocks is None:
@@ -173,7 +173,7 @@ class Engine:
         """Raises ValueError, naming what to change."""
         if request.adapter is not None and self.runner.use_adapter is None:
             raise ValueError(f"adapter {request.adapter}: this engine has none")
-        generate.check_options(request.max_tokens, *request.draw.sampling)
+        check_options(request.max_tokens, *request.draw.sampling)
         generate.check_prompts(self.stages[0], [request.prompt], [request.draw.key])
         if len(request.prompt) + request.max_tokens > self.longest:
             is_whole = self.longest == self.config.seq_length

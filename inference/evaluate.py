@@ -48,14 +48,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import generate
 from base import terminal
 from base.attention_kernels import any_shape
 from base.groups import Groups
 from gpt import GPT
 from inference import cli
 from inference.batches import data_parallel, from_all_ranks
-from pipeline_parallel import Pipeline
+from pipeline_parallel import Pipeline, stages_of
 from run.config import ConfigError
 from run.documents import DataError, find_files, read_documents
 from run.tokenizer import begin_id
@@ -116,7 +115,7 @@ class Evaluator:
     progress: Callable[[int, int], None] = lambda done, count: None
 
     def __post_init__(self):
-        self.stages = generate.stages_of(self.model)
+        self.stages = stages_of(self.model)
         self.config = self.stages[0].config
 
     @torch.inference_mode()

@@ -37,7 +37,7 @@ LEFT_OUT |= dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "stop_s
 LEFT_OUT |= dict.fromkeys(("exponential_decay_length_penalty", "sequence_bias", "guidance_scale"))
 # The defaults of transformers, for a file that has some settings and not these.
 USUAL = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
-# The least temperature of generate.check_options.
+# The least temperature of inference.sampling.check_options.
 COLDEST = 0.001
 
 

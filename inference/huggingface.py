@@ -20,6 +20,7 @@ by many ranks on GPUs, all of which Megatron Bridge has. One process is enough h
 checkpoint loads under any layout.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -48,6 +49,7 @@ from inference.architectures import (
     unstack_experts,
 )
 from inference.hf_config import architecture_of, read_json, refused, to_gpt_config, to_hf_config
+from inference.merged import MergedModel
 from run import checkpoint
 from run.checkpoint import beside
 from run.checkpoint_index import check_sizes, read_header
@@ -64,6 +66,7 @@ from run.tokenizer import (
     special_ids,
 )
 from run.tokenizer_json import as_bytes, files_of
+from sharding import num_parameters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # The dtypes that are imported, as safetensors names them.
@@ -287,12 +290,16 @@ def import_folder(hf_dir: Path, path: Path) -> MoEConfig:
 
 
 def export_folder(
-    path: Path, hf_dir: Path, dtype: str = "fp32", max_shard_bytes: int = 5 * 10**9, merged=None
+    path: Path,
+    hf_dir: Path,
+    dtype: str = "fp32",
+    max_shard_bytes: int = 5 * 10**9,
+    merged: MergedModel | None = None,
 ) -> MoEConfig:
     """Write the model of a checkpoint, or of a run's newest one, as a folder for from_pretrained.
 
-    max_shard_bytes: of a safetensors file, about. merged: inference.merged.MergedModel, the
-    same model with an adapter in it. Raises HuggingFaceError or CheckpointError."""
+    max_shard_bytes: of a safetensors file, about. merged: the same model with an adapter in
+    it. Raises HuggingFaceError or CheckpointError."""
     if not Path(path).is_dir():
         raise HuggingFaceError(f"{path} is not a folder")
     path = checkpoint.find(path)
@@ -473,7 +480,54 @@ def report(name: str, convert: Callable[[], str]) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    from inference import huggingface_commands
+# --- the command line -----------------------------------------------------------------------------
 
-    terminal.command(huggingface_commands.main)
+
+def size(text: str) -> int:
+    """Bytes, from a number with or without a unit: 5GB, 500MB, 5000000000."""
+    parts = re.fullmatch(r"([1-9]\d*)([KMGT]?)B?", text.upper())
+    if not parts:
+        raise argparse.ArgumentTypeError(f"{text} is not a size like 5GB or 5000000000")
+    number, unit = parts.groups()
+    return int(number) * 1000 ** ["", "K", "M", "G", "T"].index(unit)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    about = "The same weights as Hugging Face folders, in and out."
+    parser = argparse.ArgumentParser(prog="python -m inference.huggingface", description=about)
+    flag = parser.add_argument
+    flag("command", choices=("import", "export"))
+    flag("source", help="to import: a Hugging Face folder; to export: a checkpoint or a run")
+    flag("target", help="a new folder")
+    flag("--dtype", choices=tuple(DTYPES), help="of an exported model (default: fp32)")
+    flag("--max-shard-size", type=size, help="of exported files, like 5GB, the default")
+    flag("--adapter", help="a run with --peft, whose LoRA or IA3 is merged into the export")
+    return parser
+
+
+def convert(args: argparse.Namespace) -> str:
+    """Returns what was written. Raises HuggingFaceError, CheckpointError or OSError."""
+    if args.command == "import":
+        if args.adapter:
+            raise HuggingFaceError(
+                "--adapter: is for export; inference.adapters import has its own"
+            )
+        if args.dtype or args.max_shard_size:
+            name = "--dtype" if args.dtype else "--max-shard-size"
+            raise HuggingFaceError(f"{name}: is for export; an imported model is fp32")
+        config = import_folder(args.source, args.target)
+    else:
+        merged = MergedModel(args.source, args.adapter) if args.adapter else None
+        sizes = args.dtype or "fp32", args.max_shard_size or size("5GB")
+        config = export_folder(args.source, args.target, *sizes, merged)
+    count = num_parameters(empty_model(config))
+    return f"{args.target}: {architecture_of(config).name}, {count:,} parameters"
+
+
+def main(argv: list[str]) -> int:
+    args = make_parser().parse_args(argv)
+    return report("huggingface.py", lambda: convert(args))
+
+
+if __name__ == "__main__":
+    terminal.command(main)

@@ -27,7 +27,7 @@ cache, and decodes all sequences as one device does: a step of one token has not
     python -m course.generate       a lesson: with the cache and without, bytes, FLOPs
 
 Not covered: a cache in blocks, so that sequences of any length share memory without free columns:
-inference/serve.py.
+inference/scheduler.py.
 """
 
 import contextlib

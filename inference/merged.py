@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from base.model_config import MoEConfig
+from finetune import frozen_base
 from finetune.adapter_config import AdapterConfig
 from finetune.adapter_files import Adapter, open_adapter
-from finetune.frozen_base import fingerprint
-from inference.loading import read_base
 from run import checkpoint
 from run.checkpoint import CheckpointError, beside
 from run.tokenizer import CHAT_TEMPLATE
@@ -41,11 +40,13 @@ def check_fields(adapter: Adapter, base: str | Path, config: MoEConfig) -> None:
         raise of_another_model(adapter, base, "; ".join(differing[:3]))
 
 
-def check_base(adapter: Adapter, base: str | Path, config: MoEConfig) -> None:
+def check_base(
+    adapter: Adapter, base: str | Path, config: MoEConfig, read=frozen_base.read_base
+) -> None:
     """Whether the model at `base`, of this configuration, is the one that an adapter was learned
-    for. A collective. Raises CheckpointError, naming both."""
+    for. read: as of frozen_base.fingerprint. A collective. Raises CheckpointError, naming both."""
     check_fields(adapter, base, config)
-    here = fingerprint(base, config, read_base)
+    here = frozen_base.fingerprint(base, config, read)
     if here != adapter.base:
         why = f"its fingerprint is {adapter.base} there and {here} here"
         raise of_another_model(adapter, base, why)
@@ -107,7 +108,7 @@ class MergedModel:
 
     def read(self, name: str) -> Tensor:
         """A whole parameter, float32."""
-        weight = read_base(self.base, [name])[name]
+        weight = frozen_base.read_base(self.base, [name])[name]
         merged = merge(name, weight, self.values, self.adapter.config)
         if merged is not weight:
             self.changed.add(name)

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from families import LocalBias
 from inference.kv_cache import decode_attention, power_of_two
-from inference.serve import Piece, Step
+from inference.scheduler import Piece, Step
 
 # The most bytes of keys that one call for decodes gathers on a CPU.
 CALL_BYTES = 4 * 2**20

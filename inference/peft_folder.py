@@ -186,7 +186,7 @@ def export_adapter(path: str, base: str, hf_dir: str) -> str:
     if adapter.config.peft == "adapter":
         raise HuggingFaceError(f"{adapter.path}: peft has LoRA and IA3, but no bottleneck adapters")
     base, config = base_of(base)
-    check_base(adapter, base, config)
+    check_base(adapter, base, config, read_base)
     values = adapter.values()
     collect = lora_tensors if adapter.config.peft == "lora" else ia3_tensors
     # blocks.0.attention.query.lora.a -> blocks.0.attention.query.

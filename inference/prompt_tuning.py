@@ -29,6 +29,7 @@ from finetune.prompt_file import load
 from finetune.prompt_template import Example
 from inference import cli
 from inference.loading import read_base
+from pipeline_parallel import stages_of
 from prompt_tuning import PromptError, apply_tables
 
 # --- generate and evaluate ------------------------------------------------------------------------
@@ -40,7 +41,7 @@ def infer(args: argparse.Namespace, world) -> None:
     model, tokenizer, lockstep = cli.connect(args, world, args.batch_size)
     config, tables = read_prompts(args, model_config)
     if tables:
-        for stage in generate.stages_of(model):
+        for stage in stages_of(model):
             apply_tables(stage, tables)
     first_ids = config.prompt_tasks.first_ids(model_config.vocab_size)
     # Leaves room for the answer in the model's context.
@@ -100,7 +101,7 @@ def answer_all(
 
     summary = cli.answer_file(
         world,
-        model,
+        generate.stream_of(model),
         tokenizer,
         [(answer, example.ids) for answer, example in zip(answers, examples) if example],
         args.batch_size,

@@ -53,7 +53,7 @@ from inference.batches import DecodeBatch, data_parallel, from_all_ranks
 from inference.engine import Engine, requests_of
 from inference.loading import build_stages, materialise
 from inference.sampling import hash_of
-from pipeline_parallel import Pipeline
+from pipeline_parallel import Pipeline, stages_of
 from run.config import DTYPES
 
 # Tokens of a block of the engine's cache.
@@ -140,7 +140,7 @@ def write_answers(
     Raises ValueError for a prompt that is not possible, before anything runs; FloatingPointError,
     on every rank, where logits are not finite.
     """
-    stages = generate.stages_of(model)
+    stages = stages_of(model)
     check(stages[0], prompts, samples, max_tokens)
     dp, dp_rank = data_parallel(groups)
     mine = slice(len(samples) * dp_rank // dp, len(samples) * (dp_rank + 1) // dp)

@@ -42,6 +42,19 @@ class SamplingParams(NamedTuple):
     top_p: float = 1.0
 
 
+def check_options(max_tokens: int, temperature: float, top_k: int, top_p: float) -> None:
+    """Raises ValueError, naming what to change."""
+    greedy_or_warm = temperature == 0 or 0.001 <= temperature < float("inf")
+    if not greedy_or_warm:
+        raise ValueError(f"temperature {temperature}: must be 0, or at least 0.001 and finite")
+    if top_k < 0:
+        raise ValueError(f"top_k {top_k}: must be at least 0")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p {top_p}: must be above 0 and at most 1")
+    if max_tokens < 0:
+        raise ValueError(f"max_tokens {max_tokens}: must be at least 0")
+
+
 def sample(logits: Tensor, keys: list[int], positions: list[int], params: SamplingParams) -> Tensor:
     """The next token of each sequence. logits: [b, V]; keys: of the b prompts (`keys_of`);
     positions: where the b tokens will stand. Returns [b] int64, with DIVERGED where logits are not

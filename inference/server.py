@@ -44,7 +44,7 @@ from base import terminal
 from inference.api import ApiError, ChatCompletion, Choice, Completion, Fields, Model, Writer
 from inference.engine import Engine, Output, fail
 from inference.sampling import SamplingParams, keys_of
-from inference.serve import DrawOptions, Request
+from inference.scheduler import DrawOptions, Request
 
 PAGE = {"/": "page.html", "/page.js": "page.js", "/page.css": "page.css"}
 # A browser runs the page's script and style, and loads nothing else.
@@ -67,7 +67,7 @@ class Server:
 
     def __init__(self, engine: Engine, tokenizer, models: dict[str, Model], keys: list, args):
         """models: by name, the base first. keys: of the clients that may ask; empty: all may. args:
-        of inference/serve_command.py."""
+        of inference/serve.py."""
         self.engine, self.tokenizer, self.models = engine, tokenizer, models
         self.keys, self.args = keys, args
         self.about = {"object": "model", "created": int(time.time()), "owned_by": "serve.py"}

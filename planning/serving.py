@@ -33,7 +33,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from base.model_config import MoEConfig, block_matrices, mlp_matrices, num_mlps
-from inference.serve import most_blocks
+from inference.scheduler import most_blocks
 from planning import commands
 from planning.inputs import SOFTWARE, TRAIN, Layout, Machine, Software
 from planning.layer_time import Rank, read_and_written

@@ -216,7 +216,7 @@ class Reading(NamedTuple):
 
 
 RESUME = f"{TRAIN} --steps 3 --out run --resume"
-GENERATE = f"inference.cli --checkpoint run --prompt de {ANSWER}"
+GENERATE = f"generate --checkpoint run --prompt de {ANSWER}"
 LEARN = "finetune.prompt_tuning --config prompts.json --global-batch-size 2 --device cpu"
 INFER = "--prompts prompts/prompts.safetensors --checkpoint run --data lines.jsonl"
 ANSWERS = [f"finetune.prompt_tuning {word} {INFER} {ANSWER}" for word in ("generate", "evaluate")]
@@ -225,21 +225,21 @@ CHATS += " --chat-template chat.jinja"
 JSON = [changed_json, changed_json, changed_bytes]
 OF_INDEX = [
     GENERATE,
-    "inference.huggingface_commands export run hf",
+    "inference.huggingface export run hf",
     "checkpoint verify run",
     "checkpoint show run",
     f"train --load run {TEXTS} --device cpu --global-batch-size 2 --steps 1 --out new",
     RESUME,
 ]
 OF_FOLDER = [
-    "inference.huggingface_commands import {} ckpt",
-    f"inference.cli --checkpoint {{}} --prompt de {ANSWER}",
+    "inference.huggingface import {} ckpt",
+    f"generate --checkpoint {{}} --prompt de {ANSWER}",
 ]
 OF_TOKENIZER = ["run.tokenizer def tokenizer.json", f"{GENERATE} --tokenizer tokenizer.json"]
 OF_ADAPTER = [
     "inference.adapters merge run lora new",
     "inference.adapters export lora new --base run",
-    "inference.huggingface_commands export run new --adapter lora",
+    "inference.huggingface export run new --adapter lora",
     f"{GENERATE} --adapter lora",
     f"{LEARN_LORA} --out lora --resume --steps 3",
 ]

@@ -20,15 +20,14 @@ from finetune.adapter_config import AdapterConfig
 from finetune.adapter_files import open_adapter
 from inference import (
     adapted,
-    cli,
     huggingface,
-    huggingface_commands,
     peft_folder,
     quantization,
     weight_layouts,
 )
 from inference import adapters as adapter_commands
 from inference.loading import build_stages, find_chat, load_model, open_model
+from pipeline_parallel import stages_of
 from run import checkpoint
 from run.tokenizer import CHAT_TEMPLATE, ByteTokenizer
 from sharding import named_parameters, set_sharding, shard_of, sharding_of
@@ -341,7 +340,7 @@ def test_export_of_the_merged_model(folder, tmp_path):
         shutil.copytree(folder / path.name, path)
         (path / "chat_template.jinja").write_text("{{ messages[0].content }}")
         argv = ["export", str(base), str(tmp_path / shape), "--adapter", str(path)]
-        assert huggingface_commands.main(argv) == 0
+        assert huggingface.main(argv) == 0
         merged = tmp_path / f"{shape}-merged"
         adapter_commands.merge_adapter(str(base), str(path), str(merged))
         huggingface.export_folder(merged, tmp_path / f"{shape}-2")
@@ -355,7 +354,7 @@ def test_export_of_the_merged_model(folder, tmp_path):
 
 
 def answers(capsys, *argv):
-    status = cli.main([str(word) for word in (*argv, "--device", "cpu", "--temperature", "0")])
+    status = generate.main([str(word) for word in (*argv, "--device", "cpu", "--temperature", "0")])
     out, err = capsys.readouterr()
     assert status == 0, err
     return [json.loads(line) for line in out.splitlines()]
@@ -399,10 +398,10 @@ def on_layouts(rank, folder, shape, layouts, world):
         for words in (["lora"], ["ia3"], ["adapter"], ["x=", "lora"]):
             words = ["".join(words[:-1]) + f"{base}-{words[-1]}"]
             model, _ = load_model(base, dtype=torch.float64, groups=groups)
-            given = adapted.Adapters(words, base, generate.stages_of(model)[0].config)
+            given = adapted.Adapters(words, base, stages_of(model)[0].config)
             given.check()
             given.put(model, groups)
-            for stage in generate.stages_of(model):
+            for stage in stages_of(model):
                 weight_layouts.replace_linears(stage)
             for name in [*given.names, None] if given.names else [""]:
                 if given.names:
@@ -456,7 +455,7 @@ def test_weights_in_8_bits(folder, tmp_path, capsys):
         quantization.apply(each)
     assert torch.equal(model(TOKENS), expected(TOKENS))
     words = ["--checkpoint", base, "--device", "cpu", "--weights", "int8", "--adapter"]
-    assert cli.main(list(map(str, [*words, folder / "gpt-adapter"]))) == 2
+    assert generate.main(list(map(str, [*words, folder / "gpt-adapter"]))) == 2
     assert "--weights int8: not with adapters beside the weights" in capsys.readouterr().err
 
 
@@ -492,7 +491,7 @@ def test_bad_flags(folder, tmp_path, capsys):
         (["--prompt-file", str(file)], "line 2"),
     ):
         argv = argv if "--checkpoint" in argv else ["--checkpoint", gpt_base, *argv]
-        status = cli.main([*argv, "--device", "cpu", "--max-tokens", "2"])
+        status = generate.main([*argv, "--device", "cpu", "--max-tokens", "2"])
         out, err = capsys.readouterr()
         assert (status, out) == (2, "")
         assert words in err and err.count("\n") == 1, err

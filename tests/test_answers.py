@@ -12,7 +12,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from inference.answers import TextStream, text_of
 from inference.engine import LogProb, Output
-from inference.serve import Request
+from inference.scheduler import Request
 from run.token_bytes import token_bytes
 from run.tokenizer import make_tokenizer
 

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from small_run import equal
 from torch import nn
 
+import generate
 import gpt
 import sharding
 import train
@@ -295,11 +296,9 @@ def test_an_index_is_typed_and_held_to_its_files(whole_model, tmp_path, field, v
 
 def test_more_than_memory_is_refused_before_it_is_taken(whole_model, monkeypatch, capsys):
     """On a machine with 4 KiB; generating says so, in one line."""
-    from inference import cli
-
     checkpoint.check_room("x", 4096, "cpu")
     monkeypatch.setattr("run.world.memory", lambda device, ranks: 4096)
-    status = cli.main(["--checkpoint", str(whole_model), "--prompt", "a", "--device", "cpu"])
+    status = generate.main(["--checkpoint", str(whole_model), "--prompt", "a", "--device", "cpu"])
     err = capsys.readouterr().err
     assert status == 2 and "bytes, and cpu has 4,096 in all" in err and len(err.splitlines()) == 1
 

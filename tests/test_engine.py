@@ -16,12 +16,13 @@ from base.groups import Groups
 from course import ranks
 from finetune import adapters
 from finetune.adapter_config import AdapterConfig
-from inference import cli, cuda_graphs, serve, weight_layouts
+from inference import cli, cuda_graphs, scheduler, weight_layouts
 from inference import engine as engine_module
 from inference.engine import Engine, requests_of
 from inference.paged_attention import Decodes, PagedCache
 from inference.sampling import SamplingParams, keys_of
-from inference.serve import BlockPool, DrawOptions, Request, Scheduler
+from inference.scheduler import BlockPool, DrawOptions, Request, Scheduler
+from pipeline_parallel import stages_of
 
 CONTEXT = 48
 VOCAB = 61
@@ -229,7 +230,7 @@ def on_ranks(rank, path, world, layout, sizes, requests):
         tape(setattr)
     groups = Groups.make("cpu", world, **layout)
     model, _ = cli.load_model(path, torch.device("cpu"), torch.float64, groups, split)
-    for stage in generate.stages_of(model):
+    for stage in stages_of(model):
         weight_layouts.apply(stage)
     engine = Engine(model, groups, **sizes)
     if rank:
@@ -295,7 +296,7 @@ def freed_early(monkeypatch):
 
 
 def hash_without_parent(monkeypatch):
-    monkeypatch.setattr(serve, "hash_of", lambda _, tokens: repr(tokens).encode())
+    monkeypatch.setattr(scheduler, "hash_of", lambda _, tokens: repr(tokens).encode())
 
 
 def no_copy_on_write(monkeypatch):

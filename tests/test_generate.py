@@ -32,6 +32,7 @@ from gpt import GPT
 from inference import batches, cli, cuda_graphs, kv_cache, loading, sampling, weight_layouts
 from inference.engine import Engine
 from inference.sampling import DIVERGED, choose, keys_of, uniform
+from pipeline_parallel import stages_of
 from run import checkpoint
 from run.config import ConfigError
 from run.tokenizer import ByteTokenizer
@@ -394,7 +395,7 @@ def on_layouts(rank, path, layouts, requests):
         groups = Groups.make("cpu", 4, **layout)
         model, _ = cli.load_model(path, torch.device("cpu"), torch.float64, groups, layer_split)
         # as the command does
-        for stage in generate.stages_of(model):
+        for stage in stages_of(model):
             weight_layouts.apply(stage)
         dp, dp_rank = (groups.dp.size(), groups.dp.rank()) if groups.dp else (1, 0)
         for prompts, options in requests:
@@ -533,7 +534,7 @@ def saved(tmp_path_factory):
 
 
 def command(saved, capsys, *argv):
-    status = cli.main(["--checkpoint", str(saved), "--device", "cpu", *argv])
+    status = generate.main(["--checkpoint", str(saved), "--device", "cpu", *argv])
     return status, *capsys.readouterr()
 
 
@@ -662,7 +663,7 @@ def test_on_two_ranks(saved, tmp_path, capsys, torchrun):
     else:
         two = processes.run(argv, world=2)
     assert two.returncode == 0, two.stderr
-    assert cli.main(list(map(str, flags))) == 0
+    assert generate.main(list(map(str, flags))) == 0
     one = capsys.readouterr().out
     assert two.stdout == one
     assert len(one.splitlines()) == 3
@@ -683,7 +684,7 @@ def test_an_output_that_is_full_or_ascii(saved, capsys, tmp_path, monkeypatch):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n')
     flags = ["--checkpoint", str(saved), "--prompt-file", str(path), "--device", "cpu"]
-    status = cli.main([*flags, "--max-tokens", "2"])
+    status = generate.main([*flags, "--max-tokens", "2"])
     assert status == 1
     assert muted == [full]
     assert "standard output: No space left on device" in capsys.readouterr().err

@@ -18,9 +18,10 @@ from their_models import shaken, their_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import generate
 import train
 from base.model_config import MoEConfig
-from inference import cli, huggingface, huggingface_commands
+from inference import cli, huggingface
 from inference.architectures import GPT2, LLAMA, MIXTRAL, HuggingFaceError, their_tensors
 from inference.hf_config import architecture_of, to_gpt_config, to_hf_config
 from inference.huggingface import export_folder, import_folder
@@ -534,7 +535,7 @@ def test_a_model_does_not_come_out_shorter(copy, tmp_path, family, capsys):
     changes = {"pad_token_id": 1, "eos_token_id": 5}
     change(folder, changes | ({limit: 64} if family == "llama" else {}))
     base, out = tmp_path / "base", tmp_path / "run"
-    assert huggingface_commands.main(["import", str(folder), str(base)]) == 0
+    assert huggingface.main(["import", str(folder), str(base)]) == 0
     (tmp_path / "a.txt").write_text("a b " * 500)
     rows = 16 if family == "llama" else json.loads((folder / "config.json").read_text())[limit]
     words = f"--load {base} --data {tmp_path}/a.txt --cache {tmp_path}/cache --out {out} --lr 1e-3"
@@ -546,7 +547,7 @@ def test_a_model_does_not_come_out_shorter(copy, tmp_path, family, capsys):
     words += f" --seq-length {rows}"
     assert train.main(words.split()) == 0
     assert train.main(f"--resume --out {out} --steps 2".split()) == 0
-    assert huggingface_commands.main(["export", str(out), str(tmp_path / "back")]) == 0
+    assert huggingface.main(["export", str(out), str(tmp_path / "back")]) == 0
     back = json.loads((tmp_path / "back/config.json").read_text())
     assert back["pad_token_id"] == 1
     assert back[limit] == (64 if family == "llama" else rows)
@@ -555,7 +556,7 @@ def test_a_model_does_not_come_out_shorter(copy, tmp_path, family, capsys):
 def test_ids_without_a_tokenizer_are_said_to_be_lost(copy, tmp_path, capsys):
     folder = copy("llama")
     change(folder, {"pad_token_id": 1, "eos_token_id": 5})
-    assert huggingface_commands.main(["import", str(folder), str(tmp_path / "base")]) == 0
+    assert huggingface.main(["import", str(folder), str(tmp_path / "base")]) == 0
     error = capsys.readouterr().err
     assert "has no tokenizer, so an export will not have its" in error
     assert "eos_token_id 5" in error and "pad_token_id 1" in error
@@ -566,18 +567,16 @@ def test_command(copy, tmp_path, capsys, monkeypatch):
     folder = copy("gpt2")
     monkeypatch.chdir(tmp_path)
     make_tokenizer(folder / "tokenizer.json")
-    assert huggingface_commands.main(["import", "hf", "ckpt"]) == 0
+    assert huggingface.main(["import", "hf", "ckpt"]) == 0
     assert "GPT2LMHeadModel" in capsys.readouterr().out
     config = checkpoint.read_index(Path("ckpt"))["config"]
     assert Path(config["tokenizer"]).resolve() == Path("ckpt/tokenizer.json").resolve()
     argv = ["--checkpoint", "ckpt", "--prompt", "a b", "--max-tokens", "3", "--device", "cpu"]
-    assert cli.main(argv) == 0
+    assert generate.main(argv) == 0
     assert capsys.readouterr().out.startswith("a b")
     step = Path(shutil.copytree("ckpt", "run/checkpoints/step-000000"))
     (step / "tokenizer.json").rename("run/tokenizer.json")
-    assert (
-        huggingface_commands.main("export run back --max-shard-size 20KB --dtype bf16".split()) == 0
-    )
+    assert huggingface.main("export run back --max-shard-size 20KB --dtype bf16".split()) == 0
     tokenizers = [Path(name, "tokenizer.json").read_text() for name in ("hf", "back")]
     assert tokenizers[0] == tokenizers[1]
     assert json.loads(Path("back/config.json").read_text())["eos_token_id"] == 5
@@ -590,20 +589,20 @@ def test_command(copy, tmp_path, capsys, monkeypatch):
         "export hf x": "hf",
     }.items():
         capsys.readouterr()
-        assert huggingface_commands.main(words.split()) == 2
+        assert huggingface.main(words.split()) == 2
         (error,) = capsys.readouterr().err.splitlines()
         assert error.startswith("huggingface.py: ") and message in error
 
 
 @pytest.mark.parametrize("text, size", [("5GB", 5 * 10**9), ("20kb", 20_000), ("123", 123)])
 def test_sizes(text, size):
-    assert huggingface_commands.size(text) == size
+    assert huggingface.size(text) == size
 
 
 @pytest.mark.parametrize("text", ["0", "x", "-1GB", "1.5GB"])
 def test_what_is_no_size(text):
     with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
-        huggingface_commands.size(text)
+        huggingface.size(text)
 
 
 def test_shards_by_hand():

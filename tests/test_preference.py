@@ -262,7 +262,7 @@ def test_a_reward_model_writes_no_text(reward_run, toy, tmp_path, capsys):
     newest = checkpoint.find(out)
     assert checkpoint.read_index(newest)["head"] == "value"
     refused = [
-        lambda: cli.main(["--checkpoint", str(out), "--prompt", "a"]),
+        lambda: generate.main(["--checkpoint", str(out), "--prompt", "a"]),
         lambda: run(*SHAPE, "--load", out, "--data", folder / "text.txt", "--out", tmp_path / "a"),
         lambda: run(*flags, "--load", out, "--method", "dpo", "--out", tmp_path / "b"),
     ]

@@ -16,6 +16,7 @@ from base.model_config import FieldError, MoEConfig
 from course import ranks
 from inference import cli, quantization, weight_layouts
 from inference.quantization import GROUPS, Int4Matrix, Int8Matrix, by_kernel, dequantized
+from pipeline_parallel import stages_of
 
 KINDS = {"int8": Int8Matrix.of, "int4": Int4Matrix.of}
 # tied, with norms and biases; untied, with fewer key heads; tied, gated, with a scaled embedding;
@@ -217,7 +218,7 @@ def on_two_stages(rank, path, prompts):
     for kind in KINDS:
         groups = Groups.make("cpu", 2, pp=2)
         model, _ = cli.load_model(path, torch.device("cpu"), torch.float64, groups)
-        for stage in generate.stages_of(model):
+        for stage in stages_of(model):
             quantization.apply(stage, kind=kind)
         results.append(generate.generate(model, prompts, 8, **SAMPLED))
     return results
@@ -257,9 +258,9 @@ def test_command(folder, capsys, monkeypatch):
 
     monkeypatch.setattr(quantization, "apply", apply)
     flags = ["--checkpoint", folder, "--prompt", "ab", "--max-tokens", "4", "--device", "cpu"]
-    assert cli.main([*flags, "--weights", "int8"]) == 0
+    assert generate.main([*flags, "--weights", "int8"]) == 0
     more = ["--weights", "int4", "--group-size", "64", "--precision", "fp32"]
-    assert cli.main([*flags, *more]) == 0
+    assert generate.main([*flags, *more]) == 0
     assert "4 tokens" in capsys.readouterr().err
     assert seen == [
         (torch.bfloat16, 1, dict(kind="int8", group=32)),

@@ -353,7 +353,7 @@ def test_adapters_learn_and_go_on(toy, tmp_path):
     assert all("lora" in name or name.startswith("critic.") for name in names)
     # the base with it writes text; the critic in the same checkpoint does not matter
     words = ["--adapter", parts, "--prompt", "a", "--max-tokens", 3]
-    assert cli.main(["--checkpoint", str(folder / "base"), *map(str, words)]) == 0
+    assert generate.main(["--checkpoint", str(folder / "base"), *map(str, words)]) == 0
 
 
 @pytest.mark.repetition

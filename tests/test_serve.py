@@ -1,11 +1,11 @@
-"""inference/serve.py without a model: invariants of blocks and steps, over histories drawn at
+"""inference/scheduler.py without a model: invariants of blocks and steps, over histories drawn at
 random.
 
 The oracle is SlotCache, a cache without a model. A key and a value depend on the adapter, on the
 position and on all tokens up to it. So a slot holds these instead of numbers. A piece writes its
 slots, and must then find its own sequence's past through its table, token for token.
 
-Each of MUTATIONS breaks inference/serve.py in one place. The histories must see it.
+Each of MUTATIONS breaks inference/scheduler.py in one place. The histories must see it.
 """
 
 import inspect
@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import pytest
 
-from inference import serve
-from inference.serve import BlockPool, DrawOptions, Piece, Request, Scheduler, Sequence, Step
+from inference import scheduler
+from inference.scheduler import BlockPool, DrawOptions, Piece, Request, Scheduler, Sequence, Step
 
 # --- the oracle -----------------------------------------------------------------------------------
 
@@ -304,7 +304,7 @@ def drawn(seed: int) -> History:
     # engine.check refuses what does not fit into an empty cache
     budget, window = rng.randint(1, 12), rng.choice([0, 0, rng.randint(1, 9)])
     longest = max(len(wish.text) for wish in wishes)
-    fewest = serve.most_blocks(longest, size, budget, window) + 1
+    fewest = scheduler.most_blocks(longest, size, budget, window) + 1
     sizes = Sizes(
         block_size=size,
         num_blocks=fewest + rng.choice([0, 0, 0, 1, 3, 10, 40]),
@@ -334,7 +334,7 @@ def test_histories_drawn_at_random():
 
 
 WRONG_TEXT = "the cache has another text"
-# how a history fails -> mutations: (function of inference/serve.py, a piece of it, its replacement)
+# how a history fails -> mutations: (function of scheduler.py, a piece of it, its replacement)
 MUTATIONS = {
     "a token that is seen has no block": [
         ("Scheduler.leave_window", "- self.window + 1", "- self.window + 2"),
@@ -352,7 +352,7 @@ MUTATIONS = {
         ("BlockPool.share", "self.users[block] += 1", "pass"),
     ],
     WRONG_TEXT: [
-        ("serve.hash_of", "parent + ", ""),
+        ("scheduler.hash_of", "parent + ", ""),
         ("Sequence.block_hash", "repr(self.request.adapter).encode()", 'b""'),
         ("Scheduler.make_room", "kept > 0 and users[table[first]] > 1", "False"),
         ("Scheduler.make_room", "step.copies.append((shared, table[first]))", "pass"),
@@ -392,10 +392,10 @@ MUTATIONS = {
 
 def mutate(monkeypatch, function: str, old: str, new: str) -> None:
     owner, name = function.split(".")
-    owner = getattr(serve, owner, serve)
+    owner = getattr(scheduler, owner, scheduler)
     source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
-    assert source.count(old) == 1, "serve.py has changed: write the mutation anew"
-    names = dict(vars(serve))
+    assert source.count(old) == 1, "scheduler.py has changed: write the mutation anew"
+    names = dict(vars(scheduler))
     exec(source.replace(old, new), names)
     monkeypatch.setattr(owner, name, names[name])
 

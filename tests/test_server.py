@@ -21,7 +21,8 @@ import small_run
 import test_evaluate
 from parity import again
 
-from inference import cli, serve_command
+import generate
+from inference import serve
 from run.tokenizer import make_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -133,7 +134,7 @@ def written(place, capsys, records: list[dict], *flags: str) -> list[dict]:
     capsys.readouterr()
     argv = ["--checkpoint", "chat", "--prompt-file", "prompts.jsonl", "--temperature", "1", *flags]
     # a later --checkpoint wins
-    assert cli.main(argv) == 0
+    assert generate.main(argv) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -219,7 +220,7 @@ def test_32_at_once(place, server, capsys):
 
 def test_chat(place, server, capsys):
     """Plain, streamed, with the log-probabilities that the prompt's and answer's tokens have."""
-    assert cli.main(["--checkpoint", "chat", "--chat", "hello", "--temperature", "1"]) == 0
+    assert generate.main(["--checkpoint", "chat", "--chat", "hello", "--temperature", "1"]) == 0
     expected = capsys.readouterr().out.rstrip("\n")
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     ask = dict(model="chat", messages=[{"role": "user", "content": parts}], seed=0)
@@ -428,7 +429,7 @@ def test_a_template_that_shows_no_end_of_a_turn_is_asked(place, capsys):
     text += "{% if add_generation_prompt %}assistant: <think>\n{% endif %}"
     Path("r1/chat_template.jinja").write_text(text)
     argv = "--checkpoint r1 --chat hello --max-tokens 5 --temperature 0 --device cpu".split()
-    assert cli.main(argv) == 0 and "5 tokens" in capsys.readouterr().err
+    assert generate.main(argv) == 0 and "5 tokens" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -725,7 +726,7 @@ def test_a_rank_dies(place, endless):
 def test_refusals(flags, words, place, capsys):
     status = None
     try:
-        status = serve_command.main(["--checkpoint", "chat", *flags.split()])
+        status = serve.main(["--checkpoint", "chat", *flags.split()])
     except SystemExit as e:
         status = e.code
     assert status == 2 and words in capsys.readouterr().err

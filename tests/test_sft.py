@@ -15,13 +15,14 @@ from test_generate import save
 from test_gpt import LLAMA_SHAPES, build
 from test_tokenizer import words as word_tokenizer
 
+import generate
 import train
 from base.groups import Groups
 from finetune import sft_data
 from finetune.chat_template import ChatError, ChatTokenizer, open_template
 from finetune.packing import Example, Packed, Padded
 from finetune.sft import Chat
-from inference import cli, huggingface
+from inference import huggingface
 from inference.loading import find_chat, find_tokenizer
 from run import launch
 from run.config import ConfigError
@@ -501,9 +502,9 @@ def test_a_conversation_is_answered(chats, tmp_path, capsys):
     assert "4 conversations, 16 of 96 tokens in the loss; --val-data: 40" in said
     assert "without --load: a new model" in said
     argv = ["--checkpoint", str(out), "--chat", "ab", "--temperature", "0", "--device", "cpu"]
-    assert cli.main(argv) == 0
+    assert generate.main(argv) == 0
     assert capsys.readouterr().out.strip() == "yes"
-    assert cli.main([*argv, "--prompt", "x"]) == 2
+    assert generate.main([*argv, "--prompt", "x"]) == 2
     assert "--chat" in capsys.readouterr().err
     (out / "chat_template.jinja").write_text("{{ messages[0].content }}|")
     assert find_chat(out, ByteTokenizer()).template.text.endswith("|")

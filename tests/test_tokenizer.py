@@ -13,7 +13,7 @@ from test_gpt import build
 
 import generate
 import train
-from inference import cli, huggingface_commands
+from inference import huggingface
 from run import checkpoint, data, training_run
 from run.tokenizer import (
     ByteTokenizer,
@@ -299,10 +299,10 @@ def test_an_altered_copy_is_named(here, capfd):
     capfd.readouterr()
     with pytest.raises(SystemExit):
         checkpoint.main(["verify", "run"])
-    assert cli.main(["--checkpoint", "run", "--prompt", "a", "--device", "cpu"]) == 2
+    assert generate.main(["--checkpoint", "run", "--prompt", "a", "--device", "cpu"]) == 2
     assert run("--out", "three", "--steps", "1", "--load", "run") == 2
     assert run("--out", "run", "--steps", "2", "--resume") == 2
-    assert huggingface_commands.main(["export", "run", "hf"]) == 2
+    assert huggingface.main(["export", "run", "hf"]) == 2
     lines = capfd.readouterr().err.splitlines()
     errors = [line for line in lines if "tokenizer.json is altered" in line]
     assert len(errors) == 5
@@ -405,5 +405,5 @@ def test_experts_that_cannot_be_exported(here, capfd):
     would_fit = "--router topk --router-topk 2 --expert-every 1"
     for expected in ("router sinkhorn", "expert_every 2", would_fit):
         assert expected in warning
-    assert huggingface_commands.main(["export", "run", "hf"]) == 2
+    assert huggingface.main(["export", "run", "hf"]) == 2
     assert would_fit in capfd.readouterr().err

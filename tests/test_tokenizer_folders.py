@@ -17,7 +17,7 @@ from their_models import their_model
 import generate
 from finetune.chat_template import ChatError, ChatTokenizer, of_tokenizer, open_template
 from finetune.sft import message
-from inference import cli, generation_config, huggingface, huggingface_commands
+from inference import cli, generation_config, huggingface
 from inference.loading import find_chat, load_model
 from run import checkpoint
 from run.tokenizer import FileTokenizer, TokenizerError, make_tokenizer, prompt_ids, save_files
@@ -190,7 +190,7 @@ def test_ids_of_the_configuration_are_kept(folders, tmp_path):
     edit_json(hf / "config.json", bos_token_id=None, eos_token_id=None)
     huggingface.import_folder(hf, tmp_path / "endless")
     for prompt in ([], ["--prompt", "if a"]):
-        assert cli.main(["--checkpoint", str(tmp_path / "endless"), *prompt, *GENERATE]) == 0
+        assert generate.main(["--checkpoint", str(tmp_path / "endless"), *prompt, *GENERATE]) == 0
 
 
 def test_a_tokenizer_beyond_the_model_is_refused(folders, tmp_path):
@@ -274,7 +274,7 @@ def test_a_run_with_bytes_is_exported_with_its_tokenizer(here, capsys):  # noqa:
     assert back.encode("é\n") == list("é\n".encode())
     capsys.readouterr()
     for source in ("run", "hf", "ckpt"):
-        assert cli.main(["--checkpoint", source, "--prompt", "a", *GENERATE]) == 0
+        assert generate.main(["--checkpoint", source, "--prompt", "a", *GENERATE]) == 0
     assert len(set(capsys.readouterr().out.splitlines())) == 1
 
 
@@ -285,7 +285,7 @@ def test_export_goes_on_without_a_vocabulary(
     capsys,
 ):
     assert run("--out", "run", "--steps", "1", "--tokenizer", "gpt2") == 0
-    assert huggingface_commands.main(["export", "run", "with"]) == 0
+    assert huggingface.main(["export", "run", "with"]) == 0
     assert Path("with/tokenizer.json").exists()
 
     def no_network(name):
@@ -293,7 +293,7 @@ def test_export_goes_on_without_a_vocabulary(
 
     monkeypatch.setattr("tiktoken.get_encoding", no_network)
     capsys.readouterr()
-    assert huggingface_commands.main(["export", "run", "without"]) == 0
+    assert huggingface.main(["export", "run", "without"]) == 0
     assert "huggingface.py: without a tokenizer: --tokenizer gpt2" in capsys.readouterr().err
     assert not Path("without/tokenizer.json").exists()
     assert Path("without/model.safetensors").exists()
@@ -331,7 +331,7 @@ def test_another_form_of_a_tokenizer_is_refused(folders, tmp_path, name, capsys)
     with pytest.raises(huggingface.HuggingFaceError, match=reason):
         huggingface.import_folder(folder, tmp_path / "ckpt")
     assert not (tmp_path / "ckpt").exists()
-    assert cli.main(["--checkpoint", str(folder), "--prompt", "a", *GENERATE]) == 2
+    assert generate.main(["--checkpoint", str(folder), "--prompt", "a", *GENERATE]) == 2
     assert reason in capsys.readouterr().err
     # the weights alone are a model
     (folder / name).unlink()
@@ -359,7 +359,7 @@ def test_a_padded_vocabulary_trains_and_generates(folders, here, capsys):  # noq
     flags = ("--max-tokens", "25", "--temperature", "5", "--top-k", "0", "--top-p", "1")
     for source in (place / "hf", "run", "trained"):
         prompt = ("--checkpoint", str(source), "--prompt", "if a", *GENERATE)
-        assert cli.main([*prompt, *flags]) == 0
+        assert generate.main([*prompt, *flags]) == 0
         assert capsys.readouterr().out.startswith("if a")
     # uniform over 400 ids: the seed draws some of both
     ids = sampled(place / "hf")
@@ -457,13 +457,13 @@ def test_settings_come_with_the_model(folders, tmp_path, capsys):
     texts = {}
     for source in ("hf", "ckpt"):
         flags = ("--checkpoint", str(place / source), "--prompt", "hello", *GENERATE)
-        assert cli.main([*flags]) == 0
+        assert generate.main([*flags]) == 0
         out, err = capsys.readouterr()
         file = place / source / "generation_config.json"
         assert f"--top-k 50 (transformers' default) --top-p 0.9: from {file}\n" in err
         texts[source] = out
         given = ("--temperature", "0.6", "--top-p", "0.9", "--top-k", "50")
-        assert cli.main([*flags, *given]) == 0
+        assert generate.main([*flags, *given]) == 0
         again, err = capsys.readouterr()
         assert again == out and "from" not in err
     assert texts["hf"] == texts["ckpt"]
@@ -481,7 +481,7 @@ def test_settings_that_cannot_be(folders, tmp_path, capsys, content, words):
     folder = tmp_path / "hf"
     shutil.copytree(folders("gpt2") / "hf", folder)
     (folder / "generation_config.json").write_text(content)
-    assert cli.main(["--checkpoint", str(folder), "--prompt", "a", *GENERATE]) == 2
+    assert generate.main(["--checkpoint", str(folder), "--prompt", "a", *GENERATE]) == 2
     assert words in capsys.readouterr().err
 
 
