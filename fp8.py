@@ -591,7 +591,7 @@ def in_fp8(part: nn.Module, columns: tuple[str, ...], row: str, scaling: Scaling
     if type(part.project) is not gpt.ProjectTogether and not isinstance(
         part.project, tensor_parallel.ColumnParallelInput
     ):
-        raise ValueError("this model has adapters: fp8.apply comes before adapters.apply")
+        raise ValueError("this model has adapters: fp8.apply comes before adapter_layers.apply")
     names = list(LINEARS)
     places = tuple((number, names.index(name)) for name in columns)
     part.project = FP8Input(part.project, scaling, places)

@@ -569,8 +569,8 @@ class MoE(nn.Module):
         return self.multiply(inner, counts, self.down)[0]
 
     def multiply(self, rows: Tensor, counts: Tensor, *matrices: ExpertLinear) -> list[Tensor]:
-        """The product of each expert's matrices and rows (grouped_linear). finetune/adapters.py
-        extends it."""
+        """The product of each expert's matrices and rows (grouped_linear). adapter_layers.py of
+        finetune/ extends it."""
         return grouped_linear(rows, counts, *(matrix.weight for matrix in matrices))
 
     @compiling.left_out

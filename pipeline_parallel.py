@@ -569,7 +569,7 @@ class Pipeline:
         return [weight for _, weight in named if sharding_of(weight).copy_of]
 
 
-def stages_of(model: gpt.GPT | Pipeline) -> list[gpt.GPT]:
+def stages_of(model: gpt.GPT | Pipeline) -> list[gpt.GPT] | list[Stage]:
     """This rank's stages; a model that is not a pipeline is one stage."""
     return [model] if isinstance(model, gpt.GPT) else model.stages
 

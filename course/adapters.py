@@ -1,4 +1,4 @@
-"""The lesson of finetune/adapters.py: LoRA beside all weights, two ranks beside one, and the
+"""The lesson of finetune/adapter_layers.py: LoRA beside all weights, two ranks beside one, and the
 merge."""
 
 from unittest import mock
@@ -11,7 +11,7 @@ import sharding
 import tensor_parallel
 from course import demo, form
 from course.mutations import adapters as bugs
-from finetune import adapters
+from finetune import adapter_layers
 from finetune.adapter_config import LINEARS, AdapterConfig
 from optimizer import AdamW, GradientAccumulator
 
@@ -47,8 +47,8 @@ def lora_model(dtype: torch.dtype, group=None) -> gpt.GPT:
     model.requires_grad_(False)
     if group:
         tensor_parallel.apply(model, group)
-    adapters.apply(model, CONFIG, group)
-    with mock.patch.object(adapters, "OUTPUT_STD", 0.02):
+    adapter_layers.apply(model, CONFIG, group)
+    with mock.patch.object(adapter_layers, "OUTPUT_STD", 0.02):
         sharding.init(model, 0, "cpu", dtype)
     return model
 

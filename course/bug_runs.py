@@ -29,7 +29,7 @@ from course.mutations import Bug, of_one_device
 from course.synthetic import Synthetic
 from course.training_commands import config_of
 from finetune.packing import Example, Packed
-from finetune.preference_learning import DPOTask
+from finetune.preference import DPOTask
 from run import data
 from run.config import RunConfig
 from run.task import evaluate

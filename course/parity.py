@@ -43,8 +43,8 @@ from context_parallel import own_positions
 from course import ranks
 from course.synthetic import dataset_for
 from course.training_commands import config_of
-from finetune import adapters
-from finetune.preference_learning import DPOTask
+from finetune import adapter_layers
+from finetune.preference import DPOTask
 from run.config import RunConfig
 from sharding import local_part, sharding_of
 
@@ -115,7 +115,7 @@ class Run:
         device = torch.device(config.device)
         if getattr(config, "peft", None):
             # With B = 0, A would have no gradient in the first step.
-            adapters.OUTPUT_STD = 0.02
+            adapter_layers.OUTPUT_STD = 0.02
         self.trainer = trainer.Trainer(config, device, self.groups, config.task())
         self.dataset = dataset_for(self.trainer)
         self.result = Result()

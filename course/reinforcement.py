@@ -1,5 +1,5 @@
-"""The lesson of finetune/reinforcement.py: a policy that is a table learns from its rewards, held
-by the KL.
+"""The lesson of finetune/policy_gradients.py: a policy that is a table learns from its rewards,
+held by the KL.
 
 The policy has one logit for each of four tokens, and an answer is one token. So everything can be
 computed by hand: the best policy, and how far one rollout may move it."""
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from course import form
-from finetune import reinforcement
+from finetune import policy_gradients
 
 TOKENS = "abcd"
 REFERENCE = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
@@ -33,7 +33,10 @@ WITHOUT = form.Removals()
 
 
 @WITHOUT.replace(
-    "next-value", reinforcement, "generalized_advantages", "δ = r - V. Which tokens are to blame?"
+    "next-value",
+    policy_gradients,
+    "generalized_advantages",
+    "δ = r - V. Which tokens are to blame?",
 )
 def no_next_value(
     rewards: Tensor,
@@ -41,7 +44,7 @@ def no_next_value(
     mask: Tensor,
     gamma=1.0,
     lam=0.95,
-    original=reinforcement.generalized_advantages,
+    original=policy_gradients.generalized_advantages,
 ):
     """A token without a reward of its own seems to lose V, though the critic still expects as much
     after it. γ V of the next token says so."""
@@ -50,7 +53,7 @@ def no_next_value(
     return advantages, advantages + values
 
 
-@WITHOUT.replace("clip", reinforcement, "policy_loss", "How far does one rollout go?")
+@WITHOUT.replace("clip", policy_gradients, "policy_loss", "How far does one rollout go?")
 def no_clip(log_probs: Tensor, old: Tensor, advantages: Tensor, clip: float):
     """The ratio corrects for the policy that wrote the answers, and nothing says that the
     correction is good only near it."""
@@ -60,11 +63,11 @@ def no_clip(log_probs: Tensor, old: Tensor, advantages: Tensor, clip: float):
 
 @WITHOUT.replace(
     "old",
-    reinforcement,
+    policy_gradients,
     "policy_loss",
     "log π_old is taken anew in each update. What is the ratio?",
 )
-def always_new(log_probs: Tensor, *others, original=reinforcement.policy_loss):
+def always_new(log_probs: Tensor, *others, original=policy_gradients.policy_loss):
     """It is always 1, so nothing is ever clipped, and the updates go on as if the policy of each
     update had written the answers."""
     return original(log_probs, log_probs.detach(), *others[1:])
@@ -75,7 +78,7 @@ def no_kl():
     """The policy writes d and nothing else: KL log 10 = 2.30, the largest that this reward can
     cause. Where the reward is a model, d is often its mistake."""
     none = lambda log_probs, reference: torch.zeros_like(log_probs)  # noqa: E731
-    return mock.patch.multiple(reinforcement, log_ratio=none, kl_penalty=none)
+    return mock.patch.multiple(policy_gradients, log_ratio=none, kl_penalty=none)
 
 
 # --- a policy that is a table ---------------------------------------------------------------------
@@ -110,29 +113,31 @@ class Table:
                     x -= lr * x.grad
 
 
-def rollout(policy: Table, scores: Tensor, method: str) -> tuple[Tensor, reinforcement.Targets]:
+def rollout(policy: Table, scores: Tensor, method: str) -> tuple[Tensor, policy_gradients.Targets]:
     """Answers [n, 1], and what the updates need."""
     answers = policy.write()
     mask = torch.ones_like(answers, dtype=torch.bool)
     old = policy.log_probs(answers).detach()
     reference = REFERENCE.log()[answers]
-    weights = reinforcement.token_weights(mask, per_answer=method == "grpo")
+    weights = policy_gradients.token_weights(mask, per_answer=method == "grpo")
     if method == "grpo":
-        advantages = reinforcement.group_advantages(scores[answers[:, 0]], ANSWERS)
-        return answers, reinforcement.Targets(old, advantages.unsqueeze(1), weights, reference)
-    rewards = reinforcement.token_rewards(scores[answers[:, 0]], old, reference, mask, PPO_BETA)
+        advantages = policy_gradients.group_advantages(scores[answers[:, 0]], ANSWERS)
+        return answers, policy_gradients.Targets(old, advantages.unsqueeze(1), weights, reference)
+    rewards = policy_gradients.token_rewards(scores[answers[:, 0]], old, reference, mask, PPO_BETA)
     values = policy.value.detach().expand(mask.shape)
-    advantages, returns = reinforcement.generalized_advantages(rewards, values, mask)
-    return answers, reinforcement.Targets(old, advantages, weights, None, returns, values)
+    advantages, returns = policy_gradients.generalized_advantages(rewards, values, mask)
+    return answers, policy_gradients.Targets(old, advantages, weights, None, returns, values)
 
 
 def update(
-    policy: Table, answers: Tensor, targets: reinforcement.Targets, method: str, lr: float
+    policy: Table, answers: Tensor, targets: policy_gradients.Targets, method: str, lr: float
 ) -> None:
     beta = GRPO_BETA if method == "grpo" else 0.0
-    loss = reinforcement.actor_loss(policy.log_probs(answers), targets, CLIP, beta)
+    loss = policy_gradients.actor_loss(policy.log_probs(answers), targets, CLIP, beta)
     if method == "ppo":
-        loss = loss + reinforcement.critic_loss(policy.value.expand(answers.shape), targets, CLIP)
+        loss = loss + policy_gradients.critic_loss(
+            policy.value.expand(answers.shape), targets, CLIP
+        )
     policy.step(loss / ANSWERS, lr)
 
 
@@ -167,7 +172,7 @@ def teach_advantages(lesson: form.Lesson) -> None:
     values = torch.full((1, 3), 0.5)
     mask = torch.ones(1, 3)
     found = [
-        reinforcement.generalized_advantages(rewards, values, mask, 1.0, lam)[0][0].tolist()
+        policy_gradients.generalized_advantages(rewards, values, mask, 1.0, lam)[0][0].tolist()
         for lam in (1.0, 0.0)
     ]
     lesson.check(

@@ -19,7 +19,7 @@ from course.parity import Run
 from course.shrink import one_device
 from course.synthetic import Synthetic
 from course.training_commands import config_of
-from finetune.preference_command import PreferenceConfig
+from finetune.preference import PreferenceConfig
 
 # The runs that make a band.
 RUNS = 6

@@ -14,9 +14,9 @@ from torch import Tensor
 import generate
 import gpt
 from course import demo, form
+from finetune.chat import Chat, Example, message
 from finetune.chat_template import ChatTokenizer, open_template
 from finetune.packing import Padded
-from finetune.sft import Chat, Example, message
 from run.tokenizer import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()

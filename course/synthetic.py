@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from finetune.preference_command import PreferenceConfig
+from finetune.preference import PreferenceConfig
 from finetune.prompt_set import Question
-from finetune.reinforcement_command import ReinforcementConfig
-from finetune.sft_command import SFTConfig
+from finetune.reinforcement import ReinforcementConfig
+from finetune.sft import SFTConfig
 from run import data
 
 

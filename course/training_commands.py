@@ -5,11 +5,11 @@ config_of(dict(peft="lora", tp=2))                                       adapter
 config_of(dict(command="preference.py", method="dpo", data=["-"]))       preference.py
 """
 
-from finetune.adapter_training import TextPeftConfig
-from finetune.preference_command import PreferenceConfig
+from finetune.adapter_learning import TextPeftConfig
+from finetune.preference import PreferenceConfig
 from finetune.prompt_tuning import PromptLearningConfig
-from finetune.reinforcement_command import ReinforcementConfig
-from finetune.sft_command import SFTConfig
+from finetune.reinforcement import ReinforcementConfig
+from finetune.sft import SFTConfig
 from run.config import ConfigError, RunConfig, name_of
 from run.pretraining import Config
 

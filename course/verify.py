@@ -54,7 +54,7 @@ from course.parity import Result, first_difference, largest_difference, train
 from course.rounding import RUNS, band_of, losses_of, measure_band, times_band
 from course.shrink import described, one_device, shrink
 from finetune.prompt_tuning import PromptLearningConfig
-from finetune.reinforcement_command import ReinforcementConfig
+from finetune.reinforcement import ReinforcementConfig
 from run import flags, rules
 from run.config import ConfigError, RunConfig, name_of
 from run.launch import REFUSED

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from base import json_files
 from base.model_config import FieldError, MoEConfig
-from finetune import adapters
+from finetune import adapter_layers
 from finetune.adapter_config import METHODS, AdapterConfig
 from moe import empty_model
 from run import checkpoint
@@ -95,9 +95,11 @@ def shapes_of(config: AdapterConfig, model: MoEConfig) -> dict[str, tuple[int, .
     if config.peft not in METHODS:
         raise FieldError("peft", config.peft, f"must be one of {', '.join(METHODS)}")
     adapted = empty_model(model)
-    adapters.apply(adapted, config)
+    adapter_layers.apply(adapted, config)
     return {
-        name: tuple(p.shape) for name, p in adapted.named_parameters() if adapters.is_adapter(name)
+        name: tuple(p.shape)
+        for name, p in adapted.named_parameters()
+        if adapter_layers.is_adapter(name)
     }
 
 

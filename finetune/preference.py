@@ -35,8 +35,13 @@ Not covered: ties and more than two answers (Plackett-Luce), other losses (IPO, 
 labels (conservative DPO), a margin for how much better an answer is (Llama 2).
 """
 
-from typing import NamedTuple
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -44,7 +49,20 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import gpt
+import train
 from base import compiling, terminal
+from base.model_config import MoEConfig, flops_per_token
+from finetune import preference_data
+from finetune.adapter_learning import PeftConfig, lr_beside_reference
+from finetune.frozen_base import fingerprint
+from finetune.sft import ChatConfig, check_answers
+from finetune.sft_data import ConversationTask
+from run import checkpoint
+from run.checkpoint import CheckpointError
+from run.config import ConfigError, flag
+from run.finish import draw_loss
+from run.rules import Need, multiples
+from run.task import Task, WholeModel, evaluation_batches, run_forward
 from sequence_parallel import start_gather, synchronise
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -170,7 +188,350 @@ def is_value_head(name: str) -> bool:
     return name == "head.value.weight"
 
 
-if __name__ == "__main__":
-    from finetune import preference_command
+# --- a run ----------------------------------------------------------------------------------------
+#
+# The tasks change these functions of run/task.py, on every layout the same:
+#
+#     after_model_parallel    reward: the value head
+#     load_weights            reward: all but the value's vector; a reward model goes on whole
+#     before_steps            dpo: what the model says before training, of all pairs
+#     total_loss, loss_count  a sum over pairs, and how many there are
+#     statistics              accuracy, rewards, margin
+#     extra_state             reward: says that the head gives a number
+#
+# The log-probabilities before training are in OUT/reference.npz, for --resume: two vectors, and of
+# which base and pairs they are.
 
-    terminal.command(preference_command.main)
+# rows whose batches are on the device together, before step 1
+BLOCK = 512
+
+
+class PreferenceTask(ConversationTask):
+    """What both methods share."""
+
+    # routers use their raw logits, as in generation, and have no balancing losses
+    balances_experts = False
+
+    def open_data(self, config, world, tokenizer):
+        return preference_data.open_data(config, world, tokenizer)
+
+    def built(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        # sums over this rank's pairs, of a step or an evaluation: count, right, both rewards
+        self.sums = torch.zeros(4, dtype=torch.float64, device=self.trainer.device)
+
+    def losses(self, y: Tensor, batch) -> tuple[Tensor, Tensor, Tensor]:
+        """(loss, reward of the chosen answer, reward of the rejected one) of each pair, [n]."""
+        raise NotImplementedError
+
+    def data_of_step(self, step: int, dataset):
+        self.reset()
+        return dataset
+
+    def evaluate(self, dataset, sequences: int) -> float:
+        self.reset()
+        return super().evaluate(dataset, sequences)
+
+    def eval_statistics(self) -> dict[str, float]:
+        return {f"eval_{name}": mean.item() for name, mean in self.statistics().items()}
+
+    def total_loss(self, y: Tensor, batch) -> Tensor:
+        loss, chosen, rejected = self.losses(y, batch)
+        # evaluation fills its last batch up with rows that do not count
+        counts = batch.loss_mask.any(1)[0::2]
+        each = torch.stack([counts, chosen > rejected, chosen, rejected])
+        self.sums += (each.double() * counts).sum(1)
+        return (loss * counts).sum()
+
+    def loss_count(self, dataset, samples) -> int:
+        return len(samples) // 2
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Means over the pairs of the step, or of the evaluation. A collective; all tensor-parallel
+        ranks have the same."""
+        sums = self.sums.clone()
+        for group in (self.groups.dp, self.groups.pp):
+            if group:
+                dist.all_reduce(sums, group=group)
+        accuracy, chosen, rejected = sums[1:] / sums[0]
+        return {
+            "accuracy": accuracy,
+            "reward_chosen": chosen,
+            "reward_rejected": rejected,
+            "margin": chosen - rejected,
+        }
+
+
+class ValueModel(WholeModel):
+    """A model with a value head (ValueHead) learns: the reward model here, the critic of
+    finetune/reinforcement.py."""
+
+    def __init__(self, name: str):
+        """name: what messages call it."""
+        self.name = name
+
+    def after_model_parallel(self, stage) -> None:
+        apply(stage, self.groups.tp, self.config.sequence_parallel)
+
+    def load_weights(self, world) -> None:
+        """Start from --load: a model that has a value head; or one that writes text, all but its
+        head, and the value head begins at random. A collective. Raises CheckpointError."""
+        path = checkpoint.find(self.config.load)
+        whole = "model.head.value.weight" in checkpoint.read_index(path)["tensors"]
+        new = None if whole else is_value_head
+        self.trainer.checkpoints.load(path, weights_only=True, new=new)
+        head = "its value head" if whole else "a new value head"
+        world.say(f"{self.name}: starting from the weights of {path}, with {head}")
+
+    def extra_state(self) -> dict:
+        return {"head": "value"}
+
+
+class RewardTask(PreferenceTask):
+    """A value head in the place of the head, on a model that learns whole."""
+
+    last_file = "loss.png"
+
+    def __init__(self):
+        super().__init__(ValueModel("the reward model"))
+
+    def built(self) -> None:
+        super().built()
+        config = self.model_config
+        # the whole model has no matrix of the head, if that was not the embedding, but a vector
+        matrix = 0 if config.tied else config.vocab_size * config.hidden_size
+        self.trainer.num_parameters += config.hidden_size - matrix
+
+    def flops_per_token(self, s: int) -> float:
+        config = self.model_config
+        return flops_per_token(config, s) - 6 * config.vocab_size * config.hidden_size
+
+    def losses(self, y: Tensor, batch) -> tuple[Tensor, Tensor, Tensor]:
+        """y: [2 n, s], the values; that of the last token counts."""
+        rewards = sum_over_answers(y, batch.loss_mask)
+        chosen, rejected = pairs_of(rewards)
+        loss = reward_loss(chosen, rejected)
+        return loss, chosen.detach(), rejected.detach()
+
+    def finish(self, run) -> bool:
+        """No sample: a reward model writes no text."""
+        if run.world.rank == 0:
+            draw_loss(run.world, run, f"a reward model of {self.config.load}")
+        run.world.say(f"{run.out}: loss.png, metrics.jsonl, checkpoints")
+        return True
+
+
+class DPOTask(PreferenceTask):
+    """The model of --load itself learns, or adapters of it (--peft)."""
+
+    # The fingerprint of the base, as in reference.npz.
+    reference_of: str | None = None
+
+    def losses(self, y: Tensor, batch) -> tuple[Tensor, Tensor, Tensor]:
+        """y: [2 n, s], the loss of each token: -log p."""
+        log_p = -sum_over_answers(y, batch.loss_mask)
+        reference = batch.reference.to(log_p.dtype)
+        pairs = *pairs_of(log_p), *pairs_of(reference)
+        return dpo_loss(*pairs, self.config.kl_weight)
+
+    # --- the model before training ----------------------------------------------------------------
+
+    def log_probabilities(self, dataset, count: int) -> Tensor:
+        """[count] float64 on the CPU: of the answer in each of the first samples, by the model as
+        it is. A collective."""
+        found = torch.zeros(count, dtype=torch.float64, device=self.trainer.device)
+
+        def add(batch, y: Tensor) -> None:
+            # a row that fills the last batch up has no target, and adds 0
+            log_p = -sum_over_answers(y, batch.loss_mask)
+            found.index_add_(0, batch.samples, log_p.double())
+
+        for start in range(0, count, BLOCK):
+            block = range(start, min(start + BLOCK, count))
+            batches = evaluation_batches(self.trainer, Block(dataset, block), len(block))
+            run_forward(self.trainer, list(batches), add)
+        for group in (self.groups.dp, self.groups.pp):
+            if group:
+                dist.all_reduce(found, group=group)
+        return found.cpu()
+
+    def before_steps(self, run) -> None:
+        """Compute the reference's log-probabilities, or read them where the run goes on. Raises
+        CheckpointError."""
+        path = run.out / "reference.npz"
+        sets = {"train": run.train_set, "held_out": run.held_out}
+        if run.start == 0:
+            self.reference_of = fingerprint(checkpoint.find(self.config.load), self.model_config)
+            found = {}
+            for name, dataset in sets.items():
+                rows = dataset.in_order()
+                found[name] = self.log_probabilities(rows, rows.num_sequences).numpy()
+            run.world.on_rank_0(lambda: self.write(path, sets, found), (CheckpointError,))
+        else:
+            found = run.world.on_rank_0(lambda: self.read(path, sets), (CheckpointError,))
+        for name, dataset in sets.items():
+            dataset.reference = torch.from_numpy(found[name])
+
+    def key(self, sets: dict) -> str:
+        """Which base, and which rows."""
+        return " ".join([self.reference_of, *(each.index["corpus"] for each in sets.values())])
+
+    def write(self, path: Path, sets: dict, found: dict[str, np.ndarray]) -> None:
+        content = io.BytesIO()
+        np.savez(content, key=self.key(sets), **found)
+        try:
+            # whole or not there
+            path.with_suffix(".tmp").write_bytes(content.getvalue())
+            os.replace(path.with_suffix(".tmp"), path)
+        except OSError as e:
+            raise CheckpointError(f"{path}: cannot be written ({e.strerror})") from None
+
+    def read(self, path: Path, sets: dict) -> dict[str, np.ndarray]:
+        """Raises CheckpointError."""
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                key = str(file["key"])
+                found = {name: file[name] for name in sets}
+        except Exception as e:
+            raise CheckpointError(
+                f"{path}: cannot be read ({type(e).__name__}). It has what the model said of the"
+                " pairs before training; put it back, or start again with another --out"
+            ) from None
+        if key != self.key(sets):
+            raise CheckpointError(
+                f"{path}: is of another base, or of other pairs than --data"
+                f" {' '.join(self.config.data)} are now. Give the same files (and the same --date,"
+                " where the chat template writes it), or start again with another --out: older"
+                " versions held out other pairs, where several have one prompt"
+            )
+        return found
+
+    def check_base(self, path: Path, index: dict) -> None:
+        self.reference_of = index.get("reference", "")
+
+    def extra_state(self) -> dict:
+        return {"reference": self.reference_of}
+
+
+class Block:
+    """Some rows of a data set, as one that begins there."""
+
+    def __init__(self, dataset, rows: range):
+        self.dataset = dataset
+        self.rows = rows
+
+    def batch(self, samples):
+        return self.dataset.batch([self.rows[n] for n in samples])
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@dataclass
+class PreferenceConfig(ChatConfig):
+    """Every flag of finetune/preference.py."""
+
+    command: ClassVar[str] = "-m finetune.preference"
+    purpose: ClassVar[str] = "Learn from pairs of answers."
+    needs: ClassVar[tuple] = (
+        *PeftConfig.needs,
+        Need(
+            ("beta",),
+            lambda run: run.config.method == "dpo",
+            "is of --method dpo; a reward model has none",
+        ),
+        Need(
+            ("head_chunk",),
+            lambda run: run.config.method != "reward",
+            "a reward model has one number for a token, and no logits; leave it out",
+        ),
+    )
+    needed: ClassVar[dict[str, str]] = {
+        "data": "FILE, pairs of answers",
+        "load": "CKPT, the model that it begins with",
+    }
+    keeps_dropout: ClassVar[bool] = False
+    # a pair of answers is two rows
+    least_rows: ClassVar[int] = 2
+
+    method: str = flag(
+        "dpo",
+        "reward: a model that says how good an answer is; dpo: the model of --load itself",
+        ("reward", "dpo"),
+    )
+    data: list[str] = flag(
+        [],
+        "JSON lines with prompt, chosen and rejected; a twentieth is held out",
+        metavar="FILE",
+    )
+    val_data: list[str] = flag(
+        [], "pairs to evaluate on; all of --data is then trained on", metavar="FILE"
+    )
+    beta: float | None = flag(
+        None, "weight of the KL divergence from the model of --load; the default is 0.1"
+    )
+
+    @property
+    def value_head(self) -> bool:
+        return self.method == "reward"
+
+    @property
+    def unpredicted(self) -> str:
+        return "learns from pairs of answers"
+
+    @property
+    def kl_weight(self) -> float:
+        """--beta or its default."""
+        return 0.1 if self.beta is None else self.beta
+
+    def task(self) -> Task:
+        return RewardTask() if self.method == "reward" else DPOTask(self.learned())
+
+    def default_lr(self) -> tuple[float, str]:
+        return super().default_lr() if self.method == "reward" else lr_beside_reference(self)
+
+    def check(self, model: MoEConfig, world: int, base_needed: bool) -> None:
+        check_answers(self, no_dropout=self.method == "dpo")
+        check_method(self)
+        check_rows(self, world // self.tp // self.pp)
+        super().check(model, world, base_needed)
+
+
+def check_method(config: PreferenceConfig) -> None:
+    """What reward models and DPO have each. Raises ConfigError."""
+    if config.method == "reward":
+        if config.peft:
+            rule = (
+                "leaves the head as it is, and a reward model learns a new one; leave it out, or"
+                " --method dpo would fit"
+            )
+            config.refuse("peft", rule)
+        return
+    if config.beta is not None and not 0 < config.beta <= 1000:
+        config.refuse("beta", "must be above 0 and at most 1000; the default is 0.1")
+
+
+def check_rows(config: PreferenceConfig, dp: int) -> None:
+    """Each micro-batch has whole pairs. Raises ConfigError."""
+    share = config.global_batch_size // dp
+    if share % 2:
+        rule = (
+            f"leaves {share} rows for each of {dp} data-parallel ranks, and a pair of answers is"
+            f" two rows; {multiples(config.global_batch_size, 2 * dp)}"
+        )
+        config.refuse("global_batch_size", rule)
+    micro = config.micro_batch(dp)
+    if micro % 2:
+        pairs = [n for n in range(2, share + 1, 2) if share % n == 0]
+        rule = f"a pair of answers is two rows; {', '.join(map(str, pairs[:4]))} would fit"
+        raise ConfigError(f"--micro-batch-size {micro}: {rule}")
+
+
+def main(argv: list[str]) -> int:
+    return train.main(argv, PreferenceConfig)
+
+
+if __name__ == "__main__":
+    terminal.command(main)

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from finetune.chat import Chat, message
 from finetune.chat_template import ChatError
 from finetune.packing import Example, Padded
-from finetune.sft import Chat, message
 from finetune.sft_data import (
     NO_SKIP,
     check_length,

@@ -3,7 +3,7 @@
     {"prompt": "2 + 3 = ", ..}                                  text of the user
     {"messages": [{"role": "user", "content": ".."}], ..}       a conversation that ends with one
 
-The chat template (finetune/sft.py) makes the tokens after which the model answers. Other fields of
+The chat template (finetune/chat.py) makes the tokens after which the model answers. Other fields of
 a line go to the reward function. Lines are sorted by a hash of their content, so their order in the
 file does not matter; the last twentieth is held out, and lines with one prompt stay together.
 """
@@ -12,9 +12,9 @@ import json
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from finetune.chat import Chat, message
 from finetune.chat_template import ChatError
 from finetune.rewards import RewardFunction, check, rate
-from finetune.sft import Chat, message
 from finetune.sft_data import (
     NO_SKIP,
     check_length,

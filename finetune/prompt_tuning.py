@@ -28,7 +28,7 @@ import train
 from base import terminal
 from base.model_config import GPTConfig
 from finetune import prompt_file
-from finetune.adapter_training import PeftConfig
+from finetune.adapter_learning import PeftConfig
 from finetune.frozen_base import FrozenBase, read_base
 from finetune.nemo_config import PromptConfig
 from finetune.packing import Padded

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import schedules
 import sharding
-from finetune import preference, reinforcement
-from finetune.preference_learning import ValueModel
+from finetune import policy_gradients, preference
+from finetune.preference import ValueModel
 from run import checkpoint
 from run.task import Task, WholeModel, run_forward
 from train import Trainer
@@ -119,10 +119,10 @@ class Learner(OnRows):
     """The policy or the critic: its loss is about the answers of a step."""
 
     # What the updates of a step need (advantages ..), and what its loss is divided by.
-    targets: reinforcement.Targets | None = None
+    targets: policy_gradients.Targets | None = None
     count = 0
 
-    def learn_from(self, rows, targets: reinforcement.Targets, count: int) -> None:
+    def learn_from(self, rows, targets: policy_gradients.Targets, count: int) -> None:
         """targets: [R, s] each."""
         self.use_rows(rows)
         self.targets = targets
@@ -141,4 +141,4 @@ class Critic(Learner):
 
     def total_loss(self, y: Tensor, batch) -> Tensor:
         targets = self.targets.at(batch.samples.cpu(), y.device)
-        return reinforcement.critic_loss(y, targets, self.config.clip_range)
+        return policy_gradients.critic_loss(y, targets, self.config.clip_range)

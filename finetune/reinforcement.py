@@ -1,278 +1,512 @@
-"""PPO and GRPO: what a language model learns from the rewards of its own answers.
+"""Reinforcement learning as a run: the model writes answers, and learns from their rewards.
 
-The model (the policy π) reads a prompt x and writes an answer y of tokens y_1 .. y_T. A reward
-model or a function gives the answer one number, its score. There is no right answer to imitate. So
-the model learns by trial: tokens of answers that are better than expected become more likely, the
-others less. A step of training is
+    python -m finetune.reinforcement --load CKPT --data p.jsonl --reward check.py:correct --out R
 
-    rollout       π writes answers. Each token's log-probability is kept: log π_old(y_t)
-    score         r(x, y), one number for each answer
-    advantage     A_t: how much better was token t than expected?
-    update        --epochs times: raise Σ A_t log π(y_t), not too far
+The model that learns is called the policy. One step, in `data_of_step`:
 
-The equations, each beside its reason:
+    write      the policy writes global_batch_size answers; each gets     inference/rollout.py,
+               a reward, from a function or a reward model                rewards.py
+    targets    log-probabilities of the reference, and with ppo values    reference_models.py
+               of the critic; from these and the rewards, advantages      policy_gradients.py
+    update     --epochs times, from the same answers: forward,         train.py
+               backward, a step of the optimizer
 
-    policy gradient  ∇E[r] = E[Σ_t A_t ∇log π(y_t)]. Sampling has no gradient, and this needs none.
-    baseline   A_t = what came - what was expected. Any number that does not depend on y_t can be
-               subtracted: the mean of the gradient stays, and its variance falls.
-    ratio      ρ_t = π(y_t) / π_old(y_t). After one update π is no longer the model that wrote the
-               answers. The ratio corrects this, so answers can be used more than once.
-    clip       min(ρ A, clip(ρ, 1 - ε, 1 + ε) A). Far from π_old the correction is noise. So a token
-               whose ratio has moved by ε in the direction of A has no gradient any more.
-    KL         - β KL(π || π_ref). The reward is a model with errors, and π would find them. π_ref,
-               the model at the start, keeps the answers close to what the reward was learned from.
+The loop of train.py stays as it is: it takes the last of these optimizer steps, as in any run. The
+policy is the run's trainer, of which this is the task. The other models are trainers of their own
+(reference_models.py).
 
-PPO (arXiv 1707.06347) and GRPO (arXiv 2402.03300) differ in two places:
+Answers depend on the weights and on (seed, step, sample) alone, so a resumed run writes the same
+ones. With --peft the reference is the policy itself without its adapters: no second copy.
 
-                  PPO                                        GRPO
-    expected is   V(x, y_<t), by a critic: a model that      the mean score of a group: several
-                  learns it, as large as the policy          answers to the same prompt; no critic
-    KL is         in the reward of each token                in the loss of each token
-    weights       each token of the batch the same           each answer the same, so 1 / T a token
-
-With PPO's KL the best policy is known (Rafailov et al., arXiv 2305.18290, equation 4):
-
-    π*(y) = π_ref(y) exp(r(y) / β) / Z
-
-    python -m course.reinforcement   a lesson: a policy that is a table, against π*
-    python -m finetune.reinforcement --load CKPT --data prompts.jsonl --reward FILE.py:FUNCTION
-
-Everything here is a function of tensors: [n, T] for n answers, padded to T tokens, with a mask that
-is true at the tokens of an answer. Losses also take rows of several answers, [R, s]; then tokens
-outside answers have weight 0. Nothing here communicates: every rank has the scores of all answers.
-
-Not covered: a β that adapts to a wanted KL (Ziegler et al., section 2.2), pretraining loss beside
-PPO's (PPO-ptx), rewards for steps of an answer, GRPO without the division by the standard deviation
-(Dr. GRPO), a second clip for large ratios of negative advantages, a KL that is weighted by the
-ratio (use_bias_correction_kl, which trl has on by default). The library `trl` has most.
+Shapes: n answers of at most T tokens; packed (answer_rows.py) they are R rows of s tokens.
 """
 
-import dataclasses
+import time
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+import tensor_parallel
+import train
 from base import terminal
+from base.errors import RunError
+from base.model_config import MoEConfig, divisors, flops_per_token
+from finetune import adapter_layers, policy_gradients, rl_files
+from finetune.adapter_learning import PeftConfig, lr_beside_reference
+from finetune.answer_rows import Answer, Rows
+from finetune.frozen_base import fingerprint
+from finetune.preference import PreferenceConfig
+from finetune.prompt_set import open_prompts
+from finetune.reference_models import Critic, FrozenModel, Learner, OnRows, RewardModel, beside
+from finetune.rewards import is_function, open_function
+from finetune.sft import ChatConfig, check_answers
+from finetune.sft_data import ConversationTask
+from inference.rollout import Writer
+from run import checkpoint, least_memory
+from run.config import MODEL_FLAGS, ConfigError, RunConfig, as_flags, flag
+from run.rules import Need, check_techniques, multiples
+from run.task import Task
 
-# added to a standard deviation or variance that may be 0; trl has the same
-GROUP_EPS = 1e-4
-WHITEN_EPS = 1e-8
-
-
-# --- Kullback-Leibler divergence ------------------------------------------------------------------
-
-
-def log_ratio(log_probs: Tensor, reference: Tensor) -> Tensor:
-    """log π - log π_ref of each token: its mean over tokens that π wrote is KL(π || π_ref).
-
-    It is called k1 (http://joschu.net/blog/kl-approx.html). It can be negative for a token. As a
-    loss it is no use: the mean of its gradient is E[∇log π] = 0. PPO has it in the reward.
-    """
-    return log_probs - reference
-
-
-def kl_penalty(log_probs: Tensor, reference: Tensor) -> Tensor:
-    """π_ref / π - log (π_ref / π) - 1 of each token (k3; GRPO, equation 4).
-
-    Same mean as `log_ratio`, because π_ref / π - 1 has mean 0. Never negative, and of less
-    variance where π is near π_ref. With a gradient: GRPO has it in the loss.
-    """
-    difference = reference - log_probs
-    return torch.exp(difference) - difference - 1
+# published runs update up to four times from the same answers
+MOST_EPOCHS = 1000
+# --beta where it is not given
+KL_WEIGHTS = {"ppo": 0.05, "grpo": 0.04}
 
 
-# --- rewards and advantages: before the updates of a step -----------------------------------------
+class ReinforcementTask(Learner, ConversationTask):
+    """The policy's task."""
+
+    eval_field = "eval_reward"
+    last_file = "rl.png"
+
+    def open_data(self, config, world, tokenizer):
+        """Raises ChatError, RewardError or CheckpointError."""
+        function = open_function(config.reward) if is_function(config.reward) else None
+        return open_prompts(config, world, tokenizer, function)
+
+    def built(self) -> None:
+        config, policy = self.config, self.trainer
+        self.reference = self.reward_model = self.critic = None
+        if not config.peft:
+            self.reference = beside(policy, OnRows(FrozenModel()), config)
+        if config.reward and not is_function(config.reward):
+            of_values = config.of_values(config.reward)
+            self.reward_model = beside(policy, OnRows(RewardModel()), of_values)
+        if config.method == "ppo":
+            start = config.reward if self.reward_model else config.load
+            lr = config.peak_lr if config.critic_lr is None else config.critic_lr
+            self.critic = beside(policy, Critic(), replace(config.of_values(start), lr=lr))
+        self.writer = Writer(policy)
+        # Fields of the step's line in metrics.jsonl.
+        self.step_metrics: dict[str, float] = {}
+        # This rank's share of three sums over the step's tokens and updates: those clipped,
+        # |log π - log π_old|, the critic's loss
+        self.token_sums = torch.zeros(3, dtype=torch.float64, device=policy.device)
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def load_base(self, tokenizer) -> None:
+        """Load what never changes, and so is not in the run's own checkpoints: reference and reward
+        model. A collective. Raises CheckpointError."""
+        if self.reference:
+            try:
+                base = checkpoint.find(self.config.load)
+            except checkpoint.CheckpointError as e:
+                text = f"--load {e}. The run begins and goes on beside this model, its reference"
+                raise checkpoint.CheckpointError(text) from None
+            # first, for it says which fields differ in another model
+            self.reference.learned.load_from(base)
+            self.identity = fingerprint(base, self.model_config)
+        if self.reward_model:
+            self.reward_model.learned.load_from(self.config.reward)
+
+    def load_weights(self, world) -> None:
+        if self.critic:
+            self.critic.learned.load_weights(world)
+
+    def check_base(self, path, index: dict) -> None:
+        if self.reference and index.get("base", self.identity) != self.identity:
+            raise checkpoint.CheckpointError(
+                f"--load {self.config.load}: is not the model that the run in {path} began with,"
+                " which is its reference; it has changed since. Name that one, or start again with"
+                " another --out"
+            )
+
+    def extra_state(self) -> dict:
+        return {"base": self.identity} if self.reference else {}
+
+    def describe(self) -> str:
+        beside = {"a frozen reference": self.reference, "a frozen reward model": self.reward_model}
+        models = [name for name, model in (beside | {"a critic": self.critic}).items() if model]
+        return f", beside it {', '.join(models)}" if models else ""
+
+    def learners(self) -> dict:
+        return super().learners() | ({"critic.": self.critic.trainer} if self.critic else {})
+
+    def go_on(self, steps_done: int, taken: int) -> None:
+        # a group begins with the first answer to a question
+        size = self.config.answers_per_prompt
+        super().go_on(steps_done, -(-taken // size) * size)
+
+    # -- one step ----------------------------------------------------------------------------------
+
+    def data_of_step(self, step: int, dataset) -> Rows:
+        """Write the answers of a step, and take all of its updates but the policy's last. The loop
+        of train.py takes that one, from the rows of answers that are returned."""
+        begin = time.perf_counter()
+        self.step = step
+        answers, rewards = self.write(step, dataset, self.global_batch(step))
+        self.make_targets(answers, rewards)
+        self.written = time.perf_counter()
+        self.step_metrics["rollout_seconds"] = self.written - begin
+        self.token_sums.zero_()
+        for epoch in range(1, self.config.epochs + 1):
+            if self.critic:
+                critic = self.critic.trainer
+                self.token_sums[2] += critic.forward_backward(step, self.rows)
+                critic.update(step)
+            if epoch < self.config.epochs:
+                self.trainer.sum_gradients(step, self.rows)
+                self.trainer.update(step)
+        return self.rows
+
+    def write(self, step: int, dataset, samples: range) -> tuple[list[Answer], Tensor]:
+        """(the answers to the prompts of these samples, their rewards [n]); on every rank. The
+        answers also become `rows`. A collective."""
+        prompts = [dataset.question(n).ids for n in samples]
+        answers = self.writer.write(prompts, samples, step, dataset.end_tokens)
+        self.rows = self.pack(answers)
+        if self.reward_model:
+            values = self.reward_model.outputs(self.rows)
+            # the reward model gives [R, s] numbers; the one at an answer's last token is its reward
+            last = [values[place.row, place.last] for place in self.rows.places]
+            return answers, torch.stack(last)
+        return answers, self.rewards_of_function(dataset, answers)
+
+    def pack(self, answers: list[Answer]) -> Rows:
+        """R rows of s tokens. Empty rows fill up, so that all ranks have the same number of
+        micro-batches, and the interleaved schedule a multiple of pp."""
+        config = self.config
+        shards = config.length_multiple
+        multiple = self.trainer.dp * (config.micro_batch_size or 1)
+        if config.pipeline_schedule == "interleaved":
+            multiple *= config.pp
+        return Rows(answers, self.model_config.seq_length // shards * shards, multiple)
+
+    def rewards_of_function(self, dataset, answers: list[Answer]) -> Tensor:
+        """The rewards by the function, [n], on every rank: each rank calls it for its share. Raises
+        RunError, on all ranks."""
+        group = self.groups.all
+        rank, world = (group.rank(), group.size()) if group else (0, 1)
+        found, error = {}, None
+        try:
+            for n in range(rank, len(answers), world):
+                found[n] = dataset.reward(answers[n].sample, answers[n].ids)
+        except RunError as e:
+            error = str(e)
+        everywhere = [(found, error)] * world
+        if group:
+            dist.all_gather_object(everywhere, (found, error), group=group)
+        for of_rank, error in everywhere:
+            if error:
+                raise RunError(error, everywhere=True)
+            found |= of_rank
+        return torch.tensor([found[n] for n in range(len(answers))], dtype=torch.float64)
+
+    def make_targets(self, answers: list[Answer], rewards: Tensor) -> None:
+        """What the updates of the step need: `targets`, of the policy and of the critic. rewards:
+        [n]. Tensors here are [n, T], padded, until `spread` makes rows of them."""
+        rows = self.rows
+        lengths = torch.tensor([len(answer.ids) for answer in answers])
+        mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)  # [n, T]
+        of_rollout = pad([torch.tensor(a.log_probs, dtype=torch.float64) for a in answers])
+        old = of_rollout
+        if self.trainer.precision in ("bf16", "fp16"):
+            # Generation rounds in other places than training, by 1% in bf16 (1e-6 in float32). So
+            # π / π_old would not be 1 before the first update. π_old of a training forward is.
+            old = pad(rows.collect(-self.outputs(rows)))
+        reference = pad(rows.collect(-self.reference_losses()))
+        columns = dict(old=old, reference=reference)
+        if self.critic:
+            columns |= self.targets_of_critic(rewards, old, reference, mask)
+        else:
+            advantages = policy_gradients.group_advantages(rewards, self.config.answers_per_prompt)
+            columns["advantages"] = advantages.unsqueeze(1) * mask
+        per_answer = self.config.method == "grpo"
+        columns["weights"] = policy_gradients.token_weights(mask, per_answer)
+        count = len(answers) if per_answer else int(mask.sum())
+        for name, matrix in columns.items():
+            columns[name] = rows.spread([row[:n] for row, n in zip(matrix, lengths)])  # [R, s]
+        for learner in self.learners().values():
+            learner.task.learn_from(rows, policy_gradients.Targets(**columns), count)
+        self.step_metrics = {
+            "reward": rewards.mean().item(),
+            "kl": ((old - reference) * mask).sum(1).mean().item(),
+            "answer_tokens": lengths.double().mean().item(),
+            "ended_share": sum(answer.ended for answer in answers) / len(answers),
+            "rollout_difference": ((old - of_rollout).abs() * mask).max().item(),
+        }
+
+    def targets_of_critic(
+        self, rewards: Tensor, old: Tensor, reference: Tensor, mask: Tensor
+    ) -> dict[str, Tensor]:
+        """Advantages, returns, and the values before the updates, [n, T] each."""
+        values = pad(self.rows.collect(self.critic.outputs(self.rows)))
+        each = policy_gradients.token_rewards(rewards, old, reference, mask, self.config.kl_weight)
+        lam = self.config.gae_lambda
+        advantages, returns = policy_gradients.generalized_advantages(each, values, mask, lam=lam)
+        advantages = policy_gradients.whiten(advantages, mask)
+        return dict(advantages=advantages, returns=returns, old_values=values)
+
+    def reference_losses(self) -> Tensor:
+        """- log π_ref of each target, [R, s], as a model's head gives it."""
+        if self.reference:
+            return self.reference.outputs(self.rows)
+        with adapter_layers.disabled(*self.trainer.stages):
+            return self.outputs(self.rows)
+
+    def total_loss(self, y: Tensor, batch) -> Tensor:
+        """y: [b, s], - log π of each target, by the policy as it is now."""
+        clip = self.config.clip_range
+        # ppo has the KL in its rewards
+        beta = self.config.kl_weight if self.config.method == "grpo" else 0.0
+        targets = self.targets.at(batch.samples.cpu(), y.device)
+        if not self.groups.tp or self.groups.tp.rank() == 0:
+            now = -y.detach()
+            _, clipped = policy_gradients.policy_loss(now, targets.old, targets.advantages, clip)
+            self.token_sums[0] += (clipped & batch.loss_mask).sum()
+            self.token_sums[1] += ((now - targets.old).abs() * batch.loss_mask).sum()
+        return policy_gradients.actor_loss(-y, targets, clip, beta)
+
+    def row_length(self, dataset) -> int:
+        # answers are packed into rows
+        return self.model_config.seq_length
+
+    def processed(self, step: int, dataset) -> tuple[int, int]:
+        answers = self.rows.answers
+        prompts = sum(len(answer.prompt) for answer in answers)
+        learned = sum(len(answer.ids) for answer in answers)
+        return learned, prompts + learned
+
+    def statistics(self) -> dict[str, Tensor]:
+        sums = self.token_sums.clone()
+        for group in (self.groups.dp, self.groups.pp):
+            if group:
+                dist.all_reduce(sums, group=group)
+        tokens = self.rows.counted_tokens(self.samples(0)) * self.config.epochs
+        self.step_metrics["training_seconds"] = time.perf_counter() - self.written
+        numbers = self.step_metrics | {
+            "clip_share": sums[0] / tokens,
+            "policy_change": sums[1] / tokens,
+        }
+        if self.critic:
+            numbers["value_loss"] = sums[2] / self.config.epochs
+        return {n: torch.as_tensor(x, dtype=torch.float64) for n, x in numbers.items()}
+
+    # -- evaluation and the end --------------------------------------------------------------------
+
+    def flops_per_token(self, s: int) -> float:
+        """A forward pass has a third of the FLOPs of training once on these tokens: for writing,
+        for the reference, the reward model, the critic."""
+        forward = 2 + (self.reward_model is not None) + (self.critic is not None)
+        trainings = forward / 3 + self.config.epochs * (2 if self.critic else 1)
+        return flops_per_token(self.model_config, s) * trainings
+
+    def evaluate(self, dataset, sequences: int) -> float:
+        """The mean reward of answers to the first held-out prompts. Their step is 0, so the random
+        numbers are always the same. Some answers go to samples.jsonl."""
+        answers, rewards = self.write(0, dataset, range(sequences))
+        if not self.groups.all or self.groups.all.rank() == 0:
+            rl_files.write_samples(self.config.out, self.step, dataset, answers, rewards.tolist())
+        return rewards.mean().item()
+
+    def finish(self, run) -> bool:
+        if run.world.rank == 0:
+            rl_files.finish(run)
+        return True
 
 
-def token_rewards(
-    scores: Tensor, log_probs: Tensor, reference: Tensor, mask: Tensor, beta: float
-) -> Tensor:
-    """PPO's reward of each token: -β (log π - log π_ref), and the score at the last one.
-
-        r_t = -β (log π(y_t) - log π_ref(y_t)) + [t = T] r(x, y)
-
-    Summed over an answer: r(x, y) - β log (π(y) / π_ref(y)) (InstructGPT, arXiv 2203.02155,
-    equation 2; Ziegler et al., arXiv 1909.08593, equation 2).
-
-    scores: [n]; others [n, T]; mask: true at an answer's tokens -> [n, T], 0 outside the mask.
-    """
-    rewards = only(mask, -beta * log_ratio(log_probs, reference))
-    return rewards + scores[:, None] * is_last(mask)
+def pad(ragged: list[Tensor]) -> Tensor:
+    """n tensors [T_i] -> [n, T], with zeros behind the shorter ones."""
+    return pad_sequence(ragged, batch_first=True)
 
 
-def generalized_advantages(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 0.95
-) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation, GAE (Schulman et al., arXiv 1506.02438, equation 16).
-
-        δ_t = r_t + γ V_{t+1} - V_t          how much token t surprised the critic
-        A_t = δ_t + γ λ A_{t+1}              surprises after t count too, λ less for each step
-
-    λ = 1: A_t = Σ_{u ≥ t} γ^{u-t} r_u - V_t, of high variance. λ = 0: A_t = δ_t, which is only as
-    good as the critic. V after the last token is 0: the answer is over, nothing more comes.
-
-    all [.., T]; values[t] is V before token t was written; the mask has no gap in an answer.
-    -> (advantages, returns = A + V, what the critic learns), both [.., T], 0 outside the mask.
-    """
-    mask = mask.bool()
-    rewards, values = only(mask, rewards), only(mask, values)
-    advantages = torch.zeros_like(values)
-    # those of the token after t: [..]
-    advantage = next_value = torch.zeros_like(values[..., 0])
-    for t in reversed(range(values.shape[-1])):
-        delta = rewards[..., t] + gamma * next_value - values[..., t]
-        # Where there is no token t, the answer has ended before it: V = 0 and A = 0.
-        advantage = only(mask[..., t], delta + gamma * lam * advantage)
-        next_value = values[..., t]
-        advantages[..., t] = advantage
-    return advantages, advantages + values
+# --- the command ----------------------------------------------------------------------------------
 
 
-def whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean 0 and variance 1 over the masked elements; 0 outside.
+@dataclass
+class ReinforcementConfig(ChatConfig):
+    """Every flag of finetune/reinforcement.py."""
 
-    Then neither the learning rate nor the clip depends on the scale of the rewards. The variance
-    is the unbiased one, as in trl. Of all answers of a step, on every rank. x, mask: any shape.
-    """
-    mask = mask.bool()
-    count = mask.sum()
-    x = only(mask, x)
-    mean = x.sum() / count.clamp(min=1)
-    centered = only(mask, x - mean)
-    variance = centered.square().sum() / (count - 1).clamp(min=1)
-    return centered * torch.rsqrt(variance + WHITEN_EPS)
+    command: ClassVar[str] = "-m finetune.reinforcement"
+    purpose: ClassVar[str] = "Learn from rewards for answers."
+    needs: ClassVar[tuple] = (
+        *PeftConfig.needs,
+        Need(
+            ("gae_lambda", "critic_lr"),
+            lambda run: run.config.method == "ppo",
+            "is only for --method ppo; grpo has no critic",
+        ),
+        Need(
+            ("clip_range",),
+            lambda run: run.config.epochs > 1,
+            "clips updates after the first; --epochs 2 would have one",
+        ),
+    )
+    needed: ClassVar[dict[str, str]] = {
+        "load": "CKPT, the model that answers",
+        "data": "FILE, which has a prompt on each line",
+        "reward": "FILE.py:FUNCTION, or a run of finetune.preference --method reward",
+    }
+    keeps_dropout: ClassVar[bool] = False
+
+    method: str = flag(
+        "grpo",
+        "ppo has a critic; grpo compares the answers of a group",
+        ("ppo", "grpo"),
+    )
+    data: list[str] = flag(
+        [],
+        "JSON lines with a prompt, or messages, that the model answers; a twentieth is held out",
+        metavar="FILE",
+    )
+    reward: str | None = flag(
+        None,
+        "gives each answer a number: a run of finetune.preference --method reward, or"
+        " FILE.py:FUNCTION, called with (prompt, answer, line of --data)",
+        metavar="{CKPT,FILE:FUNCTION}",
+    )
+    beta: float | None = flag(
+        None,
+        "weight of the KL divergence from the model of --load; the default is 0.05 for ppo, 0.04"
+        " for grpo",
+    )
+    answer_tokens: int = flag(64, "tokens of an answer at most, its end token included")
+    group_size: int | None = flag(
+        None, "answers to each prompt of a step; the default is 8 for grpo, 1 for ppo"
+    )
+    epochs: int = flag(2, "updates from the answers of a step; later ones are clipped")
+    clip_range: float = flag(0.2, "how far updates may change a token's probability: a share")
+    gae_lambda: float = flag(0.95, "of ppo's advantages: 1 has no bias, 0 the least variance")
+    critic_lr: float | None = flag(None, "of ppo's critic; the default is --lr")
+    rollout_tp: int | None = flag(
+        None, "tensor-parallel ranks that write answers; the default is the layout of training"
+    )
+    rollout_pp: int | None = flag(
+        None, "pipeline ranks that write answers; the default is the layout of training"
+    )
+
+    @property
+    def unpredicted(self) -> str:
+        return "writes what it learns from"
+
+    @property
+    def answers_per_prompt(self) -> int:
+        """--group-size or its default."""
+        default = 8 if self.method == "grpo" else 1
+        return default if self.group_size is None else self.group_size
+
+    @property
+    def kl_weight(self) -> float:
+        """--beta or its default."""
+        return KL_WEIGHTS[self.method] if self.beta is None else self.beta
+
+    def task(self) -> Task:
+        return ReinforcementTask(self.learned())
+
+    def default_lr(self) -> tuple[float, str]:
+        return lr_beside_reference(self)
+
+    def of_values(self, load: str | None) -> "ValueConfig":
+        """The configuration of a reward model or critic, with the shape of --load."""
+        shape = dict.fromkeys(MODEL_FLAGS) if load != self.load else {}
+        micro = self.micro_batch_size or (1 if self.pp > 1 else None)
+        common = {field.name: getattr(self, field.name) for field in fields(RunConfig)}
+        changes = dict(load=load, micro_batch_size=micro, clip_range=self.clip_range, **shape)
+        return ValueConfig(**common | changes)
+
+    def bytes_beside(self, model: MoEConfig, precision: str, ranks: dict, learner: int) -> int:
+        """A critic like the policy, and the weights of a frozen reference."""
+        frozen = least_memory.state_parts(
+            model, precision, self.optimizer_state, self.zero_stage, ranks
+        )[0]
+        return int((learner if self.method == "ppo" else 0) + (0 if self.peft else frozen))
+
+    def known_micro_batch(self, dp: int) -> int:
+        """How many rows the answers will fill is not known."""
+        return self.micro_batch_size or 1
+
+    def check(self, model: MoEConfig, world: int, base_needed: bool) -> None:
+        check_answers(self)
+        check_numbers(self, model)
+        check_rollout_layout(self, model, world)
+        super().check(model, world, base_needed)
+        if self.reward and not is_function(self.reward):
+            check_reward_model(self, model, world)
 
 
-def group_advantages(scores: Tensor, group_size: int) -> Tensor:
-    """GRPO's advantage of each answer: (r - mean of its group) / (std of its group + 1e-4).
+@dataclass
+class ValueConfig(PreferenceConfig):
+    """The configuration of the reward model and the critic, which see the policy's rows."""
 
-    (arXiv 2402.03300, section 4.1.2.) A group is `group_size` neighbours, the answers to one
-    prompt. Their mean is the baseline. If all have the same score, nothing is learned from them.
-    std is the unbiased one, as in trl. scores: [n] -> [n]. Raises ValueError.
-    """
-    if group_size < 2 or len(scores) % group_size:
-        raise ValueError(
-            f"{len(scores)} scores in groups of {group_size}: a group has 2 answers or more, all"
-            " groups the same number"
+    least_rows: ClassVar[int] = 1
+
+    method: str = flag("reward", "a value for each token", ("reward",))
+    clip_range: float = flag(0.2, "that of the policy")
+
+
+def check_numbers(config: ReinforcementConfig, model: MoEConfig) -> None:
+    """Raises ConfigError."""
+    size = config.answers_per_prompt
+    least = 2 if config.method == "grpo" else 1
+    if size < least:
+        config.refuse("group_size", f"must be at least {least}")
+    if config.global_batch_size % size:
+        rule = (
+            f"must be divisible by --group-size {size}; {multiples(config.global_batch_size, size)}"
         )
-    groups = scores.view(-1, group_size)
-    mean = groups.mean(1, keepdim=True)
-    std = groups.std(1, keepdim=True)
-    return ((groups - mean) / (std + GROUP_EPS)).view(-1)
+        config.refuse("global_batch_size", rule)
+    if not 1 <= config.answer_tokens < model.seq_length:
+        rule = f"must be from 1 to below --seq-length {model.seq_length}: a prompt stands before it"
+        config.refuse("answer_tokens", rule)
+    if not 1 <= config.epochs <= MOST_EPOCHS:
+        rule = f"must be from 1 to {MOST_EPOCHS}: answers that old teach nothing"
+        config.refuse("epochs", rule)
+    for name, low, high in (("clip_range", 0, 1), ("gae_lambda", 0, 1), ("beta", 0, 1000)):
+        value = getattr(config, name)
+        if value is not None and not low <= value <= high:
+            config.refuse(name, f"must be from {low} to {high}")
+    if config.critic_lr is not None and not (config.min_lr or 0) <= config.critic_lr < 2**31:
+        rule = f"must be at least --min-lr {config.min_lr or 0}, to which the cosine comes down"
+        config.refuse("critic_lr", rule)
 
 
-# --- losses: in each update -----------------------------------------------------------------------
+def check_rollout_layout(config: ReinforcementConfig, model: MoEConfig, world: int) -> None:
+    """Raises ConfigError."""
+    tp, layers = config.rollout_tp or 1, model.num_layers
+    for name, ranks in (("rollout_tp", world), ("rollout_pp", world // max(tp, 1))):
+        n = getattr(config, name)
+        if n is not None and (n < 1 or ranks % n):
+            config.refuse(name, f"must divide the {ranks} ranks; {divisors(ranks, n)} would fit")
+    with as_flags(tp="rollout_tp"):
+        tensor_parallel.check(model, tp, world)
+    if layers % (config.rollout_pp or 1):
+        fit = divisors(layers, config.rollout_pp)
+        config.refuse("rollout_pp", f"must divide the {layers} layers; {fit} would fit")
+    if (config.rollout_tp or config.rollout_pp) and config.ep > 1:
+        config.refuse("ep", "experts that are spread over ranks write answers where they are")
 
 
-def policy_loss(
-    log_probs: Tensor, old: Tensor, advantages: Tensor, clip: float
-) -> tuple[Tensor, Tensor]:
-    """The clipped loss of each token (PPO, arXiv 1707.06347, equation 7, with a minus).
-
-        ρ = π / π_old        loss = -min(ρ A, clip(ρ, 1 - ε, 1 + ε) A)
-
-    Where ρ = 1 its gradient is that of -A log π. min takes the worse of the two: a token that
-    has become too likely or too unlikely in the wrong direction keeps its gradient, and comes back.
-
-    all of one shape -> (losses, bool: where the clip holds, so that there is no gradient)
-    """
-    ratio = torch.exp(log_probs - old)
-    free = ratio * advantages
-    clipped = ratio.clamp(1 - clip, 1 + clip) * advantages
-    return -torch.min(free, clipped), clipped < free
-
-
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """The critic's loss of each token: half the squared error, the larger of two.
-
-        1/2 max((V - R)², (clip(V, V_old - ε, V_old + ε) - R)²)
-
-    The second is PPO's clip, for values: an update that has moved V by ε towards R moves it no
-    further (from OpenAI's baselines; Engstrom et al., arXiv 2005.12729, section 3).
-
-    all of one shape -> the same
-    """
-    near = torch.clamp(values, old_values - clip, old_values + clip)
-    return 0.5 * torch.max((values - returns).square(), (near - returns).square())
+def check_reward_model(config: ReinforcementConfig, model: MoEConfig, world: int) -> None:
+    """Whether the model of --reward fits the layout and the vocabulary. Raises ConfigError."""
+    its = config.of_values(config.reward)
+    try:
+        # not its.base(): in a run that goes on, that falls back to the policy's own checkpoints
+        path = checkpoint.find(config.reward)
+    except checkpoint.CheckpointError as e:
+        rule = "; a function is named FILE.py:FUNCTION" if config.reward.endswith(".py") else ""
+        raise ConfigError(f"--reward {e}{rule}") from None
+    if "model.head.value.weight" not in checkpoint.read_index(path)["tensors"]:
+        rule = "holds no reward model; finetune.preference --method reward trains one"
+        config.refuse("reward", f"{rule}, and FILE.py:FUNCTION names a function")
+    with as_flags():
+        other = its.model_config()
+    check_techniques(its, other, world)
+    if other.vocab_size != model.vocab_size:
+        rule = f"knows {other.vocab_size} tokens, and the model of --load {model.vocab_size}"
+        config.refuse("reward", f"{rule}; one that was trained from the same base would fit")
+    if other.seq_length < model.seq_length:
+        rule = f"reads {other.seq_length} tokens, and --seq-length is {model.seq_length}"
+        config.refuse("reward", f"{rule}; --seq-length {other.seq_length} would fit")
 
 
-def token_weights(mask: Tensor, per_answer: bool) -> Tensor:
-    """The weight of each token's loss in the sum that is divided by a count: [n, T] -> [n, T].
-
-    False, PPO: 1, and the count is that of the tokens. True, GRPO: 1 / T for an answer of T tokens,
-    and the count is that of the answers (arXiv 2402.03300, equation 3). float64.
-    """
-    weights = mask.double()
-    if per_answer:
-        weights = weights / weights.sum(1, keepdim=True).clamp(min=1)
-    return weights
-
-
-@dataclasses.dataclass
-class Targets:
-    """What the updates of a step need, fixed by its rollout. Each is [R, s], without gradient.
-
-    Position i is about the token that position i predicts. Where weights is 0, others mean nothing.
-    """
-
-    # log π_old of the tokens, by the model that wrote them
-    old: Tensor
-    advantages: Tensor
-    # what `token_weights` gives
-    weights: Tensor
-    # log π_ref; for GRPO
-    reference: Tensor | None = None
-    # for the critic of PPO: what it learns, and what it said before the updates
-    returns: Tensor | None = None
-    old_values: Tensor | None = None
-
-    def at(self, rows, y: Tensor) -> "Targets":
-        """The targets of a micro-batch's rows, in the device and dtype of y, the model's output."""
-
-        def pick(x: Tensor | None) -> Tensor | None:
-            return x if x is None else x[rows].to(y)
-
-        return Targets(**{name: pick(x) for name, x in vars(self).items()})
-
-
-def actor_loss(log_probs: Tensor, targets: Targets, clip: float, beta: float = 0.0) -> Tensor:
-    """Σ weights (clipped loss + β KL): what a micro-batch adds, before it is divided by the count.
-
-    log_probs: [b, s], of the policy as it is now. beta: of GRPO; PPO has its KL in the advantages.
-    """
-    # before anything is computed: a number outside answers could overflow, and 0 · inf is nan
-    inside = targets.weights > 0
-    log_probs, old = only(inside, log_probs), only(inside, targets.old)
-    losses, _ = policy_loss(log_probs, old, only(inside, targets.advantages), clip)
-    if beta:
-        losses = losses + beta * kl_penalty(log_probs, only(inside, targets.reference))
-    return (losses * targets.weights).sum()
-
-
-def critic_loss(values: Tensor, targets: Targets, clip: float) -> Tensor:
-    """Σ weights · value loss, as `actor_loss`. values: [b, s], of the critic as it is now."""
-    each = values, targets.old_values, targets.returns
-    losses = value_loss(*(only(targets.weights > 0, x) for x in each), clip)
-    return (losses * targets.weights).sum()
-
-
-# --- masks ----------------------------------------------------------------------------------------
-
-
-def only(mask: Tensor, x: Tensor) -> Tensor:
-    """x where the mask is true, else 0: also where x is inf or nan."""
-    return torch.where(mask.bool(), x, torch.zeros_like(x))
-
-
-def is_last(mask: Tensor) -> Tensor:
-    """True at the last token of each answer. mask: [n, T] -> [n, T]"""
-    mask = mask.bool()
-    behind = torch.zeros_like(mask)
-    behind[:, :-1] = mask[:, 1:]
-    return mask & ~behind
+def main(argv: list[str]) -> int:
+    return train.main(argv, ReinforcementConfig)
 
 
 if __name__ == "__main__":
-    from finetune import reinforcement_command
-
-    terminal.command(reinforcement_command.main)
+    terminal.command(main)

@@ -18,18 +18,6 @@ without it the model learns what to say, but not when to stop. Generation ends a
     python -m finetune.sft --load CKPT --data chats.jsonl --lr 2e-5 --out runs/chat
     python generate.py --checkpoint runs/chat --chat "2 + 3?"
 
-Where is the answer in the text? A template may mark it with `{% generation %}` blocks. If it has
-none, three texts are rendered:
-
-    as it is     user \n in ? <|im_end|> \n assistant \n in <|im_end|> \n user \n ..
-    for asking   user \n in ? <|im_end|> \n assistant \n
-    marked       user \n in ? <|im_end|> \n assistant \n ## <|im_end|> \n user \n ..
-
-The text for asking ends where the model begins to write. The marked text has ## instead of the
-answer. What follows the mark also follows the answer, and it begins with the end of the turn. So no
-text is searched for: the answer "in" is found although the question has the same word. A token
-counts if at least one of its characters belongs to the answer.
-
 The loss of a batch is the sum over its targets, divided by their number, as in all of this project.
 A mean for each conversation, and then a mean of these, would give the tokens of short answers more
 weight than those of long ones.
@@ -40,229 +28,118 @@ none attends to another (finetune/packing.py).
 Not covered: weights of messages other than 0 and 1; tools and images.
 """
 
-from bisect import bisect_left, bisect_right
-from typing import NamedTuple
+import datetime
+from dataclasses import dataclass
+from typing import ClassVar
 
+import train
 from base import terminal
-from finetune.chat_template import NO_SPAN, ChatError, ChatTemplate, ChatTokenizer, Tokens, add
-from finetune.packing import Example
+from base.model_config import MoEConfig
+from finetune.adapter_learning import PeftConfig
+from finetune.sft_data import ConversationTask
+from run.config import ConfigError, flag
+from run.task import Task
 
 
-class Answer(NamedTuple):
-    """Characters of the rendered text that the assistant writes."""
+@dataclass
+class ChatConfig(PeftConfig):
+    """The flags of data that a chat template makes text of."""
 
-    # the turn begins at or behind this character, and before the answer
-    opening: int
-    start: int
-    # where its content ends
-    end: int
-    # what closes the turn ends here
-    limit: int
-    # of `text_behind`
-    other: str
+    # the sample at the end answers a question that was held out
+    sample_prompt: ClassVar[str | None] = None
+    # flags without which a run cannot begin -> what they name
+    needed: ClassVar[dict[str, str]] = {"data": "FILE, JSON lines of what is learned"}
 
+    # data
+    data: list[str] = flag(
+        [],
+        "JSON lines with a prompt, or messages, and what is learned from them; a twentieth is held"
+        " out",
+        metavar="FILE",
+    )
+    chat_template: str = flag(
+        "auto",
+        "a jinja file that makes one text of a conversation; auto: the tokenizer's, or plain, a"
+        " simple one, where it has none",
+        metavar="{auto,plain,FILE}",
+    )
+    skip_bad_examples: bool = flag(
+        False,
+        "leave out, and count, examples that are too long, have no answer, or that the template"
+        " refuses",
+    )
 
-# --- messages to tokens and targets ---------------------------------------------------------------
+    date: str | None = flag(
+        None,
+        "the date and time that the chat template writes, if it asks for them (strftime_now), as"
+        " 2026-11-26 or 2026-11-26T09:30:00; the default is when the run began",
+        metavar="DATE",
+    )
 
-
-class Chat:
-    """A chat template with its tokenizer."""
-
-    def __init__(self, template: ChatTemplate, tokenizer: ChatTokenizer):
-        self.template = template
-        self.tokenizer = tokenizer
-
-    def example(self, messages: list[dict], loss_on: str = "answers") -> Example:
-        """The tokens of a conversation, and which are targets. A message with "weight" 0 is none.
-        loss_on: "answers" or "all". Raises ChatError."""
-        text, blocks = self.template.render(messages)
-        tokens = self.tokenizer.encode(text)
-        said = [n for n, each in enumerate(messages) if each["role"] == "assistant"]
-        learned = [n for n in said if messages[n].get("weight") != 0]
-        if loss_on == "all":
-            if any(each.get("weight") == 0 for each in messages):
-                # such a line ends the run: no reason, so it is not skipped
-                raise ChatError("has weight 0, but --loss-on all counts every token", reason="")
-            spans = [(0, len(tokens.ids))]
-        elif blocks is None:
-            spans = [self.span_of_answer(tokens, messages, n, text) for n in learned]
-        else:
-            if learned != said:
-                blocks = self.blocks_of(messages, learned, said, text, blocks)
-            spans = [self.span_of_block(tokens, block, text) for block in blocks]
-        counted = [False] * len(tokens.ids)
-        for first, end in spans:
-            counted[first:end] = [True] * (end - first)
-        # nobody predicts the first token
-        if not any(counted[1:]):
-            raise ChatError("has nothing to learn: no message of the assistant", "nothing to learn")
-        return Example(tokens.ids, counted)
-
-    def prompt(self, messages: list[dict]) -> list[int]:
-        """The tokens after which the model answers. Raises ChatError."""
-        ids = self.tokenizer.encode(self.template.render(messages, ask=True).text).ids
-        if not ids:
-            raise ChatError(f"{self.template.where} makes no text of a question")
-        return ids
-
-    def learns_what_is_asked(self) -> bool:
-        """Whether the text for asking is how a text with the answer begins. Raises ChatError."""
-        messages = [message("user", "a"), message("assistant", "b")]
-        asked = self.template.render(messages[:1], ask=True).text
-        return self.template.render(messages).text.startswith(asked)
-
-    def end_of_turn(self) -> int:
-        """The token with which an answer ends; the end of text where the template shows none.
-        Raises ChatError."""
-        messages = [message("user", "a"), message("assistant", "b")]
-        text = self.template.render(messages).text
-        tokens = self.tokenizer.encode(text)
+    def check(self, model: MoEConfig, world: int, base_needed: bool) -> None:
         try:
-            end = self.end_of_answer(tokens, self.find_answer(messages, 1, text), text)
-        except ChatError as e:
-            if e.reason != NO_SPAN:
-                raise
-            end = None
-        return self.tokenizer.tokenizer.eot if end is None else tokens.ids[end - 1]
+            datetime.datetime.fromisoformat(self.date or "2026-11-26")
+        except ValueError:
+            self.refuse("date", "is no date; 2026-11-26 or 2026-11-26T09:30:00 would fit")
+        for name, what in self.needed.items():
+            if base_needed and not getattr(self, name):
+                raise ConfigError(f"--{name}: {self.name_in_messages()} needs --{name} {what}")
+        super().check(model, world, base_needed)
 
-    # -- answers, where the template does not mark them --------------------------------------------
 
-    def find_answer(self, messages: list[dict], n: int, text: str) -> Answer:
-        """Message n in the rendered text. Raises ChatError."""
-        before, after = self.template.around(messages, n)
-        question = self.template.render(messages[:n], ask=True).text
-        content = messages[n]["content"].strip()
-        start, end = len(question), len(text) - len(after)
-        opening = start
-        if not text.startswith(question) or not text[start:end].endswith(content):
-            # Some templates ask with <think> and write the answer without it. Then the answer
-            # begins where the two texts begin to differ. Others move a thought, or leave it out.
-            opening = self.opening(messages, n, question)
-            if not text.startswith(question):
-                start = min(common_length(question, other) for other in (text, before))
-        if not text.endswith(after) or not opening <= start <= end:
-            raise ChatError(
-                f"message {n + 1}: the answer cannot be found in the text, because what"
-                f" {self.template.where} writes around an answer depends on the answer; mark"
-                " answers in the template with {% generation %} and {% endgeneration %}, or give"
-                " --loss-on all",
-                NO_SPAN,
-            )
-        other = self.text_behind(messages, n)
-        other = after if other is None else other
-        return Answer(opening, start, end, end + common_length(after, other), other)
-
-    def opening(self, messages: list[dict], n: int, question: str) -> int:
-        """Where the message before n ends in the text for asking. Raises ChatError."""
-        if n == 0:
-            return 0
-        _, asked = self.template.around(messages[:n], n - 1, ask=True)
-        return len(question) - len(asked)
-
-    def text_behind(self, messages: list[dict], n: int) -> str | None:
-        """What stands behind message n in another conversation: one that goes on if this one ends
-        with n, and else one that ends with n. What both texts begin with closes the turn. None: the
-        template refuses the other one."""
-        others = messages[: n + 1] if messages[n + 1 :] else [*messages, message("user", "a")]
-        try:
-            return self.template.around(others, n)[1]
-        except ChatError:
-            return None
-
-    def span_of_answer(
-        self, tokens: Tokens, messages: list[dict], n: int, text: str
-    ) -> tuple[int, int]:
-        """(first, end) of the tokens that the assistant writes in message n, with the one that ends
-        its turn. Raises ChatError."""
-        answer = self.find_answer(messages, n, text)
-        letters = iter(text[answer.opening : answer.end])
-        # `in` reads on until it finds the letter: all of them must be there, in this order
-        if not all(letter in letters for letter in "".join(messages[n]["content"].split())):
-            raise ChatError(
-                f"message {n + 1}: {self.template.where} leaves out or changes a part of the"
-                " answer, so it would not be learned; use a template of your own, or give the"
-                ' message "weight": 0',
-                "answer changed",
-            )
-        end = self.end_of_answer(tokens, answer, text)
-        if end is None:
-            raise self.without_end()
-        return first_token(tokens, answer.start), end
-
-    def end_of_answer(self, tokens: Tokens, answer: Answer, text: str) -> int | None:
-        """One behind the token that ends the turn; None where it has none."""
-        stop_ids = self.tokenizer.tokenizer.stop_ids
-        first = first_token(tokens, answer.end)
-        behind = first_token(tokens, answer.limit)
-        closing = [n for n in range(first, behind) if self.is_special(tokens, n)]
-        if closing:
-            # generation ends at the first of stop_ids
-            return 1 + next((n for n in closing if tokens.ids[n] in stop_ids), closing[-1])
-        if self.is_special(tokens, first) and (answer.other or tokens.ids[first] in stop_ids):
-            # the last turn ends with another token than the others
-            return first + 1
-        begins = self.tokenizer.encode(answer.other).ids[:1]
-        if answer.end == len(text) and begins and begins[0] in stop_ids:
-            # nothing closes the last turn; this token would begin the next one
-            add(tokens, Tokens(begins, [0], [0]), len(text))
-            return len(tokens.ids)
-        return None
-
-    # -- blocks that the template marks ------------------------------------------------------------
-
-    def blocks_of(
-        self, messages: list[dict], learned: list[int], said: list[int], text: str, blocks: list
-    ) -> list[tuple[int, int]]:
-        """Those of the messages `learned`, of all that are `said`. Raises ChatError."""
-        starts = [self.find_answer(messages, n, text).start for n in said]
-        # A block belongs to the last answer that begins before the block ends.
-        return [block for block in blocks if said[bisect_right(starts, block[1]) - 1] in learned]
-
-    def span_of_block(self, tokens: Tokens, block: tuple[int, int], text: str) -> tuple[int, int]:
-        """(first, end) of the tokens of a block. A special token that follows the block counts too,
-        if the block does not end with one. Raises ChatError."""
-        first = first_token(tokens, block[0])
-        behind = bisect_left(tokens.starts, block[1])
-        last = behind - 1
-        # a block may end with white space after the special token
-        while last >= first and not text[tokens.starts[last] : block[1]].strip():
-            last -= 1
-        if last >= first and self.is_special(tokens, last):
-            # a token that goes on behind the block comes after the end
-            return first, max(last + 1, bisect_right(tokens.ends, block[1]))
-        if not self.is_special(tokens, behind):
-            raise self.without_end()
-        return first, behind + 1
-
-    def without_end(self) -> ChatError:
-        return ChatError(
-            f"{self.template.where} ends an answer with no special token of the tokenizer,"
-            " so the model could not learn to stop; {{ eos_token }} after it would be one",
-            NO_SPAN,
+def check_answers(config: ChatConfig, no_dropout: bool = True) -> None:
+    """What a loss of whole answers, which are compared with those of other forwards, does not go
+    with. Raises ConfigError."""
+    if config.cp > 1:
+        config.refuse("cp", "a loss sums over an answer, of which each rank would have a part")
+    if config.fp8 != "off":
+        rule = (
+            "scales depend on what is computed together, so an answer would have other numbers in"
+            " another batch; --fp8 off would fit"
         )
-
-    def is_special(self, tokens: Tokens, n: int) -> bool:
-        return n < len(tokens.ids) and tokens.ids[n] in self.tokenizer.special_ids
-
-
-def common_length(a: str, b: str) -> int:
-    """How many characters the beginnings of two texts share."""
-    if a.startswith(b):
-        return len(b)
-    same = (x == y for x, y in zip(a, b))
-    return next((n for n, equal in enumerate(same) if not equal), min(len(a), len(b)))
+        config.refuse("fp8", rule)
+    for name in ("dropout", "lora_dropout"):
+        if no_dropout and getattr(config, name):
+            rule = "must be 0: answers are compared with what a model without dropout says of them"
+            config.refuse(name, rule)
 
 
-def first_token(tokens: Tokens, start: int) -> int:
-    """The number of the token that has the character `start` in it."""
-    return bisect_right(tokens.ends, start)
+@dataclass
+class SFTConfig(ChatConfig):
+    """Every flag of finetune/sft.py."""
+
+    command: ClassVar[str] = "-m finetune.sft"
+    purpose: ClassVar[str] = "Fine-tune a model on conversations."
+
+    data: list[str] = flag(
+        [],
+        "JSON lines of conversations (messages, or prompt and completion); a twentieth is held out",
+        metavar="FILE",
+    )
+    val_data: list[str] = flag(
+        [], "conversations to evaluate on; all of --data is then trained on", metavar="FILE"
+    )
+    loss_on: str = flag(
+        "answers",
+        "the targets in a conversation: the assistant's messages, each with the token that ends it;"
+        " or all tokens",
+        ("answers", "all"),
+    )
+    pack: bool = flag(False, "several conversations share a sequence, and none attends to another")
+    sample_prompt: str | None = flag(
+        None,
+        "a user's message that the sample at the end of training answers; the default is a"
+        " question that was held out",
+        metavar="TEXT",
+    )
+
+    def task(self) -> Task:
+        return ConversationTask(self.learned())
 
 
-def message(role: str, content: str) -> dict:
-    return {"role": role, "content": content}
+def main(argv: list[str]) -> int:
+    return train.main(argv, SFTConfig)
 
 
 if __name__ == "__main__":
-    from finetune import sft_command
-
-    terminal.command(sft_command.main)
+    terminal.command(main)

@@ -27,9 +27,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from base import json_files
+from finetune.chat import Chat, message
 from finetune.chat_template import ChatError, ChatTemplate, ChatTokenizer, open_template
 from finetune.packing import Example, Packed, Padded
-from finetune.sft import Chat, message
 from run import flags
 from run.checkpoint import beside
 from run.config import ConfigError
@@ -201,7 +201,7 @@ def date_of(config, world, template: ChatTemplate) -> str | None:
 
 
 def open_chat(config, world, tokenizer) -> Chat:
-    """The chat template of a run, config: finetune.sft_command.ChatConfig. It becomes one of the
+    """The chat template of a run, config: finetune.sft.ChatConfig. It becomes one of the
     tokenizer's files, which the run and its checkpoints keep. world: None once the data are open.
     Raises ChatError or CheckpointError."""
     copies = [Path(config.out) / CHAT_TEMPLATE] if config.resume else []

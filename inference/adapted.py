@@ -34,7 +34,7 @@ from torch import Tensor
 
 from base.groups import Groups
 from base.model_config import MoEConfig
-from finetune import adapters
+from finetune import adapter_layers
 from finetune.adapter_config import LINEARS, AdapterConfig
 from finetune.adapter_files import Adapter, open_adapter
 from inference.loading import build_stages, read_base
@@ -66,7 +66,7 @@ class Adapters:
             check_fields(self.opened[name], base, config)
         for adapter in self.opened.values():
             with as_flags():
-                adapters.check(adapter.config, config, tp)
+                adapter_layers.check(adapter.config, config, tp)
         methods = {adapter.config.peft: name for name, adapter in self.opened.items()}
         if len(methods) > 1:
             are = ", ".join(f"{name} is {peft}" for peft, name in methods.items())
@@ -106,10 +106,10 @@ class Adapters:
             return
         shared = shared_config(list(self.opened.values()))
         for stage in stages_of(model):
-            adapters.apply(stage, shared, groups.tp)
+            adapter_layers.apply(stage, shared, groups.tp)
             stage.requires_grad_(False).eval()
             for name, p in named_parameters(stage):
-                if adapters.is_adapter(name):
+                if adapter_layers.is_adapter(name):
                     self.parameters[name] = p
         self.use("" if only else None)
 
@@ -147,9 +147,9 @@ def local_values(
     values = {}
     # On the meta device: for names and sharding records alone.
     for stage in build_stages(config, groups, layer_split):
-        adapters.apply(stage, adapter.config, groups.tp)
+        adapter_layers.apply(stage, adapter.config, groups.tp)
         for name, p in named_parameters(stage):
-            if adapters.is_adapter(name):
+            if adapter_layers.is_adapter(name):
                 values[name] = set_sharding(torch.zeros(p.shape, device="cpu"), sharding_of(p))
     adapter.load(values)
     return values

@@ -26,8 +26,8 @@ from aiohttp import web
 from msgspec import Meta, Struct, field, structs
 
 from base import json_files
+from finetune.chat import Chat
 from finetune.chat_template import ChatError
-from finetune.sft import Chat
 from inference.adapted import Adapters
 from inference.answers import TextStream, encode, unfinished
 from inference.engine import LogProb, Output

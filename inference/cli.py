@@ -28,8 +28,8 @@ import pipeline_parallel
 import tensor_parallel
 from base import terminal
 from base.model_config import MoEConfig, divisors
+from finetune.chat import message
 from finetune.chat_template import ChatError
-from finetune.sft import message
 from inference import generation_config, quantization, weight_layouts
 from inference.adapted import Adapters
 from inference.answers import answer_file, as_json, encode, read_prompts, stream_text

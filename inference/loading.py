@@ -28,8 +28,8 @@ import tensor_parallel
 from base.groups import Groups
 from base.model_config import MoEConfig
 from finetune import frozen_base
+from finetune.chat import Chat
 from finetune.chat_template import ChatTokenizer, open_template
-from finetune.sft import Chat
 from gpt import GPT
 from inference import huggingface
 from run import checkpoint

@@ -23,9 +23,9 @@ same bits. An IA3 of c_attn scales query too; it is accepted where it scales que
 such a module too, query_key_value, whose rows stand head by head: the query of head 0, its key, its
 value, the query of head 1.
 
-finetune/adapters.py has one rank and one scale for all layers. Where rank_pattern or alpha_pattern
-names others, B is multiplied by the quotient of the scales, and a smaller rank is filled up with
-zeros.
+finetune/adapter_layers.py has one rank and one scale for all layers. Where rank_pattern or
+alpha_pattern names others, B is multiplied by the quotient of the scales, and a smaller rank is
+filled up with zeros.
 
 Each field of adapter_config.json is obeyed, or in IGNORED, or the folder is refused by its name. So
 is adapter_model.bin, a pickle: to load it would execute what it says.
@@ -320,7 +320,7 @@ def import_adapter(hf_dir: str, base: str, out: str) -> str:
 
 
 def read_config(hf_dir: Path) -> PeftConfig:
-    """adapter_config.json, if finetune/adapters.py computes what it says. Raises
+    """adapter_config.json, if adapter_layers.py computes what it says. Raises
     HuggingFaceError."""
     where = hf_dir / "adapter_config.json"
     if not where.is_file():

@@ -45,7 +45,7 @@ import generate
 import sequence_parallel
 import sharding
 from base.groups import Groups
-from finetune import adapters, resharding
+from finetune import adapter_layers, resharding
 from finetune.adapter_learning import adapter_config
 from finetune.answer_rows import Answer
 from gpt import GPT
@@ -267,7 +267,7 @@ class Writer:
         stages = build_stages(trainer.model_config, self.groups)
         if self.config.peft:
             for stage in stages:
-                adapters.apply(stage, adapter_config(self.config), self.groups.tp)
+                adapter_layers.apply(stage, adapter_config(self.config), self.groups.tp)
         self.model = materialise(stages, self.groups, trainer.device, DTYPES[trainer.precision])
         source = resharding.weights(*trainer.stages)
         target = sharding.named_parameters(*stages)

@@ -40,7 +40,7 @@ import tensor_parallel
 from base import cpu
 from base.device_queue import Moment
 from base.model_config import GPTConfig
-from finetune import adapters
+from finetune import adapter_layers
 
 # A layout other than the first takes at most this share of its time.
 CLEARLY_FASTER = 0.95
@@ -193,7 +193,7 @@ def replace_linears(model: gpt.GPT) -> None:
 def has_adapter(part: nn.Module) -> bool:
     """Whether LoRA, IA3 or a bottleneck adapter works inside attention or an MLP, or after it. They
     read the layers one by one, and before their bias."""
-    return any(adapters.is_adapter(f".{name}") for name, _ in part.named_parameters())
+    return any(adapter_layers.is_adapter(f".{name}") for name, _ in part.named_parameters())
 
 
 def replace_pointwise(model: gpt.GPT, like: Tensor) -> None:

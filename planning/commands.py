@@ -323,9 +323,9 @@ def config_of(given: dict) -> Config:
         raise ConfigError("--model: which one? for example --model gpt3-175b")
     config_class = Config
     if "lora_rank" in given:
-        from finetune import adapter_training
+        from finetune.adapter_learning import TextPeftConfig
 
-        config_class = adapter_training.TextPeftConfig
+        config_class = TextPeftConfig
     config = config_class(**given)
     model = config.model_config()
     rules.check_types(config)

@@ -145,7 +145,7 @@ class Software:
     fp8: str = "off"
     fp8_skip: int = 0
     fp8_keep_bytes: bool = False
-    # The rank of LoRA (finetune/adapters.py) in all matrices of a frozen base; 0: all parameters
+    # The rank of LoRA (adapter_layers.py) in all matrices of a frozen base; 0: all parameters
     # learn.
     lora_rank: int = 0
 

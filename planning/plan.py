@@ -100,7 +100,7 @@ def software_of(config: Config) -> Software:
     weight, gradient, state = least_memory.bytes_of_number(
         config.precision or "bf16", config.optimizer_state
     )
-    # Flags of adapters (finetune/adapter_training.py), which train.py does not have.
+    # Flags of adapters (finetune/adapter_learning.py), which train.py does not have.
     learns_lora = getattr(config, "peft", None) == "lora"
     return dataclasses.replace(
         TRAIN,

@@ -48,7 +48,7 @@ SIZES = " ".join(small_run.as_flags(**SHAPE))
 TEXTS = "--data text.txt"
 BRIEF = "--device cpu --global-batch-size 2 --warmup-steps 0 --eval-every 0"
 TRAIN = f"train {TEXTS} {BRIEF} {SIZES}"
-LEARN_LORA = f"finetune.adapter_training --load run {TEXTS} {BRIEF} --steps 2 --peft lora"
+LEARN_LORA = f"finetune.adapters --load run {TEXTS} {BRIEF} --steps 2 --peft lora"
 ANSWER = "--max-tokens 2 --device cpu"
 CHAT = """\
 {% for message in messages %}
@@ -220,7 +220,7 @@ GENERATE = f"generate --checkpoint run --prompt de {ANSWER}"
 LEARN = "finetune.prompt_tuning --config prompts.json --global-batch-size 2 --device cpu"
 INFER = "--prompts prompts/prompts.safetensors --checkpoint run --data lines.jsonl"
 ANSWERS = [f"finetune.prompt_tuning {word} {INFER} {ANSWER}" for word in ("generate", "evaluate")]
-CHATS = f"finetune.sft_command {BRIEF} {SIZES} --seq-length 64 --data chats.jsonl"
+CHATS = f"finetune.sft {BRIEF} {SIZES} --seq-length 64 --data chats.jsonl"
 CHATS += " --chat-template chat.jinja"
 JSON = [changed_json, changed_json, changed_bytes]
 OF_INDEX = [

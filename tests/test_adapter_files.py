@@ -15,7 +15,7 @@ import generate
 import gpt
 from base.groups import Groups
 from course import ranks
-from finetune import adapter_training, adapters, frozen_base
+from finetune import adapter_layers, adapters, frozen_base
 from finetune.adapter_config import AdapterConfig
 from finetune.adapter_files import open_adapter
 from inference import (
@@ -58,10 +58,10 @@ def save_adapter(rank, out, base, config, tp=1, seed=1):
     groups = Groups.make("cpu", tp, tp) if tp > 1 else Groups()
     model, *_ = open_model(base)
     (stage,) = build_stages(model, groups)
-    adapters.apply(stage, config, groups.tp)
+    adapter_layers.apply(stage, config, groups.tp)
     tensors = {}
     for name, p in named_parameters(stage):
-        if adapters.is_adapter(name):
+        if adapter_layers.is_adapter(name):
             record = sharding_of(p)
             part = shard_of(whole_value(name, record.shape, seed), record).clone()
             tensors[f"model.{name}"] = set_sharding(part, record)
@@ -108,11 +108,11 @@ def unmerged(base, path, dtype=torch.float32):
     """The base with the adapter beside its weights."""
     model, _ = load_model(base, dtype=dtype)
     adapter = open_adapter(path)
-    adapters.apply(model, adapter.config)
+    adapter_layers.apply(model, adapter.config)
     values = adapter.values()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if adapters.is_adapter(name):
+            if adapter_layers.is_adapter(name):
                 p.copy_(values[name])
     return model.eval()
 
@@ -220,7 +220,7 @@ def test_a_trained_adapter_is_merged(folder, tmp_path, capsys):
     base, run, out = folder / "llama", tmp_path / "run", tmp_path / "out"
     flags = "--peft lora --lora-rank 2 --steps 2 --device cpu --lr 0.1 --global-batch-size 2"
     flags += f" --eval-every 0 --load {base} --data {tmp_path} --out {run}"
-    assert adapter_training.main(flags.split()) == 0
+    assert adapters.main(flags.split()) == 0
     assert command(capsys, "merge", base, run, out)[0] == 0
     expected = unmerged(base, run)(TOKENS)
     assert difference(load_model(out)[0](TOKENS), expected) < 1e-5

@@ -20,7 +20,7 @@ import gpt
 from course import ranks
 from course.parity import Run
 from course.training_commands import config_of
-from finetune import adapters
+from finetune import adapter_layers
 from finetune.adapter_config import METHODS, TARGETS, AdapterConfig
 from finetune.adapter_files import num_parameters
 from inference.huggingface import export_folder
@@ -31,7 +31,7 @@ from run import checkpoint
 
 def test_bottleneck_by_hand():
     """norm([1, 3]) = [-1, 1]; D = [0, 1] of it is 1, and U = [2, 0]: [1 + 2 silu(1), 3]."""
-    bottleneck = adapters.Bottleneck(2, AdapterConfig("adapter", adapter_size=1), None)
+    bottleneck = adapter_layers.Bottleneck(2, AdapterConfig("adapter", adapter_size=1), None)
     bottleneck.down.weight = nn.Parameter(torch.tensor([[0.0, 1.0]]))
     bottleneck.up.weight = nn.Parameter(torch.tensor([[2.0], [0.0]]))
     y = bottleneck(torch.tensor([[[1.0, 3.0]]]))
@@ -55,8 +55,8 @@ THEIRS = {
 def shaken_adapters(model: gpt.GPT, config: AdapterConfig) -> dict[str, nn.Parameter]:
     """The adapters of a frozen model by name, all far from their initial values."""
     model.requires_grad_(False)
-    adapters.apply(model, config)
-    found = {name: p for name, p in model.named_parameters() if adapters.is_adapter(name)}
+    adapter_layers.apply(model, config)
+    found = {name: p for name, p in model.named_parameters() if adapter_layers.is_adapter(name)}
     g = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for p in found.values():
@@ -151,7 +151,7 @@ def test_equals_one_device(base, world, methods, layouts):
     results = train_each(world, variants, STEPS, base=BASES[base])
     for variant, result in zip(variants, results, strict=True):
         one = one_device(base)[variant["peft"]]
-        assert all(adapters.is_adapter(name) for name in one.gradients) and one.gradients
+        assert all(adapter_layers.is_adapter(name) for name in one.gradients) and one.gradients
         same(result, one)
 
 
@@ -204,7 +204,7 @@ def test_bytes_by_formula(method):
     assert sum(p.numel() for p in parameters.values()) == base + n
     assert size == 2 * base + (2 + 4 + 12) * n
     for name, p in parameters.items():
-        learns = adapters.is_adapter(name)
+        learns = adapter_layers.is_adapter(name)
         assert p.dtype == torch.bfloat16 and p.grad is None
         assert (name in trainer.optimizer.parameters) == learns == p.requires_grad
         assert (getattr(p, "main_grad", None) is not None) == learns
@@ -225,7 +225,7 @@ def test_the_model_begins_as_its_base():
 def test_a_second_call_is_refused():
     model = trainer_of(peft="ia3").stages[0]
     with pytest.raises(ValueError, match="has adapters already"):
-        adapters.apply(model, AdapterConfig("lora"))
+        adapter_layers.apply(model, AdapterConfig("lora"))
 
 
 # --- on and off -----------------------------------------------------------------------------------
@@ -255,14 +255,14 @@ def disabled_on_rank(rank: int, world: int, variants: list[dict]) -> list[tuple[
         run.train(1)
         stages = run.trainer.stages
         enabled = outputs(run)
-        with adapters.disabled(*stages):
+        with adapter_layers.disabled(*stages):
             disabled = outputs(run)
-            with adapters.disabled(*stages):
+            with adapter_layers.disabled(*stages):
                 pass
             # still, after an inner one has ended
             again = outputs(run)
         after = outputs(run)
-        with pytest.raises(ZeroDivisionError), adapters.disabled(*stages):
+        with pytest.raises(ZeroDivisionError), adapter_layers.disabled(*stages):
             raise ZeroDivisionError
         after_error = outputs(run)
         same_as_base = equal(disabled, frozen) and equal(again, frozen)
@@ -329,7 +329,7 @@ def test_a_checkpoint_is_the_adapter_and_loads_under_another_layout(base, tmp_pa
     index = checkpoint.read_index(checkpoint.find(two))
     assert index["adapter"]["peft"] == "lora" and index["adapter"]["lora_rank"] == 8
     names = {name.split(".", 1)[1] for name in index["tensors"]}
-    assert names and all(adapters.is_adapter(name) for name in names)
+    assert names and all(adapter_layers.is_adapter(name) for name in names)
     # a weight and its two moments
     assert len(index["tensors"]) == 3 * len(names)
     resume = [*flags_of(base, out=two, tp=1, **peft | dict(steps=4)), "--resume"]

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from finetune import preference, reinforcement
+from finetune import policy_gradients, preference
 
 CLIP = 0.2
 BETA = 0.3
@@ -145,8 +145,8 @@ def trl_advantages(trl, scores, log_probs, reference, values, lengths):
 
 
 def our_advantages(scores, log_probs, reference, values, mask):
-    rewards = reinforcement.token_rewards(scores, log_probs, reference, mask, BETA)
-    return rewards, *reinforcement.generalized_advantages(rewards, values, mask, 0.99, LAMBDA)
+    rewards = policy_gradients.token_rewards(scores, log_probs, reference, mask, BETA)
+    return rewards, *policy_gradients.generalized_advantages(rewards, values, mask, 0.99, LAMBDA)
 
 
 def test_ppo_advantages(trl, precision):
@@ -158,7 +158,7 @@ def test_ppo_advantages(trl, precision):
     rewards, advantages, returns = our_advantages(scores, old, reference, values, FULL)
     assert_close(rewards, theirs.rewards, tolerance)
     assert_close(returns, theirs.returns, tolerance)
-    assert_close(reinforcement.whiten(advantages, FULL), theirs.advantages, tolerance)
+    assert_close(policy_gradients.whiten(advantages, FULL), theirs.advantages, tolerance)
 
 
 def test_ppo_advantages_of_answers_of_several_lengths(trl, precision):
@@ -176,7 +176,7 @@ def test_ppo_advantages_of_answers_of_several_lengths(trl, precision):
         assert_close(returns[n : n + 1, :length], theirs.returns, tolerance)
         raw[n, :length] = (theirs.returns - alone[2])[0]
     whitened = torch.masked_fill(trl.ppo.masked_whiten(raw, MASK), ~MASK, 0)
-    assert_close(reinforcement.whiten(advantages, MASK), whitened, tolerance)
+    assert_close(policy_gradients.whiten(advantages, MASK), whitened, tolerance)
     for x in (rewards, advantages, returns):
         assert not x[~MASK].any()
 
@@ -208,20 +208,20 @@ def test_ppo_losses(trl, precision):
         mb_return=returns,
     )
     found.loss.backward()
-    weights = reinforcement.token_weights(MASK, per_answer=False).to(dtype)
-    targets = reinforcement.Targets(old, advantages, weights)
-    actor = reinforcement.actor_loss(ours, targets, CLIP) / LENGTHS.sum()
+    weights = policy_gradients.token_weights(MASK, per_answer=False).to(dtype)
+    targets = policy_gradients.Targets(old, advantages, weights)
+    actor = policy_gradients.actor_loss(ours, targets, CLIP) / LENGTHS.sum()
     actor.backward()
-    weights = reinforcement.token_weights(FULL, per_answer=False).to(dtype)
-    targets = reinforcement.Targets(old, advantages, weights, None, returns, old_values)
-    critic = reinforcement.critic_loss(our_values, targets, CLIP) / FULL.sum()
+    weights = policy_gradients.token_weights(FULL, per_answer=False).to(dtype)
+    targets = policy_gradients.Targets(old, advantages, weights, None, returns, old_values)
+    critic = policy_gradients.critic_loss(our_values, targets, CLIP) / FULL.sum()
     critic.backward()
     assert_close(actor, found.pg_loss, tolerance)
     assert_close(critic, found.vf_loss, tolerance)
     assert_close(ours.grad, theirs.grad, tolerance)
     assert_close(our_values.grad, their_values.grad, tolerance)
     # which tokens are clipped
-    _, clipped = reinforcement.policy_loss(ours, old, advantages, CLIP)
+    _, clipped = policy_gradients.policy_loss(ours, old, advantages, CLIP)
     assert torch.equal(clipped, found.pg_losses2 > found.pg_losses)
     assert 0 < clipped.float().mean() < 1
 
@@ -252,7 +252,7 @@ def test_grpo_advantages(trl, precision):
         num_generations=4,
         device="cpu",
     )
-    ours = reinforcement.group_advantages(scores, 4)
+    ours = policy_gradients.group_advantages(scores, 4)
     assert_close(ours, found.advantages, tolerance)
     assert not ours[4:8].any()
 
@@ -289,18 +289,18 @@ def test_grpo_loss(trl, precision, beta):
     }
     expected = trl.grpo.GRPOTrainer._compute_loss(trainer, None, inputs)
     expected.backward()
-    targets = reinforcement.Targets(
+    targets = policy_gradients.Targets(
         old,
         advantages[:, None].expand(N, T),
-        reinforcement.token_weights(MASK, per_answer=True).to(dtype),
+        policy_gradients.token_weights(MASK, per_answer=True).to(dtype),
         reference,
     )
-    loss = reinforcement.actor_loss(ours, targets, CLIP, beta) / N
+    loss = policy_gradients.actor_loss(ours, targets, CLIP, beta) / N
     loss.backward()
     assert_close(loss, expected, tolerance)
     assert_close(ours.grad, theirs.grad, tolerance)
     if beta:
-        kl = (reinforcement.kl_penalty(ours, reference) * MASK).sum() / MASK.sum()
+        kl = (policy_gradients.kl_penalty(ours, reference) * MASK).sum() / MASK.sum()
         assert abs(kl.item() - trainer._metrics["train"]["kl"][0]) <= tolerance * kl
 
 

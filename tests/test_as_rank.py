@@ -26,7 +26,7 @@ from base.model_config import flops_per_token
 from course import ranks
 from course.parity import LLAMA, SMALL
 from course.synthetic import Documents, Synthetic
-from finetune.adapter_training import TextPeftConfig
+from finetune.adapter_learning import TextPeftConfig
 from planning import as_rank, substitutes
 from planning.counters import Counters, Kept
 from run import flags

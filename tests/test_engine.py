@@ -14,7 +14,7 @@ from test_gpt import GPT_SHAPES, LLAMA_SHAPES, build
 import generate
 from base.groups import Groups
 from course import ranks
-from finetune import adapters
+from finetune import adapter_layers
 from finetune.adapter_config import AdapterConfig
 from inference import cli, cuda_graphs, scheduler, weight_layouts
 from inference import engine as engine_module
@@ -419,9 +419,9 @@ def test_adapters_by_request():
     """Each request has the answer of its adapter: no step mixes two, no prefix is shared."""
     model = make("llama")
     config = AdapterConfig(peft="lora", lora_rank=3)
-    adapters.apply(model, config, None)
+    adapter_layers.apply(model, config, None)
     model.requires_grad_(False)
-    parameters = {n: p for n, p in model.named_parameters() if adapters.is_adapter(n)}
+    parameters = {n: p for n, p in model.named_parameters() if adapter_layers.is_adapter(n)}
     g = torch.Generator().manual_seed(0)
     values = {
         name: {n: torch.randn(p.shape, generator=g, dtype=p.dtype) for n, p in parameters.items()}

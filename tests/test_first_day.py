@@ -11,7 +11,7 @@ from small_run import flags, lines_of, numbers_of, run, write_lines
 
 import train
 from finetune import sft_data
-from finetune.sft import message
+from finetune.chat import message
 from inference import loading
 from run import checkpoint, launch
 from run.world import World

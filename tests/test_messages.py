@@ -10,9 +10,9 @@ from small_run import write_lines
 
 from base import json_files
 from finetune import preference_data, prompt_set, sft_data
+from finetune.chat import message
 from finetune.chat_template import ChatError
 from finetune.prompt_data import read_lines as lines_of_prompts
-from finetune.sft import message
 from inference.answers import read_prompts
 from run.documents import read_documents
 from run.tokenizer import ByteTokenizer

@@ -16,7 +16,7 @@ import train as trainer
 from base import adamw_kernel
 from base.groups import Groups
 from base.model_config import MoEConfig
-from finetune import adapters
+from finetune import adapter_layers
 from finetune.adapter_config import METHODS, AdapterConfig
 from optimizer import (
     AdamW,
@@ -79,7 +79,7 @@ def test_matrices_decay(method, experts, state_dtype):
     if experts:
         moe.apply(model, None, None)
     model.requires_grad_(False)
-    adapters.apply(model, AdapterConfig(method))
+    adapter_layers.apply(model, AdapterConfig(method))
     named = [(n, p) for n, p in sharding.named_parameters(model) if p.requires_grad]
     for _, p in named:
         nn.init.ones_(p)

@@ -9,7 +9,7 @@ import pytest
 import planner
 import schedules
 import train
-from finetune.adapter_training import TextPeftConfig
+from finetune.adapter_learning import TextPeftConfig
 from planning import as_rank, memory, plan
 from planning.inputs import H100
 

@@ -11,7 +11,7 @@ import recompute
 import schedules
 import train
 from base.model_config import MoEConfig
-from finetune.adapter_training import TextPeftConfig
+from finetune.adapter_learning import TextPeftConfig
 from planning import as_rank, memory, plan
 from planning.inputs import TRAIN, Layout
 from run.presets import PRESETS

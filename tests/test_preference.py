@@ -16,8 +16,8 @@ from test_sft import chat_of
 import generate
 from course import training_commands, verify
 from finetune import preference, preference_data
+from finetune.chat import message
 from finetune.chat_template import ChatError
-from finetune.sft import message
 from inference import cli, huggingface
 from run import checkpoint
 from run.rules import validate

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import train
-from finetune.sft_command import SFTConfig
+from finetune.sft import SFTConfig
 from run.config import name_of
 from run.world import Refusals
 

@@ -12,9 +12,9 @@ import train as trainer
 from course import parity, ranks
 from course.parity import Run
 from course.training_commands import config_of
-from finetune import answer_rows, reinforcement
+from finetune import answer_rows, policy_gradients
 from finetune.reference_models import Critic, FrozenModel, OnRows, RewardModel, beside
-from finetune.reinforcement_learning import ReinforcementTask
+from finetune.reinforcement import ReinforcementTask
 from optimizer import learning_rate
 
 # rows of several answers; a clip that holds for some tokens of the second update
@@ -326,22 +326,22 @@ def test_steps_by_hand(method, epochs):
 
 def wrong_sign(patch):
     """What was better than expected becomes less likely."""
-    original = reinforcement.actor_loss
+    original = policy_gradients.actor_loss
 
     def loss(log_probs, targets, *args):
         return original(log_probs, replace(targets, advantages=-targets.advantages), *args)
 
-    patch(reinforcement, "actor_loss", loss)
+    patch(policy_gradients, "actor_loss", loss)
 
 
 def no_kl_in_rewards(patch):
-    original = reinforcement.token_rewards
-    patch(reinforcement, "token_rewards", lambda *args: original(*args[:-1], beta=0.0))
+    original = policy_gradients.token_rewards
+    patch(policy_gradients, "token_rewards", lambda *args: original(*args[:-1], beta=0.0))
 
 
 def no_kl_in_the_loss(patch):
-    original = reinforcement.actor_loss
-    patch(reinforcement, "actor_loss", lambda *args: original(*args[:-1], beta=0.0))
+    original = policy_gradients.actor_loss
+    patch(policy_gradients, "actor_loss", lambda *args: original(*args[:-1], beta=0.0))
 
 
 def stale_log_probs(patch):
@@ -402,7 +402,7 @@ def score_before_the_last_token(patch):
 
 def score_at_the_first_token(patch):
     """The critic learns that nothing follows."""
-    patch(reinforcement, "is_last", lambda mask: mask & (torch.arange(mask.shape[1]) == 0))
+    patch(policy_gradients, "is_last", lambda mask: mask & (torch.arange(mask.shape[1]) == 0))
 
 
 def moving_reference(patch):
@@ -433,7 +433,7 @@ def one_update(patch):
 
 
 def not_whitened(patch):
-    patch(reinforcement, "whiten", lambda advantages, mask: advantages)
+    patch(policy_gradients, "whiten", lambda advantages, mask: advantages)
 
 
 def no_clip(patch):
@@ -441,29 +441,29 @@ def no_clip(patch):
         ratio = (now - old).exp()
         return -ratio * advantages, ratio > 2
 
-    patch(reinforcement, "policy_loss", loss)
+    patch(policy_gradients, "policy_loss", loss)
 
 
 def values_are_not_clipped(patch):
     def loss(values, old, returns, clip):
         return 0.5 * (values - returns) ** 2
 
-    patch(reinforcement, "value_loss", loss)
+    patch(policy_gradients, "value_loss", loss)
 
 
 def tokens_weigh_the_same(patch):
-    original = reinforcement.token_weights
-    patch(reinforcement, "token_weights", lambda mask, per_answer: original(mask, False))
+    original = policy_gradients.token_weights
+    patch(policy_gradients, "token_weights", lambda mask, per_answer: original(mask, False))
 
 
 def groups_of_others(patch):
     """The answers of a group are not neighbours."""
-    original = reinforcement.group_advantages
+    original = policy_gradients.group_advantages
 
     def others(scores, size):
         return original(scores.roll(1), size).roll(-1)
 
-    patch(reinforcement, "group_advantages", others)
+    patch(policy_gradients, "group_advantages", others)
 
 
 MUTATIONS = [

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from finetune import reinforcement
+from finetune import policy_gradients
 
 # answers of 3, 1 and 2 tokens
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]], dtype=torch.bool)
@@ -30,7 +30,7 @@ def test_advantages_by_hand():
     end: 2, then -1 + 2 / 4, then 0 - 0.5 / 4."""
     rewards, values = matrix([0, 2, 4]), matrix([2, 4, 2])
     mask = torch.ones(1, 3)
-    advantages, returns = reinforcement.generalized_advantages(rewards, values, mask, 0.5, 0.5)
+    advantages, returns = policy_gradients.generalized_advantages(rewards, values, mask, 0.5, 0.5)
     assert advantages.tolist() == [[-0.125, -0.5, 2]]
     assert returns.tolist() == [[1.875, 3.5, 4]]
 
@@ -38,13 +38,13 @@ def test_advantages_by_hand():
 @pytest.mark.parametrize("count, size", [(4, 1), (4, 3), (4, 0)])
 def test_groups_that_do_not_fit(count, size):
     with pytest.raises(ValueError, match=f"{count} scores in groups of {size}"):
-        reinforcement.group_advantages(torch.zeros(count), size)
+        policy_gradients.group_advantages(torch.zeros(count), size)
 
 
 def test_nothing_to_whiten():
     """One token, and none: there is nothing to divide by."""
     for few in (torch.zeros(3, 3), torch.tensor([[0, 0, 0], [0, 1, 0], [0, 0, 0]])):
-        assert not reinforcement.whiten(draw(0, 3, 3), few).any()
+        assert not policy_gradients.whiten(draw(0, 3, 3), few).any()
 
 
 # --- the clip -------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def test_nothing_to_whiten():
 def test_where_the_clip_holds(ratio, advantage, loss, gradient):
     old = torch.tensor([math.log(0.5)], dtype=torch.float64)
     log_probs = (old + math.log(ratio)).requires_grad_()
-    losses, clipped = reinforcement.policy_loss(log_probs, old, matrix(advantage), 0.2)
+    losses, clipped = policy_gradients.policy_loss(log_probs, old, matrix(advantage), 0.2)
     losses.sum().backward()
     assert losses.item() == pytest.approx(loss, rel=1e-12)
     assert log_probs.grad.item() == pytest.approx(gradient, rel=1e-12)
@@ -79,14 +79,14 @@ def test_where_the_clip_holds(ratio, advantage, loss, gradient):
 # --- masks, and what the updates get --------------------------------------------------------------
 
 
-def targets_of(junk: float) -> reinforcement.Targets:
+def targets_of(junk: float) -> policy_gradients.Targets:
     """With `junk` at every position outside answers."""
 
     def field(seed: int) -> torch.Tensor:
         return draw(seed, 3, 3).masked_fill(~MASK, junk)
 
-    weights = reinforcement.token_weights(MASK, per_answer=True)
-    return reinforcement.Targets(field(0), field(1), weights, field(2), field(3), field(4))
+    weights = policy_gradients.token_weights(MASK, per_answer=True)
+    return policy_gradients.Targets(field(0), field(1), weights, field(2), field(3), field(4))
 
 
 @pytest.mark.parametrize("junk", [*JUNK, 1e300])
@@ -95,7 +95,7 @@ def test_positions_outside_answers_do_not_count(junk):
     found = {}
     for outside in (0.0, junk):
         log_probs, values = draw(5, 3, 3), draw(6, 3, 3)
-        rewards = reinforcement.token_rewards(
+        rewards = policy_gradients.token_rewards(
             torch.ones(3, dtype=torch.float64),
             log_probs.masked_fill(~MASK, outside),
             draw(7, 3, 3).masked_fill(~MASK, outside),
@@ -103,13 +103,13 @@ def test_positions_outside_answers_do_not_count(junk):
             0.1,
         )
         rewards, values = (x.masked_fill(~MASK, outside) for x in (rewards, values))
-        advantages, returns = reinforcement.generalized_advantages(rewards, values, MASK)
-        white = reinforcement.whiten(advantages.masked_fill(~MASK, outside), MASK)
+        advantages, returns = policy_gradients.generalized_advantages(rewards, values, MASK)
+        white = policy_gradients.whiten(advantages.masked_fill(~MASK, outside), MASK)
         log_probs = log_probs.masked_fill(~MASK, outside).requires_grad_()
         values.requires_grad_()
         targets = targets_of(outside)
-        loss = reinforcement.actor_loss(log_probs, targets, 0.2, beta=0.1)
-        loss = loss + reinforcement.critic_loss(values, targets, 0.2)
+        loss = policy_gradients.actor_loss(log_probs, targets, 0.2, beta=0.1)
+        loss = loss + policy_gradients.critic_loss(values, targets, 0.2)
         loss.backward()
         found[outside] = (
             rewards[MASK],

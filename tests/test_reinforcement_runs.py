@@ -12,8 +12,8 @@ from small_run import equal, lines_of, numbers_of, refusal, run, tensors_of, wri
 
 import generate
 from finetune import prompt_set
+from finetune.chat import message
 from finetune.rl_files import plot
-from finetune.sft import message
 from inference import cli, loading
 from run import checkpoint
 

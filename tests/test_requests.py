@@ -9,8 +9,8 @@ import pytest
 import test_sft
 from msgspec import structs
 
+from finetune.chat import Chat
 from finetune.chat_template import ChatError, ChatTemplate, ChatTokenizer
-from finetune.sft import Chat
 from run.tokenizer import ByteTokenizer, make_tokenizer
 
 pytest.importorskip("aiohttp", reason="pyproject.toml names it")

@@ -12,7 +12,7 @@ from base.groups import Groups
 from course import form, ranks
 from course import resharding as lesson
 from course.training_commands import config_of
-from finetune import adapters, resharding
+from finetune import adapter_layers, resharding
 from finetune.adapter_learning import adapter_config
 from finetune.resharding import Piece, Resharding, Slice
 from inference.loading import build_stages, materialise
@@ -74,7 +74,7 @@ def make_target(model: str, layout: tuple, world: int, dtype=torch.float64) -> l
     stages = build_stages(config.model_config(), groups)
     if config.frozen:
         for stage in stages:
-            adapters.apply(stage, adapter_config(config), groups.tp)
+            adapter_layers.apply(stage, adapter_config(config), groups.tp)
     materialise(stages, groups, "cpu", dtype)
     return list(sharding.named_parameters(*stages))
 

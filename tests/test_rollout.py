@@ -15,7 +15,7 @@ import train
 from base.groups import Groups
 from course import parity, ranks
 from course.training_commands import config_of
-from finetune import adapters, answer_rows
+from finetune import adapter_layers, answer_rows
 from finetune.answer_rows import Answer, Rows
 from inference import rollout
 from run.task import Task
@@ -59,7 +59,7 @@ def loud(self, name, shape, generator, original=gpt.GPT.init_parameter):
 
 
 @mock.patch.object(gpt.GPT, "init_parameter", loud)
-@mock.patch.object(adapters, "OUTPUT_STD", 0.02)
+@mock.patch.object(adapter_layers, "OUTPUT_STD", 0.02)
 def make_trainer(world: int, flags: dict) -> Watched:
     config = config_of(flags)
     groups = Groups()

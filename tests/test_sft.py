@@ -19,9 +19,9 @@ import generate
 import train
 from base.groups import Groups
 from finetune import sft_data
+from finetune.chat import Chat
 from finetune.chat_template import ChatError, ChatTokenizer, open_template
 from finetune.packing import Example, Packed, Padded
-from finetune.sft import Chat
 from inference import huggingface
 from inference.loading import find_chat, find_tokenizer
 from run import launch

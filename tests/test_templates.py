@@ -14,8 +14,8 @@ import pytest
 import test_sft
 
 from finetune import preference_data
+from finetune.chat import Chat, message
 from finetune.chat_template import ChatError, ChatTokenizer, open_template
-from finetune.sft import Chat, message
 from run.tokenizer import ByteTokenizer, FileTokenizer
 
 transformers = pytest.importorskip("transformers", reason="pyproject.toml names it")

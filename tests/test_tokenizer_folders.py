@@ -15,8 +15,8 @@ from test_tokenizer import edit_json, here, run, words  # noqa: F401 (a fixture)
 from their_models import their_model
 
 import generate
+from finetune.chat import message
 from finetune.chat_template import ChatError, ChatTokenizer, of_tokenizer, open_template
-from finetune.sft import message
 from inference import cli, generation_config, huggingface
 from inference.loading import find_chat, load_model
 from run import checkpoint

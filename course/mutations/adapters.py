@@ -1,4 +1,4 @@
-"""What adapters of a frozen, tensor-parallel model need (finetune/adapters.py)."""
+"""What adapters of a frozen, tensor-parallel model need (finetune/adapter_layers.py)."""
 
 import torch.distributed as dist
 from torch import nn
@@ -6,20 +6,20 @@ from torch import nn
 import gpt
 import sequence_parallel
 from course.mutations import bug, replaces
-from finetune import adapters
+from finetune import adapter_layers
 
 
 @bug(2, dict(tp=2, peft="lora"), first="step 1: gradient of blocks.1.mlp.up.lora.a")
-@replaces(adapters.AdaptedInput, "__init__")
-def no_lora_f(self, project, group, original=adapters.AdaptedInput.__init__):
+@replaces(adapter_layers.AdaptedInput, "__init__")
+def no_lora_f(self, project, group, original=adapter_layers.AdaptedInput.__init__):
     """The gradient of a column-parallel layer's A is each rank's part, not the sum."""
     original(self, project, group)
     self.enter = nn.Identity()
 
 
 @bug(2, dict(tp=2, peft="lora"), first="initial blocks.0.attention.query.lora.a")
-@replaces(adapters, "init_parameter")
-def lora_a_by_rank(whole_model, name, shape, generator, original=adapters.init_parameter):
+@replaces(adapter_layers, "init_parameter")
+def lora_a_by_rank(whole_model, name, shape, generator, original=adapter_layers.init_parameter):
     """Each rank draws LoRA's A from its own seed."""
     if name.endswith("lora.a"):
         generator = gpt.generator(dist.get_rank(), name)
@@ -29,19 +29,21 @@ def lora_a_by_rank(whole_model, name, shape, generator, original=adapters.init_p
 @bug(2, dict(tp=2, peft="lora"), first="step 1: output of blocks.0")
 def no_lora_scale():
     """The update B A x is added as it is, without α / r."""
-    add = adapters.LoRA.add
+    add = adapter_layers.LoRA.add
 
     def unscaled(self, y, z):
         self.scale = 1.0
         return add(self, y, z)
 
-    adapters.LoRA.add = unscaled
+    adapter_layers.LoRA.add = unscaled
 
 
 @bug(2, dict(tp=2, peft="adapter"), first="step 1: output of blocks.0")
 def adapter_in_the_wrong_place():
     """A bottleneck adapter stands before attention and before the MLP, not after them."""
-    adapters.with_bottleneck = lambda forward, bottleneck, x, *rest: forward(bottleneck(x), *rest)
+    adapter_layers.with_bottleneck = lambda forward, bottleneck, x, *rest: forward(
+        bottleneck(x), *rest
+    )
 
 
 @bug(
