@@ -33,8 +33,6 @@ multiplication, but need each token's factor g in forward.
 """
 
 import contextlib
-import os
-import weakref
 from functools import partial
 
 import torch
@@ -259,41 +257,6 @@ def outside_layers_bytes(
     return embedding + 4 * tokens * (h / sequence_ranks + V / t)
 
 
-# --- bytes measured -------------------------------------------------------------------------------
-
-
-class _Kept:
-    """Holds one saved tensor for autograd; it is freed with the graph."""
-
-    def __init__(self, tensor: Tensor):
-        self.tensor = tensor
-
-
-def saved_bytes(function, *parameters: Tensor) -> int:
-    """The bytes that autograd holds for backward after function(), a forward pass that returns an
-    output with its graph. Each storage counts once, whole; those of `parameters` do not count."""
-    kept = []
-
-    def pack(tensor):
-        # A detached tensor is held: an output itself would keep its own graph alive.
-        holder = _Kept(tensor.detach())
-        kept.append(weakref.ref(holder))
-        return holder
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
-        # The name keeps the graph alive while it is measured.
-        output = function()  # noqa: F841
-    storages = {}
-    for reference in kept:
-        holder = reference()
-        if holder is not None:
-            storage = holder.tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    for p in parameters:
-        storages.pop(p.untyped_storage().data_ptr(), None)
-    return sum(storages.values())
-
-
 # === the head in chunks ===========================================================================
 #
 # Logits are [b, s, V]. For GPT-2 (V = 50,257) with 32 sequences of 1,024 tokens they have 3.3 GB in
@@ -441,24 +404,3 @@ def chunk_head(model: gpt.GPT, chunk: int) -> None:
     check_head(chunk)
     if model.head is not None and chunk:
         model.head = ChunkedHead(model.head, chunk)
-
-
-# --- peak memory ----------------------------------------------------------------------------------
-
-
-def peak_bytes(function) -> int:
-    """The peak of the bytes of tensors that `function` makes on the CPU."""
-    # The profiler would report on standard error that it starts.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    profile = torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    )
-    with profile:
-        function()
-    events = profile.profiler.kineto_results.events()
-    changes = [e for e in events if e.name() == "[memory]"]
-    held = most = 0
-    for e in sorted(changes, key=lambda e: e.start_ns()):
-        held += e.nbytes()
-        most = max(most, held)
-    return most

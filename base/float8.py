@@ -204,17 +204,26 @@ def product_dtype(dtype: torch.dtype, exact: bool) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def device_multiplies(a: Quantised) -> bool:
-    """Whether a is on a GPU that multiplies its bytes: capability 8.9 or later; for blocks
-    capability 9.0 and CUDA 12.9. No product is in float64."""
+def why_emulated(device: torch.device, dtype: torch.dtype, block: int | None) -> str:
+    """Why a device does not multiply bytes, with results of `dtype`; "" where it does. block: the
+    size of blocks, None for one scale."""
     # torch.version.cuda is None on CPUs and on AMD's GPUs, where e4m3 is another format.
-    if not a.q.is_cuda or not torch.version.cuda or a.dtype == torch.float64:
-        return False
-    capability = torch.cuda.get_device_capability(a.q.device)
-    if a.block is None:
-        return capability >= (8, 9)
+    if device.type != "cuda" or not torch.version.cuda:
+        return "FP8 multiplications need a GPU of compute capability 8.9"
+    if dtype == torch.float64:
+        return "no FP8 multiplication gives float64"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        return f"{torch.cuda.get_device_name(device)} is below compute capability 8.9"
     cuda = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
-    return capability == (9, 0) and cuda >= (12, 9)
+    if block and (capability != (9, 0) or cuda < (12, 9) or block != 128):
+        return "blocks need a Hopper GPU, CUDA 12.9 and --fp8-block 128"
+    return ""
+
+
+def device_multiplies(a: Quantised) -> bool:
+    """Whether a is on a GPU that multiplies its bytes."""
+    return not why_emulated(a.q.device, a.dtype, a.block and max(a.block))
 
 
 def runs_in_fp8(a: Quantised, b: Quantised) -> bool:

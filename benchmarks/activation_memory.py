@@ -29,6 +29,7 @@ from base.model_config import GPTConfig
 from benchmarks import report, style
 from course import demo, ranks
 from gpt import PLAIN, Context
+from planning import counters
 
 # The first two have 5as/h of 106.7 and 80.
 SHAPES = {
@@ -90,7 +91,7 @@ def measure(rank: int, shapes: dict) -> dict:
         for row, (sequence, granularity) in recompute.ROWS.items():
             if row != "no parallelism" or dist.get_world_size() == 1:
                 layer = Layer(shape, sequence, granularity, "cpu", torch.bfloat16, dropout=0.1)
-                kept = recompute.saved_bytes(layer.forward, *layer.block.parameters())
+                kept = counters.saved_bytes(layer.forward, *layer.block.parameters())
                 measured[name, row] = kept
     return measured
 

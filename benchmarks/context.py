@@ -35,7 +35,6 @@ from torch import Tensor
 
 import context_parallel
 import gpt
-import recompute
 import sharding
 from base import cpu
 from base.groups import Groups
@@ -44,6 +43,7 @@ from benchmarks import report, style, time_line
 from benchmarks.report import format_spread, median, spread
 from benchmarks.steps import GPT, Steps, allocated
 from course import demo, ranks
+from planning import counters
 
 SHAPE = GPT | dict(seq_length=4096, global_batch_size=1, micro_batch_size=1)
 TOY = SHAPE | dict(num_layers=2, hidden_size=32, num_heads=4, seq_length=64)
@@ -359,7 +359,7 @@ def held_bytes(rank: int, shape: dict, kind: str) -> dict:
     """kept: for backward, by one layer on this rank; peak: the most that forward and backward of a
     step hold above what is there before"""
     run, parameters = layer(shape, kind)
-    kept = recompute.saved_bytes(run, *parameters)
+    kept = counters.saved_bytes(run, *parameters)
     steps = Measured(shape, kind)
     steps.forward_backward()
     before, most = allocated(steps.forward_backward)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import gpt
-import recompute
 from base import causal_blocks
 from course import demo, form
+from planning import counters
 
 B, A, S, D = 2, 4, 512, 16
 # FLOPs of q kᵀ and of p v, with whole matrices
@@ -83,8 +83,8 @@ def kept_bytes(lesson: form.Lesson) -> None:
         " probabilities are whole?",
         "bytes",
     )
-    ours = recompute.saved_bytes(lambda: causal_blocks.causal_attention(*leaves()))
-    theirs = recompute.saved_bytes(lambda: whole(*leaves()))
+    ours = counters.saved_bytes(lambda: causal_blocks.causal_attention(*leaves()))
+    theirs = counters.saved_bytes(lambda: whole(*leaves()))
     qkv, p = 3 * B * A * S * D * 8, B * A * S * S * 8
     lesson.check(
         f"{ours:,} and {theirs:,}; q, k and v: 3 b a s d 8 = {qkv:,}, with p: + b a s² 8 ="

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import gpt
 import recompute
 from course import demo, form
+from planning import counters
 
 B, S, H, V = 4, 256, 64, 8192
 
@@ -113,7 +114,7 @@ def measure(chunk: int) -> tuple[int, int, list[Tensor]]:
     def step():
         model.head(x, targets).mean().backward()
 
-    peak = recompute.peak_bytes(step)
+    peak = counters.peak_bytes(step)
     gradients = [x.grad, model.head.output.weight.grad]
     return peak, demo.flops(step), gradients
 

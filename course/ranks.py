@@ -12,7 +12,7 @@ meet through a file, so no port can clash, and each computes with one thread.
 When a rank fails, the others are stopped and its traceback is raised here. When a rank is missing
 or hangs, the process group's timeout turns that into a failure.
 
-`Collectives` (base/collectives.py) counts the collectives of a process.
+`Collectives` (planning/counters.py) counts the collectives of a process.
 """
 
 import gc
@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from base import terminal
-from base.collectives import Collectives
+from planning.counters import Collectives
 
 __all__ = ["Collectives", "fork_this_process", "preload", "run"]
 

@@ -9,6 +9,7 @@ from base import dropout
 from base.model_config import GPTConfig
 from course import demo, form
 from course.mutations import recompute as bugs
+from planning import counters
 
 S, B, H, A = 128, 2, 128, 4
 
@@ -41,7 +42,7 @@ def measure(granularity: str) -> tuple[int, int, list[Tensor]]:
     x = torch.randn(B, S, H, generator=torch.Generator().manual_seed(0))
     x = x.bfloat16().requires_grad_()
     context = gpt.Context(dropout.dropout_key(0, 1, torch.arange(B)))
-    kept = recompute.saved_bytes(lambda: block(x, context), *block.parameters())
+    kept = counters.saved_bytes(lambda: block(x, context), *block.parameters())
     flops = demo.flops(lambda: block(x, context).sum().backward())
     return kept, flops, [p.grad for p in block.parameters()]
 

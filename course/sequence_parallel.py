@@ -12,6 +12,7 @@ import tensor_parallel
 from base.dropout import dropout_key
 from course import demo, form
 from course.mutations import sequence_parallel as bugs
+from planning import counters
 
 WITHOUT = form.Removals()
 WITHOUT["g"] = form.Removal(
@@ -51,7 +52,7 @@ def measure(*techniques: Callable) -> dict:
     calls = demo.layer_calls(model.blocks["0"], x, context)
     block = model.blocks["0"].bfloat16()
     x = x.detach().bfloat16().requires_grad_()
-    kept = recompute.saved_bytes(lambda: block(x, context), *block.parameters())
+    kept = counters.saved_bytes(lambda: block(x, context), *block.parameters())
     return step | calls | {"kept": kept}
 
 

@@ -3,7 +3,7 @@ r"""Text in, text out: prompts become token ids, generated ids become text while
 Two details make this more than `tokenizer.decode`:
 
     half a character     a token may end inside a character. So tokens become bytes
-                         (run/token_bytes.py), and bytes become text once a character is whole.
+                         (token_bytes.py), and bytes become text once a character is whole.
     stop strings         a stop string may be spread over several tokens, and a token may have more
                          than the stop string in it. It is searched in the text, and cut off; a
                          streamed text holds back what may be its beginning. Special tokens are no
@@ -25,8 +25,8 @@ from finetune.chat_template import ChatError, ChatTemplate
 from finetune.prompt_data import read_lines
 from inference.batches import NewToken, data_parallel
 from inference.sampling import keys_of
+from inference.token_bytes import token_bytes
 from prompt_tuning import PromptError
-from run.token_bytes import token_bytes
 from run.tokenizer import TokenizerError, prompt_ids
 from run.world import World
 

@@ -50,6 +50,7 @@ from inference.architectures import (
 )
 from inference.hf_config import architecture_of, read_json, refused, to_gpt_config, to_hf_config
 from inference.merged import MergedModel
+from inference.tokenizer_json import as_bytes, files_of
 from run import checkpoint
 from run.checkpoint import beside
 from run.checkpoint_index import check_sizes, read_header
@@ -65,7 +66,6 @@ from run.tokenizer import (
     save_files,
     special_ids,
 )
-from run.tokenizer_json import as_bytes, files_of
 from sharding import num_parameters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

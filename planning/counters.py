@@ -1,10 +1,11 @@
-"""What a step computes and keeps, counted while it runs: FLOPs, and bytes kept for backward.
+"""What a step sends, computes and keeps, counted while it runs: collectives, FLOPs, bytes.
 
     with Kept(parameters) as kept, Counters() as counters:
         step()
-    kept.peak           bytes that autograd kept for backward, at the most
-    counters.flops      of matrix multiplications
-    counters.calls      the collectives (base/collectives.py)
+    kept.peak                  bytes that autograd kept for backward, at the most
+    counters.flops             of matrix multiplications
+    counters.calls             collectives: [("all-reduce", 4096), ..]
+    counters.counted(groups)   {("all-reduce", "tp", 4096): 12, ..}
     with LiveTensors() as live:
         step()
     live.peak           bytes of all tensors that lived at a time, at the most
@@ -16,10 +17,12 @@ They count what runs, on any device, also on the meta device, where tensors have
 Not covered: memory that is no tensor (workspaces, fragments).
 """
 
+import os
 from collections import Counter
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,10 +30,69 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import recompute
-from base.collectives import Collectives
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
+
+# --- collectives ----------------------------------------------------------------------------------
+
+# {part of the name of a c10d operation: its collective}
+COLLECTIVES = {
+    "allreduce": "all-reduce",
+    "allgather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "alltoall": "all-to-all",
+    "send": "send",
+    "recv": "receive",
+}
+
+
+class Collectives(TorchDispatchMode):
+    """A context that records every collective of this process, an operation of the namespace c10d:
+    `calls` is a list of (name, bytes of the largest tensor in it), `group_names` a list of the
+    names of their process groups. A send and a receive are collectives of two ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+        self.group_names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            self.note(function, args)
+        return function(*args, **(kwargs or {}))
+
+    def note(self, function, args) -> None:
+        operation = str(function.overloadpacket).split(".")[-1]
+        names = [name for part, name in COLLECTIVES.items() if part in operation]
+        name = names[0] if names else operation
+        sizes = [x.nbytes for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+        if "coalesced" in operation:
+            # It is one call for several tensors: lists of outputs and inputs.
+            sizes = [sum(x.nbytes for x in list_) for list_ in args[:2]]
+        self.calls.append((name, max(sizes, default=0)))
+        self.group_names.append(group_name(args))
+
+    def counted(self, groups) -> Counter:
+        """{(collective, group, bytes): number of calls}. A group has the name of its field in
+        `groups` (base.groups.Groups of this rank); another group is "world"."""
+        fields = {}
+        for field, group in vars(groups).items():
+            if isinstance(group, dist.ProcessGroup):
+                fields.setdefault(group.group_name, field)
+        counts = Counter()
+        for (name, size), group in zip(self.calls, self.group_names):
+            counts[name, fields.get(group, "world"), size] += 1
+        return counts
+
+
+def group_name(args) -> str:
+    """The name of the process group among the arguments of a c10d operation."""
+    for x in tree_leaves(args):
+        if isinstance(x, torch.ScriptObject) and "ProcessGroup" in x._type().qualified_name():
+            return dist.ProcessGroup.unbox(x).group_name
+    return ""
+
 
 # --- FLOPs ----------------------------------------------------------------------------------------
 
@@ -87,8 +149,8 @@ class Held:
 
 class Kept(torch.autograd.graph.saved_tensors_hooks):
     """While entered, follows the bytes that autograd keeps for backward: `bytes` now, and `peak`.
-    Each storage counts once, whole (as in recompute.saved_bytes). Those of parameters do not. What
-    recompute.py keeps beside saved tensors counts too: a rotary table, plans of routers."""
+    Each storage counts once, whole; those of parameters do not. What recompute.py keeps beside
+    saved tensors counts too: a rotary table, plans of routers."""
 
     def __init__(self, parameters):
         super().__init__(partial(Held, self), lambda held: held.tensor)
@@ -131,6 +193,15 @@ class Kept(torch.autograd.graph.saved_tensors_hooks):
 def key(storage) -> int:
     """Identifies a storage as long as it lives. (On the meta device none has an address.)"""
     return storage._cdata
+
+
+def saved_bytes(function, *parameters: Tensor) -> int:
+    """The bytes that autograd holds for backward after function(), a forward pass that returns an
+    output with its graph. Each storage counts once, whole; those of `parameters` do not."""
+    with Kept(parameters) as kept:
+        # The name keeps the graph alive while it is measured.
+        output = function()  # noqa: F841
+    return kept.bytes
 
 
 def by_dtype(tensors) -> dict[str, int]:
@@ -187,3 +258,21 @@ class LiveTensors(TorchDispatchMode):
         reference = StorageWeakRef(storage)
         self.bytes += storage.nbytes() - self.live.get(reference, 0)
         self.live[reference] = storage.nbytes()
+
+
+def peak_bytes(function) -> int:
+    """The peak of the bytes of tensors that `function` makes on the CPU."""
+    # The profiler would report on standard error that it starts.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    profile = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    )
+    with profile:
+        function()
+    events = profile.profiler.kineto_results.events()
+    changes = [e for e in events if e.name() == "[memory]"]
+    held = most = 0
+    for e in sorted(changes, key=lambda e: e.start_ns()):
+        held += e.nbytes()
+        most = max(most, held)
+    return most

@@ -151,7 +151,7 @@ class Lockstep:
     to all ranks too: otherwise the others would wait for a rank that has left.
     """
 
-    def __init__(self, exchange, rank: int, world: int):
+    def __init__(self, exchange=lambda x: [x], rank: int = 0, world: int = 1):
         self.exchange = exchange
         self.rank = rank
         self.world = world
@@ -287,23 +287,22 @@ def prepare(
     paths: list[str],
     tokenizer,
     cache="cache",
-    exchange=lambda x: [x],
-    rank=0,
-    world=1,
+    lockstep: Lockstep | None = None,
     workers=1,
     flag="--data",
     skip_bad=False,
 ) -> Path:
     """The folder of the tokenized corpus, built unless the cache holds it undamaged. A collective.
 
-    exchange(object): every rank's object on every rank (`all_gather_object`). workers: threads of
-    this rank. flag: what named the paths, for messages. skip_bad: leave out files that are not
-    UTF-8. Raises DataError, the same one on every rank."""
-    lockstep = Lockstep(exchange, rank, world)
+    lockstep: of all ranks; None: of one. workers: threads of this rank. flag: what named the paths,
+    for messages. skip_bad: leave out files that are not UTF-8. Raises DataError, the same one on
+    every rank."""
+    lockstep = lockstep or Lockstep()
 
     def find_fault() -> str | None:
         """The first rank's fault in the cached corpus, on every rank. None: no fault."""
-        faults = lockstep(lambda: token_cache.check(folder, rank, world, workers))
+        share = lockstep.rank, lockstep.world
+        faults = lockstep(lambda: token_cache.check(folder, *share, workers))
         return next((fault for fault in faults if fault is not None), None)
 
     def lock() -> None:
@@ -324,7 +323,7 @@ def prepare(
         # Another run may have built it meanwhile.
         fault = find_fault()
         if fault is not None:
-            if rank == 0:
+            if lockstep.rank == 0:
                 reason = f"{fault}; " if fault else ""
                 message = f"data: {reason}tokenized text goes into {folder} (--cache changes this)"
                 terminal.say(message, error=True)

@@ -76,9 +76,7 @@ class Pretraining(Task):
         s = config.model_config().seq_length
         share = {
             "cache": config.cache,
-            "exchange": world.gather,
-            "rank": world.rank,
-            "world": world.size,
+            "lockstep": data.Lockstep(world.gather, world.rank, world.size),
             "workers": world.cores,
             "skip_bad": config.skip_bad_examples,
         }

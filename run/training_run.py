@@ -19,7 +19,7 @@ from base.device_queue import Moment, to_host
 from base.errors import RunError
 from optimizer import learning_rate
 from run import checkpoint, run_folder
-from run.config import LAYOUT, RunConfig
+from run.config import DTYPES, LAYOUT, RunConfig
 from run.metrics import Curves, Metrics, MetricsError, mfu, peak_memory, progress
 from run.presets import why_not_exported
 from run.run_folder import RunFolderError
@@ -451,26 +451,17 @@ def surprises_of_fp8(trainer):
 
 
 def fp8_is_emulated(trainer) -> str:
-    """Why this device does not multiply bytes; "" where it does. As float8.runs_in_fp8."""
-    device, config = trainer.device, trainer.config
-    if device.type != "cuda" or not torch.version.cuda:
-        return "FP8 multiplications need a GPU of compute capability 8.9"
-    capability = torch.cuda.get_device_capability(device)
-    name = torch.cuda.get_device_name(device)
-    if capability < (8, 9):
-        return f"{name} is below compute capability 8.9"
-    if trainer.precision == "fp64":
-        return "no FP8 multiplication gives float64"
-    needed = 16
-    if config.fp8 == "block":
-        needed = 128
-        cuda = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
-        if capability != (9, 0) or cuda < (12, 9) or config.fp8_block != 128:
-            return "blocks need a Hopper GPU, CUDA 12.9 and --fp8-block 128"
+    """Why this device does not multiply the bytes of this model; "" where it does."""
+    from base import float8
+
+    config, dtype = trainer.config, DTYPES[trainer.precision]
+    block = config.fp8_block if config.fp8 == "block" else None
+    needed = block or 16
     odd = [f"{n} {what}" for what, n in fp8_sizes(trainer).items() if n % needed]
-    if odd:
-        return f"FP8 multiplications need sizes that {needed} divides, not {', '.join(odd)}"
-    return ""
+    why = float8.why_emulated(trainer.device, dtype, block)
+    if odd and not why:
+        why = f"FP8 multiplications need sizes that {needed} divides, not {', '.join(odd)}"
+    return why
 
 
 def fp8_sizes(trainer) -> dict[str, int]:

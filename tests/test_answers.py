@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from inference.answers import TextStream, text_of
 from inference.engine import LogProb, Output
 from inference.scheduler import Request
-from run.token_bytes import token_bytes
+from inference.token_bytes import token_bytes
 from run.tokenizer import make_tokenizer
 
 pytest.importorskip("aiohttp", reason="pyproject.toml names it")

@@ -9,6 +9,7 @@ import gpt
 import recompute
 import tensor_parallel
 from base.model_config import FieldError
+from planning import counters
 from recompute import chunked_loss
 
 # 8 sequences of 16 tokens: 7 does not divide them, and 257 is divided by no t; GPT's matrix is tied
@@ -92,7 +93,7 @@ def test_bytes_are_those_of_the_formula():
     targets = torch.randint(v, (1, n))
     for chunk in (32, 128):
         leaves = [t.clone().requires_grad_() for t in (x, weight)]
-        peak = recompute.peak_bytes(
+        peak = counters.peak_bytes(
             lambda leaves=leaves, chunk=chunk: (
                 chunked_loss(*leaves, targets, chunk, v).sum().backward()
             )

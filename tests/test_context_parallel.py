@@ -14,13 +14,13 @@ from parity import LLAMA, SMALL, again, check, needs_compiler, same, train, with
 from small_run import lines_of
 
 import context_parallel
-import recompute
-from base.collectives import Collectives
 from base.model_config import GPTConfig
 from course import demo, parity, ranks
 from course.training_commands import config_of
 from finetune.packing import Example, Padded
 from gpt import PLAIN
+from planning import counters
+from planning.counters import Collectives
 from run import rules
 from run.config import ConfigError
 from run.pretraining import Config
@@ -156,7 +156,7 @@ def kept_of_forward(rank: int, world: int, flags: dict) -> int:
     run = parity.Run(world, config_of(flags))
     (stage,) = run.trainer.stages
     batch = run.trainer.own_tokens(run.dataset.batch([0]))
-    return recompute.saved_bytes(lambda: stage(batch.tokens, batch.targets), *stage.parameters())
+    return counters.saved_bytes(lambda: stage(batch.tokens, batch.targets), *stage.parameters())
 
 
 LONG = dict(num_layers=1, seq_length=8192, dropout=0.0, precision="fp32", global_batch_size=1)

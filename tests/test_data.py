@@ -100,9 +100,9 @@ def on_rank(rank, path, cache):
         dist.all_gather_object(gathered, x)
         return gathered
 
-    world = dist.get_world_size()
+    lockstep = data.Lockstep(exchange, rank, dist.get_world_size())
     try:
-        return stream(prepare([path], ByteTokenizer(), cache, exchange, rank, world))
+        return stream(prepare([path], ByteTokenizer(), cache, lockstep))
     except DataError as e:
         return str(e)
 

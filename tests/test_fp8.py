@@ -10,13 +10,12 @@ from parity import DATA, LLAMA, SMALL, again, check, differs, step, train_each, 
 
 import fp8
 import gpt
-from base.collectives import Collectives
 from base.float8 import E4M3, decode, encode_by_hand
 from base.groups import Groups
 from base.model_config import LINEARS, FieldError, MoEConfig
 from course import ranks
 from fp8 import INPUT, WEIGHT, Recipe, Scaling
-from recompute import saved_bytes
+from planning.counters import Collectives, saved_bytes
 
 # --- layouts beside one device --------------------------------------------------------------------
 

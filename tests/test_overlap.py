@@ -15,7 +15,7 @@ import tensor_parallel
 from base.model_config import GPTConfig
 from course import ranks
 from gpt import DeferredBiasLinear
-from recompute import saved_bytes
+from planning.counters import saved_bytes
 from sequence_parallel import GatherSequence
 from tensor_parallel import CopyToRanks
 

@@ -9,6 +9,7 @@ from base.model_config import GPTConfig
 from benchmarks import activation_memory
 from course import demo, ranks
 from gpt import Context
+from planning import counters
 
 
 def build(dtype=torch.float64, granularity="none", layers=None, **fields):
@@ -133,13 +134,13 @@ def test_saved_bytes_by_hand():
     x = torch.randn(10, 10, requires_grad=True)
     w = torch.nn.Parameter(torch.randn(10, 10))
     # x, and relu's output; w left out
-    assert recompute.saved_bytes(lambda: (x @ w).relu(), w) == 2 * 400
+    assert counters.saved_bytes(lambda: (x @ w).relu(), w) == 2 * 400
     # x once; a view of it is no second storage
-    assert recompute.saved_bytes(lambda: x * x + x[:5].exp().sum(), w) == 400 + 200
+    assert counters.saved_bytes(lambda: x * x + x[:5].exp().sum(), w) == 400 + 200
     # a graph that is gone keeps nothing
-    assert recompute.saved_bytes(lambda: (x @ w).relu().detach(), w) == 0
+    assert counters.saved_bytes(lambda: (x @ w).relu().detach(), w) == 0
     # x alone
-    again = recompute.saved_bytes(lambda: recompute.checkpoint(lambda x: (x @ w).relu(), x), w)
+    again = counters.saved_bytes(lambda: recompute.checkpoint(lambda x: (x @ w).relu(), x), w)
     assert again == 400
 
 
@@ -150,7 +151,7 @@ def test_fused_attention_has_nothing_to_recompute():
         model = build(torch.float32, granularity, attention=attention, seq_length=64)
         block = model.blocks["0"]
         x = torch.randn(2, 64, 32, requires_grad=True)
-        return recompute.saved_bytes(lambda: block(x), *block.parameters())
+        return counters.saved_bytes(lambda: block(x), *block.parameters())
 
     assert kept("selective", "fused") == kept("none", "fused") < kept("none", "explicit")
     assert kept("selective", "explicit") < kept("none", "explicit")

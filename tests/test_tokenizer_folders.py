@@ -19,9 +19,9 @@ from finetune.chat import message
 from finetune.chat_template import ChatError, ChatTokenizer, of_tokenizer, open_template
 from inference import cli, generation_config, huggingface
 from inference.loading import find_chat, load_model
+from inference.tokenizer_json import CHARACTERS, files_of, merges_of
 from run import checkpoint
 from run.tokenizer import FileTokenizer, TokenizerError, make_tokenizer, prompt_ids, save_files
-from run.tokenizer_json import CHARACTERS, files_of, merges_of
 
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.set_verbosity_error()

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from base.collectives import Collectives
+from planning.counters import Collectives
 
 # A share of a tensor's largest number: the gate of the tests, in float64.
 TOLERANCE = 1e-10

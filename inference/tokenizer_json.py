@@ -15,7 +15,7 @@ byte as itself, the others as the characters from 256 on:
 tokenizer_config.json names the end token, and the class PreTrainedTokenizerFast, which takes
 tokenizer.json as it is: AutoTokenizer's choice for a Llama would split a text in its own way.
 
-    python -m run.tokenizer_json bytes > tokenizer.json
+    python -m inference.tokenizer_json bytes > tokenizer.json
 
 One text has other ids than here: `<|endoftext|>` becomes its one id there, as chat templates
 expect, and plain bytes here.
@@ -26,7 +26,7 @@ import json
 import sys
 
 from base import terminal
-from run.token_bytes import CHARACTERS
+from inference.token_bytes import CHARACTERS
 from run.tokenizer import TokenizerError, make_tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
@@ -100,7 +100,7 @@ def characters(token: bytes) -> str:
 
 def main():
     if len(sys.argv) != 2:
-        terminal.refuse("usage: python -m run.tokenizer_json bytes | gpt2 | FILE")
+        terminal.refuse("usage: python -m inference.tokenizer_json bytes | gpt2 | FILE")
     try:
         files = files_of(make_tokenizer(sys.argv[1]))
     except TokenizerError as e:

@@ -20,7 +20,7 @@ import re
 # Bytes that are printable characters of Latin-1: ! to ~, ¡ to ¬, ® to ÿ.
 PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 others = itertools.count(256)
-# The character that stands for each byte in a byte-level vocabulary (run/tokenizer_json.py).
+# The character that stands for each byte in a byte-level vocabulary (inference/tokenizer_json.py).
 CHARACTERS = [chr(byte) if byte in PRINTABLE else chr(next(others)) for byte in range(256)]
 BYTE_OF = {character: byte for byte, character in enumerate(CHARACTERS)}
 
