@@ -317,25 +317,12 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Raises ValueError where the values have other types, or the scale is below 1."""
-        scale = state["scale"]
-        good_steps = state["good_steps"]
-        tolerance = state["tolerance"]
-        # Checkpoints older than the search lack this field; their scale is halved.
-        searching = state.get("searching", False)
-        if not (
-            isinstance(scale, (int, float))
-            and isinstance(good_steps, int)
-            and isinstance(tolerance, int)
-            and isinstance(searching, bool)
-            and math.isfinite(scale)
-            and scale >= 1
-        ):
-            raise ValueError(f"not the state of a loss scaler: {state}")
-        self.scale = float(scale)
-        self.good_steps = good_steps
-        self.tolerance = tolerance
-        self.searching = searching
+        """state: as its types in run/checkpoint_index.py."""
+        self.scale = float(state["scale"])
+        self.good_steps = state["good_steps"]
+        self.tolerance = state["tolerance"]
+        # Without this field the scale is halved.
+        self.searching = state.get("searching", False)
 
 
 # === the update ===================================================================================
@@ -602,7 +589,7 @@ class AdamW:
         `factor` as it reads them."""
         control = torch.stack((factor.float(), self.updates, finite.float()))
         # {(type of the weight, has a low half, has a separate master): arguments of each parameter}
-        kinds = defaultdict(list)
+        by_type = defaultdict(list)
         for name, gradient in gradients.items():
             p = self.parameters[name]
             low = self.low.get(name)
@@ -611,9 +598,9 @@ class AdamW:
                 # The weight is its own master.
                 master = None
             state = self.exp_avg[name], self.exp_avg_sq[name], self.decay_of(name)
-            kind = p.dtype, low is not None, master is not None
-            kinds[kind].append((p.detach(), low, master, gradient, *state))
-        for arguments in kinds.values():
+            types = p.dtype, low is not None, master is not None
+            by_type[types].append((p.detach(), low, master, gradient, *state))
+        for arguments in by_type.values():
             lists = map(list, zip(*arguments))
             self.fused(*lists, control, lr, *self.betas, self.eps)
 
@@ -659,8 +646,8 @@ class AdamW:
             tensors[f"model.{name}"] = master
             tensors[f"exp_avg.{name}"] = self.exp_avg[name]
             tensors[f"exp_avg_sq.{name}"] = self.exp_avg_sq[name]
-            for kind in ("model", "exp_avg", "exp_avg_sq"):
-                set_sharding(tensors[f"{kind}.{name}"], sharding_of(p))
+            for prefix in ("model", "exp_avg", "exp_avg_sq"):
+                set_sharding(tensors[f"{prefix}.{name}"], sharding_of(p))
         return tensors
 
     def state_dict(self) -> dict:

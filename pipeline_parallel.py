@@ -343,9 +343,6 @@ class Channels:
 
 # --- running a schedule ---------------------------------------------------------------------------
 
-# Activations go forward, gradients come back.
-KINDS = {"F": 0, "B": 1}
-
 
 @dataclass
 class _Step:
@@ -360,12 +357,10 @@ class _Step:
     arriving: dict = field(default_factory=dict)  # {message: (tensor, work)}
     departing: dict = field(default_factory=dict)  # {message: tensor}, until it is sent
     sent: dict = field(default_factory=dict)  # {message: (tensor, work)}, until it settles
-    graphs: dict = field(
-        default_factory=dict
-    )  # {(chunk, micro-batch): (input, edge of the output)}
-    deferred: dict = field(
-        default_factory=dict
-    )  # {(chunk, micro-batch): weight gradients}, from I to W
+    # {(chunk, micro-batch): (input, edge of the output)}
+    graphs: dict = field(default_factory=dict)
+    # {(chunk, micro-batch): weight gradients}, from I to W
+    deferred: dict = field(default_factory=dict)
 
 
 class Pipeline:
@@ -437,9 +432,9 @@ class Pipeline:
 
     def transfer(self, step: _Step, transfer: Transfer, shape: tuple[int, int, int]) -> None:
         message = transfer.key
-        # Each message of a step has its own number.
+        # Each message of a step has its own tag.
         number = transfer.micro_batch * self.p * self.v + transfer.stage
-        tag = number * 2 + KINDS[transfer.kind]
+        tag = 2 * number + (transfer.kind == "B")
         if transfer.op == "receive":
             like = next(self.parameters())
             buffer = torch.empty(shape, dtype=like.dtype, device=like.device)

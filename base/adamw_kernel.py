@@ -36,7 +36,7 @@ def adamw_update(
     nones = [None] * len(weights)
     state = torch.float32 if masters else torch.bfloat16
     gradients = [g.contiguous() for g in gradients]
-    kinds = dict(
+    columns = dict(
         weight=(weights, w.dtype),
         low=(lows or nones, torch.int16),
         # A float weight is its own master.
@@ -45,7 +45,7 @@ def adamw_update(
         exp_avg=(exp_avgs, state),
         exp_avg_sq=(exp_avg_sqs, state),
     )
-    for name, (tensors, dtype) in kinds.items():
+    for name, (tensors, dtype) in columns.items():
         for t, weight in zip(tensors, weights):
             check_state(f"adamw: {name}", t, weight, dtype)
     check("adamw: control", control, w, torch.float32, (3,))
@@ -55,7 +55,7 @@ def adamw_update(
         return
     table = []
     blocks = 0
-    for of_parameter in zip(*(tensors for tensors, _ in kinds.values())):
+    for of_parameter in zip(*(tensors for tensors, _ in columns.values())):
         n = of_parameter[0].numel()
         table += [0 if t is None else t.data_ptr() for t in of_parameter]
         table += [n, blocks]

@@ -41,7 +41,7 @@ from base.groups import Groups
 from base.model_config import GPTConfig
 from benchmarks import report, style, time_line
 from benchmarks.report import format_spread, median, spread
-from benchmarks.steps import GPT, Steps, allocated
+from benchmarks.steps import GPT, Steps
 from course import demo, ranks
 from planning import counters
 
@@ -362,8 +362,7 @@ def held_bytes(rank: int, shape: dict, kind: str) -> dict:
     kept = counters.saved_bytes(run, *parameters)
     steps = Measured(shape, kind)
     steps.forward_backward()
-    before, most = allocated(steps.forward_backward)
-    return {"kept": kept, "peak": most - before}
+    return {"kept": kept, "peak": counters.peak_bytes(steps.forward_backward)}
 
 
 def memory_part(toy: bool) -> dict:

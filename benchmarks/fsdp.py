@@ -29,8 +29,9 @@ from base import cpu
 from base.groups import Groups
 from benchmarks import report, style, time_line
 from benchmarks.report import ratio, spread
-from benchmarks.steps import Random, Steps, allocated
+from benchmarks.steps import Random, Steps
 from course import demo, ranks
+from planning import counters
 
 SHAPE = dict(model="llama2-7b", num_layers=6, hidden_size=512, num_heads=8, ffn_hidden_size=1376)
 SHAPE |= dict(seq_length=256, vocab_size=8192, precision="fp32")
@@ -95,7 +96,7 @@ def peak_bytes(rank: int, kind: str, shape: dict) -> int:
         trainer.step()
         trainer.step()
 
-    return allocated(two_steps)[1]
+    return counters.peak_bytes(two_steps)
 
 
 def on_rank(rank: int, rounds: int, shape: dict) -> tuple[list[dict], dict, list]:

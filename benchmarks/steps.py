@@ -8,7 +8,6 @@ on the default corpus; and the memory of a step.
 import dataclasses
 import json
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -161,22 +160,6 @@ def run_train(flags: str, **paths) -> None:
     index = checkpoint.read_index(checkpoint.find(paths["out"]))
     if index["step"] < index["config"]["steps"]:
         sys.exit(130)
-
-
-def allocated(function) -> tuple[int, int]:
-    """(bytes before, the most at any time) that PyTorch's allocator holds for tensors while a
-    function runs, by its profiler."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
-        function()
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text())["traceEvents"]
-    events = [event for event in events if event["name"] == "[memory]"]
-    memory = [event["args"] for event in sorted(events, key=lambda event: event["ts"])]
-    before = memory[0]["Total Allocated"] - memory[0]["Bytes"]
-    return before, max(args["Total Allocated"] for args in memory)
 
 
 def profile(function) -> dict:

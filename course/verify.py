@@ -49,6 +49,7 @@ from pathlib import Path
 import torch
 
 from base import terminal
+from base.errors import InputError
 from course import ranks, training_commands
 from course.parity import Result, first_difference, largest_difference, train
 from course.rounding import RUNS, band_of, losses_of, measure_band, times_band
@@ -57,7 +58,6 @@ from finetune.prompt_tuning import PromptLearningConfig
 from finetune.reinforcement import ReinforcementConfig
 from run import flags, rules
 from run.config import ConfigError, RunConfig, name_of
-from run.launch import REFUSED
 from run.metrics import MetricsError, read_metrics
 from run.presets import SMALL_RATE
 from run.pretraining import Config
@@ -180,7 +180,7 @@ def speaker_of(train_flags: list[str]) -> str:
 
 
 def read_flags(argv: list[str], world: int | None) -> tuple[RunConfig, int]:
-    """The configuration, and its number of ranks. Raises an error of REFUSED, or SystemExit."""
+    """The configuration, and its number of ranks. Raises InputError, or SystemExit."""
     try:
         config_class, argv = training_commands.split(argv)
     except ConfigError as e:
@@ -249,7 +249,7 @@ def measured_band(paths: list[Path]) -> dict[int, float]:
 
 
 def attempt(args: argparse.Namespace, train_flags: list[str], mutate) -> bool:
-    """Whether everything is right. Raises an error of REFUSED."""
+    """Whether everything is right. Raises InputError."""
     pair = []
     if args.metrics:
         pair = [read_losses(path) for path in (args.metrics, args.against)]
@@ -290,7 +290,7 @@ def main(argv: list[str] | None = None, mutate=None) -> int:
     ranks.preload("train", "course.parity")
     try:
         return 0 if attempt(args, argv[len(own) + 1 :], mutate) else 1
-    except REFUSED as e:
+    except InputError as e:
         # The flags after -- belong to another command, the files to this one.
         speaker = (
             "verify.py"

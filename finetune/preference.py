@@ -368,9 +368,9 @@ class DPOTask(PreferenceTask):
             for name, dataset in sets.items():
                 rows = dataset.in_order()
                 found[name] = self.log_probabilities(rows, rows.num_sequences).numpy()
-            run.world.on_rank_0(lambda: self.write(path, sets, found), (CheckpointError,))
+            run.world.on_rank_0(lambda: self.write(path, sets, found))
         else:
-            found = run.world.on_rank_0(lambda: self.read(path, sets), (CheckpointError,))
+            found = run.world.on_rank_0(lambda: self.read(path, sets))
         for name, dataset in sets.items():
             dataset.reference = torch.from_numpy(found[name])
 

@@ -32,7 +32,6 @@ from finetune.chat_template import ChatError, ChatTemplate, ChatTokenizer, open_
 from finetune.packing import Example, Packed, Padded
 from run import flags
 from run.checkpoint import beside
-from run.config import ConfigError
 from run.data import HELD_OUT
 from run.task import Task, first_ids
 from run.tokenizer import CHAT_TEMPLATE
@@ -196,7 +195,7 @@ def date_of(config, world, template: ChatTemplate) -> str | None:
             raise ChatError(f"--date {config.date}: {template.where} does not ask for the date")
         return None
     if not config.date:
-        config.date = world.on_rank_0(lambda: begun(config), (ConfigError,))
+        config.date = world.on_rank_0(lambda: begun(config))
     return config.date
 
 

@@ -324,8 +324,7 @@ def run(args: argparse.Namespace, world: World, stream_of: Callable) -> None:
         return converse(world, stream_of(model), tokenizer, config, args.stop, **options)
     if args.prompt_file is not None:
         requests = world.on_rank_0(
-            lambda: read_prompts(args.prompt_file, tokenizer, config.seq_length, adapters.names),
-            (PromptError,),
+            lambda: read_prompts(args.prompt_file, tokenizer, config.seq_length, adapters.names)
         )
         summary = answer_file(
             world,

@@ -49,8 +49,7 @@ def infer(args: argparse.Namespace, world) -> None:
     examples, records, summary = world.on_rank_0(
         lambda: read_examples(
             args.data, config.templates, first_ids, tokenizer, limit, answer=False
-        ),
-        (PromptError,),
+        )
     )
     if args.command == "evaluate":
         check_answers(config, records)

@@ -29,6 +29,7 @@ from msgspec import Meta
 from safetensors import SafetensorError, safe_open
 
 from base import json_files
+from base.errors import InputError
 from base.model_config import MoEConfig, least_parameters
 from run import world
 
@@ -37,7 +38,7 @@ FORMAT = 2
 DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
-class CheckpointError(Exception):
+class CheckpointError(InputError):
     """A checkpoint that cannot be written or read. The message says which, and why."""
 
 
@@ -61,6 +62,8 @@ class ScalerRecord(TypedDict):
     scale: Annotated[float, Meta(ge=1)]
     good_steps: Count
     tolerance: Count
+    # Older checkpoints lack it.
+    searching: NotRequired[bool]
 
 
 class OptimizerRecord(TypedDict):

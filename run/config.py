@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 import schedules
+from base.errors import InputError
 from base.model_config import ROUTER_NAMES, FieldError, MoEConfig
 from run import checkpoint
 from run.presets import PRESETS, default_lr
@@ -48,7 +49,7 @@ def multiply_in(precision: str | None, device: torch.device) -> None:
         torch.set_float32_matmul_precision("high")
 
 
-class ConfigError(ValueError):
+class ConfigError(InputError):
     """A configuration that cannot run: the flag, its value, the rule and what would fit."""
 
 

@@ -65,6 +65,7 @@ from run.documents import (
     without_bad,
 )
 from run.tokenizer import TokenizerError, make_tokenizer
+from run.world import World
 
 # A part of the cache key, to be raised when the same text would be cached differently.
 FORMAT = "3"
@@ -72,6 +73,8 @@ FORMAT = "3"
 PART_BYTES = 16 * 2**20
 # The last 1/20 of the stream is never trained on.
 HELD_OUT = 20
+# One rank.
+ALONE = World(rank=0, size=1, local_rank=0, local_size=1, restarts=0)
 
 # --- what a run learns from -----------------------------------------------------------------------
 
@@ -138,47 +141,6 @@ class Order:
 
 
 # --- text to a stream of token ids on disk --------------------------------------------------------
-
-
-class Lockstep:
-    """Work that all ranks do at the same time, each its share. All have the results of all.
-
-                         rank 0         rank 1         rank 2
-        each(f, items)   f(0), f(3)     f(1), f(4)     f(2)         all ranks: [f(0), ..., f(4)]
-        on_first(f)      f()            waits          waits        all ranks: f()
-
-    exchange(object) returns every rank's object on every rank (`all_gather_object`). An error goes
-    to all ranks too: otherwise the others would wait for a rank that has left.
-    """
-
-    def __init__(self, exchange=lambda x: [x], rank: int = 0, world: int = 1):
-        self.exchange = exchange
-        self.rank = rank
-        self.world = world
-
-    def __call__(self, work) -> list:
-        """What `work()` returned on each rank. Raises the first failing rank's error."""
-        result = None
-        error = None
-        try:
-            result = work()
-        except Exception as e:
-            error = e
-        # This also makes the ranks wait for each other.
-        outcomes = self.exchange((result, error))
-        for _, error in outcomes:
-            if error:
-                raise error
-        return [result for result, _ in outcomes]
-
-    def on_first(self, work):
-        """What `work()` returned on rank 0. The other ranks do nothing but wait."""
-        return self(lambda: work() if self.rank == 0 else None)[0]
-
-    def each(self, work, items: list) -> list:
-        """[work(item) for item in items] on every rank, computed in shares."""
-        shares = self(lambda: [work(item) for item in items[self.rank :: self.world]])
-        return [shares[i % self.world][i // self.world] for i in range(len(items))]
 
 
 def tokenize_part(pieces: list[Piece], tokenizer, target: str) -> int:
@@ -258,10 +220,10 @@ def merge_parts(targets: list[str], folder: Path, corpus: str, tokenizer) -> Non
     token_cache.write(folder, index, sorted_documents())
 
 
-def build(files, corpus: str, tokenizer, folder: Path, lockstep: Lockstep, workers: int) -> None:
+def build(files, corpus: str, tokenizer, folder: Path, world: World, workers: int) -> None:
     """Tokenize all parts of the files, each rank its share, and merge them into `folder`. Complete
     parts of an earlier run are kept. corpus: fingerprint of the text."""
-    parts = lockstep.on_first(lambda: split_parts(files, PART_BYTES))
+    parts = world.on_rank_0(lambda: split_parts(files, PART_BYTES))
     parts_folder = folder.with_name(folder.name + ".parts")
     targets = [str(parts_folder / f"{i:06d}") for i in range(len(parts))]
 
@@ -269,40 +231,38 @@ def build(files, corpus: str, tokenizer, folder: Path, lockstep: Lockstep, worke
         with token_cache.cache_errors(folder.parent):
             parts_folder.mkdir(exist_ok=True)
         jobs = []
-        for pieces, target in list(zip(parts, targets))[lockstep.rank :: lockstep.world]:
+        for pieces, target in list(zip(parts, targets))[world.rank :: world.size]:
             if not token_cache.part_is_complete(target):
                 jobs.append((pieces, tokenizer, target))
-        tokenize_parts(jobs, workers, show=lockstep.rank == 0)
+        tokenize_parts(jobs, workers, show=world.rank == 0)
 
     def merge():
         with token_cache.cache_errors(folder.parent):
             merge_parts(targets, folder, corpus, tokenizer)
             token_cache.remove(parts_folder)
 
-    lockstep(tokenize_share)
-    lockstep.on_first(merge)
+    world.on_every_rank(tokenize_share)
+    world.on_rank_0(merge)
 
 
 def prepare(
     paths: list[str],
     tokenizer,
     cache="cache",
-    lockstep: Lockstep | None = None,
+    world: World = ALONE,
     workers=1,
     flag="--data",
     skip_bad=False,
 ) -> Path:
     """The folder of the tokenized corpus, built unless the cache holds it undamaged. A collective.
 
-    lockstep: of all ranks; None: of one. workers: threads of this rank. flag: what named the paths,
-    for messages. skip_bad: leave out files that are not UTF-8. Raises DataError, the same one on
-    every rank."""
-    lockstep = lockstep or Lockstep()
+    workers: threads of this rank. flag: what named the paths, for messages. skip_bad: leave out
+    files that are not UTF-8. Raises DataError, the same one on every rank."""
 
     def find_fault() -> str | None:
         """The first rank's fault in the cached corpus, on every rank. None: no fault."""
-        share = lockstep.rank, lockstep.world
-        faults = lockstep(lambda: token_cache.check(folder, *share, workers))
+        share = world.rank, world.size
+        faults = world.on_every_rank(lambda: token_cache.check(folder, *share, workers))
         return next((fault for fault in faults if fault is not None), None)
 
     def lock() -> None:
@@ -310,25 +270,25 @@ def prepare(
         held.enter_context(token_cache.lock(folder))
 
     with named(flag), contextlib.ExitStack() as held:
-        files = lockstep.on_first(lambda: find_files(paths))
+        files = world.on_rank_0(lambda: find_files(paths))
         if skip_bad:
-            files = without_bad(files, lockstep)
-        hashes = lockstep.each(file_hash, files)
+            files = without_bad(files, world)
+        hashes = world.in_shares(file_hash, files)
         corpus = fingerprint("".join(sorted(hashes)))
         key = fingerprint(f"{corpus} {tokenizer.fingerprint} {FORMAT} {PART_BYTES}")
         folder = Path(cache) / key
         if find_fault() is None:
             return folder
-        lockstep.on_first(lock)
+        world.on_rank_0(lock)
         # Another run may have built it meanwhile.
         fault = find_fault()
         if fault is not None:
-            if lockstep.rank == 0:
+            if world.rank == 0:
                 reason = f"{fault}; " if fault else ""
                 message = f"data: {reason}tokenized text goes into {folder} (--cache changes this)"
                 terminal.say(message, error=True)
             files = [file for _, file in sorted(zip(hashes, files))]
-            build(files, corpus, tokenizer, folder, lockstep, workers)
+            build(files, corpus, tokenizer, folder, world, workers)
         return folder
 
 

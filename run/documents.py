@@ -28,7 +28,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from base import json_files, terminal
-from base.errors import cause
+from base.errors import InputError, cause
 
 # A piece of a file: its path and two offsets in bytes. No second offset: up to the file's end.
 Piece = tuple[Path, int, int | None]
@@ -38,7 +38,7 @@ Piece = tuple[Path, int, int | None]
 LONGEST_LINE = 2**24
 
 
-class DataError(ValueError):
+class DataError(InputError):
     """The data cannot be used; the message says which file, and where in it."""
 
 
@@ -154,13 +154,14 @@ def is_utf8(path: Path) -> bool:
     return True
 
 
-def without_bad(files: list[Path], lockstep) -> list[Path]:
-    """The files that are UTF-8 text; rank 0 names the others. Raises DataError if none is left."""
-    good = lockstep.each(is_utf8, files)
+def without_bad(files: list[Path], world) -> list[Path]:
+    """The files that are UTF-8 text; rank 0 names the others. world: of run/world.py. Raises
+    DataError if none is left."""
+    good = world.in_shares(is_utf8, files)
     bad = [file for file, is_good in zip(files, good) if not is_good]
     if len(bad) == len(files):
         raise DataError(f"none of {len(files)} files is UTF-8 text: {some_of(bad)}")
-    if bad and lockstep.rank == 0:
+    if bad and world.rank == 0:
         message = f"data: {len(bad)} files are not UTF-8, and left out: {some_of(bad)}"
         terminal.say(message, error=True)
     return [file for file, is_good in zip(files, good) if is_good]

@@ -18,27 +18,12 @@ from pathlib import Path
 from base import terminal
 from base.errors import InputError, RunError
 from run import checkpoint, flags, rules, saving
-from run.checkpoint import CheckpointError
 from run.config import ConfigError, RunConfig, flag_name, multiply_in
-from run.data import DataError
-from run.metrics import MetricsError
-from run.run_folder import RunFolder, RunFolderError, launcher_name
+from run.run_folder import RunFolder, launcher_name
 from run.task import Task
-from run.tokenizer import BUILT_IN, TokenizerError, make_tokenizer, record
+from run.tokenizer import BUILT_IN, make_tokenizer, record
 from run.training_run import TrainingRun, announce
 from run.world import World, WorldError
-
-# Bad input: exit status 2, one message from rank 0.
-REFUSED = (
-    ConfigError,
-    RunFolderError,
-    MetricsError,
-    DataError,
-    TokenizerError,
-    CheckpointError,
-    # What other types of training refuse.
-    InputError,
-)
 
 
 def main(argv: list[str], config_class: type[RunConfig], trainer_class, loop) -> int:
@@ -82,7 +67,7 @@ def attempt(
         tokenizer = prepare(config, world)
         with connected(config, world):
             train_model(config, world, tokenizer, trainer_class, loop)
-    except REFUSED as e:
+    except InputError as e:
         return 2, e
     except (RunError, WorldError) as e:
         return 1, e
@@ -179,8 +164,7 @@ def connected(config: RunConfig, world: World):
         config.refuse("cp_kind", rule)
     check_flags_agree(config, world)
     folder = world.open_on_rank_0(
-        lambda: RunFolder(config.out, config.resume, world.restarts, launcher_name()),
-        (RunFolderError,),
+        lambda: RunFolder(config.out, config.resume, world.restarts, launcher_name())
     )
     if folder and folder.notice:
         world.say(folder.notice)

@@ -41,10 +41,10 @@ from pathlib import Path
 import torch
 
 from base import json_files, terminal
-from base.errors import cause
+from base.errors import InputError, cause
 
 
-class MetricsError(RuntimeError):
+class MetricsError(InputError):
     """metrics.jsonl cannot be read or written; the message says why."""
 
 
@@ -289,7 +289,7 @@ def main() -> None:
         if not lines:
             raise MetricsError(f"{out}: has no metrics.jsonl with a step in it")
         plot_loss(lines, str(out), out / "loss.png")
-    except (MetricsError, OSError, ValueError) as e:
+    except (OSError, ValueError) as e:
         terminal.refuse(f"metrics.py: {e}")
     if damaged:
         terminal.say(f"metrics.jsonl: {left_out(damaged)}", error=True)

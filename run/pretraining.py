@@ -76,7 +76,7 @@ class Pretraining(Task):
         s = config.model_config().seq_length
         share = {
             "cache": config.cache,
-            "lockstep": data.Lockstep(world.gather, world.rank, world.size),
+            "world": world,
             "workers": world.cores,
             "skip_bad": config.skip_bad_examples,
         }

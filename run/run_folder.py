@@ -23,7 +23,7 @@ import socket
 import time
 from pathlib import Path
 
-from base.errors import cause
+from base.errors import InputError, cause
 from run.tokenizer import save_files
 
 # A folder with one of these holds a run.
@@ -37,7 +37,7 @@ CONTENT = (
 )
 
 
-class RunFolderError(ValueError):
+class RunFolderError(InputError):
     """A folder that this run cannot use. The message says why, and what would help."""
 
 

@@ -136,8 +136,7 @@ def restore(trainer, world: World, dataset: Dataset, tokenizer) -> tuple[int, in
     found = {}
     if config.resume:
         folder = Path(config.out) / "checkpoints"
-        errors = (checkpoint.CheckpointError,)
-        found = world.on_rank_0(lambda: checkpoint.steps(folder), errors)
+        found = world.on_rank_0(lambda: checkpoint.steps(folder))
     damage = []
     for path in reversed(found.values()):
         try:
@@ -173,7 +172,7 @@ def is_done(config: RunConfig, world: World, last_file: Path, start: int) -> boo
             f"--steps {config.steps}: the run in {config.out} is at step {start} already; more than"
             " that would go on"
         )
-    done = world.on_rank_0(lambda: start >= config.steps and last_file.exists(), ())
+    done = world.on_rank_0(lambda: start >= config.steps and last_file.exists())
     if done:
         world.say(
             f"{config.out}: step {start} of --steps {config.steps} is done, and there is nothing to"

@@ -111,7 +111,7 @@ class WholeModel(PartOfTrainer):
 
 class Task(PartOfTrainer):
     """What a run learns, and how that is measured. This one is pretraining: every token of the data
-    is predicted from those before it. Other kinds of training extend it."""
+    is predicted from those before it. Other types of training extend it."""
 
     # Whether routers are balanced, where they learn.
     balances_experts = True

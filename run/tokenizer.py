@@ -31,7 +31,7 @@ from typing import ClassVar
 import numpy as np
 
 from base import json_files, terminal
-from base.errors import cause
+from base.errors import InputError, cause
 
 # The JSON files beside a tokenizer.json that are about it.
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
@@ -53,7 +53,7 @@ MOST_GROWTH = 100
 PROBE = "a é \u4e2d \U0001f600\u0378"
 
 
-class TokenizerError(ValueError):
+class TokenizerError(InputError):
     """A tokenizer that cannot be used. The message says why, and what to do."""
 
 

@@ -22,7 +22,6 @@ from run import checkpoint, run_folder
 from run.config import DTYPES, LAYOUT, RunConfig
 from run.metrics import Curves, Metrics, MetricsError, mfu, peak_memory, progress
 from run.presets import why_not_exported
-from run.run_folder import RunFolderError
 from run.world import World
 
 # Each evaluation reads the first 64 sequences of the held-out text.
@@ -125,7 +124,7 @@ class TrainingRun:
             run_folder.begin(self.out, self.config, tokenizer)
             return Metrics(self.out / "metrics.jsonl", self.start)
 
-        self.metrics = self.world.open_on_rank_0(work, (RunFolderError, MetricsError))
+        self.metrics = self.world.open_on_rank_0(work)
         if self.metrics and self.metrics.notice:
             self.world.say(self.metrics.notice)
 

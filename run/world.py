@@ -2,7 +2,7 @@
 
     world = World.from_launcher()       the numbers that torchrun has set
     world.connect("auto", tp=2, ..)     the device and the process groups (base/groups.py)
-    world.on_rank_0(work, errors)       one rank works; all have its result or its error
+    world.on_rank_0(work)               one rank works; all have its result or its error
     world.disconnect()
 
 A rank that is refused alone (a file that only one machine has is missing on the others) would leave
@@ -250,24 +250,33 @@ class World:
                 self.beat(self.watchdog.where)
         return gathered
 
-    def on_rank_0(self, work, errors: tuple):
-        """Call work() on rank 0, and return its result, or raise its exception of the types
-        `errors`, on every rank."""
+    def on_every_rank(self, work) -> list:
+        """Call work() on every rank, and return all results on every rank; or raise the first
+        failing rank's exception: the others would wait for that rank."""
         result = error = None
         try:
-            if self.rank == 0:
-                result = work()
-        except errors as e:
+            result = work()
+        except Exception as e:
             error = e
-        result, error = self.gather((result, error))[0]
-        if error:
-            raise error
-        return result
+        outcomes = self.gather((result, error))
+        for _, error in outcomes:
+            if error:
+                raise error
+        return [result for result, _ in outcomes]
 
-    def open_on_rank_0(self, work, errors: tuple):
+    def on_rank_0(self, work):
+        """The result of work() on rank 0. The other ranks only wait."""
+        return self.on_every_rank(lambda: work() if self.rank == 0 else None)[0]
+
+    def in_shares(self, work, items: list) -> list:
+        """[work(item) for item in items] on every rank: rank r computes items r, r + size, .."""
+        shares = self.on_every_rank(lambda: [work(item) for item in items[self.rank :: self.size]])
+        return [shares[i % self.size][i // self.size] for i in range(len(items))]
+
+    def open_on_rank_0(self, work):
         """The same for a result that cannot be sent, such as an open file: None on other ranks."""
         opened = []
-        self.on_rank_0(lambda: opened.append(work()), errors)
+        self.on_rank_0(lambda: opened.append(work()))
         return opened[0] if opened else None
 
     def gather_numbers(self, *numbers: torch.Tensor | float) -> torch.Tensor:

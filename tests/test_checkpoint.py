@@ -273,6 +273,11 @@ NORM = "tensors.model.head.norm.weight"
         ("model.vocab_size", 2**31 - 1, "vocab_size 2147483647.* parameters or more, and its"),
         ("step", 10**30, r"Expected `int` <= .* - at `\$.step`"),
         ("optimizer.scaler", dict(scale=0.5, good_steps=0, tolerance=1), "Expected `float` >= 1"),
+        (
+            "optimizer.scaler",
+            dict(scale=2, good_steps=0, tolerance=1, searching="no"),
+            "Expected `bool`, got `str`",
+        ),
         (NORM, ["int32", [16]], "model.head.norm.weight is int32; a checkpoint has float64, "),
         (NORM, ["float32", [2**40]], "its tensors would have .* bytes, and its files have"),
     ],

@@ -21,6 +21,7 @@ from course import ranks
 from run import data, documents, token_cache
 from run.data import Corpus, DataError, prepare
 from run.tokenizer import ByteTokenizer, TokenizerError, make_tokenizer
+from run.world import World
 
 TEXTS = [f"document {i}: " + "the quick brown fox, " * (i % 7 + 1) + "é" for i in range(60)]
 
@@ -95,14 +96,9 @@ def test_parts_and_processes_change_nothing(here, monkeypatch):
 def on_rank(rank, path, cache):
     data.PART_BYTES = 700
 
-    def exchange(x):
-        gathered = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, x)
-        return gathered
-
-    lockstep = data.Lockstep(exchange, rank, dist.get_world_size())
+    n = dist.get_world_size()
     try:
-        return stream(prepare([path], ByteTokenizer(), cache, lockstep))
+        return stream(prepare([path], ByteTokenizer(), cache, World(rank, n, rank, n, restarts=0)))
     except DataError as e:
         return str(e)
 

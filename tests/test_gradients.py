@@ -311,10 +311,6 @@ def test_a_loss_scaler_of_an_older_checkpoint():
     resumed.load_state_dict(half_way.state_dict())
     resumed.update(False)
     assert resumed.scale == 2**16
-    with pytest.raises(ValueError, match="not the state of a loss scaler"):
-        scaler.load_state_dict(
-            {"scale": 2.0**20, "good_steps": 0, "tolerance": 1, "searching": "no"}
-        )
 
 
 def norm_of_slices(rank):

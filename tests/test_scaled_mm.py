@@ -145,11 +145,12 @@ def test_a_weight_is_transposed_once_a_step(recipe, monkeypatch):
 )
 def test_when_it_runs(recipe, capability, cuda, sizes, runs, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
     monkeypatch.setattr(torch.version, "cuda", cuda)
     found = []
     for _, a, b in products(recipe, *sizes):
         for x in (a, b):
-            on_gpu = SimpleNamespace(is_cuda=True, shape=x.q.shape, device="cuda")
+            on_gpu = SimpleNamespace(shape=x.q.shape, device=torch.device("cuda"))
             object.__setattr__(x, "q", on_gpu)
         found.append(float8.runs_in_fp8(a, b))
     # a product of which a size does not fit is enough to know the rule
