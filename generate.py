@@ -14,8 +14,7 @@ inference/sampling.py draws the next token from them. Its random numbers depend 
 prompt, position): a prompt gives the same text in any batch and under any layout, up to rounding
 (in float64 exactly; in 16 bits texts differ after some dozens of tokens).
 
-`decode` is the loop, for one device and for tensor, data and expert parallelism. Pipeline stages
-run the same loop over micro-batches (inference/pipelined.py).
+`decode` is the loop, on one device and under any layout.
 
     python -m course.generate                          a lesson: with the cache and without
     python generate.py --checkpoint runs/default --prompt "def "
@@ -42,41 +41,40 @@ from base.attention_kernels import any_shape
 from base.rotary import rotary_at
 from gpt import GPT, Context
 from inference import cuda_graphs
-from inference.batches import (
-    DecodeBatch,
-    NewToken,
-    Observer,
-    Sequence,
-    StopRule,
-    any_unfinished,
-    max_over_ranks,
-)
+from inference.batches import DecodeBatch, any_unfinished, max_over_ranks
 from inference.kv_cache import Cache, Caches, CacheSlot, caching
-from inference.pipelined import PipelinedDecoder, Ring
-from inference.sampling import SamplingParams, check_options, keys_of, sample
+from inference.requests import Output, Request, Sequence, check_prompts, requests_of
+from inference.ring import Ring
+from inference.sampling import check_options
 from pipeline_parallel import Pipeline, stages_of
 
 
 def decode(
-    runner: "ModelRunner",
-    batch: DecodeBatch,
-    params: SamplingParams,
-    lockstep: dist.ProcessGroup | None = None,
-    observe: Observer | None = None,
-) -> Iterator[list[NewToken]]:
-    """The decode loop: each iteration adds one token to each unfinished sequence."""
-    unfinished = True
+    runner: "ModelRunner", batches: list[DecodeBatch], lockstep: dist.ProcessGroup | None = None
+) -> Iterator[list[Output]]:
+    """The decode loop: each round adds one token to each unfinished sequence. On one device there
+    is one batch; in a pipeline each stage works on another one (inference/ring.py)."""
+    unfinished = list(batches)
+    for batch in unfinished:
+        # [b, s]: the prompts (prefill), and in later rounds s = 1 (decode)
+        batch.tokens = batch.next_tokens()
+        runner.run_stage(batch)
     while unfinished:
-        tokens = batch.next_tokens()  # [b, s]: the prompts (prefill), or s = 1 (decode)
-        logits = runner.forward(batch, tokens)  # [b, V]
-        sampled = sample(logits, batch.keys(), batch.positions(), params)  # [b]
-        if observe:
-            observe(batch, logits, sampled)
-        new_tokens = batch.append(sampled.tolist())
-        unfinished = any_unfinished(batch, lockstep)
-        # A rank without prompts has no new tokens.
-        if new_tokens:
-            yield new_tokens
+        # The rounds of virtual stages.
+        for chunk in range(1, len(runner.stages)):
+            for batch in unfinished:
+                runner.run_stage(batch, chunk)
+        for batch in list(unfinished):
+            outputs = batch.append(runner.drawn_tokens(batch))
+            goes_on = any_unfinished(batch, lockstep)
+            # A rank without prompts has no outputs.
+            if outputs:
+                yield outputs
+            if goes_on:
+                batch.tokens = batch.next_tokens()
+                runner.run_stage(batch)
+            else:
+                unfinished.remove(batch)
 
 
 # --- one forward pass -----------------------------------------------------------------------------
@@ -85,9 +83,10 @@ def decode(
 class ModelRunner:
     """Runs forward passes of this rank's part of a model, with the cache."""
 
-    def __init__(self, stages: list[GPT], slot: CacheSlot | None = None):
-        """stages: this rank's pipeline stages, or the whole model. slot: as in `caching`."""
-        self.stages = stages
+    def __init__(self, model: GPT | Pipeline, slot: CacheSlot | None = None):
+        """slot: as in `caching`."""
+        self.stages = stages = stages_of(model)
+        self.ring = Ring(model.channels) if isinstance(model, Pipeline) else None
         self.slot = slot or CacheSlot()
         self.config = stages[0].config
         # inference/weight_layouts.py turns parameters into buffers.
@@ -105,22 +104,42 @@ class ModelRunner:
         self.captures = cuda_graphs.can_capture(stages, self.device)
         self.caches = Caches(keeps=self.captures)
 
+    def run_stage(self, batch: DecodeBatch, chunk: int = 0) -> None:
+        """A batch through stage number `chunk` of this rank. After the last stage, or the whole
+        model, its next tokens are drawn."""
+        x = batch.tokens  # [b, s]
+        if self.stages[chunk].embedding is None:
+            h = self.config.hidden_size
+            buffer = torch.empty(*x.shape, h, dtype=self.dtype, device=self.device)
+            x = self.ring.receive(buffer)  # [b, s, h]
+        y = self.forward(batch, x, chunk)
+        if self.stages[chunk].head is not None:
+            batch.draw(y)
+            y = batch.drawn  # [b]
+        if self.ring:
+            self.ring.send(y)
+
+    def drawn_tokens(self, batch: DecodeBatch) -> list[int]:
+        """The tokens drawn for a batch, on every stage."""
+        if self.ring and not self.ring.is_last:
+            b = len(batch.sequences)
+            buffer = torch.empty(b, dtype=torch.long, device=self.device)
+            batch.drawn = self.ring.pass_on(buffer)
+        return batch.drawn.tolist()
+
     @torch.inference_mode()
     @any_shape()
     # Otherwise torch.compile would compile a block again for every length.
     @compiling.eagerly
-    def forward(
-        self, batch: DecodeBatch, tokens: Tensor, chunk: int = 0, activations: Tensor | None = None
-    ) -> Tensor:
-        """Run stage number `chunk` of this rank. tokens: [b, s] of `batch.next_tokens`;
-        activations: [b, s, h] of the stage before. Returns the logits of the next token [b, V], or
-        activations [b, s, h] for the stage after."""
+    def forward(self, batch: DecodeBatch, x: Tensor, chunk: int = 0) -> Tensor:
+        """Run stage number `chunk` of this rank. x: tokens [b, s], or activations [b, s, h] of the
+        stage before. Returns the logits of the next token [b, V], or activations [b, s, h] for the
+        stage after."""
         cache = batch.cache
         self.slot.cache = cache
-        inputs = tokens if activations is None else activations
         if self.captures and cache.positions is not None:
-            return cuda_graphs.decode(self.compute, chunk, cache, inputs)
-        return self.compute(chunk, cache, inputs, batch.last_column)
+            return cuda_graphs.decode(self.compute, chunk, cache, x)
+        return self.compute(chunk, cache, x, batch.last_column)
 
     def compute(self, chunk: int, cache: Cache, x: Tensor, last_column: Tensor | None) -> Tensor:
         """x: tokens or activations. last_column: [b], during prefill the column of each sequence's
@@ -177,10 +196,9 @@ def generate(
 ) -> list[list[int]]:
     """The token ids that follow each prompt. Arguments and errors as in `stream`."""
     ids = [[] for _ in prompts]
-    steps = stream(model, prompts, max_tokens, **options)
-    for new in itertools.chain.from_iterable(steps):
-        if new.token is not None:
-            ids[new.number].append(new.token)
+    for output in itertools.chain.from_iterable(stream(model, prompts, max_tokens, **options)):
+        if output.token is not None:
+            ids[output.number].append(output.token)
     return ids
 
 
@@ -188,116 +206,77 @@ def stream(
     model: GPT | Pipeline,
     prompts: list[list[int]],
     max_tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    eot: int | tuple[int, ...] | None = None,
-    stopped: Callable[[int, list[int]], bool] | None = None,
     cached: bool = True,
     lockstep: dist.ProcessGroup | None = None,
-    keys: list[int] | None = None,
-    observe: Observer | None = None,
     cp_group: dist.ProcessGroup | None = None,
     runner: ModelRunner | None = None,
-) -> Iterator[list[NewToken]]:
-    """Yields the new tokens after each step of the batch or, in a pipeline, of a micro-batch. All
-    ranks that hold a part of the model call this with the same arguments.
+    **options,
+) -> Iterator[list[Output]]:
+    """Yields what each step gives to the sequences of a batch. All ranks that hold a part of the
+    model call this with the same arguments.
 
     prompts: 1 to seq_length token ids for each prompt.
-    eot: the end-of-text token, or several; it ends a text, and is not part of it.
-    stopped(number, generated ids): whether the text of prompt `number` ends here.
     cached: False runs the whole context again at each step.
     lockstep: ranks with different prompts (or none), whose forward passes are collectives because
         experts or parameters (ZeRO stage 3) are sharded over them.
-    keys: of random numbers; by default `keys_of(prompts, seed)`; given if there are more prompts.
-    observe(batch, logits [b, V], sampled [b]): called after sampling on the ranks that sample: all
-        ranks of a model, or those of a pipeline's last stage (inference/rollout.py).
     cp_group: ranks with the same prompts, which share the prefill (context parallelism).
     runner: of an earlier call (`stream_of`), whose CUDA graphs are used again.
 
+    options, of inference.requests.requests_of:
+    temperature, top_k, top_p: inference/sampling.py explains them.
+    eot: the end-of-text token, or several; it ends a text, and is not part of it.
+    stopped(number, generated ids): whether the text of prompt `number` ends here.
+    seed, keys: of random numbers; by default keys is `keys_of(prompts, seed)`.
+    log_probs: outputs have the log-probability of their token, and of so many likeliest ones; in a
+        pipeline on its last stage.
+
     Raises ValueError for a prompt or an option that is not possible; FloatingPointError if the
     model's logits are not finite."""
-    stages = stages_of(model)
-    keys = keys_of(prompts, seed) if keys is None else keys
-    check_options(max_tokens, temperature, top_k, top_p)
-    check_prompts(stages[0], prompts, keys)
-    runner = runner or ModelRunner(stages)
-    if runner.stages != stages:
+    requests = requests_of(prompts, max_tokens, **options)
+    for request in requests[:1]:
+        check_options(max_tokens, *request.draw.sampling)
+    runner = runner or ModelRunner(model)
+    if runner.stages != stages_of(model):
         raise ValueError("runner: is that of another model")
-    end_tokens = (eot,) if isinstance(eot, int) else tuple(eot or ())
-    rule = StopRule(max_tokens, end_tokens, stopped)
-    params = SamplingParams(temperature, top_k, top_p)
-    batches = make_batches(model, prompts, keys, rule, runner, cached, lockstep, cp_group)
+    check_prompts(runner.stages[0], prompts)
+    batches = make_batches(model, requests, runner, cached, lockstep, cp_group)
     if batches and max_tokens > 0:
-        with caching(stages, runner.slot):
-            yield from decode_all(model, runner, batches, params, lockstep, observe)
+        with caching(runner.stages, runner.slot):
+            yield from decode(runner, batches, lockstep)
+            if runner.ring:
+                runner.ring.wait_for_all_but(0)
     for batch in batches:
         batch.end()
 
 
-def decode_all(model: GPT | Pipeline, runner: ModelRunner, batches: list[DecodeBatch], *rest):
-    """The decode loop for one batch, or in a pipeline for micro-batches. rest: as in `decode`."""
-    if isinstance(model, GPT):
-        return decode(runner, batches[0], *rest)
-    return PipelinedDecoder(runner, Ring(model.channels), batches, *rest).decode()
-
-
 def make_batches(
     model: GPT | Pipeline,
-    prompts: list[list[int]],
-    keys: list[int],
-    rule: StopRule,
+    requests: list[Request],
     runner: ModelRunner,
     cached: bool,
     lockstep: dist.ProcessGroup | None,
     cp_group: dist.ProcessGroup | None,
 ) -> list[DecodeBatch]:
-    """Distribute the prompts in turn over as many micro-batches as pipeline stages. No batch is
-    without a prompt on all ranks; a rank with fewer prompts than batches adds idle sequences."""
+    """Distribute the requests in turn over as many micro-batches as pipeline stages. No batch is
+    without a request on all ranks; a rank with fewer of them than batches adds idle sequences."""
     p = 1 if isinstance(model, GPT) else model.p
-    num_batches = min(p, max_over_ranks(len(prompts), lockstep, runner.device))
-    sequences = [Sequence(i, list(ids), key) for i, (ids, key) in enumerate(zip(prompts, keys))]
+    num_batches = min(p, max_over_ranks(len(requests), lockstep, runner.device))
+    sequences = [Sequence(n, request) for n, request in enumerate(requests)]
     while len(sequences) < num_batches:
         # This sequence is finished, and only joins the collectives of the other ranks.
-        sequences.append(Sequence(-1, [0], 0, "length"))
+        sequences.append(Sequence(-1, Request([0], 0), "length"))
     config = runner.config
     options = config.seq_length, runner.device, runner.caches, cached, cp_group
     options = *options, config.sliding_window
-    return [DecodeBatch(sequences[i::num_batches], rule, *options) for i in range(num_batches)]
-
-
-def check_prompts(model: GPT, prompts: list[list[int]], keys: list[int]) -> None:
-    """Raises ValueError, naming what to change. model: the whole model, or a pipeline stage."""
-    if len(keys) != len(prompts):
-        raise ValueError(f"{len(keys)} keys for {len(prompts)} prompts: give one for each")
-    seq_length = model.config.seq_length
-    # prompt_tuning.apply adds virtual tokens after the vocabulary.
-    num_ids = model.config.vocab_size + getattr(model, "virtual_tokens", 0)
-    for n, prompt in enumerate(prompts):
-        if not prompt:
-            raise ValueError(
-                f"prompt {n} is empty: give at least one token; a new text begins with the"
-                " end-of-text token"
-            )
-        if len(prompt) > seq_length:
-            raise ValueError(
-                f"prompt {n} has {len(prompt)} tokens, and the model's context holds {seq_length}:"
-                " shorten it"
-            )
-        for token in (min(prompt), max(prompt)):
-            if not 0 <= token < num_ids:
-                raise ValueError(
-                    f"prompt {n} has token {token}, and the model knows 0 to {num_ids - 1}"
-                )
+    return [DecodeBatch(sequences[i::num_batches], *options) for i in range(num_batches)]
 
 
 # --- the command ----------------------------------------------------------------------------------
 
 
-def stream_of(model: GPT | Pipeline) -> Callable[..., Iterator[list[NewToken]]]:
+def stream_of(model: GPT | Pipeline) -> Callable[..., Iterator[list[Output]]]:
     """`stream` of this model, which keeps CUDA graphs between calls."""
-    return partial(stream, model, runner=ModelRunner(stages_of(model)))
+    return partial(stream, model, runner=ModelRunner(model))
 
 
 def main(argv: list[str]) -> int:

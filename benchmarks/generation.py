@@ -104,7 +104,7 @@ def against_transformers(model, theirs, batch: int, rounds: int) -> dict:
         return timed(lambda: function(NEW)) - timed(lambda: function(1))
 
     # As the commands do: it keeps CUDA graphs.
-    options = dict(temperature=0, runner=generate.ModelRunner([model]))
+    options = dict(temperature=0, runner=generate.ModelRunner(model))
     ours_generate = partial(generate.generate, model, prompts.tolist(), **options)
     equal = ours_generate(NEW) == theirs_generate(NEW)
     kinds = {"ours": partial(decode, ours_generate), "theirs": partial(decode, theirs_generate)}
@@ -192,7 +192,7 @@ def our_steps(model, batch: int, new: int) -> dict:
     """Greedy decoding, after a text in which CUDA graphs are captured: tokens/s by the median of
     the steps, and the slowest ones."""
     prompts = torch.randint(model.config.vocab_size, (batch, PROMPT)).tolist()
-    options = dict(temperature=0, runner=generate.ModelRunner([model]))
+    options = dict(temperature=0, runner=generate.ModelRunner(model))
     generate.generate(model, prompts, new, **options)
     ticks = [time.perf_counter()]
     for _ in generate.stream(model, prompts, new, **options):

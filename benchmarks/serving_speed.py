@@ -36,7 +36,8 @@ from benchmarks.generation import CASES as MODELS
 from benchmarks.generation import SMALL, TOY, build, laid_out, memory_speed
 from benchmarks.report import median
 from benchmarks.steps import profile
-from inference.engine import Engine, requests_of
+from inference.engine import Engine
+from inference.requests import requests_of
 from planning.inputs import H100
 from planning.serving import ENGINES, Serving
 

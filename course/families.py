@@ -42,15 +42,11 @@ def reach(model) -> int:
 def decode(model) -> tuple[int, list[int], list[int]]:
     """Columns of the cache, and the tokens that follow a prompt, with the cache and without."""
     tokens, _ = demo.random_tokens(1, PROMPT, 257)
-    columns = []
-
-    def observe(batch, logits, sampled):
-        columns.append(batch.cache.keys["0"].shape[2])
-
-    options = dict(temperature=0, observe=observe)
-    cached = generate.generate(model, tokens.tolist(), NEW, **options)
+    runner = generate.ModelRunner(model)
+    cached = generate.generate(model, tokens.tolist(), NEW, temperature=0, runner=runner)
+    columns = runner.slot.cache.keys["0"].shape[2]
     plain = generate.generate(model, tokens.tolist(), NEW, temperature=0, cached=False)
-    return columns[0], cached[0], plain[0]
+    return columns, cached[0], plain[0]
 
 
 def with_window(rank: int) -> dict:

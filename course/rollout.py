@@ -31,13 +31,11 @@ def place_in_share(seed, step, samples, original=rollout.keys):
     return original(seed, step, range(len(samples)))
 
 
-@WITHOUT.replace(
-    "position", rollout.Draws, "of_prompts", "They are one position late. Does a run stop?"
-)
-def one_position_late(draws, original=rollout.Draws.of_prompts):
+@WITHOUT.replace("position", rollout, "tokens_of", "They are one position late. Does a run stop?")
+def one_position_late(*args, original=rollout.tokens_of):
     """No. π / π_old is not 1 before an update, as it must be, so PPO clips it where nothing has
     changed. The loss looks like any other."""
-    return [(ids, log_probs[1:] + log_probs[:1]) for ids, log_probs in original(draws)]
+    return [(ids, log_probs[1:] + log_probs[:1]) for ids, log_probs in original(*args)]
 
 
 @WITHOUT.replace("end-token", Rows, "__init__", "End tokens do not count. What is not learned?")

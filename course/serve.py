@@ -7,7 +7,8 @@ import generate
 from course import demo, form
 from inference import engine, scheduler
 from inference.paged_attention import Decodes
-from inference.scheduler import BlockPool, Request, Scheduler, Sequence, Step
+from inference.requests import Request
+from inference.scheduler import BlockPool, PagedSequence, Scheduler, Step
 
 # --- what --without removes -----------------------------------------------------------------------
 
@@ -54,7 +55,7 @@ def sample_by_place(logits, keys, positions, params, original=engine.sample):
 
 def steps(scheduler: Scheduler, requests: list[Request]) -> Iterator[Step]:
     """All steps. Each token that is drawn is the number of its request."""
-    sequences = [Sequence(n, request) for n, request in enumerate(requests)]
+    sequences = [PagedSequence(n, request) for n, request in enumerate(requests)]
     scheduler.waiting.extend(sequences)
     while step := scheduler.schedule():
         for piece in step.pieces:

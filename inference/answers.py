@@ -23,7 +23,8 @@ from itertools import compress
 
 from finetune.chat_template import ChatError, ChatTemplate
 from finetune.prompt_data import read_lines
-from inference.batches import NewToken, data_parallel
+from inference.batches import data_parallel
+from inference.requests import Output
 from inference.sampling import keys_of
 from inference.token_bytes import token_bytes
 from prompt_tuning import PromptError
@@ -42,7 +43,7 @@ class GenerationTimer:
         # (when, how many) of each step; the first one is the prefill.
         self.steps: list[tuple[float, int]] = []
 
-    def tick(self, new_tokens: list[NewToken]) -> None:
+    def tick(self, new_tokens: list[Output]) -> None:
         count = sum(new.token is not None for new in new_tokens)
         self.steps.append((time.perf_counter(), count))
 

@@ -30,9 +30,9 @@ from finetune.chat import Chat
 from finetune.chat_template import ChatError
 from inference.adapted import Adapters
 from inference.answers import TextStream, encode, unfinished
-from inference.engine import LogProb, Output
 from inference.loading import find_chat
-from inference.scheduler import Request
+from inference.requests import Output, Request
+from inference.sampling import LogProb
 from prompt_tuning import PromptError
 
 # Fields that do not change the answer: who asks, what is kept of it, how soon it comes.

@@ -1,9 +1,5 @@
 """Sequences that are decoded together: what goes into each forward pass, what comes out of it.
 
-    Sequence        a prompt, and the tokens generated after it
-    DecodeBatch     sequences that go forward together, and their key-value cache
-    NewToken        what one step gives to one sequence
-
 A model has seq_length positions. When a text outgrows them, its context begins later, at a multiple
 of half of seq_length, and is prefilled again: the cached keys belong to the old positions.
 
@@ -19,9 +15,7 @@ Not covered: a new prompt in the place of a finished sequence (continuous batchi
 inference/scheduler.py.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,60 +24,12 @@ from torch import Tensor
 import context_parallel
 from base.groups import Groups
 from inference.kv_cache import Cache, Caches, power_of_two
-from inference.sampling import DIVERGED
+from inference.requests import Output, Sequence
+from inference.sampling import DIVERGED, LogProb, log_probs, sample
 from run.checkpoint import gather
 
 # State of a batch; the largest one of the ranks decides.
 FINISHED, UNFINISHED, NOT_FINITE = 0, 1, 2
-
-
-class NewToken(NamedTuple):
-    """What a step gives to a sequence."""
-
-    # The prompt's.
-    number: int
-    # None: the token ends the text, and is not part of it.
-    token: int | None
-    # None, or why the sequence is finished: `end of text`, `stop` or `length`.
-    finish: str | None
-
-
-@dataclass(frozen=True)
-class StopRule:
-    """When a sequence is finished."""
-
-    max_tokens: int
-    end_tokens: tuple[int, ...] = ()
-    # stopped(number of the prompt, generated ids).
-    stopped: Callable[[int, list[int]], bool] | None = None
-
-
-@dataclass
-class Sequence:
-    """A prompt, and what was generated after it."""
-
-    # The prompt's.
-    number: int
-    ids: list[int]
-    # The key of its random numbers (sampling.keys_of).
-    key: int
-    # NewToken says what it can be.
-    finish: str | None = None
-    prompt_length: int = field(init=False)
-
-    def __post_init__(self):
-        self.prompt_length = len(self.ids)
-
-    def append(self, token: int, rule: StopRule) -> NewToken:
-        if token in rule.end_tokens:
-            self.finish = "end of text"
-            return NewToken(self.number, None, self.finish)
-        self.ids.append(token)
-        if rule.stopped and rule.stopped(self.number, self.ids[self.prompt_length :]):
-            self.finish = "stop"
-        elif len(self.ids) - self.prompt_length == rule.max_tokens:
-            self.finish = "length"
-        return NewToken(self.number, token, self.finish)
 
 
 def context_start(n: int, seq_length: int) -> int:
@@ -94,12 +40,11 @@ def context_start(n: int, seq_length: int) -> int:
     return max(0, halves_beyond * half)
 
 
-@dataclass
+@dataclass(eq=False)
 class DecodeBatch:
     """Sequences that go forward together on this rank."""
 
     sequences: list[Sequence]
-    rule: StopRule
     seq_length: int
     device: torch.device
     caches: Caches
@@ -112,11 +57,17 @@ class DecodeBatch:
     starts: list[int] = field(default_factory=list)
     # [b], during prefill the column of each sequence's last token, in the whole context
     last_column: Tensor | None = None
+    # The tokens that go forward [b, s], and those drawn after it [b].
+    tokens: Tensor | None = None
+    drawn: Tensor | None = None
+    # Of the drawn tokens, where they are asked for.
+    log_probs: list[LogProb] | None = None
     diverged: bool = False
     cache: Cache = field(init=False)
 
     def __post_init__(self):
-        longest = max(sequence.prompt_length for sequence in self.sequences) + self.rule.max_tokens
+        requests = [sequence.request for sequence in self.sequences]
+        longest = max(len(request.prompt) + request.max_tokens for request in requests)
         if self.caches.keeps:
             longest = power_of_two(longest)
         columns = min(longest, self.seq_length, self.window or self.seq_length)
@@ -147,26 +98,34 @@ class DecodeBatch:
         tokens = torch.tensor(padded, device=self.device)  # [b, s]
         return context_parallel.shard(tokens, self.cp_group) if self.cp_group else tokens
 
-    def keys(self) -> list[int]:
-        return [sequence.key for sequence in self.sequences]
-
     def positions(self) -> list[int]:
         """Where the tokens to come will stand in their texts."""
         return [len(sequence.ids) for sequence in self.sequences]
 
-    def append(self, tokens: list[int]) -> list[NewToken]:
-        """Give each unfinished sequence its token. tokens: [b] of `sampling.sample`; with one that
-        is DIVERGED the batch has no new tokens, and `any_unfinished` raises the error."""
+    def draw(self, logits: Tensor) -> None:
+        """Draw the next token of each sequence: `drawn`. logits: [b, V]"""
+        draws = [sequence.request.draw for sequence in self.sequences]
+        keys = [draw.key for draw in draws]
+        # They are drawn alike.
+        first = draws[0]
+        self.drawn = sample(logits, keys, self.positions(), first.sampling)
+        if first.log_probs is not None:
+            self.log_probs = log_probs(logits, self.drawn.tolist(), first.log_probs)
+
+    def append(self, tokens: list[int]) -> list[Output]:
+        """Give each unfinished sequence its token. tokens: [b]; with one that is DIVERGED the batch
+        has no outputs, and `any_unfinished` raises the error."""
         if DIVERGED in tokens:
             self.diverged = True
             return []
-        new_tokens = [
-            sequence.append(token, self.rule)
-            for sequence, token in zip(self.sequences, tokens)
+        known = self.log_probs or [None] * len(tokens)
+        outputs = [
+            sequence.append(token, log_prob)
+            for sequence, token, log_prob in zip(self.sequences, tokens, known)
             if not sequence.finish
         ]
         self.drop_finished()
-        return new_tokens
+        return outputs
 
     def drop_finished(self) -> None:
         """Go on without the finished sequences, once they are half of the batch."""
@@ -198,10 +157,6 @@ class DecodeBatch:
             return NOT_FINITE
         finished = all(sequence.finish for sequence in self.sequences)
         return FINISHED if finished else UNFINISHED
-
-
-# observe(batch, logits [b, V], sampled [b]), before `batch.append(sampled)`.
-Observer = Callable[[DecodeBatch, Tensor, Tensor], None]
 
 
 def any_unfinished(batch: DecodeBatch, lockstep: dist.ProcessGroup | None) -> bool:

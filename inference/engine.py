@@ -59,33 +59,16 @@ from gpt import GPT
 from inference.cuda_graphs import Graphs
 from inference.kv_cache import CacheSlot, caching
 from inference.paged_attention import PagedCache
-from inference.pipelined import Ring
-from inference.sampling import DIVERGED, SamplingParams, check_options, keys_of, sample
-from inference.scheduler import (
-    BlockPool,
-    DrawOptions,
-    Piece,
-    Request,
-    Scheduler,
-    Sequence,
-    Step,
-    most_blocks,
-)
+from inference.requests import LogProb, Output, Request, check_prompts, requests_of
+from inference.ring import Ring
+from inference.sampling import DIVERGED, SamplingParams, check_options, log_probs, sample
+from inference.scheduler import BlockPool, PagedSequence, Piece, Scheduler, Step, most_blocks
 from pipeline_parallel import Channels, Pipeline, stages_of
 from run.world import memory
 
 # Bytes of the first message of an object, which begins with its length: most fit.
 FIRST = 4096
 LENGTH = 8
-
-
-class LogProb(NamedTuple):
-    """log_softmax(logits) of a token, before temperature, top-k and top-p."""
-
-    token: int
-    log_prob: float
-    # The likeliest tokens in its place, with theirs.
-    top: list[tuple[int, float]]
 
 
 class Drawn(NamedTuple):
@@ -95,19 +78,6 @@ class Drawn(NamedTuple):
     tokens: dict[int, int]
     # Number of a request that asked -> log-probabilities of the tokens after its piece's tokens.
     log_probs: dict[int, list[LogProb]]
-
-
-class Output(NamedTuple):
-    """What a step gives to a request: as inference.batches.NewToken, and what the request asked to
-    know about it."""
-
-    number: int
-    token: int | None
-    finish: str | None
-    # The drawn token's, also where it ends the text.
-    log_prob: LogProb | None = None
-    # The prompt's tokens but the first; with the first output.
-    of_prompt: list[LogProb] | None = None
 
 
 class Engine:
@@ -151,7 +121,7 @@ class Engine:
         if most_blocks(self.longest, block_size, budget, window) >= num_blocks:
             self.longest = (num_blocks - 1) * block_size
         self.scheduler = Scheduler(self.pool, max_sequences, budget, self.link.stages, window)
-        self.sequences: dict[int, Sequence] = {}
+        self.sequences: dict[int, PagedSequence] = {}
         # The oldest first.
         self.in_flight: deque[Step] = deque()
         # Number of a request -> what it asked to know about its prompt, so far.
@@ -164,7 +134,7 @@ class Engine:
         """Returns the number that the request's outputs have. Raises ValueError for a request that
         is not possible."""
         self.check(request)
-        sequence = Sequence(next(self.numbers), request)
+        sequence = PagedSequence(next(self.numbers), request)
         self.sequences[sequence.number] = sequence
         self.scheduler.waiting.append(sequence)
         return sequence.number
@@ -174,7 +144,7 @@ class Engine:
         if request.adapter is not None and self.runner.use_adapter is None:
             raise ValueError(f"adapter {request.adapter}: this engine has none")
         check_options(request.max_tokens, *request.draw.sampling)
-        generate.check_prompts(self.stages[0], [request.prompt], [request.draw.key])
+        check_prompts(self.stages[0], [request.prompt])
         if len(request.prompt) + request.max_tokens > self.longest:
             is_whole = self.longest == self.config.seq_length
             place = "the model's context" if is_whole else "the cache"
@@ -191,7 +161,7 @@ class Engine:
             if not sequence.in_flight:
                 self.end(sequence)
 
-    def end(self, sequence: Sequence) -> None:
+    def end(self, sequence: PagedSequence) -> None:
         self.scheduler.remove(sequence)
         del self.sequences[sequence.number]
         self.of_prompts.pop(sequence.number, None)
@@ -255,28 +225,17 @@ class Engine:
                 outputs.append(self.append(sequence, drawn.tokens[piece.number], log_probs[-1:]))
         return outputs
 
-    def append(self, sequence: Sequence, token: int, log_prob: list[LogProb]) -> Output:
+    def append(self, sequence: PagedSequence, token: int, log_prob: list[LogProb]) -> Output:
         """Give a sequence its next token. log_prob: of it, or empty."""
-        request = sequence.request
         of_prompt = self.of_prompts.pop(sequence.number, None)
-        if token in request.end_tokens or request.max_tokens == 0:
-            sequence.finish = "end of text" if request.max_tokens else "length"
-            token = None
-        else:
-            sequence.ids.append(token)
-            new = sequence.ids[len(request.prompt) :]
-            if request.stopped and request.stopped(new):
-                sequence.finish = "stop"
-            elif len(new) == request.max_tokens:
-                sequence.finish = "length"
-        if sequence.finish:
+        output = sequence.append(token, log_prob[0] if log_prob else None)
+        if output.finish:
             self.end(sequence)
-        known = log_prob[0] if log_prob else None
-        return Output(sequence.number, token, sequence.finish, known, of_prompt)
+        return output._replace(of_prompt=of_prompt)
 
     def generate(self, prompts: list[list[int]], max_tokens: int, **options) -> list[list[int]]:
-        """The token ids that follow each prompt. options: temperature, top_k, top_p, seed, eot and
-        keys, as of generate.stream. Raises as `add` and `step` do."""
+        """The token ids that follow each prompt. options: of requests_of. Raises as `add` and
+        `step` do."""
         requests = requests_of(prompts, max_tokens, **options)
         for request in requests:
             self.check(request)
@@ -315,26 +274,6 @@ class Engine:
         self.link.close()
 
 
-def requests_of(
-    prompts: list[list[int]],
-    max_tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    eot: int | tuple[int, ...] | None = None,
-    keys: list[int] | None = None,
-) -> list[Request]:
-    """Requests that are answered as generate.generate answers these prompts."""
-    params = SamplingParams(temperature, top_k, top_p)
-    end_tokens = (eot,) if isinstance(eot, int) else tuple(eot or ())
-    keys = keys_of(prompts, seed) if keys is None else keys
-    return [
-        Request(prompt, max_tokens, DrawOptions(params, key), end_tokens)
-        for prompt, key in zip(prompts, keys, strict=True)
-    ]
-
-
 # --- what is drawn from the logits of a step ------------------------------------------------------
 
 
@@ -366,34 +305,25 @@ def draw(step: Step, logits: Tensor) -> Drawn:
         of_rows = logits if len(rows) == len(logits) else logits[list(rows)]
         tokens = sample(of_rows, keys, positions, params)
         token_of |= zip((piece.number for piece in pieces), tokens.tolist())
-    return Drawn(token_of, log_probs(step, logits, token_of))
+    return Drawn(token_of, of_pieces(step, logits, token_of))
 
 
-def log_probs(step: Step, logits: Tensor, token_of: dict[int, int]) -> dict[int, list[LogProb]]:
+def of_pieces(step: Step, logits: Tensor, token_of: dict[int, int]) -> dict[int, list[LogProb]]:
     """As Drawn.log_probs. token_of: the drawn tokens."""
-    asked = [piece for piece in step.pieces if piece.draw.log_probs is not None]
-    if not asked:
+    most = [piece.draw.log_probs for piece in step.pieces]
+    if not any(n is not None for n in most):
         return {}
-    log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    targets = [0] * len(logits)
-    spans, row = {}, 0
+    # The token after each row's.
+    targets = []
     for piece, rows in zip(step.pieces, rows_of(step)):
-        after = token_of.get(piece.number, piece.next)
-        spans[piece.number] = range(row, row + len(rows))
-        targets[row : row + len(rows)] = [*piece.tokens, after][len(piece.tokens) + 1 - len(rows) :]
-        row += len(rows)
-    # Where logits are not finite the token is DIVERGED, and the driver raises.
-    at = torch.tensor(targets, device=logits.device).clamp(min=0).unsqueeze(1)
-    of_targets = log_p.gather(1, at).squeeze(1).tolist()
-    most = max(piece.draw.log_probs for piece in asked)
-    values, ids = (x.tolist() for x in log_p.topk(min(most, log_p.shape[1])))  # [rows, most]
+        after = [*piece.tokens, token_of.get(piece.number, piece.next)]
+        targets += after[len(after) - len(rows) :]
+    known = iter(log_probs(logits, targets, max(n or 0 for n in most)))
     found = {}
-    for piece in asked:
-        n = piece.draw.log_probs
-        found[piece.number] = [
-            LogProb(targets[i], of_targets[i], list(zip(ids[i][:n], values[i][:n])))
-            for i in spans[piece.number]
-        ]
+    for piece, rows, n in zip(step.pieces, rows_of(step), most):
+        of_rows = [next(known) for _ in rows]
+        if n is not None:
+            found[piece.number] = [each._replace(top=each.top[:n]) for each in of_rows]
     return found
 
 
@@ -483,7 +413,7 @@ class StepRunner(generate.ModelRunner):
 
     def __init__(self, stage: GPT, cache: PagedCache, tp: int, use_adapter: Callable | None):
         slot = CacheSlot(cache)
-        super().__init__([stage], slot)
+        super().__init__(stage, slot)
         self.stage = stage
         self.cache = cache
         self.add_layers(tp)

@@ -208,20 +208,18 @@ def compare(model: GPT, session: Session) -> tuple[float, str]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (3, min(12, longest)), generator=generator).tolist()
     prompts = [ids[0], ids[1][:1], ids[2][: len(ids[2]) // 2]]
-    steps = []
-    chosen = generate.generate(
-        model,
-        prompts,
-        new,
-        temperature=0,
-        observe=lambda batch, logits, sampled: steps.append(logits.float().numpy()),
-    )
+    chosen = generate.generate(model, prompts, new, temperature=0)
+    # Logits of each chosen token, [new, V] of each prompt.
+    with torch.no_grad():
+        texts = [torch.tensor([prompt + more[:-1]]) for prompt, more in zip(prompts, chosen)]
+        expected = [model(text)[0, -new:].float().numpy() for text in texts]
     tokens, positions = session.begin(prompts)
     equal = 0
     differences = []
-    for step, expected in enumerate(steps):
+    for step in range(new):
+        theirs = np.stack([logits[step] for logits in expected])  # [prompts, V]
         logits = session.forward(tokens, positions)
-        differences.append(np.abs(logits - expected).max() / np.abs(expected).max())
+        differences.append(np.abs(logits - theirs).max() / np.abs(theirs).max())
         tokens = np.array(chosen)[:, step : step + 1]
         positions = positions[:, -1:] + 1
         equal += (logits.argmax(-1) == tokens[:, 0]).sum()

@@ -33,13 +33,10 @@ the log-probabilities do differ, and a correction is needed (TRL, verl: importan
 """
 
 import itertools
-from collections import deque
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import generate
 import sequence_parallel
@@ -49,9 +46,10 @@ from finetune import adapter_layers, resharding
 from finetune.adapter_learning import adapter_config
 from finetune.answer_rows import Answer
 from gpt import GPT
-from inference.batches import DecodeBatch, data_parallel, from_all_ranks
-from inference.engine import Engine, requests_of
+from inference.batches import data_parallel, from_all_ranks
+from inference.engine import Engine
 from inference.loading import build_stages, materialise
+from inference.requests import Output, check_prompts, requests_of
 from inference.sampling import hash_of
 from pipeline_parallel import Pipeline, stages_of
 from run.config import DTYPES
@@ -67,52 +65,6 @@ def keys(seed: int, step: int, samples) -> list[int]:
 
 def key_of(seed: int, step: int, sample: int) -> int:
     return hash_of((seed, step, sample))
-
-
-# --- what the model draws -------------------------------------------------------------------------
-
-
-class Draws:
-    """Collects the drawn tokens and their log-probabilities while generate.stream runs, which calls
-    `observe` for each token of a batch of answers. On the device, until `of_prompts` asks."""
-
-    def __init__(self, num_prompts: int):
-        self.num_prompts = num_prompts
-        # For each row of each step the number of its prompt, None where its answer has ended.
-        self.numbers: list[int | None] = []
-        # One tensor [b] for each step, on the device.
-        self.tokens: list[Tensor] = []
-        self.log_probs: list[Tensor] = []
-
-    def observe(self, batch: DecodeBatch, logits: Tensor, sampled: Tensor) -> None:
-        """logits: [b, V]; sampled: [b], the tokens drawn from them. The host does not wait for the
-        numbers."""
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        log_p = logits.to(wide).log_softmax(-1)  # [b, V]
-        # Where logits are not finite sampled is -1; the decode loop stops at it, after this.
-        drawn = log_p.gather(1, sampled.clamp(min=0).unsqueeze(1)).squeeze(1)  # [b]
-        for sequence in batch.sequences:
-            self.numbers.append(None if sequence.finish else sequence.number)
-        self.tokens.append(sampled)
-        self.log_probs.append(drawn)
-
-    def add(self, number: int, token: int, log_prob: float) -> None:
-        """The answer to one prompt, from the engine."""
-        self.numbers.append(number)
-        self.tokens.append(torch.tensor([token]))
-        self.log_probs.append(torch.tensor([log_prob], dtype=torch.float64))
-
-    def of_prompts(self) -> list[tuple[list[int], list[float]]]:
-        """(ids, log-probabilities) of each prompt; empty on a stage that does not sample."""
-        drawn = [([], []) for _ in range(self.num_prompts)]
-        if self.numbers:
-            tokens = torch.cat(self.tokens).tolist()
-            log_probs = torch.cat(self.log_probs).tolist()
-            for number, token, log_prob in zip(self.numbers, tokens, log_probs):
-                if number is not None:
-                    drawn[number][0].append(token)
-                    drawn[number][1].append(log_prob)
-        return drawn
 
 
 # --- answers of all ranks -------------------------------------------------------------------------
@@ -145,24 +97,24 @@ def write_answers(
     dp, dp_rank = data_parallel(groups)
     mine = slice(len(samples) * dp_rank // dp, len(samples) * (dp_rank + 1) // dp)
     prompts, samples = prompts[mine], samples[mine]
-    draws = Draws(len(prompts))
-    options = dict(keys=keys(seed, step, samples), eot=end_tokens)
+    options = dict(keys=keys(seed, step, samples), eot=end_tokens, log_probs=0)
     continuous = cached and not lockstep and end_tokens and suits_engine(stages)
     answers = []
     try:
         with sequence_parallel.whole_sequences(stages, groups.tp):
             if continuous:
-                write_continuously(draws, model, groups, prompts, max_tokens, options)
+                outputs = write_continuously(model, groups, prompts, max_tokens, options)
             else:
-                options |= dict(cached=cached, lockstep=lockstep, observe=draws.observe)
-                # Each step goes to `draws`.
-                deque(generate.stream(model, prompts, max_tokens, **options), maxlen=0)
+                options |= dict(cached=cached, lockstep=lockstep)
+                steps = generate.stream(model, prompts, max_tokens, **options)
+                outputs = itertools.chain.from_iterable(steps)
+            drawn = tokens_of(outputs, len(prompts))
     except FloatingPointError:
         # The other ranks do not know it yet.
         answers = None
     else:
         if hands_in(groups, stage=0 if continuous else -1):
-            for sample, prompt, (ids, log_probs) in zip(samples, prompts, draws.of_prompts()):
+            for sample, prompt, (ids, log_probs) in zip(samples, prompts, drawn):
                 ended = ids[-1] in end_tokens
                 answers.append(Answer(sample, list(prompt), ids, log_probs, ended))
     of_ranks = from_all_ranks(answers, groups)
@@ -177,11 +129,11 @@ def suits_engine(stages: list[GPT]) -> bool:
 
 
 def write_continuously(
-    draws: Draws, model, groups: Groups, prompts: list[list[int]], max_tokens: int, options: dict
-) -> None:
-    """By the engine, whose steps have the answers that have not ended. Fills `draws` on its driver.
+    model, groups: Groups, prompts: list[list[int]], max_tokens: int, options: dict
+) -> Iterator[Output]:
+    """By the engine, whose steps have the answers that have not ended; its driver has the outputs.
     It is faster where lengths differ, and slower where all are equal: so it is for answers that may
-    end early. options: as of Engine.generate. A collective of the ranks that hold the model. Raises
+    end early. options: of requests_of. A collective of the ranks that hold the model. Raises
     FloatingPointError on one of them."""
     blocks = 1 + sum(-(-(len(prompt) + max_tokens) // BLOCK) for prompt in prompts)
     sizes = dict(max_sequences=max(1, len(prompts)), block_size=BLOCK, num_blocks=max(2, blocks))
@@ -190,12 +142,23 @@ def write_continuously(
         return engine.follow()
     try:
         for request in requests_of(prompts, max_tokens, **options):
-            engine.add(replace(request, draw=request.draw._replace(log_probs=0)))
+            engine.add(request)
         while engine.busy:
-            for output in engine.step():
-                draws.add(output.number, output.log_prob.token, output.log_prob.log_prob)
+            yield from engine.step()
     finally:
         engine.close()
+
+
+def tokens_of(outputs: Iterable[Output], num_prompts: int) -> list[tuple[list[int], list[float]]]:
+    """(ids, log-probabilities) of each prompt's answer, with its end token; empty on a rank that
+    has no logits."""
+    drawn = [([], []) for _ in range(num_prompts)]
+    for output in outputs:
+        if output.log_prob:
+            ids, log_probs = drawn[output.number]
+            ids.append(output.log_prob.token)
+            log_probs.append(output.log_prob.log_prob)
+    return drawn
 
 
 def check(stage: GPT, prompts: list[list[int]], samples, max_tokens: int) -> None:
@@ -208,7 +171,7 @@ def check(stage: GPT, prompts: list[list[int]], samples, max_tokens: int) -> Non
         )
     if max_tokens < 1:
         raise ValueError(f"max_tokens {max_tokens}: must be at least 1")
-    generate.check_prompts(stage, prompts, samples)
+    check_prompts(stage, prompts)
     seq_length = stage.config.seq_length
     for sample, prompt in zip(samples, prompts):
         if len(prompt) + max_tokens > seq_length:

@@ -55,6 +55,26 @@ def check_options(max_tokens: int, temperature: float, top_k: int, top_p: float)
         raise ValueError(f"max_tokens {max_tokens}: must be at least 0")
 
 
+class LogProb(NamedTuple):
+    """log_softmax(logits) of a token, before temperature, top-k and top-p."""
+
+    token: int
+    log_prob: float
+    # The likeliest tokens in its place, with theirs.
+    top: list[tuple[int, float]]
+
+
+def log_probs(logits: Tensor, tokens: list[int], most: int) -> list[LogProb]:
+    """The log-probability of each token, and of the `most` likeliest ones. logits: [rows, V]"""
+    log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    # Where logits are not finite a token is DIVERGED, and an error follows.
+    at = torch.tensor(tokens, device=logits.device).clamp(min=0).unsqueeze(1)
+    of_tokens = log_p.gather(1, at).squeeze(1).tolist()
+    values, ids = (x.tolist() for x in log_p.topk(min(most, log_p.shape[1])))  # [rows, most]
+    tops = [list(zip(*pair)) for pair in zip(ids, values)]
+    return [LogProb(*found) for found in zip(tokens, of_tokens, tops)]
+
+
 def sample(logits: Tensor, keys: list[int], positions: list[int], params: SamplingParams) -> Tensor:
     """The next token of each sequence. logits: [b, V]; keys: of the b prompts (`keys_of`);
     positions: where the b tokens will stand. Returns [b] int64, with DIVERGED where logits are not

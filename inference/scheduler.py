@@ -33,11 +33,10 @@ Not covered: priorities, blocks in the host's memory, speculative decoding (vLLM
 import hashlib
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from inference.sampling import SamplingParams
+from inference.requests import DrawOptions, Sequence
 
 # --- blocks ---------------------------------------------------------------------------------------
 
@@ -109,51 +108,19 @@ def hash_of(parent: bytes, tokens: list[int]) -> bytes:
     return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
-# --- requests -------------------------------------------------------------------------------------
-
-
-class DrawOptions(NamedTuple):
-    """How a request's tokens are drawn, and what is said of them."""
-
-    sampling: SamplingParams = SamplingParams()
-    # The key of its random numbers (sampling.keys_of).
-    key: int = 0
-    # The log-probability of each token, and of so many likeliest ones in its place.
-    log_probs: int | None = None
-    # Whether the prompt's tokens have log-probabilities too.
-    of_prompt: bool = False
-
-
-@dataclass
-class Request:
-    """A prompt, and how its answer is drawn and ends."""
-
-    prompt: list[int]
-    max_tokens: int
-    draw: DrawOptions = field(default_factory=DrawOptions)
-    end_tokens: tuple[int, ...] = ()
-    # stopped(generated ids): whether the text ends here.
-    stopped: Callable[[list[int]], bool] | None = None
-    adapter: str | None = None
+# --- sequences ------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
-class Sequence:
-    """A request, and how far it is."""
+class PagedSequence(Sequence):
+    """A sequence, and its place in the cache."""
 
-    number: int
-    request: Request
     # Its blocks, in order; 0 for one that no later token looks at.
     table: list[int] = field(default_factory=list)
     # So many tokens have keys and values in the cache, once the steps in flight have run.
     computed: int = 0
     hashes: list[bytes] = field(default_factory=list)
     in_flight: bool = False
-    # None, or why it ended: as in inference.batches.NewToken, or `cancelled`.
-    finish: str | None = None
-
-    def __post_init__(self):
-        self.ids = list(self.request.prompt)
 
     @property
     def to_compute(self) -> int:
@@ -234,9 +201,9 @@ class Scheduler:
         self.budget = budget
         self.stages = stages
         self.window = window
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: deque[PagedSequence] = deque()
         # The oldest first.
-        self.running: list[Sequence] = []
+        self.running: list[PagedSequence] = []
         # Adapter -> the number of its last step.
         self.turns: dict[str | None, int] = defaultdict(int)
         # How often a sequence gave up its blocks; tokens that the prefix cache had.
@@ -281,7 +248,7 @@ class Scheduler:
         has_room = most - in_use <= len(self.pool.free)
         return has_room and sequence.request.adapter == adapter
 
-    def place(self, step: Step, sequence: Sequence, left: int) -> int:
+    def place(self, step: Step, sequence: PagedSequence, left: int) -> int:
         """Add a piece of at most `left` tokens to the step. Returns how many it has: 0 where the
         sequence itself had to give up its blocks."""
         for block in self.blocks_found(sequence):
@@ -311,7 +278,7 @@ class Scheduler:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.pool.block_size)
 
-    def blocks_found(self, sequence: Sequence) -> list[int]:
+    def blocks_found(self, sequence: PagedSequence) -> list[int]:
         """Blocks of the prefix cache that have the sequence's next tokens."""
         found = []
         size, at = self.pool.block_size, sequence.computed
@@ -324,7 +291,7 @@ class Scheduler:
             found.append(block)
         return found
 
-    def make_room(self, step: Step, sequence: Sequence, end: int) -> bool:
+    def make_room(self, step: Step, sequence: PagedSequence, end: int) -> bool:
         """Give the sequence blocks of its own for tokens `computed` .. end - 1, if need be those of
         the youngest. False: it was the youngest itself."""
         table, users = sequence.table, self.pool.users
@@ -352,7 +319,7 @@ class Scheduler:
             table.append(self.pool.allocate(table[-1] if alone else 0))
         return True
 
-    def remember(self, sequence: Sequence, start: int) -> None:
+    def remember(self, sequence: PagedSequence, start: int) -> None:
         """Let others find the blocks that the tokens from `start` fill, and the last block of the
         prompt."""
         size, end = self.pool.block_size, sequence.computed
@@ -363,7 +330,7 @@ class Scheduler:
             first, filled = (at - 1) // size, (at - 1) % size + 1
             self.pool.remember(sequence.table[first], filled, sequence.prefix_hash(at, size))
 
-    def leave_window(self, sequence: Sequence) -> None:
+    def leave_window(self, sequence: PagedSequence) -> None:
         """Give back the blocks that no later token looks at."""
         if self.window:
             unseen = max(0, sequence.computed - self.window + 1) // self.pool.block_size
@@ -372,7 +339,7 @@ class Scheduler:
                     self.pool.release(block)
                     sequence.table[i] = 0
 
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: PagedSequence) -> None:
         """Take all blocks of a sequence. It is the next one that begins, and what it had is
         computed again, unless the prefix cache still has it."""
         self.release(sequence)
@@ -380,14 +347,14 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: PagedSequence) -> None:
         # The end of a text goes before its beginning, which others may share.
         for block in reversed(sequence.table):
             if block:
                 self.pool.release(block)
         sequence.table, sequence.computed = [], 0
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: PagedSequence) -> None:
         """Forget a sequence that has ended, and is not in flight."""
         self.release(sequence)
         for queue in (self.running, self.waiting):

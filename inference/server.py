@@ -42,9 +42,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from base import terminal
 from inference.api import ApiError, ChatCompletion, Choice, Completion, Fields, Model, Writer
-from inference.engine import Engine, Output, fail
+from inference.engine import Engine, fail
+from inference.requests import DrawOptions, Output, Request
 from inference.sampling import SamplingParams, keys_of
-from inference.scheduler import DrawOptions, Request
 
 PAGE = {"/": "page.html", "/page.js": "page.js", "/page.css": "page.css"}
 # A browser runs the page's script and style, and loads nothing else.

@@ -11,8 +11,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from inference.answers import TextStream, text_of
-from inference.engine import LogProb, Output
-from inference.scheduler import Request
+from inference.requests import Output, Request
+from inference.sampling import LogProb
 from inference.token_bytes import token_bytes
 from run.tokenizer import make_tokenizer
 

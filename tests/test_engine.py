@@ -18,10 +18,11 @@ from finetune import adapter_layers
 from finetune.adapter_config import AdapterConfig
 from inference import cli, cuda_graphs, scheduler, weight_layouts
 from inference import engine as engine_module
-from inference.engine import Engine, requests_of
+from inference.engine import Engine
 from inference.paged_attention import Decodes, PagedCache
+from inference.requests import DrawOptions, Request, requests_of
 from inference.sampling import SamplingParams, keys_of
-from inference.scheduler import BlockPool, DrawOptions, Request, Scheduler
+from inference.scheduler import BlockPool, Scheduler
 from pipeline_parallel import stages_of
 
 CONTEXT = 48

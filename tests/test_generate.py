@@ -718,7 +718,7 @@ def test_a_captured_step_is_the_step(shape, taped, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(cuda_graphs, "can_capture", lambda *args: False)
         expected = [generate.generate(model, p, 40, eot=5, **SAMPLED) for p in (prompts, more)]
-    runner = generate.ModelRunner([model])
+    runner = generate.ModelRunner(model)
     assert generate.generate(model, prompts, 40, eot=5, runner=runner, **SAMPLED) == expected[0]
     # five rows, then two or one of them
     assert set(taped) <= {5, 2, 1}
@@ -736,7 +736,7 @@ def test_a_graph_of_another_cache_is_seen(taped, monkeypatch):
     model = loud(build(torch.float64, **GPT_SHAPES[0]))
     prompts, more = (ragged(model.config.vocab_size, seed=seed) for seed in (1, 2))
     expected = generate.generate(model, more, 20, **SAMPLED)
-    runner = generate.ModelRunner([model])
+    runner = generate.ModelRunner(model)
     generate.generate(model, prompts, 20, runner=runner, **SAMPLED)
 
     def moved(self, layer, *args, original=kv_cache.Cache.attend_prefill):

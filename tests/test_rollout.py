@@ -349,12 +349,12 @@ def test_all_ranks_learn_that_one_has_diverged():
 
 def next_position():
     """The log-probabilities of an answer are off by one position."""
-    original = rollout.Draws.of_prompts
+    original = rollout.tokens_of
 
-    def shifted(self):
-        return [(ids, log_p[1:] + log_p[:1]) for ids, log_p in original(self)]
+    def shifted(*args):
+        return [(ids, log_p[1:] + log_p[:1]) for ids, log_p in original(*args)]
 
-    return mock.patch.object(rollout.Draws, "of_prompts", shifted)
+    return mock.patch.object(rollout, "tokens_of", shifted)
 
 
 def next_column():
@@ -369,15 +369,15 @@ def next_column():
 
 def no_end_token():
     """An answer ends before its end token."""
-    original = rollout.Draws.of_prompts
+    original = rollout.tokens_of
 
-    def cut(self):
-        drawn = original(self)
+    def cut(*args):
+        drawn = original(*args)
         return [
             (i[:-1], p[:-1]) if i[-1] in END_TOKENS and len(i) > 1 else (i, p) for i, p in drawn
         ]
 
-    return mock.patch.object(rollout.Draws, "of_prompts", cut)
+    return mock.patch.object(rollout, "tokens_of", cut)
 
 
 def no_document_mask():

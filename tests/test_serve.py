@@ -17,7 +17,8 @@ from typing import NamedTuple
 import pytest
 
 from inference import scheduler
-from inference.scheduler import BlockPool, DrawOptions, Piece, Request, Scheduler, Sequence, Step
+from inference.requests import DrawOptions, Request
+from inference.scheduler import BlockPool, PagedSequence, Piece, Scheduler, Step
 
 # --- the oracle -----------------------------------------------------------------------------------
 
@@ -100,7 +101,7 @@ class Wish(NamedTuple):
 
 
 class CheckedScheduler(Scheduler):
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: PagedSequence) -> None:
         assert self.preemptions < 1000, "sequences give up their blocks again and again"
         assert not sequence.in_flight, "a step needs the blocks that are given up"
         younger = self.running[self.running.index(sequence) + 1 :]
@@ -123,7 +124,7 @@ class History:
         self.wishes = wishes
         self.texts = {n: slots_of(wish.request.adapter, wish.text) for n, wish in enumerate(wishes)}
         self.to_come = deque(range(len(wishes)))
-        self.sequences: dict[int, Sequence] = {}
+        self.sequences: dict[int, PagedSequence] = {}
         self.in_flight: deque[Step] = deque()
         self.steps = 0
         self.copies = 0
@@ -162,7 +163,7 @@ class History:
     def come_and_go(self) -> None:
         while self.to_come and (not self.sequences or self.rng.random() < 0.4):
             number = self.to_come.popleft()
-            sequence = Sequence(number, self.wishes[number].request)
+            sequence = PagedSequence(number, self.wishes[number].request)
             self.sequences[number] = sequence
             self.scheduler.waiting.append(sequence)
         for number in list(self.sequences):
@@ -176,7 +177,7 @@ class History:
         if not sequence.in_flight:
             self.end(sequence)
 
-    def end(self, sequence: Sequence) -> None:
+    def end(self, sequence: PagedSequence) -> None:
         self.scheduler.remove(sequence)
         del self.sequences[sequence.number]
 
@@ -215,7 +216,7 @@ class History:
         lengths = [len(piece.tokens) > 1 for piece in step.pieces]
         assert lengths == sorted(lengths), "pieces of one token do not come first"
 
-    def check_turns(self, step: Step, ready: list[Sequence]) -> None:
+    def check_turns(self, step: Step, ready: list[PagedSequence]) -> None:
         """One adapter a step, and nobody waits for longer than all others take."""
         adapters = {self.sequences[piece.number].request.adapter for piece in step.pieces}
         assert adapters == {step.adapter}, "a step has two adapters"
@@ -223,7 +224,9 @@ class History:
         self.passed_over = Counter({a: self.passed_over[a] + 1 for a in passed_over})
         assert max(self.passed_over.values(), default=0) < len(ADAPTERS), "an adapter waits"
 
-    def check_decodes(self, step: Step, ready: list[Sequence], decoding: list[Sequence]) -> None:
+    def check_decodes(
+        self, step: Step, ready: list[PagedSequence], decoding: list[PagedSequence]
+    ) -> None:
         """A prompt that had begun goes on only where all that decode do, too."""
         running = [s for s in ready if s in self.scheduler.running]
         goes_on = {piece.number for piece in step.pieces}
@@ -257,7 +260,7 @@ class History:
             elif piece.next is None:
                 self.append(sequence)
 
-    def append(self, sequence: Sequence) -> None:
+    def append(self, sequence: PagedSequence) -> None:
         wish = self.wishes[sequence.number]
         new = len(sequence.ids) - len(wish.request.prompt)
         sequence.ids += wish.answer[new : new + 1]
@@ -353,7 +356,7 @@ MUTATIONS = {
     ],
     WRONG_TEXT: [
         ("scheduler.hash_of", "parent + ", ""),
-        ("Sequence.block_hash", "repr(self.request.adapter).encode()", 'b""'),
+        ("PagedSequence.block_hash", "repr(self.request.adapter).encode()", 'b""'),
         ("Scheduler.make_room", "kept > 0 and users[table[first]] > 1", "False"),
         ("Scheduler.make_room", "step.copies.append((shared, table[first]))", "pass"),
         ("Scheduler.make_room", "self.pool.overwrite(table[first], kept)", "pass"),
@@ -428,12 +431,12 @@ class ByHand:
     def __init__(self, num_blocks: int, block_size: int, *limits: int, **more: int):
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(self.pool, *limits, **more)
-        self.sequences: list[Sequence] = []
+        self.sequences: list[PagedSequence] = []
 
-    def add(self, *prompts: list[int], adapter: str | None = None) -> list[Sequence]:
+    def add(self, *prompts: list[int], adapter: str | None = None) -> list[PagedSequence]:
         new = []
         for prompt in prompts:
-            new.append(Sequence(len(self.sequences), Request(prompt, 99, adapter=adapter)))
+            new.append(PagedSequence(len(self.sequences), Request(prompt, 99, adapter=adapter)))
             self.sequences.append(new[-1])
         self.scheduler.waiting += new
         return new

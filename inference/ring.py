@@ -1,0 +1,66 @@
+"""The ring of a pipeline's stages, in which texts are generated.
+
+A token goes through all stages before the next one of the same text can start. With one batch only
+one stage would work at a time. With p micro-batches all of them work, each on another one:
+
+    stage 0     a0 b0 a1 b1 a2 b2                a, b: micro-batches
+    stage 1        a0 b0 a1 b1 a2 b2             a1: the forward pass that reads the token a0 gave
+
+The stages form a ring: each sends its activations to the next. The last one samples, and sends the
+tokens round to all others, because each of them has the texts (it must know which are finished, and
+the first one embeds the new tokens).
+
+    activations   0 -> 1 -> .. -> p - 1
+    tokens        p - 1 -> 0 -> 1 -> .. -> p - 2
+
+With v stages on each rank (virtual stages), the activations go round v times first.
+
+    torchrun --nproc-per-node 2 generate.py --pp 2 --checkpoint runs/default --prompt "def "
+
+Not covered: micro-batches that grow or shrink with the load.
+"""
+
+from collections import deque
+
+from torch import Tensor
+
+from pipeline_parallel import Channels
+
+
+class Ring:
+    """Sends to the next rank, receives from the one before. Messages between two ranks arrive in
+    the order in which they were sent."""
+
+    def __init__(self, channels: Channels):
+        self.channels = channels
+        self.rank = channels.group.rank()
+        self.p = channels.group.size()
+        self.is_last = self.rank == self.p - 1
+        # (work, tensor): the tensor must live until it is sent.
+        self.sending = deque()
+
+    def send(self, tensor: Tensor) -> None:
+        tensor = tensor.contiguous()
+        work = self.channels.send(tensor, (self.rank + 1) % self.p, "F", 0)
+        self.sending.append((work, tensor))
+        # What was sent so long ago has been received, for its answer has come round.
+        self.wait_for_all_but(4 * self.p)
+
+    def receive(self, buffer: Tensor) -> Tensor:
+        """Fills the buffer, and returns it."""
+        self.channels.receive(buffer, (self.rank - 1) % self.p, "F", 0).wait()
+        return buffer
+
+    def pass_on(self, tokens: Tensor) -> Tensor:
+        """The tokens that the last stage has sent; every stage but the last calls it. tokens: [b],
+        a buffer."""
+        self.receive(tokens)
+        # The last stage has them.
+        if self.rank < self.p - 2:
+            self.send(tokens)
+        return tokens
+
+    def wait_for_all_but(self, most: int) -> None:
+        while len(self.sending) > most:
+            work, _ = self.sending.popleft()
+            work.wait()
