@@ -56,9 +56,7 @@ def decode(
     is one batch; in a pipeline each stage works on another one (inference/ring.py)."""
     unfinished = list(batches)
     for batch in unfinished:
-        # [b, s]: the prompts (prefill), and in later rounds s = 1 (decode)
-        batch.tokens = batch.next_tokens()
-        runner.run_stage(batch)
+        runner.start_step(batch)
     while unfinished:
         # The rounds of virtual stages.
         for chunk in range(1, len(runner.stages)):
@@ -71,8 +69,7 @@ def decode(
             if outputs:
                 yield outputs
             if goes_on:
-                batch.tokens = batch.next_tokens()
-                runner.run_stage(batch)
+                runner.start_step(batch)
             else:
                 unfinished.remove(batch)
 
@@ -104,7 +101,12 @@ class ModelRunner:
         self.captures = cuda_graphs.can_capture(stages, self.device)
         self.caches = Caches(keeps=self.captures)
 
-    def run_stage(self, batch: DecodeBatch, chunk: int = 0) -> None:
+    def start_step(self, batch: DecodeBatch) -> None:
+        """The first step reads the prompts (prefill), each later one the newest tokens (decode)."""
+        batch.tokens = batch.next_tokens()  # [b, s], or [b, 1]
+        self.run_stage(batch, 0)
+
+    def run_stage(self, batch: DecodeBatch, chunk: int) -> None:
         """A batch through stage number `chunk` of this rank. After the last stage, or the whole
         model, its next tokens are drawn."""
         x = batch.tokens  # [b, s]
@@ -265,9 +267,7 @@ def make_batches(
     while len(sequences) < num_batches:
         # This sequence is finished, and only joins the collectives of the other ranks.
         sequences.append(Sequence(-1, Request([0], 0), "length"))
-    config = runner.config
-    options = config.seq_length, runner.device, runner.caches, cached, cp_group
-    options = *options, config.sliding_window
+    options = runner.config, runner.device, runner.caches, cached, cp_group
     return [DecodeBatch(sequences[i::num_batches], *options) for i in range(num_batches)]
 
 

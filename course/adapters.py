@@ -12,7 +12,7 @@ import tensor_parallel
 from course import demo, form
 from course.mutations import adapters as bugs
 from finetune import adapter_layers
-from finetune.adapter_config import LINEARS, AdapterConfig
+from finetune.adapter_layers import LINEARS, AdapterConfig
 from optimizer import AdamW, GradientAccumulator
 
 WITHOUT = form.Removals()

@@ -19,7 +19,7 @@ from torch import Tensor
 from base import json_files
 from base.model_config import FieldError, MoEConfig
 from finetune import adapter_layers
-from finetune.adapter_config import METHODS, AdapterConfig
+from finetune.adapter_layers import METHODS, AdapterConfig
 from moe import empty_model
 from run import checkpoint
 from run.checkpoint import CheckpointError

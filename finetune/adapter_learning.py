@@ -18,8 +18,8 @@ from typing import ClassVar
 
 from base.model_config import MoEConfig
 from finetune import adapter_layers
-from finetune.adapter_config import AdapterConfig, targets_of
 from finetune.adapter_files import num_parameters, open_adapter
+from finetune.adapter_layers import AdapterConfig, targets_of
 from finetune.frozen_base import FrozenBase
 from run.checkpoint import CheckpointError
 from run.config import RunConfig, as_flags, flag

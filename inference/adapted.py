@@ -35,8 +35,8 @@ from torch import Tensor
 from base.groups import Groups
 from base.model_config import MoEConfig
 from finetune import adapter_layers
-from finetune.adapter_config import LINEARS, AdapterConfig
 from finetune.adapter_files import Adapter, open_adapter
+from finetune.adapter_layers import LINEARS, AdapterConfig
 from inference.loading import build_stages, read_base
 from inference.merged import check_base, check_fields, merge
 from pipeline_parallel import stages_of

@@ -23,6 +23,7 @@ from torch import Tensor
 
 import context_parallel
 from base.groups import Groups
+from base.model_config import GPTConfig
 from inference.kv_cache import Cache, Caches, power_of_two
 from inference.requests import Output, Sequence
 from inference.sampling import DIVERGED, LogProb, log_probs, sample
@@ -45,14 +46,12 @@ class DecodeBatch:
     """Sequences that go forward together on this rank."""
 
     sequences: list[Sequence]
-    seq_length: int
+    config: GPTConfig
     device: torch.device
     caches: Caches
     cached: bool = True
     # The ranks that have these sequences too, and share their prefill.
     cp_group: dist.ProcessGroup | None = None
-    # How many tokens attention looks back at (GPTConfig.sliding_window); 0: all.
-    window: int = 0
     # Where each sequence's context in the cache begins.
     starts: list[int] = field(default_factory=list)
     # [b], during prefill the column of each sequence's last token, in the whole context
@@ -70,7 +69,8 @@ class DecodeBatch:
         longest = max(len(request.prompt) + request.max_tokens for request in requests)
         if self.caches.keeps:
             longest = power_of_two(longest)
-        columns = min(longest, self.seq_length, self.window or self.seq_length)
+        context = self.config.seq_length
+        columns = min(longest, context, self.config.sliding_window or context)
         rows = len(self.sequences)
         self.cache = self.caches.take(rows, columns if self.cached else 0, self.cp_group)
 
@@ -79,7 +79,7 @@ class DecodeBatch:
         [b, s], padded at the end, where they are not in the cache; of N ranks that share them,
         this one's [b, s/N]. Prepares the cache for it."""
         lengths = self.positions()
-        starts = [context_start(length, self.seq_length) for length in lengths]
+        starts = [context_start(length, self.config.seq_length) for length in lengths]
         last_columns = [length - start - 1 for length, start in zip(lengths, starts)]
         if self.cache.columns and starts == self.starts:
             self.last_column = None

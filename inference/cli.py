@@ -166,6 +166,18 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     flag("--kernels", choices=("auto", "off"), default="auto", help=fused)
 
 
+def add_weight_flags(parser: argparse.ArgumentParser) -> None:
+    """How the weights are stored (`open_weights`)."""
+    flag = parser.add_argument
+    bits = (
+        "store the weights in 8 bits, or those of the layers in 4 (quantization.py); the default of"
+        " --precision is then bf16"
+    )
+    flag("--weights", choices=("int8", "int4"), help=bits)
+    group = "weights that share a scale with --weights int4: 32, 64, 128 or 256 (default: 32)"
+    flag("--group-size", type=int, choices=quantization.GROUPS, metavar="N", help=group)
+
+
 # The least value of a flag.
 LEAST = {"batch_size": 1, "seed": 0, "tp": 1, "pp": 1, "cp": 1, "ep": 1}
 
@@ -467,11 +479,5 @@ def main(argv: list[str], stream_of: Callable) -> int:
         ' --prompt-file with an "adapter": "NAME"'
     )
     flag("--adapter", action="append", default=[], metavar="ADAPTER", help=runs)
-    bits = (
-        "store the weights in 8 bits, or those of the layers in 4 (quantization.py); the default of"
-        " --precision is then bf16"
-    )
-    flag("--weights", choices=("int8", "int4"), help=bits)
-    group = "weights that share a scale with --weights int4: 32, 64, 128 or 256 (default: 32)"
-    flag("--group-size", type=int, choices=quantization.GROUPS, metavar="N", help=group)
+    add_weight_flags(parser)
     return command("generate.py", partial(run, stream_of=stream_of), argv, parser)

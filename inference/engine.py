@@ -215,23 +215,20 @@ class Engine:
             if sequence.finish:
                 self.end(sequence)
                 continue
-            log_probs = drawn.log_probs.get(piece.number, [])
+            found = drawn.log_probs.get(piece.number, [None])
             # Not again after a preemption.
             if piece.draw.of_prompt and len(sequence.ids) == len(sequence.request.prompt):
                 known = self.of_prompts.get(piece.number, []) if piece.start else []
                 of_piece = len(piece.tokens) - (piece.next is None)
-                self.of_prompts[piece.number] = known + log_probs[:of_piece]
-            if piece.next is None:
-                outputs.append(self.append(sequence, drawn.tokens[piece.number], log_probs[-1:]))
+                self.of_prompts[piece.number] = known + found[:of_piece]
+            if piece.next is not None:
+                continue
+            output = sequence.append(drawn.tokens[piece.number], found[-1])
+            of_prompt = self.of_prompts.pop(piece.number, None)
+            outputs.append(output._replace(of_prompt=of_prompt))
+            if output.finish:
+                self.end(sequence)
         return outputs
-
-    def append(self, sequence: PagedSequence, token: int, log_prob: list[LogProb]) -> Output:
-        """Give a sequence its next token. log_prob: of it, or empty."""
-        of_prompt = self.of_prompts.pop(sequence.number, None)
-        output = sequence.append(token, log_prob[0] if log_prob else None)
-        if output.finish:
-            self.end(sequence)
-        return output._replace(of_prompt=of_prompt)
 
     def generate(self, prompts: list[list[int]], max_tokens: int, **options) -> list[list[int]]:
         """The token ids that follow each prompt. options: of requests_of. Raises as `add` and

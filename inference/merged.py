@@ -18,8 +18,8 @@ from torch import Tensor
 
 from base.model_config import MoEConfig
 from finetune import frozen_base
-from finetune.adapter_config import AdapterConfig
 from finetune.adapter_files import Adapter, open_adapter
+from finetune.adapter_layers import AdapterConfig
 from run import checkpoint
 from run.checkpoint import CheckpointError, beside
 from run.tokenizer import CHAT_TEMPLATE

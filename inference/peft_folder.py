@@ -52,8 +52,8 @@ from torch import Tensor
 
 from base import json_files
 from base.model_config import FieldError, MoEConfig
-from finetune.adapter_config import LINEARS, TARGETS, AdapterConfig
 from finetune.adapter_files import Adapter, open_adapter, shapes_of
+from finetune.adapter_layers import LINEARS, TARGETS, AdapterConfig
 from finetune.frozen_base import fingerprint
 from inference import huggingface
 from inference.architectures import GPT2, Location, their_tensors

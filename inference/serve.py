@@ -16,7 +16,7 @@ import socket
 from pathlib import Path
 
 from base import terminal
-from inference import cli, quantization
+from inference import cli
 from inference.adapted import Adapters
 from inference.engine import Engine, fail
 from run.config import ConfigError, flag_name
@@ -44,8 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
     flag = parser.add_argument
     several = "a run with --peft, which requests choose as their model; several"
     flag("--adapter", action="append", default=[], metavar="NAME=RUN", help=several)
-    flag("--weights", choices=("int8", "int4"), help="store the weights in 8 or 4 bits")
-    flag("--group-size", type=int, choices=quantization.GROUPS, help="of --weights int4")
+    cli.add_weight_flags(parser)
     flag("--host", default="127.0.0.1", help="the default is for clients on this machine")
     flag("--api-key-file", metavar="FILE", help="keys, one a line; or in SERVE_API_KEY")
     for name, (default, _, what) in NUMBERS.items():

@@ -16,8 +16,8 @@ import gpt
 from base.groups import Groups
 from course import ranks
 from finetune import adapter_layers, adapters, frozen_base
-from finetune.adapter_config import AdapterConfig
 from finetune.adapter_files import open_adapter
+from finetune.adapter_layers import AdapterConfig
 from inference import (
     adapted,
     huggingface,

@@ -21,8 +21,8 @@ from course import ranks
 from course.parity import Run
 from course.training_commands import config_of
 from finetune import adapter_layers
-from finetune.adapter_config import METHODS, TARGETS, AdapterConfig
 from finetune.adapter_files import num_parameters
+from finetune.adapter_layers import METHODS, TARGETS, AdapterConfig
 from inference.huggingface import export_folder
 from run import checkpoint
 

@@ -65,11 +65,11 @@ def answered(tokenizer, prompt: list[int], ids: list[int], streams: bool, **fiel
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_streamed_answer_is_the_whole_one(kind, tokenizers):
-    """1,500 texts, cut after any token: complete characters, and then no half one is lost."""
+    """500 texts, cut after any token: complete characters, and then no half one is lost."""
     tokenizer = tokenizers[kind]
     g = random.Random(5)
     halves = 0
-    for _ in range(1500):
+    for _ in range(500):
         ids = ids_of(tokenizer, some_text(g, 40))
         at = g.randrange(len(ids))
         prompt, ids = ids[:at], ids[at : g.randint(at, len(ids)) + 1]
@@ -79,7 +79,7 @@ def test_a_streamed_answer_is_the_whole_one(kind, tokenizers):
         text = token_bytes(tokenizer).text(prompt + ids).decode(errors="replace")
         assert TextStream(tokenizer, prompt).prompt + whole["text"] == text
         halves += text.endswith("\ufffd")
-    assert halves > 30
+    assert halves > 10
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,7 +87,7 @@ def test_a_text_is_what_the_tokenizer_decodes(kind, tokenizers):
     """After its prompt, and without one. Of byte-level tokens, any sequence."""
     tokenizer = tokenizers[kind]
     g = random.Random(6)
-    for _ in range(1000):
+    for _ in range(400):
         ids = ids_of(tokenizer, some_text(g))
         if kind in BYTE_LEVEL and g.random() < 0.5:
             ids = [g.randrange(tokenizer.vocab_size) for _ in range(9)]
@@ -112,7 +112,7 @@ def test_stop_strings(kind, tokenizers):
     tokenizer = tokenizers[kind]
     g = random.Random(7)
     cut_off = 0
-    for _ in range(400):
+    for _ in range(200):
         prompt, *several = (ids_of(tokenizer, some_text(g)) for _ in range(6))
         ids = [*itertools.chain(*several)]
         whole = text_of(tokenizer, prompt, ids)
@@ -121,12 +121,13 @@ def test_stop_strings(kind, tokenizers):
         stream = TextStream(tokenizer, prompt, [stop, "never"])
         expected = whole[: whole.index(stop)]
         cut_off += len(expected) > 1
-        text = ""
+        without_stop = TextStream(tokenizer, prompt)
+        text = so_far = ""
         for n, token in enumerate(ids, 1):
             text += stream.push(token)
             assert expected.startswith(text)
-            so_far = TextStream(tokenizer, prompt)
-            found = stop in "".join(map(so_far.push, ids[:n]))
+            so_far += without_stop.push(token)
+            found = stop in so_far
             if stream.stopped(ids[:n]):
                 assert found
                 break
@@ -134,7 +135,7 @@ def test_stop_strings(kind, tokenizers):
         assert text + stream.end() == expected
         # what comes after it changes nothing
         assert text_of(tokenizer, prompt, ids, [stop, "never"]) == expected
-    assert cut_off > 200
+    assert cut_off > 100
 
 
 @pytest.mark.parametrize("kind", published_tokenizers.KINDS)

@@ -15,7 +15,7 @@ import generate
 from base.groups import Groups
 from course import ranks
 from finetune import adapter_layers
-from finetune.adapter_config import AdapterConfig
+from finetune.adapter_layers import AdapterConfig
 from inference import cli, cuda_graphs, scheduler, weight_layouts
 from inference import engine as engine_module
 from inference.engine import Engine

@@ -17,7 +17,7 @@ from base import adamw_kernel
 from base.groups import Groups
 from base.model_config import MoEConfig
 from finetune import adapter_layers
-from finetune.adapter_config import METHODS, AdapterConfig
+from finetune.adapter_layers import METHODS, AdapterConfig
 from optimizer import (
     AdamW,
     GradientAccumulator,
