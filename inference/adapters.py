@@ -18,7 +18,6 @@ from pathlib import Path
 from base import terminal
 from inference import huggingface, peft_folder
 from inference.merged import MergedModel
-from moe import empty_model
 from run import checkpoint
 from run.checkpoint import CheckpointError, tokenizer_record, verify_tokenizer
 
@@ -45,12 +44,8 @@ def merge_adapter(base: str, path: str, out: str) -> str:
         run["tokenizer"] = str(Path(out).resolve() / "tokenizer.json")
     state = huggingface.untrained(run, model.index["model"])
     state["tokenizer"] = model.index.get("tokenizer", {}) | {"files": hashes}
-    # On the meta device: `checkpoint.write` reads each one when its file is written.
-    parameters = {f"model.{n}": p.detach() for n, p in empty_model(model.config).named_parameters()}
     with huggingface.building(out) as folder:
-        checkpoint.write(
-            folder, 0, parameters, state, lambda name: model.read(name.removeprefix("model."))
-        )
+        huggingface.write_checkpoint(folder, model.config, state, model.read)
         for name, file in files.items():
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(file, folder / name)
@@ -60,44 +55,41 @@ def merge_adapter(base: str, path: str, out: str) -> str:
 # --- the command line -----------------------------------------------------------------------------
 
 
+MODEL = "a checkpoint, or the folder of a run"
+HELP = {
+    "base": f"the model that the adapter is for: {MODEL}; for folders of peft also a Hugging Face folder",
+    "adapter": f"what a run with --peft wrote: {MODEL}",
+    "hf_dir": "adapter_config.json and a safetensors file",
+    "out": "a new folder",
+}
+# Command -> (what it does, its arguments, for --help).
+COMMANDS = {
+    "merge": (merge_adapter, "base adapter out", "a model with the adapter in its weights"),
+    "export": (peft_folder.export_adapter, "adapter --base out", "a folder for PeftModel"),
+    "import": (peft_folder.import_adapter, "hf_dir --base out", "an adapter from such a folder"),
+}
+
+
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m inference.adapters",
-        description=(
-            "Merge an adapter into the weights of its base; export it as a folder of Hugging"
-            " Face's library peft, or import one."
-        ),
-    )
+    about = "Merge an adapter into its base; or folders of Hugging Face's library peft."
+    parser = argparse.ArgumentParser(prog="python -m inference.adapters", description=about)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    model = "a checkpoint, or the folder of a run"
-    adapter = f"what a run with --peft wrote: {model}"
-    base = f"the model that the adapter is for: {model}, or a Hugging Face folder"
-
-    add = commands.add_parser(
-        "merge", help="a model with the adapter in its weights (LoRA: W + α/r B A)"
-    )
-    add.add_argument("base", metavar="BASE", help=f"the model of --load: {model}")
-    add.add_argument("adapter", metavar="ADAPTER", help=adapter)
-    add.add_argument("out", metavar="OUT", help="a new folder")
-    add.set_defaults(run=lambda args: merge_adapter(args.base, args.adapter, args.out))
-
-    add = commands.add_parser("import", help="an adapter from a folder of the library peft")
-    add.add_argument("hf_dir", metavar="HF_DIR", help="adapter_config.json and a safetensors file")
-    add.add_argument("out", metavar="OUT", help="a new folder")
-    add.add_argument("--base", required=True, help=base)
-    add.set_defaults(run=lambda args: peft_folder.import_adapter(args.hf_dir, args.base, args.out))
-
-    add = commands.add_parser("export", help="a folder for PeftModel.from_pretrained")
-    add.add_argument("adapter", metavar="ADAPTER", help=adapter)
-    add.add_argument("out", metavar="HF_DIR", help="a new folder")
-    add.add_argument("--base", required=True, help=base)
-    add.set_defaults(run=lambda args: peft_folder.export_adapter(args.adapter, args.base, args.out))
+    for name, (_, arguments, what) in COMMANDS.items():
+        add = commands.add_parser(name, help=what).add_argument
+        for argument in arguments.split():
+            known = HELP[argument.removeprefix("--")]
+            if argument.startswith("--"):
+                add(argument, required=True, help=known)
+            else:
+                add(argument, metavar=argument.upper(), help=known)
     return parser
 
 
 def main(argv: list[str]) -> int:
     args = make_parser().parse_args(argv)
-    return huggingface.report("adapters.py", lambda: f"{args.out}: {args.run(args)}")
+    run, arguments, _ = COMMANDS[args.command]
+    given = [getattr(args, name.removeprefix("--")) for name in arguments.split()]
+    return huggingface.report("adapters.py", lambda: f"{args.out}: {run(*given)}")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ copied at every step; experts, whose sizes depend on the data."""
 import argparse
 import contextlib
 import logging
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -48,12 +47,12 @@ from base.rotary import rotary_at
 from families import LocalBias
 from gpt import GPT, Context
 from inference.answers import encode, text_of
-from inference.cli import REFUSED
-from inference.huggingface import building
+from inference.huggingface import building, report
 from inference.kv_cache import CacheSlot, caching
 from inference.loading import check_vocabulary, find_tokenizer, load_model, open_model
 from inference.onnx_session import ExportError, Session, need
-from run.tokenizer import BUILT_IN, make_tokenizer, save_files
+from prompt_tuning import PromptError
+from run.tokenizer import BUILT_IN, TokenizerError, make_tokenizer, save_files
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 # How far a logit may be from generate.py's, relative to the largest logit.
@@ -231,8 +230,9 @@ def compare(model: GPT, session: Session) -> tuple[float, str]:
 # --- the command line -----------------------------------------------------------------------------
 
 
-def run(folder: str, prompt: str, max_tokens: int) -> None:
-    """Print the most likely continuation. Raises ExportError, PromptError or TokenizerError."""
+def run(folder: str, prompt: str, max_tokens: int) -> str:
+    """The prompt with its most likely continuation. Raises ExportError, PromptError or
+    TokenizerError."""
     session = Session(folder)
     name = session.tokenizer
     tokenizer = make_tokenizer(name if name in BUILT_IN else str(Path(folder) / name))
@@ -240,8 +240,8 @@ def run(folder: str, prompt: str, max_tokens: int) -> None:
     start = time.perf_counter()
     new = session.generate([ids], max_tokens, tokenizer.stop_ids)[0]
     speed = len(new) / (time.perf_counter() - start)
-    print(prompt + text_of(tokenizer, ids, new), flush=True)
-    print(f"{len(new)} tokens, {speed:.0f} tokens/s", file=sys.stderr)
+    terminal.say(f"{len(new)} tokens, {speed:.0f} tokens/s", error=True)
+    return prompt + text_of(tokenizer, ids, new)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -274,19 +274,17 @@ def check_flags(args: argparse.Namespace) -> None:
         )
 
 
+def convert(args: argparse.Namespace) -> str:
+    check_flags(args)
+    if args.source == "run":
+        return run(args.folder, args.prompt, 300 if args.max_tokens is None else args.max_tokens)
+    return f"{args.folder}: {export(args.source, args.folder, args.dtype or 'fp32')}"
+
+
 def main(argv: list[str]) -> int:
-    """Exit status: 0, or 2 with one message."""
     args = make_parser().parse_args(argv)
-    try:
-        check_flags(args)
-        if args.source == "run":
-            run(args.folder, args.prompt, 300 if args.max_tokens is None else args.max_tokens)
-        else:
-            print(f"{args.folder}: {export(args.source, args.folder, args.dtype or 'fp32')}")
-    except (ExportError, FloatingPointError, *REFUSED) as e:
-        terminal.say(terminal.one_line(f"export.py: {e}"), error=True)
-        return 2
-    return 0
+    errors = ExportError, FloatingPointError, PromptError, TokenizerError
+    return report("export.py", lambda: convert(args), *errors)
 
 
 if __name__ == "__main__":

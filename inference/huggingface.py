@@ -260,6 +260,14 @@ def untrained(run: dict, model: dict) -> dict:
     return {"config": run, "model": model, "tokens": 0, "corpus": None, "optimizer": None}
 
 
+def write_checkpoint(folder: Path, config: MoEConfig, state: dict, read: Callable) -> None:
+    """A model without optimizer moments. read(name): a whole parameter, when its file is written.
+    Raises CheckpointError."""
+    # On the meta device: names and shapes.
+    parameters = {f"model.{n}": p.detach() for n, p in empty_model(config).named_parameters()}
+    checkpoint.write(folder, 0, parameters, state, lambda name: read(name.removeprefix("model.")))
+
+
 def import_folder(hf_dir: Path, path: Path) -> MoEConfig:
     """Write the model in a Hugging Face folder as a checkpoint at `path`: float32, step 0, no
     optimizer moments. Raises HuggingFaceError."""
@@ -272,15 +280,8 @@ def import_folder(hf_dir: Path, path: Path) -> MoEConfig:
     state = untrained(run, dataclasses.asdict(config))
     if tokenizer:
         state["tokenizer"] = dataclasses.asdict(record(tokenizer))
-    # On the meta device: `checkpoint.write` reads each one when its file is written.
-    parameters = {
-        f"model.{name}": parameter.detach()
-        for name, parameter in empty_model(config).named_parameters()
-    }
     with building(path) as folder:
-        checkpoint.write(
-            folder, 0, parameters, state, lambda name: read(name.removeprefix("model."))
-        )
+        write_checkpoint(folder, config, state, read)
         if tokenizer:
             save_files(tokenizer.files, folder)
     return config
@@ -466,12 +467,12 @@ def export_tokenizer(path: Path, folder: Path, config: MoEConfig) -> dict:
     return ids if largest < config.vocab_size else {}
 
 
-def report(name: str, convert: Callable[[], str]) -> int:
+def report(name: str, convert: Callable[[], str], *errors: type[Exception]) -> int:
     """Run a command that converts folders, and print what it returns. Exit status: 0, or 2 with one
-    message. name: of the file, for messages."""
+    message. name: of the file, for messages; errors: what else it raises."""
     try:
         print(convert())
-    except (HuggingFaceError, checkpoint.CheckpointError, OSError) as e:
+    except (HuggingFaceError, checkpoint.CheckpointError, OSError, *errors) as e:
         message = str(e)
         if isinstance(e, OSError):
             message = f"{terminal.one_line(e.filename or os.curdir)[:80]}: {e.strerror}"
