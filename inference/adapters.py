@@ -57,7 +57,7 @@ def merge_adapter(base: str, path: str, out: str) -> str:
 
 MODEL = "a checkpoint, or the folder of a run"
 HELP = {
-    "base": f"the model that the adapter is for: {MODEL}; for folders of peft also a Hugging Face folder",
+    "base": f"the model that the adapter is for: {MODEL}; with peft also a Hugging Face folder",
     "adapter": f"what a run with --peft wrote: {MODEL}",
     "hf_dir": "adapter_config.json and a safetensors file",
     "out": "a new folder",
