@@ -43,11 +43,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from base.errors import InputError
 from base.model_config import MoEConfig
 from moe import empty_model
 
 
-class HuggingFaceError(Exception):
+class HuggingFaceError(InputError):
     """A folder that cannot be imported, or a checkpoint that cannot be exported; the message says
     which, and why."""
 

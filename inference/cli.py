@@ -27,20 +27,18 @@ import moe
 import pipeline_parallel
 import tensor_parallel
 from base import terminal
+from base.errors import InputError
 from base.model_config import MoEConfig, divisors
 from finetune.chat import message
-from finetune.chat_template import ChatError
 from inference import generation_config, quantization, weight_layouts
 from inference.adapted import Adapters
 from inference.answers import answer_file, as_json, encode, read_prompts, stream_text
-from inference.huggingface import HuggingFaceError
 from inference.loading import check_vocabulary, find_chat, find_tokenizer, load_model, open_model
 from inference.sampling import check_options
 from pipeline_parallel import stages_of
 from prompt_tuning import PromptError
-from run.checkpoint import CheckpointError
 from run.config import DTYPES, ConfigError, as_flags, flag_name, multiply_in
-from run.tokenizer import TokenizerError, prompt_ids
+from run.tokenizer import prompt_ids
 from run.world import World, WorldError, why_no_gpu
 
 # Seconds.
@@ -49,17 +47,6 @@ MONTH = 30 * 86400.0
 
 
 # --- from the launcher to the exit status ---------------------------------------------------------
-
-# Bad input.
-REFUSED = (
-    ConfigError,
-    WorldError,
-    PromptError,
-    ChatError,
-    TokenizerError,
-    CheckpointError,
-    HuggingFaceError,
-)
 
 
 class Outcome(NamedTuple):
@@ -109,7 +96,7 @@ def attempt(work, args: argparse.Namespace, world: World) -> Outcome:
     """Run work(args, world), with errors that a user can understand as an Outcome."""
     try:
         work(args, world)
-    except REFUSED as e:
+    except (InputError, WorldError) as e:
         return Outcome(2, str(e), isinstance(e, WorldError))
     except FloatingPointError as e:
         return Outcome(1, f"{e}: this model has diverged")

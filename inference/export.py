@@ -51,8 +51,7 @@ from inference.huggingface import building, report
 from inference.kv_cache import CacheSlot, caching
 from inference.loading import check_vocabulary, find_tokenizer, load_model, open_model
 from inference.onnx_session import ExportError, Session, need
-from prompt_tuning import PromptError
-from run.tokenizer import BUILT_IN, TokenizerError, make_tokenizer, save_files
+from run.tokenizer import BUILT_IN, make_tokenizer, save_files
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 # How far a logit may be from generate.py's, relative to the largest logit.
@@ -283,8 +282,7 @@ def convert(args: argparse.Namespace) -> str:
 
 def main(argv: list[str]) -> int:
     args = make_parser().parse_args(argv)
-    errors = ExportError, FloatingPointError, PromptError, TokenizerError
-    return report("export.py", lambda: convert(args), *errors)
+    return report("export.py", lambda: convert(args))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from base import json_files, terminal
+from base.errors import InputError
 from base.model_config import MoEConfig
 from inference.architectures import (
     Architecture,
@@ -467,12 +468,12 @@ def export_tokenizer(path: Path, folder: Path, config: MoEConfig) -> dict:
     return ids if largest < config.vocab_size else {}
 
 
-def report(name: str, convert: Callable[[], str], *errors: type[Exception]) -> int:
+def report(name: str, convert: Callable[[], str]) -> int:
     """Run a command that converts folders, and print what it returns. Exit status: 0, or 2 with one
-    message. name: of the file, for messages; errors: what else it raises."""
+    message. name: of the file, for messages."""
     try:
         print(convert())
-    except (HuggingFaceError, checkpoint.CheckpointError, OSError, *errors) as e:
+    except (InputError, FloatingPointError, OSError) as e:
         message = str(e)
         if isinstance(e, OSError):
             message = f"{terminal.one_line(e.filename or os.curdir)[:80]}: {e.strerror}"

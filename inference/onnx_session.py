@@ -14,8 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
+from base.errors import InputError
 
-class ExportError(ValueError):
+
+class ExportError(InputError):
     """What cannot be exported or run; the message says why, and what would fit."""
 
 
