@@ -11,9 +11,9 @@ train: $(VENV)/installed
 	$(VENV)/bin/torchrun --nproc-per-node $(RANKS) train.py $(ARGS)
 
 # One test more at a time than there are cores, up to 8: ranks and their launchers often wait. Each
-# has one thread.
+# has one thread. Bytecode is kept, for tests start many interpreters.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(8, len(os.sched_getaffinity(0)) + 1))")
-PYTEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 test: $(VENV)/tests-installed
 	$(PYTEST) $(ARGS)

@@ -20,6 +20,8 @@ from course import ranks
 KIND = torch.backends.cpu.get_cpu_capability().replace(" ", "-")
 CACHE = os.path.join(tempfile.gettempdir(), f"torchinductor-{os.getuid()}-{KIND}")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", CACHE)
+# until all is imported (pytest_collection_finish): little of it is garbage
+gc.disable()
 # ranks and commands begin with all of this imported
 ranks.preload(
     *("pytest", "train", "run.checkpoint_slices", "context_parallel", "fp8", "kernels", "moe"),
@@ -68,8 +70,8 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     """What is imported stays: later collections, of which tests cause many, skip it."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter):

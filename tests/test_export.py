@@ -20,9 +20,6 @@ from base.model_config import MoEConfig
 from course import demo
 from inference import export, huggingface
 
-pytest.importorskip("onnxscript")
-pytest.importorskip("onnxruntime")
-
 LLAMA = dict(llama=True, num_kv_heads=2)
 LLAMA_3_ANGLES = dict(rotary_factor=8.0, rotary_original_length=16)
 BLOOM = dict(positions="alibi", embedding_norm=True)
@@ -59,6 +56,12 @@ every_family = pytest.mark.parametrize("family", ALL)
 PROMPTS = [list(range(1, n + 1)) for n in (3, 14, 1, 8)]
 # the longest prompt reaches the end of a context of 32
 NEW = 19
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _packages():
+    for package in ("onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
 
 
 def make_model(family: str) -> torch.nn.Module:

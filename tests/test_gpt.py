@@ -2,7 +2,6 @@ import math
 
 import pytest
 import torch
-import torch._inductor.config
 import torch.nn.functional as F
 from parity import again, needs_compiler
 
@@ -177,11 +176,11 @@ def test_compiled_dropout_is_the_same(shape):
         return dropout_mask(key, 3, shape, {1: 2}, 0.1)
 
     key = dropout_key(0, 1, torch.arange(shape[0]))
+    from torch._inductor import config
+
     # For one kernel, headers compiled in advance take longer than they save; and g++ is not asked
     # three times what the processor can do.
-    with torch._inductor.config.patch(
-        {"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": True}
-    ):
+    with config.patch({"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": True}):
         assert torch.equal(torch.compile(mask)(key), mask(key))
 
 

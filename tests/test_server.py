@@ -29,7 +29,6 @@ ROOT = Path(__file__).parent.parent
 
 aiohttp = pytest.importorskip("aiohttp")
 pytest.importorskip("prometheus_client", reason="pyproject.toml names it")
-openai = pytest.importorskip("openai", reason="pyproject.toml names it")
 
 KEY = "correct horse"
 PROMPTS = [f"{word} {n}" for n, word in enumerate(["The quick", "hello", "def add", "Größe"] * 8)]
@@ -42,6 +41,7 @@ PROMPTS = [f"{word} {n}" for n, word in enumerate(["The quick", "hello", "def ad
 def place(tmp_path_factory):
     """A folder with a model, in which the tests of this file run."""
     pytest.importorskip("transformers")
+    pytest.importorskip("openai", reason="pyproject.toml names it")
     folder = tmp_path_factory.mktemp("serving")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -66,9 +66,10 @@ class Address:
         self.url = self.ranks[0].stdout.split()[0]
         return self
 
-    def client(self, key: str = KEY, kind=None):
-        kind = kind or openai.OpenAI
-        return kind(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+    def client(self, key: str = KEY, kind: str = "OpenAI"):
+        import openai
+
+        return getattr(openai, kind)(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
 
     def get(self, path: str) -> str:
         headers = {"Authorization": f"Bearer {KEY}"}
@@ -204,7 +205,7 @@ def test_32_at_once(place, server, capsys):
     expected = written(place, capsys, [{"prompt": prompt} for prompt in PROMPTS], *flags)
 
     async def ask_all() -> list[str]:
-        client = server.client(kind=openai.AsyncOpenAI)
+        client = server.client(kind="AsyncOpenAI")
         options = dict(model="chat", max_tokens=40, seed=3)
         asked = [client.completions.create(prompt=prompt, **options) for prompt in PROMPTS]
         return [answer.choices[0].text for answer in await asyncio.gather(*asked)]
@@ -344,6 +345,8 @@ def test_bad_requests(server, path, fields, param, words):
 
 
 def test_other_addresses(server):
+    import openai
+
     models = [model.id for model in server.client().models.list()]
     assert models == ["chat"] and server.client().models.retrieve("chat").id == "chat"
     with pytest.raises(openai.NotFoundError, match="model nobody") as refused:
@@ -396,6 +399,8 @@ def test_who_may_ask(strict):
 
 def test_limits(strict, endless):
     """Of a body, of those that wait, of time."""
+    import openai
+
     status, content, _ = post(strict, COMPLETIONS, {"prompt": "a" * 4000})
     assert status == 413 and "3000" in content["error"]["message"]
     with strict.client().completions.create(model="chat", **endless, stream=True) as pieces:
