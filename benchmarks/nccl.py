@@ -73,6 +73,7 @@ RUN = (
 )
 # The layout of a run, and that under which it goes on.
 FIRST, SECOND = "--pp 2", "--zero-stage 3"
+OF_A_RUN = f"torchrun train.py {FIRST}, --resume {SECOND}"
 
 
 def check_layout(world: int, flags: str, backend: str) -> str:
@@ -141,9 +142,8 @@ def checks(toy: bool) -> list[tuple]:
     layouts = [LAYOUTS[i] for i in TOY] if toy else LAYOUTS
     found = [(n, flags, partial(check_layout, n, flags, backend)) for n, flags in layouts]
     ppo = "reinforcement.py --method ppo --zero-stage 3"
-    run = f"torchrun train.py {FIRST}, --resume {SECOND}"
     found.append((2, ppo, partial(check_reinforcement, backend)))
-    return [*found, (2, run, partial(check_run, device))]
+    return [*found, (2, OF_A_RUN, partial(check_run, device))]
 
 
 def outcome(check) -> dict:

@@ -368,14 +368,14 @@ def main():
     parser = report.arguments(__doc__, threads=2, rounds=3)
     parser.add_argument("--together", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    args = report.parse(parser, threads=1, rounds=1, together=[1, 4], cases=["toy"])
+    args = report.parse(parser, threads=1, rounds=1, together=[1, 2], cases=["toy"])
     torch.set_num_threads(args.threads)
     # All contenders have this setting.
     cpu.keep_freed_memory()
     results = {name: measure(name, (CASES | TOY)[name], args) for name in args.cases}
     # What planning/serving.py asks about a machine.
     speeds = {
-        "flops_per_second": report.matmul_flops(torch.float32, "cpu"),
+        "flops_per_second": report.matmul_flops(torch.float32, "cpu", 256 if args.toy else 2048),
         "memory_bytes_per_second": memory_speed((CASES | TOY)[args.cases[-1]], "cpu"),
     }
     report.finish("serving_speed", {"results": results, "machine": speeds}, args, draw)

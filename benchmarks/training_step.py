@@ -385,10 +385,10 @@ def peers_of(precision: str) -> dict[str, dict]:
     return found | {"transformers as it comes": found["transformers"]}
 
 
-def on_rank(rank: int, fields: dict, precision: str, rounds: int):
+def on_rank(rank: int, fields: dict, precision: str, rounds: int, n: int):
     """(seconds round by round, breakdown). Rank 0 is this project: (forward and backward,
-    optimizer, FLOP/s of a matrix multiplication); the others are peers: (a step,). All but the last
-    have the settings of the process that train.py makes (base/cpu.py)."""
+    optimizer, FLOP/s of a multiplication of n x n matrices); the others are peers: (a step,). All
+    but the last have the settings of the process that train.py makes (base/cpu.py)."""
     others = [None, *peers_of(precision).values()]
     if rank < len(others) - 1:
         cpu.set_up()
@@ -397,7 +397,7 @@ def on_rank(rank: int, fields: dict, precision: str, rounds: int):
         measures = [
             lambda: timed(steps.forward_backward),
             lambda: timed(lambda: steps.trainer.update(1)),
-            lambda: report.matmul_flops(DTYPES[precision], "cpu", repeats=3),
+            lambda: report.matmul_flops(DTYPES[precision], "cpu", n, repeats=3),
         ]
     else:
         config = config_of(fields | dict(precision=precision))
@@ -420,8 +420,9 @@ def beside_peers(fields: dict, precision: str, args) -> dict:
     """A row of results. A ratio is the median over rounds of their seconds over ours."""
     names = list(peers_of(precision))
     options = dict(threads=args.threads, timeout=300)
+    n = 256 if args.toy else 2048
     (ours, milliseconds), *theirs = ranks.run(
-        on_rank, 1 + len(names), fields, precision, args.rounds, **options
+        on_rank, 1 + len(names), fields, precision, args.rounds, n, **options
     )
     c = config_of(fields).model_config()
     tokens = fields["global_batch_size"] * c.seq_length

@@ -689,7 +689,7 @@ EXPERTS = {
     "pp 2, ep 2": (4, dict(pp=2, ep=2)),
 }
 
-FEW = {name: MATRIX[name] for name in ("dp 3, stage 3", "pp 2, dp 2, stage 3")}
+FEW = {name: MATRIX[name] for name in ("dp 3, stage 3", "pp 2, v 2")}
 FEW_EXPERTS = {name: EXPERTS[name] for name in ("one", "ep 2")}
 # all take 4 minutes
 EVERY_PAIR = [
@@ -703,7 +703,7 @@ EVERY_PAIR = [
     "matrix, model, precision, tolerance",
     [
         (FEW, dict(micro_batch_size=2), "fp64", 1e-10),
-        (FEW_EXPERTS, dict(num_experts=4, micro_batch_size=2), "fp64", 1e-10),
+        (FEW_EXPERTS, dict(num_layers=2, num_experts=4, micro_batch_size=2), "fp64", 1e-10),
         *EVERY_PAIR,
     ],
 )

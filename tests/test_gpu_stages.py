@@ -17,6 +17,7 @@ import processes
 import pytest
 import small_run
 import torch
+from parity import again
 
 from benchmarks import gpu, gpu_checks, gpu_stages, gpu_table, kernels, nccl, report, training_step
 from course import kernels as lesson
@@ -28,6 +29,16 @@ DOCUMENT = gpu_table.DOCUMENT.read_text()
 IN_THIS_PROCESS = ("tests", "run", "sanitizer", "nccl")
 TRANSFORMERS = ("decode", "serve")
 CASES = {"gpt2": 7, "kernels": 27, "llama": 7, "fp8": 8, "medium": 4, "nccl": 4}
+# of the stages that have many, cases that differ most; make test-all runs all
+FEW = {
+    "gpt2": ["kernels auto", "nanoGPT, compile", "kernels auto, sums apart"],
+    "kernels": ["host", "toy swiglu", "toy cross_entropy", "toy rms_norm, compile"],
+    "llama": ["kernels off, compile", "plain Llama"],
+    "fp8": ["fp8 current", "fp8 block", "torchao tensorwise, compile", "like nanochat, compile"],
+    "medium": ["gpt-1.3b, kernels auto"],
+    "serve": ["engine", "profile, 8 requests", "transformers, continuous"],
+    "nccl": [f"2 ranks, {nccl.LAYOUTS[nccl.TOY[0]][1]}", f"2 ranks, {nccl.OF_A_RUN}"],
+}
 
 
 def results(out: Path) -> dict:
@@ -51,14 +62,18 @@ def launch(world: int, words: list[str]) -> None:
 # --- each stage -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", gpu.STAGES)
-def test_toy(stage, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    "stage, cases",
+    [*((stage, FEW.get(stage, [])) for stage in gpu.STAGES), *(again(stage, []) for stage in FEW)],
+)
+def test_toy(stage, cases, tmp_path, monkeypatch, capfd):
     """Without a GPU even where there is one: its tests skip, and all else computes on the CPU."""
     if stage in TRANSFORMERS:
         pytest.importorskip("transformers")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(ROOT)
     argv = ["benchmarks.gpu", "--stage", stage, "--toy", "--out", str(tmp_path)]
+    argv += ["--cases", *cases] if cases else []
     if stage in IN_THIS_PROCESS:
         monkeypatch.setattr("sys.argv", argv)
         monkeypatch.setattr(gpu_checks, "call", forked_call)
@@ -69,7 +84,7 @@ def test_toy(stage, tmp_path, monkeypatch, capfd):
         status, printed = done.returncode, done.stdout + done.stderr
     assert status == 0, printed
     rows = results(tmp_path)[stage]
-    assert len(rows) >= CASES.get(stage, 1)
+    assert len(rows) >= (len(cases) or CASES.get(stage, 1))
     for name, row in rows.items():
         assert f"{stage}: {name}: {gpu.shown(row)}\n" in printed
     skipped = {"tests": 3, "sanitizer": 4}.get(stage)

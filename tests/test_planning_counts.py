@@ -48,7 +48,11 @@ LAYOUTS = {
     "zb-h1": (ZB_H1 | LLAMA | dict(zero_stage=1), 16, [0, 12]),
     "zb-h1, full": (ZB_H1 | LLAMA | FULL, 16, [0, 12]),
     "zb-h1, sequence": (ZB_H1 | SEQUENCE | GPT | dict(tp=4, zero_stage=2), 512, [0, 511]),
-    "zb-h1, experts, full": (ZB_H1 | MIXTRAL | FULL | dict(tp=2, ep=4, pp=2), 16, [0, 15]),
+    "zb-h1, experts, full": (
+        ZB_H1 | MIXTRAL | FULL | dict(num_layers=8, tp=2, ep=4, pp=2),
+        16,
+        [0, 15],
+    ),
     "experts, interleaved": (
         MIXTRAL | dict(num_layers=32, tp=2, ep=8, pp=8, virtual_stages=4, zero_stage=3),
         512,
@@ -121,7 +125,7 @@ MORE += ["experts, interleaved"]
 @pytest.mark.parametrize("name", [again(name) if name in MORE else name for name in LAYOUTS])
 def test_memory_is_what_as_rank_counts(name):
     flags, world, ranks = LAYOUTS[name]
-    flags = dict(num_layers=8, global_batch_size=1024, micro_batch_size=1) | flags
+    flags = dict(num_layers=4, global_batch_size=1024, micro_batch_size=1) | flags
     config = (TextPeftConfig if "peft" in flags else train.Config)(**flags)
     for rank in ranks:
         report = as_rank.report(config, train.Trainer, rank, world)

@@ -60,7 +60,7 @@ OF_LLAMA = LLAMA | {name: BASE[name] for name in BASE.keys() - SMALL.keys()} | d
         (2, BASE | GRPO, LAYOUTS[:1]),
         (2, BASE | GRPO, REMOTE[:2]),
         (2, BASE | PPO, REMOTE[2:]),
-        (4, DEEP | PPO, [SEQUENCE | dict(pp=2, virtual_stages=2)]),
+        (2, DEEP | PPO, [dict(pp=2, virtual_stages=2)]),
         (2, OF_LLAMA | PPO, [SEQUENCE | dict(rollout_pp=2)]),
         # routers take raw logits: an answer does not depend on what is beside it
         (2, BASE | PPO | EXPERTS, [dict(ep=2)]),
@@ -69,6 +69,7 @@ OF_LLAMA = LLAMA | {name: BASE[name] for name in BASE.keys() - SMALL.keys()} | d
         again(2, BASE | GRPO, LAYOUTS[1:] + REMOTE[2:]),
         again(2, BASE | PPO, REMOTE[:2]),
         again(4, DEEP | GRPO, [dict(tp=2, zero_stage=3, rollout_tp=1), dict(tp=4, rollout_pp=4)]),
+        again(4, DEEP | PPO, [SEQUENCE | dict(pp=2, virtual_stages=2)]),
         again(4, DEEP | PPO, [dict(pp=2, zero_stage=2, rollout_tp=2, rollout_pp=2)]),
         again(2, BASE | GRPO | EXPERTS, [SEQUENCE, dict(rollout_tp=2)]),
     ],
@@ -121,7 +122,8 @@ def test_the_policy_begins_as_its_reference(world):
     layouts = {
         1: [dict(), dict(peft="lora"), EXPERTS],
         2: [
-            *LAYOUTS,
+            dict(pp=2, schedule="zb-h1"),
+            dict(zero_stage=3),
             *REMOTE[:2],
             dict(peft="lora", tp=2, sequence_parallel=True),
             EXPERTS | dict(ep=2),

@@ -182,11 +182,13 @@ def copied(copier, held, needed, model):
     [
         # a tied matrix, or none; a vocabulary with padding
         ("gpt", 2, SOURCES[2], TARGETS[2]),
-        ("gpt", 4, SOURCES[4], TARGETS[4]),
+        ("gpt", 4, SOURCES[4][1::2], TARGETS[4][1:]),
         ("llama", 2, SOURCES[2], TARGETS[2]),
         again("llama", 4, SOURCES[4], TARGETS[4]),
         ("experts", 2, EXPERTS[2], EXPERT_TARGETS[2]),
-        ("experts", 4, EXPERTS[4], EXPERT_TARGETS[4]),
+        ("experts", 4, EXPERTS[4][1:2], EXPERT_TARGETS[4]),
+        again("gpt", 4, SOURCES[4], TARGETS[4]),
+        again("experts", 4, EXPERTS[4], EXPERT_TARGETS[4]),
         # ZeRO stage 3 pads nearly every parameter
         ("three", 3, [dict(zero_stage=3), dict(pp=3)], [(1, 1, 1), (1, 3, 1)]),
         # new parameters have records as all others

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from parity import again
 
 import gpt
 import sequence_parallel
@@ -160,10 +161,11 @@ LAYOUTS = {
     "llama": [dict(tp=2, sequence_parallel=True), dict(pp=2, schedule="zb-h1")],
     "sinkhorn": [dict(ep=2, zero_stage=3)],
 }
-LAYOUTS_OF_4 = {
-    "gpt": [dict(tp=2, sequence_parallel=True, pp=2, schedule="zb-h1", recompute="full")],
-    "topk": [dict(pp=2, ep=2, zero_stage=3), dict(tp=2, ep=2)],
-}
+LAYOUTS_OF_4 = [
+    (4, "topk", [dict(pp=2, ep=2, zero_stage=3)]),
+    again(4, "topk", [dict(tp=2, ep=2)]),
+    again(4, "gpt", [LAYOUTS["llama"][0] | LAYOUTS["llama"][1] | dict(recompute="full")]),
+]
 
 
 def compare(world: int, model: str, layouts: list[dict], mutate=None) -> float:
@@ -183,7 +185,7 @@ def compare(world: int, model: str, layouts: list[dict], mutate=None) -> float:
 
 @pytest.mark.parametrize(
     "world, model, layouts",
-    [*((2, *case) for case in LAYOUTS.items()), *((4, *case) for case in LAYOUTS_OF_4.items())],
+    [*((2, *case) for case in LAYOUTS.items()), *LAYOUTS_OF_4],
     ids=lambda x: None if isinstance(x, list) else str(x),
 )
 def test_every_layout(world, model, layouts):
@@ -302,9 +304,9 @@ def test_rows_by_hand():
     assert matrix[0].tolist() == [0, -1, -2, -3, 0, 0, 0, -4, 0]
     assert [x.tolist() for x in rows.collect(matrix)] == log_probs(answers)
     # sample 5 is row 1 again
-    again = rows.batch([5, 0])
-    assert again.tokens.tolist() == batch.tokens[[1, 0]].tolist()
-    assert again.samples.tolist() == [5, 0]
+    second = rows.batch([5, 0])
+    assert second.tokens.tolist() == batch.tokens[[1, 0]].tolist()
+    assert second.samples.tolist() == [5, 0]
 
 
 def test_wrong_arguments(one_device):
