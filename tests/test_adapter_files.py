@@ -386,7 +386,7 @@ def test_adapters_by_request(folder, tmp_path, capsys):
     assert len({texts[0]["text"] for texts in alone.values()}) == 3
 
 
-LAYOUTS = {"llama": [dict(tp=2, pp=2), dict(pp=2)], "experts": [dict(tp=2, ep=2)]}
+LAYOUTS = {"llama": [dict(tp=2, pp=2)], "experts": [dict(tp=2, ep=2)]}
 
 
 def on_layouts(rank, folder, shape, layouts, world):

@@ -34,8 +34,9 @@ from run.config import ConfigError
 from run.data import Batch
 from run.task import Task
 
-GPT = SMALL | dict(precision="fp32", micro_batch_size=1)
-LLAMA = LLAMA | dict(precision="fp32", micro_batch_size=1, dropout=0.0)
+FEW = dict(precision="fp32", micro_batch_size=1, global_batch_size=4)
+GPT = SMALL | FEW
+LLAMA = LLAMA | FEW | dict(dropout=0.0)
 SEQUENCE = GPT | dict(tp=2, sequence_parallel=True)
 EXPERTS = GPT | dict(num_experts=4, expert_every=2, ep=2)
 QWEN3 = LLAMA | dict(model="qwen3-0.6b", head_dim=12)
@@ -47,13 +48,13 @@ LAYOUTS = {
     1: [
         LLAMA | dict(head_chunk=8, precision="bf16", optimizer_state="bf16"),
         MISTRAL | dict(document_mask=True),
+        QWEN3,
+        BLOOM,
     ],
     2: [
         LLAMA | dict(zero_stage=3, recompute="full", recompute_layers=1),
         GPT | dict(pp=2, schedule="zb-h1", num_layers=4, layer_split=[3, 1]),
         GPT | dict(cp=2, cp_kind="all-to-all", recompute="selective"),
-        QWEN3 | dict(tp=2),
-        BLOOM | dict(tp=2, sequence_parallel=True),
         FP8 | dict(tp=2, pp=1),
         LLAMA | dict(peft="lora", tp=2),
     ],
@@ -63,6 +64,8 @@ MORE = {
     1: [GPT | dict(recompute="selective")],
     2: [
         GPT | dict(tp=2),
+        QWEN3 | dict(tp=2),
+        BLOOM | dict(tp=2, sequence_parallel=True),
         SEQUENCE | dict(recompute="selective"),
         GPT | dict(pp=2, virtual_stages=2, num_layers=4),
         LLAMA | dict(cp=2, zero_stage=3),

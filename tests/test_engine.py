@@ -248,15 +248,10 @@ def on_ranks(rank, path, world, layout, sizes, requests):
 
 
 LAYOUTS = {
-    "gpt": [
-        (2, dict(tp=2)),
-        (2, dict(pp=2)),
-        (4, dict(tp=2, pp=2)),
-        (2, dict(pp=2, captured=True)),
-    ],
-    "bloom": [(4, dict(tp=2, pp=2))],
+    "gpt": [(2, dict(tp=2)), (4, dict(tp=2, pp=2)), (2, dict(pp=2, captured=True))],
+    "bloom": [(2, dict(tp=2))],
     "experts": [(2, dict(tp=2))],
-    "llama": [(4, dict(pp=4, layer_split=[1, 2, 1, 1]))],
+    "llama": [(3, dict(pp=3, layer_split=[1, 2, 1]))],
 }
 
 

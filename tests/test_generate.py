@@ -366,17 +366,17 @@ def test_a_layout_is_timed_until_the_device_is_done(monkeypatch):
 
 LAYOUTS = {
     # four layers, the others two
-    "gpt": [dict(tp=2, pp=2), dict(pp=4, layer_split=[1, 1, 1, 1]), dict(cp=4)],
+    "gpt": [dict(tp=2, pp=2), dict(cp=4)],
     "llama": [dict(tp=2), dict(cp=2, pp=2)],
-    "experts": [dict(tp=2, ep=2), dict(pp=2, ep=2), dict(cp=2, ep=4)],
+    "experts": [dict(pp=2, ep=2), dict(cp=2, ep=4)],
     "qwen3": [dict(tp=2)],
     "bloom": [dict(tp=2, pp=2)],
 }
 # parts of the layouts above, and those with another family
 AGAIN = {
-    "gpt": [dict(pp=2), dict(tp=2), dict(cp=2, pp=2)],
+    "gpt": [dict(pp=2), dict(tp=2), dict(cp=2, pp=2), dict(pp=4, layer_split=[1, 1, 1, 1])],
     "llama": [dict(cp=2), dict(tp=2, pp=2), dict(cp=2, tp=2)],
-    "experts": [dict(ep=4)],
+    "experts": [dict(ep=4), dict(tp=2, ep=2)],
 }
 # beyond the context: prompts have up to 8 tokens
 CONTEXT, NEW_TOKENS = 12, 14

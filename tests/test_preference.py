@@ -9,7 +9,7 @@ import processes
 import pytest
 import small_run
 import torch
-from parity import LLAMA, SMALL, same, train, train_each
+from parity import LLAMA, SMALL, again, same, train, train_each
 from small_run import lines_of, numbers_of, refusal, run, tensors_of, write_lines
 from test_sft import chat_of
 
@@ -52,6 +52,7 @@ LAYOUTS = [
     dict(zero_stage=3, micro_batch_size=2),
 ]
 REWARD, DPO = of("reward"), of("dpo")
+VIRTUAL = dict(pp=2, virtual_stages=2, tp=2, recompute="full")
 LLAMA_3D = SEQUENCE | dict(pp=2, schedule="zb-h1", head_chunk=7)
 EXPERTS = dict(num_experts=4, router="topk", router_topk=2, micro_batch_size=4)
 HALVES = dict(micro_batch_size=2)
@@ -65,10 +66,8 @@ HALVES = dict(micro_batch_size=2)
         (2, SMALL | REWARD, [SEQUENCE]),
         # the head is no copy of the embedding here, and weight gradients wait
         (4, LLAMA | REWARD | dict(dropout=0.0), [LLAMA_3D]),
-        (
-            *(4, NO_DROPOUT | DPO | dict(num_layers=4)),
-            [dict(pp=2, virtual_stages=2, tp=2, recompute="full"), dict(pp=2, zero_stage=2)],
-        ),
+        (4, NO_DROPOUT | DPO | dict(num_layers=4), [VIRTUAL]),
+        again(4, NO_DROPOUT | DPO | dict(num_layers=4), [dict(pp=2, zero_stage=2)]),
         # routers take raw logits: an answer does not depend on what is beside it in a micro-batch
         (
             *(2, NO_DROPOUT | REWARD | EXPERTS),
@@ -76,7 +75,7 @@ HALVES = dict(micro_batch_size=2)
         ),
         (2, NO_DROPOUT | DPO | dict(peft="lora", lora_rank=2), [*LAYOUTS[:3], dict(zero_stage=3)]),
     ],
-    ids=["reward", "dpo", "dropout", "llama", "four ranks", "experts", "lora"],
+    ids=["reward", "dpo", "dropout", "llama", "four ranks", "pipeline", "experts", "lora"],
 )
 def test_layouts(world, base, layouts):
     one = train(base=base)

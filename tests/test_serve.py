@@ -321,7 +321,7 @@ def drawn(seed: int) -> History:
 
 def test_histories_drawn_at_random():
     steps = copies = preemptions = found = cancelled = 0
-    for seed in range(1000):
+    for seed in range(300):
         history = drawn(seed).run()
         steps += history.steps
         copies += history.copies
@@ -329,8 +329,8 @@ def test_histories_drawn_at_random():
         preemptions += history.scheduler.preemptions
         found += history.scheduler.found
     # what is checked does happen
-    assert steps > 40_000 and found > 10_000
-    assert min(copies, preemptions, cancelled) > 100
+    assert steps > 12_000 and found > 3_000
+    assert min(copies, preemptions, cancelled) > 30
 
 
 # --- mutations ------------------------------------------------------------------------------------
