@@ -32,10 +32,10 @@ from typing import Any
 import msgspec
 
 from base import terminal
-from base.errors import cause
+from base.errors import InputError, cause
 
 
-class JSONError(ValueError):
+class JSONError(InputError):
     """JSON that cannot be used. The message is one line: the file, the place in it, the reason."""
 
 

@@ -27,17 +27,15 @@ import torch
 import generate
 import gpt
 from base import cpu
+from base.errors import InputError
 from base.model_config import FieldError
 from benchmarks import report
 from course import demo
 from inference import quantization, weight_layouts
-from inference.huggingface import HuggingFaceError
 from inference.loading import find_tokenizer, load_model, open_model
 from inference.quantization import Int4Matrix, Int8Matrix
 from run import data
-from run.checkpoint import CheckpointError
 from run.pretraining import Config
-from run.tokenizer import TokenizerError
 
 # (dtype, lays a model out for so many texts)
 KINDS = {
@@ -197,7 +195,7 @@ def check(parser, args) -> None:
             config, index, _ = open_model(path)
             quantization.check(config, "int8")
             find_tokenizer(path, index)
-        except (CheckpointError, HuggingFaceError, TokenizerError, FieldError) as e:
+        except (InputError, FieldError) as e:
             report.refuse(parser, f"--models {path}: {e}")
         if config.seq_length < PROMPT + 2:
             rule = f"must be at least {PROMPT + 2}, for a prompt and two new tokens"

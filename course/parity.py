@@ -308,19 +308,6 @@ def _train(world, steps, mutate, trace, backend, frozen):
     return result
 
 
-def train_each(
-    world: int,
-    variants: list[dict],
-    steps: int = 3,
-    base: dict = SMALL,
-    trace: bool = False,
-    **flags,
-) -> list[Result]:
-    """Several runs on the same ranks, one after the other: launching them costs more than a run."""
-    variants = [base | flags | variant for variant in variants]
-    return ranks.run(on_rank, world, world, variants, steps, None, trace)[0]
-
-
 # --- differences ----------------------------------------------------------------------------------
 
 

@@ -259,11 +259,8 @@ class ChatTokenizer:
             self.splits_end = True
 
     def token_names(self) -> dict[str, str]:
-        """What a template may name. Raises ChatError."""
-        try:
-            named = template_names(self.tokenizer.beside) if self.library else {}
-        except json_files.JSONError as e:
-            raise ChatError(str(e)) from None
+        """What a template may name. Raises JSONError."""
+        named = template_names(self.tokenizer.beside) if self.library else {}
         return {"eos_token": self.end} | named
 
     def plain_template(self) -> str:

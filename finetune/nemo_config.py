@@ -148,10 +148,7 @@ class PromptConfig(Struct, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, content: dict) -> "PromptConfig":
-        try:
-            return json_files.convert(content, cls, "the configuration")
-        except JSONError as e:
-            raise PromptError(str(e)) from None
+        return json_files.convert(content, cls, "the configuration")
 
     @property
     def templates(self) -> dict[str, Template]:

@@ -7,7 +7,6 @@ A virtual token is never a target. With `answer_only_loss` only the answer is, a
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
 
 from base import json_files, terminal
 from finetune.prompt_template import Example, Template
@@ -15,18 +14,6 @@ from prompt_tuning import PromptError
 
 # With more different answers than this, they are no classes.
 MOST_ANSWERS = 100
-
-
-# --- JSON lines -----------------------------------------------------------------------------------
-
-
-def read_lines(path: str) -> Iterator[tuple[int, dict]]:
-    """(line number, object) of a JSON-lines file, `-` for standard input. Raises PromptError,
-    naming the line."""
-    try:
-        yield from json_files.read_lines(path)
-    except json_files.JSONError as e:
-        raise PromptError(str(e)) from None
 
 
 def read_examples(
@@ -46,7 +33,7 @@ def read_examples(
     examples = []
     records = []
     for path in paths:
-        for number, record in read_lines(path):
+        for number, record in json_files.read_lines(path):
             task = record.get("taskname")
             try:
                 if not isinstance(task, str) or task not in templates:

@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 
+from base import json_files
 from finetune.chat_template import ChatError, ChatTemplate
-from finetune.prompt_data import read_lines
 from inference.batches import data_parallel
 from inference.requests import Output
 from inference.sampling import keys_of
@@ -188,7 +188,7 @@ def read_prompts(
     """(record, ids of its prompt) for each line of a JSON-lines file; `-`: standard input.
     adapters: what a line may have as its "adapter". Raises PromptError, naming the line."""
     requests = []
-    for number, record in read_lines(path):
+    for number, record in json_files.read_lines(path):
         try:
             if not isinstance(record.get("prompt"), str):
                 raise PromptError('not an object with a "prompt" that is text')

@@ -23,7 +23,6 @@ from base import json_files
 from inference import huggingface
 from run import checkpoint
 from run.checkpoint import beside
-from run.config import ConfigError
 
 FILE = "generation_config.json"
 # The flags of generate.py, for a model without such a file.
@@ -86,11 +85,8 @@ def set_defaults(args: argparse.Namespace) -> str:
     file = file_of(args.checkpoint)
     content, given, left_out = {}, {}, []
     if file:
-        try:
-            content = json_files.read(file, dict)
-            given = json_files.convert(content, GenerationConfig, str(file)).flags()
-        except json_files.JSONError as e:
-            raise ConfigError(str(e)) from None
+        content = json_files.read(file, dict)
+        given = json_files.convert(content, GenerationConfig, str(file)).flags()
         left_out = [
             f"{name} {content[name]}"
             for name, neutral in LEFT_OUT.items()

@@ -32,7 +32,7 @@ from collections.abc import Callable
 
 import planner
 from base import terminal
-from base.json_files import JSONError
+from base.errors import InputError
 from base.model_config import MoEConfig, flops_per_token, least_parameters
 from planning import recipe
 from planning.inputs import MACHINES, Layout, Machine, PlanError, Software
@@ -399,6 +399,6 @@ def main(argv: list[str] | None = None) -> int:
             said = f"{name}: no such command" if name else "name a command"
             raise ConfigError(f"{said}; there are plan, {', '.join(COMMANDS)}")
         return importlib.import_module(COMMANDS[name]).main(rest) or 0
-    except (ConfigError, JSONError, PlanError) as e:
+    except InputError as e:
         terminal.say(f"planner.py: {terminal.one_line(e)}", error=True)
         return 2

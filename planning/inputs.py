@@ -13,8 +13,10 @@ Not covered: nodes of different kinds, and a network that is slower between dist
 import dataclasses
 from dataclasses import dataclass
 
+from base.errors import InputError
 
-class PlanError(ValueError):
+
+class PlanError(InputError):
     """There is no prediction, or nothing fits; the message says what would."""
 
 

@@ -62,7 +62,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from base import json_files, terminal
-from base.errors import cause
+from base.errors import InputError, cause
 from run.checkpoint_index import (  # noqa: F401 (other files use checkpoint.read_model)
     FORMAT,
     CheckpointError,
@@ -463,13 +463,9 @@ def tokenizer_of(path: Path) -> str:
 
 
 def tokenizer_record(path: Path, index: dict) -> TokenizerRecord:
-    """The record of the tokenizer in an index. Raises CheckpointError."""
-    try:
-        return json_files.convert(
-            index.get("tokenizer", {}), TokenizerRecord, f"{path}/index.json: tokenizer"
-        )
-    except json_files.JSONError as e:
-        raise CheckpointError(str(e)) from None
+    """The record of the tokenizer in an index. Raises JSONError."""
+    where = f"{path}/index.json: tokenizer"
+    return json_files.convert(index.get("tokenizer", {}), TokenizerRecord, where)
 
 
 def verify_tokenizer(path: Path, index: dict) -> dict[str, Path]:
@@ -520,7 +516,7 @@ def main(argv: list[str] | None = None) -> None:
             return show(read_index(path))
         index = verify(path)
         verify_tokenizer(path, index)
-    except CheckpointError as e:
+    except InputError as e:
         terminal.refuse(f"checkpoint.py: {e}")
     size = sum(file["bytes"] for file in index["files"].values())
     count = len(index["files"])

@@ -68,9 +68,10 @@ def as_flags(**others: str):
         raise ConfigError(e.message(lambda name: flag_name(others.get(name, name)))) from None
 
 
-def flag(default, help, choices=None, metavar=None, names=()):
-    """A field of a configuration. names: the names of its flag, where they are not the field's."""
-    metadata = {"help": help, "choices": choices, "metavar": metavar, "names": names}
+def flag(default, help, choices=None, metavar=None, names=(), least=None):
+    """A field of a configuration. names: the names of its flag, where they are not the field's;
+    least: its least value, if it is a number that depends on no other flag."""
+    metadata = dict(help=help, choices=choices, metavar=metavar, names=names, least=least)
     return dataclasses.field(default_factory=lambda: default, metadata=metadata)
 
 
@@ -109,9 +110,9 @@ class RunConfig:
     hidden_size: int | None = flag(None, "h, the size of an activation vector")
     num_heads: int | None = flag(None, "attention heads")
     num_kv_heads: int | None = flag(
-        None, "key and value heads; fewer than heads is grouped-query attention"
+        None, "key and value heads; fewer than heads is grouped-query attention", least=1
     )
-    ffn_hidden_size: int | None = flag(None, "inner size of the MLP")
+    ffn_hidden_size: int | None = flag(None, "inner size of the MLP", least=1)
     seq_length: int | None = flag(None, "tokens in a sequence")
     vocab_size: int | None = flag(
         None, "at least the tokenizer's size; the default is the larger of preset and tokenizer"
@@ -161,12 +162,12 @@ class RunConfig:
         None, "coefficient of the router's z-loss; the default is 0.001 with topk, 0 with sinkhorn"
     )
     # Parallel.
-    tp: int = flag(1, "tensor-parallel ranks, which share every matrix")
+    tp: int = flag(1, "tensor-parallel ranks, which share every matrix", least=1)
     sequence_parallel: bool = flag(
         False, "shard along the sequence what tensor parallelism leaves whole"
     )
-    pp: int = flag(1, "pipeline-parallel ranks, which share the layers")
-    cp: int = flag(1, "context-parallel ranks, which share every sequence")
+    pp: int = flag(1, "pipeline-parallel ranks, which share the layers", least=1)
+    cp: int = flag(1, "context-parallel ranks, which share every sequence", least=1)
     cp_kind: str = flag(
         "ring",
         "how context-parallel ranks attend to each other's tokens: keys and values go round, or"
@@ -174,7 +175,7 @@ class RunConfig:
         ("ring", "all-to-all"),
     )
     virtual_stages: int = flag(
-        1, "stages on each pipeline rank; more than one needs the interleaved schedule"
+        1, "stages on each pipeline rank; more than one needs the interleaved schedule", least=1
     )
     schedule: str | None = flag(
         None,
@@ -192,7 +193,7 @@ class RunConfig:
         (0, 1, 2, 3),
     )
     ep: int = flag(
-        1, "expert-parallel ranks: of the data-parallel ranks, so many share the experts"
+        1, "expert-parallel ranks: of the data-parallel ranks, so many share the experts", least=1
     )
     reduce_dtype: str | None = flag(
         None,
@@ -215,6 +216,7 @@ class RunConfig:
         None,
         "times --tp: of what the rows of embedding and head are a multiple, by padding; the default"
         " is 128 on GPUs and 1 on CPUs",
+        least=1,
     )
     attention: str | None = flag(
         None,
@@ -231,25 +233,29 @@ class RunConfig:
         False, "write OUT/trace-RANK.json of steps 3 to 5, for chrome://tracing or Perfetto"
     )
     # Batch.
-    global_batch_size: int = flag(16, "sequences in a step, over all ranks")
+    global_batch_size: int = flag(16, "sequences in a step, over all ranks", least=1)
     micro_batch_size: int | None = flag(
         None,
         "sequences in one forward pass; the default is a rank's whole share, or 1 in a pipeline",
+        least=1,
     )
     # Optimizer.
-    steps: int = flag(500, "number of the last step")
+    steps: int = flag(500, "number of the last step", least=1)
     lr: float | None = flag(
-        None, "peak learning rate; the default is that of the model and of what is learned"
+        None, "peak learning rate; the default is that of the model and of what is learned", least=0
     )
-    min_lr: float | None = flag(None, "learning rate at the end of the cosine; default: lr / 10")
-    warmup_steps: int = flag(50, "steps of linear warmup")
-    weight_decay: float = flag(0.1, "weight decay, of matrices only")
-    grad_clip: float = flag(1.0, "largest global gradient norm; 0: no clipping")
+    min_lr: float | None = flag(
+        None, "learning rate at the end of the cosine; default: lr / 10", least=0
+    )
+    warmup_steps: int = flag(50, "steps of linear warmup", least=0)
+    weight_decay: float = flag(0.1, "weight decay, of matrices only", least=0)
+    grad_clip: float = flag(1.0, "largest global gradient norm; 0: no clipping", least=0)
     max_bad_steps: int = flag(
         50,
         "end the run with exit status 1 after so many steps in a row with gradients that are not "
         "finite (in fp16: at the lowest loss scale); 0: never. Meanwhile a save waits for the next "
         "good step, and no older checkpoint is removed",
+        least=0,
     )
     precision: str | None = flag(
         None,
@@ -263,7 +269,7 @@ class RunConfig:
         "maximum now (current) or in the last steps (delayed), or one for each block (fp8.py)",
         ("off", "current", "delayed", "block"),
     )
-    fp8_skip: int = flag(1, "first layers, and last layers, that are not in FP8")
+    fp8_skip: int = flag(1, "first layers, and last layers, that are not in FP8", least=0)
     fp8_scales: str = flag(
         "power-of-two",
         "FP8 scales: rounded down to a power of two, or any number",
@@ -275,7 +281,7 @@ class RunConfig:
         "anew for each product (2 bytes for each parameter in FP8)",
     )
     fp8_block: int = flag(
-        128, "size of a block with --fp8 block; only 128 has a GPU's FP8 multiplications"
+        128, "size of a block with --fp8 block; only 128 has a GPU's FP8 multiplications", least=1
     )
     optimizer_state: str = flag(
         "fp32",
@@ -292,8 +298,8 @@ class RunConfig:
     )
     # Run.
     out: str = flag("runs/default", "folder of this run", metavar="DIR")
-    save_every: int = flag(200, "steps between checkpoints; 0: only the last step")
-    keep: int = flag(2, "how many checkpoints remain; 0: all")
+    save_every: int = flag(200, "steps between checkpoints; 0: only the last step", least=0)
+    keep: int = flag(2, "how many checkpoints remain; 0: all", least=0)
     resume: bool = flag(
         False,
         "continue from the newest checkpoint in OUT, if there is one. Flags that are not given come"
@@ -306,9 +312,13 @@ class RunConfig:
         "huggingface.py imported; with --resume, only where OUT has no checkpoint",
         metavar="CKPT",
     )
-    eval_every: int = flag(100, "steps between evaluations on held-out text; 0: only the last step")
-    seed: int = flag(0, "random seed of weights, sample order and dropout")
-    log_every: int = flag(1, "steps between lines on the screen; metrics.jsonl has every step")
+    eval_every: int = flag(
+        100, "steps between evaluations on held-out text; 0: only the last step", least=0
+    )
+    seed: int = flag(0, "random seed of weights, sample order and dropout", least=0)
+    log_every: int = flag(
+        1, "steps between lines on the screen; metrics.jsonl has every step", least=1
+    )
     plan: str | None = flag(
         None,
         "print the step time that planner.py predicts beside the measured one, for a100, h100, h200"
@@ -318,7 +328,9 @@ class RunConfig:
     tensorboard: bool = flag(
         False, "also write curves for TensorBoard to OUT/tensorboard (pip install tensorboard)"
     )
-    timeout: float = flag(1800.0, "seconds without progress after which a hanging run is ended")
+    timeout: float = flag(
+        1800.0, "seconds without progress after which a hanging run is ended", least=1
+    )
     device: str = flag("auto", "auto: CUDA where there is one", ("auto", "cpu", "cuda"))
 
     # --- what follows from the fields

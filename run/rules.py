@@ -27,34 +27,6 @@ from run.world import why_no_gpu
 
 # Most sequences of a step: far beyond what anybody trains with, and numbered in an instant.
 MOST_SEQUENCES = 2**20
-# flag -> its least value
-LEAST = {
-    "global_batch_size": 1,
-    "steps": 1,
-    "log_every": 1,
-    "num_kv_heads": 1,
-    "ffn_hidden_size": 1,
-    "warmup_steps": 0,
-    "save_every": 0,
-    "keep": 0,
-    "eval_every": 0,
-    "seed": 0,
-    "lr": 0,
-    "min_lr": 0,
-    "max_bad_steps": 0,
-    "weight_decay": 0,
-    "grad_clip": 0,
-    "micro_batch_size": 1,
-    "tp": 1,
-    "pp": 1,
-    "cp": 1,
-    "virtual_stages": 1,
-    "ep": 1,
-    "make_vocab_size_divisible_by": 1,
-    "fp8_skip": 0,
-    "fp8_block": 1,
-    "timeout": 1,
-}
 
 
 def multiples(n: int, of: int) -> str:
@@ -110,11 +82,11 @@ def is_text(word: str) -> bool:
 
 def check_numbers(config: RunConfig) -> None:
     """Check the ranges that depend on no other flag. Raises ConfigError."""
-    for name, least in LEAST.items():
-        value = getattr(config, name)
+    for field in dataclasses.fields(config):
+        value, least = getattr(config, field.name), field.metadata["least"]
         # NaN and infinity fail too.
-        if value is not None and not least <= value < 2**31:
-            config.refuse(name, f"must be at least {least} and below 2^31")
+        if least is not None and value is not None and not least <= value < 2**31:
+            config.refuse(field.name, f"must be at least {least} and below 2^31")
     if config.global_batch_size > MOST_SEQUENCES:
         rule = f"must be at most {MOST_SEQUENCES:,} sequences; published runs take some thousands"
         config.refuse("global_batch_size", rule)

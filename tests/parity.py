@@ -14,7 +14,8 @@ import torch
 
 import train as trainer
 from base.groups import Groups
-from course.parity import LLAMA, SMALL, Result, difference, put_together, train, train_each
+from course import ranks
+from course.parity import LLAMA, SMALL, Result, difference, on_rank, put_together, train
 from course.synthetic import Documents, Prompted, Synthetic, SyntheticPairs
 from course.training_commands import config_of
 from run.config import LAYOUT
@@ -45,6 +46,19 @@ __all__ = [
 
 # for a trainer of SMALL or LLAMA
 DATA = Synthetic(SMALL["seq_length"], SMALL["vocab_size"])
+
+
+def train_each(
+    world: int,
+    variants: list[dict],
+    steps: int = 3,
+    base: dict = SMALL,
+    trace: bool = False,
+    **flags,
+) -> list[Result]:
+    """Several runs on the same ranks, one after the other: launching them costs more than a run."""
+    variants = [base | flags | variant for variant in variants]
+    return ranks.run(on_rank, world, world, variants, steps, None, trace)[0]
 
 
 def trainer_of(base: dict = SMALL, groups: Groups | None = None, **flags) -> trainer.Trainer:

@@ -451,5 +451,5 @@ def test_a_late_call_is_refused():
     with pytest.raises(ValueError, match="in FP8 already"):
         fp8.apply(t.model, t.fp8, 0)
     t = trainer_of(peft="lora")
-    with pytest.raises(ValueError, match=r"fp8\.apply comes before adapters\.apply"):
+    with pytest.raises(ValueError, match=r"fp8\.apply comes before adapter_layers\.apply"):
         fp8.apply(t.model, Scaling(Recipe(), 2, "cpu"), 0)

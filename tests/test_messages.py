@@ -12,7 +12,6 @@ from base import json_files
 from finetune import preference_data, prompt_set, sft_data
 from finetune.chat import message
 from finetune.chat_template import ChatError
-from finetune.prompt_data import read_lines as lines_of_prompts
 from inference.answers import read_prompts
 from run.documents import read_documents
 from run.tokenizer import ByteTokenizer
@@ -172,7 +171,6 @@ def test_other_readers_of_json_lines_leave_the_mark_out_too(tmp_path):
     record = {"prompt": "é"}
     path.write_bytes(codecs.BOM_UTF8 + json.dumps(record).encode())
     assert list(json_files.read_lines(path)) == [(1, record)]
-    assert list(lines_of_prompts(str(path))) == [(1, record)]
     assert read_prompts(str(path), ByteTokenizer(), 99)[0][0] == record
     path.write_bytes(codecs.BOM_UTF8 + json.dumps({"text": "é"}).encode())
     assert list(read_documents(path, 0, None)) == ["é"]

@@ -17,6 +17,7 @@ from test_tokenizer import words as word_tokenizer
 import prompt_tuning
 import sequence_parallel
 import tensor_parallel
+from base.errors import InputError
 from base.model_config import GPTConfig
 from finetune import prompt_data
 from finetune import prompt_tuning as prompt_command
@@ -133,7 +134,7 @@ MARKERS = "<|VIRTUAL_PROMPT_0|><|VIRTUAL_PROMPT_1|>"
     ],
 )
 def test_bad_templates(fields, words):
-    with pytest.raises(PromptError, match=words):
+    with pytest.raises(InputError, match=words):
         PromptConfig.of(dict(task_templates=[template(**fields)], new_tasks=["t"]))
 
 
@@ -167,7 +168,7 @@ def p_tuning(**encoder):
     ],
 )
 def test_bad_configurations(content, words):
-    with pytest.raises(PromptError, match=words):
+    with pytest.raises(InputError, match=words):
         PromptConfig.of(content)
 
 
@@ -185,7 +186,7 @@ def test_bad_configurations(content, words):
 def test_bad_lines(line, words, tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text('{"taskname": "a", "text": "x", "label": "y"}\n\n' + line + "\n")
-    with pytest.raises(PromptError, match=f"d.jsonl, line 3: .*{words}"):
+    with pytest.raises(InputError, match=f"d.jsonl, line 3: .*{words}"):
         read_examples(path, PromptConfig.of(config()), 64)
 
 

@@ -13,6 +13,7 @@ from test_gpt import build
 
 import generate
 import train
+from base.json_files import JSONError
 from inference import huggingface
 from run import checkpoint, data, training_run
 from run.tokenizer import (
@@ -318,7 +319,7 @@ def test_an_older_checkpoint_goes_on(here, capfd):
 
 
 def test_an_index_with_something_else_in_it(here):
-    with pytest.raises(checkpoint.CheckpointError, match=r"index\.json: tokenizer: Expected"):
+    with pytest.raises(JSONError, match=r"index\.json: tokenizer: Expected"):
         checkpoint.tokenizer_record(Path("x"), {"tokenizer": {"files": 3}})
     assert checkpoint.tokenizer_record(Path("x"), {}) == TokenizerRecord()
     assert record(ByteTokenizer()).fingerprint == "bytes"

@@ -5,11 +5,11 @@ import random
 import pytest
 import random_layouts
 import torch
-from parity import again
+from parity import again, train_each
 from small_run import write_lines
 
 from course import mutations, ranks, rounding, verify
-from course.parity import Result, first_difference, train_each
+from course.parity import Result, first_difference
 from course.shrink import one_device, shrink, shrink_split
 from course.training_commands import config_of
 from run import rules
