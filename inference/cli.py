@@ -13,11 +13,10 @@ The order is the same for each command that generates or evaluates:
 """
 
 import argparse
-import os
+import contextlib
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -27,7 +26,7 @@ import moe
 import pipeline_parallel
 import tensor_parallel
 from base import terminal
-from base.errors import InputError
+from base.errors import RunError
 from base.model_config import MoEConfig, divisors
 from finetune.chat import message
 from inference import generation_config, quantization, weight_layouts
@@ -37,9 +36,10 @@ from inference.loading import check_vocabulary, find_chat, find_tokenizer, load_
 from inference.sampling import check_options
 from pipeline_parallel import stages_of
 from prompt_tuning import PromptError
+from run import launch
 from run.config import DTYPES, ConfigError, as_flags, flag_name, multiply_in
 from run.tokenizer import prompt_ids
-from run.world import World, WorldError, why_no_gpu
+from run.world import World, why_no_gpu
 
 # Seconds.
 HALF_AN_HOUR = 1800.0
@@ -47,15 +47,6 @@ MONTH = 30 * 86400.0
 
 
 # --- from the launcher to the exit status ---------------------------------------------------------
-
-
-class Outcome(NamedTuple):
-    """How a command ended on this rank."""
-
-    status: int = 0
-    message: str | None = None
-    # Other ranks do not have the message; otherwise rank 0 alone prints it.
-    this_rank_only: bool = False
 
 
 def command(
@@ -66,24 +57,15 @@ def command(
 ) -> int:
     """Run work(args, world), under a launcher or without one. name: of the file, for messages.
     Returns the exit status."""
-    try:
-        world = World.from_launcher()
-    except WorldError as e:
-        terminal.say(f"{name}: {e}", error=True)
-        return 2
-    if world.rank:
-        parser.error = lambda message: leave_to_rank_0(world)
-    args = parser.parse_args(argv)
-    status, message, this_rank_only = attempt(work, args, world)
-    if status == 2 and not this_rank_only:
-        world.share_refusal(message, name)
-    elif message and (world.rank == 0 or this_rank_only):
-        terminal.say(terminal.one_line(f"{name}: {message}"), error=True)
-    if status == 1 and world.size > 1 and (this_rank_only or not message):
-        # The other ranks wait in a collective, so the groups cannot be taken down.
-        os._exit(1)
-    world.disconnect()
-    return status
+
+    def run(world: World) -> None:
+        if world.rank:
+            parser.error = lambda message: leave_to_rank_0(world)
+        args = parser.parse_args(argv)
+        with failures():
+            work(args, world)
+
+    return launch.command(name, run)
 
 
 def leave_to_rank_0(world: World) -> None:
@@ -92,30 +74,19 @@ def leave_to_rank_0(world: World) -> None:
     sys.exit(2)
 
 
-def attempt(work, args: argparse.Namespace, world: World) -> Outcome:
-    """Run work(args, world), with errors that a user can understand as an Outcome."""
+@contextlib.contextmanager
+def failures():
+    """What may fail while texts are generated, as RunErrors."""
     try:
-        work(args, world)
-    except (InputError, WorldError) as e:
-        return Outcome(2, str(e), isinstance(e, WorldError))
+        yield
     except FloatingPointError as e:
-        return Outcome(1, f"{e}: this model has diverged")
-    except RuntimeError:
-        # Another rank may have left this one in a collective.
-        world.follow_refusal()
-        raise
-    except KeyboardInterrupt:
-        return Outcome(130)
-    except BrokenPipeError:
-        # The reader of the output has seen enough (| head).
-        terminal.mute(sys.stdout)
-        return Outcome(1)
+        raise RunError(f"{e}: this model has diverged", everywhere=True) from None
     except OSError as e:
         terminal.mute(sys.stdout)
-        where = e.filename or "standard output"
-        reason = e.strerror or e
-        return Outcome(1, f"{where}: {reason}; the rest of the answers is lost", True)
-    return Outcome()
+        where, reason = e.filename or "standard output", e.strerror or e
+        message = terminal.one_line(f"{where}: {reason}; the rest of the answers is lost")
+        # The reader of the output may have seen enough (| head).
+        raise RunError("" if isinstance(e, BrokenPipeError) else message) from None
 
 
 # --- flags ----------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """From the command line to the loop and back: ranks, checks, files, errors, exit status.
 
-main        every error becomes one message and an exit status
-attempt     parse, prepare, connect, train
+main        parse, prepare, connect, train
+command     every error becomes one message and an exit status
 prepare     what one rank can know: check the flags, open the tokenizer, check the memory
 connected   the process groups, and the folder of the run
 train_model open the data, build the trainer, resume, run the loop, finish
@@ -13,6 +13,7 @@ import os
 import re
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from base import terminal
@@ -27,46 +28,52 @@ from run.world import World, WorldError
 
 
 def main(argv: list[str], config_class: type[RunConfig], trainer_class, loop) -> int:
-    """Exit status: 0; 2 for what cannot run and 1 for what fails while running, each with one
-    message; 130 for Ctrl-C before the first step or after the last. config_class: that of a type of
-    training."""
-    terminal.prepare()
-    command = config_class.name_in_messages()
-    try:
-        world = World.from_launcher()
-    except WorldError as e:
-        terminal.say(f"{command}: {e}", error=True)
-        return 2
-    status, message = attempt(argv, config_class, world, trainer_class, loop)
-    alone = status == 1 and not getattr(message, "everywhere", False)
-    if status == 2:
-        world.share_refusal(str(message), command)
-    elif message and (world.rank == 0 or alone):
-        terminal.say(f"{command}: {message}", error=True)
-        terminal.tell_launcher(f"{command}: {message}")
-    if alone and world.size > 1:
-        # Peers may wait for this rank in a collective, so there is no clean end.
-        os._exit(1)
-    # Its traceback holds groups.
-    message = None
-    world.disconnect()
-    return status
+    """Train. config_class: that of a type of training. Returns the exit status."""
 
-
-def attempt(
-    argv: list[str], config_class: type[RunConfig], world: World, trainer_class, loop
-) -> tuple[int, Exception | None]:
-    """(exit status, message)"""
-    try:
+    def work(world: World) -> None:
         config, question = flags.parse_all(argv, world.rank, config_class)
         if question:
             from planning import as_rank
 
-            as_rank.main(config, question, trainer_class)
-            return 0, None
+            return as_rank.main(config, question, trainer_class)
         tokenizer = prepare(config, world)
         with connected(config, world):
             train_model(config, world, tokenizer, trainer_class, loop)
+
+    return command(config_class.name_in_messages(), work)
+
+
+def command(name: str, work: Callable[[World], None]) -> int:
+    """Run work(world), under a launcher or without one. name: of the command, for messages. Exit
+    status: 0; 2 for what cannot run and 1 for what fails while running, each with one message; 130
+    for Ctrl-C, where work does not handle it."""
+    terminal.prepare()
+    try:
+        world = World.from_launcher()
+    except WorldError as e:
+        terminal.say(f"{name}: {e}", error=True)
+        return 2
+    status, error = attempt(name, work, world)
+    message = str(error or "")
+    alone = status == 1 and not getattr(error, "everywhere", False)
+    if status == 2:
+        world.share_refusal(message, name)
+    elif message and (world.rank == 0 or alone):
+        terminal.say(f"{name}: {message}", error=True)
+        terminal.tell_launcher(f"{name}: {message}")
+    if alone and world.size > 1:
+        # Peers may wait for this rank in a collective, so there is no clean end.
+        os._exit(1)
+    # Its traceback holds groups.
+    error = None
+    world.disconnect()
+    return status
+
+
+def attempt(name: str, work: Callable[[World], None], world: World) -> tuple[int, Exception | None]:
+    """(exit status, the error with its message)"""
+    try:
+        work(world)
     except InputError as e:
         return 2, e
     except (RunError, WorldError) as e:
@@ -76,11 +83,8 @@ def attempt(
     except Exception as e:
         # Another rank may have left this one in a collective.
         world.follow_refusal()
-        rank, command = f"rank {world.rank}", config_class.name_in_messages()
-        text = (
-            f"{rank}, before the first step: {type(e).__name__}: {e}\n{traceback.format_exc()}"
-            f"{command}: {rank} failed before the first step or after the last"
-        )
+        rank = f"rank {world.rank}"
+        text = f"{rank}: {type(e).__name__}: {e}\n{traceback.format_exc()}{name}: {rank} failed"
         return 1, RunError(text)
     return 0, None
 
