@@ -449,51 +449,59 @@ def test_layouts(family, layouts, tmp_path):
                 assert of_rank == {i: texts[i] for i in of_rank}, layout
 
 
-def from_training(rank, flags):
-    layout = {name: flags.get(name, 1) for name in ("tp", "pp", "ep", "cp")}
-    groups = Groups.make("cpu", dist.get_world_size(), **layout)
-    trainer = train.Trainer(train.Config(**flags), torch.device("cpu"), groups)
-    if flags.get("sequence_parallel"):
-        for stage in trainer.stages:
-            sequence_parallel.shard_sequence(stage, groups.tp, sharded=False)
-    before = [dict(stage.named_modules()) for stage in trainer.stages]
-    with context_parallel.whole_sequences(trainer.stages):
-        prompts = [[1, 2, 3], [4]]
-        texts = generate.generate(trainer.model, prompts, 20, seed=1, cp_group=groups.cp)
-    assert [dict(stage.named_modules()) for stage in trainer.stages] == before
-    return texts
+def from_training(rank, variants):
+    """The texts of each variant, on each of 4 ranks."""
+    found = []
+    for flags in variants:
+        layout = {name: flags.get(name, 1) for name in ("tp", "pp", "ep", "cp")}
+        groups = Groups.make("cpu", 4, **layout)
+        trainer = train.Trainer(train.Config(**flags), torch.device("cpu"), groups)
+        if flags.get("sequence_parallel"):
+            for stage in trainer.stages:
+                sequence_parallel.shard_sequence(stage, groups.tp, sharded=False)
+        before = [dict(stage.named_modules()) for stage in trainer.stages]
+        with context_parallel.whole_sequences(trainer.stages):
+            prompts = [[1, 2, 3], [4]]
+            texts = generate.generate(trainer.model, prompts, 20, seed=1, cp_group=groups.cp)
+        assert [dict(stage.named_modules()) for stage in trainer.stages] == before
+        found.append(texts)
+    return found
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        dict(pp=2, virtual_stages=2, tp=2),
-        dict(pp=2, ep=2, zero_stage=3, num_experts=4),
-        dict(cp=2, tp=2, sequence_parallel=True, zero_stage=3, recompute="selective"),
-    ],
-    ids=str,
-)
-def test_from_a_model_in_training(flags):
+def test_from_a_model_in_training():
     """As train.py's sample is made: the same tokens on every rank, and on one device."""
     base = dict(model="gpt2", num_layers=4, hidden_size=32, num_heads=4, seq_length=16)
     base |= dict(vocab_size=61, dropout=0.1, global_batch_size=8, micro_batch_size=1)
     base |= dict(precision="fp64", seed=5, device="cpu")
-    texts = ranks.run(from_training, 4, base | flags)
-    experts = {name: value for name, value in flags.items() if name == "num_experts"}
-    one_device = train.Trainer(train.Config(**base | experts), torch.device("cpu"), Groups())
-    assert texts == [generate.generate(one_device.model, [[1, 2, 3], [4]], 20, seed=1)] * 4
+    variants = [
+        dict(tp=2, sequence_parallel=True, zero_stage=3, recompute="selective"),
+        dict(pp=2, virtual_stages=2, tp=2),
+        dict(pp=2, ep=2, zero_stage=3, num_experts=4),
+        dict(cp=2, tp=2, sequence_parallel=True, zero_stage=3),
+    ]
+    on_ranks = ranks.run(from_training, 4, [base | flags for flags in variants])
+    for n, flags in enumerate(variants):
+        experts = {name: value for name, value in flags.items() if name == "num_experts"}
+        config = train.Config(**base | experts)
+        one_device = train.Trainer(config, torch.device("cpu"), Groups())
+        expected = generate.generate(one_device.model, [[1, 2, 3], [4]], 20, seed=1)
+        assert [texts[n] for texts in on_ranks] == [expected] * 4, flags
 
 
-def captures(rank, stage):
+def captures(rank):
+    """Under ZeRO stage 1 and stage 3."""
     flags = dict(model="gpt2", num_layers=1, hidden_size=8, num_heads=1, vocab_size=61)
-    config = train.Config(**flags, seq_length=8, global_batch_size=2, zero_stage=stage)
-    t = train.Trainer(config, torch.device("cpu"), Groups.make("cpu", 2))
-    return cuda_graphs.can_capture(t.stages, torch.device("cuda"))
+    groups = Groups.make("cpu", 2)
+    found = []
+    for zero_stage in (1, 3):
+        config = train.Config(**flags, seq_length=8, global_batch_size=2, zero_stage=zero_stage)
+        trainer = train.Trainer(config, torch.device("cpu"), groups)
+        found.append(cuda_graphs.can_capture(trainer.stages, torch.device("cuda")))
+    return found
 
 
-@pytest.mark.parametrize("stage, captured", [(1, True), (3, False)])
-def test_a_step_that_gathers_parameters_is_not_captured(stage, captured):
-    assert ranks.run(captures, 2, stage) == [captured] * 2
+def test_a_step_that_gathers_parameters_is_not_captured():
+    assert ranks.run(captures, 2) == [[True, False]] * 2
 
 
 # --- bad input, and the command -------------------------------------------------------------------
