@@ -128,10 +128,7 @@ def one_line(error: Exception) -> str:
 def main():
     if len(sys.argv) != 2:
         terminal.refuse("usage: python -m base.json_files FILE")
-    try:
-        read(sys.argv[1])
-    except JSONError as e:
-        terminal.refuse(f"json_files.py: {e}")
+    read(sys.argv[1])
     print(f"{sys.argv[1]}: JSON")
 
 

@@ -26,6 +26,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from base.errors import InputError
+
 
 def prepare() -> None:
     """Make standard input, output and error usable. A closed one becomes /dev/null. Otherwise the
@@ -93,13 +95,16 @@ STREAM_ERRORS = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO
 
 
 def run(main) -> None:
-    """End the process with the status that main() returns; with 1 if standard output is closed or
-    full, and with 130 after Ctrl-C, both without a traceback."""
+    """End the process with the status that main() returns; without a traceback with 2 and one line
+    after an InputError, with 1 if standard output is closed or full, and with 130 after Ctrl-C."""
     prepare()
     status = 1
     try:
         status = main()
         sys.stdout.flush()
+    except InputError as e:
+        say(one_line(f"{Path(sys.argv[0]).name}: {e}"), error=True)
+        status = 2
     except KeyboardInterrupt:
         status = 130
     except OSError as e:

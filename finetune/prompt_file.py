@@ -91,11 +91,7 @@ def load(path: str | Path, model: str | None = None) -> tuple[PromptConfig, dict
 def main():
     if len(sys.argv) != 2:
         terminal.refuse("usage: python -m finetune.prompt_file FILE")
-    try:
-        config, tables = load(sys.argv[1])
-    except PromptError as e:
-        print(f"prompt_file.py: {e}", file=sys.stderr)
-        sys.exit(2)
+    config, tables = load(sys.argv[1])
     for task, table in tables.items():
         print(
             f"{task}: {len(table)} vectors of {table.shape[1]} numbers;"

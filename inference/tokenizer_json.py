@@ -101,10 +101,7 @@ def characters(token: bytes) -> str:
 def main():
     if len(sys.argv) != 2:
         terminal.refuse("usage: python -m inference.tokenizer_json bytes | gpt2 | FILE")
-    try:
-        files = files_of(make_tokenizer(sys.argv[1]))
-    except TokenizerError as e:
-        terminal.refuse(f"tokenizer_json.py: {e}")
+    files = files_of(make_tokenizer(sys.argv[1]))
     print(files["tokenizer.json"].decode())
 
 

@@ -95,10 +95,7 @@ class Interleave:
 
 
 def main():
-    try:
-        corpora = parse_weights(sys.argv[1:] or ["0.7:A", "0.3:B"])
-    except DataError as e:
-        terminal.refuse(f"blend.py: {e}")
+    corpora = parse_weights(sys.argv[1:] or ["0.7:A", "0.3:B"])
     if corpora[0][0] is None:
         return print("no weights: one corpus of all files")
     locate = Interleave([weight for weight, _ in corpora])

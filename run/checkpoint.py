@@ -62,7 +62,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from base import json_files, terminal
-from base.errors import InputError, cause
+from base.errors import cause
 from run.checkpoint_index import (  # noqa: F401 (other files use checkpoint.read_model)
     FORMAT,
     CheckpointError,
@@ -510,14 +510,11 @@ def main(argv: list[str] | None = None) -> None:
             "usage: python -m run.checkpoint show CKPT | verify CKPT; CKPT is a checkpoint, or the"
             " folder of a run"
         )
-    try:
-        path = find(argv[1])
-        if argv[0] == "show":
-            return show(read_index(path))
-        index = verify(path)
-        verify_tokenizer(path, index)
-    except InputError as e:
-        terminal.refuse(f"checkpoint.py: {e}")
+    path = find(argv[1])
+    if argv[0] == "show":
+        return show(read_index(path))
+    index = verify(path)
+    verify_tokenizer(path, index)
     size = sum(file["bytes"] for file in index["files"].values())
     count = len(index["files"])
     files = "1 file" if count == 1 else f"{count} files"

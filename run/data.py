@@ -64,7 +64,7 @@ from run.documents import (
     split_parts,
     without_bad,
 )
-from run.tokenizer import TokenizerError, make_tokenizer
+from run.tokenizer import make_tokenizer
 from run.world import World
 
 # A part of the cache key, to be raised when the same text would be cached differently.
@@ -466,13 +466,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seq-length", type=int, default=64, help="tokens of a sequence")
     args = parser.parse_args(argv)
     if args.seq_length < 1:
-        terminal.refuse(f"data.py: --seq-length {args.seq_length}: must be at least 1")
-    try:
-        tokenizer = make_tokenizer(args.tokenizer)
-        prepared = prepare_corpora(args.data, tokenizer, cache=args.cache, workers=os.cpu_count())
-        corpus = open_corpora(prepared, args.seq_length, seed=0)
-    except (DataError, TokenizerError) as e:
-        terminal.refuse(f"data.py: {e}")
+        raise DataError(f"--seq-length {args.seq_length}: must be at least 1")
+    tokenizer = make_tokenizer(args.tokenizer)
+    prepared = prepare_corpora(args.data, tokenizer, cache=args.cache, workers=os.cpu_count())
+    corpus = open_corpora(prepared, args.seq_length, seed=0)
     for part in prepared:
         index, _ = token_cache.read(part.folder)
         print(

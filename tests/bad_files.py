@@ -36,6 +36,9 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import small_run  # noqa: E402 (needs the path)
 
+from base import terminal  # noqa: E402
+from base.errors import InputError  # noqa: E402
+
 SECONDS = 20
 DEEP = "nested-without-end"
 VALUES = [None, True, False, -1, 0, 1, 3, 2.0, 0.5, -0.5, 1e-320, 1e300, 10**30, 60000]
@@ -362,6 +365,9 @@ def run(command: str) -> tuple[int | str, str, str]:
             if isinstance(status, str):
                 print(status, file=err)
                 status = 1
+        except InputError as e:
+            print(terminal.one_line(e), file=err)
+            status = 2
         except BaseException as e:
             status = f"{type(e).__name__}: {e}"
         finally:

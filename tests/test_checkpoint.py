@@ -8,6 +8,7 @@ import shutil
 import signal
 import struct
 import threading
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -24,6 +25,7 @@ import generate
 import gpt
 import sharding
 import train
+from base import terminal
 from base.groups import Groups
 from base.model_config import MoEConfig
 from course import ranks
@@ -372,9 +374,9 @@ def test_command(tmp_path, capsys):
         (["show", str(tmp_path / "none")], "no such folder"),
         (["repair", str(path)], "usage"),
     ):
-        with pytest.raises(SystemExit) as e:
-            checkpoint.main(argv)
-        assert e.value.code == 2 and words in capsys.readouterr().err
+        with pytest.raises(SystemExit, match="2"):
+            terminal.run(partial(checkpoint.main, argv))
+        assert words in capsys.readouterr().err
 
 
 def save_in_the_background(rank, folder):

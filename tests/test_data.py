@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from base import terminal
 from course import ranks
 from run import data, documents, token_cache
 from run.data import Corpus, DataError, prepare
@@ -442,10 +443,9 @@ def test_a_cache_without_room_or_permission(here, monkeypatch):
 
 
 def test_data_py_refuses_in_one_line(here, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["run.data", "--data", "missing"])
-    with pytest.raises(SystemExit) as e:
-        data.main()
-    assert e.value.code == 2
+    monkeypatch.setattr(sys, "argv", ["run/data.py", "--data", "missing"])
+    with pytest.raises(SystemExit, match="2"):
+        terminal.run(data.main)
     assert capsys.readouterr().err == "data.py: --data missing: no such file or folder\n"
 
 
