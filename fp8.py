@@ -61,6 +61,7 @@ from base.float8 import (
     quantise,
     scale_of,
 )
+from base.grouped_linear import grouped_linear, library_takes
 from base.model_config import LINEARS, FieldError, GPTConfig, divisors
 from sequence_parallel import GatherSequence, start_nothing
 
@@ -687,7 +688,7 @@ def multiply(x: Quantised, counts: Tensor, w: Quantised) -> Tensor:
             x.q, matrices, *scales, offs=ends, out_dtype=x.dtype, use_fast_accum=True
         )
     wide = product_dtype(x.dtype, x.exact)
-    (y,) = moe.grouped_linear(x.values(wide), counts, w.values(wide).view(shape))
+    (y,) = grouped_linear(x.values(wide), counts, w.values(wide).view(shape))
     return y.to(x.dtype)
 
 
@@ -705,9 +706,7 @@ def runs_in_fp8(x: Quantised, shape: tuple[int, int, int]) -> bool:
 
 def weight_gradient(x: Tensor, grad: Tensor, counts: Tensor, like: Tensor) -> Tensor:
     """∂W_e = ∂y_eᵀ x_e of each expert, in the precision of the run. like: [E, out, in]"""
-    # The conditions of the library's product are those of moe.grouped_linear.
-    aligned = all(size % 8 == 0 for size in like.shape[1:])
-    if x.is_cuda and x.dtype == torch.bfloat16 and len(x) and aligned:
+    if library_takes(x, like):
         ends = counts.cumsum(0, dtype=torch.int32)
         return F.grouped_mm(grad.t(), x, offs=ends)
     dw = torch.empty_like(like)

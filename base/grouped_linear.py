@@ -43,6 +43,13 @@ class _GroupedLinear(torch.autograd.Function):
         return dx, None, *d_weights
 
 
+def library_takes(x: Tensor, *weights: Tensor) -> bool:
+    """Whether torch's kernel multiplies rows x with these weights, [E, out, in] each, or makes
+    gradients of them: in bf16 on a GPU, in rows of multiples of 16 bytes."""
+    aligned = all(size % 8 == 0 for w in weights for size in w.shape[1:])
+    return x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0 and aligned
+
+
 def grouped_by_library(x: Tensor, counts: Tensor, *weights: Tensor) -> list[Tensor]:
     """_GroupedLinear by torch's kernel, for all experts at once."""
     ends = counts.cumsum(0, dtype=torch.int32)
@@ -53,11 +60,10 @@ def grouped_linear(x: Tensor, counts: Tensor, *weights: Tensor) -> list[Tensor]:
     """A linear layer of each expert, for its own rows.
 
     x: [rows, in] in the order of experts; counts: [E] rows of each; weights: [E, out, in] each ->
-    [rows, out] each. In bf16 on a GPU one kernel computes all experts (its rows must be multiples
-    of 16 bytes). Elsewhere each expert is one matrix multiplication, and the host waits for the
-    counts; the library's CPU version is the same loop.
+    [rows, out] each. On a GPU one kernel computes all experts (`library_takes`). Elsewhere each
+    expert is one matrix multiplication, and the host waits for the counts; the library's CPU
+    version is the same loop.
     """
-    aligned = all(size % 8 == 0 for w in weights for size in w.shape[1:])
-    if x.is_cuda and x.dtype == torch.bfloat16 and len(x) and aligned:
+    if library_takes(x, *weights):
         return grouped_by_library(x, counts, *weights)
     return list(_GroupedLinear.apply(x, counts.tolist(), *weights))

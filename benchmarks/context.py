@@ -55,8 +55,6 @@ SIZES = (2, 4)
 # Key heads in the part `bytes`.
 KEY_HEADS = (8, 2)
 
-
-MESSAGES = ("keys and values", "gradients")
 # --- cut in order: rank r has the r-th of N parts -------------------------------------------------
 
 
@@ -93,158 +91,6 @@ def cut_in_order():
 
 
 CUTTINGS = {"zigzag": contextlib.nullcontext, "in order": cut_in_order}
-# --- speed ----------------------------------------------------------------------------------------
-
-
-class Silent(context_parallel.Ring):
-    """A ring without messages: a rank gets what it has. What is timed is the computation alone."""
-
-    def start(self, x: Tensor) -> None:
-        self.received = x.clone()
-
-    def wait(self) -> Tensor:
-        return self.received
-
-
-class Measured(Steps):
-    """Steps of one kind on this rank, or of one rank alone: their losses, and their processor
-    seconds, in which no rank waits. context: in which they run."""
-
-    def __init__(self, shape: dict, kind: str | None = None, context=contextlib.nullcontext):
-        self.context = context
-        self.losses = []
-        self.processor = []
-        groups, flags = None, {}
-        n = dist.get_world_size()
-        if kind and n > 1:
-            groups = Groups(cp=dist.group.WORLD, replicas=dist.group.WORLD)
-            flags = dict(cp=n, cp_kind=kind)
-        with self.context():
-            super().__init__(shape, groups, **flags)
-
-    def step(self) -> None:
-        start = time.process_time()
-        with self.context():
-            self.losses.append(super().step())
-        self.processor.append(time.process_time() - start)
-
-
-@contextlib.contextmanager
-def silent():
-    with mock.patch.object(context_parallel, "Ring", Silent), report.without_all_reduce():
-        yield
-
-
-def on_rank(rank: int, rounds: int, shape: dict) -> dict:
-    """times: {kind: seconds}, round by round; processor: {kind: seconds of a step}; losses: {kind:
-    of the first step, this rank's part}; hidden: {type of messages: share of their time}"""
-    cpu.set_up()
-    one = Measured(shape)
-    steps = {
-        "ring": Measured(shape, "ring"),
-        "all-to-all": Measured(shape, "all-to-all"),
-        "in order": Measured(shape, "ring", cut_in_order),
-        "silent": Measured(shape, "ring", silent),
-        # Each rank its own sequence: what the machine has to give.
-        "apart": one,
-    }
-    kinds = {"one": one.alone} | {name: measured.together for name, measured in steps.items()}
-    times = report.in_turn(kinds, rounds)
-    events = recorded(steps["ring"])
-    return {
-        "times": times,
-        "processor": {name: median(measured.processor) for name, measured in steps.items()},
-        "losses": {name: measured.losses[0] for name, measured in steps.items()},
-        "hidden": {what: time_line.hidden(events, what) for what in MESSAGES},
-    }
-
-
-# --- what is hidden: events of a step, (what, start, end), in seconds
-
-
-class TimedRing(context_parallel.Ring):
-    """Notes when messages are on their way. A thread waits for each, for gloo does not tell when
-    one arrives."""
-
-    events: list
-
-    def start(self, x: Tensor) -> None:
-        what = "gradients" if self.tag else "keys and values"
-        begin = time.perf_counter()
-        super().start(x)
-        works, self.works = self.works, []
-        finish = time_line.noted(self.events, what, lambda: [work.wait() for work in works], begin)
-        self.waiter = threading.Thread(target=finish)
-        self.waiter.start()
-
-    def wait(self) -> Tensor:
-        self.waiter.join()
-        return super().wait()
-
-
-def recorded(measured: Measured) -> list[tuple[str, float, float]]:
-    """The events of one step, by this machine's clock: when blocks compute, and when messages are
-    on their way."""
-    events = TimedRing.events = []
-    noting = {
-        "attend": time_line.noted(events, "forward", context_parallel.attend),
-        "through": time_line.noted(events, "backward", context_parallel.through),
-        "Ring": TimedRing,
-    }
-    with mock.patch.multiple(context_parallel, **noting):
-        dist.barrier()
-        measured.step()
-    return events
-
-
-def speed_part(shape: dict, rounds: int) -> dict:
-    measured = ranks.run(on_rank, 2, rounds, shape, timeout=600, limit=7200)
-    times = measured[0]["times"]
-    results = {"shape": shape, "tokens_per_second": {}, "share_of_twice": {}, "loss_difference": {}}
-    for kind in times[0]:
-        sequences = 2 if kind == "apart" else 1
-        tokens = sequences * shape["seq_length"]
-        results["tokens_per_second"][kind] = tokens / median([t[kind] for t in times])
-        if kind != "one":
-            results["share_of_twice"][kind] = report.ratio(times, "one", kind, sequences / 2)
-    one_loss = measured[0]["losses"]["apart"]
-    for kind in ("ring", "all-to-all", "in order"):
-        loss = sum(m["losses"][kind] for m in measured)
-        results["loss_difference"][kind] = abs(loss - one_loss) / one_loss
-    # The rank that has most counts; "apart" is a whole sequence.
-    busiest = {k: max(m["processor"][k] for m in measured) for k in measured[0]["processor"]}
-    results["processor_seconds"] = busiest
-    results["ring_over_in_order"] = report.ratio(times, "in order", "ring")
-    results["hidden"] = {what: [m["hidden"][what] for m in measured] for what in MESSAGES}
-    for kind, share in results["share_of_twice"].items():
-        print(f"{kind:<11} {format_spread(share)} of twice one rank's tokens/s")
-    last = "ring_over_in_order", "processor_seconds", "loss_difference", "hidden"
-    report.print_results({name: results[name] for name in last})
-    return results
-
-
-# --- drawn ----------------------------------------------------------------------------------------
-
-COLOURS = {"zigzag": style.SERIES[0], "in order": style.SERIES[1]}
-NAMES = {
-    "ring": "ring, zigzag",
-    "all-to-all": "all-to-all",
-    "in order": "ring, cut in order",
-    "silent": "ring without messages",
-    "apart": "two ranks apart",
-}
-
-
-def draw_speed(axes, shares: dict) -> None:
-    for y, kind in enumerate(NAMES):
-        colour = COLOURS["in order" if kind == "in order" else "zigzag"]
-        style.ranges(axes, [y], [shares[kind]], colour if y < 3 else style.COLOURS["one device"])
-        middle = shares[kind]["median"]
-        style.label(axes, f"{middle:.2f}", (middle, y), offset=(-9, 9))
-    style.rows_of(axes, list(NAMES.values()))
-    axes.axvline(0.85, color="black", linestyle="--", linewidth=1, zorder=0.5)
-    axes.set(title="Speed of two ranks", xlabel="share of twice one rank's")
-
 
 # --- work -----------------------------------------------------------------------------------------
 
@@ -384,7 +230,148 @@ def memory_part(toy: bool) -> dict:
     return {"shape": shape, "rows": rows}
 
 
+# --- speed ----------------------------------------------------------------------------------------
+
+MESSAGES = ("keys and values", "gradients")
+
+
+class Silent(context_parallel.Ring):
+    """A ring without messages: a rank gets what it has. What is timed is the computation alone."""
+
+    def start(self, x: Tensor) -> None:
+        self.received = x.clone()
+
+    def wait(self) -> Tensor:
+        return self.received
+
+
+class Measured(Steps):
+    """Steps of one kind on this rank, or of one rank alone: their losses, and their processor
+    seconds, in which no rank waits. context: in which they run."""
+
+    def __init__(self, shape: dict, kind: str | None = None, context=contextlib.nullcontext):
+        self.context = context
+        self.losses = []
+        self.processor = []
+        groups, flags = None, {}
+        n = dist.get_world_size()
+        if kind and n > 1:
+            groups = Groups(cp=dist.group.WORLD, replicas=dist.group.WORLD)
+            flags = dict(cp=n, cp_kind=kind)
+        with self.context():
+            super().__init__(shape, groups, **flags)
+
+    def step(self) -> None:
+        start = time.process_time()
+        with self.context():
+            self.losses.append(super().step())
+        self.processor.append(time.process_time() - start)
+
+
+@contextlib.contextmanager
+def silent():
+    with mock.patch.object(context_parallel, "Ring", Silent), report.without_all_reduce():
+        yield
+
+
+def on_rank(rank: int, rounds: int, shape: dict) -> dict:
+    """times: {kind: seconds}, round by round; processor: {kind: seconds of a step}; losses: {kind:
+    of the first step, this rank's part}; hidden: {type of messages: share of their time}"""
+    cpu.set_up()
+    one = Measured(shape)
+    steps = {
+        "ring": Measured(shape, "ring"),
+        "all-to-all": Measured(shape, "all-to-all"),
+        "in order": Measured(shape, "ring", cut_in_order),
+        "silent": Measured(shape, "ring", silent),
+        # Each rank its own sequence: what the machine has to give.
+        "apart": one,
+    }
+    kinds = {"one": one.alone} | {name: measured.together for name, measured in steps.items()}
+    times = report.in_turn(kinds, rounds)
+    events = recorded(steps["ring"])
+    return {
+        "times": times,
+        "processor": {name: median(measured.processor) for name, measured in steps.items()},
+        "losses": {name: measured.losses[0] for name, measured in steps.items()},
+        "hidden": {what: time_line.hidden(events, what) for what in MESSAGES},
+    }
+
+
+def speed_part(shape: dict, rounds: int) -> dict:
+    measured = ranks.run(on_rank, 2, rounds, shape, timeout=600, limit=7200)
+    times = measured[0]["times"]
+    results = {"shape": shape, "tokens_per_second": {}, "share_of_twice": {}, "loss_difference": {}}
+    for kind in times[0]:
+        sequences = 2 if kind == "apart" else 1
+        tokens = sequences * shape["seq_length"]
+        results["tokens_per_second"][kind] = tokens / median([t[kind] for t in times])
+        if kind != "one":
+            results["share_of_twice"][kind] = report.ratio(times, "one", kind, sequences / 2)
+    one_loss = measured[0]["losses"]["apart"]
+    for kind in ("ring", "all-to-all", "in order"):
+        loss = sum(m["losses"][kind] for m in measured)
+        results["loss_difference"][kind] = abs(loss - one_loss) / one_loss
+    # The rank that has most counts; "apart" is a whole sequence.
+    busiest = {k: max(m["processor"][k] for m in measured) for k in measured[0]["processor"]}
+    results["processor_seconds"] = busiest
+    results["ring_over_in_order"] = report.ratio(times, "in order", "ring")
+    results["hidden"] = {what: [m["hidden"][what] for m in measured] for what in MESSAGES}
+    for kind, share in results["share_of_twice"].items():
+        print(f"{kind:<11} {format_spread(share)} of twice one rank's tokens/s")
+    last = "ring_over_in_order", "processor_seconds", "loss_difference", "hidden"
+    report.print_results({name: results[name] for name in last})
+    return results
+
+
+# --- what is hidden: events of a step, (what, start, end), in seconds -----------------------------
+
+
+class TimedRing(context_parallel.Ring):
+    """Notes when messages are on their way. A thread waits for each, for gloo does not tell when
+    one arrives."""
+
+    events: list
+
+    def start(self, x: Tensor) -> None:
+        what = "gradients" if self.tag else "keys and values"
+        begin = time.perf_counter()
+        super().start(x)
+        works, self.works = self.works, []
+        finish = time_line.noted(self.events, what, lambda: [work.wait() for work in works], begin)
+        self.waiter = threading.Thread(target=finish)
+        self.waiter.start()
+
+    def wait(self) -> Tensor:
+        self.waiter.join()
+        return super().wait()
+
+
+def recorded(measured: Measured) -> list[tuple[str, float, float]]:
+    """The events of one step, by this machine's clock: when blocks compute, and when messages are
+    on their way."""
+    events = TimedRing.events = []
+    noting = {
+        "attend": time_line.noted(events, "forward", context_parallel.attend),
+        "through": time_line.noted(events, "backward", context_parallel.through),
+        "Ring": TimedRing,
+    }
+    with mock.patch.multiple(context_parallel, **noting):
+        dist.barrier()
+        measured.step()
+    return events
+
+
 # --- drawn ----------------------------------------------------------------------------------------
+
+COLOURS = {"zigzag": style.SERIES[0], "in order": style.SERIES[1]}
+NAMES = {
+    "ring": "ring, zigzag",
+    "all-to-all": "all-to-all",
+    "in order": "ring, cut in order",
+    "silent": "ring without messages",
+    "apart": "two ranks apart",
+}
 
 
 def draw_work(axes, rows: list[dict]) -> None:
@@ -416,6 +403,17 @@ def draw_memory(axes, rows: list[dict]) -> None:
     least, most = axes.get_ylim()
     style.ticks(axes, y=[2**k for k in range(-4, 12) if least < 2**k < most])
     style.label_ends(axes)
+
+
+def draw_speed(axes, shares: dict) -> None:
+    for y, kind in enumerate(NAMES):
+        colour = COLOURS["in order" if kind == "in order" else "zigzag"]
+        style.ranges(axes, [y], [shares[kind]], colour if y < 3 else style.COLOURS["one device"])
+        middle = shares[kind]["median"]
+        style.label(axes, f"{middle:.2f}", (middle, y), offset=(-9, 9))
+    style.rows_of(axes, list(NAMES.values()))
+    axes.axvline(0.85, color="black", linestyle="--", linewidth=1, zorder=0.5)
+    axes.set(title="Speed of two ranks", xlabel="share of twice one rank's")
 
 
 def draw(results: dict, figures: Path) -> None:

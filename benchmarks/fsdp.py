@@ -82,17 +82,17 @@ class Theirs:
         return loss.item()
 
 
-KINDS = {"ours": Ours, "theirs": Theirs}
+TRAINERS = {"ours": Ours, "theirs": Theirs}
 
 
 # --- memory and time ------------------------------------------------------------------------------
 
 
-def peak_bytes(rank: int, kind: str, shape: dict) -> int:
+def peak_bytes(rank: int, name: str, shape: dict) -> int:
     """The most that was allocated for tensors at any time."""
 
     def two_steps():
-        trainer = KINDS[kind](shape)
+        trainer = TRAINERS[name](shape)
         trainer.step()
         trainer.step()
 
@@ -100,15 +100,15 @@ def peak_bytes(rank: int, kind: str, shape: dict) -> int:
 
 
 def on_rank(rank: int, rounds: int, shape: dict) -> tuple[list[dict], dict, list]:
-    """(seconds of each kind, round by round; {kind: losses}; the time line of one of our steps)"""
+    """(seconds of each, round by round; {name: losses}; the time line of one of our steps)"""
     cpu.set_up()
-    trainers = {kind: make(shape) for kind, make in KINDS.items()}
-    losses = {kind: [] for kind in KINDS}
+    trainers = {name: make(shape) for name, make in TRAINERS.items()}
+    losses = {name: [] for name in TRAINERS}
 
-    def step(kind: str) -> float:
-        return report.timed_together(lambda: losses[kind].append(trainers[kind].step()))
+    def step(name: str) -> float:
+        return report.timed_together(lambda: losses[name].append(trainers[name].step()))
 
-    times = report.in_turn({kind: lambda kind=kind: step(kind) for kind in KINDS}, rounds)
+    times = report.in_turn({name: lambda name=name: step(name) for name in TRAINERS}, rounds)
     return times, losses, events_of_a_step(trainers["ours"])
 
 
@@ -214,7 +214,7 @@ def draw(results: dict, figures: Path) -> None:
                     name = names.get(unit, str(unit - 1))
                     style.inside(axes, name, ((start + end) / 2, y), COLOURS[what])
     for what in ROWS["compute"]:
-        begin = 1e3 * min(start for kind, _, start, _ in events if kind == what)
+        begin = 1e3 * min(start for name, _, start, _ in events if name == what)
         style.label(axes, what, (begin, -0.5), COLOURS[what], offset=(0, 6))
     axes.set_xlabel("ms")
     axes.set_title(
@@ -227,15 +227,15 @@ def draw(results: dict, figures: Path) -> None:
 def main():
     args = report.parse(report.arguments(__doc__, rounds=25), rounds=1)
     shape = TOY if args.toy else SHAPE
-    peaks = {kind: max(ranks.run(peak_bytes, 2, kind, shape)) for kind in KINDS}
+    peaks = {name: max(ranks.run(peak_bytes, 2, name, shape)) for name in TRAINERS}
     times, losses, events = ranks.run(on_rank, 2, args.rounds, shape)[0]
     collectives = "all-gather", "reduce-scatter"
     results = {
-        "step_seconds": {kind: spread([t[kind] for t in times]) for kind in KINDS},
+        "step_seconds": {name: spread([t[name] for t in times]) for name in TRAINERS},
         "step_time_over_fully_shard": ratio(times, "ours", "theirs"),
         "peak_tensor_bytes": peaks,
         "peak_over_fully_shard": peaks["ours"] / peaks["theirs"],
-        "first_and_last_loss": {kind: (x[0], x[-1]) for kind, x in losses.items()},
+        "first_and_last_loss": {name: (x[0], x[-1]) for name, x in losses.items()},
         "in_flight_while_computing": {w: time_line.hidden(events, w) for w in collectives},
     }
     report.print_results(results)

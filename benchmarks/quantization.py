@@ -38,7 +38,7 @@ from run import data
 from run.pretraining import Config
 
 # (dtype, lays a model out for so many texts)
-KINDS = {
+FORMATS = {
     "fp32": (torch.float32, weight_layouts.apply),
     "bf16": (torch.bfloat16, weight_layouts.apply),
     "int8": (torch.bfloat16, partial(quantization.apply, kind="int8")),
@@ -113,7 +113,7 @@ def measure(load: Callable, text: data.Corpus, sequences: int, rounds: int, new:
     results = {}
     of_kinds = {}
     speeds = {"prefill": {}} | {f"batch {batch}": {} for batch in BATCHES}
-    for kind, (dtype, lay_out) in KINDS.items():
+    for kind, (dtype, lay_out) in FORMATS.items():
         for batch in BATCHES:
             model = load(dtype)
             lay_out(model, batch)
@@ -138,7 +138,7 @@ def measure(load: Callable, text: data.Corpus, sequences: int, rounds: int, new:
         results[kind] |= of_kind
     for name, kinds in speeds.items():
         turns = report.in_turn(kinds, rounds)
-        for kind in KINDS:
+        for kind in FORMATS:
             seconds = name == "prefill"
             unit = "prefill_seconds" if seconds else f"tokens_per_second, {name}"
             results[kind][unit] = report.spread([turn[kind] for turn in turns])

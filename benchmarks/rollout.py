@@ -54,7 +54,7 @@ SHAPE = dict(
 TOY = SHAPE | dict(
     num_layers=2, hidden_size=32, seq_length=32, answer_tokens=8, group_size=2, global_batch_size=4
 )
-# {kind: flags}
+# {way: flags}
 # without the cache a step takes minutes
 CACHE_ROUNDS = 2
 CACHE = {"cache": {}, "no cache": {"cached": False}}
@@ -67,8 +67,8 @@ LAYOUTS = {
     "ZeRO 3": {"zero_stage": 3},
     "ZeRO 3 -> dp 2": {"zero_stage": 3, "rollout_tp": 1},
 }
-# {group: (ranks, kinds)}
-KINDS = {"cache": (1, CACHE), "layouts": (2, LAYOUTS)}
+# {group: (ranks, ways)}
+GROUPS = {"cache": (1, CACHE), "layouts": (2, LAYOUTS)}
 PARTS = "generation", "resharding", "reference", "training"
 
 
@@ -91,7 +91,7 @@ class Prompts(Questions):
 
 
 class Rollout(Steps):
-    """Steps of one kind, whose seconds are measured."""
+    """Steps of one way, whose seconds are measured."""
 
     def __init__(self, groups: Groups, cached: bool = True, **flags):
         super().__init__(flags, groups)
@@ -129,11 +129,11 @@ class Rollout(Steps):
         return seconds | {"step": whole}
 
 
-def on_rank(rank: int, world: int, shape: dict, kinds: dict) -> dict:
-    """One round: {kind: {part: seconds}}. Before it each kind takes a step of few tokens."""
+def on_rank(rank: int, world: int, shape: dict, ways: dict) -> dict:
+    """One round: {way: {part: seconds}}. Before it each way takes a step of few tokens."""
     cpu.set_up()
     results = {}
-    for name, flags in kinds.items():
+    for name, flags in ways.items():
         groups = Groups()
         if world > 1:
             groups = Groups.make("cpu", world, flags.get("tp", 1))
@@ -143,53 +143,53 @@ def on_rank(rank: int, world: int, shape: dict, kinds: dict) -> dict:
 
 
 def measure(results: dict, args, keep) -> None:
-    """results: {group: {round: {kind: {part: seconds}}}}, completed; keep() writes the file."""
+    """results: {group: {round: {way: {part: seconds}}}}, completed; keep() writes the file."""
     for number in range(args.rounds):
         # What takes minutes comes last.
-        for group, (world, kinds) in reversed(KINDS.items()):
+        for group, (world, ways) in reversed(GROUPS.items()):
             done = results.setdefault(group, {})
             enough = group == "cache" and number >= CACHE_ROUNDS
             if enough or str(number) in done or time.monotonic() > args.deadline:
                 continue
-            order = kinds if number % 2 == 0 else dict(reversed(kinds.items()))
+            order = ways if number % 2 == 0 else dict(reversed(ways.items()))
             load = os.getloadavg()[0]
             shape = SHAPE | SHORT if group == "layouts" else SHAPE
             found = ranks.run(on_rank, world, world, TOY if args.toy else shape, order)[0]
             done[str(number)] = found | {"load_average": load}
-            for kind in kinds:
-                print(f"{group}, round {number}, {kind}: {report.text_of(found[kind])}", flush=True)
+            for way in ways:
+                print(f"{group}, round {number}, {way}: {report.text_of(found[way])}", flush=True)
             keep()
 
 
 def rounds_of(results: dict, group: str, part: str) -> list[dict]:
-    """{kind: seconds of a part} of each round"""
+    """{way: seconds of a part} of each round"""
     rounds = results[group].values()
-    return [{kind: found[kind][part] for kind in KINDS[group][1]} for found in rounds]
+    return [{way: found[way][part] for way in GROUPS[group][1]} for found in rounds]
 
 
 def seconds_of(results: dict, group: str, part: str) -> dict[str, dict]:
-    """{kind: spread over rounds of a part's seconds}"""
+    """{way: spread over rounds of a part's seconds}"""
     rounds = rounds_of(results, group, part)
-    return {kind: report.spread([r[kind] for r in rounds]) for kind in rounds[0]}
+    return {way: report.spread([r[way] for r in rounds]) for way in rounds[0]}
 
 
 def print_summary(results: dict) -> None:
-    for group, (_, kinds) in KINDS.items():
+    for group, (_, ways) in GROUPS.items():
         table = report.Table()
         for part in (*PARTS, "step"):
             table.row({"seconds": part, **seconds_of(results, group, part)})
         shares = {}
-        for kind in kinds:
-            rounds = [of_round[kind] for of_round in results[group].values()]
+        for way in ways:
+            rounds = [of_round[way] for of_round in results[group].values()]
             writing = [(r["generation"] + r["resharding"]) / r["step"] for r in rounds]
-            shares[kind] = report.format_spread(report.spread(writing), ".0%")
+            shares[way] = report.format_spread(report.spread(writing), ".0%")
         table.row({"seconds": "share of generation and resharding", **shares})
     for part in ("generation", "step"):
         ratio = report.ratio(rounds_of(results, "cache", part), "no cache", "cache")
         print(f"{part} without the cache: {report.format_spread(ratio, '.1f')} times as long")
-    for kind, over in (("tp 2 -> dp 2", "tp 2"), ("ZeRO 3 -> dp 2", "ZeRO 3")):
-        ratio = report.ratio(rounds_of(results, "layouts", "step"), kind, over)
-        print(f"a step of {kind} over one of {over}: {report.format_spread(ratio, '.2f')}")
+    for way, over in (("tp 2 -> dp 2", "tp 2"), ("ZeRO 3 -> dp 2", "ZeRO 3")):
+        ratio = report.ratio(rounds_of(results, "layouts", "step"), way, over)
+        print(f"a step of {way} over one of {over}: {report.format_spread(ratio, '.2f')}")
 
 
 # --- figure ---------------------------------------------------------------------------------------
@@ -198,15 +198,15 @@ COLOURS = dict(zip(PARTS, ("#0072b2", "#e69f00", "#999999", "#009e73")))
 
 
 def draw(results: dict, figures: Path) -> None:
-    """results: what rollout.json holds. A bar for each kind; medians of the parts."""
+    """results: what rollout.json holds. A bar for each way; medians of the parts."""
     results = results["results"]
     figure, panels = style.figure(2.2, 1, 2)
-    for axes, (group, (_, kinds)) in zip(panels, KINDS.items()):
+    for axes, (group, (_, ways)) in zip(panels, GROUPS.items()):
         medians = {part: seconds_of(results, group, part) for part in PARTS}
-        for y, kind in enumerate(kinds):
-            parts = {part: found[kind]["median"] for part, found in medians.items()}
+        for y, way in enumerate(ways):
+            parts = {part: found[way]["median"] for part, found in medians.items()}
             style.stack(axes, y, parts, COLOURS)
-        style.rows_of(axes, list(kinds))
+        style.rows_of(axes, list(ways))
         axes.set(xlabel="seconds of a step")
     panels[0].set(title="one rank")
     panels[1].set(title="two ranks")

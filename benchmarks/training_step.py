@@ -347,8 +347,8 @@ steps = Steps(fields)
 for _ in sys.stdin:
     print(timed(steps.step), flush=True)
 """
-# Kind of operation: parts of its name in PyTorch's profiler. The first that fits counts.
-KINDS = {
+# Operations: parts of their names in PyTorch's profiler. The first that fits counts.
+OPERATIONS = {
     "attention": ("scaled_dot_product", "flash_attention", "bmm", "triu"),
     "matrix multiplications": ("aten::mm", "aten::addmm"),
     "GELU": ("gelu",),
@@ -365,16 +365,18 @@ KINDS = {
 
 
 def breakdown(step) -> dict[str, float]:
-    """Milliseconds of a step by kind of operation: the least of five steps."""
+    """Milliseconds of a step by operation: the least of five steps."""
     steps = []
     for _ in range(5):
         with torch.profiler.profile() as profiler:
             step(1)
-        steps.append(dict.fromkeys([*KINDS, "the rest"], 0.0))
+        steps.append(dict.fromkeys([*OPERATIONS, "the rest"], 0.0))
         for event in profiler.key_averages():
-            kinds = [kind for kind, parts in KINDS.items() if any(p in event.key for p in parts)]
-            steps[-1][[*kinds, "the rest"][0]] += event.self_cpu_time_total / 1e3
-    return {kind: min(of[kind] for of in steps) for kind in steps[0]}
+            fits = [
+                name for name, parts in OPERATIONS.items() if any(p in event.key for p in parts)
+            ]
+            steps[-1][[*fits, "the rest"][0]] += event.self_cpu_time_total / 1e3
+    return {name: min(of[name] for of in steps) for name in steps[0]}
 
 
 def peers_of(precision: str) -> dict[str, dict]:

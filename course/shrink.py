@@ -21,8 +21,7 @@ What a layout does to a model stays, and only its size goes:
 
 import dataclasses
 
-from base.model_config import EXPERT_FIELDS
-from moe import MoEConfig
+from base.model_config import EXPERT_FIELDS, MoEConfig
 from run.config import RunConfig
 from run.presets import PRESETS
 
