@@ -25,7 +25,7 @@ import torch
 import train
 from base.groups import Groups
 from benchmarks import report, style
-from benchmarks.steps import seconds_of_step
+from benchmarks.steps import TOY, seconds_of_step
 from finetune.packing import Example, Packed
 from run.data import Batch
 from run.pretraining import Config
@@ -105,11 +105,12 @@ class PaddingRun:
         return tokens / seconds_of_step(self.trainer, self.dataset, self.steps)
 
 
-def measure(rounds: int, n: int) -> dict:
+def measure(rounds: int, n: int, model: dict) -> dict:
     """{kind: {"fill", "counted": shares of the computed positions, "tokens_per_second", "ratio":
-    spreads}}. ratio: to padded, in the same round. n: conversations."""
+    spreads}}. ratio: to padded, in the same round. n: conversations; model: fields of
+    its configuration."""
     s = POSITIONS
-    config = Config(seq_length=s, global_batch_size=ROWS, device="cpu")
+    config = Config(**model, seq_length=s, global_batch_size=ROWS, device="cpu")
     trainer = train.Trainer(config, torch.device("cpu"), Groups())
     examples = conversations(n, s)
     runs = {name: PaddingRun(trainer, kind(examples, s, 0)) for name, kind in PADDINGS.items()}
@@ -157,7 +158,8 @@ def draw(padding: dict, figures: Path) -> None:
 
 def main():
     args = report.parse(report.arguments(__doc__, rounds=11), rounds=1)
-    results = measure(args.rounds, TOY_CONVERSATIONS if args.toy else CONVERSATIONS)
+    size = (TOY_CONVERSATIONS, TOY) if args.toy else (CONVERSATIONS, {})
+    results = measure(args.rounds, *size)
     table = report.Table()
     for name in PADDINGS:
         table.row({"": name} | results[name])

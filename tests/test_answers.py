@@ -112,7 +112,7 @@ def test_stop_strings(kind, tokenizers):
     tokenizer = tokenizers[kind]
     g = random.Random(7)
     cut_off = 0
-    for _ in range(200):
+    for _ in range(60):
         prompt, *several = (ids_of(tokenizer, some_text(g)) for _ in range(6))
         ids = [*itertools.chain(*several)]
         whole = text_of(tokenizer, prompt, ids)
@@ -135,7 +135,7 @@ def test_stop_strings(kind, tokenizers):
         assert text + stream.end() == expected
         # what comes after it changes nothing
         assert text_of(tokenizer, prompt, ids, [stop, "never"]) == expected
-    assert cut_off > 100
+    assert cut_off > 30
 
 
 @pytest.mark.parametrize("kind", published_tokenizers.KINDS)

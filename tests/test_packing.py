@@ -291,7 +291,7 @@ SHARDED = dict(tp=2, sequence_parallel=True)
         ("gpt fused", 2, [SHARDED, dict(pp=2, schedule="zb-h1")]),
         ("experts", 2, [dict(ep=2), SHARDED]),
         ("deep", 2, [dict(pp=2, virtual_stages=2, recompute="selective")]),
-        ("llama", 4, [dict(pp=2, recompute="full") | SHARDED]),
+        again("llama", 4, [dict(pp=2, recompute="full") | SHARDED]),
         again("experts", 4, [dict(ep=2, pp=2), dict(ep=2, zero_stage=3) | SHARDED]),
     ],
     ids=str,

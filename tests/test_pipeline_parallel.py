@@ -218,10 +218,8 @@ def test_checkpoints_load_under_any_layout(tmp_path):
     """From a pipeline to one device, to tensor parallelism, to another pipeline; the tied matrix is
     saved once."""
     base, folder = WIDE | dict(model="gpt2", num_layers=4), str(tmp_path)
-    flags = base | dict(pp=2, tp=2, sequence_parallel=True)
-    saved = merged(ranks.run(trained, 4, 4, flags, [None], folder, 2))
-    pipelines = (2, dict(pp=2, virtual_stages=2)), (4, dict(pp=4))
-    for world, layout in (*CHECKPOINT_LAYOUTS[:2], *pipelines):
+    saved = merged(ranks.run(trained, 2, 2, base | dict(pp=2), [None], folder, 2))
+    for world, layout in (*CHECKPOINT_LAYOUTS[:2], (2, dict(pp=2, virtual_stages=2))):
         loaded = merged(ranks.run(trained, world, world, base | layout, [folder], None, 0))
         assert equal(saved, loaded), (world, layout)
     payload = sum(f.stat().st_size for f in tmp_path.glob("*/*.safetensors"))

@@ -9,6 +9,7 @@ to gloo ranks itself (test_as_rank.py).
 import dataclasses
 
 import pytest
+from parity import again
 
 import planner
 import train
@@ -104,7 +105,7 @@ def test_tensor_and_sequence(recompute):
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("kind", ["ring", "all-to-all"])
-@pytest.mark.parametrize("n, t", [(2, 1), (4, 2)])
+@pytest.mark.parametrize("n, t", [again(2, 1), (4, 2)])
 def test_context(n, t, kind, recompute):
     """Of two samples at a time, so that sums of gradients have another group."""
     flags = dict(tp=t, cp=n, cp_kind=kind, global_batch_size=6, recompute=recompute)

@@ -39,7 +39,7 @@ TWO_RANKS = [
     [
         (2, TWO_RANKS),
         (4, ["--model mixtral-8x7b --ep 2 --micro-batch-size 1"]),
-        (8, ["--model llama2-7b --tp 2 --pp 2 --zero-stage 1 --sequence-parallel"]),
+        again(8, ["--model llama2-7b --tp 2 --pp 2 --zero-stage 1 --sequence-parallel"]),
     ],
     ids=["2 ranks", "experts", "8 ranks"],
 )
