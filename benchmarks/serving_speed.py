@@ -33,7 +33,7 @@ import generate
 from base import cpu
 from benchmarks import report, style
 from benchmarks.generation import CASES as MODELS
-from benchmarks.generation import SMALL, TOY, build, laid_out, memory_speed
+from benchmarks.generation import SMALL, TINY, build, laid_out, memory_speed
 from benchmarks.report import median
 from benchmarks.steps import profile
 from inference.engine import Engine
@@ -49,6 +49,7 @@ CASES = {
         SMALL, hidden_size=768, num_heads=12, head_dim=64, num_kv_heads=12, ffn_hidden_size=3072
     ),
 }
+TOY = {"toy": dataclasses.replace(TINY, seq_length=32)}
 # Tokens of a step, for both.
 BUDGET = 512
 BLOCK = 16
