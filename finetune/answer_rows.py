@@ -97,16 +97,17 @@ class Rows(Dataset):
     def positions(self, samples) -> int:
         return int(self.batch(samples).real.sum())
 
-    def spread(self, values: list, dtype: torch.dtype = torch.float64) -> Tensor:
-        """values: for each answer a sequence, with a number for each of its tokens -> [R, s], 0
-        elsewhere. Raises ValueError where a length is another one."""
-        matrix = torch.zeros(self.num_sequences, self.s, dtype=dtype)
+    def spread(self, values: list) -> Tensor:
+        """values: for each answer a sequence, with a number for each of its tokens -> [R, s]
+        float64, 0 elsewhere. Raises ValueError where a length is another one."""
+        matrix = torch.zeros(self.num_sequences, self.s, dtype=torch.float64)
         for number, (place, of_answer) in enumerate(zip(self.places, values, strict=True)):
             if len(of_answer) != place.length:
                 raise ValueError(
                     f"{len(of_answer)} values for answer {number}, which has {place.length} tokens"
                 )
-            matrix[place.row, place.column : place.last] = torch.as_tensor(of_answer, dtype=dtype)
+            row = torch.as_tensor(of_answer, dtype=matrix.dtype)
+            matrix[place.row, place.column : place.last] = row
         return matrix
 
     def collect(self, matrix: Tensor) -> list[Tensor]:
