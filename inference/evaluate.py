@@ -57,7 +57,7 @@ from inference.batches import data_parallel, from_all_ranks
 from pipeline_parallel import Pipeline, stages_of
 from run.config import ConfigError
 from run.documents import DataError, find_files, read_documents
-from run.tokenizer import begin_id
+from run.tokenizer import Tokenizer, TokenizerError
 from run.world import World
 
 # Positions that go through the head together: their logits take 4 V bytes each.
@@ -220,6 +220,15 @@ def head_scores(head: nn.Module, x: Tensor, targets: Tensor) -> list[Score]:
 
 
 # --- documents ------------------------------------------------------------------------------------
+
+
+def begin_id(tokenizer: Tokenizer) -> int:
+    """The id before a text whose every token is scored: the begin token that the files name, even
+    if it begins no text, or else the end of text. Raises TokenizerError."""
+    for token in (tokenizer.named_bos, tokenizer.bos, tokenizer.eot):
+        if token is not None:
+            return token
+    raise TokenizerError("the model knows neither a begin nor an end token, and a text needs one")
 
 
 def perplexities(evaluator: Evaluator, documents: list[tuple[str, str]]) -> list[dict]:

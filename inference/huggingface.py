@@ -59,13 +59,13 @@ from run.tokenizer import (
     BUILT_IN,
     CHAT_TEMPLATE,
     FileTokenizer,
+    Tokenizer,
     TokenizerError,
     make_tokenizer,
     model_ids,
     needs_conversion,
     record,
     save_files,
-    special_ids,
 )
 from sharding import num_parameters
 
@@ -466,6 +466,18 @@ def export_tokenizer(path: Path, folder: Path, config: MoEConfig) -> dict:
     ids = special_ids(tokenizer)
     largest = max([tokenizer.eot, *tokenizer.stop_ids, ids["bos_token_id"]])
     return ids if largest < config.vocab_size else {}
+
+
+def special_ids(tokenizer: Tokenizer) -> dict[str, int | list[int]]:
+    """bos_token_id, eos_token_id and pad_token_id of a config.json. A missing begin token is the
+    end token, as in GPT-2."""
+    begins = (tokenizer.declared_bos, tokenizer.bos, tokenizer.eot)
+    stop_ids = list(tokenizer.stop_ids)
+    padding = {} if tokenizer.padding is None else {"pad_token_id": tokenizer.padding}
+    return padding | {
+        "bos_token_id": next(i for i in begins if i is not None),
+        "eos_token_id": stop_ids if len(stop_ids) > 1 else stop_ids[0],
+    }
 
 
 def report(name: str, convert: Callable[[], str]) -> int:

@@ -285,27 +285,6 @@ def prompt_ids(tokenizer, text: str) -> list[int]:
     return ids
 
 
-def special_ids(tokenizer: Tokenizer) -> dict[str, int | list[int]]:
-    """bos_token_id, eos_token_id and pad_token_id of a config.json. A missing begin token is the
-    end token, as in GPT-2."""
-    begins = (tokenizer.declared_bos, tokenizer.bos, tokenizer.eot)
-    stop_ids = list(tokenizer.stop_ids)
-    padding = {} if tokenizer.padding is None else {"pad_token_id": tokenizer.padding}
-    return padding | {
-        "bos_token_id": next(i for i in begins if i is not None),
-        "eos_token_id": stop_ids if len(stop_ids) > 1 else stop_ids[0],
-    }
-
-
-def begin_id(tokenizer: Tokenizer) -> int:
-    """The id before a text whose every token is scored: the begin token that the files name, even
-    if it begins no text, or else the end of text. Raises TokenizerError."""
-    for token in (tokenizer.named_bos, tokenizer.bos, tokenizer.eot):
-        if token is not None:
-            return token
-    raise TokenizerError("the model knows neither a begin nor an end token, and a text needs one")
-
-
 @contextlib.contextmanager
 def library_errors():
     """Turn every error of the tokenizers library into a ValueError: it raises bare Exceptions, and
