@@ -201,9 +201,9 @@ def parse(command: str) -> tuple[Config, int]:
         ("gpt2", 8, 48),
         ("tiny-moe", 4, 16),
         ("gpt3-20b", 24, 96),
-        ("llama2-70b", 32, 64),
-        ("megatron-530b", 560, 280),
         # searches of thousands of layouts
+        again("llama2-70b", 32, 64),
+        again("megatron-530b", 560, 280),
         again("mixtral-8x7b", 16, 32),
         again("gpt3-175b", 128, 64),
     ],
