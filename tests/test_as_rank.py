@@ -56,9 +56,9 @@ LAYOUTS = {
         GPT | dict(pp=2, schedule="zb-h1", num_layers=4, layer_split=[3, 1]),
         GPT | dict(cp=2, cp_kind="all-to-all", recompute="selective"),
         FP8 | dict(tp=2, pp=1),
+        EXPERTS | dict(zero_stage=1),
         LLAMA | dict(peft="lora", tp=2),
     ],
-    4: [EXPERTS | SEQUENCE | dict(zero_stage=1)],
 }
 MORE = {
     1: [GPT | dict(recompute="selective")],
@@ -86,6 +86,7 @@ MORE = {
         EXPERTS | LLAMA | dict(router="topk", router_topk=2, capacity_factor=1.0),
     ],
     4: [
+        EXPERTS | SEQUENCE | dict(zero_stage=1),
         GPT | dict(tp=2, pp=2),
         SEQUENCE | dict(cp=2, zero_stage=1),
         SEQUENCE | dict(pp=2, schedule="gpipe", recompute="selective"),

@@ -369,7 +369,6 @@ LAYOUTS = {
     "gpt": [dict(tp=2, pp=2), dict(cp=4)],
     "llama": [dict(tp=2), dict(cp=2, pp=2)],
     "experts": [dict(pp=2, ep=2), dict(cp=2, ep=4)],
-    "qwen3": [dict(tp=2)],
     "bloom": [dict(tp=2, pp=2)],
 }
 # parts of the layouts above, and those with another family
@@ -377,6 +376,7 @@ AGAIN = {
     "gpt": [dict(pp=2), dict(tp=2), dict(cp=2, pp=2), dict(pp=4, layer_split=[1, 1, 1, 1])],
     "llama": [dict(cp=2), dict(tp=2, pp=2), dict(cp=2, tp=2)],
     "experts": [dict(ep=4), dict(tp=2, ep=2)],
+    "qwen3": [dict(tp=2)],
 }
 # beyond the context: prompts have up to 8 tokens
 CONTEXT, NEW_TOKENS = 12, 14

@@ -343,7 +343,7 @@ def test_a_micro_batch_of_a_pipeline_is_a_pair():
     validate(config, 2, base_needed=False)
 
 
-@pytest.mark.parametrize("kind", ["reward", "dpo"])
+@pytest.mark.parametrize("kind", [again("reward"), "dpo"])
 def test_verify(kind, tmp_path, capsys):
     """Rows that are a pair stay together in its band."""
     flags = f"finetune.preference --method {kind} --data p.jsonl --model gpt2 --tp 2"
