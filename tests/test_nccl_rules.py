@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from parity import SMALL, again, difference
+from parity import SMALL, again, difference, on_rank, train_each
 from small_run import equal
 from test_checkpoint import WIDE, trained
 from test_generate import from_training
@@ -15,7 +15,7 @@ from test_generate import from_training
 import fsdp
 import pipeline_parallel
 from base import groups
-from course import parity, ranks
+from course import ranks
 from fsdp import Unit
 from sequence_parallel import all_gather
 
@@ -46,10 +46,10 @@ LAYOUTS = {
 }
 
 
-def on_rank(rank, size, queues, variants, steps, mutate=None):
+def under_rules(rank, size, queues, variants, steps, mutate=None):
     nccl_rules = rules()
     nccl_rules.MACHINE.queues = queues
-    results = parity.on_rank(rank, size, variants, steps, mutate)
+    results = on_rank(rank, size, variants, steps, mutate)
     nccl_rules.check_waits()
     return results
 
@@ -63,7 +63,7 @@ def rules():
 
 def train(size, variants, queues=8, mutate=None, timeout=20):
     arguments = size, queues, [SMALL | flags for flags in variants], 2, mutate
-    return ranks.run(on_rank, size, *arguments, backend="nccl-rules", timeout=timeout)[0]
+    return ranks.run(under_rules, size, *arguments, backend="nccl-rules", timeout=timeout)[0]
 
 
 @pytest.mark.parametrize("size, queues", [(2, 8), (4, 8), (2, 1), again(4, 1)])
@@ -73,7 +73,7 @@ def test_layouts(size, queues):
     variants = [dict(global_batch_size=4) | flags for flags in LAYOUTS[size]]
     if size == 2 or queues == 1:
         variants = [flags for flags in variants if ("pp" in flags) == (queues == 1)]
-    on_gloo = parity.train_each(size, variants, steps=2)
+    on_gloo = train_each(size, variants, steps=2)
     for flags, result, expected in zip(variants, train(size, variants, queues), on_gloo):
         assert max(difference(result, expected).values()) == 0, flags
 
@@ -101,7 +101,7 @@ def test_samples_of_a_model_in_training():
         dict(pp=2),
         dict(cp=2, ep=2, zero_stage=3, num_experts=4),
     ]
-    found, expected = on_both(2, from_training, [(flags | layout,) for layout in layouts])
+    found, expected = on_both(2, from_training, [([flags | layout for layout in layouts],)])
     assert found == expected
 
 
