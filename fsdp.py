@@ -67,15 +67,18 @@ parameter as a DTensor of its own.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
 
 from base.model_config import FieldError
 from optimizer import (
@@ -178,18 +181,31 @@ class FlatParameters:
 
 
 class Unit(FlatParameters):
-    """One layer's parameters, and where their rows and gradients are at the moment.
+    """Parameters that are moved together, and where their rows and gradients are at the moment.
 
     In stage 0 nothing is sharded: N is 1, whatever the size of the group.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, stage: int):
-        """parameters: either all of them learn or all are frozen. group: the ranks that hold the
-        same parameters, and sum their gradients."""
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        group: dist.ProcessGroup,
+        stage: int,
+        replicate_group: dist.ProcessGroup | None = None,
+        name: str = "",
+    ):
+        """parameters: of one type; either all of them learn or all are frozen. group: the ranks
+        that shard them. replicate_group: the ranks of other groups that hold the same shards.
+        name: of the layer, for errors."""
         super().__init__(parameters, group.size() if stage else 1)
+        self.name = name
         self.trainable = [p for p in parameters if p.requires_grad]
-        self.group = group
+        # Sums of gradients may have a communicator of their own (`apply`).
+        self.group = self.sum_group = group
+        self.replicate_group = replicate_group
         self.rank = group.rank() if stage else 0
+        self.is_sharded = stage > 0
+        self.sum_dtype = accumulation_dtype(parameters[0].dtype)
 
         # Parameters whose gradients have not come: in stages 0 and 1 those of the last backward, in
         # 2 and 3 those of the backward that runs.
@@ -204,13 +220,21 @@ class Unit(FlatParameters):
         # While gradients are being summed: (this rank's row of the sum [T], work). `work` is the
         # handle of a running collective.
         self.reducing: tuple | None = None
+        # While parameters are being gathered: (flat [N, T], work).
+        self.gathering: tuple | None = None
+        # The layers that read it: more than one for a shared weight.
+        self.readers: list[Layer] = []
+        # Whether one of them has run since the last update.
+        self.has_run = False
+        # Whether this backward has sent its gradients.
+        self.is_sent = False
 
         # Stage 3: [T], this rank's shards of the parameters.
         self.row: Tensor | None = None
-        # Stage 3: the storage of the whole parameters, empty except from `gather` to `free`.
+        # Stage 3: the storage of the whole parameters, empty except from `make_room` to `free`, and
+        # a view of it for each parameter.
         self.whole: Tensor | None = None
-        # While parameters are being gathered: (flat [N, T], work).
-        self.gathering: tuple | None = None
+        self.whole_views: list[Tensor] = []
 
     def start_all_gather(self, flat: Tensor, row: Tensor) -> None:
         """Begin to collect the rows [T] of all ranks in flat [N, T]."""
@@ -219,7 +243,7 @@ class Unit(FlatParameters):
 
     @torch.no_grad()
     def gather_shards(self) -> None:
-        """Begin to collect the shards, which each rank has updated."""
+        """Stages 1 and 2: begin to collect the shards, which each rank has updated."""
         flat = self.parameters[0].new_empty(self.N, self.T)
         row = flat[self.rank]
         for p in self.parameters:
@@ -240,103 +264,36 @@ class Unit(FlatParameters):
         self.gathering = None
 
     def drop_all_gather(self) -> None:
-        """Forget rows that nobody has used, for they are old now."""
+        """Forget rows that nobody has used."""
         if self.gathering:
             _, work = self.gathering
             work.wait()
             self.gathering = None
 
+    @property
+    def is_whole(self) -> bool:
+        """Stage 3: whether the parameters are gathered."""
+        return self.whole.untyped_storage().size() > 0
 
-# --- the units of a model -------------------------------------------------------------------------
+    def make_room(self) -> None:
+        """Stage 3: allocate the whole parameters."""
+        self.whole.untyped_storage().resize_(self.whole.nbytes)
+        for p, view in zip(self.parameters, self.whole_views):
+            p.data = view
 
-
-def named_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """{name: layer} in the order of forward: each child of the model, and for the dictionary of
-    blocks each block."""
-    layers = {}
-    for name, child in model.named_children():
-        if isinstance(child, nn.ModuleDict):
-            for number, block in child.items():
-                layers[f"{name}.{number}"] = block
-        else:
-            layers[name] = child
-    return layers
-
-
-def units_of(
-    model: nn.Module,
-    layers: dict[str, nn.Module],
-    group: dist.ProcessGroup,
-    stage: int,
-    init=None,
-    expert_group: dist.ProcessGroup | None = None,
-) -> list[Unit]:
-    """The units of a model, in the order of forward. Arguments as in `apply`."""
-    units = []
-    seen = set()
-    for prefix, layer in layers.items():
-        # A tied weight belongs to the unit of the first layer that has it.
-        names = [f"{prefix}.{name}" for name, p in layer.named_parameters() if p not in seen]
-        if names and init:
-            init(names)
-        # This comes after init, which replaces meta parameters by real ones.
-        seen.update(layer.parameters())
-        for part in parts_of(layer, names):
-            parameters = [model.get_parameter(name) for name in part]
-            units += make_units(parameters, group, stage, expert_group)
-    return units
-
-
-def parts_of(layer: nn.Module, names: list[str]) -> list[list[str]]:
-    """The names of a layer's parameters, split into those that make one unit. An embedding's norm
-    is a unit of its own: backward reads the norm, but not a tied matrix (FullySharded)."""
-    if getattr(layer, "tokens", None) is None:
-        return [names]
-    of_norm = [name for name in names if name.startswith("embedding.norm.")]
-    return [[name for name in names if name not in of_norm], of_norm]
-
-
-def make_units(parameters: list[nn.Parameter], group, stage: int, expert_group):
-    """The units of one layer, sharded: one for experts, which have fewer replicas, and one for the
-    other parameters. Frozen parameters have no gradients, and are in units only in stage 3."""
-    subsets = defaultdict(list)
-    for p in parameters:
-        subsets[p.requires_grad, is_sharded_over(p, group)].append(p)
-    units = []
-    # Sorting gives the same order on every rank.
-    for learns, is_expert in sorted(subsets, reverse=True):
-        if is_expert and expert_group is None:
-            raise ValueError(
-                "ranks of the group hold different experts: give expert_group, the ranks that hold "
-                "the same ones"
-            )
-        if not learns and stage < 3:
-            continue
-        replicas = expert_group if is_expert else group
-        unit = Unit(subsets[learns, is_expert], replicas, stage)
-        if stage == 3:
-            keep_own_row(unit)
-        elif stage > 0:
-            alias_own_shards(unit)
-        units.append(unit)
-    return units
-
-
-def is_sharded_over(p: nn.Parameter, group: dist.ProcessGroup) -> bool:
-    """Whether ranks of the data-parallel group hold different shards of p already. Only moe.py
-    shards over these ranks, so p then belongs to an expert."""
-    ranks = set(dist.get_process_group_ranks(group))
-    for shard in sharding_of(p).placements:
-        shard_ranks = dist.get_process_group_ranks(shard.group)
-        if len(shard_ranks) > 1 and ranks.issuperset(shard_ranks):
-            return True
-    return False
+    def free(self) -> None:
+        """Stage 3: free the whole parameters. They keep their shapes. Who reads one now gets NaN,
+        from a storage of one number."""
+        nothing = math.nan if self.row.is_floating_point() else 0
+        placeholder = self.row.new_full((), nothing)
+        for p in self.parameters:
+            p.data = placeholder.expand(p.shape)
+        self.whole.untyped_storage().resize_(0)
 
 
 @torch.no_grad()
 def keep_own_row(unit: Unit) -> None:
-    """Stage 3: keep this rank's row. The parameters become views of `unit.whole`, whose storage is
-    empty until they are gathered."""
+    """Stage 3: keep this rank's row. The parameters have no values until they are gathered."""
     flat = unit.parameters[0].new_zeros(unit.N, unit.T)
     for p in unit.parameters:
         for in_flat, in_whole in unit.views(flat, p, p):
@@ -344,10 +301,10 @@ def keep_own_row(unit: Unit) -> None:
     unit.row = flat[unit.rank].clone()
     sizes = [p.numel() for p in unit.parameters]
     unit.whole = unit.row.new_empty(sum(sizes))
-    for p, storage in zip(unit.parameters, unit.whole.split(sizes)):
-        p.data = storage.view(p.shape)
+    for p, part in zip(unit.parameters, unit.whole.split(sizes)):
+        unit.whole_views.append(part.view(p.shape))
         set_shard(unit, p, unit.shard_in(unit.row, p))
-    unit.whole.untyped_storage().resize_(0)
+    unit.free()
 
 
 @torch.no_grad()
@@ -377,6 +334,149 @@ def set_shard(unit: Unit, p: nn.Parameter, part: Tensor) -> None:
     placements = (*record.placements, Shard(unit.slots[p].dim, unit.group))
     p.shard = nn.Parameter(part, requires_grad=p.requires_grad)
     set_sharding(p.shard, replace(record, placements=placements))
+
+
+# --- the layers of a model ------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Layer:
+    """A module that is gathered as a whole. The model itself, the root, is one too: it has the
+    parameters that are in no other layer."""
+
+    name: str
+    module: nn.Module
+    # {name of a parameter that it reads: whether it only looks up rows of it}
+    reads: dict[str, bool] = field(default_factory=dict)
+    # The units that its forward reads. A shared weight is in a unit of one of its layers.
+    units: list[Unit] = field(default_factory=list)
+    # Those that its backward reads.
+    backward_units: list[Unit] = field(default_factory=list)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """False for modules that only contain others, as ModuleList and ModuleDict do."""
+    return type(module).forward is not nn.Module.forward
+
+
+def named_layers(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+    """The layers where the caller names none, {name: module}: each child of the model, and in the
+    place of a child without a forward its children."""
+    layers = {}
+    for name, child in model.named_children():
+        if has_forward(child):
+            layers[prefix + name] = child
+        else:
+            layers |= named_layers(child, f"{prefix}{name}.")
+    return layers
+
+
+def is_layer(units, model: nn.Module) -> Callable[[str, nn.Module], bool]:
+    """The question whether a module of the model is a layer. units: as in `apply`."""
+    if units is None:
+        children = set(named_layers(model).values())
+        return lambda name, module: module in children
+    if isinstance(units, (type, tuple)):
+        return lambda name, module: isinstance(module, units)
+    return units
+
+
+def layers_of(model: nn.Module, units=None) -> list[Layer]:
+    """The root, then the other layers in the order of registration. Raises ValueError if units
+    names no module, or one without a forward."""
+    names = {p: name for name, p in model.named_parameters()}
+    chosen = is_layer(units, model)
+    layers = {model: Layer("the model", model)}
+
+    def visit(name: str, module: nn.Module, layer: Layer) -> None:
+        if name and chosen(name, module):
+            if not has_forward(module):
+                rule = f"{name} is a {type(module).__name__}, which has no forward"
+                raise ValueError(f"units: {rule}; name the modules in it")
+            layer = layers.setdefault(module, Layer(name, module))
+        is_lookup = getattr(module, "is_lookup", isinstance(module, nn.Embedding))
+        for p in module.parameters(recurse=False):
+            layer.reads[names[p]] = is_lookup and layer.reads.get(names[p], True)
+        for child_name, child in module.named_children():
+            visit(f"{name}.{child_name}" if name else child_name, child, layer)
+
+    visit("", model, layers[model])
+    if units is not None and len(layers) == 1:
+        raise ValueError(f"units {units}: no module of the {type(model).__name__} is one")
+    return list(layers.values())
+
+
+class Replicas(NamedTuple):
+    """The groups of ranks that hold the same parameters; as in `apply`."""
+
+    group: dist.ProcessGroup
+    replicate_group: dist.ProcessGroup | None = None
+    expert_group: dist.ProcessGroup | None = None
+    expert_replicate_group: dist.ProcessGroup | None = None
+
+
+def add_units(model: nn.Module, layers: list[Layer], stage: int, replicas: Replicas, init) -> None:
+    """Shard the parameters, layer by layer, and tell each layer its units. init: as in `apply`."""
+    unit_of = {}
+    for layer in layers:
+        # A shared parameter is in a unit of the first layer that reads it.
+        names = [name for name in layer.reads if name not in unit_of]
+        if names and init:
+            init(names)
+        subsets = defaultdict(list)
+        for name in names:
+            p = model.get_parameter(name)
+            is_expert = is_sharded_over(p, replicas.group)
+            key = p.requires_grad, is_expert, layer.reads[name], p.dim() > 0, str(p.dtype)
+            subsets[key].append(name)
+        # Sorting gives the same order on every rank.
+        for _, subset in sorted(subsets.items(), reverse=True):
+            parameters = [model.get_parameter(name) for name in subset]
+            unit = make_unit(parameters, layer.name, stage, replicas)
+            unit_of |= dict.fromkeys(subset, unit)
+    for layer in layers:
+        layer.units = [u for u in dict.fromkeys(unit_of[name] for name in layer.reads) if u]
+        for unit in layer.units:
+            unit.readers.append(layer)
+    for layer in layers:
+        # The gradient of a lookup reads no table. So a table that another layer reads too, such as
+        # a tied head, is not gathered again for it.
+        computed = {unit_of[name] for name, is_lookup in layer.reads.items() if not is_lookup}
+        needed = [u for u in layer.units if u in computed or len(u.readers) == 1]
+        layer.backward_units = needed
+
+
+def make_unit(parameters: list, name: str, stage: int, replicas: Replicas) -> Unit | None:
+    """A unit of parameters that are alike, sharded. Experts have fewer replicas. Frozen parameters
+    have no gradients, and are in units only in stage 3. A scalar is not sharded."""
+    p = parameters[0]
+    group, replicate_group = replicas.group, replicas.replicate_group
+    if is_sharded_over(p, group):
+        group, replicate_group = replicas.expert_group, replicas.expert_replicate_group
+        if group is None:
+            raise ValueError(
+                "ranks of the group hold different experts: give expert_group, the ranks that hold "
+                "the same ones"
+            )
+    if not p.requires_grad and (stage < 3 or p.dim() == 0):
+        return None
+    unit = Unit(parameters, group, stage if p.dim() else 0, replicate_group, name)
+    if unit.is_sharded and stage == 3:
+        keep_own_row(unit)
+    elif unit.is_sharded:
+        alias_own_shards(unit)
+    return unit
+
+
+def is_sharded_over(p: nn.Parameter, group: dist.ProcessGroup) -> bool:
+    """Whether ranks of the data-parallel group hold different shards of p already. Only moe.py
+    shards over these ranks, so p then belongs to an expert."""
+    ranks = set(dist.get_process_group_ranks(group))
+    for shard in sharding_of(p).placements:
+        shard_ranks = dist.get_process_group_ranks(shard.group)
+        if len(shard_ranks) > 1 and ranks.issuperset(shard_ranks):
+            return True
+    return False
 
 
 # --- the table at the top -------------------------------------------------------------------------
@@ -421,25 +521,40 @@ class DataParallel(GradientSums):
     backward, frees them, and adds up `summed_grads` [T].
     """
 
-    def __init__(self, units: list[Unit], stage: int, scaler, reduce_dtype):
-        """units: in the order of forward. scaler: in fp16 each backward starts with its scale, so
-        gradients are divided by it. reduce_dtype: as in `apply`."""
-        super().__init__([p for unit in units for p in unit.trainable], scaler)
-        self.units = units
+    def __init__(
+        self,
+        layers: list[Layer],
+        stage: int,
+        scaler: LossScaler | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        may_skip: bool = False,
+    ):
+        """layers: the root first. scaler: in fp16 each backward starts with its scale, so gradients
+        are divided by it. reduce_dtype, may_skip: as in `apply`."""
+        self.root = layers[0]
+        self.units = list(dict.fromkeys(unit for layer in layers for unit in layer.units))
+        super().__init__([p for unit in self.units for p in unit.trainable], scaler)
         self.stage = stage
+        self.may_skip = may_skip
         self.shards_gradients = stage >= 2
-        self.is_last_backward = False
-        # The units whose gradients are being summed.
+        # Whether all ranks reduce the units in one order, which does not depend on what they use.
+        self.in_order = may_skip or not self.shards_gradients
+        self.unit_of = {p: unit for unit in self.units for p in unit.parameters}
+        self.reduce_dtype = reduce_dtype
+        # The units that are being reduced.
         self.reductions: list[Unit] = []
-        # Stages 1 and 2: the units whose updated parameters are still to be gathered, in order.
+        # If all reduce in one order: the units that this backward has not reduced yet.
+        self.unreduced: list[Unit] = []
+        # Whether a backward runs in which units are reduced (`begin_backward`).
+        self.in_backward = False
+        # Stages 1 and 2: the units whose updated parameters have not come yet, in order.
         self.coming: list[Unit] = []
-        self.unit_of = {p: unit for unit in units for p in unit.parameters}
-        first = units[0].parameters[0]
-        self.device = first.device
-        self.sum_dtype = accumulation_dtype(first.dtype)
-        self.reduce_dtype = reduce_dtype or self.sum_dtype
+        for layer in layers if stage > 0 else []:
+            before = partial(self.before_forward, layer)
+            layer.module.register_forward_pre_hook(before, prepend=True)
+            layer.module.register_forward_hook(partial(self.after_forward, layer))
         if not self.shards_gradients:
-            for unit in units:
+            for unit in self.units:
                 unit.local_grads = self.new_grads(unit)
                 self.set_main_grads(unit, unit.local_grads[unit.rank])
         self.zero_grad()
@@ -448,7 +563,7 @@ class DataParallel(GradientSums):
         """A buffer [N, T] that gradients overwrite. Padding must be 0: it is part of `main_grad`,
         which the gradient norm reads."""
         new = torch.zeros if unit.padding else torch.empty
-        return new(unit.N, unit.T, dtype=self.sum_dtype, device=self.device)
+        return new(unit.N, unit.T, dtype=unit.sum_dtype, device=unit.parameters[0].device)
 
     def set_main_grads(self, unit: Unit, row: Tensor | None) -> None:
         """Make `main_grad` of each shard a view of row [T]."""
@@ -466,10 +581,23 @@ class DataParallel(GradientSums):
     def next_backward_is_last(self) -> None:
         """Announce that the next backward is the step's last. In stages 0 and 1 a unit may be
         reduced as soon as this backward has computed all its gradients."""
-        self.is_last_backward = True
         if not self.shards_gradients:
-            for unit in self.units:
+            self.begin_backward()
+
+    def begin_backward(self) -> None:
+        """Begin a backward in which units are reduced. In stages 2 and 3 autograd ends it."""
+        self.in_backward = True
+        if self.shards_gradients:
+            Variable._execution_engine.queue_callback(self.end_backward)
+        if self.in_order:
+            self.unreduced = [unit for unit in reversed(self.units) if unit.trainable]
+            for unit in self.unreduced:
                 unit.missing = set(unit.trainable)
+                unit.is_sent = False
+
+    def end_backward(self) -> None:
+        self.reduce_in_order(everything=True)
+        self.in_backward = False
 
     def accumulate(self, p: nn.Parameter) -> None:
         """Move p.grad into its unit. Autograd calls this when the gradient of p is complete."""
@@ -478,6 +606,7 @@ class DataParallel(GradientSums):
         if p.grad is None:
             return
         unit = self.unit_of[p]
+        self.check_use(unit)
         unscale = self.unscale
         if unit.local_grads is None:
             unit.local_grads = self.new_grads(unit)
@@ -490,6 +619,20 @@ class DataParallel(GradientSums):
                     in_flat.mul_(unscale)
         p.grad = None
         self.note_arrival(p)
+
+    def check_use(self, unit: Unit) -> None:
+        """Raises RuntimeError where a gradient shows that a parameter was used in a way that the
+        hooks did not see."""
+        if unit.is_sharded and not unit.has_run:
+            raise RuntimeError(
+                f"{unit.name}: a parameter was read outside the forward of {unit.name}; let `units`"
+                " name a module in whose forward it is read"
+            )
+        if self.in_order and self.in_backward and unit.is_sent:
+            raise RuntimeError(
+                f"{unit.name}: a backward computed a gradient twice, after it was sent; checkpoint"
+                " a shared layer with use_reentrant=False"
+            )
 
     def accumulate_product(self, p: nn.Parameter, grad_output: Tensor, x: Tensor) -> None:
         """As in optimizer.py: a linear layer's backward calls this in the place of `accumulate`.
@@ -511,25 +654,20 @@ class DataParallel(GradientSums):
 
     def complete(self, unit: Unit) -> None:
         """Called when a backward has computed all gradients of a unit."""
-        if self.shards_gradients:
-            self.reduce(unit)
-        elif self.is_last_backward:
+        if self.in_order:
             self.reduce_in_order()
+        else:
+            self.reduce(unit)
 
     def reduce_in_order(self, everything: bool = False) -> None:
-        """Stages 0 and 1: reduce the units that are complete, or everything.
+        """Reduce the units that are complete, or everything.
 
         From the last layer to the first, as backward completes them. All ranks must reduce in one
-        order. So a unit that is not complete, because this rank's samples did not use it, delays
-        all layers nearer to the input until `reduce_gradients`. (In stages 2 and 3 all ranks must
-        use the same units in each micro-batch.)
+        order. So a unit that is not complete, because this rank did not use it, delays all layers
+        nearer to the input until the backward ends. Then it sends zeros.
         """
-        for unit in reversed(self.units):
-            if unit in self.reductions:
-                continue
-            if unit.missing and not everything:
-                return
-            self.reduce(unit)
+        while self.unreduced and (everything or not self.unreduced[0].missing):
+            self.reduce(self.unreduced.pop(0))
 
     @torch.no_grad()
     def reduce(self, unit: Unit) -> None:
@@ -538,24 +676,31 @@ class DataParallel(GradientSums):
             # This bounds memory: one unit of gradients is filled, and at most one more is being
             # sent.
             self.finish_reductions()
+        # Ranks may have used other layers, but all gather everything before the first sum.
+        self.wait_for_parameters()
+        if unit.local_grads is None:
+            unit.local_grads = self.new_grads(unit)
         for p in unit.trainable:
             # A parameter not used since the last reduction has an old gradient, or none.
             if p not in unit.arrived:
                 unit.shards_in(unit.local_grads, p).zero_()
         unit.missing = set(unit.trainable)
         unit.arrived = set()
-        dtype = self.reduce_dtype if unit.group.size() > 1 else self.sum_dtype
+        unit.is_sent = True
+        alone = unit.group.size() == 1 and not unit.replicate_group
+        dtype = unit.sum_dtype if alone else self.reduce_dtype or unit.sum_dtype
         # `to` copies only where the type differs.
         flat = unit.local_grads.to(dtype)  # [N, T]
         # In stage 1 the sum goes to this rank's own row of the input.
         row = flat[unit.rank]  # [T]
         if self.shards_gradients:
-            row = torch.empty_like(row)
             unit.local_grads = None
-        if self.stage == 0:
-            work = dist.all_reduce(flat, group=unit.group, async_op=True)
+            if unit.is_sharded:
+                row = torch.empty_like(row)
+        if unit.is_sharded:
+            work = reduce_scatter(row, flat.view(-1), group=unit.sum_group, async_op=True)
         else:
-            work = reduce_scatter(row, flat.view(-1), group=unit.group, async_op=True)
+            work = dist.all_reduce(flat, group=unit.sum_group, async_op=True)
         unit.reducing = row, work
         self.reductions.append(unit)
 
@@ -565,12 +710,19 @@ class DataParallel(GradientSums):
         for unit in self.reductions:
             row, work = unit.reducing
             work.wait()
+            if unit.replicate_group:
+                work = dist.all_reduce(row, group=unit.replicate_group, async_op=True)
+                unit.reducing = row, work
+        for unit in self.reductions:
+            row, work = unit.reducing
+            if unit.replicate_group:
+                work.wait()
             if not self.shards_gradients:
                 # A sum of another type is not in `local_grads` yet.
-                if row.dtype != self.sum_dtype:
+                if row.dtype != unit.sum_dtype:
                     unit.local_grads[unit.rank] = row
             elif unit.summed_grads is None:
-                unit.summed_grads = row.to(self.sum_dtype)
+                unit.summed_grads = row.to(unit.sum_dtype)
                 self.set_main_grads(unit, unit.summed_grads)
             else:
                 unit.summed_grads += row
@@ -579,23 +731,21 @@ class DataParallel(GradientSums):
 
     def reduce_gradients(self) -> None:
         """After the step's last backward: wait until each `main_grad` is the sum over the group."""
-        if self.shards_gradients:
-            for unit in reversed(self.units):
-                # A backward has computed some of this unit's gradients, but not all.
-                if unit.arrived:
-                    self.reduce(unit)
-        else:
-            self.reduce_in_order(everything=True)
+        self.end_backward()
+        for unit in reversed(self.units):
+            # In stages 2 and 3: a backward has computed some of this unit's gradients, but not all.
+            if unit.arrived:
+                self.reduce(unit)
         self.finish_reductions()
-        self.is_last_backward = False
 
     def renew_parameters(self) -> None:
         """After the optimizer's step: start to get the shards that other ranks have updated."""
         if self.stage == 0:
             return
         for unit in self.units:
+            unit.has_run = False
             unit.drop_all_gather()
-        self.coming = list(self.units)
+        self.coming = [unit for unit in self.units if unit.is_sharded]
         self.start_gathers()
 
     def start_gathers(self) -> None:
@@ -604,14 +754,45 @@ class DataParallel(GradientSums):
             if not unit.gathering:
                 unit.gather_shards()
 
-    def wait_for_parameters(self, units: list[Unit] | None = None, *_) -> None:
+    def wait_for_parameters(self, units: list[Unit] | None = None) -> None:
         """Wait for `units`; by default for all. All ranks gather in the same order, so this also
-        waits for earlier units. *_: the arguments that a module passes to its hook."""
+        waits for earlier units."""
         for unit in self.units if units is None else units:
             while unit in self.coming:
                 self.coming[0].finish_all_gather()
                 self.coming.pop(0)
                 self.start_gathers()
+
+    def before_forward(self, layer: Layer, *_) -> None:
+        """A hook, in stages 1 to 3. *_: what a module passes to its hook."""
+        for unit in layer.units:
+            unit.has_run = True
+        self.wait_for_parameters(layer.units)
+
+    def after_forward(self, layer: Layer, module: nn.Module, args, result) -> None:
+        """A hook. In stage 2 it is needed where ranks may skip units: then the whole model's
+        backward is the time in which all reduce them."""
+        if self.may_skip and self.stage == 2 and layer is self.root:
+            before_backward(layer, result, lambda grad: self.begin_backward())
+
+
+def before_backward(layer: Layer, result, function: Callable) -> bool:
+    """Call function(grad) when the first gradient of a layer's result has come. Returns whether one
+    will. result: a tree of tuples, dicts, .. Raises TypeError if it may have tensors that torch's
+    trees do not show."""
+    leaves = tree_leaves(result)
+    tensors = [y for y in leaves if isinstance(y, Tensor)]
+    for leaf in leaves:
+        if not tensors and not isinstance(leaf, (int, float, str, type(None))):
+            raise TypeError(
+                f"{layer.name} returns a {type(leaf).__name__}, in which no tensor is found; return"
+                " a tuple or a dict, or register the type in torch.utils._pytree"
+            )
+    tensors = [y for y in tensors if y.requires_grad]
+    if tensors and torch.is_grad_enabled():
+        register_multi_grad_hook(tensors, function, mode="any")
+        return True
+    return False
 
 
 # --- stage 3: parameters are gathered for each use ------------------------------------------------
@@ -620,94 +801,214 @@ class DataParallel(GradientSums):
 class FullySharded(DataParallel):
     """Stage 3: a rank keeps its row of each unit, and gathers the whole unit for each use.
 
-    forward of layer i     wait for its units, start to gather those of i + 1; run; free its units
-    backward of layer i    free the units of i + 1; wait for its own, start to gather those of i - 1
+    forward of a layer     wait for its units, start to gather those of the next; run; free its own
+    backward of a layer    free the others; wait for its units, start to gather those of the next
 
-    The hook on the gradient of a layer's output marks the start of that layer's backward. A tied
-    matrix is in the embedding's unit, and the head reads that unit too. It is kept after the head's
-    forward, because backward begins at the head. It is not gathered again for the backward of the
-    embedding: the gradient of a lookup reads no matrix.
+    The first gradient of a layer's result marks the start of its backward. The root is whole from
+    its forward to the end of backward. A tied matrix is kept after the head's forward, because
+    backward begins at the head.
+
+    A pass is one forward, or one backward, of the model. The next layer is the one that came next
+    in the last pass. If all ranks go the same way, a wrong guess costs one all-gather. If a rank
+    may skip layers (`may_skip`), all ranks gather each unit once in a pass, in one order, also the
+    units that they pass over. So nobody has to know what the others use. A unit that comes again in
+    a pass, or about which that is not known yet, stays whole until the pass ends.
     """
 
-    def __init__(self, layers: list[nn.Module], units, scaler, reduce_dtype):
-        """layers, units: both in the order of forward."""
-        super().__init__(units, 3, scaler, reduce_dtype)
-        # {number of a layer: the units that it reads}
-        self.layer_units: dict[int, list[Unit]] = {}
-        # {unit: the numbers of the layers that read it}, more than one for a tied matrix.
-        self.readers: dict[Unit, list[int]] = {unit: [] for unit in units}
-        # Whether the first layer's input has a gradient: in a pipeline, from its second stage on.
-        self.input_has_gradient = False
-        for i, layer in enumerate(layers):
-            self.layer_units[i] = list(dict.fromkeys(self.unit_of[p] for p in layer.parameters()))
-            for unit in self.layer_units[i]:
-                self.readers[unit].append(i)
-            layer.forward = partial(self.forward, i, layer.forward)
+    def __init__(self, layers, scaler=None, reduce_dtype=None, group=None):
+        """As DataParallel. group: if one of these ranks may skip layers; else None."""
+        super().__init__(layers, 3, scaler, reduce_dtype, may_skip=group is not None)
+        # The layers whose forward, or backward, runs: one, and those that called it.
+        self.running: list[Layer] = []
+        # {whether it was a backward: the layers that the last pass has used, in order}
+        self.orders: dict[bool, list[Layer]] = {False: [], True: []}
+        # The layers that this pass has used, and those that come next.
+        self.used: list[Layer] = []
+        self.expected: list[Layer] = []
+        # The units that are whole.
+        self.held: dict[Unit, None] = {}
+        # If a rank may skip layers: the units that this pass has begun to gather, the number of
+        # uses of each since the last backward, {unit: whether it comes again in a pass}.
+        self.started: set[Unit] = set()
+        self.uses: Counter[Unit] = Counter()
+        self.comes_again: dict[Unit, bool] = {}
+        # The layers in the order in which all ranks gather them: that of the first forward.
+        self.layers = layers
+        self.group = group
+        self.has_agreed = False
+        if self.may_skip:
+            self.set_order(layers)
+            self.give_sums_an_order_of_their_own()
 
-    def forward(self, i: int, layer_forward, *args) -> Tensor:
-        """Replaces the forward of layer i: gather, run, free."""
-        self.gather(self.layer_units[i], self.layer_units.get(i + 1, []))
-        y = layer_forward(*args)
-        recorded = torch.is_grad_enabled() and y.requires_grad
-        for unit in self.layer_units[i]:
-            is_tied = len(self.readers[unit]) > 1
-            if not (recorded and is_tied and unit in self.backward_units(i)):
+    # --- a pass
+
+    def end_pass(self) -> None:
+        """Gather what this rank has passed over, as the others do, and forget it."""
+        for layer in self.expected if self.may_skip else []:
+            self.start_gathers_of(layer)
+        for unit in self.units:
+            unit.drop_all_gather()
+        if self.used and not self.may_skip:
+            self.orders[self.in_backward] = self.used
+        elif self.may_skip and not self.has_agreed and not self.in_backward:
+            self.agree_on_an_order()
+        for unit, n in self.uses.items():
+            self.comes_again[unit] = n > 1 or self.comes_again.get(unit, False)
+        self.used, self.expected = [], []
+        self.started.clear()
+
+    def give_sums_an_order_of_their_own(self) -> None:
+        """A rank may begin to sum a unit before another has gathered the next one. One communicator
+        needs one order, so gathers and sums have two."""
+        sums = {}
+        for unit in self.units:
+            if unit.group not in sums:
+                ranks = dist.get_process_group_ranks(unit.group)
+                sums[unit.group] = dist.new_group(ranks, use_local_synchronization=True)
+            unit.sum_group = sums[unit.group]
+
+    def set_order(self, layers: list[Layer]) -> None:
+        # The root is whole when backward begins.
+        self.orders = {False: layers, True: [x for x in reversed(layers) if x is not self.root]}
+
+    def agree_on_an_order(self) -> None:
+        """After the first forward, in the order of registration: merge the orders in which the
+        ranks have used the layers. This is the only time that a rank waits for what others use."""
+        own = [self.layers.index(layer) for layer in self.used]
+        orders = [None] * self.group.size()
+        dist.all_gather_object(orders, own, group=self.group)
+        merged = []
+        for order in orders:
+            at = len(merged)
+            for i in reversed(order):
+                if i not in merged:
+                    merged.insert(at, i)
+                at = merged.index(i)
+        unused = [i for i in range(len(self.layers)) if i not in merged]
+        self.set_order([self.layers[i] for i in merged + unused])
+        self.has_agreed = True
+
+    def begin_backward(self) -> None:
+        super().begin_backward()
+        self.running = []
+        if self.may_skip:
+            self.keep_only(self.root.units)
+            self.expected = list(self.orders[True])
+
+    def end_backward(self) -> None:
+        self.end_pass()
+        self.uses.clear()
+        self.keep_only([])
+        super().end_backward()
+
+    # --- hooks
+
+    def before_forward(self, layer: Layer, *_) -> None:
+        super().before_forward(layer)
+        if layer is self.root:
+            # What a pass that ended in an error has left.
+            self.running, self.used, self.in_backward = [], [], False
+            self.keep_only([])
+            self.expected = list(self.orders[False])
+        if not self.in_backward:
+            self.running.append(layer)
+        self.gather(layer, layer.units)
+
+    def after_forward(self, layer: Layer, module: nn.Module, args, result) -> None:
+        if self.in_backward:
+            # This was a recomputation, and backward needs the units now.
+            return
+        self.running.remove(layer)
+        callers = list(self.running)
+        recorded = before_backward(layer, result, partial(self.before_backward, layer, callers))
+        self.uses.update(layer.units)
+        for unit in layer.units:
+            needed = any(unit in caller.units for caller in callers)
+            if not needed and not self.is_needed_later(unit, layer, recorded):
                 self.free(unit)
-        if i == 0:
-            self.input_has_gradient = args[0].requires_grad
-            if recorded and self.input_has_gradient:
-                args[0].register_hook(lambda grad: self.before_backward(-1))
-        if recorded:
-            y.register_hook(lambda grad: self.before_backward(i))
-        return y
+        if layer is self.root:
+            self.end_pass()
 
-    def backward_units(self, i: int) -> list[Unit]:
-        """The units that backward of layer i reads. The tied one counts for the head alone."""
-        return [unit for unit in self.layer_units.get(i, []) if self.readers[unit][-1] == i]
+    def is_needed_later(self, unit: Unit, layer: Layer, recorded: bool) -> bool:
+        """Whether a unit stays whole after the forward of a layer."""
+        if layer is self.root:
+            return recorded
+        if self.may_skip:
+            return self.comes_again.get(unit, True)
+        is_tied = len(unit.readers) > 1 and unit.readers[-1] is layer
+        return recorded and is_tied and unit in layer.backward_units
 
-    def before_backward(self, i: int) -> None:
-        """Called by autograd when the gradient of layer i's output is complete, so that backward of
-        layer i + 1 is over. i = -1: the first layer's input has its gradient; backward is over."""
-        needed = self.backward_units(i)
-        for unit in self.layer_units.get(i + 1, []):
-            if unit not in needed:
-                self.free(unit)
-        self.gather(needed, self.backward_units(i - 1))
+    def before_backward(self, layer: Layer, callers: list[Layer], grad: Tensor) -> None:
+        """The backward of all layers that ran later is over. If a layer returns the result of one
+        that it has called, both begin now."""
+        if not self.in_backward:
+            self.begin_backward()
+        if layer not in self.running:
+            self.running = [layer, *callers]
+        kept = [unit for unit in self.held if self.may_skip and self.comes_again.get(unit, True)]
+        for needed in self.running:
+            kept += needed.backward_units
+        self.keep_only(kept)
+        self.gather(layer, layer.backward_units)
 
-    def complete(self, unit: Unit) -> None:
-        # Without a gradient of its input, no hook marks the end of the first layer's backward. Then
-        # its unit is freed when its own gradients are complete, and its frozen parameters with it.
-        if unit in self.layer_units[0] and not self.input_has_gradient:
-            for first in self.layer_units[0]:
-                if first is unit or not first.trainable:
-                    self.free(first)
-        super().complete(unit)
+    # --- gather and free
 
-    def gather(self, now: list[Unit], next_units: list[Unit]) -> None:
-        """Make the parameters of the units `now` whole, and start to gather `next_units`."""
-        for unit in now:
+    def gather(self, layer: Layer, units: list[Unit]) -> None:
+        """Make the units of a layer whole, and start to gather those of the next one."""
+        if units and layer not in self.expected and not self.may_skip:
+            # This pass goes another way, or round again.
+            self.expected = list(self.orders[self.in_backward])
+        if layer in self.expected:
+            n = self.expected.index(layer) + 1
+            passed, self.expected = self.expected[:n], self.expected[n:]
+            for other in passed if self.may_skip else []:
+                self.start_gathers_of(other)
+        for unit in units:
             self.start_gather(unit)
             if unit.gathering:
-                unit.whole.untyped_storage().resize_(unit.whole.nbytes)
+                unit.make_room()
                 unit.finish_all_gather()
-        for unit in next_units:
+                self.held[unit] = None
+            elif unit.is_sharded and not unit.is_whole:
+                raise RuntimeError(
+                    f"{unit.name}: runs more often than in the steps before, and other ranks may"
+                    " skip it; let it run as often in the first step, or give may_skip=False"
+                )
+        if units:
+            self.used.append(layer)
+        for other in self.expected[:1]:
+            self.start_gathers_of(other)
+
+    def start_gathers_of(self, layer: Layer) -> None:
+        for unit in layer.backward_units if self.in_backward else layer.units:
             self.start_gather(unit)
 
     def start_gather(self, unit: Unit) -> None:
         """Start to gather a unit, unless it is whole or being gathered already."""
-        if not unit.gathering and not unit.whole.untyped_storage().size():
-            unit.start_all_gather(unit.row.new_empty(unit.N, unit.T), unit.row)
+        if unit.is_sharded and not unit.gathering and not unit.is_whole:
+            if unit not in self.started:
+                unit.start_all_gather(unit.row.new_empty(unit.N, unit.T), unit.row)
+            if self.may_skip:
+                self.started.add(unit)
 
     def free(self, unit: Unit) -> None:
-        """Free the memory of a unit's parameters, which keep their shapes."""
-        unit.whole.untyped_storage().resize_(0)
+        if unit.is_sharded:
+            unit.free()
+            self.held.pop(unit, None)
+
+    def keep_only(self, units: list[Unit]) -> None:
+        for unit in list(self.held):
+            if unit not in units:
+                self.free(unit)
 
     def renew_parameters(self) -> None:
         """After the optimizer's step: free the old parameters that a forward without a backward has
         left. The next forward gathers the new ones."""
         for unit in self.units:
+            unit.has_run = False
             unit.drop_all_gather()
-            self.free(unit)
+        self.keep_only([])
+        self.uses.clear()
 
 
 # --- apply ----------------------------------------------------------------------------------------
@@ -721,6 +1022,11 @@ def apply(
     reduce_dtype: torch.dtype | None = None,
     init=None,
     expert_group: dist.ProcessGroup | None = None,
+    *,
+    units=None,
+    may_skip: bool = True,
+    replicate_group: dist.ProcessGroup | None = None,
+    expert_replicate_group: dist.ProcessGroup | None = None,
 ) -> GradientSums:
     """Make `model` one of `group.size()` data-parallel replicas, sharded by `stage`. All ranks must
     hold equal weights. Returns the object that sums the gradients.
@@ -730,24 +1036,25 @@ def apply(
     init(names): gives the parameters of these names their values, for a model on the meta device.
     It is called for one layer at a time, which is sharded before the next one gets values.
     expert_group: the ranks that hold the same experts, where the ranks of `group` hold different
-    ones. Raises FieldError for another stage, ValueError where expert_group is missing.
+    ones.
+    units: which modules are layers: a class, a tuple of classes, or a function (name, module) ->
+    bool; by default `named_layers`. may_skip: whether a rank may skip a layer in a step in which
+    another rank runs it; False is a promise that all ranks run the same layers in the same order.
+    replicate_group: with hybrid sharding, the ranks of other groups that hold the same shard.
+    Raises FieldError for another stage, ValueError where expert_group is missing or units does not
+    fit.
     """
     if stage not in (0, 1, 2, 3):
         rule = "must be 0 (nothing is sharded), 1 (optimizer state), 2 (and gradients) or 3 (and"
         raise FieldError("zero_stage", stage, rule + " parameters)")
-    layers = named_layers(model)
-    units = units_of(model, layers, group, stage, init, expert_group)
-    if not units:
+    layers = layers_of(model, units)
+    replicas = Replicas(group, replicate_group, expert_group, expert_replicate_group)
+    add_units(model, layers, stage, replicas, init)
+    if not any(layer.units for layer in layers):
         # This is a pipeline stage without a layer, or one without trainable parameters.
         return GradientAccumulator(model, scaler)
     # The gradients of a tied weight's two uses are added in at least float32.
     sum_uses_apart(model)
-    if stage == 3:
-        return FullySharded(list(layers.values()), units, scaler, reduce_dtype)
-    gradients = DataParallel(units, stage, scaler, reduce_dtype)
-    if stage > 0:
-        for layer in layers.values():
-            own = set(layer.parameters())
-            of_layer = [unit for unit in units if not own.isdisjoint(unit.parameters)]
-            layer.register_forward_pre_hook(partial(gradients.wait_for_parameters, of_layer))
-    return gradients
+    if stage < 3:
+        return DataParallel(layers, stage, scaler, reduce_dtype, may_skip)
+    return FullySharded(layers, scaler, reduce_dtype, group if may_skip else None)

@@ -208,6 +208,8 @@ class PromptedEmbedding(nn.Module):
     """An embedding whose ids from V on are rows of the tables. tokens: [b, s] -> [b, s, h], or
     [b, s/t, h] under sequence parallelism over `sequence_group`."""
 
+    is_lookup = True
+
     def __init__(
         self,
         embedding: nn.Module,

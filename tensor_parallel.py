@@ -199,6 +199,8 @@ class VocabParallelEmbedding(nn.Module):
     """The sum, by g, of each rank's lookups; a rank gives zeros for tokens that it does not hold.
     tokens: [b, s] -> [b, s, h]"""
 
+    is_lookup = True
+
     def __init__(self, embedding: nn.Embedding, group: dist.ProcessGroup):
         super().__init__()
         self.weight = embedding.weight

@@ -149,7 +149,14 @@ class Trainer:
         if groups.replicas:
             zero_stage, reduced = config.zero_stage, DTYPES.get(config.reduce_dtype)
             gradients = fsdp.apply(
-                stage, groups.replicas, zero_stage, self.scaler, reduced, init, groups.edp
+                stage,
+                groups.replicas,
+                zero_stage,
+                self.scaler,
+                reduced,
+                init,
+                groups.edp,
+                may_skip=False,
             )
         else:
             init()

@@ -96,7 +96,7 @@ def measure(stage: int, m: int) -> dict:
     learning rate of 0; the second one is measured."""
     model = demo.meta_model(demo.tiny_config(**SHAPE))
     init = partial(sharding.init, model, 0, "cpu", torch.float32)
-    gradients = fsdp.apply(model, dist.group.WORLD, stage, init=init)
+    gradients = fsdp.apply(model, dist.group.WORLD, stage, init=init, may_skip=False)
     optimizer = AdamW(sharding.named_parameters(model))
     # [B / n / m, S] for each micro-batch of this rank
     mine = [

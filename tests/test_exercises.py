@@ -40,11 +40,12 @@ def gather(part, size, dim, group):
     8: "from schedules import simulate",
     9: """
 from torch import nn
-from fsdp import DataParallel
-from fsdp import Unit
+from fsdp import DataParallel, Layer, Unit
 def reduce_gradients(grads, summed, group):
     parameters = [nn.Parameter(grad) for grad in grads]
-    data_parallel = DataParallel([Unit(parameters, group, 2)], 2, None, None)
+    unit = Unit(parameters, group, 2)
+    unit.has_run = True
+    data_parallel = DataParallel([Layer("", nn.Module(), units=[unit])], 2)
     for p, grad in zip(parameters, grads):
         p.grad = grad
         data_parallel.accumulate(p)
@@ -55,8 +56,7 @@ def reduce_gradients(grads, summed, group):
     10: """
 import torch
 from torch import nn
-from fsdp import FullySharded
-from fsdp import Unit, keep_own_row
+from fsdp import FullySharded, Layer, Unit, keep_own_row
 class ToRow(FullySharded):
     def complete(self, unit):
         super().complete(unit)
@@ -67,7 +67,8 @@ def sharded_linear(x, row, out_features, group):
     unit = Unit([layer.weight], group, 3)
     keep_own_row(unit)
     unit.row.copy_(row.detach().flatten())
-    ToRow([layer], [unit], None, None).row = row
+    sharded = Layer("linear", layer, units=[unit], backward_units=[unit])
+    ToRow([Layer("the model", nn.Module()), sharded]).row = row
     return layer(x)
 """,
     11: "from recompute import checkpoint",

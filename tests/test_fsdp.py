@@ -29,7 +29,7 @@ def small_model():
 def units_while_backward_runs(rank, stage, fuse):
     model = small_model()
     reference = copy.deepcopy(model)
-    gradients = fsdp.apply(model, dist.group.WORLD, stage)
+    gradients = fsdp.apply(model, dist.group.WORLD, stage, may_skip=False)
     if fuse:
         of_gradients.is_fusable = lambda p: True
         of_gradients.fuse_accumulation(model, gradients)
@@ -90,7 +90,6 @@ def test_units_go_while_backward_runs(stage, fuse):
 def unused_parameter(rank, stage):
     model = small_model()
     model.extra = nn.Linear(2, 2)
-    model.extra.forward = lambda x: x
     gradients = fsdp.apply(model, dist.group.WORLD, stage)
     unused_grads = []
     # used by rank 0 in the first step, by nobody in the second
@@ -99,8 +98,7 @@ def unused_parameter(rank, stage):
         gradients.next_backward_is_last()
         y = nn.Sequential.forward(model[:5], torch.ones(1, 8)).sum()
         if rank == 0 and step == 0:
-            extra = model.extra
-            y = y + nn.functional.linear(torch.ones(1, 2), extra.weight, extra.bias).sum()
+            y = y + model.extra(torch.ones(1, 2)).sum()
         y.backward()
         gradients.reduce_gradients()
         unused_grads.append(local_part(model.extra.weight).main_grad.clone())
@@ -149,12 +147,12 @@ def sharded_model(shape, stage):
     with torch.device("meta"):
         model = gpt.GPT(GPTConfig(**SHAPES[shape]))
     init = partial(sharding.init, model, 0, "cpu", torch.float32)
-    return model, fsdp.apply(model, dist.group.WORLD, stage, init=init)
+    return model, fsdp.apply(model, dist.group.WORLD, stage, init=init, may_skip=False)
 
 
 def is_there(unit):
     """Whether its parameters are gathered."""
-    return bool(unit.whole.untyped_storage().size())
+    return unit.is_whole
 
 
 def norms_after_a_bad_step(rank, stage):
@@ -250,9 +248,11 @@ def gathers_in_flight(rank):
 
         layer.forward = forward
     init = partial(sharding.init, model, 0, "cpu", torch.float32)
-    gradients = fsdp.apply(model, dist.group.WORLD, 3, init=init)
+    gradients = fsdp.apply(model, dist.group.WORLD, 3, init=init, may_skip=False)
     tokens = torch.randint(61, (2, 17))
-    model(tokens[:, :-1], tokens[:, 1:]).mean().backward()
+    for _ in range(2):
+        log.clear()
+        model(tokens[:, :-1], tokens[:, 1:]).mean().backward()
     return log, [is_there(unit) for unit in gradients.units]
 
 
@@ -362,21 +362,20 @@ def layers_at_a_time(rank, flags):
     """(the most layers of which whole parameters are there or on their way, layers) of two steps"""
     run = parity.Run(2, config_of(flags))
     (gradients,) = run.trainer.gradients
-    layer_of = {unit: i for i, units in gradients.layer_units.items() for unit in units}
     most = 0
     start_gather = gradients.start_gather
 
     def watched(unit):
         nonlocal most
         start_gather(unit)
-        whole = [u for u in gradients.units if u.gathering or u.whole.untyped_storage().size()]
-        most = max(most, len({layer_of[u] for u in whole}))
+        there = [u for u in gradients.units if u.gathering or u.is_whole]
+        most = max(most, len({u.readers[-1].name for u in there}))
 
     gradients.start_gather = watched
     for step in (1, 2):
         run.trainer.forward_backward(step, run.dataset)
         run.trainer.update(step)
-    return most, len(gradients.layer_units)
+    return most, len({u.readers[-1].name for u in gradients.units} | {"embedding"})
 
 
 @pytest.mark.parametrize("flags", [{}, dict(recompute="full")], ids=str)

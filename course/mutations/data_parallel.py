@@ -34,7 +34,7 @@ def no_accumulation(self, p, original=fsdp.DataParallel.accumulate):
 def early_reduction(self, original=fsdp.DataParallel.zero_grad):
     """Gradients are reduced after the first micro-batch, before the others have added theirs."""
     original(self)
-    self.is_last_backward = True
+    self.begin_backward()
 
 
 @bug(2, MICRO, first="step 1: gradient of head.norm")
