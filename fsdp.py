@@ -731,11 +731,15 @@ class DataParallel(GradientSums):
 
     def reduce_gradients(self) -> None:
         """After the step's last backward: wait until each `main_grad` is the sum over the group."""
+        if not self.shards_gradients and not self.in_backward:
+            # Under zb-h1 nobody can say which backward is the last.
+            self.begin_backward()
         self.end_backward()
-        for unit in reversed(self.units):
-            # In stages 2 and 3: a backward has computed some of this unit's gradients, but not all.
-            if unit.arrived:
-                self.reduce(unit)
+        if not self.in_order:
+            for unit in reversed(self.units):
+                # A backward has computed some of this unit's gradients, but not all.
+                if unit.arrived:
+                    self.reduce(unit)
         self.finish_reductions()
 
     def renew_parameters(self) -> None:

@@ -68,9 +68,13 @@ def held_bytes(model: nn.Module, gradients: fsdp.DataParallel) -> tuple[int, int
 
 
 def storage_bytes(tensors: list[Tensor | None]) -> int:
-    """Each storage counts once; a freed one has 0 bytes."""
-    storages = [x.untyped_storage() for x in tensors if x is not None]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    """Each storage counts once. A parameter that is freed has a storage of one number, which does
+    not count."""
+    storages = {}
+    for x in tensors:
+        if x is not None and x.untyped_storage().nbytes() >= x.nbytes:
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    return sum(storages.values())
 
 
 def elements(calls: list[tuple[str, int]]) -> int:

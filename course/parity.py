@@ -189,7 +189,7 @@ class Run:
         entries = []
         for stage in self.trainer.stages:
             for name, p in stage.named_parameters():
-                held = p if p.untyped_storage().size() else local_part(p)
+                held = p if p.untyped_storage().nbytes() >= p.nbytes else local_part(p)
                 entries.append(entry(sharding_of(p).copy_of or name, held, sharding_of(held)))
         return entries
 

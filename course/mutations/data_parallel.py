@@ -30,11 +30,17 @@ def no_accumulation(self, p, original=fsdp.DataParallel.accumulate):
 
 
 @bug(2, MICRO, first="step 1: gradient of head.norm")
-@replaces(fsdp.DataParallel, "zero_grad")
-def early_reduction(self, original=fsdp.DataParallel.zero_grad):
+def early_reduction():
     """Gradients are reduced after the first micro-batch, before the others have added theirs."""
-    original(self)
-    self.begin_backward()
+    original = fsdp.DataParallel.zero_grad
+
+    def zero_grad(self):
+        original(self)
+        self.begin_backward()
+
+    fsdp.DataParallel.zero_grad = zero_grad
+    fsdp.DataParallel.next_backward_is_last = fsdp.DataParallel.finish_reductions
+    fsdp.DataParallel.check_use = lambda self, unit: None
 
 
 @bug(2, MICRO, first="step 1: gradient of head.norm")
