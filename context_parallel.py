@@ -416,6 +416,8 @@ class AllToAllAttention(nn.Module):
 class OwnPositions(nn.Module):
     """Adds a vector for each of this rank's positions. x: [b, s/N, h]"""
 
+    is_lookup = True
+
     def __init__(self, positions: nn.Module, group: dist.ProcessGroup, sequence_shards: int):
         super().__init__()
         # The weight is assigned first, so that it keeps its global name.

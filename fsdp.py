@@ -72,6 +72,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -231,10 +232,9 @@ class Unit(FlatParameters):
 
         # Stage 3: [T], this rank's shards of the parameters.
         self.row: Tensor | None = None
-        # Stage 3: the storage of the whole parameters, empty except from `make_room` to `free`, and
-        # a view of it for each parameter.
+        # Stage 3: the storage of the whole parameters, empty except from `make_room` to `free`. Each
+        # parameter has a view of it, `p.whole`.
         self.whole: Tensor | None = None
-        self.whole_views: list[Tensor] = []
 
     def start_all_gather(self, flat: Tensor, row: Tensor) -> None:
         """Begin to collect the rows [T] of all ranks in flat [N, T]."""
@@ -278,8 +278,8 @@ class Unit(FlatParameters):
     def make_room(self) -> None:
         """Stage 3: allocate the whole parameters."""
         self.whole.untyped_storage().resize_(self.whole.nbytes)
-        for p, view in zip(self.parameters, self.whole_views):
-            p.data = view
+        for p in self.parameters:
+            p.data = p.whole
 
     def free(self) -> None:
         """Stage 3: free the whole parameters. They keep their shapes. Who reads one now gets NaN,
@@ -302,7 +302,7 @@ def keep_own_row(unit: Unit) -> None:
     sizes = [p.numel() for p in unit.parameters]
     unit.whole = unit.row.new_empty(sum(sizes))
     for p, part in zip(unit.parameters, unit.whole.split(sizes)):
-        unit.whole_views.append(part.view(p.shape))
+        p.whole = part.view(p.shape)
         set_shard(unit, p, unit.shard_in(unit.row, p))
     unit.free()
 
@@ -801,6 +801,9 @@ def before_backward(layer: Layer, result, function: Callable) -> bool:
 
 # --- stage 3: parameters are gathered for each use ------------------------------------------------
 
+# {a group: another communicator of its ranks}, for all models of this process
+GROUPS_FOR_SUMS = WeakKeyDictionary()
+
 
 class FullySharded(DataParallel):
     """Stage 3: a rank keeps its row of each unit, and gathers the whole unit for each use.
@@ -864,12 +867,13 @@ class FullySharded(DataParallel):
     def give_sums_an_order_of_their_own(self) -> None:
         """A rank may begin to sum a unit before another has gathered the next one. One communicator
         needs one order, so gathers and sums have two."""
-        sums = {}
         for unit in self.units:
-            if unit.group not in sums:
+            if unit.group not in GROUPS_FOR_SUMS:
                 ranks = dist.get_process_group_ranks(unit.group)
-                sums[unit.group] = dist.new_group(ranks, use_local_synchronization=True)
-            unit.sum_group = sums[unit.group]
+                is_part = len(ranks) < dist.get_world_size()
+                sums = dist.new_group(ranks, use_local_synchronization=is_part)
+                GROUPS_FOR_SUMS[unit.group] = sums
+            unit.sum_group = GROUPS_FOR_SUMS[unit.group]
 
     def set_order(self, layers: list[Layer]) -> None:
         # The root is whole when backward begins.

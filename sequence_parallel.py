@@ -147,6 +147,8 @@ class ScatterSequence(tensor_parallel.ReduceFromRanks):
 class ShardedPositions(nn.Module):
     """Adds a vector for each position to x, the n-th of t shards of the sequence. x: [b, s/t, h]"""
 
+    is_lookup = True
+
     def __init__(self, positions: gpt.LearnedPositions, n: int, t: int):
         super().__init__()
         self.weight = positions.weight

@@ -154,7 +154,8 @@ class Kept(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self, parameters):
         super().__init__(partial(Held, self), lambda held: held.tensor)
-        self.left_out = {key(p.untyped_storage()) for p in parameters}
+        # ZeRO-3 frees a parameter, and keeps its storage in `p.whole` (fsdp.py).
+        self.left_out = {key(getattr(p, "whole", p).untyped_storage()) for p in parameters}
         # storage -> by how many tensors it is held
         self.holders = Counter()
         self.bytes = 0
