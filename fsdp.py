@@ -68,7 +68,7 @@ parameter as a DTensor of its own.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -113,7 +113,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 # --- where each element lies ----------------------------------------------------------------------
 
 
-def shard_dim(shape: torch.Size, n: int) -> int:
+def shard_dim(shape: Sequence[int], n: int) -> int:
     """The dimension along which a parameter is sharded over n ranks: the first one of size n or
     more, else the largest."""
     for dim, size in enumerate(shape):
@@ -141,13 +141,15 @@ class FlatParameters:
         self.padding = False
         self.slots: dict[nn.Parameter, Slot] = {}
         for p in parameters:
-            dim = shard_dim(p.shape, n)
-            shape = list(p.shape)
+            # A scalar has no dimension.
+            whole = list(p.shape) or [1]
+            dim = shard_dim(whole, n)
+            shape = list(whole)
             # The size is rounded up, so that all shards have equal shapes.
-            shape[dim] = -(-p.shape[dim] // n)
+            shape[dim] = -(-whole[dim] // n)
             self.slots[p] = Slot(self.T, dim, torch.Size(shape))
             self.T += math.prod(shape)
-            self.padding |= n * shape[dim] > p.shape[dim]
+            self.padding |= n * shape[dim] > whole[dim]
 
     def shard_in(self, row: Tensor, p: nn.Parameter) -> Tensor:
         """A view of the shard of p, with padding, in row [T]."""
@@ -168,6 +170,7 @@ class FlatParameters:
         weight's first three rows, then its last two.
         """
         _, dim, shape = self.slots[p]
+        whole = whole.unsqueeze(0) if whole.dim() == 0 else whole
         size = shape[dim]
         full, rest = divmod(whole.shape[dim], size)
         shards = self.shards_in(flat, p)
@@ -568,7 +571,8 @@ class DataParallel(GradientSums):
     def set_main_grads(self, unit: Unit, row: Tensor | None) -> None:
         """Make `main_grad` of each shard a view of row [T]."""
         for p in unit.trainable:
-            local_part(p).main_grad = None if row is None else unit.shard_in(row, p)
+            part = local_part(p)
+            part.main_grad = None if row is None else unit.shard_in(row, p).view(part.shape)
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before. The first ones to arrive overwrite them."""
@@ -792,6 +796,9 @@ def before_backward(layer: Layer, result, function: Callable) -> bool:
                 f"{layer.name} returns a {type(leaf).__name__}, in which no tensor is found; return"
                 " a tuple or a dict, or register the type in torch.utils._pytree"
             )
+    # A change of a view in place, such as `y += x`, replaces its place in the graph, but not that
+    # of its base.
+    tensors += [y._base for y in tensors if y._is_view()]
     tensors = [y for y in tensors if y.requires_grad]
     if tensors and torch.is_grad_enabled():
         register_multi_grad_hook(tensors, function, mode="any")
