@@ -24,11 +24,13 @@ collects the ranks' rows to [N, T] on every rank. An all-reduce is a reduce-scat
 all-gather. Stages 0 and 1 add up the gradients of m micro-batches before they send them. Stages 2
 and 3 keep only a row of the sum.
 
-A unit is one layer's parameters, flattened to N rows of T numbers; row r is rank r's shard. In
-stage 0 a unit is one row. One collective moves one unit (in PyTorch's DDP: a bucket). The embedding
-and the head are layers too.
-A layer has more than one unit where some of its parameters are experts, are frozen, or are read at
-other times.
+Any model will do. The caller names the modules that are layers (`units=Block`); by default they are
+the model's children. What is in none of them belongs to the root, the model itself. A unit is the
+parameters of a layer, flattened to N rows of T numbers; row r is rank r's shard. One collective
+moves one unit. A layer has several units where parameters differ: experts, frozen ones, lookup
+tables, types.
+
+    gradients = fsdp.apply(model, group, stage=3, units=Block)
 
 The training loop calls these methods, and the optimizer between two of them. Indented lines run by
 themselves, in autograd and in the layers:
@@ -41,8 +43,8 @@ themselves, in autograd and in the layers:
     reduce_gradients()         wait until `main_grad` of each shard is the sum over the ranks
     (optimizer step)           updates `parameter.shard` from `main_grad`; in stage 0 the parameter
     renew_parameters()         stages 1 and 2: start to get the shards that other ranks have
-                               updated; each layer of the next forward waits for its own, while
-                               the next ones come; stage 3: drop whole parameters, old now
+                               updated; each layer of the next forward waits for its own; stage 3:
+                               drop whole parameters, old now
     wait_for_parameters()      stages 1 and 2: before anything but a forward reads them
 
     a unit's tensors       stages 0, 1            stage 2                 stage 3
@@ -50,28 +52,29 @@ themselves, in autograd and in the layers:
     local_grads [N, T]     all through the step   until reduced           until reduced
     main_grad is in        a row of local_grads   summed_grads [T]        summed_grads [T]
 
-Communication overlaps computation. In stage 3 a unit is gathered while the layer before it runs;
-backward does the same from the last layer to the first:
+Communication overlaps computation. In stage 3 a unit is gathered while the layer before it runs, in
+the order that the last step showed; backward does the same from the last layer to the first. So
+two layers are whole at a time, and the root; the table leaves these out.
 
     compute                         | block 0 | block 1 | block 2 |
     all-gather of the unit of    0  |    1    |    2    |   ..
 
-So whole parameters of two layers exist at a time, and in stages 2 and 3 gradients of two; the table
-leaves these out. A tied matrix is gathered for the embedding, and again for the head. Gradients are
-summed, never averaged: train.py starts each backward with 1 / count, where count is the number of
-tokens that count in the global batch.
+A rank may skip a layer that another rank runs (`may_skip`): it adds zeros. A parameter that nobody
+has used has gradient 0. Gradients are summed, never averaged: train.py starts each backward with
+1 / count, where count is the number of tokens that count in the global batch.
 
-Not covered: torch.distributed.fsdp can also keep a unit whole between forward and backward, shard
-inside a node and replicate across nodes, and offload to the CPU; its newer `fully_shard` keeps each
-parameter as a DTensor of its own.
+With hybrid sharding the N ranks are a part of all, a node for example. Other nodes hold the same
+shards: once a step, a row of gradients is also summed over these (`replicate_group`).
+
+Not covered: units that stay whole between forward and backward, and offload to the CPU, as in
+torch.distributed.fsdp; `fully_shard` keeps each parameter as a DTensor of its own.
 """
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -90,96 +93,11 @@ from optimizer import (
     add_product,
     sum_uses_apart,
 )
-from sharding import Shard, local_part, set_sharding, sharding_of
-
-# === units: the parameters of a layer, as one tensor ==============================================
-#
-# A collective for each parameter would send many small messages. So the parameters of a layer are
-# flattened to one tensor [N, T] (FlatParameter of PyTorch FSDP, arXiv 2304.11277, section 3.2.1).
-# Row r holds rank r's shard of each parameter, one after the other. A parameter that N does not
-# divide is padded at its end. For N = 2, weight [5, 2] and bias [2], both sharded along dimension
-# 0, T is 7:
-#
-#     row 0    w00 w01 w10 w11 w20 w21  b0        weight[0:3], bias[0:1]
-#     row 1    w30 w31 w40 w41  -   -   b1        weight[3:5] and a row of padding, bias[1:2]
-#
-# Gradients have the same order: row r of their sum has the gradients of rank r's shards.
-# `DataParallel`, below, decides when the rows are sent.
+from sharding import FlatParameters, Layer, Shard, layers_of, local_part, set_sharding, sharding_of
 
 # PyTorch has these names from version 2.13 on.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-# --- where each element lies ----------------------------------------------------------------------
-
-
-def shard_dim(shape: Sequence[int], n: int) -> int:
-    """The dimension along which a parameter is sharded over n ranks: the first one of size n or
-    more, else the largest."""
-    for dim, size in enumerate(shape):
-        if size >= n:
-            return dim
-    return max(range(len(shape)), key=lambda dim: shape[dim])
-
-
-class Slot(NamedTuple):
-    """Where the shard of one parameter lies in every row."""
-
-    offset: int  # position of the shard's first element
-    dim: int  # dimension along which the parameter is sharded
-    shape: torch.Size  # of a shard, padding included
-
-
-class FlatParameters:
-    """Parameters, flattened to [N, T] as in the picture above."""
-
-    def __init__(self, parameters: list[nn.Parameter], n: int):
-        """n: N, the number of ranks that share them."""
-        self.parameters = parameters
-        self.N = n
-        self.T = 0
-        self.padding = False
-        self.slots: dict[nn.Parameter, Slot] = {}
-        for p in parameters:
-            # A scalar has no dimension.
-            whole = list(p.shape) or [1]
-            dim = shard_dim(whole, n)
-            shape = list(whole)
-            # The size is rounded up, so that all shards have equal shapes.
-            shape[dim] = -(-whole[dim] // n)
-            self.slots[p] = Slot(self.T, dim, torch.Size(shape))
-            self.T += math.prod(shape)
-            self.padding |= n * shape[dim] > whole[dim]
-
-    def shard_in(self, row: Tensor, p: nn.Parameter) -> Tensor:
-        """A view of the shard of p, with padding, in row [T]."""
-        offset, _, shape = self.slots[p]
-        return row[offset : offset + shape.numel()].view(shape)
-
-    def shards_in(self, flat: Tensor, p: nn.Parameter) -> Tensor:
-        """A view of the shards of p of all ranks in flat [N, T]: [N, *shape of a shard]."""
-        offset, _, shape = self.slots[p]
-        return flat[:, offset : offset + shape.numel()].unflatten(1, shape)
-
-    def views(self, flat: Tensor, p: nn.Parameter, whole: Tensor) -> Iterator[tuple]:
-        """Pairs (view of flat [N, T], view of whole) of the same elements of p.
-
-        whole has the shape of p: p itself, or its gradient. Copying inside the pairs moves p into
-        flat, or out of it. The first pair has all shards that are full; the second one, if there is
-        one, has what stands before the padding in the next shard. In the example above: the
-        weight's first three rows, then its last two.
-        """
-        _, dim, shape = self.slots[p]
-        whole = whole.unsqueeze(0) if whole.dim() == 0 else whole
-        size = shape[dim]
-        full, rest = divmod(whole.shape[dim], size)
-        shards = self.shards_in(flat, p)
-        in_whole = whole.narrow(dim, 0, full * size).unflatten(dim, (full, size))
-        # Both views are [full, *shape of a shard].
-        yield shards[:full], in_whole.movedim(dim, 0)
-        if rest:
-            yield shards[full].narrow(dim, 0, rest), whole.narrow(dim, full * size, rest)
-
 
 # --- a unit ---------------------------------------------------------------------------------------
 
@@ -199,44 +117,41 @@ class Unit(FlatParameters):
         name: str = "",
     ):
         """parameters: of one type; either all of them learn or all are frozen. group: the ranks
-        that shard them. replicate_group: the ranks of other groups that hold the same shards.
-        name: of the layer, for errors."""
+        that shard them. replicate_group: the ranks that hold the same shard. name: of the layer."""
         super().__init__(parameters, group.size() if stage else 1)
         self.name = name
         self.trainable = [p for p in parameters if p.requires_grad]
-        # Sums of gradients may have a communicator of their own (`apply`).
+        # Sums of gradients may have a communicator of their own (`may_skip`).
         self.group = self.sum_group = group
         self.replicate_group = replicate_group
         self.rank = group.rank() if stage else 0
         self.is_sharded = stage > 0
         self.sum_dtype = accumulation_dtype(parameters[0].dtype)
+        # The layers that read it: several for a shared weight.
+        self.readers: list[Layer] = []
+        # Whether one of them has run since the last update.
+        self.has_run = False
 
         # Parameters whose gradients have not come: in stages 0 and 1 those of the last backward, in
         # 2 and 3 those of the backward that runs.
         self.missing = set(self.trainable)
         # The parameters whose gradients are in `local_grads`.
         self.arrived: set[nn.Parameter] = set()
+        # Whether this backward has sent the gradients.
+        self.is_sent = False
         # [N, T], the sum over this rank's samples. In stages 0 and 1, after `reduce`, this rank's
         # row is the sum over all ranks, and nothing reads the other rows.
         self.local_grads: Tensor | None = None
         # Stages 2 and 3: [T], this rank's row of the sum over ranks and micro-batches.
         self.summed_grads: Tensor | None = None
-        # While gradients are being summed: (this rank's row of the sum [T], work). `work` is the
-        # handle of a running collective.
+        # A running sum of gradients: (this rank's row [T], the collective's handle).
         self.reducing: tuple | None = None
-        # While parameters are being gathered: (flat [N, T], work).
+        # Parameters that are being gathered: (flat [N, T], the collective's handle).
         self.gathering: tuple | None = None
-        # The layers that read it: more than one for a shared weight.
-        self.readers: list[Layer] = []
-        # Whether one of them has run since the last update.
-        self.has_run = False
-        # Whether this backward has sent its gradients.
-        self.is_sent = False
-
         # Stage 3: [T], this rank's shards of the parameters.
         self.row: Tensor | None = None
-        # Stage 3: the storage of the whole parameters, empty except from `make_room` to `free`. Each
-        # parameter has a view of it, `p.whole`.
+        # Stage 3: the storage of the whole parameters, empty except from `make_room` to `free`.
+        # Each parameter has a view of it, `p.whole`.
         self.whole: Tensor | None = None
 
     def start_all_gather(self, flat: Tensor, row: Tensor) -> None:
@@ -269,8 +184,7 @@ class Unit(FlatParameters):
     def drop_all_gather(self) -> None:
         """Forget rows that nobody has used."""
         if self.gathering:
-            _, work = self.gathering
-            work.wait()
+            self.gathering[1].wait()
             self.gathering = None
 
     @property
@@ -287,8 +201,7 @@ class Unit(FlatParameters):
     def free(self) -> None:
         """Stage 3: free the whole parameters. They keep their shapes. Who reads one now gets NaN,
         from a storage of one number."""
-        nothing = math.nan if self.row.is_floating_point() else 0
-        placeholder = self.row.new_full((), nothing)
+        placeholder = self.row.new_full((), math.nan if self.row.is_floating_point() else 0)
         for p in self.parameters:
             p.data = placeholder.expand(p.shape)
         self.whole.untyped_storage().resize_(0)
@@ -339,104 +252,29 @@ def set_shard(unit: Unit, p: nn.Parameter, part: Tensor) -> None:
     set_sharding(p.shard, replace(record, placements=placements))
 
 
-# --- the layers of a model ------------------------------------------------------------------------
+# --- the units of a model -------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class Layer:
-    """A module that is gathered as a whole. The model itself, the root, is one too: it has the
-    parameters that are in no other layer."""
-
-    name: str
-    module: nn.Module
-    # {name of a parameter that it reads: whether it only looks up rows of it}
-    reads: dict[str, bool] = field(default_factory=dict)
-    # The units that its forward reads. A shared weight is in a unit of one of its layers.
-    units: list[Unit] = field(default_factory=list)
-    # Those that its backward reads.
-    backward_units: list[Unit] = field(default_factory=list)
-
-
-def has_forward(module: nn.Module) -> bool:
-    """False for modules that only contain others, as ModuleList and ModuleDict do."""
-    return type(module).forward is not nn.Module.forward
-
-
-def named_layers(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
-    """The layers where the caller names none, {name: module}: each child of the model, and in the
-    place of a child without a forward its children."""
-    layers = {}
-    for name, child in model.named_children():
-        if has_forward(child):
-            layers[prefix + name] = child
-        else:
-            layers |= named_layers(child, f"{prefix}{name}.")
-    return layers
-
-
-def is_layer(units, model: nn.Module) -> Callable[[str, nn.Module], bool]:
-    """The question whether a module of the model is a layer. units: as in `apply`."""
-    if units is None:
-        children = set(named_layers(model).values())
-        return lambda name, module: module in children
-    if isinstance(units, (type, tuple)):
-        return lambda name, module: isinstance(module, units)
-    return units
-
-
-def layers_of(model: nn.Module, units=None) -> list[Layer]:
-    """The root, then the other layers in the order of registration. Raises ValueError if units
-    names no module, or one without a forward."""
-    names = {p: name for name, p in model.named_parameters()}
-    chosen = is_layer(units, model)
-    layers = {model: Layer("the model", model)}
-
-    def visit(name: str, module: nn.Module, layer: Layer) -> None:
-        if name and chosen(name, module):
-            if not has_forward(module):
-                rule = f"{name} is a {type(module).__name__}, which has no forward"
-                raise ValueError(f"units: {rule}; name the modules in it")
-            layer = layers.setdefault(module, Layer(name, module))
-        is_lookup = getattr(module, "is_lookup", isinstance(module, nn.Embedding))
-        for p in module.parameters(recurse=False):
-            layer.reads[names[p]] = is_lookup and layer.reads.get(names[p], True)
-        for child_name, child in module.named_children():
-            visit(f"{name}.{child_name}" if name else child_name, child, layer)
-
-    visit("", model, layers[model])
-    if units is not None and len(layers) == 1:
-        raise ValueError(f"units {units}: no module of the {type(model).__name__} is one")
-    return list(layers.values())
-
-
-class Replicas(NamedTuple):
-    """The groups of ranks that hold the same parameters; as in `apply`."""
-
-    group: dist.ProcessGroup
-    replicate_group: dist.ProcessGroup | None = None
-    expert_group: dist.ProcessGroup | None = None
-    expert_replicate_group: dist.ProcessGroup | None = None
-
-
-def add_units(model: nn.Module, layers: list[Layer], stage: int, replicas: Replicas, init) -> None:
-    """Shard the parameters, layer by layer, and tell each layer its units. init: as in `apply`."""
+def add_units(model: nn.Module, layers: list[Layer], stage: int, init, groups_of) -> None:
+    """Shard the parameters, layer by layer, and tell each layer its units. init: as in `apply`.
+    groups_of(p): whether it is an expert, the ranks that shard it, those that hold its shard."""
     unit_of = {}
     for layer in layers:
         # A shared parameter is in a unit of the first layer that reads it.
         names = [name for name in layer.reads if name not in unit_of]
         if names and init:
             init(names)
-        subsets = defaultdict(list)
+        alike = {}
         for name in names:
             p = model.get_parameter(name)
-            is_expert = is_sharded_over(p, replicas.group)
+            is_expert, *groups = groups_of(p)
             key = p.requires_grad, is_expert, layer.reads[name], p.dim() > 0, str(p.dtype)
-            subsets[key].append(name)
+            alike.setdefault(key, ([], groups))[0].append(name)
         # Sorting gives the same order on every rank.
-        for _, subset in sorted(subsets.items(), reverse=True):
-            parameters = [model.get_parameter(name) for name in subset]
-            unit = make_unit(parameters, layer.name, stage, replicas)
-            unit_of |= dict.fromkeys(subset, unit)
+        for key in sorted(alike, reverse=True):
+            names, groups = alike[key]
+            parameters = [model.get_parameter(name) for name in names]
+            unit_of |= dict.fromkeys(names, make_unit(parameters, stage, *groups, layer.name))
     for layer in layers:
         layer.units = [u for u in dict.fromkeys(unit_of[name] for name in layer.reads) if u]
         for unit in layer.units:
@@ -449,18 +287,10 @@ def add_units(model: nn.Module, layers: list[Layer], stage: int, replicas: Repli
         layer.backward_units = needed
 
 
-def make_unit(parameters: list, name: str, stage: int, replicas: Replicas) -> Unit | None:
-    """A unit of parameters that are alike, sharded. Experts have fewer replicas. Frozen parameters
-    have no gradients, and are in units only in stage 3. A scalar is not sharded."""
+def make_unit(parameters: list, stage: int, group, replicate_group, name: str) -> Unit | None:
+    """A unit of parameters that are alike, sharded. Frozen parameters have no gradients, and are in
+    units only in stage 3. A scalar is not sharded."""
     p = parameters[0]
-    group, replicate_group = replicas.group, replicas.replicate_group
-    if is_sharded_over(p, group):
-        group, replicate_group = replicas.expert_group, replicas.expert_replicate_group
-        if group is None:
-            raise ValueError(
-                "ranks of the group hold different experts: give expert_group, the ranks that hold "
-                "the same ones"
-            )
     if not p.requires_grad and (stage < 3 or p.dim() == 0):
         return None
     unit = Unit(parameters, group, stage if p.dim() else 0, replicate_group, name)
@@ -489,24 +319,15 @@ def bytes_per_parameter(
     stage: int, n: int, weight: int = 2, gradient: int = 4, state: int = 12
 ) -> tuple[float, float, float]:
     """(parameters, gradients, optimizer state) of one of n ranks, in bytes for each parameter of
-    the model (ZeRO, sections 5.1 to 5.3 with Ψ = 1, N_d = n).
-
-    The defaults are mixed precision as in this project; in the paper a gradient has 2 bytes.
-    """
-    if stage >= 3:
-        weight /= n
-    if stage >= 2:
-        gradient /= n
-    if stage >= 1:
-        state /= n
-    return weight, gradient, state
+    the model (ZeRO, sections 5.1 to 5.3 with Ψ = 1, N_d = n). The defaults are mixed precision as
+    in this project; in the paper a gradient has 2 bytes."""
+    first_stage_that_shards = (3, weight), (2, gradient), (1, state)
+    return tuple(size / n if stage >= first else size for first, size in first_stage_that_shards)
 
 
 def elements_sent(stage: int, m: int) -> int:
-    """Elements that a rank sends in a step of m micro-batches, in units of Ψ (N - 1) / N.
-
-    With ring collectives: an all-reduce counts 2 (ZeRO, section 7, has m = 1).
-    """
+    """Elements that a rank sends in a step of m micro-batches, in units of Ψ (N - 1) / N. With ring
+    collectives: an all-reduce counts 2 (ZeRO, section 7, has m = 1)."""
     return (2, 2, m + 1, 3 * m)[stage]
 
 
@@ -525,31 +346,24 @@ class DataParallel(GradientSums):
     """
 
     def __init__(
-        self,
-        layers: list[Layer],
-        stage: int,
-        scaler: LossScaler | None = None,
-        reduce_dtype: torch.dtype | None = None,
-        may_skip: bool = False,
+        self, layers: list[Layer], stage: int, scaler=None, reduce_dtype=None, may_skip=False
     ):
         """layers: the root first. scaler: in fp16 each backward starts with its scale, so gradients
         are divided by it. reduce_dtype, may_skip: as in `apply`."""
         self.root = layers[0]
         self.units = list(dict.fromkeys(unit for layer in layers for unit in layer.units))
         super().__init__([p for unit in self.units for p in unit.trainable], scaler)
-        self.stage = stage
-        self.may_skip = may_skip
+        self.stage, self.reduce_dtype, self.may_skip = stage, reduce_dtype, may_skip
         self.shards_gradients = stage >= 2
-        # Whether all ranks reduce the units in one order, which does not depend on what they use.
+        # Whether all ranks reduce all units in one order, whatever they use.
         self.in_order = may_skip or not self.shards_gradients
         self.unit_of = {p: unit for unit in self.units for p in unit.parameters}
-        self.reduce_dtype = reduce_dtype
         # The units that are being reduced.
         self.reductions: list[Unit] = []
-        # If all reduce in one order: the units that this backward has not reduced yet.
-        self.unreduced: list[Unit] = []
-        # Whether a backward runs in which units are reduced (`begin_backward`).
+        # Whether a backward runs that reduces in order, or one of stage 3.
         self.in_backward = False
+        # The units that it has not reduced yet.
+        self.unreduced: list[Unit] = []
         # Stages 1 and 2: the units whose updated parameters have not come yet, in order.
         self.coming: list[Unit] = []
         for layer in layers if stage > 0 else []:
@@ -571,8 +385,10 @@ class DataParallel(GradientSums):
     def set_main_grads(self, unit: Unit, row: Tensor | None) -> None:
         """Make `main_grad` of each shard a view of row [T]."""
         for p in unit.trainable:
-            part = local_part(p)
-            part.main_grad = None if row is None else unit.shard_in(row, p).view(part.shape)
+            local_part(p).main_grad = None
+            if row is not None:
+                part = unit.shard_in(row, p)
+                local_part(p).main_grad = part if p.dim() else part[0]
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before. The first ones to arrive overwrite them."""
@@ -589,7 +405,8 @@ class DataParallel(GradientSums):
             self.begin_backward()
 
     def begin_backward(self) -> None:
-        """Begin a backward in which units are reduced. In stages 2 and 3 autograd ends it."""
+        """Stages 0 and 1: the step's last backward begins. Stages 2 and 3: one begins, and autograd
+        will say when it ends."""
         self.in_backward = True
         if self.shards_gradients:
             Variable._execution_engine.queue_callback(self.end_backward)
@@ -625,8 +442,7 @@ class DataParallel(GradientSums):
         self.note_arrival(p)
 
     def check_use(self, unit: Unit) -> None:
-        """Raises RuntimeError where a gradient shows that a parameter was used in a way that the
-        hooks did not see."""
+        """Raises RuntimeError where a gradient shows a use of a parameter that no hook has seen."""
         if unit.is_sharded and not unit.has_run:
             raise RuntimeError(
                 f"{unit.name}: a parameter was read outside the forward of {unit.name}; let `units`"
@@ -653,34 +469,29 @@ class DataParallel(GradientSums):
         # may receive the gradient of the next micro-batch first: it is added, and the unit still
         # waits for its weights.
         unit.missing.discard(p)
-        if not unit.missing:
-            self.complete(unit)
-
-    def complete(self, unit: Unit) -> None:
-        """Called when a backward has computed all gradients of a unit."""
         if self.in_order:
             self.reduce_in_order()
-        else:
+        elif not unit.missing:
             self.reduce(unit)
 
     def reduce_in_order(self, everything: bool = False) -> None:
-        """Reduce the units that are complete, or everything.
+        """Reduce the units that are complete, or everything, from the last layer to the first.
 
-        From the last layer to the first, as backward completes them. All ranks must reduce in one
-        order. So a unit that is not complete, because this rank did not use it, delays all layers
-        nearer to the input until the backward ends. Then it sends zeros.
+        All ranks must reduce in one order. So a unit that is not complete, because this rank did
+        not use it, delays all layers nearer to the input until the backward ends. Then it sends
+        zeros.
         """
         while self.unreduced and (everything or not self.unreduced[0].missing):
             self.reduce(self.unreduced.pop(0))
 
     @torch.no_grad()
     def reduce(self, unit: Unit) -> None:
-        """Start to sum a unit's gradients over the ranks."""
+        """Start to sum a unit's gradients over the ranks that shard it."""
         if self.shards_gradients:
             # This bounds memory: one unit of gradients is filled, and at most one more is being
             # sent.
             self.finish_reductions()
-        # Ranks may have used other layers, but all gather everything before the first sum.
+        # All ranks gather everything before the first sum, also what they have not used.
         self.wait_for_parameters()
         if unit.local_grads is None:
             unit.local_grads = self.new_grads(unit)
@@ -688,19 +499,14 @@ class DataParallel(GradientSums):
             # A parameter not used since the last reduction has an old gradient, or none.
             if p not in unit.arrived:
                 unit.shards_in(unit.local_grads, p).zero_()
-        unit.missing = set(unit.trainable)
-        unit.arrived = set()
-        unit.is_sent = True
-        alone = unit.group.size() == 1 and not unit.replicate_group
-        dtype = unit.sum_dtype if alone else self.reduce_dtype or unit.sum_dtype
+        unit.missing, unit.arrived, unit.is_sent = set(unit.trainable), set(), True
         # `to` copies only where the type differs.
-        flat = unit.local_grads.to(dtype)  # [N, T]
+        flat = unit.local_grads.to(self.sent_dtype(unit, unit.group))  # [N, T]
         # In stage 1 the sum goes to this rank's own row of the input.
         row = flat[unit.rank]  # [T]
         if self.shards_gradients:
             unit.local_grads = None
-            if unit.is_sharded:
-                row = torch.empty_like(row)
+            row = torch.empty_like(row) if unit.is_sharded else row
         if unit.is_sharded:
             work = reduce_scatter(row, flat.view(-1), group=unit.sum_group, async_op=True)
         else:
@@ -708,19 +514,15 @@ class DataParallel(GradientSums):
         unit.reducing = row, work
         self.reductions.append(unit)
 
+    def sent_dtype(self, unit: Unit, group: dist.ProcessGroup) -> torch.dtype:
+        return (self.reduce_dtype if group.size() > 1 else None) or unit.sum_dtype
+
     @torch.no_grad()
     def finish_reductions(self) -> None:
         """Wait for the running reductions, and leave their sums in `main_grad`."""
         for unit in self.reductions:
             row, work = unit.reducing
             work.wait()
-            if unit.replicate_group:
-                work = dist.all_reduce(row, group=unit.replicate_group, async_op=True)
-                unit.reducing = row, work
-        for unit in self.reductions:
-            row, work = unit.reducing
-            if unit.replicate_group:
-                work.wait()
             if not self.shards_gradients:
                 # A sum of another type is not in `local_grads` yet.
                 if row.dtype != unit.sum_dtype:
@@ -734,27 +536,42 @@ class DataParallel(GradientSums):
         self.reductions.clear()
 
     def reduce_gradients(self) -> None:
-        """After the step's last backward: wait until each `main_grad` is the sum over the group."""
+        """After the step's last backward: wait until each `main_grad` is the sum over all ranks."""
         if not self.shards_gradients and not self.in_backward:
             # Under zb-h1 nobody can say which backward is the last.
             self.begin_backward()
         self.end_backward()
-        if not self.in_order:
-            for unit in reversed(self.units):
-                # A backward has computed some of this unit's gradients, but not all.
-                if unit.arrived:
-                    self.reduce(unit)
+        for unit in reversed(self.units) if not self.in_order else []:
+            # A backward has computed some of this unit's gradients, but not all.
+            if unit.arrived:
+                self.reduce(unit)
         self.finish_reductions()
+        self.sum_over_shard_groups()
+
+    @torch.no_grad()
+    def sum_over_shard_groups(self) -> None:
+        """Hybrid sharding: add the rows of the ranks that hold the same shards. Once a step: for
+        each micro-batch it would send as much between nodes as hybrid sharding saves there."""
+        started = []
+        for unit in self.units:
+            row = unit.summed_grads if self.shards_gradients else unit.local_grads[unit.rank]
+            if unit.replicate_group and row is not None:
+                sent = row.to(self.sent_dtype(unit, unit.replicate_group))
+                work = dist.all_reduce(sent, group=unit.replicate_group, async_op=True)
+                started.append((row, sent, work))
+        for row, sent, work in started:
+            work.wait()
+            if sent is not row:
+                row.copy_(sent)
 
     def renew_parameters(self) -> None:
         """After the optimizer's step: start to get the shards that other ranks have updated."""
-        if self.stage == 0:
-            return
         for unit in self.units:
             unit.has_run = False
             unit.drop_all_gather()
-        self.coming = [unit for unit in self.units if unit.is_sharded]
-        self.start_gathers()
+        if self.stage > 0:
+            self.coming = [unit for unit in self.units if unit.is_sharded]
+            self.start_gathers()
 
     def start_gathers(self) -> None:
         """Start all-gathers, at most two at a time: each needs a buffer of a whole unit."""
@@ -772,38 +589,35 @@ class DataParallel(GradientSums):
                 self.start_gathers()
 
     def before_forward(self, layer: Layer, *_) -> None:
-        """A hook, in stages 1 to 3. *_: what a module passes to its hook."""
+        """A hook of stages 1 to 3. *_: the arguments that a module passes to its hook."""
         for unit in layer.units:
             unit.has_run = True
         self.wait_for_parameters(layer.units)
 
     def after_forward(self, layer: Layer, module: nn.Module, args, result) -> None:
-        """A hook. In stage 2 it is needed where ranks may skip units: then the whole model's
-        backward is the time in which all reduce them."""
+        """A hook. In stage 2, if a rank may skip layers, all reduce in the backward of the root."""
         if self.may_skip and self.stage == 2 and layer is self.root:
             before_backward(layer, result, lambda grad: self.begin_backward())
 
 
 def before_backward(layer: Layer, result, function: Callable) -> bool:
     """Call function(grad) when the first gradient of a layer's result has come. Returns whether one
-    will. result: a tree of tuples, dicts, .. Raises TypeError if it may have tensors that torch's
-    trees do not show."""
+    will. result: a tree of tuples, dicts, .. Raises TypeError if no tensor is seen in it."""
     leaves = tree_leaves(result)
     tensors = [y for y in leaves if isinstance(y, Tensor)]
-    for leaf in leaves:
-        if not tensors and not isinstance(leaf, (int, float, str, type(None))):
-            raise TypeError(
-                f"{layer.name} returns a {type(leaf).__name__}, in which no tensor is found; return"
-                " a tuple or a dict, or register the type in torch.utils._pytree"
-            )
-    # A change of a view in place, such as `y += x`, replaces its place in the graph, but not that
-    # of its base.
+    unknown = [y for y in leaves if not isinstance(y, (Tensor, int, float, str, type(None)))]
+    if unknown and not tensors:
+        raise TypeError(
+            f"{layer.name} returns a {type(unknown[0]).__name__}, in which no tensor is seen;"
+            " return a tuple or a dict, or register the type in torch.utils._pytree"
+        )
+    # A view that is changed in place, by `y += x`, gets another place in the graph. Its base keeps
+    # its own.
     tensors += [y._base for y in tensors if y._is_view()]
     tensors = [y for y in tensors if y.requires_grad]
     if tensors and torch.is_grad_enabled():
         register_multi_grad_hook(tensors, function, mode="any")
-        return True
-    return False
+    return bool(tensors) and torch.is_grad_enabled()
 
 
 # --- stage 3: parameters are gathered for each use ------------------------------------------------
@@ -841,82 +655,17 @@ class FullySharded(DataParallel):
         self.expected: list[Layer] = []
         # The units that are whole.
         self.held: dict[Unit, None] = {}
-        # If a rank may skip layers: the units that this pass has begun to gather, the number of
-        # uses of each since the last backward, {unit: whether it comes again in a pass}.
+        # If a rank may skip layers: the units whose gathers this pass has started; the uses of each
+        # unit since the last backward; {unit: whether it comes again in a pass}.
         self.started: set[Unit] = set()
         self.uses: Counter[Unit] = Counter()
         self.comes_again: dict[Unit, bool] = {}
-        # The layers in the order in which all ranks gather them: that of the first forward.
-        self.layers = layers
-        self.group = group
-        self.has_agreed = False
+        self.layers, self.group, self.has_agreed = layers, group, False
         if self.may_skip:
             self.set_order(layers)
             self.give_sums_an_order_of_their_own()
 
-    # --- a pass
-
-    def end_pass(self) -> None:
-        """Gather what this rank has passed over, as the others do, and forget it."""
-        for layer in self.expected if self.may_skip else []:
-            self.start_gathers_of(layer)
-        for unit in self.units:
-            unit.drop_all_gather()
-        if self.used and not self.may_skip:
-            self.orders[self.in_backward] = self.used
-        elif self.may_skip and not self.has_agreed and not self.in_backward:
-            self.agree_on_an_order()
-        for unit, n in self.uses.items():
-            self.comes_again[unit] = n > 1 or self.comes_again.get(unit, False)
-        self.used, self.expected = [], []
-        self.started.clear()
-
-    def give_sums_an_order_of_their_own(self) -> None:
-        """A rank may begin to sum a unit before another has gathered the next one. One communicator
-        needs one order, so gathers and sums have two."""
-        for unit in self.units:
-            if unit.group not in GROUPS_FOR_SUMS:
-                ranks = dist.get_process_group_ranks(unit.group)
-                is_part = len(ranks) < dist.get_world_size()
-                sums = dist.new_group(ranks, use_local_synchronization=is_part)
-                GROUPS_FOR_SUMS[unit.group] = sums
-            unit.sum_group = GROUPS_FOR_SUMS[unit.group]
-
-    def set_order(self, layers: list[Layer]) -> None:
-        # The root is whole when backward begins.
-        self.orders = {False: layers, True: [x for x in reversed(layers) if x is not self.root]}
-
-    def agree_on_an_order(self) -> None:
-        """After the first forward, in the order of registration: merge the orders in which the
-        ranks have used the layers. This is the only time that a rank waits for what others use."""
-        own = [self.layers.index(layer) for layer in self.used]
-        orders = [None] * self.group.size()
-        dist.all_gather_object(orders, own, group=self.group)
-        merged = []
-        for order in orders:
-            at = len(merged)
-            for i in reversed(order):
-                if i not in merged:
-                    merged.insert(at, i)
-                at = merged.index(i)
-        unused = [i for i in range(len(self.layers)) if i not in merged]
-        self.set_order([self.layers[i] for i in merged + unused])
-        self.has_agreed = True
-
-    def begin_backward(self) -> None:
-        super().begin_backward()
-        self.running = []
-        if self.may_skip:
-            self.keep_only(self.root.units)
-            self.expected = list(self.orders[True])
-
-    def end_backward(self) -> None:
-        self.end_pass()
-        self.uses.clear()
-        self.keep_only([])
-        super().end_backward()
-
-    # --- hooks
+    # --- what happens when
 
     def before_forward(self, layer: Layer, *_) -> None:
         super().before_forward(layer)
@@ -953,11 +702,18 @@ class FullySharded(DataParallel):
         is_tied = len(unit.readers) > 1 and unit.readers[-1] is layer
         return recorded and is_tied and unit in layer.backward_units
 
+    def begin_backward(self) -> None:
+        super().begin_backward()
+        self.running = []
+        if self.may_skip:
+            self.keep_only(self.root.units)
+            self.expected = list(self.orders[True])
+
     def before_backward(self, layer: Layer, callers: list[Layer], grad: Tensor) -> None:
-        """The backward of all layers that ran later is over. If a layer returns the result of one
-        that it has called, both begin now."""
+        """The backward of a layer begins. That of all layers that ran later is over."""
         if not self.in_backward:
             self.begin_backward()
+        # If a layer returns the result of one that it has called, the backward of both begins now.
         if layer not in self.running:
             self.running = [layer, *callers]
         kept = [unit for unit in self.held if self.may_skip and self.comes_again.get(unit, True)]
@@ -965,6 +721,35 @@ class FullySharded(DataParallel):
             kept += needed.backward_units
         self.keep_only(kept)
         self.gather(layer, layer.backward_units)
+
+    def end_backward(self) -> None:
+        self.end_pass()
+        self.uses.clear()
+        self.keep_only([])
+        super().end_backward()
+
+    def end_pass(self) -> None:
+        """Gather what this rank has passed over, as the others do, and forget it."""
+        for layer in self.expected if self.may_skip else []:
+            self.start_gathers_of(layer)
+        for unit in self.units:
+            unit.drop_all_gather()
+        if self.used and not self.may_skip:
+            self.orders[self.in_backward] = self.used
+        elif self.may_skip and not self.has_agreed:
+            self.agree_on_an_order()
+        for unit, n in self.uses.items():
+            self.comes_again[unit] = n > 1 or self.comes_again.get(unit, False)
+        self.used, self.expected = [], []
+        self.started.clear()
+
+    def renew_parameters(self) -> None:
+        """After the optimizer's step: free the old parameters that a forward without a backward has
+        left. The next forward gathers the new ones."""
+        for unit in self.units:
+            unit.has_run = False
+        self.uses.clear()
+        self.keep_only([])
 
     # --- gather and free
 
@@ -999,12 +784,11 @@ class FullySharded(DataParallel):
             self.start_gather(unit)
 
     def start_gather(self, unit: Unit) -> None:
-        """Start to gather a unit, unless it is whole or being gathered already."""
-        if unit.is_sharded and not unit.gathering and not unit.is_whole:
-            if unit not in self.started:
-                unit.start_all_gather(unit.row.new_empty(unit.N, unit.T), unit.row)
-            if self.may_skip:
-                self.started.add(unit)
+        """Start to gather a unit, unless it is whole, or being gathered, or was in this pass."""
+        is_there = unit.gathering or unit.is_whole or not unit.is_sharded
+        if not is_there and not (self.may_skip and unit in self.started):
+            unit.start_all_gather(unit.row.new_empty(unit.N, unit.T), unit.row)
+            self.started.add(unit)
 
     def free(self, unit: Unit) -> None:
         if unit.is_sharded:
@@ -1016,14 +800,39 @@ class FullySharded(DataParallel):
             if unit not in units:
                 self.free(unit)
 
-    def renew_parameters(self) -> None:
-        """After the optimizer's step: free the old parameters that a forward without a backward has
-        left. The next forward gathers the new ones."""
+    # --- one order for all ranks, if one of them may skip layers
+
+    def set_order(self, layers: list[Layer]) -> None:
+        # The root is whole when backward begins.
+        self.orders = {False: layers, True: [x for x in reversed(layers) if x is not self.root]}
+
+    def agree_on_an_order(self) -> None:
+        """After the first forward, in the order of registration: merge the orders in which the
+        ranks have used the layers. No later step waits for what the others say."""
+        own = [self.layers.index(layer) for layer in self.used]
+        orders = [None] * self.group.size()
+        dist.all_gather_object(orders, own, group=self.group)
+        merged = []
+        for order in orders:
+            at = len(merged)
+            for i in reversed(order):
+                if i not in merged:
+                    merged.insert(at, i)
+                at = merged.index(i)
+        unused = [i for i in range(len(self.layers)) if i not in merged]
+        self.set_order([self.layers[i] for i in merged + unused])
+        self.has_agreed = True
+
+    def give_sums_an_order_of_their_own(self) -> None:
+        """A rank may begin to sum a unit before another has gathered the next one. One communicator
+        needs one order, so gathers and sums have two."""
         for unit in self.units:
-            unit.has_run = False
-            unit.drop_all_gather()
-        self.keep_only([])
-        self.uses.clear()
+            if unit.group not in GROUPS_FOR_SUMS:
+                ranks = dist.get_process_group_ranks(unit.group)
+                is_part = len(ranks) < dist.get_world_size()
+                sums = dist.new_group(ranks, use_local_synchronization=is_part)
+                GROUPS_FOR_SUMS[unit.group] = sums
+            unit.sum_group = GROUPS_FOR_SUMS[unit.group]
 
 
 # --- apply ----------------------------------------------------------------------------------------
@@ -1062,9 +871,19 @@ def apply(
     if stage not in (0, 1, 2, 3):
         rule = "must be 0 (nothing is sharded), 1 (optimizer state), 2 (and gradients) or 3 (and"
         raise FieldError("zero_stage", stage, rule + " parameters)")
+
+    def groups_of(p: nn.Parameter) -> tuple:
+        if not is_sharded_over(p, group):
+            return False, group, replicate_group
+        if expert_group is None:
+            raise ValueError(
+                "ranks of the group hold different experts: give expert_group, the ranks that hold "
+                "the same ones"
+            )
+        return True, expert_group, expert_replicate_group
+
     layers = layers_of(model, units)
-    replicas = Replicas(group, replicate_group, expert_group, expert_replicate_group)
-    add_units(model, layers, stage, replicas, init)
+    add_units(model, layers, stage, init, groups_of)
     if not any(layer.units for layer in layers):
         # This is a pipeline stage without a layer, or one without trainable parameters.
         return GradientAccumulator(model, scaler)

@@ -25,8 +25,9 @@ starts from another model.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -170,6 +171,153 @@ def gather(part: Tensor, sharding: Sharding) -> Tensor:
         dist.all_gather(parts, part, group=shard.group)
         part = torch.cat(parts, shard.dim).narrow(shard.dim, 0, size)
     return part[tuple(slice(0, n) for n in sharding.shape)]
+
+
+# --- layers: the modules whose parameters are gathered together ------------------------------------
+
+
+@dataclass(eq=False)
+class Layer:
+    """A module whose parameters are gathered together (fsdp.py). The model itself, the root, is one
+    too: it has the parameters that are in no other layer."""
+
+    name: str
+    module: nn.Module
+    # {name of a parameter that it reads: whether it only looks up rows of it}
+    reads: dict[str, bool] = field(default_factory=dict)
+    # The units that its forward reads. A shared weight is in a unit of one of its layers.
+    units: list = field(default_factory=list)
+    # Those that its backward reads.
+    backward_units: list = field(default_factory=list)
+
+
+def named_layers(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+    """The layers where the caller names none, {name: module}: each child of the model, and in the
+    place of a child without a forward (ModuleList, ModuleDict) its children."""
+    layers = {}
+    for name, child in model.named_children():
+        if has_forward(child):
+            layers[prefix + name] = child
+        else:
+            layers |= named_layers(child, f"{prefix}{name}.")
+    return layers
+
+
+def has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def layers_of(model: nn.Module, units=None) -> list[Layer]:
+    """The root, then the other layers in the order of registration. Raises ValueError if units
+    (as in fsdp.apply) names no module, or one without a forward."""
+    if isinstance(units, (type, tuple)):
+        chosen = [module for module in model.modules() if isinstance(module, units)]
+    elif units:
+        chosen = [module for name, module in model.named_modules() if units(name, module)]
+    else:
+        chosen = named_layers(model).values()
+    layers = {model: Layer("the model", model)}
+    names = {p: name for name, p in model.named_parameters()}
+
+    def visit(name: str, module: nn.Module, layer: Layer) -> None:
+        if module in chosen and module is not model:
+            if not has_forward(module):
+                rule = "has no forward; name the modules in it"
+                raise ValueError(f"units: {name}, a {type(module).__name__}, {rule}")
+            layer = layers.setdefault(module, Layer(name, module))
+        is_lookup = getattr(module, "is_lookup", isinstance(module, nn.Embedding))
+        for p in module.parameters(recurse=False):
+            layer.reads[names[p]] = is_lookup and layer.reads.get(names[p], True)
+        for child_name, child in module.named_children():
+            visit(f"{name}.{child_name}" if name else child_name, child, layer)
+
+    visit("", model, layers[model])
+    if units and len(layers) == 1:
+        raise ValueError(f"units {units}: no module of the {type(model).__name__} is one")
+    return list(layers.values())
+
+
+# --- rows: the shards of several parameters, as one tensor ----------------------------------------
+#
+# A collective for each parameter would send many small messages. So the parameters of a layer are
+# flattened to one tensor [N, T] (FlatParameter of PyTorch FSDP, arXiv 2304.11277, section 3.2.1).
+# Row r holds rank r's shard of each parameter, one after the other. A parameter that N does not
+# divide is padded at its end. For N = 2, weight [5, 2] and bias [2], both sharded along dimension
+# 0, T is 7:
+#
+#     row 0    w00 w01 w10 w11 w20 w21  b0        weight[0:3], bias[0:1]
+#     row 1    w30 w31 w40 w41  -   -   b1        weight[3:5] and a row of padding, bias[1:2]
+#
+# Gradients have the same order: row r of their sum has the gradients of rank r's shards.
+# fsdp.py decides when the rows are sent.
+
+
+def shard_dim(shape: Sequence[int], n: int) -> int:
+    """The dimension along which a parameter is sharded over n ranks: the first one of size n or
+    more, else the largest."""
+    for dim, size in enumerate(shape):
+        if size >= n:
+            return dim
+    return max(range(len(shape)), key=lambda dim: shape[dim])
+
+
+class Slot(NamedTuple):
+    """Where the shard of one parameter lies in every row."""
+
+    offset: int  # position of the shard's first element
+    dim: int  # dimension along which the parameter is sharded
+    shape: torch.Size  # of a shard, padding included
+
+
+class FlatParameters:
+    """Parameters, flattened to [N, T] as in the picture above."""
+
+    def __init__(self, parameters: list[nn.Parameter], n: int):
+        """n: N, the number of ranks that share them."""
+        self.parameters = parameters
+        self.N = n
+        self.T = 0
+        self.padding = False
+        self.slots: dict[nn.Parameter, Slot] = {}
+        for p in parameters:
+            # A scalar has no dimension.
+            whole = list(p.shape) or [1]
+            dim = shard_dim(whole, n)
+            shape = list(whole)
+            # The size is rounded up, so that all shards have equal shapes.
+            shape[dim] = -(-whole[dim] // n)
+            self.slots[p] = Slot(self.T, dim, torch.Size(shape))
+            self.T += math.prod(shape)
+            self.padding |= n * shape[dim] > whole[dim]
+
+    def shard_in(self, row: Tensor, p: nn.Parameter) -> Tensor:
+        """A view of the shard of p, with padding, in row [T]."""
+        offset, _, shape = self.slots[p]
+        return row[offset : offset + shape.numel()].view(shape)
+
+    def shards_in(self, flat: Tensor, p: nn.Parameter) -> Tensor:
+        """A view of the shards of p of all ranks in flat [N, T]: [N, *shape of a shard]."""
+        offset, _, shape = self.slots[p]
+        return flat[:, offset : offset + shape.numel()].unflatten(1, shape)
+
+    def views(self, flat: Tensor, p: nn.Parameter, whole: Tensor) -> Iterator[tuple]:
+        """Pairs (view of flat [N, T], view of whole) of the same elements of p.
+
+        whole has the shape of p: p itself, or its gradient. Copying inside the pairs moves p into
+        flat, or out of it. The first pair has all shards that are full; the second one, if there is
+        one, has what stands before the padding in the next shard. In the example above: the
+        weight's first three rows, then its last two.
+        """
+        _, dim, shape = self.slots[p]
+        whole = whole.unsqueeze(0) if whole.dim() == 0 else whole
+        size = shape[dim]
+        full, rest = divmod(whole.shape[dim], size)
+        shards = self.shards_in(flat, p)
+        in_whole = whole.narrow(dim, 0, full * size).unflatten(dim, (full, size))
+        # Both views are [full, *shape of a shard].
+        yield shards[:full], in_whole.movedim(dim, 0)
+        if rest:
+            yield shards[full].narrow(dim, 0, rest), whole.narrow(dim, full * size, rest)
 
 
 # --- initial values -------------------------------------------------------------------------------

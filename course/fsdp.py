@@ -10,8 +10,8 @@ import fsdp
 import sharding
 from course import demo, form, ranks
 from course.mutations import data_parallel as bugs
-from fsdp import FlatParameters
 from optimizer import AdamW
+from sharding import FlatParameters
 
 WITHOUT = form.Removals()
 WITHOUT["reduce-scatter"] = form.Removal(

@@ -35,7 +35,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import fsdp
 import sharding
 import train as trainer
 from base.groups import Groups
@@ -126,7 +125,7 @@ class Run:
         self.outputs = []
         if trace:
             for stage in self.trainer.stages:
-                for name, layer in fsdp.named_layers(stage).items():
+                for name, layer in sharding.named_layers(stage).items():
                     # The hook is not called when recomputation runs the layer again.
                     layer.register_forward_hook(partial(self.note_output, name))
 

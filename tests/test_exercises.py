@@ -40,7 +40,8 @@ def gather(part, size, dim, group):
     8: "from schedules import simulate",
     9: """
 from torch import nn
-from fsdp import DataParallel, Layer, Unit
+from fsdp import DataParallel, Unit
+from sharding import Layer
 def reduce_gradients(grads, summed, group):
     parameters = [nn.Parameter(grad) for grad in grads]
     unit = Unit(parameters, group, 2)
@@ -56,10 +57,11 @@ def reduce_gradients(grads, summed, group):
     10: """
 import torch
 from torch import nn
-from fsdp import FullySharded, Layer, Unit, keep_own_row
+from fsdp import FullySharded, Unit, keep_own_row
+from sharding import Layer
 class ToRow(FullySharded):
-    def complete(self, unit):
-        super().complete(unit)
+    def reduce(self, unit):
+        super().reduce(unit)
         self.finish_reductions()
         self.row.grad = unit.summed_grads.view_as(self.row)
 def sharded_linear(x, row, out_features, group):

@@ -125,7 +125,7 @@ def test_shards_by_hand():
     along its second dimension."""
     first = nn.Parameter(torch.arange(10.0).view(5, 2))
     second = nn.Parameter(torch.arange(4.0).view(1, 4))
-    unit = fsdp.FlatParameters([first, second], 2)
+    unit = sharding.FlatParameters([first, second], 2)
     assert unit.T == 3 * 2 + 2
     assert [slot.dim for slot in unit.slots.values()] == [0, 1]
     assert unit.padding
@@ -293,7 +293,7 @@ def parameters_on_their_way(rank, stage):
     model, gradients = sharded_model("gpt", stage)
     tokens = torch.randint(61, (2, 17), generator=torch.Generator().manual_seed(1))
     log = []
-    for i, layer in enumerate(fsdp.named_layers(model).values()):
+    for i, layer in enumerate(sharding.named_layers(model).values()):
         layer.register_forward_pre_hook(
             lambda *_, i=i: log.append(
                 (i, [k for k, unit in enumerate(gradients.units) if unit.gathering])

@@ -24,8 +24,7 @@ import recompute
 import schedules
 from course.exercises import cuda_grader
 from course.exercises.grading import AnswerError, Par, Watch, leaf, numbers, par_of, same
-from fsdp import FlatParameters
-from sharding import Shard, Sharding, shard_of
+from sharding import FlatParameters, Shard, Sharding, shard_of
 
 B, S, H = 2, 4, 8
 BYTES = B * S * H * 8
