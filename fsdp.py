@@ -71,19 +71,16 @@ torch.distributed.fsdp; `fully_shard` keeps each parameter as a DTensor of its o
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves
 
+from base.backward_hook import on_first_gradient, tensors_in
+from base.groups import second_communicator
 from base.model_config import FieldError
 from optimizer import (
     GradientAccumulator,
@@ -93,7 +90,16 @@ from optimizer import (
     add_product,
     sum_uses_apart,
 )
-from sharding import FlatParameters, Layer, Shard, layers_of, local_part, set_sharding, sharding_of
+from sharding import (
+    FlatParameters,
+    Layer,
+    Shard,
+    layers_of,
+    local_part,
+    merge,
+    set_sharding,
+    sharding_of,
+)
 
 # PyTorch has these names from version 2.13 on.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -187,10 +193,22 @@ class Unit(FlatParameters):
             self.gathering[1].wait()
             self.gathering = None
 
+    def gather_row(self) -> None:
+        """Stage 3: begin to collect the rows."""
+        self.start_all_gather(self.row.new_empty(self.N, self.T), self.row)
+
     @property
     def is_whole(self) -> bool:
-        """Stage 3: whether the parameters are gathered."""
-        return self.whole.untyped_storage().size() > 0
+        """Stage 3: whether the parameters are gathered. A scalar always is."""
+        return not self.is_sharded or self.whole.untyped_storage().size() > 0
+
+    def is_storage_of(self, y: Tensor) -> bool:
+        """Stage 3: whether y is a parameter, or a view of one."""
+        return self.is_sharded and y.untyped_storage()._cdata == self.whole.untyped_storage()._cdata
+
+    @property
+    def is_missing(self) -> bool:
+        return not self.is_whole and not self.gathering
 
     def make_room(self) -> None:
         """Stage 3: allocate the whole parameters."""
@@ -541,9 +559,9 @@ class DataParallel(GradientSums):
             # Under zb-h1 nobody can say which backward is the last.
             self.begin_backward()
         self.end_backward()
-        for unit in reversed(self.units) if not self.in_order else []:
-            # A backward has computed some of this unit's gradients, but not all.
-            if unit.arrived:
+        for unit in reversed(self.units) if self.shards_gradients else []:
+            # Backward has computed some of this unit's gradients, or none in the whole step.
+            if unit.arrived or (unit.trainable and unit.summed_grads is None and not unit.reducing):
                 self.reduce(unit)
         self.finish_reductions()
         self.sum_over_shard_groups()
@@ -595,35 +613,13 @@ class DataParallel(GradientSums):
         self.wait_for_parameters(layer.units)
 
     def after_forward(self, layer: Layer, module: nn.Module, args, result) -> None:
-        """A hook. In stage 2, if a rank may skip layers, all reduce in the backward of the root."""
-        if self.may_skip and self.stage == 2 and layer is self.root:
-            before_backward(layer, result, lambda grad: self.begin_backward())
-
-
-def before_backward(layer: Layer, result, function: Callable) -> bool:
-    """Call function(grad) when the first gradient of a layer's result has come. Returns whether one
-    will. result: a tree of tuples, dicts, .. Raises TypeError if no tensor is seen in it."""
-    leaves = tree_leaves(result)
-    tensors = [y for y in leaves if isinstance(y, Tensor)]
-    unknown = [y for y in leaves if not isinstance(y, (Tensor, int, float, str, type(None)))]
-    if unknown and not tensors:
-        raise TypeError(
-            f"{layer.name} returns a {type(unknown[0]).__name__}, in which no tensor is seen;"
-            " return a tuple or a dict, or register the type in torch.utils._pytree"
-        )
-    # A view that is changed in place, by `y += x`, gets another place in the graph. Its base keeps
-    # its own.
-    tensors += [y._base for y in tensors if y._is_view()]
-    tensors = [y for y in tensors if y.requires_grad]
-    if tensors and torch.is_grad_enabled():
-        register_multi_grad_hook(tensors, function, mode="any")
-    return bool(tensors) and torch.is_grad_enabled()
+        """A hook. In stage 2 it marks the backward in which all reduce, if a rank may skip layers."""
+        if self.may_skip and self.stage == 2:
+            tensors = tensors_in(result, layer.name)
+            on_first_gradient(tensors, lambda grad: self.in_backward or self.begin_backward())
 
 
 # --- stage 3: parameters are gathered for each use ------------------------------------------------
-
-# {a group: another communicator of its ranks}, for all models of this process
-GROUPS_FOR_SUMS = WeakKeyDictionary()
 
 
 class FullySharded(DataParallel):
@@ -638,32 +634,33 @@ class FullySharded(DataParallel):
 
     A pass is one forward, or one backward, of the model. The next layer is the one that came next
     in the last pass. If all ranks go the same way, a wrong guess costs one all-gather. If a rank
-    may skip layers (`may_skip`), all ranks gather each unit once in a pass, in one order, also the
-    units that they pass over. So nobody has to know what the others use. A unit that comes again in
-    a pass, or about which that is not known yet, stays whole until the pass ends.
+    may skip layers (`may_skip`), all ranks gather the same units in one order in each pass, also
+    those that they pass over. So nobody has to know what the others use. They agree on the order
+    after the first forward, in which all layers stay whole.
     """
 
     def __init__(self, layers, scaler=None, reduce_dtype=None, group=None):
         """As DataParallel. group: if one of these ranks may skip layers; else None."""
         super().__init__(layers, 3, scaler, reduce_dtype, may_skip=group is not None)
-        # The layers whose forward, or backward, runs: one, and those that called it.
-        self.running: list[Layer] = []
-        # {whether it was a backward: the layers that the last pass has used, in order}
-        self.orders: dict[bool, list[Layer]] = {False: [], True: []}
+        self.layers = layers
+        # {whether it is a backward: the layers in the order in which a pass uses them}
+        self.orders = {False: layers if self.may_skip else [], True: []}
         # The layers that this pass has used, and those that come next.
         self.used: list[Layer] = []
         self.expected: list[Layer] = []
+        # The layers whose forward, or backward, runs: one, and those that called it.
+        self.running: list[Layer] = []
         # The units that are whole.
         self.held: dict[Unit, None] = {}
-        # If a rank may skip layers: the units whose gathers this pass has started; the uses of each
-        # unit since the last backward; {unit: whether it comes again in a pass}.
-        self.started: set[Unit] = set()
-        self.uses: Counter[Unit] = Counter()
-        self.comes_again: dict[Unit, bool] = {}
-        self.layers, self.group, self.has_agreed = layers, group, False
+        # If a rank may skip layers.
+        self.group = group
+        self.has_agreed = False
+        self.forwards_before_backward = 0
         if self.may_skip:
-            self.set_order(layers)
-            self.give_sums_an_order_of_their_own()
+            for unit in self.units:
+                # A rank may begin to sum a unit before another has gathered the next one. One
+                # communicator needs one order, so gathers and sums have two.
+                unit.sum_group = second_communicator(unit.group)
 
     # --- what happens when
 
@@ -684,21 +681,24 @@ class FullySharded(DataParallel):
             return
         self.running.remove(layer)
         callers = list(self.running)
-        recorded = before_backward(layer, result, partial(self.before_backward, layer, callers))
-        self.uses.update(layer.units)
+        tensors = tensors_in(result, layer.name)
+        recorded = on_first_gradient(tensors, partial(self.before_backward, layer, callers))
         for unit in layer.units:
+            if any(unit.is_storage_of(y) for y in tensors):
+                raise TypeError(f"{layer.name} returns a view of its parameter; return a clone()")
             needed = any(unit in caller.units for caller in callers)
             if not needed and not self.is_needed_later(unit, layer, recorded):
                 self.free(unit)
         if layer is self.root:
+            self.forwards_before_backward += recorded
             self.end_pass()
 
     def is_needed_later(self, unit: Unit, layer: Layer, recorded: bool) -> bool:
         """Whether a unit stays whole after the forward of a layer."""
         if layer is self.root:
             return recorded
-        if self.may_skip:
-            return self.comes_again.get(unit, True)
+        if self.may_skip and not self.has_agreed:
+            return True
         is_tied = len(unit.readers) > 1 and unit.readers[-1] is layer
         return recorded and is_tied and unit in layer.backward_units
 
@@ -707,7 +707,7 @@ class FullySharded(DataParallel):
         self.running = []
         if self.may_skip:
             self.keep_only(self.root.units)
-            self.expected = list(self.orders[True])
+            self.expected = self.orders[True] * self.forwards_before_backward
 
     def before_backward(self, layer: Layer, callers: list[Layer], grad: Tensor) -> None:
         """The backward of a layer begins. That of all layers that ran later is over."""
@@ -716,15 +716,12 @@ class FullySharded(DataParallel):
         # If a layer returns the result of one that it has called, the backward of both begins now.
         if layer not in self.running:
             self.running = [layer, *callers]
-        kept = [unit for unit in self.held if self.may_skip and self.comes_again.get(unit, True)]
-        for needed in self.running:
-            kept += needed.backward_units
-        self.keep_only(kept)
+        self.keep_only([unit for needed in self.running for unit in needed.backward_units])
         self.gather(layer, layer.backward_units)
 
     def end_backward(self) -> None:
         self.end_pass()
-        self.uses.clear()
+        self.forwards_before_backward = 0
         self.keep_only([])
         super().end_backward()
 
@@ -734,105 +731,91 @@ class FullySharded(DataParallel):
             self.start_gathers_of(layer)
         for unit in self.units:
             unit.drop_all_gather()
-        if self.used and not self.may_skip:
+        if not self.may_skip:
             self.orders[self.in_backward] = self.used
-        elif self.may_skip and not self.has_agreed:
-            self.agree_on_an_order()
-        for unit, n in self.uses.items():
-            self.comes_again[unit] = n > 1 or self.comes_again.get(unit, False)
+        elif not self.has_agreed:
+            self.agree_on_the_order()
         self.used, self.expected = [], []
-        self.started.clear()
+
+    def agree_on_the_order(self) -> None:
+        """Merge the orders in which the ranks have used the layers. No later step waits for what
+        the others say."""
+        orders = [None] * self.group.size()
+        used = [self.layers.index(layer) for layer in self.used]
+        dist.all_gather_object(orders, used, group=self.group)
+        merged = merge(orders)
+        merged += [i for i in range(len(self.layers)) if i not in merged]
+        order = [self.layers[i] for i in merged]
+        # The root is whole when backward begins.
+        self.orders = {False: order, True: [x for x in reversed(order) if x is not self.root]}
+        self.has_agreed = True
 
     def renew_parameters(self) -> None:
         """After the optimizer's step: free the old parameters that a forward without a backward has
         left. The next forward gathers the new ones."""
         for unit in self.units:
             unit.has_run = False
-        self.uses.clear()
+        self.forwards_before_backward = 0
         self.keep_only([])
 
     # --- gather and free
 
     def gather(self, layer: Layer, units: list[Unit]) -> None:
         """Make the units of a layer whole, and start to gather those of the next one."""
-        if units and layer not in self.expected and not self.may_skip:
-            # This pass goes another way, or round again.
-            self.expected = list(self.orders[self.in_backward])
-        if layer in self.expected:
-            n = self.expected.index(layer) + 1
-            passed, self.expected = self.expected[:n], self.expected[n:]
-            for other in passed if self.may_skip else []:
-                self.start_gathers_of(other)
+        if any(unit.is_missing for unit in units):
+            self.go_to(layer)
+        waited = False
         for unit in units:
-            self.start_gather(unit)
+            if unit.is_missing and self.may_skip:
+                raise RuntimeError(
+                    f"{layer.name}: runs outside the forward of the model, or more often than in its"
+                    " first one, and other ranks may skip it; do not, or give may_skip=False"
+                )
+            if unit.is_missing:
+                unit.gather_row()
             if unit.gathering:
                 unit.make_room()
                 unit.finish_all_gather()
                 self.held[unit] = None
-            elif unit.is_sharded and not unit.is_whole:
-                raise RuntimeError(
-                    f"{unit.name}: runs more often than in the steps before, and other ranks may"
-                    " skip it; let it run as often in the first step, or give may_skip=False"
-                )
-        if units:
-            self.used.append(layer)
-        for other in self.expected[:1]:
-            self.start_gathers_of(other)
+                waited = True
+        self.used.append(layer)
+        while waited and self.expected and not self.start_gathers_of(self.expected.pop(0)):
+            pass
 
-    def start_gathers_of(self, layer: Layer) -> None:
-        for unit in layer.backward_units if self.in_backward else layer.units:
-            self.start_gather(unit)
+    def go_to(self, layer: Layer) -> None:
+        """Expect what comes after this layer. If a rank may skip layers, start to gather all that
+        come until then, as the others do."""
+        if layer not in self.expected and not self.may_skip:
+            # This pass goes another way, or round again.
+            self.expected = list(self.orders[self.in_backward])
+        passed = layer in self.expected
+        while passed and self.expected:
+            other = self.expected.pop(0)
+            if self.may_skip:
+                self.start_gathers_of(other)
+            passed = other is not layer
 
-    def start_gather(self, unit: Unit) -> None:
-        """Start to gather a unit, unless it is whole, or being gathered, or was in this pass."""
-        is_there = unit.gathering or unit.is_whole or not unit.is_sharded
-        if not is_there and not (self.may_skip and unit in self.started):
-            unit.start_all_gather(unit.row.new_empty(unit.N, unit.T), unit.row)
-            self.started.add(unit)
+    def start_gathers_of(self, layer: Layer) -> bool:
+        """Start to gather the units that are missing; if a rank may skip layers all of them, since
+        other ranks may miss them. Returns whether there are any."""
+        units = layer.backward_units if self.in_backward else layer.units
+        missing = [unit for unit in units if unit.is_missing]
+        if self.may_skip:
+            of_others = [] if layer is self.root else self.root.units
+            missing = [unit for unit in units if unit.is_sharded and unit not in of_others]
+        for unit in missing:
+            unit.drop_all_gather()
+            unit.gather_row()
+        return bool(missing)
 
     def free(self, unit: Unit) -> None:
-        if unit.is_sharded:
+        if self.held.pop(unit, self) is None:
             unit.free()
-            self.held.pop(unit, None)
 
     def keep_only(self, units: list[Unit]) -> None:
         for unit in list(self.held):
             if unit not in units:
                 self.free(unit)
-
-    # --- one order for all ranks, if one of them may skip layers
-
-    def set_order(self, layers: list[Layer]) -> None:
-        # The root is whole when backward begins.
-        self.orders = {False: layers, True: [x for x in reversed(layers) if x is not self.root]}
-
-    def agree_on_an_order(self) -> None:
-        """After the first forward, in the order of registration: merge the orders in which the
-        ranks have used the layers. No later step waits for what the others say."""
-        own = [self.layers.index(layer) for layer in self.used]
-        orders = [None] * self.group.size()
-        dist.all_gather_object(orders, own, group=self.group)
-        merged = []
-        for order in orders:
-            at = len(merged)
-            for i in reversed(order):
-                if i not in merged:
-                    merged.insert(at, i)
-                at = merged.index(i)
-        unused = [i for i in range(len(self.layers)) if i not in merged]
-        self.set_order([self.layers[i] for i in merged + unused])
-        self.has_agreed = True
-
-    def give_sums_an_order_of_their_own(self) -> None:
-        """A rank may begin to sum a unit before another has gathered the next one. One communicator
-        needs one order, so gathers and sums have two."""
-        for unit in self.units:
-            if unit.group not in GROUPS_FOR_SUMS:
-                ranks = dist.get_process_group_ranks(unit.group)
-                is_part = len(ranks) < dist.get_world_size()
-                sums = dist.new_group(ranks, use_local_synchronization=is_part)
-                GROUPS_FOR_SUMS[unit.group] = sums
-            unit.sum_group = GROUPS_FOR_SUMS[unit.group]
 
 
 # --- apply ----------------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ def gather(part: Tensor, sharding: Sharding) -> Tensor:
     return part[tuple(slice(0, n) for n in sharding.shape)]
 
 
-# --- layers: the modules whose parameters are gathered together ------------------------------------
+# --- layers: the modules whose parameters are gathered together -----------------------------------
 
 
 @dataclass(eq=False)
@@ -235,6 +235,20 @@ def layers_of(model: nn.Module, units=None) -> list[Layer]:
     if units and len(layers) == 1:
         raise ValueError(f"units {units}: no module of the {type(model).__name__} is one")
     return list(layers.values())
+
+
+def merge(orders: list[list[int]]) -> list[int]:
+    """A short list that has each of these lists in it, in its order."""
+    merged = []
+    for order in orders:
+        at = 0
+        for i in order:
+            if i in merged[at:]:
+                at = merged.index(i, at)
+            else:
+                merged.insert(at, i)
+            at += 1
+    return merged
 
 
 # --- rows: the shards of several parameters, as one tensor ----------------------------------------

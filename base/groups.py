@@ -21,6 +21,7 @@ NCCL has not yet run on a GPU; tests/nccl_rules.py has NCCL's rules.
 
 from dataclasses import dataclass
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -205,3 +206,17 @@ def pipeline_links(p: int) -> list[tuple[int, int, str]]:
         links.add((i, (i + 1) % p, "F"))
         links.add((i, (i - 1) % p, "B"))
     return sorted(links)
+
+
+# {a group: another communicator of its ranks}, for all models of this process.
+SECOND = WeakKeyDictionary()
+
+
+def second_communicator(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Another communicator of these ranks, whose collectives have an order of their own. A
+    collective, the first time."""
+    if group not in SECOND:
+        ranks = dist.get_process_group_ranks(group)
+        is_part = len(ranks) < dist.get_world_size()
+        SECOND[group] = dist.new_group(ranks, use_local_synchronization=is_part)
+    return SECOND[group]

@@ -363,15 +363,15 @@ def layers_at_a_time(rank, flags):
     run = parity.Run(2, config_of(flags))
     (gradients,) = run.trainer.gradients
     most = 0
-    start_gather = gradients.start_gather
+    gather_row = fsdp.Unit.gather_row
 
     def watched(unit):
         nonlocal most
-        start_gather(unit)
+        gather_row(unit)
         there = [u for u in gradients.units if u.gathering or u.is_whole]
         most = max(most, len({u.readers[-1].name for u in there}))
 
-    gradients.start_gather = watched
+    fsdp.Unit.gather_row = watched
     for step in (1, 2):
         run.trainer.forward_backward(step, run.dataset)
         run.trainer.update(step)
