@@ -613,7 +613,7 @@ class DataParallel(GradientSums):
         self.wait_for_parameters(layer.units)
 
     def after_forward(self, layer: Layer, module: nn.Module, args, result) -> None:
-        """A hook. In stage 2 it marks the backward in which all reduce, if a rank may skip layers."""
+        """A hook. In stage 2 it finds the backward in which all reduce, if a rank may skip layers."""
         if self.may_skip and self.stage == 2:
             tensors = tensors_in(result, layer.name)
             on_first_gradient(tensors, lambda grad: self.in_backward or self.begin_backward())
@@ -768,7 +768,7 @@ class FullySharded(DataParallel):
         for unit in units:
             if unit.is_missing and self.may_skip:
                 raise RuntimeError(
-                    f"{layer.name}: runs outside the forward of the model, or more often than in its"
+                    f"{layer.name}: runs outside the model's forward, or more often than in the"
                     " first one, and other ranks may skip it; do not, or give may_skip=False"
                 )
             if unit.is_missing:
@@ -809,7 +809,8 @@ class FullySharded(DataParallel):
         return bool(missing)
 
     def free(self, unit: Unit) -> None:
-        if self.held.pop(unit, self) is None:
+        if unit in self.held:
+            del self.held[unit]
             unit.free()
 
     def keep_only(self, units: list[Unit]) -> None:

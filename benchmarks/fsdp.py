@@ -121,7 +121,9 @@ def events_of_a_step(ours: Ours) -> list[tuple[str, int, float, float]]:
     """(what, unit, start, end) of one step: what each layer computes, and each collective from its
     call to its end. Seconds from the beginning of the step."""
     sharder = ours.trainer.gradients[0]
-    number = {unit: i for i, unit in enumerate(sharder.units)}
+    # The embedding, the blocks and the head; the model itself has no unit.
+    number = {layer: i for i, layer in enumerate(sharder.layers[1:])}
+    layer_of = {unit: number[unit.readers[0]] for unit in sharder.units}
     clock = time.perf_counter
     events = []
     # The unit of each collective that was started.
@@ -142,23 +144,25 @@ def events_of_a_step(ours: Ours) -> list[tuple[str, int, float, float]]:
         return SimpleNamespace(wait=lambda: ended(work.wait()))
 
     def for_unit(method, unit) -> None:
-        units.append(number[unit])
+        units.append(layer_of[unit])
         method(unit)
 
-    def gather(method, now, soon) -> None:
+    def gather(method, layer, needed) -> None:
         start = clock()
-        method(now, soon)
-        waits.append((number[now[0]], start, clock()))
+        method(layer, needed)
+        if needed:
+            waits.append((number[layer], start, clock()))
 
     def reduce_gradients(method) -> None:
         waits.append((None, clock(), None))
         method()
 
     gathered, scattered = partial(started, "all-gather"), partial(started, "reduce-scatter")
-    methods = dict(start_gather=for_unit, reduce=for_unit, gather=gather)
-    methods |= dict(reduce_gradients=reduce_gradients)
+    methods = dict(reduce=for_unit, gather=gather, reduce_gradients=reduce_gradients)
     collectives = dict(all_gather=gathered, reduce_scatter=scattered)
-    with noting(fsdp, **collectives), noting(sharder, **methods):
+    gather_row = fsdp.Unit.gather_row
+    rows = mock.patch.object(fsdp.Unit, "gather_row", lambda unit: for_unit(gather_row, unit))
+    with rows, noting(fsdp, **collectives), noting(sharder, **methods):
         dist.barrier()
         begin = clock()
         ours.step()
