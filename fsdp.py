@@ -613,7 +613,7 @@ class DataParallel(GradientSums):
         self.wait_for_parameters(layer.units)
 
     def after_forward(self, layer: Layer, module: nn.Module, args, result) -> None:
-        """A hook. In stage 2 it finds the backward in which all reduce, if a rank may skip layers."""
+        """A hook. If a rank may skip layers, stage 2 has to know when a backward begins."""
         if self.may_skip and self.stage == 2:
             tensors = tensors_in(result, layer.name)
             on_first_gradient(tensors, lambda grad: self.in_backward or self.begin_backward())
