@@ -339,8 +339,11 @@ def bytes_per_parameter(
     """(parameters, gradients, optimizer state) of one of n ranks, in bytes for each parameter of
     the model (ZeRO, sections 5.1 to 5.3 with Ψ = 1, N_d = n). The defaults are mixed precision as
     in this project; in the paper a gradient has 2 bytes."""
-    first_stage_that_shards = (3, weight), (2, gradient), (1, state)
-    return tuple(size / n if stage >= first else size for first, size in first_stage_that_shards)
+    return (
+        weight / n if stage >= 3 else weight,
+        gradient / n if stage >= 2 else gradient,
+        state / n if stage >= 1 else state,
+    )
 
 
 def elements_sent(stage: int, m: int) -> int:
