@@ -510,8 +510,8 @@ class DataParallel(GradientSums):
         """Start to sum a unit's gradients over the ranks that shard it."""
         if self.shards_gradients:
             # This bounds memory: one unit of gradients is filled, and at most one more is being
-            # sent.
-            self.finish_reductions()
+            # sent. A rank that skips layers sends late, and may wait for a gather of this one.
+            self.finish_reductions(only_ended=self.may_skip)
         # All ranks gather everything before the first sum, also what they have not used.
         self.wait_for_parameters()
         if unit.local_grads is None:
@@ -539,10 +539,14 @@ class DataParallel(GradientSums):
         return (self.reduce_dtype if group.size() > 1 else None) or unit.sum_dtype
 
     @torch.no_grad()
-    def finish_reductions(self) -> None:
-        """Wait for the running reductions, and leave their sums in `main_grad`."""
-        for unit in self.reductions:
+    def finish_reductions(self, only_ended: bool = False) -> None:
+        """Wait for the running reductions, and leave their sums in `main_grad`. only_ended: do not
+        wait for those that still run."""
+        while self.reductions:
+            unit = self.reductions[0]
             row, work = unit.reducing
+            if only_ended and not work.is_completed():
+                return
             work.wait()
             if not self.shards_gradients:
                 # A sum of another type is not in `local_grads` yet.
@@ -554,7 +558,7 @@ class DataParallel(GradientSums):
             else:
                 unit.summed_grads += row
             unit.reducing = None
-        self.reductions.clear()
+            self.reductions.pop(0)
 
     def reduce_gradients(self) -> None:
         """After the step's last backward: wait until each `main_grad` is the sum over all ranks."""
@@ -616,7 +620,10 @@ class DataParallel(GradientSums):
         self.wait_for_parameters(layer.units)
 
     def after_forward(self, layer: Layer, module: nn.Module, args, result) -> None:
-        """A hook. If a rank may skip layers, stage 2 has to know when a backward begins."""
+        """A hook. If a rank may skip layers, all gather the same in each forward. Stage 2 has to know
+        when a backward begins."""
+        if self.may_skip and layer is self.root:
+            self.wait_for_parameters()
         if self.may_skip and self.stage == 2:
             tensors = tensors_in(result, layer.name)
             on_first_gradient(tensors, lambda grad: self.in_backward or self.begin_backward())

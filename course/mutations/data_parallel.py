@@ -103,11 +103,11 @@ def no_all_gather(whole, mine, group, async_op):
 
 @bug(2, ZERO_2, ZERO_3, first="step 1: gradient of head.norm")
 @replaces(fsdp.DataParallel, "finish_reductions")
-def last_micro_batch_only(self, original=fsdp.DataParallel.finish_reductions):
+def last_micro_batch_only(self, original=fsdp.DataParallel.finish_reductions, **options):
     """Stages 2 and 3 forget the summed gradients of the micro-batches before."""
     for unit in self.reductions:
         unit.summed_grads = None
-    original(self)
+    original(self, **options)
 
 
 @bug(2, ZERO_1, ZERO_2, ZERO_3, first="step 1: gradient norm")
