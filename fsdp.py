@@ -620,8 +620,8 @@ class DataParallel(GradientSums):
         self.wait_for_parameters(layer.units)
 
     def after_forward(self, layer: Layer, module: nn.Module, args, result) -> None:
-        """A hook. If a rank may skip layers, all gather all in each forward, and stage 2 has to know
-        when a backward begins."""
+        """A hook. If a rank may skip layers, all gather everything in each forward, and stage 2 has
+        to know when a backward begins."""
         if self.may_skip and layer is self.root:
             self.wait_for_parameters()
         if self.may_skip and self.stage == 2:

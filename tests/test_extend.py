@@ -20,6 +20,7 @@ from parity import same
 from safetensors.torch import load_file, save_file
 
 from course import ranks
+from run import checkpoint
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "extend.md").read_text()
@@ -285,3 +286,31 @@ def test_kind_of_training(copy, tmp_path):
         len(losses) == 3 and losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.3
     )
     equals_one_device(copy, dict(micro_batch_size=1), command="goldfish.py", forget=3)
+
+
+# --- a model from elsewhere -----------------------------------------------------------------------
+
+
+def losses_and_checkpoint(copy: Path, world: int) -> tuple[list, Path]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    done = subprocess.run(
+        [*command, str(world), "any_model.py"], cwd=copy, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    path = (copy / "any_model").rename(copy / f"any_model_{world}")
+    return done.stdout.split(), path / "step-000003"
+
+
+def test_any_model(copy):
+    """Two ranks print the losses of one rank, and save its values."""
+    pytest.importorskip("transformers")
+    losses, path = losses_and_checkpoint(copy, 1)
+    losses_of_two, path_of_two = losses_and_checkpoint(copy, 2)
+    assert losses == losses_of_two and len(losses) == 6
+    (file,) = path.glob("*.safetensors")
+    saved = load_file(file)
+    found = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    checkpoint.read(path_of_two, found)
+    assert "model.scale" in found
+    for name, tensor in saved.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
