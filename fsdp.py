@@ -430,6 +430,8 @@ class DataParallel(GradientSums):
         will say when it ends."""
         self.in_backward = True
         if self.shards_gradients:
+            # All ranks have sent what the backward before has summed.
+            self.finish_reductions()
             Variable._execution_engine.queue_callback(self.end_backward)
         if self.in_order:
             self.unreduced = [unit for unit in reversed(self.units) if unit.trainable]
@@ -510,7 +512,8 @@ class DataParallel(GradientSums):
         """Start to sum a unit's gradients over the ranks that shard it."""
         if self.shards_gradients:
             # This bounds memory: one unit of gradients is filled, and at most one more is being
-            # sent. A rank that skips layers sends late, and may wait for a gather of this one.
+            # sent. If a rank may skip layers, more are: it sends late, and may wait for a gather of
+            # this rank until then.
             self.finish_reductions(only_ended=self.may_skip)
         # All ranks gather everything before the first sum, also what they have not used.
         self.wait_for_parameters()
