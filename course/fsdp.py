@@ -131,6 +131,29 @@ def on_rank(rank: int, m: int, stages: tuple[int, ...]) -> list[dict]:
     return [measure(stage, m) for stage in stages]
 
 
+def whole_bytes(rank: int, ahead: bool) -> tuple[int, int]:
+    """Stage 3, the second step: (the most bytes of whole parameters, there or on their way, while a
+    block computes; the bytes of a block). ahead: gather a layer while the one before computes."""
+    if not ahead:
+        fsdp.FullySharded.start_gathers_of = lambda self, layer: False
+    model = demo.meta_model(demo.tiny_config(**SHAPE))
+    init = partial(sharding.init, model, 0, "cpu", torch.float32)
+    gradients = fsdp.apply(model, dist.group.WORLD, 3, init=init, may_skip=False)
+    found = []
+
+    def note(*_) -> None:
+        flat = [unit.gathering[0] for unit in gradients.units if unit.gathering]
+        found.append(storage_bytes([unit.whole for unit in gradients.units] + flat))
+
+    for block in model.blocks.values():
+        block.register_forward_hook(note, prepend=True)
+    tokens, targets = demo.random_tokens(B, S, V)
+    for _ in range(2):
+        found.clear()
+        model(tokens, targets).sum().backward()
+    return max(found[:-1]), 4 * sum(p.numel() for p in block.parameters())
+
+
 @torch.no_grad()
 def flat_rows(rank: int) -> Tensor:
     """[N, T]: weight [5, 2] with elements 0 to 9, bias [2] with 10 and 11. Padding is NaN."""
@@ -203,6 +226,20 @@ def teach(lesson: form.Lesson) -> None:
         ", ".join(f"{n:.3f}" for n in sent) + "; by formula 2, 2, m + 1, 3 m",
         sent == formulas,
         sent,
+    )
+
+    lesson.predict(
+        "In stage 3 the next block is gathered while one computes. How many whole blocks are in"
+        " memory then? And if nothing were gathered ahead?",
+        "blocks; blocks without",
+    )
+    found = [lesson.on_ranks(N, whole_bytes, ahead)[0] for ahead in (True, False)]
+    blocks = [most / block for most, block in found]
+    lesson.check(
+        f"{blocks[0]:.0f} and {blocks[1]:.0f}: a block of {found[0][1]:,} bytes more, and the"
+        " all-gather costs no time where the computation takes longer",
+        blocks == [2, 1],
+        blocks,
     )
 
     lesson.predict("Do the gradients differ from those of one rank without micro-batches?")
