@@ -122,7 +122,8 @@ def data_parallel(rank: Rank, forward: float, backward: float) -> float:
 
 def gathers_and_sums(rank: Rank) -> tuple[float, float]:
     """Seconds of the collectives over data-parallel ranks, each by itself: (all-gathers of
-    parameters, reduce-scatters of gradients). Ranks that share experts have fewer replicas."""
+    parameters, reduce-scatters of gradients). Ranks that share experts have fewer replicas. Under
+    hybrid sharding each rank then all-reduces its row of the sum: 2 Ψ / S (R - 1) / R elements."""
     software, layout = rank.software, rank.layout
     share = rank.machine.constants.zero3 if software.waits_for_reductions else 1.0
     # Each layer, the embedding and the head are units.
@@ -131,14 +132,17 @@ def gathers_and_sums(rank: Rank) -> tuple[float, float]:
     learning = learned(rank.model, layout, software)
     gathered = parameters(rank.model, layout, software) if layout.zero_stage == 3 else learning
 
-    def seconds(numbers: tuple[float, float], number_bytes: int) -> float:
+    def seconds(numbers: tuple[float, float], number_bytes: int, passes_of_row: int = 0) -> float:
         total = 0.0
-        for group, count in zip(("replicas", "expert_replicas"), numbers):
+        for group, count in zip(("shard", "expert_shard"), numbers):
             if count:
-                total += units * rank.collective(group, number_bytes * count / units, share=share)
+                unit = number_bytes * count / units
+                row = unit / getattr(layout, group)
+                total += units * rank.collective(group, unit, share=share)
+                total += units * rank.collective("replicate", row, passes_of_row, share)
         return total
 
-    return seconds(gathered, software.weight), seconds(learning, software.reduced)
+    return seconds(gathered, software.weight), seconds(learning, software.reduced, passes_of_row=2)
 
 
 # --- a step ---------------------------------------------------------------------------------------
@@ -220,7 +224,7 @@ def fill_and_drain(rank: Rank, mean: Work) -> float:
 def update(rank: Rank) -> float:
     """Seconds of the optimizer's step."""
     software, layout = rank.software, rank.layout
-    shards = layout.replicas if layout.zero_stage else 1
+    shards = layout.shard if layout.zero_stage else 1
     held = sum(learned(rank.model, layout, software))
     nbytes = UPDATE + 2 * software.optimizer_state
     if software.weight == 2:

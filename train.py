@@ -148,16 +148,10 @@ class Trainer:
         init = partial(sharding.init, stage, config.seed, self.device, dtype)
         if groups.replicas:
             zero_stage, reduced = config.zero_stage, DTYPES.get(config.reduce_dtype)
-            gradients = fsdp.apply(
-                stage,
-                groups.replicas,
-                zero_stage,
-                self.scaler,
-                reduced,
-                init,
-                groups.edp,
-                may_skip=False,
-            )
+            shard, replicate = groups.shard or groups.replicas, groups.replicate
+            others = dict(replicate_group=replicate, expert_replicate_group=replicate)
+            others |= dict(expert_group=groups.edp, may_skip=False)
+            gradients = fsdp.apply(stage, shard, zero_stage, self.scaler, reduced, init, **others)
         else:
             init()
             gradients = optimizer.GradientAccumulator(stage, self.scaler)

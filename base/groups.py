@@ -12,6 +12,8 @@ stays inside the node.
 
 The dp and cp ranks of one pipeline stage hold the same weights: they are the `replicas`, over which
 gradients are summed. Experts are spread over --ep neighbouring replicas: replicas = (edp, ep).
+Hybrid sharding splits the replicas into R groups of neighbours: replicas = (replicate, shard), with
+shard = (edp, ep). ZeRO shards inside a group, for example a node, and each group holds all shards.
 
     torchrun --nproc-per-node 8 train.py --pp 2 --tp 2
 
@@ -40,8 +42,12 @@ class Groups:
     replicas: dist.ProcessGroup | None = None
     # The replicas that together hold one copy of each expert.
     ep: dist.ProcessGroup | None = None
-    # The replicas that hold the same experts; may be this rank alone.
+    # The replicas that hold the same experts, of one shard group; may be this rank alone.
     edp: dist.ProcessGroup | None = None
+    # Hybrid sharding: the replicas that shard with this rank, and those that hold the same shards.
+    # Without it both are None, and all replicas shard.
+    shard: dist.ProcessGroup | None = None
+    replicate: dist.ProcessGroup | None = None
     tp: dist.ProcessGroup | None = None
     pp: dist.ProcessGroup | None = None
     # The pipeline's communicators on GPUs, {(sender, receiver, kind): group}, of `nccl_groups`.
@@ -65,8 +71,10 @@ class Groups:
         timeout: timedelta | None = None,
         ep: int = 1,
         cp: int = 1,
+        replicate: int = 1,
     ) -> "Groups":
-        """One mesh (pp, dp, cp, tp) of `world` ranks. timeout: of collectives. A collective."""
+        """One mesh (pp, dp, cp, tp) of `world` ranks. timeout: of collectives. replicate: how many
+        groups of replicas hold all shards. A collective."""
         replicas = world // pp // tp
         names = ("pp", "dp", "cp", "tp")
         mesh = make_mesh(device_type, (pp, replicas // cp, cp, tp), names, timeout)
@@ -77,13 +85,17 @@ class Groups:
         groups.replicas = groups.dp
         if cp > 1:
             groups.replicas = mesh["dp", "cp"]._flatten("replicas").get_group()
-        if ep > 1:
-            # These are the same ranks, with dp times cp = (edp, ep).
-            shape = (pp, replicas // ep, ep, tp)
-            names = ("pp", "edp", "ep", "tp")
-            experts = make_mesh(device_type, shape, names, timeout)
-            groups.ep = experts.get_group("ep")
-            groups.edp = experts.get_group("edp")
+        if ep > 1 or replicate > 1:
+            # These are the same ranks, with dp times cp = (replicate, edp, ep).
+            shape = (pp, replicate, replicas // replicate // ep, ep, tp)
+            names = ("pp", "replicate", "edp", "ep", "tp")
+            mesh_of_shards = make_mesh(device_type, shape, names, timeout)
+            if ep > 1:
+                groups.ep = mesh_of_shards.get_group("ep")
+                groups.edp = mesh_of_shards.get_group("edp")
+            if replicate > 1:
+                groups.shard = mesh_of_shards["edp", "ep"]._flatten("shard").get_group()
+                groups.replicate = mesh_of_shards.get_group("replicate")
         groups.all = dist.group.WORLD
         # The backend is NCCL itself, or NCCL's rules on CPUs (tests/nccl_rules.py).
         is_nccl = dist.get_backend().startswith("nccl")
@@ -91,7 +103,7 @@ class Groups:
         backend = "gloo" if is_nccl else None
         groups.files = dist.new_group(backend=backend, timeout=timeout)
         of_data = (groups.dp, groups.cp, groups.replicas, groups.ep, groups.edp)
-        for group in (*of_data, groups.tp, groups.pp):
+        for group in (*of_data, groups.shard, groups.replicate, groups.tp, groups.pp):
             if group and timeout:
                 set_timeout(group, timeout)
         if pp > 1 and is_nccl:

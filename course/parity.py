@@ -107,10 +107,9 @@ class Run:
         self.trace = trace
         self.groups = Groups()
         if world > 1:
-            layout = dict(tp=config.tp, pp=config.pp, ep=config.ep, cp=config.cp)
             # Under gloo, ranks on CUDA share one GPU.
             of_messages = "cuda" if dist.get_backend() == "nccl" else "cpu"
-            self.groups = Groups.make(of_messages, world, **layout)
+            self.groups = Groups.make(of_messages, world, **config.mesh)
         device = torch.device(config.device)
         if getattr(config, "peft", None):
             # With B = 0, A would have no gradient in the first step.

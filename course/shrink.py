@@ -5,7 +5,8 @@
 
 What a layout does to a model stays, and only its size goes:
 
-    ranks            at most 2 of tp, cp, ep and replicas, at most 4 of pp
+    ranks            at most 2 of tp, cp, ep and replicas, at most 4 of pp; under hybrid sharding 2
+                     groups of 2 replicas, if they fit
     layers           one in each pipeline stage, two or none where --layer-split is uneven
     heads            2 key-value heads, and as many query heads for each as before, up to 8
     MLP              its ratio to the hidden size
@@ -28,8 +29,8 @@ from run.presets import PRESETS
 MOST_RANKS = 8
 # The fields whose values are shown, the user's and the small one.
 SHOWN = (
-    "ranks tp pp cp ep virtual_stages layer_split num_layers hidden_size num_heads num_kv_heads"
-    " ffn_hidden_size seq_length vocab_size num_experts expert_every router_topk"
+    "ranks tp pp cp ep data_parallel_replicate_degree virtual_stages layer_split num_layers"
+    " hidden_size num_heads num_kv_heads ffn_hidden_size seq_length vocab_size num_experts expert_every router_topk"
     " recompute_layers global_batch_size micro_batch_size lora_rank adapter_size"
 ).split()
 
@@ -47,6 +48,9 @@ def shrink(config: RunConfig, world: int) -> tuple[int, dict]:
     tp, pp, cp, ep, dp = shrink_ranks(config, world)
     layout = dict(command=config.name_in_messages()) | dataclasses.asdict(config)
     layout |= dict(tp=tp, pp=pp, cp=cp, ep=ep)
+    most = 2 if dp * cp >= 4 else 1
+    replicate = min(config.data_parallel_replicate_degree, most)
+    layout["data_parallel_replicate_degree"] = replicate
     # The ranks that share the heads.
     shares = tp * cp if config.cp_kind == "all-to-all" else tp
     layout |= shrink_layers(config, model, pp) | shrink_model(model, config.tp, tp, shares)
@@ -88,6 +92,8 @@ def shrink_ranks(config: RunConfig, world: int) -> tuple[int, int, int, int, int
     if ep == 2 and cp == 1:
         # Each expert has two replicas too.
         dp = ep * min(replicas // config.ep, 2)
+    if config.data_parallel_replicate_degree > 1:
+        dp = 4 // cp
     if tp * pp * cp * dp > MOST_RANKS:
         dp = max(1, ep // cp)
     if tp * cp * dp * 4 <= MOST_RANKS:
@@ -199,6 +205,7 @@ def one_device(layout: dict) -> dict:
     alone = dict(tp=1, pp=1, ep=1, virtual_stages=1, schedule=None, layer_split=None)
     alone |= dict(cp=1, cp_kind="ring", sequence_parallel=False, zero_stage=0, reduce_dtype=None)
     alone |= dict(recompute="none", recompute_layers=None, head_chunk=0)
+    alone |= dict(data_parallel_replicate_degree=1)
     if not layout["num_experts"] and layout["fp8"] == "off":
         alone["micro_batch_size"] = None
     return layout | alone

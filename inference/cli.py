@@ -241,7 +241,7 @@ def connect(
     None: as it is, for long texts. timeout: seconds a rank may wait for another. adapters: to put
     into the model. quantize(stage, texts): stores its weights in fewer bits. Returns (model,
     tokenizer, lockstep), the last as of generate.stream."""
-    world.connect(args.device, args.tp, args.pp, timeout, args.ep, args.cp)
+    world.connect(args.device, timeout, tp=args.tp, pp=args.pp, ep=args.ep, cp=args.cp)
     if adapters:
         adapters.check()
     # The kernels for fewer bits multiply with 16.

@@ -56,8 +56,8 @@ MOST_RANKS = 2**17
 
 class Collective(NamedTuple):
     """kind: all-reduce, all-gather, reduce-scatter, all-to-all, send or receive. group: tp, dp, cp,
-    replicas (dp times cp), pp, ep, edp or world. bytes: of the largest tensor in one call. count:
-    calls in one step."""
+    replicas (dp times cp), shard, replicate, pp, ep, edp or world. bytes: of the largest tensor in
+    one call. count: calls in one step."""
 
     kind: str
     group: str
@@ -201,7 +201,7 @@ def report(config: Config, trainer_class, rank: int, world: int) -> Report:
     with cluster(rank, world):
         groups = Groups()
         if world > 1:
-            groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep, cp=config.cp)
+            groups = Groups.make("cpu", world, **config.mesh)
         trainer = trainer_class(config, META, groups, config.task())
         # It would read whether a step of fp16 is finite.
         trainer.optimizer.scaler = None
@@ -213,7 +213,8 @@ def report(config: Config, trainer_class, rank: int, world: int) -> Report:
             run_step(trainer, few)
         first = run_step(trainer, few)
         second = run_step(trainer, few + 1) if m > few else first
-        found = {name: getattr(groups, name) for name in ("pp", "dp", "cp", "edp", "ep", "tp")}
+        names = ("pp", "dp", "cp", "replicate", "shard", "edp", "ep", "tp")
+        found = {name: getattr(groups, name) for name in names}
         place = {name: (group.rank(), group.size()) for name, group in found.items() if group}
         layers = [int(n) for stage in trainer.stages for n in stage.blocks]
         counts = counts_of(trainer, m - few, first, second)

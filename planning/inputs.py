@@ -179,6 +179,7 @@ class Layout:
     head_chunk: int = 0
     cp: int = 1
     cp_kind: str = "ring"
+    data_parallel_replicate_degree: int = 1
 
     @property
     def ranks(self) -> int:
@@ -190,9 +191,19 @@ class Layout:
         return self.dp * self.cp
 
     @property
-    def expert_replicas(self) -> int:
-        """Ranks that hold the same experts."""
-        return self.replicas // self.ep
+    def replicate(self) -> int:
+        """Groups of replicas of which each holds all shards."""
+        return self.data_parallel_replicate_degree
+
+    @property
+    def shard(self) -> int:
+        """Replicas over which ZeRO shards."""
+        return self.replicas // self.replicate
+
+    @property
+    def expert_shard(self) -> int:
+        """Ranks over which ZeRO shards the same experts."""
+        return self.shard // self.ep
 
     def tokens(self, s: int) -> int:
         """Tokens of a micro-batch, of sequences of s tokens, that a rank works on."""

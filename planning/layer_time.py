@@ -76,8 +76,8 @@ class Rank:
         self.activation = software.weight * self.tokens * model.hidden_size
         # The ranks of a group are numbered so far apart: tensor-parallel ranks are neighbours.
         t = layout.tp
-        self.strides = {"tp": 1, "ep": t, "cp": t, "replicas": t, "pp": t * layout.replicas}
-        self.strides["expert_replicas"] = t * layout.ep
+        self.strides = {"tp": 1, "ep": t, "cp": t, "shard": t, "pp": t * layout.replicas}
+        self.strides |= {"expert_shard": t * layout.ep, "replicate": t * layout.shard}
         # The ranks over which sequence parallelism shards what tensor parallelism leaves whole.
         self.sequence_ranks = layout.tp if layout.sequence_parallel else 1
         # MLPs that a token goes through, and numbers in all matrices that it meets, of one layer.

@@ -184,12 +184,12 @@ def state(
         (learning, experts_learning),
         number_bytes,
         layout.zero_stage,
-        layout.replicas,
+        layout.shard,
         layout.ep,
     )
-    if layout.zero_stage in (1, 2) and 1 < model.num_experts // layout.ep < layout.expert_replicas:
+    if layout.zero_stage in (1, 2) and 1 < model.num_experts // layout.ep < layout.expert_shard:
         # a few experts on many ranks: a shard is a copy (fsdp.alias_own_shards)
-        held += experts * software.weight / layout.expert_replicas
+        held += experts * software.weight / layout.expert_shard
     if software.fp8 != "off" and keeps_fp8_bytes(layout, software):
         # Beside the weights, for a step, by rows and by columns.
         of_rank = stages_of(model, layout, software)[rank]
@@ -473,7 +473,8 @@ def memory(
     parts = dict(zip(names, state(model, layout, software, rank)))
     # What does not change activations is left out, so that many layouts share one answer.
     batch = layout.micro_batches * layout.micro_batch_size
-    alike = dataclasses.replace(layout, dp=1, zero_stage=0, global_batch_size=batch)
+    of_data = dict(dp=1, zero_stage=0, data_parallel_replicate_degree=1)
+    alike = dataclasses.replace(layout, **of_data, global_batch_size=batch)
     parts["activations"] = activations(model, alike, software, rank)
     return parts | buffers(model, layout, software, rank)
 

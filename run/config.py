@@ -32,6 +32,7 @@ LAYOUT = (
     "layer_split",
     "sequence_parallel",
     "zero_stage",
+    "data_parallel_replicate_degree",
 )
 DTYPES = {
     "fp64": torch.float64,
@@ -191,6 +192,13 @@ class RunConfig:
         0,
         "what data-parallel ranks shard: 1 optimizer state, 2 also gradients, 3 also parameters",
         (0, 1, 2, 3),
+    )
+    data_parallel_replicate_degree: int = flag(
+        1,
+        "groups of data-parallel ranks, each of which holds all that --zero-stage shards: for"
+        " example one for each node; 1: all ranks shard together",
+        metavar="R",
+        least=1,
     )
     ep: int = flag(
         1, "expert-parallel ranks: of the data-parallel ranks, so many share the experts", least=1
@@ -382,6 +390,12 @@ class RunConfig:
         if self.micro_batch_size:
             return self.micro_batch_size
         return self.least_rows if self.pp > 1 else self.global_batch_size // dp
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The sizes of Groups.make."""
+        replicate = self.data_parallel_replicate_degree
+        return dict(tp=self.tp, pp=self.pp, ep=self.ep, cp=self.cp, replicate=replicate)
 
     @property
     def length_multiple(self) -> int:

@@ -161,7 +161,7 @@ def default_tokenizer(config: RunConfig) -> str:
 @contextlib.contextmanager
 def connected(config: RunConfig, world: World):
     """Connect the ranks, and keep the folder of the run for this run alone."""
-    world.connect(config.device, config.tp, config.pp, config.timeout, config.ep, config.cp)
+    world.connect(config.device, config.timeout, **config.mesh)
     world.beat("the preparation of the first step")
     if world.shares_gpu and config.cp > 1 and config.cp_kind == "ring":
         rule = "gloo, for ranks that share a GPU, cannot send its tensors; all-to-all would do"

@@ -48,14 +48,14 @@ def sharded(
     learning: tuple[float, float],
     number_bytes: tuple[int, int, int],
     zero_stage: int,
-    replicas: int,
+    shards: int,
     ep: int,
 ) -> tuple[float, ...]:
     """Bytes of (weights, gradients, optimizer state) of one rank. held, learning: how many numbers
     it has, and how many of them learn, (outside the experts, in experts), before ZeRO shards them.
-    Experts have replicas / ep replicas."""
-    dense = fsdp.bytes_per_parameter(zero_stage, replicas, *number_bytes)
-    experts = fsdp.bytes_per_parameter(zero_stage, replicas // ep, *number_bytes)
+    shards: over how many ranks; experts over shards / ep."""
+    dense = fsdp.bytes_per_parameter(zero_stage, shards, *number_bytes)
+    experts = fsdp.bytes_per_parameter(zero_stage, shards // ep, *number_bytes)
     return tuple(
         numbers[0] * x + numbers[1] * y
         for numbers, x, y in zip((held, learning, learning), dense, experts)
@@ -67,7 +67,7 @@ def state_parts(
 ) -> tuple[float, ...]:
     """Bytes of (weights, gradients, optimizer state) that the fullest rank holds at least.
 
-    ranks: how many there are in tp, pp, dp and ep.
+    ranks: how many there are in tp, pp and ep; dp: those that ZeRO shards over.
     """
     dense, experts = parameters(model)
     tp, ep = ranks["tp"], ranks["ep"]
@@ -95,7 +95,8 @@ def check_memory(config: RunConfig, world: World) -> None:
     model = config.model_config()
     # What ZeRO shards, it shards over context-parallel ranks too.
     replicas = world.size // config.tp // config.pp
-    ranks = {"tp": config.tp, "pp": config.pp, "dp": replicas, "ep": config.ep, "cp": config.cp}
+    shards = replicas // config.data_parallel_replicate_degree
+    ranks = {"tp": config.tp, "pp": config.pp, "dp": shards, "ep": config.ep, "cp": config.cp}
     device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
     precision = config.precision or ("bf16" if device == "cuda" else "fp32")
     has = world.memory(device)

@@ -151,6 +151,22 @@ def check_techniques(config: RunConfig, model: MoEConfig, world: int) -> None:
 
             moe.check(model, config.ep, replicas)
     check_context(config, model)
+    check_replicate(config, replicas)
+
+
+def check_replicate(config: RunConfig, replicas: int) -> None:
+    """Check that groups of equal size can each hold all shards. Raises ConfigError."""
+    name, degree = "data_parallel_replicate_degree", config.data_parallel_replicate_degree
+    if degree == 1:
+        return
+    if not config.zero_stage:
+        config.refuse(name, "replicates what --zero-stage 1, 2 or 3 shards; give one of these")
+    # Several ranks shard, and each group has all experts.
+    fit = [n for n in range(1, replicas) if replicas % (n * config.ep) == 0]
+    if degree not in fit:
+        rule = f"must divide the {replicas} data-parallel ranks into groups of 2 or more"
+        of_experts = f" that --ep {config.ep} divides" if config.ep > 1 else ""
+        config.refuse(name, f"{rule}{of_experts}; {fit} would fit")
 
 
 def check_context(config: RunConfig, model: MoEConfig) -> None:

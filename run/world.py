@@ -98,13 +98,11 @@ class World:
             )
         return world
 
-    def connect(
-        self, device: str, tp: int, pp: int, timeout: float, ep: int = 1, cp: int = 1
-    ) -> None:
+    def connect(self, device: str, timeout: float, tp: int = 1, pp: int = 1, **others: int) -> None:
         """Choose the device and, with several ranks, make the process groups. A collective.
 
         timeout: seconds without progress after which the watchdog ends the run; collectives wait a
-        minute longer. Raises WorldError.
+        minute longer. others: further sizes of Groups.make. Raises WorldError.
         """
         self.choose_device(device)
         if self.size == 1:
@@ -139,8 +137,8 @@ class World:
             timeout=collective_timeout,
             device_id=self.device if nccl else None,
         )
-        layout = dict(tp=tp, pp=pp, ep=ep, cp=cp)
-        self.groups = Groups.make(self.device.type, self.size, timeout=collective_timeout, **layout)
+        sizes = dict(tp=tp, pp=pp, timeout=collective_timeout, **others)
+        self.groups = Groups.make(self.device.type, self.size, **sizes)
         self.beat(None)
 
     def choose_device(self, device: str) -> None:

@@ -2,7 +2,7 @@
 data parallelism, recomputation, on up to 8 ranks.
 
     python tests/random_layouts.py [--count 200] [--first 0] [--families] [--cp] [--peft] [--fp8]
-                                  [--rows]
+                                  [--rows] [--hybrid]
 
 Layout n is drawn from seed n. Each is trained for three steps and held to one device by the gate of
 parity.py.
@@ -133,13 +133,29 @@ def with_cp(drawn: dict, seed: int) -> dict:
     heads = model.get("num_kv_heads", model["num_heads"]) // layout["tp"]
     if heads % cp == 0:
         layout["cp_kind"] = g.choice(["ring", "all-to-all"])
-    replicas = world // layout["pp"] // layout["tp"] * cp
+    replicas = replicas_of(drawn) * cp
     layout["zero_stage"] = g.randrange(4)
     if model.get("num_experts"):
         # sinkhorn and a capacity are about all tokens of a micro-batch
         model |= dict(router="topk", capacity_factor=0.0)
         layout["ep"] = g.choice([n for n in (1, 2, 4) if replicas % n == 0])
     return {"world": world * cp, "model": model, "layout": layout}
+
+
+def with_hybrid(drawn: dict, seed: int) -> dict:
+    """Twice the same layout, or another one that has data-parallel ranks: in two groups that each
+    hold all shards."""
+    while not 2 <= replicas_of(drawn) <= drawn["world"] <= 4:
+        seed += 10**6
+        drawn = draw(seed)
+    model = drawn["model"] | dict(global_batch_size=2 * drawn["model"]["global_batch_size"])
+    stage = random.Random(-7 * 10**6 - seed).randint(1, 3)
+    layout = drawn["layout"] | dict(data_parallel_replicate_degree=2, zero_stage=stage)
+    return {"world": 2 * drawn["world"], "model": model, "layout": layout}
+
+
+def replicas_of(drawn: dict) -> int:
+    return drawn["world"] // drawn["layout"]["pp"] // drawn["layout"]["tp"]
 
 
 def with_peft(drawn: dict, seed: int) -> dict:
@@ -208,6 +224,7 @@ CHANGES = {
     "rows": (with_rows, "experts, rows of unequal lengths"),
     "peft": (with_peft, "of frozen models with adapters"),
     "fp8": (with_fp8, "in FP8, by a recipe of its own each"),
+    "hybrid": (with_hybrid, "in two groups of ranks that each hold all shards"),
 }
 
 

@@ -135,8 +135,7 @@ def measured(world: int, config: trainer.Config) -> dict:
     """One real step of this rank, as fields of as_rank.Report."""
     groups = Groups()
     if world > 1:
-        layout = dict(tp=config.tp, pp=config.pp, ep=config.ep, cp=config.cp)
-        groups = Groups.make("cpu", world, **layout)
+        groups = Groups.make("cpu", world, **config.mesh)
     t = trainer.Trainer(config, torch.device("cpu"), groups, config.task())
     for layer in t.expert_layers.values():
         layer.routing.scores = partial(substitutes.even_scores, layer.routing.k)
@@ -194,7 +193,7 @@ def test_few_micro_batches_tell_of_all(layout):
     for rank in (0, 7):
         said = as_rank.report(config, trainer.Trainer, rank, 8)
         with substitutes.cluster(rank, 8):
-            groups = Groups.make("cpu", 8, config.tp, config.pp, ep=config.ep)
+            groups = Groups.make("cpu", 8, **config.mesh)
             t = trainer.Trainer(config, substitutes.META, groups, Task())
             assert said.micro_batches > 2
             step = as_rank.run_step(t, said.micro_batches)

@@ -571,8 +571,7 @@ def trained(rank, world, flags, load_from, save_to, steps):
     """For each folder in `load_from` (None: from the start): the losses of the next steps under a
     layout, and all tensors after them, whole."""
     config = train.Config(**flags)
-    layout = dict(tp=config.tp, pp=config.pp, ep=config.ep)
-    groups = Groups.make("cpu", world, **layout) if world > 1 else Groups()
+    groups = Groups.make("cpu", world, **config.mesh) if world > 1 else Groups()
     found = []
     for folder in load_from:
         t = train.Trainer(config, torch.device("cpu"), groups)

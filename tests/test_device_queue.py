@@ -85,7 +85,7 @@ def copies_in_a_step(world: int, flags: dict) -> tuple[int, int]:
     config = trainer.Config(**BASE | flags)
     groups = Groups()
     if world > 1:
-        groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep)
+        groups = Groups.make("cpu", world, **config.mesh)
         no_collectives()
     t = trainer.Trainer(config, META, groups)
     dataset = parity.Synthetic(t.model_config.seq_length, t.model_config.vocab_size)

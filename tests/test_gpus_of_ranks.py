@@ -54,7 +54,7 @@ def test_a_pipeline_of_ranks_that_share_a_gpu(monkeypatch):
     world.refusals = SimpleNamespace(watch=lambda: None)
     monkeypatch.setattr(World, "meet", lambda self, timeout: dist.HashStore())
     with pytest.raises(WorldError, match="--pp 2: ranks share a GPU"):
-        world.connect("cuda", 1, 2, 5)
+        world.connect("cuda", 5, pp=2)
     world.watchdog.stop()
 
 

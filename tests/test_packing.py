@@ -226,8 +226,7 @@ def test_documents_of_a_corpus(corpora, count):
 def evaluated(rank, world, flags):
     """The loss on held-out samples; and what it is without documents."""
     config = Config(**SMALL | dict(num_layers=4, document_mask=True, dropout=0.0) | flags)
-    layout = dict(tp=config.tp, pp=config.pp, cp=config.cp)
-    groups = Groups.make("cpu", world, **layout) if world > 1 else Groups()
+    groups = Groups.make("cpu", world, **config.mesh) if world > 1 else Groups()
     t = Trainer(config, torch.device("cpu"), groups)
     kinds = (synthetic.Documents, synthetic.Synthetic)
     return [t.task.evaluate(kind(16, 61), 7) for kind in kinds]

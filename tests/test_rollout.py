@@ -65,7 +65,7 @@ def make_trainer(world: int, flags: dict) -> Watched:
     config = config_of(flags)
     groups = Groups()
     if world > 1:
-        groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep)
+        groups = Groups.make("cpu", world, **config.mesh)
     task = Watched(config.task().learned)
     task.seen = {}
     trainer = train.Trainer(config, torch.device("cpu"), groups, task)

@@ -80,6 +80,17 @@ def shard_of_another_rank(mine, x, original=fsdp.reduce_scatter, **options):
     return original(mine, x.view(2, -1).flip(0).reshape(-1), **options)
 
 
+@bug(
+    4,
+    *(layout | dict(data_parallel_replicate_degree=2) for layout in (ZERO_1, ZERO_2, ZERO_3)),
+    first="step 1: gradient of head.norm",
+)
+@replaces(fsdp, "apply")
+def no_sum_over_shard_groups(*args, original=fsdp.apply, **options):
+    """Hybrid sharding sums gradients inside each group of ranks, and not over the groups."""
+    return original(*args, **options | dict(replicate_group=None, expert_replicate_group=None))
+
+
 @bug(2, ZERO_1, ZERO_2, first="step 1: updated embedding.tokens")
 def no_parameter_gather():
     """Each rank updates its own shard alone, and never sees the others' updates."""
