@@ -30,8 +30,9 @@ MOST_RANKS = 8
 # The fields whose values are shown, the user's and the small one.
 SHOWN = (
     "ranks tp pp cp ep data_parallel_replicate_degree virtual_stages layer_split num_layers"
-    " hidden_size num_heads num_kv_heads ffn_hidden_size seq_length vocab_size num_experts expert_every router_topk"
-    " recompute_layers global_batch_size micro_batch_size lora_rank adapter_size"
+    " hidden_size num_heads num_kv_heads ffn_hidden_size seq_length vocab_size num_experts"
+    " expert_every router_topk recompute_layers global_batch_size micro_batch_size lora_rank"
+    " adapter_size"
 ).split()
 
 
