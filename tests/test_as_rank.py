@@ -43,6 +43,7 @@ QWEN3 = LLAMA | dict(model="qwen3-0.6b", head_dim=12)
 MISTRAL = LLAMA | dict(model="mistral-7b", sliding_window=5)
 BLOOM = GPT | dict(model="bloom-560m", dropout=0.0)
 FP8 = LLAMA | dict(fp8="delayed", fp8_skip=0, precision="bf16")
+HYBRID = dict(data_parallel_replicate_degree=2)
 # ranks: layouts
 LAYOUTS = {
     1: [
@@ -59,6 +60,7 @@ LAYOUTS = {
         EXPERTS | dict(zero_stage=1),
         LLAMA | dict(peft="lora", tp=2),
     ],
+    4: [EXPERTS | HYBRID | dict(zero_stage=2)],
 }
 MORE = {
     1: [GPT | dict(recompute="selective")],
@@ -92,6 +94,9 @@ MORE = {
         SEQUENCE | dict(pp=2, schedule="gpipe", recompute="selective"),
         GPT | dict(pp=2, zero_stage=3),
         GPT | dict(tp=2, zero_stage=2, reduce_dtype="bf16"),
+        GPT | HYBRID | dict(zero_stage=1, reduce_dtype="bf16"),
+        LLAMA | HYBRID | dict(zero_stage=3, recompute="full"),
+        LLAMA | HYBRID | dict(cp=2, zero_stage=3),
         EXPERTS | LLAMA | dict(zero_stage=3, router="topk"),
         EXPERTS | dict(cp=2, ep=4, router="topk"),
         LLAMA | dict(cp=2, pp=2, num_layers=4, schedule="zb-h1"),

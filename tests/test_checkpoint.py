@@ -678,6 +678,7 @@ MATRIX = {
     "tp 2, dp 2, stage 2": (4, dict(tp=2, zero_stage=2)),
     "pp 2, v 2": (2, dict(pp=2, virtual_stages=2)),
     "pp 2, dp 2, stage 3": (4, dict(pp=2, schedule="zb-h1", zero_stage=3, layer_split=[3, 1])),
+    "dp 4, stage 3, 2 groups": (4, dict(zero_stage=3, data_parallel_replicate_degree=2)),
     "tp 2, pp 2, dp 2, stage 3": (8, SHARDED | dict(pp=2, zero_stage=3, recompute="full")),
 }
 EXPERTS = {
@@ -686,11 +687,15 @@ EXPERTS = {
     "dp 2": (2, {}),
     "ep 4, stage 3": (4, dict(ep=4, zero_stage=3)),
     "dp 4, ep 2, stage 2": (4, dict(ep=2, zero_stage=2)),
+    "dp 4, ep 2, stage 2, 2 groups": (
+        4,
+        dict(ep=2, zero_stage=2, data_parallel_replicate_degree=2),
+    ),
     "tp 2, ep 2": (4, SHARDED | dict(ep=2)),
     "pp 2, ep 2": (4, dict(pp=2, ep=2)),
 }
 
-FEW = {name: MATRIX[name] for name in ("dp 3, stage 3", "pp 2, v 2")}
+FEW = {name: MATRIX[name] for name in ("dp 4, stage 3, 2 groups", "pp 2, v 2")}
 FEW_EXPERTS = {name: EXPERTS[name] for name in ("one", "ep 2")}
 # all take 4 minutes
 EVERY_PAIR = [
@@ -709,7 +714,7 @@ EVERY_PAIR = [
     ],
 )
 def test_pairs_of_layouts(tmp_path, matrix, model, precision, tolerance):
-    """Saved after two steps under each of eight layouts (seven with experts), loaded under each:
+    """Saved after two steps under each of these layouts, loaded under each:
     the next three losses equal those of one device that never stopped."""
     model = DEEP | dict(precision=precision) | model
     whole, _ = ranks.run(trained, 1, 1, model, [None], None, 5)[0][0]

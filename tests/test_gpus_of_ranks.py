@@ -90,7 +90,8 @@ def groups_asked_for(monkeypatch, backend):
         nccl = SimpleNamespace(Options=Options)
         patch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
         patch.setattr(dist.ProcessGroup, "set_timeout", lambda group, timeout: None)
-        Groups.make("cpu", 16, tp=2, pp=2, timeout=timedelta(seconds=7), ep=4, cp=2)
+        sizes = dict(tp=2, pp=2, ep=2, cp=2, replicate=2)
+        Groups.make("cpu", 16, timeout=timedelta(seconds=7), **sizes)
     return asked
 
 
@@ -105,7 +106,7 @@ def test_what_the_computation_waits_for_has_high_priority(monkeypatch):
         else:
             others.add((name, backend))
     assert {name for name, _ in urgent} == {None, "mesh_pp", "mesh_cp", "mesh_tp", "mesh_ep"}
-    names = ("mesh_dp", "mesh_edp", "mesh_replicas")
+    names = ("mesh_dp", "mesh_edp", "mesh_replicas", "mesh_replicate", "mesh_shard")
     assert others == {(None, "gloo"), *((name, None) for name in names)}
     of_links = [options for name, options in urgent if name is None]
     assert len(of_links) == len(set(of_links)) > 1

@@ -49,6 +49,7 @@ CASES = {
     "schedule": (PIPELINE, "zb-h1"),
     "layer_split": (PIPELINE, [3, 1]),
     "zero_stage": ({}, 1),
+    "data_parallel_replicate_degree": (dict(zero_stage=1), 2),
     "ep": (EXPERTS, 2),
     "reduce_dtype": (dict(zero_stage=1), "bf16"),
     "recompute": (EXPLICIT, "full"),

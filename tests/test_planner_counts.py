@@ -141,3 +141,19 @@ def test_data(stage):
     # tokens in the place of samples: the same gradients
     shared = dict(cp=2, global_batch_size=6, zero_stage=stage)
     assert predicted(shared, ("data",), 4) == pytest.approx((passes, sent))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_hybrid_sharding(stage):
+    """Two nodes of 4 ranks: gathers and reduce-scatters inside, all-reduces of rows across."""
+    flags = dict(data_parallel_replicate_degree=2, zero_stage=stage, global_batch_size=16)
+    inside, across = (called(flags, group, 8) for group in ("shard", "replicate"))
+    passes, sent = predicted(flags, ("data",), 8)
+    assert passes == pytest.approx(inside[0] + across[0])
+    assert 0.985 < sent / (inside[1] + across[1]) <= 1
+    slow = dataclasses.replace(ideal(0.0, 1.0), ranks_per_node=4)
+    for link, expected in (("network_bandwidth", inside), ("node_bandwidth", across)):
+        machine = dataclasses.replace(slow, **{link: INSTANT})
+        seconds = planner.step_time(machine, SOFTWARE_ALONE, *inputs(flags, 8))["data"]
+        # A ring between nodes has the adapters of its members, one on each node here.
+        assert 0.985 < seconds / expected[1] <= 1

@@ -29,6 +29,7 @@ LLAMA = dict(model="llama2-7b")
 LONG = dict(model="llama2-13b", seq_length=32768, cp=8)
 MIXTRAL = dict(model="mixtral-8x7b")
 FP8 = dict(fp8="delayed")
+HYBRID = dict(data_parallel_replicate_degree=4)
 LORA = dict(peft="lora", lora_rank=16)
 
 # flags, ranks, the ranks that are asked
@@ -63,6 +64,8 @@ LAYOUTS = {
         16,
         [0],
     ),
+    "hybrid": (LLAMA | HYBRID | dict(num_layers=4, zero_stage=3), 32, [0]),
+    "hybrid, experts": (MIXTRAL | HYBRID | dict(ep=4, tp=2, pp=2, zero_stage=1), 128, [0, 127]),
     "one expert on each rank": (MIXTRAL | dict(ep=8, zero_stage=2), 32, [0]),
     "two experts on each rank": (MIXTRAL | dict(ep=4, tp=2, zero_stage=1), 64, [0]),
     "experts in half of the layers": (

@@ -16,6 +16,7 @@ REWARD = DPO | dict(method="reward")
 GRPO = dict(command="reinforcement.py", method="grpo", data=["p.jsonl"], reward="r.py:f")
 GRPO |= dict(device="cpu", seq_length=64, answer_tokens=16)
 PPO = GRPO | dict(method="ppo")
+HYBRID = dict(data_parallel_replicate_degree=4)
 
 # ranks -> (flags, words of the message)
 REFUSED = {
@@ -114,6 +115,19 @@ REFUSED = {
             " below 0, that add up to --num-layers 4; these are 2 that add up to 3",
         ),
         (dict(layer_split=[4]), "--layer-split 4: needs --pp 2 or more"),
+        (
+            HYBRID,
+            "--data-parallel-replicate-degree 4: replicates what --zero-stage 1, 2 or 3 shards",
+        ),
+        (
+            HYBRID | dict(zero_stage=1, tp=2),
+            "--data-parallel-replicate-degree 4: must divide the 4 data-parallel ranks into groups"
+            " of 2 or more; [1, 2] would fit",
+        ),
+        (
+            HYBRID | dict(zero_stage=3, num_experts=4, ep=4),
+            "groups of 2 or more that --ep 4 divides; [1, 2] would fit",
+        ),
         (dict(virtual_stages=3), "--virtual-stages 3: only --schedule interleaved"),
         (dict(schedule="gpipe"), "--schedule gpipe: needs --pp 2 or more"),
         (
