@@ -9,7 +9,7 @@ Where a layout needs them, planner.search adds --recompute-layers and --head-chu
 `what_would_fit` says how many GPUs would hold the model.
 
 Not covered: uneven --layer-split; gpipe, which is as fast as 1f1b and holds more; --cp for shorter
-sequences.
+sequences; --data-parallel-replicate-degree, which `train.py --plan` and `planner.py predict` know.
 """
 
 import dataclasses
