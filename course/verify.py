@@ -198,6 +198,7 @@ def read_flags(argv: list[str], world: int | None) -> tuple[RunConfig, int]:
         # The small model would hardly learn at the rate of a large one.
         config.lr = SMALL_RATE
     least = config.tp * config.pp * max(config.cp, config.ep)
+    least *= config.data_parallel_replicate_degree
     for ranks_of_layout in [world] if world else [2 * least, least]:
         try:
             # Adapters of initial values are as good a test as those of a checkpoint.

@@ -98,13 +98,15 @@ def check_numbers(config: RunConfig) -> None:
 def check_ranks(config: RunConfig, model: MoEConfig, world: int) -> None:
     """Check that the sizes of the layout divide the ranks. Raises ConfigError."""
     tp, pp = config.tp, config.pp
-    # Experts are spread over the ranks that have other tokens.
-    needed = tp * pp * max(config.ep, config.cp)
+    # Experts are spread over the ranks that have other tokens. Two ranks or more shard together.
+    degree = config.data_parallel_replicate_degree
+    needed = tp * pp * degree * max(config.ep, config.cp, min(degree, 2))
     if world == 1 and needed > 1:
-        name = next(name for name in ("tp", "pp", "cp", "ep") if getattr(config, name) > 1)
+        names = ("tp", "pp", "cp", "ep", "data_parallel_replicate_degree")
+        name = next(name for name in names if getattr(config, name) > 1)
         rule = (
             f"this is one rank alone; start several with torchrun --nproc-per-node {needed} "
-            f"{config.command} ..., or give --{name} 1"
+            f"{config.command} ..., or give {flag_name(name)} 1"
         )
         config.refuse(name, rule)
     if world % tp:

@@ -42,6 +42,7 @@ REFUSED = {
         (dict(recompute="full", recompute_layers=0), "--recompute-layers 0: recomputes nothing"),
         (dict(reduce_dtype="bf16"), "--reduce-dtype bf16: is about ranks that share the batch"),
         (dict(zero_stage=2), "--zero-stage 2: is about ranks that share the batch"),
+        (HYBRID | dict(zero_stage=2), "alone; start several with torchrun --nproc-per-node 8"),
         (dict(model="gpt2", load="x"), "--model gpt2: --load fixes the shape already; give one"),
         (dict(load="x"), "--load x: learns from what? --data PATH names text"),
         (dict(command="adapters.py", load="x"), "--load x: learns from what?"),
