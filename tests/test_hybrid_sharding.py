@@ -8,11 +8,10 @@ from parity import LLAMA, SMALL, again, check
 import fsdp
 import sharding
 import train
-from base.collectives import Collectives
 from base.groups import Groups
 from course import ranks
 from course.synthetic import Synthetic
-from planning import substitutes
+from planning import counters, substitutes
 
 TWO = dict(data_parallel_replicate_degree=2, micro_batch_size=1)
 STAGES = [dict(zero_stage=stage, **TWO) for stage in (1, 2, 3)]
@@ -27,9 +26,10 @@ def each(**flags) -> list[dict]:
 @pytest.mark.parametrize(
     "base, world, layouts",
     [
-        (SMALL, 4, each()),
-        (SMALL, 4, [STAGES[1] | dict(cp=2), STAGES[2] | dict(cp=4)]),
-        (EXPERTS, 4, each(ep=2)),
+        (SMALL, 4, [*each(), STAGES[1] | dict(cp=2)]),
+        (EXPERTS, 4, [STAGES[2] | dict(ep=2)]),
+        again(SMALL, 4, [STAGES[0] | dict(cp=2), STAGES[2] | dict(cp=4)]),
+        again(EXPERTS, 4, each(ep=2)),
         again(SMALL | dict(global_batch_size=12), 6, [*each(), STAGES[2] | FULL]),
         again(LLAMA, 8, [dict(STAGES[0], data_parallel_replicate_degree=4), STAGES[1]]),
         again(SMALL, 8, each(tp=2, sequence_parallel=True)),
@@ -49,7 +49,7 @@ def sent(rank: int, world: int, flags: dict) -> dict:
     config = train.Config(**SMALL | dict(precision="fp32") | flags)
     groups = Groups.make("cpu", world, **config.mesh)
     t = train.Trainer(config, torch.device("cpu"), groups)
-    with Collectives() as noted:
+    with counters.Collectives() as noted:
         t.forward_backward(1, Synthetic(16, 61))
         t.update(1)
         t.task.wait_for_parameters()

@@ -41,7 +41,7 @@ LAYOUTS = {
         PIPELINE | dict(pp=4),
         PIPELINE | dict(zero_stage=2, schedule="zb-h1"),
         ONE | dict(ep=2, num_experts=4, zero_stage=3),
-        *[ONE | dict(data_parallel_replicate_degree=2, zero_stage=stage) for stage in (1, 3)],
+        ONE | dict(data_parallel_replicate_degree=2, zero_stage=3),
         dict(cp=4),
     ],
 }
