@@ -148,10 +148,9 @@ class Trainer:
         init = partial(sharding.init, stage, config.seed, self.device, dtype)
         if groups.replicas:
             zero_stage, reduced = config.zero_stage, DTYPES.get(config.reduce_dtype)
-            shard, replicate = groups.shard or groups.replicas, groups.replicate
-            others = dict(replicate_group=replicate, expert_replicate_group=replicate)
-            others |= dict(expert_group=groups.edp, may_skip=False)
-            gradients = fsdp.apply(stage, shard, zero_stage, self.scaler, reduced, init, **others)
+            others = dict(replicate_group=groups.replicate, expert_replicate_group=groups.replicate)
+            others |= dict(expert_group=groups.edp, init=init, may_skip=False)
+            gradients = fsdp.apply(stage, groups.shard, zero_stage, self.scaler, reduced, **others)
         else:
             init()
             gradients = optimizer.GradientAccumulator(stage, self.scaler)

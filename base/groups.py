@@ -44,9 +44,9 @@ class Groups:
     ep: dist.ProcessGroup | None = None
     # The replicas that hold the same experts, of one shard group; may be this rank alone.
     edp: dist.ProcessGroup | None = None
-    # Hybrid sharding: the replicas that shard with this rank, and those that hold the same shards.
-    # Without it both are None, and all replicas shard.
+    # The replicas that shard together: all, or under hybrid sharding one of several groups.
     shard: dist.ProcessGroup | None = None
+    # Hybrid sharding: the replicas that hold the same shards, one of each group.
     replicate: dist.ProcessGroup | None = None
     tp: dist.ProcessGroup | None = None
     pp: dist.ProcessGroup | None = None
@@ -60,6 +60,7 @@ class Groups:
     def __post_init__(self):
         if self.cp is None:
             self.replicas = self.dp
+        self.shard = self.shard or self.replicas
 
     @classmethod
     def make(
@@ -85,6 +86,7 @@ class Groups:
         groups.replicas = groups.dp
         if cp > 1:
             groups.replicas = mesh["dp", "cp"]._flatten("replicas").get_group()
+        groups.shard = groups.replicas
         if ep > 1 or replicate > 1:
             # These are the same ranks, with dp times cp = (replicate, edp, ep).
             shape = (pp, replicate, replicas // replicate // ep, ep, tp)

@@ -213,7 +213,8 @@ def report(config: Config, trainer_class, rank: int, world: int) -> Report:
             run_step(trainer, few)
         first = run_step(trainer, few)
         second = run_step(trainer, few + 1) if m > few else first
-        names = ("pp", "dp", "cp", "replicate", "shard", "edp", "ep", "tp")
+        of_shards = ("replicate", "shard") if groups.replicate else ()
+        names = ("pp", "dp", "cp", *of_shards, "edp", "ep", "tp")
         found = {name: getattr(groups, name) for name in names}
         place = {name: (group.rank(), group.size()) for name, group in found.items() if group}
         layers = [int(n) for stage in trainer.stages for n in stage.blocks]

@@ -64,7 +64,7 @@ def replicas_without_cp():
 
     def make(cls, *args, **options):
         groups = original(cls, *args, **options)
-        groups.replicas = groups.dp
+        groups.replicas = groups.shard = groups.dp
         return groups
 
     Groups.make = classmethod(make)
