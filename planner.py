@@ -97,7 +97,7 @@ def data_parallel(rank: Rank, forward: float, backward: float) -> float:
     longer than these; the overlapped part slows them down (`Constants.hidden`).
     """
     software, stage, m = rank.software, rank.layout.zero_stage, rank.layout.micro_batches
-    gather, reduce = gathers_and_sums(rank)
+    gather, reduce, across = gathers_and_sums(rank)
 
     # Collectives of single parameters mostly wait, and share no hardware with computation.
     lost = 0.0 if software.waits_for_reductions else rank.machine.constants.hidden
@@ -109,21 +109,22 @@ def data_parallel(rank: Rank, forward: float, backward: float) -> float:
     if stage == 3:
         if software.waits_for_reductions:
             return m * (beside(gather, forward) + beside(gather, backward) + reduce)
-        return m * (beside(gather, forward) + beside(gather + reduce, backward))
+        return m * (beside(gather, forward) + beside(gather + reduce, backward)) + across
     if not software.overlaps_data:
         backward = 0.0
     if stage == 2:
-        return m * beside(reduce, backward) + gather
+        return m * beside(reduce, backward) + across + gather
     if stage == 1:
-        return beside(reduce, backward) + gather
+        return beside(reduce, backward) + across + gather
     # An all-reduce moves twice the bytes.
     return beside(2 * reduce, backward)
 
 
-def gathers_and_sums(rank: Rank) -> tuple[float, float]:
+def gathers_and_sums(rank: Rank) -> tuple[float, float, float]:
     """Seconds of the collectives over data-parallel ranks, each by itself: (all-gathers of
-    parameters, reduce-scatters of gradients). Ranks that share experts have fewer replicas. Under
-    hybrid sharding each rank then all-reduces its row of the sum: 2 Ψ / S (R - 1) / R elements."""
+    parameters, reduce-scatters of gradients, hybrid sharding's all-reduce of a rank's rows over R
+    groups of S ranks: 2 Ψ / S (R - 1) / R elements once a step). Ranks that share experts have
+    fewer replicas."""
     software, layout = rank.software, rank.layout
     share = rank.machine.constants.zero3 if software.waits_for_reductions else 1.0
     # Each layer, the embedding and the head are units.
@@ -132,17 +133,21 @@ def gathers_and_sums(rank: Rank) -> tuple[float, float]:
     learning = learned(rank.model, layout, software)
     gathered = parameters(rank.model, layout, software) if layout.zero_stage == 3 else learning
 
-    def seconds(numbers: tuple[float, float], number_bytes: int, passes_of_row: int = 0) -> float:
+    def seconds(groups, numbers: tuple[float, float], number_bytes: int, passes: int = 1) -> float:
         total = 0.0
-        for group, count in zip(("shard", "expert_shard"), numbers):
+        for group, count in zip(groups, numbers):
             if count:
-                unit = number_bytes * count / units
-                row = unit / getattr(layout, group)
-                total += units * rank.collective(group, unit, share=share)
-                total += units * rank.collective("replicate", row, passes_of_row, share)
+                nbytes = number_bytes * count / units
+                total += units * rank.collective(group, nbytes, passes, share)
         return total
 
-    return seconds(gathered, software.weight), seconds(learning, software.reduced, passes_of_row=2)
+    inside, across = ("shard", "expert_shard"), ("replicate", "replicate")
+    rows = learning[0] / layout.shard, learning[1] / layout.expert_shard
+    return (
+        seconds(inside, gathered, software.weight),
+        seconds(inside, learning, software.reduced),
+        seconds(across, rows, software.reduced, passes=2),
+    )
 
 
 # --- a step ---------------------------------------------------------------------------------------
