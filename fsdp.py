@@ -273,9 +273,11 @@ def set_shard(unit: Unit, p: nn.Parameter, part: Tensor) -> None:
 # --- the units of a model -------------------------------------------------------------------------
 
 
-def add_units(model: nn.Module, layers: list[Layer], stage: int, init, groups_of) -> None:
-    """Shard the parameters, layer by layer, and tell each layer its units. init: as in `apply`.
-    groups_of(p): whether it is an expert, the ranks that shard it, those that hold its shard."""
+def add_units(
+    model: nn.Module, layers: list[Layer], stage: int, init, shard_group, replicate_group
+) -> None:
+    """Shard the parameters, layer by layer, and tell each layer its units. shard_group(p): whether
+    it is an expert, and the ranks that shard it. init, replicate_group: as in `apply`."""
     unit_of = {}
     for layer in layers:
         # A shared parameter is in a unit of the first layer that reads it.
@@ -285,14 +287,15 @@ def add_units(model: nn.Module, layers: list[Layer], stage: int, init, groups_of
         alike = {}
         for name in names:
             p = model.get_parameter(name)
-            is_expert, *groups = groups_of(p)
+            is_expert, group = shard_group(p)
             key = p.requires_grad, is_expert, layer.reads[name], p.dim() > 0, str(p.dtype)
-            alike.setdefault(key, ([], groups))[0].append(name)
+            alike.setdefault(key, (group, []))[1].append(name)
         # Sorting gives the same order on every rank.
         for key in sorted(alike, reverse=True):
-            names, groups = alike[key]
+            group, names = alike[key]
             parameters = [model.get_parameter(name) for name in names]
-            unit_of |= dict.fromkeys(names, make_unit(parameters, stage, *groups, layer.name))
+            unit = make_unit(parameters, stage, group, replicate_group, layer.name)
+            unit_of |= dict.fromkeys(names, unit)
     for layer in layers:
         layer.units = [u for u in dict.fromkeys(unit_of[name] for name in layer.reads) if u]
         for unit in layer.units:
@@ -847,21 +850,18 @@ def apply(
     units=None,
     may_skip: bool = True,
     replicate_group: dist.ProcessGroup | None = None,
-    expert_replicate_group: dist.ProcessGroup | None = None,
 ) -> GradientSums:
     """Make `model` one of `group.size()` data-parallel replicas, sharded by `stage`. All ranks must
     hold equal weights. Returns the object that sums the gradients.
 
     scaler: scales the loss in fp16. reduce_dtype: the type in which gradients are sent; by default
-    that of their sum, at least float32.
-    init(names): gives the parameters of these names their values, for a model on the meta device.
-    It is called for one layer at a time, which is sharded before the next one gets values.
-    expert_group: the ranks that hold the same experts, where the ranks of `group` hold different
-    ones.
+    that of their sum, at least float32. init(names): gives the parameters of these names their
+    values, for a model on the meta device, one layer at a time: it is sharded before the next one.
+    expert_group: the ranks of `group` that hold the same experts, where not all do.
     units: which modules are layers: a class, a tuple of classes, or a function (name, module) ->
-    bool; by default `named_layers`. may_skip: whether a rank may skip a layer in a step in which
-    another rank runs it; False is a promise that all ranks run the same layers in the same order.
-    replicate_group: with hybrid sharding, the ranks of other groups that hold the same shard.
+    bool; by default sharding.named_layers. may_skip: whether a rank may skip a layer that another
+    rank runs; False is a promise that all ranks run the same layers in the same order.
+    replicate_group: with hybrid sharding, the ranks of other groups that hold the same shards.
     Raises FieldError for another stage, ValueError where expert_group is missing or units does not
     fit.
     """
@@ -869,18 +869,16 @@ def apply(
         rule = "must be 0 (nothing is sharded), 1 (optimizer state), 2 (and gradients) or 3 (and"
         raise FieldError("zero_stage", stage, rule + " parameters)")
 
-    def groups_of(p: nn.Parameter) -> tuple:
+    def shard_group(p: nn.Parameter) -> tuple:
         if not is_sharded_over(p, group):
-            return False, group, replicate_group
+            return False, group
         if expert_group is None:
-            raise ValueError(
-                "ranks of the group hold different experts: give expert_group, the ranks that hold "
-                "the same ones"
-            )
-        return True, expert_group, expert_replicate_group
+            rule = "give expert_group, the ranks that hold the same ones"
+            raise ValueError(f"ranks of the group hold different experts: {rule}")
+        return True, expert_group
 
     layers = layers_of(model, units)
-    add_units(model, layers, stage, init, groups_of)
+    add_units(model, layers, stage, init, shard_group, replicate_group)
     if not any(layer.units for layer in layers):
         # This is a pipeline stage without a layer, or one without trainable parameters.
         return GradientAccumulator(model, scaler)

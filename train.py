@@ -29,7 +29,6 @@ from functools import partial
 import torch
 
 import families
-import fsdp
 import optimizer
 import pipeline_parallel
 import recompute
@@ -147,10 +146,13 @@ class Trainer:
         recompute.apply(stage, config.recompute, config.recompute_layers)
         init = partial(sharding.init, stage, config.seed, self.device, dtype)
         if groups.replicas:
-            zero_stage, reduced = config.zero_stage, DTYPES.get(config.reduce_dtype)
-            others = dict(replicate_group=groups.replicate, expert_replicate_group=groups.replicate)
-            others |= dict(expert_group=groups.edp, init=init, may_skip=False)
-            gradients = fsdp.apply(stage, groups.shard, zero_stage, self.scaler, reduced, **others)
+            import fsdp
+
+            of_data = dict(
+                expert_group=groups.edp, replicate_group=groups.replicate, may_skip=False
+            )
+            of_data |= dict(scaler=self.scaler, reduce_dtype=DTYPES.get(config.reduce_dtype))
+            gradients = fsdp.apply(stage, groups.shard, config.zero_stage, init=init, **of_data)
         else:
             init()
             gradients = optimizer.GradientAccumulator(stage, self.scaler)

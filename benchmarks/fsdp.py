@@ -126,8 +126,7 @@ def events_of_a_step(ours: Ours) -> list[tuple[str, int, float, float]]:
     layer_of = {unit: number[unit.readers[0]] for unit in sharder.units}
     clock = time.perf_counter
     events = []
-    # The unit of each collective that was started.
-    units = []
+    units = []  # of each collective that was started
     # (unit, start, end) of each wait for parameters; the last one is the end of backward.
     waits = []
 
@@ -157,9 +156,9 @@ def events_of_a_step(ours: Ours) -> list[tuple[str, int, float, float]]:
         waits.append((None, clock(), None))
         method()
 
-    gathered, scattered = partial(started, "all-gather"), partial(started, "reduce-scatter")
     methods = dict(reduce=for_unit, gather=gather, reduce_gradients=reduce_gradients)
-    collectives = dict(all_gather=gathered, reduce_scatter=scattered)
+    names = dict(all_gather="all-gather", reduce_scatter="reduce-scatter")
+    collectives = {name: partial(started, what) for name, what in names.items()}
     gather_row = fsdp.Unit.gather_row
     rows = mock.patch.object(fsdp.Unit, "gather_row", lambda unit: for_unit(gather_row, unit))
     with rows, noting(fsdp, **collectives), noting(sharder, **methods):

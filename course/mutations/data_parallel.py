@@ -88,7 +88,7 @@ def shard_of_another_rank(mine, x, original=fsdp.reduce_scatter, **options):
 @replaces(fsdp, "apply")
 def no_sum_over_shard_groups(*args, original=fsdp.apply, **options):
     """Hybrid sharding sums gradients inside each group of ranks, and not over the groups."""
-    return original(*args, **options | dict(replicate_group=None, expert_replicate_group=None))
+    return original(*args, **options | dict(replicate_group=None))
 
 
 @bug(2, ZERO_1, ZERO_2, first="step 1: updated embedding.tokens")
