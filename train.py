@@ -148,11 +148,9 @@ class Trainer:
         if groups.replicas:
             import fsdp
 
-            of_data = dict(
-                expert_group=groups.edp, replicate_group=groups.replicate, may_skip=False
-            )
-            of_data |= dict(scaler=self.scaler, reduce_dtype=DTYPES.get(config.reduce_dtype))
-            gradients = fsdp.apply(stage, groups.shard, config.zero_stage, init=init, **of_data)
+            others = dict(replicate_group=groups.replicate, expert_group=groups.edp, init=init)
+            others |= dict(scaler=self.scaler, reduce_dtype=DTYPES.get(config.reduce_dtype))
+            gradients = fsdp.apply(stage, groups.shard, config.zero_stage, may_skip=False, **others)
         else:
             init()
             gradients = optimizer.GradientAccumulator(stage, self.scaler)
