@@ -668,6 +668,9 @@ class FullySharded(DataParallel):
         self.running: list[Layer] = []
         # The units that are whole.
         self.held: dict[Unit, None] = {}
+        # Those whose backward has begun, and those that a recomputation has gathered before that.
+        self.begun: set[Unit] = set()
+        self.recomputed: set[Unit] = set()
         # If a rank may skip layers.
         self.group = group
         self.has_agreed = False
@@ -685,9 +688,12 @@ class FullySharded(DataParallel):
         if layer is self.root:
             # What a pass that ended in an error has left.
             self.running, self.used, self.in_backward = [], [], False
+            self.recomputed.clear()
             self.keep_only([])
             self.expected = list(self.orders[False])
-        if not self.in_backward:
+        if self.in_backward:
+            self.recomputed |= set(layer.units) - self.begun
+        else:
             self.running.append(layer)
         self.gather(layer, layer.units)
 
@@ -720,7 +726,7 @@ class FullySharded(DataParallel):
 
     def begin_backward(self) -> None:
         super().begin_backward()
-        self.running = []
+        self.running, self.begun, self.recomputed = [], set(), set()
         if self.may_skip:
             self.keep_only(self.root.units)
             self.expected = self.orders[True] * self.forwards_before_backward
@@ -732,12 +738,15 @@ class FullySharded(DataParallel):
         # If a layer returns the result of one that it has called, the backward of both begins now.
         if layer not in self.running:
             self.running = [layer, *callers]
+        self.begun.update(layer.backward_units)
+        self.recomputed -= self.begun
         self.keep_only([unit for needed in self.running for unit in needed.backward_units])
         self.gather(layer, layer.backward_units)
 
     def end_backward(self) -> None:
         self.end_pass()
         self.forwards_before_backward = 0
+        self.recomputed.clear()
         self.keep_only([])
         super().end_backward()
 
@@ -831,7 +840,7 @@ class FullySharded(DataParallel):
 
     def keep_only(self, units: list[Unit]) -> None:
         for unit in list(self.held):
-            if unit not in units:
+            if unit not in units and unit not in self.recomputed:
                 self.free(unit)
 
 
