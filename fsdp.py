@@ -54,14 +54,16 @@ themselves, in autograd and in the layers:
 
 Communication overlaps computation. In stage 3 a unit is gathered while the layer before it runs, in
 the order that the last step showed; backward does the same from the last layer to the first. So
-two layers are whole at a time, and the root; the table leaves these out.
+two layers are whole at a time, and the root; the table leaves these out. What needs a gradient is
+returned by its layer: autograd's way through the results says when a backward begins.
 
     compute                         | block 0 | block 1 | block 2 |
     all-gather of the unit of    0  |    1    |    2    |   ..
 
-A rank may skip a layer that another rank runs (`may_skip`): it adds zeros. A parameter that nobody
-has used has gradient 0. Gradients are summed, never averaged: train.py starts each backward with
-1 / count, where count is the number of tokens that count in the global batch.
+A rank may skip a layer that another rank runs: it adds zeros (`may_skip`, the default). All ranks
+call the model equally often. A parameter that nobody has used has gradient 0. Gradients are summed,
+never averaged: train.py starts each backward with 1 / n, where n is the number of tokens with a
+target in the global batch.
 
 With hybrid sharding the N ranks are a part of all, a node for example. Other nodes hold the same
 shards: once a step, a row of gradients is also summed over these (`replicate_group`).
@@ -79,7 +81,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from base.backward_hook import on_first_gradient, tensors_in
+from base.backward_hook import nodes_of, on_first_gradient, tensors_in
 from base.groups import second_communicator
 from base.model_config import FieldError
 from optimizer import (
@@ -180,9 +182,8 @@ class Unit(FlatParameters):
         flat, work = self.gathering
         work.wait()
         for p in self.parameters:
-            # The copy writes to `p.data`, which does not raise p's version. Otherwise backward
-            # would refuse the tensors that it has saved. The values equal those that forward has
-            # seen.
+            # Autograd does not count a write to `p.data` as a change, so the tensors that it has
+            # saved stay valid. They have the same values again.
             for in_flat, in_whole in self.views(flat, p, p.data):
                 in_whole.copy_(in_flat)
         self.gathering = None
@@ -207,7 +208,7 @@ class Unit(FlatParameters):
         return self.is_sharded and y.untyped_storage()._cdata == self.whole.untyped_storage()._cdata
 
     @property
-    def is_missing(self) -> bool:
+    def needs_gather(self) -> bool:
         return not self.is_whole and not self.gathering
 
     def make_room(self) -> None:
@@ -301,8 +302,9 @@ def add_units(
         for unit in layer.units:
             unit.readers.append(layer)
     for layer in layers:
-        # The gradient of a lookup reads no table. So a table that another layer reads too, such as
-        # a tied head, is not gathered again for it.
+        # The gradient of a lookup reads no table. So a table that is gathered for the backward of
+        # another layer too, such as a tied head, is not gathered for this one. (A table of one
+        # layer is, as the table at the top says.)
         computed = {unit_of[name] for name, is_lookup in layer.reads.items() if not is_lookup}
         needed = [u for u in layer.units if u in computed or len(u.readers) == 1]
         layer.backward_units = needed
@@ -392,7 +394,7 @@ class DataParallel(GradientSums):
         self.coming: list[Unit] = []
         for layer in layers if stage > 0 else []:
             before = partial(self.before_forward, layer)
-            layer.module.register_forward_pre_hook(before, prepend=True)
+            layer.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             layer.module.register_forward_hook(partial(self.after_forward, layer))
         if not self.shards_gradients:
             for unit in self.units:
@@ -435,6 +437,7 @@ class DataParallel(GradientSums):
         if self.shards_gradients:
             # All ranks have sent what the backward before has summed.
             self.finish_reductions()
+            # Autograd calls it when the whole backward is done.
             Variable._execution_engine.queue_callback(self.end_backward)
         if self.in_order:
             self.unreduced = [unit for unit in reversed(self.units) if unit.trainable]
@@ -518,7 +521,7 @@ class DataParallel(GradientSums):
             # sent. If a rank may skip layers, more are: it sends late, and may wait for a gather of
             # this rank until then.
             self.finish_reductions(only_ended=self.may_skip)
-        # All ranks gather everything before the first sum, also what they have not used.
+        # Stages 1 and 2: all ranks gather everything before the first sum, used or not.
         self.wait_for_parameters()
         if unit.local_grads is None:
             unit.local_grads = self.new_grads(unit)
@@ -568,14 +571,18 @@ class DataParallel(GradientSums):
 
     def reduce_gradients(self) -> None:
         """After the step's last backward: wait until each `main_grad` is the sum over all ranks."""
-        if not self.shards_gradients and not self.in_backward:
-            # Under zb-h1 nobody can say which backward is the last.
-            self.begin_backward()
-        self.end_backward()
-        for unit in reversed(self.units) if self.shards_gradients else []:
-            # Backward has computed some of this unit's gradients, or none in the whole step.
-            if unit.arrived or (unit.trainable and unit.summed_grads is None and not unit.reducing):
-                self.reduce(unit)
+        if self.shards_gradients:
+            self.finish_reductions()
+            for unit in reversed(self.units):
+                is_unused = unit.trainable and unit.summed_grads is None
+                # Where backward has computed only some gradients of a unit, they are still here.
+                if is_unused or unit.arrived:
+                    self.reduce(unit)
+        else:
+            if not self.in_backward:
+                # Under zb-h1 nobody can say which backward is the last.
+                self.begin_backward()
+            self.end_backward()
         self.finish_reductions()
         self.sum_over_shard_groups()
 
@@ -649,10 +656,14 @@ class FullySharded(DataParallel):
     backward begins at the head.
 
     A pass is one forward, or one backward, of the model. The next layer is the one that came next
-    in the last pass. If all ranks go the same way, a wrong guess costs one all-gather. If a rank
-    may skip layers (`may_skip`), all ranks gather the same units in one order in each pass, also
-    those that they pass over. So nobody has to know what the others use. They agree on the order
-    after the first forward, in which all layers stay whole.
+    in the last pass of this direction.
+
+    may_skip=False: all ranks go the same way. Where a pass goes another way than the last one, an
+    all-gather comes too late, and one is in vain.
+    may_skip=True: all ranks gather the same units in the same order in each pass, also the layers
+    that they pass over, and hold these until the pass ends. So nobody has to know what the others
+    use. After the first forward, in which all layers stay whole, they exchange their orders once.
+    One backward follows one forward, or several.
     """
 
     def __init__(self, layers, scaler=None, reduce_dtype=None, group=None):
@@ -664,8 +675,10 @@ class FullySharded(DataParallel):
         # The layers that this pass has used, and those that come next.
         self.used: list[Layer] = []
         self.expected: list[Layer] = []
-        # The layers whose forward, or backward, runs: one, and those that called it.
+        # The layers whose forward, or backward, runs: one, and those that called it. In forward,
+        # where their inputs are in autograd's graph.
         self.running: list[Layer] = []
+        self.inputs: list[set] = []
         # The units that are whole.
         self.held: dict[Unit, None] = {}
         # Those whose backward has begun, and those that a recomputation has gathered before that.
@@ -683,18 +696,19 @@ class FullySharded(DataParallel):
 
     # --- what happens when
 
-    def before_forward(self, layer: Layer, *_) -> None:
+    def before_forward(self, layer: Layer, module: nn.Module, args, kwargs) -> None:
         super().before_forward(layer)
         if layer is self.root:
             # What a pass that ended in an error has left.
-            self.running, self.used, self.in_backward = [], [], False
+            self.running, self.inputs, self.used, self.in_backward = [], [], [], False
             self.recomputed.clear()
-            self.keep_only([])
+            self.keep_only(self.root.units if self.forwards_before_backward else [])
             self.expected = list(self.orders[False])
         if self.in_backward:
             self.recomputed |= set(layer.units) - self.begun
         else:
             self.running.append(layer)
+            self.inputs.append(nodes_of((args, kwargs)))
         self.gather(layer, layer.units)
 
     def after_forward(self, layer: Layer, module: nn.Module, args, result) -> None:
@@ -704,7 +718,8 @@ class FullySharded(DataParallel):
         self.running.remove(layer)
         callers = list(self.running)
         tensors = tensors_in(result, layer.name)
-        recorded = on_first_gradient(tensors, partial(self.before_backward, layer, callers))
+        begin = partial(self.before_backward, layer, callers)
+        recorded = on_first_gradient(tensors, begin, but=self.inputs.pop())
         for unit in layer.units:
             if any(unit.is_storage_of(y) for y in tensors):
                 raise TypeError(f"{layer.name} returns a view of its parameter; return a clone()")
@@ -718,7 +733,7 @@ class FullySharded(DataParallel):
     def is_needed_later(self, unit: Unit, layer: Layer, recorded: bool) -> bool:
         """Whether a unit stays whole after the forward of a layer."""
         if layer is self.root:
-            return recorded
+            return recorded or self.forwards_before_backward > 0
         if self.may_skip and not self.has_agreed:
             return True
         is_tied = len(unit.readers) > 1 and unit.readers[-1] is layer
@@ -740,7 +755,8 @@ class FullySharded(DataParallel):
             self.running = [layer, *callers]
         self.begun.update(layer.backward_units)
         self.recomputed -= self.begun
-        self.keep_only([unit for needed in self.running for unit in needed.backward_units])
+        if layer is not self.root:
+            self.keep_only([unit for needed in self.running for unit in needed.backward_units])
         self.gather(layer, layer.backward_units)
 
     def end_backward(self) -> None:
@@ -754,9 +770,11 @@ class FullySharded(DataParallel):
         """Gather what this rank has passed over, as the others do, and forget it."""
         for layer in self.expected if self.may_skip else []:
             self.start_gathers_of(layer)
+            for unit in layer.units:
+                unit.drop_all_gather()
         for unit in self.units:
             unit.drop_all_gather()
-        if not self.may_skip:
+        if self.used and not self.may_skip:
             self.orders[self.in_backward] = self.used
         elif not self.has_agreed:
             self.agree_on_the_order()
@@ -787,16 +805,16 @@ class FullySharded(DataParallel):
 
     def gather(self, layer: Layer, units: list[Unit]) -> None:
         """Make the units of a layer whole, and start to gather those of the next one."""
-        if any(unit.is_missing for unit in units):
+        if any(unit.needs_gather for unit in units):
             self.go_to(layer)
         waited = False
         for unit in units:
-            if unit.is_missing and self.may_skip:
+            if unit.needs_gather and self.may_skip:
                 raise RuntimeError(
                     f"{layer.name}: runs outside the model's forward, or more often than in the"
-                    " first one, and other ranks may skip it; do not, or give may_skip=False"
+                    " first one, or in a second backward; do not, or give may_skip=False"
                 )
-            if unit.is_missing:
+            if unit.needs_gather:
                 unit.gather_row()
             if unit.gathering:
                 unit.make_room()
@@ -804,8 +822,9 @@ class FullySharded(DataParallel):
                 self.held[unit] = None
                 waited = True
         self.used.append(layer)
-        while waited and self.expected and not self.start_gathers_of(self.expected.pop(0)):
-            pass
+        while waited and self.expected:
+            if self.start_gathers_of(self.expected.pop(0)):
+                break
 
     def go_to(self, layer: Layer) -> None:
         """Expect what comes after this layer. If a rank may skip layers, start to gather all that
@@ -813,25 +832,25 @@ class FullySharded(DataParallel):
         if layer not in self.expected and not self.may_skip:
             # This pass goes another way, or round again.
             self.expected = list(self.orders[self.in_backward])
-        passed = layer in self.expected
-        while passed and self.expected:
+        other = None
+        while layer in self.expected and other is not layer:
             other = self.expected.pop(0)
             if self.may_skip:
                 self.start_gathers_of(other)
-            passed = other is not layer
 
     def start_gathers_of(self, layer: Layer) -> bool:
-        """Start to gather the units that are missing; if a rank may skip layers all of them, since
-        other ranks may miss them. Returns whether there are any."""
+        """Start to gather a layer. Returns whether there is anything to gather. If a rank may skip
+        layers, all do it, also those that still have the layer; only the root's units are whole on
+        all ranks."""
         units = layer.backward_units if self.in_backward else layer.units
-        missing = [unit for unit in units if unit.is_missing]
+        to_gather = [unit for unit in units if unit.needs_gather]
         if self.may_skip:
-            of_others = [] if layer is self.root else self.root.units
-            missing = [unit for unit in units if unit.is_sharded and unit not in of_others]
-        for unit in missing:
+            whole = [] if layer is self.root else self.root.units
+            to_gather = [unit for unit in units if unit.is_sharded and unit not in whole]
+        for unit in to_gather:
             unit.drop_all_gather()
             unit.gather_row()
-        return bool(missing)
+        return bool(to_gather)
 
     def free(self, unit: Unit) -> None:
         if unit in self.held:

@@ -178,8 +178,8 @@ def gather(part: Tensor, sharding: Sharding) -> Tensor:
 
 @dataclass(eq=False)
 class Layer:
-    """A module whose parameters are gathered together (fsdp.py). The model itself, the root, is one
-    too: it has the parameters that are in no other layer."""
+    """A module whose parameters are gathered before it runs (fsdp.py). The model itself, the root,
+    is one too: it has the parameters that are in no other layer."""
 
     name: str
     module: nn.Module

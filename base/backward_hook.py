@@ -5,8 +5,8 @@
 
     module.register_forward_hook(after_forward)
 
-torch's own full backward hook makes a view of each result, so that a caller cannot change it in
-place.
+torch's own full backward hook makes a view of each result, which its caller cannot change in place
+(`y += x`).
 """
 
 from collections.abc import Callable
@@ -31,13 +31,18 @@ def tensors_in(result, name: str) -> list[Tensor]:
     return tensors
 
 
-def on_first_gradient(tensors: list[Tensor], function: Callable) -> bool:
+def nodes_of(tree) -> set:
+    """Where the tensors of a tree are in autograd's graph."""
+    return {y.grad_fn for y in tree_leaves(tree) if isinstance(y, Tensor) and y.grad_fn}
+
+
+def on_first_gradient(tensors: list[Tensor], function: Callable, but: set | None = None) -> bool:
     """Call function(gradient) in each backward when the first gradient of these tensors has come.
-    Returns whether one will."""
-    # A view that is changed in place, by `y += x`, gets another place in the graph. Its base keeps
-    # its own.
+    Returns whether one will. but: nodes of the module's inputs; what it returns unchanged tells
+    nothing of its backward."""
+    # `y += x` gives a view y another node. The node of its base remains.
     tensors = tensors + [y._base for y in tensors if y._is_view()]
-    tensors = [y for y in tensors if y.grad_fn]
+    tensors = [y for y in tensors if y.grad_fn and y.grad_fn not in (but or ())]
     if not tensors or not torch.is_grad_enabled():
         return False
     register_multi_grad_hook(tensors, function, mode="any")

@@ -146,11 +146,13 @@ def whole_bytes(rank: int, ahead: bool) -> tuple[int, int]:
         found.append(storage_bytes([unit.whole for unit in gradients.units] + flat))
 
     for block in model.blocks.values():
+        # Before the hook that frees the block.
         block.register_forward_hook(note, prepend=True)
     tokens, targets = demo.random_tokens(B, S, V)
     for _ in range(2):
         found.clear()
         model(tokens, targets).sum().backward()
+    # The head comes after the last block.
     return max(found[:-1]), 4 * sum(p.numel() for p in block.parameters())
 
 
