@@ -252,7 +252,9 @@ def gathers_in_flight(rank):
     tokens = torch.randint(61, (2, 17))
     for _ in range(2):
         log.clear()
+        gradients.zero_grad()
         model(tokens[:, :-1], tokens[:, 1:]).mean().backward()
+        gradients.reduce_gradients()
     return log, [is_there(unit) for unit in gradients.units]
 
 
