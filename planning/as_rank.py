@@ -330,9 +330,9 @@ def lines(answer: Report) -> list[str]:
         total = sum(sizes.values())
         out.append(f"{name:<16}{total / 2**30:>10.3f} GiB{total:>20,} bytes   {types}".rstrip())
     names = "group", "calls", "bytes of a call", "GB of all"
-    out.append("{:<16}{:>6}{:>10}{:>18}{:>12}".format("collective", *names))
+    out.append("{:<14}{:>10}{:>9}{:>17}{:>12}".format("collective", *names))
     for kind, group, size, count in answer.collectives:
-        out.append(f"{kind:<16}{group:>6}{count:>10,}{size:>18,}{size * count / 1e9:>12,.3f}")
+        out.append(f"{kind:<14}{group:>10}{count:>9,}{size:>17,}{size * count / 1e9:>12,.3f}")
     return out
 
 
