@@ -31,18 +31,22 @@ def tensors_in(result, name: str) -> list[Tensor]:
     return tensors
 
 
+def with_bases(tensors: list[Tensor]) -> list[Tensor]:
+    """`y += x` gives a view y another node in autograd's graph. The node of its base remains."""
+    return tensors + [y._base for y in tensors if y._is_view()]
+
+
 def nodes_of(tree) -> set:
-    """Where the tensors of a tree are in autograd's graph."""
-    return {y.grad_fn for y in tree_leaves(tree) if isinstance(y, Tensor) and y.grad_fn}
+    """The nodes in autograd's graph of the tensors of a tree."""
+    tensors = [y for y in tree_leaves(tree) if isinstance(y, Tensor)]
+    return {y.grad_fn for y in with_bases(tensors) if y.grad_fn}
 
 
 def on_first_gradient(tensors: list[Tensor], function: Callable, but: set | None = None) -> bool:
     """Call function(gradient) in each backward when the first gradient of these tensors has come.
     Returns whether one will. but: nodes of the module's inputs; what it returns unchanged tells
     nothing of its backward."""
-    # `y += x` gives a view y another node. The node of its base remains.
-    tensors = tensors + [y._base for y in tensors if y._is_view()]
-    tensors = [y for y in tensors if y.grad_fn and y.grad_fn not in (but or ())]
+    tensors = [y for y in with_bases(tensors) if y.grad_fn and y.grad_fn not in (but or ())]
     if not tensors or not torch.is_grad_enabled():
         return False
     register_multi_grad_hook(tensors, function, mode="any")
