@@ -353,19 +353,22 @@ class Call:
 class Node(nn.Module):
     """Children in containers, run in the order of a program that may run one of them twice."""
 
-    def __init__(self, draw: random.Random, depth: int, may_skip: bool):
+    def __init__(self, draw: random.Random, depth: int, may_skip: bool, shares: bool):
         super().__init__()
-        kinds = [Leaf, Leaf, plain] + [partial(Node, depth=depth - 1, may_skip=may_skip)] * depth
+        node = partial(Node, depth=depth - 1, may_skip=may_skip, shares=shares)
+        kinds = [Leaf, Leaf, plain, *[node] * depth]
         # A node has a leaf at least.
         children = [Leaf(draw), *[draw.choice(kinds)(draw) for _ in range(draw.randint(0, 2))]]
         draw.shuffle(children)
         self.gain = nn.Parameter(torch.ones(())) if draw.random() < 0.3 else 1.0
         self.held = nn.ModuleDict(dict(a=contained(children[:1], draw)))
         self.held["b"] = contained(children[1:], draw)
-        order = [*range(len(children)), *draw.choices(range(len(children)), k=draw.randint(0, 1))]
+        twice = draw.randint(0, 1) if shares else 0
+        order = [*range(len(children)), *draw.choices(range(len(children)), k=twice)]
         draw.shuffle(order)
         runs = ["1", "1", "01", "110", "0001"] if may_skip else ["1"]
-        recomputed = [None, None, False, True]
+        # torch's reentrant kind computes the gradient of each use apart, which is refused.
+        recomputed = [None, None, False] if shares else [None, False, True]
         self.program = [Call(i, draw.choice(runs), draw.choice(recomputed)) for i in order]
         # Whether ranks run it forwards and backwards in turn.
         self.turns = may_skip and draw.random() < 0.2
@@ -416,10 +419,11 @@ class Drawn(nn.Module):
         super().__init__()
         draw = random.Random(seed)
         self.first = nn.Linear(H, H)
-        self.body = Node(draw, depth=2, may_skip=draw.random() < 0.6)
+        may_skip, shares = draw.random() < 0.6, draw.random() < 0.6
+        self.body = Node(draw, depth=2, may_skip=may_skip, shares=shares)
         linears = [module for module in self.modules() if isinstance(module, nn.Linear)]
         for layer in linears:
-            if draw.random() < 0.15:
+            if shares and draw.random() < 0.2:
                 layer.weight = draw.choice(linears).weight
         for part in [*self.body.modules(), *self.body.parameters()]:
             if draw.random() < 0.04:
