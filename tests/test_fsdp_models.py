@@ -198,21 +198,94 @@ def test_two_units_are_whole():
         assert {name: max(later) for name, (_, *later) in most.items()} == dict.fromkeys(names, 2)
 
 
-def under_rules(rank: int, names: list[str]) -> list[str]:
+def under_rules(rank: int, jobs: list[tuple[str, int]], mutate=None) -> list[str]:
+    """What differs on this rank in (model, stage); raises RuleError."""
+    if mutate:
+        mutate()
     wrong = []
-    for name in names:
+    for name, stage in jobs:
         expected = on_one_process(CASES[name], 2)
-        for stage in (1, 2, 3):
-            found = differences(CASES[name], expected, dist.group.WORLD, stage, may_skip=True)
-            wrong += [f"{name}, stage {stage}: {line}" for line in found]
+        wrong += differences(CASES[name], expected, dist.group.WORLD, stage, may_skip=True)
     sys.modules["nccl_rules"].check_waits()
     return wrong
 
 
 def test_rules_of_nccl():
     """Ranks that run other units, or in another order, still post the same collectives."""
-    names = [name for name, case in CASES.items() if case.skips]
-    assert ranks.run(under_rules, 2, names, backend="nccl-rules", timeout=20) == [[], []]
+    jobs = [(name, stage) for name, case in CASES.items() if case.skips for stage in (1, 2, 3)]
+    assert ranks.run(under_rules, 2, jobs, backend="nccl-rules", timeout=20) == [[], []]
+
+
+# --- mutations ------------------------------------------------------------------------------------
+
+
+def no_sum_of_loose_parameters(original=fsdp.DataParallel.reduce):
+    def reduce(self, unit):
+        if unit.name != "the model":
+            original(self, unit)
+
+    fsdp.DataParallel.reduce = reduce
+
+
+def no_zeros_of_a_skipped_unit(original=fsdp.DataParallel.reduce):
+    def reduce(self, unit):
+        if unit.arrived:
+            original(self, unit)
+
+    fsdp.DataParallel.reduce = reduce
+
+
+def sums_before_all_parameters_have_come(original=fsdp.DataParallel.reduce):
+    def reduce(self, unit):
+        coming, self.coming = self.coming, []
+        original(self, unit)
+        self.coming = coming
+
+    fsdp.DataParallel.reduce = reduce
+
+
+def no_wait_for_parameters():
+    def before_forward(self, layer, *_):
+        for unit in layer.units:
+            unit.has_run = True
+
+    fsdp.DataParallel.before_forward = before_forward
+
+
+def no_gather_of_a_skipped_unit():
+    fsdp.FullySharded.start_gathers_of = lambda self, layer: None
+
+
+def an_order_of_each_rank():
+    fsdp.dist.all_gather_object = lambda orders, own, group: orders.__setitem__(slice(None), [own])
+
+
+def one_communicator():
+    fsdp.FullySharded.give_sums_an_order_of_their_own = lambda self: None
+
+
+TOWER, LOOSE = "a tower that a rank does not use", "blocks in a list, loose parameters"
+
+
+@pytest.mark.parametrize(
+    "mutate, name, stage, seen",
+    [
+        (no_sum_of_loose_parameters, LOOSE, 1, "gradient table"),
+        (no_zeros_of_a_skipped_unit, TOWER, 2, "another order"),
+        (sums_before_all_parameters_have_come, "another number", 1, "another order"),
+        (no_wait_for_parameters, LOOSE, 1, "loss"),
+        (no_gather_of_a_skipped_unit, TOWER, 3, "another order"),
+        (an_order_of_each_rank, "another order", 3, "gradient"),
+        (one_communicator, TOWER, 3, "another order"),
+    ],
+)
+def test_mutations_are_seen(mutate, name, stage, seen):
+    try:
+        options = dict(backend="nccl-rules", timeout=5)
+        found = str(ranks.run(under_rules, 2, [(name, stage)], mutate, **options))
+    except RuntimeError as error:
+        found = str(error)
+    assert re.search(seen, found), found
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -253,7 +326,7 @@ def refusals(rank: int) -> dict[str, str]:
         model = build().double()
         try:
             fsdp.apply(model, dist.group.WORLD, stage, units=units)
-            model(Sample(0, rank, 0).x())
+            model(Sample(0, rank, 0).x()).sum().backward()
         except (ValueError, TypeError, RuntimeError) as error:
             messages[what] = str(error)
     return messages
