@@ -169,11 +169,11 @@ class TwoTowers(nn.Module):
 class Stack(nn.Module):
     """Blocks, run in the order of a call. A table and a linear layer belong to no block."""
 
-    def __init__(self, reentrant: bool | None = None, in_place: bool = False):
+    def __init__(self, n: int = 3, reentrant: bool | None = None, in_place: bool = False):
         """reentrant: how torch recomputes blocks; None: it does not."""
         super().__init__()
         self.first = nn.Linear(H, H)
-        self.blocks = blocks(3)
+        self.blocks = blocks(n)
         self.table = nn.Parameter(torch.randn(3, H))
         self.reentrant = reentrant
         self.in_place = in_place
@@ -308,7 +308,12 @@ CASES = {
     "CLIP": Case(partial(theirs, "clip", "", **CLIP), named("CLIPEncoderLayer"), of_pairs),
     "keywords, results in a dictionary": Case(Talkers, Talker),
     "a tower that a rank does not use": Case(EncoderDecoder, Block, caption_some, skips=True),
-    "another order": Case(Stack, Block, in_order((0, 1, 2), (0, 2, 1)), skips=True),
+    "another order": Case(
+        partial(Stack, n=5), Block, in_order((0, 1, 2, 3, 4), (0, 4, 3, 2, 1)), skips=True
+    ),
+    "a rank stops early": Case(
+        partial(Stack, n=5), Block, in_order((0,), (0, 1, 2, 3, 4)), skips=True
+    ),
     "another number": Case(Stack, Block, in_order((0, 1, 1, 2), (2,), (0, 1)), skips=True),
     "mixed types": Case(EncoderDecoder, Block, caption, narrow="encoder"),
     "a unit in a unit": Case(lambda: nn.Sequential(Pair(), Block(), Pair()), (Block, Pair)),

@@ -272,7 +272,7 @@ TOWER, LOOSE = "a tower that a rank does not use", "blocks in a list, loose para
     [
         (no_sum_of_loose_parameters, LOOSE, 1, "gradient table"),
         (no_zeros_of_a_skipped_unit, TOWER, 2, "another order"),
-        (sums_before_all_parameters_have_come, "another number", 1, "another order"),
+        (sums_before_all_parameters_have_come, "a rank stops early", 1, "another order"),
         (no_wait_for_parameters, LOOSE, 1, "loss"),
         (no_gather_of_a_skipped_unit, TOWER, 3, "another order"),
         (an_order_of_each_rank, "another order", 3, "gradient"),
