@@ -380,8 +380,9 @@ class Node(nn.Module):
         # torch's reentrant kind computes the gradient of each use apart, which is refused.
         recomputed = [None, None, False] if shares else [None, False, True]
         self.program = [Call(i, draw.choice(runs), draw.choice(recomputed)) for i in order]
-        # Whether ranks run it forwards and backwards in turn.
-        self.turns = may_skip and draw.random() < 0.2
+        # Whether ranks run it forwards and backwards in turn. Stage 3 refuses to do so with a layer
+        # that runs twice.
+        self.turns = may_skip and not shares and draw.random() < 0.4
 
     def extra_repr(self) -> str:
         return "\n".join(map(str, self.program)) + "\nin turns" * self.turns
