@@ -115,7 +115,7 @@ def layouts_of(name: str | int) -> list[Layout]:
     if isinstance(name, int):
         return [Layout(name, 2 + name % 2, name // 2 % 4, skips or name % 3 == 0)]
     layouts = [Layout(name, world, stage, True) for world in (2, 3) for stage in range(4)]
-    return layouts + [Layout(name, 3, stage, False) for stage in (2, 3) if not skips]
+    return layouts + [Layout(name, 2, stage, False) for stage in (2, 3) if not skips]
 
 
 def on_rank(rank: int, layouts: list[Layout]) -> list[str]:
