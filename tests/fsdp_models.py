@@ -210,6 +210,23 @@ def siamese(model: nn.Module, sample: Sample) -> Tensor:
     return (model(sample.x()) - model(sample.x().square())).square().mean()
 
 
+def evaluated(model: nn.Module, sample: Sample) -> Tensor:
+    """Forward, another one without gradients, backward."""
+    y = model(sample.x())
+    with torch.no_grad():
+        other = model(sample.x().square())
+    return (y * other).square().mean()
+
+
+class Unused(Stack):
+    """Nobody uses the result of its second block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.blocks[0](self.first(x))
+        self.blocks[1](y)
+        return self.blocks[2](y)
+
+
 class Talker(Block):
     """Has keywords only, and a result of which one tensor is its input, and one is not used."""
 
@@ -326,6 +343,17 @@ CASES = {
     "recomputed together": Case(partial(Stack, reentrant=False, k=3), Block),
     "results changed in place": Case(partial(Stack, in_place=True), Block),
     "siamese": Case(Stack, Block, siamese),
+    "evaluated between": Case(Stack, Block, evaluated),
+    "a result that nobody uses": Case(Unused, Block),
+    "a unit that returns its input": Case(
+        lambda: nn.Sequential(nn.Identity(), Block(), nn.Dropout(0.0), Block(), nn.Identity()),
+        (Block, nn.Identity, nn.Dropout),
+    ),
+    "torch's Transformer": Case(
+        partial(nn.Transformer, 8, 2, 2, 2, 12, dropout=0.0, batch_first=True),
+        (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
+        lambda model, sample: model(sample.x(2, 3, 8), sample.x(2, 4, 8)).square().mean(),
+    ),
 }
 
 
