@@ -278,7 +278,7 @@ def one_communicator():
 TOWER, EARLY = "a tower that a rank does not use", "a rank stops early"
 LOOSE = "blocks in a list, loose parameters"
 # The rules say it in two ways.
-ORDER = "another order|nobody posts the match"
+ORDER = "another order|nobody posts the match|does not come"
 
 
 @pytest.mark.parametrize(
