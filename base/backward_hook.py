@@ -33,7 +33,7 @@ def tensors_in(result, name: str) -> list[Tensor]:
 
 def with_bases(tensors: list[Tensor]) -> list[Tensor]:
     """`y += x` gives a view y another node in autograd's graph. The node of its base remains."""
-    return tensors + [y._base for y in tensors if y._is_view()]
+    return tensors + [y._base for y in tensors if y._base is not None]
 
 
 def nodes_of(tree) -> set:

@@ -277,8 +277,8 @@ def one_communicator():
 
 TOWER, EARLY = "a tower that a rank does not use", "a rank stops early"
 LOOSE = "blocks in a list, loose parameters"
-# The rules say it in two ways.
-ORDER = "another order|nobody posts the match|does not come"
+# Who is late decides what the rules say: another order, a meeting, an end that does not come.
+ORDER = "RuleError"
 
 
 @pytest.mark.parametrize(
