@@ -27,8 +27,8 @@ and 3 keep only a row of the sum.
 Any model will do. The caller names the modules that are layers (`units=Block`); by default they are
 the model's children. What is in none of them belongs to the root, the model itself. A unit is the
 parameters of a layer, flattened to N rows of T numbers; row r is rank r's shard. One collective
-moves one unit. A layer has several units where parameters differ: experts, frozen ones, lookup
-tables, types.
+moves one unit (in PyTorch's DDP: a bucket). A layer has several units where parameters differ:
+experts, frozen ones, lookup tables, types.
 
     gradients = fsdp.apply(model, group, stage=3, units=Block)
 
