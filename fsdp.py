@@ -81,7 +81,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from base.backward_hook import nodes_of, on_first_gradient, tensors_in
+from base.backward_hook import on_first_gradient, tensors_in, with_gradient
 from base.groups import second_communicator
 from base.model_config import FieldError
 from optimizer import (
@@ -679,6 +679,8 @@ class FullySharded(DataParallel):
         # where their inputs are in autograd's graph.
         self.running: list[Layer] = []
         self.inputs: list[set] = []
+        # The units of layers whose input has a gradient.
+        self.fed = set(self.root.units)
         # The units that are whole.
         self.held: dict[Unit, None] = {}
         # Those whose backward has begun, and those that a recomputation has gathered before that.
@@ -708,7 +710,10 @@ class FullySharded(DataParallel):
             self.recomputed |= set(layer.units) - self.begun
         else:
             self.running.append(layer)
-            self.inputs.append(nodes_of((args, kwargs)))
+            inputs = with_gradient((args, kwargs))
+            self.inputs.append({x.grad_fn for x in inputs})
+            if inputs:
+                self.fed.update(layer.units)
         self.gather(layer, layer.units)
 
     def after_forward(self, layer: Layer, module: nn.Module, args, result) -> None:
@@ -758,6 +763,12 @@ class FullySharded(DataParallel):
         if layer is not self.root:
             self.keep_only([unit for needed in self.running for unit in needed.backward_units])
         self.gather(layer, layer.backward_units)
+
+    def reduce(self, unit: Unit) -> None:
+        if unit not in self.fed and not unit.missing:
+            # This is the first layer: no layer's backward comes later, which would free it.
+            self.free(unit)
+        super().reduce(unit)
 
     def end_backward(self) -> None:
         self.end_pass()

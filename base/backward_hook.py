@@ -36,16 +36,16 @@ def with_bases(tensors: list[Tensor]) -> list[Tensor]:
     return tensors + [y._base for y in tensors if y._base is not None]
 
 
-def nodes_of(tree) -> set:
-    """The nodes in autograd's graph of the tensors of a tree."""
+def with_gradient(tree) -> list[Tensor]:
+    """The tensors of a tree, and their bases, that have gradients."""
     tensors = [y for y in tree_leaves(tree) if isinstance(y, Tensor)]
-    return {y.grad_fn for y in with_bases(tensors) if y.grad_fn}
+    return [y for y in with_bases(tensors) if y.requires_grad]
 
 
 def on_first_gradient(tensors: list[Tensor], function: Callable, but: set | None = None) -> bool:
     """Call function(gradient) in each backward when the first gradient of these tensors has come.
-    Returns whether one will. but: nodes of the module's inputs; what it returns unchanged tells
-    nothing of its backward."""
+    Returns whether one will. but: nodes in the graph of the module's inputs; what it returns
+    unchanged tells nothing of its backward."""
     tensors = [y for y in with_bases(tensors) if y.grad_fn and y.grad_fn not in (but or ())]
     if not tensors or not torch.is_grad_enabled():
         return False
