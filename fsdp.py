@@ -54,8 +54,8 @@ themselves, in autograd and in the layers:
 
 Communication overlaps computation. In stage 3 a unit is gathered while the layer before it runs, in
 the order that the last step showed; backward does the same from the last layer to the first. So
-two layers are whole at a time, and the root; the table leaves these out. What needs a gradient is
-returned by its layer: autograd's way through the results says when a backward begins.
+two layers are whole at a time, and the root; the table leaves these out. A layer's backward begins
+when the first gradient of its result has come. So what needs a gradient must be in the result.
 
     compute                         | block 0 | block 1 | block 2 |
     all-gather of the unit of    0  |    1    |    2    |   ..
@@ -675,9 +675,9 @@ class FullySharded(DataParallel):
         # The layers that this pass has used, and those that come next.
         self.used: list[Layer] = []
         self.expected: list[Layer] = []
-        # The layers whose forward, or backward, runs: one, and those that called it. In forward,
-        # where their inputs are in autograd's graph.
+        # The layers whose forward, or backward, runs: one, and those that called it.
         self.running: list[Layer] = []
+        # In forward, for each of them: the nodes of its inputs in autograd's graph.
         self.inputs: list[set] = []
         # The units of layers whose input has a gradient.
         self.fed = set(self.root.units)

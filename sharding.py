@@ -11,6 +11,9 @@ sharded by rows over 2 tensor-parallel ranks, then over 2 data-parallel ranks:
 
     python -m course.sharding       this weight on four ranks: its rows, gathered, and initialised
 
+Two more parts are for fsdp.py: which modules of a model are layers, and how the shards of a layer's
+parameters lie in rows.
+
 Initialisation, checkpoints, the gradient norm and the tests read this record and nothing else, so
 none of them has a case per technique. A size that the ranks do not divide is padded with zeros at
 the end. A technique may ask for more (`pad_parameter`). Padding belongs to no global tensor.

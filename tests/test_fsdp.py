@@ -355,6 +355,27 @@ def test_nothing_keeps_a_dropped_model():
     assert ranks.run(garbage_free, 2, 3) == [True, True]
 
 
+def whole_when_sent(rank):
+    """For each reduce-scatter of a backward, which units are whole."""
+    model = small_model()
+    gradients = fsdp.apply(model, dist.group.WORLD, 3, may_skip=False)
+    log = []
+
+    def noted(*args, original=fsdp.reduce_scatter, **options):
+        log.append([unit.is_whole for unit in gradients.units])
+        return original(*args, **options)
+
+    fsdp.reduce_scatter = noted
+    model(torch.ones(1, 8)).sum().backward()
+    return log
+
+
+def test_the_first_layer_is_freed_before_its_gradients_are_sent():
+    """No other layer's backward comes later. The others are whole until one does."""
+    for log in ranks.run(whole_when_sent, 2):
+        assert [sum(whole) for whole in log] == [1, 1, 1, 1, 0]
+
+
 def test_unknown_stage():
     with pytest.raises(ValueError, match=r"stage 7: must be 0 .*, 1 .*, 2 .* or 3"):
         fsdp.apply(small_model(), None, 7)
