@@ -357,9 +357,10 @@ def gather(x: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
 def shard_batch(batch, group: dist.ProcessGroup):
     """This rank's part of a data.Batch. `documents` stays whole."""
     parts = {}
-    for name in ("tokens", "targets", "loss_mask", "real"):
-        whole = getattr(batch, name)
-        parts[name] = None if whole is None else shard(whole, group)
+    for name in ("tokens", "targets", "loss_mask", "real", "types"):
+        whole = getattr(batch, name, None)
+        if whole is not None:
+            parts[name] = shard(whole, group)
     return batch._replace(**parts)
 
 

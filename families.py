@@ -1,4 +1,4 @@
-"""Model families: the parts that Mistral, Qwen3, Gemma, BLOOM and Llama 3.1 add to GPT-2 or Llama.
+"""Model families: the parts that Mistral, Qwen3, Gemma, BLOOM, .. add to GPT-2 or Llama.
 
 gpt.py is GPT-2 and Llama. Most released models are one of these with another size. The others have
 a few more parts, which this file puts into a finished model, from outside, on the meta device. Each
@@ -10,6 +10,7 @@ has a field of GPTConfig (base/model_config.py):
     BLOOM       a norm of the embedding; ALiBi                           embedding_norm, positions
     Mistral     a sliding window                                         sliding_window
     Llama 3.1   rotary frequencies for longer sequences                  rotary_factor, ..
+    GPT-1       norms after the residual addition, not before            post_norm
 
 A window and ALiBi are local attention: near tokens count more. Both add a bias to the score of
 query i and key j:
@@ -37,6 +38,7 @@ their scores and hiding them; context parallelism of such models.
 import math
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -44,7 +46,17 @@ import gpt
 from base.model_config import GPTConfig
 from base.rotary import rotary_frequencies
 
-# --- Qwen3, Gemma, Llama 3.1 ----------------------------------------------------------------------
+# --- GPT-1, Qwen3, Gemma, Llama 3.1 ---------------------------------------------------------------
+
+
+class PostNormBlock(gpt.Block):
+    """x = norm(x + attention(x)), and the same for the MLP (arXiv 1706.03762). x: [b, s, h]"""
+
+    def forward(self, x: Tensor, context: gpt.Context = gpt.PLAIN) -> Tensor:
+        y, bias = self.attention(x, context), self.attention.output.bias
+        x = self.attention_norm(self.attention_residual(y, bias, x, context.drop_key))
+        y, bias = self.mlp(x, context), self.mlp.down.bias
+        return self.mlp_norm(self.mlp_residual(y, bias, x, context.drop_key))
 
 
 class HeadNorms(nn.Module):
@@ -90,7 +102,27 @@ class GeGLU(nn.Module):
         return F.gelu(gate, approximate="tanh") * up
 
 
-ACTIVATIONS = {"gelu": gpt.GELU, "swiglu": gpt.SwiGLU, "geglu": GeGLU}
+class ExactGELU(nn.Module):
+    """gelu(x + bias) by the error function (BERT)"""
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return F.gelu(x if bias is None else x + bias)
+
+
+class ReLU(nn.Module):
+    """max(0, x + bias) (T5)"""
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return F.relu(x if bias is None else x + bias)
+
+
+ACTIVATIONS = {
+    "gelu": gpt.GELU,
+    "exact-gelu": ExactGELU,
+    "relu": ReLU,
+    "swiglu": gpt.SwiGLU,
+    "geglu": GeGLU,
+}
 
 
 def llama3_frequencies(config: GPTConfig, device: torch.device) -> Tensor:
@@ -126,10 +158,10 @@ class LocalBias(nn.Module):
         self.window = config.sliding_window
         self.slopes = alibi_slopes(config.num_heads) if config.positions == "alibi" else None
 
-    def shard(self, rank: int, t: int) -> None:
-        """Keep the heads of one of t tensor-parallel ranks."""
+    def shard_heads(self, group: dist.ProcessGroup) -> None:
+        """Keep the heads of this tensor-parallel rank."""
         if self.slopes is not None:
-            self.slopes = self.slopes.chunk(t)[rank]
+            self.slopes = self.slopes.chunk(group.size())[group.rank()]
 
     def forward(self, q: Tensor, documents: Tensor | None = None) -> Tensor:
         """The bias of a whole sequence. q: [b, a, s, d]; documents: [b, s] as in
@@ -209,6 +241,11 @@ def apply(model: gpt.GPT) -> None:
             embedding.scale = Scale(math.sqrt(config.hidden_size))
         if config.embedding_norm:
             embedding.norm = gpt.make_norm(config)
+        if config.post_norm:
+            for number in model.blocks:
+                model.blocks[number] = PostNormBlock(config)
+            # The last block ends with a norm.
+            model.head.norm = nn.Identity()
         for block in model.blocks.values():
             apply_to_block(block, config)
         if config.norm == "rmsnorm1p":
@@ -241,7 +278,9 @@ def replace_norms(model: gpt.GPT) -> None:
 
 def build(config: GPTConfig) -> gpt.GPT:
     """A whole model of any family, with the initial values of seed 0 (on the meta device: no
-    values). moe.apply adds experts."""
+    values). moe.apply adds experts. A configuration of models/ builds a model of its own."""
+    if hasattr(config, "build"):
+        return config.build()
     model = gpt.GPT(config)
     apply(model)
     return model

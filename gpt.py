@@ -17,7 +17,7 @@ Shapes: b micro-batch, s sequence, h hidden, a heads of d (mostly h / a), L laye
 
     python -m course.gpt        parameters, the loss before training, what a changed token changes
 
-Not covered: T5's positions, layers of several types.
+Not covered: layers of several types; BERT and T5 (models/).
 """
 
 import hashlib
@@ -175,14 +175,15 @@ class GPT(nn.Module):
             for name, p in self.named_parameters():
                 p.data.copy_(self.init_parameter(name, p.shape, generator(0, name)))
 
-    def forward(self, tokens: Tensor, targets=None, context: Context = PLAIN) -> Tensor:
+    def forward(self, tokens: Tensor, targets=None, context: Context = PLAIN, x=None) -> Tensor:
         """The loss of each token, [b, s], in at least float32; without targets logits, [b, s, V].
 
-        tokens, targets: [b, s] int64. Raises ValueError for s > seq_length, and on a CPU for an id
-        that is not in the vocabulary."""
-        x = self.embedding(tokens, context)
+        tokens, targets: [b, s] int64. A part without an embedding takes x, [b, s, h]; one without a
+        head returns it. Raises ValueError for s > seq_length, and on a CPU for a wrong id."""
+        if self.embedding is not None:
+            x = self.embedding(tokens, context)
         x = self.run_blocks(x, tokens.shape[1], context)
-        return self.head(x, targets)
+        return x if self.head is None else self.head(x, targets)
 
     def run_blocks(self, x: Tensor, s: int, context: Context = PLAIN) -> Tensor:
         """x: [b, s, h], or a shard of it; s: the length of the whole sequence."""

@@ -12,7 +12,7 @@ the number in the whole model, the chunk c the number on this rank: stage = c p 
 split into m micro-batches.
 
 `apply` makes this rank's stages out of a whole model that is still on the meta device (shapes, no
-values). A `Stage` is that GPT with the other layers left out; block 2 is still called `blocks.2`.
+values). A stage is that GPT with the other layers left out; block 2 is still called `blocks.2`.
 `Pipeline` runs any schedule of schedules.py: a list of actions for each rank. `add_transfers` adds
 the messages that the actions need, and one loop runs the list:
 
@@ -39,6 +39,7 @@ Not covered: starting the data-parallel sum before the last W under zero-bubble 
 receives of neighbours that are fused to one call (Megatron-LM has both); ZB-H2 and ZB-V.
 """
 
+import copy
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -218,36 +219,33 @@ def _program(
 
 # --- stages ---------------------------------------------------------------------------------------
 
+# The first copy of a tied matrix.
+TIED = "embedding.tokens.weight"
 
-class Stage(gpt.GPT):
-    """A part of a GPT: some of its blocks, and the embedding on the first stage, the head on the
-    last one; elsewhere these are None."""
 
-    def __init__(self, model: gpt.GPT, layers: range, first: bool, last: bool):
-        nn.Module.__init__(self)
-        self.config = model.config
-        # families.py may have set these two.
-        self.rotary_frequencies = model.rotary_frequencies
-        self.norm_weight = model.norm_weight
-        self.embedding = model.embedding if first else None
-        self.blocks = nn.ModuleDict({str(n): model.blocks[str(n)] for n in layers})
-        self.head = model.head if last else None
-        # Whether the last stage has a copy of the first stage's embedding.
-        self.tied = model.config.tied
+def stage_of(model: gpt.GPT, layers: range, first: bool, last: bool) -> gpt.GPT:
+    """A part of a model: some of its blocks, and the embedding on the first stage, the head on the
+    last one; elsewhere these are None. Every other child (T5's positions) is on each stage: after
+    the first as a copy, as `untie` makes one. `sum_shared` adds their gradients."""
+    stage = copy.copy(model)
+    stage._modules = dict(model._modules)
+    stage.embedding = model.embedding if first else None
+    stage.blocks = nn.ModuleDict({str(n): model.blocks[str(n)] for n in layers})
+    stage.head = model.head if last else None
+    # Whether the last stage has a copy of the first stage's embedding.
+    stage.tied = model.config.tied
+    for child, module in shared_children(model):
+        stage._modules[child] = module = copy.deepcopy(module)
+        for name, p in module.named_parameters():
+            if not first:
+                set_sharding(p, sharding.Sharding(tuple(p.shape), copy_of=f"{child}.{name}"))
+    return stage
 
-    def forward(
-        self,
-        tokens: Tensor,
-        targets: Tensor | None = None,
-        context: gpt.Context = gpt.PLAIN,
-        x: Tensor | None = None,
-    ) -> Tensor:
-        """As in gpt.GPT. A stage without an embedding takes x, [b, s, h]; one without a head
-        returns it."""
-        if self.embedding is not None:
-            x = self.embedding(tokens, context)
-        x = self.run_blocks(x, tokens.shape[1], context)
-        return x if self.head is None else self.head(x, targets)
+
+def shared_children(model: gpt.GPT) -> list[tuple[str, nn.Module]]:
+    """The children that are neither embedding nor blocks nor head."""
+    parts = ("embedding", "blocks", "head")
+    return [(name, child) for name, child in model.named_children() if name not in parts]
 
 
 def check(num_layers: int, p: int, v: int = 1, layer_split: list[int] | None = None) -> None:
@@ -290,14 +288,14 @@ def layers_of_stages(
 
 def apply(
     model: gpt.GPT, rank: int, p: int, v: int = 1, layer_split: list[int] | None = None
-) -> list[Stage]:
+) -> list[gpt.GPT]:
     """Split a model on the meta device. Returns this rank's v stages: number c is stage c p + rank
     of the model. Raises FieldError as `check`."""
     layers = layers_of_stages(model.config.num_layers, p, v, layer_split)
     last = p * v - 1
     stages = []
     for number in range(rank, p * v, p):
-        stage = Stage(model, layers[number], first=number == 0, last=number == last)
+        stage = stage_of(model, layers[number], first=number == 0, last=number == last)
         if stage.head is not None and stage.embedding is None and model.config.tied:
             untie(stage.head)
         stages.append(stage)
@@ -308,7 +306,7 @@ def untie(head: gpt.Head) -> None:
     """Make the last stage's copy of a tied matrix a separate parameter. Its sharding record names
     the original: initial values, checkpoints and the gradient norm read that."""
     weight = nn.Parameter(head.output.weight.detach())
-    record = sharding.Sharding(tuple(weight.shape), copy_of="embedding.tokens.weight")
+    record = sharding.Sharding(tuple(weight.shape), copy_of=TIED)
     head.output.weight = set_sharding(weight, record)
 
 
@@ -366,7 +364,7 @@ class _Step:
 class Pipeline:
     """Runs schedules on this rank's stages."""
 
-    def __init__(self, stages: list[Stage], channels: Channels, sequence_shards: int = 1):
+    def __init__(self, stages: list[gpt.GPT], channels: Channels, sequence_shards: int = 1):
         """sequence_shards: the number of shards of an activation along the sequence."""
         self.stages = stages
         self.channels = channels
@@ -530,8 +528,7 @@ class Pipeline:
         def run_stage(chunk, k, x):
             stage = self.stages[chunk]
             batch = batches[k]
-            context = gpt.Context(documents=batch.documents, real=batch.real)
-            y = stage(batch.tokens, batch.targets, context, x)
+            y = stage(batch.tokens, batch.targets, batch.context(), x)
             if stage.head is not None:
                 result(batch, y)
             return y
@@ -561,10 +558,18 @@ class Pipeline:
         if self.rank == 0:
             return [local_part(self.stages[0].embedding.tokens.weight)]
         named = sharding.named_parameters(*self.stages)
-        return [weight for _, weight in named if sharding_of(weight).copy_of]
+        return [p for _, p in named if sharding_of(p).copy_of == TIED]
+
+    def sum_shared(self) -> None:
+        """Add the gradients of the parameters of which every stage has a copy. When to call it: as
+        with `sum_tied`."""
+        for _, child in shared_children(self.stages[0]):
+            for p in map(local_part, child.parameters()):
+                if p.requires_grad:
+                    dist.all_reduce(p.main_grad, group=self.channels.group)
 
 
-def stages_of(model: gpt.GPT | Pipeline) -> list[gpt.GPT] | list[Stage]:
+def stages_of(model: gpt.GPT | Pipeline) -> list[gpt.GPT]:
     """This rank's stages; a model that is not a pipeline is one stage."""
     return [model] if isinstance(model, gpt.GPT) else model.stages
 

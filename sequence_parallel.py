@@ -44,6 +44,7 @@ import gpt
 import tensor_parallel
 from base import compiling
 from base.document_mask import positions_of
+from base.dropout import Dropout
 from base.model_config import FieldError, GPTConfig
 from sharding import sharding_of
 from tensor_parallel import ColumnParallelInput, CopyToRanks
@@ -293,10 +294,11 @@ def apply(model: gpt.GPT, group: dist.ProcessGroup) -> None:
             # `synchronise` sums these gradients with those of the layer's other replicated weights.
             module.enter = nn.Identity()
     shard_sequence(model, group)
+    of_attention = {m.dropout for m in model.modules() if isinstance(m, gpt.ExplicitAttention)}
     for module in model.modules():
-        if isinstance(module, gpt.BiasDropoutAdd | gpt.Embedding):
+        if isinstance(module, Dropout) and module not in of_attention:
             # Dropout masks depend on this rank's shard of the sequence.
-            module.dropout.shard_index[1] = group.rank()
+            module.shard_index[1] = group.rank()
         if isinstance(module, gpt.Embedding) and module.positions is not None:
             module.positions = ShardedPositions(module.positions, group.rank(), group.size())
     for part in parts:
@@ -406,7 +408,9 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x)
         start_input, _ = starts
         whole = start_input(x, group)()  # [b, s, in]
-        return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases))  # [b, s, out] each
+        # With a bias F.linear returns a view, which cross entropy may not overwrite.
+        products = (F.linear(whole, w, b) for w, b in zip(weights, biases))
+        return tuple(torch.ops.aten._unsafe_view(y, y.shape) for y in products)  # [b, s, out] each
 
     @staticmethod
     @once_differentiable

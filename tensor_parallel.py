@@ -227,6 +227,8 @@ class VocabParallelHead(nn.Module):
         self.vocab_size = sharding_of(head.output.weight).shape[0]
         if not sharding_of(head.output.weight).placements:
             shard_parameter(self.output, "weight", Shard(0, group))  # [V / t, h]
+        # BERT has one.
+        shard_parameter(self.output, "bias", Shard(0, group))  # [V / t]
         self.project = ColumnParallelInput(group)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -355,6 +357,8 @@ def pad_vocabulary(
         output.weight = tokens.weight
     elif output:
         sharding.pad_parameter(output, "weight", 0, multiple)
+    if output and output.bias is not None:
+        sharding.pad_parameter(output, "bias", 0, multiple)
 
 
 def apply(model: gpt.GPT, group: dist.ProcessGroup) -> None:
@@ -367,26 +371,34 @@ def apply(model: gpt.GPT, group: dist.ProcessGroup) -> None:
     parallel = RowParallelLinear | VocabParallelEmbedding | VocabParallelHead
     if any(isinstance(module, parallel) for module in model.modules()):
         raise ValueError("this model is tensor parallel already")
-    for block in model.blocks.values():
-        attention, mlp = block.attention, block.mlp
-        for linear in (attention.query, attention.key, attention.value):
-            shard_columns(linear, group)
-        attention.project = ColumnParallelInput(group)
-        attention.output = RowParallelLinear(attention.output, group)
-        if isinstance(attention.head_norms, families.HeadNorms):
-            attention.head_norms = ParallelHeadNorms(attention.head_norms, group)
-        if local := families.local_bias(block):
-            local.shard(group.rank(), group.size())
-        if isinstance(attention.core, gpt.ExplicitAttention):
-            # Dropout masks depend on global coordinates, so the module must know its heads.
-            attention.core.dropout.shard_index[1] = group.rank()
-        if isinstance(mlp, gpt.MLP):
-            shard_columns(mlp.up, group)
-            if mlp.gate is not None:
-                shard_columns(mlp.gate, group)
-            mlp.project = ColumnParallelInput(group)
-            mlp.down = RowParallelLinear(mlp.down, group)
+    for module in list(model.modules()):
+        if isinstance(module, gpt.Attention):
+            shard_attention(module, group)
+        elif isinstance(module, gpt.MLP):
+            shard_columns(module.up, group)
+            if module.gate is not None:
+                shard_columns(module.gate, group)
+            module.project = ColumnParallelInput(group)
+            module.down = RowParallelLinear(module.down, group)
+        elif hasattr(module, "shard_heads"):
+            # A bias of the scores: ALiBi's, T5's.
+            module.shard_heads(group)
     shard_vocabulary(model, group)
+
+
+def shard_attention(attention: gpt.Attention, group: dist.ProcessGroup) -> None:
+    for linear in (attention.query, attention.key, attention.value):
+        shard_columns(linear, group)
+    for name, child in list(attention.named_children()):
+        # Cross attention has two: one for the query, one for key and value (models/t5.py).
+        if isinstance(child, gpt.ProjectTogether):
+            setattr(attention, name, ColumnParallelInput(group))
+    attention.output = RowParallelLinear(attention.output, group)
+    if isinstance(attention.head_norms, families.HeadNorms):
+        attention.head_norms = ParallelHeadNorms(attention.head_norms, group)
+    if isinstance(attention.core, gpt.ExplicitAttention):
+        # Dropout masks depend on global coordinates, so the module must know its heads.
+        attention.core.dropout.shard_index[1] = group.rank()
 
 
 def shard_columns(linear: nn.Linear, group: dist.ProcessGroup) -> None:

@@ -40,7 +40,7 @@ from base import compiling, terminal
 from base.device_queue import number
 from base.dropout import dropout_key
 from base.groups import Groups
-from gpt import GPT, Context
+from gpt import GPT
 from run import launch
 from run.config import DTYPES, RunConfig
 from run.pretraining import Config
@@ -204,8 +204,7 @@ class Trainer:
             key = None
             if self.task.learned.dropout:
                 key = dropout_key(self.config.seed, step, batch.samples)
-            context = Context(key, batch.documents, batch.real)
-            y = self.stages[chunk](batch.tokens, batch.targets, context, *x)
+            y = self.stages[chunk](batch.tokens, batch.targets, batch.context(key), *x)
             if self.stages[chunk].head is None:
                 return y  # [b, s, h], for the next stage
             total = self.task.total_loss(y, batch)  # y: [b, s]
@@ -246,6 +245,7 @@ class Trainer:
         for gradients in self.gradients:
             gradients.reduce_gradients()
         self.pipeline.sum_tied()
+        self.pipeline.sum_shared()
 
     def continue_text(self, prompt: list[int], max_tokens: int, **options) -> list[int]:
         """Generate the tokens after a prompt. options: those of generate.stream."""

@@ -12,6 +12,7 @@ counts the parameters and the FLOPs of a shape.
 
 import math
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 # The linear layers of a block, and the module that each is in; gate is Llama's.
 LINEARS = {
@@ -68,12 +69,18 @@ class GPTConfig:
     embedding_scale: bool = False
     # The number of tokens that a token attends to, itself included; 0 means all (Mistral: 4096).
     sliding_window: int = 0
+    # Whether each norm follows a residual addition, instead of preceding its layer (GPT-1, BERT).
+    post_norm: bool = False
     # Scaling of rotary angles, for longer sequences than the original length (Llama 3,
     # families.llama3_frequencies). With 1 there is none, and the next three fields have no effect.
     rotary_factor: float = 1.0
     rotary_low_frequency: float = 1.0
     rotary_high_frequency: float = 4.0
     rotary_original_length: int = 8192
+    # The values of fields that another type of model allows instead of those in CHOICES.
+    own_choices: ClassVar[dict[str, tuple]] = {}
+    # Whether a token sees only itself and those before it.
+    causal: ClassVar[bool] = True
 
     def __post_init__(self):
         self.check_types()
@@ -123,9 +130,10 @@ class GPTConfig:
             raise FieldError(
                 "num_kv_heads", kv, "must divide {num_heads}", divisors(a, kv), num_heads=a
             )
-        for field, values in CHOICES.items():
+        for field, values in (CHOICES | self.own_choices).items():
             if getattr(self, field) not in values:
-                raise FieldError(field, getattr(self, field), f"must be {' or '.join(values)}")
+                allowed = " or ".join(map(str, values))
+                raise FieldError(field, getattr(self, field), f"must be {allowed}")
         if self.positions == "rotary":
             self.check_rotary(a, d)
         if self.qk_norm and self.norm == "layernorm":

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gpt
-import pipeline_parallel
 import schedules
 import train
 from base import cpu
@@ -75,7 +74,7 @@ def layout(name: str) -> tuple[str, int]:
 class TorchStage(nn.Module):
     """One of our chunks, as torch.distributed.pipelining calls it: with one tensor."""
 
-    def __init__(self, chunk: pipeline_parallel.Stage):
+    def __init__(self, chunk: gpt.GPT):
         super().__init__()
         self.chunk = chunk
 

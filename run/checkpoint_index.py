@@ -169,7 +169,7 @@ def check_index(index: dict, where: str) -> None:
         )
     with describing(where):
         json_files.convert(index, Index, "index.json")
-        if index["model"]:
+        if index["model"] and command_of(index["model"]) == "train.py":
             MoEConfig(**index["model"])
     tensor_bytes = 0
     for name, (dtype, shape) in index["tensors"].items():
@@ -202,6 +202,9 @@ def check_files(path: Path, files: dict[str, FileRecord]) -> None:
 
 # --- the model in it ------------------------------------------------------------------------------
 
+# A field that the models of one command alone have -> this command (models/).
+OTHER_MODELS = {"token_types": "-m models.bert", "encoder_layers": "-m models.t5"}
+
 
 def fixed_fields(config: MoEConfig, weights_only: bool = False) -> dict[str, Any]:
     """The fields of a model that a checkpoint must agree with, and their values.
@@ -226,9 +229,17 @@ def model_fields(saved: dict[str, Any]) -> dict[str, Any]:
         return saved
 
 
-def read_model(path: Path, value_head: bool = False) -> tuple[MoEConfig, dict]:
+def command_of(fields: dict) -> str:
+    """The command that trains a model with these fields of its configuration."""
+    return next((command for field, command in OTHER_MODELS.items() if field in fields), "train.py")
+
+
+def read_model(
+    path: Path, value_head: bool = False, shape_class: type[MoEConfig] = MoEConfig
+) -> tuple[MoEConfig, dict]:
     """(configuration, index) of a checkpoint of a whole model, whose tensors fit its configuration.
-    value_head: whether a reward model will do. Raises CheckpointError."""
+    value_head: whether a reward model will do. shape_class: of the configuration. Raises
+    CheckpointError."""
     index = read_index(path)
     shapes = {
         name: shape for name, (_, shape) in index["tensors"].items() if name.startswith("model.")
@@ -250,8 +261,13 @@ def read_model(path: Path, value_head: bool = False) -> tuple[MoEConfig, dict]:
             f"{path} holds prompts alone; name the model that they were learned for, and give the"
             " prompt file to inference.prompt_tuning"
         )
+    own, wanted = command_of(index["model"]), command_of(shape_class.__dataclass_fields__)
+    if own != wanted:
+        raise CheckpointError(
+            f"{path} holds a model of {own}, and this command needs one of {wanted}"
+        )
     with describing(f"{path}/index.json"):
-        config = MoEConfig(**index["model"])
+        config = shape_class(**index["model"])
         check_sizes(config, shapes)
     return config, index
 

@@ -102,6 +102,9 @@ class RunConfig:
     least_rows = 1
     # Whether --as-rank can ask what a rank would do.
     supports_as_rank = False
+    # The models that it trains (run/presets.py), and the class of their shapes.
+    presets = PRESETS
+    shape_class = MoEConfig
 
     # Model.
     model: str = flag("tiny", f"a preset: {', '.join(PRESETS)}", metavar="PRESET")
@@ -348,25 +351,25 @@ class RunConfig:
 
         Raises ConfigError or CheckpointError.
         """
-        if self.model not in PRESETS:
-            presets = ", ".join(PRESETS)
+        if self.model not in self.presets:
+            presets = ", ".join(self.presets)
             raise ConfigError(f"--model {self.model}: no such preset; there are {presets}")
-        shape = PRESETS[self.model][0]
+        shape = self.presets[self.model][0]
         if self.load:
-            index = checkpoint.read_model(self.base(), value_head=self.value_head)[1]
+            index = checkpoint.read_model(self.base(), self.value_head, self.shape_class)[1]
             shape = index["model"] | {"attention": ""}
         if not self.keeps_dropout:
             shape = shape | {"dropout": 0.0}
         given = {}
-        for name in MODEL_FLAGS:
-            if getattr(self, name) is not None:
-                given[name] = getattr(self, name)
+        for field in dataclasses.fields(self.shape_class):
+            if getattr(self, field.name, None) is not None:
+                given[field.name] = getattr(self, field.name)
         if "router" in given:
             # Another router has other losses.
             shape = {k: v for k, v in shape.items() if k not in ("aux_loss", "z_loss")}
         with as_flags():
             try:
-                return MoEConfig(**{**shape, **given})
+                return self.shape_class(**{**shape, **given})
             except TypeError as e:
                 raise ConfigError(
                     f"--load {self.load}: does not describe a model of this project ({e})"

@@ -51,6 +51,7 @@ from torch import Tensor
 from base import terminal
 from base.device_queue import to_device
 from base.document_mask import documents_of
+from gpt import Context
 from run import token_cache
 from run.blend import Interleave, parse_weights
 from run.documents import (
@@ -96,7 +97,11 @@ class Batch(NamedTuple):
     reference: Tensor | None = None
 
     def to(self, device) -> "Batch":
-        return Batch(*(None if x is None else to_device(x, device) for x in self))
+        return self._make(None if x is None else to_device(x, device) for x in self)
+
+    def context(self, drop_key: Tensor | None = None) -> Context:
+        """The inputs of every layer. drop_key: of base/dropout.py."""
+        return Context(drop_key, self.documents, self.real)
 
 
 class Dataset:

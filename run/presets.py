@@ -3,6 +3,7 @@
     PRESETS[name] = (fields of the model's configuration, published number of parameters or 0)
 
     tiny, tiny-moe        for a laptop
+    gpt1                  Radford et al. 2018, as released
     gpt2-...              Radford et al. 2019, as released
     gpt3-...              GPT-3 (arXiv 2005.14165) in the sizes that NeMo configures
     megatron-...          arXiv 2104.04473, table 1, and arXiv 2205.05198, table 3
@@ -77,6 +78,8 @@ PRESETS: dict[str, tuple[dict, float]] = {
     "tiny": (_tiny(), 0),
     # The same with 8 experts in every second layer: the same FLOPs, three times the parameters.
     "tiny-moe": (_tiny(num_experts=8, expert_every=2), 0),
+    # Radford et al. 2018, as released.
+    "gpt1": (_gpt(12, 768, 12, 512, 40478) | dict(post_norm=True), 116_534_784),
     # Radford et al. 2019, as released.
     "gpt2": (_gpt(12, 768, 12, 1024, 50257), 124_439_808),
     "gpt2-medium": (_gpt(24, 1024, 16, 1024, 50257), 354_823_168),

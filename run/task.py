@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from base.model_config import flops_per_token
-from gpt import Context
 from run import checkpoint
 
 # How many tokens of the held-out text the sample continues.
@@ -259,8 +258,7 @@ def run_forward(trainer, batches: list, result) -> None:
     else:
         (stage,) = trainer.stages
         for batch in batches:
-            context = Context(documents=batch.documents, real=batch.real)
-            result(batch, stage(batch.tokens, batch.targets, context))
+            result(batch, stage(batch.tokens, batch.targets, batch.context()))
     for stage in trainer.stages:
         stage.train(training)
 

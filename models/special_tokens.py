@@ -1,0 +1,59 @@
+"""The special tokens of BERT and T5: those of the tokenizer, or new ids behind its own.
+
+    BERT    [CLS] first text [SEP] second text [SEP]    [MASK] hides a token, [PAD] fills a row
+    T5      <pad> begins what the decoder reads; </s> ends a text; <extra_id_0>, .. are sentinels
+
+A tokenizer.json of a published model has them. Bytes have none: 256 ends a text there, and the
+others are 257, 258, ..
+"""
+
+from typing import NamedTuple
+
+SENTINELS = 100
+
+
+class BertTokens(NamedTuple):
+    sep: int
+    cls: int
+    mask: int
+    pad: int
+    # Of the tokenizer with these tokens.
+    vocab_size: int
+
+
+class T5Tokens(NamedTuple):
+    eos: int
+    pad: int
+    sentinels: list[int]
+    vocab_size: int
+
+
+# Names in published tokenizers: BERT's, then RoBERTa's and T5's.
+BERT_NAMES = [("[SEP]", "</s>"), ("[CLS]", "<s>"), ("[MASK]", "<mask>"), ("[PAD]", "<pad>")]
+T5_NAMES = [("</s>",), ("<pad>",), *((f"<extra_id_{n}>",) for n in range(SENTINELS))]
+
+
+def bert_tokens(tokenizer) -> BertTokens:
+    ids, size = find(tokenizer, BERT_NAMES)
+    return BertTokens(*ids, size)
+
+
+def t5_tokens(tokenizer) -> T5Tokens:
+    (eos, pad, *sentinels), size = find(tokenizer, T5_NAMES)
+    return T5Tokens(eos, pad, sentinels, size)
+
+
+def find(tokenizer, names: list[tuple[str, ...]]) -> tuple[list[int], int]:
+    """(the id of each token, the size of the vocabulary with them). names: those that each may have;
+    the first token is the tokenizer's end of text where it has none of its names."""
+    vocabulary = getattr(tokenizer, "vocabulary", {})
+    size = tokenizer.vocab_size
+    ids = []
+    for of_token in names:
+        known = [vocabulary[name] for name in of_token if name in vocabulary]
+        if not known and not ids:
+            known = [tokenizer.eot]
+        if not known:
+            known, size = [size], size + 1
+        ids.append(known[0])
+    return ids, size
