@@ -44,7 +44,7 @@ def t5_tokens(tokenizer) -> T5Tokens:
 
 
 def find(tokenizer, names: list[tuple[str, ...]]) -> tuple[list[int], int]:
-    """(the id of each token, the size of the vocabulary with them). names: those that each may have;
+    """(the id of each token, the size of the vocabulary with them). names: that each may have;
     the first token is the tokenizer's end of text where it has none of its names."""
     vocabulary = getattr(tokenizer, "vocabulary", {})
     size = tokenizer.vocab_size
