@@ -92,9 +92,9 @@ def failures():
 # --- flags ----------------------------------------------------------------------------------------
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of every command that generates."""
-    add_model_flags(parser)
+def add_flags(parser: argparse.ArgumentParser, shape_class: type[MoEConfig] = MoEConfig) -> None:
+    """The flags of every command that generates. shape_class: as of loading.open_model."""
+    add_model_flags(parser, shape_class)
     flag = parser.add_argument
     # inference/generation_config.py has the values of these four where none is given.
     flag("--max-tokens", type=int, help="of a continuation (default: 300, or the model's)")
@@ -106,8 +106,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag("--batch-size", type=int, help="prompts of a file, at a time and rank (default: 16)")
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Which model, and where and how it runs."""
+def add_model_flags(
+    parser: argparse.ArgumentParser, shape_class: type[MoEConfig] = MoEConfig
+) -> None:
+    """Which model, and where and how it runs. shape_class: as of loading.open_model."""
+    parser.set_defaults(shape_class=shape_class)
     flag = parser.add_argument
     folder = "a checkpoint, the folder of a run, or a Hugging Face folder"
     flag("--checkpoint", metavar="DIR", required=True, help=folder)
@@ -176,7 +179,7 @@ def check_model_flags(args: argparse.Namespace, world: World) -> MoEConfig:
         raise ConfigError(
             f"--device cuda: no GPU can be used here ({why_no_gpu()}); --device cpu would run"
         )
-    config, *_ = open_model(args.checkpoint)
+    config, *_ = open_model(args.checkpoint, args.shape_class)
     check_layout(args, config, world.size)
     return config
 
@@ -248,9 +251,8 @@ def connect(
     in_16_bits = world.device.type == "cuda" or quantize
     precision = args.precision or ("bf16" if in_16_bits else "fp32")
     multiply_in(precision, world.device)
-    model, index = load_model(
-        args.checkpoint, world.device, DTYPES[precision], world.groups, args.layer_split
-    )
+    options = world.groups, args.layer_split, args.shape_class
+    model, index = load_model(args.checkpoint, world.device, DTYPES[precision], *options)
     if adapters:
         adapters.put(model, world.groups, args.layer_split)
     stages = stages_of(model)

@@ -38,17 +38,17 @@ from run.tokenizer import CHAT_TEMPLATE, TokenizerError, make_tokenizer
 from sharding import shard_of, sharding_of
 
 
-def open_model(path: Path | str):
+def open_model(path: Path | str, shape_class: type[MoEConfig] = MoEConfig):
     """(configuration, index, read) of the model in a checkpoint, a run or a Hugging Face folder.
 
     index: the index of the checkpoint; of a Hugging Face folder, the same keys. read(name): a whole
-    parameter of a Hugging Face folder; for a checkpoint, read is None. Raises CheckpointError or
-    HuggingFaceError."""
+    parameter of a Hugging Face folder; for a checkpoint, read is None. shape_class: of the
+    configuration, that of models/ for its models. Raises CheckpointError or HuggingFaceError."""
     if huggingface.is_folder(path):
         config, read, tokenizer = huggingface.open_folder(Path(path))
         index = {"model": dataclasses.asdict(config), "config": {"tokenizer": tokenizer}, "step": 0}
         return config, index, read
-    config, index = checkpoint.read_model(checkpoint.find(path))
+    config, index = checkpoint.read_model(checkpoint.find(path), shape_class=shape_class)
     return config, index, None
 
 
@@ -66,13 +66,14 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     groups: Groups | None = None,
     layer_split: list[int] | None = None,
+    shape_class: type[MoEConfig] = MoEConfig,
 ):
     """(model, index) from a checkpoint, the folder of a run (its newest checkpoint), or a Hugging
     Face folder. model: a GPT, or over pipeline stages a Pipeline; sharded over the ranks of
-    `groups`. index: as of `open_model`. A collective: all ranks call it. Raises CheckpointError,
-    HuggingFaceError, or ValueError for a layout that is not possible."""
+    `groups`. index, shape_class: as of `open_model`. A collective: all ranks call it. Raises
+    CheckpointError, HuggingFaceError, or ValueError for a layout that is not possible."""
     groups = groups or Groups()
-    config, index, read = open_model(path)
+    config, index, read = open_model(path, shape_class)
     stages = build_stages(config, groups, layer_split, device)
     numbers = sum(p.numel() for stage in stages for p in stage.parameters())
     checkpoint.check_room(str(path), numbers * dtype.itemsize, device)
@@ -98,8 +99,7 @@ def build_stages(
     if groups.cp:
         context_parallel.check_attention(config, groups.cp.size())
     with torch.device("meta"):
-        model = GPT(config)
-    families.apply(model)
+        model = families.build(config)
     if config.num_experts:
         moe.apply(model, groups.ep, groups.tp)
     stages = [model]
