@@ -57,7 +57,17 @@ def layer_key(key: Tensor | None, layer: int) -> Tensor | None:
 
 
 def dropout_mask(key: Tensor, site: int, shape, start: dict[int, int | Tensor], p: float) -> Tensor:
-    """Boolean mask, true (dropped) with probability p.
+    """Boolean mask, true (dropped) with probability p. Arguments as in `position_hash`."""
+    return position_hash(key, site, shape, start) < threshold(p)
+
+
+def threshold(p: float) -> int:
+    """The number below which a share p of the signed 32-bit integers lies."""
+    return round(p * 2**32) - 2**31
+
+
+def position_hash(key: Tensor, site: int, shape, start: dict[int, int | Tensor]) -> Tensor:
+    """Hashes of coordinates, uniform over the signed 32-bit integers.
 
     key: [b]; shape: [b, ...] of this shard; start: {dimension: first global coordinate, or all of
     them} for each dimension in which the shard does not begin at 0.
@@ -72,8 +82,7 @@ def dropout_mask(key: Tensor, site: int, shape, start: dict[int, int | Tensor], 
         spread = (n * 0x9E3779B1 & 0x7FFFFFFF).int()
         # Another coordinate is hashed.
         x = hash_(x.unsqueeze(-1) ^ spread)
-    # x is uniform over the signed 32-bit integers.
-    return x < round(p * 2**32) - 2**31
+    return x
 
 
 class Dropout(nn.Module):

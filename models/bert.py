@@ -23,7 +23,7 @@ Not covered: the prediction of the next sentence, which RoBERTa leaves out witho
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +32,11 @@ from torch import Tensor, nn
 import families
 import gpt
 import sharding
-from base.device_queue import to_device
+from base import terminal
 from base.dropout import layer_key
 from base.model_config import MoEConfig
+from models.batch import Batch as Batch
+from models.batch import Context
 
 # --- the shape ------------------------------------------------------------------------------------
 
@@ -77,54 +79,10 @@ class BertConfig(MoEConfig):
         return model
 
 
-def _bert(num_layers: int, hidden_size: int, num_heads: int, **fields) -> dict:
-    shape = dict(num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads, dropout=0.1)
-    return shape | fields
-
-
-ROBERTA = dict(vocab_size=50265, norm_eps=1e-5, token_types=1)
-# As in run/presets.py: (fields, published number of parameters). BERT's have the pooler too.
-PRESETS: dict[str, tuple[dict, float]] = {
-    "tiny": (_bert(4, 256, 8, seq_length=128, vocab_size=260, dropout=0.0), 0),
-    "bert-base": (_bert(12, 768, 12), 110e6),
-    "bert-large": (_bert(24, 1024, 16), 340e6),
-    # Megatron-LM's largest BERT (arXiv 1909.08053, table 4)
-    "bert-3.9b": (_bert(48, 2560, 40), 3.9e9),
-    "roberta-base": (_bert(12, 768, 12, **ROBERTA), 125e6),
-    "roberta-large": (_bert(24, 1024, 16, **ROBERTA), 355e6),
-}
-
 # --- the model ------------------------------------------------------------------------------------
 
 
-class Context(NamedTuple):
-    """The inputs of every layer beside x, as gpt.Context has them."""
-
-    drop_key: Tensor | None = None  # [b]
-    documents: Tensor | None = None  # [b, s], each token's document: it sees no other
-    types: Tensor | None = None  # [b, s], each token's type; None: all 0
-    rotary: None = None
-
-
 PLAIN = Context()
-
-
-class Batch(NamedTuple):
-    """As run.data.Batch."""
-
-    tokens: Tensor  # [b, s] int64
-    targets: Tensor  # [b, s] int64: what each token was before it was hidden
-    loss_mask: Tensor  # [b, s] bool: the tokens that were chosen
-    samples: Tensor  # [b] int64: global sample numbers
-    documents: Tensor | None = None  # [b, s] int64; padding has another number than the text
-    real: Tensor | None = None  # [b, s] bool: no padding. None: all
-    types: Tensor | None = None  # [b, s] int64
-
-    def to(self, device) -> "Batch":
-        return self._make(None if x is None else to_device(x, device) for x in self)
-
-    def context(self, drop_key: Tensor | None = None) -> Context:
-        return Context(drop_key, self.documents, self.types)
 
 
 def same_document(documents: Tensor | None) -> Tensor | None:
@@ -208,3 +166,10 @@ class Bert(gpt.GPT):
         for number, block in self.blocks.items():
             x = block(x, context._replace(drop_key=layer_key(context.drop_key, int(number))))
         return x
+
+
+if __name__ == "__main__":
+    import train
+    from models import runs
+
+    terminal.command(lambda argv: train.main(argv, runs.BertRun))

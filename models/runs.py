@@ -1,9 +1,139 @@
-"""What the training commands of this folder share: which flags of train.py their models have."""
+"""Training BERT and T5 on text of which a part is hidden: the task, and the flags.
+
+    torchrun --nproc-per-node 2 -m models.bert --data FILES --tp 2 --out runs/bert
+    torchrun --nproc-per-node 2 -m models.t5 --data FILES --pp 2 --out runs/t5
+
+FillIn             the task: the loss, how often the model is right, an example at the end
+ModelRun           the flags of train.py that a model of this folder has
+BertRun, T5Run     those of the two commands
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from run.config import RunConfig
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from base.cross_entropy import cross_entropy
+from base.model_config import FieldError
+from models import masking, special_tokens
+from models.bert import BertConfig
+from models.presets import BERT_PRESETS, T5_PRESETS
+from models.t5 import T5Config
+from run.config import RunConfig, as_flags, flag
+from run.pretraining import Pretraining, TextConfig, open_text
+from run.task import evaluation_batches, run_forward
+
+# --- the task -------------------------------------------------------------------------------------
+
+
+class FillIn(Pretraining):
+    """The task of filling in what is hidden."""
+
+    sample_name = "a held-out text"
+    # How often the last evaluation was right.
+    accuracy = 0.0
+
+    def tokens_of(self, tokenizer):
+        """The special tokens."""
+        raise NotImplementedError
+
+    def logits(self, batches: list, result) -> None:
+        """Run this rank's batches forward. The rank with the head calls result(batch, logits) for
+        each, with its part of the batch. logits: [b, m, V]"""
+        parts = iter([self.trainer.own_tokens(batch) for batch in batches])
+        without_targets = [batch._replace(targets=None) for batch in batches]
+        run_forward(self.trainer, without_targets, lambda _, y: result(next(parts), y))
+
+    @torch.no_grad()
+    def evaluate(self, dataset, sequences: int) -> float:
+        totals = torch.zeros(2, dtype=torch.float64, device=self.trainer.device)
+
+        def add(batch, logits: Tensor) -> None:
+            right = (logits.argmax(-1) == batch.targets) & batch.loss_mask
+            loss = cross_entropy(logits, batch.targets, logits.shape[-1])
+            totals.add_(torch.stack((self.total_loss(loss, batch).double(), right.sum())))
+
+        self.logits(list(evaluation_batches(self.trainer, dataset, sequences)), add)
+        for group in filter(None, (self.groups.replicas, self.groups.pp)):
+            dist.all_reduce(totals, group=group)
+        loss, right = (totals / max(1, self.loss_count(dataset, range(sequences)))).tolist()
+        self.accuracy = right
+        return loss
+
+    def eval_statistics(self) -> dict[str, float]:
+        return {"eval_accuracy": self.accuracy}
+
+    @torch.no_grad()
+    def sample(self, tokenizer, held_out) -> str:
+        """A held-out text, and what the model finds likeliest for each hidden token."""
+        batch = held_out.batch([0]).to(self.trainer.device)
+        # Each rank of a pipeline, and of context parallelism, fills in what it has computed.
+        guess = torch.zeros_like(batch.targets)
+        at = torch.arange(guess.shape[1], device=guess.device).unsqueeze(0)
+
+        def fill(part, logits: Tensor) -> None:
+            guess.scatter_(1, part.targets, logits.argmax(-1))
+
+        self.logits([batch._replace(targets=at)], fill)
+        for group in filter(None, (self.groups.cp, self.groups.pp)):
+            dist.all_reduce(guess, group=group)
+        names = self.tokens_of(tokenizer).names
+        lines = []
+        reads = batch.tokens[:, : batch.context().source or None]
+        guess = guess.where(batch.loss_mask, batch.targets)
+        for title, ids in (("reads", reads), ("fills in", guess), ("hidden", batch.targets)):
+            lines.append(f"[{title}]\n{special_tokens.spell(ids[0].tolist(), names, tokenizer)}\n")
+        return "\n".join(lines)
+
+
+class FillWords(FillIn):
+    """What BERT learns."""
+
+    def tokens_of(self, tokenizer) -> special_tokens.BertTokens:
+        return special_tokens.bert_tokens(tokenizer)
+
+    def open_data(self, config, world, tokenizer):
+        tokens = self.tokens_of(tokenizer)
+        words = masking.words_of(tokenizer, tokens)
+        texts = open_text(config, world, tokenizer, config.model_config().seq_length - 1)
+        return tuple(
+            masking.HiddenWords(text, seed, tokenizer.eot, tokens, words)
+            for text, seed in zip(texts, (config.seed, 0))
+        )
+
+
+class FillSpans(FillIn):
+    """What T5 learns."""
+
+    def tokens_of(self, tokenizer) -> special_tokens.T5Tokens:
+        return special_tokens.t5_tokens(tokenizer)
+
+    def open_data(self, config, world, tokenizer):
+        shape, tokens = config.model_config(), self.tokens_of(tokenizer)
+        n, m = shape.seq_length, shape.target_length
+        texts = open_text(config, world, tokenizer, masking.lengths_of(n).text)
+        return tuple(
+            masking.HiddenSpans(text, seed, tokenizer.eot, tokens, n, m)
+            for text, seed in zip(texts, (config.seed, 0))
+        )
+
+    def flops_per_token(self, s: int) -> float:
+        """Of n + m positions: the encoder's blocks see n of them, the decoder's m. s: n + m"""
+        shape = self.model_config
+        m = shape.target_length
+        n, h, heads = s - m, shape.hidden_size, shape.num_heads * shape.head_dim
+        mlp = (3 if shape.gated else 2) * h * shape.ffn_hidden_size
+        attention = 4 * h * heads
+        encoder = 6 * n * (attention + mlp) + 12 * n * n * heads
+        # Its cross attention has queries and outputs of m, keys and values of n.
+        decoder = 6 * (m * (attention + mlp) + (m + n) * attention // 2) + 12 * m * s * heads
+        layers = shape.encoder_layers, shape.num_layers - shape.encoder_layers
+        return (layers[0] * encoder + layers[1] * decoder + 6 * m * h * shape.vocab_size) / s
+
+
+# --- flags ----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -30,3 +160,80 @@ class ModelRun(RunConfig):
     @property
     def unpredicted(self) -> str:
         return "trains a model that is no decoder"
+
+
+@dataclass
+class HiddenText(ModelRun, TextConfig):
+    """The flags of a run that learns from text of which a part is hidden."""
+
+    # The published rate, and where it stands.
+    published_lr: ClassVar[tuple[float, str]]
+
+    def default_lr(self) -> tuple[float, str]:
+        rate, source = self.published_lr
+        return (rate / 10, f"fine-tuning ({source}, over 10)") if self.load else (rate, source)
+
+
+def preset_of(presets: dict):
+    """The flag --model."""
+    return flag("tiny", f"a preset: {', '.join(presets)}", metavar="PRESET")
+
+
+@dataclass
+class BertRun(HiddenText):
+    """Every flag of python -m models.bert."""
+
+    command: ClassVar[str] = "-m models.bert"
+    purpose: ClassVar[str] = "Train a BERT on text of which 15% of the words are hidden."
+    presets: ClassVar[dict] = BERT_PRESETS
+    shape_class: ClassVar[type] = BertConfig
+    published_lr: ClassVar[tuple] = (1e-4, "BERT, arXiv 1810.04805, A.2")
+    # A ring is for causal attention; the head has a bias, and is not made in chunks.
+    cp_kind: ClassVar[str] = "all-to-all"
+    head_chunk: ClassVar[int] = 0
+
+    model: str = preset_of(BERT_PRESETS)
+
+    def task(self) -> FillWords:
+        return FillWords()
+
+    def num_ids(self, tokenizer) -> int:
+        return special_tokens.bert_tokens(tokenizer).vocab_size
+
+
+@dataclass
+class T5Run(HiddenText):
+    """Every flag of python -m models.t5."""
+
+    command: ClassVar[str] = "-m models.t5"
+    purpose: ClassVar[str] = "Train a T5 on text of which 15% is hidden, in spans."
+    presets: ClassVar[dict] = T5_PRESETS
+    shape_class: ClassVar[type] = T5Config
+    published_lr: ClassVar[tuple] = (1e-4, "T5 in Megatron-LM")
+    cp: ClassVar[int] = 1
+    cp_kind: ClassVar[str] = "ring"
+    virtual_stages: ClassVar[int] = 1
+
+    model: str = preset_of(T5_PRESETS)
+    num_layers: int | None = flag(
+        None,
+        "layers of encoder and decoder together; this flag and those down to --dropout"
+        " override the preset",
+    )
+    seq_length: int | None = flag(None, "tokens of a source")
+    encoder_layers: int | None = flag(None, "layers of the encoder; the default is half")
+    target_length: int | None = flag(None, "tokens of a target, with padding")
+
+    def task(self) -> FillSpans:
+        return FillSpans()
+
+    def num_ids(self, tokenizer) -> int:
+        return special_tokens.t5_tokens(tokenizer).vocab_size
+
+    def check(self, model: T5Config, world: int, base_needed: bool) -> None:
+        super().check(model, world, base_needed)
+        with as_flags():
+            masking.check_spans(model.seq_length, model.target_length, special_tokens.SENTINELS)
+            if model.target_length % self.sequence_shards:
+                rule = "must be divisible by {tp} under sequence parallelism"
+                raise FieldError("target_length", model.target_length, rule, tp=self.tp)

@@ -7,6 +7,7 @@ A tokenizer.json of a published model has them. Bytes have none: 256 ends a text
 others are 257, 258, ..
 """
 
+import itertools
 from typing import NamedTuple
 
 SENTINELS = 100
@@ -20,12 +21,21 @@ class BertTokens(NamedTuple):
     # Of the tokenizer with these tokens.
     vocab_size: int
 
+    @property
+    def names(self) -> dict[int, str]:
+        return {self.sep: "[SEP]", self.cls: "[CLS]", self.mask: "[MASK]", self.pad: ""}
+
 
 class T5Tokens(NamedTuple):
     eos: int
     pad: int
     sentinels: list[int]
     vocab_size: int
+
+    @property
+    def names(self) -> dict[int, str]:
+        names = {token: f"<extra_id_{n}>" for n, token in enumerate(self.sentinels)}
+        return names | {self.eos: "</s>", self.pad: ""}
 
 
 # Names in published tokenizers: BERT's, then RoBERTa's and T5's.
@@ -48,6 +58,10 @@ def find(tokenizer, names: list[tuple[str, ...]]) -> tuple[list[int], int]:
     the first token is the tokenizer's end of text where it has none of its names."""
     vocabulary = getattr(tokenizer, "vocabulary", {})
     size = tokenizer.vocab_size
+    named_end = any(name in vocabulary for name in names[0])
+    if named_end and tokenizer.eot not in vocabulary.values():
+        # A new id for the end of text, which becomes the token of that name (models/masking.py).
+        size = max(vocabulary.values()) + 1
     ids = []
     for of_token in names:
         known = [vocabulary[name] for name in of_token if name in vocabulary]
@@ -57,3 +71,12 @@ def find(tokenizer, names: list[tuple[str, ...]]) -> tuple[list[int], int]:
             known, size = [size], size + 1
         ids.append(known[0])
     return ids, size
+
+
+def spell(ids: list[int], names: dict[int, str], tokenizer) -> str:
+    """A text with the names of its special tokens; padding has none."""
+    words = []
+    for special, group in itertools.groupby(ids, names.__contains__):
+        run = list(group)
+        words += [names[i] for i in run] if special else [tokenizer.decode(run)]
+    return "".join(words)

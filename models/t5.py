@@ -19,8 +19,7 @@ head of their own.
 So that every technique works as it is, the model is a list of blocks, those of the encoder first,
 and what travels from block to block is both parts: x = [e | d], [b, n + m, h]. A pipeline stage
 passes on what it does not change. So the encoder's output reaches each stage of the decoder, and
-its gradient comes back from all of them. The tables are on every stage
-(pipeline_parallel.sum_shared).
+its gradient comes back from all of them. The tables are on every stage (Pipeline.sum_shared).
 
     torchrun --nproc-per-node 2 -m models.t5 --data FILES --pp 2 --out runs/t5
     python -m course.t5             a lesson: buckets, what crosses a stage, what is learned
@@ -31,7 +30,7 @@ virtual stages (a rank's chunks would share the table); context parallelism.
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -40,9 +39,11 @@ from torch import Tensor, nn
 import families
 import gpt
 import sharding
-from base.device_queue import to_device
+from base import terminal
 from base.dropout import Dropout, layer_key
 from base.model_config import FieldError, MoEConfig
+from models.batch import Batch as Batch
+from models.batch import Context
 from sharding import Shard, shard_parameter
 
 # --- the shape ------------------------------------------------------------------------------------
@@ -109,61 +110,7 @@ class T5Config(MoEConfig):
         return model
 
 
-def _t5(layers: int, h: int, heads: int, d: int, ffn: int, **fields) -> dict:
-    """layers: of each half."""
-    shape = dict(num_layers=2 * layers, hidden_size=h, num_heads=heads, head_dim=d, dropout=0.1)
-    return shape | dict(ffn_hidden_size=ffn) | fields
-
-
-V1_1 = dict(activation="geglu", tied=False)
-MT5 = V1_1 | dict(vocab_size=250112, seq_length=1024, target_length=229)
-# As in run/presets.py: (fields, published number of parameters).
-PRESETS: dict[str, tuple[dict, float]] = {
-    "tiny": (
-        _t5(3, 256, 8, 32, 688, seq_length=128, target_length=32, vocab_size=358, **V1_1)
-        | dict(dropout=0.0),
-        0,
-    ),
-    "t5-small": (_t5(6, 512, 8, 64, 2048), 60_506_624),
-    "t5-base": (_t5(12, 768, 12, 64, 3072), 222_903_552),
-    "t5-large": (_t5(24, 1024, 16, 64, 4096), 737_668_096),
-    "t5-3b": (_t5(24, 1024, 32, 128, 16384), 2_851_598_336),
-    "t5-11b": (_t5(24, 1024, 128, 128, 65536), 11_307_321_344),
-    "t5-v1.1-base": (_t5(12, 768, 12, 64, 2048, **V1_1), 247_577_856),
-    "t5-v1.1-xl": (_t5(24, 2048, 32, 64, 5120, **V1_1), 2_849_757_184),
-    "mt5-small": (_t5(8, 512, 6, 64, 1024, **MT5), 300_176_768),
-    "mt5-base": (_t5(12, 768, 12, 64, 2048, **MT5), 582_401_280),
-    "mt5-xxl": (_t5(24, 4096, 64, 64, 10240, **MT5), 12_921_057_280),
-}
-
 # --- attention ------------------------------------------------------------------------------------
-
-
-class Context(NamedTuple):
-    """The inputs of every layer beside x."""
-
-    source: int  # n, the positions of x that are the encoder's; the others are the decoder's
-    drop_key: Tensor | None = None  # [b]
-    documents: Tensor | None = None  # [b, n + m], each token's document: it sees no other
-    rotary: None = None
-
-
-class Batch(NamedTuple):
-    """As run.data.Batch, of sources and targets beside each other."""
-
-    tokens: Tensor  # [b, n + m] int64: the source, and what the decoder reads
-    targets: Tensor  # [b, m] int64: what the decoder is to write
-    loss_mask: Tensor  # [b, m] bool: the targets that count
-    samples: Tensor  # [b] int64: global sample numbers
-    documents: Tensor | None = None  # [b, n + m] int64; padding has another number than the text
-    real: Tensor | None = None  # [b, n + m] bool: no padding. None: all
-
-    def to(self, device) -> "Batch":
-        return self._make(None if x is None else to_device(x, device) for x in self)
-
-    def context(self, drop_key: Tensor | None = None) -> Context:
-        n = self.tokens.shape[1] - self.targets.shape[1]
-        return Context(n, drop_key, self.documents)
 
 
 def bucket_of(distance: Tensor, both_ways: bool, buckets: int, longest: int) -> Tensor:
@@ -195,7 +142,6 @@ class RelativePositions(nn.Module):
         self.weight = nn.Parameter(torch.empty(2, config.buckets, config.num_heads))
 
     def shard_heads(self, group) -> None:
-        """Keep the heads of this tensor-parallel rank: [2, buckets, a / t]."""
         shard_parameter(self, "weight", Shard(2, group))
 
     def forward(self, queries: Tensor, keys: Tensor, decoder: bool) -> Tensor:
@@ -345,3 +291,10 @@ def hide_others(bias: Tensor, documents: Tensor | None, context: Context, q: int
     parts = documents[:, : context.source], documents[:, context.source :]
     other = parts[q].unsqueeze(2) != parts[k].unsqueeze(1)  # [b, s, n]
     return bias.masked_fill(other.unsqueeze(1), -torch.inf)
+
+
+if __name__ == "__main__":
+    import train
+    from models import runs
+
+    terminal.command(lambda argv: train.main(argv, runs.T5Run))

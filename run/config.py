@@ -477,6 +477,10 @@ class RunConfig:
         """Why --plan cannot predict a step; "": it can."""
         return ""
 
+    def num_ids(self, tokenizer) -> int:
+        """How many token ids the data may have."""
+        return tokenizer.vocab_size
+
     def default_lr(self) -> tuple[float, str]:
         """(the default of --lr, words that say for what)"""
         return default_lr(self)

@@ -22,7 +22,7 @@ def finish(trainer, run, tokenizer, seconds: float) -> None:
     spread = config.zero_stage == 3 or config.ep > 1
     if trainer.dp_rank > 0 and not spread:
         return
-    text = sample(trainer, tokenizer, run.held_out)
+    text = trainer.task.sample(tokenizer, run.held_out)
     if world.rank == 0:
         corpus = run.train_set.index["corpus"]
         title = f"{config.load or config.model}, {trainer.task.data_name(corpus)}"
@@ -30,7 +30,7 @@ def finish(trainer, run, tokenizer, seconds: float) -> None:
         begin = f"[{title}, after step {run.step}]\n\n" if config.load else ""
         leave(world, run.out / "sample.txt", partial(write_text, begin + text))
         world.say(
-            f"\na sample (generate.py makes more):\n\n{text}\n\n{run.out}: loss.png, metrics.jsonl,"
+            f"\n{trainer.task.sample_name}:\n\n{text}\n\n{run.out}: loss.png, metrics.jsonl,"
             f" sample.txt, checkpoints; {duration(seconds)} of training"
         )
 

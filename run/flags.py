@@ -175,6 +175,8 @@ def saved_flags(out: Path, config_class: type[RunConfig]) -> dict:
         raise ConfigError(f"--resume: {out}/config.json names no command, but {begun_by!r}")
     if name != name_of(config_class.command):
         command = name if name == "train.py" else f"-m finetune.{name.removesuffix('.py')}"
+        if begun_by.startswith("-m "):
+            command = begun_by
         raise ConfigError(
             f"--resume --out {out}: this run was begun by {name}, and goes on by python {command}"
             f" --resume --out {out}"

@@ -122,23 +122,23 @@ def open_tokenizer(config: RunConfig, world: World):
         name = default_tokenizer(config)
     tokenizer = make_tokenizer(name)
     shape = config.model_config()
-    if tokenizer.vocab_size > shape.vocab_size:
-        beyond = f"--tokenizer {name}: its ids go up to {tokenizer.vocab_size - 1}, beyond "
+    ids = config.num_ids(tokenizer)
+    if ids > shape.vocab_size:
+        beyond = f"--tokenizer {name}: its ids go up to {ids - 1}, beyond "
         if config.vocab_size is not None:
             raise ConfigError(
-                f"{beyond}--vocab-size {shape.vocab_size}; --vocab-size {tokenizer.vocab_size} "
-                "would fit"
+                f"{beyond}--vocab-size {shape.vocab_size}; --vocab-size {ids} would fit"
             )
         if config.load:
             raise ConfigError(
                 f"{beyond}the {shape.vocab_size} of the model in --load {config.load}; the "
                 "tokenizer that it was trained with would fit"
             )
-        config.vocab_size = tokenizer.vocab_size
+        config.vocab_size = ids
         world.say(f"--vocab-size {config.vocab_size}: as many as --tokenizer {name} has")
-    elif tokenizer.vocab_size < 0.9 * shape.vocab_size:
+    elif ids < 0.9 * shape.vocab_size:
         world.say(
-            f"--tokenizer {name}: fills {tokenizer.vocab_size:,} of the model's "
+            f"--tokenizer {name}: fills {ids:,} of the model's "
             f"{shape.vocab_size:,} ids; the others never occur in this run"
         )
     return tokenizer

@@ -1,6 +1,7 @@
 """Training on text, of which every token counts: what train.py does.
 
-Config         the flags of train.py: those of every run, and the text
+TextConfig     the flags of every run, and those of its text
+Config         the flags of train.py
 Pretraining    the task: the corpus, and how the sample at the end begins
 """
 
@@ -16,10 +17,11 @@ from run.tokenizer import TokenizerError, prompt_ids
 
 
 @dataclass
-class Config(RunConfig):
-    """Every flag of train.py."""
+class TextConfig(RunConfig):
+    """The flags of a run that learns text."""
 
-    supports_as_rank: ClassVar[bool] = True
+    # What --load without --data could have meant, for a message.
+    other_training: ClassVar[str] = ""
 
     # Data.
     data: list[str] = flag(
@@ -44,6 +46,21 @@ class Config(RunConfig):
         metavar="DIR",
     )
     skip_bad_examples: bool = flag(False, "leave out, and count, files that are not UTF-8")
+
+    def check(self, model: MoEConfig, world: int, base_needed: bool) -> None:
+        """Check that a loaded model goes on with text that somebody has chosen. Raises
+        ConfigError."""
+        if self.load and base_needed and not self.data and not self.resume:
+            self.refuse("load", f"learns from what? --data PATH names text{self.other_training}")
+
+
+@dataclass
+class Config(TextConfig):
+    """Every flag of train.py."""
+
+    supports_as_rank: ClassVar[bool] = True
+    other_training: ClassVar[str] = "; python -m finetune.sft learns from conversations"
+
     sample_prompt: str | None = flag(
         None,
         "text that the sample at the end of training continues, at most the context's last tokens "
@@ -54,16 +71,6 @@ class Config(RunConfig):
     def task(self) -> Task:
         return Pretraining()
 
-    def check(self, model: MoEConfig, world: int, base_needed: bool) -> None:
-        """Check that a loaded model goes on with text that somebody has chosen. Raises
-        ConfigError."""
-        if self.load and base_needed and not self.data and not self.resume:
-            rule = (
-                "learns from what? --data PATH names text; python -m finetune.sft learns from"
-                " conversations"
-            )
-            self.refuse("load", rule)
-
 
 class Pretraining(Task):
     """The task of learning text."""
@@ -73,21 +80,7 @@ class Pretraining(Task):
         --sample-prompt that is not text."""
         if config.sample_prompt is not None:
             sample_ids(config, tokenizer)
-        s = config.model_config().seq_length
-        share = {
-            "cache": config.cache,
-            "world": world,
-            "workers": world.cores,
-            "skip_bad": config.skip_bad_examples,
-        }
-        parts = data.prepare_corpora(config.data, tokenizer, **share)
-        masked = config.document_mask
-        if not config.val_data:
-            train_set = data.open_corpora(parts, s, config.seed, "train", masked)
-            return train_set, data.open_corpora(parts, s, None, "held-out", masked)
-        val_parts = data.prepare_corpora(config.val_data, tokenizer, "--val-data", **share)
-        train_set = data.open_corpora(parts, s, config.seed, "all", masked)
-        return train_set, data.open_corpora(val_parts, s, None, "all", masked)
+        return open_text(config, world, tokenizer, config.model_config().seq_length)
 
     def sample_prompt(self, tokenizer, held_out) -> tuple[list[int], tuple[int, ...]]:
         if self.config.sample_prompt is None:
@@ -98,6 +91,24 @@ class Pretraining(Task):
         if self.config.data:
             return super().data_name(corpus)
         return f"Python {sys.version.split()[0]}'s library"
+
+
+def open_text(config: TextConfig, world, tokenizer, s: int):
+    """(training set, held-out set) of sequences of s tokens. Raises DataError."""
+    share = {
+        "cache": config.cache,
+        "world": world,
+        "workers": world.cores,
+        "skip_bad": config.skip_bad_examples,
+    }
+    parts = data.prepare_corpora(config.data, tokenizer, **share)
+    masked = config.document_mask
+    if not config.val_data:
+        train_set = data.open_corpora(parts, s, config.seed, "train", masked)
+        return train_set, data.open_corpora(parts, s, None, "held-out", masked)
+    val_parts = data.prepare_corpora(config.val_data, tokenizer, "--val-data", **share)
+    train_set = data.open_corpora(parts, s, config.seed, "all", masked)
+    return train_set, data.open_corpora(val_parts, s, None, "all", masked)
 
 
 def sample_ids(config, tokenizer) -> list[int]:

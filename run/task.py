@@ -118,6 +118,8 @@ class Task(PartOfTrainer):
     last_file = "sample.txt"
     # The field of metrics.jsonl for the result of `evaluate`.
     eval_field = "eval_loss"
+    # What `sample` gives, for the last lines on the screen.
+    sample_name = "a sample (generate.py makes more)"
     # What a user should know where a run goes on with other data.
     other_data = ""
     # The steps of the checkpoint that this run goes on from, and the samples that they have taken.
@@ -201,6 +203,13 @@ class Task(PartOfTrainer):
         for learner in self.learners().values():
             for gradients in learner.gradients:
                 gradients.wait_for_parameters()
+
+    def sample(self, tokenizer, held_out) -> str:
+        """Text that shows what the model has learned. A collective of the ranks with its parts."""
+        # Loaded only when a run ends.
+        from run import finish
+
+        return finish.sample(self.trainer, tokenizer, held_out)
 
     def sample_prompt(self, tokenizer, held_out) -> tuple[list[int], tuple[int, ...]]:
         """(ids that the sample at the end of training continues, ids at which it stops)"""

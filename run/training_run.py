@@ -19,7 +19,7 @@ from base.device_queue import Moment, to_host
 from base.errors import RunError
 from optimizer import learning_rate
 from run import checkpoint, run_folder
-from run.config import DTYPES, LAYOUT, RunConfig
+from run.config import DTYPES, LAYOUT
 from run.metrics import Curves, Metrics, MetricsError, mfu, peak_memory, progress
 from run.presets import why_not_exported
 from run.world import World
@@ -379,8 +379,9 @@ def announce(run: TrainingRun) -> None:
     trainer, world, config, index = run.trainer, run.world, run.config, run.train_set.index
     described = "".join(part.describe() for part in trainer.parts)
     layout = ""
+    default = type(config)()
     for name in NAMED:
-        if getattr(config, name) != getattr(RunConfig(), name):
+        if getattr(config, name) != getattr(default, name):
             layout += f", {name.replace('_', '-')} {getattr(config, name)}"
     world.say(
         f"{config.load or config.model}: {trainer.num_parameters:,} parameters{described},"

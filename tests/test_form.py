@@ -43,6 +43,9 @@ def imports() -> dict[str, set[str]]:
         graph[name] = imported_names(ast.parse(path.read_text())) & known.keys() - {name}
     # The command `python planner.py` is planning/commands.py.
     graph["planner"].discard("planning.commands")
+    # And `python -m models.bert` is models/runs.py.
+    for name in ("models.bert", "models.t5"):
+        graph[name] -= {"models.runs", "train"}
     return graph
 
 

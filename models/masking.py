@@ -1,0 +1,259 @@
+"""What BERT and T5 learn from: text of which a part is hidden, the same under every layout.
+
+    text      Thank you for inviting me to your party last week
+
+    BERT      [CLS] Thank you for [MASK] me to your apple last week         reads
+                            .     inviting           party                  fills in
+
+    T5        Thank you <0> me to your party <1> week </s>                  source
+              <0> for inviting <1> last </s>                                target
+
+BERT (Devlin et al., arXiv 1810.04805, section 3.1): 15% of the tokens are chosen, whole words
+together. Of these 80% become [MASK], 10% a random token, 10% stay. The loss is that of the chosen.
+
+T5 (Raffel et al., arXiv 1910.10683, section 3.1.4): 15% of the tokens, in spans of 3 on average,
+become one sentinel each. Numbers of tokens and of spans are fixed, so every source has the same
+length, and every target; their places are random. As in the published code a text never begins
+with a span, and always ends with one.
+
+What is hidden is a hash of (seed, sample, position), as dropout's masks are (base/dropout.py). A
+sample of the run has one number, so every epoch hides other tokens, and no rank needs to know what
+another one does. Held-out text is hidden with seed 0: the same way at each evaluation.
+
+Under --document-mask the documents of run/data.py travel along. A span belongs to the document of
+its first token; what pads a target, to the last one.
+
+Not covered: sentences as samples (a sample may begin inside of one); n-grams, and BERT's second
+text of a pair.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from base.dropout import dropout_key, position_hash, threshold
+from base.model_config import FieldError
+from models.batch import Batch
+from models.special_tokens import BertTokens, T5Tokens
+from run.data import Blend, Corpus, Dataset
+
+# The share of tokens that are hidden, and the mean length of T5's spans.
+DENSITY = 0.15
+SPAN = 3
+# Of BERT's chosen tokens: the share that becomes [MASK], and with it that of random tokens.
+MASKED, REPLACED = 0.8, 0.9
+
+
+class Hidden(Dataset):
+    """Text of which a part is hidden. batch(samples) gives a models.batch.Batch."""
+
+    def __init__(self, text: Corpus | Blend, seed: int, eot: int):
+        """eot: the token that ends a document of the text."""
+        self.text, self.seed, self.eot = text, seed, eot
+        self.num_sequences = text.num_sequences
+        # Without the number of bytes: the loss is not that of text.
+        self.index = {name: text.index[name] for name in ("corpus", "tokens")}
+
+    def taken(self, n: int) -> dict | None:
+        return self.text.taken(n)
+
+    def go_on(self, n: int, taken: dict) -> None:
+        self.text.go_on(n, taken)
+
+    def hash(self, samples: Tensor, site: int, n: int) -> Tensor:
+        """Uniform over the signed 32-bit integers, [b, n]. site: which of several for a token."""
+        # Dropout's keys are those of steps from 1.
+        return position_hash(dropout_key(self.seed, 0, samples), site, (len(samples), n), {})
+
+
+# --- BERT -----------------------------------------------------------------------------------------
+
+
+class Words(NamedTuple):
+    """Which tokens are one word, for each token of a vocabulary. [V] bool each"""
+
+    goes_on: Tensor  # It belongs to the word of the token before it ..
+    ends: Tensor  # .. unless that is one of these.
+
+
+# What a token begins with that begins a word, in byte-level BPE, SentencePiece and text.
+BEGINS = ("Ġ", "▁", " ")
+
+
+def words_of(tokenizer, tokens: BertTokens) -> Words:
+    """Words in bytes are letters and digits, as UTF-8. In WordPiece a word goes on with ##; in
+    other vocabularies it begins with a space."""
+    goes_on, ends = torch.zeros(2, tokens.vocab_size, dtype=torch.bool)
+    vocabulary = getattr(tokenizer, "vocabulary", None)
+    if tokenizer.name == "bytes":
+        goes_on[:256] = torch.tensor([c > 127 or chr(c).isalnum() for c in range(256)])
+        ends[:256] = ~goes_on[:256]
+    elif vocabulary is None:
+        for i in range(tokenizer.vocab_size):
+            goes_on[i] = not tokenizer.decode([i]).startswith(BEGINS)
+    else:
+        prefix = getattr(tokenizer.tokenizer.model, "continuing_subword_prefix", None)
+        for name, i in vocabulary.items():
+            goes_on[i] = name.startswith(prefix) if prefix else not name.startswith(BEGINS)
+    special = list(tokens.names)
+    goes_on[special], ends[special] = False, True
+    return Words(goes_on, ends)
+
+
+class HiddenWords(Hidden):
+    """What BERT learns from: [CLS], then text of `text.s` tokens."""
+
+    def __init__(self, text: Corpus | Blend, seed: int, eot: int, tokens: BertTokens, words: Words):
+        super().__init__(text, seed, eot)
+        self.tokens, self.words = tokens, words
+        self.s = text.s + 1
+        # The samples that were counted last, and their count.
+        self.counted = None, 0
+
+    def batch(self, samples) -> Batch:
+        of_text = self.text.batch(samples)
+        tokens, numbers = self.tokens, of_text.samples
+        ids = of_text.tokens.masked_fill(of_text.tokens == self.eot, tokens.sep)
+        targets = torch.cat((torch.full_like(ids[:, :1], tokens.cls), ids), 1)  # [b, s]
+        chosen = self.choose(targets, numbers)
+        how, which = (self.hash(numbers, site, self.s) for site in (1, 2))
+        other = which.long() % tokens.vocab_size
+        hidden = torch.where(how < threshold(REPLACED), other, targets)
+        hidden = hidden.masked_fill(how < threshold(MASKED), tokens.mask)
+        documents = of_text.documents
+        if documents is not None:
+            documents = torch.cat((documents[:, :1], documents), 1)
+        return Batch(torch.where(chosen, hidden, targets), targets, chosen, numbers, documents)
+
+    def choose(self, ids: Tensor, samples: Tensor) -> Tensor:
+        """Which tokens are chosen: words whose first token has a small hash. ids: [b, s]"""
+        goes_on = self.words.goes_on[ids]
+        goes_on[:, 0] = False
+        goes_on[:, 1:] &= ~self.words.ends[ids[:, :-1]]
+        at = torch.arange(self.s).expand_as(ids)
+        first = at.masked_fill(goes_on, 0).cummax(1).values  # [b, s], where the word begins
+        chosen = self.hash(samples, 0, self.s) < threshold(DENSITY)
+        special = torch.isin(ids, torch.tensor(list(self.tokens.names)))
+        return chosen.gather(1, first) & ~special
+
+    def counted_tokens(self, samples) -> int:
+        # A step asks twice.
+        if self.counted[0] != samples:
+            self.counted = samples, int(self.batch(samples).loss_mask.sum())
+        return self.counted[1]
+
+
+# --- T5 -------------------------------------------------------------------------------------------
+
+
+class Lengths(NamedTuple):
+    """Tokens of a text of T5, and what they become."""
+
+    text: int
+    hidden: int
+    spans: int
+
+    @property
+    def source(self) -> int:
+        """Sentinels, and </s> at the end."""
+        return self.text - self.hidden + self.spans + 1
+
+    @property
+    def target(self) -> int:
+        return self.hidden + self.spans + 1
+
+
+def lengths_of(source: int) -> Lengths:
+    """The longest text whose source has so many tokens. source: at least 3."""
+
+    def of_text(n: int) -> Lengths:
+        hidden = max(1, round(n * DENSITY))
+        return Lengths(n, hidden, max(1, round(hidden / SPAN)))
+
+    n = 2
+    while of_text(n + 1).source <= source:
+        n += 1
+    return of_text(n)
+
+
+def check_spans(source: int, target: int, sentinels: int) -> None:
+    """Raises FieldError for a seq_length of which no text can be a source, or whose targets are
+    longer than target_length."""
+    if source < 4:
+        raise FieldError("seq_length", source, "must be at least 4, for a text with a hidden span")
+    lengths = lengths_of(source)
+    if lengths.spans > sentinels:
+        rule = f"has {lengths.spans} hidden spans, and there are {sentinels} sentinels"
+        raise FieldError("seq_length", source, f"{rule}; 512 would fit")
+    if lengths.target > target:
+        rule = f"the targets of {{seq_length}} have {lengths.target} tokens"
+        raise FieldError("target_length", target, rule, lengths.target, seq_length=source)
+
+
+class HiddenSpans(Hidden):
+    """What T5 learns from: [source | decoder input], the first of n tokens; and targets of m."""
+
+    def __init__(self, text: Corpus | Blend, seed: int, eot: int, tokens: T5Tokens, n: int, m: int):
+        """text: of lengths_of(n).text tokens."""
+        super().__init__(text, seed, eot)
+        self.tokens, self.lengths = tokens, lengths_of(n)
+        self.s, self.target_length = n + m, m
+
+    def batch(self, samples) -> Batch:
+        of_text = self.text.batch(samples)
+        tokens, b = self.tokens, len(of_text.samples)
+        ids = of_text.tokens.masked_fill(of_text.tokens == self.eot, tokens.eos)
+        segment, begin = self.segments(of_text.samples)  # [b, s] each
+        hidden = segment % 2 == 1
+        first = hidden & (begin == torch.arange(ids.shape[1]))
+        sentinel = torch.tensor(tokens.sentinels)[segment // 2]
+        # A token that begins a span becomes its sentinel in the source, and both in the target.
+        keeps = torch.stack((first, hidden), 2)  # [b, s, 2]
+        end = torch.full_like(ids[:, :1], tokens.eos)
+        source = torch.cat(
+            (torch.where(hidden, sentinel, ids)[~hidden | first].view(b, -1), end), 1
+        )
+        target = torch.cat((torch.stack((sentinel, ids), 2)[keeps].view(b, -1), end), 1)
+        padding = self.target_length - target.shape[1]
+        counts = torch.ones_like(target, dtype=torch.bool)
+        counts = torch.nn.functional.pad(counts, (0, padding))
+        target = torch.nn.functional.pad(target, (0, padding), value=tokens.pad)  # [b, m]
+        # What the decoder reads: each target but the last, after a first token.
+        reads = target.roll(1, 1)
+        reads[:, 0] = tokens.pad
+        documents = None
+        if of_text.documents is not None:
+            own = of_text.documents.gather(
+                1, torch.where(hidden, begin, torch.arange(ids.shape[1]))
+            )
+            of_source = own[~hidden | first].view(b, -1)
+            of_target = own.unsqueeze(2).expand_as(keeps)[keeps].view(b, -1)
+            of_target = torch.cat((of_target, of_target[:, -1:].expand(b, 1 + padding)), 1)
+            # The decoder begins each document with the padding token.
+            begins = of_target.diff(dim=1, prepend=of_target[:, :1]) != 0
+            reads = reads.masked_fill(begins, tokens.pad)
+            documents = torch.cat((of_source, own[:, -1:], of_target), 1)
+        return Batch(torch.cat((source, reads), 1), target, counts, of_text.samples, documents)
+
+    def segments(self, samples: Tensor) -> tuple[Tensor, Tensor]:
+        """(number, first position) of each token's segment, [b, s] int64 each. Segments 0, 2, ..
+        stay, and 1, 3, .. are hidden."""
+        text, hidden, _ = self.lengths
+        stays = self.partition(samples, 0, text - hidden)
+        lengths = torch.stack((stays, self.partition(samples, 1, hidden)), 2).flatten(1)
+        ends = lengths.cumsum(1)  # [b, 2 spans]
+        at = torch.arange(text).expand(len(samples), -1).contiguous()
+        segment = torch.searchsorted(ends, at, right=True)
+        return segment, (ends - lengths).gather(1, segment)
+
+    def partition(self, samples: Tensor, site: int, n: int) -> Tensor:
+        """Random lengths of segments, as many as spans, each at least 1, n together. [b, spans]"""
+        cuts = self.hash(samples, site, n - 1).argsort(dim=1, stable=True)[
+            :, : self.lengths.spans - 1
+        ]
+        zero = torch.zeros(len(samples), 1, dtype=torch.int64)
+        return torch.cat((zero, cuts.sort(1).values + 1, zero + n), 1).diff()
+
+    def counted_tokens(self, samples) -> int:
+        return len(samples) * self.lengths.target
