@@ -2,8 +2,8 @@
 
 It says where each of our tensors lies in theirs, and which field of their config.json is which of
 MoEConfig's (GPTConfig's, and those of experts: moe.py). inference/huggingface.py reads and
-writes folders by these tables, hf_config.py config.json. A model that gpt.py does not compute
-exactly is refused, and the message names the field.
+writes folders by these tables, hf_config.py config.json. A model that is not computed exactly here
+is refused, and the message names the field. The tables of BERT and T5 are in models/huggingface.py.
 
     gpt.py                      GPT2LMHeadModel                      LlamaForCausalLM
     embedding.tokens            transformer.wte                      model.embed_tokens
@@ -38,7 +38,7 @@ transformers 5 writes them when told to; windows in some layers only.
 import dataclasses
 import re
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ from torch import Tensor
 from base.errors import InputError
 from base.model_config import MoEConfig
 from moe import empty_model
+from run.tokenizer import Tokenizer
 
 
 class HuggingFaceError(InputError):
@@ -55,12 +56,17 @@ class HuggingFaceError(InputError):
 
 # --- tensors --------------------------------------------------------------------------------------
 
+# The part of a name that stands for several names.
+SEVERAL = re.compile("#|{(.*)}")
+
 
 class Location(NamedTuple):
     """Where a tensor of ours lies in one of theirs. One location serves a module's weight and bias.
 
     module: their name of the module. A * in it is the number of the layer. A # is the number of an
-    expert: they have one tensor for each expert, which we stack to [E, ..].
+    expert: they have one tensor for each expert, which we stack to [E, ..]. {a,b} in it means two
+    tensors, of names with a and with b, which we stack to [2, ..].
+    skipped: the first rows of theirs, which no model reads, and which ours lacks.
     transposed: theirs is [in, out] (Conv1D), ours [out, in].
     third: theirs holds query, key and value side by side; ours is column block 0, 1 or 2.
     heads: theirs holds them head by head: [a, 3, d, in]. 0: all of query, then key, then value."""
@@ -69,6 +75,7 @@ class Location(NamedTuple):
     transposed: bool = False
     third: int | None = None
     heads: int = 0
+    skipped: int = 0
 
     def view(self, theirs: Tensor) -> Tensor:
         """The part of their tensor that is ours, in our order, sharing memory: [in, out] or
@@ -77,6 +84,7 @@ class Location(NamedTuple):
             return theirs.unflatten(0, (self.heads, 3, -1))[:, self.third]
         if self.third is not None:
             theirs = theirs.chunk(3, dim=-1)[self.third]
+        theirs = theirs[self.skipped :]
         # t() leaves a bias as it is.
         return theirs.t() if self.transposed else theirs
 
@@ -89,29 +97,38 @@ class Location(NamedTuple):
         """The shape of their tensor."""
         if self.heads:
             return [3 * ours[0], *ours[1:]]
-        *rest, last = reversed(ours) if self.transposed else ours
-        return [*rest, last if self.third is None else 3 * last]
+        shape = [*(reversed(ours) if self.transposed else ours)]
+        shape[0] += self.skipped
+        shape[-1] *= 1 if self.third is None else 3
+        return shape
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether they have several tensors for one of ours."""
+        return bool(SEVERAL.search(self.module))
 
 
 class TheirTensor(NamedTuple):
-    """A tensor of a model of transformers, experts stacked."""
+    """A tensor of a model of transformers, or several of them, stacked."""
 
     shape: list[int]
     # Our name -> where ours lies in it.
     parts: dict[str, Location]
 
 
-def unstack_experts(name: str, theirs: Tensor) -> dict[str, Tensor]:
-    """Name in their files -> tensor. [E, ..] -> E of [..], where # stands for an expert's number in
-    the name; otherwise the tensor itself."""
-    if "#" not in name:
+def unstack(name: str, theirs: Tensor) -> dict[str, Tensor]:
+    """Name in their files -> tensor. [n, ..] -> n of [..], where # in the name stands for the
+    numbers from 0, or {a,b} for a and b; otherwise the tensor itself."""
+    several = SEVERAL.search(name)
+    if not several:
         return {name: theirs}
-    return {name.replace("#", str(e)): expert for e, expert in enumerate(theirs)}
+    parts = several[1].split(",") if several[1] else map(str, range(len(theirs)))
+    return {name.replace(several[0], part): tensor for part, tensor in zip(parts, theirs)}
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One class of transformers, as tables.
+    """One class of transformers, as tables; what no table says is a method.
 
     name: of the class. model_type: in config.json. preset: of a run with such a model (train.py
     --model). prefix: of its tensors' names; some files leave it out.
@@ -119,30 +136,64 @@ class Architecture:
     fields: field of config.json -> field of MoEConfig, a number.
     choices: field of config.json -> (field of MoEConfig, {their value: ours}); the first is the
     default.
-    computed: field of config.json -> the values for which gpt.py computes the same; the first is
+    computed: field of config.json -> the values for which the same is computed here; the first is
     the default.
     modules: our module -> where it lies in theirs.
-    ignored: a pattern, without prefix, of tensors that are computed.
+    ignored: a pattern, without prefix, of tensors that are computed, or that no logit depends on.
     missing: field of config.json -> what its absence means.
-    aliases: field of older config.json -> field."""
+    aliases: field of another version's config.json -> field.
+    copies: a tensor, without prefix, that some files have beside the one that it is a copy of ->
+    that one. renamed: the end of a tensor's name in older files -> its end.
+    first_position: the row of the first position in their table.
+    shape_class: the configuration of our model."""
 
     name: str
     model_type: str
     preset: str
     prefix: str
-    constants: dict[str, str | bool]
     fields: dict[str, str]
     choices: dict[str, tuple[str, dict]]
     computed: dict[str, tuple]
     modules: dict[str, Location]
     missing: dict[str, float]
     ignored: str = "-"
+    constants: dict[str, str | bool | int] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    copies: dict[str, str] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
+    first_position: int = 0
+    shape_class: type[MoEConfig] = MoEConfig
 
     @property
     def rotary(self) -> bool:
         """Whether config.json has the base and the scaling of rotary positions."""
         return bool(self.constants.get("llama"))
+
+    def read(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """The fields of our configuration, from those that the tables give."""
+        return fields | {"seq_length": fields["seq_length"] - self.first_position}
+
+    def write(self, hf_config: dict[str, Any], config: MoEConfig) -> dict[str, Any]:
+        """The fields of config.json, from those that the tables give."""
+        longest = {"max_position_embeddings": config.seq_length + self.first_position}
+        return hf_config | (longest if self.first_position else {})
+
+    def locate(self, module: str, config: MoEConfig) -> tuple[Location | None, str]:
+        """(where a module of ours lies, the number of its layer there)"""
+        location = self.modules.get(re.sub(r"\d+", "*", module))
+        if module == "embedding.positions" and location:
+            location = location._replace(skipped=self.first_position)
+        return location, re.search(r"\d+|$", module)[0]
+
+    def special_ids(self, tokenizer: Tokenizer) -> dict[str, int | list[int]]:
+        """Ids in config.json. A missing begin token is the end token, as in GPT-2."""
+        begins = (tokenizer.declared_bos, tokenizer.bos, tokenizer.eot)
+        stop_ids = list(tokenizer.stop_ids)
+        padding = {} if tokenizer.padding is None else {"pad_token_id": tokenizer.padding}
+        return padding | {
+            "bos_token_id": next(i for i in begins if i is not None),
+            "eos_token_id": stop_ids if len(stop_ids) > 1 else stop_ids[0],
+        }
 
 
 # Field -> (ours, {theirs: ours}), for a field that is true or false on both sides.
@@ -157,7 +208,6 @@ GPT2 = Architecture(
     model_type="gpt2",
     preset="gpt2",
     prefix="transformer.",
-    constants={},
     fields={
         "n_layer": "num_layers",
         "n_embd": "hidden_size",
@@ -192,6 +242,7 @@ GPT2 = Architecture(
         "blocks.*.mlp.down": Location("transformer.h.*.mlp.c_proj", transposed=True),
     },
     ignored=r"h\.\d+\.attn\.(masked_)?bias",
+    copies={"lm_head.weight": "wte.weight"},
     missing={"n_inner": 0, "layer_norm_epsilon": 1e-5}
     | dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.1),
 )
@@ -231,6 +282,7 @@ LLAMA = Architecture(
         "blocks.*.mlp.down": Location("model.layers.*.mlp.down_proj"),
     },
     ignored=r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
+    copies={"lm_head.weight": "embed_tokens.weight"},
     missing={
         "num_key_value_heads": 0,
         "head_dim": 0,
@@ -334,6 +386,7 @@ BLOOM = Architecture(
         "seq_length": 2048,
     },
     aliases={"n_embed": "hidden_size", "num_attention_heads": "n_head"},
+    copies={"lm_head.weight": "word_embeddings.weight"},
 )
 
 MIXTRAL = dataclasses.replace(
@@ -377,12 +430,11 @@ def their_tensors(config: MoEConfig, architecture: Architecture) -> dict[str, Th
     for name, parameter in empty_model(config).named_parameters():
         # blocks.7.mlp.up.weight -> blocks.7.mlp.up, weight.
         module, leaf = name.rsplit(".", 1)
-        location = architecture.modules.get(re.sub(r"\d+", "*", module))
+        location, layer = architecture.locate(module, config)
         if location is None:
             raise HuggingFaceError(f"{name} has no place in a {architecture.name}")
         if architecture is BLOOM and location.third is not None:
             location = location._replace(heads=config.num_heads)
-        layer = re.search(r"\d+|$", module)[0]
         theirs = f"{location.module}.{leaf}".replace("*", layer)
         tensor = TheirTensor(location.shape(parameter.shape), {})
         # Where query, key and value share one of theirs.

@@ -3,7 +3,7 @@ architectures.py.
 
     rms_norm_eps 1e-6     <->  norm_eps 1e-6         a number under another name
     attention_bias true   <->  attention_bias all    a choice
-    hidden_act silu                                  what gpt.py computes; all else is refused
+    hidden_act silu                                  what is computed here; all else is refused
 
 A class of transformers describes a model if its MoEConfig, written as that class's config.json and
 read again, is the same: nothing else says which class a model is exported as.
@@ -18,13 +18,17 @@ from typing import Any
 from base import json_files
 from base.model_config import MoEConfig
 from inference.architectures import ARCHITECTURES, MIXTRAL, Architecture, HuggingFaceError
-from run.checkpoint_index import fixed_fields
+from run.checkpoint_index import command_of, fixed_fields, read_index, read_model
 from run.presets import not_in_mixtral, why_not_exported
 
 # What null means, where it is not what absence means.
 NULLS = {"sliding_window": 0, "num_key_value_heads": 0}
 # Fields that are never 0 there, while 0 has a meaning in MoEConfig.
-NOT_ZERO = {"num_key_value_heads": "as many as heads", "sliding_window": "no window"}
+NOT_ZERO = {
+    "num_key_value_heads": "as many as heads",
+    "sliding_window": "no window",
+    "num_decoder_layers": "as many as num_layers",
+}
 # With rope_type llama3: field of rope_parameters -> field of GPTConfig.
 LLAMA3_ROPE = {
     "factor": "rotary_factor",
@@ -32,7 +36,6 @@ LLAMA3_ROPE = {
     "high_freq_factor": "rotary_high_frequency",
     "original_max_position_embeddings": "rotary_original_length",
 }
-INTEGERS = {field.name for field in dataclasses.fields(MoEConfig) if field.type is int}
 
 
 @contextlib.contextmanager
@@ -53,56 +56,72 @@ def read_json(path: Path, schema=dict[str, Any]):
 # --- config.json -> MoEConfig ---------------------------------------------------------------------
 
 
-def to_gpt_config(hf_config: dict) -> MoEConfig:
+def to_model_config(hf_config: dict) -> MoEConfig:
     """The model that a config.json describes. Raises HuggingFaceError, naming the field, for what
-    gpt.py does not compute."""
+    is not computed here."""
     return read_fields(hf_config, find_architecture(hf_config))
 
 
 def find_architecture(hf_config: dict) -> Architecture:
-    """Raises HuggingFaceError."""
+    """The class that a config.json names. Raises HuggingFaceError."""
     names = hf_config.get("architectures")
-    for architecture in ARCHITECTURES:
+    known = ARCHITECTURES
+    if names not in [[architecture.name] for architecture in known]:
+        known += other_architectures()
+    for architecture in known:
         if names == [architecture.name]:
             return architecture
-    known = [architecture.name for architecture in ARCHITECTURES]
+    *most, last = (architecture.name for architecture in known)
     raise HuggingFaceError(
-        f"architectures is {json.dumps(names)}; gpt.py has {', '.join(known[:-1])} and {known[-1]}"
+        f"architectures is {json.dumps(names)}; this project has {', '.join(most)} and {last}"
     )
 
 
+def other_architectures() -> tuple[Architecture, ...]:
+    """Those of BERT and T5, which only folders and checkpoints of such a model load."""
+    from models import huggingface
+
+    return huggingface.ARCHITECTURES
+
+
 def read_fields(hf_config: dict, architecture: Architecture) -> MoEConfig:
-    """Raises HuggingFaceError."""
+    """to_model_config, of a class. Raises HuggingFaceError."""
     renamed = {architecture.aliases.get(name, name): x for name, x in hf_config.items()}
     hf_config = renamed | hf_config
     check_computed(hf_config, architecture)
     fields = dict(architecture.constants)
     for theirs, ours in architecture.fields.items():
-        number = int if ours in INTEGERS else float
+        number = number_type(ours, architecture.shape_class)
         value = read_number(hf_config, theirs, number, architecture.missing)
         # Three fields of theirs are our dropout: the largest counts.
         fields[ours] = max(value, fields.get(ours, 0))
     for theirs, (ours, values) in architecture.choices.items():
-        fields[ours] = values[one_of(hf_config, theirs, tuple(values))]
+        value = values[one_of(hf_config, theirs, tuple(values))]
+        # Some of their fields say the same thing twice.
+        if fields.setdefault(ours, value) != value and theirs in hf_config:
+            raise HuggingFaceError(
+                f"{theirs} is {json.dumps(hf_config[theirs])}; other fields say that {ours} is"
+                f" {fields[ours]}"
+            )
     if architecture.rotary:
         fields |= rotary_fields(hf_config, architecture.missing)
     if architecture is MIXTRAL and not fields["num_experts"]:
         raise HuggingFaceError(f"num_local_experts is 0; a {MIXTRAL.name} has experts")
     with refused(ValueError):
-        config = MoEConfig(**fields)
+        config = architecture.shape_class(**architecture.read(fields))
     if architecture is MIXTRAL and (differing := not_in_mixtral(config)):
         raise HuggingFaceError("; ".join(differing))
     return config
 
 
 def check_computed(hf_config: dict, architecture: Architecture) -> None:
-    """Raises HuggingFaceError for a field with a value that gpt.py does not compute."""
+    """Raises HuggingFaceError for a field with a value that is not computed here."""
     if hf_config.get("quantization_config"):
         quantized = hf_config["quantization_config"]
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise HuggingFaceError(
             f"quantization_config is there ({method}): the weights are packed in fewer bits, and"
-            " gpt.py has the model's own; import the folder that it was made from"
+            " here a model has its own; import the folder that it was made from"
         )
     for field, absent in NOT_ZERO.items():
         if hf_config.get(field) == 0:
@@ -115,12 +134,12 @@ def check_computed(hf_config: dict, architecture: Architecture) -> None:
     if hf_config.get("slow_but_exact") and slices != 1:
         raise HuggingFaceError(
             f"slow_but_exact is true with pretraining_tp {json.dumps(slices)}; there transformers"
-            " leaves out biases, and gpt.py has them: false would fit"
+            " leaves out biases, and this project has them: false would fit"
         )
     layers = hf_config.get("layer_types") or []
     if any(layer != "full_attention" for layer in layers):
         raise HuggingFaceError(
-            f"layer_types is {json.dumps(layers)}; gpt.py has the same attention in all layers"
+            f"layer_types is {json.dumps(layers)}; here all layers have the same attention"
         )
 
 
@@ -138,7 +157,7 @@ def one_of(hf_config: dict, field: str, values: tuple):
     value = hf_config.get(field, values[0])
     if value not in values:
         allowed = " or ".join(map(json.dumps, values))
-        raise HuggingFaceError(f"{field} is {json.dumps(value)}; gpt.py has only {allowed}")
+        raise HuggingFaceError(f"{field} is {json.dumps(value)}; this project has only {allowed}")
     return value
 
 
@@ -156,9 +175,14 @@ def read_number(hf_config: dict, field: str, number: type, missing: dict[str, fl
     if type(value) not in (int, number) or not 0 <= value < 1e30:
         expected = "an integer" if number is int else "a number"
         raise HuggingFaceError(
-            f"{field} is {json.dumps(value)}; gpt.py takes {expected}, 0 or more"
+            f"{field} is {json.dumps(value)}; this project takes {expected}, 0 or more"
         )
     return number(value)
+
+
+def number_type(field: str, shape_class: type[MoEConfig] = MoEConfig) -> type:
+    """int or float: the type of a field of a configuration."""
+    return int if shape_class.__dataclass_fields__[field].type is int else float
 
 
 def rotary_fields(hf_config: dict, missing: dict[str, float]) -> dict[str, float]:
@@ -171,8 +195,8 @@ def rotary_fields(hf_config: dict, missing: dict[str, float]) -> dict[str, float
         rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "llama3"):
         raise HuggingFaceError(
-            f"{field} is {json.dumps(rope)}; gpt.py has the default rotary positions, and those of"
-            " rope_type llama3"
+            f"{field} is {json.dumps(rope)}; this project has the default rotary positions, and"
+            " those of rope_type llama3"
         )
     outside, inside = hf_config.get("rope_theta"), rope.get("rope_theta")
     if None not in (outside, inside) and outside != inside:
@@ -184,19 +208,33 @@ def rotary_fields(hf_config: dict, missing: dict[str, float]) -> dict[str, float
     fields = {"rotary_base": read_number(theta, "rope_theta", float, missing)}
     if rope_type == "llama3":
         for theirs, ours in LLAMA3_ROPE.items():
-            fields[ours] = read_number(rope, theirs, int if ours in INTEGERS else float, {})
+            fields[ours] = read_number(rope, theirs, number_type(ours), {})
     return fields
 
 
 # --- MoEConfig -> config.json ---------------------------------------------------------------------
 
 
+def read_any_model(path: Path) -> MoEConfig:
+    """The configuration of the model in a checkpoint, of a decoder, a BERT or a T5. Raises
+    CheckpointError."""
+    command = command_of(read_index(path)["model"])
+    classes = [MoEConfig]
+    if command != "train.py":
+        classes = [architecture.shape_class for architecture in other_architectures()]
+    own = next(c for c in classes if command_of(c.__dataclass_fields__) == command)
+    return read_model(path, shape_class=own)[0]
+
+
 def architecture_of(config: MoEConfig) -> Architecture:
     """The class of transformers that describes this model. Raises HuggingFaceError, naming the
     fields for which the nearest one does not."""
-    whole = MoEConfig(**dataclasses.asdict(config))
+    other = hasattr(config, "build")
+    whole = config if other else MoEConfig(**dataclasses.asdict(config))
     differing = {}
-    for architecture in ARCHITECTURES:
+    for architecture in other_architectures() if other else ARCHITECTURES:
+        if not isinstance(whole, architecture.shape_class):
+            continue
         if (architecture is MIXTRAL) != (whole.num_experts > 0):
             continue
         differing[architecture.name] = differences(whole, architecture)
@@ -233,7 +271,7 @@ def write_fields(config: MoEConfig, architecture: Architecture) -> dict:
             hf_config[field] = None
     if architecture.rotary:
         hf_config |= write_rotary(config)
-    return hf_config
+    return architecture.write(hf_config, config)
 
 
 def write_rotary(config: MoEConfig) -> dict:
@@ -252,6 +290,8 @@ def to_hf_config(config: MoEConfig) -> dict:
     if why := why_not_exported(config):
         raise HuggingFaceError(why)
     hf_config = write_fields(config, architecture_of(config))
+    if hasattr(config, "build"):
+        return hf_config
     # The end-of-text token of bytes, and of GPT-2's vocabulary.
     end_of_text = {257: 256, 50257: 50256}.get(config.vocab_size)
     return hf_config | {"bos_token_id": end_of_text, "eos_token_id": end_of_text}

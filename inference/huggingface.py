@@ -13,7 +13,7 @@ fills the same view, so nothing is computed and, in float32, nothing is rounded:
 
 One file's tensors are in memory at a time, never a whole model. A folder appears under its name
 when it is whole. Only safetensors files are read: pytorch_model.bin is a pickle, and loading a
-pickle executes what it says. A model that gpt.py does not compute exactly is refused.
+pickle executes what it says. A model that is not computed exactly here is refused.
 
 Not covered: other architectures, other scalings of rotary positions than Llama 3's, and conversion
 by many ranks on GPUs, all of which Megatron Bridge has. One process is enough here, because a
@@ -47,19 +47,26 @@ from inference.architectures import (
     TheirTensor,
     empty_model,
     their_tensors,
-    unstack_experts,
+    unstack,
 )
-from inference.hf_config import architecture_of, read_json, refused, to_gpt_config, to_hf_config
+from inference.hf_config import (
+    architecture_of,
+    find_architecture,
+    read_any_model,
+    read_fields,
+    read_json,
+    refused,
+    to_hf_config,
+)
 from inference.merged import MergedModel
 from inference.tokenizer_json import as_bytes, files_of
 from run import checkpoint
 from run.checkpoint import beside
-from run.checkpoint_index import check_sizes, read_header
+from run.checkpoint_index import check_command, check_sizes, read_header
 from run.tokenizer import (
     BUILT_IN,
     CHAT_TEMPLATE,
     FileTokenizer,
-    Tokenizer,
     TokenizerError,
     make_tokenizer,
     model_ids,
@@ -125,6 +132,9 @@ def stored_tensors(folder: Path, architecture: Architecture) -> dict[str, Stored
             header = read_header(file)
         for name, (dtype, shape, _) in header.items():
             short = name.removeprefix(architecture.prefix)
+            for end, now in architecture.renamed.items():
+                if short.endswith(end):
+                    short = short.removesuffix(end) + now
             stored[short] = StoredTensor(name, file, shape, dtype)
     return stored
 
@@ -132,48 +142,47 @@ def stored_tensors(folder: Path, architecture: Architecture) -> dict[str, Stored
 class Source(NamedTuple):
     """Where one of our parameters comes from."""
 
-    # One or, of experts, one for each.
+    # One, or those that are stacked.
     tensors: list[StoredTensor]
     location: Location
 
     def read(self) -> Tensor:
         """Our parameter, whole, in float32."""
-        if "#" not in self.location.module:
+        if not self.location.is_stack:
             return self.location.read(self.tensors[0].read()).contiguous().float()
-        experts = torch.empty(len(self.tensors), *self.tensors[0].shape)  # [E, ..]
-        for expert, stored in zip(experts, self.tensors):
-            expert.copy_(stored.read())
-        return experts
+        stack = torch.empty(len(self.tensors), *self.tensors[0].shape)  # [n, ..]
+        for part, stored in zip(stack, self.tensors):
+            part.copy_(stored.read())
+        return stack
 
 
-def match(folder: Path, config: MoEConfig) -> dict[str, Source]:
+def match(folder: Path, config: MoEConfig, architecture: Architecture) -> dict[str, Source]:
     """Our name -> its source in a Hugging Face folder. Raises HuggingFaceError, naming what is
     missing, left over or different."""
-    architecture = architecture_of(config)
     stored = stored_tensors(folder, architecture)
-    # Some files hold a tied matrix twice.
-    head = stored.pop("lm_head.weight", None) if config.tied else None
     for short in [short for short in stored if re.fullmatch(architecture.ignored, short)]:
         del stored[short]
     other = f"{folder} holds another model than its config.json: "
     with refused(ValueError, where=other):
         check_sizes(config, {f".{short}": tensor.shape for short, tensor in stored.items()})
+    theirs = their_tensors(config, architecture)
+    drop_copies(folder, stored, architecture.copies, but=theirs)
     sources = {}
     differing = []
-    for stacked, (shape, parts) in their_tensors(config, architecture).items():
+    for stacked, (shape, parts) in theirs.items():
         tensors = []
-        for name, part in unstack_experts(stacked, torch.empty(shape, device="meta")).items():
+        for name, part in unstack(stacked, torch.empty(shape, device="meta")).items():
             tensor = stored.pop(name.removeprefix(architecture.prefix), None)
             if tensor is None:
                 differing.append(f"{name} is missing")
             elif tensor.shape != list(part.shape) or tensor.dtype not in STORED:
                 differing.append(
                     f"{name} is {tensor.dtype} {tensor.shape} there, and {' or '.join(STORED)}"
-                    f" {list(part.shape)} in gpt.py"
+                    f" {list(part.shape)} here"
                 )
             tensors.append(tensor)
         sources |= {ours: Source(tensors, location) for ours, location in parts.items()}
-    differing += [f"{tensor.name} is not in gpt.py" for tensor in stored.values()]
+    differing += [f"{tensor.name} has no place here" for tensor in stored.values()]
     if any("experts.gate_up_proj" in name for name in stored):
         raise HuggingFaceError(
             f"{folder}: its experts are fused (gate_up_proj); transformers writes them one by one"
@@ -182,20 +191,22 @@ def match(folder: Path, config: MoEConfig) -> dict[str, Source]:
     if differing:
         more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise HuggingFaceError(f"{other}{'; '.join(differing[:3])}{more}")
-    if head:
-        check_tied_head(folder, head, sources["embedding.tokens.weight"].tensors[0])
     return sources
 
 
-def check_tied_head(folder: Path, head: StoredTensor, embedding: StoredTensor) -> None:
-    """transformers would use a second copy that differs. Raises HuggingFaceError."""
-    output = head.read()
-    tokens = embedding.read()
-    if output.dtype != tokens.dtype or not torch.equal(output, tokens):
-        raise HuggingFaceError(
-            f"{folder}: lm_head.weight differs from {embedding.name}; config.json says that one"
-            " tensor is both (tie_word_embeddings)"
-        )
+def drop_copies(folder: Path, stored: dict[str, StoredTensor], copies: dict, but) -> None:
+    """Remove tensors that are stored beside the one that they are a copy of. copies: as of
+    Architecture; but: tensors of their own in this model. Raises HuggingFaceError where a copy
+    differs: transformers would use both."""
+    for name in [name for name in copies if name in stored and name not in but]:
+        copy = stored.pop(name)
+        original = stored.setdefault(copies[name], copy)
+        a, b = copy.read(), original.read()
+        if a.dtype != b.dtype or not torch.equal(a, b):
+            raise HuggingFaceError(
+                f"{folder}: {copy.name} differs from {original.name}; one tensor is both in this"
+                " model (tie_word_embeddings)"
+            )
 
 
 def is_folder(path: "Path | str") -> bool:
@@ -213,9 +224,11 @@ def is_folder(path: "Path | str") -> bool:
         return False
 
 
-def open_folder(hf_dir: Path) -> tuple[MoEConfig, Callable[[str], Tensor], str]:
+def open_folder(
+    hf_dir: Path, shape_class: type[MoEConfig] | None = MoEConfig
+) -> tuple[MoEConfig, Callable[[str], Tensor], str]:
     """(the model's configuration; read(our name) -> that parameter, whole, in float32; the name of
-    its tokenizer). Raises HuggingFaceError."""
+    its tokenizer). shape_class: of the configuration; None: any. Raises HuggingFaceError."""
     hf_dir = Path(hf_dir)
     try:
         if not (hf_dir / "config.json").is_file():
@@ -226,8 +239,11 @@ def open_folder(hf_dir: Path) -> tuple[MoEConfig, Callable[[str], Tensor], str]:
         raise HuggingFaceError(f"{hf_dir} cannot be opened ({e.strerror})") from None
     hf_config = read_json(hf_dir / "config.json")
     with refused(HuggingFaceError, where=f"{hf_dir}/config.json: "):
-        config = to_gpt_config(hf_config)
-    sources = match(hf_dir, config)
+        architecture = find_architecture(hf_config)
+        config = read_fields(hf_config, architecture)
+    with refused(checkpoint.CheckpointError):
+        check_command(hf_dir, dataclasses.asdict(config), shape_class or config)
+    sources = match(hf_dir, config, architecture)
     return config, lambda name: sources[name].read(), tokenizer_name(hf_dir, config)
 
 
@@ -272,7 +288,7 @@ def write_checkpoint(folder: Path, config: MoEConfig, state: dict, read: Callabl
 def import_folder(hf_dir: Path, path: Path) -> MoEConfig:
     """Write the model in a Hugging Face folder as a checkpoint at `path`: float32, step 0, no
     optimizer moments. Raises HuggingFaceError."""
-    config, read, name = open_folder(hf_dir)
+    config, read, name = open_folder(hf_dir, None)
     tokenizer = open_tokenizer(name, Path(hf_dir), config)
     if Path(name).name == "tokenizer.json":
         name = str(Path(path).resolve() / "tokenizer.json")
@@ -305,7 +321,7 @@ def export_folder(
     if not Path(path).is_dir():
         raise HuggingFaceError(f"{path} is not a folder")
     path = checkpoint.find(path)
-    config, _ = checkpoint.read_model(path)
+    config = read_any_model(path)
     hf_config = to_hf_config(config) | {"dtype": str(DTYPES[dtype]).removeprefix("torch.")}
     theirs = their_tensors(config, architecture_of(config))
     sizes = {
@@ -361,7 +377,8 @@ def write_file(
     """Write one safetensors file: some of their tensors, filled through the views that import
     takes. fill({our name: view}): reads the model. Returns the names in the file. Raises
     HuggingFaceError."""
-    stacked = {name: torch.empty(tensor.shape, dtype=dtype) for name, tensor in theirs.items()}
+    # Rows that ours lack are 0 there.
+    stacked = {name: torch.zeros(tensor.shape, dtype=dtype) for name, tensor in theirs.items()}
     views = {}
     # (a view whose rows stand head by head, what they are read into).
     copies = []
@@ -377,7 +394,7 @@ def write_file(
         view.copy_(copy.view(view.shape))
     tensors = {}
     for name, tensor in stacked.items():
-        tensors |= unstack_experts(name, tensor)
+        tensors |= unstack(name, tensor)
     for name, tensor in tensors.items():
         if dtype == torch.float16 and tensor.isinf().any():
             raise HuggingFaceError(
@@ -463,21 +480,8 @@ def export_tokenizer(path: Path, folder: Path, config: MoEConfig) -> dict:
     template = beside(path, CHAT_TEMPLATE)
     if name in BUILT_IN and template:
         shutil.copyfile(template, folder / CHAT_TEMPLATE)
-    ids = special_ids(tokenizer)
-    largest = max([tokenizer.eot, *tokenizer.stop_ids, ids["bos_token_id"]])
-    return ids if largest < config.vocab_size else {}
-
-
-def special_ids(tokenizer: Tokenizer) -> dict[str, int | list[int]]:
-    """bos_token_id, eos_token_id and pad_token_id of a config.json. A missing begin token is the
-    end token, as in GPT-2."""
-    begins = (tokenizer.declared_bos, tokenizer.bos, tokenizer.eot)
-    stop_ids = list(tokenizer.stop_ids)
-    padding = {} if tokenizer.padding is None else {"pad_token_id": tokenizer.padding}
-    return padding | {
-        "bos_token_id": next(i for i in begins if i is not None),
-        "eos_token_id": stop_ids if len(stop_ids) > 1 else stop_ids[0],
-    }
+    ids = architecture_of(config).special_ids(tokenizer)
+    return {name: n for name, n in ids.items() if torch.tensor(n).max() < config.vocab_size}
 
 
 def report(name: str, convert: Callable[[], str]) -> int:

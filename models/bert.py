@@ -139,10 +139,11 @@ class Transform(nn.Module):
     def __init__(self, config: BertConfig):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = families.ACTIVATIONS[config.activation]()
         self.norm = gpt.make_norm(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(F.gelu(self.dense(x)))
+        return self.norm(self.activation(self.dense(x), None))
 
 
 class Bert(gpt.GPT):

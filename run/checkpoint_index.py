@@ -211,10 +211,10 @@ def fixed_fields(config: MoEConfig, weights_only: bool = False) -> dict[str, Any
 
     Free are the fields on which no weight's shape or meaning depends: dropout, the attention
     kernel, the coefficients of a router's losses and, where positions are computed, the sequence
-    length. weights_only: training begins anew from the weights, and may choose another router."""
+    lengths. weights_only: training begins anew from the weights, and may choose another router."""
     free = {"dropout", "attention", "router_temperature", "capacity_factor", "aux_loss", "z_loss"}
     if config.positions != "learned":
-        free |= {"seq_length"}
+        free |= {"seq_length", "target_length"}
     if weights_only:
         free |= {"router", "router_topk"}
     return {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
@@ -261,23 +261,29 @@ def read_model(
             f"{path} holds prompts alone; name the model that they were learned for, and give the"
             " prompt file to inference.prompt_tuning"
         )
-    own, wanted = command_of(index["model"]), command_of(shape_class.__dataclass_fields__)
-    if own != wanted:
-        raise CheckpointError(
-            f"{path} holds a model of {own}, and this command needs one of {wanted}"
-        )
+    check_command(path, index["model"], shape_class)
     with describing(f"{path}/index.json"):
         config = shape_class(**index["model"])
         check_sizes(config, shapes)
     return config, index
 
 
+def check_command(path: Path, fields: dict, wanted: MoEConfig | type[MoEConfig]) -> None:
+    """Check that the model at `path`, with these fields of its configuration, is of the wanted
+    type. Raises CheckpointError."""
+    own, needed = command_of(fields), command_of(wanted.__dataclass_fields__)
+    if own != needed:
+        raise CheckpointError(
+            f"{path} holds a model of {own}, and this command needs one of {needed}"
+        )
+
+
 def check_sizes(config: MoEConfig, shapes: dict[str, list[int]]) -> None:
     """Check coarsely that a configuration can belong to these tensors, before a model of its size
-    is built; smaller differences show when tensors are matched. shapes: name -> shape; the first
-    number in a name is its layer, also in Hugging Face's names. Raises ValueError."""
-    matches = [re.search(r"\.(\d{1,6})\.", name) for name in shapes]
-    num_layers = 1 + max([int(match[1]) for match in matches if match], default=-1)
+    is built; smaller differences show when tensors are matched. shapes: name -> shape; a name up to
+    its first number is its layer's, also in Hugging Face's names. Raises ValueError."""
+    layers = [re.match(r".*?\.\d{1,6}\.", name) for name in shapes]
+    num_layers = len({layer[0] for layer in layers if layer})
     if config.num_layers != num_layers:
         raise ValueError(
             f"num_layers {config.num_layers}: there are tensors of {num_layers} layers"

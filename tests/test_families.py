@@ -22,7 +22,7 @@ from base.model_config import MoEConfig
 from course import ranks
 from course.parity import relative
 from inference.architectures import HuggingFaceError
-from inference.hf_config import to_gpt_config, to_hf_config
+from inference.hf_config import to_hf_config, to_model_config
 from inference.huggingface import export_folder, import_folder
 from inference.kv_cache import Cache
 from inference.loading import load_model
@@ -385,32 +385,34 @@ REFUSED = [
 @pytest.mark.parametrize("family, changes, words", REFUSED)
 def test_what_gpt_py_does_not_compute(family, changes, words, their_config):
     """Named, with its value and what would fit. A config.json without the change is taken."""
-    to_gpt_config(their_config(family, {}))
+    to_model_config(their_config(family, {}))
     with pytest.raises(HuggingFaceError) as refused:
-        to_gpt_config(their_config(family, changes))
+        to_model_config(their_config(family, changes))
     assert all(word in str(refused.value) for word in words.split(" .. "))
 
 
 def test_what_older_files_say(their_config):
     """Names and absences of transformers 4."""
     old = their_config("bloom, 6 heads", {"n_embed": 48, "num_attention_heads": 6, "n_head": ...})
-    assert to_gpt_config(old) == to_gpt_config(their_config("bloom, 6 heads", {}))
+    assert to_model_config(old) == to_model_config(their_config("bloom, 6 heads", {}))
     scaled = {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
     old = {"rope_theta": 500.0, "rope_scaling": scaled, "rope_parameters": ...}
-    assert to_gpt_config(their_config("llama 3", old)) == to_gpt_config(their_config("llama 3", {}))
+    assert to_model_config(their_config("llama 3", old)) == to_model_config(
+        their_config("llama 3", {})
+    )
     # Gemma's first files; Mistral's first, and its later ones
     old = {"hidden_act": "gelu", "hidden_activation": ..., "layer_types": ...}
-    assert to_gpt_config(their_config("gemma", old)) == to_gpt_config(their_config("gemma", {}))
+    assert to_model_config(their_config("gemma", old)) == to_model_config(their_config("gemma", {}))
     windows = {...: 4096, None: 0, 7: 7}
     for there, here in windows.items():
         mistral = their_config("mistral", {"sliding_window": there, "layer_types": ...})
-        assert to_gpt_config(mistral).sliding_window == here
+        assert to_model_config(mistral).sliding_window == here
     # null is a key for each query; without the field a class has a number of its own
     for family in ("llama", "qwen2", "qwen3", "mixtral"):
         null = their_config(family, {"num_key_value_heads": None})
-        assert to_gpt_config(null).num_kv_heads == 4
+        assert to_model_config(null).num_kv_heads == 4
     mixtral = their_config("mixtral", {"num_attention_heads": 16, "num_key_value_heads": ...})
-    assert to_gpt_config(mixtral).num_kv_heads == 8
+    assert to_model_config(mixtral).num_kv_heads == 8
 
 
 LLAMA = dict(llama=True)

@@ -23,7 +23,7 @@ import train
 from base.model_config import MoEConfig
 from inference import cli, huggingface
 from inference.architectures import GPT2, LLAMA, MIXTRAL, HuggingFaceError, their_tensors
-from inference.hf_config import architecture_of, to_gpt_config, to_hf_config
+from inference.hf_config import architecture_of, to_hf_config, to_model_config
 from inference.huggingface import export_folder, import_folder
 from run import checkpoint
 from run.checkpoint import CheckpointError
@@ -286,8 +286,8 @@ OLDER = [
 def test_configurations_of_older_versions(name, there, here):
     theirs, ours = VERSION_4[name]
     config = MoEConfig(**ours | here)
-    assert to_gpt_config(theirs | there | {"architectures": [name]}) == config
-    assert to_gpt_config(json.loads(json.dumps(to_hf_config(config)))) == config
+    assert to_model_config(theirs | there | {"architectures": [name]}) == config
+    assert to_model_config(json.loads(json.dumps(to_hf_config(config)))) == config
 
 
 def write_tensors(tensors, file):
