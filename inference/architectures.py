@@ -247,6 +247,21 @@ GPT2 = Architecture(
     | dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.1),
 )
 
+TOKENS, POSITIONS = Location("transformer.tokens_embed"), Location("transformer.positions_embed")
+GPT1 = dataclasses.replace(
+    GPT2,
+    name="OpenAIGPTLMHeadModel",
+    model_type="openai-gpt",
+    preset="gpt1",
+    constants={"post_norm": True},
+    fields={theirs: ours for theirs, ours in GPT2.fields.items() if theirs != "n_inner"},
+    # "gelu" means the tanh form there.
+    computed={"afn": ("gelu",)},
+    modules=GPT2.modules | {"embedding.tokens": TOKENS, "embedding.positions": POSITIONS},
+    ignored=r"position_ids|h\.\d+\.attn\.bias",
+    copies={"lm_head.weight": "tokens_embed.weight"},
+)
+
 LLAMA = Architecture(
     name="LlamaForCausalLM",
     model_type="llama",
@@ -421,7 +436,7 @@ MIXTRAL = dataclasses.replace(
 )
 
 
-ARCHITECTURES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, BLOOM, MIXTRAL)
+ARCHITECTURES = (GPT2, GPT1, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, BLOOM, MIXTRAL)
 
 
 def their_tensors(config: MoEConfig, architecture: Architecture) -> dict[str, TheirTensor]:

@@ -139,7 +139,7 @@ def check_computed(hf_config: dict, architecture: Architecture) -> None:
     layers = hf_config.get("layer_types") or []
     if any(layer != "full_attention" for layer in layers):
         raise HuggingFaceError(
-            f"layer_types is {json.dumps(layers)}; here all layers have the same attention"
+            f"layer_types is {json.dumps(layers)}; there is one attention for all layers here"
         )
 
 

@@ -45,7 +45,7 @@ def open_model(path: Path | str, shape_class: type[MoEConfig] = MoEConfig):
     parameter of a Hugging Face folder; for a checkpoint, read is None. shape_class: of the
     configuration, that of models/ for its models. Raises CheckpointError or HuggingFaceError."""
     if huggingface.is_folder(path):
-        config, read, tokenizer = huggingface.open_folder(Path(path))
+        config, read, tokenizer = huggingface.open_folder(Path(path), shape_class)
         index = {"model": dataclasses.asdict(config), "config": {"tokenizer": tokenizer}, "step": 0}
         return config, index, read
     config, index = checkpoint.read_model(checkpoint.find(path), shape_class=shape_class)

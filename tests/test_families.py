@@ -46,6 +46,7 @@ LLAMA3 = {
 }
 # family -> (its name in transformers, fields of its configuration)
 FAMILIES = {
+    "gpt1": ("openai-gpt", dict(n_positions=32)),
     "gpt2": ("gpt2", dict(n_positions=32, n_inner=80)),
     "llama": ("llama", SIZES),
     "llama 3": ("llama", SIZES | dict(rope_parameters=LLAMA3)),
@@ -360,7 +361,7 @@ REFUSED = [
         {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
         "use_sliding_window is true; .. only false",
     ),
-    ("qwen3", {"layer_types": TWO_KINDS}, "layer_types is .. the same attention in all layers"),
+    ("qwen3", {"layer_types": TWO_KINDS}, "layer_types is .. one attention for all layers"),
     ("llama", {"rope_parameters": LINEAR}, 'rope_parameters is .. "linear" .. rope_type llama3'),
     ("llama", {"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.5}}, "partial_rotary_"),
     (

@@ -337,7 +337,7 @@ def refused(folder, target, *words):
 
 # family, changes of its config.json, and words of the refusal, with ".." between them
 REFUSED = [
-    ("gpt2", {"architectures": ["OPTForCausalLM"]}, "OPTForCausalLM .. and MixtralForCausalLM"),
+    ("gpt2", {"architectures": ["OPTForCausalLM"]}, "OPTForCausalLM .. GPT2LMHeadModel, OpenAI"),
     ("gpt2", {"architectures": ...}, "architectures is null"),
     ("gpt2", {"n_layer": ...}, "n_layer is missing"),
     ("gpt2", {"n_embd": "32"}, 'n_embd is "32" .. an integer'),
@@ -356,7 +356,7 @@ REFUSED = [
     ("llama", {"tie_word_embeddings": True}, "lm_head.weight differs .. tie_word_embeddings"),
     ("llama", {"attention_bias": True}, "self_attn.q_proj.bias is missing .. and 5 more"),
     ("llama", {"mlp_bias": True}, "mlp.gate_proj.bias is missing .. and 3 more"),
-    ("llama", {"head_dim": 16}, "q_proj.weight is F32 [32, 32] there .. [64, 32] in gpt.py"),
+    ("llama", {"head_dim": 16}, "q_proj.weight is F32 [32, 32] there .. [64, 32] here"),
     ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling .. linear"),
     ("llama", {"rope_parameters": {"rope_theta": "x"}}, "rope_theta"),
@@ -369,7 +369,7 @@ REFUSED = [
     ("llama", {"num_hidden_layers": 3}, "num_layers 3: there are tensors of 2 layers"),
     ("llama", {"num_hidden_layers": 60000}, "num_layers 60000"),
     ("llama", {"rms_norm_eps": 0}, "norm_eps 0.0: must be from 1e-30 to 1"),
-    ("llama", {"vocab_size": 62}, "embed_tokens.weight is F32 [61, 32] there .. [62, 32] in"),
+    ("llama", {"vocab_size": 62}, "embed_tokens.weight is F32 [61, 32] there .. [62, 32] here"),
     ("mixtral", {"num_experts_per_tok": 1}, "router_topk 1 .. num_experts_per_tok 1"),
     ("mixtral", {"num_experts_per_tok": 5}, "router_topk 5"),
     ("mixtral", {"sliding_window": 8}, "sliding_window is 8"),
@@ -377,9 +377,9 @@ REFUSED = [
     ("mixtral", {"router_aux_loss_coef": "x"}, "router_aux_loss_coef .. a number"),
     ("mixtral", {"num_local_experts": 0}, "num_local_experts is 0"),
     ("mixtral", {"num_local_experts": 5}, "experts.4.w1.weight is missing .. ; and 5 more"),
-    ("mixtral", {"num_local_experts": 3}, "experts.3.w2.weight is not in gpt.py .. ; and 5 more"),
+    ("mixtral", {"num_local_experts": 3}, "experts.3.w2.weight has no place here .. ; and 5 more"),
     ("mixtral", {"num_local_experts": 65535}, "num_experts 65535"),
-    ("mixtral", {"intermediate_size": 40}, "w1.weight is F32 [36, 32] there .. [40, 32] in gpt"),
+    ("mixtral", {"intermediate_size": 40}, "w1.weight is F32 [36, 32] there .. [40, 32] here"),
 ]
 
 
