@@ -183,26 +183,27 @@ def stream_text(
 
 
 def read_prompts(
-    path: str, tokenizer, seq_length: int, adapters: Sequence[str] = ()
+    path: str, tokenizer, seq_length: int, adapters: Sequence[str] = (), field: str = "prompt"
 ) -> list[tuple[dict, list[int]]]:
     """(record, ids of its prompt) for each line of a JSON-lines file; `-`: standard input.
-    adapters: what a line may have as its "adapter". Raises PromptError, naming the line."""
+    adapters: what a line may have as its "adapter"; field: which has the prompt. Raises
+    PromptError, naming the line."""
     requests = []
     for number, record in json_files.read_lines(path):
         try:
-            if not isinstance(record.get("prompt"), str):
-                raise PromptError('not an object with a "prompt" that is text')
+            if not isinstance(record.get(field), str):
+                raise PromptError(f'not an object with a "{field}" that is text')
             if taken := {"text", "tokens", "finish"} & record.keys():
                 raise PromptError(
                     f"{sorted(taken)} would be overwritten by what is generated; give it another"
                     " name"
                 )
             check_adapter(record, adapters)
-            requests.append((record, encode(record["prompt"], tokenizer, seq_length)))
+            requests.append((record, encode(record[field], tokenizer, seq_length)))
         except PromptError as e:
             raise PromptError(f"{path}, line {number}: {e}") from None
     if not requests:
-        raise PromptError(f"--prompt-file {path}: no prompts in it")
+        raise PromptError(f"{path}: no prompts in it")
     return requests
 
 

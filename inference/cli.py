@@ -116,8 +116,10 @@ def add_model_flags(
     flag("--checkpoint", metavar="DIR", required=True, help=folder)
     flag("--tp", type=int, default=1, help="tensor-parallel ranks")
     flag("--pp", type=int, default=1, help="pipeline-parallel ranks; the rest is data parallel")
-    flag("--cp", type=int, default=1, help="context-parallel ranks, which share long prompts")
-    flag("--ep", type=int, default=1, help="data-parallel ranks that share the experts")
+    parser.set_defaults(cp=1, ep=1)
+    if shape_class is MoEConfig:
+        flag("--cp", type=int, default=1, help="context-parallel ranks, which share long prompts")
+        flag("--ep", type=int, default=1, help="data-parallel ranks that share the experts")
     split = "layers of each pipeline stage (default: equally many)"
     flag("--layer-split", type=int, nargs="+", metavar="N", help=split)
     flag("--precision", choices=tuple(DTYPES), help="default: bf16 on CUDA, fp32 on CPUs")
@@ -139,6 +141,8 @@ def add_weight_flags(parser: argparse.ArgumentParser) -> None:
     flag("--group-size", type=int, choices=quantization.GROUPS, metavar="N", help=group)
 
 
+# The flags that are arguments of generate.stream.
+SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed")
 # The least value of a flag.
 LEAST = {"batch_size": 1, "seed": 0, "tp": 1, "pp": 1, "cp": 1, "ep": 1}
 
@@ -318,8 +322,7 @@ def run(args: argparse.Namespace, world: World, stream_of: Callable) -> None:
 
 def sampling_options(args: argparse.Namespace, world: World, tokenizer) -> dict:
     """Arguments of generate.stream."""
-    names = ("max_tokens", "temperature", "top_k", "top_p", "seed")
-    options = {name: getattr(args, name) for name in names}
+    options = {name: getattr(args, name) for name in SAMPLING}
     return options | dict(eot=tokenizer.stop_ids, cp_group=world.groups.cp)
 
 

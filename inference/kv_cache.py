@@ -32,7 +32,7 @@ inference/scheduler.py.
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -258,15 +258,15 @@ class CachedPositions(nn.Module):
 
 
 @contextlib.contextmanager
-def caching(stages: list[GPT], slot: CacheSlot):
+def caching(stages: list[GPT], slot: CacheSlot, find: Callable | None = None):
     """Inside this context the stages are in evaluation mode, and their attention uses the cache in
-    `slot`. Afterwards they are as before."""
+    `slot`. Afterwards they are as before. find: in the place of `replacements`."""
     was_training = [stage.training for stage in stages]
     originals = []
     try:
         for stage in stages:
             stage.eval()
-            for parent, name, replacement in replacements(stage, slot):
+            for parent, name, replacement in (find or replacements)(stage, slot):
                 originals.append((parent, name, getattr(parent, name)))
                 setattr(parent, name, replacement)
         yield

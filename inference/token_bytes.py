@@ -41,6 +41,12 @@ class TokenBytes:
             self.letter = self.library.encode("a", add_special_tokens=False).ids
         self.known: dict[tuple[int, bool], bytes] = {}
 
+    def show(self, names: dict[int, str]) -> None:
+        """From now on these special tokens are text, by these names."""
+        self.special -= names.keys()
+        for token, name in names.items():
+            self.known[token, True] = self.known[token, False] = name.encode()
+
     def text(self, ids: list[int]) -> bytes:
         """The bytes of a text from its beginning."""
         texts = [token for token in ids if token not in self.special]

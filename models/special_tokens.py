@@ -8,6 +8,7 @@ others are 257, 258, ..
 """
 
 import itertools
+import re
 from typing import NamedTuple
 
 SENTINELS = 100
@@ -80,3 +81,37 @@ def spell(ids: list[int], names: dict[int, str], tokenizer) -> str:
         run = list(group)
         words += [names[i] for i in run] if special else [tokenizer.decode(run)]
     return "".join(words)
+
+
+SENTINEL = re.compile(r"(<extra_id_\d+>)")
+
+
+class T5Text:
+    """Encodes the texts of a T5: `</s>` ends each, and `<extra_id_7>` in one is sentinel 7."""
+
+    bos = None
+
+    def __init__(self, tokenizer, prefix: str = ""):
+        """prefix: comes before each text; it names the task."""
+        self.tokenizer, self.prefix, self.tokens = tokenizer, prefix, t5_tokens(tokenizer)
+        names = [f"<extra_id_{n}>" for n in range(SENTINELS)]
+        self.sentinels = dict(zip(names, self.tokens.sentinels))
+
+    def encode(self, text: str) -> list[int]:
+        """Raises TokenizerError; UnicodeEncodeError for half of a surrogate pair."""
+        # A published tokenizer finds its sentinels itself.
+        known = self.sentinels.keys() <= getattr(self.tokenizer, "vocabulary", {}).keys()
+        ids = []
+        for part in [self.prefix + text] if known else SENTINEL.split(self.prefix + text):
+            sentinel = self.sentinels.get(part)
+            ids += map(int, self.tokenizer.encode(part)) if sentinel is None else [sentinel]
+        return [*ids, self.tokens.eos]
+
+
+def fill(text: str, written: str) -> str:
+    """A text with what was written in the places of its sentinels: `<extra_id_0> France` in `The
+    capital of <extra_id_0> is Paris`."""
+    _, *pairs = SENTINEL.split(written)
+    for name, words in zip(pairs[::2], pairs[1::2]):
+        text = text.replace(name, words.strip(), 1)
+    return text

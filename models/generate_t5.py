@@ -1,0 +1,239 @@
+r"""T5 writes: the encoder reads a source once, then the decoder writes its target token by token.
+
+    encode     source -> encoder blocks -> e          each layer makes keys and values of e once,
+    decode     newest token -> decoder blocks         and keeps them; those of self-attention grow
+               -> logits -> next token                by one in each step
+
+Sources of unequal lengths go together, and their padding is hidden. All targets begin with <pad>,
+so the newest tokens of a batch stand at one position. The loop and the draw are generate.py's, and
+so is the ring of pipeline stages: e goes along it once, then one token of each target at a time.
+
+    python -m models.generate_t5 --checkpoint runs/t5 --text "The capital of <extra_id_0> is Paris."
+    python -m models.generate_t5 --checkpoint runs/t5 --data pairs.jsonl > written.jsonl
+    torchrun --nproc-per-node 4 -m models.generate_t5 --tp 2 --pp 2 --checkpoint HF_DIR --text ".."
+
+A text with sentinels is printed with what the model has written in their places. A line of --data
+has a "source", and gets a "text"; lines that have a "target" are counted where the two are equal.
+
+Not covered: beam search; finished targets leave their batch.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+import generate
+from base import terminal
+from inference import cli
+from inference.answers import answer_file, as_json, encode, read_prompts
+from inference.batches import DecodeBatch
+from inference.kv_cache import CacheSlot, caching
+from inference.requests import Output, Sequence, requests_of
+from inference.sampling import keys_of
+from inference.token_bytes import token_bytes
+from models.special_tokens import SENTINEL, T5Text, fill
+from models.t5 import T5, Block, Context, T5Config
+from pipeline_parallel import Pipeline
+from run.config import ConfigError
+
+# --- what is kept ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Kept:
+    """What a batch keeps of earlier steps."""
+
+    # e, [b, n, h], and the bias of its keys, [b, 1, 1, n]: -∞ for padding. None: not encoded yet.
+    memory: Tensor | None = None
+    mask: Tensor | None = None
+    # Tokens of each target that were read.
+    length: int = 0
+    # Name of an attention layer -> keys, values: [b, length or n, a d] each
+    layers: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+class KeptProjection(nn.Module):
+    """Calls an attention's linear layers, and keeps keys and values: self-attention's with those
+    of earlier tokens, or cross attention's of e, which are computed once."""
+
+    def __init__(self, project: nn.Module, layer: str, crosses: bool, slot: CacheSlot):
+        super().__init__()
+        self.project, self.layer, self.crosses, self.slot = project, layer, crosses, slot
+
+    def forward(self, x: Tensor, *linears: nn.Module) -> list[Tensor]:
+        """x: [b, 1, h], or e [b, n, h] -> query, keys, values; of e without a query"""
+        kept = self.slot.cache.layers
+        if self.crosses and self.layer in kept:
+            return kept[self.layer]
+        *query, k, v = self.project(x, *linears)
+        if self.layer in kept:
+            k, v = (torch.cat(pair, 1) for pair in zip(kept[self.layer], (k, v)))
+        kept[self.layer] = k, v
+        return [*query, k, v]
+
+
+def replacements(stage: T5, slot: CacheSlot) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """As inference.kv_cache.replacements."""
+    for layer, block in blocks_of(stage, decoder=True):
+        for parent, name in (block.attention, "project"), (block.cross_attention, "project_memory"):
+            kept = KeptProjection(getattr(parent, name), f"{layer}.{name}", name != "project", slot)
+            yield parent, name, kept
+
+
+def blocks_of(stage: T5, decoder: bool) -> list[tuple[str, Block]]:
+    """(number, block) of a stage's blocks of one half of the model."""
+    first = stage.config.encoder_layers
+    return [(n, block) for n, block in stage.blocks.items() if (int(n) >= first) == decoder]
+
+
+# --- forward passes -------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class SourceBatch(DecodeBatch):
+    """Sources, and as `sequences` their targets, each after a prompt of one token, <pad>."""
+
+    sources: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.cache = Kept()
+
+    def next_tokens(self) -> Tensor:
+        self.cache.length += 1
+        return torch.tensor([target.ids[-1:] for target in self.sequences], device=self.device)
+
+    def drop_finished(self) -> None:
+        """They stay, and what comes after their end is not read."""
+
+
+class Writer(generate.ModelRunner):
+    """Runs forward passes of this rank's part of a T5."""
+
+    def __init__(self, model: T5 | Pipeline):
+        super().__init__(model)
+        # A CUDA graph has fixed shapes, and keys grow.
+        self.captures = False
+
+    def start_step(self, batch: SourceBatch) -> None:
+        if batch.cache.memory is None:
+            self.encode(batch.cache, batch.sources)
+        super().start_step(batch)
+
+    @torch.inference_mode()
+    def encode(self, kept: Kept, sources: list[list[int]]) -> None:
+        """The sources through this stage's blocks of the encoder."""
+        (stage,) = self.stages
+        lengths = torch.tensor([len(source) for source in sources], device=self.device)
+        n = int(lengths.max())
+        at = torch.arange(n, device=self.device)
+        padding = (at >= lengths.unsqueeze(1))[:, None, None]  # [b, 1, 1, n]
+        kept.mask = torch.zeros_like(padding, dtype=self.dtype).masked_fill(padding, -torch.inf)
+        if stage.embedding is None:
+            e = at.new_empty(len(sources), n, self.config.hidden_size, dtype=self.dtype)
+            e = self.ring.receive(e)
+        else:
+            tokens = [source + [0] * (n - len(source)) for source in sources]
+            e = stage.embedding(torch.tensor(tokens, device=self.device), Context(n))
+        bias = stage.positions(at, at, False) + kept.mask  # [b, a, n, n]
+        for _, block in blocks_of(stage, decoder=False):
+            e = block(e, Context(n), bias)
+        kept.memory = e
+        if self.ring and not self.ring.is_last:
+            self.ring.send(e)
+
+    def compute(self, chunk: int, cache: Kept, x: Tensor, last_column: None) -> Tensor:
+        """The newest token of each target through this stage. x: tokens [b, 1], or activations
+        [b, 1, h] -> logits [b, V], or activations"""
+        stage, context = self.stages[chunk], Context(0)
+        if stage.embedding is not None:
+            x = stage.embedding(x, context)
+        at = torch.arange(cache.length, device=self.device)
+        bias = stage.positions(at[-1:], at, True)  # [1, a, 1, length]
+        for _, block in blocks_of(stage, decoder=True):
+            x = block(x, context, bias, cache.memory, cache.mask)
+        return x if stage.head is None else stage.head(x)[:, 0]
+
+
+def stream(
+    model: T5 | Pipeline,
+    sources: list[list[int]],
+    max_tokens: int,
+    begin: int,
+    lockstep=None,
+    keys: list[int] | None = None,
+    seed: int = 0,
+    **options,
+) -> Iterator[list[Output]]:
+    """Yields what each step gives to the targets of a batch, as generate.stream, whose arguments
+    and errors these are.
+
+    sources: token ids, with </s>. begin: what the decoder reads first, <pad>."""
+    keys = keys_of(sources, seed) if keys is None else keys
+    requests = requests_of([[begin]] * len(sources), max_tokens, keys=keys, **options)
+    targets = [Sequence(n, request) for n, request in enumerate(requests)]
+    runner = Writer(model)
+    shared = dict(config=runner.config, device=runner.device, caches=None)
+    # As many batches as stages, so that all of these work.
+    p = min(runner.ring.p if runner.ring else 1, len(sources))
+    batches = [SourceBatch(targets[n::p], sources=sources[n::p], **shared) for n in range(p)]
+    with caching(runner.stages, runner.slot, replacements):
+        yield from generate.decode(runner, batches if max_tokens else [], lockstep)
+        if runner.ring:
+            runner.ring.wait_for_all_but(0)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def run(args: argparse.Namespace, world) -> None:
+    if (args.text is None) == (args.data is None):
+        raise ConfigError("--text TEXT or --data FILE: one of them names what is read")
+    config = cli.check_flags(args, world)
+    model, tokenizer, _ = cli.connect(args, world, None)
+    text = T5Text(tokenizer, args.prefix)
+    token_bytes(tokenizer).show({token: name for name, token in text.sentinels.items()})
+    if args.data is None:
+        requests = [({"source": args.text}, encode(args.text, text, config.seq_length))]
+    else:
+        read = partial(read_prompts, args.data, text, config.seq_length, field="source")
+        requests = world.on_rank_0(read)
+    equal = []
+
+    def write(record: dict, written: str, tokens: int, finish: str) -> None:
+        written = written.strip()
+        filled = fill(record["source"], written) if SENTINEL.search(record["source"]) else written
+        if "target" in record:
+            equal.append(written == record["target"])
+        record = record | {"text": filled, "tokens": tokens, "finish": finish}
+        world.say(filled if args.data is None else as_json(record))
+
+    options = {name: getattr(args, name) for name in cli.SAMPLING}
+    options |= dict(begin=text.tokens.pad, eot=text.tokens.eos, batch_size=args.batch_size)
+    stream_of = partial(stream, model)
+    summary = answer_file(
+        world, stream_of, tokenizer, requests, stop=args.stop, lockstep=None, write=write, **options
+    )
+    if equal:
+        summary += f"; {sum(equal)} of {len(equal)} targets are what was written"
+    world.say_aside(summary)
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit status, as of generate.py."""
+    about = "Write the targets of sources with a trained T5."
+    parser = argparse.ArgumentParser(prog="python -m models.generate_t5", description=about)
+    parser.add_argument("--text", help="a source; the sentinels in it are filled in")
+    lines = 'JSON lines with a "source"; the output has the same lines with a "text"'
+    parser.add_argument("--data", metavar="FILE", help=lines)
+    parser.add_argument("--prefix", default="", metavar="TEXT", help="comes before each source")
+    cli.add_flags(parser, T5Config)
+    parser.set_defaults(temperature=0.0, top_k=0, top_p=1.0)
+    return cli.command("generate_t5.py", run, argv, parser)
+
+
+if __name__ == "__main__":
+    terminal.command(main)

@@ -1,0 +1,254 @@
+"""What T5 is used for: it writes the tokens of transformers, and under every layout those of one
+device. (That a T5 computes what one of transformers computes: test_models_hf.py.)"""
+
+import json
+import re
+from dataclasses import asdict
+
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+
+from base.groups import Groups
+from course import ranks
+from inference.loading import load_model
+from inference.sampling import choose, keys_of, uniform
+from models import generate_t5
+from models.generate_t5 import stream
+from models.special_tokens import T5Text, fill
+from models.t5 import Context, T5Config
+from run import checkpoint
+from run.tokenizer import ByteTokenizer
+
+SHAPE = dict(num_layers=5, encoder_layers=2, hidden_size=48, num_heads=4, head_dim=16)
+SHAPE |= dict(ffn_hidden_size=100, vocab_size=61, seq_length=64, buckets=8, max_distance=16)
+TIED, GATED = dict(activation="relu", tied=True), dict(activation="geglu", tied=False)
+EOS = 1
+SAMPLED = dict(temperature=0.8, top_k=20, top_p=0.95, seed=3)
+
+
+@torch.no_grad()
+def t5(seed=0, std=0.5, dtype=torch.float64, **fields):
+    """A T5 with weights so large that each token depends on what was read."""
+    model = T5Config(**SHAPE | fields).build().to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * std)
+    return model
+
+
+def sources_of(lengths, vocab_size=61, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    texts = [torch.randint(2, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+    return [[*text, EOS] for text in texts]
+
+
+def written(model, sources, n, **options):
+    """The tokens of each target."""
+    targets = [[] for _ in sources]
+    for outputs in stream(model, sources, n, begin=0, eot=EOS, **options):
+        for output in outputs:
+            if output.token is not None:
+                targets[output.number].append(output.token)
+    return targets
+
+
+# --- one device -----------------------------------------------------------------------------------
+
+# ours -> of transformers; in the decoder the feed-forward layer is the third
+NAMES = {"attention_norm": "layer.0.layer_norm", "cross_norm": "layer.1.layer_norm"}
+NAMES |= {"mlp_norm": "layer.{}.layer_norm", "last_norm": "final_layer_norm"}
+NAMES |= {"mlp.gate": "layer.{}.DenseReluDense.wi_0", "mlp.down": "layer.{}.DenseReluDense.wo"}
+for ours in ("query", "key", "value", "output"):
+    NAMES[f"attention.{ours}"] = f"layer.0.SelfAttention.{ours[0]}"
+    NAMES[f"cross_attention.{ours}"] = f"layer.1.EncDecAttention.{ours[0]}"
+
+
+@torch.no_grad()
+def theirs(model):
+    """The same model in transformers."""
+    transformers = pytest.importorskip("transformers")
+    c = model.config
+    sizes = dict(vocab_size=c.vocab_size, d_model=c.hidden_size, d_kv=c.head_dim)
+    sizes |= dict(d_ff=c.ffn_hidden_size, num_layers=c.encoder_layers, num_heads=c.num_heads)
+    config = transformers.T5Config(
+        **sizes,
+        relative_attention_num_buckets=c.buckets,
+        relative_attention_max_distance=c.max_distance,
+        num_decoder_layers=c.num_layers - c.encoder_layers,
+        feed_forward_proj="gated-gelu" if c.gated else "relu",
+        tie_word_embeddings=c.tied,
+        decoder_start_token_id=0,
+        eos_token_id=EOS,
+    )
+    other = transformers.T5ForConditionalGeneration(config).double().eval()
+    parameters = dict(other.named_parameters())
+    up = {"mlp.up": "layer.{}.DenseReluDense." + ("wi_1" if c.gated else "wi")}
+    for name, p in model.named_parameters():
+        if match := re.fullmatch(r"blocks\.(\d+)\.(.+)\.weight", name):
+            number, part = int(match[1]), (NAMES | up)[match[2]]
+            half, first = (
+                ("encoder", 0) if number < c.encoder_layers else ("decoder", c.encoder_layers)
+            )
+            part = part.format(1 + (half == "decoder"))
+            block = "" if part == "final_layer_norm" else f"block.{number - first}."
+            parameters[f"{half}.{block}{part}.weight"].copy_(p)
+    for half, table in zip(("encoder", "decoder"), model.positions.weight):
+        name = f"{half}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        parameters[name].copy_(table)
+    parameters["shared.weight"].copy_(model.embedding.tokens.weight)
+    other.lm_head.weight = torch.nn.Parameter(model.head.output.weight.clone())
+    return other
+
+
+@pytest.mark.parametrize("fields", [TIED, GATED | dict(attention="explicit")])
+def test_the_tokens_of_transformers(fields):
+    """Greedy, of sources of unequal length together; targets beyond every bucket of distances."""
+    model, sources, n = t5(**fields), sources_of((5, 33, 1, 17)), 24
+    longest = max(map(len, sources))
+    ids = torch.tensor([source + [0] * (longest - len(source)) for source in sources])
+    mask = torch.arange(longest) < torch.tensor([len(source) for source in sources]).unsqueeze(1)
+    # their cache takes both halves to have equally many layers
+    options = dict(attention_mask=mask, max_new_tokens=n, do_sample=False, use_cache=False)
+    expected = [tokens[1:] for tokens in theirs(model).generate(input_ids=ids, **options).tolist()]
+    for tokens, target in zip(expected, written(model, sources, n, temperature=0.0), strict=True):
+        end = tokens.index(EOS) if EOS in tokens else n
+        assert target == tokens[:end]
+    assert max(map(len, expected)) == n
+
+
+@torch.no_grad()
+def naive(model, sources, n, temperature=1.0, top_k=0, top_p=1.0, seed=0):
+    """The definition: for each token a forward pass of the whole model, source by source."""
+    targets = []
+    for source, key in zip(sources, keys_of(sources, seed)):
+        ids = [0]
+        while len(ids) <= n and ids[-1] != EOS:
+            tokens = torch.tensor([source + ids])
+            logits = model(tokens, None, Context(len(source)))[:, -1]  # [1, V]
+            u = uniform(torch.tensor([key], dtype=torch.int32), torch.tensor([len(ids)]))
+            ids.append(int(choose(logits, u, temperature, top_k, top_p)))
+        targets.append([token for token in ids[1:] if token != EOS])
+    return targets
+
+
+@pytest.mark.parametrize("options", [dict(temperature=0.0), SAMPLED])
+def test_without_what_is_kept(options):
+    model, sources = t5(**GATED), sources_of((3, 9, 1))
+    before = dict(model.named_modules())
+    assert written(model, sources, 30, **options) == naive(model, sources, 30, **options)
+    assert dict(model.named_modules()) == before
+    assert written(model, sources, 0) == [[], [], []]
+
+
+def test_cross_attention_is_projected_once():
+    """Keys and values of the encoder's output: once in each layer, however long the target."""
+    model, calls = t5(**TIED), []
+    for block in model.blocks.values():
+        block.attention.key.register_forward_hook(lambda *_: calls.append("self"))
+        if hasattr(block, "cross_attention"):
+            block.cross_attention.key.register_forward_hook(lambda *_: calls.append("cross"))
+    (target,) = written(model, sources_of((4,)), 9, temperature=0.0, keys=[0])
+    steps = min(len(target) + 1, 9)
+    assert (calls.count("cross"), calls.count("self")) == (3, 2 + 3 * steps)
+
+
+# --- layouts --------------------------------------------------------------------------------------
+
+
+def save(folder, model):
+    tensors = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
+    state = {"config": {"tokenizer": "bytes"}, "model": asdict(model.config)}
+    return checkpoint.save(folder / "checkpoints", 1, tensors, state)
+
+
+def on_layouts(rank, path, layouts, sources, options):
+    """The targets on this rank, under each layout of 4 ranks."""
+    found = []
+    for layout in layouts:
+        layout = dict(layout)
+        layer_split = layout.pop("layer_split", None)
+        groups = Groups.make("cpu", dist.get_world_size(), **layout)
+        where = "cpu", torch.float64, groups, layer_split, T5Config
+        model, _ = load_model(path, *where)
+        found.append(written(model, sources, 8, **options))
+    return found
+
+
+def test_layouts(tmp_path):
+    """tp and pp, stages of one half of the model and of both: one device's tokens on every rank."""
+    model, sources = t5(**TIED), sources_of((3, 9, 1, 6, 2))
+    save(tmp_path, model)
+    layouts = [dict(tp=2, pp=2, layer_split=[3, 2]), dict(pp=4, layer_split=[1, 2, 1, 1])]
+    on_ranks = ranks.run(on_layouts, 4, str(tmp_path), layouts, sources, SAMPLED)
+    expected = naive(model, sources, 8, **SAMPLED)
+    assert on_ranks == [[expected] * len(layouts)] * 4
+
+
+# --- texts, and the command -----------------------------------------------------------------------
+
+
+def test_texts():
+    text = T5Text(ByteTokenizer(), "ask: ")
+    sentinel = text.tokens.sentinels[1]
+    assert text.encode("a <extra_id_1>b<extra_id_999>") == [
+        *b"ask: a ",
+        sentinel,
+        *b"b<extra_id_999>",
+        text.tokens.eos,
+    ]
+    source = "The capital of <extra_id_0> is <extra_id_1>."
+    assert fill(source, "<extra_id_0> France<extra_id_1> Paris <extra_id_2>") == (
+        "The capital of France is Paris."
+    )
+    assert fill(source, "nothing") == source
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    save(folder, t5(std=0.3, dtype=torch.float32, **GATED | dict(vocab_size=360)))
+    return folder
+
+
+def command(saved, capsys, *argv):
+    status = generate_t5.main(["--checkpoint", str(saved), "--device", "cpu", *argv])
+    return status, *capsys.readouterr()
+
+
+def test_command(saved, capsys, tmp_path):
+    """A text, a file, and the file on two stages: the same targets, whatever shares a batch."""
+    path = tmp_path / "sources.jsonl"
+    records = [{"source": "ab <extra_id_0> c"}, {"source": "longer", "target": "x", "id": 7}]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    flags = ["--data", str(path), "--max-tokens", "12", "--prefix", "do: "]
+    status, out, err = command(saved, capsys, *flags)
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert status == 0 and "0 of 1 targets" in err
+    assert [line | record for line, record in zip(lines, records, strict=True)] == lines
+    for line in lines:
+        text = command(saved, capsys, "--text", line["source"], *flags[2:])[1]
+        assert text == line["text"] + "\n"
+    text = T5Text(ByteTokenizer(), "do: ")
+    ids = text.encode("longer")
+    options = dict(begin=text.tokens.pad, eot=text.tokens.eos, temperature=0.0)
+    outputs = stream(load_model(saved, shape_class=T5Config)[0], [ids], 12, **options)
+    tokens = [each.token for (each,) in outputs if each.token is not None]
+    assert (lines[1]["tokens"], len(tokens) > 3) == (len(tokens), True)
+    on = ["--checkpoint", saved, "--device", "cpu", "--pp", "2", "--layer-split", "3", "2"]
+    two = processes.run(["-m", "models.generate_t5", *on, *flags], world=2)
+    assert (two.returncode, two.stdout) == (0, out), two.stderr
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ([], "--text TEXT or --data FILE"),
+        (["--text", "a" * 64], "65 tokens, and the model's context holds 64"),
+        (["--text", "a", "--pp", "6"], "--pp 6"),
+    ],
+)
+def test_bad_flags(argv, words, saved, capsys):
+    status, _, err = command(saved, capsys, *argv)
+    assert status == 2 and words in err and err.count("\n") == 1
