@@ -35,8 +35,9 @@ from inference.kv_cache import CacheSlot, caching
 from inference.requests import Output, Sequence, requests_of
 from inference.sampling import keys_of
 from inference.token_bytes import token_bytes
+from models.batch import Context
 from models.special_tokens import SENTINEL, T5Text, fill
-from models.t5 import T5, Block, Context, T5Config
+from models.t5 import T5, Block, T5Config
 from pipeline_parallel import Pipeline
 from run.config import ConfigError
 
@@ -195,7 +196,7 @@ def run(args: argparse.Namespace, world) -> None:
     config = cli.check_flags(args, world)
     model, tokenizer, _ = cli.connect(args, world, None)
     text = T5Text(tokenizer, args.prefix)
-    token_bytes(tokenizer).show({token: name for name, token in text.sentinels.items()})
+    token_bytes(tokenizer).show(dict(zip(text.sentinels.values(), text.sentinels)))
     if args.data is None:
         requests = [({"source": args.text}, encode(args.text, text, config.seq_length))]
     else:

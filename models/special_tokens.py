@@ -94,8 +94,7 @@ class T5Text:
     def __init__(self, tokenizer, prefix: str = ""):
         """prefix: comes before each text; it names the task."""
         self.tokenizer, self.prefix, self.tokens = tokenizer, prefix, t5_tokens(tokenizer)
-        names = [f"<extra_id_{n}>" for n in range(SENTINELS)]
-        self.sentinels = dict(zip(names, self.tokens.sentinels))
+        self.sentinels = {self.tokens.names[token]: token for token in self.tokens.sentinels}
 
     def encode(self, text: str) -> list[int]:
         """Raises TokenizerError; UnicodeEncodeError for half of a surrogate pair."""

@@ -15,9 +15,10 @@ from course import ranks
 from inference.loading import load_model
 from inference.sampling import choose, keys_of, uniform
 from models import generate_t5
+from models.batch import Context
 from models.generate_t5 import stream
 from models.special_tokens import T5Text, fill
-from models.t5 import Context, T5Config
+from models.t5 import T5Config
 from run import checkpoint
 from run.tokenizer import ByteTokenizer
 
