@@ -37,7 +37,7 @@ from inference.sampling import keys_of
 from inference.token_bytes import token_bytes
 from models.batch import Context
 from models.special_tokens import SENTINEL, T5Text, fill
-from models.t5 import T5, Block, T5Config
+from models.t5 import T5, T5Config
 from pipeline_parallel import Pipeline
 from run.config import ConfigError
 
@@ -85,7 +85,7 @@ def replacements(stage: T5, slot: CacheSlot) -> Iterator[tuple[nn.Module, str, n
             yield parent, name, kept
 
 
-def blocks_of(stage: T5, decoder: bool) -> list[tuple[str, Block]]:
+def blocks_of(stage: T5, decoder: bool) -> list[tuple[str, nn.Module]]:
     """(number, block) of a stage's blocks of one half of the model."""
     first = stage.config.encoder_layers
     return [(n, block) for n, block in stage.blocks.items() if (int(n) >= first) == decoder]
