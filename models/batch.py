@@ -6,6 +6,7 @@ T5      tokens [b, n + m]    source | decoder input;   targets [b, m], which the
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from base.device_queue import to_device
@@ -38,3 +39,10 @@ class Batch(NamedTuple):
     def context(self, drop_key: Tensor | None = None) -> Context:
         n = self.tokens.shape[1] - self.loss_mask.shape[1]
         return Context(n, drop_key, self.documents, self.types)
+
+
+def pad_rows(rows: list[list[int]], length: int, pad: int = 0) -> tuple[Tensor, Tensor]:
+    """(token ids of rows, each filled up to a length; which of them are no padding), [b, length]"""
+    at, lengths = torch.arange(length), torch.tensor([len(row) for row in rows])
+    tokens = torch.tensor([row + [pad] * (length - len(row)) for row in rows])
+    return tokens, at < lengths.unsqueeze(1)

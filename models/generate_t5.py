@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 import generate
-from base import terminal
+from base import compiling, terminal
+from base.attention_kernels import any_shape
 from inference import cli
 from inference.answers import answer_file, as_json, encode, read_prompts
 from inference.batches import DecodeBatch
@@ -35,7 +36,7 @@ from inference.kv_cache import CacheSlot, caching
 from inference.requests import Output, Sequence, requests_of
 from inference.sampling import keys_of
 from inference.token_bytes import token_bytes
-from models.batch import Context
+from models.batch import Context, pad_rows
 from models.special_tokens import SENTINEL, T5Text, fill
 from models.t5 import T5, T5Config
 from pipeline_parallel import Pipeline
@@ -125,20 +126,21 @@ class Writer(generate.ModelRunner):
         super().start_step(batch)
 
     @torch.inference_mode()
+    @any_shape()
+    @compiling.eagerly
     def encode(self, kept: Kept, sources: list[list[int]]) -> None:
         """The sources through this stage's blocks of the encoder."""
         (stage,) = self.stages
-        lengths = torch.tensor([len(source) for source in sources], device=self.device)
-        n = int(lengths.max())
-        at = torch.arange(n, device=self.device)
-        padding = (at >= lengths.unsqueeze(1))[:, None, None]  # [b, 1, 1, n]
-        kept.mask = torch.zeros_like(padding, dtype=self.dtype).masked_fill(padding, -torch.inf)
+        n = max(map(len, sources))
+        tokens, real = (rows.to(self.device) for rows in pad_rows(sources, n))
+        hidden = ~real[:, None, None]  # [b, 1, 1, n]
+        kept.mask = torch.zeros_like(hidden, dtype=self.dtype).masked_fill(hidden, -torch.inf)
         if stage.embedding is None:
-            e = at.new_empty(len(sources), n, self.config.hidden_size, dtype=self.dtype)
-            e = self.ring.receive(e)
+            shape = len(sources), n, self.config.hidden_size
+            e = self.ring.receive(torch.empty(shape, dtype=self.dtype, device=self.device))
         else:
-            tokens = [source + [0] * (n - len(source)) for source in sources]
-            e = stage.embedding(torch.tensor(tokens, device=self.device), Context(n))
+            e = stage.embedding(tokens, Context(n))
+        at = torch.arange(n, device=self.device)
         bias = stage.positions(at, at, False) + kept.mask  # [b, a, n, n]
         for _, block in blocks_of(stage, decoder=False):
             e = block(e, Context(n), bias)

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import processes
 import pytest
+import small_run
 import torch
 import torch.distributed as dist
 
@@ -14,7 +15,7 @@ from base.groups import Groups
 from course import ranks
 from inference.loading import load_model
 from inference.sampling import choose, keys_of, uniform
-from models import generate_t5
+from models import generate_t5, seq2seq
 from models.batch import Context
 from models.generate_t5 import stream
 from models.special_tokens import T5Text, fill
@@ -253,3 +254,80 @@ def test_command(saved, capsys, tmp_path):
 def test_bad_flags(argv, words, saved, capsys):
     status, _, err = command(saved, capsys, *argv)
     assert status == 2 and words in err and err.count("\n") == 1
+
+
+# --- pairs ----------------------------------------------------------------------------------------
+
+PAIRS = [seq2seq.Pair([5, 6, 7, EOS], [8, EOS]), seq2seq.Pair([9, EOS], [10, 11, 12, EOS])]
+
+
+def test_a_batch_of_pairs():
+    """By hand: sources and targets beside each other, padded to even lengths."""
+    batch = seq2seq.PaddedPairs(PAIRS, None, pad=0, multiple_of=2).batch([0, 1])
+    assert batch.tokens.tolist() == [[5, 6, 7, 1, 0, 8, 1, 0], [9, 1, 0, 0, 0, 10, 11, 12]]
+    assert batch.targets.tolist() == [[8, 1, 0, 0], [10, 11, 12, 1]]
+    assert batch.loss_mask.tolist() == [[True, True, False, False], [True] * 4]
+    assert batch.context().source == 4
+
+
+@pytest.mark.parametrize("multiple_of", [1, 7])
+def test_padding_changes_no_loss(multiple_of):
+    """The loss of each pair is that of the pair alone, and of transformers' shift of the target."""
+    model = t5(**GATED, std=0.3)
+    together = seq2seq.PaddedPairs(PAIRS, None, pad=0, multiple_of=multiple_of).batch([0, 1])
+    losses = model(together.tokens, together.targets, together.context())
+    assert losses.isfinite().all()
+    for pair, loss, counts in zip(PAIRS, losses, together.loss_mask, strict=True):
+        tokens = torch.tensor([[*pair.ids, 0, *pair.target[:-1]]])
+        alone = model(tokens, torch.tensor([pair.target]), Context(source=len(pair.ids)))
+        torch.testing.assert_close(loss[counts], alone[0], rtol=1e-12, atol=0)
+
+
+def pairs_file(path, n=40):
+    records = [{"source": f"{k} x", "target": f"y {k % 7}"} for k in range(n)]
+    return small_run.write_lines(path, records)
+
+
+def test_a_run_of_pairs(tmp_path, capsys):
+    """One device; and from its weights both one device and tp x pp with sequence parallelism: the
+    same losses, the same text. generate_t5 has that text too."""
+    path = pairs_file(tmp_path / "pairs.jsonl")
+    sizes = dict(num_layers=4, hidden_size=16, num_heads=4, ffn_hidden_size=32)
+    flags = dict(data=path, prefix="do: ", steps=3, lr=1e-2, warmup_steps=0, global_batch_size=4)
+    flags |= dict(device="cpu", precision="fp64", eval_every=0, seed=3)
+    first, one, four = (tmp_path / name for name in ("first", "one", "four"))
+    assert seq2seq.main(small_run.as_flags(**flags, **sizes, out=first)) == 0
+    more = small_run.as_flags(**flags, load=first, target_length=12)
+    assert seq2seq.main([*more, "--out", str(one)]) == 0
+    layout = ["--tp", "2", "--pp", "2", "--sequence-parallel", "--layer-split", "3", "1"]
+    done = processes.run(["-m", "models.seq2seq", *more, *layout, "--out", four], world=4)
+    assert done.returncode == 0, done.stderr
+    for a, b in zip(small_run.lines_of(one), small_run.lines_of(four), strict=True):
+        for name in {"loss", "grad_norm", "eval_loss", "eval_accuracy"} & a.keys():
+            assert a[name] == pytest.approx(b[name], rel=1e-10), name
+    assert small_run.lines_of(one)[-1]["loss"] < small_run.lines_of(first)[0]["loss"]
+    sample = (one / "sample.txt").read_text()
+    assert sample == (four / "sample.txt").read_text().replace(str(four), str(one))
+    capsys.readouterr()
+    source, written = (re.search(rf"\[{name}\] (.*)", sample)[1] for name in ("source", "written"))
+    text = source.removeprefix("do: ").removesuffix("</s>")
+    argv = ["--text", text, "--prefix", "do: ", "--precision", "fp64", "--max-tokens", "8"]
+    assert command(one, capsys, *argv)[1].strip() == written.strip()
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ({"source": "a"}, 'a line has a "source" and a "target"'),
+        ({"source": "a" * 40, "target": "b"}, "41 tokens, and --seq-length is 40"),
+        ({"source": "a", "target": "b" * 30}, "31 tokens, and --target-length is 20"),
+    ],
+)
+def test_bad_pairs(line, words, tmp_path, capsys):
+    path = pairs_file(tmp_path / "pairs.jsonl", 3)
+    with path.open("a") as f:
+        f.write(json.dumps(line) + "\n")
+    flags = ["--data", str(path), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    assert seq2seq.main([*flags, "--seq-length", "40", "--target-length", "20"]) == 2
+    error = capsys.readouterr().err
+    assert f"{path}, line 4: " in error and words in error

@@ -1,0 +1,207 @@
+r"""T5 learns pairs: a source, and the target that is written for it (summaries, translations).
+
+    {"source": "The house is small.", "target": "La maison est petite."}       a line of --data
+
+    source    --prefix, text </s> <pad> <pad>         the encoder; padding is hidden
+    reads     <pad> target                            the decoder
+    target    target </s>                             the loss is its mean over these tokens
+
+All of T5's tasks have this form (arXiv 1910.10683, section 2.4), and the prefix names the task:
+"translate English to French: ". It belongs to the text, so generation needs the same one.
+
+    torchrun --nproc-per-node 2 -m models.seq2seq --load runs/t5 --data pairs.jsonl --tp 2
+    python -m models.generate_t5 --checkpoint runs/default --data new.jsonl
+
+A twentieth of the pairs is held out, by their sources. Without --load a new model learns.
+
+Not covered: several pairs in a row; ROUGE and BLEU.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, NamedTuple
+
+import torch
+
+import sequence_parallel
+import train
+from base import terminal
+from finetune.chat_template import ChatError
+from finetune.packing import Padded
+from finetune.sft_data import NO_SKIP, read_lines, split
+from models.batch import Batch, pad_rows
+from models.generate_t5 import stream
+from models.runs import FillSpans, T5Run
+from models.special_tokens import T5Text, spell
+from models.t5 import T5Config
+from run.config import ConfigError, flag
+from run.tokenizer import TokenizerError
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    """Token ids, with </s>. ids: of the source."""
+
+    ids: list[int]
+    target: list[int]
+
+
+class PaddedPairs(Padded):
+    """Pairs as batches, padded to the longest source, n, and the longest target, m."""
+
+    # The source has no last id that is only a target.
+    read_last = True
+
+    def __init__(self, pairs: list[Pair], seed: int | None, pad: int, multiple_of: int = 1):
+        """seed, multiple_of: as of Padded."""
+        super().__init__(pairs, seed, multiple_of)
+        longest = max(len(pair.target) for pair in pairs)
+        self.pad, self.n, self.m = pad, self.s, -(-longest // multiple_of) * multiple_of
+        self.s = self.n + self.m
+        # Without the number of bytes: the loss is not that of text.
+        tokens = sum(len(pair.ids) + len(pair.target) for pair in pairs)
+        self.index = {"corpus": self.index["corpus"], "tokens": tokens}
+
+    def batch(self, samples) -> Batch:
+        samples = list(samples)
+        pairs = [self.example(n) for n in samples]
+        source, in_source = pad_rows([pair.ids for pair in pairs], self.n, self.pad)
+        target, in_target = pad_rows([pair.target for pair in pairs], self.m, self.pad)
+        reads = torch.cat((torch.full_like(target[:, :1], self.pad), target[:, :-1]), 1)
+        # The decoder is causal, so no token sees the padding after its target.
+        documents = torch.cat((~in_source, torch.zeros_like(in_target)), 1).long()
+        real = torch.cat((in_source, in_target), 1)
+        tokens = torch.cat((source, reads), 1)
+        return Batch(tokens, target, in_target, torch.tensor(samples), documents, real)
+
+    def counted_tokens(self, samples) -> int:
+        return sum(len(self.example(n).target) for n in samples)
+
+    def positions(self, samples) -> int:
+        return self.counted_tokens(samples) + super().positions(samples)
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+
+class WritePairs(FillSpans):
+    """The task of writing the targets of sources."""
+
+    sample_name = "held-out pairs (python -m models.generate_t5 writes more)"
+    other_data = " (some samples may come again, and others are held out)"
+
+    def open_data(self, config, world, tokenizer) -> tuple[PaddedPairs, PaddedPairs]:
+        """(training set, held-out set) of --data and --val-data. Raises ChatError."""
+        shape, pad = config.model_config(), self.tokens_of(tokenizer).pad
+        parts = {
+            "source": (T5Text(tokenizer, config.prefix or ""), "--seq-length", shape.seq_length),
+            "target": (T5Text(tokenizer), "--target-length", shape.target_length),
+        }
+
+        def read(paths: list[str], flag: str):
+            pair, skip = partial(pair_of, parts=parts), config.skip_bad_examples
+            return read_lines(paths, flag, pair, lambda found: found, question_of, skip)
+
+        examples, summary = read(config.data, "--data")
+        if config.val_data:
+            learned, (held_out, more) = examples, read(config.val_data, "--val-data")
+            more = f"; {len(held_out):,} of --val-data{more}"
+        elif len(examples) == 1:
+            raise ChatError("--data: has one pair, and one is held out; more would fit")
+        else:
+            learned, held_out, more = split(examples)
+            more = f"; {more}"
+        world.say(f"--data: {len(examples):,} pairs{summary}{more}")
+        shards = config.sequence_shards
+        sets = (
+            PaddedPairs(learned, config.seed, pad, shards),
+            PaddedPairs(held_out, None, pad, shards),
+        )
+        self.lengths = dict(seq_length=sets[0].n, target_length=sets[0].m)
+        return sets
+
+    @property
+    def model_config(self) -> T5Config:
+        """With the lengths of its rows, on which the FLOPs of a step depend."""
+        return dataclasses.replace(super().model_config, **self.lengths)
+
+    @torch.no_grad()
+    def sample(self, tokenizer, held_out) -> str:
+        """The first held-out pairs, and what the model writes."""
+        trainer, tokens = self.trainer, self.tokens_of(tokenizer)
+        if self.config.sequence_parallel:
+            for stage in trainer.stages:
+                sequence_parallel.shard_sequence(stage, trainer.groups.tp, sharded=False)
+        pairs = held_out.examples[:4]
+        written = [[] for _ in pairs]
+        sources, most = [pair.ids for pair in pairs], 2 * held_out.m
+        options = dict(begin=tokens.pad, eot=tokens.eos, temperature=0.0)
+        for outputs in stream(trainer.model, sources, most, **options):
+            for output in outputs:
+                written[output.number] += [output.token] if output.token is not None else []
+        lines = []
+        for pair, ids in zip(pairs, written):
+            for name, text in ("source", pair.ids), ("target", pair.target), ("written", ids):
+                lines.append(f"[{name}] {spell(text, tokens.names, tokenizer)}")
+        return "\n".join(lines)
+
+
+def question_of(record: dict) -> list[dict]:
+    """What is asked in a line, as read_lines has it: pairs of one source are held out together."""
+    return [{"role": "user", "content": record["source"]}]
+
+
+def pair_of(record: dict, parts: dict[str, tuple[T5Text, str, int]]) -> Pair:
+    """The pair of a line. parts: field -> its encoder, and the flag of its most tokens, with this
+    number. Raises ChatError."""
+    ids = []
+    for name, (text, flag_of, most) in parts.items():
+        if not isinstance(record.get(name), str):
+            raise ChatError(
+                'is no pair; a line has a "source" and a "target" that are text', NO_SKIP
+            )
+        try:
+            ids.append(text.encode(record[name]))
+        except (TokenizerError, UnicodeEncodeError) as e:
+            raise ChatError(f"its {name} cannot be encoded ({e})", "not text") from None
+        if len(ids[-1]) > most:
+            raise ChatError(
+                f"its {name} has {len(ids[-1])} tokens, and {flag_of} is {most}", "too long"
+            )
+    return Pair(*ids)
+
+
+@dataclass
+class PairRun(T5Run):
+    """Every flag of models/seq2seq.py."""
+
+    command: ClassVar[str] = "-m models.seq2seq"
+    purpose: ClassVar[str] = "Train a T5 to write the target of each source."
+    document_mask: ClassVar[bool] = False
+    cache: ClassVar[str] = ""
+
+    data: list[str] = flag(
+        [], "JSON lines with a source and its target; a twentieth is held out", metavar="FILE"
+    )
+    val_data: list[str] = flag(
+        [], "pairs to evaluate on; all of --data is then trained on", metavar="FILE"
+    )
+    prefix: str | None = flag(None, "text before each source, which names the task", metavar="TEXT")
+    skip_bad_examples: bool = flag(False, "leave out, and count, pairs that are too long")
+
+    def task(self) -> WritePairs:
+        return WritePairs()
+
+    def check(self, model: T5Config, world: int, base_needed: bool) -> None:
+        if base_needed and not self.data:
+            raise ConfigError("--data: seq2seq.py needs --data FILE, JSON lines of pairs")
+
+
+def main(argv: list[str]) -> int:
+    return train.main(argv, PairRun)
+
+
+if __name__ == "__main__":
+    terminal.command(main)
