@@ -36,6 +36,11 @@ class Batch(NamedTuple):
     def to(self, device) -> "Batch":
         return self._make(None if x is None else to_device(x, device) for x in self)
 
+    def rows(self) -> list["Batch"]:
+        """Batches of one sequence each."""
+        columns = [[None] * len(self.tokens) if x is None else x.split(1) for x in self]
+        return [Batch(*row) for row in zip(*columns)]
+
     def context(self, drop_key: Tensor | None = None) -> Context:
         n = self.tokens.shape[1] - self.loss_mask.shape[1]
         return Context(n, drop_key, self.documents, self.types)

@@ -21,7 +21,7 @@ sample of the run has one number, so every epoch hides other tokens, and no rank
 another one does. Held-out text is hidden with seed 0: the same way at each evaluation.
 
 Under --document-mask the documents of run/data.py travel along. A span belongs to the document of
-its first token; what pads a target, to the last one.
+its first token; </s> and padding, to that of the last span.
 
 Not covered: sentences as samples (a sample may begin inside of one); n-grams, and BERT's second
 text of a pair.

@@ -18,6 +18,7 @@ from torch import Tensor
 from base.cross_entropy import cross_entropy
 from base.model_config import FieldError
 from models import masking, special_tokens
+from models.batch import Batch
 from models.bert import BertConfig
 from models.presets import BERT_PRESETS, T5_PRESETS
 from models.t5 import T5Config
@@ -32,6 +33,7 @@ class FillIn(Pretraining):
     """The task of filling in what is hidden."""
 
     sample_name = "a held-out text"
+    batch_class = Batch
     # How often the last evaluation was right.
     accuracy = 0.0
 
@@ -55,7 +57,9 @@ class FillIn(Pretraining):
             loss = cross_entropy(logits, batch.targets, logits.shape[-1])
             totals.add_(torch.stack((self.total_loss(loss, batch).double(), right.sum())))
 
-        self.logits(list(evaluation_batches(self.trainer, dataset, sequences)), add)
+        # A sequence at a time: logits of all would take more memory than a step.
+        batches = evaluation_batches(self.trainer, dataset, sequences)
+        self.logits([row for batch in batches for row in batch.rows()], add)
         for group in filter(None, (self.groups.replicas, self.groups.pp)):
             dist.all_reduce(totals, group=group)
         loss, right = (totals / max(1, self.loss_count(dataset, range(sequences)))).tolist()
@@ -166,12 +170,14 @@ class ModelRun(RunConfig):
 class HiddenText(ModelRun, TextConfig):
     """The flags of a run that learns from text of which a part is hidden."""
 
-    # The published rate, and where it stands.
-    published_lr: ClassVar[tuple[float, str]]
+    supports_as_rank: ClassVar[bool] = True
+    # Preset -> peak rate, and where it stands; "" has that of the others.
+    rates: ClassVar[dict[str, tuple[float, str]]]
 
     def default_lr(self) -> tuple[float, str]:
-        rate, source = self.published_lr
-        return (rate / 10, f"fine-tuning ({source}, over 10)") if self.load else (rate, source)
+        """A tenth of it for a loaded model, as everywhere."""
+        rate, source = self.rates.get("" if self.load else self.model, self.rates[""])
+        return (rate / 10, f"fine-tuning, a tenth of {source}") if self.load else (rate, source)
 
 
 def preset_of(presets: dict):
@@ -187,7 +193,12 @@ class BertRun(HiddenText):
     purpose: ClassVar[str] = "Train a BERT on text of which 15% of the words are hidden."
     presets: ClassVar[dict] = BERT_PRESETS
     shape_class: ClassVar[type] = BertConfig
-    published_lr: ClassVar[tuple] = (1e-4, "BERT, arXiv 1810.04805, A.2")
+    rates: ClassVar[dict] = {
+        "tiny": (1e-3, "the preset tiny"),
+        "roberta-base": (6e-4, "RoBERTa (arXiv 1907.11692, table 9)"),
+        "roberta-large": (4e-4, "RoBERTa (arXiv 1907.11692, table 9)"),
+        "": (1e-4, "BERT (arXiv 1810.04805, A.2)"),
+    }
     # A ring is for causal attention; the head has a bias, and is not made in chunks.
     cp_kind: ClassVar[str] = "all-to-all"
     head_chunk: ClassVar[int] = 0
@@ -209,7 +220,10 @@ class T5Run(HiddenText):
     purpose: ClassVar[str] = "Train a T5 on text of which 15% is hidden, in spans."
     presets: ClassVar[dict] = T5_PRESETS
     shape_class: ClassVar[type] = T5Config
-    published_lr: ClassVar[tuple] = (1e-4, "T5 in Megatron-LM")
+    rates: ClassVar[dict] = {
+        "tiny": (1e-3, "the preset tiny"),
+        "": (1e-4, "T5 in Megatron-LM"),
+    }
     cp: ClassVar[int] = 1
     cp_kind: ClassVar[str] = "ring"
     virtual_stages: ClassVar[int] = 1
