@@ -457,6 +457,8 @@ def check(config: GPTConfig, n: int, t: int, kind: str) -> None:
     if n == 1:
         return
     check_attention(config, n)
+    if kind == "ring" and not config.causal:
+        raise FieldError("cp_kind", kind, "needs a causal mask", "all-to-all")
     s = config.seq_length
     if s % (2 * n):
         low = s // (2 * n) * 2 * n
@@ -473,8 +475,9 @@ def check(config: GPTConfig, n: int, t: int, kind: str) -> None:
 
 def check_attention(config: GPTConfig, n: int) -> None:
     """Raises FieldError if this model's attention is not covered for n > 1 ranks."""
-    if n > 1 and (config.positions == "alibi" or config.sliding_window):
-        what = "ALiBi" if config.positions == "alibi" else "a sliding window"
+    names = {"alibi": "ALiBi", "relative": "relative positions"}
+    if n > 1 and (config.positions in names or config.sliding_window):
+        what = names.get(config.positions, "a sliding window")
         raise FieldError("cp", n, f"a model with {what} cannot share its sequences", 1)
 
 

@@ -549,7 +549,9 @@ def check(config: GPTConfig, recipe: Recipe, skip: int, t: int = 1) -> None:
 
 def make(recipe: tuple, config: GPTConfig, device, keep_bytes: bool) -> Scaling:
     """The scales of a model. recipe: the fields of a Recipe; keep_bytes: as in Scaling."""
-    return Scaling(Recipe(*recipe), config.num_layers, device, keep_bytes)
+    # Cross attention (models/t5.py) counts as further layers, after all others.
+    layers = config.num_layers * (1 + hasattr(config, "encoder_layers"))
+    return Scaling(Recipe(*recipe), layers, device, keep_bytes)
 
 
 def apply(model: gpt.GPT, scaling: Scaling, skip: int = 1) -> None:
@@ -565,6 +567,10 @@ def apply(model: gpt.GPT, scaling: Scaling, skip: int = 1) -> None:
             continue
         attention, mlp = block.attention, block.mlp
         in_fp8(attention, ("query", "key", "value"), "output", scaling, number)
+        if cross := getattr(block, "cross_attention", None):
+            of_cross = scaling, model.config.num_layers + number
+            in_fp8(cross, ("query",), "output", *of_cross)
+            in_fp8(cross, ("key", "value"), None, *of_cross, project="project_memory")
         if isinstance(mlp, gpt.MLP):
             columns = ("up",) if mlp.gate is None else ("gate", "up")
             in_fp8(mlp, columns, "down", scaling, number)
@@ -584,18 +590,28 @@ def mark_casts(block: gpt.Block) -> None:
             part.activation.is_cast = True
 
 
-def in_fp8(part: nn.Module, columns: tuple[str, ...], row: str, scaling: Scaling, number: int):
+def in_fp8(
+    part: nn.Module,
+    columns: tuple[str, ...],
+    row: str | None,
+    scaling: Scaling,
+    number: int,
+    project: str = "project",
+) -> None:
     """Change attention or an MLP, `part` of layer `number`. columns: its matrices that tensor
-    parallelism shards by columns; row: the one that it shards by rows."""
-    if isinstance(part.project, FP8Input):
+    parallelism shards by columns, which `project` calls; row: the one that it shards by rows."""
+    together = getattr(part, project)
+    if isinstance(together, FP8Input):
         raise ValueError("this model is in FP8 already: call fp8.apply once")
-    if type(part.project) is not gpt.ProjectTogether and not isinstance(
-        part.project, tensor_parallel.ColumnParallelInput
+    if type(together) is not gpt.ProjectTogether and not isinstance(
+        together, tensor_parallel.ColumnParallelInput
     ):
         raise ValueError("this model has adapters: fp8.apply comes before adapter_layers.apply")
     names = list(LINEARS)
     places = tuple((number, names.index(name)) for name in columns)
-    part.project = FP8Input(part.project, scaling, places)
+    setattr(part, project, FP8Input(together, scaling, places))
+    if row is None:
+        return
     output = getattr(part, row)
     layer = Layer(scaling, ((number, names.index(row)),))
     if isinstance(output, tensor_parallel.RowParallelLinear):

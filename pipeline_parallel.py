@@ -57,6 +57,7 @@ import sequence_parallel
 import sharding
 import tensor_parallel
 from base.model_config import FieldError
+from optimizer import accumulation_dtype
 from schedules import DIRECTION, Action, Event, Schedule, result_of
 from sharding import local_part, set_sharding, sharding_of
 
@@ -566,6 +567,8 @@ class Pipeline:
         for _, child in shared_children(self.stages[0]):
             for p in map(local_part, child.parameters()):
                 if p.requires_grad:
+                    if p.main_grad is None:  # this stage has no block
+                        p.main_grad = torch.zeros_like(p, dtype=accumulation_dtype(p.dtype))
                     dist.all_reduce(p.main_grad, group=self.channels.group)
 
 

@@ -165,15 +165,15 @@ def apply(model: gpt.GPT, granularity: str, layers: int | None = None) -> None:
     for number, block in model.blocks.items():
         if layers is not None and int(number) >= layers:
             continue
-        # Context parallelism may have wrapped it.
-        core = getattr(block.attention.core, "inner", block.attention.core)
         if granularity == "full":
             for module in block.modules():
                 if isinstance(module, RunOnce):
                     module.forward = partial(once, module.forward)
             block.forward = partial(checkpoint, block.forward)
-        elif granularity == "selective" and isinstance(core, gpt.ExplicitAttention):
-            core.forward = partial(checkpoint, core.forward)
+        elif granularity == "selective":
+            for core in block.modules():
+                if isinstance(core, gpt.ExplicitAttention):
+                    core.forward = partial(checkpoint, core.forward)
 
 
 # --- the paper's formulas -------------------------------------------------------------------------
@@ -383,8 +383,11 @@ class ChunkedHead(nn.Module):
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """As in gpt.Head. Without targets (generation) the logits are whole."""
         x = self.enter(self.norm(x))  # [b, s, h]
-        weight = self.output.weight
+        weight, bias = self.output.weight, self.output.bias
         if targets is not None:
+            if bias is not None:
+                # BERT's: one more column of the matrix, for an input that is 1.
+                x, weight = F.pad(x, (0, 1), value=1.0), torch.cat((weight, bias.unsqueeze(1)), 1)
             return chunked_loss(x, weight, targets, self.chunk, self.vocab_size, self.group)
         logits = self.output(x)
         if self.group is None:
