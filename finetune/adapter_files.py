@@ -52,9 +52,10 @@ class Adapter:
         return values
 
 
-def open_adapter(path: str | Path) -> Adapter:
-    """The adapter in a run with --peft, or in a checkpoint; its values are not read. Raises
-    CheckpointError for what is none, or does not hold what its description says."""
+def open_adapter(path: str | Path, shape_class: type[MoEConfig] = MoEConfig) -> Adapter:
+    """The adapter in a run with --peft, or in a checkpoint; its values are not read. shape_class:
+    of its model. Raises CheckpointError for what is none, or does not hold what its description
+    says."""
     path = checkpoint.find(path)
     if (path / "adapter_config.json").is_file() and not (path / "index.json").is_file():
         raise CheckpointError(
@@ -73,7 +74,7 @@ def open_adapter(path: str | Path) -> Adapter:
         told = json_files.convert(index["adapter"], dict, f"{path}/index.json: adapter")
         config = json_files.convert_exactly(told, AdapterConfig, f"{path}/index.json: adapter")
         base = json_files.convert(index.get("base"), Fingerprint, f"{path}/index.json: base")
-        model = MoEConfig(**index["model"])
+        model = shape_class(**index["model"])
         expected = shapes_of(config, model)
     except (TypeError, ValueError) as e:
         raise CheckpointError(f"{path}: its adapter: {json_files.one_line(e)}") from None

@@ -305,11 +305,11 @@ def multiply_adapted(multiply, rows: Tensor, counts: Tensor, *matrices: nn.Modul
     return outputs
 
 
-def with_drop_key(forward, loras: list[LoRA], x: Tensor, context: gpt.Context = gpt.PLAIN):
+def with_drop_key(forward, loras: list[LoRA], x: Tensor, context: gpt.Context = gpt.PLAIN, *rest):
     """The forward of a block, whose dropout key LoRA needs too."""
     for lora in loras:
         lora.drop_key = context.drop_key
-    return forward(x, context)
+    return forward(x, context, *rest)
 
 
 def with_bottleneck(forward, bottleneck: Bottleneck, *args) -> Tensor:
@@ -362,8 +362,7 @@ def adapt_linears(
 ) -> None:
     """LoRA or IA3 of the linear layers that are targets, in experts or not."""
     loras = []
-    for site, (name, part) in enumerate(LINEARS.items(), start=4):
-        linear = getattr(getattr(block, part), name, None)
+    for site, (name, linear) in enumerate(linears_of(block), start=4):
         if name not in targets or linear is None:
             continue
         row_parallel = name in ROW_PARALLEL
@@ -379,13 +378,30 @@ def adapt_linears(
                 linear.lora.dropout.shard_index[2 if row_parallel else 1] = group.rank()
         if row_parallel and not isinstance(linear, moe.ExpertLinear):
             linear.forward = partial(forward, linear)
-    block.attention.project = AdaptedInput(block.attention.project, group)
+    for attention in attentions_of(block):
+        attention.project = AdaptedInput(attention.project, group)
+        if hasattr(attention, "project_memory"):
+            attention.project_memory = AdaptedInput(attention.project_memory, group)
     if isinstance(block.mlp, moe.MoE):
         block.mlp.multiply = partial(multiply_adapted, block.mlp.multiply)
     else:
         block.mlp.project = AdaptedInput(block.mlp.project, group)
     if config.lora_dropout:
         block.forward = partial(with_drop_key, block.forward, loras)
+
+
+def attentions_of(block: gpt.Block) -> list[gpt.Attention]:
+    """Self-attention and, in T5's decoder, cross attention (models/t5.py)."""
+    cross = getattr(block, "cross_attention", None)
+    return [block.attention] if cross is None else [block.attention, cross]
+
+
+def linears_of(block: gpt.Block) -> list[tuple[str, nn.Module | None]]:
+    """(the name in LINEARS, the layer) of each linear layer; None for a gate that is not there."""
+    places = [(name, getattr(block, part)) for name, part in LINEARS.items()]
+    for attention in attentions_of(block)[1:]:
+        places += [(name, attention) for name, part in LINEARS.items() if part == "attention"]
+    return [(name, getattr(part, name, None)) for name, part in places]
 
 
 def add_bottlenecks(
@@ -396,8 +412,8 @@ def add_bottlenecks(
 ) -> None:
     """A bottleneck adapter after attention, after the MLP, or after both."""
     weight = block.attention.output.weight
-    for name in targets:
-        part = getattr(block, name)
+    places = {"attention": attentions_of(block), "mlp": [block.mlp]}
+    for part in (part for name in targets for part in places[name]):
         with weight.device:
             part.adapter = Bottleneck(weight.shape[0], config, group).to(weight.dtype)
         part.forward = partial(with_bottleneck, part.forward, part.adapter)

@@ -76,12 +76,13 @@ class Adapters(FrozenBase):
     def check_base(self, path: Path, index: dict) -> None:
         """Raises CheckpointError too for what no shape tells: another scale, or fewer targets."""
         super().check_base(path, index)
+        before = open_adapter(path, self.config.shape_class).config
         then, now = (
             {
                 "--lora-alpha": config.lora_alpha if config.peft == "lora" else None,
                 "--peft-targets": " ".join(sorted(targets_of(config, self.model_config))),
             }
-            for config in (open_adapter(path).config, adapter_config(self.config))
+            for config in (before, adapter_config(self.config))
         )
         for name, value in now.items():
             if value != then[name]:

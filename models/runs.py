@@ -17,6 +17,7 @@ from torch import Tensor
 
 from base.cross_entropy import cross_entropy
 from base.model_config import FieldError
+from finetune.adapter_learning import PeftConfig
 from models import masking, special_tokens
 from models.batch import Batch
 from models.bert import BertConfig
@@ -167,7 +168,7 @@ class ModelRun(RunConfig):
 
 
 @dataclass
-class HiddenText(ModelRun, TextConfig):
+class HiddenText(ModelRun, PeftConfig, TextConfig):
     """The flags of a run that learns from text of which a part is hidden."""
 
     supports_as_rank: ClassVar[bool] = True
@@ -176,6 +177,8 @@ class HiddenText(ModelRun, TextConfig):
 
     def default_lr(self) -> tuple[float, str]:
         """A tenth of it for a loaded model, as everywhere."""
+        if self.peft:
+            return super().default_lr()
         rate, source = self.rates.get("" if self.load else self.model, self.rates[""])
         return (rate / 10, f"fine-tuning, a tenth of {source}") if self.load else (rate, source)
 
@@ -199,14 +202,13 @@ class BertRun(HiddenText):
         "roberta-large": (4e-4, "RoBERTa (arXiv 1907.11692, table 9)"),
         "": (1e-4, "BERT (arXiv 1810.04805, A.2)"),
     }
-    # A ring is for causal attention; the head has a bias, and is not made in chunks.
+    # A ring is for causal attention.
     cp_kind: ClassVar[str] = "all-to-all"
-    head_chunk: ClassVar[int] = 0
 
     model: str = preset_of(BERT_PRESETS)
 
     def task(self) -> FillWords:
-        return FillWords()
+        return FillWords(self.learned())
 
     def num_ids(self, tokenizer) -> int:
         return special_tokens.bert_tokens(tokenizer).vocab_size
@@ -239,7 +241,7 @@ class T5Run(HiddenText):
     target_length: int | None = flag(None, "tokens of a target, with padding")
 
     def task(self) -> FillSpans:
-        return FillSpans()
+        return FillSpans(self.learned())
 
     def num_ids(self, tokenizer) -> int:
         return special_tokens.t5_tokens(tokenizer).vocab_size

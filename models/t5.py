@@ -200,13 +200,14 @@ class Block(gpt.Block):
     def __init__(self, config: T5Config, crosses: bool, last: bool):
         super().__init__(config)
         self.attention = Attention(config, site=1)
+        # Sites from 4 on are those of LoRA (finetune/adapter_layers.py).
         if crosses:
             self.cross_norm = gpt.make_norm(config)
-            self.cross_attention = Attention(config, site=4, crosses=True)
-            self.cross_residual = gpt.BiasDropoutAdd(config.dropout, site=5)
+            self.cross_attention = Attention(config, site=20, crosses=True)
+            self.cross_residual = gpt.BiasDropoutAdd(config.dropout, site=21)
         self.mlp.activation = families.ACTIVATIONS[config.activation]()
         self.last_norm = gpt.make_norm(config) if last else nn.Identity()
-        self.last_dropout = Dropout(config.dropout if last else 0.0, site=6)
+        self.last_dropout = Dropout(config.dropout if last else 0.0, site=22)
 
     def forward(self, x: Tensor, context: Context, bias: Tensor, memory=None, mask=None) -> Tensor:
         """bias: of the scores, [1 or b, a, s, s]; memory: [b, n, h], for cross attention, whose
