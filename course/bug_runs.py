@@ -30,6 +30,9 @@ from course.synthetic import Synthetic
 from course.training_commands import config_of
 from finetune.packing import Example, Packed
 from finetune.preference import DPOTask
+from models.batch import Batch
+from models.bert import BertConfig
+from models.t5 import T5Config
 from run import data
 from run.config import RunConfig
 from run.task import evaluate
@@ -136,18 +139,50 @@ class PairsOfTexts(Texts):
         return data.Batch(tokens, tokens.roll(-1, 1), mask, numbers, reference=reference)
 
 
+class HiddenTexts(Texts):
+    """The same for BERT: every seventh byte or so is hidden, by 256, and is a target. A token is of
+    type 0 or 1."""
+
+    def batch(self, samples) -> Batch:
+        batch = super().batch(samples)
+        chosen = []
+        for n in samples:
+            chosen.append(torch.rand(self.s, generator=torch.Generator().manual_seed(n)) < 0.15)
+        hidden = torch.stack(chosen)
+        types = (torch.arange(self.s) >= self.s // 2).long().expand_as(batch.tokens)
+        tokens, mask = batch.tokens.masked_fill(hidden, 256), hidden & batch.loss_mask
+        return Batch(tokens, batch.tokens, mask, batch.samples, types=types)
+
+
+class ContinuedTexts(Texts):
+    """The same for T5: the last bytes of a text are what the decoder writes."""
+
+    def __init__(self, s: int, held_out: bool, target_length: int):
+        super().__init__(s + target_length, held_out)
+        self.m = target_length
+
+    def batch(self, samples) -> Batch:
+        batch = super().batch(samples)
+        targets = batch.targets[:, -self.m :]
+        return Batch(batch.tokens, targets, torch.ones_like(targets).bool(), batch.samples)
+
+
 def kind_of_texts(config: RunConfig) -> tuple:
     """The first arguments of `texts_of`."""
-    documents, method = (getattr(config, name, None) for name in ("document_mask", "method"))
-    return config.seq_length, bool(documents), method
+    s, method = config.seq_length, getattr(config, "method", None)
+    if method:
+        return PairsOfTexts, s, method == "reward"
+    shape = config.model_config()
+    if isinstance(shape, T5Config):
+        return ContinuedTexts, s, shape.target_length
+    if isinstance(shape, BertConfig):
+        return HiddenTexts, s
+    return (PackedTexts if getattr(config, "document_mask", False) else Texts), s
 
 
 @cache
-def texts_of(s: int, document_mask: bool, method: str | None, held_out: bool = False):
-    """method: of finetune/preference.py, or None."""
-    if method:
-        return PairsOfTexts(s, held_out, method == "reward")
-    return (PackedTexts if document_mask else Texts)(s, held_out)
+def texts_of(kind: type, s: int, *rest, held_out: bool = False):
+    return kind(s, held_out, *rest)
 
 
 # --- on a rank ------------------------------------------------------------------------------------

@@ -44,6 +44,8 @@ from course.synthetic import dataset_for
 from course.training_commands import config_of
 from finetune import adapter_layers
 from finetune.preference import DPOTask
+from models.t5 import T5Config
+from pipeline_parallel import shared_children
 from run.config import RunConfig
 from sharding import local_part, sharding_of
 
@@ -124,7 +126,10 @@ class Run:
         self.outputs = []
         if trace:
             for stage in self.trainer.stages:
-                for name, layer in sharding.named_layers(stage).items():
+                # A table that several layers read has an output for each of them.
+                shared = dict(shared_children(stage))
+                layers = sharding.named_layers(stage)
+                for name, layer in [(n, layers[n]) for n in layers if n not in shared]:
                     # The hook is not called when recomputation runs the layer again.
                     layer.register_forward_hook(partial(self.note_output, name))
 
@@ -199,23 +204,37 @@ class Run:
     def note_output(self, name: str, layer, args, output: Tensor) -> None:
         """output: [b, s, h] of the embedding and of blocks, or a shard of the sequence; [b, s] of
         the head. An entry for each sample and each run of neighbouring positions."""
-        s, batch = self.dataset.s, self.trainer.config.global_batch_size
-        at = self.positions(output.shape[1])
+        batch, parts = self.trainer.config.global_batch_size, self.parts_of(name)
+        at = self.positions(parts, output.shape[1])
         # Places where a position does not follow the one before.
         cuts = [n for n in range(1, len(at)) if at[n] != at[n - 1] + 1]
-        shape = batch, s, *output.shape[2:]
+        shape = batch, sum(parts), *output.shape[2:]
         for sample, of_sample in zip(self.dataset.latest, output.detach().cpu().clone()):
             for first, end in zip([0, *cuts], [*cuts, len(at)]):
                 offset = [sample % batch, at[first], 0][: len(shape)]
                 self.outputs.append((name, shape, offset, of_sample[first:end].unsqueeze(0)))
 
-    def positions(self, length: int) -> list[int]:
-        """Positions of this rank's tokens, in an output of `length` tokens."""
-        at, cp, tp = torch.arange(self.dataset.s), self.groups.cp, self.groups.tp
+    def parts_of(self, layer: str) -> list[int]:
+        """Lengths of the sequences that stand one after the other in a layer's output."""
+        shape = self.trainer.model_config
+        if not isinstance(shape, T5Config):
+            return [self.dataset.s]
+        parts = [shape.seq_length, shape.target_length]
+        if layer == "embedding":
+            return parts
+        name, _, number = layer.partition(".")
+        in_encoder = name == "blocks" and int(number) < shape.encoder_layers
+        return parts[:1] if in_encoder else parts[1:]
+
+    def positions(self, parts: list[int], length: int) -> list[int]:
+        """Positions of this rank's tokens in an output of `length` tokens. parts: of the whole
+        output, as `parts_of` gives them."""
+        of_parts, cp, tp = torch.arange(sum(parts)).split(parts), self.groups.cp, self.groups.tp
         if cp:
-            at = own_positions(self.dataset.s, cp.rank(), cp.size())
-        first = length * tp.rank() if length < len(at) else 0
-        return at[first : first + length].tolist()
+            of_parts = [x[own_positions(len(x), cp.rank(), cp.size())] for x in of_parts]
+        if length < sum(map(len, of_parts)):
+            of_parts = [x.chunk(tp.size())[tp.rank()] for x in of_parts]
+        return torch.cat(list(of_parts)).tolist()
 
     # --- to rank 0
 

@@ -5,7 +5,9 @@ Ragged             rows of unequal lengths, padded                finetune/sft.p
 Documents          several documents in a row                     --document-mask
 Prompted           virtual tokens in the middle                   prompt_tuning.py
 SyntheticPairs     two answers to one prompt                      finetune/preference.py
-Questions          prompts, and a reward for any answer           finetune/reinforcement.py"""
+Questions          prompts, and a reward for any answer           finetune/reinforcement.py
+Pairs              two texts in a row, of two types of token      models/bert.py
+Translations       a source and a target in a row                 models/t5.py"""
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,9 @@ from finetune.preference import PreferenceConfig
 from finetune.prompt_set import Question
 from finetune.reinforcement import ReinforcementConfig
 from finetune.sft import SFTConfig
+from models.batch import Batch
+from models.bert import BertConfig
+from models.t5 import T5Config
 from run import data
 
 
@@ -164,9 +169,61 @@ class Questions:
         return sum(token % 7 for token in ids) / len(ids)
 
 
+class Pairs(Synthetic):
+    """The same with token types, which change at a place of its own in each row. documents: whether
+    rows also have two documents, and padding, which is one of its own."""
+
+    def __init__(self, seq_length: int, vocab_size: int, documents: bool, token_types: int):
+        super().__init__(seq_length, vocab_size)
+        self.documents = documents
+        self.token_types = token_types
+
+    def batch(self, samples) -> Batch:
+        tokens, targets, mask, numbers = super().batch(samples)[:4]
+        at = torch.arange(self.s)
+        mask[:, 0] = True
+        types = (at >= 3 + numbers.unsqueeze(1) % 5).long() % self.token_types
+        if not self.documents:
+            return Batch(tokens, targets, mask, numbers, types=types)
+        documents = numbered(numbers, self.s)
+        real = documents < 2
+        return Batch(tokens, targets, mask & real, numbers, documents, real, types)
+
+
+class Translations(Synthetic):
+    """Rows of a source, [s], and of what the decoder reads, [m]. documents: as in `Pairs`."""
+
+    def __init__(self, config: T5Config, documents: bool):
+        self.sizes = config.seq_length, config.target_length
+        super().__init__(sum(self.sizes), config.vocab_size)
+        self.documents = documents
+
+    def batch(self, samples) -> Batch:
+        tokens, targets, mask, numbers = super().batch(samples)[:4]
+        n = self.sizes[0]
+        targets, mask = targets[:, n:], mask[:, n:]
+        mask[:, 0] = True
+        if not self.documents:
+            return Batch(tokens, targets, mask, numbers)
+        documents = torch.cat([numbered(numbers, size) for size in self.sizes], 1)
+        real = documents < 2
+        return Batch(tokens, targets, mask & real[:, n:], numbers, documents, real)
+
+
+def numbered(samples: Tensor, s: int) -> Tensor:
+    """Documents of rows: 0, 1 and, in some, padding, 2. samples: [b] -> [b, s]"""
+    at, n = torch.arange(s), samples.unsqueeze(1)
+    return (at >= 1 + n % (s // 2 - 1)).long() + (at >= s - n % 3)
+
+
 def dataset_for(trainer):
     """What a run of these flags trains on. trainer: train.Trainer."""
-    config = trainer.config
+    config, shape = trainer.config, trainer.model_config
+    if isinstance(shape, T5Config):
+        return Translations(shape, config.document_mask)
+    if isinstance(shape, BertConfig):
+        documents, types = config.document_mask, shape.token_types
+        return Pairs(shape.seq_length, shape.vocab_size, documents, types)
     sizes = trainer.model_config.seq_length, trainer.model_config.vocab_size
     prompts = getattr(trainer.task.learned, "prompts", None)
     if prompts:

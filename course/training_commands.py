@@ -10,6 +10,7 @@ from finetune.preference import PreferenceConfig
 from finetune.prompt_tuning import PromptLearningConfig
 from finetune.reinforcement import ReinforcementConfig
 from finetune.sft import SFTConfig
+from models.runs import BertRun, T5Run
 from run.config import ConfigError, RunConfig, name_of
 from run.pretraining import Config
 
@@ -22,6 +23,8 @@ COMMANDS = {
         PreferenceConfig,
         ReinforcementConfig,
         PromptLearningConfig,
+        BertRun,
+        T5Run,
     )
 }
 

@@ -2,7 +2,7 @@
 data parallelism, recomputation, on up to 8 ranks.
 
     python tests/random_layouts.py [--count 200] [--first 0] [--families] [--cp] [--peft] [--fp8]
-                                  [--rows] [--hybrid]
+                                  [--rows] [--models] [--hybrid]
 
 Layout n is drawn from seed n. Each is trained for three steps and held to one device by the gate of
 parity.py.
@@ -158,6 +158,37 @@ def replicas_of(drawn: dict) -> int:
     return drawn["world"] // drawn["layout"]["pp"] // drawn["layout"]["tp"]
 
 
+def with_models(drawn: dict, seed: int) -> dict:
+    """The same layout of a BERT or a T5, without experts and, of a T5, without virtual stages."""
+    g = random.Random(-8 * 10**6 - seed)
+    model, layout, world = drawn["model"], dict(drawn["layout"]), drawn["world"]
+    kept = ("num_layers", "seq_length", "vocab_size", "dropout", "seed", "global_batch_size")
+    model = SMALL | {name: model[name] for name in kept}
+    model |= dict(ffn_hidden_size=48, head_dim=8, document_mask=g.random() < 0.5)
+    layout.pop("ep", None)
+    layout["head_chunk"] = g.choice([0, 0, 3])
+    if not model["dropout"]:
+        model["attention"] = g.choice(["fused", "explicit"])
+    if g.random() < 0.5:
+        # two types of token, or one
+        model |= dict(command="bert.py", model=g.choice(["tiny", "roberta-base"]))
+        cp = g.choice([1, 2, 4])
+        if world * cp <= 8 and layout["tp"] * cp <= model["num_heads"]:
+            model["seq_length"] *= cp
+            layout |= dict(cp=cp)
+            world *= cp
+        return {"world": world, "model": model, "layout": layout}
+    model["num_layers"] = max(2, model["num_layers"])
+    model |= dict(command="t5.py", encoder_layers=g.randint(1, model["num_layers"] - 1))
+    # tied, with ReLU; or a head of its own, and a gated MLP
+    model |= dict(model=g.choice(["t5-small", "tiny"]), target_length=4 * g.randint(1, 3))
+    if layout["pp"] > 1:
+        layout.pop("virtual_stages", None)
+        layout["schedule"] = g.choice(["gpipe", "1f1b", "zb-h1"])
+        layout["layer_split"] = draw_layer_split(g, model["num_layers"], layout["pp"], 1)
+    return {"world": world, "model": model, "layout": layout}
+
+
 def with_peft(drawn: dict, seed: int) -> dict:
     """The same layout of a frozen model with LoRA, bottleneck adapters or IA3."""
     g = random.Random(-2 * 10**6 - seed)
@@ -221,6 +252,7 @@ def with_fp8(drawn: dict, seed: int) -> dict:
 CHANGES = {
     "cp": (with_cp, "with sequences shared by ranks"),
     "families": (with_family, "of Mistral, Qwen, Gemma, BLOOM"),
+    "models": (with_models, "of BERT and T5"),
     "rows": (with_rows, "experts, rows of unequal lengths"),
     "peft": (with_peft, "of frozen models with adapters"),
     "fp8": (with_fp8, "in FP8, by a recipe of its own each"),

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from parity import LLAMA, SMALL, Synthetic
+from parity import LLAMA, SMALL
 from safetensors import safe_open
 from safetensors.torch import save_file
 from small_run import equal
@@ -29,6 +29,8 @@ from base import terminal
 from base.groups import Groups
 from base.model_config import MoEConfig
 from course import ranks
+from course.synthetic import dataset_for
+from course.training_commands import config_of
 from finetune.frozen_base import identifying_fields
 from optimizer import AdamW, SplitMaster
 from planning.counters import LiveTensors
@@ -570,15 +572,15 @@ def test_tensors_that_are_read_when_their_file_is_written(tmp_path, monkeypatch)
 def trained(rank, world, flags, load_from, save_to, steps):
     """For each folder in `load_from` (None: from the start): the losses of the next steps under a
     layout, and all tensors after them, whole."""
-    config = train.Config(**flags)
+    config = config_of(flags)
     groups = Groups.make("cpu", world, **config.mesh) if world > 1 else Groups()
     found = []
     for folder in load_from:
-        t = train.Trainer(config, torch.device("cpu"), groups)
+        t = train.Trainer(config, torch.device("cpu"), groups, config.task())
         start = t.checkpoints.load(checkpoint.find(folder))["step"] if folder else 0
         losses = []
         for step in range(start + 1, start + steps + 1):
-            loss = t.forward_backward(step, Synthetic(16, 61))
+            loss = t.forward_backward(step, dataset_for(t))
             if world > 1:
                 dist.all_reduce(loss)
             losses.append(loss.item())

@@ -1062,6 +1062,8 @@ LAYOUTS = [
     (LLAMA | dict(model="qwen3-0.6b", head_dim=8), 2, dict(tp=2)),
     (LLAMA | dict(model="gemma-2b", head_dim=16), 2, dict(tp=2, sequence_parallel=True)),
     (SMALL | dict(model="bloom-560m"), 2, dict(tp=2)),
+    (SMALL | dict(command="bert.py", model="tiny"), 2, dict(tp=2, sequence_parallel=True)),
+    (SMALL | dict(command="t5.py", model="t5-small", head_dim=8, target_length=6), 2, dict(tp=2)),
 ]
 FP32 = dict(steps=1, precision="fp32", global_batch_size=4)
 

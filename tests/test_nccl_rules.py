@@ -23,6 +23,9 @@ from sequence_parallel import all_gather
 
 ONE = dict(micro_batch_size=1)
 PIPELINE = ONE | dict(pp=2, num_layers=4)
+# what an encoder sends to all stages of the decoder; a table that the stages sum
+T5 = PIPELINE | dict(command="t5.py", model="t5-small", target_length=6)
+T5 |= dict(head_dim=8, ffn_hidden_size=48)
 # rollout, reference, critic, and two updates in a step
 REINFORCEMENT = ONE | dict(command="reinforcement.py", method="ppo", epochs=2, answer_tokens=4)
 REINFORCEMENT |= dict(seq_length=16, dropout=0.0)
@@ -33,6 +36,7 @@ LAYOUTS = {
         dict(tp=2, vocab_size=257),
         *[PIPELINE | dict(schedule=name) for name in ("gpipe", "1f1b", "zb-h1")],
         PIPELINE | dict(virtual_stages=2),
+        T5 | dict(schedule="zb-h1"),
         dict(cp=2),
         dict(cp=2, cp_kind="all-to-all"),
         REINFORCEMENT | dict(zero_stage=3, rollout_tp=2),
@@ -40,6 +44,7 @@ LAYOUTS = {
     4: [
         PIPELINE | dict(pp=4),
         PIPELINE | dict(zero_stage=2, schedule="zb-h1"),
+        T5 | dict(zero_stage=3),
         ONE | dict(ep=2, num_experts=4, zero_stage=3),
         ONE | dict(data_parallel_replicate_degree=2, zero_stage=3),
         dict(cp=4),

@@ -110,7 +110,8 @@ def gradient_lines(wrong: dict[str, float], names) -> list[str]:
     of_layers = layers(names)
     blocks = sorted((layer for layer in of_layers if layer.startswith("blocks")), reverse=True)
     lines = []
-    for layer in ("head", *blocks, "embedding"):
+    others = sorted(of_layers.keys() - {"head", *blocks, "embedding"})
+    for layer in ("head", *blocks, "embedding", *others):
         count = len(of_layers[layer])
         of_layer = {name: wrong[name] for name in of_layers[layer] if name in wrong}
         text = f"  {layer:11}{layer_text(layer, of_layer, count)}"
