@@ -57,7 +57,6 @@ import sequence_parallel
 import sharding
 import tensor_parallel
 from base.model_config import FieldError
-from optimizer import accumulation_dtype
 from schedules import DIRECTION, Action, Event, Schedule, result_of
 from sharding import local_part, set_sharding, sharding_of
 
@@ -568,7 +567,8 @@ class Pipeline:
             for p in map(local_part, child.parameters()):
                 if p.requires_grad:
                     if p.main_grad is None:  # this stage has no block
-                        p.main_grad = torch.zeros_like(p, dtype=accumulation_dtype(p.dtype))
+                        wide = torch.promote_types(p.dtype, torch.float32)
+                        p.main_grad = torch.zeros_like(p, dtype=wide)
                     dist.all_reduce(p.main_grad, group=self.channels.group)
 
 

@@ -200,7 +200,6 @@ class Block(gpt.Block):
     def __init__(self, config: T5Config, crosses: bool, last: bool):
         super().__init__(config)
         self.attention = Attention(config, site=1)
-        # Sites from 4 on are those of LoRA (finetune/adapter_layers.py).
         if crosses:
             self.cross_norm = gpt.make_norm(config)
             self.cross_attention = Attention(config, site=20, crosses=True)
