@@ -25,8 +25,8 @@ has P.
 `python -m finetune.prompt_tuning` trains, `python -m inference.prompt_tuning` generates and
 evaluates. The configuration has NeMo's names (finetune/nemo_config.py).
 
-Not covered: T5, and further training with the encoder of an existing task (NeMo has both; here an
-existing task is a table).
+Not covered: further training with the encoder of an existing task (NeMo has it; here an existing
+task is a table). For T5: models/prompt_t5.py.
 """
 
 import itertools

@@ -236,10 +236,14 @@ class TemplateTask(Task):
             paths = getattr(data, name)
             examples, _, summary = read_examples(paths, templates, first_ids, tokenizer, limit)
             usable = [example for example in examples if example]
-            sets.append(Padded(usable, seed, shards))
+            sets.append(self.padded(usable, seed, shards, tokenizer))
             summaries.append(f"{name}: {summary}")
         world.say("; ".join(summaries))
         return tuple(sets)
+
+    def padded(self, examples: list, seed: int | None, multiple_of: int, tokenizer) -> Padded:
+        """A data set of examples; the arguments of Padded."""
+        return Padded(examples, seed, multiple_of)
 
 
 class PromptTask(TemplateTask):

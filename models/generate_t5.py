@@ -29,7 +29,8 @@ from torch import Tensor, nn
 import generate
 from base import compiling, terminal
 from base.attention_kernels import any_shape
-from inference import cli
+from finetune.prompt_data import read_examples
+from inference import cli, prompt_tuning
 from inference.answers import answer_file, as_json, encode, read_prompts
 from inference.batches import DecodeBatch
 from inference.kv_cache import CacheSlot, caching
@@ -39,7 +40,8 @@ from inference.token_bytes import token_bytes
 from models.batch import Context, pad_rows
 from models.special_tokens import SENTINEL, T5Text, fill
 from models.t5 import T5, T5Config
-from pipeline_parallel import Pipeline
+from pipeline_parallel import Pipeline, stages_of
+from prompt_tuning import apply_tables
 from run.config import ConfigError
 
 # --- what is kept ---------------------------------------------------------------------------------
@@ -192,34 +194,58 @@ def stream(
 # --- the command ----------------------------------------------------------------------------------
 
 
+def read_tasks(args, world, model, config: T5Config, text: T5Text) -> tuple[list, dict[str, str]]:
+    """Give the model the prompts of --prompts. Returns (what read_prompts does of --data, whose
+    lines have the fields of a template; task -> the field of its answer). A collective."""
+    prompts, tables = prompt_tuning.read_prompts(args, config)
+    for stage in stages_of(model):
+        apply_tables(stage, tables)
+    first_ids = prompts.prompt_tasks.first_ids(config.vocab_size)
+    # One for </s>.
+    about = prompts.templates, first_ids, text.tokenizer, config.seq_length - 1
+    read = partial(read_examples, [args.data], *about, answer=False)
+    examples, records, summary = world.on_rank_0(read)
+    world.say_aside(summary)
+    pairs = [(record, example) for record, example in zip(records, examples) if example]
+    requests = [(record, [*example.ids, text.tokens.eos]) for record, example in pairs]
+    return requests, {name: each.answer_field for name, each in prompts.templates.items()}
+
+
+def read_requests(args, world, model, config: T5Config, text: T5Text) -> tuple[list, dict]:
+    """(record and ids of each source, as `read_tasks`). Raises PromptError."""
+    if args.prompts:
+        return read_tasks(args, world, model, config, text)
+    if args.data is None:
+        return [({"source": args.text}, encode(args.text, text, config.seq_length))], {}
+    read = partial(read_prompts, args.data, text, config.seq_length, field="source")
+    return world.on_rank_0(read), {}
+
+
 def run(args: argparse.Namespace, world) -> None:
     if (args.text is None) == (args.data is None):
         raise ConfigError("--text TEXT or --data FILE: one of them names what is read")
+    if args.prompts and args.data is None:
+        raise ConfigError(f"--prompts {args.prompts}: is for --data, whose lines have a taskname")
     config = cli.check_flags(args, world)
     model, tokenizer, _ = cli.connect(args, world, None)
     text = T5Text(tokenizer, args.prefix)
     token_bytes(tokenizer).show(dict(zip(text.sentinels.values(), text.sentinels)))
-    if args.data is None:
-        requests = [({"source": args.text}, encode(args.text, text, config.seq_length))]
-    else:
-        read = partial(read_prompts, args.data, text, config.seq_length, field="source")
-        requests = world.on_rank_0(read)
-    equal = []
+    requests, answer_fields = read_requests(args, world, model, config, text)
+    name, equal = "prediction" if args.prompts else "text", []
 
     def write(record: dict, written: str, tokens: int, finish: str) -> None:
-        written = written.strip()
-        filled = fill(record["source"], written) if SENTINEL.search(record["source"]) else written
-        if "target" in record:
-            equal.append(written == record["target"])
-        record = record | {"text": filled, "tokens": tokens, "finish": finish}
-        world.say(filled if args.data is None else as_json(record))
+        written, source = written.strip(), record.get("source", "")
+        filled = fill(source, written) if SENTINEL.search(source) else written
+        target = record.get(answer_fields.get(record.get("taskname"), "target"))
+        if target is not None:
+            equal.append(written == str(target))
+        line = as_json(record | {name: filled, "tokens": tokens, "finish": finish})
+        world.say(filled if args.data is None else line)
 
-    options = {name: getattr(args, name) for name in cli.SAMPLING}
-    options |= dict(begin=text.tokens.pad, eot=text.tokens.eos, batch_size=args.batch_size)
-    stream_of = partial(stream, model)
-    summary = answer_file(
-        world, stream_of, tokenizer, requests, stop=args.stop, lockstep=None, write=write, **options
-    )
+    options = {flag: getattr(args, flag) for flag in cli.SAMPLING}
+    options |= dict(begin=text.tokens.pad, eot=text.tokens.eos, write=write, lockstep=None)
+    shared = tokenizer, requests, args.batch_size, args.stop
+    summary = answer_file(world, partial(stream, model), *shared, **options)
     if equal:
         summary += f"; {sum(equal)} of {len(equal)} targets are what was written"
     world.say_aside(summary)
@@ -232,6 +258,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--text", help="a source; the sentinels in it are filled in")
     lines = 'JSON lines with a "source"; the output has the same lines with a "text"'
     parser.add_argument("--data", metavar="FILE", help=lines)
+    parser.add_argument("--prompts", metavar="FILE", help="of models/prompt_t5.py: learned prompts")
     parser.add_argument("--prefix", default="", metavar="TEXT", help="comes before each source")
     cli.add_flags(parser, T5Config)
     parser.set_defaults(temperature=0.0, top_k=0, top_p=1.0)

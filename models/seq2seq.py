@@ -174,13 +174,25 @@ def pair_of(record: dict, parts: dict[str, tuple[T5Text, str, int]]) -> Pair:
 
 
 @dataclass
-class PairRun(T5Run):
+class NoText(T5Run):
+    """The flags of a run of a T5 that learns something else than text."""
+
+    data: ClassVar[list[str]] = []
+    val_data: ClassVar[list[str]] = []
+    skip_bad_examples: ClassVar[bool] = False
+    document_mask: ClassVar[bool] = False
+    cache: ClassVar[str] = ""
+
+    def check(self, model: T5Config, world: int, base_needed: bool) -> None:
+        """Nothing: T5Run's rules are those of hidden spans, and of text."""
+
+
+@dataclass
+class PairRun(NoText):
     """Every flag of models/seq2seq.py."""
 
     command: ClassVar[str] = "-m models.seq2seq"
     purpose: ClassVar[str] = "Train a T5 to write the target of each source."
-    document_mask: ClassVar[bool] = False
-    cache: ClassVar[str] = ""
 
     data: list[str] = flag(
         [], "JSON lines with a source and its target; a twentieth is held out", metavar="FILE"

@@ -13,13 +13,15 @@ import torch.distributed as dist
 
 from base.groups import Groups
 from course import ranks
+from finetune import prompt_file
 from inference.loading import load_model
 from inference.sampling import choose, keys_of, uniform
-from models import generate_t5, seq2seq
+from models import generate_t5, prompt_t5, seq2seq
 from models.batch import Context
 from models.generate_t5 import stream
-from models.special_tokens import T5Text, fill
+from models.special_tokens import T5Text, fill, spell
 from models.t5 import T5Config
+from prompt_tuning import apply_tables
 from run import checkpoint
 from run.tokenizer import ByteTokenizer
 
@@ -331,3 +333,51 @@ def test_bad_pairs(line, words, tmp_path, capsys):
     assert seq2seq.main([*flags, "--seq-length", "40", "--target-length", "20"]) == 2
     error = capsys.readouterr().err
     assert f"{path}, line 4: " in error and words in error
+
+
+# --- learned prompts ------------------------------------------------------------------------------
+
+
+def test_learned_prompts(tmp_path, capsys, saved):
+    """One device, and tp x pp with sequence parallelism: the same losses and the same prompts, for
+    a model that stays as it is. generate_t5 writes with them what it writes without a task."""
+    lines = [dict(taskname="t", text=f"{k}", label="yes" if k % 2 else "no") for k in range(16)]
+    path = str(small_run.write_lines(tmp_path / "tasks.jsonl", lines))
+    config = dict(virtual_prompt_style="p-tuning", new_tasks=["t"], p_tuning=dict(num_layers=2))
+    config["task_templates"] = [small_run.template()]
+    config["data"] = dict(train_ds=[path], validation_ds=[path])
+    file = tmp_path / "prompts.json"
+    file.write_text(json.dumps(config))
+    flags = dict(config=file, load=saved, steps=3, warmup_steps=0, global_batch_size=4)
+    flags |= dict(device="cpu", precision="fp64", eval_every=0)
+    one, four = tmp_path / "one", tmp_path / "four"
+    before = small_run.tensors_of(saved)
+    assert prompt_t5.main([*small_run.as_flags(**flags), "--out", str(one)]) == 0
+    layout = ["--tp", "2", "--pp", "2", "--sequence-parallel", "--layer-split", "3", "2"]
+    argv = ["-m", "models.prompt_t5", *small_run.as_flags(**flags), *layout, "--out", four]
+    done = processes.run(argv, world=4)
+    assert done.returncode == 0, done.stderr
+    for a, b in zip(small_run.lines_of(one), small_run.lines_of(four), strict=True):
+        for name in {"loss", "grad_norm", "eval_loss"} & a.keys():
+            assert a[name] == pytest.approx(b[name], rel=1e-10), name
+    assert small_run.lines_of(one)[-1]["loss"] < small_run.lines_of(one)[0]["loss"]
+    (a, b) = (prompt_file.load(out / "prompts.safetensors")[1]["t"] for out in (one, four))
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    assert small_run.equal(small_run.tensors_of(saved), before)
+    capsys.readouterr()
+    prompts = ["--prompts", str(one / "prompts.safetensors"), "--data", path]
+    status, out, err = command(saved, capsys, *prompts, "--max-tokens", "4")
+    assert status == 0 and "of 16 targets" in err
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert [answer | line for answer, line in zip(answers, lines, strict=True)] == answers
+    # the source of the first line, by hand
+    tokens, first = T5Text(ByteTokenizer()).tokens, 360
+    ids = [first, first + 1, first + 2, *b"0 is", first + 3, first + 4, tokens.eos]
+    model, _ = load_model(saved, shape_class=T5Config)
+    apply_tables(model, {"t": a})
+    options = dict(begin=tokens.pad, eot=tokens.eos, temperature=0.0)
+    outputs = [output for (output,) in stream(model, [ids], 4, **options)]
+    written = [output.token for output in outputs if output.token is not None]
+    assert (len(written), outputs[-1].finish) == (answers[0]["tokens"], answers[0]["finish"])
+    text = spell(written, tokens.names, ByteTokenizer()).strip()
+    assert text == answers[0]["prediction"]
