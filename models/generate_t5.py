@@ -194,7 +194,7 @@ def stream(
 # --- the command ----------------------------------------------------------------------------------
 
 
-def read_tasks(args, world, model, config: T5Config, text: T5Text) -> tuple[list, dict[str, str]]:
+def read_tasks(args, world, model, config: T5Config, text: T5Text) -> tuple[list, dict]:
     """Give the model the prompts of --prompts. Returns (what read_prompts does of --data, whose
     lines have the fields of a template; task -> the field of its answer). A collective."""
     prompts, tables = prompt_tuning.read_prompts(args, config)

@@ -28,7 +28,7 @@ from run.config import ConfigError
 class PromptedPairs(PromptTask, WritePairs):
     """The task of learning prompts from pairs."""
 
-    def open_data(self, config, world, tokenizer) -> tuple[PaddedPairs, PaddedPairs]:
+    def open_data(self, config, world, tokenizer) -> tuple:
         sets = super().open_data(config, world, tokenizer)
         self.lengths = dict(seq_length=sets[0].n, target_length=sets[0].m)
         return sets
