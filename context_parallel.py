@@ -475,9 +475,8 @@ def check(config: GPTConfig, n: int, t: int, kind: str) -> None:
 
 def check_attention(config: GPTConfig, n: int) -> None:
     """Raises FieldError if this model's attention is not covered for n > 1 ranks."""
-    names = {"alibi": "ALiBi", "relative": "relative positions"}
-    if n > 1 and (config.positions in names or config.sliding_window):
-        what = names.get(config.positions, "a sliding window")
+    if n > 1 and (config.positions == "alibi" or config.sliding_window):
+        what = "ALiBi" if config.positions == "alibi" else "a sliding window"
         raise FieldError("cp", n, f"a model with {what} cannot share its sequences", 1)
 
 
