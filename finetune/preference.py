@@ -62,7 +62,7 @@ from run.checkpoint import CheckpointError
 from run.config import ConfigError, flag
 from run.finish import draw_loss
 from run.rules import Need, multiples
-from run.task import Task, WholeModel, evaluation_batches, run_forward
+from run.task import Task, WholeModel, evaluation_batches, outputs
 from sequence_parallel import start_gather, synchronise
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -183,11 +183,6 @@ def apply(model: gpt.GPT, group: dist.ProcessGroup | None, sequence_parallel: bo
         synchronise(model.head, sharded)
 
 
-def is_value_head(name: str) -> bool:
-    """Whether a parameter of this global name is not in the model that a reward model began as."""
-    return name == "head.value.weight"
-
-
 # --- a run ----------------------------------------------------------------------------------------
 #
 # The tasks change these functions of run/task.py, on every layout the same:
@@ -268,6 +263,10 @@ class ValueModel(WholeModel):
     """A model with a value head (ValueHead) learns: the reward model here, the critic of
     finetune/reinforcement.py."""
 
+    # A weight that no other head has.
+    own_weight = "head.value.weight"
+    head_name = "value head"
+
     def __init__(self, name: str):
         """name: what messages call it."""
         self.name = name
@@ -276,23 +275,43 @@ class ValueModel(WholeModel):
         apply(stage, self.groups.tp, self.config.sequence_parallel)
 
     def load_weights(self, world) -> None:
-        """Start from --load: a model that has a value head; or one that writes text, all but its
-        head, and the value head begins at random. A collective. Raises CheckpointError."""
+        """Start from --load: a model with this head; or another, and what its head lacks begins at
+        random. A collective. Raises CheckpointError."""
+        if not self.config.load:
+            return
         path = checkpoint.find(self.config.load)
-        whole = "model.head.value.weight" in checkpoint.read_index(path)["tensors"]
-        new = None if whole else is_value_head
-        self.trainer.checkpoints.load(path, weights_only=True, new=new)
-        head = "its value head" if whole else "a new value head"
+        tensors = checkpoint.read_index(path)["tensors"]
+        whole = f"model.{self.own_weight}" in tensors
+
+        def is_new(name: str) -> bool:
+            return name.startswith("head.") and f"model.{name}" not in tensors
+
+        self.trainer.checkpoints.load(path, weights_only=True, new=None if whole else is_new)
+        head = f"its {self.head_name}" if whole else f"a new {self.head_name}"
         world.say(f"{self.name}: starting from the weights of {path}, with {head}")
 
     def extra_state(self) -> dict:
         return {"head": "value"}
 
 
-class RewardTask(PreferenceTask):
-    """A value head in the place of the head, on a model that learns whole."""
+class WithoutLogits(Task):
+    """The task of a model whose head gives no logits: it writes no text."""
 
     last_file = "loss.png"
+
+    def flops_per_token(self, s: int) -> float:
+        config = self.model_config
+        return flops_per_token(config, s) - 6 * config.vocab_size * config.hidden_size
+
+    def finish(self, run) -> bool:
+        if run.world.rank == 0:
+            draw_loss(run.world, run, f"{self.learned.name} of {self.config.load}")
+        run.world.say(f"{run.out}: loss.png, metrics.jsonl, checkpoints")
+        return True
+
+
+class RewardTask(WithoutLogits, PreferenceTask):
+    """A value head in the place of the head, on a model that learns whole."""
 
     def __init__(self):
         super().__init__(ValueModel("the reward model"))
@@ -304,23 +323,12 @@ class RewardTask(PreferenceTask):
         matrix = 0 if config.tied else config.vocab_size * config.hidden_size
         self.trainer.num_parameters += config.hidden_size - matrix
 
-    def flops_per_token(self, s: int) -> float:
-        config = self.model_config
-        return flops_per_token(config, s) - 6 * config.vocab_size * config.hidden_size
-
     def losses(self, y: Tensor, batch) -> tuple[Tensor, Tensor, Tensor]:
         """y: [2 n, s], the values; that of the last token counts."""
         rewards = sum_over_answers(y, batch.loss_mask)
         chosen, rejected = pairs_of(rewards)
         loss = reward_loss(chosen, rejected)
         return loss, chosen.detach(), rejected.detach()
-
-    def finish(self, run) -> bool:
-        """No sample: a reward model writes no text."""
-        if run.world.rank == 0:
-            draw_loss(run.world, run, f"a reward model of {self.config.load}")
-        run.world.say(f"{run.out}: loss.png, metrics.jsonl, checkpoints")
-        return True
 
 
 class DPOTask(PreferenceTask):
@@ -341,21 +349,17 @@ class DPOTask(PreferenceTask):
     def log_probabilities(self, dataset, count: int) -> Tensor:
         """[count] float64 on the CPU: of the answer in each of the first samples, by the model as
         it is. A collective."""
-        found = torch.zeros(count, dtype=torch.float64, device=self.trainer.device)
+        found = torch.zeros(count, dtype=torch.float64)
 
-        def add(batch, y: Tensor) -> None:
+        def log_p(batch, y: Tensor) -> Tensor:
             # a row that fills the last batch up has no target, and adds 0
-            log_p = -sum_over_answers(y, batch.loss_mask)
-            found.index_add_(0, batch.samples, log_p.double())
+            return -sum_over_answers(y, batch.loss_mask)
 
         for start in range(0, count, BLOCK):
             block = range(start, min(start + BLOCK, count))
             batches = evaluation_batches(self.trainer, Block(dataset, block), len(block))
-            run_forward(self.trainer, list(batches), add)
-        for group in (self.groups.dp, self.groups.pp):
-            if group:
-                dist.all_reduce(found, group=group)
-        return found.cpu()
+            found += outputs(self.trainer, list(batches), (count,), log_p)
+        return found
 
     def before_steps(self, run) -> None:
         """Compute the reference's log-probabilities, or read them where the run goes on. Raises

@@ -13,8 +13,6 @@ same rows: R rows of s tokens, into which the answers of a step are packed (answ
 
 from functools import lru_cache
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import schedules
@@ -22,7 +20,7 @@ import sharding
 from finetune import policy_gradients, preference
 from finetune.preference import ValueModel
 from run import checkpoint
-from run.task import Task, WholeModel, run_forward
+from run.task import Task, WholeModel, outputs
 from train import Trainer
 
 
@@ -72,18 +70,7 @@ class OnRows(Task):
         batches = []
         for start in range(first, first + share, b):
             batches.append(rows.batch(range(start, start + b)).to(trainer.device))
-        shape = rows.num_sequences, rows.s
-        whole = torch.zeros(shape, dtype=torch.float64, device=trainer.device)
-
-        def keep(batch, y):
-            # all tensor-parallel ranks have it: one counts
-            if not self.groups.tp or self.groups.tp.rank() == 0:
-                whole[batch.samples] = y.double()
-
-        run_forward(trainer, batches, keep)
-        if self.groups.all:
-            dist.all_reduce(whole, group=self.groups.all)
-        return whole.cpu()
+        return outputs(trainer, batches, (rows.num_sequences, rows.s), lambda batch, y: y)
 
 
 class FrozenModel(WholeModel):

@@ -247,9 +247,10 @@ def split(examples: Examples) -> tuple[list, list, str]:
     return learned, held_out, f"{len(held_out):,} of them held out"
 
 
-def open_examples(config, world, chat: Chat, read: Callable, what: str) -> tuple[list, list]:
-    """(what is learned from, what is held out) of --data and --val-data. read(paths, flag): what
-    `read_lines` gives, with a summary; what: an example is called. Raises ChatError."""
+def open_examples(config, world, chat: Chat | None, read: Callable, what: str) -> tuple[list, list]:
+    """(what is learned from, what is held out) of --data and --val-data. chat: None where no
+    template makes the text. read(paths, flag): what `read_lines` gives, with a summary; what: an
+    example is called. Raises ChatError."""
     examples, summary = read(config.data, "--data")
     val_data = getattr(config, "val_data", None)
     if val_data:
@@ -264,8 +265,10 @@ def open_examples(config, world, chat: Chat, read: Callable, what: str) -> tuple
             )
         examples, held_out, of_them = split(examples)
         summary += f"; {of_them}"
-    date = f", with the date {chat.template.date}" if chat.template.date else ""
-    world.say(f"--data: {summary}; {chat.template.where}{date}")
+    if chat:
+        date = f", with the date {chat.template.date}" if chat.template.date else ""
+        summary += f"; {chat.template.where}{date}"
+    world.say(f"--data: {summary}")
     return examples, held_out
 
 

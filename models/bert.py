@@ -149,6 +149,9 @@ class Transform(nn.Module):
 class Bert(gpt.GPT):
     """A whole BERT. Made on the meta device: BertConfig.build gives it values."""
 
+    # Whether the head takes dropout's key in the place of targets (models/classify.py).
+    head_has_dropout = False
+
     def __init__(self, config: BertConfig):
         super().__init__(config)
         families.apply(self)
@@ -161,6 +164,12 @@ class Bert(gpt.GPT):
         self.head.norm = Transform(config)
         self.head.output = nn.Linear(config.hidden_size, config.vocab_size)
         self.head.output.weight = self.embedding.tokens.weight
+
+    def forward(self, tokens: Tensor, targets=None, context: Context = PLAIN, x=None) -> Tensor:
+        """As GPT.forward."""
+        if self.head_has_dropout:
+            targets = layer_key(context.drop_key, self.config.num_layers)
+        return super().forward(tokens, targets, context, x)
 
     def run_blocks(self, x: Tensor, s: int, context: Context = PLAIN) -> Tensor:
         """x: [b, s, h], or a shard of it; s: the length of the whole sequence."""

@@ -272,6 +272,22 @@ def run_forward(trainer, batches: list, result) -> None:
         stage.train(training)
 
 
+def outputs(trainer, batches: list, shape: tuple[int, ...], of) -> Tensor:
+    """What the head gives for each sample of batches of one size, [N, ..] float64 on the CPU, on
+    every rank. shape: of the result; of(batch, y): [b, ..], 0 for rows that do not count. A
+    collective."""
+    found = torch.zeros(shape, dtype=torch.float64, device=trainer.device)
+
+    def add(batch, y):
+        found.index_add_(0, batch.samples, of(batch, y).double())
+
+    run_forward(trainer, batches, add)
+    for group in (trainer.groups.dp, trainer.groups.pp):
+        if group:
+            dist.all_reduce(found, group=group)
+    return found.cpu()
+
+
 def evaluation_batches(trainer, dataset, sequences: int):
     """Yield this rank's batches. All ranks have equally many of one size, because forward passes
     may be collectives; surplus rows are masked."""
