@@ -352,7 +352,6 @@ class DPOTask(PreferenceTask):
         found = torch.zeros(count, dtype=torch.float64)
 
         def log_p(batch, y: Tensor) -> Tensor:
-            # a row that fills the last batch up has no target, and adds 0
             return -sum_over_answers(y, batch.loss_mask)
 
         for start in range(0, count, BLOCK):

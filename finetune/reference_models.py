@@ -70,7 +70,7 @@ class OnRows(Task):
         batches = []
         for start in range(first, first + share, b):
             batches.append(rows.batch(range(start, start + b)).to(trainer.device))
-        return outputs(trainer, batches, (rows.num_sequences, rows.s), lambda batch, y: y)
+        return outputs(trainer, batches, (rows.num_sequences, rows.s))
 
 
 class FrozenModel(WholeModel):

@@ -34,8 +34,9 @@ from base.model_config import MoEConfig
 from finetune.labelled_data import Reader, Row, agreement, best, open_rows
 from finetune.packing import Padded
 from finetune.preference import ValueModel, WithoutLogits, gather_values
-from models import bert
-from models.runs import ModelRun
+from models.batch import Batch, pad_rows
+from models.bert import Bert, BertConfig
+from models.runs import BertRun
 from models.special_tokens import bert_tokens
 from run import checkpoint
 from run.config import ConfigError, flag
@@ -52,7 +53,7 @@ class ClassifierHead(nn.Module):
     token.
     """
 
-    def __init__(self, config: bert.BertConfig, n: int, group: dist.ProcessGroup | None):
+    def __init__(self, config: BertConfig, n: int, group: dist.ProcessGroup | None):
         """n: how many labels; 0 for spans."""
         super().__init__()
         h = config.hidden_size
@@ -73,7 +74,7 @@ class ClassifierHead(nn.Module):
         return scores.transpose(1, 2) if self.pooler else scores
 
 
-def apply(model: bert.Bert, n: int, group: dist.ProcessGroup | None = None) -> None:
+def apply(model: Bert, n: int, group: dist.ProcessGroup | None = None) -> None:
     """Give a model, or every stage of one, the head for n labels, or for spans (0), in place.
     group: of sequence parallelism. After tensor and sequence parallelism."""
     # The embedding has no copy in the head any more.
@@ -84,7 +85,7 @@ def apply(model: bert.Bert, n: int, group: dist.ProcessGroup | None = None) -> N
         model.head_has_dropout = True
 
 
-def losses(scores: Tensor, batch: bert.Batch) -> Tensor:
+def losses(scores: Tensor, batch: Batch) -> Tensor:
     """- log p of each example, [b]; of a span the mean of that of its first and its last token.
     scores: as of the head; batch.targets: [b, 1] or [b, 2]."""
     if batch.targets.shape[1] == 2:
@@ -109,13 +110,11 @@ class Rows(Padded):
         # The loss is not that of text.
         del self.index["bytes"]
 
-    def batch(self, samples) -> bert.Batch:
+    def batch(self, samples) -> Batch:
         samples = list(samples)
         rows = [self.example(n) for n in samples]
-        tokens = torch.tensor([row.ids + [self.pad] * (self.s - len(row.ids)) for row in rows])
-        at = torch.arange(self.s)
-        real = at < torch.tensor([[len(row.ids)] for row in rows])
-        types = (real & (at >= torch.tensor([[row.n] for row in rows]))).long()
+        tokens, real = pad_rows([row.ids for row in rows], self.s, self.pad)
+        types = real & (torch.arange(self.s) >= torch.tensor([[row.n] for row in rows]))
         targets = None
         if rows[0].span:
             targets = torch.tensor([row.span for row in rows])
@@ -123,7 +122,7 @@ class Rows(Padded):
             targets = torch.tensor([[self.labels.index(row.record["label"])] for row in rows])
         counts = torch.ones(len(rows), 1, dtype=torch.bool)
         numbers = torch.tensor(samples)
-        return bert.Batch(tokens, targets, counts, numbers, (~real).long(), real, types)
+        return Batch(tokens, targets, counts, numbers, (~real).long(), real, types.long())
 
     def counted_tokens(self, samples) -> int:
         return len(samples)
@@ -198,26 +197,23 @@ def scores_of(trainer, dataset: Rows, labels: list[str]) -> Tensor:
     """What the head gives for all examples, [N, n, 1] or [N, s, 2]. A collective."""
     n = dataset.num_sequences
     shape = (n, len(labels), 1) if labels else (n, dataset.s, 2)
-    batches = list(evaluation_batches(trainer, dataset, n))
-    return outputs(trainer, batches, shape, lambda batch, y: y * batch.loss_mask.unsqueeze(2))
+    return outputs(trainer, list(evaluation_batches(trainer, dataset, n)), shape)
 
 
 # --- the command ----------------------------------------------------------------------------------
 
 
 @dataclass
-class ClassifyConfig(ModelRun):
+class ClassifyConfig(BertRun):
     """Every flag of models/classify.py."""
 
     command: ClassVar[str] = "-m models.classify"
     purpose: ClassVar[str] = "Fine-tune a BERT to label texts, or to find answers in them."
-    presets: ClassVar[dict] = bert.PRESETS
-    shape_class: ClassVar[type] = bert.BertConfig
+    supports_as_rank: ClassVar[bool] = False
+    document_mask: ClassVar[bool] = False
+    cache: ClassVar[str] = ""
     cp: ClassVar[int] = 1
-    cp_kind: ClassVar[str] = "ring"
-    head_chunk: ClassVar[int] = 0
 
-    model: str = flag("tiny", f"a preset: {', '.join(bert.PRESETS)}", metavar="PRESET")
     data: list[str] = flag(
         [], "JSON lines of labels or of answers; a twentieth is held out", metavar="FILE"
     )

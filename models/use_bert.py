@@ -4,15 +4,17 @@
     python -m models.use_bert embed --checkpoint CKPT --data FILE.jsonl --out vectors.npy
     python -m models.use_bert predict --checkpoint RUN --data FILE.jsonl
 
-FILE has lines as of finetune/labelled_data.py, without label or answer. fill and predict print each
-line again, with what the model says of it; embed writes an array [lines, h], the mean of a text's
-last hidden states or that of [CLS]. predict needs a checkpoint of models/classify.py.
+fill       adds to each line "words": for each [MASK] the likeliest, with their probabilities
+embed      writes an array [lines, h]: the mean of a text's last hidden states, or that of [CLS]
+predict    adds "predicted" and its "probability"; RUN is one of models/classify.py
 
-The model is that of a trainer that does not train, so it has any layout: torchrun .. --tp 2 --pp 2
+A line of FILE is as of finetune/labelled_data.py, without label and answer. The model is that of a
+trainer that does not train, so it has any layout: torchrun --nproc-per-node 4 -m .. --tp 2 --pp 2
 """
 
 import argparse
 import json
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,106 +26,79 @@ from finetune.labelled_data import Reader, Row, best
 from finetune.reference_models import FrozenModel
 from inference.cli import check_least, command
 from models import classify
-from models.special_tokens import bert_tokens
+from models.special_tokens import BertTokens, bert_tokens, spell
 from run import checkpoint, launch, rules
 from run.config import DTYPES, ConfigError
 from run.task import Task, evaluation_batches, outputs
 from train import Trainer
 
-MASK = "[MASK]"
 
-
-class HiddenStates(nn.Module):
-    """A head that changes nothing. x: [b, s, h]"""
+class Unchanged(nn.Module):
+    """A head for vectors. x: [b, s, h]"""
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         return x
 
 
 class UsedModel(FrozenModel):
-    """The model of a task of this command."""
+    """A model with the head for one use."""
 
-    def __init__(self, task: str, labels: list[str] | None):
-        self.task, self.labels = task, labels
+    def __init__(self, use: str, labels: list[str] | None):
+        self.use, self.labels = use, labels
 
     def after_model_parallel(self, stage) -> None:
-        if self.task == "predict":
+        if self.use == "predict":
             classify.apply(stage, len(self.labels))
-        elif self.task == "embed" and stage.head is not None:
-            stage.head = HiddenStates()
+        elif self.use == "embed" and stage.head is not None:
+            stage.head = Unchanged()
         stage.requires_grad_(False)
 
 
-def masked_row(record: dict, tokenizer, special, limit: int) -> Row:
+def masked_row(record: dict, tokenizer, special: BertTokens, limit: int) -> Row:
     """The row of a text in which [MASK] stands for one token. Raises ChatError."""
     ids = []
-    for n, piece in enumerate(str(record.get("text")).split(MASK)):
-        ids += [special.mask] * (n > 0) + [int(i) for i in tokenizer.encode(piece)]
-    ids = [special.cls, *ids[: limit - 2], special.sep]
+    for piece in str(record.get("text")).split("[MASK]"):
+        ids += [special.mask, *map(int, tokenizer.encode(piece))]
+    ids = [special.cls, *ids[1 : limit - 1], special.sep]
     if special.mask not in ids:
-        raise ChatError(f'has no {MASK} in the first {limit} tokens of its "text"')
+        raise ChatError(f'"text" has no [MASK] in its first {limit} tokens')
     return Row(ids, len(ids), record, [], None)
 
 
-def read_rows(args: argparse.Namespace, tokenizer, limit: int) -> list[Row]:
-    """The rows of --text or --data. Raises ChatError or JSONError."""
-    special = bert_tokens(tokenizer)
-    reader = Reader(tokenizer, special.cls, special.sep, limit, answered=False)
+def read_rows(args: argparse.Namespace, make) -> list[Row]:
+    """The rows of --text or --data. make(record): a row. Raises ConfigError or JSONError."""
     lines = json_files.read_lines(args.data) if args.data else [(1, {"text": args.text})]
     rows = []
     for number, record in lines:
         try:
-            fills = args.task == "fill"
-            row = masked_row(record, tokenizer, special, limit) if fills else reader.row(record)
-            rows.append(row)
+            rows.append(make(record))
         except ChatError as e:
             where = f"--data {args.data}, line {number}" if args.data else "--text"
             raise ConfigError(f"{where}: {e}") from None
+    if not rows:
+        raise ConfigError(f"--data {args.data}: has no line")
     return rows
 
 
-def words(trainer, dataset, k: int, mask: int, tokenizer):
-    """Yield for each row the likeliest k words for each [MASK]."""
-
-    def likeliest(batch, logits: Tensor) -> Tensor:
-        top = logits.softmax(-1).topk(k)
-        return torch.stack((top.values, top.indices), -1) * batch.loss_mask[:, :, None, None]
-
-    n, s = dataset.num_sequences, dataset.s
-    batches = list(evaluation_batches(trainer, dataset, n))
-    found = outputs(trainer, batches, (n, s, k, 2), likeliest)
-    for row, of_row in zip(dataset.examples, found):
-        at = [i for i, token in enumerate(row.ids) if token == mask]
-        yield {MASK: [[(tokenizer.decode([int(i)]), p) for p, i in of_row[j].tolist()] for j in at]}
+def likeliest(k: int, batch, logits: Tensor) -> Tensor:
+    """The k likeliest tokens at each position, and their probabilities: [b, s, k, 2]"""
+    p, ids = logits.softmax(-1).topk(k)
+    return torch.stack((ids, p), -1)
 
 
-def vectors(trainer, dataset, pooling: str) -> np.ndarray:
-    """[lines, h] float32"""
-
-    def pool(batch, x: Tensor) -> Tensor:
-        counts = batch.real.clone()
-        if pooling == "first":
-            counts[:, 1:] = False
-        mean = (x * counts.unsqueeze(2)).sum(1) / counts.sum(1, keepdim=True)
-        return mean * batch.loss_mask
-
-    n = dataset.num_sequences
-    batches = list(evaluation_batches(trainer, dataset, n))
-    return outputs(trainer, batches, (n, trainer.model_config.hidden_size), pool).float().numpy()
+def pool(pooling: str, batch, x: Tensor) -> Tensor:
+    """[b, s, h] -> [b, h]"""
+    if pooling == "first":
+        return x[:, 0]
+    return (x * batch.real.unsqueeze(2)).sum(1) / batch.real.sum(1, keepdim=True)
 
 
-def predictions(trainer, dataset, labels: list[str]):
-    """Yield for each row the label or the answer, and its probability."""
-    for row, scores in zip(dataset.examples, classify.scores_of(trainer, dataset, labels)):
-        name, p = best(scores, row, labels)
-        yield {"predicted": name, "probability": p}
-
-
-def run(args: argparse.Namespace, world) -> None:
+def config_of(args: argparse.Namespace, world) -> classify.ClassifyConfig:
+    """Raises ConfigError or CheckpointError."""
     check_least(args, {"batch_size": 1, "top_k": 1, "tp": 1, "pp": 1})
     if (args.text is None) == (args.data is None):
         raise ConfigError("--text, --data: one of them says what to read")
-    if (args.out is None) == (args.task == "embed"):
+    if (args.out is None) == (args.use == "embed"):
         raise ConfigError("--out FILE: is for embed, which needs it")
     names = ("tp", "pp", "precision", "device", "tokenizer")
     config = classify.ClassifyConfig(
@@ -133,36 +108,51 @@ def run(args: argparse.Namespace, world) -> None:
         **{name: getattr(args, name) for name in names},
     )
     rules.validate(config, world.size, base_needed=False)
-    index = checkpoint.read_index(config.base())
-    labels = index.get("labels")
-    if (args.task == "predict") != (labels is not None):
-        which = "models.classify" if args.task == "predict" else "models.bert"
-        raise ConfigError(f"--checkpoint {args.checkpoint}: {args.task} needs one of -m {which}")
-    tokenizer = launch.open_tokenizer(config, world)
+    return config
+
+
+def run(args: argparse.Namespace, world) -> None:
+    config = config_of(args, world)
+    labels = checkpoint.read_index(config.base()).get("labels")
+    trained = "models.bert" if labels is None else "models.classify"
+    if args.use != "embed" and (args.use == "fill") != (labels is None):
+        raise ConfigError(f"{args.use}: --checkpoint {args.checkpoint} is of python -m {trained}")
+    tokenizer, s = launch.open_tokenizer(config, world), config.model_config().seq_length
     special = bert_tokens(tokenizer)
-    rows = read_rows(args, tokenizer, config.model_config().seq_length)
-    dataset = classify.Rows(rows, None, 1, special.pad)
+    make = Reader(tokenizer, special.cls, special.sep, s, answered=False).row
+    if args.use == "fill":
+        make = partial(masked_row, tokenizer=tokenizer, special=special, limit=s)
+    rows = read_rows(args, make)
     world.connect(args.device, config.timeout, **config.mesh)
-    model = UsedModel(args.task, labels)
+    model = UsedModel(args.use, labels)
     trainer = launch.build(config, world, Trainer, Task(model))
     model.load_from(config.base())
-    if args.task == "embed":
-        found = vectors(trainer, dataset, args.pooling)
-        return world.on_rank_0(lambda: np.save(args.out, found))
-    if args.task == "fill":
-        said = words(trainer, dataset, args.top_k, special.mask, tokenizer)
-    else:
-        said = predictions(trainer, dataset, labels)
-    for row, of_row in zip(rows, said):
-        world.say(json.dumps(row.record | of_row))
+    dataset = classify.Rows(rows, None, 1, special.pad)
+    if args.use == "predict":
+        for row, scores in zip(rows, classify.scores_of(trainer, dataset, labels)):
+            said = dict(zip(("predicted", "probability"), best(scores, row, labels)))
+            world.say(json.dumps(row.record | said))
+        return
+    n, batches = len(rows), list(evaluation_batches(trainer, dataset, len(rows)))
+    if args.use == "embed":
+        shape = n, trainer.model_config.hidden_size
+        found = outputs(trainer, batches, shape, partial(pool, args.pooling))
+        world.on_rank_0(lambda: np.save(args.out, found.float().numpy()))
+        return
+    shape = n, dataset.s, args.top_k, 2
+    for row, found in zip(rows, outputs(trainer, batches, shape, partial(likeliest, args.top_k))):
+        words = []
+        for token, those in zip(row.ids, found.tolist()):
+            if token == special.mask:
+                words.append([(spell([int(i)], special.names, tokenizer), p) for i, p in those])
+        world.say(json.dumps(row.record | {"words": words}))
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m models.use_bert", description="Say what a trained BERT says of texts."
-    )
+    about = "Say what a trained BERT says of texts."
+    parser = argparse.ArgumentParser(prog="python -m models.use_bert", description=about)
     flag = parser.add_argument
-    flag("task", choices=("fill", "embed", "predict"))
+    flag("use", choices=("fill", "embed", "predict"))
     flag("--checkpoint", metavar="DIR", required=True, help="a checkpoint, or the folder of a run")
     flag("--text", help="one text")
     flag("--data", metavar="FILE", help="JSON lines of texts")

@@ -272,16 +272,17 @@ def run_forward(trainer, batches: list, result) -> None:
         stage.train(training)
 
 
-def outputs(trainer, batches: list, shape: tuple[int, ...], of) -> Tensor:
-    """What the head gives for each sample of batches of one size, [N, ..] float64 on the CPU, on
-    every rank. shape: of the result; of(batch, y): [b, ..], 0 for rows that do not count. A
-    collective."""
+def outputs(trainer, batches: list, shape: tuple[int, ...], of=lambda batch, y: y) -> Tensor:
+    """What a model gives for each sample of batches of one size, [N, ..] float64 on the CPU, on
+    every rank; 0 for samples without a target that counts. shape: of the result; of(batch, y): [b,
+    ..], from the head's output. A collective."""
     found = torch.zeros(shape, dtype=torch.float64, device=trainer.device)
 
-    def add(batch, y):
-        found.index_add_(0, batch.samples, of(batch, y).double())
+    def keep(batch, y):
+        counts = batch.loss_mask.any(1)
+        found[batch.samples[counts]] = of(batch, y)[counts].double()
 
-    run_forward(trainer, batches, add)
+    run_forward(trainer, batches, keep)
     for group in (trainer.groups.dp, trainer.groups.pp):
         if group:
             dist.all_reduce(found, group=group)
