@@ -52,8 +52,8 @@ def their_name(name: str, scores: str) -> str:
     return f"{(OUTSIDE | {'head.scores': scores})[module]}.{leaf}"
 
 
-@pytest.mark.parametrize("n", [3, 0], ids=["labels", "spans"])
-def test_heads_equal_those_of_transformers(n):
+def models_and_names(n: int) -> tuple:
+    """(ours, theirs, our name of each parameter -> theirs), float64, with equal weights."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = dict(vocab_size=61, hidden_size=48, num_hidden_layers=2, num_attention_heads=4)
@@ -65,15 +65,18 @@ def test_heads_equal_those_of_transformers(n):
     theirs = getattr(transformers, of_labels)(their_config).double()
     ours = BertConfig(2, 48, 4, seq_length=20, vocab_size=61, ffn_hidden_size=100).build()
     classify.apply(ours, n)
-    ours.double()
-    names = {
-        name: their_name(name, "classifier" if n else "qa_outputs") for name in parameters(ours)
-    }
+    scores = "classifier" if n else "qa_outputs"
+    names = {name: their_name(name, scores) for name in parameters(ours)}
     assert set(names.values()) == parameters(theirs).keys()
-    for name, p in parameters(ours).items():
+    for name, p in parameters(ours.double()).items():
         torch.nn.init.normal_(p, std=0.2)
         parameters(theirs)[names[name]].data.copy_(p.data)
+    return ours, theirs, names
 
+
+@pytest.mark.parametrize("n", [3, 0], ids=["labels", "spans"])
+def test_heads_equal_those_of_transformers(n):
+    ours, theirs, names = models_and_names(n)
     spans = [None, None] if n else [[3, 4], [7, 7]]
     rows = [row([5, 9, 4, 33, 2], 3, 1, spans[0]), row(range(1, 18), 6, 2, spans[1])]
     dataset = classify.Rows(rows, None, 1, pad=0, labels=["0", "1", "2"][:n])
