@@ -273,9 +273,8 @@ def run_forward(trainer, batches: list, result) -> None:
 
 
 def outputs(trainer, batches: list, shape: tuple[int, ...], of=lambda batch, y: y) -> Tensor:
-    """What a model gives for each sample of batches of one size, [N, ..] float64 on the CPU, on
-    every rank; 0 for samples without a target that counts. shape: of the result; of(batch, y): [b,
-    ..], from the head's output. A collective."""
+    """What a model gives for each sample of batches, on every rank; 0 where no target counts.
+    of(batch, y): [b, ..], from the head's output. shape: [N, ..], in float64. A collective."""
     found = torch.zeros(shape, dtype=torch.float64, device=trainer.device)
 
     def keep(batch, y):
@@ -283,9 +282,8 @@ def outputs(trainer, batches: list, shape: tuple[int, ...], of=lambda batch, y: 
         found[batch.samples[counts]] = of(batch, y)[counts].double()
 
     run_forward(trainer, batches, keep)
-    for group in (trainer.groups.dp, trainer.groups.pp):
-        if group:
-            dist.all_reduce(found, group=group)
+    for group in filter(None, (trainer.groups.dp, trainer.groups.pp)):
+        dist.all_reduce(found, group=group)
     return found.cpu()
 
 
