@@ -62,7 +62,7 @@ class Adapters:
                 )
             if name in self.opened:
                 raise ConfigError(f"--adapter {word}: the second one with this name")
-            self.opened[name] = open_adapter(path)
+            self.opened[name] = open_adapter(path, type(config))
             check_fields(self.opened[name], base, config)
         for adapter in self.opened.values():
             with as_flags():

@@ -31,6 +31,7 @@ from base import compiling, terminal
 from base.attention_kernels import any_shape
 from finetune.prompt_data import read_examples
 from inference import cli, prompt_tuning
+from inference.adapted import Adapters
 from inference.answers import answer_file, as_json, encode, read_prompts
 from inference.batches import DecodeBatch
 from inference.kv_cache import CacheSlot, caching
@@ -227,7 +228,8 @@ def run(args: argparse.Namespace, world) -> None:
     if args.prompts and args.data is None:
         raise ConfigError(f"--prompts {args.prompts}: is for --data, whose lines have a taskname")
     config = cli.check_flags(args, world)
-    model, tokenizer, _ = cli.connect(args, world, None)
+    adapters = Adapters(args.adapter, args.checkpoint, config, args.tp)
+    model, tokenizer, _ = cli.connect(args, world, None, adapters=adapters)
     text = T5Text(tokenizer, args.prefix)
     token_bytes(tokenizer).show(dict(zip(text.sentinels.values(), text.sentinels)))
     requests, answer_fields = read_requests(args, world, model, config, text)
@@ -260,6 +262,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--data", metavar="FILE", help=lines)
     parser.add_argument("--prompts", metavar="FILE", help="of models/prompt_t5.py: learned prompts")
     parser.add_argument("--prefix", default="", metavar="TEXT", help="comes before each source")
+    parser.add_argument("--adapter", nargs=1, default=[], help="a run of models/seq2seq.py --peft")
     cli.add_flags(parser, T5Config)
     parser.set_defaults(temperature=0.0, top_k=0, top_p=1.0)
     return cli.command("generate_t5.py", run, argv, parser)

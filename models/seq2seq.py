@@ -12,7 +12,8 @@ All of T5's tasks have this form (arXiv 1910.10683, section 2.4), and the prefix
     torchrun --nproc-per-node 2 -m models.seq2seq --load runs/t5 --data pairs.jsonl --tp 2
     python -m models.generate_t5 --checkpoint runs/default --data new.jsonl
 
-A twentieth of the pairs is held out, by their sources. Without --load a new model learns.
+A twentieth of the pairs is held out, by their sources. Without --load a new model learns; with
+--peft lora an adapter of the loaded one.
 
 Not covered: several pairs in a row; ROUGE and BLEU.
 """
@@ -27,6 +28,7 @@ import torch
 import sequence_parallel
 import train
 from base import terminal
+from finetune.adapter_learning import PeftConfig
 from finetune.chat_template import ChatError
 from finetune.packing import Padded
 from finetune.sft_data import NO_SKIP, read_lines, split
@@ -204,11 +206,12 @@ class PairRun(NoText):
     skip_bad_examples: bool = flag(False, "leave out, and count, pairs that are too long")
 
     def task(self) -> WritePairs:
-        return WritePairs()
+        return WritePairs(self.learned())
 
     def check(self, model: T5Config, world: int, base_needed: bool) -> None:
         if base_needed and not self.data:
             raise ConfigError("--data: seq2seq.py needs --data FILE, JSON lines of pairs")
+        PeftConfig.check(self, model, world, base_needed)
 
 
 def main(argv: list[str]) -> int:

@@ -290,31 +290,30 @@ def pairs_file(path, n=40):
     return small_run.write_lines(path, records)
 
 
-def test_a_run_of_pairs(tmp_path, capsys):
-    """One device; and from its weights both one device and tp x pp with sequence parallelism: the
-    same losses, the same text. generate_t5 has that text too."""
+def test_a_run_of_pairs(tmp_path, capsys, saved):
+    """LoRA on one device, and with tp x pp and sequence parallelism: the same losses, the same
+    text, and generate_t5 has it too."""
     path = pairs_file(tmp_path / "pairs.jsonl")
-    sizes = dict(num_layers=4, hidden_size=16, num_heads=4, ffn_hidden_size=32)
     flags = dict(data=path, prefix="do: ", steps=3, lr=1e-2, warmup_steps=0, global_batch_size=4)
-    flags |= dict(device="cpu", precision="fp64", eval_every=0, seed=3)
-    first, one, four = (tmp_path / name for name in ("first", "one", "four"))
-    assert seq2seq.main(small_run.as_flags(**flags, **sizes, out=first)) == 0
-    more = small_run.as_flags(**flags, load=first, target_length=12)
+    flags |= dict(device="cpu", precision="fp64", eval_every=0, seed=3, load=saved, peft="lora")
+    one, four = tmp_path / "one", tmp_path / "four"
+    more = small_run.as_flags(**flags, target_length=12)
     assert seq2seq.main([*more, "--out", str(one)]) == 0
-    layout = ["--tp", "2", "--pp", "2", "--sequence-parallel", "--layer-split", "3", "1"]
+    layout = ["--tp", "2", "--pp", "2", "--sequence-parallel", "--layer-split", "3", "2"]
     done = processes.run(["-m", "models.seq2seq", *more, *layout, "--out", four], world=4)
     assert done.returncode == 0, done.stderr
     for a, b in zip(small_run.lines_of(one), small_run.lines_of(four), strict=True):
         for name in {"loss", "grad_norm", "eval_loss", "eval_accuracy"} & a.keys():
             assert a[name] == pytest.approx(b[name], rel=1e-10), name
-    assert small_run.lines_of(one)[-1]["loss"] < small_run.lines_of(first)[0]["loss"]
+    assert small_run.lines_of(one)[-1]["loss"] < small_run.lines_of(one)[0]["loss"]
     sample = (one / "sample.txt").read_text()
     assert sample == (four / "sample.txt").read_text().replace(str(four), str(one))
     capsys.readouterr()
     source, written = (re.search(rf"\[{name}\] (.*)", sample)[1] for name in ("source", "written"))
     text = source.removeprefix("do: ").removesuffix("</s>")
     argv = ["--text", text, "--prefix", "do: ", "--precision", "fp64", "--max-tokens", "8"]
-    assert command(one, capsys, *argv)[1].strip() == written.strip()
+    assert command(saved, capsys, *argv, "--adapter", str(one))[1].strip() == written.strip()
+    assert command(saved, capsys, *argv)[1].strip() != written.strip()
 
 
 @pytest.mark.parametrize(
