@@ -27,6 +27,7 @@ Not covered: several adapters in one batch (S-LoRA, arXiv 2311.03285).
 import itertools
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -89,7 +90,8 @@ class Adapters:
     def check(self) -> None:
         """Whether each was learned for this base. A collective. Raises CheckpointError."""
         for adapter in self.opened.values():
-            check_base(adapter, self.base, self.config, read_base)
+            read = partial(read_base, shape_class=type(self.config))
+            check_base(adapter, self.base, self.config, read)
 
     @torch.no_grad()
     def put(self, model, groups: Groups, layer_split: list[int] | None = None) -> None:

@@ -52,11 +52,17 @@ def open_model(path: Path | str, shape_class: type[MoEConfig] = MoEConfig):
     return config, index, None
 
 
-def read_base(path: Path | str, names: list[str], first: bool = False) -> dict[str, Tensor]:
-    """finetune.frozen_base.read_base, which also reads a Hugging Face folder."""
+def read_base(
+    path: Path | str,
+    names: list[str],
+    first: bool = False,
+    shape_class: type[MoEConfig] = MoEConfig,
+) -> dict[str, Tensor]:
+    """finetune.frozen_base.read_base, which also reads a Hugging Face folder. shape_class: as of
+    `open_model`."""
     if not huggingface.is_folder(path):
         return frozen_base.read_base(path, names, first)
-    _, read, _ = huggingface.open_folder(Path(path))
+    _, read, _ = huggingface.open_folder(Path(path), shape_class)
     return {name: read(name)[:1] if first else read(name) for name in names}
 
 

@@ -16,6 +16,7 @@ Not covered: other measures than equality, for example F1 of the words.
 
 import argparse
 import json
+from functools import partial
 
 from torch import Tensor
 
@@ -70,7 +71,8 @@ def read_prompts(
     """(configuration, tables by task) of --prompts. A fine-tuned model has no tables, only
     templates. A collective. Raises PromptError."""
     if not args.prompts.endswith((".json", ".yaml", ".yml")):
-        return load(args.prompts, fingerprint(args.checkpoint, model_config, read_base))
+        read = partial(read_base, shape_class=type(model_config))
+        return load(args.prompts, fingerprint(args.checkpoint, model_config, read))
     config = PromptConfig.read(args.prompts)
     if config.virtual_prompt_style != "fine-tuning":
         raise PromptError(

@@ -137,10 +137,11 @@ class WritePairs(FillSpans):
             for stage in trainer.stages:
                 sequence_parallel.shard_sequence(stage, trainer.groups.tp, sharded=False)
         pairs = held_out.examples[:4]
-        written = [[] for _ in pairs]
-        sources, most = [pair.ids for pair in pairs], 2 * held_out.m
         options = dict(begin=tokens.pad, eot=tokens.eos, temperature=0.0)
-        for outputs in stream(trainer.model, sources, most, **options):
+        written = [[] for _ in pairs]
+        for outputs in stream(
+            trainer.model, [pair.ids for pair in pairs], 2 * held_out.m, **options
+        ):
             for output in outputs:
                 written[output.number] += [output.token] if output.token is not None else []
         lines = []
@@ -179,6 +180,7 @@ def pair_of(record: dict, parts: dict[str, tuple[T5Text, str, int]]) -> Pair:
 class NoText(T5Run):
     """The flags of a run of a T5 that learns something else than text."""
 
+    supports_as_rank: ClassVar[bool] = False
     data: ClassVar[list[str]] = []
     val_data: ClassVar[list[str]] = []
     skip_bad_examples: ClassVar[bool] = False

@@ -22,7 +22,10 @@ def finish(trainer, run, tokenizer, seconds: float) -> None:
     spread = config.zero_stage == 3 or config.ep > 1
     if trainer.dp_rank > 0 and not spread:
         return
-    text = trainer.task.sample(tokenizer, run.held_out)
+    try:
+        text = trainer.task.sample(tokenizer, run.held_out)
+    except (FloatingPointError, InputError) as e:
+        text = f"no sample: {e}"
     if world.rank == 0:
         corpus = run.train_set.index["corpus"]
         title = f"{config.load or config.model}, {trainer.task.data_name(corpus)}"
@@ -41,19 +44,16 @@ def sample(trainer, tokenizer, held_out) -> str:
     if config.sequence_parallel:
         for stage in trainer.stages:
             sequence_parallel.shard_sequence(stage, trainer.groups.tp, sharded=False)
-    try:
-        prompt, stop_ids = trainer.task.sample_prompt(tokenizer, held_out)
-        options = dict(temperature=0.8, seed=config.seed, eot=stop_ids)
-        options["cp_group"] = trainer.groups.cp
-        whole = contextlib.nullcontext()
-        if config.cp > 1:
-            import context_parallel
+    prompt, stop_ids = trainer.task.sample_prompt(tokenizer, held_out)
+    options = dict(temperature=0.8, seed=config.seed, eot=stop_ids)
+    options["cp_group"] = trainer.groups.cp
+    whole = contextlib.nullcontext()
+    if config.cp > 1:
+        import context_parallel
 
-            whole = context_parallel.whole_sequences(trainer.stages)
-        with whole:
-            ids = trainer.continue_text(prompt, SAMPLE_TOKENS, **options)
-    except (FloatingPointError, InputError) as e:
-        return f"no sample: {e}"
+        whole = context_parallel.whole_sequences(trainer.stages)
+    with whole:
+        ids = trainer.continue_text(prompt, SAMPLE_TOKENS, **options)
     return tokenizer.decode(prompt + ids)
 
 
