@@ -16,6 +16,9 @@ The present of a step is the past of the next. A token sees the columns whose po
 its own. So the shorter prompts of a batch are padded on the left, at position `seq_length`, which
 no token sees; and under a sliding window the caller may drop columns that are out of sight.
 
+A BERT has no cache: tokens, types and real, [b, s] each, give the logits of all columns, [b, s, V].
+real is 1, and 0 for the padding at the end of a row.
+
     python -m course.export                              a lesson: one graph, its sizes, its cache
     python -m inference.export CKPT FOLDER           of a checkpoint, a run or a Hugging Face folder
     python -m inference.export CKPT FOLDER --dtype fp16       half the bytes
@@ -24,8 +27,8 @@ no token sees; and under a sliding window the caller may drop columns that are o
 FOLDER gets model.onnx, model.onnx.data (the weights) and the tokenizer's files, once onnxruntime
 has given the logits of generate.py. This needs: pip install onnx onnxscript onnxruntime
 
-Not covered: graphs of int8; a cache that is written in place (onnxruntime-genai), where this one is
-copied at every step; experts, whose sizes depend on the data."""
+Not covered: T5; graphs of int8; a cache that is written in place (onnxruntime-genai), where this
+one is copied at every step; experts, whose sizes depend on the data."""
 
 import argparse
 import contextlib
@@ -137,16 +140,53 @@ def trace(model: GPT, tokenizer: str) -> "torch.onnx.ONNXProgram":
     parts = ["positions"]
     parts += [f"{n}.{part}" for n in range(config.num_layers) for part in ("key", "value")]
     slot = CacheSlot()
-    with caching([model], slot), quiet(), torch.no_grad():
-        program = torch.onnx.export(
-            Graph(model, slot).eval(),
+    with caching([model], slot):
+        return to_onnx(
+            Graph(model, slot),
             (torch.zeros_like(columns[:, p:]), columns[:, p:], columns[:, :p], past),
-            dynamic_shapes=(of_tokens, of_tokens, of_past, [of_layer] * config.num_layers),
-            input_names=["tokens", "positions", *(f"past.{part}" for part in parts)],
-            output_names=["logits", *(f"present.{part}" for part in parts)],
+            (of_tokens, of_tokens, of_past, [of_layer] * config.num_layers),
+            ["tokens", "positions", *(f"past.{part}" for part in parts)],
+            ["logits", *(f"present.{part}" for part in parts)],
+            tokenizer,
+        )
+
+
+class EncoderGraph(nn.Module):
+    """What is traced of a BERT. tokens, types, real: [b, s] each -> logits [b, s, V]"""
+
+    def __init__(self, model: GPT):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, types: Tensor, real: Tensor) -> Tensor:
+        from models.batch import Context
+
+        x = self.model.embedding(tokens, Context(types=types))
+        # Padding is a document of its own.
+        x = self.model.run_blocks(x, tokens.shape[1], Context(documents=real))
+        return self.model.head(x).float()
+
+
+def trace_encoder(model: GPT, tokenizer: str) -> "torch.onnx.ONNXProgram":
+    sizes = {0: Dim("batch"), 1: Dim("length", max=model.config.seq_length)}
+    inputs = tuple(torch.full((2, 3), n) for n in (0, 0, 1))
+    names = ["tokens", "types", "real"]
+    return to_onnx(EncoderGraph(model), inputs, 3 * (sizes,), names, ["logits"], tokenizer)
+
+
+def to_onnx(graph: nn.Module, inputs, shapes, names: list, outputs: list, tokenizer: str):
+    """The ONNX program of a graph. shapes: of the inputs; names, outputs: of inputs and outputs."""
+    with quiet(), torch.no_grad():
+        program = torch.onnx.export(
+            graph.eval(),
+            inputs,
+            dynamic_shapes=shapes,
+            input_names=names,
+            output_names=outputs,
             dynamo=True,
             verbose=False,
         )
+    config = graph.model.config
     facts = dict(seq_length=config.seq_length, window=config.sliding_window, tokenizer=tokenizer)
     program.model.metadata_props.update({name: str(value) for name, value in facts.items()})
     return program
@@ -174,24 +214,28 @@ def check(config: GPTConfig) -> None:
             f"num_experts {experts}: how many tokens an expert gets depends on the data, and a"
             " graph has no such sizes; a model without experts would fit"
         )
+    if hasattr(config, "encoder_layers"):
+        raise ExportError(f"encoder_layers {config.encoder_layers}: no graph is made of a T5")
     if config.seq_length < 4:
         raise ExportError(f"seq_length {config.seq_length}: must be at least 4 to be traced")
 
 
 def export(path: str, target: str, dtype: str = "fp32") -> str:
-    """Write the model at `path` as ONNX. Returns how far it is from generate.py. Raises
+    """Write the model at `path` as ONNX. Returns how far it is from this project's. Raises
     ExportError, CheckpointError, HuggingFaceError, TokenizerError; FloatingPointError where its
     logits are not finite."""
     need("onnx", "onnxscript", "onnxruntime")
-    check(open_model(path)[0])
-    model, index = load_model(path, dtype=DTYPES[dtype])
+    check(open_model(path, None)[0])
+    model, index = load_model(path, dtype=DTYPES[dtype], shape_class=None)
     tokenizer = find_tokenizer(path, index)
     check_vocabulary(tokenizer, None, model.config.vocab_size)
     name = tokenizer.name if tokenizer.name in BUILT_IN else "tokenizer.json"
     with building(Path(target)) as folder:
-        trace(model, name).save(folder / "model.onnx", external_data=True)
+        program = trace(model, name) if model.config.causal else trace_encoder(model, name)
+        program.save(folder / "model.onnx", external_data=True)
         save_files(tokenizer.files, folder)
-        worst, text = compare(model, Session(folder))
+        comparison = compare if model.config.causal else compare_encoder
+        worst, text = comparison(model, Session(folder))
         if not worst <= TOLERANCES[dtype]:
             raise ExportError(f"{text}: beyond {TOLERANCES[dtype]}, so nothing is kept")
     return text
@@ -226,6 +270,21 @@ def compare(model: GPT, session: Session) -> tuple[float, str]:
     return worst, text
 
 
+def compare_encoder(model: GPT, session: Session) -> tuple[float, str]:
+    """`compare`, of a BERT's logits; two rows of three are padded."""
+    n, generator = min(12, model.config.seq_length), torch.Generator().manual_seed(0)
+    limits = model.config.vocab_size, model.config.token_types
+    tokens, types = (torch.randint(limit, (3, n), generator=generator) for limit in limits)
+    real = torch.arange(n) < torch.tensor([[n], [n // 2], [1]])
+    feed = dict(tokens=tokens, types=types, real=real.long())
+    with torch.no_grad():
+        expected = EncoderGraph(model)(**feed)
+    (logits,) = session.session.run(None, {name: x.numpy() for name, x in feed.items()})
+    apart = (torch.from_numpy(logits) - expected)[real].abs().max()
+    worst = (apart / expected.abs().max()).item()
+    return worst, f"logits within {worst:.0e}"
+
+
 # --- the command line -----------------------------------------------------------------------------
 
 
@@ -233,6 +292,8 @@ def run(folder: str, prompt: str, max_tokens: int) -> str:
     """The prompt with its most likely continuation. Raises ExportError, PromptError or
     TokenizerError."""
     session = Session(folder)
+    if not session.inputs:
+        raise ExportError(f"{folder}: a BERT, which has logits of its input and writes no text")
     name = session.tokenizer
     tokenizer = make_tokenizer(name if name in BUILT_IN else str(Path(folder) / name))
     ids = encode(prompt, tokenizer, session.seq_length)

@@ -215,15 +215,15 @@ def rotary_fields(hf_config: dict, missing: dict[str, float]) -> dict[str, float
 # --- MoEConfig -> config.json ---------------------------------------------------------------------
 
 
-def read_any_model(path: Path) -> MoEConfig:
-    """The configuration of the model in a checkpoint, of a decoder, a BERT or a T5. Raises
+def read_any_model(path: Path) -> tuple[MoEConfig, dict]:
+    """(configuration, index) of a checkpoint, of a decoder, a BERT or a T5. Raises
     CheckpointError."""
     command = command_of(read_index(path)["model"])
     classes = [MoEConfig]
     if command != "train.py":
         classes = [architecture.shape_class for architecture in other_architectures()]
     own = next(c for c in classes if command_of(c.__dataclass_fields__) == command)
-    return read_model(path, shape_class=own)[0]
+    return read_model(path, shape_class=own)
 
 
 def architecture_of(config: MoEConfig) -> Architecture:

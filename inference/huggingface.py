@@ -321,7 +321,7 @@ def export_folder(
     if not Path(path).is_dir():
         raise HuggingFaceError(f"{path} is not a folder")
     path = checkpoint.find(path)
-    config = read_any_model(path)
+    config, _ = read_any_model(path)
     hf_config = to_hf_config(config) | {"dtype": str(DTYPES[dtype]).removeprefix("torch.")}
     theirs = their_tensors(config, architecture_of(config))
     sizes = {

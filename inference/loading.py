@@ -32,23 +32,28 @@ from finetune.chat import Chat
 from finetune.chat_template import ChatTokenizer, open_template
 from gpt import GPT
 from inference import huggingface
+from inference.hf_config import read_any_model
 from run import checkpoint
 from run.checkpoint import beside
 from run.tokenizer import CHAT_TEMPLATE, TokenizerError, make_tokenizer
 from sharding import shard_of, sharding_of
 
 
-def open_model(path: Path | str, shape_class: type[MoEConfig] = MoEConfig):
+def open_model(path: Path | str, shape_class: type[MoEConfig] | None = MoEConfig):
     """(configuration, index, read) of the model in a checkpoint, a run or a Hugging Face folder.
 
     index: the index of the checkpoint; of a Hugging Face folder, the same keys. read(name): a whole
     parameter of a Hugging Face folder; for a checkpoint, read is None. shape_class: of the
-    configuration, that of models/ for its models. Raises CheckpointError or HuggingFaceError."""
+    configuration, that of models/ for its models; None: any. Raises CheckpointError or
+    HuggingFaceError."""
     if huggingface.is_folder(path):
         config, read, tokenizer = huggingface.open_folder(Path(path), shape_class)
         index = {"model": dataclasses.asdict(config), "config": {"tokenizer": tokenizer}, "step": 0}
         return config, index, read
-    config, index = checkpoint.read_model(checkpoint.find(path), shape_class=shape_class)
+    path = checkpoint.find(path)
+    if shape_class is None:
+        return *read_any_model(path), None
+    config, index = checkpoint.read_model(path, shape_class=shape_class)
     return config, index, None
 
 
@@ -72,7 +77,7 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     groups: Groups | None = None,
     layer_split: list[int] | None = None,
-    shape_class: type[MoEConfig] = MoEConfig,
+    shape_class: type[MoEConfig] | None = MoEConfig,
 ):
     """(model, index) from a checkpoint, the folder of a run (its newest checkpoint), or a Hugging
     Face folder. model: a GPT, or over pipeline stages a Pipeline; sharded over the ranks of
