@@ -46,6 +46,7 @@ COMMANDS = (
 )
 COMMANDS += ("finetune/prompt_tuning.py", "finetune/adapters.py")
 COMMANDS += ("inference/huggingface.py", "inference/evaluate.py", "inference/export.py")
+COMMANDS += ("models/generate_t5.py", "models/seq2seq.py", "models/use_bert.py")
 COMMANDS += ("course/exercises/bugs.py", "course/page/explorer.py", "inference/serve.py")
 
 
@@ -141,6 +142,9 @@ def main_of(path: str, argv: list[str]):
     if path == "train.py":
         return lambda: flags.make_parser(0).parse_args(argv)
     text = (ROOT / path).read_text()
+    if of_run := re.search(r"^    .*train\.main\(argv, runs\.(\w+)\)", text, re.MULTILINE):
+        config_class = getattr(importlib.import_module("models.runs"), of_run[1])
+        return lambda: flags.make_parser(0, config_class).parse_args(argv)
     if lesson := re.search(r'^    form\.run\("(\w+)"\)', text, re.MULTILINE):
         return partial(form.main, lesson[1], argv)
     module = path.removesuffix(".py").replace("/", ".")
