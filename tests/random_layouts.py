@@ -175,7 +175,7 @@ def with_models(drawn: dict, seed: int) -> dict:
         cp = g.choice([1, 2, 4])
         if world * cp <= 8 and layout["tp"] * cp <= model["num_heads"]:
             model["seq_length"] *= cp
-            layout |= dict(cp=cp)
+            layout["cp"] = cp
             world *= cp
         return {"world": world, "model": model, "layout": layout}
     model["num_layers"] = max(2, model["num_layers"])
@@ -228,10 +228,12 @@ def with_rows(drawn: dict, seed: int) -> dict:
 
 
 def with_fp8(drawn: dict, seed: int) -> dict:
-    """The same layout in FP8, by a recipe drawn at random. Scales are those of a micro-batch, so
-    one device takes the same ones; blocks are not cut."""
+    """The same layout in FP8, by a recipe drawn at random. Scales are those of a rank's tokens, so
+    one device has the same micro-batches, and no sequence is shared; blocks are not cut."""
     g = random.Random(-3 * 10**6 - seed)
-    model, tp = drawn["model"], drawn["layout"]["tp"]
+    layout = dict(drawn["layout"])
+    drawn = drawn | {"world": drawn["world"] // layout.pop("cp", 1), "layout": layout}
+    model, tp = drawn["model"], layout["tp"]
     h, heads = model["hidden_size"], model["num_heads"]
     kv, d = model.get("num_kv_heads", heads), model.get("head_dim", h // heads)
     widths = [h, model.get("ffn_hidden_size", 4 * h), kv * d, heads * d]

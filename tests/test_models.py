@@ -14,11 +14,13 @@ from parity import (
     without_cpp,
 )
 from test_checkpoint import trained
+from test_compositions import small_loss_scale
 
 import fp8
 from base.dropout import Dropout
 from base.model_config import FieldError
 from course import ranks
+from finetune.adapter_files import open_adapter
 from models.bert import BertConfig
 from models.t5 import T5Config
 
@@ -56,6 +58,8 @@ CASES = {
     "t5, fp8, lora": (T5 | FP8 | LORA, 2, [SEQUENCE]),
 }
 MORE = {
+    # a decoder whose norms come last, as BERT's do
+    "gpt1": (SMALL | PACKED | dict(model="gpt1"), 2, [SEQUENCE | FULL, ZB_H1, ZERO_3, dict(cp=2)]),
     "bert, one rank": (BERT | PACKED, 1, [SELECTIVE, FULL | FUSED, dict(micro_batch_size=1)]),
     "bert, context": (BERT, 2, [FUSED | dict(cp=2), dict(cp=2)]),
     "bert, data": (BERT, 2, [dict(zero_stage=stage) for stage in (0, 1, 2)]),
@@ -119,6 +123,20 @@ def test_compiled(base, world, flags):
 @pytest.mark.parametrize("base", [BERT, TIED], ids=["bert", "t5"])
 def test_float32(base):
     check(2, [SEQUENCE, dict(pp=2)], base | dict(precision="fp32"), 1, 1e-5)
+
+
+@pytest.mark.repetition
+@pytest.mark.parametrize("base", [BERT | PACKED, T5 | PACKED], ids=["bert", "t5"])
+def test_float16(base):
+    """As near as 11 bits of mantissa are."""
+    one = train(base=base, steps=1, dropout=0.0)
+    flags = SEQUENCE | dict(precision="fp16", dropout=0.0)
+    half = train(2, base=base, steps=1, mutate=small_loss_scale, **flags)
+    largest = max(gradient.abs().max() for gradient in one.gradients.values())
+    for name, gradient in one.gradients.items():
+        # a key bias has no gradient
+        scale = max(gradient.abs().max(), 1e-3 * largest)
+        assert (half.gradients[name] - gradient).abs().max() < 0.01 * scale, name
 
 
 # --- the gate can fail (course/mutations/models.py has more) --------------------------------------
@@ -191,3 +209,13 @@ def test_a_checkpoint_loads_under_another_layout(tmp_path, base, layouts):
         0
     ]
     assert losses == pytest.approx(whole[2:], rel=1e-10)
+
+
+def test_an_adapter_of_cross_attention_is_opened(tmp_path):
+    t = trainer_of(T5 | LORA)
+    # of the base, which is not loaded here
+    t.task.learned.identity = "0" * 16
+    t.checkpoints.save(tmp_path, 1, 0, "corpus")
+    t.checkpoints.saver.wait()
+    shapes = open_adapter(tmp_path, T5Config).shapes
+    assert shapes["blocks.1.cross_attention.value.lora.b"] == (128, 3)
