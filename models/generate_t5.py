@@ -15,7 +15,7 @@ so is the ring of pipeline stages: e goes along it once, then one token of each 
 A text with sentinels is printed with what the model has written in their places. A line of --data
 has a "source", and gets a "text"; lines that have a "target" are counted where the two are equal.
 
-Not covered: beam search; finished targets leave their batch.
+Not covered: beam search; finished targets that make room in their batch.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from models.special_tokens import SENTINEL, T5Text, fill
 from models.t5 import T5, T5Config
 from pipeline_parallel import Pipeline, stages_of
 from prompt_tuning import apply_tables
-from run.config import ConfigError
+from run.config import ConfigError, flag_name
 
 # --- what is kept ---------------------------------------------------------------------------------
 
@@ -225,8 +225,11 @@ def read_requests(args, world, model, config: T5Config, text: T5Text) -> tuple[l
 def run(args: argparse.Namespace, world) -> None:
     if (args.text is None) == (args.data is None):
         raise ConfigError("--text TEXT or --data FILE: one of them names what is read")
-    if args.prompts and args.data is None:
-        raise ConfigError(f"--prompts {args.prompts}: is for --data, whose lines have a taskname")
+    for name in ("prompts", "batch_size"):
+        if args.text is not None and (value := getattr(args, name)) is not None:
+            raise ConfigError(f"{flag_name(name)} {value}: is for --data; leave it out")
+    if args.prompts and args.prefix:
+        raise ConfigError(f"--prefix {args.prefix}: a template of --prompts has it; leave it out")
     config = cli.check_flags(args, world)
     adapters = Adapters(args.adapter, args.checkpoint, config, args.tp)
     model, tokenizer, _ = cli.connect(args, world, None, adapters=adapters)

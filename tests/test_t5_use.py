@@ -231,6 +231,8 @@ def test_command(saved, capsys, tmp_path):
         ([], "--text TEXT or --data FILE"),
         (["--text", "a" * 64], "65 tokens, and the model's context holds 64"),
         (["--text", "a", "--pp", "6"], "--pp 6"),
+        (["--text", "a", "--batch-size", "2"], "--batch-size 2: is for --data"),
+        (["--data", "a", "--prompts", "b", "--prefix", "c"], "--prefix c: a template"),
     ],
 )
 def test_bad_flags(argv, words, saved, capsys):
