@@ -8,14 +8,17 @@ from dataclasses import asdict
 import processes
 import pytest
 import small_run
+import tokenizers
 import torch
 import torch.distributed as dist
 
 from base.groups import Groups
 from course import ranks
 from finetune import prompt_file
+from inference.answers import text_of
 from inference.loading import load_model
 from inference.sampling import choose, keys_of, uniform
+from inference.token_bytes import token_bytes
 from models import generate_t5, prompt_t5, seq2seq
 from models.batch import Context
 from models.generate_t5 import stream
@@ -23,7 +26,7 @@ from models.special_tokens import T5Text, fill, spell
 from models.t5 import T5Config
 from prompt_tuning import apply_tables
 from run import checkpoint
-from run.tokenizer import ByteTokenizer
+from run.tokenizer import ByteTokenizer, FileTokenizer
 
 SHAPE = dict(num_layers=5, encoder_layers=2, hidden_size=48, num_heads=4, head_dim=16)
 SHAPE |= dict(ffn_hidden_size=100, vocab_size=61, seq_length=64, buckets=8, max_distance=16)
@@ -187,6 +190,27 @@ def test_texts():
         "The capital of France is Paris."
     )
     assert fill(source, "nothing") == source
+
+
+def test_texts_of_a_published_tokenizer(tmp_path):
+    """It has the sentinels as special tokens, the last of its ids first."""
+    words = ["<pad>", "</s>", "<unk>", "▁The", "▁capital", "▁is", "▁France"]
+    library = tokenizers.Tokenizer(
+        tokenizers.models.Unigram([(word, -1.0) for word in words], unk_id=2)
+    )
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    library.decoder = tokenizers.decoders.Metaspace()
+    sentinels = [f"<extra_id_{n}>" for n in range(99, -1, -1)]
+    library.add_special_tokens([*words[:3], *sentinels])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = FileTokenizer(str(tmp_path / "tokenizer.json"))
+    text = T5Text(tokenizer, "The ")
+    source = "capital <extra_id_0> is <extra_id_1>"
+    assert [i for i in text.encode(source) if i != 2] == [3, 4, 106, 5, 105, 1]
+    token_bytes(tokenizer).show(dict(zip(text.sentinels.values(), text.sentinels)))
+    written = text_of(tokenizer, text.encode(source), [106, 6, 105, 3, 1])
+    assert written == "<extra_id_0> France<extra_id_1> The"
+    assert fill(source, written) == "capital France is The"
 
 
 @pytest.fixture(scope="module")
