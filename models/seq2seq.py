@@ -20,8 +20,7 @@ Not covered: several pairs in a row; ROUGE and BLEU.
 
 import dataclasses
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 
@@ -29,25 +28,17 @@ import sequence_parallel
 import train
 from base import terminal
 from finetune.adapter_learning import PeftConfig
-from finetune.chat_template import ChatError
 from finetune.packing import Padded
-from finetune.sft_data import NO_SKIP, read_lines, split
+from finetune.pair_data import Pair, Part, read_pairs
+from finetune.sft_data import open_examples
 from models.batch import Batch, pad_rows
 from models.generate_t5 import stream
 from models.runs import FillSpans, T5Run
 from models.special_tokens import T5Text, spell
 from models.t5 import T5Config
 from run.config import ConfigError, flag
-from run.tokenizer import TokenizerError
 
 # --- data -----------------------------------------------------------------------------------------
-
-
-class Pair(NamedTuple):
-    """Token ids, with </s>. ids: of the source."""
-
-    ids: list[int]
-    target: list[int]
 
 
 class PaddedPairs(Padded):
@@ -97,25 +88,16 @@ class WritePairs(FillSpans):
     def open_data(self, config, world, tokenizer) -> tuple[PaddedPairs, PaddedPairs]:
         """(training set, held-out set) of --data and --val-data. Raises ChatError."""
         shape, pad = config.model_config(), self.tokens_of(tokenizer).pad
-        parts = {
-            "source": (T5Text(tokenizer, config.prefix or ""), "--seq-length", shape.seq_length),
-            "target": (T5Text(tokenizer), "--target-length", shape.target_length),
-        }
+        source, target = T5Text(tokenizer, config.prefix or ""), T5Text(tokenizer)
+        parts = (
+            Part("source", source.encode, "--seq-length", shape.seq_length),
+            Part("target", target.encode, "--target-length", shape.target_length),
+        )
 
-        def read(paths: list[str], flag: str):
-            pair, skip = partial(pair_of, parts=parts), config.skip_bad_examples
-            return read_lines(paths, flag, pair, lambda found: found, question_of, skip)
+        def read(paths: list[str], flag: str) -> tuple[list[Pair], str]:
+            return read_pairs(paths, flag, *parts, config.skip_bad_examples)
 
-        examples, summary = read(config.data, "--data")
-        if config.val_data:
-            learned, (held_out, more) = examples, read(config.val_data, "--val-data")
-            more = f"; {len(held_out):,} of --val-data{more}"
-        elif len(examples) == 1:
-            raise ChatError("--data: has one pair, and one is held out; more would fit")
-        else:
-            learned, held_out, more = split(examples)
-            more = f"; {more}"
-        world.say(f"--data: {len(examples):,} pairs{summary}{more}")
+        learned, held_out = open_examples(config, world, None, read, "pair")
         shards = config.sequence_shards
         sets = (
             PaddedPairs(learned, config.seed, pad, shards),
@@ -149,31 +131,6 @@ class WritePairs(FillSpans):
             for name, text in ("source", pair.ids), ("target", pair.target), ("written", ids):
                 lines.append(f"[{name}] {spell(text, tokens.names, tokenizer)}")
         return "\n".join(lines)
-
-
-def question_of(record: dict) -> list[dict]:
-    """What is asked in a line, as read_lines has it: pairs of one source are held out together."""
-    return [{"role": "user", "content": record["source"]}]
-
-
-def pair_of(record: dict, parts: dict[str, tuple[T5Text, str, int]]) -> Pair:
-    """The pair of a line. parts: field -> its encoder, and the flag of its most tokens, with this
-    number. Raises ChatError."""
-    ids = []
-    for name, (text, flag_of, most) in parts.items():
-        if not isinstance(record.get(name), str):
-            raise ChatError(
-                'is no pair; a line has a "source" and a "target" that are text', NO_SKIP
-            )
-        try:
-            ids.append(text.encode(record[name]))
-        except (TokenizerError, UnicodeEncodeError) as e:
-            raise ChatError(f"its {name} cannot be encoded ({e})", "not text") from None
-        if len(ids[-1]) > most:
-            raise ChatError(
-                f"its {name} has {len(ids[-1])} tokens, and {flag_of} is {most}", "too long"
-            )
-    return Pair(*ids)
 
 
 @dataclass

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from base.groups import Groups
 from course import ranks
 from finetune import prompt_file
+from finetune.pair_data import Pair
 from inference.answers import text_of
 from inference.loading import load_model
 from inference.sampling import choose, keys_of, uniform
@@ -266,7 +267,7 @@ def test_bad_flags(argv, words, saved, capsys):
 
 # --- pairs ----------------------------------------------------------------------------------------
 
-PAIRS = [seq2seq.Pair([5, 6, 7, EOS], [8, EOS]), seq2seq.Pair([9, EOS], [10, 11, 12, EOS])]
+PAIRS = [Pair([5, 6, 7, EOS], [8, EOS]), Pair([9, EOS], [10, 11, 12, EOS])]
 
 
 def test_a_batch_of_pairs():
@@ -325,7 +326,7 @@ def test_a_run_of_pairs(tmp_path, capsys, saved):
 @pytest.mark.parametrize(
     "line, words",
     [
-        ({"source": "a"}, 'a line has a "source" and a "target"'),
+        ({"source": "a"}, 'a line has "source" and "target"'),
         ({"source": "a" * 40, "target": "b"}, "41 tokens, and --seq-length is 40"),
         ({"source": "a", "target": "b" * 30}, "31 tokens, and --target-length is 20"),
     ],
