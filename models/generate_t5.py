@@ -233,7 +233,7 @@ def run(args: argparse.Namespace, world) -> None:
     config = cli.check_flags(args, world)
     adapters = Adapters(args.adapter, args.checkpoint, config, args.tp)
     model, tokenizer, _ = cli.connect(args, world, None, adapters=adapters)
-    text = T5Text(tokenizer, args.prefix)
+    text = T5Text(tokenizer, config.vocab_size, args.prefix)
     token_bytes(tokenizer).show(dict(zip(text.sentinels.values(), text.sentinels)))
     requests, answer_fields = read_requests(args, world, model, config, text)
     name, equal = "prediction" if args.prompts else "text", []

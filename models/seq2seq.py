@@ -34,7 +34,7 @@ from finetune.sft_data import open_examples
 from models.batch import Batch, pad_rows
 from models.generate_t5 import stream
 from models.runs import FillSpans, T5Run
-from models.special_tokens import T5Text, spell
+from models.special_tokens import T5Text, spell, t5_tokens
 from models.t5 import T5Config
 from run.config import ConfigError, flag
 
@@ -88,7 +88,8 @@ class WritePairs(FillSpans):
     def open_data(self, config, world, tokenizer) -> tuple[PaddedPairs, PaddedPairs]:
         """(training set, held-out set) of --data and --val-data. Raises ChatError."""
         shape, pad = config.model_config(), self.tokens_of(tokenizer).pad
-        source, target = T5Text(tokenizer, config.prefix or ""), T5Text(tokenizer)
+        source = T5Text(tokenizer, shape.vocab_size, config.prefix or "")
+        target = T5Text(tokenizer, shape.vocab_size)
         parts = (
             Part("source", source.encode, "--seq-length", shape.seq_length),
             Part("target", target.encode, "--target-length", shape.target_length),
@@ -143,6 +144,10 @@ class NoText(T5Run):
     skip_bad_examples: ClassVar[bool] = False
     document_mask: ClassVar[bool] = False
     cache: ClassVar[str] = ""
+
+    def num_ids(self, tokenizer) -> int:
+        """mT5 has no sentinels."""
+        return max(tokenizer.vocab_size, t5_tokens(tokenizer).pad + 1)
 
     def check(self, model: T5Config, world: int, base_needed: bool) -> None:
         """Nothing: T5Run's rules are those of hidden spans, and of text."""

@@ -11,6 +11,8 @@ import itertools
 import re
 from typing import NamedTuple
 
+from run.tokenizer import TokenizerError
+
 SENTINELS = 100
 
 
@@ -91,10 +93,15 @@ class T5Text:
 
     bos = None
 
-    def __init__(self, tokenizer, prefix: str = ""):
-        """prefix: comes before each text; it names the task."""
+    def __init__(self, tokenizer, vocab_size: int, prefix: str = ""):
+        """vocab_size: of the model, which may lack sentinels; then their names are plain text.
+        prefix: comes before each text; it names the task. Raises TokenizerError."""
         self.tokenizer, self.prefix, self.tokens = tokenizer, prefix, t5_tokens(tokenizer)
-        self.sentinels = {self.tokens.names[token]: token for token in self.tokens.sentinels}
+        if max(self.tokens.eos, self.tokens.pad) >= vocab_size:
+            rule = f"has no </s> or no <pad> among the {vocab_size} ids that the model knows"
+            raise TokenizerError(f"--tokenizer {tokenizer.name}: {rule}")
+        known = [token for token in self.tokens.sentinels if token < vocab_size]
+        self.sentinels = {self.tokens.names[token]: token for token in known}
 
     def encode(self, text: str) -> list[int]:
         """Raises TokenizerError; UnicodeEncodeError for half of a surrogate pair."""

@@ -23,11 +23,11 @@ from inference.token_bytes import token_bytes
 from models import generate_t5, prompt_t5, seq2seq
 from models.batch import Context
 from models.generate_t5 import stream
-from models.special_tokens import T5Text, fill, spell
+from models.special_tokens import T5Text, fill, spell, t5_tokens
 from models.t5 import T5Config
 from prompt_tuning import apply_tables
 from run import checkpoint
-from run.tokenizer import ByteTokenizer, FileTokenizer
+from run.tokenizer import ByteTokenizer, FileTokenizer, TokenizerError
 
 SHAPE = dict(num_layers=5, encoder_layers=2, hidden_size=48, num_heads=4, head_dim=16)
 SHAPE |= dict(ffn_hidden_size=100, vocab_size=61, seq_length=64, buckets=8, max_distance=16)
@@ -178,7 +178,7 @@ def test_layouts(tmp_path):
 
 
 def test_texts():
-    text = T5Text(ByteTokenizer(), "ask: ")
+    text = T5Text(ByteTokenizer(), 358, "ask: ")
     sentinel = text.tokens.sentinels[1]
     assert text.encode("a <extra_id_1>b<extra_id_999>") == [
         *b"ask: a ",
@@ -191,6 +191,10 @@ def test_texts():
         "The capital of France is Paris."
     )
     assert fill(source, "nothing") == source
+    # a model that knows no sentinel, and one that knows no <pad>
+    assert T5Text(ByteTokenizer(), 258).encode("<extra_id_0>") == [*b"<extra_id_0>", 256]
+    with pytest.raises(TokenizerError, match="no <pad> among the 257 ids"):
+        T5Text(ByteTokenizer(), 257)
 
 
 def test_texts_of_a_published_tokenizer(tmp_path):
@@ -205,7 +209,7 @@ def test_texts_of_a_published_tokenizer(tmp_path):
     library.add_special_tokens([*words[:3], *sentinels])
     library.save(str(tmp_path / "tokenizer.json"))
     tokenizer = FileTokenizer(str(tmp_path / "tokenizer.json"))
-    text = T5Text(tokenizer, "The ")
+    text = T5Text(tokenizer, 107, "The ")
     source = "capital <extra_id_0> is <extra_id_1>"
     assert [i for i in text.encode(source) if i != 2] == [3, 4, 106, 5, 105, 1]
     token_bytes(tokenizer).show(dict(zip(text.sentinels.values(), text.sentinels)))
@@ -239,7 +243,7 @@ def test_command(saved, capsys, tmp_path):
     for line in lines:
         text = command(saved, capsys, "--text", line["source"], *flags[2:])[1]
         assert text == line["text"] + "\n"
-    text = T5Text(ByteTokenizer(), "do: ")
+    text = T5Text(ByteTokenizer(), 360, "do: ")
     ids = text.encode("longer")
     options = dict(begin=text.tokens.pad, eot=text.tokens.eos, temperature=0.0)
     outputs = stream(load_model(saved, shape_class=T5Config)[0], [ids], 12, **options)
@@ -377,7 +381,7 @@ def test_learned_prompts(tmp_path, capsys, saved):
     answers = [json.loads(line) for line in out.splitlines()]
     assert [answer | line for answer, line in zip(answers, lines, strict=True)] == answers
     # the source of the first line, by hand
-    tokens, first = T5Text(ByteTokenizer()).tokens, 360
+    tokens, first = t5_tokens(ByteTokenizer()), 360
     ids = [first, first + 1, first + 2, *b"0 is", first + 3, first + 4, tokens.eos]
     model, _ = load_model(saved, shape_class=T5Config)
     apply_tables(model, {"t": a})
