@@ -23,6 +23,7 @@ from finetune.adapter_layers import METHODS, AdapterConfig
 from moe import empty_model
 from run import checkpoint
 from run.checkpoint import CheckpointError
+from run.checkpoint_index import check_command
 
 Fingerprint = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
 
@@ -63,6 +64,7 @@ def open_adapter(path: str | Path, shape_class: type[MoEConfig] = MoEConfig) -> 
             " --base BASE OUT makes an adapter of it"
         )
     index = checkpoint.read_index(path)
+    check_command(path, index["model"], shape_class)
     if "adapter" not in index:
         held = "prompts"
         if "model.embedding.tokens.weight" in index["tensors"]:

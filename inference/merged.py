@@ -20,6 +20,7 @@ from base.model_config import MoEConfig
 from finetune import frozen_base
 from finetune.adapter_files import Adapter, open_adapter
 from finetune.adapter_layers import AdapterConfig
+from inference.hf_config import read_any_model
 from run import checkpoint
 from run.checkpoint import CheckpointError, beside
 from run.tokenizer import CHAT_TEMPLATE
@@ -92,13 +93,13 @@ class MergedModel:
 
     def __init__(self, base: str | Path, path: str | Path):
         self.base = checkpoint.find(base)
-        self.adapter = open_adapter(path)
+        self.config, self.index = read_any_model(self.base)
+        self.adapter = open_adapter(path, type(self.config))
         if self.adapter.config.peft == "adapter":
             raise CheckpointError(
                 f"{self.adapter.path}: bottleneck adapters cannot be merged, for between their two"
                 " matrices is a nonlinearity; generate.py --adapter runs them beside the base"
             )
-        self.config, self.index = checkpoint.read_model(self.base)
         check_base(self.adapter, self.base, self.config)
         self.values = self.adapter.values()
         # None, unless the adapter was trained on conversations.

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import generate
 import models.huggingface
+import train
 from course.parity import relative
 from inference import export, huggingface
 from inference.architectures import HuggingFaceError
@@ -28,6 +29,7 @@ from inference.huggingface import export_folder, import_folder
 from inference.loading import load_model
 from models.batch import Context
 from models.bert import BertConfig
+from models.runs import BertRun
 from models.t5 import T5Config
 from run.checkpoint import CheckpointError
 
@@ -450,6 +452,27 @@ def test_tokenizers_go_with_the_model(name, words, ids, copy, tmp_path):
     assert is_t5(name) == (config.get("decoder_start_token_id") == ids[0])
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
     assert tokenizer.encode("b a", add_special_tokens=False) == [5, 4]
+
+
+def test_an_adapter_is_merged_into_an_export(copy, tmp_path):
+    """W + α/r B A, in the places of transformers; what the adapter does not change stays."""
+    folder, base, run = copy("bert"), tmp_path / "ckpt", tmp_path / "run"
+    write_tokenizer(folder, ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "▁a", "▁b"])
+    import_folder(folder, base)
+    (tmp_path / "a.txt").write_text("▁a ▁b " * 900)
+    words = f"--load {base} --data {tmp_path}/a.txt --cache {tmp_path}/cache --out {run} --lr 1"
+    words += " --steps 2 --global-batch-size 2 --eval-every 0 --device cpu --peft lora"
+    assert train.main(f"{words} --lora-rank 2 --lora-alpha 6".split(), BertRun) == 0
+    assert huggingface.main(["export", str(base), str(tmp_path / "b"), "--adapter", str(run)]) == 0
+    before, after = tensors_of(base), class_of("bert").from_pretrained(tmp_path / "b").state_dict()
+    adapter, module = tensors_of(run), "model.blocks.0.attention.query"
+    a, b = (adapter[f"{module}.lora.{part}"] for part in "ab")
+    assert b.abs().max() > 0.01
+    layer = "bert.encoder.layer.0.attention"
+    merged = before[f"{module}.weight"] + 3 * b @ a
+    torch.testing.assert_close(after[f"{layer}.self.query.weight"], merged)
+    norm = before["model.blocks.0.attention_norm.weight"]
+    assert after[f"{layer}.output.LayerNorm.weight"].equal(norm)
 
 
 def test_a_roberta_needs_its_padding_token(copy, tmp_path):
