@@ -29,9 +29,11 @@ from inference.huggingface import export_folder, import_folder
 from inference.loading import load_model
 from models.batch import Context
 from models.bert import BertConfig
+from models.presets import BERT_PRESETS, T5_PRESETS
 from models.runs import BertRun
 from models.t5 import T5Config
 from run.checkpoint import CheckpointError
+from run.checkpoint_index import fixed_fields
 
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()
@@ -299,6 +301,28 @@ def test_older_files(name, copy, saved, tmp_path):
     file.write_text(json.dumps(config))
     import_folder(folder, tmp_path / "ckpt")
     assert equal(tensors_of(tmp_path / "ckpt"), tensors_of(saved / name / "ours"))
+
+
+PUBLISHED = [
+    ("bert-base", "BertForMaskedLM", {}),
+    (
+        "roberta-base",
+        "RobertaForMaskedLM",
+        dict(max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5),
+    ),
+    ("t5-small", "T5ForConditionalGeneration", {}),
+    ("mt5-small", "MT5ForConditionalGeneration", {}),
+]
+
+
+@pytest.mark.parametrize("preset, name, fields", PUBLISHED)
+def test_presets_are_the_published_shapes(preset, name, fields):
+    """What transformers has by default, but for RoBERTa, is the first published model."""
+    theirs = getattr(transformers, name).config_class(**fields).to_dict()
+    ours, _ = (BERT_PRESETS | T5_PRESETS)[preset]
+    expected = T5Config(**ours) if "T5" in name else BertConfig(**ours)
+    got = to_model_config(theirs | {"architectures": [name]})
+    assert fixed_fields(got) == fixed_fields(expected) and got.dropout == expected.dropout
 
 
 # --- refusals -------------------------------------------------------------------------------------
