@@ -330,7 +330,6 @@ def test_a_run_and_its_resumption_under_another_layout(name, folder, tmp_path):
 
 REFUSED = {
     "bert --cp-kind ring": "--cp-kind",
-    "bert --head-chunk 8": "--head-chunk",
     "bert --num-experts 2": "--num-experts",
     "bert --model t5-small": "--model t5-small: no such preset",
     "t5 --cp 2": "--cp",
