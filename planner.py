@@ -38,7 +38,7 @@ from base.model_config import MoEConfig
 from planning.inputs import STATE_IN_16_BITS, Layout, Machine, PlanError, Software
 from planning.layer_time import Pass, Rank, layer
 from planning.layouts import USABLE, layouts, what_would_fit
-from planning.memory import Stages, learned, memory, parameters, stages_of, waits_for_w
+from planning.memory import Stage, Stages, learned, memory, parameters, stages_of, waits_for_w
 
 # --- bytes outside the layers ---------------------------------------------------------------------
 
@@ -59,10 +59,12 @@ def head(rank: Rank) -> float:
 
     With one stage the rank has the embedding as well, and waits for its all-reduce too.
     """
+    whole, rank = rank, rank.half(crosses=True)
     logits = rank.tokens * rank.model.vocab_size / rank.layout.tp
     # The gradient of the head's input is summed, and the parts of the embedding.
-    summed = 2 if rank.layout.pp == 1 else 1
-    waits = summed * rank.collective("tp", rank.activation, passes=2)
+    waits = rank.collective("tp", rank.activation, passes=2)
+    if rank.layout.pp == 1:
+        waits += whole.collective("tp", whole.activation, passes=2)
     # The loss reduces the largest logit, then the sum of exponentials and the target's logit, in 32
     # bits.
     waits += rank.collective("tp", 4 * rank.tokens, passes=2)
@@ -71,7 +73,9 @@ def head(rank: Rank) -> float:
     loss = (LOSS + LOSS_AGAIN * again) * logits / rank.bytes_per_second
     # Chunks multiply again in backward; a frozen matrix has no gradient.
     multiplied = 6 + 2 * again - (2 if rank.software.lora_rank else 0)
-    return rank.matmul(multiplied * logits * rank.model.hidden_size) + loss + waits
+    h = rank.model.hidden_size
+    transform = 6 * rank.tokens * h * h * rank.model.head_transform
+    return rank.matmul(multiplied * logits * h + transform) + loss + waits
 
 
 def pipeline(rank: Rank) -> float:
@@ -153,30 +157,41 @@ def gathers_and_sums(rank: Rank) -> tuple[float, float, float]:
 # --- a step ---------------------------------------------------------------------------------------
 
 
+class Layers(NamedTuple):
+    """Layers of one pipeline rank: all with cross attention, or none."""
+
+    number: float
+    recomputed: float  # share of these layers
+    in_fp8: float  # share of these layers
+    crosses: bool
+
+
 class Work(NamedTuple):
     """The work of one pipeline rank in a micro-batch."""
 
-    layers: int
-    recomputed: float  # share of these layers
-    in_fp8: float  # share of these layers
+    layers: tuple[Layers, ...]
     head: bool
+
+
+def layers_of(stages: list[Stage], ranks: int) -> tuple[Layers, ...]:
+    """The layers of so many pipeline ranks, as those of their mean."""
+    found = []
+    for crosses in (False, True):
+        blocks = [(b, n) for stage in stages for b, n in stage.blocks if b.crosses == crosses]
+        if total := sum(n for _, n in blocks):
+            again = sum(n for block, n in blocks if block.recomputes)
+            fp8 = sum(n for block, n in blocks if block.fp8)
+            found.append(Layers(total / ranks, again / total, fp8 / total, crosses))
+    return tuple(found)
 
 
 @lru_cache(maxsize=2**12)
 def works_of(of_ranks: Stages) -> tuple[Work, ...]:
     """The different works of all pipeline ranks, then that of the mean rank, for which most ranks
     wait while the pipeline fills."""
-    found = []
-    for stages in of_ranks:
-        blocks = [block for stage in stages for block in stage.blocks]
-        layers = sum(n for _, n in blocks)
-        again = sum(n for block, n in blocks if block.recomputes)
-        fp8 = sum(n for block, n in blocks if block.fp8)
-        found.append((layers, again, fp8, stages[-1].head))
-    total, again, fp8, _ = map(sum, zip(*found))
-    mean = Work(total / len(found), again / total, fp8 / total, False)
-    works = [Work(n, r / max(1, n), f / max(1, n), head) for n, r, f, head in found]
-    return *dict.fromkeys(works), mean
+    works = [Work(layers_of(stages, 1), stages[-1].head) for stages in of_ranks]
+    everything = [stage for stages in of_ranks for stage in stages]
+    return *dict.fromkeys(works), Work(layers_of(everything, len(of_ranks)), False)
 
 
 def step_time(
@@ -194,36 +209,39 @@ def step_time(
     rank = Rank(machine, software, model, layout)
     of_head = head(rank)
     *works, mean = works_of(stages_of(model, layout, software))
-    passes = {work: layer(rank, work.recomputed, work.in_fp8)[:2] for work in works}
+    passes = {layers: layer(rank, *layers[1:]) for work in works for layers in work.layers}
 
-    def seconds_of(work: Work) -> float:
-        return work.layers * sum(map(sum, passes[work])) + work.head * of_head
+    def sums_of(work: Work) -> list[float]:
+        """Seconds of all layers, forward and backward."""
+        return [sum(n[0] * sum(passes[n][direction]) for n in work.layers) for direction in (0, 1)]
 
-    work = max(works, key=seconds_of)
-    forward, backward = passes[work]
-    seconds = {}
-    for name, in_forward, in_backward in zip(Pass._fields, forward, backward):
-        seconds[name] = m * work.layers * (in_forward + in_backward)
+    work = max(works, key=lambda work: sum(sums_of(work)) + work.head * of_head)
+    seconds = dict.fromkeys(Pass._fields, 0.0)
+    for layers in work.layers:
+        for name, in_forward, in_backward in zip(Pass._fields, *passes[layers][:2]):
+            seconds[name] += m * layers.number * (in_forward + in_backward)
     # If another rank is slower, the head counts only once, while the pipeline fills and drains.
     seconds["head"] = (m if work.head else 1) * of_head
     if p > 1:
         seconds["bubble"] = fill_and_drain(rank, mean)
         seconds["pipeline"] = pipeline(rank)
     if layout.replicas > 1:
-        beside = work.layers * sum(forward), work.layers * sum(backward)
-        seconds["data"] = data_parallel(rank, *beside)
+        seconds["data"] = data_parallel(rank, *sums_of(work))
     seconds["optimizer"] = update(rank)
     return seconds
 
 
 def fill_and_drain(rank: Rank, mean: Work) -> float:
     """Seconds of the bubble: a rank waits while the others fill and drain the pipeline."""
-    forward, backward, deferred = layer(rank, mean.recomputed, mean.in_fp8)
-    waits = sum(forward) + sum(backward)
-    if waits_for_w(rank.layout):
-        # f + I - W instead of f + I + W: weight gradients fill the waits for input gradients.
-        waits -= 2 * min(deferred, sum(backward) / 2)
-    return (rank.layout.pp - 1) * mean.layers * waits / rank.layout.virtual_stages
+    total = 0.0
+    for layers in mean.layers:
+        forward, backward, deferred = layer(rank, *layers[1:])
+        waits = sum(forward) + sum(backward)
+        if waits_for_w(rank.layout):
+            # f + I - W instead of f + I + W: weight gradients fill the waits for input gradients.
+            waits -= 2 * min(deferred, sum(backward) / 2)
+        total += (rank.layout.pp - 1) * layers.number * waits
+    return total / rank.layout.virtual_stages
 
 
 def update(rank: Rank) -> float:

@@ -81,6 +81,11 @@ class GPTConfig:
     own_choices: ClassVar[dict[str, tuple]] = {}
     # Whether a token sees only itself and those before it.
     causal: ClassVar[bool] = True
+    # An encoder-decoder has these: tokens of its target, and layers with cross attention (T5).
+    target_length: ClassVar[int] = 0
+    cross_layers: ClassVar[range] = range(0)
+    # Whether a matrix [h, h] comes before that of the head (BERT).
+    head_transform: ClassVar[bool] = False
 
     def __post_init__(self):
         self.check_types()
@@ -329,10 +334,15 @@ def num_mlps(config: GPTConfig, of_each_layer_with_experts: str) -> tuple[int, i
 
 def block_matrices(config: GPTConfig, mlps: int) -> int:
     """Numbers in the matrices of all blocks, without routers."""
-    h = config.hidden_size
+    attentions = config.num_layers + len(config.cross_layers)
+    return attentions * attention_matrices(config) + mlps * mlp_matrices(config)
+
+
+def attention_matrices(config: GPTConfig) -> int:
+    """Numbers in the matrices of one attention; query and output have half of them where heads do
+    not share keys."""
     heads = config.num_heads + config.num_kv_heads
-    attention = 2 * h * heads * config.head_dim
-    return config.num_layers * attention + mlps * mlp_matrices(config)
+    return 2 * config.hidden_size * heads * config.head_dim
 
 
 def mlp_matrices(config: GPTConfig) -> int:
@@ -349,7 +359,7 @@ def least_parameters(config: GPTConfig) -> int:
     vectors = config.vocab_size * (1 if config.tied else 2)
     if config.positions == "learned":
         vectors += config.seq_length
-    return block_matrices(config, mlps) + routers + h * vectors
+    return block_matrices(config, mlps) + routers + h * (vectors + h * config.head_transform)
 
 
 def flops_per_token(config: GPTConfig, s: int | None = None) -> float:
@@ -361,11 +371,26 @@ def flops_per_token(config: GPTConfig, s: int | None = None) -> float:
 
         72 L h² (1 + s/6h + V/12hL)        arXiv 2205.05198, eq. 7, divided by B s
 
-    Only the experts that a token goes through count, and the router.
+    Only the experts that a token goes through count, and the router. Those of an encoder-decoder
+    are the FLOPs of a sequence, over the tokens of its source.
     """
     h = config.hidden_size
+    if config.target_length:
+        return encoder_decoder_flops(config, s or config.seq_length) / (s or config.seq_length)
     mlps, experts = num_mlps(config, "router_topk")
     weights = block_matrices(config, mlps) + experts * h * getattr(config, "num_experts", 0)
     s = s or config.seq_length
     scores = 12 * config.num_layers * s * config.num_heads * config.head_dim
-    return 6 * (weights + h * config.vocab_size) + scores
+    return 6 * (weights + h * (config.vocab_size + h * config.head_transform)) + scores
+
+
+def encoder_decoder_flops(config: GPTConfig, n: int) -> float:
+    """Model FLOPs to train on a source of n tokens and its target. Cross attention reads queries
+    from the target, keys and values from the source."""
+    m, decoder = config.target_length, len(config.cross_layers)
+    encoder = config.num_layers - decoder
+    attention = attention_matrices(config)
+    each = attention + mlp_matrices(config)
+    products = encoder * n * each + decoder * (m * each + (m + n) / 2 * attention)
+    scores = 2 * config.num_heads * config.head_dim * (encoder * n**2 + decoder * (m**2 + m * n))
+    return 6 * (products + m * config.hidden_size * config.vocab_size + scores)

@@ -53,6 +53,7 @@ class BertConfig(MoEConfig):
     # 2: a token belongs to the first or the second text of a pair. RoBERTa has 1.
     token_types: int = 2
     causal: ClassVar[bool] = False
+    head_transform: ClassVar[bool] = True
     own_choices: ClassVar[dict[str, tuple]] = dict(
         norm=("layernorm",),
         activation=("exact-gelu", "gelu"),

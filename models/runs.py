@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from base.cross_entropy import cross_entropy
-from base.model_config import FieldError
+from base.model_config import FieldError, encoder_decoder_flops
 from finetune.adapter_learning import PeftConfig
 from models import masking, special_tokens
 from models.batch import Batch
@@ -125,17 +125,9 @@ class FillSpans(FillIn):
         )
 
     def flops_per_token(self, s: int) -> float:
-        """Of n + m positions: the encoder's blocks see n of them, the decoder's m. s: n + m"""
-        shape = self.model_config
-        m = shape.target_length
-        n, h, heads = s - m, shape.hidden_size, shape.num_heads * shape.head_dim
-        mlp = (3 if shape.gated else 2) * h * shape.ffn_hidden_size
-        attention = 4 * h * heads
-        encoder = 6 * n * (attention + mlp) + 12 * n * n * heads
-        # Its cross attention has queries and outputs of m, keys and values of n.
-        decoder = 6 * (m * (attention + mlp) + (m + n) * attention // 2) + 12 * m * s * heads
-        layers = shape.encoder_layers, shape.num_layers - shape.encoder_layers
-        return (layers[0] * encoder + layers[1] * decoder + 6 * m * h * shape.vocab_size) / s
+        """FLOPs of a sequence over its n + m positions. s: n + m"""
+        n = s - self.model_config.target_length
+        return encoder_decoder_flops(self.model_config, n) / s
 
 
 # --- flags ----------------------------------------------------------------------------------------

@@ -170,8 +170,8 @@ def run_step(trainer, m: int) -> Step:
         trainer.schedule = [[a for a in list_ if a.micro_batch < m] for list_ in trainer.schedule]
         actions = Actions(trainer.pipeline, kept)
     with kept, Counters() as counters:
-        tokens = Tokens(trainer.model_config.seq_length, trainer.config.document_mask)
-        trainer.forward_backward(1, tokens)
+        text = trainer.model_config, trainer.config.document_mask, trainer.task.batch_class
+        trainer.forward_backward(1, Tokens(*text))
         fp8_weights = fp8_weights_of(trainer)
         trainer.update(1)
         # What the next forward would wait for.

@@ -11,7 +11,7 @@ Not covered: as there.
 
 from typing import NamedTuple
 
-from base.model_config import MoEConfig, block_matrices, mlp_matrices, num_mlps
+from base.model_config import MoEConfig, attention_matrices, mlp_matrices, num_mlps
 from planning.inputs import Layout, Machine, PlanError, Software
 from planning.memory import (
     bias_heads,
@@ -20,6 +20,7 @@ from planning.memory import (
     keeps_fp8_bytes,
     lora_parameters,
     lora_widths,
+    tokens_of,
     waits_for_w,
 )
 
@@ -62,9 +63,18 @@ NORM_GRADIENTS = 6 * 4
 
 
 class Rank:
-    """One rank of a run: how long, in seconds, it takes for what."""
+    """One rank of a run: how long, in seconds, it takes for what. s: tokens of a sequence, by
+    default the longest."""
 
-    def __init__(self, machine: Machine, software: Software, model: MoEConfig, layout: Layout):
+    def __init__(
+        self,
+        machine: Machine,
+        software: Software,
+        model: MoEConfig,
+        layout: Layout,
+        s: int | None = None,
+    ):
+        self.s = s or model.seq_length + model.target_length
         self.machine = machine
         self.software = software
         self.model = model
@@ -72,7 +82,7 @@ class Rank:
         self.flops_per_second = machine.peak * machine.constants.matmul
         self.bytes_per_second = machine.memory_bandwidth * machine.constants.memory
         # Tokens of a micro-batch, b s, over context-parallel ranks; and the bytes of an activation.
-        self.tokens = layout.tokens(model.seq_length)
+        self.tokens = layout.tokens(self.s)
         self.activation = software.weight * self.tokens * model.hidden_size
         # The ranks of a group are numbered so far apart: tensor-parallel ranks are neighbours.
         t = layout.tp
@@ -80,15 +90,22 @@ class Rank:
         self.strides |= {"expert_shard": t * layout.ep, "replicate": t * layout.shard}
         # The ranks over which sequence parallelism shards what tensor parallelism leaves whole.
         self.sequence_ranks = layout.tp if layout.sequence_parallel else 1
-        # MLPs that a token goes through, and numbers in all matrices that it meets, of one layer.
-        mlps = num_mlps(model, "router_topk")[0]
-        self.mlps = mlps / model.num_layers
-        self.met = block_matrices(model, mlps) / model.num_layers
+        # MLPs that a token goes through, and numbers in all matrices that it meets, of one layer,
+        # without cross attention.
+        self.mlps = num_mlps(model, "router_topk")[0] / model.num_layers
+        self.met = attention_matrices(model) + self.mlps * mlp_matrices(model)
         self.fused_attention = software.fused_attention and model.attention == "fused"
         # In backward, always.
         self.scores_again = is_fused(model, layout, software)
         if software.fp8 != "off" and not machine.has_fp8:
             raise PlanError(f"{machine.name} has no FP8; leave --fp8 out")
+
+    def half(self, crosses: bool) -> "Rank":
+        """This rank in a decoder's layers, on the target alone; in an encoder's, on the source."""
+        if not self.model.cross_layers:
+            return self
+        s = tokens_of(self.model, crosses)
+        return Rank(self.machine, self.software, self.model, self.layout, s)
 
     def matmul(self, flops: float, in_fp8: float = 0.0) -> float:
         """in_fp8: of these FLOPs, the share that reads bytes."""
@@ -129,15 +146,19 @@ class Pass(NamedTuple):
     context: float
 
 
-def layer(rank: Rank, recomputed: float = 1.0, in_fp8: float = 0.0) -> tuple[Pass, Pass, float]:
+def layer(
+    rank: Rank, recomputed: float = 1.0, in_fp8: float = 0.0, crosses: bool = False
+) -> tuple[Pass, Pass, float]:
     """(forward, backward, the part of backward that zb-h1 computes later: weight gradients), of one
-    layer; the mean where only some layers have experts. recomputed, in_fp8: shares of layers."""
+    layer; the mean where only some layers have experts. recomputed, in_fp8: shares of layers.
+    crosses: with cross attention."""
+    rank = rank.half(crosses)
     model, layout = rank.model, rank.layout
     with_experts = len(model.expert_layers) / model.num_layers
     linear, weight_gradient, deferred = products(rank, with_experts, in_fp8)
     # Scores and context.
     heads = model.num_heads * model.head_dim
-    core = rank.matmul(4 * rank.tokens * model.seq_length * heads / layout.tp)
+    core = rank.matmul(4 * rank.tokens * rank.s * heads / layout.tp)
     elementwise, scores, bias = read_and_written(rank)
     # All-reduces after attention and after the MLP; to the experts and back.
     all_reduce = rank.collective("tp", rank.activation, passes=2)
@@ -146,15 +167,25 @@ def layer(rank: Rank, recomputed: float = 1.0, in_fp8: float = 0.0) -> tuple[Pas
     core_backward = (3 if rank.scores_again else 2) * core
     waits = context(rank, core, core_backward)
     casts, casts_backward = fp8_casts(rank, in_fp8)
+    tensor, tensor_again = 2 * all_reduce, tensor_backward(rank, all_reduce, weight_gradient)
+    if crosses:
+        cross = cross_attention(rank, in_fp8)
+        linear, weight_gradient, deferred = (
+            seconds + cross.linear for seconds in (linear, weight_gradient, deferred)
+        )
+        core_backward *= 1 + cross.core / core
+        core += cross.core
+        elementwise, scores = elementwise + cross.outside, scores + cross.scores
+        tensor, tensor_again = tensor + cross.waits[0], tensor_again + cross.waits[1]
     read_write = elementwise + scores + bias + casts
-    forward = Pass(linear + core, read_write, 2 * all_reduce, exchange, waits[0])
+    forward = Pass(linear + core, read_write, tensor, exchange, waits[0])
 
-    accumulation = accumulated(rank, with_experts) / rank.bytes_per_second
+    accumulation = accumulated(rank, with_experts, crosses) / rank.bytes_per_second
     backward = Pass(
         # Fused attention computes the scores again.
         linear + weight_gradient + core_backward,
         BACKWARD * (elementwise + scores) + casts_backward + accumulation,
-        tensor_backward(rank, all_reduce, weight_gradient),
+        tensor_again,
         exchange,
         waits[1],
     )
@@ -185,7 +216,7 @@ def products(rank: Rank, with_experts: float, in_fp8: float) -> tuple[float, flo
     return forward, outside + rank.matmul(experts * flops), outside
 
 
-def accumulated(rank: Rank, with_experts: float) -> float:
+def accumulated(rank: Rank, with_experts: float, crosses: bool = False) -> float:
     """Bytes that one layer's weight gradients of a micro-batch, and their sum, read and write."""
     software = rank.software
     # Products of bytes are not fused.
@@ -197,7 +228,7 @@ def accumulated(rank: Rank, with_experts: float) -> float:
     attention, mlp, experts = block_parameters(rank.model, rank.layout)
     if software.lora_rank:
         attention, mlp, experts = lora_parameters(rank.model, rank.layout, software.lora_rank)
-    held = attention + (1 - with_experts) * mlp + with_experts * experts
+    held = (1 + crosses) * attention + (1 - with_experts) * mlp + with_experts * experts
     return (software.weight + ACCUMULATION) * held
 
 
@@ -224,7 +255,7 @@ def fp8_casts(rank: Rank, in_fp8: float) -> tuple[float, float]:
 def read_and_written(rank: Rank) -> tuple[float, float, float]:
     """Seconds of forward's element-wise operations: (outside, inside core attention, what is added
     to its scores). The last one has no backward."""
-    model, t, s = rank.model, rank.layout.tp, rank.model.seq_length
+    model, t, s = rank.model, rank.layout.tp, rank.s
     activation = (GATED if model.gated else GELU) * model.ffn_hidden_size * rank.mlps
     norms = NORMS_AND_RESIDUALS * model.hidden_size / rank.sequence_ranks
     context = CONTEXT * model.num_heads * model.head_dim
@@ -250,23 +281,62 @@ def tensor_backward(rank: Rank, all_reduce: float, weight_gradient: float) -> fl
     all-gather of the output's gradient. The reduce-scatter of the input's gradient runs beside the
     weight gradient, and the kept input is gathered again beside the input gradient.
     """
-    half = all_reduce / 2
     waits = 0.0
     model = rank.model
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.hidden_size
     for share in (min(1 / 4, qkv / rank.met), 1 / 4):
-        overlaps = rank.software.overlaps_tensor and not waits_for_w(rank.layout)
-        beside = share * weight_gradient if overlaps else 0.0
-        if rank.layout.sequence_parallel:
-            waits += half + 2 * max(0.0, half - beside)
-        else:
-            waits += max(0.0, all_reduce - beside)
+        waits += input_gradient(rank, all_reduce, share * weight_gradient)
+        # The output's gradient is gathered.
+        waits += all_reduce / 2 if rank.layout.sequence_parallel else 0.0
     if rank.layout.sequence_parallel and rank.software.sums_norms_by_layer:
         waits += rank.collective("tp", NORM_GRADIENTS * rank.model.hidden_size, passes=2)
     if rank.model.qk_norm and not rank.layout.sequence_parallel:
         # Gradients of the two norms, which each rank has of its heads.
         waits += rank.collective("tp", 2 * rank.model.head_dim * rank.software.weight, passes=2)
     return waits
+
+
+def input_gradient(rank: Rank, all_reduce: float, weight_gradient: float) -> float:
+    """Seconds that backward waits for the sum of an input's gradient, beside a weight gradient."""
+    overlaps = rank.software.overlaps_tensor and not waits_for_w(rank.layout)
+    beside = weight_gradient if overlaps else 0.0
+    if rank.layout.sequence_parallel:
+        return 2 * max(0.0, all_reduce / 2 - beside)
+    return max(0.0, all_reduce - beside)
+
+
+class Cross(NamedTuple):
+    """Seconds of cross attention in one micro-batch, forward: its matrices, core, element-wise
+    operations outside and inside the core; and what (forward, backward) waits for tensor-parallel
+    ranks."""
+
+    linear: float
+    core: float
+    outside: float
+    scores: float
+    waits: tuple[float, float]
+
+
+def cross_attention(rank: Rank, in_fp8: float) -> Cross:
+    """What a decoder's layer has beside self-attention and MLP. rank: on tokens of the target.
+    Queries and the output are of the target, keys and values of the source."""
+    model, t, n = rank.model, rank.layout.tp, rank.model.seq_length
+    width, source = model.num_heads * model.head_dim, rank.layout.tokens(n)
+    half = attention_matrices(model) / 2 / t
+    of_target, of_source = (rank.matmul(2 * x * half, in_fp8) for x in (rank.tokens, source))
+    core = rank.matmul(4 * rank.tokens * n * width / t)
+    each = NORMS_AND_RESIDUALS / 2 * model.hidden_size / rank.sequence_ranks + CONTEXT * width / t
+    scores = 0 if rank.fused_attention else SCORES * model.num_heads * n / t
+    outside, scores = (rank.read_write(rank.tokens * x) for x in (each, scores))
+    target_sum = rank.collective("tp", rank.activation, passes=2)
+    source_sum = rank.collective("tp", rank.activation / rank.tokens * source, passes=2)
+    # Sequence parallelism gathers the source, and in backward the output's gradient.
+    forward, backward = target_sum, 0.0
+    if rank.layout.sequence_parallel:
+        forward, backward = forward + source_sum / 2, target_sum / 2
+    backward += input_gradient(rank, target_sum, of_target / 2)
+    backward += input_gradient(rank, source_sum, of_source)
+    return Cross(of_target + of_source, core, outside, scores, (forward, backward))
 
 
 def head_bytes(rank: Rank, heads: int) -> float:

@@ -97,10 +97,14 @@ def contexts_of(
 ) -> list[tuple[int, str]]:
     """(cp, cp_kind)"""
     found = [(1, "ring")]
+    if model.cross_layers:
+        return found
     # sinkhorn's plans are of all tokens together
     if model.seq_length >= LONG and not (model.num_experts and model.router == "sinkhorn"):
         for cp, kind in itertools.product(divisors(replicas)[1:], software.cp_kinds):
-            if accepts(context_parallel.check, model, cp, tp, kind):
+            # A ring hides later tokens.
+            sees_both = kind == "ring" and not model.causal
+            if not sees_both and accepts(context_parallel.check, model, cp, tp, kind):
                 found.append((cp, kind))
     return found
 
@@ -120,7 +124,8 @@ def schedules_of(
     if pp == 1:
         return [(None, 1)]
     found = [(name, 1) for name in ("1f1b", "zb-h1") if name in software.schedules]
-    if m % pp == 0:
+    # An encoder-decoder's tables are on each stage once.
+    if m % pp == 0 and not model.cross_layers:
         for v in divisors(model.num_layers // pp)[1:]:
             found.append(("interleaved", v))
     return found

@@ -37,7 +37,7 @@ import numpy as np
 
 import pipeline_parallel
 import schedules
-from base.model_config import MoEConfig, block_matrices, mlp_matrices
+from base.model_config import MoEConfig, attention_matrices, mlp_matrices
 from planning.inputs import Layout, Software
 from run import least_memory
 
@@ -51,6 +51,10 @@ class BlockType(NamedTuple):
     # Recomputed by the layout's granularity.
     recomputes: bool = True
     fp8: bool = False
+    # Of T5 (models/t5.py): a decoder's block, which reads the target and the source; the last one
+    # of a half, which ends with a norm and dropout.
+    crosses: bool = False
+    ends: bool = False
 
 
 class Stage(NamedTuple):
@@ -72,11 +76,19 @@ def stages(
 ) -> Stages:
     """recomputed, fp8: numbers of layers."""
     found = []
+    decoder = model.cross_layers
+    halves_end = (decoder.start - 1, decoder.stop - 1) if decoder else ()
     for number, layers in enumerate(
         pipeline_parallel.layers_of_stages(model.num_layers, p, v, split)
     ):
         types = Counter(
-            BlockType(layer in model.expert_layers, layer in recomputed, layer in fp8)
+            BlockType(
+                layer in model.expert_layers,
+                layer in recomputed,
+                layer in fp8,
+                layer in model.cross_layers,
+                layer in halves_end,
+            )
             for layer in layers
         )
         found.append(Stage(tuple(types.items()), number == 0, number == p * v - 1))
@@ -99,8 +111,8 @@ def stages_of(model: MoEConfig, layout: Layout, software: Software) -> Stages:
 
 
 def block_parameters(model: MoEConfig, layout: Layout) -> tuple[float, float, float]:
-    """Numbers that one rank has of one block: in attention, in one MLP, in its experts."""
-    attention = block_matrices(model, 0) / model.num_layers / layout.tp
+    """Numbers that one rank has of one block: in one attention, in one MLP, in its experts."""
+    attention = attention_matrices(model) / layout.tp
     mlp = mlp_matrices(model) / layout.tp
     return attention, mlp, model.num_experts * mlp / layout.ep
 
@@ -138,7 +150,7 @@ def in_blocks(
     for stage in of_rank:
         for block, n in stage.blocks:
             if block.fp8 or not only_fp8:
-                outside += n * (attention if block.experts else attention + mlp)
+                outside += n * ((1 + block.crosses) * attention + (not block.experts) * mlp)
                 inside += n * experts * block.experts
     return outside, inside
 
@@ -153,6 +165,8 @@ def parameters(
     ends = of_rank[0].embedding + of_rank[-1].head
     if model.tied and layout.pp == 1:
         ends = 1
+    if model.head_transform and of_rank[-1].head:
+        outside += model.hidden_size**2
     return outside + ends * vocabulary(model, layout), experts
 
 
@@ -217,11 +231,11 @@ class Kept(NamedTuple):
 
 
 class Sizes:
-    """Bytes of the tensors that a layer is made of."""
+    """Bytes of the tensors that a layer is made of, on sequences of s tokens."""
 
-    def __init__(self, model: MoEConfig, layout: Layout, software: Software):
-        self.model, self.layout, self.software = model, layout, software
-        n, w = layout.tokens(model.seq_length), software.weight
+    def __init__(self, model: MoEConfig, layout: Layout, software: Software, s: int):
+        self.model, self.layout, self.software, self.s = model, layout, software, s
+        n, w = layout.tokens(s), software.weight
         self.weight = w
         # a number that is computed in 32 bits, over a number of the model
         self.widened = max(4, w) / w
@@ -233,7 +247,7 @@ class Sizes:
         self.query = n * model.num_heads * model.head_dim * w / layout.tp
         self.key = n * model.num_kv_heads * model.head_dim * w / layout.tp
         # Elements of [b, a, s, s].
-        self.scores = n * model.seq_length * model.num_heads / layout.tp
+        self.scores = n * s * model.num_heads / layout.tp
         self.ffn = n * model.ffn_hidden_size * w / layout.tp
         self.logits = n * model.vocab_size * w / layout.tp
         # The mask of a dropout after attention, or after the MLP: 1 byte an element.
@@ -262,18 +276,30 @@ class Sizes:
 
 def layer(model: MoEConfig, layout: Layout, software: Software, block: BlockType) -> Kept:
     """One block, with one MLP or with experts."""
-    size = Sizes(model, layout, software)
+    size = Sizes(model, layout, software, tokens_of(model, block.crosses))
     # LoRA's A reads 16 bits.
     in_fp8 = block.fp8 and not size.frozen
     attention, scores = attention_bytes(size, in_fp8)
     mlp = mlp_bytes(size, block.experts, in_fp8)
+    if block.ends:
+        mlp += size.norm(size.x) + size.mask
+    keys, attentions = 1.0, 1
+    if block.crosses:
+        # Keys and values of the source, over those of the target.
+        longer = model.seq_length / model.target_length
+        across, more_scores = attention_bytes(size, in_fp8, longer)
+        attention, scores = attention + across, scores + more_scores
+        keys, attentions = keys + longer, 2
     # What W waits for: ∂y and x of each matrix, whole; experts and thin matrices do not wait.
     deferred = mlp_waits = 0.0
     if not size.frozen:
         matrix_bytes = size.weight if block.fp8 else 1
         if not block.experts:
             mlp_waits = (2 * size.whole + (2 + model.gated) * size.ffn) / matrix_bytes
-        deferred = mlp_waits + 2 * (size.whole + size.query + size.key) / matrix_bytes
+        waits = 2 * (attentions * (size.whole + size.query) + keys * size.key)
+        if block.crosses and layout.sequence_parallel:
+            waits += (keys - 1) * size.whole
+        deferred = mlp_waits + waits / matrix_bytes
     if layout.recompute == "full" and block.recomputes:
         # a norm that copies its input keeps the copy, not the layer's input
         shared = size.x if size.norm_is_one else 0.0
@@ -285,31 +311,38 @@ def layer(model: MoEConfig, layout: Layout, software: Software, block: BlockType
     return Kept(attention + mlp + scores, 0.0, deferred)
 
 
-def attention_bytes(size: Sizes, in_fp8: bool) -> tuple[float, float]:
-    """(what is kept always, what selective recomputation computes again)"""
+def tokens_of(model: MoEConfig, crosses: bool) -> int:
+    """Tokens of a sequence that a block works on."""
+    return model.target_length if crosses else model.seq_length
+
+
+def attention_bytes(size: Sizes, in_fp8: bool, keys: float = 1.0) -> tuple[float, float]:
+    """(what is kept always, what selective recomputation computes again). keys: so many times as
+    many as queries."""
     model, layout = size.model, size.layout
     kept = size.norm(size.x) + size.read(in_fp8) + size.mask + 4 * size.lora
     if model.qk_norm:
         kept += size.norm(size.query + size.key)
     # Queries, keys, values; what the output's matrix reads.
-    kept += size.query + 2 * size.key + (size.query / size.weight if in_fp8 else size.query)
+    kept += size.query + 2 * keys * size.key + (size.query / size.weight if in_fp8 else size.query)
     if not is_fused(model, layout, size.software):
         # softmax; with dropout its mask and its dropped copy
         each = 2 * size.weight + 1 if model.dropout else size.weight
-        return kept, size.scores * each
+        return kept, keys * size.scores * each
     # The output matrix reads another order than fused attention writes (queries head by head, or
     # a part of the heads), or bytes: then the result is kept beside what it reads.
     exchanges = layout.cp > 1 and not is_ring(layout)
     if model.qk_norm or exchanges or (is_ring(layout) and model.dropout) or in_fp8:
         kept += size.query
-    return kept + bias_heads(model, layout.tp) * model.seq_length**2 * size.weight, 0.0
+    return kept + bias_heads(model, layout.tp) * size.s**2 * size.weight, 0.0
 
 
 def mlp_bytes(size: Sizes, experts: bool, in_fp8: bool) -> float:
     """What an MLP keeps, or what experts keep."""
     model = size.model
     down = size.ffn / size.weight if in_fp8 and not experts else size.ffn
-    inner = (3 if model.gated else 1) * size.ffn + down
+    # ReLU keeps its result, which the next matrix reads.
+    inner = (3 if model.gated else model.activation != "relu") * size.ffn + down
     kept = size.norm(size.x) + size.mask + (2 + model.gated) * size.lora
     if not experts:
         return kept + size.read(in_fp8) + inner
@@ -341,10 +374,16 @@ def bias_heads(model: MoEConfig, t: int) -> int:
     return int(model.sliding_window > 0)
 
 
-def ends(size: Sizes) -> tuple[Kept, Kept]:
+def ends(model: MoEConfig, layout: Layout, software: Software) -> tuple[Kept, Kept]:
     """(embedding, head). The head has logits in 32 bits; the gradient that waits has 16."""
-    norm = size.norm(size.x)
-    embedding = size.mask + (norm if size.model.embedding_norm else 0.0)
+    whole = Sizes(model, layout, software, model.seq_length + model.target_length)
+    size = Sizes(model, layout, software, tokens_of(model, bool(model.cross_layers)))
+    # T5's last block has it.
+    norm = 0.0 if model.cross_layers else size.norm(size.x)
+    embedding = whole.mask + (norm if model.embedding_norm or model.head_transform else 0.0)
+    if model.head_transform:
+        # What its matrix reads, and GELU.
+        norm += 2 * size.x
     if size.frozen:
         # Before LoRA's first matrices nothing needs a gradient: nor does the first norm's input.
         embedding = -norm
@@ -376,12 +415,7 @@ def in_flight(name: str, p: int, m: int, v: int, rank: int) -> np.ndarray:
 @lru_cache(maxsize=2**14)
 def activations(model: MoEConfig, layout: Layout, software: Software, rank: int) -> float:
     """Bytes that are kept for backward, at the peak of the step."""
-    size = Sizes(model, layout, software)
-    embedding, head = ends(size)
-    rotary = 0.0
-    if model.positions == "rotary" and (layout.cp == 1 or layout.recompute == "full"):
-        # The table of cos and sin; ranks that share a sequence keep a part of it.
-        rotary = 2 * model.seq_length * model.head_dim * size.weight
+    embedding, head = ends(model, layout, software)
     kept, deferred = [], []
     again = 0.0
     of_rank = stages_of(model, layout, software)[rank]
@@ -389,9 +423,10 @@ def activations(model: MoEConfig, layout: Layout, software: Software, rank: int)
     for stage in of_rank:
         parts = [(n, block, layer(model, layout, software, block)) for block, n in stage.blocks]
         parts += [(stage.embedding, None, embedding), (stage.head, None, head)]
-        kept.append(sum(n * part.kept for n, _, part in parts) + rotary)
-        deferred.append(sum(n * part.deferred for n, _, part in parts))
-        again = max(again, again_bytes(layout, parts, logits))
+        shared, shared_deferred = shared_bytes(model, layout, software, stage)
+        kept.append(sum(n * part.kept for n, _, part in parts) + shared)
+        deferred.append(sum(n * part.deferred for n, _, part in parts) + shared_deferred)
+        again = max(again, again_bytes(layout, parts, logits, shared))
     name = layout.pipeline_schedule if layout.pp > 1 else "1f1b"
     # Further micro-batches repeat what 2 p of them do, except under gpipe.
     m = layout.micro_batches if name == "gpipe" else min(layout.micro_batches, 2 * layout.pp)
@@ -399,31 +434,62 @@ def activations(model: MoEConfig, layout: Layout, software: Software, rank: int)
     return float((states @ np.array(kept + deferred)).max()) + again
 
 
-def again_bytes(layout: Layout, parts: list, head: Kept) -> float:
+def shared_bytes(
+    model: MoEConfig, layout: Layout, software: Software, stage: Stage
+) -> tuple[float, float]:
+    """(kept, waited for by W): what all blocks of a stage read."""
+    w, shared = software.weight, 0.0
+    if model.positions == "rotary" and (layout.cp == 1 or layout.recompute == "full"):
+        # The table of cos and sin; ranks that share a sequence keep a part of it.
+        return 2 * model.seq_length * model.head_dim * w, 0.0
+    if not model.cross_layers:
+        return 0.0, 0.0
+    halves = {block.crosses for block, n in stage.blocks if n}
+    for s in (tokens_of(model, half) for half in halves):
+        # The buckets, int64; and the bias, which a sum of single operations does not keep.
+        heads = 0.0
+        if is_fused(model, layout, software) or layout.recompute != "none":
+            heads = model.num_heads / layout.tp
+        shared += s**2 * (8 + heads * w)
+    source = Sizes(model, layout, software, model.seq_length)
+    if True not in halves:
+        return shared, 0.0
+    # Cross attention reads the source in each layer; sequence parallelism gathers it in each.
+    return shared + source.x, 0.0 if layout.sequence_parallel else source.whole
+
+
+def again_bytes(layout: Layout, parts: list, head: Kept, shared: float) -> float:
     """What backward computes again beside all that is kept, of one stage. The first block comes
-    when the head's backward is over, and that of the layers after it which keep all. parts:
-    (how many, block type, Kept)."""
+    when the head's backward is over, and that of the layers after it which keep all; an encoder's
+    when the decoder's is over. parts: (how many, block type, Kept); shared: what all blocks
+    read."""
     waits = waits_for_w(layout)
     freed = head.kept - waits * head.deferred
-    if layout.recompute_layers is not None:
-        for n, block, part in parts:
-            if block and not block.recomputes:
-                freed += n * (part.kept - waits * part.deferred)
+    of_decoder = 0.0
+    for n, block, part in parts:
+        if block and not block.recomputes and layout.recompute_layers is not None:
+            freed += n * (part.kept - waits * part.deferred)
+        elif block and block.crosses:
+            of_decoder += n * (part.kept - waits * part.deferred)
     again = 0.0
-    for _, _, part in parts:
-        # Where more waits for W than was kept, the fullest state is that after I.
+    for n, block, part in parts:
+        beside = -freed if not block or block.crosses else -freed - of_decoder
         left_to_w = waits * (part.deferred - part.kept)
-        again = max(again, part.again - (left_to_w if left_to_w > 0 else freed))
+        if left_to_w > 0:
+            # More waits for W than was kept: the fullest state is that after I, or before it.
+            beside = min(shared - left_to_w, (n - 1) * left_to_w)
+        again = max(again, part.again + beside)
     return again
 
 
 def buffers(model: MoEConfig, layout: Layout, software: Software, rank: int) -> dict[str, float]:
     """Bytes that are there for a moment: an estimate. Whole units of ZeRO stage 3; gradients on
     their way to their sums; what attention's core or the loss needs, and messages."""
-    size = Sizes(model, layout, software)
+    size = Sizes(model, layout, software, model.seq_length + model.target_length)
+    of_head = Sizes(model, layout, software, tokens_of(model, bool(model.cross_layers)))
     of_rank = stages_of(model, layout, software)[rank]
     attention, mlp, experts = block_parameters(model, layout)
-    block = attention + max(mlp, experts)
+    block = (2 if model.cross_layers else 1) * attention + max(mlp, experts)
     is_end = of_rank[0].embedding or of_rank[-1].head
     # a unit, while its neighbour is on the way
     units = block + max(block, is_end * vocabulary(model, layout))
@@ -436,8 +502,8 @@ def buffers(model: MoEConfig, layout: Layout, software: Software, rank: int) -> 
     # Two are received, one of them ahead; one is on its way (add_transfers).
     messages = 3 * size.x if layout.pp > 1 else 0.0
     # The logits in the model's type.
-    share = min(1.0, layout.head_chunk / size.tokens) if layout.head_chunk else 1.0
-    logits = of_rank[-1].head * share * size.logits
+    share = min(1.0, layout.head_chunk / of_head.tokens) if layout.head_chunk else 1.0
+    logits = of_rank[-1].head * share * of_head.logits
     return {
         "gathered": units * software.weight if stage == 3 else 0.0,
         "summed": summed * software.gradient if stage >= 2 else 0.0,
@@ -454,7 +520,7 @@ def core_moment(size: Sizes) -> float:
         return 2 * size.query
     # Distances, int64; the sum in 32 bits, before and after the mask.
     heads = bias_heads(size.model, size.layout.tp)
-    return (8 + 8 * heads) * size.model.seq_length**2 if heads else 0.0
+    return (8 + 8 * heads) * size.s**2 if heads else 0.0
 
 
 # --- a rank ---------------------------------------------------------------------------------------
@@ -484,4 +550,5 @@ def fullest(model: MoEConfig, layout: Layout) -> list[int]:
     last the logits, where stages have equal layers."""
     each = model.num_layers // (layout.pp * layout.virtual_stages)
     uneven = layout.layer_split or (model.num_experts and each % model.expert_every)
+    uneven = uneven or model.cross_layers
     return list(range(layout.pp)) if uneven else sorted({0, layout.pp - 1})

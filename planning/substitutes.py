@@ -35,16 +35,19 @@ aten = torch.ops.aten
 class Tokens(Dataset):
     """A data set of shapes, in which every token counts."""
 
-    def __init__(self, s: int, document_mask: bool = False):
-        self.s = s
+    def __init__(self, model: MoEConfig, document_mask: bool = False, batch_class: type = Batch):
+        self.s = model.seq_length + model.target_length
+        self.target_length = model.target_length or model.seq_length
         self.document_mask = document_mask
+        self.batch_class = batch_class
 
     def batch(self, samples) -> Batch:
-        shape = len(samples), self.s
-        tokens = torch.empty(shape, dtype=torch.int64, device=META)
-        mask = torch.empty(shape, dtype=torch.bool, device=META)
+        b, s, m = len(samples), self.s, self.target_length
+        tokens = torch.empty((b, s), dtype=torch.int64, device=META)
+        targets = torch.empty((b, m), dtype=torch.int64, device=META)
+        mask = torch.empty((b, m), dtype=torch.bool, device=META)
         documents = tokens.clone() if self.document_mask else None
-        return Batch(tokens, tokens.clone(), mask, tokens[:, 0].clone(), documents)
+        return self.batch_class(tokens, targets, mask, tokens[:, 0].clone(), documents)
 
 
 def even_scores(k: int, logits: Tensor, training: bool = True) -> Tensor:
@@ -82,15 +85,26 @@ class EvenRouting(Routing):
 
 
 def attention_in_one(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask=None, is_causal: bool = True, enable_gqa=False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask=None,
+    is_causal: bool = True,
+    enable_gqa=False,
+    scale: float | None = None,
 ) -> Tensor:
     """F.scaled_dot_product_attention. On the meta device torch takes it apart, into matrices of s²
     scores. This is one operation, which keeps q, k, v, the output and a number for each row; and
-    what a window or ALiBi adds to the scores (families.py). A mask of documents is boolean,
+    what a window, ALiBi (families.py) or T5 adds to the scores. A mask of documents is boolean,
     and the kernel for GPUs does not keep it (base/document_mask.py)."""
     bias = attn_mask if attn_mask is not None and attn_mask.is_floating_point() else None
+    if bias is not None and bias.requires_grad:
+        # T5 learns it, and this kernel for GPUs has its gradient.
+        bias = bias.expand(*q.shape[:3], k.shape[2])
+        attention = aten._scaled_dot_product_efficient_attention
+        return attention(q, k, v, bias, True, scale=scale)[0]
     attention = aten._scaled_dot_product_flash_attention_for_cpu
-    return attention(q, k, v, 0.0, bias is None, attn_mask=bias)[0]
+    return attention(q, k, v, 0.0, bias is None, attn_mask=bias, scale=scale)[0]
 
 
 def mask_without_bits(key: Tensor, site: int, shape, start: dict[int, int], p: float) -> Tensor:

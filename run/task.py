@@ -20,6 +20,7 @@ from torch import Tensor
 
 from base.model_config import flops_per_token
 from run import checkpoint
+from run.data import Batch
 
 # How many tokens of the held-out text the sample continues.
 SAMPLE_BEGINS = 16
@@ -120,6 +121,8 @@ class Task(PartOfTrainer):
     eval_field = "eval_loss"
     # What `sample` gives, for the last lines on the screen.
     sample_name = "a sample (generate.py makes more)"
+    # The class of what the data set's `batch` returns.
+    batch_class = Batch
     # What a user should know where a run goes on with other data.
     other_data = ""
     # The steps of the checkpoint that this run goes on from, and the samples that they have taken.
