@@ -38,7 +38,16 @@ from base.model_config import MoEConfig
 from planning.inputs import STATE_IN_16_BITS, Layout, Machine, PlanError, Software
 from planning.layer_time import Pass, Rank, layer
 from planning.layouts import USABLE, layouts, what_would_fit
-from planning.memory import Stage, Stages, learned, memory, parameters, stages_of, waits_for_w
+from planning.memory import (
+    Stage,
+    Stages,
+    learned,
+    memory,
+    parameters,
+    stages_of,
+    tokens_of,
+    waits_for_w,
+)
 
 # --- bytes outside the layers ---------------------------------------------------------------------
 
@@ -59,12 +68,13 @@ def head(rank: Rank) -> float:
 
     With one stage the rank has the embedding as well, and waits for its all-reduce too.
     """
-    whole, rank = rank, rank.half(crosses=True)
+    halves = {rank.half(False), rank.half(True)}
+    rank = rank.half(True)
     logits = rank.tokens * rank.model.vocab_size / rank.layout.tp
-    # The gradient of the head's input is summed, and the parts of the embedding.
+    # The gradient of the head's input is summed, and the parts of the embedding, of each half.
     waits = rank.collective("tp", rank.activation, passes=2)
-    if rank.layout.pp == 1:
-        waits += whole.collective("tp", whole.activation, passes=2)
+    for half in halves if rank.layout.pp == 1 else ():
+        waits += half.collective("tp", half.activation, passes=2)
     # The loss reduces the largest logit, then the sum of exponentials and the target's logit, in 32
     # bits.
     waits += rank.collective("tp", 4 * rank.tokens, passes=2)
@@ -338,7 +348,9 @@ def made_to_fit(
     """The layout, or the same with --head-chunk; None if neither fits."""
     if fits(model, software, layout, limit):
         return layout
-    is_chunk = layout.tokens(model.seq_length) > HEAD_CHUNK
+    # A BERT's head is not made in chunks.
+    s = tokens_of(model, bool(model.cross_layers))
+    is_chunk = layout.tokens(s) > HEAD_CHUNK and not model.head_transform
     if is_chunk and fits(model, software, layout, limit, head_chunk=HEAD_CHUNK):
         return dataclasses.replace(layout, head_chunk=HEAD_CHUNK)
     return None

@@ -1,7 +1,10 @@
 """The shapes of published models, as in run/presets.py: BERT and RoBERTa, T5 and mT5.
 
 PRESETS[name] = (fields of the model's configuration, published number of parameters or 0)
+RECIPES[name] = how it was pretrained, "" for the others; tokens of a step are those of the sources
 """
+
+from run.presets import TINY, Recipe
 
 
 def _bert(num_layers: int, hidden_size: int, num_heads: int, **fields) -> dict:
@@ -19,6 +22,20 @@ BERT_PRESETS: dict[str, tuple[dict, float]] = {
     "bert-3.9b": (_bert(48, 2560, 40), 3.9e9),
     "roberta-base": (_bert(12, 768, 12, **ROBERTA), 125e6),
     "roberta-large": (_bert(24, 1024, 16, **ROBERTA), 355e6),
+}
+
+
+def _recipe(name: str, lr: float, sequences: int, warmup: int = 10_000) -> Recipe:
+    """sequences: of 512 tokens, in a step; warmup: steps."""
+    return Recipe(name, lr, sequences * 512, warmup * sequences * 512)
+
+
+ROBERTA_NAME = "RoBERTa (arXiv 1907.11692, table 9)"
+BERT_RECIPES = {
+    "tiny": TINY._replace(lr=1e-3),
+    "roberta-base": _recipe(ROBERTA_NAME, 6e-4, 8192, 24_000),
+    "roberta-large": _recipe(ROBERTA_NAME, 4e-4, 8192, 30_000),
+    "": _recipe("BERT (arXiv 1810.04805, A.2)", 1e-4, 256),
 }
 
 
@@ -43,4 +60,8 @@ T5_PRESETS: dict[str, tuple[dict, float]] = {
     "mt5-small": (_t5(8, 512, 6, 64, 1024, **MT5), 300_176_768),
     "mt5-base": (_t5(12, 768, 12, 64, 2048, **MT5), 582_401_280),
     "mt5-xxl": (_t5(24, 4096, 64, 64, 10240, **MT5), 12_921_057_280),
+}
+T5_RECIPES = {
+    "tiny": TINY._replace(lr=1e-3),
+    "": _recipe("T5 220M in NeMo (t5/220m.yaml)", 1e-4, 2048),
 }

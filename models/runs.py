@@ -21,9 +21,10 @@ from finetune.adapter_learning import PeftConfig
 from models import masking, special_tokens
 from models.batch import Batch
 from models.bert import BertConfig
-from models.presets import BERT_PRESETS, T5_PRESETS
+from models.presets import BERT_PRESETS, BERT_RECIPES, T5_PRESETS, T5_RECIPES
 from models.t5 import T5Config
 from run.config import RunConfig, as_flags, flag
+from run.presets import Recipe
 from run.pretraining import Pretraining, TextConfig, open_text
 from run.task import evaluation_batches, run_forward
 
@@ -154,25 +155,12 @@ class ModelRun(RunConfig):
     z_loss: ClassVar[None] = None
     ep: ClassVar[int] = 1
 
-    @property
-    def unpredicted(self) -> str:
-        return "trains a model that is no decoder"
-
 
 @dataclass
 class HiddenText(ModelRun, PeftConfig, TextConfig):
     """The flags of a run that learns from text of which a part is hidden."""
 
     supports_as_rank: ClassVar[bool] = True
-    # Preset -> peak rate, and where it stands; "" has that of the others.
-    rates: ClassVar[dict[str, tuple[float, str]]]
-
-    def default_lr(self) -> tuple[float, str]:
-        """A tenth of it for a loaded model, as everywhere."""
-        if self.peft:
-            return super().default_lr()
-        rate, source = self.rates.get("" if self.load else self.model, self.rates[""])
-        return (rate / 10, f"fine-tuning, a tenth of {source}") if self.load else (rate, source)
 
 
 def preset_of(presets: dict):
@@ -188,12 +176,7 @@ class BertRun(HiddenText):
     purpose: ClassVar[str] = "Train a BERT on text of which 15% of the words are hidden."
     presets: ClassVar[dict] = BERT_PRESETS
     shape_class: ClassVar[type] = BertConfig
-    rates: ClassVar[dict] = {
-        "tiny": (1e-3, "the preset tiny"),
-        "roberta-base": (6e-4, "RoBERTa (arXiv 1907.11692, table 9)"),
-        "roberta-large": (4e-4, "RoBERTa (arXiv 1907.11692, table 9)"),
-        "": (1e-4, "BERT (arXiv 1810.04805, A.2)"),
-    }
+    recipes: ClassVar[dict[str, Recipe]] = BERT_RECIPES
     # A ring is for causal attention.
     cp_kind: ClassVar[str] = "all-to-all"
 
@@ -214,10 +197,7 @@ class T5Run(HiddenText):
     purpose: ClassVar[str] = "Train a T5 on text of which 15% is hidden, in spans."
     presets: ClassVar[dict] = T5_PRESETS
     shape_class: ClassVar[type] = T5Config
-    rates: ClassVar[dict] = {
-        "tiny": (1e-3, "the preset tiny"),
-        "": (1e-4, "T5 in Megatron-LM"),
-    }
+    recipes: ClassVar[dict[str, Recipe]] = T5_RECIPES
     cp: ClassVar[int] = 1
     cp_kind: ClassVar[str] = "ring"
     virtual_stages: ClassVar[int] = 1

@@ -40,7 +40,7 @@ from planning.layouts import gib
 from planning.plan import machine_of as machine_named
 from planning.plan import software_of
 from run import flags, rules
-from run.config import MODEL_FLAGS, ConfigError, flag_name
+from run.config import MODEL_FLAGS, ConfigError, RunConfig, flag_name
 from run.presets import Recipe, recipe_of_model
 from run.pretraining import Config
 
@@ -159,11 +159,16 @@ def wrapped(words: list[str]) -> str:
 
 
 def show_command(
-    plan: planner.Plan, machine: Machine, given: dict, recipe_flags: list[str], row: Recipe
+    plan: planner.Plan,
+    machine: Machine,
+    given: dict,
+    recipe_flags: list[str],
+    row: Recipe,
+    config_class: type = Config,
 ) -> None:
     """The command that trains under this plan, and where its values come from. given: flags of the
-    model and of its bytes."""
-    words = ["train.py"]
+    model and of its bytes; config_class: those of the command."""
+    words = config_class.command.split()
     if "lora_rank" in given:
         # a preset stands for the model that is there already
         words = ["-m", "finetune.adapters", "--load", "BASE"]
@@ -172,7 +177,9 @@ def show_command(
         if name in PLANNED and name not in recipe.GIVEN:
             words += [flag_name(name), str(value)]
     words = launcher(plan.layout.ranks, machine.ranks_per_node) + words
-    print("", wrapped([*words, *plan.layout.flags(), *recipe_flags]), "", sep="\n")
+    # Dimensions that the command decides itself have no flags.
+    without = tuple(vars(Layout()).keys() - flags.names_of(config_class))
+    print("", wrapped([*words, *plan.layout.flags(without), *recipe_flags]), "", sep="\n")
     print(textwrap.fill(recipe.ADVICE.format(row.name), 96))
 
 
@@ -317,16 +324,32 @@ def plan_parser() -> Parser:
     return parser
 
 
-def config_of(given: dict) -> Config:
-    """The configuration that these flags of train.py make. Raises ConfigError."""
+def command_of(given: dict) -> type[RunConfig]:
+    """The flags of the command that trains this model. Raises ConfigError for one that it lacks."""
     if "model" not in given:
         raise ConfigError("--model: which one? for example --model gpt3-175b")
-    config_class = Config
-    if "lora_rank" in given:
+    name = given["model"]
+    if name in Config.presets:
+        if "lora_rank" not in given:
+            return Config
         from finetune.adapter_learning import TextPeftConfig
 
-        config_class = TextPeftConfig
-    config = config_class(**given)
+        return TextPeftConfig
+    from models.runs import BertRun, T5Run
+
+    commands = [run for run in (BertRun, T5Run) if name in run.presets]
+    if not commands:
+        presets = ", ".join([*Config.presets, *BertRun.presets, *T5Run.presets])
+        raise ConfigError(f"--model {name}: no such preset; there are {presets}")
+    for field in sorted(given.keys() - flags.names_of(commands[0])):
+        rule = f"{commands[0].command}, which trains {name}, has no such flag; leave it out"
+        raise ConfigError(f"{flag_name(field)} {given[field]}: {rule}")
+    return commands[0]
+
+
+def config_of(given: dict) -> RunConfig:
+    """The configuration that these flags of train.py make. Raises ConfigError."""
+    config = command_of(given)(**given)
     model = config.model_config()
     rules.check_types(config)
     rules.check_numbers(config)
@@ -369,7 +392,7 @@ def plan(argv: list[str]) -> None:
         "v: interleaved, v stages on a rank; b: micro-batch; seq: sequence parallelism; right: GiB"
     )
     print("", table(plans[: args.top], machine, software, model, args.tokens), sep="\n")
-    show_command(best, machine, given, recipe_flags, row)
+    show_command(best, machine, given, recipe_flags, row, type(config))
     if others:
         print("", textwrap.fill(why_it_loses(best, others[0]), 96), sep="\n")
 

@@ -214,13 +214,13 @@ class Layout:
         """m, of each pipeline in a step."""
         return self.global_batch_size // self.dp // self.micro_batch_size
 
-    def flags(self) -> list[str]:
+    def flags(self, without: tuple[str, ...] = ("dp",)) -> list[str]:
         """Those of train.py. dp is what is left of the ranks."""
         words = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             always = field.name in ("micro_batch_size", "global_batch_size")
-            if field.name == "dp" or (value == field.default and not always):
+            if field.name in without or (value == field.default and not always):
                 continue
             words.append("--" + field.name.replace("_", "-"))
             if isinstance(value, tuple):

@@ -112,7 +112,8 @@ def contexts_of(
 def sequence_of(model: MoEConfig, tp: int, cp: int) -> list[bool]:
     """Whether sequence parallelism. It cuts again what context parallelism has cut into pieces."""
     pieces = 2 * cp if cp > 1 else 1
-    if tp == 1 or not accepts(sequence_parallel.check, model, pieces * tp):
+    uneven = model.target_length % tp
+    if tp == 1 or uneven or not accepts(sequence_parallel.check, model, pieces * tp):
         return [False]
     return [False, True]
 

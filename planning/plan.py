@@ -122,7 +122,9 @@ def predict(config: Config, ranks: int, s: int | None = None) -> dict[str, float
     if not config.plan:
         return {}
     model = config.model_config()
-    model = dataclasses.replace(model, seq_length=s or model.seq_length)
+    if s:
+        # A row of an encoder-decoder has its target too.
+        model = dataclasses.replace(model, seq_length=s - model.target_length)
     machine, software = machine_of(config.plan), software_of(config)
     if config.plan in MACHINES and software.weight != 2:
         raise ConfigError(

@@ -105,6 +105,8 @@ class RunConfig:
     # The models that it trains (run/presets.py), and the class of their shapes.
     presets = PRESETS
     shape_class = MoEConfig
+    # Preset -> how it was pretrained, if not as run/presets.py says; "" for the others.
+    recipes = {}
 
     # Model.
     model: str = flag("tiny", f"a preset: {', '.join(PRESETS)}", metavar="PRESET")

@@ -106,6 +106,11 @@ def make_parser(rank: int, config_class: type[RunConfig] = Config) -> argparse.A
     return parser
 
 
+def names_of(config_class: type[RunConfig]) -> set[str]:
+    """The fields that are flags."""
+    return {field.name for field in dataclasses.fields(config_class)}
+
+
 def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
     names = field.metadata["names"] or [flag_name(field.name)]
     default = field.default_factory()

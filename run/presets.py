@@ -225,6 +225,9 @@ def recipe_of_size(parameters: int) -> Recipe:
 def recipe_of_model(config) -> tuple[Recipe, str]:
     """(how a run's model is pretrained, words that say which model). config: run.config.RunConfig.
     Raises its errors."""
+    if config.recipes:
+        recipe = config.recipes.get("" if config.load else config.model, config.recipes[""])
+        return recipe, recipe.name
     model = config.model_config()
     parameters = least_parameters(model)
     as_published = config.num_layers is None and config.hidden_size is None
