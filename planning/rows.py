@@ -6,8 +6,9 @@
       "layout": {"tp": 8, "micro_batch_size": 4, "global_batch_size": 4, "recompute": "full"},
       "software": "megatron-2022", "machine": "a100", "seconds": 1.42}]}
 
-published_times.json has 72 of them. Fields of "model" are those of a configuration, fields of
-"layout" those of `Layout`; what is left out has its default.
+published_times.json has 72 of them, published_encoders.json 16 of BERT and T5. Fields of "model"
+are those of a configuration (of models/, where "shape" is bert or t5), fields of "layout" those of
+`Layout`; what is left out has its default.
 
     python planner.py predict FILE.json      a prediction for each row
 """
@@ -28,6 +29,7 @@ from run.config import ConfigError
 from run.pretraining import Config
 
 PUBLISHED = Path(__file__).parent / "published_times.json"
+ENCODERS = Path(__file__).parent / "published_encoders.json"
 # Other names of a preset, in rows from elsewhere.
 ALIASES = {"a100-80gb-selene": "a100"}
 
@@ -55,6 +57,7 @@ class _Line:
     layout: dict
     software: str
     machine: str
+    shape: str = "gpt"
     name: str = ""
     group: str = ""
     source: str = ""
@@ -63,7 +66,8 @@ class _Line:
 
     def __post_init__(self):
         self.machine = ALIASES.get(self.machine, self.machine)
-        for what, known in (("machine", MACHINES), ("software", SOFTWARE)):
+        shapes = ("gpt", "bert", "t5")
+        for what, known in (("machine", MACHINES), ("software", SOFTWARE), ("shape", shapes)):
             value = getattr(self, what)
             if value not in known:
                 raise ValueError(f"{what} {value!r}: not known; there are {', '.join(known)}")
@@ -75,6 +79,14 @@ class _File:
     note: str = ""
 
 
+def shape_class(name: str) -> type[MoEConfig]:
+    if name == "gpt":
+        return MoEConfig
+    from models.runs import BertRun, T5Run
+
+    return {"bert": BertRun, "t5": T5Run}[name].shape_class
+
+
 def read(path: str | Path) -> list[Row]:
     """The rows of a file. Raises JSONError."""
     rows = []
@@ -83,7 +95,8 @@ def read(path: str | Path) -> list[Row]:
         # Megatron-LM trained with dropout, which fused attention does not have.
         default = {} if software.fused_attention else {"dropout": 0.1}
         where = f"{path}: rows[{number}] {line.name}"
-        model = json_files.convert_exactly(default | line.model, MoEConfig, f"{where}: model")
+        shape = shape_class(line.shape)
+        model = json_files.convert_exactly(default | line.model, shape, f"{where}: model")
         layout = json_files.convert_exactly(line.layout, Layout, f"{where}: layout")
         inputs = line.name, model, layout, software, machine
         rows.append(Row(*inputs, line.seconds, line.group, line.why_off))

@@ -13,9 +13,11 @@ from parity import again
 
 import planner
 import train
-from base.model_config import MoEConfig
+from base.model_config import MoEConfig, flops_per_token
+from models.runs import BertRun, T5Run
 from planning import as_rank, layer_time, plan
 from planning.inputs import TRAIN, Constants, Layout, Machine
+from run.config import RunConfig
 
 # nothing runs beside computation, which takes no time here
 SOFTWARE_ALONE = dataclasses.replace(TRAIN, overlaps_tensor=False, overlaps_data=False)
@@ -26,6 +28,8 @@ SHAPE = dict(
 GPT = SHAPE | dict(model="gpt2")
 # heads that are wider than h / a, with norms of their own
 QWEN3 = SHAPE | dict(model="qwen3-0.6b", head_dim=48, num_kv_heads=4, ffn_hidden_size=1024)
+BERT = SHAPE | dict(model="bert-base", dropout=0.1)
+T5 = SHAPE | dict(model="t5-base", dropout=0.1, target_length=32, ffn_hidden_size=512, head_dim=32)
 PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 # a send and its receive
 PASSES |= {"send": 1, "receive": 0}
@@ -35,8 +39,10 @@ def ideal(wait: float, link: float) -> Machine:
     return Machine("ideal", INSTANT, 1, INSTANT, link, link, 8, Constants(1, 1, 1, 1, wait))
 
 
-def config_of(flags: dict) -> train.Config:
-    return train.Config(**GPT | dict(micro_batch_size=1) | flags)
+def config_of(flags: dict) -> RunConfig:
+    config_class = {"bert-base": BertRun, "t5-base": T5Run}.get(flags.get("model"), train.Config)
+    shape = GPT if config_class is train.Config else {}
+    return config_class(**shape | dict(micro_batch_size=1) | flags)
 
 
 def called(flags: dict, group: str, ranks: int) -> tuple[float, float]:
@@ -74,6 +80,35 @@ def predicted(flags: dict, parts: tuple[str, ...], ranks: int) -> tuple[float, f
 def test_tensor(t, recompute):
     flags = dict(tp=t, global_batch_size=6, micro_batch_size=2, recompute=recompute)
     assert predicted(flags, ("tensor", "head"), t) == pytest.approx(called(flags, "tp", t))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("model", [BERT, T5], ids=["bert", "t5"])
+def test_tensor_of_encoders(model, recompute):
+    flags = model | dict(tp=4, global_batch_size=6, micro_batch_size=2, recompute=recompute)
+    assert predicted(flags, ("tensor", "head"), 4) == pytest.approx(called(flags, "tp", 4))
+
+
+def test_tensor_and_sequence_of_t5():
+    """All but one pass a micro-batch."""
+    flags = T5 | dict(num_layers=8, tp=4, sequence_parallel=True, global_batch_size=3)
+    passes, sent = predicted(flags, ("tensor", "head"), 4)
+    expected, expected_bytes = called(flags, "tp", 4)
+    assert passes == pytest.approx(expected - 3)
+    assert sent == pytest.approx(expected_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("model", [BERT, T5], ids=["bert", "t5"])
+def test_flops_of_encoders(model):
+    """Matrix multiplications, forward and backward, are those that the trainer runs."""
+    for t in (1, 2):
+        flags = model | dict(tp=t, global_batch_size=6, micro_batch_size=2)
+        flops = as_rank.report(config_of(flags), train.Trainer, 0, t).flops
+        shape, layout = inputs(flags, t)
+        machine = dataclasses.replace(ideal(0.0, INSTANT), peak=1.0)
+        parts = planner.step_time(machine, SOFTWARE_ALONE, shape, layout)
+        assert parts["matmul"] + parts["head"] == pytest.approx(flops, rel=1e-9)
+        assert flops_per_token(shape) * shape.seq_length * 6 / t == pytest.approx(flops, rel=0.02)
 
 
 def test_chunks_of_the_head():

@@ -5,16 +5,20 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 from parity import again
 
 import recompute
 import schedules
 import train
-from base.model_config import MoEConfig
+from base.model_config import MoEConfig, least_parameters
 from finetune.adapter_learning import TextPeftConfig
+from models.runs import BertRun, T5Run
 from planning import as_rank, memory, plan
 from planning.inputs import TRAIN, Layout
+from run.config import RunConfig
 from run.presets import PRESETS
+from sharding import num_parameters
 
 # largest relative difference, of parameters, gradients and optimizer state; of activations
 MARGIN, OF_ACTIVATIONS = 0.01, 0.03
@@ -119,17 +123,50 @@ LAYOUTS = {
 }
 
 
+# BERT and T5 (models/), as LAYOUTS
+BERT = dict(model="bert-large", num_layers=8)
+T5 = dict(model="t5-v1.1-xl", num_layers=8, target_length=128)
+RELU = dict(model="t5-3b", num_layers=8, target_length=128)
+PLAIN = dict(dropout=0.0)
+ENCODERS = {
+    "bert, pipeline, sequence": (BERT | SEQUENCE | dict(tp=4, pp=4), 16, [0, 15]),
+    "bert, fused, full": (BERT | PLAIN | FULL | dict(micro_batch_size=4, zero_stage=3), 8, [0]),
+    "bert, heads": (BERT | PLAIN | dict(cp=4), 8, [0]),
+    "bert, zb-h1": (BERT | ZB_H1, 16, [15]),
+    "t5": (RELU, 1, [0]),
+    "t5, gated, full": (T5 | FULL | dict(micro_batch_size=8), 1, [0]),
+    "t5, sequence": (RELU | SEQUENCE | dict(tp=4, zero_stage=1), 8, [0]),
+    "t5, fused, pipeline": (
+        T5 | PLAIN | SEQUENCE | dict(tp=2, pp=4, zero_stage=2),
+        16,
+        [0, 4, 8, 15],
+    ),
+    "t5, a stage of both": (RELU | dict(pp=2, layer_split=[5, 3]), 4, [0, 2]),
+    "t5, zb-h1": (T5 | ZB_H1, 8, [2, 7]),
+    "t5, zb-h1, full": (T5 | ZB_H1 | FULL, 8, [2, 4]),
+}
+
 # what another of LAYOUTS covers in part
 MORE = ["fp8", "fp8, sequence", "fp8, scores", "lora, experts", "lora, zb-h1, fp8", "qwen3"]
 MORE += ["some layers, selective", "zb-h1, sequence", "zb-h1, full", "pipeline, full"]
-MORE += ["experts, interleaved"]
+MORE += ["experts, interleaved", "bert, zb-h1", "bert, heads", "t5", "t5, sequence", "t5, zb-h1"]
 
 
-@pytest.mark.parametrize("name", [again(name) if name in MORE else name for name in LAYOUTS])
+def config_of(flags: dict) -> RunConfig:
+    if "peft" in flags:
+        return TextPeftConfig(**flags)
+    for config_class in (train.Config, BertRun, T5Run):
+        if flags["model"] in config_class.presets:
+            return config_class(**flags)
+
+
+@pytest.mark.parametrize(
+    "name", [again(name) if name in MORE else name for name in LAYOUTS | ENCODERS]
+)
 def test_memory_is_what_as_rank_counts(name):
-    flags, world, ranks = LAYOUTS[name]
+    flags, world, ranks = (LAYOUTS | ENCODERS)[name]
     flags = dict(num_layers=4, global_batch_size=1024, micro_batch_size=1) | flags
-    config = (TextPeftConfig if "peft" in flags else train.Config)(**flags)
+    config = config_of(flags)
     for rank in ranks:
         report = as_rank.report(config, train.Trainer, rank, world)
         counted = {
@@ -148,6 +185,13 @@ def test_memory_is_what_as_rank_counts(name):
         for part, size in counted.items():
             margin = OF_ACTIVATIONS if part == "activations" else MARGIN
             assert predicted[part] == pytest.approx(size, rel=margin), (rank, part)
+
+
+@pytest.mark.parametrize("name", ["bert-base", "t5-base", "mt5-small"])
+def test_parameters_of_encoders(name):
+    config = config_of(dict(model=name)).model_config()
+    with torch.device("meta"):
+        assert 0.998 < least_parameters(config) / num_parameters(config.build()) < 1
 
 
 # --- formulas by themselves -----------------------------------------------------------------------
