@@ -81,9 +81,9 @@ class GPTConfig:
     own_choices: ClassVar[dict[str, tuple]] = {}
     # Whether a token sees only itself and those before it.
     causal: ClassVar[bool] = True
-    # An encoder-decoder has these: tokens of its target, and layers with cross attention (T5).
+    # An encoder-decoder has these: layers of the encoder, tokens of the decoder's target (T5).
+    encoder_layers: ClassVar[int] = 0
     target_length: ClassVar[int] = 0
-    cross_layers: ClassVar[range] = range(0)
     # Whether a matrix [h, h] comes before that of the head (BERT).
     head_transform: ClassVar[bool] = False
 
@@ -98,6 +98,11 @@ class GPTConfig:
             if getattr(self, field) in ("", None):
                 object.__setattr__(self, field, value)
         self.check()
+
+    @property
+    def cross_layers(self) -> range:
+        """The layers with cross attention: an encoder-decoder's decoder."""
+        return range(self.encoder_layers, self.num_layers if self.target_length else 0)
 
     @property
     def gated(self) -> bool:

@@ -4,7 +4,7 @@ PRESETS[name] = (fields of the model's configuration, published number of parame
 RECIPES[name] = how it was pretrained, "" for the others; tokens of a step are those of the sources
 """
 
-from run.presets import TINY, Recipe
+from run import presets
 
 
 def _bert(num_layers: int, hidden_size: int, num_heads: int, **fields) -> dict:
@@ -25,14 +25,14 @@ BERT_PRESETS: dict[str, tuple[dict, float]] = {
 }
 
 
-def _recipe(name: str, lr: float, sequences: int, warmup: int = 10_000) -> Recipe:
+def _recipe(name: str, lr: float, sequences: int, warmup: int = 10_000) -> presets.Recipe:
     """sequences: of 512 tokens, in a step; warmup: steps."""
-    return Recipe(name, lr, sequences * 512, warmup * sequences * 512)
+    return presets.Recipe(name, lr, sequences * 512, warmup * sequences * 512)
 
 
 ROBERTA_NAME = "RoBERTa (arXiv 1907.11692, table 9)"
 BERT_RECIPES = {
-    "tiny": TINY._replace(lr=1e-3),
+    "tiny": presets.TINY._replace(lr=1e-3),
     "roberta-base": _recipe(ROBERTA_NAME, 6e-4, 8192, 24_000),
     "roberta-large": _recipe(ROBERTA_NAME, 4e-4, 8192, 30_000),
     "": _recipe("BERT (arXiv 1810.04805, A.2)", 1e-4, 256),
@@ -62,6 +62,6 @@ T5_PRESETS: dict[str, tuple[dict, float]] = {
     "mt5-xxl": (_t5(24, 4096, 64, 64, 10240, **MT5), 12_921_057_280),
 }
 T5_RECIPES = {
-    "tiny": TINY._replace(lr=1e-3),
+    "tiny": presets.TINY._replace(lr=1e-3),
     "": _recipe("T5 220M in NeMo (t5/220m.yaml)", 1e-4, 2048),
 }

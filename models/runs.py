@@ -155,6 +155,10 @@ class ModelRun(RunConfig):
     z_loss: ClassVar[None] = None
     ep: ClassVar[int] = 1
 
+    @property
+    def unpredicted(self) -> str:
+        return "" if self.supports_as_rank else "trains another head, or on rows of other lengths"
+
 
 @dataclass
 class HiddenText(ModelRun, PeftConfig, TextConfig):

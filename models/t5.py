@@ -85,10 +85,6 @@ class T5Config(MoEConfig):
         self.set_default("encoder_layers", self.num_layers // 2)
         super().__post_init__()
 
-    @property
-    def cross_layers(self) -> range:
-        return range(self.encoder_layers, self.num_layers)
-
     def check(self) -> None:
         super().check()
         if self.num_kv_heads != self.num_heads:

@@ -341,8 +341,9 @@ def command_of(given: dict) -> type[RunConfig]:
     if not commands:
         presets = ", ".join([*Config.presets, *BertRun.presets, *T5Run.presets])
         raise ConfigError(f"--model {name}: no such preset; there are {presets}")
-    for field in sorted(given.keys() - flags.names_of(commands[0])):
-        rule = f"{commands[0].command}, which trains {name}, has no such flag; leave it out"
+    # LoRA's bytes and FLOPs are known of decoders.
+    for field in sorted(given.keys() - flags.names_of(commands[0]) | given.keys() & {"lora_rank"}):
+        rule = f"is not planned of {commands[0].command}, which trains {name}; leave it out"
         raise ConfigError(f"{flag_name(field)} {given[field]}: {rule}")
     return commands[0]
 

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -19,7 +20,7 @@ import schedules
 from base.errors import InputError
 from base.model_config import ROUTER_NAMES, FieldError, MoEConfig
 from run import checkpoint
-from run.presets import PRESETS, default_lr
+from run.presets import PRESETS, Recipe, default_lr
 
 LAYOUT = (
     "tp",
@@ -106,7 +107,7 @@ class RunConfig:
     presets = PRESETS
     shape_class = MoEConfig
     # Preset -> how it was pretrained, if not as run/presets.py says; "" for the others.
-    recipes = {}
+    recipes: ClassVar[dict[str, Recipe]] = {}
 
     # Model.
     model: str = flag("tiny", f"a preset: {', '.join(PRESETS)}", metavar="PRESET")
