@@ -348,9 +348,8 @@ def made_to_fit(
     """The layout, or the same with --head-chunk; None if neither fits."""
     if fits(model, software, layout, limit):
         return layout
-    # A BERT's head is not made in chunks.
     s = tokens_of(model, bool(model.cross_layers))
-    is_chunk = layout.tokens(s) > HEAD_CHUNK and not model.head_transform
+    is_chunk = layout.tokens(s) > HEAD_CHUNK
     if is_chunk and fits(model, software, layout, limit, head_chunk=HEAD_CHUNK):
         return dataclasses.replace(layout, head_chunk=HEAD_CHUNK)
     return None
