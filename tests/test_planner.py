@@ -21,6 +21,7 @@ import planner
 import schedules
 from base.model_config import MoEConfig
 from course import planner as lesson
+from models.runs import BertRun, T5Run
 from planning import budget, commands, errors
 from planning import plan as plan_of
 from planning import rows as published
@@ -29,9 +30,12 @@ from planning.layouts import layouts
 from planning.memory import memory
 from planning.rows import Row
 from run import flags, rules
+from run.config import RunConfig
 from run.presets import PRESETS
 from run.pretraining import Config
 
+# the configurations of commands that the planner prints
+PROGRAMS = {"train.py": Config, "models.bert": BertRun, "models.t5": T5Run}
 ROWS = published.read(published.PUBLISHED)
 FITTED, HELD_OUT = errors.split(ROWS)
 comparison = importlib.import_module("benchmarks.planner")
@@ -164,6 +168,25 @@ def test_search_returns_what_fits_the_fastest_first():
     assert of_smaller[0].seconds >= plans[0].seconds
 
 
+@pytest.mark.parametrize("name", ["bert-large", "t5-v1.1-xl"])
+def test_layouts_of_encoders(name):
+    """The trainer accepts each, with the batch and the memory of a small machine."""
+    config_class = BertRun if name == "bert-large" else T5Run
+    changed = dict(model=name, seq_length=128)
+    if config_class is T5Run:
+        changed |= dict(target_length=32)
+    model = config_class(**changed).model_config()
+    machine = dataclasses.replace(A100, memory=6 * 2**30)
+    plans = planner.search(machine, TRAIN, model, 16, 64)
+    for plan in random.Random(0).sample(plans, min(60, len(plans))):
+        layout = vars(plan.layout) | changed
+        config = config_class(
+            **{f: layout[f] for f in layout.keys() & flags.names_of(config_class)}
+        )
+        rules.validate(config, 16)
+        assert min(plan.parts.values()) >= 0
+
+
 # --- the commands ---------------------------------------------------------------------------------
 
 
@@ -181,8 +204,9 @@ def command_of(name: str, layout: Layout) -> str:
     return commands.wrapped([*commands.launcher(layout.ranks, 8), *words])
 
 
-def parse(command: str) -> tuple[Config, int]:
-    """What train.py makes of a command: its configuration, and how many ranks there are."""
+def parse(command: str) -> tuple[RunConfig, int]:
+    """What train.py, or a command of models/, makes of a command: its configuration, and how many
+    ranks there are."""
     program, *words = shlex.split(command.replace("\\\n", " "))
     ranks = 1
     if program == "torchrun":
@@ -190,8 +214,8 @@ def parse(command: str) -> tuple[Config, int]:
         # one node: "1:1"
         ranks = int(args.nnodes.split(":")[0]) * int(args.nproc_per_node)
         words = [args.training_script, *args.training_script_args]
-    assert words[0] == "train.py"
-    return Config(**vars(flags.make_parser(0).parse_args(words[1:]))), ranks
+    config_class = PROGRAMS[words[0]]
+    return config_class(**vars(flags.make_parser(0, config_class).parse_args(words[1:]))), ranks
 
 
 @pytest.mark.parametrize(
@@ -484,6 +508,11 @@ LLAMA = "--model llama2-7b --gpu h100"
         ("guess", "guess: no such command; there are plan, size, predict, try, ppo"),
         ("plan --gpus 8 --batch 8", "--model: which one?"),
         ("plan --model gpt5 --gpus 8 --batch 8", "--model gpt5: no such preset"),
+        (
+            "plan --model t5-3b --gpus 8 --lora-rank 4",
+            "--lora-rank 4: is not planned of -m models.t5",
+        ),
+        ("plan --model bert-base --gpus 8 --norm rmsnorm", "--norm rmsnorm: is not planned"),
         (f"{PLAN} --gpu v100", "--gpu invalid choice: 'v100'"),
         (f"{PLAN} --gpus 0", "--gpus 0: must be from 1 to 1,048,576"),
         (f"{PLAN} --gpus many", "--gpus many: must be a whole number"),
