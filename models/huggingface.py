@@ -120,6 +120,8 @@ ROBERTA = dataclasses.replace(
 class OfT5(Architecture):
     def read(self, fields: dict[str, Any]) -> dict[str, Any]:
         encoder, decoder = fields["encoder_layers"], fields["num_layers"]
+        if not encoder:
+            raise HuggingFaceError("num_layers is 0; a T5 has an encoder")
         return fields | {"num_layers": encoder + (decoder or encoder)}
 
     def write(self, hf_config: dict[str, Any], config: T5Config) -> dict[str, Any]:

@@ -349,6 +349,7 @@ REFUSED = [
     ("t5", {"is_encoder_decoder": False}, "is_encoder_decoder is false"),
     ("t5", {"num_decoder_layers": 0}, "num_decoder_layers is 0"),
     ("t5", {"relative_attention_num_buckets": 6}, "buckets 6: must be a multiple of 4"),
+    ("t5", {"num_layers": 0}, "num_layers is 0"),
     ("t5", {"num_layers": "2"}, 'num_layers is "2"'),
     ("t5", {"scale_decoder_outputs": None}, "scale_decoder_outputs is null"),
 ]
