@@ -391,3 +391,22 @@ def test_learned_prompts(tmp_path, capsys, saved):
     assert (len(written), outputs[-1].finish) == (answers[0]["tokens"], answers[0]["finish"])
     text = spell(written, tokens.names, ByteTokenizer()).strip()
     assert text == answers[0]["prediction"]
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(virtual_prompt_style="fine-tuning"), "python -m models.seq2seq"),
+        (dict(task_templates=[small_run.template(answer_only_loss=False)]), "t: answer_only_loss"),
+    ],
+)
+def test_prompts_that_are_not_of_a_t5(changes, words, tmp_path, capsys, saved):
+    if "task_templates" not in changes:
+        template = small_run.template(text="{text}{label}", splits=())
+        changes = changes | dict(task_templates=[template])
+    file = tmp_path / "prompts.json"
+    file.write_text(json.dumps(dict(new_tasks=["t"]) | changes))
+    argv = ["--config", str(file), "--load", str(saved), "--out", str(tmp_path / "out")]
+    assert prompt_t5.main(argv) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
