@@ -305,7 +305,9 @@ class WithoutLogits(Task):
 
     def finish(self, run) -> bool:
         if run.world.rank == 0:
-            draw_loss(run.world, run, f"{self.learned.name} of {self.config.load}")
+            draw_loss(
+                run.world, run, f"{self.learned.name} of {self.config.load or self.config.model}"
+            )
         run.world.say(f"{run.out}: loss.png, metrics.jsonl, checkpoints")
         return True
 

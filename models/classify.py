@@ -31,7 +31,7 @@ import train
 from base import terminal
 from base.dropout import Dropout
 from base.model_config import MoEConfig
-from finetune.labelled_data import Reader, Row, agreement, best, open_rows
+from finetune.labelled_data import Reader, agreement, best, open_rows
 from finetune.packing import Padded
 from finetune.preference import ValueModel, WithoutLogits, gather_values
 from models.batch import Batch, pad_rows
@@ -103,10 +103,11 @@ class Rows(Padded):
 
     read_last = True
 
-    def __init__(self, rows: list[Row], seed: int | None, multiple_of: int, pad: int, labels=()):
-        """pad: the id of [PAD]; labels: their names; other arguments as in Padded."""
+    def __init__(self, rows, seed, pad: int, types: int, labels=(), multiple_of: int = 1):
+        """rows: a list of Row. pad: the id of [PAD]; types: how many the model has; labels: their
+        names. Other arguments as in Padded."""
         super().__init__(rows, seed, multiple_of)
-        self.pad, self.labels = pad, labels
+        self.pad, self.types, self.labels = pad, types, labels
         # The loss is not that of text.
         del self.index["bytes"]
 
@@ -114,7 +115,9 @@ class Rows(Padded):
         samples = list(samples)
         rows = [self.example(n) for n in samples]
         tokens, real = pad_rows([row.ids for row in rows], self.s, self.pad)
-        types = real & (torch.arange(self.s) >= torch.tensor([[row.n] for row in rows]))
+        # A RoBERTa has one type, so its second texts have that one too.
+        second = real & (torch.arange(self.s) >= torch.tensor([[row.n] for row in rows]))
+        types = second.long().clamp(max=self.types - 1)
         targets = None
         if rows[0].span:
             targets = torch.tensor([row.span for row in rows])
@@ -122,7 +125,7 @@ class Rows(Padded):
             targets = torch.tensor([[self.labels.index(row.record["label"])] for row in rows])
         counts = torch.ones(len(rows), 1, dtype=torch.bool)
         numbers = torch.tensor(samples)
-        return Batch(tokens, targets, counts, numbers, (~real).long(), real, types.long())
+        return Batch(tokens, targets, counts, numbers, (~real).long(), real, types)
 
     def counted_tokens(self, samples) -> int:
         return len(samples)
@@ -159,10 +162,11 @@ class ClassifyTask(WithoutLogits):
         """Find the labels too, [] for answers. Raises ChatError or CheckpointError."""
         index = checkpoint.read_index(config.base()) if config.load else {}
         shards, special = config.length_multiple, bert_tokens(tokenizer)
-        s = config.model_config().seq_length // shards * shards
+        shape = config.model_config()
+        s = shape.seq_length // shards * shards
         reader = Reader(tokenizer, special.cls, special.sep, s)
         learned, held_out, self.labels = open_rows(config, world, reader, index.get("labels"))
-        others = shards, special.pad, self.labels
+        others = special.pad, shape.token_types, self.labels, shards
         return Rows(learned, config.seed, *others), Rows(held_out, None, *others)
 
     def built(self) -> None:

@@ -127,7 +127,7 @@ def run(args: argparse.Namespace, world) -> None:
     model = UsedModel(args.use, labels)
     trainer = launch.build(config, world, Trainer, Task(model))
     model.load_from(config.base())
-    dataset = classify.Rows(rows, None, 1, special.pad)
+    dataset = classify.Rows(rows, None, special.pad, trainer.model_config.token_types)
     if args.use == "predict":
         for row, scores in zip(rows, classify.scores_of(trainer, dataset, labels)):
             said = dict(zip(("predicted", "probability"), best(scores, row, labels)))

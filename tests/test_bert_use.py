@@ -79,7 +79,7 @@ def test_heads_equal_those_of_transformers(n):
     ours, theirs, names = models_and_names(n)
     spans = [None, None] if n else [[3, 4], [7, 7]]
     rows = [row([5, 9, 4, 33, 2], 3, 1, spans[0]), row(range(1, 18), 6, 2, spans[1])]
-    dataset = classify.Rows(rows, None, 1, pad=0, labels=["0", "1", "2"][:n])
+    dataset = classify.Rows(rows, None, pad=0, types=2, labels=["0", "1", "2"][:n])
     batch = dataset.batch([0, 1])
     scores = ours(batch.tokens, batch.targets, batch.context())
     loss = classify.losses(scores, batch).mean()
@@ -150,7 +150,8 @@ def examples(trainer) -> classify.Rows:
         first = k % len(ids)
         span = None if trainer.task.labels else [first, max(first, len(ids) - 2)]
         rows.append(row(ids, 1, k % 3, span))
-    return classify.Rows(rows, None, trainer.config.length_multiple, 0, trainer.task.labels)
+    labels, multiple_of = trainer.task.labels, trainer.config.length_multiple
+    return classify.Rows(rows, None, 0, 2, labels, multiple_of)
 
 
 def on_rank(rank: int, world: int, variants: list[dict], mutate=None) -> list[parity.Result]:
@@ -233,6 +234,13 @@ def test_an_answer_is_found_where_it_stands():
     assert best(scores, found, []) == ("ab", pytest.approx(0.8808 * 0.2689, abs=1e-4))
     scores[9, 0] = 0
     assert best(scores, found, []) == ("é", pytest.approx(0.7311, abs=1e-4))
+
+
+def test_types_of_a_pair():
+    pair = read({"text": "ab", "second": "c"}, answered=False)
+    for types, of_second in ((2, 1), (1, 0)):
+        batch = classify.Rows([pair], None, pad=0, types=types).batch([0])
+        assert batch.types.tolist() == [[0] * 4 + [of_second] * 2] and batch.targets is None
 
 
 @pytest.mark.parametrize(
