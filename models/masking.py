@@ -27,15 +27,17 @@ Not covered: sentences as samples (a sample may begin inside of one); n-grams, a
 text of a pair.
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from base.dropout import dropout_key, position_hash, threshold
 from base.model_config import FieldError
 from models.batch import Batch
-from models.special_tokens import BertTokens, T5Tokens
+from models.special_tokens import BertTokens, bert_tokens, t5_tokens
 from run.data import Blend, Corpus, Dataset
 
 # The share of tokens that are hidden, and the mean length of T5's spans.
@@ -48,9 +50,8 @@ MASKED, REPLACED = 0.8, 0.9
 class Hidden(Dataset):
     """Text of which a part is hidden. batch(samples) gives a models.batch.Batch."""
 
-    def __init__(self, text: Corpus | Blend, seed: int, eot: int):
-        """eot: the token that ends a document of the text."""
-        self.text, self.seed, self.eot = text, seed, eot
+    def __init__(self, text: Corpus | Blend, seed: int, tokenizer):
+        self.text, self.seed, self.eot = text, seed, tokenizer.eot
         self.num_sequences = text.num_sequences
         # Without the number of bytes: the loss is not that of text.
         self.index = {name: text.index[name] for name in ("corpus", "tokens")}
@@ -71,31 +72,27 @@ class Hidden(Dataset):
 
 
 class Words(NamedTuple):
-    """Which tokens are one word, for each token of a vocabulary. [V] bool each"""
+    """Which tokens of a vocabulary are one word. [V] bool each"""
 
     goes_on: Tensor  # It belongs to the word of the token before it ..
     ends: Tensor  # .. unless that is one of these.
-
-
-# What a token begins with that begins a word, in byte-level BPE, SentencePiece and text.
-BEGINS = ("Ġ", "▁", " ")
 
 
 def words_of(tokenizer, tokens: BertTokens) -> Words:
     """Words in bytes are letters and digits, as UTF-8. In WordPiece a word goes on with ##; in
     other vocabularies it begins with a space."""
     goes_on, ends = torch.zeros(2, tokens.vocab_size, dtype=torch.bool)
-    vocabulary = getattr(tokenizer, "vocabulary", None)
     if tokenizer.name == "bytes":
         goes_on[:256] = torch.tensor([c > 127 or chr(c).isalnum() for c in range(256)])
         ends[:256] = ~goes_on[:256]
-    elif vocabulary is None:
+    elif tokenizer.name == "gpt2":
         for i in range(tokenizer.vocab_size):
-            goes_on[i] = not tokenizer.decode([i]).startswith(BEGINS)
+            goes_on[i] = not tokenizer.decode([i]).startswith(" ")
     else:
         prefix = getattr(tokenizer.tokenizer.model, "continuing_subword_prefix", None)
-        for name, i in vocabulary.items():
-            goes_on[i] = name.startswith(prefix) if prefix else not name.startswith(BEGINS)
+        for name, i in tokenizer.vocabulary.items():
+            # Spaces in byte-level BPE, and in SentencePiece.
+            goes_on[i] = name.startswith(prefix) if prefix else not name.startswith(("Ġ", "▁"))
     special = list(tokens.names)
     goes_on[special], ends[special] = False, True
     return Words(goes_on, ends)
@@ -104,24 +101,22 @@ def words_of(tokenizer, tokens: BertTokens) -> Words:
 class HiddenWords(Hidden):
     """What BERT learns from: [CLS], then text of `text.s` tokens."""
 
-    def __init__(self, text: Corpus | Blend, seed: int, eot: int, tokens: BertTokens, words: Words):
-        super().__init__(text, seed, eot)
-        self.tokens, self.words = tokens, words
-        self.s = text.s + 1
+    def __init__(self, text: Corpus | Blend, seed: int, tokenizer):
+        super().__init__(text, seed, tokenizer)
+        self.s, self.tokens = text.s + 1, bert_tokens(tokenizer)
+        self.words = words_of(tokenizer, self.tokens)
         # The samples that were counted last, and their count.
         self.counted = None, 0
 
     def batch(self, samples) -> Batch:
         of_text = self.text.batch(samples)
-        tokens, numbers = self.tokens, of_text.samples
+        tokens, numbers, documents = self.tokens, of_text.samples, of_text.documents
         ids = of_text.tokens.masked_fill(of_text.tokens == self.eot, tokens.sep)
-        targets = torch.cat((torch.full_like(ids[:, :1], tokens.cls), ids), 1)  # [b, s]
+        targets = F.pad(ids, (1, 0), value=tokens.cls)  # [b, s]
         chosen = self.choose(targets, numbers)
         how, which = (self.hash(numbers, site, self.s) for site in (1, 2))
-        other = which.long() % tokens.vocab_size
-        hidden = torch.where(how < threshold(REPLACED), other, targets)
+        hidden = torch.where(how < threshold(REPLACED), which.long() % tokens.vocab_size, targets)
         hidden = hidden.masked_fill(how < threshold(MASKED), tokens.mask)
-        documents = of_text.documents
         if documents is not None:
             documents = torch.cat((documents[:, :1], documents), 1)
         return Batch(torch.where(chosen, hidden, targets), targets, chosen, numbers, documents)
@@ -134,8 +129,7 @@ class HiddenWords(Hidden):
         at = torch.arange(self.s).expand_as(ids)
         first = at.masked_fill(goes_on, 0).cummax(1).values  # [b, s], where the word begins
         chosen = self.hash(samples, 0, self.s) < threshold(DENSITY)
-        special = torch.isin(ids, torch.tensor(list(self.tokens.names)))
-        return chosen.gather(1, first) & ~special
+        return chosen.gather(1, first) & ~torch.isin(ids, torch.tensor(list(self.tokens.names)))
 
     def counted_tokens(self, samples) -> int:
         # A step asks twice.
@@ -148,40 +142,35 @@ class HiddenWords(Hidden):
 
 
 class Lengths(NamedTuple):
-    """Tokens of a text of T5, and what they become."""
+    """Tokens of a text, how many of them are hidden, and in how many spans; and of what it becomes,
+    with sentinels and </s>."""
 
     text: int
     hidden: int
     spans: int
-
-    @property
-    def source(self) -> int:
-        """Sentinels, and </s> at the end."""
-        return self.text - self.hidden + self.spans + 1
-
-    @property
-    def target(self) -> int:
-        return self.hidden + self.spans + 1
+    source: int
+    target: int
 
 
 def lengths_of(source: int) -> Lengths:
-    """The longest text whose source has so many tokens. source: at least 3."""
-
-    def of_text(n: int) -> Lengths:
+    """Those of the longest text whose source has so many tokens. Raises FieldError."""
+    found = None
+    for n in itertools.count(2):
         hidden = max(1, round(n * DENSITY))
-        return Lengths(n, hidden, max(1, round(hidden / SPAN)))
-
-    n = 2
-    while of_text(n + 1).source <= source:
-        n += 1
-    return of_text(n)
+        spans = max(1, round(hidden / SPAN))
+        lengths = Lengths(n, hidden, spans, n - hidden + spans + 1, hidden + spans + 1)
+        if lengths.source > source:
+            break
+        found = lengths
+    if not found:
+        rule = "is no room for a text with a hidden span"
+        raise FieldError("seq_length", source, rule, lengths.source)
+    return found
 
 
 def check_spans(source: int, target: int, sentinels: int) -> None:
-    """Raises FieldError for a seq_length of which no text can be a source, or whose targets are
-    longer than target_length."""
-    if source < 4:
-        raise FieldError("seq_length", source, "must be at least 4, for a text with a hidden span")
+    """Raises FieldError for a seq_length with more spans than there are sentinels, or with targets
+    that are longer than target_length."""
     lengths = lengths_of(source)
     if lengths.spans > sentinels:
         rule = f"has {lengths.spans} hidden spans, and there are {sentinels} sentinels"
@@ -194,66 +183,60 @@ def check_spans(source: int, target: int, sentinels: int) -> None:
 class HiddenSpans(Hidden):
     """What T5 learns from: [source | decoder input], the first of n tokens; and targets of m."""
 
-    def __init__(self, text: Corpus | Blend, seed: int, eot: int, tokens: T5Tokens, n: int, m: int):
+    def __init__(self, text: Corpus | Blend, seed: int, tokenizer, n: int, m: int):
         """text: of lengths_of(n).text tokens."""
-        super().__init__(text, seed, eot)
-        self.tokens, self.lengths = tokens, lengths_of(n)
+        super().__init__(text, seed, tokenizer)
+        self.tokens, self.lengths = t5_tokens(tokenizer), lengths_of(n)
         self.s, self.target_length = n + m, m
 
     def batch(self, samples) -> Batch:
         of_text = self.text.batch(samples)
-        tokens, b = self.tokens, len(of_text.samples)
+        tokens, numbers, documents = self.tokens, of_text.samples, of_text.documents
         ids = of_text.tokens.masked_fill(of_text.tokens == self.eot, tokens.eos)
-        segment, begin = self.segments(of_text.samples)  # [b, s] each
+        segment, begin = self.segments(numbers)  # [b, s]
         hidden = segment % 2 == 1
-        first = hidden & (begin == torch.arange(ids.shape[1]))
+        at = torch.arange(self.lengths.text)
+        first = hidden & (begin == at)
+
+        def parts(of_tokens: Tensor, of_spans: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+            """A number for each position of (source, target). [b, s], [b, s] and [b, 1]"""
+            source = torch.where(hidden, of_spans, of_tokens)[~hidden | first]
+            target = torch.stack((of_spans, of_tokens), 2)[torch.stack((first, hidden), 2)]
+            return tuple(torch.cat((x.view(len(end), -1), end), 1) for x in (source, target))
+
         sentinel = torch.tensor(tokens.sentinels)[segment // 2]
-        # A token that begins a span becomes its sentinel in the source, and both in the target.
-        keeps = torch.stack((first, hidden), 2)  # [b, s, 2]
-        end = torch.full_like(ids[:, :1], tokens.eos)
-        source = torch.cat(
-            (torch.where(hidden, sentinel, ids)[~hidden | first].view(b, -1), end), 1
-        )
-        target = torch.cat((torch.stack((sentinel, ids), 2)[keeps].view(b, -1), end), 1)
+        source, target = parts(ids, sentinel, torch.full_like(ids[:, :1], tokens.eos))
         padding = self.target_length - target.shape[1]
-        counts = torch.ones_like(target, dtype=torch.bool)
-        counts = torch.nn.functional.pad(counts, (0, padding))
-        target = torch.nn.functional.pad(target, (0, padding), value=tokens.pad)  # [b, m]
-        # What the decoder reads: each target but the last, after a first token.
-        reads = target.roll(1, 1)
-        reads[:, 0] = tokens.pad
-        documents = None
-        if of_text.documents is not None:
-            own = of_text.documents.gather(
-                1, torch.where(hidden, begin, torch.arange(ids.shape[1]))
-            )
-            of_source = own[~hidden | first].view(b, -1)
-            of_target = own.unsqueeze(2).expand_as(keeps)[keeps].view(b, -1)
-            of_target = torch.cat((of_target, of_target[:, -1:].expand(b, 1 + padding)), 1)
-            # The decoder begins each document with the padding token.
+        counts = F.pad(torch.ones_like(target, dtype=torch.bool), (0, padding))
+        target = F.pad(target, (0, padding), value=tokens.pad)  # [b, m]
+        # What the decoder reads: each target but the last, after the padding token.
+        reads = F.pad(target[:, :-1], (1, 0), value=tokens.pad)
+        if documents is not None:
+            documents = documents.gather(1, torch.where(hidden, begin, at))
+            of_source, of_target = parts(documents, documents, documents[:, -1:])
+            of_target = torch.cat((of_target, of_target[:, -1:].expand(-1, padding)), 1)
+            # It reads that token at the beginning of each document.
             begins = of_target.diff(dim=1, prepend=of_target[:, :1]) != 0
             reads = reads.masked_fill(begins, tokens.pad)
-            documents = torch.cat((of_source, own[:, -1:], of_target), 1)
-        return Batch(torch.cat((source, reads), 1), target, counts, of_text.samples, documents)
+            documents = torch.cat((of_source, of_target), 1)
+        return Batch(torch.cat((source, reads), 1), target, counts, numbers, documents)
 
     def segments(self, samples: Tensor) -> tuple[Tensor, Tensor]:
         """(number, first position) of each token's segment, [b, s] int64 each. Segments 0, 2, ..
         stay, and 1, 3, .. are hidden."""
-        text, hidden, _ = self.lengths
-        stays = self.partition(samples, 0, text - hidden)
-        lengths = torch.stack((stays, self.partition(samples, 1, hidden)), 2).flatten(1)
-        ends = lengths.cumsum(1)  # [b, 2 spans]
-        at = torch.arange(text).expand(len(samples), -1).contiguous()
+        text, hidden, *_ = self.lengths
+        sizes = self.partition(samples, 0, text - hidden), self.partition(samples, 1, hidden)
+        sizes = torch.stack(sizes, 2).flatten(1)
+        ends = sizes.cumsum(1)  # [b, 2 spans]
+        at = torch.arange(text).repeat(len(samples), 1)
         segment = torch.searchsorted(ends, at, right=True)
-        return segment, (ends - lengths).gather(1, segment)
+        return segment, (ends - sizes).gather(1, segment)
 
     def partition(self, samples: Tensor, site: int, n: int) -> Tensor:
-        """Random lengths of segments, as many as spans, each at least 1, n together. [b, spans]"""
-        cuts = self.hash(samples, site, n - 1).argsort(dim=1, stable=True)[
-            :, : self.lengths.spans - 1
-        ]
-        zero = torch.zeros(len(samples), 1, dtype=torch.int64)
-        return torch.cat((zero, cuts.sort(1).values + 1, zero + n), 1).diff()
+        """Random sizes of segments, as many as spans, each at least 1, n together. [b, spans]"""
+        order = self.hash(samples, site, n - 1).argsort(dim=1, stable=True)
+        cuts = order[:, : self.lengths.spans - 1].sort(1).values + 1
+        return F.pad(F.pad(cuts, (1, 0)), (0, 1), value=n).diff()
 
     def counted_tokens(self, samples) -> int:
         return len(samples) * self.lengths.target

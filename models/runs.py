@@ -8,6 +8,7 @@ ModelRun           the flags of train.py that a model of this folder has
 BertRun, T5Run     those of the two commands
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from base.cross_entropy import cross_entropy
-from base.model_config import FieldError, encoder_decoder_flops
+from base.model_config import FieldError
 from finetune.adapter_learning import PeftConfig
 from models import masking, special_tokens
 from models.batch import Batch
 from models.bert import BertConfig
+from models.masking import HiddenSpans, HiddenWords
 from models.presets import BERT_PRESETS, BERT_RECIPES, T5_PRESETS, T5_RECIPES
 from models.t5 import T5Config
 from run.config import RunConfig, as_flags, flag
@@ -36,12 +38,8 @@ class FillIn(Pretraining):
 
     sample_name = "a held-out text"
     batch_class = Batch
-    # How often the last evaluation was right.
-    accuracy = 0.0
-
-    def tokens_of(self, tokenizer):
-        """The special tokens."""
-        raise NotImplementedError
+    # tokenizer -> the special tokens
+    tokens_of: Callable
 
     def logits(self, batches: list, result) -> None:
         """Run this rank's batches forward. The rank with the head calls result(batch, logits) for
@@ -64,8 +62,8 @@ class FillIn(Pretraining):
         self.logits([row for batch in batches for row in batch.rows()], add)
         for group in filter(None, (self.groups.replicas, self.groups.pp)):
             dist.all_reduce(totals, group=group)
-        loss, right = (totals / max(1, self.loss_count(dataset, range(sequences)))).tolist()
-        self.accuracy = right
+        totals /= max(1, self.loss_count(dataset, range(sequences)))
+        loss, self.accuracy = totals.tolist()
         return loss
 
     def eval_statistics(self) -> dict[str, float]:
@@ -85,50 +83,42 @@ class FillIn(Pretraining):
         self.logits([batch._replace(targets=at)], fill)
         for group in filter(None, (self.groups.cp, self.groups.pp)):
             dist.all_reduce(guess, group=group)
+        found = {
+            "reads": batch.tokens[:, : batch.context().source or None],
+            "fills in": guess.where(batch.loss_mask, batch.targets),
+            "hidden": batch.targets,
+        }
         names = self.tokens_of(tokenizer).names
-        lines = []
-        reads = batch.tokens[:, : batch.context().source or None]
-        guess = guess.where(batch.loss_mask, batch.targets)
-        for title, ids in (("reads", reads), ("fills in", guess), ("hidden", batch.targets)):
-            lines.append(f"[{title}]\n{special_tokens.spell(ids[0].tolist(), names, tokenizer)}\n")
-        return "\n".join(lines)
+        texts = [special_tokens.spell(ids[0].tolist(), names, tokenizer) for ids in found.values()]
+        return "\n\n".join(f"[{title}]\n{text}" for title, text in zip(found, texts))
 
 
 class FillWords(FillIn):
     """What BERT learns."""
 
-    def tokens_of(self, tokenizer) -> special_tokens.BertTokens:
-        return special_tokens.bert_tokens(tokenizer)
+    tokens_of = staticmethod(special_tokens.bert_tokens)
 
     def open_data(self, config, world, tokenizer):
-        tokens = self.tokens_of(tokenizer)
-        words = masking.words_of(tokenizer, tokens)
-        texts = open_text(config, world, tokenizer, config.model_config().seq_length - 1)
-        return tuple(
-            masking.HiddenWords(text, seed, tokenizer.eot, tokens, words)
-            for text, seed in zip(texts, (config.seed, 0))
-        )
+        text, held_out = open_text(config, world, tokenizer, config.model_config().seq_length - 1)
+        return HiddenWords(text, config.seed, tokenizer), HiddenWords(held_out, 0, tokenizer)
 
 
 class FillSpans(FillIn):
     """What T5 learns."""
 
-    def tokens_of(self, tokenizer) -> special_tokens.T5Tokens:
-        return special_tokens.t5_tokens(tokenizer)
+    tokens_of = staticmethod(special_tokens.t5_tokens)
 
     def open_data(self, config, world, tokenizer):
-        shape, tokens = config.model_config(), self.tokens_of(tokenizer)
+        shape = config.model_config()
         n, m = shape.seq_length, shape.target_length
-        texts = open_text(config, world, tokenizer, masking.lengths_of(n).text)
-        return tuple(
-            masking.HiddenSpans(text, seed, tokenizer.eot, tokens, n, m)
-            for text, seed in zip(texts, (config.seed, 0))
-        )
+        text, held_out = open_text(config, world, tokenizer, masking.lengths_of(n).text)
+        others = tokenizer, n, m
+        return HiddenSpans(text, config.seed, *others), HiddenSpans(held_out, 0, *others)
 
     def flops_per_token(self, s: int) -> float:
-        """FLOPs of a sequence over its n + m positions. s: n + m"""
+        """Those of a sequence, over its n + m positions. s: n + m"""
         n = s - self.model_config.target_length
-        return encoder_decoder_flops(self.model_config, n) / s
+        return super().flops_per_token(n) * n / s
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -167,11 +157,6 @@ class HiddenText(ModelRun, PeftConfig, TextConfig):
     supports_as_rank: ClassVar[bool] = True
 
 
-def preset_of(presets: dict):
-    """The flag --model."""
-    return flag("tiny", f"a preset: {', '.join(presets)}", metavar="PRESET")
-
-
 @dataclass
 class BertRun(HiddenText):
     """Every flag of python -m models.bert."""
@@ -184,7 +169,7 @@ class BertRun(HiddenText):
     # A ring is for causal attention.
     cp_kind: ClassVar[str] = "all-to-all"
 
-    model: str = preset_of(BERT_PRESETS)
+    model: str = flag("tiny", f"a preset: {', '.join(BERT_PRESETS)}", metavar="PRESET")
 
     def task(self) -> FillWords:
         return FillWords(self.learned())
@@ -206,7 +191,7 @@ class T5Run(HiddenText):
     cp_kind: ClassVar[str] = "ring"
     virtual_stages: ClassVar[int] = 1
 
-    model: str = preset_of(T5_PRESETS)
+    model: str = flag("tiny", f"a preset: {', '.join(T5_PRESETS)}", metavar="PRESET")
     num_layers: int | None = flag(
         None,
         "layers of encoder and decoder together; this flag and those down to --dropout"

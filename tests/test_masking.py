@@ -43,12 +43,12 @@ def open_text(folder: Path, s: int, names=("text.jsonl",), seed=3, document_mask
 
 def words(folder: Path, s=64, seed=3, **options) -> HiddenWords:
     text = open_text(folder, s - 1, **options)
-    return HiddenWords(text, seed, BYTES.eot, BERT, words_of(BYTES, BERT))
+    return HiddenWords(text, seed, BYTES)
 
 
 def spans(folder: Path, n=64, m=20, seed=3, **options) -> HiddenSpans:
     text = open_text(folder, lengths_of(n).text, **options)
-    return HiddenSpans(text, seed, BYTES.eot, T5, n, m)
+    return HiddenSpans(text, seed, BYTES, n, m)
 
 
 # --- BERT -----------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def spans(folder: Path, n=64, m=20, seed=3, **options) -> HiddenSpans:
 
 def test_words_of_bytes(folder):
     """Whole words: letters and digits, as UTF-8. Spaces and signs are each alone."""
-    text = HiddenWords(open_text(folder, 19), 0, BYTES.eot, BERT, words_of(BYTES, BERT))
+    text = words(folder)
     ids = torch.tensor([[BERT.cls, *"naïve, 12a".encode(), BERT.sep, *b"end x ..."[:7]]])
     text.s = ids.shape[1]
     chosen = torch.cat([text.choose(ids, torch.tensor([n])) for n in range(300)])
@@ -232,7 +232,7 @@ def test_document_masks(folder):
 
 @pytest.mark.parametrize(
     "source, target, sentinels, field",
-    [(3, 9, 100, "seq_length"), (512, 113, 100, "target_length"), (2048, 999, 100, "seq_length")],
+    [(2, 9, 100, "seq_length"), (512, 113, 100, "target_length"), (2048, 999, 100, "seq_length")],
 )
 def test_spans_that_do_not_fit_are_refused(source, target, sentinels, field):
     with pytest.raises(FieldError) as error:
@@ -275,7 +275,7 @@ def test_words_and_special_tokens_of_word_pieces(tmp_path):
 
 def test_words_of_byte_pairs():
     """GPT-2's: a word begins with a space."""
-    tokenizer = GPT2Tokenizer.__new__(GPT2Tokenizer)
+    tokenizer = GPT2Tokenizer.__new__(GPT2Tokenizer)  # tiktoken would fetch its vocabulary
     pieces = [b"un", b"able", b" red", b"s", b" ", b"\xff"]
     tokenizer.vocab_size, tokenizer.eot = 7, 6
     tokenizer.decode = lambda ids: b"".join(pieces[i] for i in ids if i < 6).decode(
@@ -336,7 +336,7 @@ REFUSED = {
     "t5 --virtual-stages 2": "--virtual-stages",
     "t5 --encoder-layers 6": "--encoder-layers 6: must be",
     "t5 --seq-length 256": "--target-length 32: the targets of --seq-length 256 have",
-    "t5 --seq-length 3": "--seq-length 3: must be at least 4",
+    "t5 --seq-length 2": "--seq-length 2: is no room for a text with a hidden span; 3 would fit",
     "t5 --vocab-size 300": "--tokenizer bytes: its ids go up to 357",
 }
 
