@@ -80,7 +80,7 @@ class Words(NamedTuple):
 
 def words_of(tokenizer, tokens: BertTokens) -> Words:
     """Words in bytes are letters and digits, as UTF-8. In WordPiece a word goes on with ##; in
-    other vocabularies it begins with a space."""
+    others it begins with a space, and where no token has one each is a word."""
     goes_on, ends = torch.zeros(2, tokens.vocab_size, dtype=torch.bool)
     if tokenizer.name == "bytes":
         goes_on[:256] = torch.tensor([c > 127 or chr(c).isalnum() for c in range(256)])
@@ -89,10 +89,11 @@ def words_of(tokenizer, tokens: BertTokens) -> Words:
         for i in range(tokenizer.vocab_size):
             goes_on[i] = not tokenizer.decode([i]).startswith(" ")
     else:
+        names, spaces = tokenizer.vocabulary, ("Ġ", "▁")  # byte-level BPE, SentencePiece
         prefix = getattr(tokenizer.tokenizer.model, "continuing_subword_prefix", None)
-        for name, i in tokenizer.vocabulary.items():
-            # Spaces in byte-level BPE, and in SentencePiece.
-            goes_on[i] = name.startswith(prefix) if prefix else not name.startswith(("Ġ", "▁"))
+        marked = any(name.startswith(spaces) for name in names)
+        for name, i in names.items():
+            goes_on[i] = name.startswith(prefix) if prefix else marked and name[0] not in spaces
     special = list(tokens.names)
     goes_on[special], ends[special] = False, True
     return Words(goes_on, ends)

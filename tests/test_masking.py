@@ -11,6 +11,7 @@ import processes
 import pytest
 import small_run
 import torch
+from test_tokenizer import words as word_tokenizer
 
 import train
 from base.model_config import FieldError
@@ -271,6 +272,13 @@ def test_words_and_special_tokens_of_word_pieces(tmp_path):
     without = special_tokens.bert_tokens(word_piece(tmp_path / "u.json", []))
     # Its own end of text, then three new ids.
     assert without == (7, 8, 9, 10, 11)
+
+
+def test_tokens_that_are_words(tmp_path):
+    """A vocabulary without spaces, as one of whole words, in which nothing goes on."""
+    words = word_tokenizer(tmp_path / "t.json")
+    tokens = special_tokens.bert_tokens(FileTokenizer(words))
+    assert not words_of(FileTokenizer(words), tokens).goes_on.any()
 
 
 def test_words_of_byte_pairs():
