@@ -93,7 +93,8 @@ def words_of(tokenizer, tokens: BertTokens) -> Words:
         prefix = getattr(tokenizer.tokenizer.model, "continuing_subword_prefix", None)
         marked = any(name.startswith(spaces) for name in names)
         for name, i in names.items():
-            goes_on[i] = name.startswith(prefix) if prefix else marked and name[0] not in spaces
+            joins = name.startswith(prefix) if prefix else not name.startswith(spaces)
+            goes_on[i] = joins and bool(prefix or marked)
     special = list(tokens.names)
     goes_on[special], ends[special] = False, True
     return Words(goes_on, ends)
