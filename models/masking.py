@@ -200,7 +200,7 @@ class HiddenSpans(Hidden):
         at = torch.arange(self.lengths.text)
         first = hidden & (begin == at)
 
-        def parts(of_tokens: Tensor, of_spans: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+        def parts(of_tokens: Tensor, of_spans: Tensor, end: Tensor) -> tuple[Tensor, ...]:
             """A number for each position of (source, target). [b, s], [b, s] and [b, 1]"""
             source = torch.where(hidden, of_spans, of_tokens)[~hidden | first]
             target = torch.stack((of_spans, of_tokens), 2)[torch.stack((first, hidden), 2)]
