@@ -6,7 +6,7 @@
 
 Sources and letters: as in planner.py.
 
-Not covered: as there.
+Not covered: as there; casts to FP8 in cross attention.
 """
 
 from typing import NamedTuple

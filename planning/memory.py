@@ -16,7 +16,9 @@ n = b s tokens, for a GPT with dropout on one device:
     output           input 1                        masks         1 byte: 2 n h + a s² b
 
 With 2 bytes for an element these are the 34 s b h + 5 a s² b of recompute.layer_bytes, equation 1
-of arXiv 2205.05198. `layer` has the same for Llama, experts and shared sequences.
+of arXiv 2205.05198. `layer` has the same for Llama, experts and shared sequences. A T5 has two
+halves: its encoder's layers work on the s tokens of the source, its decoder's on those of the
+target, and have a second attention, to the source (`tokens_of`).
 
 `python train.py --as-rank R --of N` counts tensors instead; the tests hold these formulas to it.
 

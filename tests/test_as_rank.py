@@ -25,13 +25,13 @@ from base.groups import Groups
 from base.model_config import flops_per_token
 from course import ranks
 from course.parity import LLAMA, SMALL
-from course.synthetic import Documents, Synthetic
+from course.synthetic import dataset_for
 from finetune.adapter_learning import TextPeftConfig
+from models.runs import BertRun, T5Run
 from planning import as_rank, substitutes
 from planning.counters import Counters, Kept
 from run import flags
-from run.config import ConfigError
-from run.data import Batch
+from run.config import ConfigError, RunConfig
 from run.task import Task
 
 FEW = dict(precision="fp32", micro_batch_size=1, global_batch_size=4)
@@ -44,6 +44,8 @@ MISTRAL = LLAMA | dict(model="mistral-7b", sliding_window=5)
 BLOOM = GPT | dict(model="bloom-560m", dropout=0.0)
 FP8 = LLAMA | dict(fp8="delayed", fp8_skip=0, precision="bf16")
 HYBRID = dict(data_parallel_replicate_degree=2)
+BERT = GPT | dict(model="bert-base")
+T5 = GPT | dict(model="t5-base", num_layers=4, head_dim=12, target_length=8)
 # ranks: layouts
 LAYOUTS = {
     1: [
@@ -59,6 +61,7 @@ LAYOUTS = {
         FP8 | dict(tp=2, pp=1),
         EXPERTS | dict(zero_stage=1),
         LLAMA | dict(peft="lora", tp=2),
+        T5 | dict(pp=2, layer_split=[3, 1]),
     ],
     4: [EXPERTS | HYBRID | dict(zero_stage=2)],
 }
@@ -66,6 +69,8 @@ MORE = {
     1: [GPT | dict(recompute="selective")],
     2: [
         GPT | dict(tp=2),
+        BERT | dict(tp=2, sequence_parallel=True),
+        T5 | dict(tp=2, recompute="full"),
         QWEN3 | dict(tp=2),
         BLOOM | dict(tp=2, sequence_parallel=True),
         SEQUENCE | dict(recompute="selective"),
@@ -108,20 +113,19 @@ MORE = {
 class Apart:
     """Tokens and targets in tensors of their own, as they are on a GPU."""
 
+    def __init__(self, dataset):
+        self.dataset, self.s = dataset, dataset.s
+        self.counted_tokens, self.positions = dataset.counted_tokens, dataset.positions
+
     def batch(self, samples):
-        batch = super().batch(samples)
-        return Batch(*(x if x is None else x.contiguous().clone() for x in batch))
+        batch = self.dataset.batch(samples)
+        return batch._make(x if x is None else x.contiguous().clone() for x in batch)
 
 
-class Plain(Apart, Synthetic):
-    pass
-
-
-class InDocuments(Apart, Documents):
-    pass
-
-
-def config_of(layout: dict) -> trainer.Config:
+def config_of(layout: dict) -> RunConfig:
+    for config_class in (BertRun, T5Run):
+        if layout["model"] in config_class.presets:
+            return config_class(**layout)
     return (TextPeftConfig if "peft" in layout else trainer.Config)(**layout)
 
 
@@ -144,8 +148,7 @@ def measured(world: int, config: trainer.Config) -> dict:
     t = trainer.Trainer(config, torch.device("cpu"), groups, config.task())
     for layer in t.expert_layers.values():
         layer.routing.scores = partial(substitutes.even_scores, layer.routing.k)
-    text = InDocuments if config.document_mask else Plain
-    dataset = text(t.model_config.seq_length, t.model_config.vocab_size)
+    dataset = Apart(dataset_for(t))
     kept = Kept(p for stage in t.stages for p in stage.parameters())
     if t.schedule:
         # so that what W waits for counts

@@ -135,6 +135,7 @@ ENCODERS = {
     "bert, zb-h1": (BERT | ZB_H1, 16, [15]),
     "t5": (RELU, 1, [0]),
     "t5, gated, full": (T5 | FULL | dict(micro_batch_size=8), 1, [0]),
+    "t5, selective": (T5 | dict(recompute="selective", tp=2), 2, [0]),
     "t5, sequence": (RELU | SEQUENCE | dict(tp=4, zero_stage=1), 8, [0]),
     "t5, fused, pipeline": (
         T5 | PLAIN | SEQUENCE | dict(tp=2, pp=4, zero_stage=2),
