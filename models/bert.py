@@ -35,7 +35,6 @@ import sharding
 from base import terminal
 from base.dropout import layer_key
 from base.model_config import MoEConfig
-from models.batch import Batch as Batch
 from models.batch import Context
 
 # --- the shape ------------------------------------------------------------------------------------

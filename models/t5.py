@@ -42,7 +42,6 @@ import sharding
 from base import terminal
 from base.dropout import Dropout, layer_key
 from base.model_config import FieldError, MoEConfig
-from models.batch import Batch as Batch
 from models.batch import Context
 from sharding import Shard, shard_parameter
 
