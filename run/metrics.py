@@ -256,8 +256,8 @@ def of_evaluation(line: dict, bytes_per_token: float | None) -> str:
         text += f"\n    held-out loss {loss:.4f}"
         if bytes_per_token:
             text += f" nats per token, {loss / bytes_per_token:.4f} nats per byte"
-    if "eval_accuracy" in line:
-        text += f", accuracy {line['eval_accuracy']:.1%}"
+    for name in filter(line.__contains__, ("eval_accuracy", "eval_exact_match", "eval_f1")):
+        text += f", {name.removeprefix('eval_').replace('_', ' ')} {line[name]:.1%}"
     if "eval_reward" in line:
         text += f"\n    held-out reward {line['eval_reward']:.4f}"
     return text

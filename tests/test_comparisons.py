@@ -33,6 +33,7 @@ SCRIPTS = [
     ("fp8", [], ["fp8.json", "fp8.svg"]),
     ("fsdp", [], ["fsdp.json", "fsdp_time_line.svg"]),
     ("generation", [], ["generation.json", "generation.svg"]),
+    ("languages", ["--folders", str(Path(torch.__file__).parent)], ["languages", "languages.json"]),
     ("layouts", ["--ranks", "2"], ["layouts.json", "layouts.svg", "same_loss.svg"]),
     ("loss_of_variants", [], LOSSES),
     ("moe", [], ["moe_speed.json"]),
