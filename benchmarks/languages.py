@@ -73,7 +73,7 @@ def texts_of(files: list[Path], known: set[str]) -> list[str]:
     return texts
 
 
-def draw(texts: list[str], label: str, n: int, known: set[str]) -> list[dict]:
+def snippets_of(texts: list[str], label: str, n: int, known: set[str]) -> list[dict]:
     """n snippets from texts in turn, none twice. known: of all snippets so far."""
     generator, lines = random.Random(0), []
     for text in texts * (4 * n):
@@ -102,7 +102,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> list[str]:
         for k, text in enumerate(texts[4 * n :]):
             (folder / "texts" / f"{language}-{k}.txt").write_text(text)
         for part, size, of_part in zip(lines, sizes, (texts[: n * 2], texts[n * 2 : n * 4])):
-            part += draw(of_part, language, size, known)
+            part += snippets_of(of_part, language, size, known)
     for name, part in zip(("learned", "test"), lines):
         write_lines(folder / f"{name}.jsonl", part)
     return sorted({line["label"] for line in lines[1]})
