@@ -36,6 +36,7 @@ from torch import Tensor
 
 from base.dropout import dropout_key, position_hash, threshold
 from base.model_config import FieldError
+from inference.token_bytes import token_bytes
 from models.batch import Batch
 from models.special_tokens import BertTokens, bert_tokens, t5_tokens
 from run.data import Blend, Corpus, Dataset
@@ -79,25 +80,28 @@ class Words(NamedTuple):
 
 
 def words_of(tokenizer, tokens: BertTokens) -> Words:
-    """Words in bytes are letters and digits, as UTF-8. In WordPiece a word goes on with ##; in
-    others it begins with a space, and where no token has one each is a word."""
+    """In WordPiece a word goes on with ##. In others a token goes on with the word before it if it
+    begins with a letter or a digit, and that one ends so. Spaces and signs begin words, and so do
+    characters of three bytes or more in UTF-8: Chinese has no spaces."""
     goes_on, ends = torch.zeros(2, tokens.vocab_size, dtype=torch.bool)
-    if tokenizer.name == "bytes":
-        goes_on[:256] = torch.tensor([c > 127 or chr(c).isalnum() for c in range(256)])
-        ends[:256] = ~goes_on[:256]
-    elif tokenizer.name == "gpt2":
-        for i in range(tokenizer.vocab_size):
-            goes_on[i] = not tokenizer.decode([i]).startswith(" ")
+    model = getattr(getattr(tokenizer, "tokenizer", None), "model", None)
+    if prefix := getattr(model, "continuing_subword_prefix", None):
+        for name, i in tokenizer.vocabulary.items():
+            goes_on[i] = name.startswith(prefix)
     else:
-        names, spaces = tokenizer.vocabulary, ("Ġ", "▁")  # byte-level BPE, SentencePiece
-        prefix = getattr(tokenizer.tokenizer.model, "continuing_subword_prefix", None)
-        marked = any(name.startswith(spaces) for name in names)
-        for name, i in names.items():
-            joins = name.startswith(prefix) if prefix else not name.startswith(spaces)
-            goes_on[i] = joins and bool(prefix or marked)
+        spelled = token_bytes(tokenizer)
+        pieces = [(i, spelled.of(i)) for i in range(tokenizer.vocab_size)]
+        for i, piece in filter(lambda each: each[1], pieces):
+            goes_on[i] = is_of_word(piece[0]) and piece[0] < 0xE0
+            ends[i] = not is_of_word(piece[-1])
     special = list(tokens.names)
     goes_on[special], ends[special] = False, True
     return Words(goes_on, ends)
+
+
+def is_of_word(byte: int) -> bool:
+    """Whether a letter or a digit in UTF-8 may have this byte."""
+    return byte > 127 or chr(byte).isalnum()
 
 
 class HiddenWords(Hidden):

@@ -15,6 +15,7 @@ from test_tokenizer import words as word_tokenizer
 
 import train
 from base.model_config import FieldError
+from inference.token_bytes import CHARACTERS, token_bytes
 from models import runs, special_tokens
 from models.masking import HiddenSpans, HiddenWords, check_spans, lengths_of, words_of
 from run import data, rules
@@ -281,18 +282,69 @@ def test_tokens_that_are_words(tmp_path):
     assert not words_of(FileTokenizer(words), tokens).goes_on.any()
 
 
-def test_words_of_byte_pairs():
-    """GPT-2's: a word begins with a space."""
+def test_words_of_gpt2():
+    """A word begins with a space or a sign, and letters go on with it, also within a character."""
     tokenizer = GPT2Tokenizer.__new__(GPT2Tokenizer)  # tiktoken would fetch its vocabulary
-    pieces = [b"un", b"able", b" red", b"s", b" ", b"\xff"]
-    tokenizer.vocab_size, tokenizer.eot = 7, 6
-    tokenizer.decode = lambda ids: b"".join(pieces[i] for i in ids if i < 6).decode(
-        errors="replace"
-    )
+    pieces = [b"un", b"able", b" red", b"s", b" ", b"\xbf", b"<|endoftext|>"]
+    tokenizer.vocab_size, tokenizer.eot, tokenizer.stop_ids = 7, 6, (6,)
+    tokenizer.encoding = SimpleNamespace(decode_single_token_bytes=pieces.__getitem__)
     tokens = special_tokens.bert_tokens(tokenizer)
     assert tokens == (6, 7, 8, 9, 10)
     goes_on = words_of(tokenizer, tokens).goes_on
     assert goes_on.tolist() == [True, True, False, True, False, True] + [False] * 4
+
+
+def published(name: str, path: Path):
+    """A tokenizer of the type that a published model has."""
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    if name == "bytes":
+        return BYTES
+    if name == "byte pairs":
+        merges = [("Ċ", "Ġ"), ("Ġ", "y")]
+        names = [*CHARACTERS, *map("".join, merges)]
+        model, decoder = models.BPE({name: i for i, name in enumerate(names)}, merges), "ByteLevel"
+        splits = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    elif name == "Unigram":
+        names = ["<unk>", *"▁ 中国 人 ， ▁if ▁y . na me :".split(), "\n"]
+        model, decoder = models.Unigram([(name, -1.0) for name in names], unk_id=0), "Metaspace"
+        splits = pre_tokenizers.Metaspace()
+    else:
+        names = "[UNK] 中 国 人 ， if y . na ##me :".split()
+        names = {name: i for i, name in enumerate(names)}
+        model, decoder = models.WordPiece(names, unk_token="[UNK]"), "WordPiece"
+        splits = pre_tokenizers.BertPreTokenizer()
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer, tokenizer.decoder = splits, getattr(decoders, decoder)()
+    if name == "WordPiece":
+        tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.save(str(path))
+    return FileTokenizer(str(path))
+
+
+WORDS = {
+    "bytes": ["中", "国", "人", "，", "\n", " ", "if", " ", "y", ".", "name", ":"],
+    "byte pairs": ["中", "国", "人", "，", "\n ", "if", " y", ".", "name", ":"],
+    "Unigram": [" ", "中国", "人", "，", "\n", " if", " y", ".", "name", ":"],
+    "WordPiece": [" 中", " 国", " 人", " ，", " if", " y", ".", " name", " :"],
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_words_of_chinese_and_of_code(name, tmp_path):
+    """Chinese has no spaces, and a line of code begins with a line break."""
+    tokenizer = published(name, tmp_path / "t.json")
+    goes_on, ends = words_of(tokenizer, special_tokens.bert_tokens(tokenizer))
+    found, last = [], None
+    for token in map(int, tokenizer.encode("中国人，\n if y.name:")):
+        piece = token_bytes(tokenizer).of(token)
+        if last is not None and goes_on[token] and not ends[last]:
+            found[-1] += piece
+        else:
+            found.append(piece)
+        last = token
+    assert [word.decode() for word in found] == WORDS[name]
 
 
 def test_spelling():
