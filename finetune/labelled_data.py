@@ -4,10 +4,10 @@
     {"question": "..", "context": "..", "answer": "..", "start": 7}     start: of the answer, in
                                                                         characters of the context
 
-A line becomes [CLS] first text [SEP] second text [SEP]. What is longer than --seq-length loses its
-end; of two texts each keeps half of the room at least. An answer that is lost so is refused, or
-with --skip-bad-examples left out and counted. Examples of one text, or context, are on the same
-side: trained on, or held out.
+A line becomes [CLS] first text [SEP] second text [SEP]; a RoBERTa, which has one type of token, has
+[SEP] twice between them. What is longer than --seq-length loses its end; of two texts each keeps
+half of the room at least. An answer that is lost so is refused, or with --skip-bad-examples left
+out and counted. Examples of one text, or context, are on the same side: trained on, or held out.
 """
 
 import re
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from finetune.chat import message
-from finetune.chat_template import ChatError, ChatTokenizer
+from finetune.chat_template import ChatError, ChatTokenizer, Tokens
 from finetune.sft_data import NO_SKIP, open_examples, read_lines
 
 
@@ -35,12 +35,16 @@ class Row(NamedTuple):
 
 
 class Reader:
-    """Lines to rows of at most `limit` tokens. cls, sep: ids of special tokens. answered: whether a
-    line must say what is right."""
+    """Lines to rows of at most `limit` tokens. cls, sep: ids of special tokens; types: of tokens,
+    how many the model has. answered: whether a line must say what is right."""
 
-    def __init__(self, tokenizer, cls: int, sep: int, limit: int, answered: bool = True):
+    def __init__(self, tokenizer, cls: int, sep: int, limit: int, types=2, answered=True):
         self.tokenizer, self.cls, self.sep = ChatTokenizer(tokenizer), cls, sep
-        self.limit, self.answered = limit, answered
+        self.limit, self.types, self.answered = limit, types, answered
+
+    def encode(self, text: str) -> Tokens:
+        """Raises ChatError."""
+        return self.tokenizer.encode(text)
 
     def row(self, record: dict) -> Row:
         """Raises ChatError."""
@@ -49,17 +53,21 @@ class Reader:
         paired = second in record
         names = [first, *[second] * paired, *["answer" if spans else "label"] * self.answered]
         if not all(isinstance(record.get(name), str) for name in names):
-            form = '"text" and "label", or "question", "context", "answer" and "start"'
-            raise ChatError(f"is no example; a line has {form}; all but start are text", NO_SKIP)
-        a, b = (self.tokenizer.encode(record.get(name, "")) for name in (first, second))
-        room = self.limit - 2 - paired
+            form = '"text", or "question" and "context"; all are text'
+            if self.answered:
+                form = '"text" and "label", or "question", "context", "answer" and "start"'
+                form += "; all but start are text"
+            raise ChatError(f"is no example; a line has {form}", NO_SKIP)
+        a, b = (self.encode(record.get(name, "")) for name in (first, second))
+        between = [self.sep] * (2 if paired and self.types == 1 else 1)
+        room = self.limit - 1 - len(between) - paired
         of_a = a.ids[: max(room - len(b.ids), room // 2)]
         of_b = b.ids[: room - len(of_a)]
         if not of_a or (paired and not of_b):
             raise ChatError("has an empty text", "empty")
-        ids = [self.cls, *of_a, self.sep, *of_b, *[self.sep] * paired]
+        ids = [self.cls, *of_a, *between, *of_b, *[self.sep] * paired]
         characters = list(zip(b.starts, b.ends))[: len(of_b)]
-        n = len(of_a) + 2
+        n = 1 + len(of_a) + len(between)
         span = self.span(record, characters, n) if spans and self.answered else None
         return Row(ids, n, record, characters, span)
 
@@ -110,7 +118,7 @@ def open_rows(
     return learned, held_out, known
 
 
-# --- what a model says ----------------------------------------------------------------------------
+# --- what a model predicts ------------------------------------------------------------------------
 
 
 def best(scores: Tensor, row: Row, labels: list[str]) -> tuple[str, float]:

@@ -127,7 +127,7 @@ class Embedding(gpt.Embedding):
             raise ValueError(f"a sequence of {s} tokens is longer than seq_length {longest}")
         x = self.positions(self.tokens(tokens), context.documents)
         types = torch.zeros_like(tokens) if context.types is None else context.types
-        # Under sequence parallelism x is the n-th shard of the sequence.
+        # Under sequence parallelism x is the n-th shard of the sequence, its dimension 1.
         n, length = self.dropout.shard_index.get(1, 0), x.shape[1]
         x = x + self.types(types[:, n * length : (n + 1) * length])
         return self.dropout(self.norm(x), context.drop_key)

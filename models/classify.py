@@ -16,7 +16,7 @@ finetune/labelled_data.py describes the lines of FILE. The loss is a mean over e
 not depend on the layout. Without --load the model learns from these examples alone.
 
 Not covered: several windows of a long context, questions without an answer (SQuAD 2.0), a label for
-each token, RoBERTa's dropout before W.
+each token, RoBERTa's dropout before W, an adapter beside the head.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from finetune.packing import Padded
 from finetune.preference import ValueModel, WithoutLogits, gather_values
 from models.batch import Batch, pad_rows
 from models.bert import Bert, BertConfig
-from models.runs import BertRun
+from models.runs import BertFlags
 from models.special_tokens import bert_tokens
 from run import checkpoint
 from run.config import ConfigError, flag
@@ -123,8 +123,8 @@ class Rows(Padded):
             targets = torch.tensor([row.span for row in rows])
         elif self.labels:
             targets = torch.tensor([[self.labels.index(row.record["label"])] for row in rows])
-        counts = torch.ones(len(rows), 1, dtype=torch.bool)
-        numbers = torch.tensor(samples)
+        # An example counts at all positions or at none.
+        counts, numbers = torch.ones_like(real), torch.tensor(samples)
         return Batch(tokens, targets, counts, numbers, (~real).long(), real, types)
 
     def counted_tokens(self, samples) -> int:
@@ -164,16 +164,17 @@ class ClassifyTask(WithoutLogits):
         shards, special = config.length_multiple, bert_tokens(tokenizer)
         shape = config.model_config()
         s = shape.seq_length // shards * shards
-        reader = Reader(tokenizer, special.cls, special.sep, s)
+        reader = Reader(tokenizer, special.cls, special.sep, s, shape.token_types)
         learned, held_out, self.labels = open_rows(config, world, reader, index.get("labels"))
         others = special.pad, shape.token_types, self.labels, shards
         return Rows(learned, config.seed, *others), Rows(held_out, None, *others)
 
     def built(self) -> None:
         h, n = self.model_config.hidden_size, len(self.labels)
-        new = (h + n) * (h + 1) if n else 2 * (h + 1)
-        # The other head has a layer, a norm, and a bias for each token.
-        self.trainer.num_parameters += new - h * (h + 3) - self.model_config.vocab_size
+        new = (h + 1) * (h + n) if n else (h + 1) * 2
+        # A layer, a norm, and a bias for each token.
+        former = (h + 1) * h + 2 * h + self.model_config.vocab_size
+        self.trainer.num_parameters += new - former
 
     def total_loss(self, y: Tensor, batch) -> Tensor:
         return (losses(y, batch) * batch.loss_mask[:, 0]).sum()
@@ -208,14 +209,11 @@ def scores_of(trainer, dataset: Rows, labels: list[str]) -> Tensor:
 
 
 @dataclass
-class ClassifyConfig(BertRun):
+class ClassifyConfig(BertFlags):
     """Every flag of models/classify.py."""
 
     command: ClassVar[str] = "-m models.classify"
     purpose: ClassVar[str] = "Fine-tune a BERT to label texts, or to find answers in them."
-    supports_as_rank: ClassVar[bool] = False
-    document_mask: ClassVar[bool] = False
-    cache: ClassVar[str] = ""
     cp: ClassVar[int] = 1
 
     data: list[str] = flag(

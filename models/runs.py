@@ -158,11 +158,9 @@ class HiddenText(ModelRun, PeftConfig, TextConfig):
 
 
 @dataclass
-class BertRun(HiddenText):
-    """Every flag of python -m models.bert."""
+class BertFlags(ModelRun):
+    """The flags of a run of a BERT."""
 
-    command: ClassVar[str] = "-m models.bert"
-    purpose: ClassVar[str] = "Train a BERT on text of which 15% of the words are hidden."
     presets: ClassVar[dict] = BERT_PRESETS
     shape_class: ClassVar[type] = BertConfig
     recipes: ClassVar[dict[str, Recipe]] = BERT_RECIPES
@@ -171,11 +169,19 @@ class BertRun(HiddenText):
 
     model: str = flag("tiny", f"a preset: {', '.join(BERT_PRESETS)}", metavar="PRESET")
 
-    def task(self) -> FillWords:
-        return FillWords(self.learned())
-
     def num_ids(self, tokenizer) -> int:
         return special_tokens.bert_tokens(tokenizer).vocab_size
+
+
+@dataclass
+class BertRun(BertFlags, HiddenText):
+    """Every flag of python -m models.bert."""
+
+    command: ClassVar[str] = "-m models.bert"
+    purpose: ClassVar[str] = "Train a BERT on text of which 15% of the words are hidden."
+
+    def task(self) -> FillWords:
+        return FillWords(self.learned())
 
 
 @dataclass

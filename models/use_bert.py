@@ -1,4 +1,4 @@
-"""What a trained BERT says: words for hidden tokens, vectors of texts, labels, answers.
+"""What a trained BERT gives: words for hidden tokens, vectors of texts, labels, answers.
 
     python -m models.use_bert fill --checkpoint CKPT --text "The capital of Britain is [MASK]."
     python -m models.use_bert embed --checkpoint CKPT --data FILE.jsonl --out vectors.npy
@@ -15,18 +15,19 @@ trainer that does not train, so it has any layout: torchrun --nproc-per-node 4 -
 import argparse
 import json
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from base import json_files, terminal
-from finetune.chat_template import ChatError
+from finetune.chat_template import ChatError, Tokens
 from finetune.labelled_data import Reader, Row, best
 from finetune.reference_models import FrozenModel
 from inference.cli import check_least, command
 from models import classify
-from models.special_tokens import BertTokens, bert_tokens, spell
+from models.special_tokens import bert_tokens, spell
 from run import checkpoint, launch, rules
 from run.config import DTYPES, ConfigError
 from run.task import Task, evaluation_batches, outputs
@@ -54,24 +55,40 @@ class UsedModel(FrozenModel):
         stage.requires_grad_(False)
 
 
-def masked_row(record: dict, tokenizer, special: BertTokens, limit: int) -> Row:
-    """The row of a text in which [MASK] stands for one token. Raises ChatError."""
-    ids = []
-    for piece in str(record.get("text")).split("[MASK]"):
-        ids += [special.mask, *map(int, tokenizer.encode(piece))]
-    ids = [special.cls, *ids[1 : limit - 1], special.sep]
-    if special.mask not in ids:
-        raise ChatError(f'"text" has no [MASK] in its first {limit} tokens')
-    return Row(ids, len(ids), record, [], None)
+class MaskedReader(Reader):
+    """Reads texts in which [MASK] stands for one token. mask: its id."""
+
+    def __init__(self, mask: int, *others, **options):
+        super().__init__(*others, **options)
+        self.mask, library = mask, self.tokenizer.library
+        added = library.get_added_tokens_decoder() if library else {}
+        self.name = added[mask].content if mask in added else ""
+
+    def encode(self, text: str) -> Tokens:
+        # A published tokenizer finds its token itself, and the spaces that belong to it.
+        pieces = [text.replace("[MASK]", self.name)] if self.name else text.split("[MASK]")
+        ids = []
+        for piece in pieces:
+            ids += [self.mask, *super().encode(piece).ids]
+        return Tokens(ids[1:], [], [])
+
+    def row(self, record: dict) -> Row:
+        row = super().row(record)
+        if self.mask not in row.ids:
+            raise ChatError(f"has no [MASK] in its first {self.limit} tokens")
+        return row
 
 
-def read_rows(args: argparse.Namespace, make) -> list[Row]:
-    """The rows of --text or --data. make(record): a row. Raises ConfigError or JSONError."""
+def read_rows(args: argparse.Namespace, reader: Reader, labels: list[str] | None) -> list[Row]:
+    """The rows of --text or --data. labels: of the model. Raises ConfigError or JSONError."""
     lines = json_files.read_lines(args.data) if args.data else [(1, {"text": args.text})]
     rows = []
     for number, record in lines:
         try:
-            rows.append(make(record))
+            if args.use == "predict" and ("context" in record) == bool(labels):
+                needed = '"text"' if labels else '"question" and "context"'
+                raise ChatError(f"the model of {args.checkpoint} needs {needed}")
+            rows.append(reader.row(record))
         except ChatError as e:
             where = f"--data {args.data}, line {number}" if args.data else "--text"
             raise ConfigError(f"{where}: {e}") from None
@@ -100,6 +117,10 @@ def config_of(args: argparse.Namespace, world) -> classify.ClassifyConfig:
         raise ConfigError("--text, --data: one of them says what to read")
     if (args.out is None) == (args.use == "embed"):
         raise ConfigError("--out FILE: is for embed, which needs it")
+    folders = {"--checkpoint": args.checkpoint, "--out": Path(args.out or ".").parent}
+    for flag, folder in folders.items():
+        if not Path(folder).is_dir():
+            raise ConfigError(f"{flag} {folder}: no such folder")
     names = ("tp", "pp", "precision", "device", "tokenizer")
     config = classify.ClassifyConfig(
         load=args.checkpoint,
@@ -114,15 +135,18 @@ def config_of(args: argparse.Namespace, world) -> classify.ClassifyConfig:
 def run(args: argparse.Namespace, world) -> None:
     config = config_of(args, world)
     labels = checkpoint.read_index(config.base()).get("labels")
-    trained = "models.bert" if labels is None else "models.classify"
     if args.use != "embed" and (args.use == "fill") != (labels is None):
-        raise ConfigError(f"{args.use}: --checkpoint {args.checkpoint} is of python -m {trained}")
-    tokenizer, s = launch.open_tokenizer(config, world), config.model_config().seq_length
+        what = "of python -m models.classify; predict would fit, or a checkpoint of models.bert"
+        if labels is None:
+            what = f"not of python -m models.classify, which trains one: --load {args.checkpoint}"
+        raise ConfigError(f"{args.use}: --checkpoint {args.checkpoint} is {what}")
+    tokenizer, shape = launch.open_tokenizer(config, world), config.model_config()
+    if args.top_k > shape.vocab_size:
+        raise ConfigError(f"--top-k {args.top_k}: the model has {shape.vocab_size} tokens")
     special = bert_tokens(tokenizer)
-    make = Reader(tokenizer, special.cls, special.sep, s, answered=False).row
-    if args.use == "fill":
-        make = partial(masked_row, tokenizer=tokenizer, special=special, limit=s)
-    rows = read_rows(args, make)
+    kind = partial(MaskedReader, special.mask) if args.use == "fill" else Reader
+    others = special.cls, special.sep, shape.seq_length, shape.token_types
+    rows = read_rows(args, kind(tokenizer, *others, answered=False), labels)
     world.connect(args.device, config.timeout, **config.mesh)
     model = UsedModel(args.use, labels)
     trainer = launch.build(config, world, Trainer, Task(model))
@@ -130,8 +154,8 @@ def run(args: argparse.Namespace, world) -> None:
     dataset = classify.Rows(rows, None, special.pad, trainer.model_config.token_types)
     if args.use == "predict":
         for row, scores in zip(rows, classify.scores_of(trainer, dataset, labels)):
-            said = dict(zip(("predicted", "probability"), best(scores, row, labels)))
-            world.say(json.dumps(row.record | said))
+            found = dict(zip(("predicted", "probability"), best(scores, row, labels)))
+            world.say(json.dumps(row.record | found))
         return
     n, batches = len(rows), list(evaluation_batches(trainer, dataset, len(rows)))
     if args.use == "embed":
@@ -149,7 +173,7 @@ def run(args: argparse.Namespace, world) -> None:
 
 
 def main(argv: list[str]) -> int:
-    about = "Say what a trained BERT says of texts."
+    about = "Print what a trained BERT predicts."
     parser = argparse.ArgumentParser(prog="python -m models.use_bert", description=about)
     flag = parser.add_argument
     flag("use", choices=("fill", "embed", "predict"))

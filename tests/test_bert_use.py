@@ -17,7 +17,9 @@ from finetune.chat_template import ChatError
 from finetune.labelled_data import Reader, Row, agreement, best
 from models import classify, use_bert
 from models.bert import BertConfig
-from run.tokenizer import ByteTokenizer
+from models.special_tokens import bert_tokens
+from models.use_bert import MaskedReader
+from run.tokenizer import ByteTokenizer, make_tokenizer
 
 BASE = SMALL | dict(model="tiny", num_layers=2)
 # A softmax over positions does not see a shift of all: these gradients are exactly zero.
@@ -210,8 +212,9 @@ def test_cls_comes_from_the_first_rank():
 # --- lines and measures ---------------------------------------------------------------------------
 
 
-def read(record: dict, limit: int = 20, answered: bool = True) -> Row:
-    return Reader(ByteTokenizer(), cls=257, sep=256, limit=limit, answered=answered).row(record)
+def read(record: dict, answered: bool = True, types: int = 2) -> Row:
+    """Of at most 20 tokens."""
+    return Reader(ByteTokenizer(), 257, 256, 20, types, answered).row(record)
 
 
 def test_lines_become_rows():
@@ -241,6 +244,37 @@ def test_types_of_a_pair():
     for types, of_second in ((2, 1), (1, 0)):
         batch = classify.Rows([pair], None, pad=0, types=types).batch([0])
         assert batch.types.tolist() == [[0] * 4 + [of_second] * 2] and batch.targets is None
+        assert batch.context().source == 0
+
+
+def test_a_roberta_has_two_separators_in_a_pair():
+    pair = read({"text": "a" * 30, "second": "b" * 30}, answered=False, types=1)
+    assert pair[:2] == ([257, *b"a" * 8, 256, 256, *b"b" * 8, 256], 11)
+    alone = read({"text": "a" * 30}, answered=False, types=1)
+    assert alone.ids == [257, *b"a" * 18, 256]
+    found = read({"question": "?", "context": "a b", "answer": "b", "start": 2}, types=1)
+    assert found.ids[found.span[0]] == ord("b")
+
+
+def test_the_space_before_a_mask_may_belong_to_it(tmp_path):
+    """RoBERTa's mask token takes it, BERT's does not."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    for lstrip in (True, False):
+        library = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        named = [AddedToken(name) for name in ("<s>", "</s>", "<pad>")]
+        library.add_special_tokens([*named, AddedToken("<mask>", lstrip=lstrip)])
+        library.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = make_tokenizer(str(tmp_path / "tokenizer.json"))
+        special = bert_tokens(tokenizer)
+        reader = MaskedReader(special.mask, tokenizer, special.cls, special.sep, 20, answered=False)
+        row = reader.row({"text": "a [MASK] b.", "second": "[MASK]"})
+        names = [library.id_to_token(i) for i in row.ids]
+        space = [] if lstrip else ["Ġ"]
+        first = ["a", *space, "<mask>", "Ġ", "b", "."]
+        assert names == ["<s>", *first, "</s>", "<mask>", "</s>"]
 
 
 @pytest.mark.parametrize(
@@ -315,6 +349,9 @@ def test_refusals(trained, capsys):
     refused("--load has ['x', 'y']", load=trained / "labels", data=trained / "answers.jsonl")
     one = write_lines(trained / "one.jsonl", [{"text": f"{n}", "label": "x"} for n in range(4)])
     refused("has the labels ['x']", data=one)
+    # An adapter beside the head is not covered, so nobody may believe to train one.
+    with pytest.raises(SystemExit):
+        classify_run(trained, "refused", data=trained / "labels.jsonl", peft="lora")
 
 
 def use(*words) -> int:
@@ -334,7 +371,26 @@ def test_uses(trained, capsys):
         assert use("embed", "--checkpoint", trained / "answers", *flags) == 0
         assert np.load(out).shape == (2, 32)
     assert use("fill", "--checkpoint", trained / "labels", "--text", "[MASK]") == 2
-    assert "is of python -m models.classify" in capsys.readouterr().err
+    assert "is of python -m models.classify; predict would fit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, refusal",
+    [
+        ("predict --checkpoint {0}/answers --text a", 'needs "question" and "context"'),
+        (
+            "predict --checkpoint {0}/labels --data {0}/answers.jsonl",
+            'line 1: the model of .* "text"',
+        ),
+        ("embed --checkpoint {0}/labels --data {0}/bare.jsonl --out {0}/v.npy", "all are text"),
+        ("embed --checkpoint {0}/labels --text a --out {0}/no/v.npy", "--out .*: no such folder"),
+        ("embed --checkpoint {0}/no --text a --out {0}/v.npy", "--checkpoint .*: no such folder"),
+    ],
+)
+def test_uses_that_are_refused(trained, capsys, words, refusal):
+    write_lines(trained / "bare.jsonl", [{"words": "a"}])
+    assert use(*words.format(trained).split()) == 2
+    assert re.search(refusal, capsys.readouterr().err)
 
 
 def test_masked_words(tmp_path, capsys):
@@ -348,5 +404,12 @@ def test_masked_words(tmp_path, capsys):
     words = json.loads(capsys.readouterr().out)["words"]
     assert len(words) == 2 and all(len(likeliest) == 3 for likeliest in words)
     assert words[0][0][1] >= words[0][1][1] >= words[0][2][1] > 0
+    pair = write_lines(tmp_path / "pair.jsonl", [{"text": "a[MASK]", "second": "[MASK]c"}])
+    assert use(*fill, "--data", pair) == 0
+    assert len(json.loads(capsys.readouterr().out)["words"]) == 2
+    assert use(*fill[:-1], 1000, "--text", "[MASK]") == 2
+    assert "--top-k 1000: the model has" in capsys.readouterr().err
+    assert use("predict", *fill[1:3], "--text", "a") == 2
+    assert "is not of python -m models.classify" in capsys.readouterr().err
     assert use(*fill, "--text", "abc") == 2
     assert "has no [MASK]" in capsys.readouterr().err
