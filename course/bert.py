@@ -14,7 +14,8 @@ WITHOUT = form.Removals()
 @WITHOUT.replace("both-ways", bert, "same_document", "Whose logits no longer change?")
 def causal(documents):
     """Those of the tokens before it. With a causal mask a token has seen only what is to its left:
-    a GPT with BERT's head, which must guess a word before it has read the rest of the sentence."""
+    a GPT with BERT's head, which must guess a word before it has read the rest of the sentence.
+    The loss on two ranks is wrong too, because their model alone has this mask."""
     s = documents.shape[1]
     return torch.ones(s, s, dtype=torch.bool).tril().expand(len(documents), 1, s, s)
 
@@ -62,14 +63,15 @@ def seen(rank: int) -> dict[str, list[int]]:
 
 
 def one_step(rank: int) -> dict:
-    """On two ranks tensor and sequence parallel."""
+    """On two ranks tensor and sequence parallel. With the embedded tokens, [b, S or S / 2, h]."""
     techniques = tensor_parallel.apply, sequence_parallel.apply
     model = demo.make_model(config(), *techniques, group=demo.all_ranks())
     tokens, targets = demo.random_tokens(4, S, V)
     # The second text of a pair begins at token 6 of each row.
     types = (torch.arange(S) >= 6).long().expand(4, S)
     context = bert.Context(documents=documents(4), types=types)
-    return demo.one_step(model, tokens, targets, context)
+    embedded = model.embedding(tokens, context).detach()
+    return demo.one_step(model, tokens, targets, context) | {"embedded": embedded}
 
 
 def teach(lesson: form.Lesson) -> None:
@@ -81,16 +83,25 @@ def teach(lesson: form.Lesson) -> None:
     (of,) = lesson.on_ranks(1, seen)
     counts = [len(of["gpt"]), len(of["bert"])]
     lesson.check(
-        f"GPT {counts[0]}, itself and those after it; BERT {counts[1]}, all",
+        f"GPT {counts[0]}, itself and those after it; BERT {counts[1]} of {S}",
         of["gpt"] == list(range(CHANGED, S)) and of["bert"] == list(range(S)),
         counts,
     )
     lesson.predict(
         "tensor_parallel.py and sequence_parallel.py have no line about BERT. Two ranks share it."
-        " Which of its parts must know its shard of the sequence: attention, embedding, head?"
+        " Which of its parts must know its shard of the sequence: 1, attention; 2, the embedding;"
+        " 3, the head?",
+        "part",
     )
     one, two = lesson.one_and_many(2, one_step)
-    demo.check_step(lesson, one, two[0], "on two: only the embedding, for the types")
+    embedded = torch.cat([of_rank["embedded"] for of_rank in two], 1)
+    lesson.check(
+        "2, the embedding: it adds the types of a rank's own tokens. What it gives on two ranks is"
+        " what it gives on one",
+        torch.allclose(embedded, one["embedded"], rtol=0, atol=1e-12),
+        [2],
+    )
+    demo.check_step(lesson, one, two[0])
 
 
 if __name__ == "__main__":

@@ -203,7 +203,7 @@ def read_prompts(
         except PromptError as e:
             raise PromptError(f"{path}, line {number}: {e}") from None
     if not requests:
-        raise PromptError(f"{path}: no prompts in it")
+        raise PromptError(f"{path}: no {field}s in it")
     return requests
 
 
@@ -225,6 +225,7 @@ def answer_file(
     lockstep,
     write: Callable[[dict, str, int, str], None],
     use_adapter: Callable[[str | None], None] | None = None,
+    unit: str = "prompt",
     **options,
 ) -> str:
     """Continue all prompts, `batch_size` at a time on each data-parallel rank. A collective.
@@ -232,6 +233,7 @@ def answer_file(
     stream, lockstep, options: of generate.stream_of. requests: of `read_prompts`. write(record,
     text, number of tokens, finish): called on rank 0, in the order of the requests.
     use_adapter(name of a record's adapter, or None): called before a batch with this adapter.
+    unit: what a request is, for the summary.
     Returns a summary of the speed."""
     timer = GenerationTimer()
     dp, dp_rank = data_parallel(world.groups)
@@ -256,8 +258,7 @@ def answer_file(
             if world.rank == 0:
                 write(requests[written][0], *answer)
             written += 1
-    count = "1 prompt" if len(requests) == 1 else f"{len(requests)} prompts"
-    summary = f"{count}: {timer}"
+    summary = f"{len(requests)} {unit}{'s' * (len(requests) != 1)}: {timer}"
     if dp > 1:
         summary += f" on each of {dp} data-parallel ranks"
     return summary

@@ -17,7 +17,7 @@ The model learns to fill in what was hidden (models/masking.py), so the loss cou
 only. RoBERTa (arXiv 1907.11692) is a BERT with one type of token.
 
     torchrun --nproc-per-node 2 -m models.bert --data FILES --tp 2 --out runs/bert
-    python -m course.bert           a lesson: who sees whom, what a hidden token costs
+    python -m course.bert           a lesson: who sees whom, what a technique needs of a model
 
 Not covered: the prediction of the next sentence, which RoBERTa leaves out without a loss.
 """
@@ -68,6 +68,8 @@ class BertConfig(MoEConfig):
 
     def check(self) -> None:
         super().check()
+        rule = "must be at least 2, for [CLS] and a token of text"
+        self.check_range("seq_length", 2, torch.inf, rule)
         self.check_range("token_types", 1, 2**16, "must be at least 1 and at most 2^16")
 
     def build(self) -> "Bert":

@@ -84,8 +84,11 @@ class KeptProjection(nn.Module):
 def replacements(stage: T5, slot: CacheSlot) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """As inference.kv_cache.replacements."""
     for layer, block in blocks_of(stage, decoder=True):
-        for parent, name in (block.attention, "project"), (block.cross_attention, "project_memory"):
-            kept = KeptProjection(getattr(parent, name), f"{layer}.{name}", name != "project", slot)
+        for parent, name, crosses in (
+            (block.attention, "project", False),
+            (block.cross_attention, "project_memory", True),
+        ):
+            kept = KeptProjection(getattr(parent, name), f"{layer}.{name}", crosses, slot)
             yield parent, name, kept
 
 
@@ -249,6 +252,7 @@ def run(args: argparse.Namespace, world) -> None:
 
     options = {flag: getattr(args, flag) for flag in cli.SAMPLING}
     options |= dict(begin=text.tokens.pad, eot=text.tokens.eos, write=write, lockstep=None)
+    options["unit"] = "source"
     shared = tokenizer, requests, args.batch_size, args.stop
     summary = answer_file(world, partial(stream, model), *shared, **options)
     if equal:
@@ -259,7 +263,9 @@ def run(args: argparse.Namespace, world) -> None:
 def main(argv: list[str]) -> int:
     """Returns the exit status, as of generate.py."""
     about = "Write the targets of sources with a trained T5."
-    parser = argparse.ArgumentParser(prog="python -m models.generate_t5", description=about)
+    parser = argparse.ArgumentParser(
+        prog="python -m models.generate_t5", description=about, conflict_handler="resolve"
+    )
     parser.add_argument("--text", help="a source; the sentinels in it are filled in")
     lines = 'JSON lines with a "source"; the output has the same lines with a "text"'
     parser.add_argument("--data", metavar="FILE", help=lines)
@@ -267,7 +273,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--prefix", default="", metavar="TEXT", help="comes before each source")
     parser.add_argument("--adapter", nargs=1, default=[], help="a run of models/seq2seq.py --peft")
     cli.add_flags(parser, T5Config)
-    parser.set_defaults(temperature=0.0, top_k=0, top_p=1.0)
+    likeliest = "0: the likeliest token (default: 0; --top-k and --top-p need more)"
+    parser.add_argument("--temperature", type=float, default=0.0, help=likeliest)
+    parser.set_defaults(top_k=0, top_p=1.0)
     return cli.command("generate_t5.py", run, argv, parser)
 
 

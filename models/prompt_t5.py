@@ -20,7 +20,7 @@ import train
 from base import terminal
 from finetune.packing import Example
 from finetune.prompt_tuning import PromptLearningConfig, PromptParameters, PromptTask
-from models.seq2seq import NoText, PaddedPairs, Pair, WritePairs
+from models.seq2seq import T5ExampleRun, PaddedPairs, Pair, WritePairs
 from models.t5 import T5Config
 from run.config import ConfigError
 
@@ -44,7 +44,7 @@ class PromptedPairs(PromptTask, WritePairs):
 
 
 @dataclass
-class PromptedRun(PromptLearningConfig, NoText):
+class PromptedRun(PromptLearningConfig, T5ExampleRun):
     """Every flag of models/prompt_t5.py."""
 
     command: ClassVar[str] = "-m models.prompt_t5"

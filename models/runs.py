@@ -200,8 +200,8 @@ class T5Run(HiddenText):
     model: str = flag("tiny", f"a preset: {', '.join(T5_PRESETS)}", metavar="PRESET")
     num_layers: int | None = flag(
         None,
-        "layers of encoder and decoder together; this flag and those down to --dropout"
-        " override the preset",
+        "layers of encoder and decoder together; this flag and the others of the model override"
+        " the preset",
     )
     seq_length: int | None = flag(None, "tokens of a source")
     encoder_layers: int | None = flag(None, "layers of the encoder; the default is half")

@@ -135,8 +135,8 @@ class WritePairs(FillSpans):
 
 
 @dataclass
-class NoText(T5Run):
-    """The flags of a run of a T5 that learns something else than text."""
+class T5ExampleRun(T5Run):
+    """The flags of a run of a T5 that learns from examples, without hidden spans."""
 
     supports_as_rank: ClassVar[bool] = False
     data: ClassVar[list[str]] = []
@@ -154,7 +154,7 @@ class NoText(T5Run):
 
 
 @dataclass
-class PairRun(NoText):
+class PairRun(T5ExampleRun):
     """Every flag of models/seq2seq.py."""
 
     command: ClassVar[str] = "-m models.seq2seq"
@@ -171,6 +171,13 @@ class PairRun(NoText):
 
     def task(self) -> WritePairs:
         return WritePairs(self.learned())
+
+    def default_lr(self) -> tuple[float, str]:
+        if self.load and not self.peft:
+            # As published for AdamW. AdaFactor's 1e-3 (arXiv 1910.10683, section 3.1.2) is
+            # multiplied by the size of a weight.
+            return 3e-4, "fine-tuning a T5 (transformers' documentation of T5)"
+        return super().default_lr()
 
     def check(self, model: T5Config, world: int, base_needed: bool) -> None:
         if base_needed and not self.data:

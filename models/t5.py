@@ -22,7 +22,7 @@ passes on what it does not change. So the encoder's output reaches each stage of
 its gradient comes back from all of them. The tables are on every stage (Pipeline.sum_shared).
 
     torchrun --nproc-per-node 2 -m models.t5 --data FILES --pp 2 --out runs/t5
-    python -m course.t5             a lesson: buckets, what crosses a stage, what is learned
+    python -m course.t5             a lesson: buckets of distances, what crosses a stage
 
 Not covered: dropout inside the MLP; stages of the encoder that send only the encoder's part;
 virtual stages (a rank's chunks would share the table); context parallelism.
@@ -223,13 +223,17 @@ class Block(gpt.Block):
 # --- the model ------------------------------------------------------------------------------------
 
 
+# A layer number for dropout's key; those of layers are smaller.
+TARGET_EMBEDDING = 2**16
+
+
 class Embedding(gpt.Embedding):
     """[source | target]: [b, n + m] -> [b, n + m, h], or the shards of both, [b, (n + m)/t, h]"""
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         source, target = tokens[:, : context.source], tokens[:, context.source :]
         # The other half has other dropout masks.
-        of_target = layer_key(context.drop_key, 2**16)
+        of_target = layer_key(context.drop_key, TARGET_EMBEDDING)
         e = self.dropout(self.tokens(source), context.drop_key)
         return torch.cat((e, self.dropout(self.tokens(target), of_target)), 1)
 

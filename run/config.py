@@ -112,7 +112,7 @@ class RunConfig:
     # Model.
     model: str = flag("tiny", f"a preset: {', '.join(PRESETS)}", metavar="PRESET")
     num_layers: int | None = flag(
-        None, "number of layers; this flag and those down to --z-loss override the preset"
+        None, "number of layers; this flag and those above --tp override the preset"
     )
     hidden_size: int | None = flag(None, "h, the size of an activation vector")
     num_heads: int | None = flag(None, "attention heads")
