@@ -40,6 +40,7 @@ from inference.token_bytes import token_bytes
 from models.batch import Batch
 from models.special_tokens import BertTokens, bert_tokens, t5_tokens
 from run.data import Blend, Corpus, Dataset
+from run.tokenizer import TokenizerError
 
 # The share of tokens that are hidden, and the mean length of T5's spans.
 DENSITY = 0.15
@@ -94,6 +95,12 @@ def words_of(tokenizer, tokens: BertTokens) -> Words:
         for i, piece in filter(lambda each: each[1], pieces):
             goes_on[i] = is_of_word(piece[0]) and piece[0] < 0xE0
             ends[i] = not is_of_word(piece[-1])
+    unknown = getattr(model, "unk_token", None)
+    names = getattr(tokenizer, "vocabulary", {}).items()
+    text = [i for name, i in names if name != unknown and i not in tokens.names]
+    if text and (goes_on & ~ends)[text].all():
+        rule = "none of its tokens begins a word, so nothing would be hidden"
+        raise TokenizerError(f"--tokenizer {tokenizer.name}: {rule}")
     special = list(tokens.names)
     goes_on[special], ends[special] = False, True
     return Words(goes_on, ends)
@@ -197,35 +204,44 @@ class HiddenSpans(Hidden):
 
     def batch(self, samples) -> Batch:
         of_text = self.text.batch(samples)
-        tokens, numbers, documents = self.tokens, of_text.samples, of_text.documents
+        tokens, numbers = self.tokens, of_text.samples
         ids = of_text.tokens.masked_fill(of_text.tokens == self.eot, tokens.eos)
-        segment, begin = self.segments(numbers)  # [b, s]
-        hidden = segment % 2 == 1
-        at = torch.arange(self.lengths.text)
-        first = hidden & (begin == at)
-
-        def parts(of_tokens: Tensor, of_spans: Tensor, end: Tensor) -> tuple[Tensor, ...]:
-            """A number for each position of (source, target). [b, s], [b, s] and [b, 1]"""
-            source = torch.where(hidden, of_spans, of_tokens)[~hidden | first]
-            target = torch.stack((of_spans, of_tokens), 2)[torch.stack((first, hidden), 2)]
-            return tuple(torch.cat((x.view(len(end), -1), end), 1) for x in (source, target))
-
+        segment, begin = self.segments(numbers)
         sentinel = torch.tensor(tokens.sentinels)[segment // 2]
-        source, target = parts(ids, sentinel, torch.full_like(ids[:, :1], tokens.eos))
+        end = torch.full_like(ids[:, :1], tokens.eos)
+        source, target = self.parts(segment, begin, ids, sentinel, end)
         padding = self.target_length - target.shape[1]
-        counts = F.pad(torch.ones_like(target, dtype=torch.bool), (0, padding))
+        counts = F.pad(torch.ones_like(target, dtype=torch.bool), (0, padding))  # [b, m]
         target = F.pad(target, (0, padding), value=tokens.pad)  # [b, m]
         # What the decoder reads: each target but the last, after the padding token.
         reads = F.pad(target[:, :-1], (1, 0), value=tokens.pad)
+        documents = of_text.documents
         if documents is not None:
-            documents = documents.gather(1, torch.where(hidden, begin, at))
-            of_source, of_target = parts(documents, documents, documents[:, -1:])
-            of_target = torch.cat((of_target, of_target[:, -1:].expand(-1, padding)), 1)
+            of_source, of_target = self.documents_of(documents, segment, begin)
             # It reads that token at the beginning of each document.
             begins = of_target.diff(dim=1, prepend=of_target[:, :1]) != 0
             reads = reads.masked_fill(begins, tokens.pad)
             documents = torch.cat((of_source, of_target), 1)
         return Batch(torch.cat((source, reads), 1), target, counts, numbers, documents)
+
+    def parts(self, segment, begin, of_tokens, of_spans, end) -> tuple[Tensor, ...]:
+        """What stands for each token of the source, and of the target without padding. segment,
+        begin: of `segments`; of_tokens, of_spans: what stands for the token at each position, and
+        for the span that it is in, [b, s]; end: for </s>, [b, 1]."""
+        hidden = segment % 2 == 1  # [b, s]
+        first = hidden & (begin == torch.arange(self.lengths.text))  # [b, s], of its span
+        source = torch.where(hidden, of_spans, of_tokens)[~hidden | first]
+        target = torch.stack((of_spans, of_tokens), 2)[torch.stack((first, hidden), 2)]
+        return tuple(torch.cat((x.view(len(end), -1), end), 1) for x in (source, target))
+
+    def documents_of(self, documents: Tensor, segment: Tensor, begin: Tensor) -> tuple:
+        """The documents of the source, [b, n], and of the target, [b, m]. documents: of the text,
+        [b, s]"""
+        at = torch.where(segment % 2 == 1, begin, torch.arange(self.lengths.text))
+        documents = documents.gather(1, at)
+        source, target = self.parts(segment, begin, documents, documents, documents[:, -1:])
+        padding = target[:, -1:].expand(-1, self.target_length - target.shape[1])
+        return source, torch.cat((target, padding), 1)
 
     def segments(self, samples: Tensor) -> tuple[Tensor, Tensor]:
         """(number, first position) of each token's segment, [b, s] int64 each. Segments 0, 2, ..

@@ -20,7 +20,7 @@ import train
 from base import terminal
 from finetune.packing import Example
 from finetune.prompt_tuning import PromptLearningConfig, PromptParameters, PromptTask
-from models.seq2seq import T5ExampleRun, PaddedPairs, Pair, WritePairs
+from models.seq2seq import PaddedPairs, Pair, T5ExampleRun, WritePairs
 from models.t5 import T5Config
 from run.config import ConfigError
 

@@ -20,7 +20,7 @@ from models import runs, special_tokens
 from models.masking import HiddenSpans, HiddenWords, check_spans, lengths_of, words_of
 from run import data, rules
 from run.config import ConfigError
-from run.tokenizer import ByteTokenizer, FileTokenizer, GPT2Tokenizer
+from run.tokenizer import ByteTokenizer, FileTokenizer, GPT2Tokenizer, TokenizerError
 
 TEXT = "".join(f"The {n}th word of {n * n} words, and its naïve end.\n" for n in range(400))
 BYTES = ByteTokenizer()
@@ -243,6 +243,12 @@ def test_spans_that_do_not_fit_are_refused(source, target, sentinels, field):
     check_spans(512, 114, 100)
 
 
+def test_a_bert_of_one_token_is_refused():
+    """[CLS] alone: nothing could be hidden."""
+    with pytest.raises(FieldError, match="at least 2"):
+        runs.BertConfig(num_layers=1, hidden_size=8, num_heads=1, seq_length=1)
+
+
 # --- tokenizers -----------------------------------------------------------------------------------
 
 
@@ -280,6 +286,15 @@ def test_tokens_that_are_words(tmp_path):
     words = word_tokenizer(tmp_path / "t.json")
     tokens = special_tokens.bert_tokens(FileTokenizer(words))
     assert not words_of(FileTokenizer(words), tokens).goes_on.any()
+
+
+def test_tokens_of_which_none_begins_a_word(tmp_path):
+    tokenizer = FileTokenizer(word_tokenizer(tmp_path / "t.json"))
+    tokens = special_tokens.bert_tokens(tokenizer)
+    tokenizer.vocabulary = {f"##{name}": i for name, i in tokenizer.vocabulary.items()}
+    tokenizer.tokenizer = SimpleNamespace(model=SimpleNamespace(continuing_subword_prefix="##"))
+    with pytest.raises(TokenizerError, match="none of its tokens begins a word"):
+        words_of(tokenizer, tokens)
 
 
 def test_words_of_gpt2():
