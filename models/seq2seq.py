@@ -176,7 +176,7 @@ class PairRun(T5ExampleRun):
         if self.load and not self.peft:
             # As published for AdamW. AdaFactor's 1e-3 (arXiv 1910.10683, section 3.1.2) is
             # multiplied by the size of a weight.
-            return 3e-4, "fine-tuning a T5 (transformers' documentation of T5)"
+            return 3e-4, "fine-tuning a T5 (huggingface.co/docs/transformers/model_doc/t5)"
         return super().default_lr()
 
     def check(self, model: T5Config, world: int, base_needed: bool) -> None:

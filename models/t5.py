@@ -25,7 +25,7 @@ its gradient comes back from all of them. The tables are on every stage (Pipelin
     python -m course.t5             a lesson: buckets of distances, what crosses a stage
 
 Not covered: dropout inside the MLP; stages of the encoder that send only the encoder's part;
-virtual stages (a rank's chunks would share the table); context parallelism.
+virtual stages; context parallelism.
 """
 
 import math
