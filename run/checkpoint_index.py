@@ -203,7 +203,7 @@ def check_files(path: Path, files: dict[str, FileRecord]) -> None:
 # --- the model in it ------------------------------------------------------------------------------
 
 # A field that the models of one command alone have -> this command (models/).
-OTHER_MODELS = {"token_types": "-m models.bert", "encoder_layers": "-m models.t5"}
+OTHER_MODELS = {"token_types": "-m models.bert", "buckets": "-m models.t5"}
 
 
 def fixed_fields(config: MoEConfig, weights_only: bool = False) -> dict[str, Any]:
