@@ -12,9 +12,11 @@ out and counted. Examples of one text, or context, are on the same side: trained
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from finetune.chat import message
@@ -44,7 +46,8 @@ class Reader:
 
     def encode(self, text: str) -> Tokens:
         """Raises ChatError."""
-        return self.tokenizer.encode(text)
+        # Not with its `encode`, which looks for an end of text: a BERT has none.
+        return self.tokenizer.encode_piece(text)
 
     def row(self, record: dict) -> Row:
         """Raises ChatError."""
@@ -63,10 +66,12 @@ class Reader:
         room = self.limit - 1 - len(between) - paired
         of_a = a.ids[: max(room - len(b.ids), room // 2)]
         of_b = b.ids[: room - len(of_a)]
-        if not of_a or (paired and not of_b):
-            raise ChatError("has an empty text", "empty")
+        unlabelled = self.answered and not spans and not record["label"]
+        if unlabelled or not of_a or (paired and not of_b):
+            raise ChatError("has an empty text or label", "empty")
         ids = [self.cls, *of_a, *between, *of_b, *[self.sep] * paired]
-        characters = list(zip(b.starts, b.ends))[: len(of_b)]
+        ends = (with_accents(record.get(second, ""), end) for end in b.ends[: len(of_b)])
+        characters = list(zip(b.starts, ends))
         n = 1 + len(of_a) + len(between)
         span = self.span(record, characters, n) if spans and self.answered else None
         return Row(ids, n, record, characters, span)
@@ -94,6 +99,13 @@ class Reader:
 
         rows, left_out = read_lines(paths, flag, self.row, lambda row: row.record, asked, skip)
         return rows, f"{len(rows):,} examples{left_out}"
+
+
+def with_accents(text: str, end: int) -> int:
+    """An end of a token, moved behind the accents that follow: many tokenizers drop them."""
+    while unicodedata.category(text[end : end + 1] or " ") == "Mn":
+        end += 1
+    return end
 
 
 def open_rows(
@@ -128,10 +140,13 @@ def best(scores: Tensor, row: Row, labels: list[str]) -> tuple[str, float]:
         p = scores[:, 0].softmax(0)
         return labels[p.argmax()], p.max().item()
     p = scores[: len(row.ids)].softmax(0)[row.n : -1]  # [tokens of the context, 2]
+    # White space neither begins nor ends an answer.
+    context = row.record["context"]
+    p = p * torch.tensor([[bool(context[a:b].strip())] for a, b in row.characters])
     both = p[:, :1].mul(p[:, 1]).triu()
     first, last = divmod(int(both.argmax()), len(p))
     begin, end = row.characters[first][0], row.characters[last][1]
-    return row.record["context"][begin:end].strip(), both.max().item()
+    return context[begin:end].strip(), both.max().item()
 
 
 def agreement(found: str, right: str) -> tuple[bool, float]:

@@ -145,7 +145,7 @@ class Classifier(ValueModel):
         return {"labels": self.trainer.task.labels}
 
     def check_base(self, path, index: dict) -> None:
-        if index["labels"] != self.trainer.task.labels:
+        if index.get("labels") != self.trainer.task.labels:
             rule = "give the data of the run, or --load it and name another --out"
             self.config.refuse("data", f"has other labels than {path}; {rule}")
 

@@ -89,7 +89,7 @@ def read_rows(args: argparse.Namespace, reader: Reader, labels: list[str] | None
                 needed = '"text"' if labels else '"question" and "context"'
                 raise ChatError(f"the model of {args.checkpoint} needs {needed}")
             rows.append(reader.row(record))
-        except ChatError as e:
+        except (ChatError, UnicodeEncodeError) as e:
             where = f"--data {args.data}, line {number}" if args.data else "--text"
             raise ConfigError(f"{where}: {e}") from None
     if not rows:

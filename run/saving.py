@@ -140,14 +140,17 @@ def restore(trainer, world: World, dataset: Dataset, tokenizer) -> tuple[int, in
     damage = []
     for path in reversed(found.values()):
         try:
+            with checkpoint.agreed(f"{path} cannot be read", error_class=checkpoint.Damaged):
+                index = checkpoint.read_index(path)
+            # This comes first, because tensors of other shapes would say less.
+            for part in trainer.parts:
+                part.check_base(path, index)
             index = trainer.checkpoints.load(path)
         except checkpoint.Damaged as e:
             damage.append(str(e))
             continue
         for message in damage:
             world.say(f"{message}; going back to the one before")
-        for part in trainer.parts:
-            part.check_base(path, index)
         go_on(trainer, index, dataset)
         changed = changes(trainer, path, index, dataset.index["corpus"])
         text = f", with {', '.join(changed)}" if changed else ""

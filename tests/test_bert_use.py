@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import small_run
+import tokenizers
 import torch
 from parity import SMALL, differs, same
 from small_run import lines_of, write_lines
@@ -19,7 +20,7 @@ from models import classify, use_bert
 from models.bert import BertConfig
 from models.special_tokens import bert_tokens
 from models.use_bert import MaskedReader
-from run.tokenizer import ByteTokenizer, make_tokenizer
+from run.tokenizer import ByteTokenizer, FileTokenizer, make_tokenizer
 
 BASE = SMALL | dict(model="tiny", num_layers=2)
 # A softmax over positions does not see a shift of all: these gradients are exactly zero.
@@ -124,7 +125,7 @@ def close(a, b) -> None:
 def row(ids, n: int, label: int, span: list[int] | None = None) -> Row:
     """Without a span an example of a label."""
     record = {"label": str(label), "context": "", "answer": ""}
-    return Row(list(ids), n, record, [(0, 0)] * len(ids), span)
+    return Row(list(ids), n, record, [(0, 0)] * (len(ids) - n - 1), span)
 
 
 # --- the gate -------------------------------------------------------------------------------------
@@ -225,6 +226,9 @@ def test_lines_become_rows():
     assert pair.ids == [257, *b"a" * 15, 256, *b"bb", 256]
     halves = read({"text": "a" * 30, "second": "b" * 30}, answered=False)
     assert halves.ids == [257, *b"a" * 8, 256, *b"b" * 9, 256]
+    # These characters are no end of text.
+    end = "<|endoftext|>"
+    assert read({"text": end}, answered=False).ids == [257, *end.encode(), 256]
 
 
 def test_an_answer_is_found_where_it_stands():
@@ -237,6 +241,25 @@ def test_an_answer_is_found_where_it_stands():
     assert best(scores, found, []) == ("ab", pytest.approx(0.8808 * 0.2689, abs=1e-4))
     scores[9, 0] = 0
     assert best(scores, found, []) == ("é", pytest.approx(0.7311, abs=1e-4))
+    # White space alone is no answer.
+    scores[5], scores[8] = 40, 30
+    assert best(scores, found, [])[0] not in ("", " ")
+
+
+def test_accents_belong_to_an_answer(tmp_path):
+    """A published tokenizer drops them, at the end of a text too."""
+    context = "a cafe\u0301"
+    words = dict(zip(["[UNK]", "a", "cafe", "?"], range(4)))
+    library = tokenizers.Tokenizer(tokenizers.models.WordPiece(words, unk_token="[UNK]"))
+    library.normalizer = tokenizers.normalizers.BertNormalizer()
+    library.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    library.save(str(tmp_path / "t.json"))
+    reader = Reader(FileTokenizer(str(tmp_path / "t.json")), cls=5, sep=6, limit=20)
+    record = {"question": "?", "context": context, "answer": context[2:], "start": 2}
+    found = reader.row(record)
+    assert found.ids == [5, 3, 6, 1, 2, 6] and found.span == [4, 4]
+    scores = torch.eye(6)[4].mul(20).unsqueeze(1).expand(6, 2)
+    assert best(scores, found, [])[0] == context[2:]
 
 
 def test_types_of_a_pair():
@@ -283,6 +306,7 @@ def test_the_space_before_a_mask_may_belong_to_it(tmp_path):
         ({"text": "a"}, "is no example"),
         ({"text": "a", "label": 1}, "is no example"),
         ({"text": "", "label": "x"}, "empty text"),
+        ({"text": "a", "label": ""}, "or label"),
         ({"question": "?", "context": "ab", "answer": "b"}, "start None"),
         ({"question": "?", "context": "ab", "answer": "b", "start": -1}, "start -1"),
         ({"question": "?", "context": "ab", "answer": "b", "start": 0}, "does not stand there"),
@@ -352,6 +376,12 @@ def test_refusals(trained, capsys):
     # An adapter beside the head is not covered, so nobody may believe to train one.
     with pytest.raises(SystemExit):
         classify_run(trained, "refused", data=trained / "labels.jsonl", peft="lora")
+    # The run goes on with a third label, or with answers.
+    third = write_lines(trained / "third.jsonl", [{"text": f"{n}", "label": n} for n in "xyzxyz"])
+    for data in (third, trained / "answers.jsonl"):
+        again = ["--resume", "--out", str(trained / "labels"), "--data", str(data), "--steps", "9"]
+        assert train.main(again, CONFIG) == 2
+        assert "has other labels than" in capsys.readouterr().err
 
 
 def use(*words) -> int:
@@ -413,3 +443,5 @@ def test_masked_words(tmp_path, capsys):
     assert "is not of python -m models.classify" in capsys.readouterr().err
     assert use(*fill, "--text", "abc") == 2
     assert "has no [MASK]" in capsys.readouterr().err
+    assert use(*fill, "--text", "[MASK]\udcff") == 2
+    assert "--text: 'utf-8' codec" in capsys.readouterr().err
