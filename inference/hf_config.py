@@ -130,6 +130,12 @@ def check_computed(hf_config: dict, architecture: Architecture) -> None:
         if field == "use_sliding_window" and no_layer_has_it(hf_config):
             continue
         one_of(hf_config, field, values)
+    start, padding = hf_config.get("decoder_start_token_id"), hf_config.get("pad_token_id", 0)
+    if "is_encoder_decoder" in architecture.computed and start not in (None, padding):
+        raise HuggingFaceError(
+            f"decoder_start_token_id is {json.dumps(start)}; here a decoder begins with the padding"
+            f" token, {json.dumps(padding)}"
+        )
     slices = hf_config.get("pretraining_tp", 1)
     if hf_config.get("slow_but_exact") and slices != 1:
         raise HuggingFaceError(

@@ -35,6 +35,7 @@ from inference.adapted import Adapters
 from inference.answers import answer_file, as_json, encode, read_prompts
 from inference.batches import DecodeBatch
 from inference.kv_cache import CacheSlot, caching
+from inference.loading import open_model
 from inference.requests import Output, Sequence, requests_of
 from inference.sampling import keys_of
 from inference.token_bytes import token_bytes
@@ -236,7 +237,8 @@ def run(args: argparse.Namespace, world) -> None:
     config = cli.check_flags(args, world)
     adapters = Adapters(args.adapter, args.checkpoint, config, args.tp)
     model, tokenizer, _ = cli.connect(args, world, None, adapters=adapters)
-    text = T5Text(tokenizer, config.vocab_size, args.prefix)
+    imported = not open_model(args.checkpoint, T5Config)[1]["step"]
+    text = T5Text(tokenizer, config.vocab_size, args.prefix, imported)
     token_bytes(tokenizer).show(dict(zip(text.sentinels.values(), text.sentinels)))
     requests, answer_fields = read_requests(args, world, model, config, text)
     name, equal = "prediction" if args.prompts else "text", []

@@ -41,9 +41,10 @@ class T5Tokens(NamedTuple):
         return names | {self.eos: "</s>", self.pad: ""}
 
 
-# Names in published tokenizers: BERT's, then RoBERTa's and T5's.
+# Names in published tokenizers: BERT's, then RoBERTa's; T5's, then mT5's.
 BERT_NAMES = [("[SEP]", "</s>"), ("[CLS]", "<s>"), ("[MASK]", "<mask>"), ("[PAD]", "<pad>")]
-T5_NAMES = [("</s>",), ("<pad>",), *((f"<extra_id_{n}>",) for n in range(SENTINELS))]
+SENTINEL_NAMES = [(f"<extra_id_{n}>", f"▁<extra_id_{n}>") for n in range(SENTINELS)]
+T5_NAMES = [("</s>",), ("<pad>",), *SENTINEL_NAMES]
 
 
 def bert_tokens(tokenizer) -> BertTokens:
@@ -91,26 +92,38 @@ SENTINEL = re.compile(r"(<extra_id_\d+>)")
 class T5Text:
     """Encodes the texts of a T5: `</s>` ends each, and `<extra_id_7>` in one is sentinel 7."""
 
+    # `encode` adds the one that the tokenizer has.
     bos = None
 
-    def __init__(self, tokenizer, vocab_size: int, prefix: str = ""):
-        """vocab_size: of the model, which may lack sentinels; then their names are plain text.
-        prefix: comes before each text; it names the task. Raises TokenizerError."""
+    def __init__(self, tokenizer, vocab_size: int, prefix: str = "", imported: bool = False):
+        """vocab_size: of the model, which may lack sentinels. prefix: comes before each text; it
+        names the task. imported: the model has learned no token that its tokenizer lacks. Raises
+        TokenizerError."""
         self.tokenizer, self.prefix, self.tokens = tokenizer, prefix, t5_tokens(tokenizer)
         if max(self.tokens.eos, self.tokens.pad) >= vocab_size:
             rule = f"has no </s> or no <pad> among the {vocab_size} ids that the model knows"
             raise TokenizerError(f"--tokenizer {tokenizer.name}: {rule}")
-        known = [token for token in self.tokens.sentinels if token < vocab_size]
+        learned = tokenizer.vocab_size if imported else vocab_size
+        known = [token for token in self.tokens.sentinels if token < learned]
         self.sentinels = {self.tokens.names[token]: token for token in known}
+        self.vocabulary = getattr(tokenizer, "vocabulary", {})
+        # The space before it belongs to a sentinel of mT5.
+        self.space = " " if SENTINEL_NAMES[0][1] in self.vocabulary else ""
 
     def encode(self, text: str) -> list[int]:
         """Raises TokenizerError; UnicodeEncodeError for half of a surrogate pair."""
+        text, begin = self.prefix + text, self.tokenizer.bos
+        for name in SENTINEL.findall(text):
+            if name not in self.sentinels:
+                raise TokenizerError(f"{name} is no token that the model has learned; leave it out")
         # A published tokenizer finds its sentinels itself.
-        known = self.sentinels.keys() <= getattr(self.tokenizer, "vocabulary", {}).keys()
-        ids = []
-        for part in [self.prefix + text] if known else SENTINEL.split(self.prefix + text):
-            sentinel = self.sentinels.get(part)
-            ids += map(int, self.tokenizer.encode(part)) if sentinel is None else [sentinel]
+        known = self.sentinels.keys() <= self.vocabulary.keys()
+        ids = [] if begin is None else [begin]
+        for part in [text] if known else SENTINEL.split(text):
+            if part in self.sentinels:
+                ids.append(self.sentinels[part])
+            else:
+                ids += map(int, self.tokenizer.encode(part.removesuffix(self.space)))
         return [*ids, self.tokens.eos]
 
 

@@ -85,10 +85,10 @@ class T5Config(MoEConfig):
         super().__post_init__()
 
     def check(self) -> None:
-        super().check()
         if self.num_kv_heads != self.num_heads:
-            rule = "must be {num_heads} in a T5"
-            raise FieldError("num_kv_heads", self.num_kv_heads, rule, num_heads=self.num_heads)
+            rule = f"keys have {self.num_kv_heads} heads, and a T5 has one number for both"
+            raise FieldError("num_heads", self.num_heads, rule, self.num_kv_heads)
+        super().check()
         if not 0 < self.encoder_layers < self.num_layers:
             rule = "must be at least 1 and below {num_layers}, for the decoder has the others"
             others = dict(num_layers=self.num_layers)

@@ -347,6 +347,8 @@ REFUSED = [
     ("t5", {"dense_act_fn": "gelu_new"}, 'dense_act_fn is "gelu_new" .. activation is relu'),
     ("t5", {"is_gated_act": True}, "is_gated_act is true .. activation is relu"),
     ("t5", {"is_encoder_decoder": False}, "is_encoder_decoder is false"),
+    ("t5", {"decoder_start_token_id": 7}, "decoder_start_token_id is 7 .. padding token, 0"),
+    ("t5", {"pad_token_id": 3, "decoder_start_token_id": 0}, "decoder_start_token_id is 0 .. 3"),
     ("t5", {"num_decoder_layers": 0}, "num_decoder_layers is 0"),
     ("t5", {"relative_attention_num_buckets": 6}, "buckets 6: must be a multiple of 4"),
     ("t5", {"num_layers": 0}, "num_layers is 0"),

@@ -180,35 +180,48 @@ def test_layouts(tmp_path):
 def test_texts():
     text = T5Text(ByteTokenizer(), 358, "ask: ")
     sentinel = text.tokens.sentinels[1]
-    assert text.encode("a <extra_id_1>b<extra_id_999>") == [
-        *b"ask: a ",
-        sentinel,
-        *b"b<extra_id_999>",
-        text.tokens.eos,
-    ]
+    assert text.encode("a <extra_id_1>b") == [*b"ask: a ", sentinel, *b"b", text.tokens.eos]
     source = "The capital of <extra_id_0> is <extra_id_1>."
     assert fill(source, "<extra_id_0> France<extra_id_1> Paris <extra_id_2>") == (
         "The capital of France is Paris."
     )
     assert fill(source, "nothing") == source
-    # a model that knows no sentinel, and one that knows no <pad>
-    assert T5Text(ByteTokenizer(), 258).encode("<extra_id_0>") == [*b"<extra_id_0>", 256]
+    # a sentinel that no model knows, one that this model does not know, and one whose row it has
+    # not learned; a model that knows no <pad>
+    for encode, name in (
+        (text.encode, "<extra_id_100>"),
+        (T5Text(ByteTokenizer(), 258).encode, "<extra_id_0>"),
+        (T5Text(ByteTokenizer(), 358, imported=True).encode, "<extra_id_0>"),
+    ):
+        with pytest.raises(TokenizerError, match=f"{name} is no token that the model has learned"):
+            encode(f"a{name}")
     with pytest.raises(TokenizerError, match="no <pad> among the 257 ids"):
         T5Text(ByteTokenizer(), 257)
 
 
-def test_texts_of_a_published_tokenizer(tmp_path):
-    """It has the sentinels as special tokens, the last of its ids first."""
-    words = ["<pad>", "</s>", "<unk>", "▁The", "▁capital", "▁is", "▁France"]
+WORDS = ["<pad>", "</s>", "<unk>", "▁The", "▁capital", "▁is", "▁France"]
+SENTINELS = [f"<extra_id_{n}>" for n in range(99, -1, -1)]
+
+
+def published(folder, words=WORDS, prefix=""):
+    """A tokenizer of a published T5. prefix: as that of a BERT, a token before each text."""
     library = tokenizers.Tokenizer(
         tokenizers.models.Unigram([(word, -1.0) for word in words], unk_id=2)
     )
     library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     library.decoder = tokenizers.decoders.Metaspace()
-    sentinels = [f"<extra_id_{n}>" for n in range(99, -1, -1)]
-    library.add_special_tokens([*words[:3], *sentinels])
-    library.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = FileTokenizer(str(tmp_path / "tokenizer.json"))
+    library.add_special_tokens(words[:3] if len(words) > len(WORDS) else [*words[:3], *SENTINELS])
+    if prefix:
+        library.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{prefix} $A </s>", special_tokens=[(prefix, 0), ("</s>", 1)]
+        )
+    library.save(str(folder / "tokenizer.json"))
+    return FileTokenizer(str(folder / "tokenizer.json"))
+
+
+def test_texts_of_a_published_tokenizer(tmp_path):
+    """It has the sentinels as special tokens, the last of its ids first."""
+    tokenizer = published(tmp_path)
     text = T5Text(tokenizer, 107, "The ")
     source = "capital <extra_id_0> is <extra_id_1>"
     assert [i for i in text.encode(source) if i != 2] == [3, 4, 106, 5, 105, 1]
@@ -216,6 +229,23 @@ def test_texts_of_a_published_tokenizer(tmp_path):
     written = text_of(tokenizer, text.encode(source), [106, 6, 105, 3, 1])
     assert written == "<extra_id_0> France<extra_id_1> The"
     assert fill(source, written) == "capital France is The"
+
+
+def test_texts_of_mt5(tmp_path):
+    """Its sentinels are words, with the space before them; the library finds them too."""
+    tokenizer = published(tmp_path, [*WORDS, *(f"▁{name}" for name in SENTINELS)])
+    text = T5Text(tokenizer, 112, "The ", imported=True)
+    source = "capital <extra_id_0> is <extra_id_1>"
+    assert text.encode(source) == [3, 4, 106, 5, 105, 1] == [3, *tokenizer.encode(source), 1]
+    assert t5_tokens(tokenizer).sentinels == list(range(106, 6, -1))
+    token_bytes(tokenizer).show(dict(zip(text.sentinels.values(), text.sentinels)))
+    written = text_of(tokenizer, text.encode(source), [106, 6, 105, 3, 1])
+    assert fill(source, written) == "capital France is The"
+
+
+def test_texts_with_a_begin(tmp_path):
+    text = T5Text(published(tmp_path, prefix="<pad>"), 107)
+    assert text.encode("The") == [0, 3, 1]
 
 
 @pytest.fixture(scope="module")
