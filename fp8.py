@@ -550,7 +550,7 @@ def check(config: GPTConfig, recipe: Recipe, skip: int, t: int = 1) -> None:
 def make(recipe: tuple, config: GPTConfig, device, keep_bytes: bool) -> Scaling:
     """The scales of a model. recipe: the fields of a Recipe; keep_bytes: as in Scaling."""
     # Cross attention (models/t5.py) counts as further layers, after all others.
-    layers = config.num_layers * (1 + hasattr(config, "encoder_layers"))
+    layers = config.num_layers * (1 + bool(config.cross_layers))
     return Scaling(Recipe(*recipe), layers, device, keep_bytes)
 
 

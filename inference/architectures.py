@@ -185,6 +185,10 @@ class Architecture:
             location = location._replace(skipped=self.first_position)
         return location, re.search(r"\d+|$", module)[0]
 
+    def special_tokens(self, tokenizer: Tokenizer) -> tuple[dict[int, str], dict[str, int]]:
+        """(id -> token, field of tokenizer_config.json -> id) of those that a tokenizer may lack"""
+        return {}, {}
+
     def special_ids(self, tokenizer: Tokenizer) -> dict[str, int | list[int]]:
         """Ids in config.json. A missing begin token is the end token, as in GPT-2."""
         begins = (tokenizer.declared_bos, tokenizer.bos, tokenizer.eot)

@@ -214,7 +214,7 @@ def check(config: GPTConfig) -> None:
             f"num_experts {experts}: how many tokens an expert gets depends on the data, and a"
             " graph has no such sizes; a model without experts would fit"
         )
-    if hasattr(config, "encoder_layers"):
+    if config.encoder_layers:
         raise ExportError(f"encoder_layers {config.encoder_layers}: no graph is made of a T5")
     if config.seq_length < 4:
         raise ExportError(f"seq_length {config.seq_length}: must be at least 4 to be traced")

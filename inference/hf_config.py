@@ -18,7 +18,7 @@ from typing import Any
 from base import json_files
 from base.model_config import MoEConfig
 from inference.architectures import ARCHITECTURES, MIXTRAL, Architecture, HuggingFaceError
-from run.checkpoint_index import command_of, fixed_fields, read_index, read_model
+from run.checkpoint_index import CheckpointError, command_of, fixed_fields, read_index, read_model
 from run.presets import not_in_mixtral, why_not_exported
 
 # What null means, where it is not what absence means.
@@ -224,7 +224,11 @@ def rotary_fields(hf_config: dict, missing: dict[str, float]) -> dict[str, float
 def read_any_model(path: Path) -> tuple[MoEConfig, dict]:
     """(configuration, index) of a checkpoint, of a decoder, a BERT or a T5. Raises
     CheckpointError."""
-    command = command_of(read_index(path)["model"])
+    index = read_index(path)
+    if "model.head.scores.weight" in index["tensors"]:
+        rule = "only models that fill in words are exported"
+        raise CheckpointError(f"{path} holds a classifier (models.classify); {rule}")
+    command = command_of(index["model"])
     classes = [MoEConfig]
     if command != "train.py":
         classes = [architecture.shape_class for architecture in other_architectures()]

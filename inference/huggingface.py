@@ -59,7 +59,7 @@ from inference.hf_config import (
     to_hf_config,
 )
 from inference.merged import MergedModel
-from inference.tokenizer_json import as_bytes, files_of
+from inference.tokenizer_json import add_special_tokens, as_bytes, files_of
 from run import checkpoint
 from run.checkpoint import beside
 from run.checkpoint_index import check_command, check_sizes, read_header
@@ -462,7 +462,7 @@ def keep_its_class(tokenizer: FileTokenizer, hf_dir: Path, config: MoEConfig) ->
 def export_tokenizer(path: Path, folder: Path, config: MoEConfig) -> dict:
     """Write the files of a checkpoint's tokenizer. Returns the fields of config.json that repeat
     its begin and end ids. Raises CheckpointError or TokenizerError."""
-    name = checkpoint.tokenizer_of(path)
+    name, architecture = checkpoint.tokenizer_of(path), architecture_of(config)
     if name not in BUILT_IN and not Path(name).is_file():
         return {}
     try:
@@ -470,7 +470,8 @@ def export_tokenizer(path: Path, folder: Path, config: MoEConfig) -> dict:
         # A model of another size was not trained with the built-in tokenizer that it names.
         if name in BUILT_IN and tokenizer.vocab_size > config.vocab_size:
             return {}
-        save_files(files_of(tokenizer), folder)
+        special = architecture.special_tokens(tokenizer)
+        save_files(add_special_tokens(files_of(tokenizer), *special, config.vocab_size), folder)
     except TokenizerError as e:
         if name not in BUILT_IN:
             raise
@@ -480,7 +481,7 @@ def export_tokenizer(path: Path, folder: Path, config: MoEConfig) -> dict:
     template = beside(path, CHAT_TEMPLATE)
     if name in BUILT_IN and template:
         shutil.copyfile(template, folder / CHAT_TEMPLATE)
-    ids = architecture_of(config).special_ids(tokenizer)
+    ids = architecture.special_ids(tokenizer)
     return {name: n for name, n in ids.items() if torch.tensor(n).max() < config.vocab_size}
 
 

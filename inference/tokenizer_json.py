@@ -25,7 +25,7 @@ import itertools
 import json
 import sys
 
-from base import terminal
+from base import json_files, terminal
 from inference.token_bytes import CHARACTERS
 from run.tokenizer import TokenizerError, make_tokenizer
 
@@ -50,6 +50,41 @@ def files_of(tokenizer) -> dict[str, bytes]:
         named = {key: value for key, value in config.items() if value is not None}
         files["tokenizer_config.json"] = as_bytes(named)
     return files
+
+
+def add_special_tokens(
+    files: dict[str, bytes], names: dict[int, str], fields: dict[str, int], vocab_size: int
+) -> dict[str, bytes]:
+    """The files of a tokenizer, with the tokens that a model has behind the tokenizer's own.
+
+    names: id -> token. fields: of tokenizer_config.json -> id; cls_token begins a text, and
+    sep_token or else eos_token ends it. vocab_size: of the model. Raises TokenizerError."""
+    # A model without room for them was not trained with them.
+    if max(names, default=vocab_size) >= vocab_size:
+        return files
+    from tokenizers import Tokenizer, processors
+
+    library = Tokenizer.from_str(files["tokenizer.json"].decode())
+    new = [i for i in sorted(names) if library.id_to_token(i) is None]
+    if not new:
+        return files
+    library.add_special_tokens([names[i] for i in new])
+    if [library.token_to_id(names[i]) for i in new] != new:
+        raise TokenizerError("its ids have gaps, so special tokens cannot have those of the model")
+    tokens = {field: library.id_to_token(i) for field, i in fields.items()}
+    first, last = tokens.get("cls_token"), tokens.get("sep_token", tokens.get("eos_token"))
+    single = [first, "$A", last] if first else ["$A", last]
+    around = [(token, library.token_to_id(token)) for token in (first, last) if token]
+    library.post_processor = processors.TemplateProcessing(
+        single=single, pair=[*single, "$B:1", f"{last}:1"], special_tokens=around
+    )
+    inputs = ["input_ids", "token_type_ids", "attention_mask"]
+    config = json_files.parse(files["tokenizer_config.json"], dict) | tokens
+    config["model_input_names"] = inputs if first else inputs[::2]
+    # It would have to name the new ones too.
+    config.pop("added_tokens_decoder", None)
+    content = library.to_str(pretty=True).encode()
+    return files | {"tokenizer.json": content, "tokenizer_config.json": as_bytes(config)}
 
 
 def as_bytes(content: dict) -> bytes:

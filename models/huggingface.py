@@ -26,13 +26,19 @@ from models.t5 import T5Config
 
 
 class OfBert(Architecture):
+    def special_tokens(self, tokenizer) -> tuple[dict[int, str], dict[str, int]]:
+        ids = bert_tokens(tokenizer)
+        fields = dict(cls_token=ids.cls, sep_token=ids.sep, mask_token=ids.mask, pad_token=ids.pad)
+        return ids.names | {ids.pad: "[PAD]"}, fields
+
     def special_ids(self, tokenizer) -> dict[str, int]:
         """Raises HuggingFaceError."""
         ids = bert_tokens(tokenizer)
         if self is ROBERTA and ids.pad != 1:
             raise HuggingFaceError(
                 f"the padding token of {tokenizer.name} is {ids.pad}, and a {self.name} counts"
-                " positions from padding token 1; a BERT with token_types 2 would fit"
+                " positions from padding token 1: train a BERT, as --model bert-base, or with a"
+                " tokenizer.json whose <pad> is 1"
             )
         return {"bos_token_id": ids.cls, "eos_token_id": ids.sep, "pad_token_id": ids.pad}
 
@@ -119,10 +125,13 @@ ROBERTA = dataclasses.replace(
 
 class OfT5(Architecture):
     def read(self, fields: dict[str, Any]) -> dict[str, Any]:
-        encoder, decoder = fields["encoder_layers"], fields["num_layers"]
+        """In the table num_layers is the decoder's (0: as many as in the encoder); in T5Config it
+        counts both halves."""
+        encoder = fields["encoder_layers"]
+        decoder = fields["num_layers"] or encoder
         if not encoder:
             raise HuggingFaceError("num_layers is 0; a T5 has an encoder")
-        return fields | {"num_layers": encoder + (decoder or encoder)}
+        return fields | {"num_layers": encoder + decoder}
 
     def write(self, hf_config: dict[str, Any], config: T5Config) -> dict[str, Any]:
         decoder = config.num_layers - config.encoder_layers
@@ -141,6 +150,10 @@ class OfT5(Architecture):
         if not config.gated:
             module = module.replace("mlp.up", "mlp.alone")
         return super().locate(module, config)
+
+    def special_tokens(self, tokenizer) -> tuple[dict[int, str], dict[str, int]]:
+        ids = t5_tokens(tokenizer)
+        return ids.names | {ids.pad: "<pad>"}, dict(eos_token=ids.eos, pad_token=ids.pad)
 
     def special_ids(self, tokenizer) -> dict[str, int]:
         eos, pad, *_ = t5_tokens(tokenizer)
@@ -175,7 +188,7 @@ T5 = OfT5(
     prefix="",
     fields={
         "num_layers": "encoder_layers",
-        # Of the decoder alone, until `read` adds the encoder's.
+        # The decoder's: `read` adds the encoder's.
         "num_decoder_layers": "num_layers",
         "d_model": "hidden_size",
         "num_heads": "num_heads",

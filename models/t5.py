@@ -24,8 +24,7 @@ its gradient comes back from all of them. The tables are on every stage (Pipelin
     torchrun --nproc-per-node 2 -m models.t5 --data FILES --pp 2 --out runs/t5
     python -m course.t5             a lesson: buckets of distances, what crosses a stage
 
-Not covered: dropout inside the MLP; stages of the encoder that send only the encoder's part;
-virtual stages; context parallelism.
+Not covered: dropout inside the MLP; stages that send e alone; virtual stages; context parallelism.
 """
 
 import math
@@ -222,8 +221,7 @@ class Block(gpt.Block):
 
 # --- the model ------------------------------------------------------------------------------------
 
-
-# A layer number for dropout's key; those of layers are smaller.
+# The layer number in dropout's key of the target's embedding; those of layers are smaller.
 TARGET_EMBEDDING = 2**16
 
 
@@ -232,7 +230,6 @@ class Embedding(gpt.Embedding):
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         source, target = tokens[:, : context.source], tokens[:, context.source :]
-        # The other half has other dropout masks.
         of_target = layer_key(context.drop_key, TARGET_EMBEDDING)
         e = self.dropout(self.tokens(source), context.drop_key)
         return torch.cat((e, self.dropout(self.tokens(target), of_target)), 1)
@@ -249,13 +246,14 @@ class T5(gpt.GPT):
         self.embedding = Embedding(config)
         self.positions = RelativePositions(config)
         # A shared matrix has embeddings of length √h, and the head's input is scaled instead.
-        tied = config.tied
-        self.head.norm = families.Scale(config.hidden_size**-0.5) if tied else nn.Identity()
-        if tied:
+        self.head.norm = families.Scale(config.hidden_size**-0.5) if config.tied else nn.Identity()
+        if config.tied:
             self.head.output.weight = self.embedding.tokens.weight
 
     def run_blocks(self, x: Tensor, s: int, context: Context) -> Tensor:
         """x: [e | d], or a shard of each; s: n + m. Returns both, and before the head d alone."""
+        if not 0 < context.source < s:
+            raise ValueError(f"Context.source is {context.source}; a T5 reads 1 to {s - 1} tokens")
         n = context.source * x.shape[1] // s
         e, d = x[:, :n], x[:, n:]
         biases = self.biases(x, s, context)
@@ -282,8 +280,7 @@ class T5(gpt.GPT):
             decoder = decoder.masked_fill(target > target.unsqueeze(1), -torch.inf)
             decoder = hide_others(decoder, documents, context, 1, 1)
             if documents is not None:
-                none = x.new_zeros(1, 1, 1, 1)
-                cross = hide_others(none, documents, context, 1, 0)
+                cross = hide_others(x.new_zeros(1, 1, 1, 1), documents, context, 1, 0)
         return encoder, decoder, cross
 
 

@@ -204,6 +204,11 @@ def check_files(path: Path, files: dict[str, FileRecord]) -> None:
 
 # A field that the models of one command alone have -> this command (models/).
 OTHER_MODELS = {"token_types": "-m models.bert", "buckets": "-m models.t5"}
+# A command that trains a model -> what writes with its adapters, and with its prompts.
+WRITERS = {
+    "train.py": ("generate.py", "inference.prompt_tuning"),
+    "-m models.t5": ("python -m models.generate_t5", "python -m models.generate_t5 --prompts"),
+}
 
 
 def fixed_fields(config: MoEConfig, weights_only: bool = False) -> dict[str, Any]:
@@ -244,11 +249,13 @@ def read_model(
     shapes = {
         name: shape for name, (_, shape) in index["tensors"].items() if name.startswith("model.")
     }
+    with_adapter, with_prompts = WRITERS.get(command_of(index["model"]), ("", ""))
     if "adapter" in index:
+        use = f"use this one with it: {with_adapter} --checkpoint BASE --adapter {path}, or "
         raise CheckpointError(
-            f"{path} holds an adapter alone; name the model that it was trained on instead, and use"
-            f" this one with it: generate.py --checkpoint BASE --adapter {path}, or make one model"
-            f" of both: python -m inference.adapters merge BASE {path} OUT"
+            f"{path} holds an adapter alone; name the model that it was trained on instead, and"
+            f" {use if with_adapter else ''}make one model of both: python -m inference.adapters"
+            f" merge BASE {path} OUT"
         )
     if "model.head.value.weight" in shapes and not value_head:
         raise CheckpointError(
@@ -259,7 +266,7 @@ def read_model(
     if "model.embedding.tokens.weight" not in shapes:
         raise CheckpointError(
             f"{path} holds prompts alone; name the model that they were learned for, and give the"
-            " prompt file to inference.prompt_tuning"
+            f" prompt file to {with_prompts}"
         )
     check_command(path, index["model"], shape_class)
     with describing(f"{path}/index.json"):

@@ -16,10 +16,12 @@ import train
 from course import parity, ranks
 from finetune.chat_template import ChatError
 from finetune.labelled_data import Reader, Row, agreement, best
+from inference.huggingface import export_folder
 from models import classify, use_bert
 from models.bert import BertConfig
 from models.special_tokens import bert_tokens
 from models.use_bert import MaskedReader
+from run.checkpoint import CheckpointError
 from run.tokenizer import ByteTokenizer, FileTokenizer, make_tokenizer
 
 BASE = SMALL | dict(model="tiny", num_layers=2)
@@ -382,6 +384,9 @@ def test_refusals(trained, capsys):
         again = ["--resume", "--out", str(trained / "labels"), "--data", str(data), "--steps", "9"]
         assert train.main(again, CONFIG) == 2
         assert "has other labels than" in capsys.readouterr().err
+    for name in ("labels", "answers"):
+        with pytest.raises(CheckpointError, match="holds a classifier"):
+            export_folder(trained / name, trained / "hf")
 
 
 def use(*words) -> int:

@@ -124,6 +124,7 @@ def test_layers_and_matrices_in_fp8(recipe):
     flags = IN_FP8 | dict(num_layers=5, fp8_skip=1, expert_every=2, num_experts=4)
     t = trainer_of(**RECIPES[recipe] | flags)
     t.forward_backward(1, DATA)
+    assert len(t.fp8.amax) == 5
     has_experts = [not isinstance(block.mlp, gpt.MLP) for block in t.model.blocks.values()]
     assert set(has_experts[1:4]) == {True, False}
     for layer in range(5):

@@ -2,6 +2,7 @@
 
 import pytest
 import random_layouts
+import torch
 from parity import (
     SMALL,
     again,
@@ -21,6 +22,7 @@ from base.dropout import Dropout
 from base.model_config import FieldError
 from course import ranks
 from finetune.adapter_files import open_adapter
+from models.batch import Context
 from models.bert import BertConfig
 from models.t5 import T5Config
 
@@ -185,6 +187,13 @@ def test_refused(make, words):
     with pytest.raises(FieldError) as refused:
         make()
     assert str(refused.value).startswith(words)
+
+
+def test_a_t5_without_a_source_or_a_target():
+    model = T5Config(**SIZES, vocab_size=9).build()
+    for source in (0, 4):
+        with pytest.raises(ValueError, match=rf"source is {source}; a T5 reads 1 to 3"):
+            model(torch.zeros(1, 4, dtype=torch.long), None, Context(source))
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

@@ -25,15 +25,17 @@ from course.parity import relative
 from inference import export, huggingface
 from inference.architectures import HuggingFaceError
 from inference.hf_config import to_model_config
-from inference.huggingface import export_folder, import_folder
+from inference.huggingface import export_folder, import_folder, untrained, write_checkpoint
 from inference.loading import load_model
 from models.batch import Context
 from models.bert import BertConfig
 from models.presets import BERT_PRESETS, T5_PRESETS
 from models.runs import BertRun
+from models.special_tokens import bert_tokens, t5_tokens
 from models.t5 import T5Config
 from run.checkpoint import CheckpointError
 from run.checkpoint_index import fixed_fields
+from run.tokenizer import ByteTokenizer, FileTokenizer
 
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()
@@ -507,6 +509,32 @@ def test_a_roberta_needs_its_padding_token(copy, tmp_path):
     write_tokenizer(folder, ["<pad>", "<s>", "</s>", "<mask>", "a", "b"])
     import_folder(folder, tmp_path / "ckpt")
     with pytest.raises(
-        HuggingFaceError, match=r"padding token .* is 0, .* token_types 2 would fit"
+        HuggingFaceError, match=r"padding token .* is 0, .*: train a BERT, as --model bert-base"
     ):
         export_folder(tmp_path / "ckpt", tmp_path / "back")
+
+
+def test_special_tokens_of_bytes(tmp_path):
+    """transformers has the ids of this project, in and out of the folder."""
+    bert_ids, t5_ids = bert_tokens(ByteTokenizer()), t5_tokens(ByteTokenizer())
+    for name, ids in (("bert", bert_ids), ("t5", t5_ids)):
+        config = shape_class(name)(2, 16, 2, vocab_size=ids.vocab_size)
+        state = untrained({"tokenizer": "bytes"}, dataclasses.asdict(config))
+        read = config.build().get_parameter
+        write_checkpoint(tmp_path / f"{name} of bytes", config, state, read)
+        export_folder(tmp_path / f"{name} of bytes", tmp_path / name)
+    load = transformers.AutoTokenizer.from_pretrained
+    theirs = load(tmp_path / "bert")
+    cls, sep = theirs.cls_token_id, theirs.sep_token_id
+    assert (sep, cls, theirs.mask_token_id, theirs.pad_token_id, len(theirs)) == bert_ids
+    pair = theirs("é [MASK]", "b")
+    assert pair["input_ids"] == [cls, *"é ".encode(), theirs.mask_token_id, sep, *b"b", sep]
+    assert pair["token_type_ids"] == [0, 0, 0, 0, 0, 0, 1, 1]
+    theirs = load(tmp_path / "t5")
+    text = theirs("<extra_id_7>a<extra_id_99>")
+    assert text["input_ids"] == [t5_ids.sentinels[7], *b"a", t5_ids.sentinels[99], t5_ids.eos]
+    assert (theirs.eos_token_id, theirs.pad_token_id, len(theirs)) == (t5_ids.eos, t5_ids.pad, 358)
+    assert "token_type_ids" not in text
+    for name, tokens_of, ids in (("bert", bert_tokens, bert_ids), ("t5", t5_tokens, t5_ids)):
+        import_folder(tmp_path / name, tmp_path / f"back {name}")
+        assert tokens_of(FileTokenizer(str(tmp_path / f"back {name}" / "tokenizer.json"))) == ids

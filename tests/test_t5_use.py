@@ -355,6 +355,8 @@ def test_a_run_of_pairs(tmp_path, capsys, saved):
     argv = ["--text", text, "--prefix", "do: ", "--precision", "fp64", "--max-tokens", "8"]
     assert command(saved, capsys, *argv, "--adapter", str(one))[1].strip() == written.strip()
     assert command(saved, capsys, *argv)[1].strip() != written.strip()
+    status, _, err = command(saved, capsys, *argv, "--checkpoint", str(one))
+    assert status == 2 and "python -m models.generate_t5 --checkpoint BASE --adapter" in err
 
 
 @pytest.mark.parametrize(
@@ -421,6 +423,8 @@ def test_learned_prompts(tmp_path, capsys, saved):
     assert (len(written), outputs[-1].finish) == (answers[0]["tokens"], answers[0]["finish"])
     text = spell(written, tokens.names, ByteTokenizer()).strip()
     assert text == answers[0]["prediction"]
+    status, _, err = command(saved, capsys, *prompts, "--checkpoint", str(one))
+    assert status == 2 and "give the prompt file to python -m models.generate_t5 --prompts" in err
 
 
 @pytest.mark.parametrize(
