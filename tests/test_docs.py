@@ -23,6 +23,7 @@ import yaml
 
 from course import form
 from course.training_commands import COMMANDS as TRAINING_COMMANDS
+from finetune.labelled_data import Reader
 from finetune.nemo_config import PromptConfig
 from planning import commands as planning_commands
 from planning.inputs import TRAIN
@@ -30,6 +31,7 @@ from planning.memory import memory
 from planning.plan import layout_of, predict, software_of
 from run import flags, rules
 from run.pretraining import Config
+from run.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -279,6 +281,25 @@ def test_prompt_configuration():
     config = PromptConfig.of(json.loads(configuration))
     record = json.loads(line)
     config.templates[record["taskname"]].check_record(record, answer=True)
+
+
+def test_data_of_bert_and_t5(tmp_path, monkeypatch):
+    """In docs/models.md: lines to classify are read, and the program writes the pairs that it says,
+    of which the one below it is one."""
+    text = (ROOT / "docs" / "models.md").read_text()
+    blocks = re.findall(r"^```(json|python)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    shown = "".join(block for language, block in blocks if language == "json")
+    lines = [json.loads(line) for line in shown.splitlines()]
+    reader = Reader(ByteTokenizer(), 257, 256, 128)
+    read = [reader.row(line).record for line in lines if {"label", "answer"} & line.keys()]
+    assert len(read) == 3
+    (program,) = [block for language, block in blocks if language == "python"]
+    monkeypatch.chdir(tmp_path)
+    exec(program, {})
+    written = [(tmp_path / f"{name}.jsonl").read_text().splitlines() for name in ("pairs", "new")]
+    assert [len(part) for part in written] == [5500, 500]
+    (pair,) = [line for line in lines if "source" in line]
+    assert pair in [json.loads(line) for part in written for line in part]
 
 
 def option_strings(main, argv, monkeypatch) -> set[str]:
