@@ -299,7 +299,10 @@ def apply(model: gpt.GPT, group: dist.ProcessGroup) -> None:
         if isinstance(module, Dropout) and module not in of_attention:
             # Dropout masks depend on this rank's shard of the sequence.
             module.shard_index[1] = group.rank()
-        if isinstance(module, gpt.Embedding) and module.positions is not None:
+        if hasattr(module, "share_sequence"):
+            # It knows by itself what its shard is (models/vit.py).
+            module.share_sequence(group)
+        elif isinstance(module, gpt.Embedding) and module.positions is not None:
             module.positions = ShardedPositions(module.positions, group.rank(), group.size())
     for part in parts:
         synchronise(part, group)

@@ -407,8 +407,10 @@ def shard_columns(linear: nn.Linear, group: dist.ProcessGroup) -> None:
 
 
 def shard_vocabulary(model: gpt.GPT, group: dist.ProcessGroup) -> None:
-    """Shard the embedding and the head, which a pipeline stage may lack; ties are kept."""
-    embedding, head = model.embedding, model.head
+    """Shard the embedding and the head, which a pipeline stage may lack; ties are kept. Those of a
+    model without a vocabulary (models/vit.py) stay whole."""
+    embedding = model.embedding if model.embedding and model.embedding.tokens else None
+    head = model.head if isinstance(model.head, gpt.Head) else None
     if embedding is not None:
         tied = head is not None and head.output.weight is embedding.tokens.weight
         embedding.tokens = VocabParallelEmbedding(embedding.tokens, group)

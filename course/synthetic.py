@@ -19,6 +19,8 @@ from finetune.reinforcement import ReinforcementConfig
 from finetune.sft import SFTConfig
 from models.batch import Batch
 from models.bert import BertConfig
+from models.picture_runs import PictureRun
+from models.pictures import COLOURS, SHAPES, open_pictures
 from models.t5 import T5Config
 from run import data
 
@@ -219,6 +221,10 @@ def numbered(samples: Tensor, s: int) -> Tensor:
 def dataset_for(trainer):
     """What a run of these flags trains on. trainer: train.Trainer."""
     config, shape = trainer.config, trainer.model_config
+    if isinstance(config, PictureRun):
+        examples = open_pictures([], shape.picture_size)
+        trainer.task.labels = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]
+        return trainer.task.dataset(config, examples, None, 0, False)
     if isinstance(shape, T5Config):
         return Translations(shape, config.document_mask)
     if isinstance(shape, BertConfig):

@@ -10,6 +10,7 @@ from finetune.preference import PreferenceConfig
 from finetune.prompt_tuning import PromptLearningConfig
 from finetune.reinforcement import ReinforcementConfig
 from finetune.sft import SFTConfig
+from models.picture_runs import ViTRun
 from models.runs import BertRun, T5Run
 from run.config import ConfigError, RunConfig, name_of
 from run.pretraining import Config
@@ -25,6 +26,7 @@ COMMANDS = {
         PromptLearningConfig,
         BertRun,
         T5Run,
+        ViTRun,
     )
 }
 

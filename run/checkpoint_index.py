@@ -203,7 +203,11 @@ def check_files(path: Path, files: dict[str, FileRecord]) -> None:
 # --- the model in it ------------------------------------------------------------------------------
 
 # A field that the models of one command alone have -> this command (models/).
-OTHER_MODELS = {"token_types": "-m models.bert", "buckets": "-m models.t5"}
+OTHER_MODELS = {
+    "token_types": "-m models.bert",
+    "buckets": "-m models.t5",
+    "class_tokens": "-m models.vit",
+}
 # A command that trains a model -> what writes with its adapters, and with its prompts.
 WRITERS = {
     "train.py": ("generate.py", "inference.prompt_tuning"),
@@ -263,7 +267,7 @@ def read_model(
             " name the model that it began as. python -m finetune.preference --method reward goes"
             " on from it, and python -m finetune.reinforcement --reward learns from what it says"
         )
-    if "model.embedding.tokens.weight" not in shapes:
+    if any(name.startswith("model.embedding.tokens.prompts.") for name in shapes):
         raise CheckpointError(
             f"{path} holds prompts alone; name the model that they were learned for, and give the"
             f" prompt file to {with_prompts}"

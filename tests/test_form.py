@@ -35,6 +35,10 @@ def imported_names(node: ast.AST) -> set[str]:
     return names
 
 
+# A model of models/ -> the file with the flags of its command, which imports the model.
+GUARDS = {"bert": "runs", "t5": "runs", "vit": "picture_runs"}
+
+
 @cache
 def imports() -> dict[str, set[str]]:
     known = modules()
@@ -44,8 +48,8 @@ def imports() -> dict[str, set[str]]:
     # The command `python planner.py` is planning/commands.py.
     graph["planner"].discard("planning.commands")
     # And `python -m models.bert` is models/runs.py.
-    for name in ("models.bert", "models.t5"):
-        graph[name] -= {"models.runs", "train"}
+    for name, runs in GUARDS.items():
+        graph[f"models.{name}"] -= {f"models.{runs}", "train"}
     return graph
 
 

@@ -1,0 +1,203 @@
+"""Training of models that read pictures: the tasks, and the flags.
+
+    torchrun --nproc-per-node 2 -m models.vit --data digits --tp 2 --out runs/digits
+
+PictureTask        what their tasks share
+PictureRun         the flags of train.py that they have
+LabelTask, ViTRun  of models/vit.py
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from base.cross_entropy import cross_entropy
+from base.model_config import MoEConfig, attention_matrices, mlp_matrices
+from models import pictures
+from models.pictures import Batch, Example, Labelled
+from models.runs import ModelRun
+from models.vit import ViTConfig
+from run.config import ConfigError, RunConfig, flag
+from run.data import DataError
+from run.presets import Recipe
+from run.task import Task, evaluation_batches, outputs
+
+# Examples that show which labels there are.
+LOOKED_AT = 4096
+# Pictures of the sample at the end.
+SHOWN = 10
+
+
+class PictureTask(Task):
+    """A model that reads pictures; one loss for each."""
+
+    sample_name = "held-out pictures"
+    batch_class = Batch
+    edits = False
+
+    def open_data(self, config, world, tokenizer):
+        """Raises DataError."""
+        side = config.model_config().picture_size
+        examples = pictures.open_pictures(config.data, side, self.edits)
+        self.prepare(config, examples)
+        return tuple(
+            self.dataset(config, examples, tokenizer, seed, held_out)
+            for seed, held_out in ((config.seed, False), (None, True))
+        )
+
+    def prepare(self, config: RunConfig, examples: Sequence[Example]) -> None:
+        """Learn from the examples what the configuration leaves open. Raises DataError."""
+
+    def dataset(self, config, examples, tokenizer, seed: int | None, held_out: bool):
+        """The training set, or the held-out one."""
+        raise NotImplementedError
+
+    def data_name(self, corpus: str) -> str:
+        return self.config.data[0] if self.config.data else "shapes"
+
+    def flops_per_token(self, s: int) -> float:
+        """Over the positions of a sequence; the embedding and the head hardly count."""
+        shape = self.model_config
+        weights = shape.num_layers * (attention_matrices(shape) + mlp_matrices(shape))
+        scores = 12 * shape.num_layers * s * shape.num_heads * shape.head_dim
+        return (6 * weights + scores) * self.learned.share_of_flops
+
+    def heads_output(self, dataset, n: int, shape: tuple[int, ...]) -> Tensor:
+        """What the head gives without targets for the first n samples, [n, *shape], float64. A
+        collective."""
+        batches = evaluation_batches(self.trainer, dataset, n)
+        without = [batch._replace(targets=None) for batch in batches]
+        return outputs(self.trainer, without, (n, *shape))
+
+
+class LabelTask(PictureTask):
+    """A Vision Transformer labels a picture (arXiv 2010.11929, section 3.1)."""
+
+    labels: list[str]
+
+    def prepare(self, config, examples) -> None:
+        looked_at = min(len(examples), LOOKED_AT)
+        self.labels = sorted({examples[n].label for n in range(looked_at)} - {""})
+        if len(self.labels) < 2:
+            raise DataError(f"--data {self.data_name('')}: names fewer than two labels")
+        if config.classes is None and not config.load:
+            config.classes = len(self.labels)
+        classes = config.model_config().classes
+        if classes != len(self.labels):
+            rule = f"the data has {len(self.labels)} labels, and the model {classes}"
+            raise ConfigError(f"--classes {classes}: {rule}")
+
+    def dataset(self, config, examples, tokenizer, seed, held_out) -> Labelled:
+        s = config.model_config().seq_length
+        return Labelled(examples, s, seed, held_out, labels=self.labels)
+
+    def extra_state(self) -> dict:
+        return {"labels": self.labels}
+
+    def check_base(self, path, index: dict) -> None:
+        if index.get("labels") != self.labels:
+            self.config.refuse("data", f"has other labels than {path}; give the data of the run")
+
+    def logits(self, dataset, n: int) -> Tensor:
+        """[n, classes]. A collective."""
+        return self.heads_output(dataset, n, (1, self.model_config.classes))[:, 0]
+
+    def evaluate(self, dataset, sequences: int) -> float:
+        logits = self.logits(dataset, sequences)
+        targets = dataset.batch(range(sequences)).targets.squeeze(1)
+        self.accuracy = (logits.argmax(1) == targets).double().mean().item()
+        return cross_entropy(logits, targets, logits.shape[1]).mean().item()
+
+    def eval_statistics(self) -> dict[str, float]:
+        return {"eval_accuracy": self.accuracy}
+
+    @torch.no_grad()
+    def sample(self, tokenizer, held_out) -> str:
+        n = min(SHOWN, held_out.num_sequences)
+        found = self.logits(held_out, n).argmax(1).tolist()
+        right = (held_out.example(k).label for k in range(n))
+        return "\n".join(f"{name}: {self.labels[k]}" for name, k in zip(right, found))
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class PictureRun(ModelRun):
+    """The flags of a run of a model that reads pictures."""
+
+    # They follow from the picture; there is no vocabulary, and no row of tokens.
+    seq_length: ClassVar[None] = None
+    vocab_size: ClassVar[None] = None
+    cp: ClassVar[int] = 1
+    cp_kind: ClassVar[str] = "ring"
+    head_chunk: ClassVar[int] = 0
+    make_vocab_size_divisible_by: ClassVar[None] = None
+    tokenizer: ClassVar[str | None] = None
+
+    picture_size: int | None = flag(None, "pixels of a picture's side", least=1)
+    patch_size: int | None = flag(None, "pixels of a patch's side", least=1)
+    data: list[str] = flag(
+        [],
+        "shapes (drawn), digits (scikit-learn), or a folder of pictures; the default is shapes",
+        metavar="NAME",
+    )
+
+    @property
+    def unpredicted(self) -> str:
+        return "reads pictures"
+
+    def num_ids(self, tokenizer) -> int:
+        return self.model_config().vocab_size
+
+    def model_config(self) -> MoEConfig:
+        shape = super().model_config()
+        if self.sequence_parallel and shape.seq_length % self.tp:
+            self.refuse("sequence_parallel", self.why_no_shards(shape))
+        return shape
+
+    def why_no_shards(self, shape) -> str:
+        n, before = shape.num_patches, shape.positions_before
+        return f"--tp {self.tp} does not divide {n} patches and {before} positions before them"
+
+    def check(self, model: MoEConfig, world: int, base_needed: bool) -> None:
+        if len(self.data) > 1:
+            self.refuse("data", "names one set of pictures")
+
+
+TINY = dict(num_layers=4, hidden_size=128, num_heads=4, picture_size=32, patch_size=4)
+VIT_PRESETS: dict[str, tuple[dict, float]] = {
+    "tiny": (TINY | dict(classes=16), 0),
+    "vit-base": (dict(num_layers=12, hidden_size=768, num_heads=12), 86_567_656),
+    "vit-large": (dict(num_layers=24, hidden_size=1024, num_heads=16), 304_326_632),
+    "vit-huge": (dict(num_layers=32, hidden_size=1280, num_heads=16, patch_size=14), 632_045_800),
+}
+VIT_RECIPES = {
+    "tiny": Recipe("a small ViT", 1e-3, 0, 0),
+    "": Recipe("ViT on ImageNet (arXiv 2010.11929, table 3)", 3e-3, 0, 0),
+}
+
+
+@dataclass
+class ViTRun(PictureRun):
+    """Every flag of python -m models.vit."""
+
+    command: ClassVar[str] = "-m models.vit"
+    purpose: ClassVar[str] = "Train a Vision Transformer to label pictures."
+    presets: ClassVar[dict] = VIT_PRESETS
+    shape_class: ClassVar[type] = ViTConfig
+    recipes: ClassVar[dict[str, Recipe]] = VIT_RECIPES
+
+    model: str = flag("tiny", f"a preset: {', '.join(VIT_PRESETS)}", metavar="PRESET")
+    class_tokens: int | None = flag(None, "positions before the patches; 0: the mean is read")
+    classes: int | None = flag(None, "labels; the default is those of the data")
+
+    def task(self) -> LabelTask:
+        return LabelTask()
+
+    def why_no_shards(self, shape) -> str:
+        fits = shape.positions_before + -shape.seq_length % self.tp
+        return f"{super().why_no_shards(shape)}; --class-tokens {fits} would fit"

@@ -1,0 +1,290 @@
+"""Pictures as data: drawn ones, handwritten digits, files; and what a step gets of them.
+
+    --data shapes   "a small red circle on white": drawn, each from its number
+    --data digits   1,797 handwritten digits of 8 x 8 pixels (scikit-learn)
+    --data DIR      DIR/metadata.jsonl, a line {"file_name": "a.png", "text": ".."} for each file,
+                    as of Hugging Face's imagefolder ("label": its class; "source": the picture that
+                    an edit begins with); or DIR/LABEL/a.png, and its caption in a.txt
+
+A picture becomes a tensor [c, size, size] of numbers from -1 to 1. A twentieth is held out.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from base.device_queue import to_device
+from run.data import HELD_OUT, DataError, Dataset, Order
+from run.documents import fingerprint
+
+
+class Context(NamedTuple):
+    """The inputs of every layer beside x, as gpt.Context has them."""
+
+    drop_key: Tensor | None = None  # [b]
+    documents: Tensor | None = None  # [b, s], each position's document: it sees no other
+    real: Tensor | None = None  # [b, s] bool
+    rotary: tuple[Tensor, Tensor] | None = None
+    block_mask: object | None = None
+    pictures: Tensor | None = None  # [b, c, H, W]
+    times: Tensor | None = None  # [b], how much noise they have (models/diffusion.py)
+
+
+class Batch(NamedTuple):
+    """As run.data.Batch, with a picture for each sample. A position of a sequence that is no token
+    of text has token 0."""
+
+    tokens: Tensor  # [b, s] int64
+    targets: Tensor | None  # what the head compares with; None: it gives what it has found
+    loss_mask: Tensor  # [b, m] bool: the losses that count
+    samples: Tensor  # [b] int64
+    pictures: Tensor  # [b, c, H, W] float32
+    times: Tensor | None = None  # [b] float32
+    documents: Tensor | None = None  # [b, s]
+    real: Tensor | None = None  # [b, s] bool
+
+    def to(self, device) -> "Batch":
+        return self._make(None if x is None else to_device(x, device) for x in self)
+
+    def context(self, drop_key: Tensor | None = None) -> Context:
+        others = dict(pictures=self.pictures, times=self.times)
+        return Context(drop_key, self.documents, self.real, **others)
+
+
+class Example(NamedTuple):
+    picture: np.ndarray  # [H, W, 3] uint8
+    caption: str
+    label: str
+    # The picture that an edit begins with; then the caption is what to change.
+    source: np.ndarray | None = None
+
+
+# --- drawn pictures -------------------------------------------------------------------------------
+
+SHAPES = ("circle", "square", "triangle", "cross")
+COLOURS = {"red": (230, 40, 40), "green": (40, 190, 60), "blue": (50, 80, 230)}
+COLOURS["yellow"] = (240, 210, 40)
+GROUNDS = {"black": (0, 0, 0), "white": (255, 255, 255)}
+SIZES = {"small": 0.2, "large": 0.34}
+
+
+class Drawing(NamedTuple):
+    """What a drawn picture shows. at: its centre; lengths are parts of the picture's side."""
+
+    size: str
+    colour: str
+    shape: str
+    ground: str
+    at: tuple[float, float]
+
+    @property
+    def caption(self) -> str:
+        return f"a {self.size} {self.colour} {self.shape} on {self.ground}"
+
+    @property
+    def label(self) -> str:
+        return f"{self.colour} {self.shape}"
+
+    def draw(self, side: int) -> np.ndarray:
+        """[side, side, 3] uint8. Each pixel is the mean of 4 x 4 points, so edges are smooth."""
+        points = (np.arange(4 * side) + 0.5) / (4 * side)
+        x, y = np.meshgrid(points - self.at[0], points - self.at[1])
+        r = SIZES[self.size]
+        inside = {
+            "circle": x**2 + y**2 < r**2,
+            "square": np.maximum(abs(x), abs(y)) < 0.85 * r,
+            "triangle": (abs(y) < r) & (abs(x) < (y + r) / 2),
+            "cross": (np.minimum(abs(x), abs(y)) < r / 3.5) & (np.maximum(abs(x), abs(y)) < r),
+        }[self.shape]
+        cover = inside.reshape(side, 4, side, 4).mean((1, 3))[..., None]
+        colour, ground = (np.array(rgb) for rgb in (COLOURS[self.colour], GROUNDS[self.ground]))
+        return np.round(cover * colour + (1 - cover) * ground).astype(np.uint8)
+
+
+def drawing(number: int) -> Drawing:
+    """Drawing number n, the same on every machine."""
+    g = np.random.default_rng(number)
+    names = [str(g.choice(list(of))) for of in (SIZES, COLOURS, SHAPES, GROUNDS)]
+    return Drawing(*names, (g.uniform(0.35, 0.65), g.uniform(0.35, 0.65)))
+
+
+def edited(before: Drawing, number: int) -> tuple[Drawing, str]:
+    """A drawing with one thing changed, and the instruction that says which."""
+    g = np.random.default_rng([number, 1])
+    field, names = [("colour", COLOURS), ("shape", SHAPES), ("ground", GROUNDS)][g.integers(3)]
+    new = str(g.choice([name for name in names if name != getattr(before, field)]))
+    words = {"colour": "make it {}", "shape": "make it a {}", "ground": "on {}"}[field]
+    return before._replace(**{field: new}), words.format(new)
+
+
+class Drawn(Sequence):
+    """Drawings, each made when it is asked for. edits: whether they are pairs."""
+
+    def __init__(self, count: int, side: int, edits: bool = False):
+        self.count, self.side, self.edits = count, side, edits
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, n: int) -> Example:
+        shown = drawing(n)
+        if not self.edits:
+            return Example(shown.draw(self.side), shown.caption, shown.label)
+        after, words = edited(shown, n)
+        return Example(after.draw(self.side), words, after.label, shown.draw(self.side))
+
+
+# --- pictures of files ----------------------------------------------------------------------------
+
+
+class Digits(Sequence):
+    """scikit-learn's handwritten digits, in an order that mixes them."""
+
+    def __init__(self, side: int):
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError:
+            rule = "needs scikit-learn: pip install scikit-learn"
+            raise DataError(f"--data digits: {rule}") from None
+        self.side, digits = side, load_digits()
+        order = np.random.default_rng(0).permutation(len(digits.target))
+        self.pixels = (digits.images[order] * 15.9).astype(np.uint8)  # [N, 8, 8]
+        self.names = digits.target[order].tolist()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, n: int) -> Example:
+        from PIL import Image
+
+        picture = resized(Image.fromarray(self.pixels[n]), self.side)
+        return Example(picture, f"a handwritten {self.names[n]}", str(self.names[n]))
+
+
+def resized(image, side: int) -> np.ndarray:
+    """The middle of a PIL image as a square of `side` pixels. [side, side, 3] uint8"""
+    from PIL import ImageOps
+
+    return np.asarray(ImageOps.fit(image.convert("RGB"), (side, side)))
+
+
+class Folder(Sequence):
+    """The pictures of a folder. Raises DataError for one that cannot be read."""
+
+    def __init__(self, folder: Path, side: int):
+        self.side = side
+        # (path, caption, label, path of the source or None)
+        self.files: list[tuple] = []
+        listed = folder / "metadata.jsonl"
+        if listed.exists():
+            for number, line in enumerate(listed.read_text("utf-8").splitlines(), 1):
+                try:
+                    fields = json.loads(line)
+                    path, source = folder / fields["file_name"], fields.get("source")
+                    names = str(fields.get("text", "")), str(fields.get("label", ""))
+                except (ValueError, KeyError, TypeError, AttributeError) as e:
+                    rule = 'is no {"file_name": .., "text": .., "label": ..}'
+                    raise DataError(f"--data {listed}, line {number}: {rule} ({e})") from None
+                self.files.append((path, *names, folder / source if source else None))
+        else:
+            found = (p for p in folder.rglob("*") if p.suffix.lower() in (".png", ".jpg", ".jpeg"))
+            for path in sorted(found):
+                beside = path.with_suffix(".txt")
+                caption = beside.read_text("utf-8").strip() if beside.exists() else ""
+                self.files.append((path, caption, path.parent.name, None))
+        np.random.default_rng(0).shuffle(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, n: int) -> Example:
+        path, caption, label, source = self.files[n]
+        picture, *before = (read_picture(p, self.side) for p in (path, source) if p)
+        return Example(picture, caption, label, *before)
+
+
+def read_picture(path: str | Path, side: int) -> np.ndarray:
+    """[side, side, 3] uint8. Raises DataError."""
+    from PIL import Image
+
+    try:
+        return resized(Image.open(path), side)
+    except (OSError, ValueError, Image.DecompressionBombError) as e:
+        raise DataError(f"{path}: cannot be read as a picture ({e})") from None
+
+
+# Drawings of a data set; the last twentieth is held out.
+DRAWINGS = 200_000
+
+
+def open_pictures(paths: list[str], side: int, edits: bool = False) -> Sequence:
+    """The examples that --data names. Raises DataError."""
+    (name,) = paths or ["shapes"]
+    if name == "shapes":
+        return Drawn(DRAWINGS, side, edits)
+    found = Digits(side) if name == "digits" else None
+    if not found and Path(name).is_dir():
+        found = Folder(Path(name), side)
+    if not found or len(found) < 2:
+        raise DataError(f"--data {name}: is neither shapes, nor digits, nor a folder of pictures")
+    if edits and found[0].source is None:
+        raise DataError(f'--data {name}: an edit needs lines with "source" in metadata.jsonl')
+    return found
+
+
+# --- a data set -----------------------------------------------------------------------------------
+
+
+def to_tensor(pictures: list[np.ndarray]) -> Tensor:
+    """uint8 [H, W, 3] each -> [b, 3, H, W] from -1 to 1"""
+    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2) / 127.5 - 1
+
+
+def to_uint8(pictures: Tensor) -> np.ndarray:
+    """[b, 3, H, W] -> [b, H, W, 3] uint8"""
+    return ((pictures.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+
+
+class PictureData(Dataset):
+    """A part of the examples as samples, each with one loss. held_out: which part. A subclass says
+    what a batch is."""
+
+    def __init__(self, examples: Sequence, s: int, seed: int | None, held_out: bool):
+        """s: positions of a sequence; seed: of the order, None for none."""
+        self.examples, self.s = examples, s
+        last = max(1, len(examples) // HELD_OUT)
+        self.first = len(examples) - last if held_out else 0
+        self.num_sequences = last if held_out else len(examples) - last
+        self.sequence_of = Order(self.num_sequences, seed)
+        names = [f"{len(examples)}"]
+        names += [
+            f"{e.caption} {e.label}" for e in map(examples.__getitem__, (0, len(examples) - 1))
+        ]
+        self.index = {"corpus": fingerprint(" ".join(names)), "tokens": self.num_sequences * s}
+
+    def example(self, sample: int) -> Example:
+        return self.examples[self.first + self.sequence_of(sample)]
+
+    def counted_tokens(self, samples) -> int:
+        return len(samples)
+
+
+class Labelled(PictureData):
+    """Pictures and the numbers of their labels. targets: [b, 1]"""
+
+    def __init__(self, *args, labels: list[str]):
+        super().__init__(*args)
+        self.labels = labels
+
+    def batch(self, samples) -> Batch:
+        examples = [self.example(n) for n in samples]
+        targets = torch.tensor([[self.labels.index(e.label)] for e in examples])
+        tokens = torch.zeros(len(examples), self.s, dtype=torch.long)
+        numbers = torch.tensor(list(samples))
+        pictures = to_tensor([e.picture for e in examples])
+        return Batch(tokens, targets, torch.ones_like(targets, dtype=torch.bool), numbers, pictures)
