@@ -17,7 +17,8 @@ from torch import Tensor
 from base.cross_entropy import cross_entropy
 from base.model_config import MoEConfig, attention_matrices, mlp_matrices
 from models import pictures
-from models.pictures import Batch, Example, Labelled
+from models.picture_data import Labelled
+from models.pictures import Batch, Example
 from models.runs import ModelRun
 from models.vit import ViTConfig
 from run.config import ConfigError, RunConfig, flag

@@ -1,4 +1,4 @@
-"""Pictures as data: drawn ones, handwritten digits, files; and what a step gets of them.
+"""Pictures: drawn ones, handwritten digits, files; and what a step gets of them.
 
     --data shapes   "a small red circle on white": drawn, each from its number
     --data digits   1,797 handwritten digits of 8 x 8 pixels (scikit-learn)
@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from base.device_queue import to_device
-from run.data import HELD_OUT, DataError, Dataset, Order
-from run.documents import fingerprint
+from run.data import DataError
 
 
 class Context(NamedTuple):
@@ -237,7 +236,7 @@ def open_pictures(paths: list[str], side: int, edits: bool = False) -> Sequence:
     return found
 
 
-# --- a data set -----------------------------------------------------------------------------------
+# --- as tensors -----------------------------------------------------------------------------------
 
 
 def to_tensor(pictures: list[np.ndarray]) -> Tensor:
@@ -248,43 +247,3 @@ def to_tensor(pictures: list[np.ndarray]) -> Tensor:
 def to_uint8(pictures: Tensor) -> np.ndarray:
     """[b, 3, H, W] -> [b, H, W, 3] uint8"""
     return ((pictures.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).cpu().numpy()
-
-
-class PictureData(Dataset):
-    """A part of the examples as samples, each with one loss. held_out: which part. A subclass says
-    what a batch is."""
-
-    def __init__(self, examples: Sequence, s: int, seed: int | None, held_out: bool):
-        """s: positions of a sequence; seed: of the order, None for none."""
-        self.examples, self.s = examples, s
-        last = max(1, len(examples) // HELD_OUT)
-        self.first = len(examples) - last if held_out else 0
-        self.num_sequences = last if held_out else len(examples) - last
-        self.sequence_of = Order(self.num_sequences, seed)
-        names = [f"{len(examples)}"]
-        names += [
-            f"{e.caption} {e.label}" for e in map(examples.__getitem__, (0, len(examples) - 1))
-        ]
-        self.index = {"corpus": fingerprint(" ".join(names)), "tokens": self.num_sequences * s}
-
-    def example(self, sample: int) -> Example:
-        return self.examples[self.first + self.sequence_of(sample)]
-
-    def counted_tokens(self, samples) -> int:
-        return len(samples)
-
-
-class Labelled(PictureData):
-    """Pictures and the numbers of their labels. targets: [b, 1]"""
-
-    def __init__(self, *args, labels: list[str]):
-        super().__init__(*args)
-        self.labels = labels
-
-    def batch(self, samples) -> Batch:
-        examples = [self.example(n) for n in samples]
-        targets = torch.tensor([[self.labels.index(e.label)] for e in examples])
-        tokens = torch.zeros(len(examples), self.s, dtype=torch.long)
-        numbers = torch.tensor(list(samples))
-        pictures = to_tensor([e.picture for e in examples])
-        return Batch(tokens, targets, torch.ones_like(targets, dtype=torch.bool), numbers, pictures)
