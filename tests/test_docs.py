@@ -144,8 +144,8 @@ def main_of(path: str, argv: list[str]):
     if path == "train.py":
         return lambda: flags.make_parser(0).parse_args(argv)
     text = (ROOT / path).read_text()
-    if of_run := re.search(r"^    .*train\.main\(argv, runs\.(\w+)\)", text, re.MULTILINE):
-        config_class = getattr(importlib.import_module("models.runs"), of_run[1])
+    if of_run := re.search(r"^    .*train\.main\(argv, (\w*runs)\.(\w+)\)", text, re.MULTILINE):
+        config_class = getattr(importlib.import_module(f"models.{of_run[1]}"), of_run[2])
         return lambda: flags.make_parser(0, config_class).parse_args(argv)
     if lesson := re.search(r'^    form\.run\("(\w+)"\)', text, re.MULTILINE):
         return partial(form.main, lesson[1], argv)
