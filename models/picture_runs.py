@@ -36,6 +36,7 @@ class PictureTask(Task):
     """A model that reads pictures; one loss for each."""
 
     sample_name = "held-out pictures"
+    sampled_by_all = True
     batch_class = Batch
     edits = False
 

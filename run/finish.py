@@ -19,7 +19,7 @@ def finish(trainer, run, tokenizer, seconds: float) -> None:
         return
     config, world = trainer.config, run.world
     # A model whose parameters are spread over the data-parallel ranks runs on all of them.
-    spread = config.zero_stage == 3 or config.ep > 1
+    spread = config.zero_stage == 3 or config.ep > 1 or trainer.task.sampled_by_all
     if trainer.dp_rank > 0 and not spread:
         return
     try:

@@ -121,6 +121,8 @@ class Task(PartOfTrainer):
     eval_field = "eval_loss"
     # What `sample` gives, for the last lines on the screen.
     sample_name = "a sample (generate.py makes more)"
+    # Whether all data-parallel ranks take part in `sample`, and not only the first one.
+    sampled_by_all = False
     # The class of what the data set's `batch` returns.
     batch_class = Batch
     # What a user should know where a run goes on with other data.
