@@ -1,0 +1,133 @@
+"""Diffusion (models/diffusion.py): the formulas by hand, against diffusers, and on data of which the
+best answer is known; DiT under every layout."""
+
+import math
+
+import pytest
+import torch
+
+from models.diffusion import OBJECTIVES, Noise, Process, guided, sample, squared_error
+
+# --- by hand --------------------------------------------------------------------------------------
+
+
+def test_loss_and_steps_by_hand():
+    """a = 0.8, b = 0.6 at time 0; a = 0.6, b = 0.8 at time 1."""
+    process = Noise(torch.tensor([0.64, 0.36], dtype=torch.float64))
+    x, noise = torch.tensor([[[[0.5]]]]).double(), torch.tensor([[[[-1.0]]]]).double()
+    x_t = process.add_noise(x, noise, 1)
+    assert x_t.item() == pytest.approx(0.6 * 0.5 - 0.8 * 1)  # -0.5
+    found = noise / 2
+    assert squared_error(found, process.target(x, noise)).tolist() == [[0.25]]
+    # x = (-0.5 + 0.8 * 0.5) / 0.6 = -1/6
+    ddim = process.step(x_t, 1, 0, found, noise)
+    assert ddim.item() == pytest.approx(0.8 * -1 / 6 + 0.6 * -0.5)
+    # DDPM, equation 11: α = 0.36 / 0.64 = 0.5625, β = 0.4375, variance (0.36 / 0.64) β = 0.2461
+    mean = (-0.5 - 0.4375 / 0.8 * -0.5) / 0.75
+    ddpm = process.step(x_t, 1, 0, found, torch.full_like(x, 2.0), eta=1.0)
+    assert ddpm.item() == pytest.approx(mean + 2 * math.sqrt(0.5625 * 0.4375))
+    # A picture has no number beyond 1, and the noise follows: x = 1, ε = (-0.5 - 0.6) / 0.8.
+    clipped = process.step(x_t, 1, 0, noise * 5, noise, clip=True)
+    assert clipped.item() == pytest.approx(0.8 + 0.6 * -1.1 / 0.8)
+
+
+def test_flow_by_hand():
+    process = Process()
+    x, noise = torch.tensor(2.0).double(), torch.tensor(-1.0).double()
+    assert process.add_noise(x, noise, 250).item() == 0.75 * 2 - 0.25
+    assert process.target(x, noise).item() == -3
+    # Euler's method: x + (s - t) v
+    assert process.step(x, 750, 500, noise * 3, x).item() == pytest.approx(2 + 0.25 * 3)
+    assert process.times(4) == [1000, 750, 500, 250, 0]
+    assert Noise().times(4) == [999, 749, 499, 249, -1]
+
+
+def test_guidance():
+    """Two guidances are those of InstructPix2Pix, equation 3; both weights 1: no guidance."""
+
+    def model(x, t, ids, source):
+        found = x + 10 * ids[:, :1, None, None] + t
+        return found if source is None else found + 100 * source + source * ids[:, :1, None, None]
+
+    x, source = torch.ones(2, 1, 1, 1), torch.tensor([3.0, 4.0]).view(2, 1, 1, 1)
+    captions, empty = torch.tensor([[1, 7], [2, 7]]), torch.tensor([0, 0])
+    found = guided(model, captions, empty, 3.0)(x, 5)
+    assert found.flatten().tolist() == [6 + 3 * 10, 6 + 3 * 20]
+    found = guided(model, captions, empty, 3.0, source, 2.0)(x, 5)
+    assert found.flatten().tolist() == [6 + 2 * 300 + 3 * (10 + 3), 6 + 2 * 400 + 3 * (20 + 8)]
+    assert guided(model, captions, empty, 1.0)(x, 5).equal(model(x, 5, captions, None))
+    found = guided(model, captions, empty, 1.0, source)(x, 5)
+    assert found.equal(model(x, 5, captions, source))
+
+
+# --- data of which the best answer is known -------------------------------------------------------
+
+MEAN, DEVIATION = 0.4, 0.25
+
+
+def gaussian(process):
+    """What the best model finds, of data N(μ, σ²): E[x | x_t] = μ + a σ² (x_t - a μ) / (a² σ² + b²)"""
+
+    def find(x_t, t):
+        a, b = process.rates(t)
+        variance = (a * DEVIATION) ** 2 + b**2
+        x = MEAN + a * DEVIATION**2 / variance * (x_t - a * MEAN)
+        return process.target(x, (x_t - a * x) / b)
+
+    return find
+
+
+@pytest.mark.parametrize("objective, eta", [("noise", 0.0), ("noise", 1.0), ("flow", 0.0)])
+def test_samples_of_a_gaussian(objective, eta):
+    process, g = OBJECTIVES[objective](), torch.Generator().manual_seed(0)
+    n = 20_000
+    drawn = sample(
+        process, gaussian(process), lambda: torch.randn(n, generator=g).double(), 1000, eta
+    )
+    # Four standard errors, and a hundredth: DDPM's steps have a little too small a variance.
+    assert drawn.mean().item() == pytest.approx(MEAN, abs=4 * DEVIATION / math.sqrt(n) + 0.0025)
+    assert drawn.std().item() == pytest.approx(DEVIATION, rel=4 / math.sqrt(2 * n) + 0.015)
+
+
+# --- diffusers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("eta", [0.0, 1.0])
+def test_equals_diffusers(eta, clip):
+    """Four steps of DDIM, and of DDPM, with the model that finds 0.3 sin(3 x_t); and the noise."""
+    diffusers = pytest.importorskip("diffusers")
+    names = dict(clip_sample=clip, timestep_spacing="trailing")
+    scheduler = (diffusers.DDPMScheduler if eta else diffusers.DDIMScheduler)(**names)
+    kept = scheduler.alphas_cumprod.double()
+    torch.testing.assert_close(torch.tensor(Noise().kept[:-1]), kept.float(), atol=1e-6, rtol=0)
+    # Theirs are in float32: from here on both have the same ones.
+    scheduler.alphas_cumprod, scheduler.one = kept, torch.tensor(1.0).double()
+    process = Noise(kept)
+    g = torch.Generator().manual_seed(0)
+    x, noise, *fresh = torch.randn(7, 2, 3, 4, 4, generator=g).double()
+    for t in (0, 400, 999):
+        theirs = scheduler.add_noise(x, noise, torch.tensor([t]))
+        torch.testing.assert_close(process.add_noise(x, noise, t), theirs, atol=1e-6, rtol=0)
+    scheduler.set_timesteps(4)
+    times = process.times(4)
+    assert scheduler.timesteps.tolist() == times[:-1]
+    ours = theirs = x
+    for t, s, z in zip(times, times[1:], fresh):
+        ours = process.step(ours, t, s, 0.3 * torch.sin(3 * ours), z, eta, clip)
+        found = 0.3 * torch.sin(3 * theirs)
+        if eta:
+            theirs = ddpm_step(scheduler, found, int(t), theirs, z)
+        else:
+            options = dict(use_clipped_model_output=clip)
+            theirs = scheduler.step(found, int(t), theirs, **options).prev_sample
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+
+
+def ddpm_step(scheduler, found, t: int, x, z):
+    """Their step with noise z: they draw it themselves."""
+    drawn = pytest.MonkeyPatch()
+    with drawn.context() as patch:
+        module = "diffusers.schedulers.scheduling_ddpm.randn_tensor"
+        patch.setattr(module, lambda *shape, **options: z)
+        return scheduler.step(found, t, x).prev_sample
