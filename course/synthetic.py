@@ -23,6 +23,7 @@ from models.picture_runs import PictureRun
 from models.pictures import COLOURS, SHAPES, open_pictures
 from models.t5 import T5Config
 from run import data
+from run.tokenizer import ByteTokenizer
 
 
 class Synthetic(data.Dataset):
@@ -222,9 +223,9 @@ def dataset_for(trainer):
     """What a run of these flags trains on. trainer: train.Trainer."""
     config, shape = trainer.config, trainer.model_config
     if isinstance(config, PictureRun):
-        examples = open_pictures([], shape.picture_size)
+        examples = open_pictures([], shape.picture_size, trainer.task.edits)
         trainer.task.labels = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]
-        return trainer.task.dataset(config, examples, None, 0, False)
+        return trainer.task.dataset(config, examples, ByteTokenizer(), 0, False)
     if isinstance(shape, T5Config):
         return Translations(shape, config.document_mask)
     if isinstance(shape, BertConfig):

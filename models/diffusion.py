@@ -14,11 +14,11 @@ The loss is the mean squared error. A sample begins as noise. In each step the m
 
     x_s = a(s) x + √(b(s)² - σ²) ε + σ z         z: new noise
 
-With σ = 0 this is DDIM (arXiv 2010.02502, equation 12) or, with flow, a step of Euler's method; with
-the largest σ it is DDPM's step (`Process.step`).
+With σ = 0 this is DDIM (arXiv 2010.02502, equation 12) or, with flow, a step of Euler's method.
+With the largest σ it is DDPM's step.
 
-Guidance: a caption is left out now and then in training (an empty one takes its place). So one model
-gives both ε(c) and ε(∅), and w > 1 goes beyond ε(c) (arXiv 2207.12598, in the form of Imagen):
+Guidance: training leaves out a tenth of the captions (an empty one takes their place). So one model
+gives ε(c) and ε(∅), and w > 1 goes beyond ε(c) (arXiv 2207.12598, as Imagen writes it):
 
     ε = ε(∅) + w (ε(c) - ε(∅))
 
@@ -127,9 +127,9 @@ def guided(
 ) -> Callable[[Tensor, float], Tensor]:
     """What `sample` asks, (x_t, t) -> found, made of model(x_t, t, captions, source).
 
-    captions: [n, m] ids; empty: those of no caption, [m]; w: the guidance; source: [n, c, H, W] that
-    edits begin with, or None. With it there are two guidances (arXiv 2211.09800, equation 3), and
-    zeros are no source:
+    captions: [n, m] ids; empty: those of no caption, [m]; w: the guidance; source: [n, c, H, W],
+    which edits begin with, or None. With it there are two guidances (InstructPix2Pix, arXiv
+    2211.09800, equation 3), and zeros are no source:
 
         ε = ε(∅, ∅) + w_source (ε(∅, source) - ε(∅, ∅)) + w (ε(c, source) - ε(∅, source))"""
     nothing = empty.expand_as(captions)
@@ -168,10 +168,11 @@ def sample(
 
 @dataclass(frozen=True)
 class DenoiserConfig(PictureConfig):
-    """The shape of a model that takes noise away: model(tokens, targets, context) with
-    context.pictures [b, channels + source_channels, H, W], noised, and the source of an edit;
-    context.times [b]; tokens [b, s], of which the first m are the caption. It gives the mean squared
-    error of each picture, [b, 1], or without targets what it finds, [b, channels, H, W]."""
+    """The shape of a model that takes noise away: model(tokens, targets, context).
+
+    tokens: [b, s], the caption first; context.pictures: [b, channels + source_channels, H, W], the
+    noised picture and what an edit begins with; context.times: [b]. It gives the squared error of
+    each picture, [b, 1], or without targets what it finds, [b, channels, H, W]."""
 
     vocab_size: int = 257
     # Channels of the picture that an edit begins with; 0: there is none.
@@ -215,22 +216,23 @@ class NoisedData(Captioned):
     """Pictures with noise, and their captions. Time, noise and what is left out of the conditions
     depend on (seed, sample) alone. targets: [b, c, H, W]"""
 
-    def __init__(self, *args, process: Process, encode: Callable[[Tensor], Tensor], **options):
-        """encode: a picture [1, 3, H, W] -> what is noised, [1, c, H', W']"""
+    def __init__(self, *args, process: Process, encode: Callable, edits: bool, **options):
+        """encode: a picture [1, 3, H, W] -> what is noised, [1, c, H', W']; edits: whether the
+        model reads sources."""
         super().__init__(*args, **options)
-        self.process, self.encode, self.seed = process, encode, self.sequence_of.seed
+        self.process, self.encode, self.edits = process, encode, edits
         self.empty = caption_ids(self.tokenizer, "", self.m)[0]
 
     def noised(self, sample: int, example: Example) -> tuple[list[int], Tensor, Tensor, float]:
         """(ids of the caption, noised picture and source, target, time). A tenth has no caption, or
         with a source a twentieth has no caption, a twentieth neither, a twentieth no source."""
-        g = gpt.generator(0, f"{self.seed}, noise of {sample}")
+        g = gpt.generator(0, f"{self.sequence_of.seed}, noise of {sample}")
         u, part = torch.rand(2, generator=g, dtype=torch.float64).tolist()
         x = self.encode(to_tensor([example.picture]))
         noise = torch.randn(x.shape, generator=g)
         t = self.process.time(u)
         inputs = [self.process.add_noise(x, noise, t)]
-        if example.source is not None:
+        if self.edits:
             source = self.encode(to_tensor([example.source]))
             inputs.append(source * (not 0.05 <= part < 0.15))
         ids = self.empty if part < 0.1 else self.text_and_target(example)[0]

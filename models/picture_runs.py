@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 -m models.vit --data digits --tp 2 --out runs/digits
 
 PictureTask        what their tasks share
-PictureRun         the flags of train.py that they have
+PictureRun         the flags of train.py that they have; TextlessRun without those of text
 LabelTask, ViTRun  of models/vit.py
 """
 
@@ -42,13 +42,16 @@ class PictureTask(Task):
 
     def open_data(self, config, world, tokenizer):
         """Raises DataError."""
-        side = config.model_config().picture_size
-        examples = pictures.open_pictures(config.data, side, self.edits)
+        examples = pictures.open_pictures(config.data, self.side(config), self.edits)
         self.prepare(config, examples)
         return tuple(
             self.dataset(config, examples, tokenizer, seed, held_out)
             for seed, held_out in ((config.seed, False), (None, True))
         )
+
+    def side(self, config: RunConfig) -> int:
+        """Pixels of a picture's side."""
+        return config.model_config().picture_size
 
     def prepare(self, config: RunConfig, examples: Sequence[Example]) -> None:
         """Learn from the examples what the configuration leaves open. Raises DataError."""
@@ -131,14 +134,11 @@ class LabelTask(PictureTask):
 class PictureRun(ModelRun):
     """The flags of a run of a model that reads pictures."""
 
-    # They follow from the picture; there is no vocabulary, and no row of tokens.
+    # It follows from the picture; there is no row of tokens.
     seq_length: ClassVar[None] = None
-    vocab_size: ClassVar[None] = None
     cp: ClassVar[int] = 1
     cp_kind: ClassVar[str] = "ring"
     head_chunk: ClassVar[int] = 0
-    make_vocab_size_divisible_by: ClassVar[None] = None
-    tokenizer: ClassVar[str | None] = None
 
     picture_size: int | None = flag(None, "pixels of a picture's side", least=1)
     patch_size: int | None = flag(None, "pixels of a patch's side", least=1)
@@ -151,9 +151,6 @@ class PictureRun(ModelRun):
     @property
     def unpredicted(self) -> str:
         return "reads pictures"
-
-    def num_ids(self, tokenizer) -> int:
-        return self.model_config().vocab_size
 
     def model_config(self) -> MoEConfig:
         shape = super().model_config()
@@ -170,6 +167,18 @@ class PictureRun(ModelRun):
             self.refuse("data", "names one set of pictures")
 
 
+@dataclass
+class TextlessRun(PictureRun):
+    """The same of a model without a vocabulary."""
+
+    vocab_size: ClassVar[None] = None
+    make_vocab_size_divisible_by: ClassVar[None] = None
+    tokenizer: ClassVar[str | None] = None
+
+    def num_ids(self, tokenizer) -> int:
+        return self.model_config().vocab_size
+
+
 TINY = dict(num_layers=4, hidden_size=128, num_heads=4, picture_size=32, patch_size=4)
 VIT_PRESETS: dict[str, tuple[dict, float]] = {
     "tiny": (TINY | dict(classes=16), 0),
@@ -184,7 +193,7 @@ VIT_RECIPES = {
 
 
 @dataclass
-class ViTRun(PictureRun):
+class ViTRun(TextlessRun):
     """Every flag of python -m models.vit."""
 
     command: ClassVar[str] = "-m models.vit"

@@ -207,6 +207,7 @@ OTHER_MODELS = {
     "token_types": "-m models.bert",
     "buckets": "-m models.t5",
     "class_tokens": "-m models.vit",
+    "source_channels": "-m models.dit",
 }
 # A command that trains a model -> what writes with its adapters, and with its prompts.
 WRITERS = {

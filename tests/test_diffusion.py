@@ -1,12 +1,14 @@
-"""Diffusion (models/diffusion.py): the formulas by hand, against diffusers, and on data of which the
-best answer is known; DiT under every layout."""
+"""Diffusion: the formulas by hand, against diffusers, and on data whose best model is known; DiT
+under every layout."""
 
 import math
 
 import pytest
 import torch
+from parity import SMALL, again, check, differs, train
 
 from models.diffusion import OBJECTIVES, Noise, Process, guided, sample, squared_error
+from models.dit import Embedding
 
 # --- by hand --------------------------------------------------------------------------------------
 
@@ -66,7 +68,8 @@ MEAN, DEVIATION = 0.4, 0.25
 
 
 def gaussian(process):
-    """What the best model finds, of data N(μ, σ²): E[x | x_t] = μ + a σ² (x_t - a μ) / (a² σ² + b²)"""
+    """What the best model finds in data N(μ, σ²), where
+    E[x | x_t] = μ + a σ² (x_t - a μ) / (a² σ² + b²)"""
 
     def find(x_t, t):
         a, b = process.rates(t)
@@ -131,3 +134,61 @@ def ddpm_step(scheduler, found, t: int, x, z):
         module = "diffusers.schedulers.scheduling_ddpm.randn_tensor"
         patch.setattr(module, lambda *shape, **options: z)
         return scheduler.step(found, t, x).prev_sample
+
+
+# --- every layout ---------------------------------------------------------------------------------
+
+# t does not divide the 257 tokens; with time and caption 8 positions stand before 16 patches.
+DIT = {k: v for k, v in SMALL.items() if k not in ("seq_length", "vocab_size")} | dict(
+    command="dit.py", model="tiny", num_layers=4, picture_size=16, patch_size=4, text_length=7
+)
+FULL, SELECTIVE = dict(recompute="full"), dict(recompute="selective")
+SEQUENCE = dict(tp=2, sequence_parallel=True)
+ZERO_3 = dict(zero_stage=3, micro_batch_size=2)
+ZB_H1 = dict(pp=2, schedule="zb-h1")
+EDIT, FLOW = dict(edit=True), dict(objective="flow")
+
+CASES = {
+    "2": (DIT, 2, [SEQUENCE | FULL, ZERO_3 | SELECTIVE]),
+    "stages": (DIT | EDIT, 2, [ZB_H1 | FULL, dict(pp=2, layer_split=[0, 4])]),
+}
+MORE = {
+    "one rank": (DIT, 1, [SELECTIVE, FULL, dict(micro_batch_size=1)]),
+    "data": (DIT | FLOW, 2, [dict(zero_stage=stage) for stage in (0, 1, 2, 3)]),
+    "fused": (DIT | dict(dropout=0.0), 2, [dict(tp=2), SEQUENCE, ZB_H1]),
+    "edits": (DIT | EDIT | FLOW, 2, [dict(tp=2), SEQUENCE | SELECTIVE, ZERO_3]),
+    "more stages": (DIT, 2, [dict(pp=2, virtual_stages=2), dict(pp=2, schedule="gpipe")]),
+    "4": (
+        DIT,
+        4,
+        [
+            SEQUENCE | FULL | dict(pp=2),
+            ZERO_3 | ZB_H1,
+            ZERO_3 | dict(data_parallel_replicate_degree=2),
+            SEQUENCE | dict(zero_stage=3),
+            dict(pp=4),
+        ],
+    ),
+    "fp8": (DIT | dict(fp8="delayed", fp8_skip=0, micro_batch_size=2), 2, [SEQUENCE, ZB_H1]),
+}
+
+
+@pytest.mark.parametrize(
+    "base, world, layouts",
+    [
+        *(pytest.param(*case, id=name) for name, case in CASES.items()),
+        *(again(*case, id=name) for name, case in MORE.items()),
+    ],
+)
+def test_equals_one_device(base, world, layouts):
+    check(world, layouts, base)
+
+
+def take_the_first_slice():
+    Embedding.share_sequence = lambda self, group: setattr(self, "shard", (0, group.size()))
+
+
+def test_gate_sees_the_slices():
+    """Each rank takes the first slice for its own."""
+    one = train(base=DIT, steps=1)
+    differs(train(2, base=DIT, steps=1, mutate=take_the_first_slice, **SEQUENCE), one)

@@ -1,0 +1,187 @@
+"""Training of models that take noise away: the task, and the flags.
+
+    torchrun --nproc-per-node 2 -m models.dit --data shapes --tp 2 --out runs/dit
+
+What is noised is a picture or, with --autoencoder, its latent (arXiv 2112.10752). The loss is the
+mean squared error; that on held-out pictures has the same noise in each evaluation. At the end the
+model draws for a few held-out captions, or edits by them: OUT/sample.png, OUT/sample.txt.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models import diffusion
+from models.diffusion import OBJECTIVES, NoisedData, Process
+from models.dit import DiTConfig
+from models.picture_runs import TINY, PictureRun, PictureTask
+from models.pictures import Batch, to_tensor, to_uint8
+from run.config import flag
+from run.data import Dataset
+from run.finish import leave
+from run.presets import Recipe
+
+# Of the sample at the end: pictures, steps, and both guidances.
+SHOWN, STEPS, GUIDANCE, SOURCE_GUIDANCE = 8, 25, 3.0, 1.5
+
+
+class Pixels:
+    """What is noised without an autoencoder: the picture itself."""
+
+    channels, factor = 3, 1
+
+    def encode(self, pictures: Tensor) -> Tensor:
+        return pictures
+
+    decode = encode
+
+
+class Asked(Dataset):
+    """Noised pictures at one time, and their captions. pictures: [n, c, H, W]; ids: [n, m]"""
+
+    def __init__(self, pictures: Tensor, t: float, ids: Tensor, s: int):
+        self.pictures, self.t = pictures.float(), t
+        self.tokens = torch.nn.functional.pad(ids, (0, s - ids.shape[1]))
+
+    def batch(self, samples) -> Batch:
+        at = torch.tensor(list(samples))
+        counts, times = torch.ones(len(at), 1, dtype=torch.bool), torch.full((len(at),), self.t)
+        return Batch(self.tokens[at], None, counts, at, self.pictures[at], times)
+
+
+class DiffusionTask(PictureTask):
+    """A model learns what noise is in a picture."""
+
+    sample_name = "drawn in sample.png"
+
+    def __init__(self, edits: bool, process: Process):
+        super().__init__()
+        self.edits, self.process = edits, process
+
+    def side(self, config) -> int:
+        return config.model_config().picture_size * config.space.factor
+
+    def dataset(self, config, examples, tokenizer, seed, held_out) -> NoisedData:
+        shape = config.model_config()
+        options = dict(process=self.process, encode=config.space.encode, edits=self.edits)
+        options |= dict(tokenizer=tokenizer, m=shape.text_length)
+        return NoisedData(examples, shape.seq_length, seed, held_out, **options)
+
+    def extra_state(self) -> dict:
+        c = self.config
+        return {"diffusion": {"objective": c.objective, "autoencoder": c.autoencoder}}
+
+    def check_base(self, path, index: dict) -> None:
+        learned = index["diffusion"]["objective"]
+        if learned != self.config.objective:
+            self.config.refuse("objective", f"{path} learns {learned}")
+
+    def flops_per_token(self, s: int) -> float:
+        shape = self.model_config
+        return 3 * shape.flops() / s if hasattr(shape, "flops") else super().flops_per_token(s)
+
+    def finish(self, run) -> bool:
+        self.world = run.world
+        return False
+
+    def find(self, x: Tensor, t: float, ids: Tensor, source: Tensor | None) -> Tensor:
+        """What the model finds, on every rank. x: [n, c, H, W]. A collective."""
+        shape = x.shape[1:]
+        x = x if source is None else torch.cat((x, source), 1)
+        return self.heads_output(Asked(x, t, ids, self.model_config.seq_length), len(x), shape)
+
+    @torch.no_grad()
+    def sample(self, tokenizer, held_out: NoisedData) -> str:
+        n = min(SHOWN, held_out.num_sequences)
+        shape, space = self.model_config, self.config.space
+        examples = [held_out.example(k) for k in range(n)]
+        ids = torch.tensor([held_out.text_and_target(example)[0] for example in examples])
+        shown, source = [], None
+        if self.edits:
+            shown = [to_tensor([example.source for example in examples])]
+            source = torch.cat([space.encode(x) for x in shown[0].split(1)])
+        empty, weights = torch.tensor(held_out.empty), (GUIDANCE, source, SOURCE_GUIDANCE)
+        find = diffusion.guided(self.find, ids, empty, *weights)
+        g = torch.Generator().manual_seed(self.config.seed)
+        size = n, shape.channels, shape.picture_size, shape.picture_size
+        draw = partial(torch.randn, size, generator=g)
+        clip = not self.config.autoencoder
+        drawn = diffusion.sample(self.process, find, draw, STEPS, clip=clip).float()
+        grid = partial(save_grid, torch.cat([*shown, space.decode(drawn)]), n)
+        if self.world.rank == 0:
+            leave(self.world, Path(self.config.out) / "sample.png", grid)
+        return "\n".join(f"{k}. {example.caption}" for k, example in enumerate(examples, 1))
+
+
+def save_grid(pictures: Tensor, columns: int, path: Path) -> None:
+    """Write a PNG file of rows of pictures. pictures: [rows x columns, 3, H, W]"""
+    from PIL import Image
+
+    rows = np.split(to_uint8(pictures), len(pictures) // columns)
+    whole = np.concatenate([np.concatenate(row, 1) for row in rows])
+    Image.fromarray(whole).save(path, "PNG")
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class DiffusionRun(PictureRun):
+    """The flags of a run of a model that takes noise away."""
+
+    objective: str = flag(
+        "noise",
+        "what it finds: the noise (DDPM), or the way to it (flow matching)",
+        tuple(OBJECTIVES),
+    )
+    picture_size: int | None = flag(
+        None, "pixels of a picture's side, or with --autoencoder numbers of a latent's", least=1
+    )
+    text_length: int | None = flag(None, "tokens of a caption, with padding")
+    autoencoder: str | None = flag(
+        None, "a run of models.autoencoder: what is noised is its latents", metavar="CKPT"
+    )
+    edit: bool = flag(False, "learn to edit: pairs of pictures, with an instruction as the caption")
+
+    @cached_property
+    def space(self):
+        """What is noised: Pixels, or latents."""
+        if not self.autoencoder:
+            return Pixels()
+        from models.autoencoder import open_autoencoder
+
+        return open_autoencoder(self.autoencoder)
+
+    @property
+    def channels(self) -> int:
+        return self.space.channels
+
+    @property
+    def source_channels(self) -> int:
+        return self.channels if self.edit else 0
+
+    def task(self) -> DiffusionTask:
+        return DiffusionTask(self.edit, OBJECTIVES[self.objective]())
+
+
+@dataclass
+class DiTRun(DiffusionRun):
+    """Every flag of python -m models.dit."""
+
+    command: ClassVar[str] = "-m models.dit"
+    purpose: ClassVar[str] = "Train a Diffusion Transformer to draw what a caption says."
+    presets: ClassVar[dict] = {"tiny": (TINY, 0)}
+    shape_class: ClassVar[type] = DiTConfig
+    recipes: ClassVar[dict[str, Recipe]] = {"": Recipe("a small DiT", 1e-3, 0, 0)}
+
+    model: str = flag("tiny", "a preset: tiny", metavar="PRESET")
+
+    def why_no_shards(self, shape) -> str:
+        fits = self.tp - (shape.num_patches + 1) % self.tp
+        fits += (shape.text_length - fits) // self.tp * self.tp
+        return f"{super().why_no_shards(shape)}; --text-length {fits} would fit"
