@@ -37,7 +37,9 @@ transformers 5 writes them when told to; windows in some layers only.
 
 import dataclasses
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +69,7 @@ class Location(NamedTuple):
     expert: they have one tensor for each expert, which we stack to [E, ..]. {a,b} in it means two
     tensors, of names with a and with b, which we stack to [2, ..].
     skipped: the first rows of theirs, which no model reads, and which ours lacks.
+    shapes: of theirs and of ours, where these differ for the same numbers.
     transposed: theirs is [in, out] (Conv1D), ours [out, in].
     third: theirs holds query, key and value side by side; ours is column block 0, 1 or 2.
     heads: theirs holds them head by head: [a, 3, d, in]. 0: all of query, then key, then value."""
@@ -76,10 +79,13 @@ class Location(NamedTuple):
     third: int | None = None
     heads: int = 0
     skipped: int = 0
+    shapes: tuple[Sequence[int], Sequence[int]] | None = None
 
     def view(self, theirs: Tensor) -> Tensor:
         """The part of their tensor that is ours, in our order, sharing memory: [in, out] or
         [in, 3 out] -> [out, in], with heads [3 out, in] -> [a, d, in]. A bias has no `in`."""
+        if self.shapes:
+            return theirs.view(self.shapes[1])
         if self.heads:
             return theirs.unflatten(0, (self.heads, 3, -1))[:, self.third]
         if self.third is not None:
@@ -95,6 +101,8 @@ class Location(NamedTuple):
 
     def shape(self, ours: torch.Size) -> list[int]:
         """The shape of their tensor."""
+        if self.shapes:
+            return [*self.shapes[0]]
         if self.heads:
             return [3 * ours[0], *ours[1:]]
         shape = [*(reversed(ours) if self.transposed else ours)]
@@ -177,6 +185,30 @@ class Architecture:
         """The fields of config.json, from those that the tables give."""
         longest = {"max_position_embeddings": config.seq_length + self.first_position}
         return hf_config | (longest if self.first_position else {})
+
+    def flat(self, hf_config: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a config.json under the names that the tables have."""
+        return {self.aliases.get(name, name): x for name, x in hf_config.items()} | hf_config
+
+    def place(self, name: str, shape: torch.Size, config: MoEConfig) -> tuple[Location | None, str]:
+        """(where a parameter of ours lies, the name of their tensor)"""
+        # blocks.7.mlp.up.weight -> blocks.7.mlp.up, weight.
+        module, leaf = name.rsplit(".", 1)
+        location, layer = self.locate(module, config)
+        return location, f"{location.module}.{leaf}".replace("*", layer) if location else ""
+
+    def reader(self, hf_dir: Path, config: MoEConfig, read: Callable) -> Callable:
+        """read(our name), a whole parameter, with what the files of a folder change in it."""
+        return read
+
+    def read_beside(self, hf_dir: Path) -> dict[str, Any]:
+        """Further fields of a checkpoint's index, from the files of a folder."""
+        return {}
+
+    def write_beside(self, folder: Path, config: MoEConfig, index: dict) -> dict[str, Any]:
+        """Write further files of a folder. Returns further fields of its config.json. index: of the
+        checkpoint."""
+        return {}
 
     def locate(self, module: str, config: MoEConfig) -> tuple[Location | None, str]:
         """(where a module of ours lies, the number of its layer there)"""
@@ -447,14 +479,11 @@ def their_tensors(config: MoEConfig, architecture: Architecture) -> dict[str, Th
     """Their name -> their tensor, in the order of the model. Raises HuggingFaceError."""
     tensors = {}
     for name, parameter in empty_model(config).named_parameters():
-        # blocks.7.mlp.up.weight -> blocks.7.mlp.up, weight.
-        module, leaf = name.rsplit(".", 1)
-        location, layer = architecture.locate(module, config)
+        location, theirs = architecture.place(name, parameter.shape, config)
         if location is None:
             raise HuggingFaceError(f"{name} has no place in a {architecture.name}")
         if architecture is BLOOM and location.third is not None:
             location = location._replace(heads=config.num_heads)
-        theirs = f"{location.module}.{leaf}".replace("*", layer)
         tensor = TheirTensor(location.shape(parameter.shape), {})
         # Where query, key and value share one of theirs.
         tensors.setdefault(theirs, tensor).parts[name] = location

@@ -78,16 +78,15 @@ def find_architecture(hf_config: dict) -> Architecture:
 
 
 def other_architectures() -> tuple[Architecture, ...]:
-    """Those of BERT and T5, which only folders and checkpoints of such a model load."""
-    from models import huggingface
+    """Those of models/, which only folders and checkpoints of such a model load."""
+    from models import huggingface, picture_huggingface
 
-    return huggingface.ARCHITECTURES
+    return huggingface.ARCHITECTURES + picture_huggingface.ARCHITECTURES
 
 
 def read_fields(hf_config: dict, architecture: Architecture) -> MoEConfig:
     """to_model_config, of a class. Raises HuggingFaceError."""
-    renamed = {architecture.aliases.get(name, name): x for name, x in hf_config.items()}
-    hf_config = renamed | hf_config
+    hf_config = architecture.flat(hf_config)
     check_computed(hf_config, architecture)
     fields = dict(architecture.constants)
     for theirs, ours in architecture.fields.items():
@@ -222,7 +221,7 @@ def rotary_fields(hf_config: dict, missing: dict[str, float]) -> dict[str, float
 
 
 def read_any_model(path: Path) -> tuple[MoEConfig, dict]:
-    """(configuration, index) of a checkpoint, of a decoder, a BERT or a T5. Raises
+    """(configuration, index) of a checkpoint, of a decoder or a model of models/. Raises
     CheckpointError."""
     index = read_index(path)
     if "model.head.scores.weight" in index["tensors"]:

@@ -244,7 +244,8 @@ def open_folder(
     with refused(checkpoint.CheckpointError):
         check_command(hf_dir, dataclasses.asdict(config), shape_class or config)
     sources = match(hf_dir, config, architecture)
-    return config, lambda name: sources[name].read(), tokenizer_name(hf_dir, config)
+    read = architecture.reader(hf_dir, config, lambda name: sources[name].read())
+    return config, read, tokenizer_name(hf_dir, config)
 
 
 # --- import ---------------------------------------------------------------------------------------
@@ -293,8 +294,9 @@ def import_folder(hf_dir: Path, path: Path) -> MoEConfig:
     if Path(name).name == "tokenizer.json":
         name = str(Path(path).resolve() / "tokenizer.json")
     # The shape of the model stands in `model`.
-    run = {"model": architecture_of(config).preset, "tokenizer": name}
-    state = untrained(run, dataclasses.asdict(config))
+    architecture = architecture_of(config)
+    run = {"model": architecture.preset, "tokenizer": name}
+    state = untrained(run, dataclasses.asdict(config)) | architecture.read_beside(Path(hf_dir))
     if tokenizer:
         state["tokenizer"] = dataclasses.asdict(record(tokenizer))
     with building(path) as folder:
@@ -321,7 +323,7 @@ def export_folder(
     if not Path(path).is_dir():
         raise HuggingFaceError(f"{path} is not a folder")
     path = checkpoint.find(path)
-    config, _ = read_any_model(path)
+    config, saved = read_any_model(path)
     hf_config = to_hf_config(config) | {"dtype": str(DTYPES[dtype]).removeprefix("torch.")}
     theirs = their_tensors(config, architecture_of(config))
     sizes = {
@@ -351,6 +353,7 @@ def export_folder(
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         hf_config |= export_tokenizer(path, folder, config)
+        hf_config |= architecture_of(config).write_beside(folder, config, saved)
         if merged and merged.chat_template:
             shutil.copyfile(merged.chat_template, folder / CHAT_TEMPLATE)
         (folder / "config.json").write_text(json.dumps(hf_config, indent=1))
