@@ -10,6 +10,7 @@ from finetune.preference import PreferenceConfig
 from finetune.prompt_tuning import PromptLearningConfig
 from finetune.reinforcement import ReinforcementConfig
 from finetune.sft import SFTConfig
+from models.clip_runs import CLIPRun
 from models.diffusion_runs import DiTRun
 from models.picture_runs import ViTRun
 from models.runs import BertRun, T5Run
@@ -28,6 +29,7 @@ COMMANDS = {
         BertRun,
         T5Run,
         ViTRun,
+        CLIPRun,
         DiTRun,
     )
 }

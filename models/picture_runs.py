@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from base.cross_entropy import cross_entropy
-from base.model_config import MoEConfig, attention_matrices, mlp_matrices
+from base.model_config import GPTConfig, MoEConfig, attention_matrices, mlp_matrices
 from models import pictures
 from models.picture_data import Labelled
 from models.pictures import Batch, Example
@@ -66,9 +66,7 @@ class PictureTask(Task):
     def flops_per_token(self, s: int) -> float:
         """Over the positions of a sequence; the embedding and the head hardly count."""
         shape = self.model_config
-        weights = shape.num_layers * (attention_matrices(shape) + mlp_matrices(shape))
-        scores = 12 * shape.num_layers * s * shape.num_heads * shape.head_dim
-        return (6 * weights + scores) * self.learned.share_of_flops
+        return flops_of_blocks(shape, shape.num_layers, s) / s * self.learned.share_of_flops
 
     def heads_output(self, dataset, n: int, shape: tuple[int, ...]) -> Tensor:
         """What the head gives without targets for the first n samples, [n, *shape], float64. A
@@ -76,6 +74,12 @@ class PictureTask(Task):
         batches = evaluation_batches(self.trainer, dataset, n)
         without = [batch._replace(targets=None) for batch in batches]
         return outputs(self.trainer, without, (n, *shape))
+
+
+def flops_of_blocks(shape: GPTConfig, layers: int, s: int) -> float:
+    """FLOPs of training so many blocks of this shape on a sequence of s positions."""
+    weights = attention_matrices(shape) + mlp_matrices(shape)
+    return layers * s * (6 * weights + 12 * s * shape.num_heads * shape.head_dim)
 
 
 class LabelTask(PictureTask):

@@ -206,6 +206,7 @@ def check_files(path: Path, files: dict[str, FileRecord]) -> None:
 OTHER_MODELS = {
     "token_types": "-m models.bert",
     "buckets": "-m models.t5",
+    "text_hidden_size": "-m models.clip",
     "class_tokens": "-m models.vit",
     "source_channels": "-m models.dit",
 }
