@@ -1,0 +1,322 @@
+"""CLIP (models/clip.py): layouts against one device, the loss in shards, transformers' model."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity import SMALL, again, check, differs, train
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from base.model_config import FieldError
+from course import ranks
+from course.training_commands import config_of
+from models import clip
+from models.clip import CLIPConfig, contrastive_losses
+from models.clip_runs import CLIP_PRESETS, CLIPRun, PairTask
+from models.picture_data import caption_ids
+from models.pictures import Context
+from run.config import ConfigError
+from run.rules import validate
+from run.tokenizer import ByteTokenizer
+from sharding import num_parameters
+
+# Three blocks of the text, whose size is half of the picture's, and two of the picture.
+SHAPE = dict(num_layers=5, text_layers=3, text_hidden_size=16, text_heads=2, text_length=36)
+SHAPE |= dict(picture_size=16, patch_size=4, class_tokens=2, embedding_size=12)
+CLIP = {k: v for k, v in SMALL.items() if k not in ("seq_length", "vocab_size", "dropout")}
+CLIP |= dict(command="clip.py", model="tiny", **SHAPE)
+
+FULL, MICRO = dict(recompute="full"), dict(micro_batch_size=2)
+SEQUENCE = dict(tp=2, sequence_parallel=True)
+STAGES = dict(pp=2, layer_split=[2, 3])
+ZB_H1 = dict(pp=2, layer_split=[4, 1], schedule="zb-h1")
+REPLICAS = dict(zero_stage=3, data_parallel_replicate_degree=2)
+FP8 = dict(fp8="delayed", fp8_scales="any", fp8_skip=0, micro_batch_size=2)
+
+# --- the gate -------------------------------------------------------------------------------------
+
+CASES = {
+    "tensor, data": (2, [SEQUENCE | FULL, dict(zero_stage=3)]),
+    "two passes": (2, [ZB_H1 | MICRO]),
+}
+MORE = {
+    "one rank": (1, [MICRO, FULL, dict(recompute="selective", attention="explicit")]),
+    "tensor": (2, [dict(tp=2), SEQUENCE, SEQUENCE | MICRO]),
+    "data": (2, [dict(zero_stage=stage) | micro for stage in range(4) for micro in ({}, MICRO)]),
+    "stages": (2, [STAGES, STAGES | dict(schedule="gpipe"), dict(pp=2, layer_split=[0, 5])]),
+    "stages of text alone": (2, [dict(pp=2, layer_split=[5, 0]), dict(pp=2, layer_split=[1, 4])]),
+    "virtual stages": (2, [dict(pp=2, virtual_stages=2, layer_split=[1, 2, 1, 1])]),
+    "three": (3, [dict(global_batch_size=9), dict(global_batch_size=9, micro_batch_size=1)]),
+    "four": (4, [SEQUENCE | FULL | STAGES, REPLICAS, SEQUENCE | dict(zero_stage=1) | MICRO]),
+    "four, stages": (4, [ZB_H1 | dict(zero_stage=3), dict(pp=4, layer_split=[1, 2, 1, 1])]),
+}
+
+
+@pytest.mark.parametrize(
+    "world, layouts",
+    [
+        *(pytest.param(*case, id=name) for name, case in CASES.items()),
+        *(again(*case, id=name) for name, case in MORE.items()),
+    ],
+)
+def test_equals_one_device(world, layouts):
+    check(world, layouts, CLIP)
+
+
+@pytest.mark.repetition
+@pytest.mark.parametrize("layouts", [[SEQUENCE], [ZB_H1], [dict(zero_stage=3)]])
+def test_fp8(layouts):
+    check(2, layouts, CLIP | FP8)
+
+
+@pytest.mark.repetition
+def test_float32():
+    check(2, [SEQUENCE, STAGES], CLIP | dict(precision="fp32"), 1, 1e-5)
+
+
+# --- the gate can fail ----------------------------------------------------------------------------
+
+
+def gradient_of_own_losses_alone():
+    def backward(ctx, grad):
+        return grad.chunk(ctx.group.size())[ctx.group.rank()].contiguous(), None
+
+    clip._Gather.backward = staticmethod(backward)
+
+
+def captions_of_this_rank_alone():
+    PairTask.total_loss = lambda self, y, batch: contrastive_losses(y, None).sum()
+
+
+@pytest.mark.parametrize("mutate", [gradient_of_own_losses_alone, captions_of_this_rank_alone])
+def test_gate_sees(mutate):
+    differs(train(2, steps=1, base=CLIP, mutate=mutate), train(steps=1, base=CLIP))
+
+
+# --- the loss in shards ---------------------------------------------------------------------------
+
+E = 5
+
+
+class Shapes(TorchDispatchMode):
+    """The shapes of all tensors that operations make."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        made = op(*args, **kwargs or {})
+        self.seen |= {tuple(x.shape) for x in pytree.tree_leaves(made) if isinstance(x, Tensor)}
+        return made
+
+
+def shard_of_the_loss(rank: int, world: int, n: int, passes: int) -> tuple:
+    """On a rank with n of the pairs: (losses, gradient of the features, of the scale, shapes)"""
+    g = torch.Generator().manual_seed(0)
+    features = torch.randn(world * n, 2, E, generator=g, dtype=torch.float64)
+    features = features[rank * n :][:n].requires_grad_()
+    scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+    y = features * torch.stack((torch.ones_like(scale), scale.exp())).unsqueeze(1)
+    group = dist.group.WORLD if world > 1 else None
+    with Shapes() as shapes:
+        if passes == 1:
+            losses = contrastive_losses(y, group)
+            losses.sum().backward()
+        else:
+            losses, gradient = clip.losses_and_gradient(y, group)
+            y.backward(gradient)
+    return losses.detach(), features.grad, scale.grad, shapes.seen
+
+
+@pytest.mark.parametrize(
+    "world, passes", [(2, 1), (3, 2), again(3, 1), again(4, 1), again(2, 2), again(4, 2)]
+)
+def test_the_loss_in_shards_is_that_of_one_device(world, passes):
+    n = 3
+    (whole,) = ranks.run(shard_of_the_loss, 1, 1, world * n, 1)
+    shards = ranks.run(shard_of_the_loss, world, world, n, passes)
+    losses, features, scales, shapes = zip(*shards)
+    for ours, right in ((torch.cat(losses), whole[0]), (torch.cat(features), whole[1])):
+        torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-12)
+    assert abs(sum(scales) - whole[2]) < 1e-12 * abs(whole[2])
+    square = (world * n, world * n)
+    assert square in whole[3]
+    assert all((n, world * n) in seen and square not in seen for seen in shapes)
+
+
+def test_the_loss_by_hand():
+    """Two pairs, whose features are at right angles: z is 2 for each picture's own caption."""
+    y = torch.stack((torch.eye(2), 2 * torch.eye(2)), 1)
+    of_each = math.log(math.exp(2) + 1) - 2
+    torch.testing.assert_close(contrastive_losses(y, None), torch.full((2,), of_each))
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def small(**changes) -> CLIPConfig:
+    return CLIPConfig(**SHAPE | dict(hidden_size=32, num_heads=4, vocab_size=61) | changes)
+
+
+def inputs(config: CLIPConfig, b: int = 3) -> tuple[Tensor, Tensor, Context]:
+    """(tokens, ends of the captions, pictures)"""
+    g = torch.Generator().manual_seed(1)
+    tokens = torch.randint(60, (b, config.seq_length), generator=g)
+    ends = torch.randint(1, config.text_length, (b, 1), generator=g)
+    pictures = torch.rand(b, 3, config.picture_size, config.picture_size, generator=g) * 2 - 1
+    return tokens.scatter(1, ends, 60), ends, Context(pictures=pictures)
+
+
+def test_who_sees_what():
+    """A caption's feature depends on its tokens up to the end; a picture's on all patches."""
+    model, (tokens, ends, context) = small().build(), inputs(small())
+    y = model(tokens, ends, context)
+    at = torch.arange(tokens.shape[1])
+    padded = model(tokens.masked_fill(at > ends, 0), ends, context)
+    assert torch.equal(padded, y)
+    first = model(tokens.index_fill(1, torch.tensor([0]), 7), ends, context)
+    assert torch.equal(first[:, 1], y[:, 1]) and (first[:, 0] != y[:, 0]).any(1).all()
+    for corner in (0, -1):
+        pictures = context.pictures.clone()
+        pictures[..., corner, corner] = 0
+        changed = model(tokens, ends, Context(pictures=pictures))
+        assert torch.equal(changed[:, 0], y[:, 0]) and (changed[:, 1] != y[:, 1]).any(1).all()
+
+
+@pytest.mark.parametrize("name", [name for name, (_, count) in CLIP_PRESETS.items() if count])
+def test_published_sizes(name):
+    shape, count = CLIP_PRESETS[name]
+    with torch.device("meta"):
+        assert num_parameters(CLIPConfig(**shape).make()) == count
+
+
+def test_a_caption_is_cut_before_its_end():
+    tokenizer = ByteTokenizer()
+    assert caption_ids(tokenizer, "red", 6) == ([114, 101, 100, 256, 0, 0], 3)
+    assert caption_ids(tokenizer, "reddish", 6) == ([114, 101, 100, 100, 105, 256], 5)
+    tokenizer.bos = 1
+    assert caption_ids(tokenizer, "red", 4) == ([1, 114, 101, 256], 3)
+
+
+# --- transformers ---------------------------------------------------------------------------------
+
+# Ours -> theirs, of a block and of the rest.
+OF_BLOCK = {
+    "attention_norm": "layer_norm1",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.out_proj",
+    "mlp_norm": "layer_norm2",
+    "mlp.up": "mlp.fc1",
+    "mlp.down": "mlp.fc2",
+}
+NAMES = {
+    "embedding.tokens.weight": "text_model.embeddings.token_embedding.weight",
+    "embedding.positions.weight": "text_model.embeddings.position_embedding.weight",
+    "embedding.patches.patch.weight": "vision_model.embeddings.patch_embedding.weight",
+    "embedding.patches.class_tokens": "vision_model.embeddings.class_embedding",
+    "embedding.patches.positions": "vision_model.embeddings.position_embedding.weight",
+    "embedding.picture_norm": "vision_model.pre_layrnorm",
+    "head.text_norm": "text_model.final_layer_norm",
+    "head.picture_norm": "vision_model.post_layernorm",
+    "head.text.weight": "text_projection.weight",
+    "head.picture.weight": "visual_projection.weight",
+    "head.scale": "logit_scale",
+}
+
+
+def their_name(name: str, text_layers: int) -> str:
+    if not name.startswith("blocks."):
+        return NAMES.get(name) or name.replace(prefix := name.rpartition(".")[0], NAMES[prefix])
+    _, number, rest = name.split(".", 2)
+    n, (module, _, kind) = int(number), rest.rpartition(".")
+    half = f"text_model.encoder.layers.{n}"
+    if n >= text_layers:
+        half = f"vision_model.encoder.layers.{n - text_layers}"
+    return f"{half}.{OF_BLOCK[module]}.{kind}"
+
+
+def theirs_of(config: CLIPConfig):
+    transformers = pytest.importorskip("transformers")
+    text = dict(vocab_size=config.vocab_size, hidden_size=config.text_hidden_size)
+    text |= dict(num_hidden_layers=config.text_layers, num_attention_heads=config.text_heads)
+    text |= dict(intermediate_size=4 * config.text_hidden_size)
+    text |= dict(max_position_embeddings=config.text_length, eos_token_id=60)
+    picture = dict(hidden_size=config.hidden_size, num_attention_heads=config.num_heads)
+    picture |= dict(num_hidden_layers=config.num_layers - config.text_layers)
+    picture |= dict(intermediate_size=config.ffn_hidden_size)
+    picture |= dict(image_size=config.picture_size, patch_size=config.patch_size)
+    sizes = dict(text_config=text, vision_config=picture, projection_dim=config.embedding_size)
+    return transformers.CLIPModel(transformers.CLIPConfig(**sizes)).eval()
+
+
+def test_logits_and_gradients_are_those_of_transformers():
+    config = small(class_tokens=1)
+    ours, theirs = config.build(), theirs_of(config)
+    of_theirs = dict(theirs.named_parameters())
+    pairs = {name: of_theirs.pop(their_name(name, 3)) for name, _ in ours.named_parameters()}
+    assert not of_theirs
+    for name, p in ours.named_parameters():
+        # Their own initial values are too small to see a wrong order of patches or heads.
+        p.data.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) / 8)
+        pairs[name].data.copy_(p.data.view_as(pairs[name]))
+    tokens, ends, context = inputs(config)
+    right = theirs(tokens[:, :36], context.pictures, return_loss=True)
+    y = ours(tokens, ends, context)
+    torch.testing.assert_close(y[:, 1] @ y[:, 0].T, right.logits_per_image, rtol=1e-5, atol=1e-5)
+    loss = contrastive_losses(y, None).mean()
+    torch.testing.assert_close(loss, right.loss, rtol=1e-5, atol=1e-5)
+    loss.backward()
+    right.loss.backward()
+    for name, p in ours.named_parameters():
+        reference = pairs[name].grad
+        apart = (p.grad.view_as(reference) - reference).abs().max()
+        assert apart <= 1e-5 * max(reference.abs().max(), 1e-3), name
+
+
+# --- what does not fit ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(text_layers=5), "text_layers 5: must be at least 1 and below the 5 layers"),
+        (dict(text_hidden_size=40), "text_hidden_size 40: must be at least 1 and at most the"),
+        (dict(text_heads=3), "text_heads 3: must divide text_hidden_size 16; [1, 2, 4]"),
+        (dict(class_tokens=0), "class_tokens 0: must be at least 1"),
+        (dict(text_length=1), "text_length 1: must be at least 2"),
+        (dict(dropout=0.1), "dropout 0.1: must be 0.0"),
+    ],
+)
+def test_refused_shapes(changes, words):
+    with pytest.raises(FieldError) as refused:
+        small(**changes)
+    assert str(refused.value).startswith(words)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (dict(text_heads=1, tp=2), "--tp 2: must divide --text-heads 1"),
+        (SEQUENCE | dict(text_length=35), "--sequence-parallel: --tp 2 does not divide 16 patches"),
+        (
+            SEQUENCE | dict(text_length=35, class_tokens=1),
+            "--text-length 35: must be divisible by --tp 2",
+        ),
+        (dict(data=["shapes", "digits"]), "--data shapes digits: names one set of pictures"),
+    ],
+)
+def test_refused_flags(flags, words):
+    with pytest.raises(ConfigError) as refused:
+        validate(config_of(CLIP | flags), 2)
+    assert str(refused.value).startswith(words)
+
+
+def test_dropout_is_no_flag():
+    assert "dropout" not in {field.name for field in dataclasses.fields(CLIPRun)}
