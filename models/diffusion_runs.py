@@ -21,6 +21,7 @@ from models.diffusion import OBJECTIVES, NoisedData, Process
 from models.dit import DiTConfig
 from models.picture_runs import TINY, PictureRun, PictureTask
 from models.pictures import Batch, to_tensor, to_uint8
+from models.unet import UNetConfig, refuse_layouts
 from run.config import flag
 from run.data import Dataset
 from run.finish import leave
@@ -185,3 +186,25 @@ class DiTRun(DiffusionRun):
         fits = self.tp - (shape.num_patches + 1) % self.tp
         fits += (shape.text_length - fits) // self.tp * self.tp
         return f"{super().why_no_shards(shape)}; --text-length {fits} would fit"
+
+
+UNET_TINY = dict(num_layers=5, hidden_size=128, num_heads=4, picture_size=16)
+
+
+@dataclass
+class UNetRun(DiffusionRun):
+    """Every flag of python -m models.unet."""
+
+    command: ClassVar[str] = "-m models.unet"
+    purpose: ClassVar[str] = "Train a U-Net to draw what a caption says."
+    presets: ClassVar[dict] = {"tiny": (UNET_TINY, 0)}
+    shape_class: ClassVar[type] = UNetConfig
+    recipes: ClassVar[dict[str, Recipe]] = {"": Recipe("a small U-Net", 2e-3, 0, 0)}
+    patch_size: ClassVar[None] = None
+
+    model: str = flag("tiny", "a preset: tiny", metavar="PRESET")
+    caption_layers: int | None = flag(None, "blocks that read the caption")
+
+    def check(self, model: UNetConfig, world: int, base_needed: bool) -> None:
+        super().check(model, world, base_needed)
+        refuse_layouts(self)

@@ -32,6 +32,7 @@ class Context(NamedTuple):
     block_mask: object | None = None
     pictures: Tensor | None = None  # [b, c, H, W]
     times: Tensor | None = None  # [b], how much noise they have (models/diffusion.py)
+    noise: Tensor | None = None  # [b, z, h, w], of their latents (models/autoencoder.py)
 
 
 class Batch(NamedTuple):
@@ -46,12 +47,13 @@ class Batch(NamedTuple):
     times: Tensor | None = None  # [b] float32
     documents: Tensor | None = None  # [b, s]
     real: Tensor | None = None  # [b, s] bool
+    noise: Tensor | None = None  # [b, z, h, w]
 
     def to(self, device) -> "Batch":
         return self._make(None if x is None else to_device(x, device) for x in self)
 
     def context(self, drop_key: Tensor | None = None) -> Context:
-        others = dict(pictures=self.pictures, times=self.times)
+        others = dict(pictures=self.pictures, times=self.times, noise=self.noise)
         return Context(drop_key, self.documents, self.real, **others)
 
 

@@ -208,7 +208,9 @@ OTHER_MODELS = {
     "buckets": "-m models.t5",
     "text_hidden_size": "-m models.clip",
     "class_tokens": "-m models.vit",
+    "caption_layers": "-m models.unet",
     "source_channels": "-m models.dit",
+    "latent_channels": "-m models.autoencoder",
 }
 # A command that trains a model -> what writes with its adapters, and with its prompts.
 WRITERS = {

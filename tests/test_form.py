@@ -37,7 +37,8 @@ def imported_names(node: ast.AST) -> set[str]:
 
 # A model of models/ -> the file with the flags of its command, which imports the model.
 GUARDS = {"bert": "runs", "t5": "runs", "vit": "picture_runs"}
-GUARDS |= {"clip": "clip_runs", "dit": "diffusion_runs"}
+GUARDS |= {"clip": "clip_runs", "dit": "diffusion_runs", "unet": "diffusion_runs"}
+GUARDS["autoencoder"] = "autoencoder_runs"
 
 
 @cache

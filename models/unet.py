@@ -1,0 +1,276 @@
+"""A U-Net finds the noise in a picture at several resolutions (Ho et al., arXiv 2006.11239,
+appendix B; Stable Diffusion, 2112.10752).
+
+    block 0   H x W         ------------- skip ------------>   block L - 1   H x W     -> noise
+      block 1   H/2 x W/2     --------- skip ------->   block L - 2   H/2 x W/2
+        block 2   H/4 x W/4   (the middle of L = 2 levels - 1 blocks)
+
+    block:  x = x + conv(silu(norm(conv(silu(norm(x))) + time)))     upwards x = [x | skip] first
+            x = x + attention(norm([caption | pixels]))              below the first level
+
+As in Imagen (2205.11487, appendix D) the caption's vectors stand before the pixels in attention;
+they come from blocks of gpt.py, which see the whole caption. An edit (InstructPix2Pix, 2211.09800)
+has its source picture as further channels.
+
+The children are those of gpt.GPT: embedding, blocks by number, head. So data parallelism, ZeRO and
+recomputation are applied as they are. A skip needs gradients, so it is an argument of its block.
+
+    torchrun --nproc-per-node 2 -m models.unet --data shapes --zero-stage 3 --out runs/unet
+
+Not covered: several blocks at a level, cascades to larger pictures, tensor and pipeline parallelism
+(NeMo's has none either: convolutions are not split, and skips would cross the stages in between).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpt
+from base import terminal
+from base.dropout import layer_key
+from base.model_config import FieldError, GPTConfig
+from models.diffusion import DenoiserConfig, TimeEmbedding, squared_error
+from models.pictures import Context
+from models.vit import ENCODER_CHOICES, PictureConfig, see_all
+from run.config import RunConfig
+from sharding import num_parameters
+
+# Channels of a group in nn.GroupNorm.
+GROUP = 8
+# The layer number in dropout's keys of the caption's first block; those of the U-Net are smaller.
+CAPTION_BLOCKS = 2**16
+
+# --- the shape ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Levels(PictureConfig):
+    """A shape whose blocks halve a picture's resolution level by level, and double it again.
+    hidden_size: channels of the lowest level; each one above has half as many."""
+
+    # There is no row of patches.
+    num_patches: ClassVar[int] = 0
+
+    @property
+    def levels(self) -> int:
+        return (self.num_layers + 1) // 2
+
+    def level(self, number: int) -> int:
+        """The level of a block."""
+        return min(number, self.num_layers - 1 - number)
+
+    def width(self, level: int) -> int:
+        """The channels of a level."""
+        return self.hidden_size >> self.levels - 1 - level
+
+    def flops(self) -> float:
+        """FLOPs of a forward of one picture, without those of scores and of a caption's blocks."""
+        with torch.device("meta"):
+            blocks = self.make().blocks.values()
+        pixels = [(self.picture_size >> self.level(n)) ** 2 for n in range(self.num_layers)]
+        return sum(2.0 * n * num_parameters(block) for n, block in zip(pixels, blocks))
+
+    def check(self) -> None:
+        super().check()
+        if self.levels < 2:
+            raise FieldError("num_layers", self.num_layers, "must be at least 3")
+        halvings = 2 ** (self.levels - 1)
+        for field, n in (("picture_size", halvings), ("hidden_size", GROUP * halvings)):
+            if getattr(self, field) % n:
+                rule = f"must be a multiple of {n} with {{num_layers}}"
+                raise FieldError(field, getattr(self, field), rule, num_layers=self.num_layers)
+
+
+@dataclass(frozen=True)
+class UNetConfig(DenoiserConfig, Levels):
+    """The shape of a U-Net; the caption's vectors have hidden_size numbers. Raises FieldError."""
+
+    patch_size: ClassVar[int] = 1
+    caption_layers: int = 2
+    activation: str = "gelu"
+    own_choices: ClassVar[dict[str, tuple]] = ENCODER_CHOICES | dict(activation=("gelu",))
+
+    @property
+    def positions_before(self) -> int:
+        """A sequence is a caption."""
+        return super().positions_before - 1
+
+    def check(self) -> None:
+        super().check()
+        if not self.num_layers % 2:
+            raise FieldError("num_layers", self.num_layers, "must be odd: one block is the middle")
+        self.check_range("caption_layers", 0, 2**15, "must be at least 0 and at most 2^15")
+        self.attention_shape(1)
+
+    def attention_shape(self, level: int) -> GPTConfig:
+        own = dict(attention=self.attention, dropout=self.dropout)
+        return GPTConfig(1, self.width(level), self.num_heads, **own)
+
+    def make(self) -> "UNet":
+        return UNet(self)
+
+
+def refuse_layouts(config: RunConfig) -> None:
+    """Raises ConfigError."""
+    for field, without in dict(tp=1, pp=1, fp8="off").items():
+        if getattr(config, field) != without:
+            rule = "convolutions have none here. Data parallelism fits, with --zero-stage up to 3"
+            config.refuse(field, f"{rule}; -m models.dit has --tp, --pp and --fp8")
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+class Convolution(nn.Module):
+    """conv(silu(norm(x))). x: [b, c, H, W] -> [b, w, H, W]"""
+
+    def __init__(self, c: int, w: int):
+        super().__init__()
+        self.norm, self.conv = nn.GroupNorm(c // GROUP, c), nn.Conv2d(c, w, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.silu(self.norm(x)))
+
+
+class Residual(nn.Module):
+    """x: [b, c, H, W] -> [b, w, H, W]. h: numbers of a vector for each picture; 0: none."""
+
+    def __init__(self, c: int, w: int, h: int = 0):
+        super().__init__()
+        self.first, self.last = Convolution(c, w), Convolution(w, w)
+        self.vector = nn.Linear(h, w) if h else None
+        self.shortcut = nn.Identity() if c == w else nn.Conv2d(c, w, 1)
+
+    def forward(self, x: Tensor, vector: Tensor | None = None) -> Tensor:
+        y = self.first(x)
+        if self.vector is not None:
+            y = y + self.vector(F.silu(vector))[..., None, None]
+        return self.shortcut(x) + self.last(y)
+
+
+def resized(x: Tensor, down: int) -> Tensor:
+    """x at half of its resolution (down = 1), at twice (-1), or as it is (0)."""
+    if down > 0:
+        return F.avg_pool2d(x, 2)
+    return F.interpolate(x, scale_factor=2.0) if down < 0 else x
+
+
+class Attention(gpt.Attention):
+    """x + attention([caption | pixels]). x: [b, w, H, W]; text: [b, m, h]"""
+
+    def __init__(self, config: UNetConfig, level: int):
+        super().__init__(config.attention_shape(level))
+        w = config.width(level)
+        self.norm, self.text = nn.LayerNorm(w), nn.Linear(config.hidden_size, w)
+
+    def forward(self, x: Tensor, context: Context, text: Tensor) -> Tensor:
+        pixels = x.flatten(2).transpose(1, 2)  # [b, H W, w]
+        y = super().forward(self.norm(torch.cat((self.text(text), pixels), 1)), context)
+        y = y[:, text.shape[1] :] + self.output.bias
+        return x + y.transpose(1, 2).reshape(x.shape)
+
+
+class Block(nn.Module):
+    """x: [b, c, H', W'] of the block before -> [b, w, H, W]"""
+
+    def __init__(self, config: UNetConfig, number: int):
+        super().__init__()
+        level, before = config.level(number), config.level(max(number - 1, 0))
+        w, c = config.width(level), config.width(before)
+        self.down = level - before
+        c += w if self.down < 0 else 0
+        self.residual = Residual(c, w, config.hidden_size)
+        self.attention = Attention(config, level) if level else None
+        if level:
+            see_all(self, config)
+
+    def forward(self, x: Tensor, context: Context, text: Tensor, time: Tensor, skip=None) -> Tensor:
+        """text: [b, m, h]; time: [b, h]; skip: [b, w, H, W], upwards."""
+        x = resized(x, self.down)
+        x = self.residual(x if skip is None else torch.cat((x, skip), 1), time)
+        return x if self.attention is None else self.attention(x, context, text)
+
+
+class Embedding(gpt.Embedding):
+    """tokens: [b, m] -> (pixels [b, w, H, W], caption [b, m, h], time [b, h])"""
+
+    def __init__(self, config: UNetConfig):
+        super().__init__(config)
+        self.caption = nn.ModuleList(gpt.Block(config) for _ in range(config.caption_layers))
+        for block in self.caption:
+            see_all(block, config)
+        self.time = TimeEmbedding(config.hidden_size)
+        channels = config.channels + config.source_channels
+        self.pixels = nn.Conv2d(channels, config.width(0), 3, padding=1)
+
+    def forward(self, tokens: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        text = super().forward(tokens, context)
+        for n, block in enumerate(self.caption, CAPTION_BLOCKS):
+            text = block(text, context._replace(drop_key=layer_key(context.drop_key, n)))
+        pixels = self.pixels(context.pictures.to(self.pixels.weight.dtype))
+        # The blocks get the mean of the caption with the time (Imagen, appendix D).
+        return pixels, text, self.time(context.times) + text.mean(1)
+
+
+class Head(nn.Module):
+    """The noise, [b, c, H, W]; with targets of this shape the mean squared error of each picture,
+    [b, 1]. Both in at least float32."""
+
+    def __init__(self, w: int, channels: int):
+        super().__init__()
+        self.output = Convolution(w, channels)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        y = self.output(x)
+        if targets is not None:
+            return squared_error(y, targets)
+        return y.to(torch.promote_types(y.dtype, torch.float32))
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+class Convolutional(gpt.GPT):
+    """Initial values of a model with convolutions."""
+
+    def init_parameter(self, name: str, shape, generator: torch.Generator) -> Tensor:
+        """Weights of a convolution and of a vector: normal, standard deviation 1 / √inputs. The
+        last ones of a residual connection are small, and the others, as in gpt.py."""
+        if len(shape) < 4 and not name.endswith(("vector.weight", "text.weight")):
+            return super().init_parameter(name, shape, generator)
+        small = name.endswith(("last.conv.weight", "output.conv.weight"))
+        std = 0.02 if small else math.prod(shape[1:]) ** -0.5
+        return torch.randn(shape, generator=generator, device="cpu") * std
+
+
+class UNet(Convolutional):
+    """A whole U-Net. Made on the meta device: UNetConfig.build gives it values."""
+
+    def __init__(self, config: UNetConfig):
+        super().__init__(config)
+        self.embedding, self.head = Embedding(config), Head(config.width(0), config.channels)
+        for n in range(config.num_layers):
+            self.blocks[str(n)] = Block(config, n)
+
+    def run_blocks(self, x: tuple, s: int, context: Context) -> Tensor:
+        """x: as of Embedding -> [b, w, H, W]"""
+        x, *vectors = x
+        skips = []
+        for number, block in self.blocks.items():
+            own = context._replace(drop_key=layer_key(context.drop_key, int(number)))
+            skip = [skips.pop()] if int(number) >= self.config.levels else []
+            x = block(x, own, *vectors, *skip)
+            if int(number) < self.config.levels - 1:
+                skips.append(x)
+        return x
+
+
+if __name__ == "__main__":
+    import train
+    from models import diffusion_runs
+
+    terminal.command(lambda argv: train.main(argv, diffusion_runs.UNetRun))
