@@ -115,6 +115,8 @@ class AutoencoderRun(TextlessRun):
     def task(self) -> AutoencoderTask:
         return AutoencoderTask()
 
-    def check(self, model, world: int, base_needed: bool) -> None:
-        super().check(model, world, base_needed)
+    def model_config(self) -> AutoencoderConfig:
         refuse_layouts(self)
+        if self.recompute == "selective":
+            self.refuse("recompute", "there is no attention here; full would fit")
+        return super().model_config()

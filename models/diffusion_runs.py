@@ -205,6 +205,6 @@ class UNetRun(DiffusionRun):
     model: str = flag("tiny", "a preset: tiny", metavar="PRESET")
     caption_layers: int | None = flag(None, "blocks that read the caption")
 
-    def check(self, model: UNetConfig, world: int, base_needed: bool) -> None:
-        super().check(model, world, base_needed)
+    def model_config(self) -> UNetConfig:
         refuse_layouts(self)
+        return super().model_config()

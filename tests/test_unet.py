@@ -1,7 +1,17 @@
 """The U-Net and the autoencoder (models/): every layout gives what one device gives."""
 
 import pytest
-from parity import SMALL, again, check
+import small_run
+import torch
+from parity import SMALL, again, check, differs, train
+
+from base.model_config import FieldError
+from course.training_commands import config_of
+from models.autoencoder import AutoencoderConfig, open_autoencoder
+from models.pictures import Context, Drawn, to_tensor
+from models.unet import Block, UNetConfig
+from run import rules
+from run.config import ConfigError
 
 BASE = {k: v for k, v in SMALL.items() if k not in ("seq_length", "vocab_size")}
 UNET = BASE | dict(command="unet.py", model="tiny", num_layers=3, picture_size=8, text_length=7)
@@ -38,3 +48,116 @@ MORE["unet, 3"] = (UNET | dict(global_batch_size=9), 3, [dict(zero_stage=s) for 
 )
 def test_equals_one_device(base, world, layouts):
     check(world, layouts, base)
+
+
+def skips_in_the_context():
+    """What a skip would be outside the arguments of a recomputed block."""
+    forward = Block.forward
+    Block.forward = lambda self, *args: forward(
+        self, *args[:-1], args[-1] if args[-1] is None else args[-1].detach()
+    )
+
+
+def test_gate_sees_the_gradient_of_skips():
+    one = train(base=UNET, steps=1)
+    differs(train(base=UNET, steps=1, mutate=skips_in_the_context, **FULL), one)
+
+
+# --- the models -----------------------------------------------------------------------------------
+
+SIZES = dict(num_layers=5, hidden_size=64, picture_size=16)
+
+
+def test_resolutions_and_skips():
+    """Block i and block L - 1 - i have one resolution, and the second reads the first."""
+    model = UNetConfig(**SIZES, num_heads=4, text_length=6).build()
+    seen, read = [], {}
+    for number, block in model.blocks.items():
+        block.register_forward_hook(lambda _, args, y, n=int(number): seen.append((n, args, y)))
+    times, pictures = torch.tensor([3.0, 900.0]), torch.randn(2, 3, 16, 16)
+    model(torch.zeros(2, 6, dtype=torch.long), None, Context(pictures=pictures, times=times))
+    shapes = [tuple(y.shape[1:]) for _, _, y in seen]
+    assert shapes == [(16, 16, 16), (32, 8, 8), (64, 4, 4), (32, 8, 8), (16, 16, 16)]
+    for number, args, _ in seen:
+        for skip in args[4:]:
+            read[number] = next(k for k, _, y in seen if y is skip)
+    assert read == {3: 1, 4: 0}
+
+
+@pytest.mark.parametrize("what", ["tokens", "times", "source"])
+def test_reads(what):
+    """The caption, its order, the time and the source change each pixel of a prediction."""
+    torch.manual_seed(0)
+    model = UNetConfig(**SIZES, num_heads=4, text_length=6, source_channels=3).build()
+    tokens, times = torch.tensor([[5, 9, 4, 0, 0, 0]]), torch.tensor([300.0])
+    pictures = torch.randn(1, 6, 16, 16)
+    before = model(tokens, None, Context(pictures=pictures, times=times))
+    if what == "tokens":
+        tokens = torch.tensor([[9, 5, 4, 0, 0, 0]])
+    elif what == "times":
+        times = times + 1
+    else:
+        pictures = torch.cat((pictures[:, :3], pictures[:, 3:] + 1), 1)
+    after = model(tokens, None, Context(pictures=pictures, times=times))
+    assert (after != before).all()
+
+
+def test_error_and_kl_by_hand():
+    """Error (2 - 0.5)² = 2.25. Mean 1 and log σ² 0: KL (1 + 1 - 1 - 0) / 2; mean 0 and log σ² 1:
+    KL (e - 2) / 2."""
+    model = AutoencoderConfig(4, 16, picture_size=4).build()
+    model.head.output = torch.nn.Identity()
+    features, targets = torch.full((2, 3, 4, 4), 2.0), torch.full((2, 3, 4, 4), 0.5)
+    mean = torch.tensor([1.0, 0.0]).view(2, 1, 1, 1).expand(2, 4, 2, 2)
+    found = model.head((features, mean, 1 - mean), targets)
+    torch.testing.assert_close(found, torch.tensor([[2.25, 0.5], [2.25, (torch.e - 2) / 2]]))
+
+
+def test_latents_of_a_run(tmp_path):
+    """Their standard deviation is measured, and they are divided by it."""
+    flags = "--steps 3 --picture-size 8 --num-layers 4 --hidden-size 16 --lr 1e-2 --device cpu"
+    assert small_run.run("autoencoder.py", *flags.split(), "--out", tmp_path) == 0
+    last = small_run.lines_of(tmp_path)[-1]
+    latents = open_autoencoder(str(tmp_path))
+    x = to_tensor([e.picture for e in map(Drawn(200_000, 8).__getitem__, range(190_000, 190_064))])
+    z = latents.encode(x)
+    assert (latents.channels, latents.factor, z.shape[1:]) == (4, 2, (4, 4, 4))
+    assert latents.std == last["latent_std"] != 1
+    assert z.std().item() == pytest.approx(1, abs=0.1)
+    assert latents.decode(z).shape == x.shape
+    error = (latents.decode(z) - x).square().mean().item()
+    # The latents of training have noise, which hardly matters here.
+    assert error == pytest.approx(last["eval_error"], rel=0.05)
+
+
+# --- what does not fit ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: UNetConfig(4, 64, 4), "num_layers 4: must be odd"),
+        (lambda: UNetConfig(1, 64, 4), "num_layers 1: must be at least 3"),
+        (
+            lambda: UNetConfig(5, 48, 4),
+            "hidden_size 48: must be a multiple of 32 with num_layers 5",
+        ),
+        (lambda: UNetConfig(5, 64, 3), "num_heads 3: must divide"),
+        (lambda: UNetConfig(5, 64, 4, picture_size=18), "picture_size 18: must be a multiple of 4"),
+        (lambda: AutoencoderConfig(5, 64), "num_layers 5: must be even"),
+    ],
+)
+def test_refused_shapes(make, words):
+    with pytest.raises(FieldError) as refused:
+        make()
+    assert str(refused.value).startswith(words)
+
+
+@pytest.mark.parametrize("command", ["unet.py", "autoencoder.py"])
+@pytest.mark.parametrize("flags", [dict(tp=2), dict(pp=2), dict(fp8="current")], ids=str)
+def test_refused_layouts(command, flags):
+    config = config_of(dict(command=command, **flags))
+    with pytest.raises(
+        ConfigError, match=r"--(tp 2|pp 2|fp8 current): convolutions .* --zero-stage"
+    ):
+        rules.validate(config, 2)
