@@ -10,13 +10,9 @@ from finetune.preference import PreferenceConfig
 from finetune.prompt_tuning import PromptLearningConfig
 from finetune.reinforcement import ReinforcementConfig
 from finetune.sft import SFTConfig
-<<<<<<< HEAD
-from models.clip_runs import CLIPRun
-from models.diffusion_runs import DiTRun
-=======
 from models.autoencoder_runs import AutoencoderRun
+from models.clip_runs import CLIPRun
 from models.diffusion_runs import DiTRun, UNetRun
->>>>>>> eb92fd0 (U-Net and autoencoder: convolutions between the children of a GPT)
 from models.picture_runs import ViTRun
 from models.runs import BertRun, T5Run
 from run.config import ConfigError, RunConfig, name_of

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import gpt
+from base.model_config import MoEConfig
 from models.autoencoder import AutoencoderConfig
 from models.picture_data import PictureData
 from models.picture_runs import SHOWN, PictureTask, TextlessRun
@@ -115,7 +116,7 @@ class AutoencoderRun(TextlessRun):
     def task(self) -> AutoencoderTask:
         return AutoencoderTask()
 
-    def model_config(self) -> AutoencoderConfig:
+    def model_config(self) -> MoEConfig:
         refuse_layouts(self)
         if self.recompute == "selective":
             self.refuse("recompute", "there is no attention here; full would fit")

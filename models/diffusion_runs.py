@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from base.model_config import MoEConfig
 from models import diffusion
 from models.diffusion import OBJECTIVES, NoisedData, Process
 from models.dit import DiTConfig
@@ -205,6 +206,6 @@ class UNetRun(DiffusionRun):
     model: str = flag("tiny", "a preset: tiny", metavar="PRESET")
     caption_layers: int | None = flag(None, "blocks that read the caption")
 
-    def model_config(self) -> UNetConfig:
+    def model_config(self) -> MoEConfig:
         refuse_layouts(self)
         return super().model_config()
