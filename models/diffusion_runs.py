@@ -10,16 +10,19 @@ model draws for a few held-out captions, or edits by them: OUT/sample.png, OUT/s
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+import gpt
 from base.model_config import MoEConfig
 from models import diffusion
 from models.diffusion import OBJECTIVES, NoisedData, Process
 from models.dit import DiTConfig
+from models.picture_data import caption_ids
 from models.picture_runs import TINY, PictureRun, PictureTask
 from models.pictures import Batch, to_tensor, to_uint8
 from models.unet import UNetConfig, refuse_layouts
@@ -27,9 +30,24 @@ from run.config import flag
 from run.data import Dataset
 from run.finish import leave
 from run.presets import Recipe
+from run.task import WholeModel
 
-# Of the sample at the end: pictures, steps, and both guidances.
-SHOWN, STEPS, GUIDANCE, SOURCE_GUIDANCE = 8, 25, 3.0, 1.5
+# Pictures of the sample at the end.
+SHOWN = 8
+# What else a checkpoint says of its model.
+FLAGS_OF_A_MODEL = ("objective", "autoencoder", "edit")
+
+
+class Sampling(NamedTuple):
+    """How pictures are drawn: the flags of models/draw.py."""
+
+    # Pictures with noise of their own; those after them begin with the same noises.
+    count: int = 8
+    steps: int = 25
+    guidance: float = 3.0
+    source_guidance: float = 1.5
+    sampler: str = "ddim"
+    seed: int = 0
 
 
 class Pixels:
@@ -48,7 +66,7 @@ class Asked(Dataset):
 
     def __init__(self, pictures: Tensor, t: float, ids: Tensor, s: int):
         self.pictures, self.t = pictures.float(), t
-        self.tokens = torch.nn.functional.pad(ids, (0, s - ids.shape[1]))
+        self.tokens = F.pad(ids, (0, s - ids.shape[1]))
 
     def batch(self, samples) -> Batch:
         at = torch.tensor(list(samples))
@@ -61,8 +79,8 @@ class DiffusionTask(PictureTask):
 
     sample_name = "drawn in sample.png"
 
-    def __init__(self, edits: bool, process: Process):
-        super().__init__()
+    def __init__(self, edits: bool, process: Process, learned: WholeModel | None = None):
+        super().__init__(learned)
         self.edits, self.process = edits, process
 
     def side(self, config) -> int:
@@ -75,12 +93,10 @@ class DiffusionTask(PictureTask):
         return NoisedData(examples, shape.seq_length, seed, held_out, **options)
 
     def extra_state(self) -> dict:
-        c = self.config
-        return {"diffusion": {"objective": c.objective, "autoencoder": c.autoencoder}}
+        return {"diffusion": {name: getattr(self.config, name) for name in FLAGS_OF_A_MODEL}}
 
     def check_base(self, path, index: dict) -> None:
-        learned = index["diffusion"]["objective"]
-        if learned != self.config.objective:
+        if (learned := index["diffusion"]["objective"]) != self.config.objective:
             self.config.refuse("objective", f"{path} learns {learned}")
 
     def flops_per_token(self, s: int) -> float:
@@ -98,26 +114,37 @@ class DiffusionTask(PictureTask):
         return self.heads_output(Asked(x, t, ids, self.model_config.seq_length), len(x), shape)
 
     @torch.no_grad()
-    def sample(self, tokenizer, held_out: NoisedData) -> str:
-        n = min(SHOWN, held_out.num_sequences)
+    def draw(self, tokenizer, captions: list[str], sources: Tensor | None, o: Sampling) -> Tensor:
+        """A picture for each caption, [n, 3, H, W], on every rank. sources: as many, to edit. A
+        collective."""
         shape, space = self.model_config, self.config.space
-        examples = [held_out.example(k) for k in range(n)]
-        ids = torch.tensor([held_out.text_and_target(example)[0] for example in examples])
-        shown, source = [], None
-        if self.edits:
-            shown = [to_tensor([example.source for example in examples])]
-            source = torch.cat([space.encode(x) for x in shown[0].split(1)])
-        empty, weights = torch.tensor(held_out.empty), (GUIDANCE, source, SOURCE_GUIDANCE)
-        find = diffusion.guided(self.find, ids, empty, *weights)
-        g = torch.Generator().manual_seed(self.config.seed)
-        size = n, shape.channels, shape.picture_size, shape.picture_size
-        draw = partial(torch.randn, size, generator=g)
-        clip = not self.config.autoencoder
-        drawn = diffusion.sample(self.process, find, draw, STEPS, clip=clip).float()
-        grid = partial(save_grid, torch.cat([*shown, space.decode(drawn)]), n)
+        *ids, empty = (caption_ids(tokenizer, c, shape.text_length)[0] for c in (*captions, ""))
+        if sources is not None:
+            sources = torch.cat([space.encode(x) for x in sources.split(1)])
+        noises = [gpt.generator(o.seed, f"picture {k}") for k in range(o.count)]
+        size = shape.channels, shape.picture_size, shape.picture_size
+
+        def noise() -> Tensor:
+            each = torch.stack([torch.randn(size, generator=g) for g in noises])
+            return each.repeat(len(captions) // o.count, 1, 1, 1)
+
+        weights = o.guidance, sources, o.source_guidance
+        find = diffusion.guided(self.find, torch.tensor(ids), torch.tensor(empty), *weights)
+        eta, clip = float(o.sampler == "ddpm"), not self.config.autoencoder
+        drawn = diffusion.sample(self.process, find, noise, o.steps, eta, clip)
+        return space.decode(drawn.float())
+
+    def sample(self, tokenizer, held_out: NoisedData) -> str:
+        """Writes sample.png: pictures for held-out captions, under those that they edit."""
+        examples = [held_out.example(k) for k in range(min(SHOWN, held_out.num_sequences))]
+        captions, n = [example.caption for example in examples], len(examples)
+        sources = to_tensor([example.source for example in examples]) if self.edits else None
+        drawn = self.draw(tokenizer, captions, sources, Sampling(n, seed=self.config.seed))
+        rows = drawn if sources is None else torch.cat((sources, drawn))
         if self.world.rank == 0:
-            leave(self.world, Path(self.config.out) / "sample.png", grid)
-        return "\n".join(f"{k}. {example.caption}" for k, example in enumerate(examples, 1))
+            path = Path(self.config.out) / "sample.png"
+            leave(self.world, path, partial(save_grid, rows, n))
+        return "\n".join(captions)
 
 
 def save_grid(pictures: Tensor, columns: int, path: Path) -> None:
@@ -167,8 +194,8 @@ class DiffusionRun(PictureRun):
     def source_channels(self) -> int:
         return self.channels if self.edit else 0
 
-    def task(self) -> DiffusionTask:
-        return DiffusionTask(self.edit, OBJECTIVES[self.objective]())
+    def task(self, learned: WholeModel | None = None) -> DiffusionTask:
+        return DiffusionTask(self.edit, OBJECTIVES[self.objective](), learned)
 
 
 @dataclass

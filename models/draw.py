@@ -1,0 +1,110 @@
+"""Draw with a trained diffusion model, under any layout.
+
+    python -m models.draw --checkpoint runs/dit --caption "a small red circle on white"
+    python -m models.draw --checkpoint runs/edit --source a.png --caption "make it blue"
+
+Each --caption gives a row of --count pictures. Picture k begins with the same noise in each row and
+with each --count: that of (--seed, k).
+"""
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+from base import terminal
+from finetune.reference_models import FrozenModel
+from inference.cli import check_least, command
+from models.diffusion import T
+from models.diffusion_runs import DiTRun, Sampling, save_grid
+from models.picture_data import caption_ids
+from models.pictures import read_picture, to_tensor
+from run import checkpoint, launch, rules
+from run.checkpoint_index import command_of
+from run.config import DTYPES, ConfigError
+from train import Trainer
+
+# The command that trained a model -> the class of its flags.
+RUNS = {run.command: run for run in (DiTRun,)}
+
+
+def config_of(args: argparse.Namespace, world):
+    """The configuration of the model, which does not train. Raises ConfigError or
+    CheckpointError."""
+    check_least(args, {"count": 1, "steps": 1, "seed": 0, "tp": 1, "pp": 1})
+    where = f"--checkpoint {args.checkpoint}"
+    index = checkpoint.read_index(checkpoint.find(args.checkpoint))
+    if "diffusion" not in index or (command := command_of(index["model"])) not in RUNS:
+        raise ConfigError(f"{where}: is of none of {', '.join(RUNS)}")
+    trained = index["diffusion"]
+    for name in ("autoencoder", "tp", "pp", "precision", "device", "tokenizer"):
+        trained |= {} if getattr(args, name) is None else {name: getattr(args, name)}
+    if args.steps > T:
+        raise ConfigError(f"--steps {args.steps}: must be at most {T}")
+    if args.sampler == "ddpm" and trained["objective"] == "flow":
+        raise ConfigError(
+            "--sampler ddpm: is for models of noise; this one learned flow; ddim fits"
+        )
+    if trained["edit"] != bool(args.source):
+        fault = "needs --source, for it edits" if trained["edit"] else "draws; leave --source out"
+        raise ConfigError(f"{where}: {fault}")
+    if not Path(args.out).parent.is_dir():
+        raise ConfigError(f"--out {args.out}: no such folder")
+    config = RUNS[command](load=args.checkpoint, global_batch_size=world.size * 16, **trained)
+    rules.validate(config, world.size, base_needed=False)
+    return config
+
+
+def run(args: argparse.Namespace, world) -> None:
+    config = config_of(args, world)
+    tokenizer, shape = launch.open_tokenizer(config, world), config.model_config()
+    longest = shape.text_length
+    for caption in args.caption:
+        if caption_ids(tokenizer, caption, longest + 1)[1] == longest:
+            rule = f"is too long: the model reads {longest} tokens with the end"
+            raise ConfigError(f"--caption {caption!r}: {rule}")
+    captions, sources = [caption for caption in args.caption for _ in range(args.count)], None
+    if args.source:
+        picture = to_tensor([read_picture(args.source, shape.picture_size * config.space.factor)])
+        sources = picture.expand(len(captions), -1, -1, -1)
+    world.connect(args.device, config.timeout, **config.mesh)
+    model = FrozenModel()
+    task = config.task(model)
+    launch.build(config, world, Trainer, task)
+    model.load_from(config.base())
+    options = Sampling(*(getattr(args, name) for name in Sampling._fields))
+    drawn = task.draw(tokenizer, captions, sources, options)
+    world.on_rank_0(partial(save_grid, drawn, args.count, Path(args.out)))
+    world.say(f"{args.out}: {len(drawn)} pictures, {args.count} in a row for each caption")
+
+
+def main(argv: list[str]) -> int:
+    about = "Draw what captions say with a trained diffusion model."
+    parser = argparse.ArgumentParser(prog="python -m models.draw", description=about)
+    flag, default = parser.add_argument, Sampling()
+    flag("--checkpoint", metavar="DIR", required=True, help="a checkpoint, or the folder of a run")
+    flag("--caption", action="append", required=True, metavar="TEXT", help="a row; several")
+    flag("--source", metavar="FILE", help="the picture to edit, of a model trained with --edit")
+    flag("--out", metavar="FILE", default="pictures.png", help="a PNG (default: pictures.png)")
+    numbers = {
+        "count": "pictures of a caption",
+        "steps": "of the sampler",
+        "guidance": "by the caption; 1: none",
+        "source-guidance": "by --source; 1: none",
+        "seed": "of the noise",
+    }
+    for name, what in numbers.items():
+        value = getattr(default, name.replace("-", "_"))
+        flag(f"--{name}", type=type(value), default=value, help=f"{what} (default: {value})")
+    ddim = "ddim (of flow: Euler's method) draws noise once, ddpm in each step (default: ddim)"
+    flag("--sampler", choices=("ddim", "ddpm"), default=default.sampler, help=ddim)
+    flag("--autoencoder", metavar="CKPT", help="needed where that of the training has moved")
+    flag("--tp", type=int, default=1, help="tensor-parallel ranks")
+    flag("--pp", type=int, default=1, help="pipeline-parallel ranks; the rest is data parallel")
+    flag("--precision", choices=tuple(DTYPES), help="default: bf16 on CUDA, fp32 on CPUs")
+    flag("--tokenizer", help="needed where the one that the model was trained with has moved")
+    flag("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    return command("draw.py", run, argv, parser)
+
+
+if __name__ == "__main__":
+    terminal.command(main)
