@@ -211,8 +211,7 @@ class DiTRun(DiffusionRun):
     model: str = flag("tiny", "a preset: tiny", metavar="PRESET")
 
     def why_no_shards(self, shape) -> str:
-        fits = self.tp - (shape.num_patches + 1) % self.tp
-        fits += (shape.text_length - fits) // self.tp * self.tp
+        fits = shape.text_length + -shape.seq_length % self.tp
         return f"{super().why_no_shards(shape)}; --text-length {fits} would fit"
 
 

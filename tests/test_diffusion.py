@@ -2,13 +2,26 @@
 under every layout."""
 
 import math
+import re
 
+import numpy as np
 import pytest
+import small_run
 import torch
+import torch.nn.functional as F
 from parity import SMALL, again, check, differs, train
+from PIL import Image
 
+from course import ranks
+from course.parity import Run
+from course.training_commands import config_of
+from models import draw
 from models.diffusion import OBJECTIVES, Noise, Process, guided, sample, squared_error
+from models.diffusion_runs import Sampling
 from models.dit import Embedding
+from models.pictures import open_pictures, to_tensor
+from run.config import ConfigError
+from run.tokenizer import ByteTokenizer
 
 # --- by hand --------------------------------------------------------------------------------------
 
@@ -192,3 +205,122 @@ def test_gate_sees_the_slices():
     """Each rank takes the first slice for its own."""
     one = train(base=DIT, steps=1)
     differs(train(2, base=DIT, steps=1, mutate=take_the_first_slice, **SEQUENCE), one)
+
+
+# --- drawing --------------------------------------------------------------------------------------
+
+CAPTIONS = ["a small red circle on white"] * 2 + ["a large blue cross on black"] * 2
+
+
+def drawn(rank: int, world: int, layouts: list[dict]) -> list[torch.Tensor]:
+    task_of = [Run(world, config_of(DIT | layout)).trainer.task for layout in layouts]
+    return [task.draw(ByteTokenizer(), CAPTIONS, None, Sampling(2, steps=3)) for task in task_of]
+
+
+def test_draws_the_same_under_every_layout():
+    (whole,) = drawn(0, 1, [{}])
+    layouts = [SEQUENCE, dict(pp=2), ZERO_3]
+    for of_rank in ranks.run(drawn, 2, 2, layouts):
+        for pictures in of_rank:
+            torch.testing.assert_close(pictures, whole, atol=1e-5, rtol=0)
+    # The rows begin with the same noise; the captions differ, and so does the noise of two columns.
+    assert (whole[0] - whole[1]).abs().mean() > 0.1 > (whole[0] - whole[2]).abs().mean() > 0
+
+
+TINY = dict(
+    picture_size=8, patch_size=4, hidden_size=32, num_layers=1, text_length=39, device="cpu"
+)
+
+
+def test_a_run_draws_and_goes_on(tmp_path, capsys):
+    out = tmp_path / "run"
+    flags = small_run.as_flags(**TINY, steps=1, global_batch_size=2, out=out)
+    assert small_run.run("-m", "models.dit", *flags) == 0
+    assert Image.open(out / "sample.png").size == (8 * 8, 8)
+    assert len(re.findall("a (small|large) ", (out / "sample.txt").read_text())) == 8
+    picture, two = tmp_path / "a.png", ["--caption", CAPTIONS[0], "--caption", "a cat"]
+    few = ["--checkpoint", str(out), *two, "--steps", "2"]
+    pixels = []
+    for options in (["--count", "3"], ["--count", "2"], ["--count", "2", "--sampler", "ddpm"]):
+        assert draw.main([*few, *options, "--out", str(picture)]) == 0
+        pixels.append(np.asarray(Image.open(picture)).astype(int))
+    assert pixels[0].shape == (16, 24, 3)
+    assert abs(pixels[0][:, :16] - pixels[1]).max() <= 1
+    assert abs(pixels[2] - pixels[1]).max() > 10
+    capsys.readouterr()
+    other = [*flags, "--resume", "--steps", "2", "--objective", "flow"]
+    refused = small_run.refusal(capsys, "-m", "models.dit", *other)
+    assert "--objective flow:" in refused and "learns noise" in refused
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--caption", "a " * 30], "is too long: the model reads 39 tokens with the end"),
+        (["--caption", "a", "--source", "a.png"], "draws; leave --source out"),
+        (["--caption", "a", "--steps", "1001"], "--steps 1001: must be at most 1000"),
+        (["--caption", "a", "--count", "0"], "--count 0: must be at least 1"),
+        (["--caption", "a", "--sampler", "ddpm"], "--sampler ddpm: is for models of noise"),
+        (["--caption", "a", "--out", "no/a.png"], "--out no/a.png: no such folder"),
+    ],
+)
+def test_draw_refuses(flags, words, flow_run, capsys):
+    assert draw.main(["--checkpoint", str(flow_run), *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def flow_run(tmp_path_factory):
+    out = tmp_path_factory.mktemp("flow")
+    flags = dict(steps=1, global_batch_size=2, eval_every=0, objective="flow", out=out)
+    assert small_run.run("-m", "models.dit", *small_run.as_flags(**TINY | flags)) == 0
+    return out
+
+
+def test_draw_refuses_other_models(tmp_path, capsys):
+    flags = small_run.flags(steps=1, out=tmp_path, data=__file__)
+    assert small_run.run(*flags) == 0
+    assert draw.main(["--checkpoint", str(tmp_path), "--caption", "a"]) == 2
+    assert "is of none of -m models.dit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tp, given, fits", [(2, 10, 11), (4, 10, 11), (4, 1, 3), (8, 39, 0)])
+def test_text_length_for_sequence_parallelism(tp, given, fits):
+    flags = dict(command="dit.py", num_heads=8, tp=tp, sequence_parallel=True)
+    if not fits:
+        assert config_of(flags | dict(text_length=given)).model_config().seq_length % tp == 0
+        return
+    with pytest.raises(ConfigError, match=f"--text-length {fits} would fit"):
+        config_of(flags | dict(text_length=given)).model_config()
+    config_of(flags | dict(text_length=fits)).model_config()
+
+
+# --- the data -------------------------------------------------------------------------------------
+
+
+def test_conditions_are_left_out():
+    """A tenth of the captions; of pairs a twentieth has no caption, one neither, one no source."""
+    config = config_of(DIT | dict(edit=True, text_length=39))
+    examples = open_pictures([], 16, True)
+    data = config.task().dataset(config, examples, ByteTokenizer(), 0, False)
+    n = 600
+    batch = data.batch(range(n))
+    no_caption = batch.tokens[:, 0] == 256
+    no_source = (batch.pictures[:, 3:] == 0).flatten(1).all(1)
+    found = [no_caption & ~no_source, no_caption & no_source, ~no_caption & no_source]
+    for left_out in found:
+        # Four standard errors.
+        assert abs(left_out.sum() / n - 0.05) < 4 * math.sqrt(0.05 * 0.95 / n)
+    assert batch.tokens[no_caption].equal(
+        F.pad(torch.tensor(data.empty), (0, data.s - 39)).expand(int(no_caption.sum()), -1)
+    )
+    kept = (~no_source).nonzero()[0].item()
+    source = to_tensor([data.example(kept).source])
+    assert batch.pictures[kept : kept + 1, 3:].equal(source)
+    # A sample is what it is, whatever the batch: time and noise too.
+    again = data.batch([kept])
+    assert again.pictures.equal(batch.pictures[kept : kept + 1])
+    assert again.targets.equal(batch.targets[kept : kept + 1])
+    t, x = batch.times[kept].item(), to_tensor([data.example(kept).picture])
+    noised = data.process.add_noise(x, batch.targets[kept : kept + 1], t)
+    assert batch.pictures[kept : kept + 1, :3].equal(noised)
