@@ -48,7 +48,7 @@ COMMANDS = (
 )
 COMMANDS += ("finetune/prompt_tuning.py", "finetune/adapters.py")
 COMMANDS += ("inference/huggingface.py", "inference/evaluate.py", "inference/export.py")
-COMMANDS += ("models/generate_t5.py", "models/seq2seq.py", "models/use_bert.py")
+COMMANDS += ("models/generate_t5.py", "models/seq2seq.py", "models/use_bert.py", "models/draw.py")
 COMMANDS += ("course/exercises/bugs.py", "course/page/explorer.py", "inference/serve.py")
 
 
