@@ -15,7 +15,7 @@ from base import terminal
 from finetune.reference_models import FrozenModel
 from inference.cli import check_least, command
 from models.diffusion import T
-from models.diffusion_runs import DiTRun, Sampling, save_grid
+from models.diffusion_runs import DiTRun, Sampling, UNetRun, save_grid
 from models.picture_data import caption_ids
 from models.pictures import read_picture, to_tensor
 from run import checkpoint, launch, rules
@@ -24,7 +24,7 @@ from run.config import DTYPES, ConfigError
 from train import Trainer
 
 # The command that trained a model -> the class of its flags.
-RUNS = {run.command: run for run in (DiTRun,)}
+RUNS = {run.command: run for run in (DiTRun, UNetRun)}
 
 
 def config_of(args: argparse.Namespace, world):
