@@ -20,7 +20,7 @@ from finetune.sft import SFTConfig
 from models.batch import Batch
 from models.bert import BertConfig
 from models.picture_runs import PictureRun
-from models.pictures import COLOURS, SHAPES, open_pictures
+from models.pictures import open_pictures
 from models.t5 import T5Config
 from run import data
 from run.tokenizer import ByteTokenizer
@@ -224,7 +224,7 @@ def dataset_for(trainer):
     config, shape = trainer.config, trainer.model_config
     if isinstance(config, PictureRun):
         examples = open_pictures([], shape.picture_size, trainer.task.edits)
-        trainer.task.labels = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]
+        trainer.task.labels = examples.labels
         return trainer.task.dataset(config, examples, ByteTokenizer(), 0, False)
     if isinstance(shape, T5Config):
         return Translations(shape, config.document_mask)

@@ -21,13 +21,12 @@ from models.picture_data import Labelled
 from models.pictures import Batch, Example
 from models.runs import ModelRun
 from models.vit import ViTConfig
+from run import checkpoint
 from run.config import ConfigError, RunConfig, flag
 from run.data import DataError
 from run.presets import Recipe
-from run.task import Task, evaluation_batches, outputs
+from run.task import Task, WholeModel, evaluation_batches, outputs
 
-# Examples that show which labels there are.
-LOOKED_AT = 4096
 # Pictures of the sample at the end.
 SHOWN = 10
 
@@ -82,17 +81,35 @@ def flops_of_blocks(shape: GPTConfig, layers: int, s: int) -> float:
     return layers * s * (6 * weights + 12 * s * shape.num_heads * shape.head_dim)
 
 
+class LabelHead(WholeModel):
+    """Every parameter learns; after --load of a model with other labels, the head's from anew."""
+
+    def load_weights(self, world) -> None:
+        if self.config.load:
+            path, other = checkpoint.find(self.config.load), self.trainer.task.other_labels
+            new = (lambda name: name.startswith("head.output.")) if other else None
+            self.trainer.checkpoints.load(path, weights_only=True, new=new)
+            world.say(f"starting from the weights of {path}{', for other labels' * other}")
+
+
 class LabelTask(PictureTask):
     """A Vision Transformer labels a picture (arXiv 2010.11929, section 3.1)."""
 
     labels: list[str]
 
+    def __init__(self):
+        super().__init__(LabelHead())
+
     def prepare(self, config, examples) -> None:
-        looked_at = min(len(examples), LOOKED_AT)
-        self.labels = sorted({examples[n].label for n in range(looked_at)} - {""})
-        if len(self.labels) < 2:
-            raise DataError(f"--data {self.data_name('')}: names fewer than two labels")
-        if config.classes is None and not config.load:
+        found = set(examples.labels)
+        if "" in found or len(found) < 2:
+            rule = "needs two labels or more, and a label for each picture"
+            raise DataError(f"--data {config.data[0]}: {rule}")
+        base = checkpoint.read_index(config.base()).get("labels") if config.load else None
+        # A base that knows all of these labels keeps its head.
+        self.labels = base if base and found <= set(base) else sorted(found)
+        self.other_labels = bool(config.load) and self.labels != base
+        if config.classes is None:
             config.classes = len(self.labels)
         classes = config.model_config().classes
         if classes != len(self.labels):

@@ -9,15 +9,15 @@
 A picture becomes a tensor [c, size, size] of numbers from -1 to 1. A twentieth is held out.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from base import json_files
 from base.device_queue import to_device
 from run.data import DataError
 
@@ -126,6 +126,8 @@ def edited(before: Drawing, number: int) -> tuple[Drawing, str]:
 class Drawn(Sequence):
     """Drawings, each made when it is asked for. edits: whether they are pairs."""
 
+    labels = tuple(f"{colour} {shape}" for colour in COLOURS for shape in SHAPES)
+
     def __init__(self, count: int, side: int, edits: bool = False):
         self.count, self.side, self.edits = count, side, edits
 
@@ -155,16 +157,16 @@ class Digits(Sequence):
         self.side, digits = side, load_digits()
         order = np.random.default_rng(0).permutation(len(digits.target))
         self.pixels = (digits.images[order] * 15.9).astype(np.uint8)  # [N, 8, 8]
-        self.names = digits.target[order].tolist()
+        self.labels = [str(n) for n in digits.target[order]]
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.labels)
 
     def __getitem__(self, n: int) -> Example:
         from PIL import Image
 
         picture = resized(Image.fromarray(self.pixels[n]), self.side)
-        return Example(picture, f"a handwritten {self.names[n]}", str(self.names[n]))
+        return Example(picture, f"a handwritten {self.labels[n]}", self.labels[n])
 
 
 def resized(image, side: int) -> np.ndarray:
@@ -174,8 +176,17 @@ def resized(image, side: int) -> np.ndarray:
     return np.asarray(ImageOps.fit(image.convert("RGB"), (side, side)))
 
 
+class Listed(TypedDict):
+    """A line of metadata.jsonl. source: the picture that an edit begins with."""
+
+    file_name: str
+    text: NotRequired[str]
+    label: NotRequired[str | int]
+    source: NotRequired[str | None]
+
+
 class Folder(Sequence):
-    """The pictures of a folder. Raises DataError for one that cannot be read."""
+    """The pictures of a folder. Raises JSONError; and DataError where one cannot be read."""
 
     def __init__(self, folder: Path, side: int):
         self.side = side
@@ -183,15 +194,13 @@ class Folder(Sequence):
         self.files: list[tuple] = []
         listed = folder / "metadata.jsonl"
         if listed.exists():
-            for number, line in enumerate(listed.read_text("utf-8").splitlines(), 1):
-                try:
-                    fields = json.loads(line)
-                    path, source = folder / fields["file_name"], fields.get("source")
-                    names = str(fields.get("text", "")), str(fields.get("label", ""))
-                except (ValueError, KeyError, TypeError, AttributeError) as e:
-                    rule = 'is no {"file_name": .., "text": .., "label": ..}'
-                    raise DataError(f"--data {listed}, line {number}: {rule} ({e})") from None
-                self.files.append((path, *names, folder / source if source else None))
+            for _, line in json_files.read_lines(listed, Listed):
+                names, source = (
+                    (line.get("text", ""), str(line.get("label", ""))),
+                    line.get("source"),
+                )
+                before = folder / source if source else None
+                self.files.append((folder / line["file_name"], *names, before))
         else:
             found = (p for p in folder.rglob("*") if p.suffix.lower() in (".png", ".jpg", ".jpeg"))
             for path in sorted(found):
@@ -199,6 +208,7 @@ class Folder(Sequence):
                 caption = beside.read_text("utf-8").strip() if beside.exists() else ""
                 self.files.append((path, caption, path.parent.name, None))
         np.random.default_rng(0).shuffle(self.files)
+        self.labels = [label for _, _, label, _ in self.files]
 
     def __len__(self) -> int:
         return len(self.files)

@@ -224,12 +224,13 @@ def fixed_fields(config: MoEConfig, weights_only: bool = False) -> dict[str, Any
 
     Free are the fields on which no weight's shape or meaning depends: dropout, the attention
     kernel, the coefficients of a router's losses and, where positions are computed, the sequence
-    lengths. weights_only: training begins anew from the weights, and may choose another router."""
+    lengths. weights_only: training begins anew from the weights, and may choose another router or
+    have other labels."""
     free = {"dropout", "attention", "router_temperature", "capacity_factor", "aux_loss", "z_loss"}
     if config.positions != "learned":
         free |= {"seq_length", "target_length"}
     if weights_only:
-        free |= {"router", "router_topk"}
+        free |= {"router", "router_topk", "classes"}
     return {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
 
 

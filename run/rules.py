@@ -219,8 +219,10 @@ def check_batch(config: RunConfig, model: MoEConfig, dp: int) -> None:
 
 def check_length(config: RunConfig) -> None:
     """Check that learned positions are loaded whole. Raises ConfigError."""
+    if config.seq_length is None:
+        return
     its = dataclasses.replace(config, seq_length=None).model_config()
-    if its.positions == "learned" and config.seq_length not in (None, its.seq_length):
+    if its.positions == "learned" and config.seq_length != its.seq_length:
         rule = f"--load has {its.seq_length} learned positions, which stay; leave the flag out"
         config.refuse("seq_length", rule)
 

@@ -2,7 +2,7 @@
 data parallelism, recomputation, on up to 8 ranks.
 
     python tests/random_layouts.py [--count 200] [--first 0] [--families] [--cp] [--peft] [--fp8]
-                                  [--rows] [--models] [--hybrid]
+                                  [--rows] [--models] [--pictures] [--hybrid]
 
 Layout n is drawn from seed n. Each is trained for three steps and held to one device by the gate of
 parity.py.
@@ -189,6 +189,30 @@ def with_models(drawn: dict, seed: int) -> dict:
     return {"world": world, "model": model, "layout": layout}
 
 
+def with_pictures(drawn: dict, seed: int) -> dict:
+    """The same layout of a model that reads pictures (models/), without experts."""
+    g = random.Random(-9 * 10**6 - seed)
+    layout = {name: value for name, value in drawn["layout"].items() if name != "ep"}
+    kept = SMALL | drawn["model"]
+    model = {n: kept[n] for n in SMALL.keys() - {"seq_length", "vocab_size", "num_kv_heads"}}
+    patch, side = g.choice([1, 2, 3]), g.randint(1, 4)
+    model |= dict(model="tiny", patch_size=patch, picture_size=patch * side)
+    model |= dict(ffn_hidden_size=48, head_dim=8)
+    if not model["dropout"]:
+        model["attention"] = g.choice(["fused", "explicit"])
+    # What makes a sequence of a length that its shards divide.
+    shards = layout["tp"] if layout.get("sequence_parallel") else 1
+    more = shards * g.randint(0, 2)
+    command = g.choice(["vit.py", "dit.py"])
+    if command == "vit.py":
+        model |= dict(class_tokens=more + -(side**2) % shards, classes=g.randint(16, 20))
+    else:
+        objective, edit = g.choice(["noise", "flow"]), g.random() < 0.5
+        length = 1 + more + -(side**2 + 2) % shards
+        model |= dict(objective=objective, edit=edit, text_length=length)
+    return drawn | {"model": model | dict(command=command), "layout": layout}
+
+
 def with_peft(drawn: dict, seed: int) -> dict:
     """The same layout of a frozen model with LoRA, bottleneck adapters or IA3."""
     g = random.Random(-2 * 10**6 - seed)
@@ -255,6 +279,7 @@ CHANGES = {
     "cp": (with_cp, "with sequences shared by ranks"),
     "families": (with_family, "of Mistral, Qwen, Gemma, BLOOM"),
     "models": (with_models, "of BERT and T5"),
+    "pictures": (with_pictures, "of models that read pictures"),
     "rows": (with_rows, "experts, rows of unequal lengths"),
     "peft": (with_peft, "of frozen models with adapters"),
     "fp8": (with_fp8, "in FP8, by a recipe of its own each"),
