@@ -223,7 +223,7 @@ def dataset_for(trainer):
     """What a run of these flags trains on. trainer: train.Trainer."""
     config, shape = trainer.config, trainer.model_config
     if isinstance(config, PictureRun):
-        examples = open_pictures([], shape.picture_size, trainer.task.edits)
+        examples = open_pictures([], shape.picture_size, config.edit)
         trainer.task.labels = examples.labels
         return trainer.task.dataset(config, examples, ByteTokenizer(), 0, False)
     if isinstance(shape, T5Config):

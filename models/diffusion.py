@@ -80,8 +80,7 @@ class Process:
     ) -> Tensor:
         """From time t to s. z: noise; eta: from 0 (z is not used) to 1 (DDPM's step, whose variance
         is β̃; arXiv 2010.02502, equation 16); clip: x is a picture, of numbers from -1 to 1."""
-        (a, b), (a_s, b_s) = self.rates(t), self.rates(s)
-        x = self.picture(x_t, t, found)
+        (a, b), (a_s, b_s), x = self.rates(t), self.rates(s), self.picture(x_t, t, found)
         x = x.clamp(-1, 1) if clip else x
         noise = (x_t - a * x) / b
         sigma = eta and eta * b_s / b * math.sqrt(1 - (a / a_s) ** 2)
@@ -172,7 +171,7 @@ class DenoiserConfig(PictureConfig):
 
     tokens: [b, s], the caption first; context.pictures: [b, channels + source_channels, H, W], the
     noised picture and what an edit begins with; context.times: [b]. It gives the squared error of
-    each picture, [b, 1], or without targets what it finds, [b, channels, H, W]."""
+    each picture, [b, 1]; without targets what it finds, [b, channels, H, W]."""
 
     vocab_size: int = 257
     # Channels of the picture that an edit begins with; 0: there is none.

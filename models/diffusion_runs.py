@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 -m models.dit --data shapes --tp 2 --out runs/dit
 
-What is noised is a picture or, with --autoencoder, its latent (arXiv 2112.10752). The loss is the
-mean squared error; that on held-out pictures has the same noise in each evaluation. At the end the
-model draws for a few held-out captions, or edits by them: OUT/sample.png, OUT/sample.txt.
+What is noised is a picture or, with --autoencoder, its latent (arXiv 2112.10752). The held-out loss
+has the same noise in each evaluation. At the end the model draws for a few held-out captions, or
+edits by them: OUT/sample.png, OUT/sample.txt.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,6 @@ from run.config import flag
 from run.data import Dataset
 from run.finish import leave
 from run.presets import Recipe
-from run.task import WholeModel
 
 # Pictures of the sample at the end.
 SHOWN = 8
@@ -39,9 +38,9 @@ FLAGS_OF_A_MODEL = ("objective", "autoencoder", "edit")
 
 
 class Sampling(NamedTuple):
-    """How pictures are drawn: the flags of models/draw.py."""
+    """How pictures are drawn: flags of models/draw.py. count: how many have noise of their own;
+    those after them begin with the same noises."""
 
-    # Pictures with noise of their own; those after them begin with the same noises.
     count: int = 8
     steps: int = 25
     guidance: float = 3.0
@@ -79,17 +78,13 @@ class DiffusionTask(PictureTask):
 
     sample_name = "drawn in sample.png"
 
-    def __init__(self, edits: bool, process: Process, learned: WholeModel | None = None):
-        super().__init__(learned)
-        self.edits, self.process = edits, process
-
     def side(self, config) -> int:
         return config.model_config().picture_size * config.space.factor
 
     def dataset(self, config, examples, tokenizer, seed, held_out) -> NoisedData:
         shape = config.model_config()
-        options = dict(process=self.process, encode=config.space.encode, edits=self.edits)
-        options |= dict(tokenizer=tokenizer, m=shape.text_length)
+        options = dict(tokenizer=tokenizer, m=shape.text_length, edits=config.edit)
+        options |= dict(process=config.process, encode=config.space.encode)
         return NoisedData(examples, shape.seq_length, seed, held_out, **options)
 
     def extra_state(self) -> dict:
@@ -131,14 +126,16 @@ class DiffusionTask(PictureTask):
         weights = o.guidance, sources, o.source_guidance
         find = diffusion.guided(self.find, torch.tensor(ids), torch.tensor(empty), *weights)
         eta, clip = float(o.sampler == "ddpm"), not self.config.autoencoder
-        drawn = diffusion.sample(self.process, find, noise, o.steps, eta, clip)
+        drawn = diffusion.sample(self.config.process, find, noise, o.steps, eta, clip)
         return space.decode(drawn.float())
 
     def sample(self, tokenizer, held_out: NoisedData) -> str:
         """Writes sample.png: pictures for held-out captions, under those that they edit."""
         examples = [held_out.example(k) for k in range(min(SHOWN, held_out.num_sequences))]
         captions, n = [example.caption for example in examples], len(examples)
-        sources = to_tensor([example.source for example in examples]) if self.edits else None
+        sources = None
+        if self.config.edit:
+            sources = to_tensor([example.source for example in examples])
         drawn = self.draw(tokenizer, captions, sources, Sampling(n, seed=self.config.seed))
         rows = drawn if sources is None else torch.cat((sources, drawn))
         if self.world.rank == 0:
@@ -163,11 +160,7 @@ def save_grid(pictures: Tensor, columns: int, path: Path) -> None:
 class DiffusionRun(PictureRun):
     """The flags of a run of a model that takes noise away."""
 
-    objective: str = flag(
-        "noise",
-        "what it finds: the noise (DDPM), or the way to it (flow matching)",
-        tuple(OBJECTIVES),
-    )
+    objective: str = flag("noise", "noise: DDPM; flow: flow matching", tuple(OBJECTIVES))
     picture_size: int | None = flag(
         None, "pixels of a picture's side, or with --autoencoder numbers of a latent's", least=1
     )
@@ -194,8 +187,12 @@ class DiffusionRun(PictureRun):
     def source_channels(self) -> int:
         return self.channels if self.edit else 0
 
-    def task(self, learned: WholeModel | None = None) -> DiffusionTask:
-        return DiffusionTask(self.edit, OBJECTIVES[self.objective](), learned)
+    @property
+    def process(self) -> Process:
+        return OBJECTIVES[self.objective]()
+
+    def task(self) -> DiffusionTask:
+        return DiffusionTask()
 
 
 @dataclass

@@ -13,30 +13,31 @@ from pathlib import Path
 
 from base import terminal
 from finetune.reference_models import FrozenModel
-from inference.cli import check_least, command
-from models.diffusion import T
-from models.diffusion_runs import DiTRun, Sampling, UNetRun, save_grid
+from inference.cli import add_model_flags, check_least, command
+from models.diffusion import DenoiserConfig, T
+from models.diffusion_runs import DiffusionRun, DiTRun, Sampling, UNetRun, save_grid
 from models.picture_data import caption_ids
 from models.pictures import read_picture, to_tensor
 from run import checkpoint, launch, rules
 from run.checkpoint_index import command_of
-from run.config import DTYPES, ConfigError
+from run.config import ConfigError, flag_name
 from train import Trainer
 
 # The command that trained a model -> the class of its flags.
 RUNS = {run.command: run for run in (DiTRun, UNetRun)}
+MODEL_FLAGS = "autoencoder tp pp layer_split precision device tokenizer kernels".split()
 
 
-def config_of(args: argparse.Namespace, world):
-    """The configuration of the model, which does not train. Raises ConfigError or
-    CheckpointError."""
-    check_least(args, {"count": 1, "steps": 1, "seed": 0, "tp": 1, "pp": 1})
+def config_of(args: argparse.Namespace, world) -> DiffusionRun:
+    """The configuration of a model that does not train. Raises ConfigError or CheckpointError."""
+    least = dict(count=1, steps=1, tp=1, pp=1, seed=0, guidance=0, source_guidance=0)
+    check_least(args, least)
     where = f"--checkpoint {args.checkpoint}"
     index = checkpoint.read_index(checkpoint.find(args.checkpoint))
     if "diffusion" not in index or (command := command_of(index["model"])) not in RUNS:
         raise ConfigError(f"{where}: is of none of {', '.join(RUNS)}")
     trained = index["diffusion"]
-    for name in ("autoencoder", "tp", "pp", "precision", "device", "tokenizer"):
+    for name in MODEL_FLAGS:
         trained |= {} if getattr(args, name) is None else {name: getattr(args, name)}
     if args.steps > T:
         raise ConfigError(f"--steps {args.steps}: must be at most {T}")
@@ -67,8 +68,8 @@ def run(args: argparse.Namespace, world) -> None:
         picture = to_tensor([read_picture(args.source, shape.picture_size * config.space.factor)])
         sources = picture.expand(len(captions), -1, -1, -1)
     world.connect(args.device, config.timeout, **config.mesh)
-    model = FrozenModel()
-    task = config.task(model)
+    task, model = config.task(), FrozenModel()
+    task.learned = model
     launch.build(config, world, Trainer, task)
     model.load_from(config.base())
     options = Sampling(*(getattr(args, name) for name in Sampling._fields))
@@ -80,29 +81,19 @@ def run(args: argparse.Namespace, world) -> None:
 def main(argv: list[str]) -> int:
     about = "Draw what captions say with a trained diffusion model."
     parser = argparse.ArgumentParser(prog="python -m models.draw", description=about)
+    add_model_flags(parser, DenoiserConfig)
     flag, default = parser.add_argument, Sampling()
-    flag("--checkpoint", metavar="DIR", required=True, help="a checkpoint, or the folder of a run")
     flag("--caption", action="append", required=True, metavar="TEXT", help="a row; several")
     flag("--source", metavar="FILE", help="the picture to edit, of a model trained with --edit")
     flag("--out", metavar="FILE", default="pictures.png", help="a PNG (default: pictures.png)")
-    numbers = {
-        "count": "pictures of a caption",
-        "steps": "of the sampler",
-        "guidance": "by the caption; 1: none",
-        "source-guidance": "by --source; 1: none",
-        "seed": "of the noise",
-    }
-    for name, what in numbers.items():
-        value = getattr(default, name.replace("-", "_"))
-        flag(f"--{name}", type=type(value), default=value, help=f"{what} (default: {value})")
+    flag("--autoencoder", metavar="CKPT", help="needed where that of the training has moved")
     ddim = "ddim (of flow: Euler's method) draws noise once, ddpm in each step (default: ddim)"
     flag("--sampler", choices=("ddim", "ddpm"), default=default.sampler, help=ddim)
-    flag("--autoencoder", metavar="CKPT", help="needed where that of the training has moved")
-    flag("--tp", type=int, default=1, help="tensor-parallel ranks")
-    flag("--pp", type=int, default=1, help="pipeline-parallel ranks; the rest is data parallel")
-    flag("--precision", choices=tuple(DTYPES), help="default: bf16 on CUDA, fp32 on CPUs")
-    flag("--tokenizer", help="needed where the one that the model was trained with has moved")
-    flag("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    numbers = dict(count="pictures of a caption", steps="of the sampler", seed="of the noise")
+    numbers |= dict(guidance="by the caption; 1: none", source_guidance="by --source; 1: none")
+    for name, what in numbers.items():
+        value = getattr(default, name)
+        flag(flag_name(name), type=type(value), default=value, help=f"{what} (default: {value})")
     return command("draw.py", run, argv, parser)
 
 

@@ -37,11 +37,10 @@ class PictureTask(Task):
     sample_name = "held-out pictures"
     sampled_by_all = True
     batch_class = Batch
-    edits = False
 
     def open_data(self, config, world, tokenizer):
         """Raises DataError."""
-        examples = pictures.open_pictures(config.data, self.side(config), self.edits)
+        examples = pictures.open_pictures(config.data, self.side(config), config.edit)
         self.prepare(config, examples)
         return tuple(
             self.dataset(config, examples, tokenizer, seed, held_out)
@@ -160,6 +159,8 @@ class PictureRun(ModelRun):
     cp: ClassVar[int] = 1
     cp_kind: ClassVar[str] = "ring"
     head_chunk: ClassVar[int] = 0
+    # Whether a picture comes with one that it is an edit of.
+    edit: ClassVar[bool] = False
 
     picture_size: int | None = flag(None, "pixels of a picture's side", least=1)
     patch_size: int | None = flag(None, "pixels of a patch's side", least=1)
