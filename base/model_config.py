@@ -84,6 +84,8 @@ class GPTConfig:
     # An encoder-decoder has these: layers of the encoder, tokens of the decoder's target (T5).
     encoder_layers: ClassVar[int] = 0
     target_length: ClassVar[int] = 0
+    # The layers of another model in the embedding (models/multimodal.py).
+    layers_beside: ClassVar[int] = 0
     # Whether a matrix [h, h] comes before that of the head (BERT).
     head_transform: ClassVar[bool] = False
 

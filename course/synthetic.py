@@ -7,7 +7,8 @@ Prompted           virtual tokens in the middle                   prompt_tuning.
 SyntheticPairs     two answers to one prompt                      finetune/preference.py
 Questions          prompts, and a reward for any answer           finetune/reinforcement.py
 Pairs              two texts in a row, of two types of token      models/bert.py
-Translations       a source and a target in a row                 models/t5.py"""
+Translations       a source and a target in a row                 models/t5.py
+Seen               a picture in a row, or none                    models/multimodal.py"""
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,9 @@ from finetune.reinforcement import ReinforcementConfig
 from finetune.sft import SFTConfig
 from models.batch import Batch
 from models.bert import BertConfig
+from models.multimodal import MultimodalConfig
 from models.picture_runs import PictureRun
+from models.pictures import Batch as PictureBatch
 from models.pictures import open_pictures
 from models.t5 import T5Config
 from run import data
@@ -213,6 +216,28 @@ class Translations(Synthetic):
         return Batch(tokens, targets, mask & real[:, n:], numbers, documents, real)
 
 
+class Seen(Synthetic):
+    """The same with a picture of noise in the middle, so that sequence-parallel ranks share it; of
+    six samples three have one."""
+
+    def __init__(self, config: MultimodalConfig):
+        super().__init__(config.seq_length, config.vocab_size)
+        self.shape = config
+
+    def batch(self, samples) -> PictureBatch:
+        tokens, targets, mask, numbers = (x.clone() for x in super().batch(samples)[:4])
+        c, size, n = self.shape.channels, self.shape.picture_size, self.shape.num_patches
+        pictures = torch.zeros(len(numbers), c, size, size)
+        for row, number in enumerate(numbers.tolist()):
+            if number % 6 < 3:
+                at = self.s // 2 - 2 + number % 2
+                tokens[row, at : at + n] = self.v + torch.arange(n)
+                mask[row, at - 1 : at - 1 + n] = False
+                g = torch.Generator().manual_seed(number)
+                pictures[row] = torch.randn(c, size, size, generator=g)
+        return PictureBatch(tokens, targets, mask, numbers, pictures)
+
+
 def numbered(samples: Tensor, s: int) -> Tensor:
     """Documents of rows: 0, 1 and, in some, padding, 2. samples: [b] -> [b, s]"""
     at, n = torch.arange(s), samples.unsqueeze(1)
@@ -222,6 +247,8 @@ def numbered(samples: Tensor, s: int) -> Tensor:
 def dataset_for(trainer):
     """What a run of these flags trains on. trainer: train.Trainer."""
     config, shape = trainer.config, trainer.model_config
+    if isinstance(shape, MultimodalConfig):
+        return Seen(shape)
     if isinstance(config, PictureRun):
         examples = open_pictures([], shape.picture_size, config.edit)
         trainer.task.labels = examples.labels

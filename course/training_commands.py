@@ -13,6 +13,7 @@ from finetune.sft import SFTConfig
 from models.autoencoder_runs import AutoencoderRun
 from models.clip_runs import CLIPRun
 from models.diffusion_runs import DiTRun, UNetRun
+from models.multimodal_runs import MultimodalRun
 from models.picture_runs import ViTRun
 from models.runs import BertRun, T5Run
 from run.config import ConfigError, RunConfig, name_of
@@ -34,6 +35,7 @@ COMMANDS = {
         DiTRun,
         UNetRun,
         AutoencoderRun,
+        MultimodalRun,
     )
 }
 

@@ -297,7 +297,7 @@ def run(args: argparse.Namespace, world: World, stream_of: Callable) -> None:
     model, tokenizer, lockstep = connect(args, world, batch_size, timeout, adapters, quantize)
     options = sampling_options(args, world, tokenizer)
     if args.interactive:
-        return converse(world, stream_of(model), tokenizer, config, args.stop, **options)
+        return converse(world, stream_of(model), tokenizer, config.seq_length, args.stop, **options)
     if args.prompt_file is not None:
         requests = world.on_rank_0(
             lambda: read_prompts(args.prompt_file, tokenizer, config.seq_length, adapters.names)
@@ -394,10 +394,9 @@ def ask(args: argparse.Namespace, tokenizer, config: MoEConfig) -> tuple[list[in
     return prompt, (*tokenizer.stop_ids, chat.end_of_turn())
 
 
-def converse(
-    world: World, stream, tokenizer, config: MoEConfig, stop: list[str], **options
-) -> None:
-    """A prompt a line, until the end of the input. There is no memory from line to line."""
+def converse(world: World, stream, tokenizer, longest: int, stop: list[str], **options) -> None:
+    """A prompt a line, until the end of the input. There is no memory from line to line. longest:
+    tokens of a prompt."""
     out = sys.stdout if world.rank == 0 else None
     while True:
         line = None
@@ -410,7 +409,7 @@ def converse(
         if line is None:
             return
         try:
-            prompt = encode(line, tokenizer, config.seq_length)
+            prompt = encode(line, tokenizer, longest)
         except PromptError as e:
             world.say(e)
             continue

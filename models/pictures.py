@@ -4,7 +4,8 @@
     --data digits   1,797 handwritten digits of 8 x 8 pixels (scikit-learn)
     --data DIR      DIR/metadata.jsonl, a line {"file_name": "a.png", "text": ".."} for each file,
                     as of Hugging Face's imagefolder ("label": its class; "source": the picture that
-                    an edit begins with); or DIR/LABEL/a.png, and its caption in a.txt
+                    an edit begins with; "question", "answer": what is asked about it); or
+                    DIR/LABEL/a.png, and its caption in a.txt
 
 A picture becomes a tensor [c, size, size] of numbers from -1 to 1. A twentieth is held out.
 """
@@ -72,6 +73,8 @@ COLOURS = {"red": (230, 40, 40), "green": (40, 190, 60), "blue": (50, 80, 230)}
 COLOURS["yellow"] = (240, 210, 40)
 GROUNDS = {"black": (0, 0, 0), "white": (255, 255, 255)}
 SIZES = {"small": 0.2, "large": 0.34}
+# The question whose answer is the caption.
+DESCRIBE = "describe the picture"
 
 
 class Drawing(NamedTuple):
@@ -90,6 +93,17 @@ class Drawing(NamedTuple):
     @property
     def label(self) -> str:
         return f"{self.colour} {self.shape}"
+
+    @property
+    def questions(self) -> dict[str, str]:
+        """What may be asked about it, with the answers."""
+        return {
+            "what colour is it?": self.colour,
+            "what shape is it?": self.shape,
+            "how large is it?": self.size,
+            "what is behind it?": self.ground,
+            DESCRIBE: self.caption,
+        }
 
     def draw(self, side: int) -> np.ndarray:
         """[side, side, 3] uint8. Each pixel is the mean of 4 x 4 points, so edges are smooth."""
@@ -141,6 +155,9 @@ class Drawn(Sequence):
         after, words = edited(shown, n)
         return Example(after.draw(self.side), words, after.label, shown.draw(self.side))
 
+    def questions(self, n: int) -> dict[str, str]:
+        return drawing(n).questions
+
 
 # --- pictures of files ----------------------------------------------------------------------------
 
@@ -168,6 +185,9 @@ class Digits(Sequence):
         picture = resized(Image.fromarray(self.pixels[n]), self.side)
         return Example(picture, f"a handwritten {self.labels[n]}", self.labels[n])
 
+    def questions(self, n: int) -> dict[str, str]:
+        return {DESCRIBE: f"a handwritten {self.labels[n]}"}
+
 
 def resized(image, side: int) -> np.ndarray:
     """The middle of a PIL image as a square of `side` pixels. [side, side, 3] uint8"""
@@ -177,12 +197,15 @@ def resized(image, side: int) -> np.ndarray:
 
 
 class Listed(TypedDict):
-    """A line of metadata.jsonl. source: the picture that an edit begins with."""
+    """A line of metadata.jsonl. source: the picture that an edit begins with; question, answer:
+    what is asked about the picture."""
 
     file_name: str
     text: NotRequired[str]
     label: NotRequired[str | int]
     source: NotRequired[str | None]
+    question: NotRequired[str]
+    answer: NotRequired[str]
 
 
 class Folder(Sequence):
@@ -190,33 +213,36 @@ class Folder(Sequence):
 
     def __init__(self, folder: Path, side: int):
         self.side = side
-        # (path, caption, label, path of the source or None)
+        # (path, caption or answer, label, path of the source or None, question)
         self.files: list[tuple] = []
         listed = folder / "metadata.jsonl"
         if listed.exists():
             for _, line in json_files.read_lines(listed, Listed):
-                names, source = (
-                    (line.get("text", ""), str(line.get("label", ""))),
-                    line.get("source"),
-                )
-                before = folder / source if source else None
-                self.files.append((folder / line["file_name"], *names, before))
+                answer = line.get("answer", line.get("text", ""))
+                names = answer, str(line.get("label", ""))
+                before = folder / line["source"] if line.get("source") else None
+                question = line.get("question", "")
+                self.files.append((folder / line["file_name"], *names, before, question))
         else:
             found = (p for p in folder.rglob("*") if p.suffix.lower() in (".png", ".jpg", ".jpeg"))
             for path in sorted(found):
                 beside = path.with_suffix(".txt")
                 caption = beside.read_text("utf-8").strip() if beside.exists() else ""
-                self.files.append((path, caption, path.parent.name, None))
+                self.files.append((path, caption, path.parent.name, None, ""))
         np.random.default_rng(0).shuffle(self.files)
-        self.labels = [label for _, _, label, _ in self.files]
+        self.labels = [label for _, _, label, *_ in self.files]
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, n: int) -> Example:
-        path, caption, label, source = self.files[n]
+        path, caption, label, source, _ = self.files[n]
         picture, *before = (read_picture(p, self.side) for p in (path, source) if p)
         return Example(picture, caption, label, *before)
+
+    def questions(self, n: int) -> dict[str, str]:
+        _, answer, _, _, question = self.files[n]
+        return {question or DESCRIBE: answer}
 
 
 def read_picture(path: str | Path, side: int) -> np.ndarray:

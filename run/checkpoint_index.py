@@ -211,6 +211,7 @@ OTHER_MODELS = {
     "caption_layers": "-m models.unet",
     "source_channels": "-m models.dit",
     "latent_channels": "-m models.autoencoder",
+    "vision_layers": "-m models.multimodal",
 }
 # A command that trains a model -> what writes with its adapters, and with its prompts.
 WRITERS = {
@@ -300,7 +301,7 @@ def check_sizes(config: MoEConfig, shapes: dict[str, list[int]]) -> None:
     its first number is its layer's, also in Hugging Face's names. Raises ValueError."""
     layers = [re.match(r".*?\.\d{1,6}\.", name) for name in shapes]
     num_layers = len({layer[0] for layer in layers if layer})
-    if config.num_layers != num_layers:
+    if config.num_layers + config.layers_beside != num_layers:
         raise ValueError(
             f"num_layers {config.num_layers}: there are tensors of {num_layers} layers"
         )

@@ -357,10 +357,7 @@ class RunConfig:
         if self.model not in self.presets:
             presets = ", ".join(self.presets)
             raise ConfigError(f"--model {self.model}: no such preset; there are {presets}")
-        shape = self.presets[self.model][0]
-        if self.load:
-            index = checkpoint.read_model(self.base(), self.value_head, self.shape_class)[1]
-            shape = index["model"] | {"attention": ""}
+        shape = self.start_shape()
         if not self.keeps_dropout:
             shape = shape | {"dropout": 0.0}
         given = {}
@@ -377,6 +374,13 @@ class RunConfig:
                 raise ConfigError(
                     f"--load {self.load}: does not describe a model of this project ({e})"
                 ) from None
+
+    def start_shape(self) -> dict:
+        """The fields of the preset, or of --load. Raises CheckpointError."""
+        if not self.load:
+            return self.presets[self.model][0]
+        index = checkpoint.read_model(self.base(), self.value_head, self.shape_class)[1]
+        return index["model"] | {"attention": ""}
 
     def base(self) -> Path:
         """The checkpoint that --load names. If it is gone, a resumed run of a whole model finds the

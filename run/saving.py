@@ -65,7 +65,7 @@ class RunCheckpoints:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Weights and optimizer state of all learners, by global name."""
-        tensors = {}
+        tensors = self.trainer.task.learned.kept()
         for prefix, learner in self.trainer.task.learners().items():
             for name, tensor in learner.optimizer.tensors().items():
                 tensors[prefix + name] = tensor

@@ -93,6 +93,10 @@ class WholeModel(PartOfTrainer):
     def after_model_parallel(self, stage) -> None:
         """Change a stage after tensor and sequence parallelism, before recomputation."""
 
+    def kept(self) -> dict[str, Tensor]:
+        """Frozen tensors that are in the run's checkpoints, by global name."""
+        return {}
+
     def load_weights(self, world) -> None:
         """Start from the weights of --load."""
         if self.config.load:

@@ -39,6 +39,7 @@ def imported_names(node: ast.AST) -> set[str]:
 GUARDS = {"bert": "runs", "t5": "runs", "vit": "picture_runs"}
 GUARDS |= {"clip": "clip_runs", "dit": "diffusion_runs", "unet": "diffusion_runs"}
 GUARDS["autoencoder"] = "autoencoder_runs"
+GUARDS["multimodal"] = "multimodal_runs"
 
 
 @cache

@@ -1,0 +1,293 @@
+"""A model that reads pictures (models/multimodal.py): every layout is one device, also with frozen
+parts, and with ranks that have no picture; runs in stages; questions about a picture."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from parity import SMALL, again, check, differs, train, trainer_of
+from PIL import Image
+from small_run import as_flags, equal, refusal, run, tensors_of
+
+import generate
+from base.model_config import FieldError
+from course.synthetic import Seen
+from finetune.packing import Example
+from models import ask_picture, multimodal
+from models.multimodal import MultimodalConfig, part_of
+from models.multimodal_runs import PRESETS, Answers, MultimodalRun, prompt_of
+from models.pictures import Drawn, drawing
+from run.data import DataError
+from run.tokenizer import make_tokenizer
+from sequence_parallel import gather_sequence
+
+GPT2 = SMALL | dict(command="multimodal.py", model="tiny-gpt2", picture_size=8, patch_size=4)
+GPT2 |= dict(vision_hidden_size=24, vision_heads=2, vision_class_tokens=2)
+# Grouped-query attention, one matrix of projection, a tower of CLIP's.
+LLAMA = GPT2 | dict(model="tiny", projection="linear", vision_encoder="clip")
+STAGE_1 = dict(freeze=["vision", "decoder"])
+STAGE_2 = dict(freeze=["vision"])
+
+FULL, SEQUENCE = dict(recompute="full"), dict(tp=2, sequence_parallel=True)
+ZB_H1 = dict(pp=2, schedule="zb-h1")
+# Micro-batches of one sample: a rank without a picture beside one with.
+ZERO = [dict(zero_stage=stage, micro_batch_size=1) for stage in range(4)]
+
+CASES = {
+    "gpt2": (GPT2, 2, [SEQUENCE | FULL, ZB_H1 | dict(layer_split=[0, 2])]),
+    "llama": (LLAMA, 2, [ZERO[3]]),
+    "projection learns": (LLAMA | STAGE_1, 2, [SEQUENCE, ZERO[2]]),
+}
+MORE = {
+    f"{name}, {learns}, all": (base | frozen, 2, [SEQUENCE | FULL, dict(tp=2), ZB_H1, *ZERO])
+    for name, base in (("gpt2", GPT2), ("llama", LLAMA))
+    for learns, frozen in (("all learn", {}), ("1", STAGE_1), ("2", STAGE_2))
+} | {
+    "on 4": (
+        LLAMA,
+        4,
+        [
+            SEQUENCE | FULL | dict(pp=2),
+            ZERO[3] | ZB_H1,
+            ZERO[2] | dict(data_parallel_replicate_degree=2),
+            ZERO[3] | SEQUENCE,
+        ],
+    ),
+    "virtual stages": (GPT2 | dict(num_layers=4), 2, [dict(pp=2, virtual_stages=2)]),
+    "one rank": (GPT2, 1, [dict(recompute="selective"), dict(micro_batch_size=1)]),
+}
+
+
+@pytest.mark.parametrize(
+    "base, world, layouts",
+    [
+        *(pytest.param(*case, id=name) for name, case in CASES.items()),
+        *(again(*case, id=name) for name, case in MORE.items()),
+    ],
+)
+def test_equals_one_device(base, world, layouts):
+    check(world, layouts, base)
+
+
+def features_learn_from_their_own_shard():
+    """The all-gather without its adjoint."""
+
+    def gather(x, group):
+        whole, n, at = gather_sequence(x.detach(), group), x.shape[1], group.rank() * x.shape[1]
+        return torch.cat((whole[:, :at], x, whole[:, at + n :]), 1)
+
+    multimodal.gather_sequence = gather
+
+
+def test_the_gate_sees_a_gather_without_its_adjoint():
+    one = train(base=GPT2, steps=1)
+    broken = train(2, base=GPT2, steps=1, mutate=features_learn_from_their_own_shard, **SEQUENCE)
+    differs(broken, one)
+
+
+def test_a_micro_batch_without_a_picture_gives_the_tower_no_gradient():
+    t = trainer_of(GPT2)
+    data = Seen(t.model_config)
+    rows = data.batch([3, 4, 5])
+    assert not rows.pictures.any() and rows.tokens.max() < t.model_config.vocab_size
+    y = t.model(rows.tokens, rows.targets, rows.context())
+    y.sum().backward()
+    of_tower = [p for n, p in t.stages[0].named_parameters() if part_of(n) != "decoder"]
+    assert of_tower and all(p.grad is None for p in of_tower)
+    assert all(not p.main_grad.any() for p in of_tower)
+
+
+@pytest.mark.parametrize("frozen", [["vision", "decoder"], ["vision"]], ids=str)
+def test_frozen_parts_stay_as_they_are(frozen):
+    t = trainer_of(LLAMA, freeze=frozen)
+    data = Seen(t.model_config)
+    before = {n: p.detach().clone() for n, p in t.model.named_parameters()}
+    for step in (1, 2):
+        t.forward_backward(step, data)
+        t.update(step)
+    for name, p in t.model.named_parameters():
+        learns = part_of(name) not in frozen and not name.endswith("key.bias")
+        assert p.equal(before[name]) != learns, name
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+SHAPE = MultimodalConfig(**PRESETS["tiny"][0])
+TOKENIZER = make_tokenizer("bytes")
+
+
+def answers(examples, s: int = 80, seed: int | None = None) -> Answers:
+    return Answers(examples, s, seed, False, tokenizer=TOKENIZER, shape=SHAPE)
+
+
+def test_only_the_answer_counts():
+    data = answers(Drawn(100, 32))
+    asked = set()
+    for n in range(20):
+        batch, (question, answer) = data.batch([n]), data.words(n)
+        asked.add(question)
+        assert drawing(n).questions[question] == answer
+        counted = batch.targets[0][batch.loss_mask[0]].tolist()
+        assert counted == [*answer.encode(), TOKENIZER.eot]
+        assert data.counted_tokens([n]) == len(counted)
+        first = int(batch.loss_mask[0].long().argmax())
+        read = batch.tokens[0, : first + 1].tolist()
+        assert read == [*range(257, 257 + 16), *question.encode(), ord("\n")]
+    assert asked == set(drawing(0).questions)
+
+
+def test_the_token_that_begins_a_text_comes_before_the_picture():
+    tokenizer = make_tokenizer("bytes")
+    tokenizer.bos = 7
+    data = Answers(Drawn(100, 32), 80, None, False, tokenizer=tokenizer, shape=SHAPE)
+    question = data.words(0)[0].encode()
+    assert data.row(0).ids[: 17 + len(question)] == [7, *range(257, 257 + 16), *question]
+
+
+class Asked(Drawn):
+    def __init__(self, question: str, answer: str):
+        super().__init__(10, 32)
+        self.asked = {question: answer}
+
+    def questions(self, n):
+        return self.asked
+
+
+@pytest.mark.parametrize(
+    "question, answer, words",
+    [("what is it?", "", "has no answer"), ("what is it?", 60 * "a", "more than --seq-length 80")],
+)
+def test_a_question_without_a_fitting_answer(question, answer, words):
+    with pytest.raises(DataError, match=words):
+        answers(Asked(question, answer)).counted_tokens([0])
+    assert isinstance(answers(Asked(question, 51 * "a")).row(0), Example)
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+RUN = dict(device="cpu", eval_every=0, global_batch_size=2, hidden_size=16, num_heads=2)
+OF_VIT = RUN | dict(num_layers=2, picture_size=8, patch_size=4, class_tokens=2)
+OF_TEXT = RUN | dict(num_layers=1, seq_length=64, ffn_hidden_size=24)
+
+
+BASE = ["-m", "models.multimodal", *as_flags(device="cpu", eval_every=0, global_batch_size=2)]
+RATE = as_flags(min_lr=1e-3, warmup_steps=0)
+
+
+def first_stage(folder: Path) -> tuple[list, Path]:
+    """(flags of the first stage of LLaVA, one step of it). It starts from a ViT and a GPT."""
+    text = folder / "text.txt"
+    text.write_text("what colour is it?\nred\n" * 100)
+    text = dict(data=text, cache=folder / "cache")
+    assert run("-m", "models.vit", *as_flags(**OF_VIT, steps=1, out=folder / "vit")) == 0
+    assert run(*as_flags(**OF_TEXT, **text, steps=1, out=folder / "gpt")) == 0
+    parts = as_flags(vision=folder / "vit", decoder=folder / "gpt")
+    flags = [*BASE, *parts, *RATE, "--freeze", "vision", "decoder"]
+    assert run(*flags, *as_flags(steps=1, out=folder / "1")) == 0
+    return flags, folder / "1"
+
+
+def test_a_run_starts_from_a_tower_and_a_decoder(tmp_path, capsys):
+    """And leaves a whole model, which can be asked."""
+    _, out = first_stage(tmp_path)
+    theirs, decoder = (tensors_of(tmp_path / name, "model.") for name in ("vit", "gpt"))
+    for name, tensor in tensors_of(out, "model.").items():
+        if part_of(name) == "vision":
+            assert tensor.equal(theirs[name.removeprefix(multimodal.PREFIXES["vision"])]), name
+        elif part_of(name) == "decoder":
+            assert tensor.equal(decoder[name]), name
+    Image.fromarray(drawing(0).draw(8)).save(tmp_path / "a.png")
+    asked = as_flags(checkpoint=out, picture=tmp_path / "a.png", prompt="what shape is it?")
+    assert ask_picture.main([*asked, "--max-tokens", "3", "--device", "cpu"]) == 0
+    assert "3 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.repetition
+def test_a_frozen_run_goes_on_and_is_gone_on_from(tmp_path):
+    flags, out = first_stage(tmp_path)
+    assert run(*BASE, *as_flags(steps=2, out=out), "--resume") == 0
+    assert run(*flags, *as_flags(steps=2, out=tmp_path / "whole")) == 0
+    assert equal(tensors_of(out), tensors_of(tmp_path / "whole"))
+    second = tmp_path / "2"
+    assert run(*BASE, *RATE, *as_flags(load=out, freeze="vision", steps=1, out=second)) == 0
+    before, after = (tensors_of(folder, "model.") for folder in (out, second))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        if not name.endswith("key.bias"):
+            assert tensor.equal(after[name]) == (part_of(name) == "vision"), name
+
+
+@pytest.mark.parametrize("preset", ["tiny", "tiny-gpt2"])
+def test_an_answer_is_that_of_the_training_model(preset):
+    torch.manual_seed(0)
+    shape = MultimodalConfig(**PRESETS[preset][0] | dict(hidden_size=32, vision_class_tokens=1))
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = shape.build().eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for p in model.parameters():
+        # Answers of an untrained model are of one letter.
+        p.data += 0.3 * torch.randn_like(p)
+    batch = answers(Drawn(100, 32)).batch([7])
+    question = list(answers(Drawn(100, 32)).words(7)[0].encode())
+    pictures = batch.context()._replace(pictures=batch.pictures.double())
+    tokens = torch.tensor([prompt_of(TOKENIZER, question, shape)])
+    with torch.no_grad():
+        logits = model(tokens, None, pictures)
+        written = tokens
+        for _ in range(5):
+            likeliest = model(written, None, pictures)[:, -1:].argmax(-1)
+            written = torch.cat((written, likeliest), 1)
+        ask_picture.show(model, pictures.pictures)
+        assert (model(tokens) - logits).abs().max() < 1e-10
+    found = generate.generate(model, tokens.tolist(), 5, temperature=0)[0]
+    assert found == written[0, tokens.shape[1] :].tolist() and len(found) == 5
+
+
+# --- what does not fit ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        (dict(vision_heads=3), "vision_heads 3: must divide vision_hidden_size 128"),
+        (dict(vision_layers=0), "vision_layers 0: must be at least 1"),
+        (dict(patch_size=5), "patch_size 5: must divide picture_size 32"),
+        (dict(seq_length=16), "seq_length 16: must be more than the 16 positions of a picture"),
+        (dict(projection="conv"), "projection conv: must be linear or mlp2x_gelu"),
+    ],
+)
+def test_refused_shapes(fields, words):
+    with pytest.raises(FieldError) as refused:
+        MultimodalConfig(**PRESETS["tiny"][0] | fields)
+    assert str(refused.value).startswith(words)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (dict(freeze="head"), "--freeze head: must be vision, decoder, or both"),
+        (dict(freeze="vision"), "--freeze vision: the vision would stay as drawn at random"),
+        (dict(vision="nowhere"), "nowhere: no such folder"),
+        (dict(decoder="nowhere"), "nowhere: no such folder"),
+    ],
+)
+def test_refused_flags(capsys, flags, words):
+    assert words in refusal(capsys, "-m", "models.multimodal", *as_flags(**flags))
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (dict(tp=2, vision_heads=1), "--tp 2: must divide --vision-heads 1"),
+        (SEQUENCE | dict(vision_class_tokens=1), "--tp 2 does not divide 16 patches and 1 pos"),
+    ],
+)
+def test_layouts_that_the_tower_does_not_fit(flags, words):
+    from run import rules
+    from run.config import ConfigError
+
+    with pytest.raises(ConfigError) as refused:
+        rules.validate(MultimodalRun(**flags), 2)
+    assert words in str(refused.value)
