@@ -86,7 +86,7 @@ class AutoencoderTask(PictureTask):
         return 3 * self.model_config.flops()
 
 
-TINY = dict(num_layers=6, hidden_size=64, picture_size=32)
+TINY = dict(num_layers=6, hidden_size=16, picture_size=32)
 
 
 @dataclass

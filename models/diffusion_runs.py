@@ -212,7 +212,7 @@ class DiTRun(DiffusionRun):
         return f"{super().why_no_shards(shape)}; --text-length {fits} would fit"
 
 
-UNET_TINY = dict(num_layers=5, hidden_size=128, num_heads=4, picture_size=16)
+UNET_TINY = dict(num_layers=5, hidden_size=32, num_heads=4, picture_size=16)
 
 
 @dataclass
@@ -225,6 +225,8 @@ class UNetRun(DiffusionRun):
     shape_class: ClassVar[type] = UNetConfig
     recipes: ClassVar[dict[str, Recipe]] = {"": Recipe("a small U-Net", 2e-3, 0, 0)}
     patch_size: ClassVar[None] = None
+    ffn_hidden_size: ClassVar[None] = None
+    head_dim: ClassVar[None] = None
 
     model: str = flag("tiny", "a preset: tiny", metavar="PRESET")
     caption_layers: int | None = flag(None, "blocks that read the caption")

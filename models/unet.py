@@ -50,7 +50,7 @@ CAPTION_BLOCKS = 2**16
 @dataclass(frozen=True)
 class Levels(PictureConfig):
     """A shape whose blocks halve a picture's resolution level by level, and double it again.
-    hidden_size: channels of the lowest level; each one above has half as many."""
+    hidden_size: channels of the first level; each one below has twice as many."""
 
     # There is no row of patches.
     num_patches: ClassVar[int] = 0
@@ -65,7 +65,7 @@ class Levels(PictureConfig):
 
     def width(self, level: int) -> int:
         """The channels of a level."""
-        return self.hidden_size >> self.levels - 1 - level
+        return self.hidden_size << level
 
     def flops(self) -> float:
         """FLOPs of a forward of one picture, without those of scores and of a caption's blocks."""
@@ -78,8 +78,7 @@ class Levels(PictureConfig):
         super().check()
         if self.levels < 2:
             raise FieldError("num_layers", self.num_layers, "must be at least 3")
-        halvings = 2 ** (self.levels - 1)
-        for field, n in (("picture_size", halvings), ("hidden_size", GROUP * halvings)):
+        for field, n in dict(picture_size=2 ** (self.levels - 1), hidden_size=GROUP).items():
             if getattr(self, field) % n:
                 rule = f"must be a multiple of {n} with {{num_layers}}"
                 raise FieldError(field, getattr(self, field), rule, num_layers=self.num_layers)
@@ -87,7 +86,8 @@ class Levels(PictureConfig):
 
 @dataclass(frozen=True)
 class UNetConfig(DenoiserConfig, Levels):
-    """The shape of a U-Net; the caption's vectors have hidden_size numbers. Raises FieldError."""
+    """The shape of a U-Net; a caption's vectors are as wide as the last level. Raises
+    FieldError."""
 
     patch_size: ClassVar[int] = 1
     caption_layers: int = 2
@@ -104,11 +104,15 @@ class UNetConfig(DenoiserConfig, Levels):
         if not self.num_layers % 2:
             raise FieldError("num_layers", self.num_layers, "must be odd: one block is the middle")
         self.check_range("caption_layers", 0, 2**15, "must be at least 0 and at most 2^15")
-        self.attention_shape(1)
 
-    def attention_shape(self, level: int) -> GPTConfig:
-        own = dict(attention=self.attention, dropout=self.dropout)
-        return GPTConfig(1, self.width(level), self.num_heads, **own)
+    def transformer(self, width: int) -> GPTConfig:
+        """The shape of an attention layer, and of what reads the caption."""
+        own = dict(attention=self.attention, dropout=self.dropout, vocab_size=self.vocab_size)
+        return GPTConfig(1, width, self.num_heads, seq_length=self.text_length, **own)
+
+    @property
+    def caption_width(self) -> int:
+        return self.width(self.levels - 1)
 
     def make(self) -> "UNet":
         return UNet(self)
@@ -163,9 +167,9 @@ class Attention(gpt.Attention):
     """x + attention([caption | pixels]). x: [b, w, H, W]; text: [b, m, h]"""
 
     def __init__(self, config: UNetConfig, level: int):
-        super().__init__(config.attention_shape(level))
         w = config.width(level)
-        self.norm, self.text = nn.LayerNorm(w), nn.Linear(config.hidden_size, w)
+        super().__init__(config.transformer(w))
+        self.norm, self.text = nn.LayerNorm(w), nn.Linear(config.caption_width, w)
 
     def forward(self, x: Tensor, context: Context, text: Tensor) -> Tensor:
         pixels = x.flatten(2).transpose(1, 2)  # [b, H W, w]
@@ -183,7 +187,7 @@ class Block(nn.Module):
         w, c = config.width(level), config.width(before)
         self.down = level - before
         c += w if self.down < 0 else 0
-        self.residual = Residual(c, w, config.hidden_size)
+        self.residual = Residual(c, w, config.caption_width)
         self.attention = Attention(config, level) if level else None
         if level:
             see_all(self, config)
@@ -199,17 +203,20 @@ class Embedding(gpt.Embedding):
     """tokens: [b, m] -> (pixels [b, w, H, W], caption [b, m, h], time [b, h])"""
 
     def __init__(self, config: UNetConfig):
-        super().__init__(config)
-        self.caption = nn.ModuleList(gpt.Block(config) for _ in range(config.caption_layers))
-        for block in self.caption:
-            see_all(block, config)
-        self.time = TimeEmbedding(config.hidden_size)
+        shape = config.transformer(config.caption_width)
+        super().__init__(shape)
+        # Only the model's own blocks have numbers as names.
+        blocks = {f"block{n}": gpt.Block(shape) for n in range(config.caption_layers)}
+        self.caption = nn.ModuleDict(blocks)
+        for block in blocks.values():
+            see_all(block, shape)
+        self.time = TimeEmbedding(config.caption_width)
         channels = config.channels + config.source_channels
         self.pixels = nn.Conv2d(channels, config.width(0), 3, padding=1)
 
     def forward(self, tokens: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         text = super().forward(tokens, context)
-        for n, block in enumerate(self.caption, CAPTION_BLOCKS):
+        for n, block in enumerate(self.caption.values(), CAPTION_BLOCKS):
             text = block(text, context._replace(drop_key=layer_key(context.drop_key, n)))
         pixels = self.pixels(context.pictures.to(self.pixels.weight.dtype))
         # The blocks get the mean of the caption with the time (Imagen, appendix D).

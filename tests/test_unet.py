@@ -15,9 +15,11 @@ from run.config import ConfigError
 
 BASE = {k: v for k, v in SMALL.items() if k not in ("seq_length", "vocab_size")}
 UNET = BASE | dict(command="unet.py", model="tiny", num_layers=3, picture_size=8, text_length=7)
-UNET |= dict(caption_layers=1)
+UNET |= dict(caption_layers=1, hidden_size=16)
 EDIT = UNET | dict(edit=True, objective="flow", num_layers=5)
-CODER = BASE | dict(command="autoencoder.py", model="tiny", num_layers=4, picture_size=8)
+CODER = BASE | dict(
+    command="autoencoder.py", model="tiny", num_layers=4, picture_size=8, hidden_size=16
+)
 del CODER["dropout"], CODER["num_heads"]
 
 ZERO_3 = dict(zero_stage=3, micro_batch_size=2)
@@ -65,7 +67,7 @@ def test_gate_sees_the_gradient_of_skips():
 
 # --- the models -----------------------------------------------------------------------------------
 
-SIZES = dict(num_layers=5, hidden_size=64, picture_size=16)
+SIZES = dict(num_layers=5, hidden_size=16, picture_size=16)
 
 
 def test_resolutions_and_skips():
@@ -105,7 +107,7 @@ def test_reads(what):
 def test_error_and_kl_by_hand():
     """Error (2 - 0.5)² = 2.25. Mean 1 and log σ² 0: KL (1 + 1 - 1 - 0) / 2; mean 0 and log σ² 1:
     KL (e - 2) / 2."""
-    model = AutoencoderConfig(4, 16, picture_size=4).build()
+    model = AutoencoderConfig(4, 8, picture_size=4).build()
     model.head.output = torch.nn.Identity()
     features, targets = torch.full((2, 3, 4, 4), 2.0), torch.full((2, 3, 4, 4), 0.5)
     mean = torch.tensor([1.0, 0.0]).view(2, 1, 1, 1).expand(2, 4, 2, 2)
@@ -115,7 +117,7 @@ def test_error_and_kl_by_hand():
 
 def test_latents_of_a_run(tmp_path):
     """Their standard deviation is measured, and they are divided by it."""
-    flags = "--steps 3 --picture-size 8 --num-layers 4 --hidden-size 16 --lr 1e-2 --device cpu"
+    flags = "--steps 3 --picture-size 8 --num-layers 4 --hidden-size 8 --lr 1e-2 --device cpu"
     assert small_run.run("autoencoder.py", *flags.split(), "--out", tmp_path) == 0
     last = small_run.lines_of(tmp_path)[-1]
     latents = open_autoencoder(str(tmp_path))
@@ -136,14 +138,14 @@ def test_latents_of_a_run(tmp_path):
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: UNetConfig(4, 64, 4), "num_layers 4: must be odd"),
-        (lambda: UNetConfig(1, 64, 4), "num_layers 1: must be at least 3"),
+        (lambda: UNetConfig(4, 16, 4), "num_layers 4: must be odd"),
+        (lambda: UNetConfig(1, 16, 4), "num_layers 1: must be at least 3"),
         (
-            lambda: UNetConfig(5, 48, 4),
-            "hidden_size 48: must be a multiple of 32 with num_layers 5",
+            lambda: UNetConfig(5, 12, 4),
+            "hidden_size 12: must be a multiple of 8 with num_layers 5",
         ),
-        (lambda: UNetConfig(5, 64, 3), "num_heads 3: must divide"),
-        (lambda: UNetConfig(5, 64, 4, picture_size=18), "picture_size 18: must be a multiple of 4"),
+        (lambda: UNetConfig(5, 16, 3), "num_heads 3: must divide"),
+        (lambda: UNetConfig(5, 16, 4, picture_size=18), "picture_size 18: must be a multiple of 4"),
         (lambda: AutoencoderConfig(5, 64), "num_layers 5: must be even"),
     ],
 )
