@@ -19,6 +19,7 @@ import dataclasses
 import torch
 
 import fsdp
+import sharding
 from base.model_config import MoEConfig, least_parameters, mlp_matrices
 from run.config import ConfigError, RunConfig
 from run.world import World
@@ -30,6 +31,10 @@ SIZES = {"fp64": 8, "fp32": 4, "tf32": 4}
 
 def parameters(model: MoEConfig) -> tuple[int, int]:
     """How many numbers the matrices have: (those outside the experts, those of the experts)."""
+    if hasattr(model, "make"):
+        # A model of pictures may have layers of several sizes. All its parameters are counted.
+        with torch.device("meta"):
+            return sharding.num_parameters(model.make()), 0
     experts = len(model.expert_layers) * model.num_experts * mlp_matrices(model)
     return least_parameters(model) - experts, experts
 
@@ -85,7 +90,8 @@ def activation_bytes(
     size = SIZES.get(precision, 2)
     tokens = micro_batch * model.seq_length // ranks.get("cp", 1)
     numbers = tokens * (model.hidden_size * model.num_layers // ranks["pp"])
-    if ranks["pp"] == 1:
+    # A model of pictures has no logits for tokens.
+    if ranks["pp"] == 1 and not hasattr(model, "make"):
         numbers += min(head_chunk or tokens, tokens) * model.vocab_size
     return size * numbers // ranks["tp"]
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from parity import SMALL, again, check, differs, train
+from parity import SMALL, again, check, differs, same, train
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,10 +19,10 @@ from models.clip import CLIPConfig, contrastive_losses
 from models.clip_runs import CLIP_PRESETS, CLIPRun, PairTask
 from models.picture_data import caption_ids
 from models.pictures import Context
+from run import least_memory
 from run.config import ConfigError
 from run.rules import validate
 from run.tokenizer import ByteTokenizer
-from sharding import num_parameters
 
 # Three blocks of the text, whose size is half of the picture's, and two of the picture.
 SHAPE = dict(num_layers=5, text_layers=3, text_hidden_size=16, text_heads=2, text_length=36)
@@ -76,6 +76,12 @@ def test_fp8(layouts):
 @pytest.mark.repetition
 def test_float32():
     check(2, [SEQUENCE, STAGES], CLIP | dict(precision="fp32"), 1, 1e-5)
+
+
+@pytest.mark.repetition
+@pytest.mark.parametrize("world, layout", [(2, {}), (2, ZB_H1 | MICRO), (4, REPLICAS | MICRO)])
+def test_under_the_rules_of_nccl(world, layout):
+    same(train(world, base=CLIP, backend="nccl-rules", **layout), train(base=CLIP))
 
 
 # --- the gate can fail ----------------------------------------------------------------------------
@@ -190,9 +196,12 @@ def test_who_sees_what():
 
 @pytest.mark.parametrize("name", [name for name, (_, count) in CLIP_PRESETS.items() if count])
 def test_published_sizes(name):
+    """They are also what memory is checked for, without logits for tokens."""
     shape, count = CLIP_PRESETS[name]
-    with torch.device("meta"):
-        assert num_parameters(CLIPConfig(**shape).make()) == count
+    config, ranks_of = CLIPConfig(**shape), dict(tp=1, pp=1)
+    assert least_memory.parameters(config) == (count, 0)
+    numbers = 2 * config.seq_length * config.hidden_size * config.num_layers
+    assert least_memory.activation_bytes(config, "fp32", 2, ranks_of) == 4 * numbers
 
 
 def test_a_caption_is_cut_before_its_end():
