@@ -1,6 +1,7 @@
 """A model that reads pictures (models/multimodal.py): every layout is one device, also with frozen
 parts, and with ranks that have no picture; runs in stages; questions about a picture."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from finetune.packing import Example
 from models import ask_picture, multimodal
 from models.multimodal import MultimodalConfig, part_of
 from models.multimodal_runs import PRESETS, Answers, MultimodalRun, prompt_of
-from models.pictures import Drawn, drawing
+from models.pictures import Context, Drawn, drawing
 from run.data import DataError
 from run.tokenizer import make_tokenizer
 from sequence_parallel import gather_sequence
@@ -166,7 +167,13 @@ def test_a_question_without_a_fitting_answer(question, answer, words):
 # --- runs -----------------------------------------------------------------------------------------
 
 RUN = dict(device="cpu", eval_every=0, global_batch_size=2, hidden_size=16, num_heads=2)
-OF_VIT = RUN | dict(num_layers=2, picture_size=8, patch_size=4, class_tokens=2)
+OF_PICTURES = RUN | dict(picture_size=8, patch_size=4, class_tokens=2)
+OF_CLIP = dict(text_layers=2, text_hidden_size=16, text_heads=2, embedding_size=8)
+# The flags of a model of pictures, and its first block for them.
+TOWERS = {
+    "vit": (OF_PICTURES | dict(num_layers=2), 0),
+    "clip": (OF_PICTURES | OF_CLIP | dict(num_layers=4), 2),
+}
 OF_TEXT = RUN | dict(num_layers=1, seq_length=64, ffn_hidden_size=24)
 
 
@@ -174,26 +181,32 @@ BASE = ["-m", "models.multimodal", *as_flags(device="cpu", eval_every=0, global_
 RATE = as_flags(min_lr=1e-3, warmup_steps=0)
 
 
-def first_stage(folder: Path) -> tuple[list, Path]:
-    """(flags of the first stage of LLaVA, one step of it). It starts from a ViT and a GPT."""
+def first_stage(folder: Path, tower: str) -> tuple[list, Path]:
+    """(flags of the first stage of LLaVA, one step of it). It starts from a tower and a GPT."""
     text = folder / "text.txt"
     text.write_text("what colour is it?\nred\n" * 100)
     text = dict(data=text, cache=folder / "cache")
-    assert run("-m", "models.vit", *as_flags(**OF_VIT, steps=1, out=folder / "vit")) == 0
+    flags = as_flags(**TOWERS[tower][0], steps=1, out=folder / tower)
+    assert run("-m", f"models.{tower}", *flags) == 0
     assert run(*as_flags(**OF_TEXT, **text, steps=1, out=folder / "gpt")) == 0
-    parts = as_flags(vision=folder / "vit", decoder=folder / "gpt")
+    parts = as_flags(vision=folder / tower, decoder=folder / "gpt")
     flags = [*BASE, *parts, *RATE, "--freeze", "vision", "decoder"]
     assert run(*flags, *as_flags(steps=1, out=folder / "1")) == 0
     return flags, folder / "1"
 
 
-def test_a_run_starts_from_a_tower_and_a_decoder(tmp_path, capsys):
+@pytest.mark.parametrize("tower", ["vit", again("clip")])
+def test_a_run_starts_from_a_tower_and_a_decoder(tmp_path, capsys, tower):
     """And leaves a whole model, which can be asked."""
-    _, out = first_stage(tmp_path)
-    theirs, decoder = (tensors_of(tmp_path / name, "model.") for name in ("vit", "gpt"))
+    _, out = first_stage(tmp_path, tower)
+    first = TOWERS[tower][1]
+    theirs, decoder = (tensors_of(tmp_path / name, "model.") for name in (tower, "gpt"))
     for name, tensor in tensors_of(out, "model.").items():
         if part_of(name) == "vision":
-            assert tensor.equal(theirs[name.removeprefix(multimodal.PREFIXES["vision"])]), name
+            name = name.removeprefix(multimodal.PREFIXES["vision"])
+            # It has one layer, of two.
+            name = name.replace("blocks.0", f"blocks.{first}")
+            assert tensor.equal(theirs[name]), name
         elif part_of(name) == "decoder":
             assert tensor.equal(decoder[name]), name
     Image.fromarray(drawing(0).draw(8)).save(tmp_path / "a.png")
@@ -204,12 +217,13 @@ def test_a_run_starts_from_a_tower_and_a_decoder(tmp_path, capsys):
 
 @pytest.mark.repetition
 def test_a_frozen_run_goes_on_and_is_gone_on_from(tmp_path):
-    flags, out = first_stage(tmp_path)
+    flags, out = first_stage(tmp_path, "vit")
     assert run(*BASE, *as_flags(steps=2, out=out), "--resume") == 0
     assert run(*flags, *as_flags(steps=2, out=tmp_path / "whole")) == 0
     assert equal(tensors_of(out), tensors_of(tmp_path / "whole"))
     second = tmp_path / "2"
-    assert run(*BASE, *RATE, *as_flags(load=out, freeze="vision", steps=1, out=second)) == 0
+    last = as_flags(load=out, freeze="vision", steps=1, lr=1e-3, out=second)
+    assert run(*BASE, *RATE, *last) == 0
     before, after = (tensors_of(folder, "model.") for folder in (out, second))
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -291,3 +305,71 @@ def test_layouts_that_the_tower_does_not_fit(flags, words):
     with pytest.raises(ConfigError) as refused:
         rules.validate(MultimodalRun(**flags), 2)
     assert words in str(refused.value)
+
+
+# --- transformers ---------------------------------------------------------------------------------
+
+# Their names -> ours, in this order.
+NAMES = {
+    r"^model\.vision_tower\.(vision_model\.)?": multimodal.PREFIXES["vision"],
+    r"^model\.multi_modal_projector\.linear_1": "embedding.pictures.projection.first",
+    r"^model\.multi_modal_projector\.linear_2": "embedding.pictures.projection.second",
+    r"^model\.language_model\.embed_tokens": "embedding.tokens",
+    r"^model\.language_model\.norm": "head.norm",
+    r"^lm_head": "head.output",
+    r"^model\.language_model\.": "",
+    r"embeddings\.patch_embedding": "embedding.patches.patch",
+    r"embeddings\.class_embedding": "embedding.patches.class_tokens",
+    r"embeddings\.position_embedding.weight": "embedding.patches.positions",
+    r"pre_layrnorm": "embedding.picture_norm",
+    r"(encoder\.)?layers\.": "blocks.",
+    r"input_layernorm|layer_norm1": "attention_norm",
+    r"post_attention_layernorm|layer_norm2": "mlp_norm",
+    r"self_attn": "attention",
+    r"q_proj": "query",
+    r"k_proj": "key",
+    r"v_proj": "value",
+    r"(o|out)_proj": "output",
+    r"fc1|up_proj": "up",
+    r"fc2|down_proj": "down",
+    r"gate_proj": "gate",
+}
+
+
+@pytest.mark.repetition
+def test_logits_are_those_of_llava():
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(num_hidden_layers=2, num_attention_heads=4, intermediate_size=96)
+    text = transformers.LlamaConfig(
+        **sizes, hidden_size=32, num_key_value_heads=2, vocab_size=70, rms_norm_eps=1e-5
+    )
+    sizes |= dict(num_hidden_layers=3, hidden_size=24)
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=12, patch_size=4)
+    torch.manual_seed(0)
+    parts = dict(vision_config=vision, text_config=text)
+    config = transformers.LlavaConfig(**parts, image_token_index=69)
+    theirs = transformers.LlavaForConditionalGeneration(config).double().eval()
+    shape = MultimodalConfig(
+        **dict(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=96),
+        **dict(llama=True, vocab_size=69, seq_length=32, picture_size=12, patch_size=4),
+        **dict(vision_layers=2, vision_hidden_size=24, vision_heads=4, vision_encoder="clip"),
+    )
+    ours, values = shape.build().double(), dict(theirs.named_parameters())
+    parameters = dict(ours.named_parameters())
+    for name, value in values.items():
+        # Weights of any size: theirs begin with biases of 0.
+        value.data += 0.1 * torch.randn_like(value)
+        for pattern, ours_name in NAMES.items():
+            name = re.sub(pattern, ours_name, name)
+        if name in parameters:
+            p = parameters.pop(name)
+            p.data = value.data.reshape(-1, *p.shape[1:])[: len(p)].clone()
+    assert not parameters
+    picture, picture_ids = torch.randn(1, 3, 12, 12).double(), torch.arange(69, 78)
+    before, after = torch.tensor([1, 5]), torch.tensor([7, 8, 9])
+    ids = torch.cat((before, torch.full((9,), 69), after))[None]
+    with torch.no_grad():
+        expected = theirs(input_ids=ids, pixel_values=picture).logits[..., :69]
+        tokens = torch.cat((before, picture_ids, after))[None]
+        found = ours(tokens, None, Context(pictures=picture))
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
