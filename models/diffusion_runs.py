@@ -20,12 +20,14 @@ from torch import Tensor
 import gpt
 from base.model_config import MoEConfig
 from models import diffusion
+from models.autoencoder import open_autoencoder
 from models.diffusion import OBJECTIVES, NoisedData, Process
 from models.dit import DiTConfig
 from models.picture_data import caption_ids
 from models.picture_runs import TINY, PictureRun, PictureTask
 from models.pictures import Batch, to_tensor, to_uint8
 from models.unet import UNetConfig, refuse_layouts
+from run.checkpoint import CheckpointError
 from run.config import flag
 from run.data import Dataset
 from run.finish import leave
@@ -173,11 +175,10 @@ class DiffusionRun(PictureRun):
     @cached_property
     def space(self):
         """What is noised: Pixels, or latents."""
-        if not self.autoencoder:
-            return Pixels()
-        from models.autoencoder import open_autoencoder
-
-        return open_autoencoder(self.autoencoder)
+        try:
+            return open_autoencoder(self.autoencoder) if self.autoencoder else Pixels()
+        except CheckpointError as e:
+            raise CheckpointError(f"--autoencoder {e}") from None
 
     @property
     def channels(self) -> int:

@@ -284,6 +284,21 @@ def test_draw_refuses_other_models(tmp_path, capsys):
     assert "is of none of -m models.dit" in capsys.readouterr().err
 
 
+def test_a_unet_draws_in_latents(tmp_path, capsys):
+    coder, unet = tmp_path / "coder", tmp_path / "unet"
+    small = dict(steps=1, hidden_size=16, eval_every=0, global_batch_size=2, device="cpu")
+    of_coder = small_run.as_flags(**small, num_layers=4, picture_size=8, out=coder)
+    assert small_run.run("-m", "models.autoencoder", *of_coder) == 0
+    of_unet = small | dict(num_layers=3, picture_size=4, autoencoder=coder, num_heads=2, out=unet)
+    assert small_run.run("-m", "models.unet", *small_run.as_flags(**of_unet)) == 0
+    picture, moved = tmp_path / "a.png", coder.rename(tmp_path / "moved")
+    flags = ["--checkpoint", str(unet), "--caption", "a", "--count", "2", "--out", str(picture)]
+    assert draw.main(flags) == 2
+    assert f"--autoencoder {coder}: no such" in capsys.readouterr().err
+    assert draw.main([*flags, "--steps", "2", "--autoencoder", str(moved)]) == 0
+    assert Image.open(picture).size == (16, 8)
+
+
 @pytest.mark.parametrize("tp, given, fits", [(2, 10, 11), (4, 10, 11), (4, 1, 3), (8, 39, 0)])
 def test_text_length_for_sequence_parallelism(tp, given, fits):
     flags = dict(command="dit.py", num_heads=8, tp=tp, sequence_parallel=True)
