@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from parity import SMALL, again, check, differs, same, train
+from parity import SMALL, again, check, differs, same, train, trainer_of
+from test_checkpoint import trained
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from base.model_config import FieldError
 from course import ranks
 from course.training_commands import config_of
-from models import clip
+from models import clip, clip_runs
 from models.clip import CLIPConfig, contrastive_losses
 from models.clip_runs import CLIP_PRESETS, CLIPRun, PairTask
 from models.picture_data import caption_ids
@@ -287,6 +289,38 @@ def test_logits_and_gradients_are_those_of_transformers():
         reference = pairs[name].grad
         apart = (p.grad.view_as(reference) - reference).abs().max()
         assert apart <= 1e-5 * max(reference.abs().max(), 1e-3), name
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.repetition
+def test_a_checkpoint_loads_under_another_layout(tmp_path):
+    """The losses go on as those of one device that never stopped."""
+    whole, _ = ranks.run(trained, 1, 1, CLIP, [None], None, 4)[0][0]
+    ranks.run(trained, 2, 2, CLIP | ZB_H1, [None], str(tmp_path), 2)
+    layout = CLIP | SEQUENCE | dict(zero_stage=3) | MICRO
+    ((losses, _),) = ranks.run(trained, 4, 4, layout, [str(tmp_path)], None, 2)[0]
+    assert losses == pytest.approx(whole[2:], rel=1e-10)
+
+
+def test_evaluation(monkeypatch):
+    """The right caption of a picture is sought among the different ones."""
+    t = trainer_of(CLIP | dict(global_batch_size=2))
+    captions = ["red", "blue", "red", "green"]
+    data = SimpleNamespace(example=lambda k: SimpleNamespace(caption=captions[k]))
+    texts = torch.eye(3)[[0, 1, 0, 2]]
+    # The last picture is taken for a blue one.
+    y = torch.stack((texts, torch.eye(3)[[0, 1, 0, 1]]), 1).double()
+    monkeypatch.setattr(clip_runs, "evaluation_batches", lambda *args: [])
+    monkeypatch.setattr(clip_runs, "outputs", lambda *args: y)
+    loss = t.task.evaluate(data, 4)
+    assert t.task.eval_statistics() == {"eval_accuracy": 0.75}
+    halves = [contrastive_losses(part, None).mean().item() for part in (y[:2], y[2:])]
+    assert loss == pytest.approx(sum(halves) / 2)
+    assert t.task.sample(None, SimpleNamespace(num_sequences=4, **vars(data))) == (
+        "red: red\nblue: blue\nred: red\ngreen: blue"
+    )
 
 
 # --- what does not fit ----------------------------------------------------------------------------
