@@ -139,5 +139,7 @@ class CLIPRun(PictureRun):
         super().check(model, world, base_needed)
         with as_flags(num_heads="text_heads"):
             tensor_parallel.check(model.text, self.tp, world)
-        if model.text_length % self.sequence_shards:
-            self.refuse("text_length", f"must be divisible by --tp {self.tp}")
+        short = -model.text_length % self.sequence_shards
+        if short:
+            rule = f"must be divisible by --tp; {model.text_length + short} would fit"
+            self.refuse("text_length", rule)
