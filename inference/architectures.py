@@ -149,6 +149,7 @@ class Architecture:
     modules: our module -> where it lies in theirs.
     ignored: a pattern, without prefix, of tensors that are computed, or that no logit depends on.
     missing: field of config.json -> what its absence means.
+    parts: fields of config.json that hold fields, which the tables name part.field.
     aliases: field of another version's config.json -> field.
     copies: a tensor, without prefix, that some files have beside the one that it is a copy of ->
     that one. renamed: the end of a tensor's name in older files -> its end.
@@ -170,6 +171,7 @@ class Architecture:
     copies: dict[str, str] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)
     first_position: int = 0
+    parts: tuple[str, ...] = ()
     shape_class: type[MoEConfig] = MoEConfig
 
     @property
@@ -187,11 +189,34 @@ class Architecture:
         return hf_config | (longest if self.first_position else {})
 
     def flat(self, hf_config: dict[str, Any]) -> dict[str, Any]:
-        """The fields of a config.json under the names that the tables have."""
-        return {self.aliases.get(name, name): x for name, x in hf_config.items()} | hf_config
+        """The fields of a config.json under the names that the tables have. Raises
+        HuggingFaceError."""
+        flat = {self.aliases.get(name, name): x for name, x in hf_config.items()} | hf_config
+        for part in self.parts:
+            # Older files have both; transformers reads the first.
+            fields = hf_config.get(f"{part}_dict") or hf_config.get(part) or {}
+            if not isinstance(fields, dict):
+                raise HuggingFaceError(f"{part} holds no fields")
+            flat |= {f"{part}.{name}": x for name, x in fields.items()}
+        return flat
+
+    def nested(self, flat: dict[str, Any]) -> dict[str, Any]:
+        """A config.json, of fields under the names that the tables have."""
+        hf_config = {part: {} for part in self.parts}
+        for name, value in flat.items():
+            part, _, field = name.rpartition(".")
+            (hf_config[part] if part else hf_config)[field] = value
+        return hf_config
+
+    def reshaped(self, config: MoEConfig) -> dict[str, tuple[str, list[int]]]:
+        """Our parameter -> (theirs, its shape), where it has another one or is no module's."""
+        return {}
 
     def place(self, name: str, shape: torch.Size, config: MoEConfig) -> tuple[Location | None, str]:
         """(where a parameter of ours lies, the name of their tensor)"""
+        theirs, sizes = self.reshaped(config).get(name, ("", ()))
+        if theirs:
+            return Location(theirs, shapes=(sizes, shape)), theirs
         # blocks.7.mlp.up.weight -> blocks.7.mlp.up, weight.
         module, leaf = name.rsplit(".", 1)
         location, layer = self.locate(module, config)
@@ -205,10 +230,10 @@ class Architecture:
         """Further fields of a checkpoint's index, from the files of a folder."""
         return {}
 
-    def write_beside(self, folder: Path, config: MoEConfig, index: dict) -> dict[str, Any]:
-        """Write further files of a folder. Returns further fields of its config.json. index: of the
+    def write_beside(self, folder: Path, hf_config: dict, index: dict) -> dict[str, Any]:
+        """Write further files of a folder. Returns its whole config.json. index: of the
         checkpoint."""
-        return {}
+        return hf_config
 
     def locate(self, module: str, config: MoEConfig) -> tuple[Location | None, str]:
         """(where a module of ours lies, the number of its layer there)"""

@@ -231,8 +231,10 @@ def read_any_model(path: Path) -> tuple[MoEConfig, dict]:
     classes = [MoEConfig]
     if command != "train.py":
         classes = [architecture.shape_class for architecture in other_architectures()]
-    own = next(c for c in classes if command_of(c.__dataclass_fields__) == command)
-    return read_model(path, shape_class=own)
+    own = [c for c in classes if command_of(c.__dataclass_fields__) == command]
+    if not own:
+        raise CheckpointError(f"{path} holds a model of {command}: no class of transformers is one")
+    return read_model(path, shape_class=own[0])
 
 
 def architecture_of(config: MoEConfig) -> Architecture:
@@ -298,7 +300,8 @@ def to_hf_config(config: MoEConfig) -> dict:
     describe."""
     if why := why_not_exported(config):
         raise HuggingFaceError(why)
-    hf_config = write_fields(config, architecture_of(config))
+    architecture = architecture_of(config)
+    hf_config = architecture.nested(write_fields(config, architecture))
     if hasattr(config, "build"):
         return hf_config
     # The end-of-text token of bytes, and of GPT-2's vocabulary.

@@ -353,7 +353,7 @@ def export_folder(
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         hf_config |= export_tokenizer(path, folder, config)
-        hf_config |= architecture_of(config).write_beside(folder, config, saved)
+        hf_config = architecture_of(config).write_beside(folder, hf_config, saved)
         if merged and merged.chat_template:
             shutil.copyfile(merged.chat_template, folder / CHAT_TEMPLATE)
         (folder / "config.json").write_text(json.dumps(hf_config, indent=1))

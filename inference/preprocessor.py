@@ -4,15 +4,22 @@
                                    ->  u = picture / 255, from 0 to 1
                                    ->  (u - mean) / std, what the model reads
 
-In models/ a model reads 2 u - 1: a mean and a std of 0.5. An exported file says so; with others the
-weights are changed on import (models/picture_huggingface.py).
+In models/ a model reads x = 2 u - 1: a mean and a std of 0.5, as an exported file says. On import
+other ones, such as CLIP's, go into the weights W of a patch and its position:
+
+    (u - mean) / std  =  x / (2 std) + (1/2 - mean) / std       W' = W / (2 std)
+                                                                position += W (1/2 - mean) / std
 
 Not covered: pictures squeezed into a square, borders, other resampling.
 """
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NotRequired, TypedDict
+
+import torch
+from torch import Tensor
 
 from base import json_files, terminal
 from inference.architectures import HuggingFaceError
@@ -31,7 +38,7 @@ class Preprocessor(TypedDict):
     image_std: NotRequired[list[float]]
 
 
-def read(hf_dir: Path, mean: list[float], std: list[float]) -> tuple[list[float], list[float]]:
+def read(hf_dir: Path, mean: Sequence[float], std: Sequence[float]) -> tuple:
     """(mean, std) of a folder, of three colours each. mean, std: where the file has none; without
     the file they are 0.5, and a line says so. Raises JSONError or HuggingFaceError."""
     file = hf_dir / FILE
@@ -49,6 +56,24 @@ def read(hf_dir: Path, mean: list[float], std: list[float]) -> tuple[list[float]
     if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
         raise HuggingFaceError(f"{file}: image_mean and image_std: must be three numbers, std > 0")
     return mean, std
+
+
+def in_weights(read: Callable, mean, std, weight: str, positions: str, n: int) -> Callable:
+    """read(name), a whole parameter, with mean and std in them. weight, positions: names of the
+    parameters [h, 3 p²], a colour after the other, and [s, h], whose last n are of patches."""
+    mean, std = torch.tensor([[*mean], [*std]], dtype=torch.float64)
+
+    def read_changed(name: str) -> Tensor:
+        if name not in (weight, positions):
+            return read(name)
+        w = read(weight).double().unflatten(1, (3, -1))  # [h, 3, p²]
+        if name == weight:
+            return (w / (2 * std[:, None])).flatten(1).float()
+        p = read(positions).double()
+        p[-n:] += w.sum(2) @ ((0.5 - mean) / std)
+        return p.float()
+
+    return read if mean.eq(0.5).all() and std.eq(0.5).all() else read_changed
 
 
 def write(folder: Path, side: int) -> None:

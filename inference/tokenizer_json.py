@@ -57,22 +57,24 @@ def add_special_tokens(
 ) -> dict[str, bytes]:
     """The files of a tokenizer, with the tokens that a model has behind the tokenizer's own.
 
-    names: id -> token. fields: of tokenizer_config.json -> id; cls_token begins a text, and
-    sep_token or else eos_token ends it. vocab_size: of the model. Raises TokenizerError."""
+    names: id -> token. fields: of tokenizer_config.json -> id; cls_token or else bos_token begins a
+    text, and sep_token or else eos_token ends it. vocab_size: of the model. Raises
+    TokenizerError."""
     # A model without room for them was not trained with them.
-    if max(names, default=vocab_size) >= vocab_size:
+    if not fields or max(names, default=0) >= vocab_size:
         return files
     from tokenizers import Tokenizer, processors
 
     library = Tokenizer.from_str(files["tokenizer.json"].decode())
     new = [i for i in sorted(names) if library.id_to_token(i) is None]
-    if not new:
+    if not new and library.post_processor:
         return files
     library.add_special_tokens([names[i] for i in new])
     if [library.token_to_id(names[i]) for i in new] != new:
         raise TokenizerError("its ids have gaps, so special tokens cannot have those of the model")
     tokens = {field: library.id_to_token(i) for field, i in fields.items()}
-    first, last = tokens.get("cls_token"), tokens.get("sep_token", tokens.get("eos_token"))
+    first = tokens.get("cls_token", tokens.get("bos_token"))
+    last = tokens.get("sep_token", tokens.get("eos_token"))
     single = [first, "$A", last] if first else ["$A", last]
     around = [(token, library.token_to_id(token)) for token in (first, last) if token]
     library.post_processor = processors.TemplateProcessing(
@@ -80,7 +82,7 @@ def add_special_tokens(
     )
     inputs = ["input_ids", "token_type_ids", "attention_mask"]
     config = json_files.parse(files["tokenizer_config.json"], dict) | tokens
-    config["model_input_names"] = inputs if first else inputs[::2]
+    config["model_input_names"] = inputs if "cls_token" in tokens else inputs[::2]
     # It would have to name the new ones too.
     config.pop("added_tokens_decoder", None)
     content = library.to_str(pretty=True).encode()
