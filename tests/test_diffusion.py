@@ -9,7 +9,7 @@ import pytest
 import small_run
 import torch
 import torch.nn.functional as F
-from parity import SMALL, again, check, differs, train
+from parity import SMALL, again, check, differs, needs_compiler, same, train, without_cpp
 from PIL import Image
 
 from course import ranks
@@ -163,14 +163,14 @@ EDIT, FLOW = dict(edit=True), dict(objective="flow")
 
 CASES = {
     "2": (DIT, 2, [SEQUENCE | FULL, ZERO_3 | SELECTIVE]),
-    "stages": (DIT | EDIT, 2, [ZB_H1 | FULL, dict(pp=2, layer_split=[0, 4])]),
+    "stages": (DIT | EDIT, 2, [ZB_H1 | FULL | dict(layer_split=[0, 4])]),
 }
 MORE = {
     "one rank": (DIT, 1, [SELECTIVE, FULL, dict(micro_batch_size=1)]),
     "data": (DIT | FLOW, 2, [dict(zero_stage=stage) for stage in (0, 1, 2, 3)]),
     "fused": (DIT | dict(dropout=0.0), 2, [dict(tp=2), SEQUENCE, ZB_H1]),
     "edits": (DIT | EDIT | FLOW, 2, [dict(tp=2), SEQUENCE | SELECTIVE, ZERO_3]),
-    "more stages": (DIT, 2, [dict(pp=2, virtual_stages=2), dict(pp=2, schedule="gpipe")]),
+    "more stages": (DIT, 2, [ZB_H1, dict(pp=2, virtual_stages=2), dict(pp=2, schedule="gpipe")]),
     "4": (
         DIT,
         4,
@@ -195,6 +195,19 @@ MORE = {
 )
 def test_equals_one_device(base, world, layouts):
     check(world, layouts, base)
+
+
+@needs_compiler
+@pytest.mark.repetition
+@pytest.mark.parametrize("world, flags", [(1, FULL), (2, SEQUENCE), (2, ZERO_3)], ids=str)
+def test_compiled(world, flags):
+    one = train(base=DIT, steps=1)
+    same(train(world, base=DIT, steps=1, mutate=without_cpp, compile=True, **flags), one)
+
+
+@pytest.mark.repetition
+def test_float32():
+    check(2, [SEQUENCE, dict(pp=2)], DIT | dict(precision="fp32"), 1, 1e-5)
 
 
 def take_the_first_slice():
@@ -232,10 +245,17 @@ TINY = dict(
 )
 
 
-def test_a_run_draws_and_goes_on(tmp_path, capsys):
-    out = tmp_path / "run"
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run, and its flags."""
+    out = tmp_path_factory.mktemp("run")
     flags = small_run.as_flags(**TINY, steps=1, global_batch_size=2, out=out)
     assert small_run.run("-m", "models.dit", *flags) == 0
+    return out, flags
+
+
+def test_a_run_draws_and_goes_on(run, tmp_path, capsys):
+    out, flags = run
     assert Image.open(out / "sample.png").size == (8 * 8, 8)
     assert len(re.findall("a (small|large) ", (out / "sample.txt").read_text())) == 8
     picture, two = tmp_path / "a.png", ["--caption", CAPTIONS[0], "--caption", "a cat"]
@@ -260,21 +280,13 @@ def test_a_run_draws_and_goes_on(tmp_path, capsys):
         (["--caption", "a", "--source", "a.png"], "draws; leave --source out"),
         (["--caption", "a", "--steps", "1001"], "--steps 1001: must be at most 1000"),
         (["--caption", "a", "--count", "0"], "--count 0: must be at least 1"),
-        (["--caption", "a", "--sampler", "ddpm"], "--sampler ddpm: is for models of noise"),
+        (["--caption", "a", "--guidance", "nan"], "--guidance nan: must be at least 0"),
         (["--caption", "a", "--out", "no/a.png"], "--out no/a.png: no such folder"),
     ],
 )
-def test_draw_refuses(flags, words, flow_run, capsys):
-    assert draw.main(["--checkpoint", str(flow_run), *flags]) == 2
+def test_draw_refuses(flags, words, run, capsys):
+    assert draw.main(["--checkpoint", str(run[0]), *flags]) == 2
     assert words in capsys.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def flow_run(tmp_path_factory):
-    out = tmp_path_factory.mktemp("flow")
-    flags = dict(steps=1, global_batch_size=2, eval_every=0, objective="flow", out=out)
-    assert small_run.run("-m", "models.dit", *small_run.as_flags(**TINY | flags)) == 0
-    return out
 
 
 def test_draw_refuses_other_models(tmp_path, capsys):
@@ -289,13 +301,17 @@ def test_a_unet_draws_in_latents(tmp_path, capsys):
     small = dict(steps=1, hidden_size=16, eval_every=0, global_batch_size=2, device="cpu")
     of_coder = small_run.as_flags(**small, num_layers=4, picture_size=8, out=coder)
     assert small_run.run("-m", "models.autoencoder", *of_coder) == 0
-    of_unet = small | dict(num_layers=3, picture_size=4, autoencoder=coder, num_heads=2, out=unet)
+    of_unet = small | dict(num_layers=3, picture_size=4, autoencoder=coder, num_heads=2)
+    of_unet |= dict(objective="flow", out=unet)
     assert small_run.run("-m", "models.unet", *small_run.as_flags(**of_unet)) == 0
     picture, moved = tmp_path / "a.png", coder.rename(tmp_path / "moved")
     flags = ["--checkpoint", str(unet), "--caption", "a", "--count", "2", "--out", str(picture)]
     assert draw.main(flags) == 2
     assert f"--autoencoder {coder}: no such" in capsys.readouterr().err
-    assert draw.main([*flags, "--steps", "2", "--autoencoder", str(moved)]) == 0
+    flags += ["--steps", "2", "--autoencoder", str(moved)]
+    assert draw.main([*flags, "--sampler", "ddpm"]) == 2
+    assert "--sampler ddpm: is for models of noise" in capsys.readouterr().err
+    assert draw.main(flags) == 0
     assert Image.open(picture).size == (16, 8)
 
 
