@@ -14,6 +14,7 @@ from models.clip import CLIPConfig, contrastive_losses, losses_and_gradient
 from models.picture_data import Captioned
 from models.picture_runs import SHOWN, TINY, PictureRun, PictureTask, flops_of_blocks
 from run.config import as_flags, flag
+from run.data import DataError
 from run.presets import Recipe
 from run.task import evaluation_batches, outputs, run_forward
 
@@ -23,6 +24,14 @@ class PairTask(PictureTask):
 
     # (losses [n], gradient of y [n, 2, e]) of this rank's samples, after a first pass.
     known: tuple[Tensor, Tensor] | None = None
+
+    def prepare(self, config, examples) -> None:
+        for path, caption, *_ in getattr(examples, "files", ()):
+            if not caption:
+                rule = (
+                    'has no caption; "text" in metadata.jsonl, or a .txt file beside it, would do'
+                )
+                raise DataError(f"--data {config.data[0]}: {path} {rule}")
 
     def dataset(self, config, examples, tokenizer, seed, held_out) -> Captioned:
         shape = config.model_config()

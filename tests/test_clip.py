@@ -23,6 +23,7 @@ from models.picture_data import caption_ids
 from models.pictures import Context
 from run import least_memory
 from run.config import ConfigError
+from run.data import DataError
 from run.rules import validate
 from run.tokenizer import ByteTokenizer
 
@@ -361,6 +362,15 @@ def test_refused_flags(flags, words):
     with pytest.raises(ConfigError) as refused:
         validate(config_of(CLIP | flags), 2)
     assert str(refused.value).startswith(words)
+
+
+def test_a_picture_without_a_caption(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.png").touch()
+    (tmp_path / "a.txt").write_text("a red circle")
+    config = config_of(CLIP | dict(data=[str(tmp_path)]))
+    with pytest.raises(DataError, match=r"b\.png has no caption; \"text\" in metadata"):
+        config.task().open_data(config, None, ByteTokenizer())
 
 
 def test_dropout_is_no_flag():
