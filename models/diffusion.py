@@ -49,7 +49,7 @@ T = 1000
 
 
 class Process:
-    """How pictures become noise, and what of both the model finds: here flow matching."""
+    """How pictures become noise, and what of both the model finds. This one is flow matching."""
 
     def time(self, u: float) -> float:
         """The time of a training example. u: uniform in [0, 1)."""

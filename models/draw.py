@@ -42,15 +42,14 @@ def config_of(args: argparse.Namespace, world) -> DiffusionRun:
     if args.steps > T:
         raise ConfigError(f"--steps {args.steps}: must be at most {T}")
     if args.sampler == "ddpm" and trained["objective"] == "flow":
-        raise ConfigError(
-            "--sampler ddpm: is for models of noise; this one learned flow; ddim fits"
-        )
+        raise ConfigError("--sampler ddpm: is for models of noise, and this one learned flow")
     if trained["edit"] != bool(args.source):
         fault = "needs --source, for it edits" if trained["edit"] else "draws; leave --source out"
         raise ConfigError(f"{where}: {fault}")
     if not Path(args.out).parent.is_dir():
         raise ConfigError(f"--out {args.out}: no such folder")
-    config = RUNS[command](load=args.checkpoint, global_batch_size=world.size * 16, **trained)
+    trained |= dict(load=args.checkpoint, micro_batch_size=16, global_batch_size=16 * world.size)
+    config = RUNS[command](**trained)
     rules.validate(config, world.size, base_needed=False)
     return config
 
