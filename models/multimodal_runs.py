@@ -25,6 +25,7 @@ from models.multimodal import PREFIXES, MultimodalConfig, part_of
 from models.picture_data import PictureData
 from models.picture_runs import SHOWN, PictureRun, PictureTask
 from models.pictures import Batch, to_tensor
+from models.runs import ModelRun
 from models.vit import ViTConfig
 from run import checkpoint
 from run.config import as_flags, flag
@@ -105,7 +106,8 @@ class PartsLearn(WholeModel):
         """Fill a part with the weights of the model that it was. A collective."""
         fixed, first = checkpoint.fixed_fields(self.model_config, weights_only=True), 0
         if part == "vision":
-            fixed = {name: getattr(self.model_config.vision, name) for name in OF_TOWER}
+            fixed = {its: getattr(self.model_config, own) for own, its in OF_TOWER.items()}
+            fixed["norm_eps"] = self.model_config.vision.norm_eps
             first = read_tower(path)[1]
         theirs = {}
         for key, tensor in self.trainer.checkpoints.tensors().items():
@@ -117,8 +119,10 @@ class PartsLearn(WholeModel):
         checkpoint.load(path, theirs, fixed)
 
 
-# The fields of a ViT or a CLIP in which the tower must agree with it.
-OF_TOWER = ("picture_size", "channels", "patch_size", "hidden_size", "num_heads", "class_tokens")
+# Fields of the tower -> those of the ViT or CLIP that it starts from.
+OF_TOWER = {name: name for name in ("picture_size", "channels", "patch_size")}
+OF_TOWER |= dict(vision_hidden_size="hidden_size", vision_heads="num_heads")
+OF_TOWER |= dict(vision_class_tokens="class_tokens")
 
 
 def read_tower(path: str | Path) -> tuple[dict, int]:
@@ -153,7 +157,6 @@ class AnswerTask(PictureTask):
         tower = flops_per_token(shape.vision, n) * n / s / (3 if "vision" in frozen else 1)
         return tower + flops_per_token(shape, s) * (1 - ("decoder" in frozen) / 3)
 
-    @torch.no_grad()
     def answers(self, dataset, n: int) -> Tensor:
         """For each of the first n samples the loss of its answer, whether each token of it is the
         likeliest, and the likeliest token at each position: [n, 2 + s]. A collective."""
@@ -214,6 +217,8 @@ class MultimodalRun(PictureRun):
     presets: ClassVar[dict] = PRESETS
     shape_class: ClassVar[type] = MultimodalConfig
     recipes: ClassVar[dict[str, Recipe]] = {"": LLAVA, "tiny": SMALL, "tiny-gpt2": SMALL}
+    # The sequence is not that of a picture.
+    model_config = ModelRun.model_config
 
     model: str = flag("tiny", f"a preset: {', '.join(PRESETS)}", metavar="PRESET")
     seq_length: int | None = flag(None, "positions of picture, question and answer together")
@@ -241,11 +246,10 @@ class MultimodalRun(PictureRun):
         shape = super().start_shape()
         if self.vision:
             its, first = read_tower(self.vision)
+            shape = shape | {own: its[name] for own, name in OF_TOWER.items()}
             # The features before its last layer are read.
-            own = dict(vision_layers=its["num_layers"] - first - 1, vision_heads=its["num_heads"])
-            own |= {f"vision_{name}": its[name] for name in ("hidden_size", "class_tokens")}
-            own |= {name: its[name] for name in ("picture_size", "channels", "patch_size")}
-            shape = shape | own | dict(vision_encoder="clip" if first else "vit")
+            shape |= dict(vision_layers=its["num_layers"] - first - 1)
+            shape |= dict(vision_encoder="clip" if first else "vit")
         if self.decoder:
             _, index = checkpoint.read_model(checkpoint.find(self.decoder))
             shape = shape | index["model"] | {"attention": ""}
@@ -262,11 +266,6 @@ class MultimodalRun(PictureRun):
         if self.frozen:
             return 1e-3, "a projection (LLaVA-1.5's first stage, arXiv 2310.03744, table 9)"
         return lr_of_model(self)
-
-    def why_no_shards(self, shape) -> str:
-        if isinstance(shape, MultimodalConfig):
-            return f"--tp {self.tp} does not divide --seq-length {shape.seq_length}"
-        return super().why_no_shards(shape)
 
     def check(self, model: MultimodalConfig, world: int, base_needed: bool) -> None:
         super().check(model, world, base_needed)

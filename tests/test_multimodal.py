@@ -296,6 +296,7 @@ def test_refused_flags(capsys, flags, words):
     [
         (dict(tp=2, vision_heads=1), "--tp 2: must divide --vision-heads 1"),
         (SEQUENCE | dict(vision_class_tokens=1), "--tp 2 does not divide 16 patches and 1 pos"),
+        (SEQUENCE | dict(seq_length=81), "--seq-length 81: must be divisible by --tp 2"),
     ],
 )
 def test_layouts_that_the_tower_does_not_fit(flags, words):
