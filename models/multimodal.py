@@ -19,6 +19,7 @@ the tower reads zeros, with gradient 0: all ranks join the same collectives.
 
     torchrun --nproc-per-node 2 -m models.multimodal --data shapes --tp 2 --out runs/multimodal
     python -m models.ask_picture --checkpoint runs/multimodal --picture FILE.png --prompt "what ..?"
+    python -m course.multimodal     a lesson: a row, what learns, the all-gather's adjoint
 
 Not covered: several pictures in a sequence, or of several sizes; recomputing, compiling or FP8 of
 the tower; a tower on ranks of its own (Megatron-LM has them).

@@ -49,6 +49,7 @@ COMMANDS = (
 COMMANDS += ("finetune/prompt_tuning.py", "finetune/adapters.py")
 COMMANDS += ("inference/huggingface.py", "inference/evaluate.py", "inference/export.py")
 COMMANDS += ("models/generate_t5.py", "models/seq2seq.py", "models/use_bert.py", "models/draw.py")
+COMMANDS += ("models/ask_picture.py",)
 COMMANDS += ("course/exercises/bugs.py", "course/page/explorer.py", "inference/serve.py")
 
 
