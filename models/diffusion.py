@@ -75,9 +75,7 @@ class Process:
         """The times of a sample's steps: all noise first, at last none."""
         return [T * k / steps for k in range(steps, -1, -1)]
 
-    def step(
-        self, x_t: Tensor, t: float, s: float, found: Tensor, z: Tensor, eta=0.0, clip=False
-    ) -> Tensor:
+    def step(self, x_t: Tensor, t: float, s: float, found: Tensor, z: Tensor, eta=0.0, clip=False):
         """From time t to s. z: noise; eta: from 0 (z is not used) to 1 (DDPM's step, whose variance
         is β̃; arXiv 2010.02502, equation 16); clip: x is a picture, of numbers from -1 to 1."""
         (a, b), (a_s, b_s), x = self.rates(t), self.rates(s), self.picture(x_t, t, found)
@@ -146,14 +144,7 @@ def guided(
 
 
 @torch.no_grad()
-def sample(
-    process: Process,
-    find: Callable[[Tensor, float], Tensor],
-    draw: Callable[[], Tensor],
-    steps: int,
-    eta: float = 0.0,
-    clip: bool = False,
-) -> Tensor:
+def sample(process: Process, find: Callable, draw: Callable, steps: int, eta=0.0, clip=False):
     """Pictures from noise. find(x_t, t): what the model finds; draw(): new noise, as large as the
     pictures; eta, clip: as of Process.step."""
     x = draw()
@@ -191,11 +182,10 @@ class TimeEmbedding(nn.Module):
 
     def __init__(self, h: int, features: int = 256):
         super().__init__()
-        self.features = features
         self.first, self.second = nn.Linear(features, h), nn.Linear(h, h)
 
     def forward(self, times: Tensor) -> Tensor:
-        half = self.features // 2
+        half = self.first.in_features // 2
         rates = torch.exp(torch.arange(half, device=times.device) * (-math.log(10_000) / half))
         angles = times.unsqueeze(1) * rates  # [b, features / 2]
         x = torch.cat((angles.cos(), angles.sin()), 1).to(self.first.weight.dtype)
