@@ -210,6 +210,7 @@ class Embedding(gpt.Embedding):
         self.caption = nn.ModuleDict(blocks)
         for block in blocks.values():
             see_all(block, shape)
+        self.caption_norm = gpt.make_norm(shape)
         self.time = TimeEmbedding(config.caption_width)
         channels = config.channels + config.source_channels
         self.pixels = nn.Conv2d(channels, config.width(0), 3, padding=1)
@@ -218,6 +219,7 @@ class Embedding(gpt.Embedding):
         text = super().forward(tokens, context)
         for n, block in enumerate(self.caption.values(), CAPTION_BLOCKS):
             text = block(text, context._replace(drop_key=layer_key(context.drop_key, n)))
+        text = self.caption_norm(text)
         pixels = self.pixels(context.pictures.to(self.pixels.weight.dtype))
         # The blocks get the mean of the caption with the time (Imagen, appendix D).
         return pixels, text, self.time(context.times) + text.mean(1)
@@ -245,12 +247,12 @@ class Convolutional(gpt.GPT):
     """Initial values of a model with convolutions."""
 
     def init_parameter(self, name: str, shape, generator: torch.Generator) -> Tensor:
-        """Weights of a convolution and of a vector: normal, standard deviation 1 / √inputs. The
-        last ones of a residual connection are small, and the others, as in gpt.py."""
-        if len(shape) < 4 and not name.endswith(("vector.weight", "text.weight")):
+        """Weights: normal, standard deviation 1 / √inputs, for widths are small; the last ones of a
+        residual connection 0.02, so that a block begins as almost nothing."""
+        if len(shape) < 2:
             return super().init_parameter(name, shape, generator)
-        small = name.endswith(("last.conv.weight", "output.conv.weight"))
-        std = 0.02 if small else math.prod(shape[1:]) ** -0.5
+        last = name.endswith(("last.conv.weight", "output.conv.weight", "attention.output.weight"))
+        std = 0.02 if last else math.prod(shape[1:]) ** -0.5
         return torch.randn(shape, generator=generator, device="cpu") * std
 
 
