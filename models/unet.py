@@ -9,11 +9,9 @@ appendix B; Stable Diffusion, 2112.10752).
             x = x + attention(norm([caption | pixels]))              below the first level
 
 As in Imagen (2205.11487, appendix D) the caption's vectors stand before the pixels in attention;
-they come from blocks of gpt.py, which see the whole caption. An edit (InstructPix2Pix, 2211.09800)
-has its source picture as further channels.
-
-The children are those of gpt.GPT: embedding, blocks by number, head. So data parallelism, ZeRO and
-recomputation are applied as they are. A skip needs gradients, so it is an argument of its block.
+they come from blocks of gpt.py. An edit (InstructPix2Pix, 2211.09800) has its source picture as
+further channels. The children are those of gpt.GPT, so data parallelism, ZeRO and recomputation are
+applied as they are. A skip needs gradients, so it is an argument of its block.
 
     torchrun --nproc-per-node 2 -m models.unet --data shapes --zero-stage 3 --out runs/unet
 
@@ -105,14 +103,11 @@ class UNetConfig(DenoiserConfig, Levels):
             raise FieldError("num_layers", self.num_layers, "must be odd: one block is the middle")
         self.check_range("caption_layers", 0, 2**15, "must be at least 0 and at most 2^15")
 
-    def transformer(self, width: int) -> GPTConfig:
-        """The shape of an attention layer, and of what reads the caption."""
+    def transformer(self, level: int = -1) -> GPTConfig:
+        """The shape of attention at a level, and at the last one (-1) of what reads the caption."""
         own = dict(attention=self.attention, dropout=self.dropout, vocab_size=self.vocab_size)
+        width = self.width(level % self.levels)
         return GPTConfig(1, width, self.num_heads, seq_length=self.text_length, **own)
-
-    @property
-    def caption_width(self) -> int:
-        return self.width(self.levels - 1)
 
     def make(self) -> "UNet":
         return UNet(self)
@@ -167,9 +162,9 @@ class Attention(gpt.Attention):
     """x + attention([caption | pixels]). x: [b, w, H, W]; text: [b, m, h]"""
 
     def __init__(self, config: UNetConfig, level: int):
-        w = config.width(level)
-        super().__init__(config.transformer(w))
-        self.norm, self.text = nn.LayerNorm(w), nn.Linear(config.caption_width, w)
+        h, w = config.transformer().hidden_size, config.width(level)
+        super().__init__(config.transformer(level))
+        self.norm, self.text = nn.LayerNorm(w), nn.Linear(h, w)
 
     def forward(self, x: Tensor, context: Context, text: Tensor) -> Tensor:
         pixels = x.flatten(2).transpose(1, 2)  # [b, H W, w]
@@ -187,7 +182,7 @@ class Block(nn.Module):
         w, c = config.width(level), config.width(before)
         self.down = level - before
         c += w if self.down < 0 else 0
-        self.residual = Residual(c, w, config.caption_width)
+        self.residual = Residual(c, w, config.transformer().hidden_size)
         self.attention = Attention(config, level) if level else None
         if level:
             see_all(self, config)
@@ -203,7 +198,7 @@ class Embedding(gpt.Embedding):
     """tokens: [b, m] -> (pixels [b, w, H, W], caption [b, m, h], time [b, h])"""
 
     def __init__(self, config: UNetConfig):
-        shape = config.transformer(config.caption_width)
+        shape = config.transformer()
         super().__init__(shape)
         # Only the model's own blocks have numbers as names.
         blocks = {f"block{n}": gpt.Block(shape) for n in range(config.caption_layers)}
@@ -211,7 +206,7 @@ class Embedding(gpt.Embedding):
         for block in blocks.values():
             see_all(block, shape)
         self.caption_norm = gpt.make_norm(shape)
-        self.time = TimeEmbedding(config.caption_width)
+        self.time = TimeEmbedding(shape.hidden_size)
         channels = config.channels + config.source_channels
         self.pixels = nn.Conv2d(channels, config.width(0), 3, padding=1)
 
