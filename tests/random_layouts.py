@@ -210,7 +210,31 @@ def with_pictures(drawn: dict, seed: int) -> dict:
         objective, edit = g.choice(["noise", "flow"]), g.random() < 0.5
         length = 1 + more + -(side**2 + 2) % shards
         model |= dict(objective=objective, edit=edit, text_length=length)
-    return drawn | {"model": model | dict(command=command), "layout": layout}
+    model |= dict(command=command)
+    if g.random() < 1 / 3:
+        others = {"classes", "class_tokens", "objective", "edit", "text_length"}
+        model = {n: model[n] for n in model.keys() - others} | with_a_tower(g, model, shards)
+    return drawn | {"model": model, "layout": layout}
+
+
+def with_a_tower(g: random.Random, model: dict, shards: int) -> dict:
+    """Fields of a decoder that reads pictures."""
+    side, heads, patch = g.randint(1, 2), model["num_heads"], model["patch_size"]
+    frozen = g.choice([[], [], ["vision"], ["vision", "decoder"]])
+    return dict(
+        command="multimodal.py",
+        model="tiny-gpt2",
+        picture_size=patch * side,
+        vision_layers=g.randint(1, 3),
+        vision_heads=heads,
+        vision_hidden_size=heads * g.randint(3, 8),
+        vision_class_tokens=shards * g.randint(0, 1) + -(side**2) % shards,
+        vision_encoder=g.choice(["vit", "clip"]),
+        projection=g.choice(["linear", "mlp2x_gelu"]),
+        freeze=frozen,
+        seq_length=16,
+        vocab_size=61,
+    )
 
 
 def with_peft(drawn: dict, seed: int) -> dict:
