@@ -315,7 +315,9 @@ def fitting(
     fit_plain = set()
     fastest = math.inf
     for layout in layouts(model, software, gpus, global_batch):
-        plain = dataclasses.replace(layout, recompute="none")
+        plain = layout
+        if layout.recompute != "none":
+            plain = dataclasses.replace(layout, recompute="none")
         others = dataclasses.replace(layout, micro_batch_size=1)
         if others in full or plain in fit_plain:
             continue
@@ -338,7 +340,7 @@ def fitting(
 
 def fits(model: MoEConfig, software: Software, layout: Layout, limit: float, **fields) -> bool:
     """Whether a layout, with other values of these fields, takes at most `limit` bytes."""
-    changed = dataclasses.replace(layout, **fields)
+    changed = dataclasses.replace(layout, **fields) if fields else layout
     return sum(memory(model, changed, software).values()) <= limit
 
 

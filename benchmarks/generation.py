@@ -143,10 +143,11 @@ def by_length(model, lengths: list[int], rounds: int) -> dict:
 
 def memory_speed(config: GPTConfig, device: str) -> float:
     """Bytes/s at which matrices are multiplied by a vector, the limit of a step at batch 1: as many
-    matrices as make up 256 MiB, one after the other."""
+    matrices as make up 256 MiB, one after the other; of a toy 1 MiB."""
     rows = max(config.vocab_size, config.ffn_hidden_size)
     new = partial(torch.randn, device=device, dtype=precision_of(device))
-    count = max(1, 256 * 2**20 // (4 * rows * config.hidden_size))
+    total = 2**20 if config in TOY.values() else 256 * 2**20
+    count = max(1, total // (4 * rows * config.hidden_size))
     matrices = [new(rows, config.hidden_size) for _ in range(count)]
     x = new(1, config.hidden_size)
     multiply = lambda: [torch.nn.functional.linear(x, matrix) for matrix in matrices]  # noqa: E731

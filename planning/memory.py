@@ -187,9 +187,9 @@ def state(
 ) -> tuple[float, float, float]:
     """Bytes of (parameters, gradients, optimizer state)."""
     number_bytes = software.weight, software.gradient, software.optimizer_state
-    numbers, experts = parameters(model, layout, software, rank)
-    learning, experts_learning = learned(model, layout, software, rank)
+    numbers, experts = learning, experts_learning = parameters(model, layout, software, rank)
     if software.lora_rank:
+        learning, experts_learning = learned(model, layout, software, rank)
         numbers, experts = numbers + learning, experts + experts_learning
     if rank == 0 and model.positions == "learned":
         positions = model.seq_length * model.hidden_size
@@ -422,8 +422,10 @@ def activations(model: MoEConfig, layout: Layout, software: Software, rank: int)
     again = 0.0
     of_rank = stages_of(model, layout, software)[rank]
     logits = head if of_rank[-1].head else Kept(0.0)
+    types = {block for stage in of_rank for block, _ in stage.blocks}
+    of_type = {block: layer(model, layout, software, block) for block in types}
     for stage in of_rank:
-        parts = [(n, block, layer(model, layout, software, block)) for block, n in stage.blocks]
+        parts = [(n, block, of_type[block]) for block, n in stage.blocks]
         parts += [(stage.embedding, None, embedding), (stage.head, None, head)]
         shared, shared_deferred = shared_bytes(model, layout, software, stage)
         kept.append(sum(n * part.kept for n, _, part in parts) + shared)
@@ -497,8 +499,10 @@ def buffers(model: MoEConfig, layout: Layout, software: Software, rank: int) -> 
     units = block + max(block, is_end * vocabulary(model, layout))
     stage = layout.zero_stage if layout.replicas > 1 else 0
     # Under zb-h1 all units wait for gradients of matrices.
-    whole = sum(parameters(model, layout, software, rank))
-    summed = whole if waits_for_w(layout) else units
+    summed = units
+    if waits_for_w(layout) or software.lora_rank:
+        whole = sum(parameters(model, layout, software, rank))
+        summed = whole if waits_for_w(layout) else units
     if software.lora_rank:
         summed *= sum(learned(model, layout, software, rank)) / whole
     # Two are received, one of them ahead; one is on its way (add_transfers).

@@ -111,8 +111,11 @@ def standard_library() -> list[Path]:
     """Python's own source files, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    sources = sorted(root.rglob("*.py"))
-    return [path for path in sources if not skip.intersection(path.relative_to(root).parts)]
+    sources = []
+    for parent, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in skip]
+        sources += [Path(parent, name) for name in names if name.endswith(".py")]
+    return sorted(sources)
 
 
 def text_files(folder: Path) -> list[Path]:

@@ -356,6 +356,8 @@ CASES = {
     ),
 }
 
+OF_TRANSFORMERS = ("ViT", "Llama", "Llama, recomputed", "BERT", "T5", "CLIP")
+
 
 # --- models that are drawn ------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import small_run
@@ -47,8 +48,6 @@ RL_FLAGS = small_run.as_flags(
     warmup_steps=0,
     device="cpu",
 )
-# a launcher for `run`
-FORKED = [sys.executable, str(ROOT / "tests/forked_torchrun.py"), "--nproc-per-node", "2"]
 REWARD = "def evenness(prompt, answer, record):\n    return sum(map(ord, answer)) % 7\n"
 
 
@@ -59,12 +58,38 @@ def has_checkpoint(line: str) -> bool:
     return found is not None and int(found[1]) >= 3
 
 
-def run(command: list[str], seed: int, most: int) -> tuple[int, str]:
+class Forked:
+    """What `run` asks of subprocess.Popen: tests/forked_torchrun.py, which waits for no import."""
+
+    def __init__(self, words: list[str], **options):
+        import processes
+
+        self.command = processes.start_launcher(words)
+        self.pid, self.wait = self.command.process.pid, self.command.wait
+
+    def poll(self) -> int | None:
+        return self.command.returncode
+
+    @property
+    def stdout(self) -> Iterator[str]:
+        read = 0
+        while True:
+            is_over = self.poll() is not None
+            whole = self.command.stdout.rpartition("\n")[0].splitlines()
+            yield from (f"{line}\n" for line in whole[read:])
+            read = len(whole)
+            if is_over:
+                return
+            time.sleep(0.01)
+
+
+def run(command: list[str], seed: int, most: int, popen=subprocess.Popen) -> tuple[int, str]:
     """Run a launcher's command, `.. --nproc-per-node 2 .. train.py ..`, with restarts, and kill a
-    random rank at up to `most` random moments. Returns (kills, output)."""
+    random rank at up to `most` random moments. popen: or Forked, for a command that begins with
+    --nproc-per-node. Returns (kills, output)."""
     g = random.Random(seed)
     first_flag = command.index("--nproc-per-node")
-    process = subprocess.Popen(
+    process = popen(
         [*command[:first_flag], "--max-restarts", str(most + 1), *command[first_flag:]],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -4,18 +4,24 @@ one device.
 A rank of these tests forgets the modules of this tree and imports those of the copy.
 """
 
+import contextlib
+import io
 import json
 import math
+import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
 
+import processes
 import pytest
 import small_run
 import torch
+import torch.distributed as dist
 from parity import same
 from safetensors.torch import load_file, save_file
 
@@ -291,14 +297,20 @@ def test_kind_of_training(copy, tmp_path):
 # --- a model from elsewhere -----------------------------------------------------------------------
 
 
+def any_model(rank: int, folder: Path, world: int, port: int) -> list[str]:
+    """Run the script as a rank of torchrun. Returns the words that it prints."""
+    dist.destroy_process_group()
+    os.environ |= processes.of_rank(rank, world, port)
+    os.chdir(folder)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path("any_model.py", run_name="__main__")
+    return printed.getvalue().split()
+
+
 def losses_and_checkpoint(copy: Path, world: int) -> tuple[list, Path]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    done = subprocess.run(
-        [*command, str(world), "any_model.py"], cwd=copy, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    printed = run(copy, world, any_model, copy, world, processes.free_port())
     path = (copy / "any_model").rename(copy / f"any_model_{world}")
-    return done.stdout.split(), path / "step-000003"
+    return printed, path / "step-000003"
 
 
 def test_any_model(copy):

@@ -362,8 +362,9 @@ def test_killed_ranks_are_started_again(tmp_path):
     tests/killed_ranks.py --rl` does this many times, in new interpreters.)"""
     flags = killed_ranks.rl_flags(tmp_path, lambda flags: run("finetune.sft", *flags))
     on_two_ranks("finetune.reinforcement", *flags, "--out", tmp_path / "whole")
-    command = [*killed_ranks.FORKED, "-m", "finetune.reinforcement", *flags]
-    kills, output = killed_ranks.run([*command, "--out", str(tmp_path / "killed")], seed=0, most=1)
+    command = ["--nproc-per-node", "2", "-m", "finetune.reinforcement", *flags]
+    command += ["--out", str(tmp_path / "killed")]
+    kills, output = killed_ranks.run(command, 0, 1, killed_ranks.Forked)
     assert kills == 1 and output.count("resuming after step") == 1, output
     curve, tensors = killed_ranks.state(tmp_path / "whole")
     killed_curve, killed_tensors = killed_ranks.state(tmp_path / "killed")

@@ -347,7 +347,8 @@ def test_killed_ranks_are_started_again(here, text):
     whole = processes.run(argv(text, "--out", "whole", *killed_ranks.FLAGS), world=2)
     assert whole.returncode == 0, whole.stderr
     words = argv(text, "--out", "killed", *killed_ranks.FLAGS)
-    kills, output = killed_ranks.run([*killed_ranks.FORKED, str(ROOT / words[0]), *words[1:]], 0, 1)
+    command = ["--nproc-per-node", "2", str(ROOT / words[0]), *words[1:]]
+    kills, output = killed_ranks.run(command, 0, 1, killed_ranks.Forked)
     assert kills == 1 and output.count("resuming after step") == 1, output
     assert numbers_of("killed") == numbers_of("whole") and same_weights("killed", "whole")
 
