@@ -25,7 +25,8 @@ gc.disable()
 # ranks and commands begin with all of this imported
 ranks.preload(
     *("pytest", "train", "run.checkpoint_slices", "context_parallel", "fp8", "kernels", "moe"),
-    *("prompt_tuning", "parity", "processes", "inference.cli", "matplotlib.pyplot", "transformers"),
+    *("prompt_tuning", "parity", "processes", "inference.cli", "matplotlib.pyplot"),
+    "transformers.modeling_utils",
 )
 
 

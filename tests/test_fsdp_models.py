@@ -134,7 +134,9 @@ def of_three_ranks() -> list[Layout]:
     """What a third rank changes is how units are padded and cut: of stage 3, and of 1 and 2 in
     turn. Models of transformers, which ranks import for seconds, are cut as the others."""
     names = [name for name in CASES if name not in OF_TRANSFORMERS]
-    return [Layout(name, 3, stage, True) for n, name in enumerate(names) for stage in (1 + n % 2, 3)]
+    return [
+        Layout(name, 3, stage, True) for n, name in enumerate(names) for stage in (1 + n % 2, 3)
+    ]
 
 
 def on_rank(rank: int, layouts: list[Layout]) -> list[str]:
@@ -163,7 +165,9 @@ def on_rank(rank: int, layouts: list[Layout]) -> list[str]:
 
 
 def check(names: list[str | int], world: int) -> None:
-    check_layouts([layout for n in names for layout in layouts_of(n) if layout.world == world], world)
+    check_layouts(
+        [layout for n in names for layout in layouts_of(n) if layout.world == world], world
+    )
 
 
 def check_layouts(layouts: list[Layout], world: int) -> None:
