@@ -194,47 +194,55 @@ def with_pictures(drawn: dict, seed: int) -> dict:
     g = random.Random(-9 * 10**6 - seed)
     layout = {name: value for name, value in drawn["layout"].items() if name != "ep"}
     kept = SMALL | drawn["model"]
-    model = {n: kept[n] for n in SMALL.keys() - {"seq_length", "vocab_size", "num_kv_heads"}}
+    model = {n: kept[n] for n in SMALL.keys() - {"seq_length", "vocab_size"}}
     patch, side = g.choice([1, 2, 3]), g.randint(1, 4)
     model |= dict(model="tiny", patch_size=patch, picture_size=patch * side)
     model |= dict(ffn_hidden_size=48, head_dim=8)
-    if not model["dropout"]:
-        model["attention"] = g.choice(["fused", "explicit"])
-    # What makes a sequence of a length that its shards divide.
     shards = layout["tp"] if layout.get("sequence_parallel") else 1
-    more = shards * g.randint(0, 2)
-    command = g.choice(["vit.py", "dit.py"])
-    if command == "vit.py":
-        model |= dict(class_tokens=more + -(side**2) % shards, classes=g.randint(16, 20))
-    else:
-        objective, edit = g.choice(["noise", "flow"]), g.random() < 0.5
-        length = 1 + more + -(side**2 + 2) % shards
-        model |= dict(objective=objective, edit=edit, text_length=length)
-    model |= dict(command=command)
-    if g.random() < 1 / 3:
-        others = {"classes", "class_tokens", "objective", "edit", "text_length"}
-        model = {n: model[n] for n in model.keys() - others} | with_a_tower(g, model, shards)
-    return drawn | {"model": model, "layout": layout}
+    of_model = {"vit": of_vit, "dit": of_dit, "clip": of_clip, "multimodal": of_multimodal}
+    # A CLIP has two layers at least.
+    command = g.choice([name for name in of_model if name != "clip" or model["num_layers"] > 1])
+    model |= of_model[command](g, side**2, shards, model["num_layers"])
+    if command == "clip":
+        del model["dropout"]
+    # Without a picture in a batch a projection alone has no gradient.
+    if model["global_batch_size"] < 4:
+        model.pop("freeze", None)
+    if not model.get("dropout"):
+        model["attention"] = g.choice(["fused", "explicit"])
+    return drawn | {"model": model | dict(command=f"{command}.py"), "layout": layout}
 
 
-def with_a_tower(g: random.Random, model: dict, shards: int) -> dict:
-    """Fields of a decoder that reads pictures."""
-    side, heads, patch = g.randint(1, 2), model["num_heads"], model["patch_size"]
-    frozen = g.choice([[], [], ["vision"], ["vision", "decoder"]])
-    return dict(
-        command="multimodal.py",
-        model="tiny-gpt2",
-        picture_size=patch * side,
-        vision_layers=g.randint(1, 3),
-        vision_heads=heads,
-        vision_hidden_size=heads * g.randint(3, 8),
-        vision_class_tokens=shards * g.randint(0, 1) + -(side**2) % shards,
-        vision_encoder=g.choice(["vit", "clip"]),
-        projection=g.choice(["linear", "mlp2x_gelu"]),
-        freeze=frozen,
-        seq_length=16,
-        vocab_size=61,
-    )
+# The fields of a model, of a sequence that its shards divide. n: patches of a picture.
+
+
+def of_vit(g: random.Random, n: int, shards: int, layers: int) -> dict:
+    return dict(class_tokens=shards * g.randint(0, 2) + -n % shards, classes=g.randint(16, 20))
+
+
+def of_dit(g: random.Random, n: int, shards: int, layers: int) -> dict:
+    fields = dict(objective=g.choice(["noise", "flow"]), edit=g.random() < 0.5)
+    return fields | dict(text_length=1 + shards * g.randint(0, 2) + -(n + 2) % shards)
+
+
+def of_clip(g: random.Random, n: int, shards: int, layers: int) -> dict:
+    """Some layers of the text, the others of the picture."""
+    fields = dict(text_layers=g.randint(1, layers - 1), text_length=4 * g.randint(9, 12))
+    fields |= dict(text_hidden_size=g.choice([16, 32]), text_heads=4, embedding_size=12)
+    return fields | dict(class_tokens=1 + shards * g.randint(0, 1) + -(n + 1) % shards)
+
+
+def of_multimodal(g: random.Random, n: int, shards: int, layers: int) -> dict:
+    """A decoder, and a tower of another width."""
+    fields = dict(model=g.choice(["tiny", "tiny-gpt2"]), vocab_size=61)
+    fields |= dict(vision_layers=g.randint(1, 3), vision_heads=4)
+    fields |= dict(vision_hidden_size=4 * g.randint(3, 8))
+    fields |= dict(vision_class_tokens=shards * g.randint(0, 1) + -n % shards)
+    fields |= dict(vision_encoder=g.choice(["vit", "clip"]))
+    fields |= dict(projection=g.choice(["linear", "mlp2x_gelu"]))
+    fields["freeze"] = g.choice([[], [], ["vision"], ["vision", "decoder"]])
+    # The picture stands in the middle (course/synthetic.py).
+    return fields | dict(seq_length=-(-(2 * n + 4) // 4) * 4)
 
 
 def with_peft(drawn: dict, seed: int) -> dict:

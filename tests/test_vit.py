@@ -112,7 +112,7 @@ def test_equals_one_device(base, world, layouts):
 @pytest.mark.parametrize(
     "flags, seed",
     [
-        ("--pictures", 3),
+        ("--pictures", 9),
         *[again("--pictures", seed) for seed in range(100, 140)],
         *[again("--pictures --fp8", seed) for seed in range(8)],
         *[again("--pictures --hybrid", seed) for seed in range(8)],
