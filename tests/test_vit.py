@@ -176,7 +176,7 @@ def causal_mask():
     [
         (head_counted_by_each_rank, SEQUENCE),
         (patches_of_the_first_shard, SEQUENCE),
-        (causal_mask, dict(tp=2)),
+        again(causal_mask, dict(tp=2)),
     ],
 )
 def test_gate_sees(mutate, flags):
@@ -315,14 +315,14 @@ def vit_run(*words) -> tuple:
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("--data digits --patch-size 3", "--patch-size 3: must divide --picture-size 8"),
-        ("--data digits --classes 3", "--classes 3: the data has 10 labels, and the model 3"),
-        ("--data digits shapes", "--data digits shapes: names one set of pictures"),
+        ("--data shapes --patch-size 3", "--patch-size 3: must divide --picture-size 8"),
+        ("--data shapes --classes 3", "--classes 3: the data has 16 labels, and the model 3"),
+        ("--data shapes shapes", "--data shapes shapes: names one set of pictures"),
         ("--data nowhere", "--data nowhere: is neither shapes, nor digits, nor a folder"),
         ("--data {one}", "--data {one}: needs two labels or more, and a label for each"),
         ("--data {bare}", "--data {bare}: needs two labels or more, and a label for each"),
         ("--data {broken}", "0.png: cannot be read as a picture"),
-        ("--data digits --class-tokens -1", "--class-tokens -1: must be at least 0"),
+        ("--data shapes --class-tokens -1", "--class-tokens -1: must be at least 0"),
     ],
 )
 def test_refused_flags(words, message, tmp_path, capsys):
