@@ -9,7 +9,6 @@ import argparse
 import ast
 import importlib
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -17,6 +16,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import processes
 import pytest
 import torch.distributed.run
 import yaml
@@ -447,9 +447,7 @@ def test_hello(tmp_path):
         r"^```python\n(import torch\n.*?)^```$", README.read_text(), re.M | re.S
     )
     (tmp_path / "hello.py").write_text(program)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "hello.py"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = processes.run([tmp_path / "hello.py"], world=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("(64, 32) of (128, 32)") == 2
     losses = re.findall(r"loss ([\d.]+), on one device ([\d.]+)", done.stdout)
