@@ -288,7 +288,7 @@ def apply(model: gpt.GPT, group: dist.ProcessGroup) -> None:
     check(model.config, group.size())
     parts = [model.embedding, *model.blocks.values(), model.head]
     parts = [part for part in parts if part is not None]
-    check_order(model, group, parts)
+    check_order(model, group)
     for module in model.modules():
         if isinstance(module, tensor_parallel.ParallelHeadNorms):
             # `synchronise` sums these gradients with those of the layer's other replicated weights.
@@ -308,11 +308,12 @@ def apply(model: gpt.GPT, group: dist.ProcessGroup) -> None:
         synchronise(part, group)
 
 
-def check_order(model: gpt.GPT, group: dist.ProcessGroup, parts: list[nn.Module]) -> None:
+def check_order(model: gpt.GPT, group: dist.ProcessGroup) -> None:
     """Raises ValueError if `apply` is called too early, too late, or twice."""
     regions = [module for module in model.modules() if isinstance(module, tuple(REPLACEMENTS))]
-    # A pipeline stage may be empty.
-    if parts and {module.group for module in regions} != {group}:
+    groups = {module.group for module in regions}
+    # A pipeline stage may be without a block, and an embedding or head without a vocabulary.
+    if groups != {group} and (groups or model.blocks):
         raise ValueError(
             "sequence parallelism works on a model that is sharded over the same group: call "
             "tensor_parallel.apply(model, group) first"

@@ -55,6 +55,12 @@ CASES = {
 }
 MORE = {
     "four": (VIT, 4, [SEQUENCE | ZB_H1 | FULL]),
+    # The embedding alone, then the head alone.
+    "four, uneven": (
+        VIT,
+        4,
+        [SEQUENCE | dict(pp=2, layer_split=split) for split in ([0, 4], [4, 0])],
+    ),
     "one rank": (VIT, 1, [SELECTIVE, FULL | FUSED, dict(micro_batch_size=1)]),
     "the mean in two": (MEAN | dict(picture_size=12), 2, [SEQUENCE, SEQUENCE | FULL]),
     "a class token in three": (
