@@ -15,15 +15,16 @@ WITHOUT = form.Removals()
 
 
 @WITHOUT.replace("remix", diffusion.Process, "step", "Where do the samples end?")
-def noiseless(self, x_t, t, s, found, z, eta=0.0, clip=False):
-    """At 0, the mean of the data. The noise in x_s carries on what x_t began: without it the next
-    step has nothing that tells -1 from 1."""
+def noiseless(self, x_t, t, s, found, z=None, clip=False):
+    """All at one place: at 0, the mean of the data; with the caption 1 all at 1, since the first
+    guess is 0.6. The noise in x_s carries on what x_t began: without it nothing tells samples
+    apart."""
     return self.rates(s)[0] * self.picture(x_t, t, found)
 
 
 @WITHOUT.replace("guidance", diffusion, "guided", "How many samples follow the caption now?")
 def unguided(model, captions, empty, w, source=None, w_source=1.0):
-    """As many as of the data, whatever w is: the model is asked for the caption alone."""
+    """As many as of the data, whatever w is: the model is asked with its conditions alone."""
     return lambda x_t, t: model(x_t, t, captions, source)
 
 
@@ -39,7 +40,7 @@ SAMPLES, RIGHT = 2000, 0.8
 def best_model(x_t: Tensor, t: float, captions: Tensor, source=None) -> Tensor:
     """The noise that the best model finds. The data are -1 and 1, equally often; a caption (-1 or
     1; 0: none) is right in 80% of them. E[x | x_t, c] = tanh(a x_t / b² + c ln(0.8 / 0.2) / 2)"""
-    a, b = diffusion.Noise().rates(t)
+    a, b = diffusion.DDPM().rates(t)
     x = torch.tanh(a * x_t / b**2 + captions * math.log(RIGHT / (1 - RIGHT)) / 2)
     return (x_t - a * x) / b
 
@@ -51,7 +52,24 @@ def samples(lesson: form.Lesson, steps: int, caption: int, w: float) -> Tensor:
     with lesson.removed():
         find = diffusion.guided(best_model, captions, torch.zeros(1), w)
         draw = lambda: torch.randn(SAMPLES, 1, generator=g, dtype=torch.float64)  # noqa: E731
-        return diffusion.sample(diffusion.Noise(), find, draw, steps)
+        return diffusion.sample(diffusion.DDPM(), find, draw, steps)
+
+
+def two_conditions(x_t: Tensor, t: float, captions: Tensor, source: Tensor) -> Tensor:
+    """1 without caption and source, 2 with the source, 5 with both."""
+    return 1 + source + 3 * captions
+
+
+def edits(lesson: form.Lesson) -> None:
+    lesson.predict(
+        "An edit has a caption and a source, and a guidance for each: w = 3, w_source = 2. A model"
+        " finds 1 with none of the two, 2 with the source, 5 with both. What is used?",
+        "the guided number",
+    )
+    ones = torch.ones(1, 1)
+    with lesson.removed():
+        used = diffusion.guided(two_conditions, ones, torch.zeros(1), 3, ones, 2)(ones, 0).item()
+    lesson.check(f"{used:.0f} (right: 1 + 2 (2 - 1) + 3 (5 - 2) = 12)", used == 12, [used])
 
 
 def one_step(rank: int) -> dict:
@@ -62,8 +80,7 @@ def one_step(rank: int) -> dict:
     model = demo.make_model(config, *techniques, group=demo.all_ranks())
     tokens, _ = demo.random_tokens(4, config.seq_length, 64)
     pictures, noise = torch.randn(2, 4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    times = torch.tensor([10.0, 300.0, 600.0, 990.0])
-    context = Context(pictures=pictures, times=times)
+    context = Context(pictures=pictures, times=torch.tensor([10.0, 300.0, 600.0, 990.0]))
     embedded = model.embedding(tokens, context)
     return demo.one_step(model, tokens, noise, context) | {"positions": embedded.shape[1]}
 
@@ -74,7 +91,7 @@ def teach(lesson: form.Lesson) -> None:
         " middle, at time 499, and at the end, 999?",
         "a at 499; a at 999",
     )
-    a = [diffusion.Noise().rates(t)[0] for t in (499, 999)]
+    a = [diffusion.DDPM().rates(t)[0] for t in (499, 999)]
     lesson.check(
         f"{a[0]:.3f} and {a[1]:.4f}: half of the times are almost noise alone",
         0.27 < a[0] < 0.29 and 0.006 < a[1] < 0.007,
@@ -88,8 +105,8 @@ def teach(lesson: form.Lesson) -> None:
     drawn = [samples(lesson, steps, 0, 1.0) for steps in (1, 25)]
     near = [100 * ((x.abs() - 1).abs() < 0.1).double().mean().item() for x in drawn]
     lesson.check(
-        f"{near[0]:.0f} and {near[1]:.0f}: in noise alone the best guess is the mean of all data,"
-        f" here {drawn[0].mean():.2f}; each step makes it one of them",
+        f"{near[0]:.0f} and {near[1]:.0f} (right: 0, and nearly all). In noise alone the best guess"
+        " is the mean of all data; each step makes it more one of them",
         near[0] == 0 and near[1] > 95,
         near,
     )
@@ -100,11 +117,11 @@ def teach(lesson: form.Lesson) -> None:
     )
     above = [100 * (samples(lesson, 25, 1, w) > 0).double().mean().item() for w in (1.0, 3.0)]
     lesson.check(
-        f"{above[0]:.0f} and {above[1]:.0f}: w = 1 draws what the data have, w = 3 what the caption"
-        " says",
+        f"{above[0]:.0f} and {above[1]:.0f} (right: 80, as in the data, and nearly all)",
         abs(above[0] - 80) < 5 and above[1] > 95,
         above,
     )
+    edits(lesson)
     lesson.predict(
         "A DiT reads 7 tokens of a caption, a time and 16 patches, on two tensor and sequence"
         " parallel ranks. How many positions does each embed? How many are patches on rank 0?",

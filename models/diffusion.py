@@ -4,10 +4,10 @@ A picture x and noise ε are mixed, from t = 0 (hardly any noise) to 1000 (hardl
 
     x_t = a(t) x + b(t) ε
 
-    noise     DDPM (Ho et al., arXiv 2006.11239, equation 4):  a = √ᾱ_t, b = √(1 - ᾱ_t),
-              ᾱ_t = Π (1 - β_i); the model finds ε
-    flow      flow matching (arXiv 2210.02747; rectified flow, arXiv 2209.03003):
-              a = 1 - t / 1000, b = t / 1000; the model finds ε - x
+    DDPM      Ho et al., arXiv 2006.11239, equation 4:  a = √ᾱ_t, b = √(1 - ᾱ_t),
+              ᾱ_t = Π (1 - β_i); the model finds ε (--objective noise)
+    Flow      flow matching (arXiv 2210.02747; rectified flow, arXiv 2209.03003):
+              a = 1 - t / 1000, b = t / 1000; the model finds ε - x (--objective flow)
 
 The loss is the mean squared error. A sample begins as noise. In each step the model says what x and
 ε are in x_t, and both are mixed again, at an earlier time s:
@@ -49,45 +49,62 @@ T = 1000
 
 
 class Process:
-    """How pictures become noise, and what of both the model finds. This one is flow matching."""
+    """How pictures become noise, and what the model finds: ε - c x."""
+
+    c: float
+
+    def rates(self, t: float) -> tuple[float, float]:
+        """a(t), b(t)"""
+        raise NotImplementedError
 
     def time(self, u: float) -> float:
         """The time of a training example. u: uniform in [0, 1)."""
         return u * T
 
-    def rates(self, t: float) -> tuple[float, float]:
-        """a(t), b(t)"""
-        return 1 - t / T, t / T
+    def times(self, steps: int) -> list[float]:
+        """The times of a sample's steps: all noise first, at last none."""
+        return [T * k / steps for k in range(steps, -1, -1)]
 
     def add_noise(self, x: Tensor, noise: Tensor, t: float) -> Tensor:
         a, b = self.rates(t)
         return a * x + b * noise
 
     def target(self, x: Tensor, noise: Tensor) -> Tensor:
-        """What the model is to find."""
-        return noise - x
+        return noise - self.c * x
 
     def picture(self, x_t: Tensor, t: float, found: Tensor) -> Tensor:
-        """x, by what the model has found in x_t."""
-        return x_t - t / T * found
+        """x, by what the model has found in x_t: ε = found + c x, and x_t = a x + b ε."""
+        a, b = self.rates(t)
+        return (x_t - b * found) / (a + b * self.c)
 
-    def times(self, steps: int) -> list[float]:
-        """The times of a sample's steps: all noise first, at last none."""
-        return [T * k / steps for k in range(steps, -1, -1)]
-
-    def step(self, x_t: Tensor, t: float, s: float, found: Tensor, z: Tensor, eta=0.0, clip=False):
-        """From time t to s. z: noise; eta: from 0 (z is not used) to 1 (DDPM's step, whose variance
-        is β̃; arXiv 2010.02502, equation 16); clip: x is a picture, of numbers from -1 to 1."""
-        (a, b), (a_s, b_s), x = self.rates(t), self.rates(s), self.picture(x_t, t, found)
-        x = x.clamp(-1, 1) if clip else x
+    def step(self, x_t: Tensor, t: float, s: float, found: Tensor, z=None, clip=False) -> Tensor:
+        """From time t to s. z: new noise, for DDPM's step; None: σ = 0. clip: x is a picture, of
+        numbers from -1 to 1."""
+        (a, b), (a_s, b_s) = self.rates(t), self.rates(s)
+        x = self.picture(x_t, t, found)
+        if clip:
+            x = x.clamp(-1, 1)
         noise = (x_t - a * x) / b
-        sigma = eta and eta * b_s / b * math.sqrt(1 - (a / a_s) ** 2)
-        return a_s * x + math.sqrt(b_s**2 - sigma**2) * noise + sigma * z
+        if z is None:
+            return a_s * x + b_s * noise
+        # β̃ of arXiv 2010.02502, equation 16
+        variance = (b_s / b) ** 2 * (1 - (a / a_s) ** 2)
+        return a_s * x + math.sqrt(b_s**2 - variance) * noise + math.sqrt(variance) * z
 
 
-class Noise(Process):
-    """DDPM, with β from 1e-4 to 0.02 (section 4). Times are whole numbers below T; at -1 there is
-    no noise."""
+class Flow(Process):
+    """Flow matching."""
+
+    c = 1.0
+
+    def rates(self, t: float) -> tuple[float, float]:
+        return 1 - t / T, t / T
+
+
+class DDPM(Process):
+    """β from 1e-4 to 0.02 (section 4). Times are whole numbers below T; at -1 there is no noise."""
+
+    c = 0.0
 
     def __init__(self, kept: Tensor | None = None):
         """kept: ᾱ of each time, [T] float64; by default that of the paper."""
@@ -95,26 +112,19 @@ class Noise(Process):
         kept = (1 - beta).cumprod(0) if kept is None else kept
         self.kept: list[float] = [*kept.tolist(), 1.0]
 
-    def time(self, u: float) -> float:
-        return float(int(u * T))
-
     def rates(self, t: float) -> tuple[float, float]:
         kept = self.kept[int(t)]
         return math.sqrt(kept), math.sqrt(1 - kept)
 
-    def target(self, x: Tensor, noise: Tensor) -> Tensor:
-        return noise
-
-    def picture(self, x_t: Tensor, t: float, found: Tensor) -> Tensor:
-        a, b = self.rates(t)
-        return (x_t - b * found) / a
+    def time(self, u: float) -> float:
+        return float(int(u * T))
 
     def times(self, steps: int) -> list[float]:
         return [round(t) - 1.0 for t in super().times(steps)]
 
 
 # What --objective names.
-OBJECTIVES: dict[str, Callable[[], Process]] = {"noise": Noise, "flow": Process}
+OBJECTIVES: dict[str, Callable[[], Process]] = {"noise": DDPM, "flow": Flow}
 
 # --- samples --------------------------------------------------------------------------------------
 
@@ -137,19 +147,22 @@ def guided(
     k, ids = len(texts), torch.cat(texts)
 
     def find(x_t: Tensor, t: float) -> Tensor:
-        first, *others = found = model(torch.cat([x_t] * k), t, ids, source).chunk(k)
-        return first + sum(w * (b - a) for w, a, b in zip(weights, found, others))
+        found = model(torch.cat([x_t] * k), t, ids, source).chunk(k)
+        result = found[0]
+        for weight, without, given in zip(weights, found, found[1:]):
+            result = result + weight * (given - without)
+        return result
 
     return find
 
 
 @torch.no_grad()
-def sample(process: Process, find: Callable, draw: Callable, steps: int, eta=0.0, clip=False):
+def sample(process: Process, find: Callable, draw: Callable, steps: int, ddpm=False, clip=False):
     """Pictures from noise. find(x_t, t): what the model finds; draw(): new noise, as large as the
-    pictures; eta, clip: as of Process.step."""
+    pictures; ddpm: whether each step has new noise; clip: as of Process.step."""
     x = draw()
     for t, s in pairwise(process.times(steps)):
-        x = process.step(x, t, s, find(x, t), draw() if eta else x, eta, clip)
+        x = process.step(x, t, s, find(x, t), draw() if ddpm else None, clip)
     return x
 
 
@@ -213,8 +226,11 @@ class NoisedData(Captioned):
         self.empty = caption_ids(self.tokenizer, "", self.m)[0]
 
     def noised(self, sample: int, example: Example) -> tuple[list[int], Tensor, Tensor, float]:
-        """(ids of the caption, noised picture and source, target, time). A tenth has no caption, or
-        with a source a twentieth has no caption, a twentieth neither, a twentieth no source."""
+        """(ids of the caption, noised picture and source, target, time). What is left out:
+
+        part, uniform    0 ..      0.05 ..   0.1 ..    0.15 .. 1
+        caption          empty     empty
+        source                     zeros     zeros"""
         g = gpt.generator(0, f"{self.sequence_of.seed}, noise of {sample}")
         u, part = torch.rand(2, generator=g, dtype=torch.float64).tolist()
         x = self.encode(to_tensor([example.picture]))
@@ -223,7 +239,7 @@ class NoisedData(Captioned):
         inputs = [self.process.add_noise(x, noise, t)]
         if self.edits:
             source = self.encode(to_tensor([example.source]))
-            inputs.append(source * (not 0.05 <= part < 0.15))
+            inputs.append(torch.zeros_like(source) if 0.05 <= part < 0.15 else source)
         ids = self.empty if part < 0.1 else self.text_and_target(example)[0]
         return ids, torch.cat(inputs, 1), self.process.target(x, noise), t
 

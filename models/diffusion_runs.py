@@ -27,16 +27,18 @@ from models.picture_data import caption_ids
 from models.picture_runs import TINY, PictureRun, PictureTask
 from models.pictures import Batch, to_tensor, to_uint8
 from models.unet import UNetConfig, refuse_layouts
-from run.checkpoint import CheckpointError
+from run import checkpoint
+from run.checkpoint_index import CheckpointError, read_signed
 from run.config import flag
 from run.data import Dataset
+from run.documents import fingerprint
 from run.finish import leave
 from run.presets import Recipe
 
 # Pictures of the sample at the end.
 SHOWN = 8
 # What else a checkpoint says of its model.
-FLAGS_OF_A_MODEL = ("objective", "autoencoder", "edit")
+FLAGS_OF_A_MODEL = ("objective", "autoencoder", "edit", "latents")
 
 
 class Sampling(NamedTuple):
@@ -93,8 +95,10 @@ class DiffusionTask(PictureTask):
         return {"diffusion": {name: getattr(self.config, name) for name in FLAGS_OF_A_MODEL}}
 
     def check_base(self, path, index: dict) -> None:
-        if (learned := index["diffusion"]["objective"]) != self.config.objective:
-            self.config.refuse("objective", f"{path} learns {learned}")
+        trained = index["diffusion"]
+        if trained["objective"] != self.config.objective:
+            self.config.refuse("objective", f"{path} learns {trained['objective']}")
+        self.config.check_latents(trained["latents"], path)
 
     def flops_per_token(self, s: int) -> float:
         shape = self.model_config
@@ -127,8 +131,8 @@ class DiffusionTask(PictureTask):
 
         weights = o.guidance, sources, o.source_guidance
         find = diffusion.guided(self.find, torch.tensor(ids), torch.tensor(empty), *weights)
-        eta, clip = float(o.sampler == "ddpm"), not self.config.autoencoder
-        drawn = diffusion.sample(self.config.process, find, noise, o.steps, eta, clip)
+        ddpm, clip = o.sampler == "ddpm", not self.config.autoencoder
+        drawn = diffusion.sample(self.config.process, find, noise, o.steps, ddpm, clip)
         return space.decode(drawn.float())
 
     def sample(self, tokenizer, held_out: NoisedData) -> str:
@@ -179,6 +183,18 @@ class DiffusionRun(PictureRun):
             return open_autoencoder(self.autoencoder) if self.autoencoder else Pixels()
         except CheckpointError as e:
             raise CheckpointError(f"--autoencoder {e}") from None
+
+    @cached_property
+    def latents(self) -> str | None:
+        """Which autoencoder it is, wherever it lies: a hash of its checkpoint's index."""
+        if not self.autoencoder:
+            return None
+        return fingerprint(read_signed(checkpoint.find(self.autoencoder)).decode())
+
+    def check_latents(self, trained: str | None, path) -> None:
+        """Raises ConfigError where a model has learned in other latents."""
+        if trained != self.latents:
+            self.refuse("autoencoder", f"is not the one with which {path} has learned")
 
     @property
     def channels(self) -> int:

@@ -25,7 +25,11 @@ from train import Trainer
 
 # The command that trained a model -> the class of its flags.
 RUNS = {run.command: run for run in (DiTRun, UNetRun)}
-MODEL_FLAGS = "autoencoder tp pp layer_split precision device tokenizer kernels".split()
+# The flags that the training had too.
+MODEL_FLAGS = (
+    *("autoencoder", "tp", "pp", "layer_split"),
+    *("precision", "device", "tokenizer", "kernels"),
+)
 
 
 def config_of(args: argparse.Namespace, world) -> DiffusionRun:
@@ -36,21 +40,28 @@ def config_of(args: argparse.Namespace, world) -> DiffusionRun:
     index = checkpoint.read_index(checkpoint.find(args.checkpoint))
     if "diffusion" not in index or (command := command_of(index["model"])) not in RUNS:
         raise ConfigError(f"{where}: is of none of {', '.join(RUNS)}")
-    trained = index["diffusion"]
+    flags = index["diffusion"]
+    latents = flags.pop("latents")
     for name in MODEL_FLAGS:
-        trained |= {} if getattr(args, name) is None else {name: getattr(args, name)}
+        if (given := getattr(args, name)) is not None:
+            flags[name] = given
     if args.steps > T:
         raise ConfigError(f"--steps {args.steps}: must be at most {T}")
-    if args.sampler == "ddpm" and trained["objective"] == "flow":
+    if args.sampler == "ddpm" and flags["objective"] == "flow":
         raise ConfigError("--sampler ddpm: is for models of noise, and this one learned flow")
-    if trained["edit"] != bool(args.source):
-        fault = "needs --source, for it edits" if trained["edit"] else "draws; leave --source out"
+    if flags["edit"] != bool(args.source):
+        fault = "needs --source, for it edits" if flags["edit"] else "draws; leave --source out"
         raise ConfigError(f"{where}: {fault}")
+    if Path(args.out).suffix.lower() != ".png":
+        raise ConfigError(f"--out {args.out}: must end in .png")
     if not Path(args.out).parent.is_dir():
         raise ConfigError(f"--out {args.out}: no such folder")
-    trained |= dict(load=args.checkpoint, micro_batch_size=16, global_batch_size=16 * world.size)
-    config = RUNS[command](**trained)
+    flags |= dict(load=args.checkpoint, micro_batch_size=16, global_batch_size=16 * world.size)
+    config = RUNS[command](**flags)
+    # Messages name it.
+    config.command = "-m models.draw"
     rules.validate(config, world.size, base_needed=False)
+    config.check_latents(latents, args.checkpoint)
     return config
 
 
@@ -82,7 +93,13 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m models.draw", description=about)
     add_model_flags(parser, DenoiserConfig)
     flag, default = parser.add_argument, Sampling()
-    flag("--caption", action="append", required=True, metavar="TEXT", help="a row; several")
+    flag(
+        "--caption",
+        action="append",
+        required=True,
+        metavar="TEXT",
+        help="may be repeated; a row for each",
+    )
     flag("--source", metavar="FILE", help="the picture to edit, of a model trained with --edit")
     flag("--out", metavar="FILE", default="pictures.png", help="a PNG (default: pictures.png)")
     flag("--autoencoder", metavar="CKPT", help="needed where that of the training has moved")

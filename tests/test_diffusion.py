@@ -16,7 +16,7 @@ from course import ranks
 from course.parity import Run
 from course.training_commands import config_of
 from models import draw
-from models.diffusion import OBJECTIVES, Noise, Process, guided, sample, squared_error
+from models.diffusion import DDPM, OBJECTIVES, Flow, guided, sample, squared_error
 from models.diffusion_runs import Sampling
 from models.dit import Embedding
 from models.pictures import open_pictures, to_tensor
@@ -28,33 +28,33 @@ from run.tokenizer import ByteTokenizer
 
 def test_loss_and_steps_by_hand():
     """a = 0.8, b = 0.6 at time 0; a = 0.6, b = 0.8 at time 1."""
-    process = Noise(torch.tensor([0.64, 0.36], dtype=torch.float64))
+    process = DDPM(torch.tensor([0.64, 0.36], dtype=torch.float64))
     x, noise = torch.tensor([[[[0.5]]]]).double(), torch.tensor([[[[-1.0]]]]).double()
     x_t = process.add_noise(x, noise, 1)
     assert x_t.item() == pytest.approx(0.6 * 0.5 - 0.8 * 1)  # -0.5
     found = noise / 2
     assert squared_error(found, process.target(x, noise)).tolist() == [[0.25]]
     # x = (-0.5 + 0.8 * 0.5) / 0.6 = -1/6
-    ddim = process.step(x_t, 1, 0, found, noise)
+    ddim = process.step(x_t, 1, 0, found)
     assert ddim.item() == pytest.approx(0.8 * -1 / 6 + 0.6 * -0.5)
     # DDPM, equation 11: α = 0.36 / 0.64 = 0.5625, β = 0.4375, variance (0.36 / 0.64) β = 0.2461
     mean = (-0.5 - 0.4375 / 0.8 * -0.5) / 0.75
-    ddpm = process.step(x_t, 1, 0, found, torch.full_like(x, 2.0), eta=1.0)
+    ddpm = process.step(x_t, 1, 0, found, torch.full_like(x, 2.0))
     assert ddpm.item() == pytest.approx(mean + 2 * math.sqrt(0.5625 * 0.4375))
     # A picture has no number beyond 1, and the noise follows: x = 1, ε = (-0.5 - 0.6) / 0.8.
-    clipped = process.step(x_t, 1, 0, noise * 5, noise, clip=True)
+    clipped = process.step(x_t, 1, 0, noise * 5, clip=True)
     assert clipped.item() == pytest.approx(0.8 + 0.6 * -1.1 / 0.8)
 
 
 def test_flow_by_hand():
-    process = Process()
+    process = Flow()
     x, noise = torch.tensor(2.0).double(), torch.tensor(-1.0).double()
     assert process.add_noise(x, noise, 250).item() == 0.75 * 2 - 0.25
     assert process.target(x, noise).item() == -3
     # Euler's method: x + (s - t) v
-    assert process.step(x, 750, 500, noise * 3, x).item() == pytest.approx(2 + 0.25 * 3)
+    assert process.step(x, 750, 500, noise * 3).item() == pytest.approx(2 + 0.25 * 3)
     assert process.times(4) == [1000, 750, 500, 250, 0]
-    assert Noise().times(4) == [999, 749, 499, 249, -1]
+    assert DDPM().times(4) == [999, 749, 499, 249, -1]
 
 
 def test_guidance():
@@ -93,12 +93,12 @@ def gaussian(process):
     return find
 
 
-@pytest.mark.parametrize("objective, eta", [("noise", 0.0), ("noise", 1.0), ("flow", 0.0)])
-def test_samples_of_a_gaussian(objective, eta):
+@pytest.mark.parametrize("objective, ddpm", [("noise", False), ("noise", True), ("flow", False)])
+def test_samples_of_a_gaussian(objective, ddpm):
     process, g = OBJECTIVES[objective](), torch.Generator().manual_seed(0)
     n = 20_000
     drawn = sample(
-        process, gaussian(process), lambda: torch.randn(n, generator=g).double(), 1000, eta
+        process, gaussian(process), lambda: torch.randn(n, generator=g).double(), 1000, ddpm
     )
     # Four standard errors, and a hundredth: DDPM's steps have a little too small a variance.
     assert drawn.mean().item() == pytest.approx(MEAN, abs=4 * DEVIATION / math.sqrt(n) + 0.0025)
@@ -109,17 +109,17 @@ def test_samples_of_a_gaussian(objective, eta):
 
 
 @pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("eta", [0.0, 1.0])
-def test_equals_diffusers(eta, clip):
+@pytest.mark.parametrize("ddpm", [False, True])
+def test_equals_diffusers(ddpm, clip):
     """Four steps of DDIM, and of DDPM, with the model that finds 0.3 sin(3 x_t); and the noise."""
     diffusers = pytest.importorskip("diffusers")
     names = dict(clip_sample=clip, timestep_spacing="trailing")
-    scheduler = (diffusers.DDPMScheduler if eta else diffusers.DDIMScheduler)(**names)
+    scheduler = (diffusers.DDPMScheduler if ddpm else diffusers.DDIMScheduler)(**names)
     kept = scheduler.alphas_cumprod.double()
-    torch.testing.assert_close(torch.tensor(Noise().kept[:-1]), kept.float(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(torch.tensor(DDPM().kept[:-1]), kept.float(), atol=1e-6, rtol=0)
     # Theirs are in float32: from here on both have the same ones.
     scheduler.alphas_cumprod, scheduler.one = kept, torch.tensor(1.0).double()
-    process = Noise(kept)
+    process = DDPM(kept)
     g = torch.Generator().manual_seed(0)
     x, noise, *fresh = torch.randn(7, 2, 3, 4, 4, generator=g).double()
     for t in (0, 400, 999):
@@ -130,9 +130,9 @@ def test_equals_diffusers(eta, clip):
     assert scheduler.timesteps.tolist() == times[:-1]
     ours = theirs = x
     for t, s, z in zip(times, times[1:], fresh):
-        ours = process.step(ours, t, s, 0.3 * torch.sin(3 * ours), z, eta, clip)
+        ours = process.step(ours, t, s, 0.3 * torch.sin(3 * ours), z if ddpm else None, clip)
         found = 0.3 * torch.sin(3 * theirs)
-        if eta:
+        if ddpm:
             theirs = ddpm_step(scheduler, found, int(t), theirs, z)
         else:
             options = dict(use_clipped_model_output=clip)
@@ -282,6 +282,8 @@ def test_a_run_draws_and_goes_on(run, tmp_path, capsys):
         (["--caption", "a", "--count", "0"], "--count 0: must be at least 1"),
         (["--caption", "a", "--guidance", "nan"], "--guidance nan: must be at least 0"),
         (["--caption", "a", "--out", "no/a.png"], "--out no/a.png: no such folder"),
+        (["--caption", "a", "--out", "a.jpg"], "--out a.jpg: must end in .png"),
+        (["--caption", "a", "--tp", "2"], "torchrun --nproc-per-node 2 -m models.draw"),
     ],
 )
 def test_draw_refuses(flags, words, run, capsys):
@@ -313,6 +315,16 @@ def test_a_unet_draws_in_latents(tmp_path, capsys):
     assert "--sampler ddpm: is for models of noise" in capsys.readouterr().err
     assert draw.main(flags) == 0
     assert Image.open(picture).size == (16, 8)
+    # The autoencoder learns more: its latents are others then.
+    more = small_run.as_flags(out=moved, steps=2)
+    assert small_run.run("-m", "models.autoencoder", *of_coder[2:], "--resume", *more) == 0
+    capsys.readouterr()
+    assert draw.main(flags) == 2
+    rule = f"--autoencoder {moved}: is not the one with which "
+    assert f"{rule}{unet} has learned" in capsys.readouterr().err
+    of_unet |= dict(autoencoder=moved, steps=2)
+    on = small_run.as_flags(**of_unet)
+    assert rule in small_run.refusal(capsys, "-m", "models.unet", *on, "--resume")
 
 
 @pytest.mark.parametrize("tp, given, fits", [(2, 10, 11), (4, 10, 11), (4, 1, 3), (8, 39, 0)])
