@@ -67,10 +67,10 @@ class _Gather(torch.autograd.Function):
 def contrastive_losses(y: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The loss of each of this rank's n pairs among the N of all ranks. y: [n, 2, e], the features
     of captions and of pictures, as the head gives them -> [n]"""
-    n, first, everyone = len(y), 0, y
+    n, before, everyone = len(y), 0, y
     if group is not None:
-        first, everyone = group.rank() * n, _Gather.apply(y, group)
-    own = torch.arange(first, first + n, device=y.device)
+        before, everyone = group.rank() * n, _Gather.apply(y, group)
+    own = before + torch.arange(n, device=y.device)
     texts, pictures = y.unbind(1)  # [n, e]
     all_texts, all_pictures = everyone.unbind(1)  # [N, e]
     of_pictures = F.cross_entropy(pictures @ all_texts.T, own, reduction="none")  # of [n, N]
@@ -184,17 +184,17 @@ class Head(WholeHead):
         self.scale = nn.Parameter(torch.empty(1))
 
     def read(self, x: Tensor, targets: Tensor | None) -> Tensor:
-        # Sequence parallelism has given [text | picture] of each shard, one after the other.
-        t = 1 if self.group is None else self.group.size()
-        shards = x.unflatten(1, (t, -1))  # [b, t, s/t, h]
-        text = shards[:, :, : self.m // t, : self.text.in_features].flatten(1, 2)  # [b, m, h']
+        # Each of t shards has a part of the text, [b, m/t, h'], before its part of the picture.
+        shards = x.unflatten(1, (self.shard[1], -1))  # [b, t, s/t, h]
+        m = self.m // self.shard[1]
+        text = shards[:, :, :m, : self.text.in_features].flatten(1, 2)  # [b, m, h']
+        class_token = shards[:, 0, m]  # [b, h]
         end = self.m - 1 if targets is None else targets.squeeze(1)
-        last = text[torch.arange(len(x), device=x.device), end]  # [b, h']
-        first = shards[:, 0, self.m // t]  # [b, h]
-        parts = self.text(self.text_norm(last)), self.picture(self.picture_norm(first))  # [b, e]
+        last_token = text[torch.arange(len(x), device=x.device), end]  # [b, h']
+        t, p = self.text(self.text_norm(last_token)), self.picture(self.picture_norm(class_token))
         dtype = torch.promote_types(x.dtype, torch.float32)
-        of_text, of_picture = (F.normalize(y.to(dtype), dim=1) for y in parts)
-        return torch.stack((of_text, self.scale.to(dtype).exp() * of_picture), 1)
+        t, p = (F.normalize(y.to(dtype), dim=1) for y in (t, p))  # [b, e]
+        return torch.stack((t, self.scale.to(dtype).exp() * p), 1)
 
 
 class CLIP(gpt.GPT):

@@ -14,7 +14,6 @@ from models.clip import CLIPConfig, contrastive_losses, losses_and_gradient
 from models.picture_data import Captioned
 from models.picture_runs import SHOWN, TINY, PictureRun, PictureTask, flops_of_blocks
 from run.config import as_flags, flag
-from run.data import DataError
 from run.presets import Recipe
 from run.task import evaluation_batches, outputs, run_forward
 
@@ -24,14 +23,6 @@ class PairTask(PictureTask):
 
     # (losses [n], gradient of y [n, 2, e]) of this rank's samples, after a first pass.
     known: tuple[Tensor, Tensor] | None = None
-
-    def prepare(self, config, examples) -> None:
-        for path, caption, *_ in getattr(examples, "files", ()):
-            if not caption:
-                rule = (
-                    'has no caption; "text" in metadata.jsonl, or a .txt file beside it, would do'
-                )
-                raise DataError(f"--data {config.data[0]}: {path} {rule}")
 
     def dataset(self, config, examples, tokenizer, seed, held_out) -> Captioned:
         shape = config.model_config()
@@ -89,7 +80,8 @@ class PairTask(PictureTask):
     @torch.no_grad()
     def sample(self, tokenizer, held_out) -> str:
         _, captions, nearest = self.features(held_out, min(64, held_out.num_sequences))
-        return "\n".join(f"{right}: {found}" for right, found in zip(captions, nearest[:SHOWN]))
+        pairs = zip(nearest[:SHOWN], captions)
+        return "\n".join(f"{found} (right: {right})" for found, right in pairs)
 
 
 # --- flags ----------------------------------------------------------------------------------------

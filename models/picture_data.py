@@ -5,29 +5,30 @@ Labelled       the label of each
 Captioned      its caption
 """
 
-from collections.abc import Sequence
-
 import torch
 
-from models.pictures import Batch, Example, to_tensor
+from models.pictures import Batch, Example, Examples, to_tensor
 from run.data import HELD_OUT, Dataset, Order
-from run.documents import fingerprint
+from run.documents import DataError, fingerprint
 
 
 class PictureData(Dataset):
     """A part of the examples as samples, each with one loss. held_out: which part. A subclass says
     what of an example is text, and what is the target."""
 
-    def __init__(self, examples: Sequence, s: int, seed: int | None, held_out: bool):
+    def __init__(self, examples: Examples, s: int, seed: int | None, held_out: bool):
         """s: positions of a sequence; seed: of the order, None for none."""
         self.examples, self.s = examples, s
         last = max(1, len(examples) // HELD_OUT)
         self.first = len(examples) - last if held_out else 0
         self.num_sequences = last if held_out else len(examples) - last
         self.sequence_of = Order(self.num_sequences, seed)
-        ends = [f"{e.caption} {e.label}" for e in (examples[0], examples[len(examples) - 1])]
-        corpus = fingerprint(f"{len(examples)} {' '.join(ends)}")
-        self.index = {"corpus": corpus, "tokens": self.num_sequences * s}
+        self.index = {"corpus": fingerprint(examples.content), "tokens": self.num_sequences * s}
+
+    def describe(self) -> str:
+        """Text for a run's first lines. (Of the training set.)"""
+        held_out = len(self.examples) - self.num_sequences
+        return f"{self.num_sequences:,} pictures to train on, {held_out:,} held out"
 
     def example(self, sample: int) -> Example:
         return self.examples[self.first + self.sequence_of(sample)]
@@ -65,8 +66,20 @@ class Captioned(PictureData):
     """Pictures and their captions, cut to m tokens; the target is the place of the last one."""
 
     def __init__(self, *args, tokenizer, m: int):
+        """Raises DataError where a file has no caption."""
         super().__init__(*args)
         self.tokenizer, self.m = tokenizer, m
+        for file in self.examples.files:
+            if not file.text:
+                rule = '"text" in metadata.jsonl, or a .txt file beside it, would do'
+                raise DataError(f"--data: {file.file_name} has no caption; {rule}")
+
+    def describe(self) -> str:
+        cut = 0
+        for file in self.examples.files:
+            cut += caption_ids(self.tokenizer, file.text, self.m + 1)[1] == self.m
+        warning = f"; {cut:,} captions are longer than --text-length {self.m}, and are cut"
+        return super().describe() + (warning if cut else "")
 
     def text_and_target(self, example: Example) -> tuple[list[int], int]:
         return caption_ids(self.tokenizer, example.caption, self.m)

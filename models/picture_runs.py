@@ -7,7 +7,6 @@ PictureRun         the flags of train.py that they have; TextlessRun without tho
 LabelTask, ViTRun  of models/vit.py
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,7 +17,7 @@ from base.cross_entropy import cross_entropy
 from base.model_config import GPTConfig, MoEConfig, attention_matrices, mlp_matrices
 from models import pictures
 from models.picture_data import Labelled
-from models.pictures import Batch, Example
+from models.pictures import Batch, Examples
 from models.runs import ModelRun
 from models.vit import ViTConfig
 from run import checkpoint
@@ -42,16 +41,16 @@ class PictureTask(Task):
         """Raises DataError."""
         examples = pictures.open_pictures(config.data, self.side(config), config.edit)
         self.prepare(config, examples)
-        return tuple(
-            self.dataset(config, examples, tokenizer, seed, held_out)
-            for seed, held_out in ((config.seed, False), (None, True))
-        )
+        train_set = self.dataset(config, examples, tokenizer, config.seed, False)
+        held_out = self.dataset(config, examples, tokenizer, None, True)
+        world.say(f"{config.data_name}: {train_set.describe()}")
+        return train_set, held_out
 
     def side(self, config: RunConfig) -> int:
         """Pixels of a picture's side."""
         return config.model_config().picture_size
 
-    def prepare(self, config: RunConfig, examples: Sequence[Example]) -> None:
+    def prepare(self, config: RunConfig, examples: Examples) -> None:
         """Learn from the examples what the configuration leaves open. Raises DataError."""
 
     def dataset(self, config, examples, tokenizer, seed: int | None, held_out: bool):
@@ -59,7 +58,7 @@ class PictureTask(Task):
         raise NotImplementedError
 
     def data_name(self, corpus: str) -> str:
-        return self.config.data[0] if self.config.data else "shapes"
+        return self.config.data_name
 
     def flops_per_token(self, s: int) -> float:
         """Over the positions of a sequence; the embedding and the head hardly count."""
@@ -103,7 +102,7 @@ class LabelTask(PictureTask):
         found = set(examples.labels)
         if "" in found or len(found) < 2:
             rule = "needs two labels or more, and a label for each picture"
-            raise DataError(f"--data {config.data[0]}: {rule}")
+            raise DataError(f"--data {config.data_name}: {rule}")
         base = checkpoint.read_index(config.base()).get("labels") if config.load else None
         # A base that knows all of these labels keeps its head.
         self.labels = base if base and found <= set(base) else sorted(found)
@@ -144,7 +143,7 @@ class LabelTask(PictureTask):
         n = min(SHOWN, held_out.num_sequences)
         found = self.logits(held_out, n).argmax(1).tolist()
         right = (held_out.example(k).label for k in range(n))
-        return "\n".join(f"{name}: {self.labels[k]}" for name, k in zip(right, found))
+        return "\n".join(f"{self.labels[k]} (right: {name})" for k, name in zip(found, right))
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -173,6 +172,10 @@ class PictureRun(ModelRun):
     @property
     def unpredicted(self) -> str:
         return "reads pictures"
+
+    @property
+    def data_name(self) -> str:
+        return self.data[0] if self.data else "shapes"
 
     def model_config(self) -> MoEConfig:
         shape = super().model_config()

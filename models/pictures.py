@@ -11,8 +11,10 @@ A picture becomes a tensor [c, size, size] of numbers from -1 to 1. A twentieth 
 """
 
 from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NotRequired, TypedDict
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +22,8 @@ from torch import Tensor
 
 from base import json_files
 from base.device_queue import to_device
-from run.data import DataError
+from models.shapes import COLOURS, DESCRIBE, SHAPES, drawing, edited
+from run.documents import DataError, file_errors
 
 
 class Context(NamedTuple):
@@ -46,16 +49,30 @@ class Batch(NamedTuple):
     samples: Tensor  # [b] int64
     pictures: Tensor  # [b, c, H, W] float32
     times: Tensor | None = None  # [b] float32
-    documents: Tensor | None = None  # [b, s]
-    real: Tensor | None = None  # [b, s] bool
     noise: Tensor | None = None  # [b, z, h, w]
 
     def to(self, device) -> "Batch":
         return self._make(None if x is None else to_device(x, device) for x in self)
 
     def context(self, drop_key: Tensor | None = None) -> Context:
-        others = dict(pictures=self.pictures, times=self.times, noise=self.noise)
-        return Context(drop_key, self.documents, self.real, **others)
+        return Context(drop_key, pictures=self.pictures, times=self.times, noise=self.noise)
+
+
+@dataclass
+class Listed:
+    """A file of a folder, and what is known of it, as in a line of metadata.jsonl. source: the
+    picture that an edit begins with; question, answer: what is asked about the picture."""
+
+    file_name: str
+    text: str = ""
+    label: str | int = ""
+    source: str | None = None
+    question: str = ""
+    answer: str = ""
+
+    @property
+    def pictures(self) -> list[str]:
+        return [self.file_name] + [self.source] * (self.source is not None)
 
 
 class Example(NamedTuple):
@@ -66,84 +83,32 @@ class Example(NamedTuple):
     source: np.ndarray | None = None
 
 
-# --- drawn pictures -------------------------------------------------------------------------------
-
-SHAPES = ("circle", "square", "triangle", "cross")
-COLOURS = {"red": (230, 40, 40), "green": (40, 190, 60), "blue": (50, 80, 230)}
-COLOURS["yellow"] = (240, 210, 40)
-GROUNDS = {"black": (0, 0, 0), "white": (255, 255, 255)}
-SIZES = {"small": 0.2, "large": 0.34}
-# The question whose answer is the caption.
-DESCRIBE = "describe the picture"
+# --- data sets ------------------------------------------------------------------------------------
 
 
-class Drawing(NamedTuple):
-    """What a drawn picture shows. at: its centre; lengths are parts of the picture's side."""
+class Examples(Sequence):
+    """Pictures, each made or read when it is asked for. side: pixels of it."""
 
-    size: str
-    colour: str
-    shape: str
-    ground: str
-    at: tuple[float, float]
+    # The different ones.
+    labels: Sequence[str]
+    # Text that is another one where the examples are.
+    content: str
+    # What is known of each, in a folder.
+    files: Sequence[Listed] = ()
 
-    @property
-    def caption(self) -> str:
-        return f"a {self.size} {self.colour} {self.shape} on {self.ground}"
-
-    @property
-    def label(self) -> str:
-        return f"{self.colour} {self.shape}"
-
-    @property
-    def questions(self) -> dict[str, str]:
-        """What may be asked about it, with the answers."""
-        return {
-            "what colour is it?": self.colour,
-            "what shape is it?": self.shape,
-            "how large is it?": self.size,
-            "what is behind it?": self.ground,
-            DESCRIBE: self.caption,
-        }
-
-    def draw(self, side: int) -> np.ndarray:
-        """[side, side, 3] uint8. Each pixel is the mean of 4 x 4 points, so edges are smooth."""
-        points = (np.arange(4 * side) + 0.5) / (4 * side)
-        x, y = np.meshgrid(points - self.at[0], points - self.at[1])
-        r = SIZES[self.size]
-        inside = {
-            "circle": x**2 + y**2 < r**2,
-            "square": np.maximum(abs(x), abs(y)) < 0.85 * r,
-            "triangle": (abs(y) < r) & (abs(x) < (y + r) / 2),
-            "cross": (np.minimum(abs(x), abs(y)) < r / 3.5) & (np.maximum(abs(x), abs(y)) < r),
-        }[self.shape]
-        cover = inside.reshape(side, 4, side, 4).mean((1, 3))[..., None]
-        colour, ground = (np.array(rgb) for rgb in (COLOURS[self.colour], GROUNDS[self.ground]))
-        return np.round(cover * colour + (1 - cover) * ground).astype(np.uint8)
+    def questions(self, n: int) -> dict[str, str]:
+        """What may be asked about picture n, with the answers."""
+        raise NotImplementedError
 
 
-def drawing(number: int) -> Drawing:
-    """Drawing number n, the same on every machine."""
-    g = np.random.default_rng(number)
-    names = [str(g.choice(list(of))) for of in (SIZES, COLOURS, SHAPES, GROUNDS)]
-    return Drawing(*names, (g.uniform(0.35, 0.65), g.uniform(0.35, 0.65)))
-
-
-def edited(before: Drawing, number: int) -> tuple[Drawing, str]:
-    """A drawing with one thing changed, and the instruction that says which."""
-    g = np.random.default_rng([number, 1])
-    field, names = [("colour", COLOURS), ("shape", SHAPES), ("ground", GROUNDS)][g.integers(3)]
-    new = str(g.choice([name for name in names if name != getattr(before, field)]))
-    words = {"colour": "make it {}", "shape": "make it a {}", "ground": "on {}"}[field]
-    return before._replace(**{field: new}), words.format(new)
-
-
-class Drawn(Sequence):
-    """Drawings, each made when it is asked for. edits: whether they are pairs."""
+class Drawn(Examples):
+    """Drawings. edits: whether they are pairs."""
 
     labels = tuple(f"{colour} {shape}" for colour in COLOURS for shape in SHAPES)
 
     def __init__(self, count: int, side: int, edits: bool = False):
         self.count, self.side, self.edits = count, side, edits
+        self.content = f"{count} shapes{', edited' * edits}"
 
     def __len__(self) -> int:
         return self.count
@@ -159,11 +124,10 @@ class Drawn(Sequence):
         return drawing(n).questions
 
 
-# --- pictures of files ----------------------------------------------------------------------------
-
-
-class Digits(Sequence):
+class Digits(Examples):
     """scikit-learn's handwritten digits, in an order that mixes them."""
+
+    labels, content = tuple("0123456789"), "digits"
 
     def __init__(self, side: int):
         try:
@@ -173,20 +137,80 @@ class Digits(Sequence):
             raise DataError(f"--data digits: {rule}") from None
         self.side, digits = side, load_digits()
         order = np.random.default_rng(0).permutation(len(digits.target))
+        # Ink goes from 0 to 16, and a byte to 255.
         self.pixels = (digits.images[order] * 15.9).astype(np.uint8)  # [N, 8, 8]
-        self.labels = [str(n) for n in digits.target[order]]
+        self.shown = [str(n) for n in digits.target[order]]
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.shown)
 
     def __getitem__(self, n: int) -> Example:
         from PIL import Image
 
         picture = resized(Image.fromarray(self.pixels[n]), self.side)
-        return Example(picture, f"a handwritten {self.labels[n]}", self.labels[n])
+        return Example(picture, self.questions(n)[DESCRIBE], self.shown[n])
 
     def questions(self, n: int) -> dict[str, str]:
-        return {DESCRIBE: f"a handwritten {self.labels[n]}"}
+        return {DESCRIBE: f"a handwritten {self.shown[n]}"}
+
+
+class Folder(Examples):
+    """The pictures of a folder. Raises JSONError, and DataError where one cannot be read: at once
+    if its first bytes are of no picture."""
+
+    def __init__(self, folder: Path, side: int):
+        self.folder, self.side = folder, side
+        listed = folder / "metadata.jsonl"
+        if listed.exists():
+            self.files = [line for _, line in json_files.read_lines(listed, Listed)]
+        else:
+            found = (p for p in folder.rglob("*") if p.suffix.lower() in (".png", ".jpg", ".jpeg"))
+            self.files = [self.beside_its_caption(path) for path in sorted(found)]
+        sizes = []
+        for path in (folder / name for file in self.files for name in file.pictures):
+            with opened(path):
+                sizes.append(path.stat().st_size)
+        self.content = f"{self.files} {sizes}"
+        np.random.default_rng(0).shuffle(self.files)
+        self.labels = sorted({str(file.label) for file in self.files})
+
+    def beside_its_caption(self, path: Path) -> Listed:
+        text = path.with_suffix(".txt")
+        with file_errors(text):
+            caption = text.read_text("utf-8").strip() if text.exists() else ""
+        return Listed(str(path.relative_to(self.folder)), caption, path.parent.name)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, n: int) -> Example:
+        file = self.files[n]
+        picture, *source = (read_picture(self.folder / p, self.side) for p in file.pictures)
+        return Example(picture, file.text, str(file.label), *source)
+
+    def questions(self, n: int) -> dict[str, str]:
+        file = self.files[n]
+        return {file.question or DESCRIBE: file.answer or file.text}
+
+
+@contextmanager
+def opened(path: str | Path):
+    """The PIL image of a file, of which no pixel is read yet. Raises DataError, also for what fails
+    in the body."""
+    from PIL import Image
+
+    with file_errors(path):
+        try:
+            with Image.open(path) as image:
+                yield image
+        except (SyntaxError, Image.DecompressionBombError) as e:
+            raise ValueError(str(e)) from None
+
+
+def read_picture(path: str | Path, side: int) -> np.ndarray:
+    """[side, side, 3] uint8. Raises DataError."""
+    with opened(path) as image:
+        return resized(image, side)
 
 
 def resized(image, side: int) -> np.ndarray:
@@ -196,81 +220,24 @@ def resized(image, side: int) -> np.ndarray:
     return np.asarray(ImageOps.fit(image.convert("RGB"), (side, side)))
 
 
-class Listed(TypedDict):
-    """A line of metadata.jsonl. source: the picture that an edit begins with; question, answer:
-    what is asked about the picture."""
-
-    file_name: str
-    text: NotRequired[str]
-    label: NotRequired[str | int]
-    source: NotRequired[str | None]
-    question: NotRequired[str]
-    answer: NotRequired[str]
-
-
-class Folder(Sequence):
-    """The pictures of a folder. Raises JSONError; and DataError where one cannot be read."""
-
-    def __init__(self, folder: Path, side: int):
-        self.side = side
-        # (path, caption or answer, label, path of the source or None, question)
-        self.files: list[tuple] = []
-        listed = folder / "metadata.jsonl"
-        if listed.exists():
-            for _, line in json_files.read_lines(listed, Listed):
-                answer = line.get("answer", line.get("text", ""))
-                names = answer, str(line.get("label", ""))
-                before = folder / line["source"] if line.get("source") else None
-                question = line.get("question", "")
-                self.files.append((folder / line["file_name"], *names, before, question))
-        else:
-            found = (p for p in folder.rglob("*") if p.suffix.lower() in (".png", ".jpg", ".jpeg"))
-            for path in sorted(found):
-                beside = path.with_suffix(".txt")
-                caption = beside.read_text("utf-8").strip() if beside.exists() else ""
-                self.files.append((path, caption, path.parent.name, None, ""))
-        np.random.default_rng(0).shuffle(self.files)
-        self.labels = [label for _, _, label, *_ in self.files]
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, n: int) -> Example:
-        path, caption, label, source, _ = self.files[n]
-        picture, *before = (read_picture(p, self.side) for p in (path, source) if p)
-        return Example(picture, caption, label, *before)
-
-    def questions(self, n: int) -> dict[str, str]:
-        _, answer, _, _, question = self.files[n]
-        return {question or DESCRIBE: answer}
-
-
-def read_picture(path: str | Path, side: int) -> np.ndarray:
-    """[side, side, 3] uint8. Raises DataError."""
-    from PIL import Image
-
-    try:
-        return resized(Image.open(path), side)
-    except (OSError, ValueError, Image.DecompressionBombError) as e:
-        raise DataError(f"{path}: cannot be read as a picture ({e})") from None
-
-
 # Drawings of a data set; the last twentieth is held out.
 DRAWINGS = 200_000
 
 
-def open_pictures(paths: list[str], side: int, edits: bool = False) -> Sequence:
+def open_pictures(paths: list[str], side: int, edits: bool = False) -> Examples:
     """The examples that --data names. Raises DataError."""
     (name,) = paths or ["shapes"]
     if name == "shapes":
         return Drawn(DRAWINGS, side, edits)
-    found = Digits(side) if name == "digits" else None
-    if not found and Path(name).is_dir():
-        found = Folder(Path(name), side)
-    if not found or len(found) < 2:
+    if name != "digits" and not Path(name).is_dir():
         raise DataError(f"--data {name}: is neither shapes, nor digits, nor a folder of pictures")
-    if edits and found[0].source is None:
-        raise DataError(f'--data {name}: an edit needs lines with "source" in metadata.jsonl')
+    found = Digits(side) if name == "digits" else Folder(Path(name), side)
+    if len(found) < 2:
+        rule = f"needs two pictures or more (.png, .jpg, .jpeg), and has {len(found)}"
+        raise DataError(f"--data {name}: {rule}")
+    sources = [file.source for file in found.files]
+    if edits and (not sources or None in sources):
+        raise DataError(f'--data {name}: edits need a "source" in each line of metadata.jsonl')
     return found
 
 

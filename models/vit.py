@@ -104,6 +104,7 @@ class PictureConfig(MoEConfig):
 class ViTConfig(PictureConfig):
     """The shape of a Vision Transformer. Raises FieldError."""
 
+    # As published weights have it.
     norm_eps: float = 1e-12
     # Megatron-LM has 8; 0: the mean of all patches is read.
     class_tokens: int = 1
@@ -136,7 +137,18 @@ def to_pictures(patches: Tensor, p: int) -> Tensor:
     return F.fold(patches.transpose(1, 2), size, p, stride=p)
 
 
-class PatchEmbedding(nn.Module):
+class InShards(nn.Module):
+    """A module that must know its shard of the sequence: sequence_parallel.apply tells it."""
+
+    group: dist.ProcessGroup | None = None
+    # This rank's shard, and of how many.
+    shard = 0, 1
+
+    def share_sequence(self, group: dist.ProcessGroup) -> None:
+        self.group, self.shard = group, (group.rank(), group.size())
+
+
+class PatchEmbedding(InShards):
     """[class tokens | patches W + b] + positions. pictures: [b, c, H, W] -> [b, s, h], or this
     rank's shard of it, [b, s/t, h]"""
 
@@ -146,14 +158,10 @@ class PatchEmbedding(nn.Module):
         self.patch = nn.Linear(config.channels * self.patch_size**2, h, bias)
         self.class_tokens = nn.Parameter(torch.empty(class_tokens, h)) if class_tokens else None
         self.positions = nn.Parameter(torch.empty(class_tokens + config.num_patches, h))
-        # This rank's number, and of how many.
-        self.shard = 0, 1
-
-    def share_sequence(self, group: dist.ProcessGroup) -> None:
-        self.shard = group.rank(), group.size()
 
     def forward(self, pictures: Tensor) -> Tensor:
         n, t = self.shard
+        # Class tokens, patches and positions become s long each, so that all are cut alike.
         k = 0 if self.class_tokens is None else len(self.class_tokens)
         patches = F.pad(to_patches(pictures, self.patch_size), (0, 0, k, 0))  # [b, s, c p²]
         x = self.patch(patches.chunk(t, 1)[n].to(self.patch.weight.dtype))
@@ -165,7 +173,8 @@ class PatchEmbedding(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The picture of each sample as a sequence. tokens: [b, s], not read -> [b, s, h]"""
+    """The picture of each sample as a sequence. tokens: [b, s]; gpt.GPT gives them to each
+    embedding, and here they say no more than s -> [b, s, h]"""
 
     # There is no vocabulary that tensor-parallel ranks could share.
     tokens = None
@@ -179,24 +188,19 @@ class Embedding(nn.Module):
         return self.dropout(self.patches(context.pictures), context.drop_key)
 
 
-class WholeHead(nn.Module):
+class WholeHead(InShards):
     """A head that reads the whole sequence. All tensor-parallel ranks compute it, from the same x.
 
     Under sequence parallelism x is gathered first, and the ranks' gradients are added up
     afterwards. As all t are equal, each counts for 1 / t.
     """
 
-    group: dist.ProcessGroup | None = None
-
-    def share_sequence(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         if self.group is None:
             return self.read(x, targets)
-        y, t = self.read(gather_sequence(x, self.group), targets), self.group.size()
+        y = self.read(gather_sequence(x, self.group), targets)
         if y.requires_grad:
-            y.register_hook(lambda grad: grad / t)
+            y.register_hook(lambda grad: grad / self.shard[1])
         return y
 
     def read(self, x: Tensor, targets: Tensor | None) -> Tensor:

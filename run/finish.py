@@ -32,9 +32,10 @@ def finish(trainer, run, tokenizer, seconds: float) -> None:
         draw_loss(world, run, title)
         begin = f"[{title}, after step {run.step}]\n\n" if config.load else ""
         leave(world, run.out / "sample.txt", partial(write_text, begin + text))
+        samples = ", ".join(sorted(path.name for path in run.out.glob("sample.*")))
         world.say(
             f"\n{trainer.task.sample_name}:\n\n{text}\n\n{run.out}: loss.png, metrics.jsonl,"
-            f" sample.txt, checkpoints; {duration(seconds)} of training"
+            f" {samples}, checkpoints; {duration(seconds)} of training"
         )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from base.device_queue import Moment, to_host
-from base.errors import RunError
+from base.errors import InputError, RunError
 from optimizer import learning_rate
 from run import checkpoint, run_folder
 from run.config import DTYPES, LAYOUT
@@ -169,6 +169,9 @@ class TrainingRun:
             advice = "make room, then continue from the newest checkpoint with --resume"
             return RunError(f"after step {self.step}: {e}; {advice}")
         rank = self.world.rank
+        if isinstance(e, InputError):
+            # The message says what to change.
+            return RunError(f"rank {rank}, step {self.step}: {e}; then --resume goes on")
         where = f"{self.config.name_in_messages()}: rank {rank} failed in step {self.step}"
         return RunError(
             f"rank {rank}, step {self.step}: {type(e).__name__}:"

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity import SMALL, again, check, differs, same, train, trainer_of
+from PIL import Image
+from small_run import write_lines
 from test_checkpoint import trained
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -26,6 +28,7 @@ from run.config import ConfigError
 from run.data import DataError
 from run.rules import validate
 from run.tokenizer import ByteTokenizer
+from run.world import World
 
 # Three blocks of the text, whose size is half of the picture's, and two of the picture.
 SHAPE = dict(num_layers=5, text_layers=3, text_hidden_size=16, text_heads=2, text_length=36)
@@ -322,7 +325,7 @@ def test_evaluation(monkeypatch):
     halves = [contrastive_losses(part, None).mean().item() for part in (y[:2], y[2:])]
     assert loss == pytest.approx(sum(halves) / 2)
     assert t.task.sample(None, SimpleNamespace(num_sequences=4, **vars(data))) == (
-        "red: red\nblue: blue\nred: red\ngreen: blue"
+        "red (right: red)\nblue (right: blue)\nred (right: red)\nblue (right: green)"
     )
 
 
@@ -364,13 +367,26 @@ def test_refused_flags(flags, words):
     assert str(refused.value).startswith(words)
 
 
-def test_a_picture_without_a_caption(tmp_path):
-    for name in "ab":
-        (tmp_path / f"{name}.png").touch()
-    (tmp_path / "a.txt").write_text("a red circle")
-    config = config_of(CLIP | dict(data=[str(tmp_path)]))
-    with pytest.raises(DataError, match=r"b\.png has no caption; \"text\" in metadata"):
+def test_captions_of_a_folder(tmp_path, capsys):
+    """All are needed. A run says how many are cut."""
+    config = config_of(CLIP | dict(data=[str(tmp_path)], text_length=6))
+    lines = [{"file_name": "a.png", "text": word} for word in ("red", "small", "large", "green ")]
+    lines[0]["answer"] = ""
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    write_lines(tmp_path / "metadata.jsonl", lines)
+    data = config.task().open_data(config, World.from_launcher(), ByteTokenizer())
+    said = "3 pictures to train on, 1 held out; 1 captions are longer than --text-length 6"
+    assert said in capsys.readouterr().out
+    lines[2] = {"file_name": "a.png", "answer": "large"}
+    write_lines(tmp_path / "metadata.jsonl", lines)
+    with pytest.raises(DataError, match=r"a\.png has no caption; \"text\" in metadata"):
         config.task().open_data(config, None, ByteTokenizer())
+    lines[2] |= {"text": "LARGE"}
+    write_lines(tmp_path / "metadata.jsonl", lines)
+    other = config.task().open_data(config, World.from_launcher(), ByteTokenizer())
+    # Another caption, other data; the answer to a question is no caption.
+    assert other[0].index["corpus"] != data[0].index["corpus"]
+    assert {other[0].examples[n].caption for n in range(4)} == {"red", "small", "LARGE", "green "}
 
 
 def test_dropout_is_no_flag():

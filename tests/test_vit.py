@@ -267,11 +267,15 @@ def test_a_folder_of_folders(tmp_path):
     save(tmp_path / "white" / "a.png", pixels)
     (tmp_path / "white" / "a.txt").write_text(" all white \n")
     save(tmp_path / "black" / "deep" / "b.PNG", 0 * pixels)
-    found = {example.label: example for example in open_pictures([str(tmp_path)], 8)}
+    pictures = open_pictures([str(tmp_path)], 8)
+    found = {example.label: example for example in pictures}
     assert found.keys() == {"white", "deep"}
     assert to_tensor([found["white"].picture]).eq(1).all()
     assert to_tensor([found["deep"].picture]).eq(-1).all()
     assert (found["white"].caption, found["deep"].caption) == ("all white", "")
+    # A run that goes on says so where a picture is another one.
+    save(tmp_path / "white" / "a.png", np.random.default_rng(0).integers(0, 255, pixels.shape, "B"))
+    assert open_pictures([str(tmp_path)], 8).content != pictures.content
 
 
 def test_a_folder_with_metadata(tmp_path):
@@ -293,8 +297,9 @@ def test_a_folder_with_metadata(tmp_path):
     [
         ('{"text": "a"}', "metadata.jsonl, line 1: .*file_name"),
         ("[1]", "metadata.jsonl, line 1: Expected `object`"),
-        ('{"file_name": "a.png"}\n{"file_name": "no.png"}', "no.png: cannot be read as a picture"),
-        ('{"file_name": "a.png"}', "is neither shapes, nor digits, nor a folder of pictures"),
+        ('{"file_name": "a.png"}\n{"file_name": "no.png"}', r"no.png: cannot be read \(No such"),
+        ('{"file_name": "metadata.jsonl"}', "metadata.jsonl: cannot be read .*; mend this, or"),
+        ('{"file_name": "a.png"}', r"needs two pictures or more \(.png, .jpg, .jpeg\), and has 1"),
         (b"\xff", "metadata.jsonl, line 1: not JSON"),
     ],
 )
@@ -327,7 +332,7 @@ def vit_run(*words) -> tuple:
         ("--data nowhere", "--data nowhere: is neither shapes, nor digits, nor a folder"),
         ("--data {one}", "--data {one}: needs two labels or more, and a label for each"),
         ("--data {bare}", "--data {bare}: needs two labels or more, and a label for each"),
-        ("--data {broken}", "0.png: cannot be read as a picture"),
+        ("--data {broken}", "0.png: cannot be read (cannot identify image file"),
         ("--data shapes --class-tokens -1", "--class-tokens -1: must be at least 0"),
     ],
 )
@@ -335,8 +340,7 @@ def test_refused_flags(words, message, tmp_path, capsys):
     folders = {name: tmp_path / name for name in ("one", "bare", "broken")}
     make_folder(folders["one"], ("a",), 2)
     make_folder(folders["broken"], ("a", "b"), 2)
-    picture = folders["broken"] / "a" / "0.png"
-    picture.write_bytes(picture.read_bytes()[:-40])
+    (folders["broken"] / "a" / "0.png").write_bytes(b"no picture")
     make_folder(folders["bare"], ("a",), 2)
     lines = [{"file_name": "a/0.png", "label": "a"}, {"file_name": "a/1.png"}]
     write_lines(folders["bare"] / "metadata.jsonl", lines)
@@ -362,13 +366,18 @@ def test_class_tokens_that_would_fit(tp, size, k):
 
 
 def test_a_broken_picture_in_the_middle(tmp_path, capsys):
-    """The run ends when it comes to it, and names it."""
+    """Where its first bytes are right, the run ends when it comes to it, and names it in a line."""
     folder = make_folder(tmp_path / "data", ("a", "b"), 24)
     examples = open_pictures([str(folder)], 8)
-    path = examples.files[11][0]
-    path.write_bytes(b"no picture")
+    path = folder / examples.files[11].file_name
+    path.write_bytes(path.read_bytes()[:60])
     assert run(*vit_run("--data", folder, "--out", tmp_path / "out", "--steps 6")) == 1
-    assert f"{path}: cannot be read as a picture" in capsys.readouterr().err
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and re.search(
+        rf"step \d: {path}: cannot be read \(.*leave it out", lines[0]
+    )
+    path.write_bytes(b"no picture")
+    assert f"{path}: cannot be read" in refusal(capsys, *vit_run("--data", folder))
 
 
 def test_a_run_learns_and_goes_on(tmp_path, capsys):
@@ -381,7 +390,10 @@ def test_a_run_learns_and_goes_on(tmp_path, capsys):
     assert run(*vit_run(*words, "--steps 24 --resume --out", out)) == 0
     assert equal(tensors_of(whole), tensors_of(out))
     assert lines_of(whole)[-1]["eval_accuracy"] == 1.0
-    assert (out / "sample.txt").read_text().splitlines()[0] in ("dark: dark", "bright: bright")
+    assert (out / "sample.txt").read_text().splitlines()[0] in (
+        "dark (right: dark)",
+        "bright (right: bright)",
+    )
     assert checkpoint.read_index(checkpoint.find(out))["labels"] == ["bright", "dark"]
     other = make_folder(tmp_path / "other", ("dark", "light"), 24)
     said = refusal(capsys, *vit_run("--data", other, "--steps 25 --resume --out", out))
