@@ -8,7 +8,7 @@ Captioned      its caption
 import torch
 
 from models.pictures import Batch, Example, Examples, to_tensor
-from run.data import HELD_OUT, Dataset, Order
+from run.data import Dataset, Order
 from run.documents import DataError, fingerprint
 
 
@@ -19,16 +19,15 @@ class PictureData(Dataset):
     def __init__(self, examples: Examples, s: int, seed: int | None, held_out: bool):
         """s: positions of a sequence; seed: of the order, None for none."""
         self.examples, self.s = examples, s
-        last = max(1, len(examples) // HELD_OUT)
-        self.first = len(examples) - last if held_out else 0
-        self.num_sequences = last if held_out else len(examples) - last
+        trained_on = len(examples) - examples.held_out
+        self.first = trained_on if held_out else 0
+        self.num_sequences = examples.held_out if held_out else trained_on
         self.sequence_of = Order(self.num_sequences, seed)
         self.index = {"corpus": fingerprint(examples.content), "tokens": self.num_sequences * s}
 
     def describe(self) -> str:
-        """Text for a run's first lines. (Of the training set.)"""
-        held_out = len(self.examples) - self.num_sequences
-        return f"{self.num_sequences:,} pictures to train on, {held_out:,} held out"
+        """Text for the first lines of a run. (This is its training set.)"""
+        return f"{self.num_sequences:,} to train on, {self.examples.held_out:,} held out"
 
     def example(self, sample: int) -> Example:
         return self.examples[self.first + self.sequence_of(sample)]

@@ -21,7 +21,7 @@ from models.pictures import Batch, Examples
 from models.runs import ModelRun
 from models.vit import ViTConfig
 from run import checkpoint
-from run.config import ConfigError, RunConfig, flag
+from run.config import RunConfig, flag
 from run.data import DataError
 from run.presets import Recipe
 from run.task import Task, WholeModel, evaluation_batches, outputs
@@ -43,7 +43,7 @@ class PictureTask(Task):
         self.prepare(config, examples)
         train_set = self.dataset(config, examples, tokenizer, config.seed, False)
         held_out = self.dataset(config, examples, tokenizer, None, True)
-        world.say(f"{config.data_name}: {train_set.describe()}")
+        world.say(f"pictures of {config.data_name}: {train_set.describe()}")
         return train_set, held_out
 
     def side(self, config: RunConfig) -> int:
@@ -109,10 +109,8 @@ class LabelTask(PictureTask):
         self.other_labels = bool(config.load) and self.labels != base
         if config.classes is None:
             config.classes = len(self.labels)
-        classes = config.model_config().classes
-        if classes != len(self.labels):
-            rule = f"the data has {len(self.labels)} labels, and the model {classes}"
-            raise ConfigError(f"--classes {classes}: {rule}")
+        elif config.classes != len(self.labels):
+            config.refuse("classes", f"the data has {len(self.labels)} labels")
 
     def dataset(self, config, examples, tokenizer, seed, held_out) -> Labelled:
         s = config.model_config().seq_length
@@ -198,7 +196,8 @@ class TextlessRun(PictureRun):
 
     vocab_size: ClassVar[None] = None
     make_vocab_size_divisible_by: ClassVar[None] = None
-    tokenizer: ClassVar[str | None] = None
+    # It has no use, and the tokenizer of --load may be missing.
+    tokenizer: ClassVar[str] = "bytes"
 
     def num_ids(self, tokenizer) -> int:
         return self.model_config().vocab_size
@@ -213,7 +212,7 @@ VIT_PRESETS: dict[str, tuple[dict, float]] = {
 }
 VIT_RECIPES = {
     "tiny": Recipe("a small ViT", 1e-3, 0, 0),
-    "": Recipe("ViT on ImageNet (arXiv 2010.11929, table 3)", 3e-3, 0, 0),
+    "": Recipe("a ViT (arXiv 2010.11929, table 3)", 3e-3, 0, 0),
 }
 
 

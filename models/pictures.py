@@ -23,6 +23,7 @@ from torch import Tensor
 from base import json_files
 from base.device_queue import to_device
 from models.shapes import COLOURS, DESCRIBE, SHAPES, drawing, edited
+from run.data import HELD_OUT
 from run.documents import DataError, file_errors
 
 
@@ -72,7 +73,8 @@ class Listed:
 
     @property
     def pictures(self) -> list[str]:
-        return [self.file_name] + [self.source] * (self.source is not None)
+        """Those that are read: the file, and its source."""
+        return [name for name in (self.file_name, self.source) if name is not None]
 
 
 class Example(NamedTuple):
@@ -95,6 +97,11 @@ class Examples(Sequence):
     content: str
     # What is known of each, in a folder.
     files: Sequence[Listed] = ()
+
+    @property
+    def held_out(self) -> int:
+        """How many are not trained on: the last ones."""
+        return max(1, len(self) // HELD_OUT)
 
     def questions(self, n: int) -> dict[str, str]:
         """What may be asked about picture n, with the answers."""
@@ -158,21 +165,34 @@ class Folder(Examples):
     """The pictures of a folder. Raises JSONError, and DataError where one cannot be read: at once
     if its first bytes are of no picture."""
 
+    held_out = 0
+
     def __init__(self, folder: Path, side: int):
         self.folder, self.side = folder, side
         listed = folder / "metadata.jsonl"
         if listed.exists():
             self.files = [line for _, line in json_files.read_lines(listed, Listed)]
         else:
-            found = (p for p in folder.rglob("*") if p.suffix.lower() in (".png", ".jpg", ".jpeg"))
-            self.files = [self.beside_its_caption(path) for path in sorted(found)]
+            self.files = [self.beside_its_caption(path) for path in pictures_below(folder)]
         sizes = []
         for path in (folder / name for file in self.files for name in file.pictures):
             with opened(path):
                 sizes.append(path.stat().st_size)
         self.content = f"{self.files} {sizes}"
-        np.random.default_rng(0).shuffle(self.files)
         self.labels = sorted({str(file.label) for file in self.files})
+        self.mix()
+
+    def mix(self) -> None:
+        """All lines about one picture stay together, so that it is trained on, or held out."""
+        names = sorted({file.file_name for file in self.files})
+        if len(names) < 2:
+            rule = f"needs two pictures or more (.png, .jpg, .jpeg), and has {len(names)}"
+            raise DataError(f"--data {self.folder}: {rule}")
+        np.random.default_rng(0).shuffle(names)
+        place = {name: n for n, name in enumerate(names)}
+        self.files.sort(key=lambda file: place[file.file_name])
+        last = names[-max(1, len(names) // HELD_OUT) :]
+        self.held_out = sum(file.file_name in last for file in self.files)
 
     def beside_its_caption(self, path: Path) -> Listed:
         text = path.with_suffix(".txt")
@@ -191,6 +211,18 @@ class Folder(Examples):
     def questions(self, n: int) -> dict[str, str]:
         file = self.files[n]
         return {file.question or DESCRIBE: file.answer or file.text}
+
+
+def pictures_below(folder: Path) -> list[Path]:
+    """The picture files of a folder of folders, without hidden ones. Raises DataError."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.name == "metadata.jsonl":
+            raise DataError(f"--data {folder}: has a metadata.jsonl in {path.parent}; name this")
+        if path.suffix.lower() in (".png", ".jpg", ".jpeg") and path.is_file() and not hidden:
+            found.append(path)
+    return found
 
 
 @contextmanager
@@ -214,9 +246,17 @@ def read_picture(path: str | Path, side: int) -> np.ndarray:
 
 
 def resized(image, side: int) -> np.ndarray:
-    """The middle of a PIL image as a square of `side` pixels. [side, side, 3] uint8"""
-    from PIL import ImageOps
+    """The middle of a PIL image as a square of `side` pixels, turned as its camera was held; what
+    is transparent becomes white. [side, side, 3] uint8"""
+    from PIL import Image, ImageOps
 
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):
+        # Grey of 16 bits.
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return np.asarray(ImageOps.fit(image.convert("RGB"), (side, side)))
 
 
@@ -232,12 +272,11 @@ def open_pictures(paths: list[str], side: int, edits: bool = False) -> Examples:
     if name != "digits" and not Path(name).is_dir():
         raise DataError(f"--data {name}: is neither shapes, nor digits, nor a folder of pictures")
     found = Digits(side) if name == "digits" else Folder(Path(name), side)
-    if len(found) < 2:
-        rule = f"needs two pictures or more (.png, .jpg, .jpeg), and has {len(found)}"
+    lines = found.files or [Listed(name)]
+    without = [line.file_name for line in lines if line.source is None]
+    if edits and without:
+        rule = f'{without[0]} has no "source" in metadata.jsonl, and an edit begins with one'
         raise DataError(f"--data {name}: {rule}")
-    sources = [file.source for file in found.files]
-    if edits and (not sources or None in sources):
-        raise DataError(f'--data {name}: edits need a "source" in each line of metadata.jsonl')
     return found
 
 

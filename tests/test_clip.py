@@ -275,7 +275,7 @@ def theirs_of(config: CLIPConfig):
 
 def test_logits_and_gradients_are_those_of_transformers():
     config = small(class_tokens=1)
-    ours, theirs = config.build(), theirs_of(config)
+    ours, theirs = config.build().double(), theirs_of(config).double()
     of_theirs = dict(theirs.named_parameters())
     pairs = {name: of_theirs.pop(their_name(name, 3)) for name, _ in ours.named_parameters()}
     assert not of_theirs
@@ -284,6 +284,7 @@ def test_logits_and_gradients_are_those_of_transformers():
         p.data.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) / 8)
         pairs[name].data.copy_(p.data.view_as(pairs[name]))
     tokens, ends, context = inputs(config)
+    context = Context(pictures=context.pictures.double())
     right = theirs(tokens[:, :36], context.pictures, return_loss=True)
     y = ours(tokens, ends, context)
     torch.testing.assert_close(y[:, 1] @ y[:, 0].T, right.logits_per_image, rtol=1e-5, atol=1e-5)
@@ -316,8 +317,8 @@ def test_evaluation(monkeypatch):
     captions = ["red", "blue", "red", "green"]
     data = SimpleNamespace(example=lambda k: SimpleNamespace(caption=captions[k]))
     texts = torch.eye(3)[[0, 1, 0, 2]]
-    # The last picture is taken for a blue one.
-    y = torch.stack((texts, torch.eye(3)[[0, 1, 0, 1]]), 1).double()
+    # The second picture is taken for a green one.
+    y = torch.stack((texts, torch.eye(3)[[0, 2, 0, 2]]), 1).double()
     monkeypatch.setattr(clip_runs, "evaluation_batches", lambda *args: [])
     monkeypatch.setattr(clip_runs, "outputs", lambda *args: y)
     loss = t.task.evaluate(data, 4)
@@ -325,7 +326,7 @@ def test_evaluation(monkeypatch):
     halves = [contrastive_losses(part, None).mean().item() for part in (y[:2], y[2:])]
     assert loss == pytest.approx(sum(halves) / 2)
     assert t.task.sample(None, SimpleNamespace(num_sequences=4, **vars(data))) == (
-        "red (right: red)\nblue (right: blue)\nred (right: red)\nblue (right: green)"
+        "red (right: red)\ngreen (right: blue)\nred (right: red)\ngreen (right: green)"
     )
 
 
@@ -370,16 +371,17 @@ def test_refused_flags(flags, words):
 def test_captions_of_a_folder(tmp_path, capsys):
     """All are needed. A run says how many are cut."""
     config = config_of(CLIP | dict(data=[str(tmp_path)], text_length=6))
-    lines = [{"file_name": "a.png", "text": word} for word in ("red", "small", "large", "green ")]
-    lines[0]["answer"] = ""
-    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    words = ("red", "small", "large", "green ")
+    lines = [{"file_name": f"{n}.png", "text": word} for n, word in enumerate(words)]
+    for n in range(4):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{n}.png")
     write_lines(tmp_path / "metadata.jsonl", lines)
     data = config.task().open_data(config, World.from_launcher(), ByteTokenizer())
-    said = "3 pictures to train on, 1 held out; 1 captions are longer than --text-length 6"
+    said = "3 to train on, 1 held out; 1 captions are longer than --text-length 6"
     assert said in capsys.readouterr().out
-    lines[2] = {"file_name": "a.png", "answer": "large"}
+    lines[2] = {"file_name": "2.png", "answer": "large"}
     write_lines(tmp_path / "metadata.jsonl", lines)
-    with pytest.raises(DataError, match=r"a\.png has no caption; \"text\" in metadata"):
+    with pytest.raises(DataError, match=r"2\.png has no caption; \"text\" in metadata"):
         config.task().open_data(config, None, ByteTokenizer())
     lines[2] |= {"text": "LARGE"}
     write_lines(tmp_path / "metadata.jsonl", lines)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from parity import again
 from safetensors.torch import load_file, save_file
-from small_run import equal, tensors_of
+from small_run import as_flags, equal, run, tensors_of
 from their_models import shaken
 
 import models.picture_huggingface
@@ -306,6 +306,9 @@ def test_there_and_back(tmp_path, capsys):
     pictures = torch.rand(2, 3, model.config.image_size, model.config.image_size)
     with torch.no_grad():
         assert loaded(pictures).logits.equal(model(pictures).logits)
+    # And ours is trained on, for other labels.
+    flags = as_flags(load=tmp_path / "ours", out=tmp_path / "run", steps=1, global_batch_size=2)
+    assert run("-m", "models.vit", *flags, *as_flags(eval_every=0, device="cpu")) == 0
     import_folder(tmp_path / "a", tmp_path / "b")
     assert equal(tensors_of(tmp_path / "b"), tensors_of(tmp_path / "ours"))
     export_folder(tmp_path / "b", tmp_path / "c")

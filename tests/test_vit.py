@@ -18,6 +18,7 @@ from parity import (
     train,
     without_cpp,
 )
+from PIL import Image
 from small_run import equal, lines_of, refusal, run, tensors_of, write_lines
 from test_checkpoint import trained
 from test_compositions import small_loss_scale
@@ -27,8 +28,10 @@ from base.json_files import JSONError
 from base.model_config import FieldError
 from course import ranks
 from models import vit
+from models.picture_data import PictureData
 from models.picture_runs import ViTRun
-from models.pictures import Context, open_pictures, to_tensor
+from models.pictures import Context, Drawn, open_pictures, read_picture, to_tensor
+from models.shapes import drawing, edited
 from models.vit import ViTConfig, to_patches, to_pictures
 from run import checkpoint
 from run.config import ConfigError
@@ -241,8 +244,6 @@ def test_refused_shapes(fields, words):
 
 
 def save(path: Path, pixels: np.ndarray) -> None:
-    from PIL import Image
-
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels).save(path)
 
@@ -267,6 +268,8 @@ def test_a_folder_of_folders(tmp_path):
     save(tmp_path / "white" / "a.png", pixels)
     (tmp_path / "white" / "a.txt").write_text(" all white \n")
     save(tmp_path / "black" / "deep" / "b.PNG", 0 * pixels)
+    (tmp_path / "black" / ".hidden.png").touch()
+    (tmp_path / "folder.png").mkdir()
     pictures = open_pictures([str(tmp_path)], 8)
     found = {example.label: example for example in pictures}
     assert found.keys() == {"white", "deep"}
@@ -290,6 +293,58 @@ def test_a_folder_with_metadata(tmp_path):
     found = {e.caption: e for e in open_pictures([str(tmp_path)], 4)}
     assert found["first"].label == "7" and found["first"].source is None
     assert found["then"].label == "" and found["then"].source[0, 0, 0] == 102
+
+
+def test_lines_about_one_picture_stay_together(tmp_path):
+    """None is trained on and held out."""
+    lines = [{"file_name": f"{n % 30}.png", "text": f"{n} of {n % 30}"} for n in range(90)]
+    for n in range(30):
+        save(tmp_path / f"{n}.png", np.zeros((4, 4, 3), dtype=np.uint8))
+    write_lines(tmp_path / "metadata.jsonl", lines)
+    parts = [PictureData(open_pictures([str(tmp_path)], 4), 1, 0, held) for held in (False, True)]
+    trained, held_out = ([d.example(n).caption for n in range(d.num_sequences)] for d in parts)
+    assert len(held_out) == 3 and len(set(trained + held_out)) == 90
+    assert not {text.split()[2] for text in held_out} & {text.split()[2] for text in trained}
+    assert parts[0].describe() == "87 to train on, 3 held out"
+
+
+def test_how_a_file_is_read(tmp_path):
+    """Grey of 16 bits; what is transparent becomes white; a camera that was held upside down."""
+    path, half = tmp_path / "a.png", np.zeros((4, 4, 4), dtype=np.uint8)
+    save(path, np.full((4, 4), 40_000, dtype=np.uint16))
+    assert (read_picture(path, 4) == 40_000 // 256).all()
+    half[:2, :, 3] = 255
+    save(path, half)
+    assert read_picture(path, 4)[:, 0, 0].tolist() == [0, 0, 255, 255]
+    turned = Image.Exif()
+    turned[0x0112] = 3
+    Image.fromarray(half[..., 3]).save(path, exif=turned)
+    assert read_picture(path, 4)[:, 0, 0].tolist() == [0, 0, 255, 255]
+
+
+def test_an_edit_begins_with_its_source():
+    """In a drawn pair, the caption says how to come from there to the picture."""
+    for n in range(5):
+        pair, before = Drawn(5, 16, True)[n], drawing(n)
+        after, words = edited(before, n)
+        assert np.array_equal(pair.source, before.draw(16)) and pair.caption == words
+        assert np.array_equal(pair.picture, after.draw(16)) and after != before
+
+
+@pytest.mark.parametrize("missing", ["in every line", "in one line"])
+def test_edits_need_sources(missing, tmp_path):
+    lines = [{"file_name": f"{n}.png", "source": "0.png", "text": "edit"} for n in range(3)]
+    for line in lines if missing == "in every line" else lines[1:2]:
+        del line["source"]
+    for n in range(3):
+        save(tmp_path / f"{n}.png", np.zeros((4, 4, 3), dtype=np.uint8))
+    write_lines(tmp_path / "metadata.jsonl", lines)
+    with pytest.raises(DataError, match=r'\.png has no "source" in metadata.jsonl'):
+        open_pictures([str(tmp_path)], 4, edits=True)
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "metadata.jsonl").rename(tmp_path / "deep" / "metadata.jsonl")
+    with pytest.raises(DataError, match=f"has a metadata.jsonl in {tmp_path}/deep; name this"):
+        open_pictures([str(tmp_path)], 4)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +382,7 @@ def vit_run(*words) -> tuple:
     "words, message",
     [
         ("--data shapes --patch-size 3", "--patch-size 3: must divide --picture-size 8"),
-        ("--data shapes --classes 3", "--classes 3: the data has 16 labels, and the model 3"),
+        ("--data shapes --classes 3", "--classes 3: the data has 16 labels"),
         ("--data shapes shapes", "--data shapes shapes: names one set of pictures"),
         ("--data nowhere", "--data nowhere: is neither shapes, nor digits, nor a folder"),
         ("--data {one}", "--data {one}: needs two labels or more, and a label for each"),
