@@ -46,14 +46,20 @@ def run(args: argparse.Namespace, world) -> None:
     model, tokenizer, _ = cli.connect(args, world, 1, timeout)
     show(model, picture)
     decode, options = generate.stream_of(model), cli.sampling_options(args, world, tokenizer)
+    s, used = config.seq_length, len(prompt_of(tokenizer, [], config))
+    world.say_aside(
+        f"the context holds {s} tokens: {used} of the picture, {s - used} of question and answer"
+    )
 
-    def stream(questions: list[list[int]], **options):
-        return decode([prompt_of(tokenizer, ids, config) for ids in questions], **options)
+    def stream(questions: list[list[int]], max_tokens: int, **options):
+        prompts = [prompt_of(tokenizer, ids, config) for ids in questions]
+        # With more tokens the picture would leave the context.
+        room = s + 1 - max(map(len, prompts))
+        return decode(prompts, min(max_tokens, room), **options)
 
-    longest = config.seq_length - len(prompt_of(tokenizer, [], config))
     if args.prompt is None:
-        return cli.converse(world, stream, tokenizer, longest, args.stop, **options)
-    ids, out = encode(args.prompt, tokenizer, longest), sys.stdout if world.rank == 0 else None
+        return cli.converse(world, stream, tokenizer, s - used, args.stop, **options)
+    ids, out = encode(args.prompt, tokenizer, s - used), sys.stdout if world.rank == 0 else None
     summary = stream_text(stream, tokenizer, ids, args.stop, out, **options)
     world.say("")
     world.say_aside(summary)
@@ -62,11 +68,17 @@ def run(args: argparse.Namespace, world) -> None:
 def main(argv: list[str]) -> int:
     """Returns the exit status, as of generate.py."""
     about = "Answer questions about a picture."
-    parser = argparse.ArgumentParser(prog="python -m models.ask_picture", description=about)
-    parser.add_argument("--picture", metavar="FILE", required=True)
-    parser.add_argument("--prompt", metavar="QUESTION", help="without it, each line is a question")
+    parser = argparse.ArgumentParser(
+        prog="python -m models.ask_picture", description=about, conflict_handler="resolve"
+    )
+    flag = parser.add_argument
+    flag("--picture", metavar="FILE", required=True)
+    flag("--prompt", metavar="QUESTION", help="without it, each line of input is a question")
     cli.add_flags(parser, MultimodalConfig)
-    parser.set_defaults(temperature=0.0, top_k=0, top_p=1.0)
+    likeliest = "0: the likeliest token (default: 0; --top-k and --top-p need more)"
+    flag("--temperature", type=float, default=0.0, help=likeliest)
+    flag("--batch-size", type=int, choices=(1,), default=1, help=argparse.SUPPRESS)
+    parser.set_defaults(top_k=0, top_p=1.0)
     return cli.command("ask_picture.py", run, argv, parser)
 
 

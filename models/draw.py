@@ -52,8 +52,10 @@ def config_of(args: argparse.Namespace, world) -> DiffusionRun:
     if flags["edit"] != bool(args.source):
         fault = "needs --source, for it edits" if flags["edit"] else "draws; leave --source out"
         raise ConfigError(f"{where}: {fault}")
-    if Path(args.out).suffix.lower() != ".png":
-        raise ConfigError(f"--out {args.out}: must end in .png")
+    if not args.source and args.source_guidance != Sampling().source_guidance:
+        raise ConfigError(f"--source-guidance {args.source_guidance}: needs --source")
+    if Path(args.out).suffix.lower() != ".png" or Path(args.out).is_dir():
+        raise ConfigError(f"--out {args.out}: must be a file that ends in .png")
     if not Path(args.out).parent.is_dir():
         raise ConfigError(f"--out {args.out}: no such folder")
     flags |= dict(load=args.checkpoint, micro_batch_size=16, global_batch_size=16 * world.size)

@@ -8,8 +8,8 @@ arXiv 2304.08485; NeMo calls it NeVA).
 
 The decoder is gpt.py's, of any family (families.py). V is the size of the vocabulary: token V + j
 stands for feature j of its own sample, as virtual tokens do in prompt_tuning.py. The features are
-those before the last layer of a ViT or CLIP, so the tower has a layer less than it. Only answers
-count in the loss.
+those before the last layer of a ViT or CLIP, so a tower that starts from one is without this layer.
+Only answers count in the loss.
 
 Tower and projection are parts of the embedding, so they are on the first pipeline stage, as in
 Megatron-LM by default (--layer-split balances it), and every technique finds them there. Sequence
@@ -44,6 +44,9 @@ from sequence_parallel import gather_sequence
 
 # --- the shape ------------------------------------------------------------------------------------
 
+# What a tower is as -> the shape of that model.
+VISION_CLASSES: dict[str, type[vit.PictureConfig]] = dict(vit=vit.ViTConfig, clip=clip.CLIPConfig)
+
 
 @dataclass(frozen=True)
 class MultimodalConfig(MoEConfig):
@@ -73,12 +76,12 @@ class MultimodalConfig(MoEConfig):
             channels=self.channels,
             patch_size=self.patch_size,
             class_tokens=self.vision_class_tokens,
-            norm_eps=(clip.CLIPConfig if self.vision_encoder == "clip" else vit.ViTConfig).norm_eps,
+            norm_eps=VISION_CLASSES[self.vision_encoder].norm_eps,
         )
 
     @property
     def num_patches(self) -> int:
-        return (self.picture_size // self.patch_size) ** 2
+        return self.vision.num_patches
 
     @property
     def layers_beside(self) -> int:
@@ -196,6 +199,7 @@ class Embedding(gpt.Embedding):
         self.vocab_size, self.pictures = config.vocab_size, Pictures(config)
 
     def forward(self, tokens: Tensor, context=gpt.PLAIN) -> Tensor:
+        # A decoder that generates gets a gpt.Context, which has no pictures.
         pictures = getattr(context, "pictures", None)
         if pictures is None:
             return super().forward(tokens, context)

@@ -20,14 +20,13 @@ import tensor_parallel
 from base.cross_entropy import cross_entropy
 from base.model_config import flops_per_token
 from finetune.packing import Example, lay_out
-from models.clip import CLIPConfig
-from models.multimodal import PREFIXES, MultimodalConfig, part_of
+from models.multimodal import PREFIXES, VISION_CLASSES, MultimodalConfig, part_of
 from models.picture_data import PictureData
 from models.picture_runs import SHOWN, PictureRun, PictureTask
 from models.pictures import Batch, to_tensor
 from models.runs import ModelRun
-from models.vit import ViTConfig
 from run import checkpoint
+from run.checkpoint import CheckpointError
 from run.config import as_flags, flag
 from run.data import DataError
 from run.presets import Recipe, lr_of_model
@@ -107,7 +106,6 @@ class PartsLearn(WholeModel):
         fixed, first = checkpoint.fixed_fields(self.model_config, weights_only=True), 0
         if part == "vision":
             fixed = {its: getattr(self.model_config, own) for own, its in OF_TOWER.items()}
-            fixed["norm_eps"] = self.model_config.vision.norm_eps
             first = read_tower(path)[1]
         theirs = {}
         for key, tensor in self.trainer.checkpoints.tensors().items():
@@ -125,12 +123,24 @@ OF_TOWER |= dict(vision_hidden_size="hidden_size", vision_heads="num_heads")
 OF_TOWER |= dict(vision_class_tokens="class_tokens")
 
 
-def read_tower(path: str | Path) -> tuple[dict, int]:
-    """(fields of the shape of a run of models.vit or models.clip, its first block for pictures)"""
+def read_tower(path: str | Path) -> tuple[dict, int, str]:
+    """(fields of the shape of a run of models.vit or models.clip, its first block for pictures,
+    vit or clip). Raises CheckpointError, also where a tower would compute something else."""
     path = checkpoint.find(path)
-    is_clip = "text_layers" in checkpoint.read_index(path)["model"]
-    its = checkpoint.read_model(path, shape_class=CLIPConfig if is_clip else ViTConfig)[1]["model"]
-    return its, its.get("text_layers", 0)
+    kind = "clip" if "text_layers" in checkpoint.read_index(path)["model"] else "vit"
+    its = checkpoint.read_model(path, shape_class=VISION_CLASSES[kind])[1]["model"]
+    for name in ("activation", "norm_eps"):
+        usual = getattr(VISION_CLASSES[kind], name)
+        if its.get(name, usual) != usual:
+            raise CheckpointError(
+                f"--vision {path}: {name} is {its[name]}, and a tower has {usual}"
+            )
+    first = its.get("text_layers", 0)
+    if its["num_layers"] - first < 2:
+        raise CheckpointError(
+            f"--vision {path}: has one layer for pictures, which a tower leaves out"
+        )
+    return its, first, kind
 
 
 class AnswerTask(PictureTask):
@@ -239,17 +249,16 @@ class MultimodalRun(PictureRun):
     def __post_init__(self):
         if self.decoder and not self.tokenizer:
             # A decoder that cannot be read is refused later.
-            with contextlib.suppress(checkpoint.CheckpointError):
+            with contextlib.suppress(CheckpointError):
                 self.tokenizer = checkpoint.tokenizer_of(checkpoint.find(self.decoder))
 
     def start_shape(self) -> dict:
         shape = super().start_shape()
         if self.vision:
-            its, first = read_tower(self.vision)
+            its, first, kind = read_tower(self.vision)
             shape = shape | {own: its[name] for own, name in OF_TOWER.items()}
             # The features before its last layer are read.
-            shape |= dict(vision_layers=its["num_layers"] - first - 1)
-            shape |= dict(vision_encoder="clip" if first else "vit")
+            shape |= dict(vision_layers=its["num_layers"] - first - 1, vision_encoder=kind)
         if self.decoder:
             _, index = checkpoint.read_model(checkpoint.find(self.decoder))
             shape = shape | index["model"] | {"attention": ""}

@@ -16,7 +16,15 @@ from course import ranks
 from course.parity import Run
 from course.training_commands import config_of
 from models import draw
-from models.diffusion import DDPM, OBJECTIVES, Flow, guided, sample, squared_error
+from models.diffusion import (
+    DDPM,
+    OBJECTIVES,
+    Flow,
+    TimeEmbedding,
+    guided,
+    sample,
+    squared_error,
+)
 from models.diffusion_runs import Sampling
 from models.dit import Embedding
 from models.pictures import open_pictures, to_tensor
@@ -73,6 +81,14 @@ def test_guidance():
     assert guided(model, captions, empty, 1.0)(x, 5).equal(model(x, 5, captions, None))
     found = guided(model, captions, empty, 1.0, source)(x, 5)
     assert found.equal(model(x, 5, captions, source))
+
+
+def test_time_embedding():
+    """Of t its cosine and sine, and those of t / 100."""
+    embedding, t = TimeEmbedding(3, features=4), 7.0
+    x = torch.tensor([f(t * rate) for f in (math.cos, math.sin) for rate in (1, 0.01)])
+    expected = embedding.second(F.silu(embedding.first(x)))
+    torch.testing.assert_close(embedding(torch.tensor([t])), expected.unsqueeze(0))
 
 
 # --- data of which the best answer is known -------------------------------------------------------
@@ -240,6 +256,21 @@ def test_draws_the_same_under_every_layout():
     assert (whole[0] - whole[1]).abs().mean() > 0.1 > (whole[0] - whole[2]).abs().mean() > 0
 
 
+def test_each_guidance_is_of_its_condition():
+    """With none by the caption, captions change nothing, and the source does."""
+    task = Run(1, config_of(DIT | EDIT)).trainer.task
+    sources = torch.rand(4, 3, 16, 16)[[0, 1, 0, 1]]
+
+    def draw(sources, w: float, of_source: float) -> torch.Tensor:
+        options = Sampling(2, steps=2, guidance=w, source_guidance=of_source)
+        return task.draw(ByteTokenizer(), CAPTIONS, sources, options)
+
+    of_source, of_caption = draw(sources, 0.0, 1.0), draw(sources, 1.0, 0.0)
+    torch.testing.assert_close(of_source[:2], of_source[2:], atol=1e-9, rtol=0)
+    assert (of_caption[:2] - of_caption[2:]).abs().max() > 1e-6
+    assert (of_source - draw(-sources, 0.0, 1.0)).abs().max() > 1e-6
+
+
 TINY = dict(
     picture_size=8, patch_size=4, hidden_size=32, num_layers=1, text_length=39, device="cpu"
 )
@@ -282,7 +313,9 @@ def test_a_run_draws_and_goes_on(run, tmp_path, capsys):
         (["--caption", "a", "--count", "0"], "--count 0: must be at least 1"),
         (["--caption", "a", "--guidance", "nan"], "--guidance nan: must be at least 0"),
         (["--caption", "a", "--out", "no/a.png"], "--out no/a.png: no such folder"),
-        (["--caption", "a", "--out", "a.jpg"], "--out a.jpg: must end in .png"),
+        (["--caption", "a", "--out", "a.jpg"], "--out a.jpg: must be a file that ends in .png"),
+        (["--caption", "a", "--out", ""], "--out : must be a file that ends in .png"),
+        (["--caption", "a", "--source-guidance", "2"], "--source-guidance 2.0: needs --source"),
         (["--caption", "a", "--tp", "2"], "torchrun --nproc-per-node 2 -m models.draw"),
     ],
 )
@@ -360,6 +393,8 @@ def test_conditions_are_left_out():
     kept = (~no_source).nonzero()[0].item()
     source = to_tensor([data.example(kept).source])
     assert batch.pictures[kept : kept + 1, 3:].equal(source)
+    other_seed = config.task().dataset(config, examples, ByteTokenizer(), 1, False).batch([kept])
+    assert not other_seed.times.equal(batch.times[kept : kept + 1])
     # A sample is what it is, whatever the batch: time and noise too.
     again = data.batch([kept])
     assert again.pictures.equal(batch.pictures[kept : kept + 1])

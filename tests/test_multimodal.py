@@ -1,6 +1,7 @@
 """A model that reads pictures (models/multimodal.py): every layout is one device, also with frozen
 parts, and with ranks that have no picture; runs in stages; questions about a picture."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from models import ask_picture, multimodal
 from models.multimodal import MultimodalConfig, part_of
 from models.multimodal_runs import PRESETS, Answers, MultimodalRun, prompt_of
 from models.pictures import Context, Drawn, drawing
+from models.vit import ViTConfig
+from run import checkpoint
+from run.checkpoint import CheckpointError
 from run.data import DataError
 from run.tokenizer import make_tokenizer
 from sequence_parallel import gather_sequence
@@ -164,6 +168,29 @@ def test_a_question_without_a_fitting_answer(question, answer, words):
     assert isinstance(answers(Asked(question, 51 * "a")).row(0), Example)
 
 
+class Targets(Answers):
+    """Targets that are given. targets: [n, s]"""
+
+    targets = None
+
+    def batch(self, samples):
+        batch = super().batch(samples)
+        return batch if self.targets is None else batch._replace(targets=self.targets[samples])
+
+
+def test_an_answer_is_right_where_each_of_its_tokens_is():
+    t = trainer_of(GPT2, seq_length=80, vocab_size=257)
+    data = Targets(Drawn(100, 8), 80, None, False, tokenizer=TOKENIZER, shape=t.model_config)
+    likeliest = t.task.answers(data, 3)[:, 2:].long()
+    counted = data.batch(range(3)).loss_mask
+    # One answer is wrong at its last token, one has other targets that do not count.
+    last = counted[0].nonzero()[-1]
+    wrong, beside = torch.zeros_like(likeliest), ~counted & (torch.arange(3) == 1).unsqueeze(1)
+    wrong[0, last] = 1
+    data.targets = (likeliest + wrong + beside) % 257
+    assert t.task.answers(data, 3)[:, 1].tolist() == [0, 1, 1]
+
+
 # --- runs -----------------------------------------------------------------------------------------
 
 RUN = dict(device="cpu", eval_every=0, global_batch_size=2, hidden_size=16, num_heads=2)
@@ -211,8 +238,28 @@ def test_a_run_starts_from_a_tower_and_a_decoder(tmp_path, capsys, tower):
             assert tensor.equal(decoder[name]), name
     Image.fromarray(drawing(0).draw(8)).save(tmp_path / "a.png")
     asked = as_flags(checkpoint=out, picture=tmp_path / "a.png", prompt="what shape is it?")
-    assert ask_picture.main([*asked, "--max-tokens", "3", "--device", "cpu"]) == 0
-    assert "3 tokens" in capsys.readouterr().err
+    assert checkpoint.read_index(checkpoint.find(out))["model"]["vision_layers"] == 1
+    # The answer ends where the picture would leave the context: after 64 positions.
+    assert ask_picture.main([*asked, "--max-tokens", "1000", "--device", "cpu"]) == 0
+    said = capsys.readouterr().err
+    room = 64 + 1 - (4 + len("what shape is it?\n"))
+    assert "64 tokens: 5 of the picture, 59 of question" in said and f"{room} tokens" in said
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        (dict(activation="gelu"), "activation is gelu, and a tower has exact-gelu"),
+        (dict(norm_eps=0.1), "norm_eps is 0.1, and a tower has 1e-12"),
+        (dict(num_layers=1), "has one layer for pictures, which a tower leaves out"),
+    ],
+)
+def test_a_tower_that_would_compute_something_else(tmp_path, monkeypatch, fields, words):
+    model = dataclasses.asdict(ViTConfig(**dict(num_layers=2, hidden_size=8, num_heads=2) | fields))
+    monkeypatch.setattr(checkpoint, "read_index", lambda path: {"model": model})
+    monkeypatch.setattr(checkpoint, "read_model", lambda path, **_: (None, {"model": model}))
+    with pytest.raises(CheckpointError, match=words):
+        MultimodalRun(vision=tmp_path).model_config()
 
 
 @pytest.mark.repetition
