@@ -25,7 +25,7 @@ from models.diffusion import (
     sample,
     squared_error,
 )
-from models.diffusion_runs import Sampling
+from models.diffusion_runs import Pixels, Sampling
 from models.dit import Embedding
 from models.pictures import open_pictures, to_tensor
 from run.config import ConfigError
@@ -256,8 +256,16 @@ def test_draws_the_same_under_every_layout():
     assert (whole[0] - whole[1]).abs().mean() > 0.1 > (whole[0] - whole[2]).abs().mean() > 0
 
 
+class Negatives(Pixels):
+    """An autoencoder of a kind."""
+
+    def encode(self, pictures):
+        return -pictures
+
+
 def test_each_guidance_is_of_its_condition():
-    """With none by the caption, captions change nothing, and the source does."""
+    """With none by the caption, captions change nothing, and the source does: what an autoencoder
+    makes of it."""
     task = Run(1, config_of(DIT | EDIT)).trainer.task
     sources = torch.rand(4, 3, 16, 16)[[0, 1, 0, 1]]
 
@@ -268,7 +276,10 @@ def test_each_guidance_is_of_its_condition():
     of_source, of_caption = draw(sources, 0.0, 1.0), draw(sources, 1.0, 0.0)
     torch.testing.assert_close(of_source[:2], of_source[2:], atol=1e-9, rtol=0)
     assert (of_caption[:2] - of_caption[2:]).abs().max() > 1e-6
-    assert (of_source - draw(-sources, 0.0, 1.0)).abs().max() > 1e-6
+    of_negatives = draw(-sources, 0.0, 1.0)
+    assert (of_source - of_negatives).abs().max() > 1e-6
+    task.config.space = Negatives()
+    assert draw(sources, 0.0, 1.0).equal(of_negatives)
 
 
 TINY = dict(
