@@ -25,6 +25,7 @@ from models.diffusion import squared_error
 from models.pictures import Context
 from models.unet import Convolution, Convolutional, Levels, Residual, resized
 from models.vit import ENCODER_CHOICES
+from run.checkpoint import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,9 @@ class AutoencoderConfig(Levels):
     latent_channels: int = 4
 
     def check(self) -> None:
+        if self.num_layers < 4 or self.num_layers % 2:
+            raise FieldError("num_layers", self.num_layers, "must be even, and at least 4", [4, 6])
         super().check()
-        if self.num_layers % 2:
-            raise FieldError("num_layers", self.num_layers, "must be even: two halves")
         self.check_size("latent_channels")
 
     @property
@@ -153,6 +154,9 @@ def open_autoencoder(path: str) -> Latents:
     from inference.loading import load_model
 
     model, index = load_model(path, shape_class=AutoencoderConfig)
+    if not index["latent_std"]:
+        rule = "was saved before an evaluation, which measures the latents; take a later one"
+        raise CheckpointError(f"{path} {rule}, or a smaller --eval-every")
     return Latents(model, index["latent_std"])
 
 

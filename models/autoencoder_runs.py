@@ -44,7 +44,7 @@ class AutoencoderTask(PictureTask):
     """Pictures become latents, and pictures again."""
 
     # Of the latents, in the last evaluation.
-    latent_std = 1.0
+    latent_std: float | None = None
 
     def dataset(self, config, examples, tokenizer, seed, held_out) -> Reconstructed:
         latent = config.model_config().latent

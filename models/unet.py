@@ -74,8 +74,6 @@ class Levels(PictureConfig):
 
     def check(self) -> None:
         super().check()
-        if self.levels < 2:
-            raise FieldError("num_layers", self.num_layers, "must be at least 3")
         for field, n in dict(picture_size=2 ** (self.levels - 1), hidden_size=GROUP).items():
             if getattr(self, field) % n:
                 rule = f"must be a multiple of {n} with {{num_layers}}"
@@ -98,9 +96,9 @@ class UNetConfig(DenoiserConfig, Levels):
         return super().positions_before - 1
 
     def check(self) -> None:
+        if self.num_layers < 3 or not self.num_layers % 2:
+            raise FieldError("num_layers", self.num_layers, "must be odd, and at least 3", [3, 5])
         super().check()
-        if not self.num_layers % 2:
-            raise FieldError("num_layers", self.num_layers, "must be odd: one block is the middle")
         self.check_range("caption_layers", 0, 2**15, "must be at least 0 and at most 2^15")
 
     def transformer(self, level: int = -1) -> GPTConfig:

@@ -11,6 +11,7 @@ from models.autoencoder import AutoencoderConfig, open_autoencoder
 from models.pictures import Context, Drawn, to_tensor
 from models.unet import Block, UNetConfig
 from run import rules
+from run.checkpoint import CheckpointError
 from run.config import ConfigError
 
 BASE = {k: v for k, v in SMALL.items() if k not in ("seq_length", "vocab_size")}
@@ -63,6 +64,10 @@ def skips_in_the_context():
 def test_gate_sees_the_gradient_of_skips():
     one = train(base=UNET, steps=1)
     differs(train(base=UNET, steps=1, mutate=skips_in_the_context, **FULL), one)
+
+
+def test_gate_sees_the_kl_term():
+    differs(train(base=CODER, steps=1, kl_weight=1.0), train(base=CODER, steps=1, kl_weight=0.0))
 
 
 # --- the models -----------------------------------------------------------------------------------
@@ -118,6 +123,7 @@ def test_error_and_kl_by_hand():
 def test_latents_of_a_run(tmp_path):
     """Their standard deviation is measured, and they are divided by it."""
     flags = "--steps 3 --picture-size 8 --num-layers 4 --hidden-size 8 --lr 1e-2 --device cpu"
+    flags += " --kl-weight 0.5 --eval-every 2 --save-every 1 --keep 0"
     assert small_run.run("autoencoder.py", *flags.split(), "--out", tmp_path) == 0
     last = small_run.lines_of(tmp_path)[-1]
     latents = open_autoencoder(str(tmp_path))
@@ -127,9 +133,20 @@ def test_latents_of_a_run(tmp_path):
     assert latents.std == last["latent_std"] != 1
     assert z.std().item() == pytest.approx(1, abs=0.1)
     assert latents.decode(z).shape == x.shape
+    features, *_ = latents.model.run_blocks(
+        latents.model.embedding(None, Context(pictures=x)), 1, Context()
+    )
+    torch.testing.assert_close(latents.decode(z), latents.model.head.output(features))
     error = (latents.decode(z) - x).square().mean().item()
     # The latents of training have noise, which hardly matters here.
     assert error == pytest.approx(last["eval_error"], rel=0.05)
+    assert last["eval_loss"] == pytest.approx(last["eval_error"] + 0.5 * last["eval_kl"])
+    # Edits of latents, whose sources are latents too.
+    flags = "--steps 1 --picture-size 4 --num-layers 3 --hidden-size 8 --edit --device cpu"
+    words = (*flags.split(), "--autoencoder", tmp_path, "--out", tmp_path / "edits")
+    assert small_run.run("unet.py", *words) == 0
+    with pytest.raises(CheckpointError, match="before an evaluation"):
+        open_autoencoder(str(tmp_path / "checkpoints" / "step-000001"))
 
 
 # --- what does not fit ----------------------------------------------------------------------------
@@ -138,15 +155,15 @@ def test_latents_of_a_run(tmp_path):
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: UNetConfig(4, 16, 4), "num_layers 4: must be odd"),
-        (lambda: UNetConfig(1, 16, 4), "num_layers 1: must be at least 3"),
+        (lambda: UNetConfig(4, 16, 4), "num_layers 4: must be odd, and"),
+        (lambda: UNetConfig(1, 16, 4), "num_layers 1: must be odd, and at least 3"),
         (
             lambda: UNetConfig(5, 12, 4),
             "hidden_size 12: must be a multiple of 8 with num_layers 5",
         ),
         (lambda: UNetConfig(5, 16, 3), "num_heads 3: must divide"),
         (lambda: UNetConfig(5, 16, 4, picture_size=18), "picture_size 18: must be a multiple of 4"),
-        (lambda: AutoencoderConfig(5, 64), "num_layers 5: must be even"),
+        (lambda: AutoencoderConfig(5, 64), "num_layers 5: must be even, and"),
     ],
 )
 def test_refused_shapes(make, words):
