@@ -24,7 +24,7 @@ from models.autoencoder import open_autoencoder
 from models.diffusion import OBJECTIVES, NoisedData, Process
 from models.dit import DiTConfig
 from models.picture_data import caption_ids
-from models.picture_runs import TINY, PictureRun, PictureTask
+from models.picture_runs import SHOWN, TINY, PictureRun, PictureTask
 from models.pictures import Batch, to_tensor, to_uint8
 from models.unet import UNetConfig, refuse_layouts
 from run import checkpoint
@@ -35,8 +35,6 @@ from run.documents import fingerprint
 from run.finish import leave
 from run.presets import Recipe
 
-# Pictures of the sample at the end.
-SHOWN = 8
 # What else a checkpoint says of its model.
 FLAGS_OF_A_MODEL = ("objective", "autoencoder", "edit", "latents")
 
@@ -166,6 +164,7 @@ def save_grid(pictures: Tensor, columns: int, path: Path) -> None:
 class DiffusionRun(PictureRun):
     """The flags of a run of a model that takes noise away."""
 
+    model: str = flag("tiny", "a preset: tiny", metavar="PRESET")
     objective: str = flag("noise", "noise: DDPM; flow: flow matching", tuple(OBJECTIVES))
     picture_size: int | None = flag(
         None, "pixels of a picture's side, or with --autoencoder numbers of a latent's", least=1
@@ -222,8 +221,6 @@ class DiTRun(DiffusionRun):
     shape_class: ClassVar[type] = DiTConfig
     recipes: ClassVar[dict[str, Recipe]] = {"": Recipe("a small DiT", 1e-3, 0, 0)}
 
-    model: str = flag("tiny", "a preset: tiny", metavar="PRESET")
-
     def why_no_shards(self, shape) -> str:
         fits = shape.text_length + -shape.seq_length % self.tp
         return f"{super().why_no_shards(shape)}; --text-length {fits} would fit"
@@ -245,7 +242,6 @@ class UNetRun(DiffusionRun):
     ffn_hidden_size: ClassVar[None] = None
     head_dim: ClassVar[None] = None
 
-    model: str = flag("tiny", "a preset: tiny", metavar="PRESET")
     caption_layers: int | None = flag(None, "blocks that read the caption")
 
     def model_config(self) -> MoEConfig:

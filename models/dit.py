@@ -17,7 +17,6 @@ its own in each block); published weights.
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -26,7 +25,7 @@ from base import terminal
 from base.dropout import Dropout
 from models.diffusion import DenoiserConfig, TimeEmbedding, squared_error
 from models.pictures import Context
-from models.vit import Encoder, WholeHead, to_patches, to_pictures
+from models.vit import Encoder, InShards, WholeHead, to_patches, to_pictures
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class DiTConfig(DenoiserConfig):
         return DiT(self)
 
 
-class Embedding(nn.Module):
+class Embedding(InShards):
     """tokens: [b, s], the caption's first -> [b, s, h], or this rank's shard of it, [b, s/t, h]"""
 
     def __init__(self, config: DiTConfig):
@@ -50,11 +49,6 @@ class Embedding(nn.Module):
         self.patch = nn.Linear(channels * self.patch_size**2, h)
         self.positions = nn.Parameter(torch.empty(config.seq_length, h))
         self.dropout = Dropout(config.dropout, site=0)
-        # This rank's number, and of how many.
-        self.shard = 0, 1
-
-    def share_sequence(self, group: dist.ProcessGroup) -> None:
-        self.shard = group.rank(), group.size()
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         (n, t), m = self.shard, self.before

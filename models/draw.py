@@ -26,10 +26,7 @@ from train import Trainer
 # The command that trained a model -> the class of its flags.
 RUNS = {run.command: run for run in (DiTRun, UNetRun)}
 # The flags that the training had too.
-MODEL_FLAGS = (
-    *("autoencoder", "tp", "pp", "layer_split"),
-    *("precision", "device", "tokenizer", "kernels"),
-)
+SHARED = ("autoencoder", "tp", "pp", "layer_split", "precision", "device", "tokenizer", "kernels")
 
 
 def config_of(args: argparse.Namespace, world) -> DiffusionRun:
@@ -42,7 +39,7 @@ def config_of(args: argparse.Namespace, world) -> DiffusionRun:
         raise ConfigError(f"{where}: is of none of {', '.join(RUNS)}")
     flags = index["diffusion"]
     latents = flags.pop("latents")
-    for name in MODEL_FLAGS:
+    for name in SHARED:
         if (given := getattr(args, name)) is not None:
             flags[name] = given
     if args.steps > T:

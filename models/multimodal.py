@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -43,9 +42,6 @@ from models.pictures import Context
 from sequence_parallel import gather_sequence
 
 # --- the shape ------------------------------------------------------------------------------------
-
-# What a tower is as -> the shape of that model.
-VISION_CLASSES: dict[str, type[vit.PictureConfig]] = dict(vit=vit.ViTConfig, clip=clip.CLIPConfig)
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class MultimodalConfig(MoEConfig):
             channels=self.channels,
             patch_size=self.patch_size,
             class_tokens=self.vision_class_tokens,
-            norm_eps=VISION_CLASSES[self.vision_encoder].norm_eps,
+            norm_eps=(clip.CLIPConfig if self.vision_encoder == "clip" else vit.ViTConfig).norm_eps,
         )
 
     @property
@@ -158,18 +154,13 @@ class Projection(nn.Module):
         return x if self.second is None else self.second(F.gelu(x))
 
 
-class Pictures(nn.Module):
+class Pictures(vit.InShards):
     """The features of pictures, on every rank all of them. [b, c, H, W] -> [b, n, h]"""
-
-    group: dist.ProcessGroup | None = None
 
     def __init__(self, config: MultimodalConfig):
         super().__init__()
         self.tower, self.projection = Tower(config), Projection(config)
         self.first = config.vision_class_tokens
-
-    def share_sequence(self, group: dist.ProcessGroup) -> None:
-        self.group = group
 
     def forward(self, pictures: Tensor) -> Tensor:
         context = Context(pictures=pictures)
@@ -183,10 +174,8 @@ class Pictures(nn.Module):
     def write(self, x: Tensor, tokens: Tensor, pictures: Tensor, vocab_size: int) -> Tensor:
         """x with features where tokens are from vocab_size on. x: [b, s, h], or this rank's shard
         of it; tokens: [b, s]"""
-        features = self(pictures)  # [b, n, h]
-        if self.group is not None:
-            tokens = tokens.chunk(self.group.size(), 1)[self.group.rank()]
-        number = (tokens - vocab_size).unsqueeze(-1)  # [b, s, 1], or a shard
+        features, (rank, t) = self(pictures), self.shard  # [b, n, h]
+        number = (tokens.chunk(t, 1)[rank] - vocab_size).unsqueeze(-1)  # [b, s, 1], or a shard
         found = features.gather(1, number.clamp(min=0).expand_as(x))
         return torch.where(number >= 0, found, x)
 

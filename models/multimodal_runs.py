@@ -18,13 +18,15 @@ from torch import Tensor
 import sharding
 import tensor_parallel
 from base.cross_entropy import cross_entropy
-from base.model_config import flops_per_token
+from base.model_config import MoEConfig, flops_per_token
 from finetune.packing import Example, lay_out
-from models.multimodal import PREFIXES, VISION_CLASSES, MultimodalConfig, part_of
+from models.clip import CLIPConfig
+from models.multimodal import PREFIXES, MultimodalConfig, part_of
 from models.picture_data import PictureData
 from models.picture_runs import SHOWN, PictureRun, PictureTask
 from models.pictures import Batch, to_tensor
 from models.runs import ModelRun
+from models.vit import ViTConfig
 from run import checkpoint
 from run.checkpoint import CheckpointError
 from run.config import as_flags, flag
@@ -123,24 +125,23 @@ OF_TOWER |= dict(vision_hidden_size="hidden_size", vision_heads="num_heads")
 OF_TOWER |= dict(vision_class_tokens="class_tokens")
 
 
-def read_tower(path: str | Path) -> tuple[dict, int, str]:
-    """(fields of the shape of a run of models.vit or models.clip, its first block for pictures,
-    vit or clip). Raises CheckpointError, also where a tower would compute something else."""
+def read_tower(path: str | Path) -> tuple[MoEConfig, int]:
+    """(the shape of a run of models.vit or models.clip, its first block for pictures). Raises
+    CheckpointError, also where a tower would compute something else."""
     path = checkpoint.find(path)
-    kind = "clip" if "text_layers" in checkpoint.read_index(path)["model"] else "vit"
-    its = checkpoint.read_model(path, shape_class=VISION_CLASSES[kind])[1]["model"]
+    is_clip = "text_layers" in checkpoint.read_index(path)["model"]
+    like = CLIPConfig if is_clip else ViTConfig
+    its, _ = checkpoint.read_model(path, shape_class=like)
+    first, fault = getattr(its, "text_layers", 0), ""
+    if its.num_layers - first < 2:
+        fault = "has one layer for pictures, which a tower leaves out"
     for name in ("activation", "norm_eps"):
-        usual = getattr(VISION_CLASSES[kind], name)
-        if its.get(name, usual) != usual:
-            raise CheckpointError(
-                f"--vision {path}: {name} is {its[name]}, and a tower has {usual}"
-            )
-    first = its.get("text_layers", 0)
-    if its["num_layers"] - first < 2:
-        raise CheckpointError(
-            f"--vision {path}: has one layer for pictures, which a tower leaves out"
-        )
-    return its, first, kind
+        there, here = getattr(its, name), getattr(like, name)
+        if there != here:
+            fault = f"{name} is {there}, and a tower has {here}"
+    if fault:
+        raise CheckpointError(f"--vision {path}: {fault}")
+    return its, first
 
 
 class AnswerTask(PictureTask):
@@ -255,10 +256,11 @@ class MultimodalRun(PictureRun):
     def start_shape(self) -> dict:
         shape = super().start_shape()
         if self.vision:
-            its, first, kind = read_tower(self.vision)
-            shape = shape | {own: its[name] for own, name in OF_TOWER.items()}
+            its, first = read_tower(self.vision)
+            shape = shape | {own: getattr(its, name) for own, name in OF_TOWER.items()}
+            shape |= dict(vision_encoder="clip" if first else "vit")
             # The features before its last layer are read.
-            shape |= dict(vision_layers=its["num_layers"] - first - 1, vision_encoder=kind)
+            shape |= dict(vision_layers=its.num_layers - first - 1)
         if self.decoder:
             _, index = checkpoint.read_model(checkpoint.find(self.decoder))
             shape = shape | index["model"] | {"attention": ""}

@@ -298,8 +298,8 @@ def run(tmp_path_factory):
 
 def test_a_run_draws_and_goes_on(run, tmp_path, capsys):
     out, flags = run
-    assert Image.open(out / "sample.png").size == (8 * 8, 8)
-    assert len(re.findall("a (small|large) ", (out / "sample.txt").read_text())) == 8
+    assert Image.open(out / "sample.png").size == (10 * 8, 8)
+    assert len(re.findall("a (small|large) ", (out / "sample.txt").read_text())) == 10
     picture, two = tmp_path / "a.png", ["--caption", CAPTIONS[0], "--caption", "a cat"]
     few = ["--checkpoint", str(out), *two, "--steps", "2"]
     pixels = []
@@ -313,6 +313,14 @@ def test_a_run_draws_and_goes_on(run, tmp_path, capsys):
     other = [*flags, "--resume", "--steps", "2", "--objective", "flow"]
     refused = small_run.refusal(capsys, "-m", "models.dit", *other)
     assert "--objective flow:" in refused and "learns noise" in refused
+
+
+def test_each_picture_needs_a_caption(tmp_path, capsys):
+    for name in ("a/1.png", "b/2.png"):
+        (tmp_path / name).parent.mkdir()
+        Image.new("RGB", (8, 8)).save(tmp_path / name)
+    flags = small_run.as_flags(**TINY, data=tmp_path, out=tmp_path / "run")
+    assert "has no caption" in small_run.refusal(capsys, "-m", "models.dit", *flags)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """A model that reads pictures (models/multimodal.py): every layout is one device, also with frozen
 parts, and with ranks that have no picture; runs in stages; questions about a picture."""
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -255,9 +254,9 @@ def test_a_run_starts_from_a_tower_and_a_decoder(tmp_path, capsys, tower):
     ],
 )
 def test_a_tower_that_would_compute_something_else(tmp_path, monkeypatch, fields, words):
-    model = dataclasses.asdict(ViTConfig(**dict(num_layers=2, hidden_size=8, num_heads=2) | fields))
-    monkeypatch.setattr(checkpoint, "read_index", lambda path: {"model": model})
-    monkeypatch.setattr(checkpoint, "read_model", lambda path, **_: (None, {"model": model}))
+    shape = ViTConfig(**dict(num_layers=2, hidden_size=8, num_heads=2) | fields)
+    monkeypatch.setattr(checkpoint, "read_index", lambda path: {"model": {}})
+    monkeypatch.setattr(checkpoint, "read_model", lambda path, **_: (shape, {}))
     with pytest.raises(CheckpointError, match=words):
         MultimodalRun(vision=tmp_path).model_config()
 
