@@ -74,9 +74,7 @@ class Captioned(PictureData):
                 raise DataError(f"--data: {file.file_name} has no caption; {rule}")
 
     def describe(self) -> str:
-        cut = 0
-        for file in self.examples.files:
-            cut += caption_ids(self.tokenizer, file.text, self.m + 1)[1] == self.m
+        cut = sum(is_cut(self.tokenizer, file.text, self.m) for file in self.examples.files)
         warning = f"; {cut:,} captions are longer than --text-length {self.m}, and are cut"
         return super().describe() + (warning if cut else "")
 
@@ -90,3 +88,7 @@ def caption_ids(tokenizer, text: str, m: int) -> tuple[list[int], int]:
     ids = [*begin, *map(int, tokenizer.encode(text))][: m - 1]
     ids.append(tokenizer.eot)
     return ids + [0] * (m - len(ids)), len(ids) - 1
+
+
+def is_cut(tokenizer, text: str, m: int) -> bool:
+    return caption_ids(tokenizer, text, m + 1)[1] == m

@@ -1,6 +1,7 @@
 """CLIP (models/clip.py): layouts against one device, the loss in shards, transformers' model."""
 
 import dataclasses
+import json
 import math
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from parity import SMALL, again, check, differs, same, train, trainer_of
 from PIL import Image
-from small_run import write_lines
+from small_run import as_flags, run, write_lines
 from test_checkpoint import trained
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -18,11 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from base.model_config import FieldError
 from course import ranks
 from course.training_commands import config_of
-from models import clip, clip_runs
+from inference.loading import load_model
+from models import clip, clip_runs, use_picture
 from models.clip import CLIPConfig, contrastive_losses
 from models.clip_runs import CLIP_PRESETS, CLIPRun, PairTask
 from models.picture_data import caption_ids
-from models.pictures import Context
+from models.pictures import Context, read_picture, to_tensor
+from models.shapes import drawing
 from run import least_memory
 from run.config import ConfigError
 from run.data import DataError
@@ -328,6 +331,32 @@ def test_evaluation(monkeypatch):
     assert t.task.sample(None, SimpleNamespace(num_sequences=4, **vars(data))) == (
         "red (right: red)\ngreen (right: blue)\nred (right: red)\ngreen (right: green)"
     )
+
+
+def test_which_caption_fits(tmp_path, capsys):
+    """As the loss compares a picture with all captions."""
+    out, file = tmp_path / "run", tmp_path / "a.png"
+    flags = SHAPE | dict(steps=1, eval_every=0, device="cpu", out=out, hidden_size=32, num_heads=4)
+    assert run("-m", "models.clip", *as_flags(**flags)) == 0
+    Image.fromarray(drawing(0).draw(16)).save(file)
+    captions = ["a red one", drawing(0).caption, "x"]
+    words = ["--checkpoint", str(out), "--picture", str(file), str(file)]
+    use_picture.main(["match", *words, "--caption", *captions])
+    lines = capsys.readouterr().out.splitlines()[-2:]
+    assert lines[0] == lines[1]
+    found = json.loads(lines[0])["captions"]
+    model, _ = load_model(out, shape_class=CLIPConfig)
+    rows = [caption_ids(ByteTokenizer(), caption, 36) for caption in captions]
+    tokens = torch.tensor([ids + 18 * [0] for ids, _ in rows])
+    picture = to_tensor([read_picture(file, 16)] * 3)
+    y = model(tokens, torch.tensor([[end] for _, end in rows]), Context(pictures=picture))
+    p = (y[0, 1] @ y[:, 0].T).softmax(0)
+    assert [found[caption] for caption in captions] == pytest.approx(p.tolist(), rel=1e-5)
+    for mistake in (["match", *words], ["label", *words, "--caption", "a"]):
+        with pytest.raises(ConfigError, match="--caption: match needs it, and label has none"):
+            use_picture.main(mistake)
+    with pytest.raises(ConfigError, match="the model reads 36 tokens with the end"):
+        use_picture.main(["match", *words, "--caption", 40 * "a"])
 
 
 # --- what does not fit ----------------------------------------------------------------------------

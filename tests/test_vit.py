@@ -1,6 +1,7 @@
 """ViT (models/vit.py): every layout gives the loss, gradients and parameters of one device; its
 runs and their data."""
 
+import json
 import re
 from pathlib import Path
 
@@ -27,7 +28,7 @@ import sequence_parallel
 from base.json_files import JSONError
 from base.model_config import FieldError
 from course import ranks
-from models import vit
+from models import use_picture, vit
 from models.picture_data import PictureData
 from models.picture_runs import ViTRun
 from models.pictures import Context, Drawn, open_pictures, read_picture, to_tensor
@@ -450,6 +451,12 @@ def test_a_run_learns_and_goes_on(tmp_path, capsys):
         "bright (right: bright)",
     )
     assert checkpoint.read_index(checkpoint.find(out))["labels"] == ["bright", "dark"]
+    files = [str(tmp_path / "data" / name) for name in ("bright/1.png", "dark/0.png")]
+    use_picture.main(["label", "--checkpoint", str(out), "--picture", *files])
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()[-2:]]
+    assert [line["picture"] for line in said] == files
+    assert [next(iter(line["labels"])) for line in said] == ["bright", "dark"]
+    assert all(sum(line["labels"].values()) == pytest.approx(1) for line in said)
     other = make_folder(tmp_path / "other", ("dark", "light"), 24)
     said = refusal(capsys, *vit_run("--data", other, "--steps 25 --resume --out", out))
     assert f"--data {other}: has other labels than" in said
