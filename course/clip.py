@@ -72,12 +72,14 @@ def two_passes(rank: int) -> dict:
     """With micro-batches of one pair."""
     model, batch = demo.make_model(config()), pairs_of_rank()
     parts = [Batch._make(x if x is None else x[k : k + 1] for x in batch) for k in range(N // 2)]
+    passes = []
+    model.register_forward_hook(lambda *_: passes.append(1))
     with torch.no_grad():
         y = torch.cat([features(model, part) for part in parts])
     losses, gradient = clip.losses_and_gradient(y, demo.all_ranks())
     for k, part in enumerate(parts):
         features(model, part).backward(gradient[k : k + 1] / N)
-    return finish_step(model, losses)
+    return finish_step(model, losses) | {"passes": len(passes)}
 
 
 def teach(lesson: form.Lesson) -> None:
@@ -104,10 +106,20 @@ def teach(lesson: form.Lesson) -> None:
         kinds == ["all-gather", "reduce-scatter"],
         [size, logits, N * N],
     )
-    lesson.predict("Do loss and gradients of the two ranks equal those of one device?")
     demo.check_step(lesson, one, two[0])
-    lesson.predict("And with micro-batches of one pair, in two passes?")
-    demo.check_step(lesson, one, lesson.on_ranks(2, two_passes)[0])
+    lesson.predict(
+        f"A rank takes its {N // 2} pairs one at a time, with the same loss. How many forward"
+        " passes does it make? For how many pairs does it keep activations at once?",
+        "passes; pairs",
+    )
+    several = lesson.on_ranks(2, two_passes)[0]
+    lesson.check(
+        f"{several['passes']}: one of each pair for the features of all, and one for its gradient;"
+        " 1",
+        several["passes"] == 2 * (N // 2),
+        [several["passes"], 1],
+    )
+    demo.check_step(lesson, one, several)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ WITHOUT = form.Removals()
 @WITHOUT.replace("see-all", vit, "see_all", "Which patches does the class token see now?")
 def causal(block, config):
     """None. The class token stands first, and a causal mask hides what follows a position. So the
-    logits are the same for every picture. (The last position would see all.)"""
+    logits are the same for every picture, on two ranks too, and are not those of one device. (The
+    last position would see all.)"""
 
 
 @WITHOUT.replace("share", vit.WholeHead, "forward", "Which gradients are wrong, and by what?")
@@ -88,7 +89,7 @@ def teach(lesson: form.Lesson) -> None:
     )
     (positions,) = lesson.on_ranks(1, seen)
     lesson.check(
-        f"{len(positions)}: all of them, also the class token, at position 0",
+        f"all {s}, also the class token, at position 0; measured: {len(positions)}",
         positions == list(range(s)),
         [len(positions)],
     )
