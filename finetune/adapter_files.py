@@ -66,9 +66,8 @@ def open_adapter(path: str | Path, shape_class: type[MoEConfig] = MoEConfig) -> 
     index = checkpoint.read_index(path)
     check_command(path, index["model"], shape_class)
     if "adapter" not in index:
-        held = "prompts"
-        if "model.embedding.tokens.weight" in index["tensors"]:
-            held = "a whole model"
+        prompts = any(".embedding.tokens.prompts." in name for name in index["tensors"])
+        held = "prompts" if prompts else "a whole model"
         raise CheckpointError(
             f"{path} holds {held}, not an adapter; name the --out of a run with --peft"
         )

@@ -124,6 +124,18 @@ class TheirTensor(NamedTuple):
     parts: dict[str, Location]
 
 
+def in_halves(module: str, first: int, *halves: str) -> str:
+    """blocks.7.mlp.up -> decoder.1.mlp.up, after six blocks of the encoder. first: blocks of the
+    first half; halves: their names."""
+    block = re.match(r"blocks\.(\d+)", module)
+    if not block:
+        return module
+    number, half = int(block[1]), halves[0]
+    if number >= first:
+        number, half = number - first, halves[1]
+    return module.replace(block[0], f"{half}.{number}")
+
+
 def unstack(name: str, theirs: Tensor) -> dict[str, Tensor]:
     """Name in their files -> tensor. [n, ..] -> n of [..], where # in the name stands for the
     numbers from 0, or {a,b} for a and b; otherwise the tensor itself."""
@@ -147,6 +159,8 @@ class Architecture:
     computed: field of config.json -> the values for which the same is computed here; the first is
     the default.
     modules: our module -> where it lies in theirs.
+    reshaped: our parameter -> (theirs, its shape of ours): another shape, or a name that no module
+    has.
     ignored: a pattern, without prefix, of tensors that are computed, or that no logit depends on.
     missing: field of config.json -> what its absence means.
     parts: fields of config.json that hold fields, which the tables name part.field.
@@ -171,6 +185,7 @@ class Architecture:
     copies: dict[str, str] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)
     first_position: int = 0
+    reshaped: dict[str, tuple[str, Callable[..., tuple]]] = field(default_factory=dict)
     parts: tuple[str, ...] = ()
     shape_class: type[MoEConfig] = MoEConfig
 
@@ -181,7 +196,8 @@ class Architecture:
 
     def read(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The fields of our configuration, from those that the tables give."""
-        return fields | {"seq_length": fields["seq_length"] - self.first_position}
+        first = self.first_position
+        return fields | ({"seq_length": fields["seq_length"] - first} if first else {})
 
     def write(self, hf_config: dict[str, Any], config: MoEConfig) -> dict[str, Any]:
         """The fields of config.json, from those that the tables give."""
@@ -208,15 +224,11 @@ class Architecture:
             (hf_config[part] if part else hf_config)[field] = value
         return hf_config
 
-    def reshaped(self, config: MoEConfig) -> dict[str, tuple[str, list[int]]]:
-        """Our parameter -> (theirs, its shape), where it has another one or is no module's."""
-        return {}
-
     def place(self, name: str, shape: torch.Size, config: MoEConfig) -> tuple[Location | None, str]:
         """(where a parameter of ours lies, the name of their tensor)"""
-        theirs, sizes = self.reshaped(config).get(name, ("", ()))
-        if theirs:
-            return Location(theirs, shapes=(sizes, shape)), theirs
+        if name in self.reshaped:
+            theirs, reshape = self.reshaped[name]
+            return Location(theirs, shapes=(reshape(*shape), shape)), theirs
         # blocks.7.mlp.up.weight -> blocks.7.mlp.up, weight.
         module, leaf = name.rsplit(".", 1)
         location, layer = self.locate(module, config)

@@ -27,11 +27,13 @@ real is 1, and 0 for the padding at the end of a row.
 FOLDER gets model.onnx, model.onnx.data (the weights) and the tokenizer's files, once onnxruntime
 has given the logits of generate.py. This needs: pip install onnx onnxscript onnxruntime
 
-Not covered: T5; graphs of int8; a cache that is written in place (onnxruntime-genai), where this
-one is copied at every step; experts, whose sizes depend on the data."""
+Not covered: T5; models that read pictures; graphs of int8; a cache that is written in place
+(onnxruntime-genai), where this one is copied at every step; experts, whose sizes depend on the
+data."""
 
 import argparse
 import contextlib
+import dataclasses
 import logging
 import time
 import warnings
@@ -54,6 +56,7 @@ from inference.huggingface import building, report
 from inference.kv_cache import CacheSlot, caching
 from inference.loading import check_vocabulary, find_tokenizer, load_model, open_model
 from inference.onnx_session import ExportError, Session, need
+from run.checkpoint_index import command_of
 from run.tokenizer import BUILT_IN, make_tokenizer, save_files
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
@@ -214,8 +217,9 @@ def check(config: GPTConfig) -> None:
             f"num_experts {experts}: how many tokens an expert gets depends on the data, and a"
             " graph has no such sizes; a model without experts would fit"
         )
-    if config.encoder_layers:
-        raise ExportError(f"encoder_layers {config.encoder_layers}: no graph is made of a T5")
+    command = command_of(dataclasses.asdict(config))
+    if command not in ("train.py", "-m models.bert"):
+        raise ExportError(f"a model of {command}: no graph is made of one")
     if config.seq_length < 4:
         raise ExportError(f"seq_length {config.seq_length}: must be at least 4 to be traced")
 

@@ -92,8 +92,10 @@ def read_fields(hf_config: dict, architecture: Architecture) -> MoEConfig:
     for theirs, ours in architecture.fields.items():
         number = number_type(ours, architecture.shape_class)
         value = read_number(hf_config, theirs, number, architecture.missing)
+        if fields.setdefault(ours, value) != value and ours != "dropout":
+            raise HuggingFaceError(f"{theirs} is {value}; another field says {fields[ours]}")
         # Three fields of theirs are our dropout: the largest counts.
-        fields[ours] = max(value, fields.get(ours, 0))
+        fields[ours] = max(value, fields[ours])
     for theirs, (ours, values) in architecture.choices.items():
         value = values[one_of(hf_config, theirs, tuple(values))]
         # Some of their fields say the same thing twice.
@@ -233,7 +235,8 @@ def read_any_model(path: Path) -> tuple[MoEConfig, dict]:
         classes = [architecture.shape_class for architecture in other_architectures()]
     own = [c for c in classes if command_of(c.__dataclass_fields__) == command]
     if not own:
-        raise CheckpointError(f"{path} holds a model of {command}: no class of transformers is one")
+        rule = "no class of transformers is one, so it is neither exported nor merged"
+        raise CheckpointError(f"{path} holds a model of {command}: {rule}")
     return read_model(path, shape_class=own[0])
 
 

@@ -352,8 +352,9 @@ def export_folder(
         if len(groups) > 1:
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-        hf_config |= export_tokenizer(path, folder, config)
-        hf_config = architecture_of(config).write_beside(folder, hf_config, saved)
+        architecture = architecture_of(config)
+        hf_config = architecture.nested(hf_config | export_tokenizer(path, folder, config))
+        hf_config = architecture.write_beside(folder, hf_config, saved)
         if merged and merged.chat_template:
             shutil.copyfile(merged.chat_template, folder / CHAT_TEMPLATE)
         (folder / "config.json").write_text(json.dumps(hf_config, indent=1))
@@ -419,7 +420,8 @@ def tokenizer_name(hf_dir: Path, config: MoEConfig) -> str:
     """The tokenizer.json of a folder; where it has no tokenizer at all, the built-in one of its
     vocabulary's size. A file that is missing is reported where a tokenizer is needed."""
     file = str(hf_dir.resolve() / "tokenizer.json")
-    built_in = {50257: "gpt2", 257: "bytes"}.get(config.vocab_size)
+    # 1: a model of pictures alone, whose runs name a tokenizer that they never use.
+    built_in = {50257: "gpt2", 257: "bytes", 1: "bytes"}.get(config.vocab_size)
     if os.path.isfile(file) or needs_conversion(file) or not built_in:
         return file
     return built_in

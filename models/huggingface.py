@@ -14,10 +14,9 @@ type of token is exported as a RoBERTa, and an mT5 as the T5 1.1 that it is.
 """
 
 import dataclasses
-import re
 from typing import Any
 
-from inference.architectures import Architecture, HuggingFaceError, Location
+from inference.architectures import Architecture, HuggingFaceError, Location, in_halves
 from models.bert import BertConfig
 from models.special_tokens import bert_tokens, t5_tokens
 from models.t5 import T5Config
@@ -141,12 +140,7 @@ class OfT5(Architecture):
         return hf_config | ids
 
     def locate(self, module: str, config: T5Config) -> tuple[Location | None, str]:
-        """blocks.7.mlp.up is decoder.1.mlp.up after six blocks of the encoder."""
-        if block := re.match(r"blocks\.(\d+)", module):
-            half, number = "encoder", int(block[1])
-            if number >= config.encoder_layers:
-                half, number = "decoder", number - config.encoder_layers
-            module = module.replace(block[0], f"{half}.{number}")
+        module = in_halves(module, config.encoder_layers, "encoder", "decoder")
         if not config.gated:
             module = module.replace("mlp.up", "mlp.alone")
         return super().locate(module, config)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from parity import again
 from safetensors.torch import load_file, save_file
-from small_run import as_flags, equal, run, tensors_of
+from small_run import equal, run, tensors_of
 from their_models import shaken
 
 import models.picture_huggingface
 from base.errors import InputError
 from course.parity import relative
-from inference import huggingface
+from inference import adapters, export, huggingface
 from inference.architectures import HuggingFaceError
 from inference.hf_config import to_model_config
 from inference.huggingface import export_folder, import_folder, untrained, write_checkpoint
@@ -30,7 +30,6 @@ from models.picture_runs import VIT_PRESETS
 from models.pictures import Context, read_picture, to_tensor
 from models.vit import ViTConfig
 from run import checkpoint
-from run.checkpoint import CheckpointError
 from run.tokenizer import ByteTokenizer, FileTokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -235,16 +234,15 @@ def test_mean_and_std_are_in_the_weights(fields, folder, tmp_path):
         assert not equal(tensors_of(tmp_path / "ours"), tensors_of_folder(folder, tmp_path))
 
 
-def test_a_clip_has_its_mean_and_std(tmp_path):
-    """Those of transformers, where the file does not say; in the positions, as it has no bias."""
+def test_a_clip_has_mean_and_std_in_its_weights(tmp_path):
+    """In the positions too, as it has no bias."""
     model = theirs(0, "clip")
     side = model.config.vision_config.image_size
     model.save_pretrained(tmp_path / "hf")
-    fields = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": side}}
-    fields["crop_size"] = {"height": side, "width": side}
-    (tmp_path / "hf" / "preprocessor_config.json").write_text(json.dumps(fields))
+    sizes = dict(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+    processor = transformers.CLIPImageProcessor(**sizes)
+    processor.save_pretrained(tmp_path / "hf")
     import_folder(tmp_path / "hf", tmp_path / "ours")
-    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "hf")
     pictures = [noise(side), noise(side) // 3]
     captions = inputs(model)[1][:2]
     with torch.no_grad():
@@ -306,14 +304,25 @@ def test_there_and_back(tmp_path, capsys):
     pictures = torch.rand(2, 3, model.config.image_size, model.config.image_size)
     with torch.no_grad():
         assert loaded(pictures).logits.equal(model(pictures).logits)
-    # And ours is trained on, for other labels.
-    flags = as_flags(load=tmp_path / "ours", out=tmp_path / "run", steps=1, global_batch_size=2)
-    assert run("-m", "models.vit", *flags, *as_flags(eval_every=0, device="cpu")) == 0
     import_folder(tmp_path / "a", tmp_path / "b")
     assert equal(tensors_of(tmp_path / "b"), tensors_of(tmp_path / "ours"))
     export_folder(tmp_path / "b", tmp_path / "c")
     for file in (tmp_path / "a").iterdir():
         assert file.read_bytes() == (tmp_path / "c" / file.name).read_bytes()
+
+
+def test_an_imported_model_is_trained_and_exported(folder, tmp_path):
+    """Its shape and its weights are those of --load: without a learning rate they stay."""
+    import_folder(folder, tmp_path / "ours")
+    words = f"--load {tmp_path / 'ours'} --data shapes --steps 1 --lr 0 --min-lr 0 --device cpu"
+    words += f" --global-batch-size 4 --eval-every 0 --warmup-steps 0 --out {tmp_path / 'run'}"
+    assert run("-m", "models.vit", *words.split()) == 0
+    export_folder(tmp_path / "run", tmp_path / "back")
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "back"))
+    # The labels of shapes are others than those of the folder.
+    assert before.keys() == after.keys() and len(after["classifier.bias"]) == 16
+    kept = [name for name in before if not name.startswith("classifier.")]
+    assert equal(*({name: tensors[name] for name in kept} for tensors in (before, after)))
 
 
 def rewrite(folder: Path, change) -> None:
@@ -418,7 +427,7 @@ REFUSED = [
     ({"image_size": [8, 8]}, r"image_size is \[8, 8\]; this project takes an integer"),
     ({"patch_size": 7}, "patch_size 7: must divide picture_size"),
     ({"id2label": {"1": "a"}}, "id2label has not one name for each"),
-    ({"id2label": {"0": 1}}, "config.json: Expected `str`"),
+    ({"id2label": {"0": 1}}, "id2label: Expected `str`"),
     ({"id2label": {"0": "a"}}, "classifier.weight is F32 .* there"),
     ({"num_hidden_layers": 7}, "num_layers 7: there are tensors of"),
 ]
@@ -438,6 +447,7 @@ PREPROCESSORS = [
     ({"do_rescale": False}, "do_rescale is false"),
     ({"rescale_factor": 1 / 127.5}, "rescale_factor not 1/255"),
     ({"image_mean": [0.5]}, "must be three numbers"),
+    ({"image_processor_type": "CLIPImageProcessor"}, "must be three numbers"),
     ({"image_std": [0.5, 0.0, 0.5]}, "std > 0"),
     ({"image_std": "half"}, "Expected `array`"),
 ]
@@ -469,9 +479,8 @@ def test_tensors_that_do_not_fit(change, words, folder, tmp_path):
 
 CLIP_REFUSED = [
     ({"text_config": {"hidden_act": "gelu"}}, 'text_config.hidden_act is "gelu"'),
-    ({"text_config": {"intermediate_size": 9}}, "text_config.intermediate_size is 9, not 4 times"),
-    ({"text_config": {"hidden_size": "9"}}, "text_config.intermediate_size is 2048, not 4 times 9"),
-    ({"text_config": {"layer_norm_eps": 1e-6}}, "layer_norm_eps is 1e-06 in text_config"),
+    ({"text_config": {"hidden_size": "9"}}, 'text_config.hidden_size is "9"; .* an integer'),
+    ({"text_config": {"layer_norm_eps": 1e-6}}, "layer_norm_eps is 1e-05; another field .* 1e-06"),
     ({"text_config": [1]}, "text_config holds no fields"),
     ({"vision_config": {"attention_dropout": 0.1}}, "vision_config.attention_dropout is 0.1"),
     ({"vision_config": {"image_size": 33}}, "patch_size 32: must divide picture_size 33"),
@@ -493,12 +502,42 @@ def test_an_end_token_that_transformers_reads_otherwise(tmp_path):
         export_folder(tmp_path / "ours", tmp_path / "back")
 
 
-def test_models_without_a_class(tmp_path):
-    config = DiTConfig(1, 16, 2, picture_size=4, patch_size=2)
+def test_a_clip_whose_text_has_another_mlp(tmp_path):
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+    text = sizes | dict(vocab_size=V, max_position_embeddings=5, intermediate_size=24)
+    picture = sizes | dict(image_size=4, patch_size=2)
+    config = transformers.CLIPConfig(text_config=text, vision_config=picture)
+    transformers.CLIPModel(config).save_pretrained(tmp_path / "hf")
+    words = r"layers.0.mlp.fc1.weight is F32 \[24, 8\] there, and .* \[32, 8\] here"
+    with pytest.raises(HuggingFaceError, match=words):
+        import_folder(tmp_path / "hf", tmp_path / "ours")
+
+
+SMALL = dict(hidden_size=16, num_heads=2, picture_size=4, patch_size=2)
+NO_CLASS = "of -m models.dit: no class of transformers is one"
+WITHOUT = [
+    (huggingface, ["export", "CK", "OUT"], DiTConfig(1, **SMALL), NO_CLASS),
+    (adapters, ["merge", "CK", "CK", "OUT"], DiTConfig(1, **SMALL), NO_CLASS),
+    (
+        adapters,
+        ["merge", "CK", "CK", "OUT"],
+        ViTConfig(1, **SMALL),
+        "a whole model, not an adapter",
+    ),
+    (export, ["CK", "OUT"], DiTConfig(1, **SMALL), NO_CLASS),
+    (export, ["CK", "OUT"], ViTConfig(1, **SMALL), "a model of -m models.vit: no graph is made"),
+]
+
+
+@pytest.mark.parametrize("command, argv, config, words", WITHOUT)
+def test_what_is_not_made_of_a_model(command, argv, config, words, tmp_path, capsys):
     state = untrained({"tokenizer": "bytes"}, dataclasses.asdict(config))
-    write_checkpoint(tmp_path / "ours", config, state, config.build().get_parameter)
-    with pytest.raises(CheckpointError, match=r"of -m models.dit: no class of transformers"):
-        export_folder(tmp_path / "ours", tmp_path / "back")
+    write_checkpoint(tmp_path / "ck", config, state, config.build().get_parameter)
+    paths = {"CK": str(tmp_path / "ck"), "OUT": str(tmp_path / "out")}
+    assert command.main([paths.get(word, word) for word in argv]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("class_tokens", [0, 8])
