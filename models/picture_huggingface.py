@@ -80,8 +80,8 @@ class OfViT(OfPictures):
 
 
 PROJECTION, SELF = "vit.embeddings.patch_embeddings.projection", "attention.attention"
-OF_LAYER = f"layernorm_before {SELF}.query {SELF}.key {SELF}.value attention.output.dense"
-OF_LAYER += " layernorm_after intermediate.dense output.dense"
+VIT_LAYER = f"layernorm_before {SELF}.query {SELF}.key {SELF}.value attention.output.dense"
+VIT_LAYER += " layernorm_after intermediate.dense output.dense"
 DROPOUTS = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), "dropout")
 VIT = OfViT(
     name="ViTForImageClassification",
@@ -92,7 +92,7 @@ VIT = OfViT(
     fields=SIZES | DROPOUTS | {"num_labels": "classes"},
     choices={"hidden_act": ("activation", {"gelu": "exact-gelu", "gelu_new": "gelu"})},
     computed={"num_channels": (3,), "qkv_bias": (True,)},
-    modules=blocks("blocks.*", "vit.encoder.layer.*", OF_LAYER)
+    modules=blocks("blocks.*", "vit.encoder.layer.*", VIT_LAYER)
     | {
         "embedding.patches.patch": Location(PROJECTION),
         "head.norm": Location("vit.layernorm"),
@@ -153,8 +153,8 @@ OF_TEXT = {
 TEXT_DEFAULTS = dict(zip(OF_TEXT, (12, 512, 8, 49408, 77, 1e-5)))
 PICTURE_DEFAULTS = dict(zip(SIZES, (12, 768, 12, 3072, 224, 32, 1e-5)))
 ONLY = dict(hidden_act=("quick_gelu",), attention_dropout=(0.0,))
-OF_LAYER = "layer_norm1 self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj"
-OF_LAYER += " layer_norm2 mlp.fc1 mlp.fc2"
+CLIP_LAYER = "layer_norm1 self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj"
+CLIP_LAYER += " layer_norm2 mlp.fc1 mlp.fc2"
 CLIP = OfCLIP(
     name="CLIPModel",
     model_type="clip",
@@ -165,8 +165,8 @@ CLIP = OfCLIP(
     fields=under(TEXT, OF_TEXT) | under(PICTURE, SIZES) | {"projection_dim": "embedding_size"},
     choices={},
     computed=under(TEXT, ONLY) | under(PICTURE, ONLY | {"num_channels": (3,)}),
-    modules=blocks("text.*", "text_model.encoder.layers.*", OF_LAYER)
-    | blocks("picture.*", "vision_model.encoder.layers.*", OF_LAYER)
+    modules=blocks("text.*", "text_model.encoder.layers.*", CLIP_LAYER)
+    | blocks("picture.*", "vision_model.encoder.layers.*", CLIP_LAYER)
     | {
         "embedding.tokens": Location("text_model.embeddings.token_embedding"),
         "embedding.positions": Location("text_model.embeddings.position_embedding"),

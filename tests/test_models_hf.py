@@ -442,7 +442,10 @@ def test_onnx(copy, saved, tmp_path, capsys):
         assert apart < 1e-5 * expected.abs().max()
     for argv, words in (
         (["run", str(tmp_path / "graph"), "--prompt", "a"], "a BERT, which has logits"),
-        ([str(saved / "t5" / "hf"), str(tmp_path / "t5")], "a model of -m models.t5: no graph is made of one"),
+        (
+            [str(saved / "t5" / "hf"), str(tmp_path / "t5")],
+            "a model of -m models.t5: no graph is made of one",
+        ),
     ):
         assert export.main(argv) == 2
         assert words in capsys.readouterr().err
