@@ -420,8 +420,7 @@ def tokenizer_name(hf_dir: Path, config: MoEConfig) -> str:
     """The tokenizer.json of a folder; where it has no tokenizer at all, the built-in one of its
     vocabulary's size. A file that is missing is reported where a tokenizer is needed."""
     file = str(hf_dir.resolve() / "tokenizer.json")
-    # 1: a model of pictures alone, whose runs name a tokenizer that they never use.
-    built_in = {50257: "gpt2", 257: "bytes", 1: "bytes"}.get(config.vocab_size)
+    built_in = {50257: "gpt2", 257: "bytes"}.get(config.vocab_size)
     if os.path.isfile(file) or needs_conversion(file) or not built_in:
         return file
     return built_in
