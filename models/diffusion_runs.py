@@ -36,7 +36,7 @@ from run.finish import leave
 from run.presets import Recipe
 
 # What else a checkpoint says of its model.
-FLAGS_OF_A_MODEL = ("objective", "autoencoder", "edit", "latents")
+FLAGS_OF_A_MODEL = ("objective", "autoencoder", "edit")
 
 
 class Sampling(NamedTuple):
@@ -90,13 +90,13 @@ class DiffusionTask(PictureTask):
         return NoisedData(examples, shape.seq_length, seed, held_out, **options)
 
     def extra_state(self) -> dict:
-        return {"diffusion": {name: getattr(self.config, name) for name in FLAGS_OF_A_MODEL}}
+        flags = {name: getattr(self.config, name) for name in FLAGS_OF_A_MODEL}
+        return {"diffusion": flags, "latents": self.config.latents}
 
     def check_base(self, path, index: dict) -> None:
-        trained = index["diffusion"]
-        if trained["objective"] != self.config.objective:
-            self.config.refuse("objective", f"{path} learns {trained['objective']}")
-        self.config.check_latents(trained["latents"], path)
+        if (learned := index["diffusion"]["objective"]) != self.config.objective:
+            self.config.refuse("objective", f"{path} learns {learned}")
+        self.config.check_latents(index, path)
 
     def flops_per_token(self, s: int) -> float:
         shape = self.model_config
@@ -190,9 +190,9 @@ class DiffusionRun(PictureRun):
             return None
         return fingerprint(read_signed(checkpoint.find(self.autoencoder)).decode())
 
-    def check_latents(self, trained: str | None, path) -> None:
-        """Raises ConfigError where a model has learned in other latents."""
-        if trained != self.latents:
+    def check_latents(self, index: dict, path) -> None:
+        """Raises ConfigError where the model of a checkpoint has learned in other latents."""
+        if index.get("latents") != self.latents:
             self.refuse("autoencoder", f"is not the one with which {path} has learned")
 
     @property

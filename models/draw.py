@@ -38,7 +38,6 @@ def config_of(args: argparse.Namespace, world) -> DiffusionRun:
     if "diffusion" not in index or (command := command_of(index["model"])) not in RUNS:
         raise ConfigError(f"{where}: is of none of {', '.join(RUNS)}")
     flags = index["diffusion"]
-    latents = flags.pop("latents")
     for name in SHARED:
         if (given := getattr(args, name)) is not None:
             flags[name] = given
@@ -60,7 +59,7 @@ def config_of(args: argparse.Namespace, world) -> DiffusionRun:
     # Messages name it.
     config.command = "-m models.draw"
     rules.validate(config, world.size, base_needed=False)
-    config.check_latents(latents, args.checkpoint)
+    config.check_latents(index, args.checkpoint)
     return config
 
 
