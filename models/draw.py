@@ -16,7 +16,7 @@ from finetune.reference_models import FrozenModel
 from inference.cli import add_model_flags, check_least, command
 from models.diffusion import DenoiserConfig, T
 from models.diffusion_runs import DiffusionRun, DiTRun, Sampling, UNetRun, save_grid
-from models.picture_data import caption_ids
+from models.picture_data import is_cut
 from models.pictures import read_picture, to_tensor
 from run import checkpoint, launch, rules
 from run.checkpoint_index import command_of
@@ -66,10 +66,9 @@ def config_of(args: argparse.Namespace, world) -> DiffusionRun:
 def run(args: argparse.Namespace, world) -> None:
     config = config_of(args, world)
     tokenizer, shape = launch.open_tokenizer(config, world), config.model_config()
-    longest = shape.text_length
     for caption in args.caption:
-        if caption_ids(tokenizer, caption, longest + 1)[1] == longest:
-            rule = f"is too long: the model reads {longest} tokens with the end"
+        if is_cut(tokenizer, caption, shape.text_length):
+            rule = f"is too long: the model reads {shape.text_length} tokens with the end"
             raise ConfigError(f"--caption {caption!r}: {rule}")
     captions, sources = [caption for caption in args.caption for _ in range(args.count)], None
     if args.source:
