@@ -118,6 +118,7 @@ class CLIPRun(PictureRun):
     presets: ClassVar[dict] = CLIP_PRESETS
     shape_class: ClassVar[type] = CLIPConfig
     recipes: ClassVar[dict[str, Recipe]] = CLIP_RECIPES
+    longer_by: ClassVar[str] = "class_tokens"
     dropout: ClassVar[None] = None
 
     model: str = flag("tiny", f"a preset: {', '.join(CLIP_PRESETS)}", metavar="PRESET")
@@ -131,10 +132,6 @@ class CLIPRun(PictureRun):
 
     def task(self) -> PairTask:
         return PairTask()
-
-    def why_no_shards(self, shape) -> str:
-        fits = shape.class_tokens + -shape.seq_length % self.tp
-        return f"{super().why_no_shards(shape)}; --class-tokens {fits} would fit"
 
     def check(self, model: CLIPConfig, world: int, base_needed: bool) -> None:
         super().check(model, world, base_needed)

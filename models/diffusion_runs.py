@@ -220,10 +220,7 @@ class DiTRun(DiffusionRun):
     presets: ClassVar[dict] = {"tiny": (TINY, 0)}
     shape_class: ClassVar[type] = DiTConfig
     recipes: ClassVar[dict[str, Recipe]] = {"": Recipe("a small DiT", 1e-3, 0, 0)}
-
-    def why_no_shards(self, shape) -> str:
-        fits = shape.text_length + -shape.seq_length % self.tp
-        return f"{super().why_no_shards(shape)}; --text-length {fits} would fit"
+    longer_by: ClassVar[str] = "text_length"
 
 
 UNET_TINY = dict(num_layers=5, hidden_size=32, num_heads=4, picture_size=16)

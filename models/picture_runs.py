@@ -21,7 +21,7 @@ from models.pictures import Batch, Examples
 from models.runs import ModelRun
 from models.vit import ViTConfig
 from run import checkpoint
-from run.config import RunConfig, flag
+from run.config import RunConfig, flag, flag_name
 from run.data import DataError
 from run.presets import Recipe
 from run.task import Task, WholeModel, evaluation_batches, outputs
@@ -107,7 +107,8 @@ class LabelTask(PictureTask):
         # A base that knows all of these labels keeps its head.
         self.labels = base if base and found <= set(base) else sorted(found)
         self.other_labels = bool(config.load) and self.labels != base
-        if config.classes is None:
+        # A run that goes on has its --classes, and check_base says where its labels are others.
+        if config.classes is None or config.resume:
             config.classes = len(self.labels)
         elif config.classes != len(self.labels):
             config.refuse("classes", f"the data has {len(self.labels)} labels")
@@ -158,6 +159,8 @@ class PictureRun(ModelRun):
     head_chunk: ClassVar[int] = 0
     # Whether a picture comes with one that it is an edit of.
     edit: ClassVar[bool] = False
+    # The flag that makes a sequence longer, until --tp divides it.
+    longer_by: ClassVar[str] = ""
 
     picture_size: int | None = flag(None, "pixels of a picture's side", least=1)
     patch_size: int | None = flag(None, "pixels of a patch's side", least=1)
@@ -183,7 +186,11 @@ class PictureRun(ModelRun):
 
     def why_no_shards(self, shape) -> str:
         n, before = shape.num_patches, shape.positions_before
-        return f"--tp {self.tp} does not divide {n} patches and {before} positions before them"
+        rule = f"--tp {self.tp} does not divide {n} patches and {before} positions before them"
+        if self.longer_by:
+            fits = getattr(shape, self.longer_by) + -shape.seq_length % self.tp
+            rule += f"; {flag_name(self.longer_by)} {fits} would fit"
+        return rule
 
     def check(self, model: MoEConfig, world: int, base_needed: bool) -> None:
         if len(self.data) > 1:
@@ -225,6 +232,7 @@ class ViTRun(TextlessRun):
     presets: ClassVar[dict] = VIT_PRESETS
     shape_class: ClassVar[type] = ViTConfig
     recipes: ClassVar[dict[str, Recipe]] = VIT_RECIPES
+    longer_by: ClassVar[str] = "class_tokens"
 
     model: str = flag("tiny", f"a preset: {', '.join(VIT_PRESETS)}", metavar="PRESET")
     class_tokens: int | None = flag(None, "positions before the patches; 0: the mean is read")
@@ -232,7 +240,3 @@ class ViTRun(TextlessRun):
 
     def task(self) -> LabelTask:
         return LabelTask()
-
-    def why_no_shards(self, shape) -> str:
-        fits = shape.positions_before + -shape.seq_length % self.tp
-        return f"{super().why_no_shards(shape)}; --class-tokens {fits} would fit"

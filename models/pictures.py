@@ -191,7 +191,7 @@ class Folder(Examples):
         np.random.default_rng(0).shuffle(names)
         place = {name: n for n, name in enumerate(names)}
         self.files.sort(key=lambda file: place[file.file_name])
-        last = names[-max(1, len(names) // HELD_OUT) :]
+        last = set(names[-max(1, len(names) // HELD_OUT) :])
         self.held_out = sum(file.file_name in last for file in self.files)
 
     def beside_its_caption(self, path: Path) -> Listed:

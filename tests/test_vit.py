@@ -457,9 +457,10 @@ def test_a_run_learns_and_goes_on(tmp_path, capsys):
     assert [line["picture"] for line in said] == files
     assert [next(iter(line["labels"])) for line in said] == ["bright", "dark"]
     assert all(sum(line["labels"].values()) == pytest.approx(1) for line in said)
-    other = make_folder(tmp_path / "other", ("dark", "light"), 24)
-    said = refusal(capsys, *vit_run("--data", other, "--steps 25 --resume --out", out))
-    assert f"--data {other}: has other labels than" in said
+    for labels in (("dark", "light"), ("dark", "light", "bright")):
+        other = make_folder(tmp_path / f"{len(labels)} labels", labels, 24)
+        said = refusal(capsys, *vit_run("--steps 25 --resume --out", out), "--data", other)
+        assert f"--data {other}: has other labels than" in said
 
 
 def test_a_model_of_other_labels_is_fine_tuned(tmp_path, capsys):
