@@ -24,7 +24,7 @@ from base import json_files
 from base.device_queue import to_device
 from models.shapes import COLOURS, DESCRIBE, SHAPES, drawing, edited
 from run.data import HELD_OUT
-from run.documents import DataError, file_errors
+from run.documents import DataError, file_errors, fingerprint
 
 
 class Context(NamedTuple):
@@ -59,7 +59,7 @@ class Batch(NamedTuple):
         return Context(drop_key, pictures=self.pictures, times=self.times, noise=self.noise)
 
 
-@dataclass
+@dataclass(slots=True)
 class Listed:
     """A file of a folder, and what is known of it, as in a line of metadata.jsonl. source: the
     picture that an edit begins with; question, answer: what is asked about the picture."""
@@ -178,7 +178,7 @@ class Folder(Examples):
         for path in (folder / name for file in self.files for name in file.pictures):
             with opened(path):
                 sizes.append(path.stat().st_size)
-        self.content = f"{self.files} {sizes}"
+        self.content = fingerprint(f"{self.files} {sizes}")
         self.labels = sorted({str(file.label) for file in self.files})
         self.mix()
 

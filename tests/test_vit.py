@@ -309,6 +309,20 @@ def test_lines_about_one_picture_stay_together(tmp_path):
     assert parts[0].describe() == "87 to train on, 3 held out"
 
 
+@pytest.mark.parametrize("name", ["0.txt", "0.png"])
+def test_a_file_that_is_damaged(name, tmp_path):
+    """A caption that is not UTF-8; a picture that Pillow calls an error of syntax."""
+    path = make_folder(tmp_path, ("a", "b"), 2) / "a" / name
+    if name == "0.txt":
+        path.write_bytes(b"\xff")
+    else:
+        save(path, np.random.default_rng(0).integers(0, 255, (200, 200, 3), dtype=np.uint8))
+        before, _, after = path.read_bytes().rpartition(b"IDAT")
+        path.write_bytes(before + b"\0\0\0\0" + after)
+    with pytest.raises(DataError, match=f"{name}: cannot be read"):
+        list(open_pictures([str(tmp_path)], 4))
+
+
 def test_how_a_file_is_read(tmp_path):
     """Grey of 16 bits; what is transparent becomes white; a camera that was held upside down."""
     path, half = tmp_path / "a.png", np.zeros((4, 4, 4), dtype=np.uint8)
