@@ -102,9 +102,8 @@ def add_flags(parser: argparse.ArgumentParser, shape_class: type[MoEConfig] = Mo
     flag("--top-k", type=int, metavar="K", help="of the K most likely tokens (default: 0, all)")
     flag("--top-p", type=float, metavar="P", help="of tokens with probability P (default: 1, all)")
     flag("--seed", type=int, help="equal seeds give equal texts, up to rounding (default: 0)")
-    flag(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated"
-    )
+    before = "end before it; may be repeated"
+    flag("--stop", action="append", default=[], metavar="TEXT", help=before)
     flag("--batch-size", type=int, help="prompts of a file, at a time and rank (default: 16)")
 
 

@@ -50,10 +50,9 @@ def config_of(args: argparse.Namespace, world) -> DiffusionRun:
         raise ConfigError(f"{where}: {fault}")
     if not args.source and args.source_guidance != Sampling().source_guidance:
         raise ConfigError(f"--source-guidance {args.source_guidance}: needs --source")
-    if Path(args.out).suffix.lower() != ".png" or Path(args.out).is_dir():
-        raise ConfigError(f"--out {args.out}: must be a file that ends in .png")
-    if not Path(args.out).parent.is_dir():
-        raise ConfigError(f"--out {args.out}: no such folder")
+    out = Path(args.out)
+    if out.suffix.lower() != ".png" or out.is_dir() or not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: must end in .png, in a folder that exists")
     flags |= dict(load=args.checkpoint, micro_batch_size=16, global_batch_size=16 * world.size)
     config = RUNS[command](**flags)
     # Messages name it.
@@ -90,13 +89,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m models.draw", description=about)
     add_model_flags(parser, DenoiserConfig)
     flag, default = parser.add_argument, Sampling()
-    flag(
-        "--caption",
-        action="append",
-        required=True,
-        metavar="TEXT",
-        help="may be repeated; a row for each",
-    )
+    row = "may be repeated; a row for each"
+    flag("--caption", action="append", required=True, metavar="TEXT", help=row)
     flag("--source", metavar="FILE", help="the picture to edit, of a model trained with --edit")
     flag("--out", metavar="FILE", default="pictures.png", help="a PNG (default: pictures.png)")
     flag("--autoencoder", metavar="CKPT", help="needed where that of the training has moved")

@@ -44,6 +44,12 @@ from sequence_parallel import gather_sequence
 # --- the shape ------------------------------------------------------------------------------------
 
 
+# Fields of a tower -> those of the ViT or CLIP that it is like.
+OF_TOWER = {name: name for name in ("picture_size", "channels", "patch_size")}
+OF_TOWER |= dict(vision_hidden_size="hidden_size", vision_heads="num_heads")
+OF_TOWER |= dict(vision_class_tokens="class_tokens")
+
+
 @dataclass(frozen=True)
 class MultimodalConfig(MoEConfig):
     """The shape of a decoder and of the tower. Raises FieldError."""
@@ -64,16 +70,9 @@ class MultimodalConfig(MoEConfig):
     @property
     def vision(self) -> vit.ViTConfig:
         """The shape of the tower."""
-        return vit.ViTConfig(
-            num_layers=self.vision_layers,
-            hidden_size=self.vision_hidden_size,
-            num_heads=self.vision_heads,
-            picture_size=self.picture_size,
-            channels=self.channels,
-            patch_size=self.patch_size,
-            class_tokens=self.vision_class_tokens,
-            norm_eps=(clip.CLIPConfig if self.vision_encoder == "clip" else vit.ViTConfig).norm_eps,
-        )
+        like = clip.CLIPConfig if self.vision_encoder == "clip" else vit.ViTConfig
+        fields = {its: getattr(self, own) for own, its in OF_TOWER.items()}
+        return vit.ViTConfig(num_layers=self.vision_layers, norm_eps=like.norm_eps, **fields)
 
     @property
     def num_patches(self) -> int:
@@ -92,7 +91,7 @@ class MultimodalConfig(MoEConfig):
             others = dict(fits=divisors(h, a), vision_hidden_size=h)
             raise FieldError("vision_heads", a, "must divide {vision_hidden_size}", **others)
         self.check_range("vision_class_tokens", 0, 2**10, "must be at least 0 and at most 2^10")
-        if self.seq_length <= self.vision.num_patches:
+        if self.seq_length <= self.num_patches:
             rule = f"must be more than the {self.num_patches} positions of a picture"
             raise FieldError("seq_length", self.seq_length, rule)
 

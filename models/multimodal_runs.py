@@ -21,7 +21,7 @@ from base.cross_entropy import cross_entropy
 from base.model_config import MoEConfig, flops_per_token
 from finetune.packing import Example, lay_out
 from models.clip import CLIPConfig
-from models.multimodal import PREFIXES, MultimodalConfig, part_of
+from models.multimodal import OF_TOWER, PREFIXES, MultimodalConfig, part_of
 from models.picture_data import PictureData
 from models.picture_runs import SHOWN, PictureRun, PictureTask
 from models.pictures import Batch, to_tensor
@@ -80,15 +80,12 @@ class Answers(PictureData):
 
 
 class PartsLearn(WholeModel):
-    """All parameters learn but those of the parts in `frozen`: vision, decoder."""
-
-    def __init__(self, frozen: list[str]):
-        self.frozen = frozen
+    """All parameters learn but those of the parts that --freeze names."""
 
     def before_techniques(self, stage) -> None:
         super().before_techniques(stage)
         for name, p in stage.named_parameters():
-            p.requires_grad_(part_of(name) not in self.frozen)
+            p.requires_grad_(part_of(name) not in self.config.freeze)
 
     def kept(self) -> dict[str, Tensor]:
         """So a checkpoint is a whole model, whatever has learned."""
@@ -117,12 +114,6 @@ class PartsLearn(WholeModel):
                 name = re.sub(r"^blocks\.(\d+)", lambda n: f"blocks.{first + int(n[1])}", name)
                 theirs[f"model.{name}"] = tensor
         checkpoint.load(path, theirs, fixed)
-
-
-# Fields of the tower -> those of the ViT or CLIP that it starts from.
-OF_TOWER = {name: name for name in ("picture_size", "channels", "patch_size")}
-OF_TOWER |= dict(vision_hidden_size="hidden_size", vision_heads="num_heads")
-OF_TOWER |= dict(vision_class_tokens="class_tokens")
 
 
 def read_tower(path: str | Path) -> tuple[MoEConfig, int]:
@@ -271,7 +262,7 @@ class MultimodalRun(PictureRun):
         return "decoder" in self.freeze
 
     def task(self) -> AnswerTask:
-        return AnswerTask(PartsLearn(self.freeze))
+        return AnswerTask(PartsLearn())
 
     def default_lr(self) -> tuple[float, str]:
         if self.frozen:
