@@ -6,7 +6,7 @@ import sequence_parallel
 import tensor_parallel
 from course import demo, form
 from models import multimodal
-from models.multimodal_runs import Answers, PartsLearn
+from models.multimodal_runs import Answers
 from models.pictures import Batch, Drawn
 from run.tokenizer import ByteTokenizer
 
@@ -102,10 +102,9 @@ def teach(lesson: form.Lesson) -> None:
         "numbers",
     )
     model = demo.meta_model(shape)
-    for name, p in model.named_parameters():
-        p.requires_grad_(multimodal.part_of(name) not in PartsLearn(["vision", "decoder"]).frozen)
-    learn = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    everything = sum(p.numel() for p in model.parameters())
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    learn = sum(n for name, n in sizes.items() if multimodal.part_of(name) == "projection")
+    everything = sum(sizes.values())
     lesson.check(
         f"{TOWER_H} x {H} + {H} + {H} x {H} + {H} = {learn:,}, of {everything:,}",
         learn == TOWER_H * H + H + H * H + H,

@@ -34,7 +34,6 @@ from torch import Tensor, nn
 
 import families
 import gpt
-import sharding
 from base import terminal
 from base.model_config import FieldError, MoEConfig, divisors
 from models import clip, vit
@@ -95,13 +94,10 @@ class MultimodalConfig(MoEConfig):
             rule = f"must be more than the {self.num_patches} positions of a picture"
             raise FieldError("seq_length", self.seq_length, rule)
 
-    def build(self) -> "Multimodal":
-        """The model, with the initial values of seed 0 (on the meta device: no values)."""
-        device = torch.get_default_device()
-        with torch.device("meta"):
-            model = Multimodal(self)
-        sharding.init(model, 0, device, torch.get_default_dtype())
-        return model
+    build = vit.PictureConfig.build
+
+    def make(self) -> "Multimodal":
+        return Multimodal(self)
 
 
 # --- the model ------------------------------------------------------------------------------------
