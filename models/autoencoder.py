@@ -56,7 +56,8 @@ class AutoencoderConfig(Levels):
 
 class Block(nn.Module):
     """x: [b, c, H', W'] -> [b, w, H, W]. The last block of the encoder gives 2 z channels, mean and
-    log σ²; the first one of the decoder reads z."""
+    log σ² (`leave`); the first one of the decoder reads z (`enter`). In other blocks these two do
+    nothing."""
 
     def __init__(self, config: AutoencoderConfig, number: int):
         super().__init__()
@@ -114,16 +115,22 @@ class Autoencoder(Convolutional):
 
     def run_blocks(self, x: Tensor, s: int, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """As the head takes it. Without context.noise, ε, the latent is the mean."""
-        mean = log_variance = x
-        for number, block in self.blocks.items():
+        encoder, decoder = self.halves()
+        for block in encoder:
             x = block(x)
-            if int(number) == self.config.levels - 1:
-                mean, log_variance = x.chunk(2, 1)
-                log_variance = log_variance.clamp(-30, 20)
-                x = mean
-                if context.noise is not None:
-                    x = mean + (log_variance / 2).exp() * context.noise.to(mean.dtype)
+        mean, log_variance = x.chunk(2, 1)
+        log_variance = log_variance.clamp(-30, 20)
+        x = mean
+        if context.noise is not None:
+            x = mean + (log_variance / 2).exp() * context.noise.to(mean.dtype)
+        for block in decoder:
+            x = block(x)
         return x, mean, log_variance
+
+    def halves(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The blocks of the encoder, and of the decoder."""
+        blocks = list(self.blocks.values())
+        return blocks[: self.config.levels], blocks[self.config.levels :]
 
 
 class Latents:
@@ -143,8 +150,8 @@ class Latents:
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         x = latents * self.std
-        for n in range(self.model.config.levels, self.model.config.num_layers):
-            x = self.model.blocks[str(n)](x)
+        for block in self.model.halves()[1]:
+            x = block(x)
         return self.model.head.output(x)
 
 

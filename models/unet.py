@@ -3,10 +3,10 @@ appendix B; Stable Diffusion, 2112.10752).
 
     block 0   H x W         ------------- skip ------------>   block L - 1   H x W     -> noise
       block 1   H/2 x W/2     --------- skip ------->   block L - 2   H/2 x W/2
-        block 2   H/4 x W/4   (the middle of L = 2 levels - 1 blocks)
+        block 2   H/4 x W/4   (the middle; three levels have L = 5 blocks)
 
     block:  x = x + conv(silu(norm(conv(silu(norm(x))) + time)))     upwards x = [x | skip] first
-            x = x + attention(norm([caption | pixels]))              below the first level
+            x = x + attention(norm([caption | pixels]))              at all levels but the first
 
 As in Imagen (2205.11487, appendix D) the caption's vectors stand before the pixels in attention;
 they come from blocks of gpt.py. An edit (InstructPix2Pix, 2211.09800) has its source picture as
@@ -50,7 +50,7 @@ class Levels(PictureConfig):
     """A shape whose blocks halve a picture's resolution level by level, and double it again.
     hidden_size: channels of the first level; each one below has twice as many."""
 
-    # There is no row of patches.
+    # PictureConfig counts the positions of a sequence with it: no patch is one here.
     num_patches: ClassVar[int] = 0
 
     @property
@@ -92,7 +92,7 @@ class UNetConfig(DenoiserConfig, Levels):
 
     @property
     def positions_before(self) -> int:
-        """A sequence is a caption."""
+        """A sequence is a caption; DenoiserConfig counts a position of the time too."""
         return super().positions_before - 1
 
     def check(self) -> None:
