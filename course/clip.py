@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import sequence_parallel
 from course import demo, form, ranks
 from models import clip
 from models.picture_data import Captioned
@@ -15,11 +16,13 @@ from run.tokenizer import ByteTokenizer
 WITHOUT = form.Removals()
 
 
-@WITHOUT.replace("gather-gradient", clip._Gather, "backward", "Which pairs does a rank learn from?")
-def own_part(ctx, grad):
+@WITHOUT.replace("gather-gradient", clip, "gather_sequence", "Which pairs does a rank learn from?")
+def own_part(y, group):
     """A feature is a wrong answer for the pairs of other ranks, and what it costs them is lost: a
     rank learns from its own losses alone. The loss is right, and the gradients are not."""
-    return grad.chunk(ctx.group.size())[ctx.group.rank()].contiguous(), None
+    parts = list(sequence_parallel.gather_sequence(y.detach(), group).chunk(group.size(), 1))
+    parts[group.rank()] = y
+    return torch.cat(parts, 1)
 
 
 @WITHOUT.replace("others", clip, "contrastive_losses", "Why is the loss lower? Is that better?")

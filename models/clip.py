@@ -34,45 +34,26 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 import gpt
 from base import terminal
 from base.model_config import FieldError, GPTConfig, divisors
 from models.pictures import Context
 from models.vit import ENCODER_CHOICES, PatchEmbedding, PictureConfig, WholeHead, see_all
-from sequence_parallel import all_gather, reduce_scatter
+from sequence_parallel import gather_sequence
 
 # --- the loss over the global batch ---------------------------------------------------------------
-
-
-class _Gather(torch.autograd.Function):
-    """all-gather, in backward reduce-scatter. [n, 2, e] of each rank -> [N, 2, e] on every rank"""
-
-    @staticmethod
-    def forward(ctx, y, group):
-        ctx.group = group
-        everyone = y.new_empty(group.size() * len(y), *y.shape[1:])
-        all_gather(everyone, y.contiguous(), group=group)
-        return everyone
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        mine = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
-        reduce_scatter(mine, grad.contiguous(), group=ctx.group)
-        return mine, None
 
 
 def contrastive_losses(y: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The loss of each of this rank's n pairs among the N of all ranks. y: [n, 2, e], the features
     of captions and of pictures, as the head gives them -> [n]"""
-    n, before, everyone = len(y), 0, y
+    texts, pictures = pairs = y.transpose(0, 1)  # [n, e] each
+    rank, all_texts, all_pictures = 0, texts, pictures
     if group is not None:
-        before, everyone = group.rank() * n, _Gather.apply(y, group)
-    own = before + torch.arange(n, device=y.device)
-    texts, pictures = y.unbind(1)  # [n, e]
-    all_texts, all_pictures = everyone.unbind(1)  # [N, e]
+        # Pairs stand where a sequence has its positions.
+        rank, (all_texts, all_pictures) = group.rank(), gather_sequence(pairs, group)  # [N, e] each
+    own = rank * len(y) + torch.arange(len(y), device=y.device)
     of_pictures = F.cross_entropy(pictures @ all_texts.T, own, reduction="none")  # of [n, N]
     of_texts = F.cross_entropy(texts @ all_pictures.T, own, reduction="none")
     return (of_pictures + of_texts) / 2
