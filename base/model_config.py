@@ -86,6 +86,8 @@ class GPTConfig:
     target_length: ClassVar[int] = 0
     # The layers of another model in the embedding (models/multimodal.py).
     layers_beside: ClassVar[int] = 0
+    # The shapes of the encoders that this model consists of, where it has several (CLIP).
+    encoders: ClassVar[tuple] = ()
     # Whether a matrix [h, h] comes before that of the head (BERT).
     head_transform: ClassVar[bool] = False
 
@@ -360,6 +362,8 @@ def mlp_matrices(config: GPTConfig) -> int:
 def least_parameters(config: GPTConfig) -> int:
     """Numbers in a model's matrices, without norms and biases. It is exact for any shape, without
     building the model."""
+    if config.encoders:
+        return sum(map(least_parameters, config.encoders))
     h = config.hidden_size
     mlps, experts = num_mlps(config, "num_experts")
     routers = experts * h * getattr(config, "num_experts", 0)

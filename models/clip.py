@@ -118,6 +118,12 @@ class CLIPConfig(PictureConfig):
         fields = dict(seq_length=self.text_length, vocab_size=self.vocab_size)
         return GPTConfig(*sizes, **fields, attention=self.attention, norm_eps=self.norm_eps)
 
+    @property
+    def encoders(self) -> tuple[GPTConfig, GPTConfig]:
+        sizes = self.num_layers - self.text_layers, self.hidden_size, self.num_heads
+        fields = dict(ffn_hidden_size=self.ffn_hidden_size, head_dim=self.head_dim)
+        return self.text, GPTConfig(*sizes, **fields, seq_length=1, vocab_size=1)
+
     def make(self) -> "CLIP":
         return CLIP(self)
 

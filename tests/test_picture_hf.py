@@ -16,6 +16,7 @@ from their_models import shaken
 
 import models.picture_huggingface
 from base.errors import InputError
+from base.model_config import least_parameters
 from course.parity import relative
 from inference import adapters, export, huggingface
 from inference.architectures import HuggingFaceError
@@ -376,6 +377,19 @@ def test_a_clip_there_and_back(tmp_path):
     ours = FileTokenizer(str(tmp_path / "ours" / "tokenizer.json"))
     there = transformers.AutoTokenizer.from_pretrained(tmp_path / "a")
     assert there("b a").input_ids == caption_ids(ours, "b a", 3)[0] == [1, 0, END]
+
+
+def test_a_clip_with_a_narrow_text_is_loaded(tmp_path):
+    """How many numbers its tensors have at least: each half counts at its own width."""
+    sizes = dict(num_layers=8, hidden_size=64, num_heads=2, picture_size=4, patch_size=2)
+    config = CLIPConfig(**sizes, text_layers=6, text_hidden_size=8, text_heads=2, vocab_size=257)
+    state, model = untrained({"tokenizer": "bytes"}, dataclasses.asdict(config)), config.build()
+    write_checkpoint(tmp_path / "ours", config, state, model.get_parameter)
+    assert equal(
+        load_model(tmp_path / "ours", shape_class=None)[0].state_dict(), model.state_dict()
+    )
+    matrices = (p for n, p in model.named_parameters() if p.dim() > 1 and "head" not in n)
+    assert 0.9 < least_parameters(config) / sum(p.numel() for p in matrices) <= 1
 
 
 def write_tokenizer(folder: Path, end: int = END) -> None:
