@@ -272,6 +272,7 @@ def open_pictures(paths: list[str], side: int, edits: bool = False) -> Examples:
     if name != "digits" and not Path(name).is_dir():
         raise DataError(f"--data {name}: is neither shapes, nor digits, nor a folder of pictures")
     found = Digits(side) if name == "digits" else Folder(Path(name), side)
+    # Digits have no sources.
     lines = found.files or [Listed(name)]
     without = [line.file_name for line in lines if line.source is None]
     if edits and without:
