@@ -66,9 +66,6 @@ class AutoencoderTask(PictureTask):
         """(squared error, KL) of the first n samples, [n, 2]. A collective."""
         return outputs(self.trainer, list(evaluation_batches(self.trainer, dataset, n)), (n, 2))
 
-    def eval_statistics(self) -> dict[str, float]:
-        return self.measured
-
     def extra_state(self) -> dict:
         return {"latent_std": self.latent_std}
 

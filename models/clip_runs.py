@@ -70,12 +70,10 @@ class PairTask(PictureTask):
     def evaluate(self, dataset, sequences: int) -> float:
         """In batches of the size of a step."""
         y, captions, nearest = self.features(dataset, sequences)
-        self.accuracy = sum(map(str.__eq__, captions, nearest)) / sequences
+        accuracy = sum(map(str.__eq__, captions, nearest)) / sequences
+        self.measured = {"eval_accuracy": accuracy}
         losses = [contrastive_losses(x, None) for x in y.split(self.config.global_batch_size)]
         return torch.cat(losses).mean().item()
-
-    def eval_statistics(self) -> dict[str, float]:
-        return {"eval_accuracy": self.accuracy}
 
     @torch.no_grad()
     def sample(self, tokenizer, held_out) -> str:

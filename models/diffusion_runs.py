@@ -103,6 +103,7 @@ class DiffusionTask(PictureTask):
         return 3 * shape.flops() / s if hasattr(shape, "flops") else super().flops_per_token(s)
 
     def finish(self, run) -> bool:
+        # `sample` comes next, and rank 0 writes its picture.
         self.world = run.world
         return False
 

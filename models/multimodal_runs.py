@@ -176,11 +176,9 @@ class AnswerTask(PictureTask):
 
     def evaluate(self, dataset, sequences: int) -> float:
         loss, right, *_ = self.answers(dataset, sequences).sum(0).tolist()
-        self.accuracy = right / sequences
+        accuracy = right / sequences
+        self.measured = {"eval_accuracy": accuracy}
         return loss / self.loss_count(dataset, range(sequences))
-
-    def eval_statistics(self) -> dict[str, float]:
-        return {"eval_accuracy": self.accuracy}
 
     def sample(self, tokenizer, held_out) -> str:
         n, lines = min(SHOWN, held_out.num_sequences), []

@@ -36,6 +36,8 @@ class PictureTask(Task):
     sample_name = "held-out pictures"
     sampled_by_all = True
     batch_class = Batch
+    # What the last evaluation has measured, beside the loss.
+    measured: dict[str, float] | None = None
 
     def open_data(self, config, world, tokenizer):
         """Raises DataError."""
@@ -64,6 +66,9 @@ class PictureTask(Task):
         """Over the positions of a sequence; the embedding and the head hardly count."""
         shape = self.model_config
         return flops_of_blocks(shape, shape.num_layers, s) / s * self.learned.share_of_flops
+
+    def eval_statistics(self) -> dict[str, float]:
+        return self.measured or {}
 
     def heads_output(self, dataset, n: int, shape: tuple[int, ...]) -> Tensor:
         """What the head gives without targets for the first n samples, [n, *shape], float64. A
@@ -131,11 +136,9 @@ class LabelTask(PictureTask):
     def evaluate(self, dataset, sequences: int) -> float:
         logits = self.logits(dataset, sequences)
         targets = dataset.batch(range(sequences)).targets.squeeze(1)
-        self.accuracy = (logits.argmax(1) == targets).double().mean().item()
+        accuracy = (logits.argmax(1) == targets).double().mean().item()
+        self.measured = {"eval_accuracy": accuracy}
         return cross_entropy(logits, targets, logits.shape[1]).mean().item()
-
-    def eval_statistics(self) -> dict[str, float]:
-        return {"eval_accuracy": self.accuracy}
 
     @torch.no_grad()
     def sample(self, tokenizer, held_out) -> str:

@@ -32,7 +32,6 @@ class Context(NamedTuple):
 
     drop_key: Tensor | None = None  # [b]
     documents: Tensor | None = None  # [b, s], each position's document: it sees no other
-    real: Tensor | None = None  # [b, s] bool
     rotary: tuple[Tensor, Tensor] | None = None
     block_mask: object | None = None
     pictures: Tensor | None = None  # [b, c, H, W]

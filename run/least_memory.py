@@ -90,7 +90,7 @@ def activation_bytes(
     size = SIZES.get(precision, 2)
     tokens = micro_batch * model.seq_length // ranks.get("cp", 1)
     numbers = tokens * (model.hidden_size * model.num_layers // ranks["pp"])
-    # A model of pictures has no logits for tokens.
+    # Most models of pictures have no logits for tokens; this is the least.
     if ranks["pp"] == 1 and not hasattr(model, "make"):
         numbers += min(head_chunk or tokens, tokens) * model.vocab_size
     return size * numbers // ranks["tp"]

@@ -13,6 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -20,11 +21,13 @@ import processes
 import pytest
 import torch.distributed.run
 import yaml
+from PIL import Image
 
 from course import form
 from course.training_commands import COMMANDS as TRAINING_COMMANDS
 from finetune.labelled_data import Reader
 from finetune.nemo_config import PromptConfig
+from models.pictures import open_pictures
 from planning import commands as planning_commands
 from planning.inputs import TRAIN
 from planning.memory import memory
@@ -301,6 +304,20 @@ def test_data_of_bert_and_t5(tmp_path, monkeypatch):
     assert [len(part) for part in written] == [5500, 500]
     (pair,) = [line for line in lines if "source" in line]
     assert pair in [json.loads(line) for part in written for line in part]
+
+
+def test_data_of_pictures(tmp_path):
+    """In docs/pictures.md: lines of metadata.jsonl are read as they stand."""
+    text = (ROOT / "docs" / "pictures.md").read_text()
+    shown = "".join(re.findall(r"^```json\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    lines = [json.loads(line) for line in shown.splitlines()]
+    assert len(lines) == 3
+    for name in ("a.png", "after.png", "before.png"):
+        Image.new("RGB", (4, 4)).save(tmp_path / name)
+    (tmp_path / "metadata.jsonl").write_text(shown)
+    files = open_pictures([str(tmp_path)], 4).files
+    for line in lines:
+        assert any(line.items() <= asdict(file).items() for file in files), line
 
 
 def option_strings(main, argv, monkeypatch) -> set[str]:
