@@ -232,7 +232,8 @@ class Scaling:
             history = [self.history[:, *place, operand].amax(0, True) for place in places]
         if maxima is None:
             maxima = self.maxima(tensors, history, group)
-        inverses = torch.zeros(len(tensors), device=self.amax.device).split(1)
+        # cuBLAS reads a scale at an address that 16 bytes divide.
+        inverses = torch.zeros(len(tensors), 4, device=self.amax.device)[:, :1]
         options = self.recipe.format(operand), self.recipe.power_of_two, wanted
         pairs = []
         for x, place, amax, *scales in zip(tensors, places, maxima, inverses, history):

@@ -205,8 +205,8 @@ swiglu_backward = kernel(
 @gradient(swiglu_forward, keep=(0, 1))
 def swiglu_gradient(ctx, dy, _):
     *grads, maxima = swiglu_backward(dy, *ctx.saved_tensors, 2 * ctx.numbers[0])
-    for grad, amax in zip(grads, maxima.split(1)):
-        note_maximum(grad, amax)
+    for i, grad in enumerate(grads):
+        note_maximum(grad, maxima[i : i + 1])
     return *grads, None
 
 

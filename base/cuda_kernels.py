@@ -28,7 +28,6 @@ nothing is launched, so the same operation tells torch.compile the shapes of its
 operation takes the host 15 to 20 microseconds as a torch.library.custom_op, and 5 in a Library.)
 """
 
-import contextlib
 import ctypes
 import functools
 import math
@@ -328,9 +327,10 @@ def call(name: str, device: torch.device, dtype: torch.dtype, *args):
     if kernels is None:
         raise RuntimeError(f"{name}: the kernels do not run here: {reason}")
     # The emulator of the tests has no devices.
-    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with on_device:
-        return extensions.call(kernels, name, *args)
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return extensions.call(kernels, name, *args)
+    return extensions.call(kernels, name, *args)
 
 
 def launch(name: str, like: Tensor, *args) -> None:

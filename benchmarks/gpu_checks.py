@@ -150,7 +150,8 @@ def pytest(stage: str, args, workers: int) -> dict:
     elif importlib.util.find_spec("xdist"):
         argv += ["-n", str(workers), "--dist", "worksteal"]
     status, lines = call(argv, args.deadline)
-    tests = [f" {line} " for line in lines if "::" in line]
+    # pytest-xdist begins the line of an outcome with the worker's name; the summary repeats it.
+    tests = [f" {line} " for line in lines if "::" in line and not line.startswith("FAILED")]
     row = {name: sum(f" {word} " in line for line in tests) for name, word in OUTCOMES.items()}
     failed = {line.strip()[-160:] for line in tests if " FAILED " in line or " ERROR " in line}
     row["which"] = sorted(failed)[:40]

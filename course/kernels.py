@@ -182,13 +182,14 @@ def fused_adamw(weight, *others):
 def plain_adamw(weight, low, gradient, exp_avg, exp_avg_sq, control):
     """The same by PyTorch's operations."""
     lr, beta1, beta2, eps = ADAMW.values()
-    factor, step, _ = control.tolist()
+    # They stay on the device: a CUDA graph can capture this.
+    factor, step, _ = control.unbind()
     x = optimizer.join_master(weight, low)
     g = gradient * factor
     m = exp_avg.float().lerp_(g, 1 - beta1)
     v = exp_avg_sq.float().mul_(beta2).addcmul_(g, g, value=1 - beta2)
-    root = v.sqrt().div_(math.sqrt(1 - beta2**step)).add_(eps)
-    x.mul_(1 - lr * 0.1).addcdiv_(m, root, value=-lr / (1 - beta1**step))
+    root = v.sqrt().div_((1 - beta2**step).sqrt()).add_(eps)
+    x.mul_(1 - lr * 0.1).sub_(m / root * (lr / (1 - beta1**step)))
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
     optimizer.split_master(x, weight, low)

@@ -241,7 +241,7 @@ def test_the_product_on_a_gpu(dtype):
     for beta in (0, 1):
         sums = []
         for device in ("cpu", "cuda"):
-            total = start.to(device)[3:].view(40, 56)
+            total = start.clone().to(device)[3:].view(40, 56)
             if beta == 0:
                 total.fill_(torch.nan)
             add_product(total, grad_output.to(device), x.to(device), beta, 0.125)

@@ -738,7 +738,7 @@ def test_compiled(backend, monkeypatch):
         x, y = kernels.add_norm(
             kernels.add_norm(x, gate, w, None, 1e-5)[0], x, w, b, 1e-5, gate[0, 0], True
         )
-        y = kernels.swiglu(y, gate, notes=True)
+        y = kernels.swiglu(kernels.swiglu(y, gate, notes=True), gate)
         y = kernels.bias_dropout_add(kernels.bias_gelu(y, b), b, x, key, 2, 0, 0.3)
         q, k = kernels.rotary(y[:, None], y[:, None], w[:12].repeat(8, 2), b[:12].repeat(8, 2))
         scores = q @ k.transpose(2, 3)
