@@ -19,6 +19,9 @@ work on p groups of sequences at a time: more tokens/s, and no sequence has its 
 experts a step reads those that its tokens are expected to meet, E (1 - (1 - k/E)^tokens).
 
     python planner.py serve --model gpt3-175b --gpu h100 --input 200 --output 200 --latency 5s
+    python planner.py serve --model llama2-70b --gpu h100 --latency 5s --throughput 10000
+
+With --throughput N a layout is served c times, c = ⌈N / its tokens/s⌉: the fewest GPUs, c t p, win.
 
 Source: arXiv 2211.05102, section 2. FLOP/s and links are those of training (planning/inputs.py).
 
@@ -213,6 +216,17 @@ class Found(NamedTuple):
     # Tokens of answers in a second, of each GPU.
     rate: float
     bytes: dict[str, float]
+    # How many times the layout is served, each time by GPUs of its own.
+    copies: int = 1
+
+    @property
+    def gpus(self) -> int:
+        return self.copies * self.serving.ranks
+
+    @property
+    def throughput(self) -> float:
+        """Tokens of answers in a second, of all copies."""
+        return self.rate * self.gpus
 
 
 def layouts(gpus: int, one: Serving) -> Iterator[Serving]:
@@ -253,6 +267,17 @@ def frontier(found: Iterator[Found]) -> list[Found]:
     return best
 
 
+def fewest_gpus(found: list[Found], throughput: float) -> list[Found]:
+    """Of each layout the batch with which the fewest copies write so many tokens/s; of these the
+    soonest. The fewest GPUs first."""
+    best: dict[Serving, Found] = {}
+    for one in found:
+        one = one._replace(copies=math.ceil(throughput / one.throughput))
+        other = best.setdefault(one.serving, one)
+        best[one.serving] = min(one, other, key=lambda x: (x.copies, x.latency))
+    return sorted(best.values(), key=lambda x: (x.gpus, x.latency))
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 # Tokens of a block of the cache.
@@ -278,14 +303,17 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     )
     words = "of a whole request, at most: 5s, 500ms"
     parser.add_argument("--latency", type=duration, default=None, metavar="TIME", help=words)
+    words = "tokens/s of all GPUs together, at least: the fewest GPUs that write so many"
+    parser.add_argument("--throughput", type=commands.number, default=None, metavar="N", help=words)
     words = "of each weight (default: bf16)"
     parser.add_argument("--weights", choices=list(WEIGHTS)[1:], default="bf16", help=words)
     return parser.parse_args(argv)
 
 
 def found_by(case: argparse.Namespace, one: Serving) -> list[Found]:
-    """The frontier within --latency. Raises ConfigError where there is none."""
-    found = frontier(fitting(one, case.gpus, case.input, case.output, case.budget))
+    """The frontier within --latency; with --throughput, what reaches it. Raises ConfigError where
+    there is none."""
+    found = list(fitting(one, case.gpus, case.input, case.output, case.budget))
     if not found:
         tokens = case.input + case.output
         least = min(sum(x.bytes(1, tokens, case.budget).values()) for x in layouts(case.gpus, one))
@@ -295,10 +323,21 @@ def found_by(case: argparse.Namespace, one: Serving) -> list[Found]:
         raise ConfigError(f"--gpus {case.gpus}: {rule} {one.machine.name} has {room}")
     within = [x for x in found if x.latency <= (case.latency or x.latency)]
     if not within:
-        soonest = math.ceil(1000 * found[0].latency)
+        soonest = math.ceil(1000 * min(x.latency for x in found))
         rule = f"the soonest layout takes longer; {soonest}ms would fit, or less --output"
         raise ConfigError(f"--latency {1000 * case.latency:g}ms: {rule}")
-    return within
+    if case.throughput is None:
+        return frontier(iter(within))
+    found = fewest_gpus(within, case.throughput)
+    if found[0].gpus > case.gpus:
+        most = int(max(x.rate * (case.gpus - case.gpus % x.serving.ranks) for x in within))
+        # Whole nodes, of whole copies.
+        unit = math.lcm(found[0].serving.ranks, one.machine.ranks_per_node)
+        limit = f" within --latency {1000 * case.latency:g}ms" if case.latency else ""
+        rule = f"{case.gpus} GPUs write at most {most} tokens/s{limit}; that would fit"
+        gpus = -(-found[0].gpus // unit) * unit
+        raise ConfigError(f"--throughput {case.throughput:g}: {rule}, or --gpus {gpus}")
+    return [x for x in found if x.gpus <= case.gpus]
 
 
 # Heading, width, text.
@@ -314,11 +353,17 @@ COLUMNS = [
     ("cache", 8, lambda x: f"{x.bytes['cache'] / 2**30:.1f}"),
     ("activ.", 8, lambda x: f"{x.bytes['activations'] / 2**30:.1f}"),
 ]
+# With --throughput, before these.
+OF_COPIES = [
+    ("GPUs", 4, lambda x: str(x.gpus)),
+    ("copies", 7, lambda x: str(x.copies)),
+    ("tokens/s", 10, lambda x: f"{x.throughput:,.0f}"),
+]
 
 
-def table(found: list[Found]) -> str:
-    rows = [[text(x) for *_, text in COLUMNS] for x in found]
-    names, widths, _ = zip(*COLUMNS)
+def table(found: list[Found], columns: list = COLUMNS) -> str:
+    rows = [[text(x) for *_, text in columns] for x in found]
+    names, widths, _ = zip(*columns)
     return commands.aligned([names, *rows], widths)
 
 
@@ -356,14 +401,20 @@ def main(argv: list[str]) -> None:
         f"{case.model} on {machine.name}, {gib(machine.memory)} GiB each, at most {case.gpus}:"
         f" prompts of {case.input:,} tokens, answers of {case.output:,}; {case.weights} weights"
     )
-    # Some of the frontier, its last among them.
-    step = (len(found) - 1) / max(1, case.top - 1)
-    shown = sorted({len(found) - 1 - round(i * step) for i in range(case.top)})
-    print("", table([found[i] for i in shown]), "", sep="\n")
-    best = found[-1]
-    copies = case.gpus // best.serving.ranks
-    room = f"; {case.gpus} GPUs hold {copies} of it" if copies > 1 else ""
-    print(f"The last has the most tokens/s of a GPU{room}:\n")
+    if case.throughput:
+        best = found[0]
+        print("", table(found[: case.top], OF_COPIES + COLUMNS), "", sep="\n")
+        copies = f"; this serves one of its {best.copies} copies" if best.copies > 1 else ""
+        print(f"The first takes the fewest GPUs{copies}:\n")
+    else:
+        # Some of the frontier, its last among them.
+        step = (len(found) - 1) / max(1, case.top - 1)
+        shown = sorted({len(found) - 1 - round(i * step) for i in range(case.top)})
+        print("", table([found[i] for i in shown]), "", sep="\n")
+        best = found[-1]
+        copies = case.gpus // best.serving.ranks
+        room = f"; {case.gpus} GPUs hold {copies} of it" if copies > 1 else ""
+        print(f"The last has the most tokens/s of a GPU{room}:\n")
     is_plain = best.serving.tp == 1 and not model.num_experts
     if case.weights == "bf16" or (case.weights != "fp8" and is_plain):
         print(command_of(case, best))

@@ -16,7 +16,7 @@ from test_planner import preset, run
 from base.model_config import MoEConfig, block_matrices, mlp_matrices, num_mlps
 from planning import ppo, serving
 from planning.inputs import A100, H100, H200, Layout
-from planning.serving import ENGINES, Serving, cache_bytes, fitting, frontier
+from planning.serving import ENGINES, Serving, cache_bytes, fewest_gpus, fitting, frontier
 
 ROOT = Path(__file__).parent.parent
 comparison = importlib.import_module("benchmarks.serving_plan")
@@ -283,6 +283,42 @@ def test_what_is_said_to_fit_fits(capsys):
     fits = re.search(r"(\d+ms) would fit", err)[1]
     assert run(f"serve --model llama2-70b --latency {fits}", capsys)[0] == 0
     assert run(f"serve --model llama2-70b --latency {int(fits[:-2]) - 2}ms", capsys)[0] == 2
+
+
+@pytest.mark.parametrize("throughput", [1000.0, 9000.0])
+def test_the_fewest_gpus_reach_latency_and_throughput(throughput, monkeypatch):
+    """No layout, batch and number of copies takes fewer; one copy less writes too little."""
+    found = list(fitting(on_h100(preset("llama2-70b")), 64, 200, 100, 2048))
+    within = [one for one in found if one.latency <= 2]
+    best, *others = fewest_gpus(within, throughput)
+    copies = range(1, 65)
+    fewest = min(
+        c * one.serving.ranks for one in within for c in copies if c * one.throughput >= throughput
+    )
+    assert best.gpus == fewest and best.latency <= 2
+    for one in (best, *others):
+        assert one.throughput >= throughput > one.throughput * (one.copies - 1) / one.copies
+        assert one.throughput == pytest.approx(one.copies * one.batch * 100 / one.latency)
+        assert one.gpus >= best.gpus
+    # a copy too few
+    monkeypatch.setattr(serving.math, "ceil", math.floor)
+    assert any(one.throughput < throughput for one in fewest_gpus(within, throughput))
+
+
+def test_latency_and_throughput(capsys):
+    case = "serve --model llama2-70b --gpu h100 --output 100 --latency 2s"
+    status, out, _ = run(f"{case} --throughput 10000", capsys)
+    rows = [line.split() for line in out.splitlines() if re.match(r" +\d+ +\d+ +[\d,]+ ", line)]
+    gpus = [int(row[0]) for row in rows]
+    assert status == 0 and gpus == sorted(gpus) and len(rows) > 2
+    assert all(float(row[2].replace(",", "")) >= 10000 and float(row[8]) <= 2 for row in rows)
+    assert f"one of its {rows[0][1]} copies" in out and f"--max-sequences {rows[0][5]} " in out
+    # what is said to fit fits, and a token more does not
+    _, _, err = run(f"{case} --throughput 1e6", capsys)
+    most, more = re.search(r"at most (\d+) .* --gpus (\d+)$", err.strip()).groups()
+    assert run(f"{case} --throughput {most}", capsys)[0] == 0
+    assert run(f"{case} --throughput {int(most) + 1}", capsys)[0] == 2
+    assert run(f"{case} --throughput 1e6 --gpus {more}", capsys)[0] == 0
 
 
 # --- a step of reinforcement learning ------------------------------------------------------------
