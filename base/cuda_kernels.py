@@ -340,7 +340,8 @@ def launch(name: str, like: Tensor, *args) -> None:
         return
     stream = None
     if like.is_cuda:
-        stream = ctypes.c_void_p(torch.cuda.current_stream(like.device).cuda_stream)
+        # torch.cuda.current_stream has the same number, after 6 µs of the host; this takes 0.1.
+        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(like.get_device()))
     call(name, like.device, like.dtype, stream, *args)
 
 

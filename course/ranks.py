@@ -50,7 +50,8 @@ _context.set_forkserver_preload(PRELOADED)
 
 
 def preload(*modules: str) -> None:
-    """Have ranks find these modules imported. Before the first `run`."""
+    """Have ranks find these modules imported. Before the first `run`. None of them may initialise
+    CUDA while it is imported: what is forked afterwards could not use it."""
     global _has_server
     _has_server = True
     _context.set_forkserver_preload([*PRELOADED, *modules])
@@ -69,9 +70,6 @@ def start_server() -> None:
     what it has started: the server would print a traceback while it imports torch."""
     if _context.get_start_method() != "forkserver":
         return
-    # A package that asks for GPUs while it is imported (torchao) must not initialise CUDA: what is
-    # forked from the server afterwards could not use it.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # The server of Python 3.11 skips in silence what is not on its own path.
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
