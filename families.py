@@ -11,6 +11,9 @@ has a field of GPTConfig (base/model_config.py):
     Mistral     a sliding window                                         sliding_window
     Llama 3.1   rotary frequencies for longer sequences                  rotary_factor, ..
     GPT-1       norms after the residual addition, not before            post_norm
+    Falcon      attention and MLP both read x; GELU by erf               parallel_block, activation
+    Nemotron    LayerNorm whose weight is stored less 1; relu(x)²        norm, activation
+                rotary positions on a part of each head (base/rotary.py) rotary_share
 
 A window and ALiBi are local attention: near tokens count more. Both add a bias to the score of
 query i and key j:
@@ -59,6 +62,18 @@ class PostNormBlock(gpt.Block):
         return self.mlp_norm(self.mlp_residual(y, bias, x, context.drop_key))
 
 
+class ParallelBlock(gpt.Block):
+    """x + attention(norm(x)) + mlp(another norm(x)) (Falcon, arXiv 2311.16867). x: [b, s, h]
+
+    Megatron-LM sums both outputs over tensor-parallel ranks at once; here each has its own sum."""
+
+    def forward(self, x: Tensor, context: gpt.Context = gpt.PLAIN) -> Tensor:
+        y = self.attention(self.attention_norm(x), context)
+        z = self.mlp(self.mlp_norm(x), context)
+        x = self.attention_residual(y, self.attention.output.bias, x, context.drop_key)
+        return self.mlp_residual(z, self.mlp.down.bias, x, context.drop_key)
+
+
 class HeadNorms(nn.Module):
     """A norm for each head's query and key (arXiv 2010.04245, 2505.09388). q: [b, a, s, d]"""
 
@@ -95,6 +110,17 @@ class RMSNorm1p(nn.RMSNorm):
         return torch.addcmul(y, y, self.weight)
 
 
+class LayerNorm1p(nn.LayerNorm):
+    """LayerNorm that multiplies by 1 + w (Nemotron)."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, 1 + self.weight, self.bias, self.eps)
+
+
 class GeGLU(nn.Module):
     """gelu(gate) * up (arXiv 2002.05202)"""
 
@@ -116,10 +142,18 @@ class ReLU(nn.Module):
         return F.relu(x if bias is None else x + bias)
 
 
+class SquaredReLU(nn.Module):
+    """max(0, x + bias)² (arXiv 2109.08668, section 3)"""
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return F.relu(x if bias is None else x + bias).square()
+
+
 ACTIVATIONS = {
     "gelu": gpt.GELU,
     "exact-gelu": ExactGELU,
     "relu": ReLU,
+    "squared-relu": SquaredReLU,
     "swiglu": gpt.SwiGLU,
     "geglu": GeGLU,
 }
@@ -241,14 +275,15 @@ def apply(model: gpt.GPT) -> None:
             embedding.scale = Scale(math.sqrt(config.hidden_size))
         if config.embedding_norm:
             embedding.norm = gpt.make_norm(config)
+        for number in model.blocks if config.post_norm or config.parallel_block else ():
+            block = PostNormBlock if config.post_norm else ParallelBlock
+            model.blocks[number] = block(config)
         if config.post_norm:
-            for number in model.blocks:
-                model.blocks[number] = PostNormBlock(config)
             # The last block ends with a norm.
             model.head.norm = nn.Identity()
         for block in model.blocks.values():
             apply_to_block(block, config)
-        if config.norm == "rmsnorm1p":
+        if config.norm.endswith("1p"):
             replace_norms(model)
     if config.rotary_factor != 1:
         model.rotary_frequencies = llama3_frequencies
@@ -268,12 +303,13 @@ def apply_to_block(block: gpt.Block, config: GPTConfig) -> None:
 
 
 def replace_norms(model: gpt.GPT) -> None:
-    """Replace every RMSNorm by Gemma's, whose weights begin at 0."""
+    """Replace every norm by Gemma's or Nemotron's, whose weights begin at 0."""
     model.norm_weight = 0.0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.RMSNorm):
-                setattr(parent, name, RMSNorm1p(child.normalized_shape, child.eps))
+            if isinstance(child, nn.RMSNorm | nn.LayerNorm):
+                norm = RMSNorm1p if isinstance(child, nn.RMSNorm) else LayerNorm1p
+                setattr(parent, name, norm(child.normalized_shape, child.eps))
 
 
 def build(config: GPTConfig) -> gpt.GPT:

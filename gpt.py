@@ -263,7 +263,7 @@ class SwiGLU(nn.Module):
 
 
 def make_norm(config: GPTConfig, size: int = 0) -> nn.Module:
-    norm = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
+    norm = nn.LayerNorm if config.norm.startswith("layernorm") else nn.RMSNorm
     return norm(size or config.hidden_size, config.norm_eps)
 
 

@@ -532,8 +532,11 @@ def bias_dropout_add_of_module(
 
 
 def rotary_of_module(self: Rotary, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]):
-    # While decoding, and with documents, each row has its own positions and so its own table.
-    return rotary(q, k, *table) if table[0].dim() == 2 else Rotary.forward(self, q, k, table)
+    # While decoding, and with documents, each row has its own positions and so its own table. The
+    # kernel rotates whole heads.
+    if table[0].dim() == 2 and table[0].shape[-1] == q.shape[-1]:
+        return rotary(q, k, *table)
+    return Rotary.forward(self, q, k, table)
 
 
 def explicit_attention(

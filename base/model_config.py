@@ -50,9 +50,9 @@ class GPTConfig:
     rotary_base: float = 10000.0
     # 0 means h / a.
     head_dim: int = 0
-    # One of layernorm, rmsnorm and rmsnorm1p: RMSNorm that multiplies by 1 + weight (Gemma).
+    # One of layernorm and rmsnorm; with 1p they multiply by 1 + weight (Nemotron, Gemma).
     norm: str = ""
-    # One of gelu, swiglu and geglu (arXiv 2002.05202).
+    # One of gelu, exact-gelu, squared-relu (arXiv 2109.08668), swiglu and geglu (2002.05202).
     activation: str = ""
     # One of learned, rotary (arXiv 2104.09864) or alibi (arXiv 2108.12409).
     positions: str = ""
@@ -71,6 +71,10 @@ class GPTConfig:
     sliding_window: int = 0
     # Whether each norm follows a residual addition, instead of preceding its layer (GPT-1, BERT).
     post_norm: bool = False
+    # Whether attention and MLP read the same x, each after its norm (Falcon).
+    parallel_block: bool = False
+    # The share of each head's numbers that rotary positions rotate (Nemotron: 1/2).
+    rotary_share: float = 1.0
     # Scaling of rotary angles, for longer sequences than the original length (Llama 3,
     # families.llama3_frequencies). With 1 there is none, and the next three fields have no effect.
     rotary_factor: float = 1.0
@@ -150,9 +154,7 @@ class GPTConfig:
                 raise FieldError(field, getattr(self, field), f"must be {allowed}")
         if self.positions == "rotary":
             self.check_rotary(a, d)
-        if self.qk_norm and self.norm == "layernorm":
-            rule = "heads have norms in this model (qk_norm); rmsnorm or rmsnorm1p would fit"
-            raise FieldError("norm", "layernorm", rule)
+        self.check_norms()
         if not 0 <= self.sliding_window < 2**31:
             rule = "must be at least 1, or 0 for none, and below 2^31"
             raise FieldError("sliding_window", self.sliding_window, rule)
@@ -166,12 +168,23 @@ class GPTConfig:
             rule = "never sees the probabilities that {dropout} would mask; explicit would fit"
             raise FieldError("attention", "fused", rule + ", or dropout 0", dropout=self.dropout)
 
+    def check_norms(self) -> None:
+        if self.qk_norm and self.norm.startswith("layernorm"):
+            rule = "heads have norms in this model (qk_norm); rmsnorm or rmsnorm1p would fit"
+            raise FieldError("norm", self.norm, rule)
+        if self.parallel_block and self.post_norm:
+            rule = "attention and MLP read one x here; a norm cannot follow each ({post_norm})"
+            raise FieldError("parallel_block", True, rule, False, post_norm=True)
+
     def check_rotary(self, a: int, d: int) -> None:
         if d % 2 and d * a == self.hidden_size:
             rule = f"rotary positions need an even head size, not hidden_size / num_heads = {d}"
             raise FieldError("num_heads", a, rule)
         if d % 2:
             raise FieldError("head_dim", d, "must be even for rotary positions", [d + 1])
+        if not 0 < self.rotary_share <= 1 or self.rotary_share * d % 2:
+            rule = "must be above 0 and at most 1, and rotate an even part of {head_dim}"
+            raise FieldError("rotary_share", self.rotary_share, rule, 1, head_dim=d)
         low, high = self.rotary_low_frequency, self.rotary_high_frequency
         if not 0 < low < high < math.inf:
             rule = "must be above 0 and below {rotary_high_frequency}"
@@ -193,8 +206,8 @@ SIZES = (
 ).split()
 CHOICES = {
     "attention": ("explicit", "fused"),
-    "norm": ("layernorm", "rmsnorm", "rmsnorm1p"),
-    "activation": ("gelu", "swiglu", "geglu"),
+    "norm": ("layernorm", "layernorm1p", "rmsnorm", "rmsnorm1p"),
+    "activation": ("gelu", "exact-gelu", "squared-relu", "swiglu", "geglu"),
     "positions": ("learned", "rotary", "alibi"),
     "attention_bias": ("all", "qkv", "none"),
 }

@@ -28,14 +28,18 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate each pair (x_i, x_{i+d/2}) by its position's angle. x: [b, a, s, d]"""
+    """Rotate each pair (x_i, x_{i+d/2}) by its position's angle. x: [b, a, s, d]. A table of fewer
+    columns rotates only so many of each head's numbers, the first (Nemotron)."""
+    n = table[0].shape[-1]
+    if n < x.shape[-1]:
+        return torch.cat((rotate(x[..., :n], table), x[..., n:]), dim=-1)
     low, high = x.chunk(2, dim=-1)
     return x * table[0] + torch.cat((-high, low), dim=-1) * table[1]
 
 
 def rotary_frequencies(config: GPTConfig, device: torch.device) -> Tensor:
-    """base^(-2i/d), i < d/2: [d/2], float64"""
-    d = config.head_dim
+    """base^(-2i/d), i < d/2: [d/2], float64. d: how many of a head's numbers are rotated."""
+    d = round(config.head_dim * config.rotary_share)
     return config.rotary_base ** (-torch.arange(0, d, 2, device=device).double() / d)
 
 

@@ -16,8 +16,9 @@ is refused, and the message names the field. The tables of BERT and T5 are in mo
 
 GPT-2's Conv1D computes y = x W where ours is y = x Wᵀ, and holds query, key and value side by side
 in one matrix. BLOOM is GPT-2 with ALiBi and a norm of the embedding, and has them in one matrix
-head by head: the query of head 0, its key, its value, the query of head 1. Mistral, Qwen and Gemma
-have Llama's names, and another part or two. MixtralForCausalLM is LlamaForCausalLM with experts in
+head by head: the query of head 0, its key, its value, the query of head 1. In Falcon's several
+queries come before the key and the value that they share. Mistral, Qwen, Gemma and Nemotron have
+Llama's names, and another part or two. MixtralForCausalLM is LlamaForCausalLM with experts in
 every layer. Their matrices are one tensor here, and one tensor for each expert e there:
 
     blocks.N.mlp.router  [E, h]        model.layers.N.block_sparse_moe.gate            [E, h]
@@ -72,22 +73,25 @@ class Location(NamedTuple):
     shapes: of theirs and of ours, where these differ for the same numbers.
     transposed: theirs is [in, out] (Conv1D), ours [out, in].
     third: theirs holds query, key and value side by side; ours is column block 0, 1 or 2.
-    heads: theirs holds them head by head: [a, 3, d, in]. 0: all of query, then key, then value."""
+    heads: theirs holds them by heads of keys: [a_kv, queries + 2, d, in]. 0: all of query, then
+    key, then value. queries: that share one of these heads, a / a_kv."""
 
     module: str
     transposed: bool = False
     third: int | None = None
     heads: int = 0
+    queries: int = 1
     skipped: int = 0
     shapes: tuple[Sequence[int], Sequence[int]] | None = None
 
     def view(self, theirs: Tensor) -> Tensor:
         """The part of their tensor that is ours, in our order, sharing memory: [in, out] or
-        [in, 3 out] -> [out, in], with heads [3 out, in] -> [a, d, in]. A bias has no `in`."""
+        [in, 3 out] -> [out, in], with heads -> [a_kv, queries or 1, d, in]. A bias has no `in`."""
         if self.shapes:
             return theirs.view(self.shapes[1])
         if self.heads:
-            return theirs.unflatten(0, (self.heads, 3, -1))[:, self.third]
+            each = theirs.unflatten(0, (self.heads, self.queries + 2, -1))
+            return each.split((self.queries, 1, 1), dim=1)[self.third]
         if self.third is not None:
             theirs = theirs.chunk(3, dim=-1)[self.third]
         theirs = theirs[self.skipped :]
@@ -97,14 +101,15 @@ class Location(NamedTuple):
     def read(self, theirs: Tensor) -> Tensor:
         """Our tensor."""
         view = self.view(theirs)
-        return view.flatten(0, 1) if self.heads else view
+        return view.flatten(0, 2) if self.heads else view
 
     def shape(self, ours: torch.Size) -> list[int]:
         """The shape of their tensor."""
         if self.shapes:
             return [*self.shapes[0]]
         if self.heads:
-            return [3 * ours[0], *ours[1:]]
+            own = self.queries if self.third == 0 else 1
+            return [ours[0] // own * (self.queries + 2), *ours[1:]]
         shape = [*(reversed(ours) if self.transposed else ours)]
         shape[0] += self.skipped
         shape[-1] *= 1 if self.third is None else 3
@@ -192,7 +197,7 @@ class Architecture:
     @property
     def rotary(self) -> bool:
         """Whether config.json has the base and the scaling of rotary positions."""
-        return bool(self.constants.get("llama"))
+        return bool(self.constants.get("llama")) or self.constants.get("positions") == "rotary"
 
     def read(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The fields of our configuration, from those that the tables give."""
@@ -477,6 +482,58 @@ BLOOM = Architecture(
     copies={"lm_head.weight": "word_embeddings.weight"},
 )
 
+# The blocks of 40B and 180B ("new decoder architecture"); 7B has one norm for attention and MLP.
+FALCON = dataclasses.replace(
+    BLOOM,
+    name="FalconForCausalLM",
+    model_type="falcon",
+    preset="falcon-180b",
+    constants=dict(positions="rotary", activation="exact-gelu", parallel_block=True)
+    | dict(attention_bias="none", mlp_bias=False),
+    fields={
+        "num_hidden_layers": "num_layers",
+        "hidden_size": "hidden_size",
+        "num_attention_heads": "num_heads",
+        "num_kv_heads": "num_kv_heads",
+        "ffn_hidden_size": "ffn_hidden_size",
+        "max_position_embeddings": "seq_length",
+        "vocab_size": "vocab_size",
+        "layer_norm_epsilon": "norm_eps",
+        "hidden_dropout": "dropout",
+        "attention_dropout": "dropout",
+    },
+    computed={
+        "new_decoder_architecture": (True,),
+        "num_ln_in_parallel_attn": (2, None),
+        "parallel_attn": (True,),
+        "alibi": (False,),
+        "bias": (False,),
+        "activation": ("gelu",),
+    },
+    modules={ours: place for ours, place in BLOOM.modules.items() if ours != "embedding.norm"}
+    | {
+        "blocks.*.attention_norm": Location("transformer.h.*.ln_attn"),
+        "blocks.*.mlp_norm": Location("transformer.h.*.ln_mlp"),
+    },
+    missing=BLOOM.missing
+    | dict(num_kv_heads=0, ffn_hidden_size=0, max_position_embeddings=2048, rope_theta=10000.0),
+    aliases={"n_embed": "hidden_size"},
+)
+
+NEMOTRON = dataclasses.replace(
+    LLAMA,
+    name="NemotronForCausalLM",
+    model_type="nemotron",
+    preset="nemotron-3-8b",
+    constants={"llama": True, "norm": "layernorm1p", "activation": "squared-relu"},
+    fields={theirs.replace("rms_", ""): ours for theirs, ours in LLAMA.fields.items()},
+    computed={"hidden_act": ("relu2",)},
+    modules={ours: place for ours, place in LLAMA.modules.items() if ours != "blocks.*.mlp.gate"},
+    missing=LLAMA.missing | {"norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    aliases=dict.fromkeys(("rope_percent", "rope_percentage"), "partial_rotary_factor")
+    | {"layer_norm_eps": "norm_eps"},
+)
+
 MIXTRAL = dataclasses.replace(
     LLAMA,
     name="MixtralForCausalLM",
@@ -510,6 +567,7 @@ MIXTRAL = dataclasses.replace(
 
 
 ARCHITECTURES = (GPT2, GPT1, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, BLOOM, MIXTRAL)
+ARCHITECTURES += (FALCON, NEMOTRON)
 
 
 def their_tensors(config: MoEConfig, architecture: Architecture) -> dict[str, TheirTensor]:
@@ -519,8 +577,9 @@ def their_tensors(config: MoEConfig, architecture: Architecture) -> dict[str, Th
         location, theirs = architecture.place(name, parameter.shape, config)
         if location is None:
             raise HuggingFaceError(f"{name} has no place in a {architecture.name}")
-        if architecture is BLOOM and location.third is not None:
-            location = location._replace(heads=config.num_heads)
+        if architecture in (BLOOM, FALCON) and location.third is not None:
+            heads = config.num_kv_heads
+            location = location._replace(heads=heads, queries=config.num_heads // heads)
         tensor = TheirTensor(location.shape(parameter.shape), {})
         # Where query, key and value share one of theirs.
         tensors.setdefault(theirs, tensor).parts[name] = location

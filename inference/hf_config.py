@@ -198,7 +198,9 @@ def rotary_fields(hf_config: dict, missing: dict[str, float]) -> dict[str, float
     field = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
     rope = hf_config.get(field) or {}
     rope_type = None
-    if isinstance(rope, dict) and rope.get("partial_rotary_factor", 1.0) == 1.0:
+    # A Nemotron rotates a share of each head.
+    has_share = "partial_rotary_factor" in missing
+    if isinstance(rope, dict) and (has_share or rope.get("partial_rotary_factor", 1.0) == 1.0):
         rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "llama3"):
         raise HuggingFaceError(
@@ -213,6 +215,9 @@ def rotary_fields(hf_config: dict, missing: dict[str, float]) -> dict[str, float
         )
     theta = {"rope_theta": outside} | rope
     fields = {"rotary_base": read_number(theta, "rope_theta", float, missing)}
+    if has_share:
+        both = hf_config | rope
+        fields["rotary_share"] = read_number(both, "partial_rotary_factor", float, missing)
     if rope_type == "llama3":
         for theirs, ours in LLAMA3_ROPE.items():
             fields[ours] = read_number(rope, theirs, number_type(ours), {})
@@ -284,13 +289,16 @@ def write_fields(config: MoEConfig, architecture: Architecture) -> dict:
         if hf_config.get(field) == value:
             hf_config[field] = None
     if architecture.rotary:
-        hf_config |= write_rotary(config)
+        hf_config |= write_rotary(config, "partial_rotary_factor" in architecture.missing)
     return architecture.write(hf_config, config)
 
 
-def write_rotary(config: MoEConfig) -> dict:
-    """The fields for transformers 5, and those for 4."""
+def write_rotary(config: MoEConfig, has_share: bool) -> dict:
+    """The fields for transformers 5, and those for 4. has_share: whether a share of each head is
+    named that is rotated."""
     theta = {"rope_theta": config.rotary_base}
+    if has_share:
+        theta["partial_rotary_factor"] = config.rotary_share
     if config.rotary_factor == 1:
         return theta | {"rope_parameters": {"rope_type": "default"} | theta}
     rope = {theirs: getattr(config, ours) for theirs, ours in LLAMA3_ROPE.items()}

@@ -390,7 +390,7 @@ def write_file(
         for ours, location in tensor.parts.items():
             view = location.view(stacked[name])
             if location.heads:
-                copies.append((view, view.flatten(0, 1)))
+                copies.append((view, view.flatten(0, 2)))
                 view = copies[-1][1]
             views[ours] = view
     fill(views)

@@ -254,7 +254,7 @@ class Sizes:
         self.logits = n * model.vocab_size * w / layout.tp
         # The mask of a dropout after attention, or after the MLP: 1 byte an element.
         self.mask = self.x / w if model.dropout else 0.0
-        self.norm_is_one = model.norm == "layernorm" or software.fused_rms_norm
+        self.norm_is_one = model.norm.startswith("layernorm") or software.fused_rms_norm
         self.frozen = software.lora_rank > 0
         # Inputs and scores of LoRA's thin matrices.
         self.lora = n * software.lora_rank * w
@@ -285,6 +285,9 @@ def layer(model: MoEConfig, layout: Layout, software: Software, block: BlockType
     mlp = mlp_bytes(size, block.experts, in_fp8)
     if block.ends:
         mlp += size.norm(size.x) + size.mask
+    if model.parallel_block and size.norm_is_one:
+        # Both norms keep the same x.
+        mlp -= size.x
     keys, attentions = 1.0, 1
     if block.crosses:
         # Keys and values of the source, over those of the target.
@@ -334,7 +337,8 @@ def attention_bytes(size: Sizes, in_fp8: bool, keys: float = 1.0) -> tuple[float
     # The output matrix reads another order than fused attention writes (queries head by head, or
     # a part of the heads), or bytes: then the result is kept beside what it reads.
     exchanges = layout.cp > 1 and not is_ring(layout)
-    if model.qk_norm or exchanges or (is_ring(layout) and model.dropout) or in_fp8:
+    by_heads = model.qk_norm or model.rotary_share < 1
+    if by_heads or exchanges or (is_ring(layout) and model.dropout) or in_fp8:
         kept += size.query
     return kept + bias_heads(model, layout.tp) * size.s**2 * size.weight, 0.0
 
@@ -445,7 +449,7 @@ def shared_bytes(
     w, shared = software.weight, 0.0
     if model.positions == "rotary" and (layout.cp == 1 or layout.recompute == "full"):
         # The table of cos and sin; ranks that share a sequence keep a part of it.
-        return 2 * model.seq_length * model.head_dim * w, 0.0
+        return 2 * model.seq_length * model.rotary_share * model.head_dim * w, 0.0
     if not model.cross_layers:
         return 0.0, 0.0
     halves = {block.crosses for block, n in stage.blocks if n}

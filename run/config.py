@@ -18,7 +18,7 @@ import torch
 
 import schedules
 from base.errors import InputError
-from base.model_config import ROUTER_NAMES, FieldError, MoEConfig
+from base.model_config import CHOICES, ROUTER_NAMES, FieldError, MoEConfig
 from run import checkpoint
 from run.presets import PRESETS, Recipe, default_lr
 
@@ -129,10 +129,10 @@ class RunConfig:
     )
     norm: str | None = flag(
         None,
-        "rmsnorm1p is RMSNorm that multiplies by 1 + weight (Gemma)",
-        ("layernorm", "rmsnorm", "rmsnorm1p"),
+        "with 1p it multiplies by 1 + weight (Nemotron, Gemma)",
+        CHOICES["norm"],
     )
-    activation: str | None = flag(None, "of the MLP", ("gelu", "swiglu", "geglu"))
+    activation: str | None = flag(None, "of the MLP", CHOICES["activation"])
     positions: str | None = flag(
         None, "how a token knows its place", ("learned", "rotary", "alibi")
     )

@@ -6,10 +6,11 @@
     gpt1                  Radford et al. 2018, as released
     gpt2-...              Radford et al. 2019, as released
     gpt3-...              GPT-3 (arXiv 2005.14165) in the sizes that NeMo configures
-    megatron-...          arXiv 2104.04473, table 1, and arXiv 2205.05198, table 3
+    megatron-...          arXiv 2104.04473, table 1, and arXiv 2205.05198, table 3; 530b is MT-NLG
+                          (arXiv 2201.11990)
     llama2-...            arXiv 2307.09288, as released
     mixtral-8x7b          arXiv 2401.04088, as released
-    llama3 .. bloom       one model or two of each other family, as released
+    llama3 .. nemotron    one model or two of each other family, as released
 
     python -m run.presets        parameters of each, counted, beside the published number
 
@@ -147,6 +148,20 @@ PRESETS: dict[str, tuple[dict, float]] = {
     # arXiv 2211.05100, as released
     "bloom-560m": (_bloom(24, 1024, 16), 559_214_592),
     "bloom-7b1": (_bloom(30, 4096, 32), 7_069_016_064),
+    "bloom-176b": (_bloom(70, 14336, 112), 176_247_271_424),
+    # arXiv 2311.16867, as released
+    "falcon-180b": (
+        _gpt(80, 14848, 232, 2048, 65024)
+        | dict(dropout=0.0, num_kv_heads=8, positions="rotary", parallel_block=True)
+        | dict(activation="exact-gelu", attention_bias="none", mlp_bias=False),
+        180e9,
+    ),
+    # NVIDIA's nemotron-3-8b-base-4k, as released: 17.08 GB in 16 bits (thhaus/nemotron3-8b)
+    "nemotron-3-8b": (
+        _llama2(32, 4096, 32, 16384, vocab_size=256000, rotary_share=0.5)
+        | dict(norm="layernorm1p", activation="squared-relu"),
+        8.54e9,
+    ),
 }
 
 
@@ -212,6 +227,7 @@ PUBLISHED = {
     "llama3.1-8b": _llama("Llama 3 8B", 3e-4, "2407.21783, table 3; batch and warmup of Llama 2"),
     "bloom-560m": _bloom_recipe("BLOOM 560M", 3e-4, 256),
     "bloom-7b1": _bloom_recipe("BLOOM 7.1B", 1.2e-4, 512),
+    "bloom-176b": _bloom_recipe("BLOOM 176B", 6e-5, 2048),
 }
 
 

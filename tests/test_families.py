@@ -44,6 +44,7 @@ LLAMA3 = {
     # with this base some pairs keep their angle, some are between, some turn slower
     "original_max_position_embeddings": 48,
 }
+HALF = SIZES["rope_parameters"] | {"partial_rotary_factor": 0.5}
 # family -> (its name in transformers, fields of its configuration)
 FAMILIES = {
     "gpt1": ("openai-gpt", dict(n_positions=32)),
@@ -63,6 +64,8 @@ FAMILIES = {
     # no power of two
     "bloom, 6 heads": ("bloom", dict(seq_length=32, hidden_size=48, num_attention_heads=6)),
     "mixtral": ("mixtral", SIZES | dict(num_local_experts=4, sliding_window=None)),
+    "falcon": ("falcon", dict(new_decoder_architecture=True, num_kv_heads=2, ffn_hidden_size=80)),
+    "nemotron": ("nemotron", SIZES | dict(head_dim=16, rope_parameters=HALF)),
 }
 SEED = torch.Generator().manual_seed(0)
 # longer than the window
@@ -254,7 +257,7 @@ def test_the_scale_of_an_embedding_in_bfloat16():
     assert torch.equal(embedding(TOKENS), their_embedding(TOKENS))
 
 
-@pytest.mark.parametrize("family", ["gemma", "bloom, 6 heads", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["gemma", "bloom, 6 heads", "qwen3", "mistral", "nemotron"])
 def test_bfloat16(family, imported):
     """No further from the logits of 32 bits than transformers is: the scale of a Gemma's embedding,
     its norms' 1 + w and the slopes of a BLOOM are rounded as there."""
@@ -277,6 +280,8 @@ PRESETS = {
     "qwen3-0.6b": dict(num_kv_heads=2, head_dim=16),
     "gemma-7b": dict(num_kv_heads=2, head_dim=16),
     "bloom-7b1": dict(num_heads=6, hidden_size=48),
+    "falcon-180b": dict(num_kv_heads=2),
+    "nemotron-3-8b": dict(num_heads=2),
 }
 # dropout's masks are on explicit attention; the other attention, and documents in a row
 PLAIN, PACKED = dict(), dict(dropout=0.0, document_mask=True)
@@ -303,9 +308,23 @@ def test_four_ranks():
     check(4, [of_family(name) | PACKED | both for name in PRESETS])
 
 
+FP8 = dict(fp8="delayed", fp8_scales="any", fp8_skip=0, micro_batch_size=2)
+
+
+@pytest.mark.repetition
+@pytest.mark.parametrize("name", ["falcon-180b", "nemotron-3-8b"])
+def test_more_layouts(name):
+    """Of blocks side by side, and of positions on a part of each head."""
+    more = [dict(cp=2), dict(cp=2, cp_kind="all-to-all", dropout=0.0), dict(recompute="full")]
+    more += [dict(pp=2, schedule="zb-h1"), dict(zero_stage=3, micro_batch_size=2)]
+    more += [dict(peft="lora", lora_rank=2, tp=2), dict(peft="adapter", adapter_size=4, tp=2)]
+    more += [FP8 | dict(tp=2, sequence_parallel=True, recompute="full")]
+    check(2, [of_family(name) | layout for layout in more])
+
+
 @needs_compiler
 @pytest.mark.repetition
-@pytest.mark.parametrize("name", ["mistral-7b", "qwen3-0.6b", "gemma-7b", "bloom-7b1"])
+@pytest.mark.parametrize("name", [*list(PRESETS)[1:2], *list(PRESETS)[3:]])
 def test_compiled(name):
     base = of_family(name) | dict(num_layers=1)
     flags = dict(tp=2, sequence_parallel=True, compile=True, mutate=without_cpp)
@@ -380,6 +399,13 @@ REFUSED = [
         "slow_but_exact is true with pretraining_tp 2",
     ),
     ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
+    ("falcon", {"new_decoder_architecture": False}, "new_decoder_architecture is false"),
+    ("falcon", {"num_ln_in_parallel_attn": 1}, "num_ln_in_parallel_attn is 1"),
+    (
+        "nemotron",
+        {"rope_parameters": HALF | {"partial_rotary_factor": 0.3}},
+        "rotary_share 0.3: must be",
+    ),
 ]
 
 
@@ -400,6 +426,10 @@ def test_what_older_files_say(their_config):
     old = {"rope_theta": 500.0, "rope_scaling": scaled, "rope_parameters": ...}
     assert to_model_config(their_config("llama 3", old)) == to_model_config(
         their_config("llama 3", {})
+    )
+    renamed = {"rope_percent": 0.5, "rope_theta": 500.0, "rope_parameters": ...}
+    assert to_model_config(their_config("nemotron", renamed)) == to_model_config(
+        their_config("nemotron", {})
     )
     # Gemma's first files; Mistral's first, and its later ones
     old = {"hidden_act": "gelu", "hidden_activation": ..., "layer_types": ...}
@@ -426,6 +456,8 @@ NO_CLASS = [
     (LLAMA | dict(qk_norm=True, sliding_window=8), "MistralForCausalLM has no qk_norm True"),
     (LLAMA | dict(attention_bias="qkv", norm="layernorm"), "Qwen2ForCausalLM has no norm la"),
     (BLOOM_BUT | dict(head_dim=16, ffn_hidden_size=8), "has no ffn_hidden_size 8, head_dim 16$"),
+    (dict(parallel_block=True), "GPT2LMHeadModel has no parallel_block True"),
+    (LLAMA | dict(rotary_share=0.5), "LlamaForCausalLM has no rotary_share 0.5$"),
     (EXPERTS | dict(sliding_window=8), "MixtralForCausalLM has no sliding_window 8$"),
     (EXPERTS | dict(router="sinkhorn", aux_loss=0.0), "router sinkhorn: a Mixtral's gates"),
     (EXPERTS | dict(router_topk=1), "router_topk 1: .* num_experts_per_tok 1"),
@@ -465,7 +497,7 @@ def test_qwen2_as_the_library_computes_it(fields, tmp_path):
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-CLASSES = "gpt2 llama mistral qwen2 qwen3 gemma bloom mixtral".split()
+CLASSES = "gpt2 llama mistral qwen2 qwen3 gemma bloom mixtral nemotron".split()
 # field -> values that somebody's folder has
 VARIED = {
     "num_key_value_heads": [1, 2, 4],
@@ -474,6 +506,7 @@ VARIED = {
     "activation_function": ["gelu", "gelu_new", "relu"],
     "attention_bias": [True, False],
     "mlp_bias": [True, False],
+    "norm_eps": [1e-5, 1e-3],
     "head_dim": [8, 12],
     "sliding_window": [None, 4],
     "use_sliding_window": [False, True],

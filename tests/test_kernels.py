@@ -30,7 +30,7 @@ from base import fp8_cast as fp8_cast
 from base.cross_entropy import cross_entropy
 from base.dropout import dropout_key, dropout_mask
 from base.model_config import GPTConfig, MoEConfig
-from base.rotary import rotary_frequencies, rotary_table, rotate
+from base.rotary import Rotary, rotary_frequencies, rotary_table, rotate
 from course import kernels as lesson
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
@@ -943,6 +943,7 @@ def swapped(model) -> list[str]:
         ),
         # no operation adds 1 to a weight, or multiplies with GELU
         (dict(llama=True, norm="rmsnorm1p", activation="geglu", qk_norm=True), "Rotary"),
+        (dict(llama=True, norm="layernorm1p", activation="squared-relu"), "Rotary"),
     ],
     ids=str,
 )
@@ -965,6 +966,22 @@ def test_what_is_handed_in(fields, names):
 
 class OtherProbabilities(gpt.CausalProbabilities):
     """In the place of the plain ones, as families.py puts some in."""
+
+
+@by_emulator
+def test_rotary_of_a_part_of_each_head(monkeypatch):
+    """The operation rotates whole heads: a Nemotron's are left to PyTorch."""
+    emulate(monkeypatch.setattr)
+    q, k = torch.randn(2, 1, 2, 16, 8)
+    for share, names in ((1.0, ["rotary"]), (0.5, [])):
+        config = GPTConfig(1, 16, 2, llama=True, rotary_share=share)
+        table = rotary_table(rotary_frequencies(config, q.device), 16, q)
+        module = torch.nn.ModuleList([Rotary()])
+        expected = module[0](q, k, table)
+        kernels.swap(module)
+        launched.clear()
+        torch.testing.assert_close(module[0](q, k, table), expected)
+        assert launched == names
 
 
 @by_emulator

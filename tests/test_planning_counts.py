@@ -86,6 +86,10 @@ LAYOUTS = {
     "qwen3": (SEQUENCE | dict(model="qwen3-8b", tp=4, pp=2, zero_stage=1), 32, [0, 31]),
     "mistral, chunked head": (dict(model="mistral-7b", tp=4, head_chunk=1024), 8, [0]),
     "bloom": (dict(model="bloom-7b1", tp=4, pp=2), 8, [0, 4]),
+    "falcon": (SEQUENCE | dict(model="falcon-180b", num_layers=4, tp=4), 8, [0]),
+    "falcon, explicit": (EXPLICIT | dict(model="falcon-180b", num_layers=4, tp=4), 4, [0]),
+    "nemotron": (FULL | dict(model="nemotron-3-8b", tp=2, pp=2, zero_stage=1), 8, [0, 4]),
+    "nemotron, fp8": (FP8 | dict(model="nemotron-3-8b", num_layers=8, tp=4), 4, [0]),
     "zb-h1, selective": (
         EXPLICIT | dict(pp=2, schedule="zb-h1", recompute="selective"),
         16,
@@ -150,6 +154,7 @@ ENCODERS = {
 # what another of LAYOUTS covers in part
 MORE = ["fp8", "fp8, sequence", "fp8, scores", "lora, experts", "lora, zb-h1, fp8", "qwen3"]
 MORE += ["some layers, selective", "zb-h1, sequence", "zb-h1, full", "pipeline, full"]
+MORE += ["falcon, explicit", "nemotron, fp8"]
 MORE += ["experts, interleaved", "bert, zb-h1", "bert, heads", "t5", "t5, sequence", "t5, zb-h1"]
 
 
