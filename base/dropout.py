@@ -80,7 +80,8 @@ def position_hash(key: Tensor, site: int, shape, start: dict[int, int | Tensor])
             n = n + torch.arange(shape[dim], device=key.device)
         n = n + 1
         # The product is int64: compilers assume that an int32 product of small numbers is positive.
-        spread = (n * 0x9E3779B1 & 0x7FFFFFFF).int()
+        # Of 0x9E3779B1 these are the 31 bits that count; Triton takes no constant beyond int32.
+        spread = (n * 0x1E3779B1 & 0x7FFFFFFF).int()
         # Another coordinate is hashed.
         x = hash_(x.unsqueeze(-1) ^ spread)
     return x

@@ -111,16 +111,22 @@ OF_LAYOUT.add("make_vocab_size_divisible_by")
 
 
 def check(
-    world: int, layouts: list[dict], base: dict = SMALL, steps: int = 3, tolerance: float = 1e-10
+    world: int,
+    layouts: list[dict],
+    base: dict = SMALL,
+    steps: int = 3,
+    tolerance: float = 1e-10,
+    device: str = "cpu",
 ) -> None:
     """Each of the layouts on `world` ranks gives what one device gives with those of its flags that
-    are no layout. Routing and FP8 scales are about a micro-batch, which one device takes too."""
+    are no layout. Routing and FP8 scales are about a micro-batch, which one device takes too.
+    device: the one device."""
     for layout, result in zip(layouts, train_each(world, layouts, steps, base), strict=True):
         flags = base | layout
         one = {name: value for name, value in flags.items() if name not in OF_LAYOUT}
         if "micro_batch_size" in flags and {"num_experts", "fp8"} & flags.keys():
             one["micro_batch_size"] = flags["micro_batch_size"]
         try:
-            same(result, train(steps=steps, base=one | dict(device="cpu")), tolerance)
+            same(result, train(steps=steps, base=one | dict(device=device)), tolerance)
         except AssertionError as e:
             raise AssertionError(f"{layout}: {e}") from e
