@@ -17,9 +17,8 @@ if its version is at least 9.15.1: older ones are wrong for some lengths. (Flash
 of an H100, arXiv 2407.08608.)
 
 The operations are not public: a version of PyTorch may lack one. Then, and for sizes that a kernel
-does not support, `kernel_for` returns None, and context_parallel.py uses tensor operations. The
-operations for CUDA have not yet run on a GPU; tests compare their arguments with PyTorch's
-signatures.
+does not support, `kernel_for` returns None, and context_parallel.py uses tensor operations. Tests
+compare the arguments with PyTorch's signatures, and on a GPU the results.
 
 Not covered: query heads that share a key head, which cuDNN and FlashAttention support; here keys
 are repeated.

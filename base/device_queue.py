@@ -12,8 +12,8 @@ memory waits too; one from pinned memory does not.
     to_host      copies a step's results to pinned memory; complete once a later Moment has passed
     Moment       a place in the queue: the host can wait for it, and time it
 
-A CPU has no queue: tensors are ready at once, and nothing here changes the computation. This has
-not yet run on a GPU: tests check on the meta device that nothing waits.
+A CPU has no queue: tensors are ready at once, and nothing here changes the computation. Tests check
+on the meta device, and with CUDA's own warnings on a GPU, that nothing waits.
 
 Not covered: a separate stream for the copies of batches. They take microseconds of a step.
 """

@@ -20,8 +20,7 @@ document. The positions and the mask follow from these numbers:
 
 The numbers need no communication: every pipeline stage reads the batch, and attention on a
 tensor-parallel rank has all tokens of a sequence. Sequence-parallel ranks embed a shard of the
-sequence, so they take a slice of the whole sequence's positions. The CUDA branch below has not yet
-run on a GPU.
+sequence, so they take a slice of the whole sequence's positions.
 
 Not covered: skipping masked work on CPUs and in explicit attention, which compute the scores that
 the mask then removes (the kernel for CUDA skips blocks); Megatron-LM's list of the places where

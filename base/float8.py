@@ -19,8 +19,7 @@ rounding to bytes is the only one.
 
 On GPUs from compute capability 8.9 on, F.scaled_mm multiplies bytes; with blocks only on Hopper
 GPUs (9.0). Elsewhere FP8 is emulated: bytes are decoded and multiplied in higher precision. The
-results differ by the rounding of sums. fp8.py trains with these matrices. Products of bytes have
-not yet run on a GPU.
+results differ by the rounding of sums. fp8.py trains with these matrices.
 
     python -m course.float8        a lesson: bytes by hand, rounding, scales by three recipes
 

@@ -17,7 +17,7 @@ Bytes and scales equal those of float8.py to the last bit. Only a tensor that is
 other bytes with a known maximum; they have no meaning, because 1 / scale is NaN.
 
 PyTorch's operations cast blocks (the recipe `block`) and the rows of experts, which have more than
-one scale. The kernels have not yet run on a GPU.
+one scale.
 """
 
 import torch

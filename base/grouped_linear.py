@@ -3,7 +3,7 @@
     rows   x x x | x | x x     counts 3 1 2, in the order of experts
     times  W0    | W1| W2      each W: [out, in]
 
-moe.py sorts its rows in this order. The library's kernel for all experts has not yet run on a GPU.
+moe.py sorts its rows in this order.
 """
 
 import torch

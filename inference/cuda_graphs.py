@@ -14,8 +14,6 @@ graph for each (number of sequences, number of blocks), both rounded up.
 
     python -m pytest tests/test_generate.py -k captured      on a GPU: the tokens of the CPU
 
-This has not yet run on a GPU.
-
 Source: pytorch.org/docs/stable/notes/cuda.html, "CUDA Graphs".
 """
 

@@ -31,8 +31,7 @@ that have logits:
 
 Not covered: data-parallel ranks (start an engine for each), experts spread over ranks, context
 parallelism of long prompts, adapters mixed in one step (S-LoRA, arXiv 2311.03285). Steps are
-pickled, tens of microseconds each, where production systems write them into shared memory. Its CUDA
-graphs have not yet run on a GPU.
+pickled, tens of microseconds each, where production systems write them into shared memory.
 """
 
 import itertools
