@@ -143,7 +143,7 @@ class RowParallelLinear(nn.Module):
         self.bias = linear.bias
         self.group = group
         shard_parameter(self, "weight", Shard(1, group))  # [out, in / t]
-        # fp8.py and pipeline_parallel.py replace this product.
+        # fp8.py, pipeline_parallel.py and inference/ replace this product.
         self.linear = F.linear
         self.reduce = ReduceFromRanks(group)
 
@@ -207,11 +207,13 @@ class VocabParallelEmbedding(nn.Module):
         self.group = group
         self.vocab_size = sharding_of(embedding.weight).shape[0]
         shard_parameter(self, "weight", Shard(0, group))  # [V / t, h]
+        # Weights in fewer bits have another one (inference/quantization.py).
+        self.lookup = F.embedding
         self.reduce = ReduceFromRanks(group)
 
     def forward(self, tokens: Tensor) -> Tensor:
         local, elsewhere = local_ids(tokens, self.weight.shape[0], self.vocab_size, self.group)
-        x = F.embedding(local, self.weight)
+        x = self.lookup(local, self.weight)
         return self.reduce(x.masked_fill_(elsewhere.unsqueeze(-1), 0))
 
 

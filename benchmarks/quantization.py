@@ -130,7 +130,7 @@ def measure(load: Callable, text: data.Corpus, sequences: int, rounds: int, new:
         model = load(torch.bfloat16)
         head = model.head.output.weight
         weight_layouts.replace_linears(model)
-        quantization.quantize(model, of_blocks)
+        quantization.quantize(model, lambda w, ranks, make=of_blocks: make(w))
         quantization.replace_matrix(model.head.output, of_head(head))
         results[kind] = {"bytes": quantization.weight_bytes(model)}
         of_kinds[kind] = losses(model, text, sequences)

@@ -337,9 +337,9 @@ def open_weights(
         )
     if not args.weights:
         return None
-    with as_flags():
-        quantization.check(config, args.weights, args.tp, adapters.merged)
     group = args.group_size or quantization.GROUP
+    with as_flags():
+        quantization.check(config, args.weights, args.tp, adapters.merged, group)
     return partial(quantization.apply, kind=args.weights, group=group)
 
 

@@ -24,6 +24,9 @@ and the head have int8 in both: they are read by the row anyway, and a head in 4
 the quality than it saves (docs/results.md). Where they are tied they share one matrix. Norms and
 biases stay.
 
+Under tensor parallelism each rank quantises its shard, and has the numbers that one device has: a
+row's scale is that of its largest number on any rank, and no group of int4 lies on two ranks.
+
 Naive: make W again, then multiply (`dequantized`). Fast: a kernel that reads the whole numbers and
 makes W in registers (`by_kernel`; for CPUs in bfloat16). inference/weight_layouts.py measures them.
 
@@ -36,20 +39,23 @@ in float32: 2% of the numbers differ by one, and these are nearer.
 
 Not covered: GPTQ (arXiv 2210.17323) and AWQ (arXiv 2306.00978) choose Q or scale channels by what
 activations pass through; LLM.int8 (arXiv 2208.07339) keeps columns with outliers in 16 bits, for
-activations in 8 bits. Experts, weights with adapters beside them (QLoRA, arXiv 2305.14314) and
-tensor-parallel shards are refused.
+activations in 8 bits. Experts and weights with adapters beside them (QLoRA, arXiv 2305.14314) are
+refused.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpt
-from base.model_config import FieldError, MoEConfig
+import tensor_parallel
+from base.model_config import FieldError, MoEConfig, divisors
 from inference import weight_layouts
 
 GROUP = 32
@@ -70,9 +76,10 @@ class Int8Matrix:
     scale: Tensor
 
     @classmethod
-    def of(cls, w: Tensor) -> "Int8Matrix":
-        """w: [out, in]. Symmetric: 0 stays 0, and the largest of a row becomes 127 or -128."""
-        scale = row_scale(w.float()).to(w.dtype)  # [out]
+    def of(cls, w: Tensor, ranks: dist.ProcessGroup | None = None) -> "Int8Matrix":
+        """w: [out, in]. Symmetric: 0 stays 0, and the largest of a row becomes 127 or -128. ranks:
+        those that share its columns; a collective."""
+        scale = row_scale(w.float(), ranks).to(w.dtype)  # [out]
         q = (w.float() * (1 / scale.float()).unsqueeze(1)).round_().clamp_(-128, 127)
         return cls(q.to(torch.int8), scale)
 
@@ -114,10 +121,13 @@ class Int8Matrix:
         return torch.ops.aten._weight_int8pack_mm(x, self.q, self.scale)
 
 
-def row_scale(w: Tensor) -> Tensor:
-    """[out, in] -> [out]: the step of each row."""
+def row_scale(w: Tensor, ranks: dist.ProcessGroup | None) -> Tensor:
+    """[out, in] -> [out]: the step of each row, which may lie on several ranks."""
+    largest = w.abs().amax(1)
+    if ranks:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks)
     # Torchao's least scale: a row of zeros has one too.
-    return (w.abs().amax(1) / 127.5).clamp(min=torch.finfo(torch.float32).eps)
+    return (largest / 127.5).clamp(min=torch.finfo(torch.float32).eps)
 
 
 # --- int4 by group --------------------------------------------------------------------------------
@@ -233,25 +243,33 @@ def by_kernel(matrix: Int8Matrix | Int4Matrix, x: Tensor, bias: Tensor | None) -
 
 
 class QuantizedEmbedding(nn.Module):
-    """Replaces gpt.TokenEmbedding: it reads rows of whole numbers. [b, s] -> [b, s, h]"""
+    """Replaces gpt.TokenEmbedding, or the lookup of a rank's rows: it reads rows of whole numbers.
+    [b, s] -> [b, s, h]"""
 
     def __init__(self, matrix: Int8Matrix):
         super().__init__()
         self.matrix = matrix
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, weight: Tensor | None = None) -> Tensor:
+        """weight: unused, the rows are in the matrix."""
         return self.matrix.rows(tokens)
 
 
-def check(config: MoEConfig, kind: str, tp: int = 1, merged: bool = True) -> None:
+def check(
+    config: MoEConfig, kind: str, tp: int = 1, merged: bool = True, group: int = GROUP
+) -> None:
     """Raises FieldError for a model or a layout whose weights cannot be quantised here. merged:
-    whether its adapters, if any, are in the weights."""
+    whether its adapters, if any, are in the weights. group: numbers that share a scale in int4."""
     if config.num_experts:
         rule = "not with the experts of this model ({num_experts}), whose weights stay in 16 bits"
         raise FieldError("weights", kind, rule, num_experts=config.num_experts)
-    if tp > 1:
-        rule = "not with {tp}: shards of a matrix stay in 16 bits; {pp} would fit"
-        raise FieldError("weights", kind, rule, tp=tp, pp=tp)
+    most = tensor_parallel.sizes_that_fit(config)
+    # The columns that row-parallel layers divide.
+    for n in (config.num_heads * config.head_dim, config.ffn_hidden_size):
+        most = math.gcd(most, n // group if n % group == 0 else 1)
+    if kind == "int4" and most % tp:
+        rule = f"{{weights}} has a scale for {group} numbers of a row, which must lie on one rank"
+        raise FieldError("tp", tp, rule, divisors(most, tp), weights="int4")
     if not merged:
         rule = "not with adapters beside the weights; one LoRA or IA3, which is merged, would fit"
         raise FieldError("weights", kind, rule)
@@ -260,23 +278,29 @@ def check(config: MoEConfig, kind: str, tp: int = 1, merged: bool = True) -> Non
 def apply(model: gpt.GPT, texts: int = 1, kind: str = "int8", group: int = GROUP) -> None:
     """Quantise a model, or a stage of a pipeline, and lay it out for decoding `texts` texts at a
     time. It can then only generate. kind: int8 or int4."""
-    make = {"int8": Int8Matrix.of, "int4": partial(Int4Matrix.of, group=group)}[kind]
+    make = {"int8": Int8Matrix.of, "int4": lambda w, ranks: Int4Matrix.of(w, group)}[kind]
     weight_layouts.apply(model, texts, partial(quantize, make=make))
 
 
 def quantize(model: gpt.GPT, make: Callable) -> None:
     """Replace the matrices of a model in their layers for decoding, one at a time: the old
-    one goes before the next one comes. make: of the blocks' matrices."""
+    one goes before the next one comes. make(matrix, ranks): of the blocks' matrices, whose columns
+    are whole or shared by ranks."""
     shared = None
     if model.embedding is not None:
-        shared = Int8Matrix.of(model.embedding.tokens.weight)
-        model.embedding.tokens = QuantizedEmbedding(shared)
+        tokens = model.embedding.tokens
+        shared = Int8Matrix.of(tokens.weight)
+        if isinstance(tokens, tensor_parallel.VocabParallelEmbedding):
+            del tokens.weight
+            tokens.weight, tokens.lookup = shared.q, QuantizedEmbedding(shared)
+        else:
+            model.embedding.tokens = QuantizedEmbedding(shared)
     if model.head is not None:
         tied = shared if model.config.tied else None
         replace_matrix(model.head.output, tied or Int8Matrix.of(model.head.output.matrix))
     for layer in model.blocks.modules():
         if isinstance(layer, weight_layouts.DecodeLinear):
-            replace_matrix(layer, make(layer.matrix))
+            replace_matrix(layer, make(layer.matrix, layer.ranks))
 
 
 def replace_matrix(layer: weight_layouts.DecodeLinear, matrix: Int8Matrix | Int4Matrix) -> None:

@@ -32,6 +32,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -98,24 +99,28 @@ class DecodeLinear(nn.Module):
     # The block adds a deferred bias itself where there is one.
     bias = None
 
-    def __init__(self, linears: list[nn.Linear]):
-        """linears: layers with the same input. Their parameters are removed."""
+    def __init__(self, linears: list[nn.Linear], ranks: dist.ProcessGroup | None = None):
+        """linears: layers with the same input. Their parameters are removed. ranks: of a
+        row-parallel layer, those that share its columns; the block adds its bias to their sum."""
         super().__init__()
+        self.ranks = ranks
         self.sizes = [len(linear.weight) for linear in linears]
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        biases = [] if ranks else biases
         matrix = torch.cat([linear.weight.detach() for linear in linears])  # [sum of out, in]
         self.layout = by_rows
         self.register_buffer("matrix", matrix)
         self.register_buffer("added_bias", torch.cat(biases) if biases else None)
         for linear in linears:
-            linear.weight = linear.bias = None
+            linear.weight = None
+            linear.bias = linear.bias if ranks else None
 
     def set_layout(self, layout: Callable) -> None:
         self.layout = layout
         self.matrix = stored(self.matrix, layout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [.., in] -> [.., sum of out]"""
+    def forward(self, x: Tensor, weight: None = None) -> Tensor:
+        """x: [.., in] -> [.., sum of out]. weight: of a row-parallel layer, which has none left."""
         return self.layout(self.matrix, x, self.added_bias)
 
 
@@ -158,8 +163,8 @@ class DecodeGELU(nn.Module):
 def apply(model: gpt.GPT, texts: int = 1, quantize: Callable | None = None) -> None:
     """Lay out the weights of a model, or of a stage of it, for decoding `texts` texts at a time.
     A layer that is sharded over ranks, or has experts or adapters, stays as it is. quantize(model):
-    replaces the matrices (inference/quantization.py)."""
-    replace_linears(model)
+    replaces the matrices (inference/quantization.py), also those of sharded layers."""
+    replace_linears(model, sharded=quantize is not None)
     if quantize:
         quantize(model)
     weight = next(model.parameters())
@@ -174,20 +179,30 @@ def apply(model: gpt.GPT, texts: int = 1, quantize: Callable | None = None) -> N
         choose_layouts(layers, texts)
 
 
-def replace_linears(model: gpt.GPT) -> None:
-    if type(model.head) is gpt.Head:
+def replace_linears(model: gpt.GPT, sharded: bool = False) -> None:
+    """sharded: also the layers of tensor parallelism, whose f is the identity here."""
+    project = (gpt.ProjectTogether, *([tensor_parallel.ColumnParallelInput] * sharded))
+    if type(model.head) in (gpt.Head, *([tensor_parallel.VocabParallelHead] * sharded)):
         model.head.output = DecodeLinear([model.head.output])
     for block in model.blocks.values():
         attention = block.attention
         mlp = block.mlp
-        if type(attention.project) is gpt.ProjectTogether and not has_adapter(attention):
+        if type(attention.project) in project and not has_adapter(attention):
             attention.project = DecodeProjections([attention.query, attention.key, attention.value])
-            attention.output = DecodeLinear([attention.output])
-        is_whole = isinstance(mlp, gpt.MLP) and type(mlp.project) is gpt.ProjectTogether
+            attention.output = decode_output(attention.output)
+        is_whole = isinstance(mlp, gpt.MLP) and type(mlp.project) in project
         if is_whole and not has_adapter(mlp):
             layers = [linear for linear in (mlp.gate, mlp.up) if linear is not None]
             mlp.project = DecodeProjections(layers)
-            mlp.down = DecodeLinear([mlp.down])
+            mlp.down = decode_output(mlp.down)
+
+
+def decode_output(linear: nn.Module) -> nn.Module:
+    """What replaces the last layer of attention or of an MLP. A row-parallel one keeps its sum."""
+    if not isinstance(linear, tensor_parallel.RowParallelLinear):
+        return DecodeLinear([linear])
+    linear.linear = DecodeLinear([linear], ranks=linear.group)
+    return linear
 
 
 def has_adapter(part: nn.Module) -> bool:

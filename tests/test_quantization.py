@@ -3,10 +3,12 @@ as the naive way does, and a quantised model that is the plain one with other we
 
 import copy
 import math
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+from parity import again
 from test_generate import SAMPLED, build, loud, ragged, save
 from test_gpt import GPT_SHAPES, LLAMA_SHAPES
 
@@ -237,6 +239,83 @@ def test_pipeline(tmp_path):
         assert of_rank == expected
 
 
+SHARDED = dict(num_layers=2, hidden_size=128, num_heads=4, ffn_hidden_size=192)
+SHARDED |= dict(vocab_size=97, seq_length=32)
+OF_TWO = {
+    # with biases, tied; a gate, fewer key heads; norms of queries and keys
+    "gpt": SHARDED,
+    "llama": SHARDED | dict(llama=True, num_kv_heads=2),
+    "qwen": SHARDED | dict(llama=True, qk_norm=True, attention_bias="qkv"),
+    "falcon": SHARDED | dict(num_kv_heads=2, parallel_block=True, positions="rotary"),
+    "nemotron": SHARDED | dict(llama=True, norm="layernorm1p", activation="squared-relu"),
+}
+
+
+def on_shards(rank, paths, prompts, pp, mutate):
+    """The tokens, logits and bytes of each model under tp 2 in each kind."""
+    results = []
+    if mutate:
+        mutate()
+    for path in paths:
+        for kind in KINDS:
+            groups = Groups.make("cpu", 2 * pp, tp=2, pp=pp)
+            model, _ = cli.load_model(path, torch.device("cpu"), torch.float64, groups)
+            for stage in stages_of(model):
+                quantization.apply(stage, 16, kind)
+            tokens = generate.generate(model, prompts, 8, **SAMPLED)
+            logits = model(torch.tensor([prompts[3]])) if pp == 1 else None
+            results.append((tokens, logits, quantization.weight_bytes(*stages_of(model))))
+    return results
+
+
+def one_scale_for_each_rank():
+    of_rank = quantization.row_scale
+    quantization.row_scale = lambda w, ranks: of_rank(w, None)
+
+
+def of_shards(tmp_path, names, world, mutate=None):
+    """(what each rank has, and one device) of each model in each kind."""
+    prompts, paths, whole = ragged(97), [], []
+    for name in names:
+        model = noisy(**OF_TWO[name])
+        save(tmp_path / name, model)
+        paths.append(str(tmp_path / name))
+        for kind, make in KINDS.items():
+            rounded = with_other_weights(model, make)
+            tokens = generate.generate(rounded, prompts, 8, **SAMPLED)
+            logits = rounded(torch.tensor([prompts[3]]))
+            quantization.apply(one := copy.deepcopy(model), 16, kind)
+            whole.append((tokens, logits, quantization.weight_bytes(one)))
+    return ranks.run(on_shards, world, paths, prompts, world // 2, mutate), whole
+
+
+@pytest.mark.parametrize("names", [["gpt", "qwen"], again(["llama", "nemotron", "falcon"])])
+def test_two_ranks(names, tmp_path):
+    """Shards have the numbers of the whole quantised model, so tokens and logits are one device's;
+    a rank has half of its bytes, and the norms and the biases of sums whole."""
+    found, expected = of_shards(tmp_path, names, 2)
+    for of_rank in found:
+        for (tokens, logits, nbytes), (whole, exact, of_whole) in zip(of_rank, expected):
+            assert tokens == whole
+            assert (logits - exact).abs().max() < 1e-12 * exact.abs().max()
+            assert 0.5 * of_whole < nbytes < 0.6 * of_whole
+
+
+def test_a_scale_for_each_rank_is_seen(tmp_path):
+    """Without the largest number of all ranks int8's rows have other scales."""
+    found, expected = of_shards(tmp_path, ["gpt"], 2, mutate=one_scale_for_each_rank)
+    (_, int8, _), (_, int4, _) = found[0]
+    assert (int8 - expected[0][1]).abs().max() > 1e-4 * expected[0][1].abs().max()
+    assert (int4 - expected[1][1]).abs().max() < 1e-12 * expected[1][1].abs().max()
+
+
+@pytest.mark.repetition
+def test_four_ranks(tmp_path):
+    found, expected = of_shards(tmp_path, OF_TWO, 4)
+    for of_rank in found:
+        assert [tokens for tokens, *_ in of_rank] == [tokens for tokens, *_ in expected]
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -272,8 +351,13 @@ def test_what_is_refused():
     experts = MoEConfig(2, 32, 4, num_experts=4)
     with pytest.raises(FieldError, match=r"experts of this model \(num_experts 4\)"):
         quantization.check(experts, "int4")
-    with pytest.raises(FieldError, match=r"weights int8: not with tp 2.*pp 2 would fit"):
-        quantization.check(MoEConfig(2, 32, 4), "int8", tp=2)
+    # int4: 32 numbers on one rank, of 96 and 192 columns of the two row-parallel layers
+    config = MoEConfig(2, 96, 6, ffn_hidden_size=192)
+    quantization.check(config, "int8", tp=6)
+    quantization.check(config, "int4", tp=3)
+    for t, group, fits in ((2, 32, "[1, 3]"), (3, 64, "[1]")):
+        with pytest.raises(FieldError, match=f"tp {t}: .* {group} numbers .*{re.escape(fits)}"):
+            quantization.check(config, "int4", tp=t, group=group)
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
