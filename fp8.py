@@ -134,6 +134,7 @@ class Scaling:
         shape = num_layers, len(LINEARS), len(OPERANDS)
         self.amax = torch.zeros(shape, device=device)
         self.history = torch.zeros(0, *shape, device=device)
+        self.of_history: tuple = None, None
         # Whether the kernels of fp8_cast.py are used where they can be.
         self.fused = False
         # {weight: (scale, or maximum of a kernel; (bytes for y, bytes for ∂x) or None)}; for
@@ -172,10 +173,17 @@ class Scaling:
         to = self.recipe.format(operand)
         return [scale_of(amax, to, self.recipe.power_of_two) for amax in amaxes]
 
+    @property
+    def known(self) -> Tensor:
+        """The largest maxima of the history, [L, matrices, operands], computed once a step."""
+        if self.of_history[0] is not self.history:
+            self.of_history = self.history, self.history.amax(0)
+        return self.of_history[1]
+
     def amax_of_history(self, now: Tensor, place, operand: int) -> Tensor:
         """The largest maximum of the last steps. now: the tensor's present maximum, used if the
         history has none; if it is infinite, so is the result."""
-        known = self.history[:, *place, operand].amax()
+        known = self.known[*place, operand]
         known = torch.where(known > 0, known, now)
         return torch.where(now.isfinite(), known, torch.inf)
 
@@ -184,7 +192,8 @@ class Scaling:
         infinity for NaN."""
         if amax.numel() and (self.recording or operand != INPUT):
             seen = self.amax[*place, operand]
-            torch.maximum(seen, amax.amax(), out=seen)
+            largest = amax.amax() if amax.numel() > 1 else amax.reshape(())
+            torch.maximum(seen, largest, out=seen)
 
     def quantise(self, tensors, places, operand: int, group, block) -> list[Quantised]:
         """Round matrices to bytes. Arguments as in `scales`; only the recipe `block` uses
@@ -229,7 +238,7 @@ class Scaling:
         that were cast before; by default they are computed."""
         history = [None] * len(tensors)
         if len(self.history):
-            history = [self.history[:, *place, operand].amax(0, True) for place in places]
+            history = [self.known[*place, operand].reshape(1) for place in places]
         if maxima is None:
             maxima = self.maxima(tensors, history, group)
         # cuBLAS reads a scale at an address that 16 bytes divide.
@@ -313,7 +322,7 @@ class Scaling:
         if len(self.history):
             for operand in range(len(OPERANDS)):
                 to = self.recipe.format(operand)
-                known = self.history[..., operand].amax(0)
+                known = self.known[..., operand]
                 scaled = self.amax[..., operand] * scale_of(known, to, self.recipe.power_of_two)
                 # NaN (infinity times 0) is not too large.
                 too_large[..., operand] = (known > 0) & (scaled > to.largest)
