@@ -203,13 +203,13 @@ class GPT(nn.Module):
 
     def init_parameter(self, name: str, shape, generator: torch.Generator) -> Tensor:
         """The initial value of one whole parameter, float32 on the CPU: normal, standard deviation
-        0.02, or 0.02 / √(2L) before a residual connection (GPT-2); biases 0, norms scale by 1."""
+        σ = 0.02, or σ / √(2L) before a residual connection (GPT-2); biases 0, norms scale by 1."""
         if name.endswith("norm.weight"):
             return torch.full(shape, self.norm_weight, device="cpu")
         if name.endswith("bias"):
             return torch.zeros(shape, device="cpu")
         residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
-        std = 0.02 / math.sqrt(2 * self.config.num_layers) if residual else 0.02
+        std = self.config.init_std / (math.sqrt(2 * self.config.num_layers) if residual else 1)
         return torch.randn(shape, generator=generator, device="cpu") * std
 
 

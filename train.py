@@ -132,7 +132,7 @@ class Trainer:
             import fp8
 
             self.fp8.fused = not self.kernels_refused
-            fp8.apply(stage, self.fp8, config.fp8_skip, groups.cp)
+            fp8.apply(stage, self.fp8, config.fp8_skip)
         self.task.learned.after_model_parallel(stage)
         if groups.cp:
             import context_parallel
@@ -158,18 +158,18 @@ class Trainer:
         return gradients
 
     def make_optimizer(self) -> optimizer.AdamW:
-        fused = None
+        config, fused = self.config, None
         if not self.kernels_refused:
             import kernels
 
             fused = kernels.adamw
         return optimizer.AdamW(
             ((name, p) for name, p in sharding.named_parameters(*self.stages) if p.requires_grad),
-            self.config.weight_decay,
-            clip=self.config.grad_clip,
+            *config.adam,
+            clip=config.grad_clip,
             scaler=self.scaler,
             stages=self.groups.pp,
-            state_dtype=torch.bfloat16 if self.config.optimizer_state == "bf16" else None,
+            state_dtype=torch.bfloat16 if config.optimizer_state == "bf16" else None,
             fused=fused,
         )
 
@@ -257,7 +257,7 @@ class Trainer:
     def update(self, step: int) -> tuple[torch.Tensor, float]:
         """Clip, then update. Returns (gradient norm before clipping, learning rate)."""
         c = self.config
-        lr = optimizer.learning_rate(step, c.peak_lr, c.lowest_lr, c.warmup_steps, c.steps)
+        lr = optimizer.learning_rate(step, c.peak_lr, c.lowest_lr, c.warmup_steps, c.decay_end)
         norm = self.optimizer.step(lr)
         for gradients in self.gradients:
             gradients.renew_parameters()

@@ -48,6 +48,8 @@ class GPTConfig:
     attention: str = ""
     norm_eps: float = 1e-5
     rotary_base: float = 10000.0
+    # The standard deviation of initial weights, over √(2L) before a residual sum.
+    init_std: float = 0.02
     # 0 means h / a.
     head_dim: int = 0
     # One of layernorm and rmsnorm; with 1p they multiply by 1 + weight (Nemotron, Gemma).
@@ -164,6 +166,7 @@ class GPTConfig:
         self.check_range("norm_eps", 1e-30, 1, "must be from 1e-30 to 1")
         self.check_range("rotary_base", 1, 1e30, "must be from 1 to 1e+30")
         self.check_range("rotary_factor", 1, 1e30, "must be from 1 to 1e+30")
+        self.check_range("init_std", 1e-30, 1, "must be from 1e-30 to 1")
         if self.attention == "fused" and self.dropout > 0:
             rule = "never sees the probabilities that {dropout} would mask; explicit would fit"
             raise FieldError("attention", "fused", rule + ", or dropout 0", dropout=self.dropout)

@@ -167,6 +167,7 @@ class TextPeftConfig(PeftConfig, Config):
 
     command: ClassVar[str] = "-m finetune.adapters"
     purpose: ClassVar[str] = "Train an adapter of a frozen model on text."
+    needs: ClassVar[tuple] = (*Config.needs, *NEEDS)
 
     peft: str | None = flag(
         "lora",

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
-import yaml
 from msgspec import Meta, Struct, field
 
 from base import json_files
 from base.json_files import JSONError
 from finetune.prompt_template import Template
 from prompt_tuning import PromptError, PromptTasks, PTuning
+from run import yaml_config
 
 STYLES = ("prompt-tuning", "p-tuning", "inference", "fine-tuning")
 # Keys beside task_templates that are about other things; some have a flag of train.py instead.
@@ -82,13 +82,7 @@ def read_fields(path: str | Path) -> tuple[dict, list[str]]:
 def read_file(path: str | Path) -> dict:
     if Path(path).suffix not in (".yaml", ".yml"):
         return json_files.read(path, dict)
-    try:
-        content = yaml.safe_load(json_files.read_bytes(path))
-    except OSError as e:
-        raise JSONError(f"{path}: cannot be read ({e.strerror})") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as e:
-        raise JSONError(f"{path}: not YAML ({json_files.one_line(e)})") from None
-    return json_files.convert(content, dict[str, object], str(path))
+    return yaml_config.read_file(path)
 
 
 def take_out(content: dict, names: set[str]) -> list[str]:

@@ -99,7 +99,8 @@ def contexts_of(
     found = [(1, "ring")]
     if model.cross_layers:
         return found
-    if model.seq_length >= LONG:
+    # sinkhorn's plans are of all tokens together
+    if model.seq_length >= LONG and not (model.num_experts and model.router == "sinkhorn"):
         for cp, kind in itertools.product(divisors(replicas)[1:], software.cp_kinds):
             # A ring hides later tokens.
             sees_both = kind == "ring" and not model.causal

@@ -223,11 +223,12 @@ WRITERS = {
 def fixed_fields(config: MoEConfig, weights_only: bool = False) -> dict[str, Any]:
     """The fields of a model that a checkpoint must agree with, and their values.
 
-    Free are the fields on which no weight's shape or meaning depends: dropout, the attention
-    kernel, the coefficients of a router's losses and, where positions are computed, the sequence
-    lengths. weights_only: training begins anew from the weights, and may choose another router or
-    have other labels."""
+    Free are the fields on which no weight's shape or meaning depends: dropout, initial values, the
+    attention kernel, coefficients of a router's losses and, where positions are computed, the
+    sequence lengths. weights_only: training begins anew from the weights, and may choose another
+    router or have other labels."""
     free = {"dropout", "attention", "router_temperature", "capacity_factor", "aux_loss", "z_loss"}
+    free.add("init_std")
     if config.positions != "learned":
         free |= {"seq_length", "target_length"}
     if weights_only:
@@ -260,11 +261,6 @@ def read_model(
         name: shape for name, (_, shape) in index["tensors"].items() if name.startswith("model.")
     }
     with_adapter, with_prompts = WRITERS.get(command_of(index["model"]), ("", ""))
-    if "model.head.value.weight" in shapes and "labels" in index and not value_head:
-        raise CheckpointError(
-            f"{path} holds a classifier (finetune.classify), which labels texts, and writes none;"
-            " name the model that it began as, or python -m models.use_bert predict"
-        )
     if "adapter" in index:
         use = f"use this one with it: {with_adapter} --checkpoint BASE --adapter {path}, or "
         raise CheckpointError(

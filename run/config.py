@@ -106,6 +106,9 @@ class RunConfig:
     # The models that it trains (run/presets.py), and the class of their shapes.
     presets = PRESETS
     shape_class = MoEConfig
+    # Adam's betas, the step at which the cosine ends, the steps of --fp8 delayed: train.py has
+    # flags for them.
+    adam_beta1, adam_beta2, decay_steps, fp8_history = 0.9, 0.95, None, 16
     # Preset -> how it was pretrained, if not as run/presets.py says; "" for the others.
     recipes: ClassVar[dict[str, Recipe]] = {}
 
@@ -419,11 +422,11 @@ class RunConfig:
         return self.tp if self.sequence_parallel else 1
 
     @property
-    def fp8_recipe(self) -> tuple[str, bool, int] | None:
+    def fp8_recipe(self) -> tuple[str, bool, int, int] | None:
         """The arguments of fp8.Recipe, or None."""
         if self.fp8 == "off":
             return None
-        return self.fp8, self.fp8_scales == "power-of-two", self.fp8_block
+        return self.fp8, self.fp8_scales == "power-of-two", self.fp8_block, self.fp8_history
 
     @property
     def keeps_bytes(self) -> bool:
@@ -438,6 +441,16 @@ class RunConfig:
     @property
     def lowest_lr(self) -> float:
         return self.peak_lr / 10 if self.min_lr is None else self.min_lr
+
+    @property
+    def adam(self) -> tuple[float, tuple[float, float]]:
+        """(weight decay, betas) of optimizer.AdamW."""
+        return self.weight_decay, (self.adam_beta1, self.adam_beta2)
+
+    @property
+    def decay_end(self) -> int:
+        """The step at which the learning rate is the lowest."""
+        return self.decay_steps or self.steps
 
     @property
     def pipeline_schedule(self) -> str:

@@ -1,6 +1,7 @@
 """From flags to a configuration: command line, over `--config FILE`, over an earlier run's flags.
 
 python train.py --config run.toml --lr 0.001      --lr wins over the file
+python train.py --config gpt.yaml                 a training YAML of NeMo (run/yaml_config.py)
 python train.py --resume --out runs/default       the flags in runs/default/config.json
 
 # run.toml: names as on the command line; tables only group them
@@ -38,7 +39,9 @@ def parse(argv: list[str], rank: int, config_class: type[RunConfig] = Config) ->
     return config
 
 
-def parse_all(argv: list[str], rank: int, config_class: type[RunConfig]) -> tuple[RunConfig, dict]:
+def parse_all(
+    argv: list[str], rank: int, config_class: type[RunConfig], ranks: int = 1
+) -> tuple[RunConfig, dict]:
     """(the configuration of this type, the flags of QUESTION that are given). The command line wins
     over `--config FILE`, that over OUT/config.json with --resume, and that over the defaults.
 
@@ -46,7 +49,16 @@ def parse_all(argv: list[str], rank: int, config_class: type[RunConfig]) -> tupl
     SystemExit with status 2."""
     given = vars(make_parser(rank, config_class).parse_args(argv))
     question = {name: given.pop(name) for name in QUESTION if name in given}
-    values = read_toml(given.pop("config"), config_class) if "config" in given else {}
+    values = {}
+    path = given.pop("config", None)
+    if path and path.endswith((".yaml", ".yml")) and config_class is Config:
+        # Loaded only for such a file.
+        from run import yaml_config
+
+        ranks = question.get("of", ranks)
+        values = yaml_config.read(path, given, rank, ranks, config_class.command)
+    elif path:
+        values = read_toml(path, config_class)
     values |= given
     out = values.get("out", config_class().out)
     # Other types than text are refused by rules.check_types.
@@ -96,7 +108,8 @@ def make_parser(rank: int, config_class: type[RunConfig] = Config) -> argparse.A
         parser.add_argument(
             "--config",
             metavar="FILE",
-            help="a TOML file of flags (num-layers = 4); flags on the command line override it",
+            help="a TOML file of flags (num-layers = 4), with train.py also a YAML of NeMo or"
+            " Megatron-LM; flags on the command line override it",
         )
     for field in fields:
         add_flag(parser, field)
@@ -118,7 +131,7 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
     if default not in (None, [], False):
         help_text += f" (default: {default})"
     metavar = field.metadata["metavar"]
-    if field.type is bool:
+    if field.type in (bool, bool | None):
         parser.add_argument(*names, action=argparse.BooleanOptionalAction, help=help_text)
     elif field.type in (list[str], list[int] | None):
         value_type = str if field.type == list[str] else int
@@ -141,7 +154,7 @@ def read_toml(path: str, config_class: type[RunConfig]) -> dict:
         why = getattr(e, "strerror", None) or e
         if path.endswith((".yaml", ".yml")):
             reader = "python -m finetune.prompt_tuning"
-            why = f"{why}; flags are TOML here, and {reader} reads NeMo's YAML"
+            why = f"{why}; YAML is read by train.py, and that of prompts by {reader}"
         raise ConfigError(f"--config {path}: {why}") from None
     flat = []
     for key, value in content.items():

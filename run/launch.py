@@ -31,7 +31,7 @@ def main(argv: list[str], config_class: type[RunConfig], trainer_class, loop) ->
     """Train. config_class: that of a type of training. Returns the exit status."""
 
     def work(world: World) -> None:
-        config, question = flags.parse_all(argv, world.rank, config_class)
+        config, question = flags.parse_all(argv, world.rank, config_class, world.size)
         if question:
             from planning import as_rank
 

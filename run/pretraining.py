@@ -9,9 +9,10 @@ import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
-from base.model_config import MoEConfig
+from base.model_config import CHOICES, MoEConfig
 from run import data
 from run.config import ConfigError, RunConfig, flag
+from run.rules import Need
 from run.task import Task
 from run.tokenizer import TokenizerError, prompt_ids
 
@@ -58,9 +59,35 @@ class TextConfig(RunConfig):
 class Config(TextConfig):
     """Every flag of train.py."""
 
+    needs: ClassVar[tuple] = (
+        Need(("init_std",), lambda run: not run.config.load, "--load gives the weights"),
+        Need(
+            ("rotary_base", "rotary_share"),
+            lambda run: run.model.positions == "rotary",
+            "needs --positions rotary",
+        ),
+        Need(("fp8_history",), lambda run: run.config.fp8 == "delayed", "needs --fp8 delayed"),
+        Need(("adam_beta1", "adam_beta2"), lambda run: max(run.config.adam[1]) < 1, "must be < 1"),
+        Need(
+            ("adam_beta2",),
+            lambda run: run.config.adam_beta2 <= 0.99 or run.config.optimizer_state == "fp32",
+            "must be at most 0.99 with --optimizer-state bf16",
+        ),
+    )
     supports_as_rank: ClassVar[bool] = True
     other_training: ClassVar[str] = "; python -m finetune.sft learns from conversations"
 
+    attention_bias: str | None = flag(None, "of attention", CHOICES["attention_bias"])
+    mlp_bias: bool | None = flag(None, "biases in the MLP")
+    tied: bool | None = flag(None, "embedding and head are one matrix")
+    norm_eps: float | None = flag(None, "added to the variance in a norm")
+    rotary_base: float | None = flag(None, "base of the rotary angles")
+    rotary_share: float | None = flag(None, "share of a head that is rotated")
+    init_std: float | None = flag(None, "standard deviation of initial weights, gpt.py")
+    adam_beta1: float = flag(0.9, "decay of Adam's first moment", least=0)
+    adam_beta2: float = flag(0.95, "decay of Adam's second moment", least=0)
+    decay_steps: int | None = flag(None, "step where the cosine ends; default: --steps", least=1)
+    fp8_history: int = flag(16, "steps whose maximum --fp8 delayed takes", least=1)
     sample_prompt: str | None = flag(
         None,
         "text that the sample at the end of training continues, at most the context's last tokens "

@@ -13,6 +13,7 @@ from small_run import run, write_lines
 from base.model_config import MoEConfig
 from course import training_commands
 from finetune import nemo_config, prompt_file
+from finetune.sft import SFTConfig
 from inference.cli import check_layout
 from prompt_tuning import PromptError
 from run import config, least_memory, rules, world
@@ -107,7 +108,14 @@ def test_a_damaged_config_of_the_run(tmp_path, content):
 
 
 @pytest.mark.parametrize("flags", [dict(positions="alibi"), dict(sliding_window=5)])
-def test_near_tokens_fit_any_length(flags):
+def test_near_tokens_are_no_matter_of_context_parallelism(flags):
+    with pytest.raises(ConfigError, match=r"--cp 2: a model with .* cannot share its sequences"):
+        rules.validate(Config(cp=2, **flags), 2)
+    # and of generate.py, before its ranks meet
+    layout = Namespace(tp=1, pp=1, cp=2, ep=1, layer_split=None)
+    with pytest.raises(ConfigError, match=r"--cp 2: a model with .* cannot share its sequences"):
+        check_layout(layout, MoEConfig(2, 32, 4, **flags), 2)
+    # any length
     rules.validate(Config(seq_length=7, head_dim=12, **flags), 1)
 
 
@@ -122,8 +130,10 @@ def test_layers_that_do_not_divide_name_the_split_that_would():
 
 def test_yaml_is_no_file_of_flags(tmp_path):
     (tmp_path / "run.yaml").write_text("model:\n  lr: 3")
-    with pytest.raises(ConfigError, match=r"finetune\.prompt_tuning reads NeMo's YAML"):
-        parse(["--config", str(tmp_path / "run.yaml")], 0)
+    with pytest.raises(
+        ConfigError, match=r"YAML is read by train\.py, and that of prompts by python -m"
+    ):
+        parse(["--config", str(tmp_path / "run.yaml")], 0, SFTConfig)
 
 
 def test_memory_bounds_are_lower_bounds():

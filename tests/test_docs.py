@@ -49,7 +49,7 @@ COMMANDS = (
     "inference/adapters.py",
     "course/verify.py",
 )
-COMMANDS += ("finetune/prompt_tuning.py", "finetune/adapters.py", "finetune/classify.py")
+COMMANDS += ("finetune/prompt_tuning.py", "finetune/adapters.py")
 COMMANDS += ("inference/huggingface.py", "inference/evaluate.py", "inference/export.py")
 COMMANDS += ("models/generate_t5.py", "models/seq2seq.py", "models/use_bert.py", "models/draw.py")
 COMMANDS += ("models/ask_picture.py",)
@@ -227,7 +227,7 @@ def training_commands() -> list[tuple[int, str]]:
 @pytest.mark.parametrize("ranks, arguments", training_commands(), ids=lambda x: str(x)[:60])
 def test_training_command_can_run(ranks, arguments):
     """Its layout and batch fit its ranks and its model. Nothing starts."""
-    config, question = flags.parse_all(shlex.split(arguments), 0, Config)
+    config, question = flags.parse_all(shlex.split(arguments), 0, Config, ranks)
     rules.validate(config, question.get("of", ranks))
 
 

@@ -102,10 +102,7 @@ def test_only_trainers_built_on_train_import_it():
         "finetune.reference_models",
         "course.mutations.training_loop",
     }
-    built |= {
-        f"finetune.{name}"
-        for name in ("adapters", "sft", "classify", "preference", "reinforcement")
-    }
+    built |= {f"finetune.{name}" for name in ("adapters", "sft", "preference", "reinforcement")}
     built |= {f"models.{name}" for name in ("seq2seq", "prompt_t5", "classify", "use_bert", "draw")}
     of_one_device = {"course.verify", "course.parity", "course.bug_runs"}
     assert importers <= built | of_one_device
@@ -192,4 +189,4 @@ def test_pretraining_loads_only_what_it_uses():
     others |= {"course", "benchmarks"}
     assert not {name for name in ours if name.split(".")[0] in others}
     lines = sum(len(path.read_text().splitlines()) for path in ours.values())
-    assert len(ours) <= 43 and lines <= 12_100, (len(ours), lines)
+    assert len(ours) <= 43 and lines <= 12_130, (len(ours), lines)

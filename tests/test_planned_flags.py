@@ -35,6 +35,8 @@ CASES = {
     "activation": ({}, "swiglu"),
     "positions": (dict(dropout=0.0), "alibi"),
     "sliding_window": (dict(dropout=0.0), 16),
+    "tied": ({}, False),
+    "rotary_share": (dict(positions="rotary", dropout=0.0), 0.5),
     "dropout": (dict(attention="explicit"), 0.0),
     "num_experts": ({}, 4),
     "expert_every": (EXPERTS, 2),

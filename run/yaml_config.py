@@ -1,0 +1,429 @@
+"""A training YAML of NeMo or Megatron-LM, read as flags: `--config x.yaml`. Further flags win.
+
+    NeMo 1 and its launcher    trainer: {max_steps: ..}, exp_manager: {..}, model: {optim: {lr: ..}}
+    Megatron-LM                --yaml-cfg: num_layers, lr, ..; or under MODEL_ARGS: --num-layers, ..
+
+    model: {hidden_size: 768, ffn_hidden_size: "${multiply:4, ${.hidden_size}}", optim: {lr: 6e-4}}
+    ->  --hidden-size 768 --ffn-hidden-size 3072 --lr 0.0006
+
+The tables at the end have the keys. A key is not read where its flags are given. Any other key, and
+a value that is not done here, is refused. A model begins as gpt2, which has Megatron-LM's defaults.
+
+    torchrun --nproc-per-node 8 train.py --config FILE --data PATH --val-data PATH --out DIR
+
+Not covered: Hydra's lists of defaults, other resolvers than RESOLVERS, tokenized data (.bin, .idx).
+"""
+
+import fnmatch
+import math
+import operator
+import re
+import shlex
+from pathlib import Path
+
+import yaml
+
+from base import json_files, terminal
+from base.json_files import JSONError
+from run.config import ConfigError, flag_name
+from run.tokenizer import make_tokenizer
+
+RESOLVERS = {"multiply": operator.mul, "add": operator.add, "divide_floor": operator.floordiv}
+INNERMOST = re.compile(r"\$\{([^${}]*)\}")
+# PyYAML reads 1e-5, which has no point, as text.
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+
+
+def refuse(rule: str):
+    raise ConfigError(rule)
+
+
+# --- the file -------------------------------------------------------------------------------------
+
+
+def read_file(path: str | Path) -> dict:
+    """The content of a YAML file. Raises JSONError."""
+    try:
+        content = yaml.safe_load(json_files.read_bytes(path))
+    except OSError as e:
+        raise JSONError(f"{path}: cannot be read ({e.strerror})") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
+        raise JSONError(f"{path}: not YAML ({json_files.one_line(e)})") from None
+    return json_files.convert(content, dict[str, object], str(path))
+
+
+class Keys:
+    """The keys of a file by their names in the tables, and the flags that are known so far."""
+
+    def __init__(self, content: dict, given: dict, ranks: int):
+        self.content, self.given, self.flags, self.ranks = content, given, dict(given), ranks
+        self.paths: dict[str, tuple] = {}
+        self.add(content, ())
+        if "lr" in self.paths:
+            missing = {name: THEIRS[name] for name in THEIRS.keys() - self.paths.keys()}
+            self.content = content | missing
+            self.add(missing, ())
+
+    def add(self, section: dict, above: tuple) -> None:
+        for key, value in section.items():
+            path = (*above, key)
+            if isinstance(value, dict) and value:
+                self.add(value, path)
+            else:
+                name = ".".join(map(str, path[path[0] in SECTIONS :]))
+                name = name.replace("--", "").replace("-", "_")
+                if self.paths.setdefault(name, path) != path:
+                    refuse(f"{name} stands there twice")
+
+    def get(self, name: str, default=None):
+        """The value of a key; the default if it is absent or null. Raises ConfigError."""
+        value = self.find(self.paths[name]) if name in self.paths else None
+        return default if value is None else value
+
+    def flag(self, name: str) -> int:
+        return self.flags.get(name, 1)
+
+    def find(self, path: tuple):
+        value = self.content
+        for key in path:
+            value = value[key]
+        return self.resolve(value, path)
+
+    def resolve(self, value, path: tuple):
+        """A value without OmegaConf's interpolations ${..}. Raises ConfigError."""
+        if isinstance(value, list):
+            return [self.resolve(each, path) for each in value]
+        while isinstance(value, str) and (found := INNERMOST.search(value)):
+            inner = self.interpolate(found[1], path)
+            start, end = found.span()
+            value = inner if found[0] == value else f"{value[:start]}{inner}{value[end:]}"
+        if value == "???":
+            refuse("??? is to be filled in")
+        return float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
+
+    def interpolate(self, expression: str, path: tuple):
+        function, colon, arguments = expression.partition(":")
+        name = expression.lstrip(".")
+        dots = len(expression) - len(name)
+        try:
+            if colon:
+                return RESOLVERS[function](*map(yaml.safe_load, arguments.split(",")))
+            # The launcher puts the whole file under `training`.
+            names = name.removeprefix("training.").split(".")
+            return self.find((*path[: -dots or -len(path)], *names))
+        except ConfigError:
+            raise
+        except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError):
+            refuse(f"${{{expression}}} has no value here; write one")
+
+    def take(self, name: str) -> str:
+        """Add the flags that a key becomes, and return them in words. Raises ConfigError."""
+        fields, function = TABLE.get(name, ((), None))
+        value = None if fields and self.given.keys() >= {*fields} else self.get(name)
+        if value is None:
+            return ""
+        if name in ONLY and str(value).lower() not in ONLY[name]:
+            refuse(f"{value} is not done here; write {ONLY[name][0]}")
+        value = function(value, self) if function else value
+        words = []
+        for field, own in zip(fields, value if isinstance(value, tuple) else (value,)):
+            if own is not None and field not in self.given:
+                if self.flags.setdefault(field, own) != own:
+                    refuse(f"{own}, but another key says {self.flags[field]}")
+                words += as_words(field, own)
+        return shlex.join(words)
+
+
+def read(path: str, given: dict, rank: int, ranks: int, command: str) -> dict:
+    """The flags in a file, as fields. given: the flags that win. Rank 0 prints which keys became
+    which flags. Raises ConfigError for all keys that are refused."""
+    try:
+        keys = Keys(read_file(path), given, ranks)
+    except JSONError as e:
+        raise ConfigError(f"--config {e}") from None
+    except ConfigError as e:
+        raise ConfigError(f"--config {path}: {e}") from None
+    if "task_templates" in keys.paths:
+        raise ConfigError(f"--config {path}: is for prompts: -m finetune.prompt_tuning reads it")
+    taken, wrong = {}, []
+    for name in (name for name in (*TABLE, *ONLY) if name in keys.paths):
+        try:
+            taken[name] = keys.take(name)
+        except (ConfigError, AttributeError, LookupError, TypeError, ValueError) as e:
+            cure = " or ".join(map(flag_name, TABLE[name][0])) if name in TABLE else ""
+            wrong.append(f"{name}: {e}{cure and f', or give {cure}'}")
+    others = keys.paths.keys() - {*TABLE, *ONLY}
+    unknown = {name for name in others if not any(fnmatch.fnmatch(name, p) for p in IGNORED)}
+    if unknown:
+        wrong.append(f"{', '.join(sorted(unknown))}: not known here; leave out")
+    if wrong:
+        raise ConfigError(f"--config {path}: {'; '.join(wrong)}")
+    if "num_layers" in taken and not {"load", "model"} & keys.flags.keys():
+        tokenizer = make_tokenizer(keys.flags.get("tokenizer", "bytes"))
+        keys.flags = {"model": "gpt2", "vocab_size": tokenizer.vocab_size} | keys.flags
+    if rank == 0:
+        report(f"--config {path}:", keys, taken | dict.fromkeys(others, ""), command)
+    return {field: value for field, value in keys.flags.items() if field not in given}
+
+
+def report(begin: str, keys: Keys, taken: dict[str, str], command: str) -> None:
+    became = ", ".join(f"{name}: {words}" for name, words in taken.items() if words)
+    words = [word for field, value in keys.flags.items() for word in as_words(field, value)]
+    terminal.say(f"{begin} {became}")
+    terminal.say(f"{begin} python {command} {shlex.join(words)}")
+    rest = ", ".join(sorted(name for name, words in taken.items() if not words))
+    terminal.say(f"{begin} no effect here, or flags win: {rest}")
+    nodes, devices = keys.get("trainer.num_nodes", 1), keys.get("trainer.devices", keys.ranks)
+    if isinstance(devices, int) and 0 < nodes * devices != keys.ranks:
+        terminal.say(f"{begin} for {nodes} x {devices} ranks; here are {keys.ranks}")
+
+
+def as_words(field: str, value) -> list[str]:
+    if isinstance(value, bool):
+        return [flag_name(field if value else f"no_{field}")]
+    return [flag_name(field), *map(str, value if isinstance(value, list) else [value])]
+
+
+# --- values that change: functions of a key's value v and the Keys k ------------------------------
+
+
+def one_of(**values):
+    def choose(v, k):
+        word = str(v).lower().replace("-", "_")
+        return values[word] if word in values else refuse(f"{v} is none of {', '.join(values)}")
+
+    return choose
+
+
+def when(value, otherwise=None):
+    return lambda v, k: value if v else otherwise
+
+
+def of_replicas(choose):
+    """A function for a flag about the ranks that share the batch, where there are several."""
+    return lambda v, k: choose(v, k) or None if k.ranks > k.flag("tp") * k.flag("pp") else None
+
+
+def fsdp_dtype(v, k):
+    return FLOAT(v, k) if k.get("fsdp") else None
+
+
+def virtual_stages(v, k):
+    return k.get("num_layers") // k.get("pipeline_model_parallel_size") // v
+
+
+def norm(v, k):
+    name = NORM(k.get("normalization", "layernorm"), k)
+    offset = k.get("layernorm_zero_centered_gamma") or k.get("apply_layernorm_1p")
+    return f"{name.removesuffix('1p')}1p" if offset else name
+
+
+def num_kv_heads(v, k):
+    return v if k.get("group_query_attention", True) else None
+
+
+def swiglu(v, k):
+    """Megatron-LM's own inner size is 8/3 h, in whole 64s."""
+    h = k.flags.get("hidden_size", 0)
+    return ("swiglu", k.get("ffn_hidden_size", h * 8 // 3 // 64 * 64)) if v else None
+
+
+def bias(v, k):
+    linear = k.get("bias", k.get("add_bias_linear", not k.get("disable_bias_linear", False)))
+    qkv = "qkv" if k.get("add_qkv_bias", k.get("qkv_bias")) else "none"
+    return ("all", True) if linear else (qkv, False)
+
+
+def rotary(v, k):
+    return v if k.flags.get("positions") == "rotary" else None
+
+
+def corpora(v, k):
+    """[0.3, A, 0.7, B] -> 0.3:A 0.7:B"""
+    words = v.split() if isinstance(v, str) else v
+    pairs = [f"{weight}:{path}" for weight, path in zip(words[::2], words[1::2])]
+    return pairs if re.fullmatch(r"[\d.]+", str(words[0])) else words
+
+
+def split(v, k):
+    shares = [float(share) for share in str(v).split(",")]
+    own = "val_data" in k.flags or math.isclose(shares[0], 0.95 * sum(shares))
+    return None if own else refuse(f"{v}, but the last twentieth is held out; write 95,5,0")
+
+
+def load(v, k):
+    return v == k.get("save") or refuse(f"{v} is not `save`, from which a run goes on; write null")
+
+
+def steps(v, k):
+    """(last step, step at which the cosine ends); Megatron-LM may count samples."""
+    batch = k.get("global_batch_size", 1)
+    end = k.get("trainer.max_steps", k.get("train_iters", k.get("train_samples", 0) // batch))
+    decay = k.get("lr_decay_iters", k.get("lr_decay_samples", end * batch) // batch)
+    return end, decay - k.get("optim.sched.constant_steps", 0)
+
+
+def fp8_history(v, k):
+    newest = k.get("fp8_amax_compute_algo") != "max"
+    return None if not k.get("fp8") else 1 if newest else v
+
+
+def decay_steps(v, k):
+    return steps(v, k)[1]
+
+
+def warmup(v, k):
+    samples, batch = k.get("lr_warmup_samples", 0), k.get("global_batch_size", 1)
+    share = round(k.get("lr_warmup_fraction", 0) * decay_steps(v, k))
+    return share or math.ceil(samples / batch) or k.get("lr_warmup_iters", 0)
+
+
+# --- the tables -----------------------------------------------------------------------------------
+
+# Keys of these sections are named without them.
+SECTIONS = ("model", "language_model", "model_parallel", "MODEL_ARGS")
+FLOAT = {"16": "fp16", "16_mixed": "fp16", "bf16": "bf16", "bf16_mixed": "bf16", "32": "fp32"}
+FLOAT = one_of(**FLOAT, fp32="fp32")
+GATED = dict(swiglu="swiglu", fast_swiglu="swiglu", geglu="geglu", fast_geglu="geglu")
+ACTIVATION = one_of(**GATED, gelu="gelu", squared_relu="squared-relu")
+NORM = one_of(layernorm="layernorm", rmsnorm="rmsnorm", layernorm1p="layernorm1p")
+ADAM = one_of(adam=0, adamw=0, fused_adam=0, distributed_fused_adam=1, mcore_distributed_optim=1)
+POSITIONS = one_of(learned_absolute="learned", rope="rotary", alibi="alibi")
+RECOMPUTE = one_of(selective="selective", full="full")
+TOKENIZER = one_of(megatron=None, gpt2bpetokenizer="gpt2")
+# Flags; keys of NeMo and Megatron-LM; the function of the value, where it changes (None: no flag).
+ROWS = (
+    ("tp", "tensor_model_parallel_size"),
+    ("pp", "pipeline_model_parallel_size"),
+    ("cp", "context_parallel_size"),
+    ("ep", "expert_model_parallel_size"),
+    ("virtual_stages", "virtual_pipeline_model_parallel_size"),
+    ("virtual_stages", "num_layers_per_virtual_pipeline_stage", virtual_stages),
+    ("sequence_parallel", "sequence_parallel", lambda v, k: v if k.flag("tp") > 1 else None),
+    ("zero_stage", "optim.name", of_replicas(ADAM)),
+    ("zero_stage", "use_distributed_optimizer", of_replicas(when(1))),
+    ("zero_stage", "fsdp", of_replicas(when(3))),
+    ("reduce_dtype", "fsdp_grad_reduce_dtype", of_replicas(fsdp_dtype)),
+    ("reduce_dtype", "optim.grad_sync_dtype", of_replicas(FLOAT)),
+    ("num_layers", "num_layers"),
+    ("hidden_size", "hidden_size"),
+    ("num_heads", "num_attention_heads"),
+    ("num_kv_heads", "num_query_groups", num_kv_heads),
+    ("ffn_hidden_size", "ffn_hidden_size"),
+    ("head_dim", "kv_channels"),
+    ("vocab_size", "vocab_size padded_vocab_size"),
+    ("make_vocab_size_divisible_by", "make_vocab_size_divisible_by"),
+    ("norm", "normalization apply_layernorm_1p layernorm_zero_centered_gamma", norm),
+    ("norm_eps", "layernorm_epsilon norm_epsilon"),
+    ("activation", "activation activation_func", ACTIVATION),
+    ("activation", "squared_relu", when("squared-relu")),
+    ("activation ffn_hidden_size", "swiglu", swiglu),
+    ("attention_bias mlp_bias", "bias add_bias_linear disable_bias_linear", bias),
+    ("attention_bias mlp_bias", "add_qkv_bias qkv_bias", bias),
+    ("positions", "position_embedding_type", POSITIONS),
+    ("positions", "use_rotary_position_embeddings", when("rotary")),
+    ("rotary_share", "rotary_percentage rotary_percent", rotary),
+    ("rotary_base", "rotary_base", rotary),
+    ("seq_length", "encoder_seq_length data.seq_length seq_length"),
+    ("seq_length", "max_position_embeddings", lambda v, k: None if rotary(v, k) else v),
+    ("tied", "share_embeddings_and_output_weights"),
+    ("tied", "untie_embeddings_and_output_weights", when(False, True)),
+    ("dropout", "hidden_dropout attention_dropout"),
+    ("init_std", "init_method_std"),
+    ("seed", "seed"),
+    ("tokenizer", "tokenizer.library tokenizer.type tokenizer_type", TOKENIZER),
+    ("precision", "trainer.precision", FLOAT),
+    ("precision", "bf16", when("bf16")),
+    ("precision", "fp16", lambda v, k: "fp16" if v else None if k.get("bf16") else "fp32"),
+    ("fp8 fp8_skip fp8_scales", "fp8", when(("delayed", 0, "any"))),
+    ("fp8_history", "fp8_amax_history_len", fp8_history),
+    ("recompute", "activations_checkpoint_granularity recompute_granularity", RECOMPUTE),
+    ("recompute", "recompute_activations", when("selective")),
+    ("micro_batch_size", "micro_batch_size"),
+    ("global_batch_size", "global_batch_size"),
+    ("lr", "optim.lr lr"),
+    ("min_lr", "optim.sched.min_lr min_lr"),
+    ("warmup_steps", "optim.sched.warmup_steps"),
+    ("warmup_steps", "lr_warmup_iters lr_warmup_fraction lr_warmup_samples", warmup),
+    ("steps decay_steps", "trainer.max_steps train_iters train_samples", steps),
+    ("decay_steps", "optim.sched.constant_steps lr_decay_iters lr_decay_samples", decay_steps),
+    ("weight_decay", "optim.weight_decay weight_decay"),
+    ("adam_beta1 adam_beta2", "optim.betas", lambda v, k: tuple(v)),
+    ("adam_beta1", "adam_beta1"),
+    ("adam_beta2", "adam_beta2"),
+    ("grad_clip", "trainer.gradient_clip_val clip_grad"),
+    ("data", "data.data_prefix data.data_prefix.train data_path train_data_path", corpora),
+    ("val_data", "data.data_prefix.validation valid_data_path", corpora),
+    ("val_data", "data.splits_string split", split),
+    ("document_mask", "data.reset_position_ids data.reset_attention_mask"),
+    ("document_mask", "reset_position_ids reset_attention_mask"),
+    ("eval_every save_every", "trainer.val_check_interval", lambda v, k: (v, v)),
+    ("eval_every", "eval_interval"),
+    ("save_every", "save_interval"),
+    ("keep", "exp_manager.checkpoint_callback_params.save_top_k", lambda v, k: max(v, 0)),
+    ("log_every", "trainer.log_every_n_steps log_interval"),
+    ("out", "exp_manager.explicit_log_dir save"),
+    ("out", "exp_manager.exp_dir", lambda v, k: f"{v}/{k.get('exp_manager.name', 'default')}"),
+    ("resume", "exp_manager.resume_if_exists", when(True)),
+    ("resume", "load", load),
+    ("load", "restore_from_path", lambda v, k: refuse(f"{v} is to be imported first")),
+    ("timeout", "distributed_timeout_minutes", lambda v, k: v * 60.0),
+)
+# key -> (flags, function)
+TABLE = {
+    key: (flags.split(), function[0] if function else None)
+    for flags, keys, *function in ROWS
+    for key in keys.split()
+}
+# Keys that have one value here, beside null.
+ONE_VALUE = """
+optimizer=adam optim.sched.name=cosineannealing lr_decay_style=cosine optim.eps=1e-08 adam_eps=1e-08
+fsdp_sharding_strategy=full fp8_recipe=delayed fp8_wgrad=true transformer_block_type=pre_ln
+attention_type=multihead use_scaled_init_method=true normalize_attention_scores=true
+trainer.accumulate_grad_batches=1 weight_decay_incr_style=constant
+"""
+OFF = """
+rampup_batch_size num_moe_experts num_experts fp8_e4m3 fp8_margin fp32_residual_connection
+fp16_lm_cross_entropy headscale ffn_dropout apply_residual_connection_post_layernorm mock_data
+rotary_interleaved window_size multi_latent_attention gated_linear_unit cpu_offloading finetune
+data.eod_mask_loss eod_mask_loss pipeline_model_parallel_split_rank decoupled_lr decoupled_min_lr
+data.no_seqlen_plus_one_input_tokens do_layer_norm_weight_decay seq_len_interpolation_factor
+rotary_seq_len_interpolation_factor use_rope_scaling lr_warmup_init loss_scale start_weight_decay
+end_weight_decay init_method output_layer_init_method encoder_num_layers decoder_num_layers spec
+resume_from_checkpoint data_parallel_random_init skip_train exit_interval
+data.pad_samples_to_global_batch_size num_micro_batches_with_partial_activation_checkpoints
+activations_checkpoint_layers_per_pipeline num_microbatches_with_partial_activation_checkpoints
+"""
+# key -> its values
+ONLY = {name: (value,) for name, value in (pair.split("=") for pair in ONE_VALUE.split())}
+ONLY |= dict.fromkeys(OFF.split(), ("null", "false", "0", "0.0"))
+# Keys about speed, memory, files and logs, which change no number; * is any text.
+IGNORED = """
+name run.* defaults hydra.* nsys_profile.* ENV_VARS.* TEST_TYPE METRICS exp_manager.* tokenizer*
+trainer.devices trainer.num_nodes trainer.accelerator trainer.logger trainer.enable_*
+trainer.max_epochs trainer.max_time trainer.limit_* trainer.benchmark trainer.replace_sampler_ddp
+trainer.use_distributed_sampler optim.bucket_cap_mb optim.overlap_* optim.contiguous_*
+data.data_impl data.skip_warmup *num_workers *dataloader_type data.index_mapping_dir
+data.data_prefix.test data.validation_drop_last data.shuffle_documents *_file vocab_extra_ids
+mcore_gpt use_*_models pre_process post_process transformer_engine transformer_impl
+apply_query_key_layer_scaling attention_softmax_in_fp32 onnx_safe openai_gelu persist_layer_norm
+memory_efficient_layer_norm *_fusion *use_cpu_initialization perform_initialization
+add_position_embedding group_query_attention use_flash_att* use_emha deterministic_mode native_amp_*
+hysteresis initial_loss_scale sharp min_loss_scale loss_scale_window megatron_amp_O2
+grad_allreduce_chunk_size_mb apex_transformer_log_level gradient_as_bucket_view sync_batch_comm
+accumulate_allreduce_grads_in_fp32 params_dtype *autocast* *_func timers moe_*
+fsdp_sharded_checkpoint fp8_hybrid fp8_interval fp8_amax_compute_algo *_checkpoint_method *_method
+*_checkpoint_num_layers recompute_num_layers distribute_saved_activations *tp_comm_* pipeline_dtype
+clone_scatter_output_in_embedding async_tensor_model_parallel_allreduce variable_seq_lengths *_p2p*
+deallocate_pipeline_outputs *cpu_offloading_* barrier_with_L1_time check_for_nan_in_loss_and_grad
+exit_*_* bert_binary_head sgd_momentum *_opt_param_scheduler no_save_* no_load_* use_checkpoint_args
+distributed_backend overlap_* delay_* scatter_gather_tensors_in_pipeline local_rank lazy_mpu_init
+empty_unused_memory_level standalone_embedding_stage nccl_communicator_config_path adlr_* eval_iters
+manual_gc* test_data_path data_cache_path decoder_seq_length retriever_seq_length sample_rate
+mask_prob short_seq_prob profile* log_* timing_* *tensorboard* wandb_* *one_logger* *ckpt_format*
+no_mmap_bin_files async_save save_retain_interval
+"""
+IGNORED = IGNORED.split()
+# Megatron-LM's defaults, for a file that has its learning rate.
+THEIRS = dict(lr_decay_style="linear", lr_warmup_iters=0, min_lr=0.0, weight_decay=0.01, seed=1234)
+THEIRS |= dict(adam_beta1=0.9, adam_beta2=0.999, clip_grad=1.0, fp16=False)

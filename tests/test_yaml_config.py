@@ -1,0 +1,375 @@
+"""A training YAML of NeMo or Megatron-LM is the command line that it stands for: each key of the
+tables, each refusal, files as they stand, and runs bit for bit."""
+
+import dataclasses
+import shlex
+from pathlib import Path
+
+import processes
+import pytest
+import small_run
+import yaml
+from parity import again
+
+from run import yaml_config
+from run.config import ConfigError
+from run.flags import parse, parse_all
+from run.pretraining import Config
+from run.yaml_config import ONLY, ROWS, TABLE
+
+FILES = Path(__file__).parent / "training_yaml"
+# What a file of a cluster leaves open, and the flags that say it.
+HERE = "--data texts/ --val-data held_out/ --out runs/y --tokenizer bytes"
+# file -> (flags beside HERE, ranks, what the file says as flags)
+GPT2 = "--model gpt2 --vocab-size 257 --seed 1234"
+STAND = {
+    "nemo_gpt.yaml": (
+        "",
+        1,
+        f"{GPT2} --num-layers 12 --hidden-size 768 --num-heads 12 --ffn-hidden-size 3072"
+        " --seq-length 512 --dropout 0.1 --make-vocab-size-divisible-by 128 --precision fp16"
+        " --micro-batch-size 4 --global-batch-size 8 --steps 100000 --lr 2e-4 --min-lr 2e-5"
+        " --warmup-steps 500 --decay-steps 50000 --weight-decay 0.01 --adam-beta2 0.98 --keep 10"
+        " --grad-clip 1 --log-every 10 --eval-every 100 --save-every 100 --resume --norm-eps 1e-5"
+        " --init-std 0.02",
+    ),
+    "launcher_126m_tp2_pp4.yaml": (
+        "",
+        64,
+        f"{GPT2} --num-layers 12 --hidden-size 768 --num-heads 12 --ffn-hidden-size 3072"
+        " --seq-length 2048 --dropout 0.1 --make-vocab-size-divisible-by 128 --precision bf16"
+        " --tp 2 --pp 4 --cp 2 --virtual-stages 3 --sequence-parallel --zero-stage 1"
+        " --micro-batch-size 4 --global-batch-size 256 --steps 600000 --lr 6e-4 --min-lr 6e-5"
+        " --warmup-steps 636 --decay-steps 500000 --weight-decay 0.1 --keep 2 --init-std 0.023"
+        " --log-every 10 --eval-every 1000 --save-every 1000 --resume --norm-eps 1e-5",
+    ),
+    "launcher_llama2_13b.yaml": (
+        "",
+        256,
+        f"{GPT2} --num-layers 40 --hidden-size 5120 --num-heads 40 --ffn-hidden-size 13824"
+        " --seq-length 4096 --dropout 0 --norm rmsnorm --activation swiglu --positions rotary"
+        " --attention-bias none --no-mlp-bias --no-tied --init-std 0.01 --norm-eps 1e-5"
+        " --rotary-share 1 --make-vocab-size-divisible-by 128 --precision bf16 --tp 2"
+        " --sequence-parallel --zero-stage 1 --micro-batch-size 1 --global-batch-size 2048"
+        " --steps 300000 --lr 1e-4 --min-lr 1e-5 --warmup-steps 107 --decay-steps 288127"
+        " --weight-decay 0.1 --keep 10 --log-every 10 --eval-every 2000 --save-every 2000",
+    ),
+    "megatron_345m_pp4_vp1.yaml": (
+        "--resume",
+        8,
+        f"{GPT2} --num-layers 12 --hidden-size 512 --num-heads 8 --seq-length 1024 --pp 4"
+        " --virtual-stages 3 --micro-batch-size 4 --global-batch-size 32 --steps 50 --lr 1.5e-4"
+        " --min-lr 1e-5 --weight-decay 0.01 --warmup-steps 3200 --decay-steps 320000"
+        " --adam-beta2 0.999 --log-every 1 --save-every 10000 --eval-every 1000 --precision fp16"
+        " --grad-clip 1 --resume",
+    ),
+}
+
+
+def read(text, ranks: int = 1, folder=None, **given) -> dict:
+    """The flags of a YAML, a text or what it holds."""
+    path = folder / "x.yaml"
+    path.write_text(text if isinstance(text, str) else yaml.safe_dump(text))
+    return yaml_config.read(str(path), given, 0, ranks, "train.py")
+
+
+@pytest.fixture
+def flags(tmp_path):
+    return lambda text, ranks=1, **given: read(text, ranks, tmp_path, **given)
+
+
+@pytest.fixture
+def refusal(flags):
+    def words(text, **given) -> str:
+        with pytest.raises(ConfigError) as e:
+            flags(text, **given)
+        assert "\n" not in str(e.value)
+        return str(e.value).partition(": ")[2]
+
+    return words
+
+
+def of_flags(words: str) -> Config:
+    return parse(shlex.split(words), 0)
+
+
+def of_file(name: str, words: str, ranks: int) -> Config:
+    return parse_all(["--config", str(FILES / name), *words.split()], 0, Config, ranks)[0]
+
+
+# --- files as they stand --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", STAND)
+def test_a_file_is_its_command_line(name, capsys):
+    beside, ranks, words = STAND[name]
+    found = of_file(name, f"{HERE} {beside}", ranks)
+    assert found == of_flags(f"{HERE} {words}")
+    # the printed line can be copied; every key of the file is somewhere in the report
+    report = capsys.readouterr().out
+    (line,) = (line for line in report.splitlines() if ": python train.py " in line)
+    assert of_flags(line.partition("train.py ")[2]) == found
+    assert "ranks; here" not in report or name == "megatron_345m_pp4_vp1.yaml"
+    keys = yaml_config.Keys(yaml_config.read_file(FILES / name), {}, 1).paths
+    assert {key for key in keys if key not in report} == set()
+
+
+def test_what_a_file_leaves_open_is_asked_for():
+    with pytest.raises(ConfigError) as e:
+        of_file("launcher_126m_tp2_pp4.yaml", "--tokenizer bytes", 64)
+    message = str(e.value)
+    for words in (
+        "data.data_prefix: ${data_dir} has no value here; write one, or give --data;",
+        "data.splits_string: 99990,8,2, but the last twentieth is held out; write 95,5,0, or give",
+        "exp_manager.explicit_log_dir: ${base_results_dir} has no value here",
+    ):
+        assert words in message, message
+    with pytest.raises(ConfigError, match=r"data\.data_prefix: \?\?\? is to be filled in, or give"):
+        of_file("nemo_gpt.yaml", "--tokenizer bytes", 1)
+
+
+def test_megatrons_own_example_grows_its_batch(tmp_path):
+    """All else of it is done here."""
+    path = "megatron_gpt_config.yaml"
+    with pytest.raises(ConfigError) as e:
+        of_file(path, HERE, 8)
+    assert str(e.value).endswith(
+        "rampup_batch_size: [32, 32, 65324160] is not done here; write null"
+    )
+    content = yaml_config.read_file(FILES / path) | {"rampup_batch_size": None}
+    found = read(content, 8, tmp_path, tokenizer="bytes", val_data=["x"])
+    assert found | dict(activation="swiglu", norm="layernorm1p", rotary_share=0.5) == found
+    assert (
+        found | dict(steps=2098083, decay_steps=1993179, warmup_steps=636, timeout=600.0) == found
+    )
+    # int(8 / 3 h / 64) 64
+    assert found | dict(ffn_hidden_size=2688, tied=False, precision="bf16") == found
+    assert "sequence_parallel" not in found and "resume" not in found
+
+
+def test_the_ranks_of_a_file_are_said(capsys):
+    of_file("launcher_llama2_13b.yaml", HERE, 8)
+    assert "llama2_13b.yaml: for 32 x 8 ranks; here are 8" in capsys.readouterr().out
+    parse_all(["--config", str(FILES / "nemo_gpt.yaml"), *HERE.split()], 1, Config, 8)
+    assert not capsys.readouterr().out
+
+
+# --- each key -------------------------------------------------------------------------------------
+
+# (keys beside, value, flags) of keys whose values change
+ROPE = {"position_embedding_type": "rope"}
+WITH = {
+    "num_layers_per_virtual_pipeline_stage": (
+        dict(num_layers=24, pipeline_model_parallel_size=4), 2, dict(virtual_stages=3)
+    ),
+    "sequence_parallel": (dict(tensor_model_parallel_size=2), True, dict(sequence_parallel=True)),
+    "optim.name": ({}, "distributed_fused_adam", dict(zero_stage=1)),
+    "use_distributed_optimizer": ({}, True, dict(zero_stage=1)),
+    "fsdp": ({}, True, dict(zero_stage=3)),
+    "fsdp_grad_reduce_dtype": (dict(fsdp=True), "bf16", dict(reduce_dtype="bf16")),
+    "optim.grad_sync_dtype": ({}, "bf16", dict(reduce_dtype="bf16")),
+    "num_query_groups": (dict(group_query_attention=True), 4, dict(num_kv_heads=4)),
+    "normalization": (dict(apply_layernorm_1p=True), "RMSNorm", dict(norm="rmsnorm1p")),
+    "apply_layernorm_1p": ({}, True, dict(norm="layernorm1p")),
+    "layernorm_zero_centered_gamma": ({}, True, dict(norm="layernorm1p")),
+    "activation": ({}, "squared-relu", dict(activation="squared-relu")),
+    "activation_func": ({}, "fast-geglu", dict(activation="geglu")),
+    "squared_relu": ({}, True, dict(activation="squared-relu")),
+    "swiglu": (dict(hidden_size=96), True, dict(activation="swiglu", ffn_hidden_size=256)),
+    "bias": ({}, False, dict(attention_bias="none", mlp_bias=False)),
+    "add_bias_linear": ({}, True, dict(attention_bias="all", mlp_bias=True)),
+    "disable_bias_linear": ({}, True, dict(attention_bias="none", mlp_bias=False)),
+    "add_qkv_bias": (dict(add_bias_linear=False), True, dict(attention_bias="qkv")),
+    "qkv_bias": (dict(bias=False), True, dict(attention_bias="qkv")),
+    "position_embedding_type": ({}, "learned_absolute", dict(positions="learned")),
+    "use_rotary_position_embeddings": ({}, True, dict(positions="rotary")),
+    "rotary_percentage": (ROPE, 0.5, dict(rotary_share=0.5)),
+    "rotary_percent": (ROPE, 0.5, dict(rotary_share=0.5)),
+    "rotary_base": (ROPE, 500000, dict(rotary_base=500000)),
+    "max_position_embeddings": ({}, 64, dict(seq_length=64)),
+    "untie_embeddings_and_output_weights": ({}, True, dict(tied=False)),
+    "tokenizer.library": ({}, "megatron", {}),
+    "tokenizer.type": ({}, "GPT2BPETokenizer", dict(tokenizer="gpt2")),
+    "tokenizer_type": ({}, "GPT2BPETokenizer", dict(tokenizer="gpt2")),
+    "trainer.precision": ({}, "bf16-mixed", dict(precision="bf16")),
+    "bf16": ({}, True, dict(precision="bf16")),
+    "fp16": ({}, False, dict(precision="fp32")),
+    "fp8": ({}, "hybrid", dict(fp8="delayed", fp8_skip=0, fp8_scales="any")),
+    "fp8_amax_history_len": (dict(fp8=True, fp8_amax_compute_algo="max"), 9, dict(fp8_history=9)),
+    "activations_checkpoint_granularity": ({}, "selective", dict(recompute="selective")),
+    "recompute_granularity": ({}, "full", dict(recompute="full")),
+    "recompute_activations": ({}, True, dict(recompute="selective")),
+    "lr_warmup_iters": ({}, 7, dict(warmup_steps=7)),
+    "lr_warmup_fraction": (dict(train_iters=50), 0.1, dict(warmup_steps=5)),
+    "lr_warmup_samples": (dict(global_batch_size=4), 9, dict(warmup_steps=3)),
+    "trainer.max_steps": ({"optim.sched.constant_steps": 2}, 9, dict(steps=9, decay_steps=7)),
+    "train_iters": (dict(lr_decay_iters=20), 9, dict(steps=9, decay_steps=20)),
+    "train_samples": (dict(global_batch_size=4), 41, dict(steps=10, decay_steps=10)),
+    "optim.sched.constant_steps": ({"trainer.max_steps": 9}, 4, dict(decay_steps=5)),
+    "lr_decay_iters": ({}, 8, dict(decay_steps=8)),
+    "lr_decay_samples": (dict(global_batch_size=4), 8, dict(decay_steps=2)),
+    "optim.betas": ({}, [0.8, 0.9], dict(adam_beta1=0.8, adam_beta2=0.9)),
+    "data.data_prefix": ({}, [0.3, "A", 0.7, "B"], dict(data=["0.3:A", "0.7:B"])),
+    "data.data_prefix.train": ({}, ["A", "B"], dict(data=["A", "B"])),
+    "data.data_prefix.validation": ({}, ["C"], dict(val_data=["C"])),
+    "data_path": ({}, "1 A 2 B", dict(data=["1:A", "2:B"])),
+    "train_data_path": ({}, "A", dict(data=["A"])),
+    "valid_data_path": ({}, "A", dict(val_data=["A"])),
+    "data.splits_string": ({}, "950,49,1", {}),
+    "split": (dict(valid_data_path="A"), "98,2,0", dict(val_data=["A"])),
+    "trainer.val_check_interval": ({}, 30, dict(eval_every=30, save_every=30)),
+    "exp_manager.checkpoint_callback_params.save_top_k": ({}, -1, dict(keep=0)),
+    "exp_manager.exp_dir": ({"exp_manager.name": "n"}, "runs", dict(out="runs/n")),
+    "exp_manager.resume_if_exists": ({}, True, dict(resume=True)),
+    "load": (dict(save="ckpt"), "ckpt", dict(resume=True, out="ckpt")),
+    "distributed_timeout_minutes": ({}, 10, dict(timeout=600.0)),
+}  # fmt: skip
+# Values of fields by type, for keys whose values are the flags'.
+VALUES = {int: 3, float: 0.25, bool: True, str: "words"}
+
+
+@pytest.mark.parametrize("key", [key for key in TABLE if key != "restore_from_path"])
+def test_each_key_becomes_its_flags(key, flags):
+    names, function = TABLE[key]
+    if function:
+        beside, value, expected = WITH[key]
+    else:
+        (name,) = names
+        of = next(field.type for field in dataclasses.fields(Config) if field.name == name)
+        of = of if isinstance(of, type) else of.__args__[0]
+        beside, expected = {"lr_decay_style": "cosine"}, {name: VALUES[of]}
+        value = VALUES[of]
+    found = flags({**beside, key: value}, ranks=8, model="gpt2")
+    assert {name: found.get(name) for name in expected} == expected
+    assert {name for name in names if name in found} <= found.keys()
+    # a flag on the command line wins, and then the key is not even read
+    won = flags(
+        {"lr_decay_style": "cosine", key: "${nowhere}"}, model="gpt2", **dict.fromkeys(names, 0)
+    )
+    assert not set(names) & won.keys()
+    with pytest.raises(
+        ConfigError, match=r"\$\{nowhere\} has no value here; write one, or give --"
+    ):
+        flags({key: "${nowhere}"})
+
+
+def test_each_key_stands_in_one_table():
+    keys = [key for _, words, *_ in ROWS for key in words.split()]
+    assert len(keys) == len(set(keys)) and not set(keys) & ONLY.keys()
+    assert {key for key in TABLE if TABLE[key][1]} == {*WITH, "restore_from_path"}
+    fields = {field.name for field in dataclasses.fields(Config)}
+    assert {name for names, _ in TABLE.values() for name in names} <= fields
+
+
+@pytest.mark.parametrize("key", ONLY)
+def test_what_is_not_done_is_refused_by_name(key, flags, refusal):
+    allowed = ONLY[key][0]
+    flags({key: None})
+    if allowed != "null":
+        flags({key: yaml.safe_load(allowed) if "1e" not in allowed else float(allowed)})
+    assert refusal({key: "other"}) == f"{key}: other is not done here; write {allowed}"
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ({"model": {"hidden_sise": 3}}, "hidden_sise: not known here; leave out"),
+        ({"trainer": {"max_stepss": 3, "b": 1}}, "trainer.b, trainer.max_stepss: not known here"),
+        ({"normalization": "batchnorm"}, "batchnorm is none of layernorm, rmsnorm, layernorm1p"),
+        ({"activation": "reglu"}, "activation: reglu is none of swiglu, fast_swiglu, geglu"),
+        ({"tokenizer": {"type": "x"}}, "tokenizer.type: x is none of megatron, gpt2bpe"),
+        ({"trainer": {"precision": 8}}, "8 is none of 16, 16_mixed, bf16"),
+        (
+            {"hidden_dropout": 0.1, "attention_dropout": 0.0},
+            "attention_dropout: 0.0, but another key says 0.1, or give --dropout",
+        ),
+        ({"lr": 1}, "lr_decay_style: linear is not done here; write cosine"),
+        ({"split": "9,1"}, "split: 9,1, but the last twentieth is held out; write 95,5,0, or give"),
+        ({"split": "a"}, "split: could not convert"),
+        ({"load": "a", "save": "b"}, "load: a is not `save`"),
+        ({"restore_from_path": "a.nemo"}, "a.nemo is to be imported first, or give --load"),
+        ({"model": {"task_templates": []}}, "is for prompts: -m finetune.prompt_tuning reads it"),
+        ({"seed": "${oc.env:HOME}"}, "seed: ${oc.env:HOME} has no value here"),
+        ({"seed": "${seed}"}, "seed: ${seed} has no value here; write one, or give --seed"),
+        ({"lr": 1, "model": {"lr": 2}}, "lr stands there twice"),
+        ({"seed": "${add:3, a}"}, "seed: ${add:3, a} has no value"),
+    ],
+)  # fmt: skip
+def test_refusals(content, words, refusal):
+    assert words in refusal(content)
+
+
+def test_all_refusals_are_in_one_line(refusal):
+    message = refusal({"a": 1, "mock_data": True, "seed": "${b}"})
+    assert message.count(";") == 5 and all(key in message for key in ("a:", "mock_data", "seed"))
+
+
+def test_interpolations(flags):
+    text = """
+name: n
+trainer:
+  max_steps: ${multiply:${model.data.seq_length}, 2}
+  log_every_n_steps: ${training.model.seed}
+exp_manager: {explicit_log_dir: "runs/${name}-${model.seed}"}
+model:
+  seed: 7
+  hidden_size: ${multiply:8, ${.num_attention_heads}}
+  num_attention_heads: ${divide_floor:${add:5, 4}, 2}
+  data: {seq_length: "${..hidden_size}"}
+  optim: {lr: 1e-4, weight_decay: .5e-1}
+"""
+    found = flags(text)
+    assert (found["hidden_size"], found["num_heads"], found["seq_length"]) == (32, 4, 32)
+    assert (found["steps"], found["log_every"], found["out"]) == (64, 7, "runs/n-7")
+    assert (found["lr"], found["weight_decay"]) == (1e-4, 0.05)
+
+
+def test_one_rank_shares_with_nobody(flags):
+    """train.py refuses flags that would do nothing."""
+    content = dict(use_distributed_optimizer=True, sequence_parallel=True, rotary_percent=0.5)
+    assert flags(content) == {}
+    assert flags(content | dict(tensor_model_parallel_size=2), 2) == dict(
+        tp=2, sequence_parallel=True
+    )
+    assert flags(content, 2) == dict(zero_stage=1)
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+TEXT = "the cat sat on the mat, and the hat sat on the cat. " * 400
+SHRUNK = (
+    "--hidden-size 48 --ffn-hidden-size 64 --seq-length 32 --steps 5 --precision fp32 --device cpu"
+    " --tokenizer bytes --eval-every 0 --save-every 0 --make-vocab-size-divisible-by 1"
+)
+# file -> (ranks, flags beside SHRUNK). The layouts are those of the files, but for --cp 1 of 126m.
+RUNS = {
+    "nemo_gpt.yaml": (1, "--num-layers 1"),
+    "megatron_345m_pp4_vp1.yaml": (4, "--no-resume --global-batch-size 16"),
+    "launcher_126m_tp2_pp4.yaml": (8, "--cp 1 --global-batch-size 16"),
+    "launcher_llama2_13b.yaml": (4, "--num-layers 2 --num-heads 4 --global-batch-size 4"),
+}
+
+
+def run(words: list[str], world: int, capsys) -> str:
+    """What a run prints."""
+    if world == 1:
+        assert small_run.run(*words) == 0
+        return capsys.readouterr().out
+    done = processes.run(["train.py", *words], world=world)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", [name if RUNS[name][0] == 1 else again(name) for name in RUNS])
+def test_a_file_trains_as_its_flags(name, tmp_path, capsys):
+    """Five steps by the file, and five by the command line that it has printed, bit for bit."""
+    world, flags = RUNS[name]
+    (tmp_path / "a.txt").write_text(TEXT)
+    words = f"{SHRUNK} {flags} --data {tmp_path}/a.txt --val-data {tmp_path}/a.txt".split()
+    words += ["--cache", f"{tmp_path}/cache"]
+    by_file = ["--config", f"{FILES}/{name}", *words, "--out", f"{tmp_path}/file"]
+    report = run(by_file, world, capsys)
+    (line,) = (line for line in report.splitlines() if ": python train.py" in line)
+    run([*shlex.split(line.partition("train.py ")[2]), "--out", f"{tmp_path}/flags"], world, capsys)
+    by_file, by_flags = (small_run.numbers_of(tmp_path / out) for out in ("file", "flags"))
+    assert by_file == by_flags and len(by_file) == 5
