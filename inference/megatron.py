@@ -120,6 +120,8 @@ def unified(theirs: dict) -> dict:
     factor = get("rope_scaling_factor", 8.0) if get("use_rope_scaling") else 1.0
     shared = get("share_embeddings_and_output_weights", True)
     fields.setdefault("untie_embeddings_and_output_weights", not shared)
+    if get("num_experts") and get("moe_ffn_hidden_size"):
+        fields["ffn_hidden_size"] = get("moe_ffn_hidden_size")
     # Without grouped queries this argument is 1, and has no effect.
     if not get("group_query_attention", True):
         fields.pop("num_query_groups", None)

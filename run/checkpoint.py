@@ -117,9 +117,8 @@ def find(path: str | Path) -> Path:
         advice = ""
         if str(path).endswith(".nemo"):
             advice = (
-                "; a .nemo file is not read here: convert it to Hugging Face's format with NeMo's"
-                " own script, then `python -m inference.huggingface import HF_DIR CKPT`, and name"
-                " CKPT"
+                "; a .nemo file is a tar: unpack it into NEMO_DIR, then `python -m"
+                " inference.megatron NEMO_DIR CKPT`, and name CKPT"
             )
         raise CheckpointError(f"{path}: no such folder{advice}")
     for folder in (Path(path), Path(path) / "checkpoints"):

@@ -13,6 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ import processes
 import pytest
 import torch.distributed.run
 import yaml
+from packaging.requirements import Requirement
 from PIL import Image
 
 from course import form
@@ -51,6 +53,7 @@ COMMANDS = (
 )
 COMMANDS += ("finetune/prompt_tuning.py", "finetune/adapters.py")
 COMMANDS += ("inference/huggingface.py", "inference/evaluate.py", "inference/export.py")
+COMMANDS += ("inference/megatron.py",)
 COMMANDS += ("models/generate_t5.py", "models/seq2seq.py", "models/use_bert.py", "models/draw.py")
 COMMANDS += ("models/ask_picture.py",)
 COMMANDS += ("course/exercises/bugs.py", "course/page/explorer.py", "inference/serve.py")
@@ -88,6 +91,7 @@ def commands(path: Path) -> list[list[str]]:
     text = path.read_text()
     found = []
     for line in code_blocks(text) + inline_code(text):
+        line = re.sub(r"^docker run .* large-model-training (?=python|torchrun)", "", line)
         line = re.sub(r"^([A-Z_]+=\w+ )+", "", line)
         if not re.match(r"(python|torchrun|make|sbatch) ", line):
             continue
@@ -231,6 +235,27 @@ def test_training_command_can_run(ranks, arguments):
     rules.validate(config, question.get("of", ranks))
 
 
+def test_dockerfile():
+    """What can be told without docker: the compiler is there, the torch of pyproject.toml, the
+    files, the extra."""
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    told = [line.split(maxsplit=1) for line in lines if line and line[0] != "#"]
+    ((_, image),) = [words for words in told if words[0] == "FROM"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (torch_versions,) = [line for line in project["dependencies"] if line.startswith("torch")]
+    version = re.fullmatch(r"pytorch/pytorch:([\d.]+)-cuda[\d.]+-cudnn9-devel", image)[1]
+    assert Requirement(torch_versions).specifier.contains(version)
+    for words in told:
+        if words[0] == "COPY":
+            *names, _ = words[1].split()
+            assert all(name == "." or name in tracked() for name in names), names
+    assert project["readme"] in str(told) and str(project["license-files"][0]) in str(told)
+    (install,) = [text for instruction, text in told if instruction == "RUN"]
+    assert re.search(r"\.\[(\w+)\]", install)[1] in project["optional-dependencies"]
+    (command,) = [json.loads(text) for instruction, text in told if instruction == "CMD"]
+    assert command[0] == "python" and command[1] in tracked()
+
+
 def test_commands_for_gpus_fit_into_80_gb():
     """Those of train.sbatch and of the tables of tasks, with 4 to spare, by the planner's
     formulas."""
@@ -372,6 +397,8 @@ def test_flags(monkeypatch):
         known |= option_strings(main, argv, monkeypatch)
     # of torchrun from torch 2.13 on
     known.add("--shutdown-timeout")
+    # of docker
+    known.add("--ipc")
     # of lm-eval
     known |= {"--model_args", "--num_fewshot", "--apply_chat_template", "--output_path"}
     known |= {"--include_path", "--tasks"}

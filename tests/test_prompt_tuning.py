@@ -766,7 +766,7 @@ def test_a_nemo_file_learns(base, tmp_path, capsys):
     content["language_model_path"] = "gpt.nemo"
     path.write_text(json.dumps(content))
     assert prompt_command.main([*argv[:3], str(tmp_path / "other")]) == 2
-    assert "gpt.nemo: no such folder; a .nemo file is not read here" in capsys.readouterr().err
+    assert "gpt.nemo: no such folder; a .nemo file is a tar" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
