@@ -14,7 +14,7 @@ Megatron-LM's arguments (common.pt), or in NeMo's model_config.yaml.
     python -m inference.megatron MEGATRON_DIR CKPT --vocab-size 50257
 
 What is not computed exactly here is refused by name. No code of a file runs: of a pickle only plain
-data is built. A layer is in memory at a time, never a model.
+data is built. A layer is read at a time, and a file of 1 GiB is written.
 
 Not covered: export; multi-latent attention, Mamba, shared experts; FP8 weights; optimizer states;
 NeMo 2, whose shapes are in its code; the formats torch and zarr. Megatron Bridge has most of these.
@@ -71,10 +71,12 @@ ALIASES |= dict(seq_len_interpolation_factor="rotary_seq_len_interpolation_facto
 SAME = ("num_layers", "hidden_size", "ffn_hidden_size", "num_experts", "rotary_base")
 NORMS = ("layernorm", "layernorm1p", "rmsnorm", "rmsnorm1p")
 ACTIVATIONS = ("gelu", "exact-gelu", "squared-relu", "swiglu")
+# Fields with one value here.
 FALSE = """rotary_interleaved multi_latent_attention apply_residual_connection_post_layernorm
-    moe_router_pre_softmax"""
+    qk_l2_norm moe_router_pre_softmax moe_apply_probs_on_input"""
 NULL = """window_size rotary_seq_len_interpolation_factor no_rope_freq softmax_scale mtp_num_layers
-    moe_expert_capacity_factor moe_shared_expert_intermediate_size"""
+    activation_func_clamp_value moe_expert_capacity_factor moe_shared_expert_intermediate_size
+    moe_router_group_topk moe_router_topk_scaling_factor"""
 # The tables of inference/architectures.py, for what `unified` returns.
 MEGATRON = dataclasses.replace(
     LLAMA,
@@ -98,6 +100,8 @@ MEGATRON = dataclasses.replace(
         "qk_layernorm": ("qk_norm", {False: False, True: True}),
     },
     computed={"moe_router_load_balancing_type": ("aux_loss", "none"), "moe_layer_freq": (1,)}
+    | {"moe_router_score_function": ("softmax",), "softmax_type": ("vanilla",)}
+    | {"glu_linear_offset": (0.0,)}
     | dict.fromkeys(FALSE.split(), (False,))
     | dict.fromkeys(NULL.split(), (None,)),
 )
@@ -134,9 +138,9 @@ def unified(theirs: dict) -> dict:
 class Dropped:
     """An object of a class that is not read."""
 
-    def ignore(self, *args, **kwargs): ...
+    def __init__(self, *args, **kwargs): ...
 
-    __init__ = __setstate__ = __setitem__ = append = extend = ignore
+    __setstate__ = __setitem__ = append = extend = __init__
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -259,10 +263,9 @@ def import_folder(source: Path, target: Path, vocab_size: int | None = None) -> 
     optimizer = {name for name in stored if re.match(r"(chained_\d+\.)?optimizer\.", name)}
     stored = {name: stored[name] for name in stored.keys() - optimizer}
     padded = stored.get("embedding.word_embeddings.weight", [[None]])[0][0]
+    size = {"padded_vocab_size": padded if vocab_size is None else vocab_size}
     with refused(ValueError, where=f"{source}: "):
-        config = hf_config.read_fields(unified(fields) | {"padded_vocab_size": padded}, MEGATRON)
-        if vocab_size is not None:
-            config = dataclasses.replace(config, vocab_size=vocab_size)
+        config = hf_config.read_fields(unified(fields) | size, MEGATRON)
         found = match(stored, config)
     run = {"tokenizer": huggingface.tokenizer_name(target, config)}
     with huggingface.building(target) as path:
