@@ -379,7 +379,7 @@ def test_another_format(folder, capsys):
 
 @pytest.mark.parametrize("size", ["65", "-1", "0"])
 def test_vocabulary(folder, capsys, size):
-    says = "word_embeddings.weight is [64, 24]" if size == "65" else f"vocab_size"
+    says = "word_embeddings.weight is [64, 24]" if size == "65" else "vocab_size"
     assert says in refusal(folder, capsys, "--vocab-size", size)
 
 
