@@ -37,8 +37,13 @@ those of data-parallel ranks, over dp times cp ranks.
     torchrun --nproc-per-node 2 train.py --cp 2
     picture: docs/figures/ranks_context.svg
 
-Not covered: keys that stay on a node while queries travel; pieces for sliding windows; kernels for
-a document mask (packing) or dropout, which write blocks of s/N queries by s/N keys to memory.
+Sliding windows and ALiBi (families.py) depend on the distance of two tokens. A ring's blocks know
+the positions of their queries and keys, and leave out what a window hides; its keys still travel
+all the way round. After an exchange a rank has whole sequences, and needs the slopes of its heads.
+
+Not covered: keys that stay on a node while queries travel, or travel only as far as a window;
+kernels for a document mask (packing), a window, ALiBi or dropout, whose blocks of s/N queries by
+s/N keys are written to memory.
 """
 
 import contextlib
@@ -54,11 +59,12 @@ from torch.autograd.function import once_differentiable
 
 import gpt
 from base import compiling
-from base.attention_kernels import kernel_for
+from base.attention_kernels import Kernel, kernel_for
 from base.document_mask import positions_of
 from base.dropout import Dropout, dropout_mask
 from base.model_config import FieldError, GPTConfig, divisors
 from base.rotary import Rotary
+from families import LocalBias, local_bias
 from gpt import Context
 from moe import Routing
 
@@ -113,12 +119,16 @@ class Block(NamedTuple):
     # [b, a, m, n], true where dropout removes a probability; the others are divided by `keep`.
     dropped: Tensor | None
     keep: float
+    # [1, 1 or a, m, n], what ALiBi and a sliding window add to the scores.
+    bias: Tensor | None = None
 
 
 def probabilities(q: Tensor, k: Tensor, block: Block, log_sum: Tensor | None = None):
     """(exp(q kᵀ / √d - L), L). log_sum: L of all keys; None: that of these keys is computed.
     q: [b, a, m, d]; k: [b, a, n, d] -> [b, a, m, n] and [b, a, m, 1]"""
     scores = (q @ k.transpose(2, 3)).to(wide(q.dtype)) * q.shape[-1] ** -0.5
+    if block.bias is not None:
+        scores = scores + block.bias
     if block.visible is not None:
         scores = scores.masked_fill(~block.visible, -torch.inf)
     elif block.causal:
@@ -134,10 +144,15 @@ def drop(p: Tensor, block: Block) -> Tensor:
     return p if block.dropped is None else p.masked_fill(block.dropped, 0.0) / block.keep
 
 
+def kernel_of(block: Block, q: Tensor, k: Tensor) -> Kernel | None:
+    """The kernel for this block; None if it is computed by tensor operations."""
+    is_plain = block.visible is None and block.dropped is None and block.bias is None
+    return kernel_for(q, k) if is_plain else None
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """Attention to these keys alone: (o [b, a, m, d], L [b, a, m, 1])"""
-    kernel = kernel_for(q, k)
-    if kernel and block.visible is None and block.dropped is None:
+    if kernel := kernel_of(block, q, k):
         return kernel.forward(q, k, v, block.causal)
     p, log_sum = probabilities(q, k, block)
     return drop(p, block).to(v.dtype) @ v, log_sum
@@ -145,8 +160,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tenso
 
 def attend_backward(q, k, v, o, log_sum, grad, block: Block) -> tuple[Tensor, Tensor, Tensor]:
     """(∂q, ∂k, ∂v) through these keys. o, log_sum: over all keys; grad: ∂o, [b, a, m, d]."""
-    kernel = kernel_for(q, k)
-    if kernel and block.visible is None and block.dropped is None:
+    if kernel := kernel_of(block, q, k):
         return kernel.backward(grad, q, k, v, o, log_sum, block.causal)
     p, _ = probabilities(q, k, block, log_sum)
     dp = drop((grad @ v.transpose(2, 3)).to(p.dtype), block)
@@ -177,6 +191,7 @@ class Blocks:
             self.dropout = core.dropout
         self.drop_key = context.drop_key
         self.documents = context.documents
+        self.local = core.local
         self.s = s
 
     def meeting(self, source: int, q: Tensor) -> Block:
@@ -187,11 +202,15 @@ class Blocks:
         higher rank, the second half of the queries sees all its keys.
         """
         half = q.shape[2] // 2
-        queries = slice(half, None) if source > self.rank else slice(None)
-        keys = slice(half) if source < self.rank else slice(None)
+        queries = slice(half if source > self.rank else 0, 2 * half)
+        keys = slice(half if source < self.rank else 2 * half)
+        if self.local and self.local.window:
+            queries, keys = self.within_window(source, queries, keys)
         at_q = own_positions(self.s, self.rank, self.n, q.device)[queries]
         at_k = own_positions(self.s, source, self.n, q.device)[keys]
-        visible, dropped, keep = None, None, 1.0
+        visible, dropped, keep, bias = None, None, 1.0, None
+        if self.local:
+            bias = self.local.between(at_q.unsqueeze(0), at_k.unsqueeze(0), q)
         if self.documents is not None:
             same = self.documents[:, at_q].unsqueeze(2) == self.documents[:, at_k].unsqueeze(1)
             visible = (same & (at_k <= at_q.unsqueeze(1))).unsqueeze(1)  # [b, 1, m, n]
@@ -201,7 +220,18 @@ class Blocks:
             start = {1: heads, 2: at_q, 3: at_k}
             site, keep = self.dropout.site, 1 - self.dropout.p
             dropped = dropout_mask(self.drop_key, site, shape, start, self.dropout.p)
-        return Block(queries, keys, source == self.rank, visible, dropped, keep)
+        return Block(queries, keys, source == self.rank, visible, dropped, keep, bias)
+
+    def within_window(self, source: int, queries: slice, keys: slice) -> tuple[slice, slice]:
+        """Without the last queries, which see none of these keys, and the first keys, which none
+        of the queries sees. Both are empty if the window is over before."""
+        # On the CPU: the host needs the sizes.
+        at_q = own_positions(self.s, self.rank, self.n, "cpu")[queries]
+        at_k = own_positions(self.s, source, self.n, "cpu")[keys]
+        num_queries = int((at_q < at_k[-1] + self.local.window).sum())
+        num_keys = int((at_k > at_q[0] - self.local.window).sum())
+        queries = slice(queries.start, queries.start + num_queries)
+        return queries, slice(keys.stop - num_keys, keys.stop)
 
 
 def repeat(x: Tensor, heads: int) -> Tensor:
@@ -312,10 +342,11 @@ class RingAttention(nn.Module):
     [b, a_kv, s/N, d]; context.documents: [b, s], of the whole sequence -> [b, s/N, ad]"""
 
     def __init__(self, group: dist.ProcessGroup, inner: nn.Module | None = None):
-        """inner: the replaced attention of one device."""
+        """inner: the replaced attention of one device, or only its LocalBias."""
         super().__init__()
         self.group = group
         self.inner = inner
+        self.local = local_bias(inner) if inner else None
         self.dropout: Dropout | None = getattr(inner, "dropout", None)
 
     @compiling.left_out
@@ -447,6 +478,16 @@ class OwnRotary(Rotary):
         return super().forward(q, k, tuple(shard(x, self.group, -2) for x in table))
 
 
+class OwnHeads(LocalBias):
+    """The bias of those of ALiBi's heads that an exchange gives to this rank."""
+
+    def __init__(self, inner: LocalBias, group: dist.ProcessGroup):
+        nn.Module.__init__(self)
+        self.inner = inner
+        self.window, self.slopes = inner.window, inner.slopes
+        self.shard_heads(group)
+
+
 # --- check and apply ------------------------------------------------------------------------------
 
 COMM_TYPES = ("ring", "all-to-all")
@@ -456,7 +497,6 @@ def check(config: GPTConfig, n: int, t: int, kind: str) -> None:
     """Raises FieldError if n ranks cannot share a sequence. t: tensor-parallel ranks."""
     if n == 1:
         return
-    check_attention(config, n)
     if kind == "ring" and not config.causal:
         raise FieldError("cp_kind", kind, "needs a causal mask", "all-to-all")
     s = config.seq_length
@@ -471,13 +511,6 @@ def check(config: GPTConfig, n: int, t: int, kind: str) -> None:
             rule = f"must divide {{{field}}} over {{tp}} where heads are exchanged ({{cp_kind}})"
             others = {field: getattr(config, field), "tp": t, "cp_kind": kind}
             raise FieldError("cp", n, rule, divisors(heads, n), **others)
-
-
-def check_attention(config: GPTConfig, n: int) -> None:
-    """Raises FieldError if this model's attention is not covered for n > 1 ranks."""
-    if n > 1 and (config.positions == "alibi" or config.sliding_window):
-        what = "ALiBi" if config.positions == "alibi" else "a sliding window"
-        raise FieldError("cp", n, f"a model with {what} cannot share its sequences", 1)
 
 
 def apply(
@@ -498,6 +531,7 @@ def apply(
             module.coordinates = partial(coordinates, group, shards)
         elif isinstance(module, Routing):
             module.sequence_group = group
+            module.gather, module.shard = partial(gather, group=group), partial(shard, group=group)
     if model.embedding is not None and model.embedding.positions is not None:
         positions = model.embedding.positions
         model.embedding.positions = OwnPositions(positions, group, sequence_shards)
@@ -523,7 +557,14 @@ def make_core(core: nn.Module, group: dist.ProcessGroup, kind: str) -> nn.Module
     if dropout is not None:
         heads = dropout.shard_index.get(1, 0) * group.size() + group.rank()
         dropout.shard_index[1] = heads
+    for parent in list(core.modules()):
+        if isinstance(getattr(parent, "local", None), LocalBias):
+            parent.local = OwnHeads(parent.local, group)
     return AllToAllAttention(group, core)
+
+
+# What `apply` puts in the place of a module of one device, which stays in it as `inner`.
+OWN = OwnPositions | OwnRotary | OwnHeads | RingAttention | AllToAllAttention
 
 
 @contextlib.contextmanager
@@ -536,7 +577,7 @@ def whole_sequences(models: list[gpt.GPT]) -> Iterator[None]:
             changed.append((model, "run_blocks", model.run_blocks, model.run_blocks.args[0]))
         for parent in model.modules():
             for name, child in parent.named_children():
-                if isinstance(child, OwnPositions | OwnRotary | RingAttention | AllToAllAttention):
+                if isinstance(child, OWN):
                     changed.append((parent, name, child, child.inner))
     try:
         for owner, name, _, of_one_device in changed:

@@ -35,7 +35,7 @@ a that is not a power of two.
     python -m course.families      reach of a token, columns of the cache, slopes
 
 Not covered: a kernel that skips hidden tokens (FlashAttention's window_size), instead of computing
-their scores and hiding them; context parallelism of such models.
+their scores and hiding them.
 """
 
 import math
@@ -257,9 +257,9 @@ class LocalFusedAttention(nn.Module):
         return y.transpose(1, 2).flatten(2)
 
 
-def local_bias(block: gpt.Block) -> LocalBias | None:
-    """The LocalBias of a block's attention; None for plain causal attention."""
-    found = (module for module in block.attention.modules() if isinstance(module, LocalBias))
+def local_bias(module: nn.Module) -> LocalBias | None:
+    """The LocalBias of a block, or of its core attention; None for plain causal attention."""
+    found = (part for part in module.modules() if isinstance(part, LocalBias))
     return next(found, None)
 
 

@@ -16,6 +16,8 @@ of the whole tensor, over all tensor-parallel ranks that hold parts of it:
     column-parallel    x is whole        W, ∂y are parts
     row-parallel       x, W are parts    ∂y is whole
 
+and over all context-parallel ranks, which have parts of x and ∂y: their tokens.
+
     python -m course.fp8       the three products, which bytes they read, two ranks beside one
 
 `apply` gives the matrices of attention and MLP these products. The first and the last layer, norms,
@@ -131,6 +133,8 @@ class Scaling:
         scales (of experts not even these), and each product makes the bytes again."""
         self.recipe = recipe
         self.keep_bytes = keep_bytes
+        # The context-parallel ranks, which have parts of each input and gradient.
+        self.context_group: dist.ProcessGroup | None = None
         shape = num_layers, len(LINEARS), len(OPERANDS)
         self.amax = torch.zeros(shape, device=device)
         self.history = torch.zeros(0, *shape, device=device)
@@ -165,13 +169,22 @@ class Scaling:
             # The recipe is delayed, after the first step.
             pairs = zip(amaxes, places)
             amaxes = [self.amax_of_history(amax, place, operand) for amax, place in pairs]
-        elif block is None and group is not None:
+        elif block is None:
             # The recipe is current, or this is the first step of delayed.
-            together = torch.stack(amaxes)
-            dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
-            amaxes = list(together)
+            amaxes = self.of_all_ranks(amaxes, operand, group)
         to = self.recipe.format(operand)
         return [scale_of(amax, to, self.recipe.power_of_two) for amax in amaxes]
+
+    def of_all_ranks(self, amaxes: list[Tensor], operand: int, group) -> list[Tensor]:
+        """The largest of the maxima of all ranks that hold parts: `group`, as in `scales`, and,
+        unless it is a weight, the context-parallel ranks."""
+        groups = [group] if operand == WEIGHT else [group, self.context_group]
+        if not any(groups):
+            return amaxes
+        together = torch.stack(amaxes)
+        for ranks in filter(None, groups):
+            dist.all_reduce(together, dist.ReduceOp.MAX, group=ranks)
+        return list(together)
 
     @property
     def known(self) -> Tensor:
@@ -240,7 +253,9 @@ class Scaling:
         if len(self.history):
             history = [self.known[*place, operand].reshape(1) for place in places]
         if maxima is None:
-            maxima = self.maxima(tensors, history, group)
+            maxima = self.maxima(tensors, history)
+            if not len(self.history):
+                maxima = self.of_all_ranks(maxima, operand, group)
         # cuBLAS reads a scale at an address that 16 bytes divide.
         inverses = torch.zeros(len(tensors), 4, device=self.amax.device)[:, :1]
         options = self.recipe.format(operand), self.recipe.power_of_two, wanted
@@ -250,18 +265,14 @@ class Scaling:
             self.record(amax, place, operand)
         return pairs, maxima
 
-    def maxima(self, tensors: list[Tensor], history: list, group) -> list[Tensor]:
-        """The maximum of each tensor: noted on it, or computed by a kernel if not in the
-        history."""
+    def maxima(self, tensors: list[Tensor], history: list) -> list[Tensor]:
+        """The maximum of each tensor on this rank: noted on it, or computed by a kernel if not in
+        the history."""
         found = [amax for x in tensors if (amax := fp8_cast.noted_maximum(x)) is not None]
         if len(found) < len(tensors):
             found = list(torch.zeros(len(tensors), device=self.amax.device).split(1))
             for x, amax, known in zip(tensors, found, history):
                 fp8_cast.fp8_maximum(x, amax, known)
-        if group is not None and not len(self.history):
-            together = torch.cat(found)
-            dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
-            found = list(together.split(1))
         return found
 
     def weight(
@@ -531,14 +542,23 @@ def fp8_layers(num_layers: int, skip: int) -> range:
     return range(skip, num_layers - skip)
 
 
-def check(config: GPTConfig, recipe: Recipe, skip: int, t: int = 1) -> None:
-    """Raises FieldError if no layer is left, or if t ranks would cut blocks."""
+def check(config: GPTConfig, recipe: Recipe, skip: int, t: int = 1, cp: int = 1) -> None:
+    """Raises FieldError if no layer is left, or if t tensor-parallel ranks or cp
+    context-parallel ranks would cut blocks."""
     L = config.num_layers
     if not fp8_layers(L, skip):
         rule = "first and last layers are not in FP8, and {num_layers} leaves no other"
         fits = f"0 to {(L - 1) // 2}" if L > 2 else 0
         raise FieldError("fp8_skip", skip, rule, fits, num_layers=L)
-    if recipe.scaling != "block" or t == 1:
+    if recipe.scaling != "block":
+        return
+    s, pieces = config.seq_length, 2 * cp * recipe.block
+    if cp > 1 and s % pieces:
+        # ∂W sums over tokens, so there a block is that of neighbouring ones.
+        rule = "must be divisible by twice {cp} times {fp8_block}: a block of tokens is on one rank"
+        fits = max(pieces, s // pieces * pieces)
+        raise FieldError("seq_length", s, rule, fits, cp=cp, fp8_block=recipe.block)
+    if t == 1:
         return
     sizes = dict(
         hidden_size=config.hidden_size,
@@ -564,12 +584,15 @@ def make(recipe: tuple, config: GPTConfig, device, keep_bytes: bool) -> Scaling:
     return Scaling(Recipe(*recipe), layers, device, keep_bytes)
 
 
-def apply(model: gpt.GPT, scaling: Scaling, skip: int = 1) -> None:
+def apply(
+    model: gpt.GPT, scaling: Scaling, skip: int = 1, cp_group: dist.ProcessGroup | None = None
+) -> None:
     """Give attention and MLP of a model or pipeline stage FP8 matrix multiplications, in place.
-    Parameters keep their names and their precision.
+    Parameters keep their names and their precision. cp_group: the context-parallel ranks.
 
     Call it after tensor and sequence parallelism; before adapters, zero bubble and recomputation.
     """
+    scaling.context_group = cp_group
     numbers = fp8_layers(model.config.num_layers, skip)
     for name, block in model.blocks.items():
         number = int(name)

@@ -42,6 +42,7 @@ Megatron-LM).
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -295,6 +296,10 @@ ROUTER_STATS = ("tokens", "dropped_share", "router_entropy", "load_balancing_los
 class Routing(recompute.RunOnce):
     """Makes a Dispatch from logits, and adds up statistics. It has no gradient.
 
+    Tokens of a micro-batch may be on several context-parallel ranks. With a transport plan or a
+    capacity an expert depends on all of them. Then each rank gathers their logits, in the order of
+    one device, assigns all tokens, and keeps its own.
+
     Where recompute.py runs a layer a second time in backward, routing does not run again: the
     Dispatch of the first run is reused.
     """
@@ -306,52 +311,81 @@ class Routing(recompute.RunOnce):
         self.capacity_factor = config.capacity_factor
         # The ranks of expert parallelism.
         self.group: dist.ProcessGroup | None = None
-        # The ranks of context parallelism, which have other tokens of the same sequences.
+        # Whether a token's experts depend on the other tokens of the micro-batch.
+        self.looks_at_others = config.router == "sinkhorn" or config.capacity_factor > 0
+        # The ranks of context parallelism, which have other tokens of the same sequences; its
+        # functions that give [b, s, ..] of all ranks, and [b, s/N, ..] of this rank.
         self.sequence_group: dist.ProcessGroup | None = None
+        self.gather: Callable | None = None
+        self.shard: Callable | None = None
         # [E + 5], sums over training tokens: choices of each expert, then ROUTER_STATS.
         self.statistics: Tensor | None = None
 
     @torch.no_grad()
     def forward(self, logits: Tensor, real: Tensor | None = None) -> Dispatch:
-        """logits: [n, E], of the whole micro-batch. real: [b, s] bool, the positions that are not
-        padding and so are routed; None: all.
-
-        With a capacity, an expert drops its last choices: second choices before first ones, later
-        tokens before earlier ones. A dropped choice adds zeros; the probabilities of the token's
-        other choices do not change.
-        """
-        n, e = logits.shape
-        if real is not None:
-            # The positions that hold a token. On a GPU the host waits for them.
-            tokens = real.flatten().nonzero().squeeze(1)
-            logits = logits[tokens]
-        chosen = self.scores(logits, self.training).topk(self.k).indices
-        # [k tokens], the expert of each assignment. All first choices come first.
-        expert_of = chosen.t().flatten()
-        assigned = expert_of.bincount(minlength=e)  # [E]
-        load = self.load(assigned, logits.dtype)
-        order = expert_of.argsort(stable=True)
-        # Evaluation drops nothing.
-        if self.capacity_factor and self.training:
-            factor = min(self.capacity_factor, e)
-            # Rounding first keeps a float's last bit from adding one.
-            capacity = math.ceil(round(factor * len(expert_of) / e, 6))
-            # The position in `order` where the expert of each assignment begins.
-            first = (assigned.cumsum(0) - assigned)[expert_of[order]]
-            rank_in_expert = torch.arange(len(order), device=order.device) - first
-            order = order[rank_in_expert < capacity]
-            rows_per_expert = assigned.clamp(max=capacity)
+        """logits: [.., E], of this rank's tokens; [b, s/N, E] under context parallelism. real:
+        [b, s/N] bool, the positions that are not padding and so are routed; None: all."""
+        e = logits.shape[-1]
+        if self.training and self.looks_at_others and self.gather:
+            everyone = self.gather(logits)  # [b, s, E]
+            found = self.assign(everyone, None if real is None else self.gather(real))
+            of_rank = [self.shard(x.view(*everyone.shape[:2], -1)) for x in found]
+            chosen, sent_to = (x.flatten(0, 1) for x in of_rank)
         else:
-            rows_per_expert = assigned
+            chosen, sent_to = self.assign(logits, real)
+        n = len(chosen)
+        choices = chosen if real is None else chosen[real.flatten()]
+        assigned = choices.flatten().bincount(minlength=e)  # [E]
+        load = self.load(assigned, logits.dtype)
+        # [k n], the expert of each assignment. All first choices come first.
+        expert_of = sent_to.t().flatten()
+        order = expert_of.argsort(stable=True)
+        rows_per_expert = assigned
+        if sent_to is not chosen:
+            rows_per_expert = expert_of.bincount(minlength=e + 1)[:e]
+            # What is sent nowhere comes last. On a GPU the host waits for the sum.
+            order = order[: int(rows_per_expert.sum())]
         if self.training:
-            self.add_statistics(logits, assigned, load, dropped=len(expert_of) - len(order))
-        if real is not None:
-            chosen = chosen.new_zeros(n, self.k).index_copy(0, tokens, chosen)
-            # Assignments count the tokens alone; from here on they count padding too.
-            num_real = max(1, len(tokens))
-            order = order // num_real * n + tokens[order % num_real]
+            logits = logits.flatten(0, -2) if real is None else logits[real]
+            self.add_statistics(logits, assigned, load, dropped=choices.numel() - len(order))
         row_of = inverse_permutation(order, self.k * n).view(-1, n)
         return Dispatch(real, chosen, load, order, row_of, *self.across_ranks(rows_per_expert))
+
+    def assign(self, logits: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(the experts that each token chooses, 0 for padding; where its choices are sent: there,
+        or E, that is nowhere, if they are dropped or padding). Arguments as in `forward`, of all
+        tokens that are routed together -> [n, k] each"""
+        tokens = logits.flatten(0, -2) if real is None else logits[real]
+        chosen = sent_to = self.scores(tokens, self.training).topk(self.k).indices
+        # Evaluation drops nothing.
+        if self.capacity_factor and self.training:
+            sent_to = self.drop(chosen, logits.shape[-1])
+        if real is not None:
+            # On a GPU the host waits for the positions.
+            at = real.flatten().nonzero().squeeze(1)
+            nothing = chosen.new_zeros(real.numel(), self.k)
+            chosen = nothing.index_copy(0, at, chosen)
+            sent_to = (nothing + logits.shape[-1]).index_copy(0, at, sent_to)
+        return chosen, sent_to
+
+    def drop(self, chosen: Tensor, e: int) -> Tensor:
+        """`chosen`, [n, k], with E for the choices beyond an expert's capacity.
+
+        An expert drops its last choices: second choices before first ones, later tokens before
+        earlier ones. A dropped choice adds zeros; the probabilities of the token's other choices do
+        not change.
+        """
+        expert_of = chosen.t().flatten()
+        # Rounding first keeps a float's last bit from adding one.
+        factor = min(self.capacity_factor, e)
+        capacity = math.ceil(round(factor * len(expert_of) / e, 6))
+        in_order, order = expert_of.sort(stable=True)
+        assigned = expert_of.bincount(minlength=e)
+        # The position in `order` where the expert of each assignment begins.
+        first = (assigned.cumsum(0) - assigned)[in_order]
+        rank_in_expert = torch.arange(len(order), device=order.device) - first
+        kept = in_order.masked_fill(rank_in_expert >= capacity, e)
+        return expert_of.scatter(0, order, kept).view(self.k, -1).t()
 
     def load(self, counts: Tensor, dtype: torch.dtype) -> Tensor:
         """Each expert's share of the micro-batch's choices on all context-parallel ranks.
@@ -578,8 +612,9 @@ class MoE(nn.Module):
         """context.real: the router leaves out the positions that are padding."""
         logits = self.router(x)  # [b, s, E], or a shard of the sequence
         x = self.enter(x)  # [b, s, h], the whole micro-batch
-        all_logits = self.enter(logits).flatten(0, 1)  # [b s, E]
+        all_logits = self.enter(logits)  # [b, s, E]
         plan = self.routing(all_logits.detach(), context.real)
+        all_logits = all_logits.flatten(0, 1)  # [b s, E]
         rows = dispatch(x.flatten(0, 1), plan, self.group, self.permute)
         rows = self.experts(rows, plan.rows_per_expert)
         probabilities = self.router.probabilities(all_logits, plan.chosen)  # [b s, k]

@@ -132,7 +132,7 @@ class Trainer:
             import fp8
 
             self.fp8.fused = not self.kernels_refused
-            fp8.apply(stage, self.fp8, config.fp8_skip)
+            fp8.apply(stage, self.fp8, config.fp8_skip, groups.cp)
         self.task.learned.after_model_parallel(stage)
         if groups.cp:
             import context_parallel

@@ -10,10 +10,7 @@ half of the room at least. An answer that is lost so is refused, or with --skip-
 out and counted. Examples of one text, or context, are on the same side: trained on, or held out.
 """
 
-import re
-import string
 import unicodedata
-from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -147,15 +144,3 @@ def best(scores: Tensor, row: Row, labels: list[str]) -> tuple[str, float]:
     first, last = divmod(int(both.argmax()), len(p))
     begin, end = row.characters[first][0], row.characters[last][1]
     return context[begin:end].strip(), both.max().item()
-
-
-def agreement(found: str, right: str) -> tuple[bool, float]:
-    """(exact match, F1 of the words), as SQuAD counts them: without case, punctuation and articles
-    (arXiv 1606.05250, section 6.1)."""
-    drop = str.maketrans("", "", string.punctuation)
-    a, b = (
-        re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(drop)).split()
-        for text in (found, right)
-    )
-    common = (Counter(a) & Counter(b)).total()
-    return a == b, 2 * common / (len(a) + len(b)) if common else float(a == b)

@@ -141,22 +141,23 @@ def gather_values(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Value(nn.Linear):
-    """v · x. [b, s, h] -> [b, s, 1]. Not one of the layers whose weight gradients a zero-bubble
+    """v · x. [b, s, h] -> [b, s, n]. Not one of the layers whose weight gradients a zero-bubble
     pipeline defers: there is nothing to gain from a vector."""
 
 
 class ValueHead(nn.Module):
-    """A number for each position. x: [b, s, h] -> [b, s], in at least float32.
+    """A number for each position. x: [b, s, h] -> [b, s], in at least float32; n of them, for the
+    labels of finetune/classify.py, are [b, s, n].
 
     Tensor-parallel ranks hold all of it: it is small, and x is the same on all. With a group (under
     sequence parallelism) x is a shard, [b, s/t, h]; the values are gathered to [b, s].
     """
 
-    def __init__(self, norm: nn.Module, h: int, group: dist.ProcessGroup | None):
+    def __init__(self, norm: nn.Module, h: int, group: dist.ProcessGroup | None, n: int = 1):
         super().__init__()
         self.norm = norm
         # begins as all matrices do, normal with deviation 0.02 (arXiv 2009.01325: 1 / √(h + 1))
-        self.value = Value(h, 1, bias=False, device=norm.weight.device)
+        self.value = Value(h, n, bias=False, device=norm.weight.device)
         self.group = group
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -169,15 +170,17 @@ class ValueHead(nn.Module):
 # --- in a model -----------------------------------------------------------------------------------
 
 
-def apply(model: gpt.GPT, group: dist.ProcessGroup | None, sequence_parallel: bool) -> None:
+def apply(
+    model: gpt.GPT, group: dist.ProcessGroup | None, sequence_parallel: bool, n: int = 1
+) -> None:
     """Give a model, or every stage of one, a value head in the place of its head, in place. group:
-    of tensor parallelism. After tensor and sequence parallelism."""
+    of tensor parallelism; n: numbers of a position. After tensor and sequence parallelism."""
     # the embedding has no copy on the last stage any more
     model.tied = False
     if model.head is None:
         return
     sharded = group if sequence_parallel else None
-    model.head = ValueHead(model.head.norm, model.config.hidden_size, sharded)
+    model.head = ValueHead(model.head.norm, model.config.hidden_size, sharded, n)
     if sharded is not None:
         # norm and value see the tokens of this rank alone
         synchronise(model.head, sharded)
@@ -299,6 +302,13 @@ class WithoutLogits(Task):
 
     last_file = "loss.png"
 
+    def count_head(self, n: int) -> None:
+        """The whole model has n vectors, and no matrix of the head if that was not the
+        embedding."""
+        config = self.model_config
+        matrix = 0 if config.tied else config.vocab_size * config.hidden_size
+        self.trainer.num_parameters += n * config.hidden_size - matrix
+
     def flops_per_token(self, s: int) -> float:
         config = self.model_config
         return flops_per_token(config, s) - 6 * config.vocab_size * config.hidden_size
@@ -320,10 +330,7 @@ class RewardTask(WithoutLogits, PreferenceTask):
 
     def built(self) -> None:
         super().built()
-        config = self.model_config
-        # the whole model has no matrix of the head, if that was not the embedding, but a vector
-        matrix = 0 if config.tied else config.vocab_size * config.hidden_size
-        self.trainer.num_parameters += config.hidden_size - matrix
+        self.count_head(1)
 
     def losses(self, y: Tensor, batch) -> tuple[Tensor, Tensor, Tensor]:
         """y: [2 n, s], the values; that of the last token counts."""

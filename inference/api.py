@@ -2,6 +2,7 @@
 
     Completion       POST /v1/completions            a text, or token ids, that goes on
     ChatCompletion   POST /v1/chat/completions       messages, in the chat template of the model
+    Embedding        POST /v1/embeddings             a text, or token ids, as a vector
     Choice           one of the answers to a request, while it is written
     Writer           sends the choices, as one object or as a stream of pieces
 
@@ -14,6 +15,7 @@ Not covered: tools, images, outputs that follow a grammar, penalties.
 """
 
 import asyncio
+import base64
 import contextlib
 import copy
 import json
@@ -22,8 +24,10 @@ import secrets
 import time
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+import torch.nn.functional as F
 from aiohttp import web
 from msgspec import Meta, Struct, field, structs
+from torch import Tensor
 
 from base import json_files
 from finetune.chat import Chat
@@ -50,6 +54,7 @@ NEUTRAL |= {"return_tokens_as_token_ids": (False,)}
 NEUTRAL |= {"skip_special_tokens": (True,), "spaces_between_special_tokens": (True,)}
 NEUTRAL |= {"logit_bias": ({},), "suffix": ("",), "tool_choice": ("none", "auto")}
 NEUTRAL |= {"response_format": ({"type": "text"},), "modalities": (["text"],)}
+Texts = str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -116,12 +121,16 @@ class Fields(Struct, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
+    # The fields that a request may have, where it may not have all; whether it asks for a vector.
+    names: ClassVar[set[str]] = set()
+    embeds: ClassVar = False
+
     @classmethod
     def read(cls, body: bytes) -> "Fields":
         """Raises ApiError."""
         try:
             fields = json_files.parse(body, dict[str, Any], "the body")
-            known = {each.encode_name for each in structs.fields(cls)}
+            known = cls.names or {each.encode_name for each in structs.fields(cls)}
             neutral = NEUTRAL | {"best_of": (fields.get("n") or 1,)}
             for name, value in list(fields.items()):
                 if value is None or name in IGNORED or value in neutral.get(name, ()):
@@ -144,7 +153,7 @@ class Fields(Struct, kw_only=True):
 class Completion(Fields):
     """A text that goes on."""
 
-    prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
+    prompt: Texts
     echo: bool = False
     log_probs: Annotated[int, Meta(ge=0, le=5)] | None = field(name="logprobs", default=None)
 
@@ -156,10 +165,11 @@ class Completion(Fields):
 
     def prompts(self, tokenizer, model: Model, longest: int) -> list[list[int]]:
         """One for each text that goes on. Raises PromptError."""
-        several = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        texts = getattr(self, self.asked)
+        several = [texts] if isinstance(texts, str) else texts
         types = {type(one) for one in several}
         if len(types) > 1:
-            raise PromptError("prompt: a list has texts, or lists of tokens, or tokens")
+            raise PromptError(f"{self.asked}: a list has texts, or lists of tokens, or tokens")
         if types == {str}:
             return [encode(text, tokenizer, longest) for text in several]
         return [several] if types == {int} else several
@@ -182,6 +192,30 @@ class Completion(Fields):
                 column.append(value)
             choice.offset += len(choice.places.push(token))
         return log
+
+
+class Embedding(Fields):
+    """A text as a vector of length 1: the mean of its tokens' states behind the last norm."""
+
+    input: Texts
+    encoding_format: Literal["float", "base64"] = "float"
+
+    echo: ClassVar = False
+    log_probs: ClassVar = None
+    objects: ClassVar = ("list",)
+    asked: ClassVar = "input"
+    names: ClassVar = {"model", "input", "encoding_format"}
+    embeds: ClassVar = True
+    prompts = Completion.prompts
+
+    def limit(self, usual: int | None, rest: int) -> int:
+        return 0
+
+    def written(self, choice: "Choice") -> dict:
+        v = F.normalize(choice.states, dim=0).float().numpy()
+        coded = self.encoding_format == "base64"
+        v = base64.b64encode(v.astype("<f4")).decode() if coded else v.tolist()
+        return {"object": "embedding", "embedding": v}
 
 
 class Part(Struct, forbid_unknown_fields=True):
@@ -284,6 +318,9 @@ class ChatCompletion(Fields):
         return {"content": content}
 
 
+ADDRESSES = {"/v1/completions": Completion, "/v1/chat/completions": ChatCompletion}
+ADDRESSES |= {"/v1/embeddings": Embedding}
+
 # --- answers --------------------------------------------------------------------------------------
 
 
@@ -304,6 +341,7 @@ class Choice:
         self.places = TextStream(tokenizer, [] if fields.echo else request.prompt)
         self.offset = len(self.places.prompt)
         self.finish: str | None = None
+        self.states: Tensor | None = None
         self.is_sent = False
         # The server keeps the engine's number, where outputs go, and when the newest one came.
         self.number: int | None = None
@@ -319,6 +357,7 @@ class Choice:
             if output.log_prob:
                 self.entries.append(output.log_prob)
             self.text += self.stream.push(output.token)
+        self.states = output.states
         if output.finish:
             self.text += self.stream.end()
             self.finish = "length" if output.finish == "length" else "stop"
@@ -366,6 +405,11 @@ class Writer:
         answer = sum(choice.stream.count for choice in self.choices)
         counts = {"prompt_tokens": prompt, "completion_tokens": answer}
         usage = {"usage": counts | {"total_tokens": prompt + answer}}
+        if self.fields.embeds:
+            counts = {"prompt_tokens": prompt, "total_tokens": prompt}
+            data = [{"index": c.index} | self.fields.written(c) for c in self.choices]
+            answer = {"object": "list", "data": data, "model": self.head["model"], "usage": counts}
+            return web.json_response(answer)
         if not self.fields.stream:
             objects = [choice.as_object() for choice in self.choices]
             return web.json_response(self.head | {"choices": objects} | usage)

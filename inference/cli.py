@@ -20,7 +20,6 @@ from functools import partial
 
 import torch
 
-import context_parallel
 import kernels
 import moe
 import pipeline_parallel
@@ -209,7 +208,6 @@ def check_layout(args: argparse.Namespace, config: MoEConfig, num_ranks: int) ->
     check_stages(args.pp, args.layer_split, config.num_layers)
     with as_flags():
         tensor_parallel.check(config, args.tp, num_ranks)
-        context_parallel.check_attention(config, args.cp)
         if args.pp > 1:
             pipeline_parallel.check(config.num_layers, args.pp, 1, args.layer_split)
         moe.check(config, args.ep, num_ranks // args.tp // args.pp)

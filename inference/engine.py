@@ -47,7 +47,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import generate
 from base import compiling, terminal
@@ -77,6 +77,8 @@ class Drawn(NamedTuple):
     tokens: dict[int, int]
     # Number of a request that asked -> log-probabilities of the tokens after its piece's tokens.
     log_probs: dict[int, list[LogProb]]
+    # Number of a request that asked -> the sum of its piece's states behind the last norm, [h].
+    states: dict[int, Tensor]
 
 
 class Engine:
@@ -125,6 +127,7 @@ class Engine:
         self.in_flight: deque[Step] = deque()
         # Number of a request -> what it asked to know about its prompt, so far.
         self.of_prompts: dict[int, list[LogProb]] = {}
+        self.states: dict[int, Tensor] = {}
         self.numbers = itertools.count()
 
     # --- requests ---
@@ -164,6 +167,7 @@ class Engine:
         self.scheduler.remove(sequence)
         del self.sequences[sequence.number]
         self.of_prompts.pop(sequence.number, None)
+        self.states.pop(sequence.number, None)
 
     @property
     def busy(self) -> bool:
@@ -198,7 +202,7 @@ class Engine:
             link.ring.receive(x)
         y = self.runner.forward(step, x)
         if link.is_last:
-            return draw(step, y)
+            return draw(step, *y)
         link.send_object(step)
         link.ring.send(y)
         return None
@@ -220,11 +224,15 @@ class Engine:
                 known = self.of_prompts.get(piece.number, []) if piece.start else []
                 of_piece = len(piece.tokens) - (piece.next is None)
                 self.of_prompts[piece.number] = known + found[:of_piece]
+            if piece.draw.embeds:
+                known = self.states.get(piece.number, 0) if piece.start else 0
+                self.states[piece.number] = known + drawn.states[piece.number]
             if piece.next is not None:
                 continue
-            output = sequence.append(drawn.tokens[piece.number], found[-1])
+            output = sequence.append(drawn.tokens.get(piece.number), found[-1])
             of_prompt = self.of_prompts.pop(piece.number, None)
-            outputs.append(output._replace(of_prompt=of_prompt))
+            states = self.states.pop(piece.number, None)
+            outputs.append(output._replace(of_prompt=of_prompt, states=states))
             if output.finish:
                 self.end(sequence)
         return outputs
@@ -275,23 +283,24 @@ class Engine:
 
 def rows_of(step: Step) -> list[range]:
     """The rows of each piece that have logits: the last one if a token is drawn, and all of a
-    prompt whose log-probabilities are asked for."""
+    prompt whose log-probabilities are asked for, but none for an embedding."""
     rows = []
     end = 0
     for piece in step.pieces:
         end += len(piece.tokens)
         count = len(piece.tokens) if piece.draw.of_prompt else int(piece.next is None)
+        count = 0 if piece.draw.embeds else count
         rows.append(range(end - count, end))
     return rows
 
 
-def draw(step: Step, logits: Tensor) -> Drawn:
-    """Draw the tokens of a step. logits: [rows, V]"""
+def draw(step: Step, logits: Tensor, states: dict[int, Tensor]) -> Drawn:
+    """Draw the tokens of a step. logits: [rows, V]; states: as of Drawn"""
     ends = list(itertools.accumulate(map(len, rows_of(step))))
     # Pieces that are drawn in one call, and their rows.
     alike: dict[SamplingParams, list[tuple[Piece, int]]] = {}
     for piece, end in zip(step.pieces, ends):
-        if piece.next is None:
+        if piece.next is None and not piece.draw.embeds:
             alike.setdefault(piece.draw.sampling, []).append((piece, end - 1))
     token_of = {}
     for params, drawn in alike.items():
@@ -301,7 +310,14 @@ def draw(step: Step, logits: Tensor) -> Drawn:
         of_rows = logits if len(rows) == len(logits) else logits[list(rows)]
         tokens = sample(of_rows, keys, positions, params)
         token_of |= zip((piece.number for piece in pieces), tokens.tolist())
-    return Drawn(token_of, of_pieces(step, logits, token_of))
+    return Drawn(token_of, of_pieces(step, logits, token_of), states)
+
+
+def sums_of_states(step: Step, norm: nn.Module, y: Tensor) -> dict[int, Tensor]:
+    """As Drawn.states, float64 on the CPU. y: [T, 1, h], before the last norm"""
+    parts = y.split([len(piece.tokens) for piece in step.pieces])
+    asked = [(piece.number, part) for piece, part in zip(step.pieces, parts) if piece.draw.embeds]
+    return {number: norm(part)[:, 0].double().sum(0).cpu() for number, part in asked}
 
 
 def of_pieces(step: Step, logits: Tensor, token_of: dict[int, int]) -> dict[int, list[LogProb]]:
@@ -448,14 +464,15 @@ class StepRunner(generate.ModelRunner):
     @torch.inference_mode()
     @any_shape()
     @compiling.eagerly
-    def forward(self, step: Step, x: Tensor | None) -> Tensor:
+    def forward(self, step: Step, x: Tensor | None) -> Tensor | tuple[Tensor, dict[int, Tensor]]:
         """x: [T, 1, h] of the stage before, None on the first one. Returns activations [T, 1, h];
-        from the last stage logits [rows, V] of the rows that `rows_of` names."""
+        from the last stage the arguments of `draw`."""
         if step.adapter != self.adapter:
             self.use_adapter(step.adapter)
             self.adapter = step.adapter
         self.cache.copy_blocks(step)
-        table = self.cache.decodes_table(step) if self.captures else None
+        embeds = any(piece.draw.embeds for piece in step.pieces)
+        table = self.cache.decodes_table(step) if self.captures and not embeds else None
         if table:
             y = self.replay(torch.tensor(table), x)[: len(step.pieces)]
         else:
@@ -464,10 +481,11 @@ class StepRunner(generate.ModelRunner):
             y = self.through_blocks(self.stage, self.cache, inputs)  # [T, 1, h]
         if self.stage.head is None:
             return y
+        states = sums_of_states(step, self.stage.head.norm, y) if embeds else {}
         rows = list(itertools.chain(*rows_of(step)))
         if len(rows) < len(y):
             y = y[rows]
-        return y if table else self.stage.head(y)[:, 0]
+        return y if table else self.stage.head(y)[:, 0], states
 
     def replay(self, table: Tensor, x: Tensor | None) -> Tensor:
         """Decodes as a CUDA graph, which is captured where none has a table of this shape. table:

@@ -134,7 +134,7 @@ class Cache:
                 new = self.newest(new)
                 stored[layer][:, :, : new.shape[2]] = new
         if self.group:
-            return RingAttention(self.group)(q, k, v, PLAIN)
+            return RingAttention(self.group, local)(q, k, v, PLAIN)
         bias = local(q) if local else None
         grouped = q.shape[1] != k.shape[1]
         y = F.scaled_dot_product_attention(

@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import context_parallel
 import families
 import moe
 import pipeline_parallel
@@ -107,8 +106,6 @@ def build_stages(
 ) -> list[GPT]:
     """This rank's stages of a model, on the meta device. Sequence parallelism is left out: a step
     of one token has no sequence to shard. device: where they will be."""
-    if groups.cp:
-        context_parallel.check_attention(config, groups.cp.size())
     with torch.device("meta"):
         model = families.build(config)
     if config.num_experts:

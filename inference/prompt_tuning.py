@@ -6,16 +6,16 @@ r"""Learned prompts in use: generate with them, count right answers.
         --checkpoint runs/default --data test.jsonl
 
 generate    each line of --data, with "prediction" and "finish" added
-evaluate    of each task: examples, right answers, accuracy, lines that are too long
+evaluate    of each task: examples, right answers, accuracy, exact match, F1 and ROUGE-L
+            (finetune/scores.py), lines that are too long
 
 Both run under torchrun too. A model that was fine-tuned with the same templates has no prompt file:
 then --prompts names its configuration. finetune/prompt_tuning.py learns prompts.
-
-Not covered: other measures than equality, for example F1 of the words.
 """
 
 import argparse
 import json
+from collections import defaultdict
 from functools import partial
 
 from torch import Tensor
@@ -28,6 +28,7 @@ from finetune.nemo_config import PromptConfig
 from finetune.prompt_data import read_examples
 from finetune.prompt_file import load
 from finetune.prompt_template import Example
+from finetune.scores import mean, of_answer
 from inference import cli
 from inference.loading import read_base
 from pipeline_parallel import stages_of
@@ -127,18 +128,21 @@ def check_answers(config: PromptConfig, records: list[dict]) -> None:
 
 
 def accuracy(config: PromptConfig, answers: list[dict]) -> dict[str, dict]:
-    """{task: counts, and the share of answers that equal the record's}. A line that is too long
-    counts as wrong."""
-    results = {}
+    """{task: counts, the share of answers that equal the record's, their scores}. A line that is
+    too long counts as wrong."""
+    results, scores = {}, defaultdict(list)
     for answer in answers:
         template = config.templates[answer["taskname"]]
         text = answer["prediction"]
         entry = results.setdefault(template.taskname, {"examples": 0, "correct": 0, "too_long": 0})
         entry["examples"] += 1
-        entry["correct"] += text == str(answer[template.answer_field])
+        right = str(answer[template.answer_field])
+        entry["correct"] += text == right
         entry["too_long"] += text is None
-    for entry in results.values():
+        scores[template.taskname].append(of_answer(text, right))
+    for name, entry in results.items():
         entry["accuracy"] = entry["correct"] / entry["examples"]
+        entry |= mean(scores[name])
     return results
 
 

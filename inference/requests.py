@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from torch import Tensor
+
 from gpt import GPT
 from inference.sampling import LogProb, SamplingParams, keys_of
 
@@ -26,6 +28,13 @@ class DrawOptions(NamedTuple):
     log_probs: int | None = None
     # Whether the prompt's tokens have log-probabilities too (the engine's alone).
     of_prompt: bool = False
+    # Whether the prompt's embedding is asked for, and no token is drawn (the engine's alone).
+    embeds: bool = False
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether all tokens of the prompt go through the model, also those of the prefix cache."""
+        return self.of_prompt or self.embeds
 
 
 @dataclass
@@ -53,6 +62,8 @@ class Output(NamedTuple):
     log_prob: LogProb | None = None
     # The prompt's tokens but the first; with the first output.
     of_prompt: list[LogProb] | None = None
+    # [h]: the sum of the prompt's states behind the last norm; where the request asks for it.
+    states: Tensor | None = None
 
 
 @dataclass(eq=False)

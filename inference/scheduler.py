@@ -282,8 +282,7 @@ class Scheduler:
         """Blocks of the prefix cache that have the sequence's next tokens."""
         found = []
         size, at = self.pool.block_size, sequence.computed
-        # Whoever asks for the prompt's log-probabilities needs all logits.
-        while at % size == 0 and at < len(sequence.ids) and not sequence.request.draw.of_prompt:
+        while at % size == 0 and at < len(sequence.ids) and not sequence.request.draw.reads_all:
             at = min(at + size, len(sequence.ids))
             block = self.pool.block_of.get(sequence.prefix_hash(at, size))
             if block is None:

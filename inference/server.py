@@ -1,6 +1,7 @@
 """The address: clients of OpenAI's API ask over HTTP, and the engine answers.
 
     POST /v1/completions, /v1/chat/completions      answers, whole or streamed (inference/api.py)
+    POST /v1/embeddings                             texts as vectors
     GET  /v1/models, /health, /metrics, /           names, whether it serves, numbers, a chat page
 
     asyncio: a task for each request              the engine's thread
@@ -41,7 +42,7 @@ from prometheus_client.aiohttp import make_aiohttp_handler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from base import terminal
-from inference.api import ApiError, ChatCompletion, Choice, Completion, Fields, Model, Writer
+from inference.api import ADDRESSES, ApiError, ChatCompletion, Choice, Fields, Model, Writer
 from inference.engine import Engine, fail
 from inference.requests import DrawOptions, Output, Request
 from inference.sampling import SamplingParams, keys_of
@@ -87,8 +88,8 @@ class Server:
             loop.add_signal_handler(number, self.draining.set)
         app = web.Application(client_max_size=self.args.max_body, middlewares=[self.guard])
         get, post = app.router.add_get, app.router.add_post
-        post("/v1/completions", partial(self.answer, Completion))
-        post("/v1/chat/completions", partial(self.answer, ChatCompletion))
+        for path, schema in ADDRESSES.items():
+            post(path, partial(self.answer, schema))
         get("/v1/models", self.list_models)
         get("/v1/models/{name:.+}", self.list_models)
         get("/metrics", make_aiohttp_handler())
@@ -206,7 +207,7 @@ class Server:
             for prompt in prompts:
                 limit = fields.limit(self.args.max_tokens, longest - len(prompt))
                 for key in islice(keys, fields.n):
-                    draw = DrawOptions(sampling, key, fields.log_probs, of_prompt)
+                    draw = DrawOptions(sampling, key, fields.log_probs, of_prompt, fields.embeds)
                     request = Request(prompt, limit, draw, ends, adapter=model.adapter)
                     self.engine.check(request)
                     choices.append(Choice(len(choices), fields, request, self.tokenizer))

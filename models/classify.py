@@ -24,23 +24,18 @@ from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import train
 from base import terminal
 from base.dropout import Dropout
-from base.model_config import MoEConfig
-from finetune.labelled_data import Reader, agreement, best, open_rows
-from finetune.packing import Padded
-from finetune.preference import ValueModel, WithoutLogits, gather_values
+from finetune.classify import Classifier, LabelConfig, Labelled, LabelTask
+from finetune.labelled_data import Reader
+from finetune.preference import gather_values
 from models.batch import Batch, pad_rows
 from models.bert import Bert, BertConfig
 from models.runs import BertFlags
 from models.special_tokens import bert_tokens
-from run import checkpoint
-from run.config import ConfigError, flag
-from run.task import evaluation_batches, outputs
 
 # --- the head -------------------------------------------------------------------------------------
 
@@ -85,31 +80,17 @@ def apply(model: Bert, n: int, group: dist.ProcessGroup | None = None) -> None:
         model.head_has_dropout = True
 
 
-def losses(scores: Tensor, batch: Batch) -> Tensor:
-    """- log p of each example, [b]; of a span the mean of that of its first and its last token.
-    scores: as of the head; batch.targets: [b, 1] or [b, 2]."""
-    if batch.targets.shape[1] == 2:
-        # The softmax is over real tokens: how much padding there is depends on the layout.
-        scores = scores.masked_fill(~batch.real.unsqueeze(2), -torch.inf)
-    return F.cross_entropy(scores, batch.targets, reduction="none").mean(1)
-
-
 # --- a run ----------------------------------------------------------------------------------------
 
 
-class Rows(Padded):
+class Rows(Labelled):
     """Examples as batches. Targets: the number of the label, [b, 1], or the span, [b, 2]; None for
     examples that say neither."""
 
-    read_last = True
-
     def __init__(self, rows, seed, pad: int, types: int, labels=(), multiple_of: int = 1):
-        """rows: a list of Row. pad: the id of [PAD]; types: how many the model has; labels: their
-        names. Other arguments as in Padded."""
-        super().__init__(rows, seed, multiple_of)
-        self.pad, self.types, self.labels = pad, types, labels
-        # The loss is not that of text.
-        del self.index["bytes"]
+        """pad: the id of [PAD]; types: how many the model has. Other arguments as in Labelled."""
+        super().__init__(rows, seed, labels, multiple_of)
+        self.pad, self.types = pad, types
 
     def batch(self, samples) -> Batch:
         samples = list(samples)
@@ -118,56 +99,36 @@ class Rows(Padded):
         # A RoBERTa has one type, so its second texts have that one too.
         second = real & (torch.arange(self.s) >= torch.tensor([[row.n] for row in rows]))
         types = second.long().clamp(max=self.types - 1)
-        targets = None
-        if rows[0].span:
-            targets = torch.tensor([row.span for row in rows])
-        elif self.labels:
-            targets = torch.tensor([[self.labels.index(row.record["label"])] for row in rows])
+        spans = rows[0].span
+        targets = torch.tensor([row.span for row in rows]) if spans else self.targets(rows)
         # An example counts at all positions or at none.
         counts, numbers = torch.ones_like(real), torch.tensor(samples)
         return Batch(tokens, targets, counts, numbers, (~real).long(), real, types)
 
-    def counted_tokens(self, samples) -> int:
-        return len(samples)
 
-
-class Classifier(ValueModel):
-    """A BERT learns, with the head of the task."""
-
+class BertClassifier(Classifier):
     own_weight = "head.scores.weight"
-    head_name = "head"
-
-    def after_model_parallel(self, stage) -> None:
-        group = self.groups.tp if self.config.sequence_parallel else None
-        apply(stage, len(self.trainer.task.labels), group)
-
-    def extra_state(self) -> dict:
-        return {"labels": self.trainer.task.labels}
-
-    def check_base(self, path, index: dict) -> None:
-        if index.get("labels") != self.trainer.task.labels:
-            rule = "give the data of the run, or --load it and name another --out"
-            self.config.refuse("data", f"has other labels than {path}; {rule}")
 
 
-class ClassifyTask(WithoutLogits):
+class ClassifyTask(LabelTask):
     """Labels of texts, or answers in them."""
 
-    other_data = " (some samples may come again, and others are held out)"
+    balances_experts = True
+    finds_answers = True
 
-    def __init__(self):
-        super().__init__(Classifier("the classifier"))
+    def add_head(self, stage) -> None:
+        group = self.groups.tp if self.config.sequence_parallel else None
+        apply(stage, len(self.labels), group)
 
-    def open_data(self, config, world, tokenizer):
-        """Find the labels too, [] for answers. Raises ChatError or CheckpointError."""
-        index = checkpoint.read_index(config.base()) if config.load else {}
+    def reader(self, config, tokenizer, answered: bool = True) -> Reader:
         shards, special = config.length_multiple, bert_tokens(tokenizer)
         shape = config.model_config()
         s = shape.seq_length // shards * shards
-        reader = Reader(tokenizer, special.cls, special.sep, s, shape.token_types)
-        learned, held_out, self.labels = open_rows(config, world, reader, index.get("labels"))
-        others = special.pad, shape.token_types, self.labels, shards
-        return Rows(learned, config.seed, *others), Rows(held_out, None, *others)
+        return Reader(tokenizer, special.cls, special.sep, s, shape.token_types, answered)
+
+    def rows(self, config, tokenizer, rows, seed: int | None, labels=()) -> Rows:
+        types, pad = config.model_config().token_types, bert_tokens(tokenizer).pad
+        return Rows(rows, seed, pad, types, labels, config.length_multiple)
 
     def built(self) -> None:
         h, n = self.model_config.hidden_size, len(self.labels)
@@ -176,67 +137,34 @@ class ClassifyTask(WithoutLogits):
         former = (h + 1) * h + 2 * h + self.model_config.vocab_size
         self.trainer.num_parameters += new - former
 
-    def total_loss(self, y: Tensor, batch) -> Tensor:
-        return (losses(y, batch) * batch.loss_mask[:, 0]).sum()
+    def scores(self, batch, y: Tensor) -> Tensor:
+        return y
 
-    def loss_count(self, dataset, samples) -> int:
-        return len(samples)
-
-    def evaluate(self, dataset: Rows, sequences: int) -> float:
-        """Mean loss of all held-out examples."""
-        scores = scores_of(self.trainer, dataset, self.labels)
-        found = []
-        for of_row, row in zip(scores, dataset.examples):
-            right = row.record["label" if self.labels else "answer"]
-            name, _ = best(of_row, row, self.labels)
-            found.append([name == right] if self.labels else agreement(name, right))
-        names = ["eval_accuracy"] if self.labels else ["eval_exact_match", "eval_f1"]
-        self.measured = dict(zip(names, torch.tensor(found).double().mean(0).tolist()))
-        return losses(scores, dataset.batch(range(len(found)))).mean().item()
-
-    def eval_statistics(self) -> dict[str, float]:
-        return self.measured
-
-
-def scores_of(trainer, dataset: Rows, labels: list[str]) -> Tensor:
-    """What the head gives for all examples, [N, n, 1] or [N, s, 2]. A collective."""
-    n = dataset.num_sequences
-    shape = (n, len(labels), 1) if labels else (n, dataset.s, 2)
-    return outputs(trainer, list(evaluation_batches(trainer, dataset, n)), shape)
+    def losses(self, scores: Tensor, batch) -> Tensor:
+        """Of a span the mean of that of its first and its last token. batch.targets: [b, 2]"""
+        if batch.targets.shape[1] == 2:
+            # The softmax is over real tokens: how much padding there is depends on the layout.
+            scores = scores.masked_fill(~batch.real.unsqueeze(2), -torch.inf)
+        return super().losses(scores, batch)
 
 
 # --- the command ----------------------------------------------------------------------------------
 
 
 @dataclass
-class ClassifyConfig(BertFlags):
+class ClassifyConfig(LabelConfig, BertFlags):
     """Every flag of models/classify.py."""
 
     command: ClassVar[str] = "-m models.classify"
     purpose: ClassVar[str] = "Fine-tune a BERT to label texts, or to find answers in them."
-    cp: ClassVar[int] = 1
-
-    data: list[str] = flag(
-        [], "JSON lines of labels or of answers; a twentieth is held out", metavar="FILE"
-    )
-    val_data: list[str] = flag(
-        [], "examples to evaluate on; all of --data is then trained on", metavar="FILE"
-    )
-    skip_bad_examples: bool = flag(
-        False, "leave out, and count, empty texts and answers beyond --seq-length"
-    )
 
     def task(self) -> ClassifyTask:
-        return ClassifyTask()
+        return ClassifyTask(BertClassifier("the classifier"))
 
     def default_lr(self) -> tuple[float, str]:
         if self.load:
             return 5e-5, "fine-tuning a BERT (arXiv 1810.04805, appendix A.3)"
         return super().default_lr()
-
-    def check(self, model: MoEConfig, world: int, base_needed: bool) -> None:
-        if base_needed and not self.data:
-            raise ConfigError("--data: classify.py needs --data FILE, JSON lines of examples")
 
 
 def main(argv: list[str]) -> int:

@@ -6,7 +6,8 @@
 
 fill       adds to each line "words": for each [MASK] the likeliest, with their probabilities
 embed      writes an array [lines, h]: the mean of a text's last hidden states, or that of [CLS]
-predict    adds "predicted" and its "probability"; RUN is one of models/classify.py
+predict    adds "predicted" and its "probability"; RUN is one of models/classify.py, or of a
+           decoder, finetune/classify.py
 
 A line of FILE is as of finetune/labelled_data.py, without label and answer. The model is that of a
 trainer that does not train, so it has any layout: torchrun --nproc-per-node 4 -m .. --tp 2 --pp 2
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from base import json_files, terminal
+from finetune import classify as decoders
 from finetune.chat_template import ChatError, Tokens
 from finetune.labelled_data import Reader, Row, best
 from finetune.reference_models import FrozenModel
@@ -44,12 +46,12 @@ class Unchanged(nn.Module):
 class UsedModel(FrozenModel):
     """A model with the head for one use."""
 
-    def __init__(self, use: str, labels: list[str] | None):
-        self.use, self.labels = use, labels
+    def __init__(self, use: str):
+        self.use = use
 
     def after_model_parallel(self, stage) -> None:
         if self.use == "predict":
-            classify.apply(stage, len(self.labels))
+            self.trainer.task.add_head(stage)
         elif self.use == "embed" and stage.head is not None:
             stage.head = Unchanged()
         stage.requires_grad_(False)
@@ -110,8 +112,8 @@ def pool(pooling: str, batch, x: Tensor) -> Tensor:
     return (x * batch.real.unsqueeze(2)).sum(1) / batch.real.sum(1, keepdim=True)
 
 
-def config_of(args: argparse.Namespace, world) -> classify.ClassifyConfig:
-    """Raises ConfigError or CheckpointError."""
+def config_of(args: argparse.Namespace, world) -> decoders.LabelConfig:
+    """That of a run with this model. Raises ConfigError or CheckpointError."""
     check_least(args, {"batch_size": 1, "top_k": 1, "tp": 1, "pp": 1})
     if (args.text is None) == (args.data is None):
         raise ConfigError("--text, --data: one of them says what to read")
@@ -121,13 +123,13 @@ def config_of(args: argparse.Namespace, world) -> classify.ClassifyConfig:
     for flag, folder in folders.items():
         if not Path(folder).is_dir():
             raise ConfigError(f"{flag} {folder}: no such folder")
+    index, kind = checkpoint.read_index(checkpoint.find(args.checkpoint)), classify.ClassifyConfig
     names = ("tp", "pp", "precision", "device", "tokenizer")
-    config = classify.ClassifyConfig(
-        load=args.checkpoint,
-        micro_batch_size=args.batch_size,
-        global_batch_size=args.batch_size * world.size,
-        **{name: getattr(args, name) for name in names},
-    )
+    given = {name: getattr(args, name) for name in names} | {"load": args.checkpoint}
+    if args.use == "predict" and "pool" in index["config"]:
+        kind, given["pool"] = decoders.ClassifyConfig, index["config"]["pool"]
+    batch = dict(micro_batch_size=args.batch_size, global_batch_size=args.batch_size * world.size)
+    config = kind(**given | batch)
     rules.validate(config, world.size, base_needed=False)
     return config
 
@@ -143,20 +145,17 @@ def run(args: argparse.Namespace, world) -> None:
     tokenizer, shape = launch.open_tokenizer(config, world), config.model_config()
     if args.top_k > shape.vocab_size:
         raise ConfigError(f"--top-k {args.top_k}: the model has {shape.vocab_size} tokens")
+    if args.use == "predict":
+        return predict(args, world, config, tokenizer, labels)
     special = bert_tokens(tokenizer)
     kind = partial(MaskedReader, special.mask) if args.use == "fill" else Reader
     others = special.cls, special.sep, shape.seq_length, shape.token_types
     rows = read_rows(args, kind(tokenizer, *others, answered=False), labels)
     world.connect(args.device, config.timeout, **config.mesh)
-    model = UsedModel(args.use, labels)
+    model = UsedModel(args.use)
     trainer = launch.build(config, world, Trainer, Task(model))
     model.load_from(config.base())
     dataset = classify.Rows(rows, None, special.pad, trainer.model_config.token_types)
-    if args.use == "predict":
-        for row, scores in zip(rows, classify.scores_of(trainer, dataset, labels)):
-            found = dict(zip(("predicted", "probability"), best(scores, row, labels)))
-            world.say(json.dumps(row.record | found))
-        return
     n, batches = len(rows), list(evaluation_batches(trainer, dataset, len(rows)))
     if args.use == "embed":
         shape = n, trainer.model_config.hidden_size
@@ -170,6 +169,18 @@ def run(args: argparse.Namespace, world) -> None:
             if token == special.mask:
                 words.append([(spell([int(i)], special.names, tokenizer), p) for i, p in those])
         world.say(json.dumps(row.record | {"words": words}))
+
+
+def predict(args: argparse.Namespace, world, config, tokenizer, labels: list[str]) -> None:
+    task = config.task()
+    rows = read_rows(args, task.reader(config, tokenizer, answered=False), labels)
+    world.connect(args.device, config.timeout, **config.mesh)
+    task.labels, task.learned = labels, UsedModel(args.use)
+    launch.build(config, world, Trainer, task)
+    task.learned.load_from(args.checkpoint)
+    for row, scores in zip(rows, task.scores_of(task.rows(config, tokenizer, rows, None))):
+        found = dict(zip(("predicted", "probability"), best(scores, row, labels)))
+        world.say(json.dumps(row.record | found))
 
 
 def main(argv: list[str]) -> int:

@@ -17,6 +17,7 @@ from planning.memory import (
     bias_heads,
     block_parameters,
     is_fused,
+    is_ring,
     keeps_fp8_bytes,
     lora_parameters,
     lora_widths,
@@ -95,6 +96,8 @@ class Rank:
         self.mlps = num_mlps(model, "router_topk")[0] / model.num_layers
         self.met = attention_matrices(model) + self.mlps * mlp_matrices(model)
         self.fused_attention = software.fused_attention and model.attention == "fused"
+        if is_ring(layout) and bias_heads(model, layout):
+            self.fused_attention = False
         # In backward, always.
         self.scores_again = is_fused(model, layout, software)
         if software.fp8 != "off" and not machine.has_fp8:
@@ -262,7 +265,10 @@ def read_and_written(rank: Rank) -> tuple[float, float, float]:
     if model.qk_norm:
         context += HEAD_NORMS * (model.num_heads + model.num_kv_heads) * model.head_dim
     scores = 0 if rank.fused_attention else SCORES * model.num_heads * s / t
-    bias = LOCAL_BIAS * bias_heads(model, t) * s**2
+    bias = LOCAL_BIAS * bias_heads(model, rank.layout) * s**2
+    if is_ring(rank.layout):
+        # This rank's queries, and half of the keys; a window hides more, which is not counted.
+        bias /= 2 * rank.layout.cp
     each = norms + (context + activation) / t
     if rank.software.lora_rank:
         reads, adds = lora_widths(model, t, rank.mlps)

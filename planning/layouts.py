@@ -99,8 +99,7 @@ def contexts_of(
     found = [(1, "ring")]
     if model.cross_layers:
         return found
-    # sinkhorn's plans are of all tokens together
-    if model.seq_length >= LONG and not (model.num_experts and model.router == "sinkhorn"):
+    if model.seq_length >= LONG:
         for cp, kind in itertools.product(divisors(replicas)[1:], software.cp_kinds):
             # A ring hides later tokens.
             sees_both = kind == "ring" and not model.causal

@@ -338,9 +338,12 @@ def attention_bytes(size: Sizes, in_fp8: bool, keys: float = 1.0) -> tuple[float
     # a part of the heads), or bytes: then the result is kept beside what it reads.
     exchanges = layout.cp > 1 and not is_ring(layout)
     by_heads = model.qk_norm or model.rotary_share < 1
-    if by_heads or exchanges or (is_ring(layout) and model.dropout) or in_fp8:
+    by_hand = is_ring(layout) and (model.dropout or bias_heads(model, layout))
+    if by_heads or exchanges or by_hand or in_fp8:
         kept += size.query
-    return kept + bias_heads(model, layout.tp) * size.s**2 * size.weight, 0.0
+    # A ring makes it again in backward.
+    added = 0 if is_ring(layout) else bias_heads(model, layout) * size.s**2 * size.weight
+    return kept + added, 0.0
 
 
 def mlp_bytes(size: Sizes, experts: bool, in_fp8: bool) -> float:
@@ -373,10 +376,11 @@ def is_fused(model: MoEConfig, layout: Layout, software: Software) -> bool:
     return is_ring(layout) or (software.fused_attention and model.attention == "fused")
 
 
-def bias_heads(model: MoEConfig, t: int) -> int:
-    """How many [s, s] are added to the scores: ALiBi has one for each head, a window for all."""
+def bias_heads(model: MoEConfig, layout: Layout) -> int:
+    """How many matrices a rank adds to its scores: ALiBi has one for each head, a window for
+    all."""
     if model.positions == "alibi":
-        return model.num_heads // t
+        return model.num_heads // layout.tp // (1 if is_ring(layout) else layout.cp)
     return int(model.sliding_window > 0)
 
 
@@ -523,14 +527,18 @@ def buffers(model: MoEConfig, layout: Layout, software: Software, rank: int) -> 
 
 def core_moment(size: Sizes) -> float:
     """What a ring, an exchange of heads, a window or ALiBi has in one layer."""
-    if is_ring(size.layout):
-        # Keys and values, and those that arrive; in 32 bits three of their gradients.
-        return (2 + 3 * size.widened) * 2 * size.key
-    if size.layout.cp > 1:
-        return 2 * size.query
+    heads = bias_heads(size.model, size.layout)
     # Distances, int64; the sum in 32 bits, before and after the mask.
-    heads = bias_heads(size.model, size.layout.tp)
-    return (8 + 8 * heads) * size.s**2 if heads else 0.0
+    added = (8 + 8 * heads) * size.s**2 if heads else 0.0
+    if is_ring(size.layout):
+        n = size.layout.cp
+        # With a bias no kernel computes a block: in 32 bits four of its scores.
+        scores = 4 * size.widened * size.weight * size.scores / n if heads else 0.0
+        # Keys and values, and those that arrive; in 32 bits three of their gradients.
+        return (2 + 3 * size.widened) * 2 * size.key + added / n**2 + scores
+    if size.layout.cp > 1:
+        return 2 * size.query + added
+    return added
 
 
 # --- a rank ---------------------------------------------------------------------------------------

@@ -261,6 +261,11 @@ def read_model(
         name: shape for name, (_, shape) in index["tensors"].items() if name.startswith("model.")
     }
     with_adapter, with_prompts = WRITERS.get(command_of(index["model"]), ("", ""))
+    if "model.head.value.weight" in shapes and "labels" in index and not value_head:
+        raise CheckpointError(
+            f"{path} holds a classifier (finetune.classify), which labels texts, and writes none;"
+            " name the model that it began as, or python -m models.use_bert predict"
+        )
     if "adapter" in index:
         use = f"use this one with it: {with_adapter} --checkpoint BASE --adapter {path}, or "
         raise CheckpointError(

@@ -147,7 +147,8 @@ def check_techniques(config: RunConfig, model: MoEConfig, world: int) -> None:
         if config.fp8_recipe:
             import fp8
 
-            fp8.check(model, fp8.Recipe(*config.fp8_recipe), config.fp8_skip, config.tp)
+            recipe = fp8.Recipe(*config.fp8_recipe)
+            fp8.check(model, recipe, config.fp8_skip, config.tp, config.cp)
         if config.ep > 1:
             import moe
 
@@ -175,12 +176,6 @@ def check_context(config: RunConfig, model: MoEConfig) -> None:
     """Check what context parallelism cannot be combined with. Raises ConfigError."""
     if config.cp == 1:
         return
-    if config.fp8 != "off":
-        config.refuse("fp8", "a scale would be that of a rank's own tokens; leave --cp out")
-    if model.num_experts and model.router == "sinkhorn":
-        config.refuse("cp", "--router sinkhorn balances all tokens together; topk would do")
-    if model.capacity_factor:
-        config.refuse("capacity_factor", "counts all tokens of a sequence; leave out --cp")
     multiple = config.length_multiple
     if model.seq_length % multiple:
         config.refuse("cp", f"--seq-length {model.seq_length} must be divisible by {multiple}")

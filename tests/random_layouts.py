@@ -107,13 +107,9 @@ def with_family(drawn: dict, seed: int) -> dict:
         flags["activation"] = g.choice(["gelu", "swiglu", "geglu"])
     if g.random() < 0.3:
         flags["positions"] = g.choice(["learned", "rotary", "alibi"])
-    if "cp" in drawn["layout"]:
-        # its ranks know no window and no ALiBi
-        flags["sliding_window"] = 0
-        if flags.get("positions", "alibi") == "alibi" and family == "bloom-560m":
-            flags["positions"] = "learned"
-        elif flags.get("positions") == "alibi":
-            del flags["positions"]
+    if "cp" in drawn["layout"] and flags.get("sliding_window") == 1:
+        # Tokens that see only themselves have queries whose gradient is rounding.
+        flags["sliding_window"] = 2
     return drawn | {"model": drawn["model"] | flags}
 
 
@@ -136,8 +132,6 @@ def with_cp(drawn: dict, seed: int) -> dict:
     replicas = replicas_of(drawn) * cp
     layout["zero_stage"] = g.randrange(4)
     if model.get("num_experts"):
-        # sinkhorn and a capacity are about all tokens of a micro-batch
-        model |= dict(router="topk", capacity_factor=0.0)
         layout["ep"] = g.choice([n for n in (1, 2, 4) if replicas % n == 0])
     return {"world": world * cp, "model": model, "layout": layout}
 
@@ -273,8 +267,6 @@ def with_rows(drawn: dict, seed: int) -> dict:
     if not model.get("num_experts"):
         model |= draw_experts(g, model["num_layers"])
         model["micro_batch_size"] = layout["micro_batch_size"]
-        if layout.get("cp", 1) > 1:
-            model |= dict(router="topk", capacity_factor=0.0)
     if layout["micro_batch_size"] == 1:
         # the plan of one short row is a tie
         model["router"] = "topk"
@@ -284,16 +276,16 @@ def with_rows(drawn: dict, seed: int) -> dict:
 
 
 def with_fp8(drawn: dict, seed: int) -> dict:
-    """The same layout in FP8, by a recipe drawn at random. Scales are those of a rank's tokens, so
-    one device has the same micro-batches, and no sequence is shared; blocks are not cut."""
+    """The same layout in FP8, by a recipe drawn at random. Scales are those of a micro-batch, so
+    one device has the same ones; blocks are not cut."""
     g = random.Random(-3 * 10**6 - seed)
-    layout = dict(drawn["layout"])
-    drawn = drawn | {"world": drawn["world"] // layout.pop("cp", 1), "layout": layout}
-    model, tp = drawn["model"], layout["tp"]
+    model, tp, cp = drawn["model"], drawn["layout"]["tp"], drawn["layout"].get("cp", 1)
     h, heads = model["hidden_size"], model["num_heads"]
     kv, d = model.get("num_kv_heads", heads), model.get("head_dim", h // heads)
     widths = [h, model.get("ffn_hidden_size", 4 * h), kv * d, heads * d]
     largest = math.gcd(*(width // tp for width in widths))
+    if cp > 1:
+        largest = math.gcd(largest, model["seq_length"] // (2 * cp))
     flags = dict(
         fp8=g.choice(["current", "delayed", "block"]),
         # with powers of two a wrong maximum often gives the same scale

@@ -15,7 +15,7 @@ from small_run import lines_of, write_lines
 import train
 from course import parity, ranks
 from finetune.chat_template import ChatError
-from finetune.labelled_data import Reader, Row, agreement, best
+from finetune.labelled_data import Reader, Row, best
 from inference.huggingface import export_folder
 from models import classify, use_bert
 from models.bert import BertConfig
@@ -87,7 +87,7 @@ def test_heads_equal_those_of_transformers(n):
     dataset = classify.Rows(rows, None, pad=0, types=2, labels=["0", "1", "2"][:n])
     batch = dataset.batch([0, 1])
     scores = ours(batch.tokens, batch.targets, batch.context())
-    loss = classify.losses(scores, batch).mean()
+    loss = classify.ClassifyConfig().task().losses(scores, batch).mean()
     loss.backward()
     inputs = dict(attention_mask=batch.real.long(), token_type_ids=batch.types)
     if n:
@@ -321,13 +321,6 @@ def test_lines_that_are_refused(record, words):
         read(record)
 
 
-def test_squad_measures():
-    assert agreement("The Eiffel Tower!", "eiffel tower") == (True, 1.0)
-    # Two of three words, and two of two.
-    assert agreement("in Paris, France", "Paris France") == (False, pytest.approx(0.8))
-    assert agreement("London", "Paris") == (False, 0.0)
-
-
 # --- the commands ---------------------------------------------------------------------------------
 
 
@@ -354,7 +347,10 @@ def trained(tmp_path_factory):
 
 
 def test_runs(trained):
-    for name, measures in (("labels", ["accuracy"]), ("answers", ["exact_match", "f1"])):
+    for name, measures in (
+        ("labels", ["accuracy", "macro_f1"]),
+        ("answers", ["exact_match", "f1"]),
+    ):
         assert {f"eval_{measure}" for measure in measures} <= lines_of(trained / name)[-1].keys()
     # One more step; the pretrained head goes, another one begins; a classifier goes on.
     data = trained / "labels.jsonl"

@@ -356,6 +356,7 @@ def test_router_losses_are_means_over_the_global_batch():
 
 
 MORE = range(200, 208)
+WITH_CP = ("", " --families", " --peft", " --fp8", " --families --fp8")
 # a few of `python tests/random_layouts.py FLAGS`
 DRAWN = [
     ("", 83),
@@ -364,7 +365,7 @@ DRAWN = [
     ("--peft --fp8", 105),
     *[again("", seed) for seed in range(200, 224)],
     *[again("--rows", seed) for seed in (3, 4, *MORE)],
-    *[again(f"--cp{flags}", seed) for flags in ("", " --families", " --peft") for seed in MORE],
+    *[again(f"--cp{flags}", seed) for flags in WITH_CP for seed in MORE],
     ("--peft", 2),
     *[again("--peft", seed) for seed in (5, *MORE)],
     *[again("--fp8", seed) for seed in (2, 5, 11, 26, 83, *MORE)],

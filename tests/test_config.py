@@ -108,14 +108,7 @@ def test_a_damaged_config_of_the_run(tmp_path, content):
 
 
 @pytest.mark.parametrize("flags", [dict(positions="alibi"), dict(sliding_window=5)])
-def test_near_tokens_are_no_matter_of_context_parallelism(flags):
-    with pytest.raises(ConfigError, match=r"--cp 2: a model with .* cannot share its sequences"):
-        rules.validate(Config(cp=2, **flags), 2)
-    # and of generate.py, before its ranks meet
-    layout = Namespace(tp=1, pp=1, cp=2, ep=1, layer_split=None)
-    with pytest.raises(ConfigError, match=r"--cp 2: a model with .* cannot share its sequences"):
-        check_layout(layout, MoEConfig(2, 32, 4, **flags), 2)
-    # any length
+def test_near_tokens_fit_any_length(flags):
     rules.validate(Config(seq_length=7, head_dim=12, **flags), 1)
 
 

@@ -10,10 +10,12 @@ import pytest
 import small_run
 import torch
 import torch.distributed as dist
-from parity import LLAMA, SMALL, again, check, needs_compiler, same, train, without_cpp
+from parity import LLAMA, SMALL, again, check, differs, needs_compiler, same, train, without_cpp
 from small_run import lines_of
 
 import context_parallel
+import fp8
+import moe
 from base.model_config import GPTConfig
 from course import demo, parity, ranks
 from course.training_commands import config_of
@@ -31,6 +33,8 @@ LORA = dict(peft="lora", lora_rank=3, lora_dropout=0.2, peft_targets=["key", "va
 EXPERTS = dict(num_experts=4, router="topk", router_topk=2, micro_batch_size=2)
 # weights of the routers' own losses
 LOSSES = dict(aux_loss=0.1, z_loss=0.1)
+FP8 = dict(fp8="current", fp8_scales="any", fp8_skip=0, micro_batch_size=4)
+BLOCK = dict(fp8="block", fp8_block=4)
 BASES = {
     "gpt": SMALL,
     "llama": LLAMA | dict(dropout=0.0),
@@ -39,6 +43,14 @@ BASES = {
     "packed, dropout": GROUPED | dict(num_kv_heads=1, document_mask=True),
     "lora": SMALL | LORA,
     "experts": SMALL | EXPERTS | LOSSES,
+    # A ring of two ranks has blocks that the window cuts, and one that it hides.
+    "window": GROUPED | dict(model="mistral-7b", dropout=0.0, sliding_window=5),
+    "alibi": SMALL | dict(model="bloom-560m", ffn_hidden_size=56, num_heads=8),
+    "fp8": GROUPED | FP8 | dict(dropout=0.0),
+    # What is a matter of all tokens of a micro-batch: transport plans, and which choices are
+    # dropped.
+    "sinkhorn": SMALL | EXPERTS | dict(router="sinkhorn", router_topk=1, capacity_factor=0.8),
+    "capacity": LLAMA | EXPERTS | LOSSES | dict(capacity_factor=1.0, num_kv_heads=4),
 }
 KINDS = ("ring", "all-to-all")
 
@@ -76,6 +88,21 @@ WITH_EXPERTS = dict(cp=2, ep=2)
         ("lora", 4, [SEQUENCE]),
         ("experts", 2, both(WITH_EXPERTS)),
         ("experts", 4, [dict(cp=2, ep=4)]),
+        ("window", 2, [dict(cp=2)]),
+        ("alibi", 2, [HEADS | dict(cp=2)]),
+        ("fp8", 2, [dict(cp=2, fp8="delayed")]),
+        ("sinkhorn", 2, [dict(cp=2)]),
+        again("window", 2, [HEADS | dict(cp=2)]),
+        again("alibi", 2, [dict(cp=2), dict(cp=2, recompute="selective")]),
+        again("fp8", 2, both(dict(cp=2), dict(cp=2) | BLOCK)),
+        again("capacity", 2, both(WITH_EXPERTS)),
+        again("window", 4, [dict(cp=4), HEADS | SEQUENCE, OVER_A_PIPELINE, HEADS | SHARDED[1]]),
+        again("alibi", 4, [*both(dict(cp=4)), *both(SEQUENCE), HEADS | OVER_A_PIPELINE]),
+        again("alibi", 4, [SHARDED[1] | dict(document_mask=True, sliding_window=3)]),
+        again("fp8", 4, [dict(cp=4), SEQUENCE, HEADS | SEQUENCE | dict(fp8="delayed")]),
+        again("fp8", 4, [OVER_A_PIPELINE, SHARDED[1] | BLOCK, SEQUENCE | BLOCK]),
+        again("sinkhorn", 4, [*both(dict(cp=4)), SEQUENCE, WITH_EXPERTS | SHARDED[1]]),
+        again("capacity", 4, [HEADS | dict(cp=4), SEQUENCE | dict(ep=2), OVER_A_PIPELINE]),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -90,6 +117,55 @@ def test_gate(base, world, variants):
 def test_compiled(kind):
     one = dict(num_layers=1, steps=1)
     same(train(2, **one, cp=2, cp_kind=kind, compile=True, mutate=without_cpp), train(**one))
+
+
+# --- the gate can fail ----------------------------------------------------------------------------
+
+
+def maximum_of_own_tokens():
+    fp8.Scaling.of_all_ranks = lambda self, amaxes, operand, group: amaxes
+
+
+def assignment_of_own_tokens():
+    forward = moe.Routing.forward
+
+    def alone(self, *args):
+        self.gather = None
+        return forward(self, *args)
+
+    moe.Routing.forward = alone
+
+
+def slopes_of_the_first_heads():
+    def first(self, group):
+        self.slopes = self.slopes.chunk(group.size())[0]
+
+    context_parallel.OwnHeads.shard_heads = first
+
+
+def window_of_one_less():
+    within = context_parallel.Blocks.within_window
+
+    def narrower(self, source, queries, keys):
+        queries, keys = within(self, source, queries, keys)
+        return queries, slice(keys.start + (source != self.rank), keys.stop)
+
+    context_parallel.Blocks.within_window = narrower
+
+
+@pytest.mark.parametrize(
+    "base, mutate, layout",
+    [
+        ("fp8", maximum_of_own_tokens, dict()),
+        ("sinkhorn", assignment_of_own_tokens, dict()),
+        again("capacity", assignment_of_own_tokens, dict()),
+        again("alibi", slopes_of_the_first_heads, HEADS),
+        again("window", window_of_one_less, dict()),
+    ],
+)
+def test_gate_sees(base, mutate, layout):
+    broken = train(2, 1, mutate, BASES[base], cp=2, **layout)
+    differs(broken, train(steps=1, base=BASES[base]))
 
 
 # --- bytes ----------------------------------------------------------------------------------------
@@ -128,6 +204,31 @@ def test_bytes_are_the_formulas(n, kv):
             # a part of each buffer stays
             sent = sum(size * times for (_, size), times in messages.items()) * Fraction(n - 1, n)
             assert sent == (2 + 2 * k) * (n - 1) * b * s * h * x / Fraction(n * n)
+
+
+def messages_of_a_step(rank: int, variants: list[dict]) -> list[Counter]:
+    """{(kind of message, group, bytes): how often} of each."""
+    found = []
+    for flags in variants:
+        run = parity.Run(2, config_of(SMALL | flags | dict(cp=2, num_layers=1, precision="fp32")))
+        with Collectives() as noted:
+            run.trainer.forward_backward(1, run.dataset)
+        found.append(noted.counted(run.groups))
+    return found
+
+
+def test_messages_of_what_looks_at_all_tokens():
+    """Of a layer and two micro-batches. FP8: a maximum of 4 bytes for each input (of q, k and v, of
+    the output, up, down) and for each gradient, where q, k and v go together. Experts, which have
+    scales of rows: the logits of 8 tokens of 4 sequences for 4 experts."""
+    plain, in_fp8, experts, balanced = ranks.run(
+        messages_of_a_step,
+        2,
+        [dict(micro_batch_size=4), FP8, EXPERTS | FP8, BASES["sinkhorn"] | FP8],
+    )[0]
+    four = Counter({("all-reduce", "cp", 4): 2 * (4 + 3), ("all-reduce", "cp", 12): 2})
+    assert in_fp8 - plain == four and plain - in_fp8 == Counter()
+    assert balanced - experts == Counter({("all-gather", "cp", 4 * 8 * 4 * 4): 2})
 
 
 def kept_of_forward(rank: int, world: int, flags: dict) -> int:
@@ -181,9 +282,12 @@ FEW_KEYS = dict(model="llama2-7b", num_heads=8, num_kv_heads=2)
         ),
         (OF_FOUR | FEW_KEYS, 4, "--cp 4: must divide --num-kv-heads 2 over --tp 1"),
         (dict(cp_kind="all-to-all"), 2, "--cp-kind all-to-all: needs --cp 2 or more"),
-        (dict(cp=2, fp8="current"), 2, "--fp8 current"),
-        (dict(cp=2, num_experts=4, router="sinkhorn"), 2, "--router sinkhorn"),
-        (dict(cp=2, num_experts=4, router="topk", capacity_factor=1.0), 2, "--capacity-factor 1.0"),
+        (
+            dict(cp=2, fp8="block", seq_length=1000),
+            2,
+            "--seq-length 1000: must be divisible by twice --cp 2 times --fp8-block 128: a block of"
+            " tokens is on one rank; 512 would fit",
+        ),
         (dict(command="preference.py", cp=2, data=["pairs.jsonl"]), 2, "--cp 2: a loss"),
         (dict(cp=2, global_batch_size=3), 4, "--global-batch-size 3: must be divisible by the 2"),
     ],

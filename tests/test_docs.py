@@ -51,7 +51,7 @@ COMMANDS = (
     "inference/adapters.py",
     "course/verify.py",
 )
-COMMANDS += ("finetune/prompt_tuning.py", "finetune/adapters.py")
+COMMANDS += ("finetune/prompt_tuning.py", "finetune/adapters.py", "finetune/classify.py")
 COMMANDS += ("inference/huggingface.py", "inference/evaluate.py", "inference/export.py")
 COMMANDS += ("inference/megatron.py",)
 COMMANDS += ("models/generate_t5.py", "models/seq2seq.py", "models/use_bert.py", "models/draw.py")

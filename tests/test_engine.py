@@ -271,6 +271,65 @@ def test_layouts(name, world, layout, count, tmp_path):
     assert preemptions > 0 or model.config.sliding_window
 
 
+# --- embeddings -----------------------------------------------------------------------------------
+
+
+def embedded(engine: Engine, requests: list[Request]) -> list[torch.Tensor]:
+    """The embedding of each prompt, while other requests are answered."""
+    asked = [replace(r, max_tokens=0, draw=DrawOptions(embeds=True)) for r in requests]
+    numbers = []
+    for request, other in zip(asked, requests):
+        numbers.append(engine.add(request))
+        engine.add(other)
+    found = {}
+    while engine.busy:
+        for output in engine.step():
+            if output.states is not None:
+                assert output.token is None and output.finish == "length"
+                found[output.number] = output.states
+        check_blocks(engine)
+    return [found[number] for number in numbers]
+
+
+def directly(model, requests: list[Request]) -> list[torch.Tensor]:
+    sums = []
+    for request in requests:
+        tokens = torch.tensor([request.prompt])
+        x = model.run_blocks(model.embedding(tokens), tokens.shape[1])
+        sums.append(model.head.norm(x)[0].sum(0))
+    return sums
+
+
+def near(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all((a - b).abs().max() < 1e-10 * b.abs().max() for a, b in zip(found, expected))
+
+
+def embed_on_ranks(rank, path, world, layout, requests):
+    groups = Groups.make("cpu", world, **layout)
+    model, _ = cli.load_model(path, torch.device("cpu"), torch.float64, groups)
+    engine = Engine(model, groups, **SMALL)
+    if rank:
+        return engine.follow()
+    found = [states.numpy() for states in embedded(engine, requests)]
+    engine.close()
+    return found
+
+
+def test_embeddings(tmp_path, monkeypatch):
+    """In pieces, after preemptions, of prompts that the prefix cache has, on layouts."""
+    model, requests = make("llama"), make_requests(20)
+    expected = directly(model, requests)
+    engine = Engine(model, **SMALL)
+    assert near(embedded(engine, requests), expected) and engine.scheduler.preemptions
+    engine.close()
+    save(tmp_path, model)
+    for layout in (dict(tp=2), dict(pp=2)):
+        found = ranks.run(embed_on_ranks, 2, str(tmp_path), 2, layout, requests[:6])[0]
+        assert near([torch.as_tensor(states) for states in found], expected)
+    monkeypatch.setattr(DrawOptions, "reads_all", False)
+    assert not near(embedded(Engine(model, **SMALL), requests), expected)
+
+
 # --- what an answer could depend on ---------------------------------------------------------------
 
 

@@ -121,8 +121,6 @@ NAMES = {"tp": "t", "pp": "p", "virtual_stages": "v", "seq_length": "s", "num_ex
 
 def check_context(config, cp: int, sequence_ranks: int) -> str:
     """The message of what run/rules.py refuses beside context parallelism."""
-    if cp > 1 and config.num_experts and config.router == "sinkhorn":
-        return f"cp {cp}: router sinkhorn balances all tokens together; topk would do"
     pieces, length = 2 * cp * sequence_ranks, config.seq_length
     if cp > 1 and sequence_ranks > 1 and length % pieces:
         rule = f"must be divisible by 2 cp t under sequence parallelism, here {pieces}"

@@ -189,10 +189,10 @@ def test_position_scheme(copy):
     logs = [math.log(1 + distance) for distance in (3, 2, 1, 0)]
     by_hand = [[-slope * log for log in logs] for slope in (2**-4, 2**-8)]
     assert run(copy, 1, biases) == [pytest.approx(head, rel=1e-12) for head in by_hand]
-    equals_one_device(copy, dict(tp=2), positions="kerple")
+    for layout in (dict(tp=2), dict(cp=2)):
+        equals_one_device(copy, layout, positions="kerple")
     flags = ["--positions", "kerple", "--dropout", "0", "--model", "gpt2"]
     assert run(copy, 1, refusal, flags) == ""
-    assert "cannot share its sequences" in run(copy, 1, refusal, [*flags, "--cp", "2"])
 
 
 # --- families and kinds of training ---------------------------------------------------------------

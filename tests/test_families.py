@@ -161,16 +161,17 @@ def generate_each(rank: int, folder: Path, families: list[str], layouts: list[di
         groups = Groups.make("cpu", 2, **layout)
         for family in families:
             model, _ = load_model(folder / family / "ours", groups=groups)
-            found.append(generate.generate(model, PROMPTS, NEW_TOKENS, temperature=0))
+            options = dict(temperature=0, cp_group=groups.cp)
+            found.append(generate.generate(model, PROMPTS, NEW_TOKENS, **options))
     return found
 
 
 def test_generation(imported):
     """Token for token, of prompts in one batch, where transformers has one at a time; beyond the
-    window; under tp 2 and pp 2."""
+    window; under tp 2, pp 2 and cp 2."""
     # what is of its own in each; a Gemma's one head of keys and values is not for two ranks
     for_two = ["gpt2", "llama 3", "mistral", "qwen3", "bloom, 6 heads", "mixtral"]
-    layouts = [dict(tp=2), dict(pp=2)]
+    layouts = [dict(tp=2), dict(pp=2), dict(cp=2)]
     expected = {family: greedy(family) for family in FAMILIES}
     for family in FAMILIES:
         model, _ = load_model(imported / family / "ours")
@@ -178,7 +179,7 @@ def test_generation(imported):
         assert found == expected[family], family
     of_ranks = ranks.run(generate_each, 2, imported, for_two, layouts)
     for found in of_ranks:
-        assert found == 2 * [expected[family] for family in for_two]
+        assert found == 3 * [expected[family] for family in for_two]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

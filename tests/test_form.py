@@ -102,7 +102,10 @@ def test_only_trainers_built_on_train_import_it():
         "finetune.reference_models",
         "course.mutations.training_loop",
     }
-    built |= {f"finetune.{name}" for name in ("adapters", "sft", "preference", "reinforcement")}
+    built |= {
+        f"finetune.{name}"
+        for name in ("adapters", "sft", "classify", "preference", "reinforcement")
+    }
     built |= {f"models.{name}" for name in ("seq2seq", "prompt_t5", "classify", "use_bert", "draw")}
     of_one_device = {"course.verify", "course.parity", "course.bug_runs"}
     assert importers <= built | of_one_device

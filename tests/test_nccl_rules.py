@@ -39,6 +39,7 @@ LAYOUTS = {
         T5 | dict(schedule="zb-h1"),
         dict(cp=2),
         dict(cp=2, cp_kind="all-to-all"),
+        dict(cp=2, num_experts=4, fp8="current", fp8_skip=0),
         REINFORCEMENT | dict(zero_stage=3, rollout_tp=2),
     ],
     4: [

@@ -83,6 +83,8 @@ LAYOUTS = {
         16,
         [0],
     ),
+    "ring, window": (dict(model="mistral-7b", cp=4), 8, [0]),
+    "heads, alibi": (dict(model="bloom-7b1", tp=2, cp=4, cp_kind="all-to-all"), 8, [0]),
     "qwen3": (SEQUENCE | dict(model="qwen3-8b", tp=4, pp=2, zero_stage=1), 32, [0, 31]),
     "mistral, chunked head": (dict(model="mistral-7b", tp=4, head_chunk=1024), 8, [0]),
     "bloom": (dict(model="bloom-7b1", tp=4, pp=2), 8, [0, 4]),

@@ -13,6 +13,7 @@ from base import attention_kernels
 from base.attention_kernels import CuDNN, EfficientOnCUDA, FlashOnCUDA, Kernel
 from context_parallel import Block, RingAttention, attend, attend_backward, merge, own_positions
 from course import ranks
+from families import LocalBias
 
 B, A, S, D = 2, 4, 24, 8
 
@@ -128,6 +129,29 @@ def test_blocks_are_the_causal_mask_once(n):
     assert counts.equal(torch.ones(s, s).tril())
     # zigzag: equal work
     assert len(set(work)) == 1
+
+
+@pytest.mark.parametrize("window", [1, 3, 8, 9, 20, 31])
+def test_blocks_leave_out_what_a_window_hides(window):
+    """Their biases are the window of the whole sequence, and none has a row or a column of hidden
+    tokens alone; of ranks that are out of reach no work is left."""
+    n, s = 4, 32
+    config = gpt.GPTConfig(1, 16, 2, seq_length=s, sliding_window=window)
+    local = LocalBias(config)
+    counts = torch.zeros(s, s)
+    for rank in range(n):
+        blocks = context_parallel.Blocks(RingAttention(OfRank(rank, n), local), gpt.PLAIN, s)
+        for source in range(n):
+            block = blocks.meeting(source, torch.empty(1, 2, s // n, D))
+            at_q = own_positions(s, rank, n)[block.queries]
+            at_k = own_positions(s, source, n)[block.keys]
+            seen = block.bias[0, 0].isfinite()
+            assert seen.any(0).all() and seen.any(1).all()
+            counts[at_q.unsqueeze(1), at_k] += seen
+            if window == 1:
+                assert source == rank or not block.bias.numel()
+    distance = torch.arange(s).unsqueeze(1) - torch.arange(s)
+    assert counts.equal(((distance >= 0) & (distance < window)).float())
 
 
 # --- over ranks -----------------------------------------------------------------------------------

@@ -364,7 +364,7 @@ MUTATIONS = {
         ("Scheduler.remember", "end + 1, size", "end + size, size"),
     ],
     "a prompt's token has no logits": [
-        ("Scheduler.blocks_found", " and not sequence.request.draw.of_prompt", ""),
+        ("Scheduler.blocks_found", " and not sequence.request.draw.reads_all", ""),
     ],
     "a piece has no tokens": [
         ("Scheduler.place", "min(sequence.computed, len(sequence.ids) - 1)", "sequence.computed"),

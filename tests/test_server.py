@@ -19,10 +19,12 @@ import pytest
 import serving_load
 import small_run
 import test_evaluate
+import torch
 from parity import again
 
 import generate
 from inference import serve
+from inference.loading import load_model
 from run.tokenizer import make_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -265,6 +267,38 @@ def test_log_probabilities_of_what_was_drawn(place, server):
         assert top[token] == log_p and 2 <= len(top) <= 3
 
 
+def directly(texts: list) -> list[list[float]]:
+    """The mean of the states behind the last norm, of length 1."""
+    model, tokenizer = load_model("chat")[0], make_tokenizer("chat/tokenizer.json")
+    vectors = []
+    for text in texts:
+        ids = torch.tensor([tokenizer.encode(text) if isinstance(text, str) else text])
+        with torch.inference_mode():
+            x = model.run_blocks(model.embedding(ids), ids.shape[1])
+            mean = model.head.norm(x)[0].mean(0)
+        vectors.append(pytest.approx((mean / mean.norm()).tolist(), abs=1e-5))
+    return vectors
+
+
+def test_embeddings(place, server):
+    """Of a text, several, tokens; in both formats: the package asks for base64 by itself."""
+    client = server.client()
+    for asked, texts in (
+        ("The quick", ["The quick"]),
+        (PROMPTS[:3], PROMPTS[:3]),
+        ([5, 7], [[5, 7]]),
+    ):
+        found = client.embeddings.create(model="chat", input=asked)
+        assert [one.embedding for one in found.data] == directly(texts)
+        assert [one.index for one in found.data] == list(range(len(texts)))
+    assert (found.object, found.model) == ("list", "chat")
+    assert found.usage.prompt_tokens == found.usage.total_tokens == 2
+    plain = client.embeddings.create(model="chat", input=[[5, 7], [9]], encoding_format="float")
+    assert plain.data[0].embedding == found.data[0].embedding
+    assert plain.usage.prompt_tokens == 3
+    server.wait_until("blocks_used", 0)
+
+
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_client_goes_away(server, endless, streams):
     """Its blocks are free again, long before its answers would have ended."""
@@ -289,7 +323,7 @@ def test_a_client_goes_away(server, endless, streams):
 
 # --- what is refused ------------------------------------------------------------------------------
 
-COMPLETIONS, CHAT = "completions", "chat/completions"
+COMPLETIONS, CHAT, EMBEDDINGS = "completions", "chat/completions", "embeddings"
 SAID = [{"role": "user", "content": "a"}]
 
 
@@ -324,6 +358,13 @@ def post(server, path: str, fields, key: str = KEY, content_type: str = "applica
         (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p", "above 0"),
         (COMPLETIONS, {"prompt": "a", "n": 0}, "n", ">= 1"),
         (COMPLETIONS, {"prompt": "a", "n": 10**9}, "n", "at most"),
+        (EMBEDDINGS, {}, "input", "missing"),
+        (EMBEDDINGS, {"input": ""}, "input", "empty"),
+        (EMBEDDINGS, {"input": "a" * 2000}, "input", "holds 1024"),
+        (EMBEDDINGS, {"input": ["a"] * 1000}, "input", "at most"),
+        (EMBEDDINGS, {"input": "a", "dimensions": 8}, "dimensions", "leave it out"),
+        (EMBEDDINGS, {"input": "a", "temperature": 1}, "temperature", "leave it out"),
+        (EMBEDDINGS, {"input": "a", "encoding_format": "int8"}, "encoding_format", "enum"),
         (CHAT, {"messages": SAID, "top_logprobs": 3}, None, "needs logprobs"),
         (COMPLETIONS, {"prompt": "a", "logprobs": 6}, "logprobs", "<= 5"),
         (COMPLETIONS, {"prompt": "a", "stop": [""]}, "stop", ">= 1"),
@@ -668,6 +709,11 @@ def test_adapters_by_request(place, capsys):
             answer = server.client().completions.create(**fields, max_tokens=20, seed=0)
             found.append(answer.choices[0].text)
         assert [model.id for model in server.client().models.list()] == ["base", "fr"]
+        vectors = []
+        for model in ("base", "fr", "base"):
+            answer = server.client().embeddings.create(model=model, input="x1 = ")
+            vectors.append(answer.data[0].embedding)
+        assert vectors[0] == vectors[2] != pytest.approx(vectors[1], abs=1e-3)
         usage = server.client().completions.create(model="base", prompt="x", seed=0).usage
         assert usage.completion_tokens == 7
         assert "--host 0.0.0.0 without --api-key-file" in server.ranks[0].stderr
@@ -691,6 +737,8 @@ def test_ranks(layout, place, capsys):
         ask = dict(model="chat", prompt="The quick", max_tokens=30, seed=9, n=2)
         found = server.client().completions.create(**ask)
         assert [choice.text for choice in found.choices] == [line["text"] for line in expected]
+        vector = server.client().embeddings.create(model="chat", input="The quick").data[0]
+        assert vector.embedding == directly(["The quick"])[0]
         server.ranks[1].kill(signal.SIGTERM)
         assert server.client().completions.create(**ask).choices == found.choices
         server.ranks[0].kill(signal.SIGTERM)

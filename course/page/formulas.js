@@ -143,10 +143,8 @@ function divisors(numbers, near) {
 // what would fit.
 function brokenRule(model, { t, p, v, dp, cp, ep, sp }) {
   const { num_layers: L, seq_length: s, num_experts: e, router_topk: k } = model;
-  const bias = model.positions === "alibi" ? "ALiBi" : model.sliding_window && "a sliding window";
   const pieces = `must be divisible by twice cp ${cp}: the sequence is cut into so many pieces`;
   const both = `must be divisible by 2 cp t under sequence parallelism, here ${2 * cp * t}`;
-  const sinkhorn = "router sinkhorn balances all tokens together; topk would do";
   const cut = ["num_heads", "num_kv_heads", "ffn_hidden_size"];
   const words = (field) => `${field.replaceAll("_", " ")} ${model[field]}`;
   const replicas = dp * cp;
@@ -161,12 +159,10 @@ function brokenRule(model, { t, p, v, dp, cp, ep, sp }) {
     ...cut.map((field) => [model[field] % t, `t ${t}`, `must divide ${words(field)}`, tFits, "tp"]),
     [sp && s % t, `s ${s}`, sequence, multiples(s, t)],
     [L % (p * v), `num layers ${L}`, layers, multiples(L, p * v)],
-    [cp > 1 && bias, `cp ${cp}`, `a model with ${bias} cannot share its sequences`, "1"],
     [cp > 1 && s % (2 * cp), `s ${s}`, pieces, multiples(s, 2 * cp)],
     [replicas % ep, `ep ${ep}`, `must divide the ${replicas} data-parallel ranks`, epFits, "ep"],
     [ep > 1 && !e, `ep ${ep}`, none],
     [e % ep, `ep ${ep}`, even, epFits, "ep"],
-    [cp > 1 && e && model.router === "sinkhorn", `cp ${cp}`, sinkhorn],
     [cp > 1 && sp && s % (2 * cp * t), `s ${s}`, both, multiples(s, 2 * cp * t)],
   ];
   const [, subject, rule, fits, setting] = rules.find(([isBroken]) => isBroken) ?? [];
