@@ -11,12 +11,11 @@ rounded to bytes. Sums are in float32; results have the type of x.
 
 There are three recipes for a scale: from the present maximum of a tensor (current), from the maxima
 of the last steps (delayed), or one for each block of it (block). Without blocks a maximum is that
-of the whole tensor, over all tensor-parallel ranks that hold parts of it:
+of the whole tensor, over all tensor-parallel and context-parallel ranks that hold parts of it:
 
     column-parallel    x is whole        W, ∂y are parts
     row-parallel       x, W are parts    ∂y is whole
-
-and over all context-parallel ranks, which have parts of x and ∂y: their tokens.
+    context-parallel   W is whole        x, ∂y are parts
 
     python -m course.fp8       the three products, which bytes they read, two ranks beside one
 
@@ -42,7 +41,6 @@ from math import gcd
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -63,7 +61,7 @@ from base.float8 import (
     quantise,
     scale_of,
 )
-from base.grouped_linear import grouped_linear, library_takes
+from base.grouped_linear import grouped_linear, grouped_weight_gradient
 from base.model_config import LINEARS, FieldError, GPTConfig, divisors
 from sequence_parallel import GatherSequence, start_nothing
 
@@ -178,13 +176,12 @@ class Scaling:
     def of_all_ranks(self, amaxes: list[Tensor], operand: int, group) -> list[Tensor]:
         """The largest of the maxima of all ranks that hold parts: `group`, as in `scales`, and,
         unless it is a weight, the context-parallel ranks."""
-        groups = [group] if operand == WEIGHT else [group, self.context_group]
-        if not any(groups):
-            return amaxes
-        together = torch.stack(amaxes)
-        for ranks in filter(None, groups):
-            dist.all_reduce(together, dist.ReduceOp.MAX, group=ranks)
-        return list(together)
+        for ranks in (group, None if operand == WEIGHT else self.context_group):
+            if ranks is not None:
+                together = torch.stack(amaxes)
+                dist.all_reduce(together, dist.ReduceOp.MAX, group=ranks)
+                amaxes = list(together)
+        return amaxes
 
     @property
     def known(self) -> Tensor:
@@ -266,8 +263,7 @@ class Scaling:
         return pairs, maxima
 
     def maxima(self, tensors: list[Tensor], history: list) -> list[Tensor]:
-        """The maximum of each tensor on this rank: noted on it, or computed by a kernel if not in
-        the history."""
+        """Each tensor's maximum here: noted on it, or by a kernel if not in the history."""
         found = [amax for x in tensors if (amax := fp8_cast.noted_maximum(x)) is not None]
         if len(found) < len(tensors):
             found = list(torch.zeros(len(tensors), device=self.amax.device).split(1))
@@ -543,8 +539,7 @@ def fp8_layers(num_layers: int, skip: int) -> range:
 
 
 def check(config: GPTConfig, recipe: Recipe, skip: int, t: int = 1, cp: int = 1) -> None:
-    """Raises FieldError if no layer is left, or if t tensor-parallel ranks or cp
-    context-parallel ranks would cut blocks."""
+    """Raises FieldError if no layer is left, or if t or cp ranks would cut blocks."""
     L = config.num_layers
     if not fp8_layers(L, skip):
         rule = "first and last layers are not in FP8, and {num_layers} leaves no other"
@@ -552,14 +547,10 @@ def check(config: GPTConfig, recipe: Recipe, skip: int, t: int = 1, cp: int = 1)
         raise FieldError("fp8_skip", skip, rule, fits, num_layers=L)
     if recipe.scaling != "block":
         return
-    s, pieces = config.seq_length, 2 * cp * recipe.block
-    if cp > 1 and s % pieces:
-        # ∂W sums over tokens, so there a block is that of neighbouring ones.
+    s, n = config.seq_length, 2 * cp * recipe.block
+    if cp > 1 and s % n:
         rule = "must be divisible by twice {cp} times {fp8_block}: a block of tokens is on one rank"
-        fits = max(pieces, s // pieces * pieces)
-        raise FieldError("seq_length", s, rule, fits, cp=cp, fp8_block=recipe.block)
-    if t == 1:
-        return
+        raise FieldError("seq_length", s, rule, max(n, s - s % n), cp=cp, fp8_block=recipe.block)
     sizes = dict(
         hidden_size=config.hidden_size,
         num_heads=config.num_heads * config.head_dim,
@@ -569,7 +560,7 @@ def check(config: GPTConfig, recipe: Recipe, skip: int, t: int = 1, cp: int = 1)
     if set(fp8_layers(L, skip)) - set(getattr(config, "expert_layers", ())):
         sizes["ffn_hidden_size"] = config.ffn_hidden_size
     for field, size in sizes.items():
-        if size // t % recipe.block:
+        if t > 1 and size // t % recipe.block:
             n = size // t
             rule = f"blocks must not be cut: {{tp}} gives each rank {n} of {{{field}}}"
             fits = divisors(gcd(*(size // t for size in sizes.values())), recipe.block)
@@ -584,11 +575,9 @@ def make(recipe: tuple, config: GPTConfig, device, keep_bytes: bool) -> Scaling:
     return Scaling(Recipe(*recipe), layers, device, keep_bytes)
 
 
-def apply(
-    model: gpt.GPT, scaling: Scaling, skip: int = 1, cp_group: dist.ProcessGroup | None = None
-) -> None:
+def apply(model: gpt.GPT, scaling: Scaling, skip: int = 1, cp_group=None) -> None:
     """Give attention and MLP of a model or pipeline stage FP8 matrix multiplications, in place.
-    Parameters keep their names and their precision. cp_group: the context-parallel ranks.
+    Parameters keep their names and their precision. cp_group: the context-parallel ranks, or None.
 
     Call it after tensor and sequence parallelism; before adapters, zero bubble and recomputation.
     """
@@ -753,18 +742,6 @@ def runs_in_fp8(x: Quantised, shape: tuple[int, int, int]) -> bool:
     return aligned and torch.cuda.get_device_capability(x.q.device)[0] == 9
 
 
-def weight_gradient(x: Tensor, grad: Tensor, counts: Tensor, like: Tensor) -> Tensor:
-    """∂W_e = ∂y_eᵀ x_e of each expert, in the precision of the run. like: [E, out, in]"""
-    if library_takes(x, like):
-        ends = counts.cumsum(0, dtype=torch.int32)
-        return F.grouped_mm(grad.t(), x, offs=ends)
-    dw = torch.empty_like(like)
-    sizes = counts.tolist()
-    for e, (rows, d_rows) in enumerate(zip(x.split(sizes), grad.split(sizes))):
-        torch.mm(d_rows.t(), rows, out=dw[e])
-    return dw
-
-
 class _GroupedLinear(torch.autograd.Function):
     """Y_i = [X_e W_ieᵀ for each expert e], for several W_i that read the same rows."""
 
@@ -790,7 +767,7 @@ class _GroupedLinear(torch.autograd.Function):
             q = layer.in_bytes(grad, layer.places[i], GRADIENT, layer.gradient_group)
             dx = dx + multiply(q, counts, layer.weight_bytes(i, w, (False, True))[1])
             if ctx.needs_input_grad[3 + i]:
-                d_weights[i] = weight_gradient(x, grad, counts, w)
+                d_weights[i] = grouped_weight_gradient(x, grad, counts, w)
         return dx, None, None, *d_weights
 
 

@@ -67,3 +67,15 @@ def grouped_linear(x: Tensor, counts: Tensor, *weights: Tensor) -> list[Tensor]:
     if library_takes(x, *weights):
         return grouped_by_library(x, counts, *weights)
     return list(_GroupedLinear.apply(x, counts.tolist(), *weights))
+
+
+def grouped_weight_gradient(x: Tensor, grad: Tensor, counts: Tensor, like: Tensor) -> Tensor:
+    """∂W_e = ∂y_eᵀ x_e of each expert, in the precision of the run. like: [E, out, in]"""
+    if library_takes(x, like):
+        ends = counts.cumsum(0, dtype=torch.int32)
+        return F.grouped_mm(grad.t(), x, offs=ends)
+    dw = torch.empty_like(like)
+    sizes = counts.tolist()
+    for e, (rows, d_rows) in enumerate(zip(x.split(sizes), grad.split(sizes))):
+        torch.mm(d_rows.t(), rows, out=dw[e])
+    return dw
