@@ -10,7 +10,7 @@ import small_run
 import tokenizers
 import torch
 from parity import SMALL, differs, same
-from small_run import lines_of, write_lines
+from small_run import lines_of, tensors_of, write_lines
 
 import train
 from course import parity, ranks
@@ -356,6 +356,13 @@ def test_runs(trained):
     data = trained / "labels.jsonl"
     assert train.main(["--resume", "--out", str(trained / "labels"), "--steps", "3"], CONFIG) == 0
     assert classify_run(trained, "further", load=trained / "labels", data=data) == 0
+    # The head alone: all else stays, and is in the checkpoint.
+    flags = small_run.as_flags(load=trained / "labels", data=data, out=trained / "head", steps=1)
+    assert classify.main([*flags, "--freeze", "--warmup-steps", "0"]) == 0
+    before, after = (tensors_of(trained / name, "model.") for name in ("labels", "head"))
+    changed = {name for name in after if not before[name].equal(after[name])}
+    assert changed and all(name.startswith("head.") for name in changed)
+    assert before.keys() == after.keys()
 
 
 CONFIG = classify.ClassifyConfig
