@@ -122,12 +122,13 @@ EXPERTS = SMALL | dict(num_experts=4, router="topk", router_topk=2, micro_batch_
     "world, base, layouts",
     [
         (2, MEAN, [SEQUENCE, DELAYED, ZERO]),
-        (2, FROZEN, [SEQUENCE, dict(pp=2), ZERO]),
+        (2, FROZEN, [dict(pp=2)]),
+        again(2, FROZEN, [SEQUENCE, ZERO]),
         again(2, SMALL, [dict(tp=2), SEQUENCE, dict(pp=2), DELAYED, dict(zero_stage=1), ZERO]),
         again(4, LLAMA | dict(dropout=0.0), [SEQUENCE | DELAYED, SEQUENCE | ZERO]),
         again(2, EXPERTS, [dict(ep=2), SEQUENCE]),
     ],
-    ids=["mean", "frozen", "last", "four ranks", "experts"],
+    ids=["mean", "frozen", "more frozen", "last", "four ranks", "experts"],
 )
 def test_layouts(world, base, layouts):
     (one,) = learned(1, base, [{}])
