@@ -10,6 +10,7 @@ Figure: docs/figures/serving_frontier.svg
 """
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from base.model_config import MoEConfig
 from benchmarks import report, serving_speed, style
 from planning import serving
 from planning.errors import Errors, least_squares
-from planning.inputs import H100, MACHINES, Constants, Machine
+from planning.inputs import A100, H100, MACHINES, Constants, Machine
 from planning.serving import ENGINES, Engine, Serving
 from run.presets import PRESETS
 
@@ -31,6 +32,15 @@ FITTED = {
     name: {constant: tuple(key) for constant, key in rows.items()}
     for name, rows in PUBLISHED["fitted"].items()
 }
+# NeMo's table of capacity: sizes, GB of the GPUs from one sequence of 60 + 20 tokens to 256 of
+# 200 + 200; and models of the least and of the largest size.
+CAPACITY = [
+    ("100M to 3B", 0.2, 6, "gpt3-126m", "megatron-3.6b"),
+    ("5B to 20B", 10, 600, "gpt3-5b", "gpt3-20b"),
+    ("100B to 300B", 200, 2000, "gpt3-175b", "gpt3-175b"),
+    ("500B to 1T", 1000, 5000, "megatron-530b", "megatron-1t"),
+]
+LEAST, MOST = (1, 60, 20), (256, 200, 200)
 # The frontier that is drawn: tokens of a prompt and of an answer.
 MODELS, PROMPT, ANSWER, GPUS = ("llama2-70b", "gpt3-175b"), 200, 200, 16
 OF_TP = dict(zip((1, 2, 4, 8, 16), (*style.SERIES, "#e69f00", "#332288")))
@@ -111,6 +121,38 @@ def on_this_machine(measured: dict) -> dict:
     return found
 
 
+def capacity(name: str, case: tuple[int, int, int]) -> tuple[float, int]:
+    """(GB, A100s): the fewest that hold a model with (batch, input, output); prompts come whole."""
+    batch, prompt, answer = case
+    one = Serving(A100, ENGINES["eager"], MoEConfig(**PRESETS[name][0]))
+    for gpus in (1, 2, 4, *range(8, 1024, 8)):
+        of_all = [x for x in serving.layouts(gpus, one) if x.ranks == gpus]
+        held = [sum(x.bytes(batch, prompt + answer, batch * prompt).values()) for x in of_all]
+        if held and min(held) <= serving.USABLE * A100.memory:
+            return gpus * min(held) / 1e9, gpus
+    raise ValueError(f"{name}: takes more than 1,016 A100s")
+
+
+def gpus_and_nodes(least: int, most: int) -> str:
+    """1 to 16, in 1 to 2 nodes: | 1 to 16 | 1 to 2 |"""
+    nodes = [-(-n // A100.ranks_per_node) for n in (least, most)]
+    ends = [f"{a:,} to {b:,}" if a != b else f"{a:,}" for a, b in ((least, most), nodes)]
+    return f"| {' | '.join(ends)} |"
+
+
+def capacity_table() -> list[str]:
+    """NeMo's GB, and the GPUs that have as much memory; ours."""
+    lines = []
+    for sizes, least, most, small, large in CAPACITY:
+        theirs = [math.ceil(gb * 1e9 / A100.memory) for gb in (least, most)]
+        (first, few), (last, many) = capacity(small, LEAST), capacity(large, MOST)
+        line = f"| {sizes} | {least:,} to {most:,} {gpus_and_nodes(*theirs)} {small}"
+        line += f" to {large}" if small != large else ""
+        first = f"{first:,.0f}" if first >= 10 else f"{first:.2g}"
+        lines.append(f"{line} | {first} to {last:,.0f} {gpus_and_nodes(few, many)}")
+    return lines
+
+
 def measure(toy: bool) -> dict:
     rows = read()
     others = held_out(rows)
@@ -134,6 +176,7 @@ def measure(toy: bool) -> dict:
         | {"all": summary(others)},
         "worst": [[*r.key, r.error(), r.why_off] for r in worst],
         "frontier": drawn,
+        "capacity": capacity_table(),
         "this_machine": on_this_machine(json.loads(SPEED.read_text())),
     }
 
@@ -145,6 +188,8 @@ def print_results(results: dict) -> None:
     for name, found in results["groups"].items():
         numbers = [f"{found[key]:.1%}" for key in ("mean", "ninth_decile", "worst")]
         print(f"| {name} | {found['rows']} | {' | '.join(numbers)} |")
+    print("sizes, NeMo: GB, A100s, nodes; models, ours: GB, A100s, nodes")
+    print(*results["capacity"], sep="\n")
     print("this machine: ms between tokens, predicted, error")
     for name, (seconds, ours) in results["this_machine"].items():
         print(f"| {name} | {1e3 * seconds:.2f} | {1e3 * ours:.2f} | {ours / seconds - 1:+.0%} |")

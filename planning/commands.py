@@ -3,7 +3,8 @@
     python planner.py plan --model gpt3-175b --gpus 1024 --gpu a100
     python planner.py size --gpus 64 --days 7
     python planner.py predict planning/published_times.json
-    python planner.py try 5
+    python planner.py try 5 --ranks 2
+    python planner.py measure --ranks 2
     python planner.py ppo --model llama2-70b --gpus 64 --gpu h100
     python planner.py serve --model gpt3-175b --gpu h100 --latency 5s
 
@@ -11,6 +12,7 @@ plan       the fastest layouts of a model, the command of the best, and why the 
 size       which model to train with so many GPUs and days, on how many tokens
 predict    a JSON object for each row of a file: name, seconds of a step, bytes of the fullest rank
 try        the best layouts, run on this machine for a few steps (planning/try_layouts.py)
+measure    this machine's processors, as a file for --machine (planning/measure.py)
 ppo        a step of reinforcement learning: answers, scores, updates (planning/ppo.py)
 serve      layouts that serve a model: how soon, how many tokens/s (planning/serving.py)
 
@@ -405,6 +407,7 @@ COMMANDS = {
     "size": "planning.budget",
     "predict": "planning.rows",
     "try": "planning.try_layouts",
+    "measure": "planning.measure",
     "ppo": "planning.ppo",
     "serve": "planning.serving",
 }

@@ -2,18 +2,21 @@
 
     python planner.py try 5 --ranks 8 --model gpt2      the five best, for 8 steps each
 
-    layout                      predicted, s   measured, s   ratio
-    pp 4                               0.585         0.575    1.02
-    dp 2, pp 2, zero-stage 1           0.623         0.659    0.95
+    layout                      predicted, s   measured, s   ratio   order
+    pp 4                               0.585         0.575    1.02       1
+    dp 2, pp 2, zero-stage 1           0.623         0.659    0.95       2
 
 Further flags are train.py's: the model, --global-batch-size. Each run is `torchrun train.py`, on
-GPUs where there are enough; its time is the median over the steps, without the first three.
+GPUs where there are enough; its time is the median over the steps, without the first three. Order:
+by the measured time. Without GPUs and a machine's file, planning/measure.py measures this machine's
+processors first.
 
 Not covered: noise. On a busy machine the measured order is that of luck.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -30,8 +33,8 @@ import torch
 
 import planner
 from base import terminal
-from planning import commands, plan
-from planning.inputs import Layout
+from planning import commands, measure, plan
+from planning.inputs import Layout, Software
 from run import flags, rules
 from run.config import LAYOUT, ConfigError, flag_name
 from run.pretraining import Config
@@ -107,9 +110,10 @@ def name_of(layout: Layout) -> str:
 def table(names: list[str], predicted: list[float], measured: list[float]) -> list[str]:
     """A heading, a line for each layout, and how far off the prediction is."""
     width = max(map(len, names)) + 2
-    lines = [f"{'layout':<{width}}{'predicted, s':>14}{'measured, s':>13}{'ratio':>7}"]
+    lines = [f"{'layout':<{width}}{'predicted, s':>14}{'measured, s':>13}{'ratio':>7}{'order':>7}"]
     for name, p, m in zip(names, predicted, measured):
-        lines.append(f"{name:<{width}}{p:>14.3f}{m:>13.3f}{p / m:>7.2f}")
+        order = sorted(measured).index(m) + 1
+        lines.append(f"{name:<{width}}{p:>14.3f}{m:>13.3f}{p / m:>7.2f}{order:>7}")
     off = statistics.mean(abs(p / m - 1) for p, m in zip(predicted, measured))
     slower = measured[0] / min(measured) - 1
     text = (
@@ -156,16 +160,25 @@ def config_of(rest: list[str]) -> Config:
     return config
 
 
+def on_processors(config: Config) -> Software:
+    """train.py on CPUs: in float32 unless --precision says otherwise. The processor that would
+    compute beside a message sends it."""
+    config = dataclasses.replace(config, precision=config.precision or "fp32")
+    return dataclasses.replace(plan.software_of(config), overlaps_tensor=False)
+
+
 def main(argv: list[str]) -> int:
     """Predict, run and print. Returns the exit status."""
     args, rest = arguments(argv)
     config = config_of(rest)
-    machine = plan.machine_of(args.machine, "--machine")
-    model, batch = config.model_config(), config.global_batch_size
-    plans = planner.search(machine, plan.software_of(config), model, args.ranks, batch)[
-        : args.count
-    ]
     device = "cuda" if torch.cuda.device_count() >= args.ranks else "cpu"
+    software = plan.software_of(config) if device == "cuda" else on_processors(config)
+    if device == "cpu" and args.machine == "auto" and not Path(plan.FILE).exists():
+        machine = measure.measured(args.ranks)
+    else:
+        machine = plan.machine_of(args.machine, "--machine")
+    model, batch = config.model_config(), config.global_batch_size
+    plans = planner.search(machine, software, model, args.ranks, batch)[: args.count]
     # Kill, and a terminal that is closed, end it as Ctrl-C does.
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:

@@ -373,6 +373,8 @@ def test_tables_of_the_document():
     for name, found in results["groups"].items():
         numbers = " | ".join(f"{found[key]:.1%}" for key in ("mean", "ninth_decile", "worst"))
         assert f"| {name} | {found['rows']} | {numbers} |" in text
+    assert results["capacity"] == comparison.capacity_table() and len(results["capacity"]) == 4
+    assert all(line in text for line in results["capacity"])
     held_out = comparison.held_out(ROWS)
     assert results["groups"]["all"] == pytest.approx(comparison.summary(held_out), rel=1e-6)
     eager, graphs = ENGINES["eager"], ENGINES["graphs"]

@@ -11,13 +11,15 @@ from types import SimpleNamespace
 import processes
 import pytest
 import small_run
+import torch.distributed as dist
 from test_comparisons import ForkedTraining
 
 import planner
 from base import json_files
 from base.model_config import MoEConfig
-from planning import commands, plan, try_layouts
-from planning.inputs import MACHINES, TRAIN, Constants, Machine
+from course import ranks
+from planning import commands, measure, plan, try_layouts
+from planning.inputs import MACHINES, Constants, Machine
 from run import flags
 from run.config import ConfigError
 from run.pretraining import Config
@@ -77,11 +79,39 @@ def test_try(here, monkeypatch, capsys):
     argv = ["2", "--ranks", "2", "--machine", "machine.json", "--steps", "4", *words]
     assert commands.main(["try", *argv]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["layout", "predicted,", "s", "measured,", "s", "ratio"]
+    assert lines[0].split() == ["layout", "predicted,", "s", "measured,", "s", "ratio", "order"]
     assert len(lines) == 4 and "off by" in lines[3]
-    best = planner.search(MINE, TRAIN, flags.parse(words, 0).model_config(), 2, 4)[0]
+    assert sorted(line.split()[-1] for line in lines[1:3]) == ["1", "2"]
+    # CPUs train in float32, and nothing runs beside their messages
+    config = flags.parse([*words, "--precision", "fp32"], 0)
+    software = dataclasses.replace(plan.software_of(config), overlaps_tensor=False)
+    best = planner.search(MINE, software, config.model_config(), 2, 4)[0]
     assert lines[1].startswith(try_layouts.name_of(best.layout))
     assert f"{best.seconds:.3f}" in lines[1]
+
+
+def measure_on(rank: int) -> Machine:
+    return measure.measure(dist.group.WORLD)
+
+
+def test_processors_are_measured(tmp_path, monkeypatch, capsys):
+    """Two ranks find what planner.py takes for a machine; `try` asks them where it has no file."""
+    machine, _ = ranks.run(measure_on, 2)
+    assert machine.constants.wait > 0 and machine.ranks_per_node == 2
+    monkeypatch.setattr(measure, "measured", lambda ranks: machine)
+    monkeypatch.chdir(tmp_path)
+    assert commands.main(["measure", "--ranks", "2"]) == 0
+    Path("machine.json").write_text(capsys.readouterr().out)
+    assert plan.machine_of("machine.json") == machine
+    Path("machine.json").unlink()
+    monkeypatch.setattr(try_layouts, "run", lambda *_: [{"step_seconds": 1.0}] * 8)
+    assert commands.main(["try", "2", "--ranks", "2", "--num-layers", "2"]) == 0
+    assert " order\n" in capsys.readouterr().out
+
+
+@pytest.mark.repetition
+def test_ranks_of_torchrun_measure():
+    assert measure.measured(2).ranks_per_node == 2
 
 
 @pytest.mark.parametrize(
