@@ -14,8 +14,8 @@ micro-batch, s sequence, h hidden, t tensor-parallel ranks, p stages, v of them 
     data          sums of gradients over data-parallel ranks
     optimizer     bytes that the update reads and writes
 
-Five shares and one wait, for each pass of a collective, are fitted to published times; two more are
-chosen (`Constants`).
+Four shares and two waits, for each pass of a collective, are fitted to published times; two more
+are chosen (`Constants`).
 
     python -m course.planner   the constants, one layout taken apart, beside published times
 
@@ -59,6 +59,9 @@ UPDATE = 28
 # Its state is also read and written. In 32 bits it is copied to 16 (6); in 16 bits the weight is
 # the other half of the master (4).
 TO_16_BITS, OTHER_HALF = 6, 4
+
+# Weights and biases of a GPT's layer: of two norms and four products.
+PARAMETERS = 12
 
 # --- outside the layers ---------------------------------------------------------------------------
 
@@ -140,9 +143,11 @@ def gathers_and_sums(rank: Rank) -> tuple[float, float, float]:
     groups of S ranks: 2 Ψ / S (R - 1) / R elements once a step). Ranks that share experts have
     fewer replicas."""
     software, layout = rank.software, rank.layout
-    share = rank.machine.constants.zero3 if software.waits_for_reductions else 1.0
-    # Each layer, the embedding and the head are units.
+    # Each layer, the embedding and the head are units; or each parameter of the layers.
+    single = software.waits_for_reductions
     units = rank.model.num_layers / layout.pp + 2 if software.reduces_by_layer else 1
+    if single:
+        units = PARAMETERS * rank.model.num_layers / layout.pp
     # These parameters have gradients, and change in a step.
     learning = learned(rank.model, layout, software)
     gathered = parameters(rank.model, layout, software) if layout.zero_stage == 3 else learning
@@ -152,7 +157,7 @@ def gathers_and_sums(rank: Rank) -> tuple[float, float, float]:
         for group, count in zip(groups, numbers):
             if count:
                 nbytes = number_bytes * count / units
-                total += units * rank.collective(group, nbytes, passes, share)
+                total += units * rank.collective(group, nbytes, passes, single)
         return total
 
     inside, across = ("shard", "expert_shard"), ("replicate", "replicate")

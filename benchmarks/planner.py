@@ -2,7 +2,7 @@
 
     python -m benchmarks.planner [--toy] [--out DIR]
 
-Rows: planning/published_times.json, 72 published times of training steps on A100s. The constants
+Rows: planning/published_times.json, 78 published times of training steps on A100s. The constants
 are fitted to six of them (errors.FITTED); the others are held out. Also: the same without one
 ingredient of the model, constants fitted again; the same with other choices of six rows, drawn at
 random; and the fastest layouts of Llama-2 on H200s. NeMo's published days and tokens per second

@@ -19,7 +19,18 @@ def one_adapter(self, size, stride):
     """A ring of ranks enters and leaves a node once, so its members there share their adapters.
     Without this the fit gives one adapter more than its data sheet promises, and groups with one
     member on each node are then predicted too fast."""
-    return self.node_link if size * stride <= self.ranks_per_node else self.network_link
+    in_node = size * stride <= self.ranks_per_node
+    return self.node_link if in_node else self.network_bandwidth * self.constants.network
+
+
+@WITHOUT.replace("own-adapter", Machine, "link", "Are 4 shared adapters 4 times as fast as 1?")
+def no_own_adapter(self, size, stride):
+    """A ring with several ranks on a node goes from adapter to adapter, and reaches half of what
+    they promise; a rank that is alone on its node reaches as much of its adapter as of a link in
+    the node. One share for both is too slow for the one and too fast for the other."""
+    in_node = size * stride <= self.ranks_per_node
+    members = min(size, max(1, self.ranks_per_node // stride))
+    return self.node_link if in_node else members * self.network_bandwidth * self.constants.network
 
 
 @WITHOUT.replace("wait", planner, "step_time", "And a lower bandwidth instead?")
@@ -27,7 +38,7 @@ def at_once(machine, *rest, original=planner.step_time):
     """Tensor parallelism makes thousands of collectives in a step. About half of the time of each
     is waiting, which no bandwidth describes; the fit then gives matrix multiplications more than
     the peak."""
-    constants = dataclasses.replace(machine.constants, wait=0.0)
+    constants = dataclasses.replace(machine.constants, wait=0.0, zero3=0.0)
     return original(dataclasses.replace(machine, constants=constants), *rest)
 
 
@@ -68,10 +79,10 @@ def waiting(rank, all_reduce, weight_gradient, original=layer_time.tensor_backwa
 MEANING = {
     "matmul": "of the peak: large matrix multiplications",
     "memory": "of the memory's bandwidth: element-wise operations",
-    "node": "of the links in a node: collectives",
-    "network": "of the adapters to the network: collectives",
+    "node": "of the links in a node, and of an adapter that one rank has: collectives",
+    "network": "of the adapters that ranks of a node share: collectives",
     "wait": "each pass of a collective waits so long: for slow ranks, for kernels",
-    "zero3": "of the adapters: ZeRO-3 that sends parameter by parameter (DeepSpeed)",
+    "zero3": "the same of a single parameter: ZeRO-3 of DeepSpeed in 2021",
 }
 # Two rows of arXiv 2205.05198, table 5.
 TWO = ("175B full", "175B sel+sp")
@@ -91,7 +102,7 @@ def teach_constants(lesson: form.Lesson, fitted: Machine) -> None:
 
 
 def shown(name: str, constant: float) -> str:
-    return f"{1e6 * constant:.0f} µs" if name == "wait" else f"{constant:.0%}"
+    return f"{1e6 * constant:.0f} µs" if name in ("wait", "zero3") else f"{constant:.0%}"
 
 
 def teach_parts(lesson: form.Lesson, machine: Machine, pair: list[Row]) -> None:

@@ -44,7 +44,7 @@ PRIOR = {
     "node": (0.7, 0.3),
     "network": (0.5, 0.5),
     "wait": (100e-6, 1.0),
-    "zero3": (0.1, 1.0),
+    "zero3": (1e-3, 3.0),
 }
 # The standard deviation of the logarithm of a measured time.
 NOISE = 0.03
@@ -77,7 +77,8 @@ def least_squares(residuals, x: np.ndarray, steps: int = 30) -> np.ndarray:
     for _ in range(steps):
         current = residuals(x)
         slopes = [(residuals(x + 1e-6 * axis) - current) / 1e-6 for axis in np.eye(len(x))]
-        step = np.linalg.lstsq(np.stack(slopes, axis=1), -current)[0]
+        # At most a factor of e, where x is a logarithm: far away the slopes are others.
+        step = np.linalg.lstsq(np.stack(slopes, axis=1), -current)[0].clip(-1, 1)
         x = x + step
         if np.abs(step).max() < 1e-7:
             break

@@ -119,15 +119,18 @@ class Rank:
         """nbytes: where numbers have 16 bits."""
         return nbytes * self.software.weight / 2 / self.bytes_per_second
 
-    def collective(self, group: str, nbytes: float, passes: int = 1, share: float = 1.0) -> float:
+    def collective(self, group: str, nbytes: float, passes: int = 1, single: bool = False) -> float:
         """An all-gather, reduce-scatter or all-to-all of nbytes in all is one pass around a ring:
-        each of N ranks sends (N - 1) / N of the bytes. An all-reduce is two passes. share: of the
-        link."""
+        each of N ranks sends (N - 1) / N of the bytes. An all-reduce is two passes. single: of one
+        parameter, through one adapter of each node."""
         size = getattr(self.layout, group)
         if size == 1:
             return 0.0
-        link = self.machine.link(size, self.strides[group]) * share
-        return passes * (self.machine.constants.wait + nbytes * (size - 1) / size / link)
+        constants, link = self.machine.constants, self.machine.link(size, self.strides[group])
+        if single:
+            link = min(link, self.machine.network_link)
+        wait = constants.zero3 if single else constants.wait
+        return passes * (wait + nbytes * (size - 1) / size / link)
 
     def send(self, nbytes: float) -> float:
         """To the next stage: in the node if the whole pipeline is there, else over the network."""

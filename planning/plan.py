@@ -77,7 +77,7 @@ def machine_of_file(name: str) -> Machine:
     if isinstance(constants, dict):
         shares = vars(json_files.convert_exactly(constants, Constants, f"{name}: constants"))
         for field, share in shares.items():
-            if field != "wait" and share > 1:
+            if field not in ("wait", "zero3") and share > 1:
                 raise json_files.JSONError(f"{name}: constants: {field} {share:g}: is a share of 1")
         if given.get("has_fp8") and "fp8" not in constants:
             rule = "has_fp8 needs the share of FP8 that is reached; that of an h100 is 0.61"

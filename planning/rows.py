@@ -6,7 +6,7 @@
       "layout": {"tp": 8, "micro_batch_size": 4, "global_batch_size": 4, "recompute": "full"},
       "software": "megatron-2022", "machine": "a100", "seconds": 1.42}]}
 
-published_times.json has 72 of them, published_encoders.json 16 of BERT and T5. Fields of "model"
+published_times.json has 78 of them, published_encoders.json 16 of BERT and T5. Fields of "model"
 are those of a configuration (of models/, where "shape" is bert or t5), fields of "layout" those of
 `Layout`; what is left out has its default.
 
