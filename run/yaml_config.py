@@ -9,8 +9,6 @@
 The tables at the end have the keys. A key is not read where its flags are given. Any other key, and
 a value that is not done here, is refused. A model begins as gpt2, which has Megatron-LM's defaults.
 
-    torchrun --nproc-per-node 8 train.py --config FILE --data PATH --val-data PATH --out DIR
-
 Not covered: Hydra's lists of defaults, other resolvers than RESOLVERS, tokenized data (.bin, .idx).
 """
 
@@ -80,8 +78,10 @@ class Keys:
         value = self.find(self.paths[name]) if name in self.paths else None
         return default if value is None else value
 
-    def flag(self, name: str) -> int:
-        return self.flags.get(name, 1)
+    def asks(self, name: str) -> bool:
+        """Whether a key that is in no table asks for something: it is not null, and not ignored."""
+        ignored = any(fnmatch.fnmatch(name, pattern) for pattern in IGNORED)
+        return not ignored and self.get(name) is not None
 
     def find(self, path: tuple):
         value = self.content
@@ -153,9 +153,9 @@ def read(path: str, given: dict, rank: int, ranks: int, command: str) -> dict:
             cure = " or ".join(map(flag_name, TABLE[name][0])) if name in TABLE else ""
             wrong.append(f"{name}: {e}{cure and f', or give {cure}'}")
     others = keys.paths.keys() - {*TABLE, *ONLY}
-    unknown = {name for name in others if not any(fnmatch.fnmatch(name, p) for p in IGNORED)}
+    unknown = [name for name in sorted(others) if keys.asks(name)]
     if unknown:
-        wrong.append(f"{', '.join(sorted(unknown))}: not known here; leave out")
+        wrong.append(f"{', '.join(unknown)}: not known here; leave out")
     if wrong:
         raise ConfigError(f"--config {path}: {'; '.join(wrong)}")
     if "num_layers" in taken and not {"load", "model"} & keys.flags.keys():
@@ -201,11 +201,16 @@ def when(value, otherwise=None):
 
 def of_replicas(choose):
     """A function for a flag about the ranks that share the batch, where there are several."""
-    return lambda v, k: choose(v, k) or None if k.ranks > k.flag("tp") * k.flag("pp") else None
+
+    def chosen(v, k):
+        alone = k.ranks == k.flags.get("tp", 1) * k.flags.get("pp", 1)
+        return None if alone else choose(v, k) or None
+
+    return chosen
 
 
-def fsdp_dtype(v, k):
-    return FLOAT(v, k) if k.get("fsdp") else None
+def with_tp(v, k):
+    return v if k.flags.get("tp", 1) > 1 else None
 
 
 def virtual_stages(v, k):
@@ -216,10 +221,6 @@ def norm(v, k):
     name = NORM(k.get("normalization", "layernorm"), k)
     offset = k.get("layernorm_zero_centered_gamma") or k.get("apply_layernorm_1p")
     return f"{name.removesuffix('1p')}1p" if offset else name
-
-
-def num_kv_heads(v, k):
-    return v if k.get("group_query_attention", True) else None
 
 
 def swiglu(v, k):
@@ -251,31 +252,20 @@ def split(v, k):
     return None if own else refuse(f"{v}, but the last twentieth is held out; write 95,5,0")
 
 
-def load(v, k):
-    return v == k.get("save") or refuse(f"{v} is not `save`, from which a run goes on; write null")
-
-
-def steps(v, k):
-    """(last step, step at which the cosine ends); Megatron-LM may count samples."""
-    batch = k.get("global_batch_size", 1)
-    end = k.get("trainer.max_steps", k.get("train_iters", k.get("train_samples", 0) // batch))
-    decay = k.get("lr_decay_iters", k.get("lr_decay_samples", end * batch) // batch)
-    return end, decay - k.get("optim.sched.constant_steps", 0)
-
-
-def fp8_history(v, k):
-    newest = k.get("fp8_amax_compute_algo") != "max"
-    return None if not k.get("fp8") else 1 if newest else v
-
-
 def decay_steps(v, k):
-    return steps(v, k)[1]
+    steps = k.get("trainer.max_steps", k.get("train_iters"))
+    return k.get("lr_decay_iters", steps) - k.get("optim.sched.constant_steps", 0)
 
 
 def warmup(v, k):
-    samples, batch = k.get("lr_warmup_samples", 0), k.get("global_batch_size", 1)
-    share = round(k.get("lr_warmup_fraction", 0) * decay_steps(v, k))
-    return share or math.ceil(samples / batch) or k.get("lr_warmup_iters", 0)
+    share = k.get("lr_warmup_fraction", 0)
+    return round(share * decay_steps(v, k)) if share else k.get("lr_warmup_iters", 0)
+
+
+def fp8(v, k):
+    newest = k.get("fp8_amax_compute_algo") == "most_recent"
+    history = 1 if newest else k.get("fp8_amax_history_len", 1)
+    return ("delayed", 0, "any", history) if v else None
 
 
 # --- the tables -----------------------------------------------------------------------------------
@@ -289,6 +279,7 @@ ACTIVATION = one_of(**GATED, gelu="gelu", squared_relu="squared-relu")
 NORM = one_of(layernorm="layernorm", rmsnorm="rmsnorm", layernorm1p="layernorm1p")
 ADAM = one_of(adam=0, adamw=0, fused_adam=0, distributed_fused_adam=1, mcore_distributed_optim=1)
 POSITIONS = one_of(learned_absolute="learned", rope="rotary", alibi="alibi")
+FP16 = {(True, False): "fp16", (False, False): "fp32", (False, True): None}
 RECOMPUTE = one_of(selective="selective", full="full")
 TOKENIZER = one_of(megatron=None, gpt2bpetokenizer="gpt2")
 # Flags; keys of NeMo and Megatron-LM; the function of the value, where it changes (None: no flag).
@@ -299,16 +290,15 @@ ROWS = (
     ("ep", "expert_model_parallel_size"),
     ("virtual_stages", "virtual_pipeline_model_parallel_size"),
     ("virtual_stages", "num_layers_per_virtual_pipeline_stage", virtual_stages),
-    ("sequence_parallel", "sequence_parallel", lambda v, k: v if k.flag("tp") > 1 else None),
+    ("sequence_parallel", "sequence_parallel", with_tp),
     ("zero_stage", "optim.name", of_replicas(ADAM)),
     ("zero_stage", "use_distributed_optimizer", of_replicas(when(1))),
     ("zero_stage", "fsdp", of_replicas(when(3))),
-    ("reduce_dtype", "fsdp_grad_reduce_dtype", of_replicas(fsdp_dtype)),
     ("reduce_dtype", "optim.grad_sync_dtype", of_replicas(FLOAT)),
     ("num_layers", "num_layers"),
     ("hidden_size", "hidden_size"),
     ("num_heads", "num_attention_heads"),
-    ("num_kv_heads", "num_query_groups", num_kv_heads),
+    ("num_kv_heads", "num_query_groups"),
     ("ffn_hidden_size", "ffn_hidden_size"),
     ("head_dim", "kv_channels"),
     ("vocab_size", "vocab_size padded_vocab_size"),
@@ -324,6 +314,8 @@ ROWS = (
     ("positions", "use_rotary_position_embeddings", when("rotary")),
     ("rotary_share", "rotary_percentage rotary_percent", rotary),
     ("rotary_base", "rotary_base", rotary),
+    # Megatron-LM counts the tokens before.
+    ("sliding_window", "window_size", lambda v, k: v[0] + 1),
     ("seq_length", "encoder_seq_length data.seq_length seq_length"),
     ("seq_length", "max_position_embeddings", lambda v, k: None if rotary(v, k) else v),
     ("tied", "share_embeddings_and_output_weights"),
@@ -334,9 +326,8 @@ ROWS = (
     ("tokenizer", "tokenizer.library tokenizer.type tokenizer_type", TOKENIZER),
     ("precision", "trainer.precision", FLOAT),
     ("precision", "bf16", when("bf16")),
-    ("precision", "fp16", lambda v, k: "fp16" if v else None if k.get("bf16") else "fp32"),
-    ("fp8 fp8_skip fp8_scales", "fp8", when(("delayed", 0, "any"))),
-    ("fp8_history", "fp8_amax_history_len", fp8_history),
+    ("precision", "fp16", lambda v, k: FP16[bool(v), bool(k.get("bf16"))]),
+    ("fp8 fp8_skip fp8_scales fp8_history", "fp8", fp8),
     ("recompute", "activations_checkpoint_granularity recompute_granularity", RECOMPUTE),
     ("recompute", "recompute_activations", when("selective")),
     ("micro_batch_size", "micro_batch_size"),
@@ -344,9 +335,9 @@ ROWS = (
     ("lr", "optim.lr lr"),
     ("min_lr", "optim.sched.min_lr min_lr"),
     ("warmup_steps", "optim.sched.warmup_steps"),
-    ("warmup_steps", "lr_warmup_iters lr_warmup_fraction lr_warmup_samples", warmup),
-    ("steps decay_steps", "trainer.max_steps train_iters train_samples", steps),
-    ("decay_steps", "optim.sched.constant_steps lr_decay_iters lr_decay_samples", decay_steps),
+    ("warmup_steps", "lr_warmup_iters lr_warmup_fraction", warmup),
+    ("steps decay_steps", "trainer.max_steps train_iters", lambda v, k: (v, decay_steps(v, k))),
+    ("decay_steps", "optim.sched.constant_steps lr_decay_iters", decay_steps),
     ("weight_decay", "optim.weight_decay weight_decay"),
     ("adam_beta1 adam_beta2", "optim.betas", lambda v, k: tuple(v)),
     ("adam_beta1", "adam_beta1"),
@@ -365,7 +356,7 @@ ROWS = (
     ("out", "exp_manager.explicit_log_dir save"),
     ("out", "exp_manager.exp_dir", lambda v, k: f"{v}/{k.get('exp_manager.name', 'default')}"),
     ("resume", "exp_manager.resume_if_exists", when(True)),
-    ("resume", "load", load),
+    ("resume", "load", lambda v, k: v == k.get("save") or refuse(f"{v} is not save; write null")),
     ("load", "restore_from_path", lambda v, k: refuse(f"{v} is to be imported first")),
     ("timeout", "distributed_timeout_minutes", lambda v, k: v * 60.0),
 )
@@ -378,50 +369,39 @@ TABLE = {
 # Keys that have one value here, beside null.
 ONE_VALUE = """
 optimizer=adam optim.sched.name=cosineannealing lr_decay_style=cosine optim.eps=1e-08 adam_eps=1e-08
-fsdp_sharding_strategy=full fp8_recipe=delayed fp8_wgrad=true transformer_block_type=pre_ln
-attention_type=multihead use_scaled_init_method=true normalize_attention_scores=true
-trainer.accumulate_grad_batches=1 weight_decay_incr_style=constant
+fsdp_sharding_strategy=full fsdp_grad_reduce_dtype=32 fp8_recipe=delayed fp8_wgrad=true
+transformer_block_type=pre_ln attention_type=multihead use_scaled_init_method=true
+normalize_attention_scores=true trainer.accumulate_grad_batches=1 weight_decay_incr_style=constant
 """
 OFF = """
 rampup_batch_size num_moe_experts num_experts fp8_e4m3 fp8_margin fp32_residual_connection
 fp16_lm_cross_entropy headscale ffn_dropout apply_residual_connection_post_layernorm mock_data
-rotary_interleaved window_size multi_latent_attention gated_linear_unit cpu_offloading finetune
-data.eod_mask_loss eod_mask_loss pipeline_model_parallel_split_rank decoupled_lr decoupled_min_lr
-data.no_seqlen_plus_one_input_tokens do_layer_norm_weight_decay seq_len_interpolation_factor
-rotary_seq_len_interpolation_factor use_rope_scaling lr_warmup_init loss_scale start_weight_decay
-end_weight_decay init_method output_layer_init_method encoder_num_layers decoder_num_layers spec
-resume_from_checkpoint data_parallel_random_init skip_train exit_interval
-data.pad_samples_to_global_batch_size num_micro_batches_with_partial_activation_checkpoints
-activations_checkpoint_layers_per_pipeline num_microbatches_with_partial_activation_checkpoints
+rotary_interleaved multi_latent_attention gated_linear_unit cpu_offloading finetune skip_train
+data.eod_mask_loss eod_mask_loss data.no_seqlen_plus_one_input_tokens do_layer_norm_weight_decay
+data.pad_samples_to_global_batch_size lr_warmup_init exit_interval data_parallel_random_init
+num_micro_batches_with_partial_activation_checkpoints activations_checkpoint_layers_per_pipeline
+train_samples lr_decay_samples lr_warmup_samples use_checkpoint_args
 """
 # key -> its values
 ONLY = {name: (value,) for name, value in (pair.split("=") for pair in ONE_VALUE.split())}
 ONLY |= dict.fromkeys(OFF.split(), ("null", "false", "0", "0.0"))
 # Keys about speed, memory, files and logs, which change no number; * is any text.
 IGNORED = """
-name run.* defaults hydra.* nsys_profile.* ENV_VARS.* TEST_TYPE METRICS exp_manager.* tokenizer*
-trainer.devices trainer.num_nodes trainer.accelerator trainer.logger trainer.enable_*
-trainer.max_epochs trainer.max_time trainer.limit_* trainer.benchmark trainer.replace_sampler_ddp
-trainer.use_distributed_sampler optim.bucket_cap_mb optim.overlap_* optim.contiguous_*
-data.data_impl data.skip_warmup *num_workers *dataloader_type data.index_mapping_dir
-data.data_prefix.test data.validation_drop_last data.shuffle_documents *_file vocab_extra_ids
-mcore_gpt use_*_models pre_process post_process transformer_engine transformer_impl
-apply_query_key_layer_scaling attention_softmax_in_fp32 onnx_safe openai_gelu persist_layer_norm
-memory_efficient_layer_norm *_fusion *use_cpu_initialization perform_initialization
-add_position_embedding group_query_attention use_flash_att* use_emha deterministic_mode native_amp_*
-hysteresis initial_loss_scale sharp min_loss_scale loss_scale_window megatron_amp_O2
-grad_allreduce_chunk_size_mb apex_transformer_log_level gradient_as_bucket_view sync_batch_comm
-accumulate_allreduce_grads_in_fp32 params_dtype *autocast* *_func timers moe_*
-fsdp_sharded_checkpoint fp8_hybrid fp8_interval fp8_amax_compute_algo *_checkpoint_method *_method
-*_checkpoint_num_layers recompute_num_layers distribute_saved_activations *tp_comm_* pipeline_dtype
-clone_scatter_output_in_embedding async_tensor_model_parallel_allreduce variable_seq_lengths *_p2p*
-deallocate_pipeline_outputs *cpu_offloading_* barrier_with_L1_time check_for_nan_in_loss_and_grad
-exit_*_* bert_binary_head sgd_momentum *_opt_param_scheduler no_save_* no_load_* use_checkpoint_args
-distributed_backend overlap_* delay_* scatter_gather_tensors_in_pipeline local_rank lazy_mpu_init
-empty_unused_memory_level standalone_embedding_stage nccl_communicator_config_path adlr_* eval_iters
-manual_gc* test_data_path data_cache_path decoder_seq_length retriever_seq_length sample_rate
-mask_prob short_seq_prob profile* log_* timing_* *tensorboard* wandb_* *one_logger* *ckpt_format*
-no_mmap_bin_files async_save save_retain_interval
+name run.* hydra.* defaults nsys_profile.* ENV_VARS.* TEST_TYPE METRICS exp_manager.* tokenizer*
+trainer.accelerator trainer.logger trainer.enable_* trainer.max_epochs trainer.max_time
+trainer.devices trainer.num_nodes trainer.limit_* trainer.benchmark trainer.*_sampler*
+optim.bucket_cap_mb optim.*_sync optim.contiguous_* data.data_impl data.*_warmup *num_workers
+*dataloader_type data.*.test data.*_drop_last data.shuffle_* *_file *_extra_ids mcore_* use_*_models
+use_flash_* use_emha pre_process post_process transformer_engine transformer_impl apply_query_*
+attention_softmax_* onnx_safe openai_gelu *_layer_norm *_fusion *_initialization
+add_position_embedding group_query_attention deterministic_mode native_amp_* hysteresis *_loss_scale
+loss_scale_window megatron_amp_O2 grad_allreduce_* apex_* sharp gradient_as_* sync_*
+accumulate_allreduce_* enable_autocast fsdp_sharded_checkpoint fp8_hybrid fp8_interval fp8_amax_*
+*_checkpoint_method *_checkpoint_num_layers recompute_* clone_scatter_* async_* moe_* variable_*
+*tp_comm_* *_p2p* deallocate_* cpu_offloading_* barrier_* check_for_* exit_*_* bert_* sgd_*
+override_* use_*_scheduler distributed_* overlap_* delay_* scatter_* empty_* standalone_* adlr_*
+eval_iters manual_gc* data_cache_path retriever_* sample_rate *_prob profile* log_* timing_*
+*tensorboard* wandb_* *one_logger* *ckpt_format* no_mmap_* save_retain_*
 """
 IGNORED = IGNORED.split()
 # Megatron-LM's defaults, for a file that has its learning rate.

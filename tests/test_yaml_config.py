@@ -11,6 +11,7 @@ import small_run
 import yaml
 from parity import again
 
+from finetune.nemo_config import PromptConfig
 from run import yaml_config
 from run.config import ConfigError
 from run.flags import parse, parse_all
@@ -114,6 +115,33 @@ def test_a_file_is_its_command_line(name, capsys):
     assert {key for key in keys if key not in report} == set()
 
 
+@pytest.mark.parametrize("key", ["optim.lr", "virtual_pipeline_model_parallel_size", "optim.name"])
+def test_a_wrong_row_is_found(key, monkeypatch):
+    beside, ranks, words = STAND["launcher_126m_tp2_pp4.yaml"]
+    names, _ = TABLE[key]
+    monkeypatch.setitem(TABLE, key, (names, lambda value, keys: 2))
+    found = of_file("launcher_126m_tp2_pp4.yaml", f"{HERE} {beside}", ranks)
+    assert found != of_flags(f"{HERE} {words}")
+
+
+def test_a_run_is_refused_in_one_line(capsys):
+    file = f"{FILES}/megatron_gpt_config.yaml"
+    assert "batch_size: [32, 32, 65324160] is" in small_run.refusal(capsys, "--config", file)
+
+
+def test_nemos_prompts_as_they_stand(capsys):
+    """Without a prompt file existing tasks are nowhere yet. A model is asked for by its flag."""
+    file = f"{FILES}/nemo_prompt_learning.yaml"
+    found = []
+    prompts = PromptConfig.read(file, found.append)
+    assert (prompts.new_tasks, prompts.existing_tasks) == (["rte"], [])
+    assert prompts.prompt_tasks.tokens == {"rte": 9} and prompts.p_tuning.num_layers == 2
+    assert "existing_tasks ['boolq', 'intent_and_slot'], for restore_path is null" in found[-1]
+    error = small_run.refusal(capsys, "finetune.prompt_tuning", "--config", file)
+    assert "--load models/megatron_125M_gpt.nemo: no such folder" in error
+    assert "-m finetune.prompt_tuning reads it" in small_run.refusal(capsys, "--config", file)
+
+
 def test_what_a_file_leaves_open_is_asked_for():
     with pytest.raises(ConfigError) as e:
         of_file("launcher_126m_tp2_pp4.yaml", "--tokenizer bytes", 64)
@@ -128,20 +156,18 @@ def test_what_a_file_leaves_open_is_asked_for():
         of_file("nemo_gpt.yaml", "--tokenizer bytes", 1)
 
 
-def test_megatrons_own_example_grows_its_batch(tmp_path):
+def test_megatrons_own_example_counts_samples(tmp_path):
     """All else of it is done here."""
     path = "megatron_gpt_config.yaml"
     with pytest.raises(ConfigError) as e:
         of_file(path, HERE, 8)
-    assert str(e.value).endswith(
-        "rampup_batch_size: [32, 32, 65324160] is not done here; write null"
-    )
-    content = yaml_config.read_file(FILES / path) | {"rampup_batch_size": None}
+    message = str(e.value).partition(": ")[2]
+    names = ("rampup_batch_size", "train_samples", "lr_decay_samples", "lr_warmup_samples")
+    assert {part.partition(":")[0] for part in message.split("; ")[::2]} == {*names}
+    content = yaml_config.read_file(FILES / path) | dict.fromkeys(names) | {"train_iters": 9}
     found = read(content, 8, tmp_path, tokenizer="bytes", val_data=["x"])
     assert found | dict(activation="swiglu", norm="layernorm1p", rotary_share=0.5) == found
-    assert (
-        found | dict(steps=2098083, decay_steps=1993179, warmup_steps=636, timeout=600.0) == found
-    )
+    assert found | dict(steps=9, decay_steps=9, warmup_steps=0, timeout=600.0) == found
     # int(8 / 3 h / 64) 64
     assert found | dict(ffn_hidden_size=2688, tied=False, precision="bf16") == found
     assert "sequence_parallel" not in found and "resume" not in found
@@ -166,9 +192,7 @@ WITH = {
     "optim.name": ({}, "distributed_fused_adam", dict(zero_stage=1)),
     "use_distributed_optimizer": ({}, True, dict(zero_stage=1)),
     "fsdp": ({}, True, dict(zero_stage=3)),
-    "fsdp_grad_reduce_dtype": (dict(fsdp=True), "bf16", dict(reduce_dtype="bf16")),
     "optim.grad_sync_dtype": ({}, "bf16", dict(reduce_dtype="bf16")),
-    "num_query_groups": (dict(group_query_attention=True), 4, dict(num_kv_heads=4)),
     "normalization": (dict(apply_layernorm_1p=True), "RMSNorm", dict(norm="rmsnorm1p")),
     "apply_layernorm_1p": ({}, True, dict(norm="layernorm1p")),
     "layernorm_zero_centered_gamma": ({}, True, dict(norm="layernorm1p")),
@@ -186,6 +210,7 @@ WITH = {
     "rotary_percentage": (ROPE, 0.5, dict(rotary_share=0.5)),
     "rotary_percent": (ROPE, 0.5, dict(rotary_share=0.5)),
     "rotary_base": (ROPE, 500000, dict(rotary_base=500000)),
+    "window_size": ({}, [7, 0], dict(sliding_window=8)),
     "max_position_embeddings": ({}, 64, dict(seq_length=64)),
     "untie_embeddings_and_output_weights": ({}, True, dict(tied=False)),
     "tokenizer.library": ({}, "megatron", {}),
@@ -194,20 +219,20 @@ WITH = {
     "trainer.precision": ({}, "bf16-mixed", dict(precision="bf16")),
     "bf16": ({}, True, dict(precision="bf16")),
     "fp16": ({}, False, dict(precision="fp32")),
-    "fp8": ({}, "hybrid", dict(fp8="delayed", fp8_skip=0, fp8_scales="any")),
-    "fp8_amax_history_len": (dict(fp8=True, fp8_amax_compute_algo="max"), 9, dict(fp8_history=9)),
+    "fp8": (
+        dict(fp8_amax_compute_algo="max", fp8_amax_history_len=9),
+        "hybrid",
+        dict(fp8="delayed", fp8_skip=0, fp8_scales="any", fp8_history=9),
+    ),
     "activations_checkpoint_granularity": ({}, "selective", dict(recompute="selective")),
     "recompute_granularity": ({}, "full", dict(recompute="full")),
     "recompute_activations": ({}, True, dict(recompute="selective")),
     "lr_warmup_iters": ({}, 7, dict(warmup_steps=7)),
     "lr_warmup_fraction": (dict(train_iters=50), 0.1, dict(warmup_steps=5)),
-    "lr_warmup_samples": (dict(global_batch_size=4), 9, dict(warmup_steps=3)),
     "trainer.max_steps": ({"optim.sched.constant_steps": 2}, 9, dict(steps=9, decay_steps=7)),
     "train_iters": (dict(lr_decay_iters=20), 9, dict(steps=9, decay_steps=20)),
-    "train_samples": (dict(global_batch_size=4), 41, dict(steps=10, decay_steps=10)),
     "optim.sched.constant_steps": ({"trainer.max_steps": 9}, 4, dict(decay_steps=5)),
-    "lr_decay_iters": ({}, 8, dict(decay_steps=8)),
-    "lr_decay_samples": (dict(global_batch_size=4), 8, dict(decay_steps=2)),
+    "lr_decay_iters": (dict(train_iters=3), 8, dict(decay_steps=8)),
     "optim.betas": ({}, [0.8, 0.9], dict(adam_beta1=0.8, adam_beta2=0.9)),
     "data.data_prefix": ({}, [0.3, "A", 0.7, "B"], dict(data=["0.3:A", "0.7:B"])),
     "data.data_prefix.train": ({}, ["A", "B"], dict(data=["A", "B"])),
