@@ -311,7 +311,7 @@ def test_what_is_not_done_is_refused_by_name(key, flags, refusal):
         ({"lr": 1}, "lr_decay_style: linear is not done here; write cosine"),
         ({"split": "9,1"}, "split: 9,1, but the last twentieth is held out; write 95,5,0, or give"),
         ({"split": "a"}, "split: could not convert"),
-        ({"load": "a", "save": "b"}, "load: a is not `save`"),
+        ({"load": "a", "save": "b"}, "load: a is not save; write null, or give --resume"),
         ({"restore_from_path": "a.nemo"}, "a.nemo is to be imported first, or give --load"),
         ({"model": {"task_templates": []}}, "is for prompts: -m finetune.prompt_tuning reads it"),
         ({"seed": "${oc.env:HOME}"}, "seed: ${oc.env:HOME} has no value here"),
