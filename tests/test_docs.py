@@ -55,7 +55,7 @@ COMMANDS += ("finetune/prompt_tuning.py", "finetune/adapters.py", "finetune/clas
 COMMANDS += ("inference/huggingface.py", "inference/evaluate.py", "inference/export.py")
 COMMANDS += ("inference/megatron.py",)
 COMMANDS += ("models/generate_t5.py", "models/seq2seq.py", "models/use_bert.py", "models/draw.py")
-COMMANDS += ("models/ask_picture.py",)
+COMMANDS += ("models/ask_picture.py", "run/curate.py")
 COMMANDS += ("course/exercises/bugs.py", "course/page/explorer.py", "inference/serve.py")
 
 
