@@ -1,30 +1,25 @@
 """One document of training text: cleaned, judged by rules, rid of test sets.
 
-- Clean: encodings, control characters, line ends, Unicode NFC (by the library ftfy), white space.
-- Quality: a document that breaks one of Gopher's rules (`RULES`) is removed.
-- Test sets: a 13-gram of a test text is cut out, with 200 characters on either side and on to the
-  end of a sentence. A test text of 8 to 12 words is one n-gram. Words have no case and no
-  punctuation. Pieces under 200 characters are removed, and a document cut into more than 10 pieces
-  (GPT-3, arXiv 2005.14165, appendix C; Megatron-Turing NLG, arXiv 2201.11990, section 3).
+A 13-gram of a test text is cut out, with 200 characters on either side and on to the end of a
+sentence (GPT-3, arXiv 2005.14165, appendix C). A test text of 8 to 12 words is one n-gram. Words
+have no case and no punctuation. They are 64-bit hashes, as n-grams are: some two of k different
+ones are equal with probability k^2 / 2^65.
 
-Words and n-grams are 64-bit hashes: two of k different ones are equal with probability k^2 / 2^65.
-
-Not covered: HTML; languages, and text without spaces; the classifier of quality that MT-NLG
-trained; n-grams that GPT-3 leaves because training text has them often.
+Not covered: HTML; languages, and text without spaces; the classifier of quality that MT-NLG (arXiv
+2201.11990) trained; n-grams that GPT-3 leaves because training text has them often.
 """
 
 import re
 from collections import Counter
 from functools import lru_cache, partial
 from hashlib import blake2b
-from pathlib import Path
 
 import ftfy
 import numpy as np
 
 from run.documents import read_documents
 
-# What may be meant so is left: entities of HTML, ligatures, wide letters, curled quotes.
+# The writer may have meant these, so they are left.
 LEFT = ("unescape_html", "fix_latin_ligatures", "fix_character_width", "uncurl_quotes")
 REPAIRS = ftfy.TextFixerConfig(**dict.fromkeys(LEFT, False))
 # A line without anything to repair; a word.
@@ -48,7 +43,8 @@ def clean(text: str, counts: Counter) -> str:
     repaired = "".join(lines)
     tidy = "\n".join(line.rstrip() for line in repaired.split("\n"))
     tidy = re.sub(r"\n{3,}", "\n\n", tidy).strip("\n")
-    counts.update(steps | ({"changed: white space"} if tidy != repaired else set()))
+    counts.update(steps)
+    counts["changed: white space"] += tidy != repaired
     return tidy
 
 
@@ -78,9 +74,6 @@ class Text:
         self.lengths = np.fromiter(map(len, self.words), np.int64)
         self.hashes = np.fromiter(map(word_hash, self.words), np.uint64)
         self.shingles = np.unique(grams(self.hashes, min(SHINGLE, len(self.words))))
-
-
-# --- quality --------------------------------------------------------------------------------------
 
 
 def repeated(items: list[str], weight=len) -> float:
@@ -127,7 +120,7 @@ RULES += [(f"repeated {n}-grams", partial(repeated_grams, n), 0, MOST[n]) for n 
 # --- test sets ------------------------------------------------------------------------------------
 
 
-def grams_of_tests(files: list[Path]) -> dict[int, np.ndarray]:
+def grams_of_tests(files: list) -> dict[int, np.ndarray]:
     """{n: hashes of the n-grams of test sets, sorted}. The n-grams of a text have one length."""
     found = {}
     for path in files:

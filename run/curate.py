@@ -3,10 +3,10 @@
     IN -> clean -> rules of quality -> test sets cut out -> MinHash -> near-duplicates out -> OUT
           `------- run/cleaning.py: N processes, a part each -----´    one process
 
-Two documents are near-duplicates if the Jaccard similarity s of their sets of 5-word shingles is at
-least `--threshold`. Under a random permutation two sets have the same minimum with probability s.
-n = b r permutations give b bands of r minima. Pairs with an equal band meet, with probability
-1 - (1 - s^r)^b, and are compared exactly. Of a connected group the first document stays.
+Near-duplicates have sets of 5-word shingles with a Jaccard similarity s of at least `--threshold`.
+Under a random permutation two sets have the same minimum with probability s. n = b r permutations
+give b bands of r minima. Pairs with an equal band meet, with probability 1 - (1 - s^r)^b, and are
+compared exactly. Of a connected group the first document stays.
 
     python -m run.curate IN OUT [--test-sets FILE ..]      then: python train.py --data OUT
 
@@ -15,8 +15,8 @@ n = b r permutations give b bands of r minima. Pairs with an equal band meet, wi
     OUT.report.json      counts
     OUT.parts/           finished parts: after a kill the same command goes on with them
 
-The bytes do not depend on the number of processes. A process holds one part (4 MiB of text, or a
-.gz file), the search for near-duplicates 160 bytes per document, as shingles stay on the disk.
+The bytes do not depend on the number of processes. Shingles are on the disk: a process holds one
+part, the search for near-duplicates 160 bytes per document.
 Not covered: several machines; a document's fields beside its text.
 """
 
@@ -43,8 +43,6 @@ from run.documents import DataError, file_hash, find_files, fingerprint, read_do
 
 # Bytes of text in a part; longer plain text is cut into documents at line ends.
 PART_BYTES = 4 * 2**20
-# A pair whose similarity is the threshold meets with at least this probability.
-RECALL = 0.95
 # A prime of 31 bits, so that a h + c < 2^62, and [n, 1] a and c of permutations (a h + c) mod P.
 P = np.uint64(2**31 - 1)
 A, C = np.random.default_rng(0).integers([[1], [0]], int(P), (2, 128)).astype(np.uint64)[..., None]
@@ -60,9 +58,9 @@ def meets(s: float, b: int, r: int) -> float:
 
 def choose_bands(threshold: float) -> tuple[int, int]:
     """(b, r), b r <= 128, with the largest r with which a pair at the threshold meets with
-    probability RECALL: then the fewest pairs below it meet. Raises DataError."""
+    probability 0.95: then the fewest pairs below it meet. Raises DataError."""
     for r in range(len(A), 0, -1):
-        if 0 < threshold <= 1 and meets(threshold, len(A) // r, r) >= RECALL:
+        if 0 < threshold <= 1 and meets(threshold, len(A) // r, r) >= 0.95:
             return len(A) // r, r
     raise DataError(f"--threshold {threshold}: such pairs would not meet; give 0.03 to 1")
 
