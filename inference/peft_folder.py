@@ -21,7 +21,7 @@ Import takes the blocks apart. A LoRA of c_attn that peft learned has one A for 
 becomes three with this A. So both directions give the same sums, and export, then import, gives the
 same bits. An IA3 of c_attn scales query too; it is accepted where it scales query by 1. A BLOOM has
 such a module too, query_key_value, whose rows stand head by head: the query of head 0, its key, its
-value, the query of head 1.
+value, the query of head 1. A Falcon has it for each head of keys, with all queries of that head.
 
 finetune/adapter_layers.py has one rank and one scale for all layers. Where rank_pattern or
 alpha_pattern names others, B is multiplied by the quotient of the scales, and a smaller rank is
@@ -165,8 +165,9 @@ def targets_of(names) -> tuple[str, ...]:
 
 def rows_of(location: Location, theirs: Tensor) -> Tensor:
     """The rows of their B, or scale, that are ours, sharing memory: [3 out, n] -> [out, n], or
-    where they stand head by head [a, d, n]; [out, n] as it is."""
-    if location.third is not None and len(theirs) % 3:
+    where they stand head by head [a_kv, queries or 1, d, n]; [out, n] as it is."""
+    parts = location.heads * (location.queries + 2) or 3
+    if location.third is not None and len(theirs) % parts:
         raise ValueError(f"{len(theirs)} rows cannot be those of query, key and value")
     return location.view(theirs.t() if location.transposed else theirs)
 
@@ -225,9 +226,9 @@ def lora_tensors(values: dict[str, Tensor], here: dict[str, Location]) -> dict[s
     b = None
     for i, (name, location) in enumerate(here.items()):
         part = values[f"{name}.lora.b"]  # [out, r]
-        out, r = part.shape
+        r = part.shape[1]
         if b is None:
-            b = torch.zeros(out if location.third is None else 3 * out, len(a))  # [3 out, n r]
+            b = torch.zeros(location.shape(part.shape[:1])[0], len(a))  # [3 out, n r]
         block = rows_of(location, b)[..., i * r : (i + 1) * r]
         block.copy_(part.view(block.shape))
     return {"lora_A.weight": a, "lora_B.weight": b}
@@ -239,7 +240,7 @@ def ia3_tensors(values: dict[str, Tensor], here: dict[str, Location]) -> dict[st
     for name, location in here.items():
         scale = values[f"{name}.ia3.scale"]  # [out]
         if whole is None:
-            whole = torch.ones(len(scale) if location.third is None else 3 * len(scale), 1)
+            whole = torch.ones(location.shape(scale.shape)[0], 1)
         rows = rows_of(location, whole)
         rows.copy_(scale.view(rows.shape))
     return {"ia3_l": whole.t() if scales_inputs(here) else whole}  # [1, in] or [3 out, 1]
@@ -441,7 +442,7 @@ def blocks_of(
     values, rest = {}, b.clone()
     for i, (name, location) in enumerate(linears.items()):
         part = slice(i * told.r, (i + 1) * told.r)
-        block = rows_of(location, rest)[..., part]  # [h, r], or [a, d, r]
+        block = rows_of(location, rest)[..., part]  # [h, r], or head by head
         values[f"{name}.lora.a"] = a[part].clone()
         values[f"{name}.lora.b"] = block.flatten(0, -2).clone()
         block.zero_()

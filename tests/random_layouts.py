@@ -18,6 +18,8 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 from parity import LLAMA, SMALL, same, train  # noqa: E402 (needs the path)
 
+from base.model_config import CHOICES  # noqa: E402
+
 
 def draw(seed: int) -> dict:
     """{"world", "model", "layout"}: flags that one device runs too, and flags of the layout."""
@@ -87,6 +89,20 @@ def draw_experts(g: random.Random, num_layers: int) -> dict:
 
 # presets whose blocks differ
 FAMILIES = "llama3.2-1b mistral-7b qwen2.5-7b qwen3-0.6b gemma-2b bloom-560m".split()
+FAMILIES += ["falcon-180b", "nemotron-3-8b"]
+
+
+def parts_of_others(g: random.Random, family: str) -> dict:
+    flags = {}
+    if g.random() < 0.3:
+        flags["norm"] = g.choice(["rmsnorm", "rmsnorm1p"])
+    elif g.random() < 0.1 and family != "qwen3-0.6b":
+        flags["norm"] = "layernorm1p"
+    if g.random() < 0.3:
+        flags["activation"] = g.choice(CHOICES["activation"])
+    if g.random() < 0.3:
+        flags["positions"] = g.choice(["learned", "rotary", "alibi"])
+    return flags
 
 
 def with_family(drawn: dict, seed: int) -> dict:
@@ -95,18 +111,16 @@ def with_family(drawn: dict, seed: int) -> dict:
     family = g.choice(FAMILIES)
     # an even size, for rotary positions; not h / a
     flags = dict(model=family, ffn_hidden_size=56, head_dim=g.choice([6, 8, 12]))
+    if family == "nemotron-3-8b":
+        # positions on a half of them
+        flags["head_dim"] = g.choice([8, 12])
     if family != "bloom-560m":
         layout = drawn["layout"]
         grouped = layout["tp"] < 4 and layout.get("cp_kind") != "all-to-all"
         flags["num_kv_heads"] = 2 if grouped else 4
     if family == "mistral-7b":
         flags["sliding_window"] = g.randint(1, 9)
-    if g.random() < 0.3:
-        flags["norm"] = g.choice(["rmsnorm", "rmsnorm1p"])
-    if g.random() < 0.3:
-        flags["activation"] = g.choice(["gelu", "swiglu", "geglu"])
-    if g.random() < 0.3:
-        flags["positions"] = g.choice(["learned", "rotary", "alibi"])
+    flags |= parts_of_others(g, family)
     if "cp" in drawn["layout"] and flags.get("sliding_window") == 1:
         # Tokens that see only themselves have queries whose gradient is rounding.
         flags["sliding_window"] = 2

@@ -40,6 +40,11 @@ SHAPES = {
     # query, key and value head by head in one matrix there; heads that are not hidden size / heads
     "bloom": GPT_SHAPES[0] | VOCABULARY | dict(positions="alibi", embedding_norm=True),
     "qwen3": LLAMA_SHAPES[1] | VOCABULARY | dict(head_dim=20, qk_norm=True),
+    # the same, with several queries for a key
+    "falcon": GPT_SHAPES[0]
+    | VOCABULARY
+    | dict(num_kv_heads=2, positions="rotary", parallel_block=True, activation="exact-gelu")
+    | dict(attention_bias="none", mlp_bias=False),
 }
 LORA = AdapterConfig("lora", lora_rank=3, lora_alpha=5.0)
 IA3 = AdapterConfig("ia3")
@@ -100,7 +105,7 @@ def folder(tmp_path_factory):
             save_adapter(0, folder / f"{shape}-{config.peft}", base, config)
     ranks.run(save_loras, 4, str(folder), ["gpt"], 4)
     # two heads of keys and values
-    ranks.run(save_loras, 2, str(folder), ["llama", "experts", "bloom", "qwen3"], 2)
+    ranks.run(save_loras, 2, str(folder), ["llama", "experts", "bloom", "qwen3", "falcon"], 2)
     return folder
 
 
@@ -256,7 +261,7 @@ def their_model(base, tmp_path):
 
 
 @pytest.mark.parametrize("peft_type", ["lora", "ia3"])
-@pytest.mark.parametrize("shape", ["gpt", "llama", "bloom", "qwen3"])
+@pytest.mark.parametrize("shape", ["gpt", "llama", "bloom", "qwen3", "falcon"])
 def test_peft_reads_what_is_exported(shape, peft_type, folder, tmp_path, capsys):
     """LoRAs were saved on four ranks, or two. The library's logits, and the same bits back."""
     peft = pytest.importorskip("peft")

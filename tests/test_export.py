@@ -50,6 +50,10 @@ MORE_FAMILIES = {
     "gemma": dict(**GEMMA, llama=True, num_kv_heads=1, tied=True),
     "alibi with a window": dict(positions="alibi", sliding_window=6),
     "explicit attention": dict(attention="explicit"),
+    "falcon": dict(positions="rotary", parallel_block=True, activation="exact-gelu"),
+    "nemotron": dict(
+        llama=True, norm="layernorm1p", activation="squared-relu", head_dim=16, rotary_share=0.5
+    ),
 }
 ALL = [*FAMILIES, *(pytest.param(name, marks=pytest.mark.repetition) for name in MORE_FAMILIES)]
 every_family = pytest.mark.parametrize("family", ALL)

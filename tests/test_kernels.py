@@ -1079,6 +1079,8 @@ LAYOUTS = [
     (LLAMA | dict(model="qwen3-0.6b", head_dim=8), 2, dict(tp=2)),
     (LLAMA | dict(model="gemma-2b", head_dim=16), 2, dict(tp=2, sequence_parallel=True)),
     (SMALL | dict(model="bloom-560m"), 2, dict(tp=2)),
+    (SMALL | dict(model="falcon-180b", num_kv_heads=2), 2, dict(tp=2, sequence_parallel=True)),
+    (SMALL | dict(model="nemotron-3-8b"), 2, dict(tp=2)),
     (SMALL | dict(command="bert.py", model="tiny"), 2, dict(tp=2, sequence_parallel=True)),
     (SMALL | dict(command="t5.py", model="t5-small", head_dim=8, target_length=6), 2, dict(tp=2)),
 ]
