@@ -253,7 +253,9 @@ def save_arguments(folder, args: dict) -> None:
     torch.save({"args": args, "iteration": 100}, folder / "iter_0000100" / "common.pt")
 
 
-TO_NEMO = {ours: theirs for theirs, ours in megatron.ALIASES.items()}
+TO_NEMO = dict(add_bias_linear="bias", add_qkv_bias="qkv_bias", num_experts="num_moe_experts")
+TO_NEMO |= dict(norm_epsilon="layernorm_epsilon", rotary_percent="rotary_percentage")
+TO_NEMO |= dict(use_rope_scaling="scale_positional_embedding")
 
 
 def as_yaml(args: dict) -> dict:
@@ -333,13 +335,13 @@ def refusal(folder, capsys, *words: str) -> str:
 @pytest.mark.parametrize(
     "fields, says",
     [
-        ({"multi_latent_attention": True}, "multi_latent_attention is true"),
-        ({"rotary_interleaved": True}, "rotary_interleaved is true"),
-        ({"position_embedding_type": "none"}, 'position_embedding_type is "none"'),
-        ({"quick_geglu": True, "swiglu": False}, 'activation is "quick-geglu"'),
+        ({"multi_latent_attention": True}, "multi_latent_attention is True"),
+        ({"rotary_interleaved": True}, "rotary_interleaved is True"),
+        ({"position_embedding_type": "none"}, "position_embedding_type: none is none of"),
+        ({"quick_geglu": True, "swiglu": False}, "quick_geglu is True"),
         ({"moe_shared_expert_intermediate_size": 8, "num_experts": 2}, "intermediate_size is 8"),
         ({"window_size": [4, 0]}, "window_size is [4, 0]"),
-        ({"moe_router_score_function": "sigmoid"}, 'moe_router_score_function is "sigmoid"'),
+        ({"moe_router_score_function": "sigmoid"}, "moe_router_score_function is sigmoid"),
         ({"num_layers": None}, "num_layers is missing"),
         ({"num_layers": 3}, "linear_qkv.layer_norm_weight is [2, 24]"),
         ({"num_query_groups": 4}, "linear_qkv.weight"),
@@ -372,7 +374,7 @@ def test_unknown_tensor(folder, capsys):
 def test_another_format(folder, capsys):
     form = folder / "iter_0000100" / "metadata.json"
     form.write_text('{"sharded_backend": "zarr"}')
-    assert "the format zarr; only torch_dist" in refusal(folder, capsys)
+    assert "only sharded_backend torch_dist is read" in refusal(folder, capsys)
     form.unlink()
     assert "a .nemo file is a tar" in refusal(folder, capsys)
 
