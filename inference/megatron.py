@@ -67,17 +67,21 @@ SHAPE = MoEConfig.__dataclass_fields__.keys() - {"seq_length", "vocab_size", "dr
 EXACT = dict(gelu="exact-gelu", geglu="exact-geglu")
 # Key -> the value for which the same is computed here; of those in OFF null, false or 0.
 OFF = """rotary_interleaved rotary_seq_len_interpolation_factor seq_len_interpolation_factor
-    multi_latent_attention apply_residual_connection_post_layernorm apply_embedding_scaling qk_l2_norm
+    multi_latent_attention apply_residual_connection_post_layernorm apply_embedding_scaling
     quick_geglu glu_linear_offset activation_func_clamp_value window_size no_rope_freq softmax_scale
-    mtp_num_layers moe_router_pre_softmax moe_router_group_topk moe_router_topk_scaling_factor
-    moe_apply_probs_on_input moe_expert_capacity_factor moe_shared_expert_intermediate_size"""
+    qk_l2_norm mtp_num_layers moe_router_pre_softmax moe_router_group_topk moe_apply_probs_on_input
+    moe_expert_capacity_factor moe_shared_expert_intermediate_size moe_router_topk_scaling_factor"""
 COMPUTED = dict.fromkeys(OFF.split()) | dict(softmax_type="vanilla", moe_layer_freq=1)
 COMPUTED |= dict(moe_router_score_function="softmax", moe_router_load_balancing_type="aux_loss")
 
 
 def model_config(theirs: dict, vocab_size: int | None) -> MoEConfig:
     """From Megatron-LM's arguments, or NeMo's YAML. Raises HuggingFaceError, naming the key."""
-    keys = Keys({name: x for name, x in theirs.items() if not isinstance(x, Dropped)}, {}, 1)
+    plain = {name: x for name, x in theirs.items() if not isinstance(x, Dropped)}
+    # Otherwise Megatron-LM's default is 1, and has no effect.
+    if not plain.get("group_query_attention", True):
+        plain["num_query_groups"] = None
+    keys = Keys(plain, {}, 1)
     get = keys.get
     for name, value in COMPUTED.items():
         if (get(name) or value) != value:
