@@ -13,10 +13,10 @@ WITHOUT = form.Removals()
 @WITHOUT.replace(
     "rows", quantization, "row_scale", "One row has an outlier. What happens to the others?"
 )
-def of_the_matrix(w: Tensor, original=quantization.row_scale) -> Tensor:
+def of_the_matrix(w: Tensor, ranks, original=quantization.row_scale) -> Tensor:
     """An outlier of 1 in one row gives every row the step 1 / 127.5. The other rows have numbers of
     0.02: they keep 3 of their 8 bits."""
-    return original(w.reshape(1, -1)).expand(len(w))
+    return original(w.reshape(1, -1), ranks).expand(len(w))
 
 
 @WITHOUT.replace(

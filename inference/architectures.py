@@ -490,26 +490,12 @@ FALCON = dataclasses.replace(
     preset="falcon-180b",
     constants=dict(positions="rotary", activation="exact-gelu", parallel_block=True)
     | dict(attention_bias="none", mlp_bias=False),
-    fields={
-        "num_hidden_layers": "num_layers",
-        "hidden_size": "hidden_size",
-        "num_attention_heads": "num_heads",
-        "num_kv_heads": "num_kv_heads",
-        "ffn_hidden_size": "ffn_hidden_size",
-        "max_position_embeddings": "seq_length",
-        "vocab_size": "vocab_size",
-        "layer_norm_epsilon": "norm_eps",
-        "hidden_dropout": "dropout",
-        "attention_dropout": "dropout",
-    },
-    computed={
-        "new_decoder_architecture": (True,),
-        "num_ln_in_parallel_attn": (2, None),
-        "parallel_attn": (True,),
-        "alibi": (False,),
-        "bias": (False,),
-        "activation": ("gelu",),
-    },
+    fields=dict(num_hidden_layers="num_layers", num_attention_heads="num_heads")
+    | dict(max_position_embeddings="seq_length", layer_norm_epsilon="norm_eps")
+    | {name: name for name in ("hidden_size", "num_kv_heads", "ffn_hidden_size", "vocab_size")}
+    | dict.fromkeys(("hidden_dropout", "attention_dropout"), "dropout"),
+    computed=dict(new_decoder_architecture=(True,), num_ln_in_parallel_attn=(2, None))
+    | dict(parallel_attn=(True,), alibi=(False,), bias=(False,), activation=("gelu",)),
     modules={ours: place for ours, place in BLOOM.modules.items() if ours != "embedding.norm"}
     | {
         "blocks.*.attention_norm": Location("transformer.h.*.ln_attn"),
