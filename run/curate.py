@@ -16,8 +16,8 @@ compared exactly. Of a connected group the first document stays.
     OUT.parts/           finished parts: after a kill the same command goes on with them
 
 The bytes do not depend on the number of processes. Shingles are on the disk: a process holds one
-part, the search for near-duplicates 160 bytes per document.
-Not covered: several machines; a document's fields beside its text.
+part, the search for near-duplicates 160 bytes per document, and 300 if all have near-duplicates.
+Not covered: several machines; two runs into one OUT; a document's fields beside its text.
 """
 
 import argparse
