@@ -13,6 +13,7 @@ Not covered: Hydra's lists of defaults, other resolvers than RESOLVERS, tokenize
 """
 
 import fnmatch
+import functools
 import math
 import operator
 import re
@@ -81,13 +82,13 @@ class Keys:
     def asks(self, name: str) -> bool:
         """Whether a key that is in no table asks for something: it is not null, and not ignored."""
         ignored = any(fnmatch.fnmatch(name, pattern) for pattern in IGNORED)
-        return not ignored and self.get(name) is not None
+        return not ignored and self.raw(self.paths[name]) is not None
+
+    def raw(self, path: tuple):
+        return functools.reduce(operator.getitem, path, self.content)
 
     def find(self, path: tuple):
-        value = self.content
-        for key in path:
-            value = value[key]
-        return self.resolve(value, path)
+        return self.resolve(self.raw(path), path)
 
     def resolve(self, value, path: tuple):
         """A value without OmegaConf's interpolations ${..}. Raises ConfigError."""
@@ -149,7 +150,7 @@ def read(path: str, given: dict, rank: int, ranks: int, command: str) -> dict:
     for name in (name for name in (*TABLE, *ONLY) if name in keys.paths):
         try:
             taken[name] = keys.take(name)
-        except (ConfigError, AttributeError, LookupError, TypeError, ValueError) as e:
+        except (AttributeError, LookupError, TypeError, ValueError) as e:
             cure = " or ".join(map(flag_name, TABLE[name][0])) if name in TABLE else ""
             wrong.append(f"{name}: {e}{cure and f', or give {cure}'}")
     others = keys.paths.keys() - {*TABLE, *ONLY}
@@ -369,7 +370,7 @@ TABLE = {
 # Keys that have one value here, beside null.
 ONE_VALUE = """
 optimizer=adam optim.sched.name=cosineannealing lr_decay_style=cosine optim.eps=1e-08 adam_eps=1e-08
-fsdp_sharding_strategy=full fsdp_grad_reduce_dtype=32 fp8_recipe=delayed fp8_wgrad=true
+fsdp_sharding_strategy=full fsdp_grad_reduce_dtype=32|fp32 fp8_recipe=delayed fp8_wgrad=true
 transformer_block_type=pre_ln attention_type=multihead use_scaled_init_method=true
 normalize_attention_scores=true trainer.accumulate_grad_batches=1 weight_decay_incr_style=constant
 """
@@ -383,8 +384,9 @@ num_micro_batches_with_partial_activation_checkpoints activations_checkpoint_lay
 train_samples lr_decay_samples lr_warmup_samples use_checkpoint_args
 """
 # key -> its values
-ONLY = {name: (value,) for name, value in (pair.split("=") for pair in ONE_VALUE.split())}
-ONLY |= dict.fromkeys(OFF.split(), ("null", "false", "0", "0.0"))
+ONE = (row.split("=") for row in ONE_VALUE.split())
+ONLY = {name: values.split("|") for name, values in ONE}
+ONLY |= dict.fromkeys(OFF.split(), ["null", "false", "0", "0.0"])
 # Keys about speed, memory, files and logs, which change no number; * is any text.
 IGNORED = """
 name run.* hydra.* defaults nsys_profile.* ENV_VARS.* TEST_TYPE METRICS exp_manager.* tokenizer*
@@ -400,8 +402,8 @@ accumulate_allreduce_* enable_autocast fsdp_sharded_checkpoint fp8_hybrid fp8_in
 *_checkpoint_method *_checkpoint_num_layers recompute_* clone_scatter_* async_* moe_* variable_*
 *tp_comm_* *_p2p* deallocate_* cpu_offloading_* barrier_* check_for_* exit_*_* bert_* sgd_*
 override_* use_*_scheduler distributed_* overlap_* delay_* scatter_* empty_* standalone_* adlr_*
-eval_iters manual_gc* data_cache_path retriever_* sample_rate *_prob profile* log_* timing_*
-*tensorboard* wandb_* *one_logger* *ckpt_format* no_mmap_* save_retain_*
+gc_* reduce_amax eval_iters manual_gc* data_cache_path retriever_* sample_rate *_prob profile* log_*
+timing_* *tensorboard* wandb_* *one_logger* *ckpt_format* no_mmap_* save_retain_*
 """
 IGNORED = IGNORED.split()
 # Megatron-LM's defaults, for a file that has its learning rate.

@@ -324,6 +324,18 @@ def test_refusals(content, words, refusal):
     assert words in refusal(content)
 
 
+def test_keys_of_other_files_are_known(flags, refusal):
+    """Of the launcher's gpt3/5b.yaml, gpt3/175b.yaml, llama/llama2_70b.yaml; NeMo's Llama."""
+    names = """
+    gc_interval reduce_amax cross_entropy_loss_fusion get_attention_mask_from_fusion use_emha sharp
+    apply_rope_fusion deterministic_mode batch_p2p_comm tp_comm_atomic_ag
+    optim.contiguous_param_buffer data.validation_drop_last data.shuffle_documents trainer.enable_model_summary
+    """
+    assert flags(dict.fromkeys(names.split(), True)) == {}
+    assert flags({"fsdp_grad_reduce_dtype": "fp32", "nobody_knows": None}) == {}
+    assert refusal({"nobody_knows": "${this}"}) == "nobody_knows: not known here; leave out"
+
+
 def test_all_refusals_are_in_one_line(refusal):
     message = refusal({"a": 1, "mock_data": True, "seed": "${b}"})
     assert message.count(";") == 5 and all(key in message for key in ("a:", "mock_data", "seed"))
