@@ -385,8 +385,8 @@ train_samples lr_decay_samples lr_warmup_samples use_checkpoint_args
 """
 # key -> its values
 ONE = (row.split("=") for row in ONE_VALUE.split())
-ONLY = {name: values.split("|") for name, values in ONE}
-ONLY |= dict.fromkeys(OFF.split(), ["null", "false", "0", "0.0"])
+ONLY = {name: tuple(values.split("|")) for name, values in ONE}
+ONLY |= dict.fromkeys(OFF.split(), ("null", "false", "0", "0.0"))
 # Keys about speed, memory, files and logs, which change no number; * is any text.
 IGNORED = """
 name run.* hydra.* defaults nsys_profile.* ENV_VARS.* TEST_TYPE METRICS exp_manager.* tokenizer*

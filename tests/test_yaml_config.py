@@ -329,7 +329,8 @@ def test_keys_of_other_files_are_known(flags, refusal):
     names = """
     gc_interval reduce_amax cross_entropy_loss_fusion get_attention_mask_from_fusion use_emha sharp
     apply_rope_fusion deterministic_mode batch_p2p_comm tp_comm_atomic_ag
-    optim.contiguous_param_buffer data.validation_drop_last data.shuffle_documents trainer.enable_model_summary
+    optim.contiguous_param_buffer data.validation_drop_last data.shuffle_documents
+    trainer.enable_model_summary
     """
     assert flags(dict.fromkeys(names.split(), True)) == {}
     assert flags({"fsdp_grad_reduce_dtype": "fp32", "nobody_knows": None}) == {}
