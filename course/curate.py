@@ -7,7 +7,8 @@ import numpy as np
 from course import form
 from run import curate
 
-PAIRS, SIZE, THRESHOLD = 500, 200, 0.8
+# With sets of 99 the three similarities are exact: 66 / 132, 78 / 120, 88 / 110.
+PAIRS, SIZE, THRESHOLD = 500, 99, 0.8
 SIMILARITIES = (0.5, 0.65, 0.8)
 
 WITHOUT = form.Removals()
