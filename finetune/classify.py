@@ -41,12 +41,14 @@ from run.task import evaluation_batches, outputs
 
 
 class Classifier(ValueModel):
-    """A model and its head, or with --freeze the head alone."""
+    """A model and its head learn, or with --freeze the head alone. The head is a reward model's,
+    with one output for each label."""
 
     head_name = "head"
 
     @property
     def share_of_flops(self) -> float:
+        # A forward alone is a third of a step.
         return 1 / 3 if self.config.freeze else 1.0
 
     def before_techniques(self, stage) -> None:
@@ -57,12 +59,15 @@ class Classifier(ValueModel):
         self.trainer.task.add_head(stage)
 
     def kept(self) -> dict[str, Tensor]:
-        """So a checkpoint is a whole model, whatever has learned."""
+        """Frozen weights too, so that a checkpoint is a whole model."""
         named = sharding.named_parameters(*self.trainer.stages)
         return {f"model.{name}": p for name, p in named if not p.requires_grad}
 
 
 # --- a run ----------------------------------------------------------------------------------------
+
+# Fewer held-out examples than these are said to be few.
+FEW = 20
 
 
 class Labelled(Padded):
@@ -74,7 +79,7 @@ class Labelled(Padded):
         """labels: their names. Other arguments as in Padded."""
         super().__init__(rows, seed, multiple_of)
         self.labels = labels
-        # The loss is not that of text.
+        # Without it no loss per byte of text is reported.
         del self.index["bytes"]
 
     def targets(self, rows: list[Row]) -> Tensor | None:
@@ -127,6 +132,11 @@ class LabelTask(WithoutLogits):
         learned, held_out, self.labels = open_rows(config, world, reader, index.get("labels"))
         if not self.labels and not self.finds_answers:
             config.refuse("data", "has answers, for python -m models.classify; labels would fit")
+        if self.labels:
+            world.say(f"labels: {', '.join(self.labels)}")
+        if len(held_out) < FEW:
+            rule = "too few to measure how good the model is; --val-data FILE would give more"
+            world.say(f"{len(held_out)} held out: {rule}")
         return tuple(
             self.rows(config, tokenizer, rows, seed, self.labels)
             for rows, seed in ((learned, config.seed), (held_out, None))
@@ -144,7 +154,7 @@ class LabelTask(WithoutLogits):
             self.config.refuse("data", f"has other labels than {path}; {rule}")
 
     def scores(self, batch, y: Tensor) -> Tensor:
-        """[b, n, 1], of each text. y: [b, s, n], of each token"""
+        """[b, n, 1], of each text; answers have 2 in the last place. y: [b, s, n], of each token"""
         length = batch.real.sum(1, keepdim=True)
         if self.config.pool == "last":
             return y[torch.arange(len(y), device=y.device), length[:, 0] - 1].unsqueeze(2)
@@ -184,6 +194,11 @@ class LabelTask(WithoutLogits):
     def eval_statistics(self) -> dict[str, float]:
         return self.measured
 
+    def finish(self, run) -> bool:
+        use = f"python -m models.use_bert predict --checkpoint {run.out} --data FILE"
+        run.world.say(f"{'labels' if self.labels else 'answers'} of other texts: {use}")
+        return super().finish(run)
+
 
 # --- the command ----------------------------------------------------------------------------------
 
@@ -203,7 +218,7 @@ class LabelConfig(RunConfig):
     skip_bad_examples: bool = flag(
         False, "leave out, and count, empty texts and answers beyond --seq-length"
     )
-    freeze: bool = flag(False, "the head alone learns")
+    freeze: bool = flag(False, "the head alone learns; there are no adapters here")
 
     def check(self, model: MoEConfig, world: int, base_needed: bool) -> None:
         if base_needed and not self.data:

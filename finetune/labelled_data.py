@@ -7,7 +7,8 @@
 A line becomes [CLS] first text [SEP] second text [SEP]; a RoBERTa, which has one type of token, has
 [SEP] twice between them. What is longer than --seq-length loses its end; of two texts each keeps
 half of the room at least. An answer that is lost so is refused, or with --skip-bad-examples left
-out and counted. Examples of one text, or context, are on the same side: trained on, or held out.
+out and counted. A label 1 is read as "1". Examples of one text, or context, are on the same side:
+trained on, or held out.
 """
 
 import unicodedata
@@ -48,6 +49,8 @@ class Reader:
 
     def row(self, record: dict) -> Row:
         """Raises ChatError."""
+        if isinstance(record.get("label"), int):
+            record = record | {"label": str(record["label"])}
         spans = "context" in record
         first, second = ("question", "context") if spans else ("text", "second")
         paired = second in record

@@ -27,13 +27,13 @@ def of_answer(found: str | None, right: str) -> dict[str, float]:
         re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(NO_PUNCTUATION)).split()
         for text in (found, right)
     )
-    f1 = share((Counter(a) & Counter(b)).total(), a, b) if a or b else 1.0
+    f1 = f1_of((Counter(a) & Counter(b)).total(), a, b) if a or b else 1.0
     words = [re.findall("[a-z0-9]+", text.lower()) for text in (found, right)]
-    rouge_l = share(longest_common(*words), *words)
+    rouge_l = f1_of(longest_common(*words), *words)
     return {"exact_match": float(a == b), "f1": f1, "rouge_l": rouge_l}
 
 
-def share(common: int, a: list, b: list) -> float:
+def f1_of(common: int, a: list, b: list) -> float:
     """The harmonic mean of precision, common / |a|, and recall, common / |b|."""
     return 2 * common / (len(a) + len(b)) if common else 0.0
 

@@ -132,15 +132,18 @@ class PlainUnpickler(pickle.Unpickler):
 
 def open_folder(source: Path) -> tuple[Path, dict]:
     """(folder of the tensors, fields that describe the model). Raises HuggingFaceError."""
+    if not source.is_dir():
+        hint = "a .nemo file is a tar: unpack it, and name what it gives"
+        raise HuggingFaceError(f"{source}: no such folder ({hint})")
     latest = source / "latest_checkpointed_iteration.txt"
     if latest.is_file():
         step = latest.read_text().strip()
         source /= step if step == "release" else f"iter_{step:0>7}"
     nemo = source / "model_config.yaml"
     folder = source / "model_weights" if nemo.is_file() else source
-    form, hint = folder / "metadata.json", "a .nemo file is a tar: unpack it, and name the folder"
+    form = folder / "metadata.json"
     if not form.is_file():
-        raise HuggingFaceError(f"{form} is not there, which the format torch_dist has ({hint})")
+        raise HuggingFaceError(f"{form} is not there, which the format torch_dist has")
     if read_json(form).get("sharded_backend") != "torch_dist":
         raise HuggingFaceError(f"{form}: only sharded_backend torch_dist is read")
     if nemo.is_file():

@@ -1,4 +1,5 @@
-"""What a trained BERT gives: words for hidden tokens, vectors of texts, labels, answers.
+"""What a trained BERT gives: words for hidden tokens, vectors of texts, labels, answers. A
+classifier that was a GPT (finetune/classify.py) gives labels, too.
 
     python -m models.use_bert fill --checkpoint CKPT --text "The capital of Britain is [MASK]."
     python -m models.use_bert embed --checkpoint CKPT --data FILE.jsonl --out vectors.npy
@@ -6,8 +7,8 @@
 
 fill       adds to each line "words": for each [MASK] the likeliest, with their probabilities
 embed      writes an array [lines, h]: the mean of a text's last hidden states, or that of [CLS]
-predict    adds "predicted" and its "probability"; RUN is one of models/classify.py, or of a
-           decoder, finetune/classify.py
+predict    adds "predicted" and its "probability"; RUN is one of models/classify.py, or of
+           finetune/classify.py
 
 A line of FILE is as of finetune/labelled_data.py, without label and answer. The model is that of a
 trainer that does not train, so it has any layout: torchrun --nproc-per-node 4 -m .. --tp 2 --pp 2
@@ -31,6 +32,7 @@ from inference.cli import check_least, command
 from models import classify
 from models.special_tokens import bert_tokens, spell
 from run import checkpoint, launch, rules
+from run.checkpoint_index import command_of
 from run.config import DTYPES, ConfigError
 from run.task import Task, evaluation_batches, outputs
 from train import Trainer
@@ -124,6 +126,9 @@ def config_of(args: argparse.Namespace, world) -> decoders.LabelConfig:
         if not Path(folder).is_dir():
             raise ConfigError(f"{flag} {folder}: no such folder")
     index, kind = checkpoint.read_index(checkpoint.find(args.checkpoint)), classify.ClassifyConfig
+    if args.use == "embed" and command_of(index["model"]) == "train.py":
+        rule = "python -m inference.serve gives its vectors (/v1/embeddings)"
+        raise ConfigError(f"{args.use}: --checkpoint {args.checkpoint} is a GPT; {rule}")
     names = ("tp", "pp", "precision", "device", "tokenizer")
     given = {name: getattr(args, name) for name in names} | {"load": args.checkpoint}
     if args.use == "predict" and "pool" in index["config"]:
@@ -184,10 +189,11 @@ def predict(args: argparse.Namespace, world, config, tokenizer, labels: list[str
 
 
 def main(argv: list[str]) -> int:
-    about = "Print what a trained BERT predicts."
+    about = "Print what a trained BERT, or a classifier of texts (also a GPT), predicts."
     parser = argparse.ArgumentParser(prog="python -m models.use_bert", description=about)
     flag = parser.add_argument
-    flag("use", choices=("fill", "embed", "predict"))
+    words = "predict: labels or answers, of a classifier; fill, embed: words, vectors, of a BERT"
+    flag("use", choices=("fill", "embed", "predict"), help=words)
     flag("--checkpoint", metavar="DIR", required=True, help="a checkpoint, or the folder of a run")
     flag("--text", help="one text")
     flag("--data", metavar="FILE", help="JSON lines of texts")

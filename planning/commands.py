@@ -43,7 +43,7 @@ from planning.plan import machine_of as machine_named
 from planning.plan import software_of
 from run import flags, rules
 from run.config import MODEL_FLAGS, ConfigError, RunConfig, flag_name
-from run.presets import Recipe, recipe_of_model
+from run.presets import Recipe, no_such, recipe_of_model
 from run.pretraining import Config
 
 # Published runs of these models; the default of --tokens.
@@ -85,7 +85,8 @@ class Parser(argparse.ArgumentParser):
         words = "how many" + (f" (default: {gpus})" if gpus else "")
         how = dict(default=gpus) if gpus else dict(required=True)
         self.add_argument("--gpus", type=count, metavar="N", help=words, **how)
-        self.add_argument("--gpu", choices=list(MACHINES), default=None, help="default: a100")
+        words = f"{', '.join(MACHINES)} (default: a100)"
+        self.add_argument("--gpu", metavar="NAME", default=None, help=words)
         words = "of each, instead of the GPU's"
         self.add_argument("--memory", type=number, metavar="GIB", default=None, help=words)
         words = "a machine of your own (docs/planning.md)"
@@ -120,6 +121,9 @@ def machine_of(args: argparse.Namespace) -> Machine:
         raise ConfigError(
             f"--gpu {args.gpu}: --machine {args.machine} says which; give one of the two"
         )
+    if args.gpu and args.gpu not in MACHINES:
+        fit = f"{', '.join(MACHINES)} would fit, or --machine FILE for another (docs/planning.md)"
+        raise ConfigError(f"--gpu {args.gpu}: not known; {fit}")
     machine = machine_named(args.machine or args.gpu or "a100", "--machine")
     if args.memory:
         machine = dataclasses.replace(machine, memory=args.memory * 2**30)
@@ -341,8 +345,8 @@ def command_of(given: dict) -> type[RunConfig]:
 
     commands = [run for run in (BertRun, T5Run) if name in run.presets]
     if not commands:
-        presets = ", ".join([*Config.presets, *BertRun.presets, *T5Run.presets])
-        raise ConfigError(f"--model {name}: no such preset; there are {presets}")
+        presets = Config.presets | BertRun.presets | T5Run.presets
+        raise ConfigError(f"--model {name}: {no_such(name, presets)}")
     # LoRA's bytes and FLOPs are known of decoders.
     for field in sorted(given.keys() - flags.names_of(commands[0]) | given.keys() & {"lora_rank"}):
         rule = f"is not planned of {commands[0].command}, which trains {name}; leave it out"

@@ -70,7 +70,7 @@ def measure(group: dist.ProcessGroup | None) -> Machine:
         node_bandwidth=link,
         network_bandwidth=link,
         ranks_per_node=ranks,
-        constants=Constants(1.0, 1.0, 1.0, 1.0, wait, hidden=1.0),
+        constants=Constants(matmul=1.0, memory=1.0, node=1.0, network=1.0, wait=wait, hidden=1.0),
     )
 
 

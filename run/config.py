@@ -20,7 +20,7 @@ import schedules
 from base.errors import InputError
 from base.model_config import CHOICES, ROUTER_NAMES, FieldError, MoEConfig
 from run import checkpoint
-from run.presets import PRESETS, Recipe, default_lr
+from run.presets import PRESETS, Recipe, default_lr, no_such
 
 LAYOUT = (
     "tp",
@@ -358,8 +358,7 @@ class RunConfig:
         Raises ConfigError or CheckpointError.
         """
         if self.model not in self.presets:
-            presets = ", ".join(self.presets)
-            raise ConfigError(f"--model {self.model}: no such preset; there are {presets}")
+            raise ConfigError(f"--model {self.model}: {no_such(self.model, self.presets)}")
         shape = self.start_shape()
         if not self.keeps_dropout:
             shape = shape | {"dropout": 0.0}

@@ -17,6 +17,7 @@
 `--model NAME` of train.py takes one. Models are counted on the meta device, without memory.
 """
 
+import difflib
 import math
 from typing import NamedTuple
 
@@ -156,7 +157,8 @@ PRESETS: dict[str, tuple[dict, float]] = {
         | dict(activation="exact-gelu", attention_bias="none", mlp_bias=False),
         180e9,
     ),
-    # NVIDIA's nemotron-3-8b-base-4k, as released: 17.08 GB in 16 bits (thhaus/nemotron3-8b)
+    # NVIDIA's nemotron-3-8b-base-4k: half the bytes of a copy on huggingface.co, 17.08 GB in 16
+    # bits (thhaus/nemotron3-8b); nobody has published a count.
     "nemotron-3-8b": (
         _llama2(32, 4096, 32, 16384, vocab_size=256000, rotary_share=0.5)
         | dict(norm="layernorm1p", activation="squared-relu"),
@@ -295,6 +297,12 @@ def why_not_exported(config: MoEConfig) -> str:
         return ""
     flags = f"--router topk --router-topk {max(2, config.router_topk)} --expert-every 1"
     return f"{'; '.join(differing)}; a model trained with {flags} could be exported"
+
+
+def no_such(name: str, presets) -> str:
+    """What to say of a name that is not among the presets: the nearest ones, or all."""
+    near = difflib.get_close_matches(name, presets, n=3, cutoff=0.5)
+    return f"no such preset; {'near are' if near else 'there are'} {', '.join(near or presets)}"
 
 
 def main():

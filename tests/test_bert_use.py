@@ -221,6 +221,7 @@ def read(record: dict, answered: bool = True, types: int = 2) -> Row:
 
 
 def test_lines_become_rows():
+    assert read({"text": "ab", "label": 1}).record["label"] == "1"
     assert read({"text": "ab", "label": "x"})[:2] == ([257, *b"ab", 256], 4)
     assert read({"text": "ab", "second": "c", "label": "x"}).ids == [257, *b"ab", 256, *b"c", 256]
     # 17 bytes of two texts fit: a short one stays whole, two long ones have a half each.
@@ -306,7 +307,7 @@ def test_the_space_before_a_mask_may_belong_to_it(tmp_path):
     "record, words",
     [
         ({"text": "a"}, "is no example"),
-        ({"text": "a", "label": 1}, "is no example"),
+        ({"text": "a", "label": 0.5}, "is no example"),
         ({"text": "", "label": "x"}, "empty text"),
         ({"text": "a", "label": ""}, "or label"),
         ({"question": "?", "context": "ab", "answer": "b"}, "start None"),

@@ -186,8 +186,13 @@ def test_runs_and_new_texts(tmp_path, capsys):
     flags = small_run.flags(steps=1, out=tmp_path / "base", data=__file__, cache=tmp_path)
     assert train.main(flags) == 0
     others = dict(load=tmp_path / "base", data=data, lr=0.01)
+    words = ["embed", "--text", "a", "--out", "v.npy", "--checkpoint", str(tmp_path / "base")]
+    assert use_bert.main(words) == 2 and "/v1/embeddings" in capsys.readouterr().err
     for name, words in (("whole", ""), ("head", "--freeze --pool mean")):
         assert run(*words.split(), out=tmp_path / name, steps=60, **others) == 0
+        said = capsys.readouterr().out
+        assert "labels: even, odd" in said and "2 held out: too few to measure" in said
+        assert f"predict --checkpoint {tmp_path / name} --data FILE" in said
         last = lines_of(tmp_path / name)[-1]
         assert last["eval_accuracy"] == last["eval_macro_f1"] == 1.0
         lines = predicted(capsys, "--checkpoint", tmp_path / name, "--data", new)

@@ -376,7 +376,9 @@ def test_another_format(folder, capsys):
     form.write_text('{"sharded_backend": "zarr"}')
     assert "only sharded_backend torch_dist is read" in refusal(folder, capsys)
     form.unlink()
-    assert "a .nemo file is a tar" in refusal(folder, capsys)
+    assert "metadata.json is not there" in refusal(folder, capsys)
+    assert megatron.main([str(form), str(folder / "ours")]) == 2
+    assert "no such folder (a .nemo file is a tar" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", ["65", "-1", "0"])

@@ -526,13 +526,16 @@ LLAMA = "--model llama2-7b --gpu h100"
     [
         ("guess", "guess: no such command; there are plan, size, predict, try, measure"),
         ("plan --gpus 8 --batch 8", "--model: which one?"),
-        ("plan --model gpt5 --gpus 8 --batch 8", "--model gpt5: no such preset"),
+        ("plan --model gpt5 --gpus 8 --batch 8", "--model gpt5: no such preset; near are gpt"),
         (
             "plan --model t5-3b --gpus 8 --lora-rank 4",
             "--lora-rank 4: is not planned of -m models.t5",
         ),
         ("plan --model bert-base --gpus 8 --norm rmsnorm", "--norm rmsnorm: is not planned"),
-        (f"{PLAN} --gpu v100", "--gpu invalid choice: 'v100'"),
+        (
+            f"{PLAN} --gpu v100",
+            "--gpu v100: not known; a100, h100, h200 would fit, or --machine FILE",
+        ),
         (f"{PLAN} --gpus 0", "--gpus 0: must be from 1 to 1,048,576"),
         (f"{PLAN} --gpus many", "--gpus many: must be a whole number"),
         (f"{PLAN} --gpus 12", "--gpus 12: nodes have 8, and each is used whole; 8 or 16 would fit"),

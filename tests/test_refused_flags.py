@@ -28,7 +28,10 @@ REFUSED = {
         (dict(out="a\0b"), "--out 'a\\x00b': has bytes that are not UTF-8"),
         (dict(head_dim=31), "--head-dim 31: must be even for rotary positions; [32] would fit"),
         (dict(model="qwen3-0.6b", norm="layernorm"), "--norm layernorm: heads have norms"),
-        (dict(norm="batchnorm"), "--norm batchnorm: must be one of layernorm, layernorm1p, rmsnorm"),
+        (
+            dict(norm="batchnorm"),
+            "--norm batchnorm: must be one of layernorm, layernorm1p, rmsnorm",
+        ),
         (dict(sliding_window=-1), "--sliding-window -1: must be at least 1, or 0 for none"),
         # flags that would change nothing
         (

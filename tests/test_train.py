@@ -220,7 +220,8 @@ def test_signal_saves_and_stops(here, text):
 @pytest.mark.parametrize(
     "more, words",
     [
-        (["--model", "gpt5"], ["--model gpt5", "no such preset", "llama2-7b"]),
+        (["--model", "gpt5"], ["--model gpt5", "no such preset", "gpt2"]),
+        (["--model", "mt-nlg-530b"], ["no such preset; near are", "megatron-530b"]),
         (["--micro-batch-size", "3"], ["--micro-batch-size 3", "[1, 2, 4] would fit"]),
         (["--steps", "0"], ["--steps 0", "at least 1"]),
         (["--seed", str(10**20)], ["--seed 1"]),

@@ -178,6 +178,8 @@ def test_the_table_says_how_far_off_the_prediction_is():
     *_, last = try_layouts.table(["a", "b", "c"], predicted, measured)
     # 1/2, 2/1 and 3/4; a took 2 seconds and b 1
     assert last.startswith("off by 58% on average; the first is 100% slower")
+    assert last.endswith("are left out")
+    assert try_layouts.table(["a"], [1.0], [1.0])[-1].endswith("of these")
 
 
 # --- train.py --plan ------------------------------------------------------------------------------
