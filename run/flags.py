@@ -56,7 +56,7 @@ def parse_all(
         from run import yaml_config
 
         ranks = question.get("of", ranks)
-        values = yaml_config.read(path, given, rank, ranks, config_class.command)
+        values = yaml_config.read(path, given, rank, ranks)
     elif path:
         values = read_toml(path, config_class)
     values |= given

@@ -12,6 +12,8 @@ a value that is not done here, is refused. A model begins as gpt2, which has Meg
 Not covered: Hydra's lists of defaults, other resolvers than RESOLVERS, tokenized data (.bin, .idx).
 """
 
+import dataclasses
+import difflib
 import fnmatch
 import functools
 import math
@@ -25,25 +27,54 @@ import yaml
 from base import json_files, terminal
 from base.json_files import JSONError
 from run.config import ConfigError, flag_name
+from run.pretraining import Config
 from run.tokenizer import make_tokenizer
 
 RESOLVERS = {"multiply": operator.mul, "add": operator.add, "divide_floor": operator.floordiv}
 INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 # PyYAML reads 1e-5, which has no point, as text.
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+# What a value raises that an expression or a table cannot take.
+MISFITS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+MISFITS += (yaml.YAMLError,)
 
 
 def refuse(rule: str):
     raise ConfigError(rule)
 
 
+def number(text: str) -> float:
+    return operator.pos(yaml.safe_load(text))
+
+
 # --- the file -------------------------------------------------------------------------------------
+
+
+def name_of(path: tuple) -> str:
+    """The name of a key in the tables."""
+    named = path[1:] if path[1:] and path[0] in SECTIONS else path
+    return ".".join(map(str, named)).replace("--", "").replace("-", "_")
+
+
+class Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice in a section. PyYAML would take the last one."""
+
+    def compose_mapping_node(self, anchor):
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if str(key.value) in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"{key.value} stands there twice", problem_mark=key.start_mark
+                )
+            seen.add(str(key.value))
+        return node
 
 
 def read_file(path: str | Path) -> dict:
     """The content of a YAML file. Raises JSONError."""
     try:
-        content = yaml.safe_load(json_files.read_bytes(path))
+        content = yaml.load(json_files.read_bytes(path), Loader)
     except OSError as e:
         raise JSONError(f"{path}: cannot be read ({e.strerror})") from None
     except (yaml.YAMLError, ValueError, RecursionError) as e:
@@ -52,43 +83,44 @@ def read_file(path: str | Path) -> dict:
 
 
 class Keys:
-    """The keys of a file by their names in the tables, and the flags that are known so far."""
+    """The keys of a file by their names in the tables, and the flags that are known so far.
+
+    given: the flags that win. Raises ConfigError."""
 
     def __init__(self, content: dict, given: dict, ranks: int):
         self.content, self.given, self.flags, self.ranks = content, given, dict(given), ranks
         self.paths: dict[str, tuple] = {}
         self.add(content, ())
-        if "lr" in self.paths:
-            missing = {name: THEIRS[name] for name in THEIRS.keys() - self.paths.keys()}
-            self.content = content | missing
-            self.add(missing, ())
+        self.defaults = NEMO if "optim.lr" in self.paths else MEGATRON if "lr" in self.paths else {}
+        absent = {name for name in self.defaults if self.raw(name) is None}
+        self.paths |= {name: (name,) for name in absent}
+        self.content = content | {name: self.defaults[name] for name in absent}
 
     def add(self, section: dict, above: tuple) -> None:
         for key, value in section.items():
             path = (*above, key)
             if isinstance(value, dict) and value:
                 self.add(value, path)
-            else:
-                name = ".".join(map(str, path[path[0] in SECTIONS :]))
-                name = name.replace("--", "").replace("-", "_")
-                if self.paths.setdefault(name, path) != path:
-                    refuse(f"{name} stands there twice")
+                continue
+            name = name_of(path)
+            if self.paths.setdefault(name, path) != path:
+                refuse(f"{name} stands there twice")
 
     def get(self, name: str, default=None):
         """The value of a key; the default if it is absent or null. Raises ConfigError."""
         value = self.find(self.paths[name]) if name in self.paths else None
         return default if value is None else value
 
-    def asks(self, name: str) -> bool:
-        """Whether a key that is in no table asks for something: it is not null, and not ignored."""
-        ignored = any(fnmatch.fnmatch(name, pattern) for pattern in IGNORED)
-        return not ignored and self.raw(self.paths[name]) is not None
-
-    def raw(self, path: tuple):
-        return functools.reduce(operator.getitem, path, self.content)
+    def raw(self, name: str):
+        path = self.paths.get(name, ())
+        return functools.reduce(operator.getitem, path, self.content) if path else None
 
     def find(self, path: tuple):
-        return self.resolve(self.raw(path), path)
+        """The value of a key as it is, or the flag that wins. Raises LookupError, ConfigError."""
+        fields, function = TABLE.get(name_of(path), ((), None))
+        if len(fields) == 1 and not function and fields[0] in self.given:
+            return self.given[fields[0]]
+        return self.resolve(functools.reduce(operator.getitem, path, self.content), path)
 
     def resolve(self, value, path: tuple):
         """A value without OmegaConf's interpolations ${..}. Raises ConfigError."""
@@ -104,45 +136,72 @@ class Keys:
 
     def interpolate(self, expression: str, path: tuple):
         function, colon, arguments = expression.partition(":")
-        name = expression.lstrip(".")
-        dots = len(expression) - len(name)
         try:
             if colon:
-                return RESOLVERS[function](*map(yaml.safe_load, arguments.split(",")))
+                return RESOLVERS[function](*map(number, arguments.split(",")))
+            name = expression.lstrip(".")
+            dots = len(expression) - len(name)
+            section = path[:-dots] if dots else ()
             # The launcher puts the whole file under `training`.
-            names = name.removeprefix("training.").split(".")
-            return self.find((*path[: -dots or -len(path)], *names))
+            return self.find((*section, *name.removeprefix("training.").split(".")))
         except ConfigError:
             raise
-        except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError):
+        except MISFITS:
             refuse(f"${{{expression}}} has no value here; write one")
 
     def take(self, name: str) -> str:
         """Add the flags that a key becomes, and return them in words. Raises ConfigError."""
         fields, function = TABLE.get(name, ((), None))
-        value = None if fields and self.given.keys() >= {*fields} else self.get(name)
+        value = None if self.flags_win(name) else self.get(name)
         if value is None:
             return ""
         if name in ONLY and str(value).lower() not in ONLY[name]:
-            refuse(f"{value} is not done here; write {ONLY[name][0]}")
-        value = function(value, self) if function else value
+            whose = (
+                " (its default)" if self.paths[name] == (name,) and name in self.defaults else ""
+            )
+            refuse(f"{value}{whose} is not done here; write {ONLY[name][0]}")
+        try:
+            value = function(value, self) if function else value
+        except ConfigError:
+            raise
+        except MISFITS:
+            refuse(f"{value} does not fit")
         words = []
         for field, own in zip(fields, value if isinstance(value, tuple) else (value,)):
             if own is not None and field not in self.given:
+                json_files.convert(own, TYPES[field], repr(own))
                 if self.flags.setdefault(field, own) != own:
                     refuse(f"{own}, but another key says {self.flags[field]}")
                 words += as_words(field, own)
         return shlex.join(words)
 
+    def flags_win(self, name: str) -> bool:
+        return name in TABLE and self.given.keys() >= {*TABLE[name][0]}
 
-def read(path: str, given: dict, rank: int, ranks: int, command: str) -> dict:
-    """The flags in a file, as fields. given: the flags that win. Rank 0 prints which keys became
-    which flags. Raises ConfigError for all keys that are refused."""
+    def unknown(self) -> list[str]:
+        """What to say of each key that is in no table and asks for something. A section that is not
+        known is named once. A pattern of IGNORED does not fit what looks like a misspelled key."""
+        wrong = set()
+        for name in self.paths.keys() - {*TABLE, *ONLY}:
+            ignored = any(fnmatch.fnmatch(name, pattern) for pattern in IGNORED)
+            ignored = ignored and not difflib.get_close_matches(name, KNOWN, 1, 0.94)
+            if not ignored and self.raw(name) is not None:
+                section = name.partition(".")[0]
+                shown = name if section in KNOWN else section
+                meant = difflib.get_close_matches(shown, KNOWN - {section}, 1, 0.8)
+                cure = f"did you mean {meant[0]}?" if meant else "leave out"
+                wrong.add(f"{shown}: not known here; {cure}")
+        return sorted(wrong)
+
+
+def read(path: str, given: dict, rank: int, ranks: int) -> dict:
+    """The flags of train.py in a file, as fields. given: the flags that win. Rank 0 prints which
+    keys became which flags. Raises ConfigError for all keys that are refused."""
     try:
         keys = Keys(read_file(path), given, ranks)
     except JSONError as e:
         raise ConfigError(f"--config {e}") from None
-    except ConfigError as e:
+    except (ConfigError, RecursionError) as e:
         raise ConfigError(f"--config {path}: {e}") from None
     if "task_templates" in keys.paths:
         raise ConfigError(f"--config {path}: is for prompts: -m finetune.prompt_tuning reads it")
@@ -150,33 +209,36 @@ def read(path: str, given: dict, rank: int, ranks: int, command: str) -> dict:
     for name in (name for name in (*TABLE, *ONLY) if name in keys.paths):
         try:
             taken[name] = keys.take(name)
-        except (AttributeError, LookupError, TypeError, ValueError) as e:
+        except ValueError as e:
             cure = " or ".join(map(flag_name, TABLE[name][0])) if name in TABLE else ""
             wrong.append(f"{name}: {e}{cure and f', or give {cure}'}")
-    others = keys.paths.keys() - {*TABLE, *ONLY}
-    unknown = [name for name in sorted(others) if keys.asks(name)]
-    if unknown:
-        wrong.append(f"{', '.join(unknown)}: not known here; leave out")
+    wrong += keys.unknown()
     if wrong:
         raise ConfigError(f"--config {path}: {'; '.join(wrong)}")
     if "num_layers" in taken and not {"load", "model"} & keys.flags.keys():
         tokenizer = make_tokenizer(keys.flags.get("tokenizer", "bytes"))
         keys.flags = {"model": "gpt2", "vocab_size": tokenizer.vocab_size} | keys.flags
     if rank == 0:
-        report(f"--config {path}:", keys, taken | dict.fromkeys(others, ""), command)
+        report(f"--config {path}:", keys, taken)
     return {field: value for field, value in keys.flags.items() if field not in given}
 
 
-def report(begin: str, keys: Keys, taken: dict[str, str], command: str) -> None:
-    became = ", ".join(f"{name}: {words}" for name, words in taken.items() if words)
+def report(begin: str, keys: Keys, taken: dict[str, str]) -> None:
+    """Print which keys became which flags (taken: the flags of each key), and the command line."""
+    became = [name for name in taken if taken[name]]
+    won = [name for name in taken if keys.flags_win(name)]
+    rest = keys.paths.keys() - {*became, *won}
+    terminal.say(f"{begin} {', '.join(f'{name}: {taken[name]}' for name in became)}")
+    terminal.say(f"{begin} flags win over: {', '.join(won) or 'none'}")
+    terminal.say(f"{begin} no effect here: {', '.join(sorted(rest)) or 'none'}")
+    launch = f"torchrun --nproc-per-node {keys.ranks}" if keys.ranks > 1 else "python"
     words = [word for field, value in keys.flags.items() for word in as_words(field, value)]
-    terminal.say(f"{begin} {became}")
-    terminal.say(f"{begin} python {command} {shlex.join(words)}")
-    rest = ", ".join(sorted(name for name, words in taken.items() if not words))
-    terminal.say(f"{begin} no effect here, or flags win: {rest}")
-    nodes, devices = keys.get("trainer.num_nodes", 1), keys.get("trainer.devices", keys.ranks)
-    if isinstance(devices, int) and 0 < nodes * devices != keys.ranks:
-        terminal.say(f"{begin} for {nodes} x {devices} ranks; here are {keys.ranks}")
+    terminal.say(f"{begin} {launch} {Config.command} {shlex.join(words)}")
+    names = ("trainer.num_nodes", "trainer.devices")
+    size = [keys.raw(name) for name in names if name in keys.paths]
+    said = size and all(isinstance(count, int) and count > 0 for count in size)
+    if said and math.prod(size) != keys.ranks:
+        terminal.say(f"{begin} for {' x '.join(map(str, size))} ranks; here are {keys.ranks}")
 
 
 def as_words(field: str, value) -> list[str]:
@@ -204,8 +266,9 @@ def of_replicas(choose):
     """A function for a flag about the ranks that share the batch, where there are several."""
 
     def chosen(v, k):
+        value = choose(v, k)
         alone = k.ranks == k.flags.get("tp", 1) * k.flags.get("pp", 1)
-        return None if alone else choose(v, k) or None
+        return None if alone else value or None
 
     return chosen
 
@@ -215,7 +278,11 @@ def with_tp(v, k):
 
 
 def virtual_stages(v, k):
-    return k.get("num_layers") // k.get("pipeline_model_parallel_size") // v
+    return k.flags["num_layers"] // k.flags.get("pp", 1) // v
+
+
+def groups(v, k):
+    return v if k.get("group_query_attention", True) else None
 
 
 def norm(v, k):
@@ -243,8 +310,11 @@ def rotary(v, k):
 def corpora(v, k):
     """[0.3, A, 0.7, B] -> 0.3:A 0.7:B"""
     words = v.split() if isinstance(v, str) else v
-    pairs = [f"{weight}:{path}" for weight, path in zip(words[::2], words[1::2])]
-    return pairs if re.fullmatch(r"[\d.]+", str(words[0])) else words
+    if any(str(word).endswith(("_document", ".bin", ".idx")) for word in words):
+        refuse("tokenized .bin is not read; write the folder of the texts")
+    if not re.fullmatch(r"[\d.]+", str(words[0])):
+        return words
+    return [f"{weight}:{path}" for weight, path in zip(words[::2], words[1::2], strict=True)]
 
 
 def split(v, k):
@@ -254,8 +324,9 @@ def split(v, k):
 
 
 def decay_steps(v, k):
-    steps = k.get("trainer.max_steps", k.get("train_iters"))
-    return k.get("lr_decay_iters", steps) - k.get("optim.sched.constant_steps", 0)
+    steps = k.given.get("steps") or k.get("trainer.max_steps", k.get("train_iters"))
+    steps = k.get("lr_decay_iters", steps) - k.get("optim.sched.constant_steps", 0)
+    return steps if steps > 0 else refuse("no step is left to the cosine")
 
 
 def warmup(v, k):
@@ -264,9 +335,15 @@ def warmup(v, k):
 
 
 def fp8(v, k):
-    newest = k.get("fp8_amax_compute_algo") == "most_recent"
+    newest = k.get("fp8_amax_compute_algo", "most_recent") == "most_recent"
     history = 1 if newest else k.get("fp8_amax_history_len", 1)
+    if v and (v not in (True, "hybrid") or not k.get("fp8_hybrid", True)):
+        refuse(f"{v} is not done here; write hybrid")
     return ("delayed", 0, "any", history) if v else None
+
+
+def betas(v, k):
+    return tuple(v) if len(v) == 2 else refuse(f"{v} is not two numbers")
 
 
 # --- the tables -----------------------------------------------------------------------------------
@@ -278,13 +355,20 @@ FLOAT = one_of(**FLOAT, fp32="fp32")
 GATED = dict(swiglu="swiglu", fast_swiglu="swiglu", geglu="geglu", fast_geglu="geglu")
 ACTIVATION = one_of(**GATED, gelu="gelu", squared_relu="squared-relu")
 NORM = one_of(layernorm="layernorm", rmsnorm="rmsnorm", layernorm1p="layernorm1p")
-ADAM = one_of(adam=0, adamw=0, fused_adam=0, distributed_fused_adam=1, mcore_distributed_optim=1)
+# NeMo's adam adds the decay to the gradient.
+ADAM = one_of(adamw=0, fused_adam=0, distributed_fused_adam=1, mcore_distributed_optim=1)
 POSITIONS = one_of(learned_absolute="learned", rope="rotary", alibi="alibi")
 FP16 = {(True, False): "fp16", (False, False): "fp32", (False, True): None}
 RECOMPUTE = one_of(selective="selective", full="full")
 TOKENIZER = one_of(megatron=None, gpt2bpetokenizer="gpt2")
+# Keys that are named as their flags.
+SAME = """
+num_layers hidden_size ffn_hidden_size make_vocab_size_divisible_by seed micro_batch_size
+global_batch_size adam_beta1 adam_beta2
+"""
 # Flags; keys of NeMo and Megatron-LM; the function of the value, where it changes (None: no flag).
 ROWS = (
+    *((key, key) for key in SAME.split()),
     ("tp", "tensor_model_parallel_size"),
     ("pp", "pipeline_model_parallel_size"),
     ("cp", "context_parallel_size"),
@@ -296,21 +380,20 @@ ROWS = (
     ("zero_stage", "use_distributed_optimizer", of_replicas(when(1))),
     ("zero_stage", "fsdp", of_replicas(when(3))),
     ("reduce_dtype", "optim.grad_sync_dtype", of_replicas(FLOAT)),
-    ("num_layers", "num_layers"),
-    ("hidden_size", "hidden_size"),
     ("num_heads", "num_attention_heads"),
-    ("num_kv_heads", "num_query_groups"),
-    ("ffn_hidden_size", "ffn_hidden_size"),
+    ("num_kv_heads", "num_query_groups", groups),
     ("head_dim", "kv_channels"),
     ("vocab_size", "vocab_size padded_vocab_size"),
-    ("make_vocab_size_divisible_by", "make_vocab_size_divisible_by"),
     ("norm", "normalization apply_layernorm_1p layernorm_zero_centered_gamma", norm),
     ("norm_eps", "layernorm_epsilon norm_epsilon"),
     ("activation", "activation activation_func", ACTIVATION),
     ("activation", "squared_relu", when("squared-relu")),
     ("activation ffn_hidden_size", "swiglu", swiglu),
-    ("attention_bias mlp_bias", "bias add_bias_linear disable_bias_linear", bias),
-    ("attention_bias mlp_bias", "add_qkv_bias qkv_bias", bias),
+    (
+        "attention_bias mlp_bias",
+        "bias add_bias_linear disable_bias_linear add_qkv_bias qkv_bias",
+        bias,
+    ),
     ("positions", "position_embedding_type", POSITIONS),
     ("positions", "use_rotary_position_embeddings", when("rotary")),
     ("rotary_share", "rotary_percentage rotary_percent", rotary),
@@ -323,7 +406,6 @@ ROWS = (
     ("tied", "untie_embeddings_and_output_weights", when(False, True)),
     ("dropout", "hidden_dropout attention_dropout"),
     ("init_std", "init_method_std"),
-    ("seed", "seed"),
     ("tokenizer", "tokenizer.library tokenizer.type tokenizer_type", TOKENIZER),
     ("precision", "trainer.precision", FLOAT),
     ("precision", "bf16", when("bf16")),
@@ -331,8 +413,6 @@ ROWS = (
     ("fp8 fp8_skip fp8_scales fp8_history", "fp8", fp8),
     ("recompute", "activations_checkpoint_granularity recompute_granularity", RECOMPUTE),
     ("recompute", "recompute_activations", when("selective")),
-    ("micro_batch_size", "micro_batch_size"),
-    ("global_batch_size", "global_batch_size"),
     ("lr", "optim.lr lr"),
     ("min_lr", "optim.sched.min_lr min_lr"),
     ("warmup_steps", "optim.sched.warmup_steps"),
@@ -340,9 +420,7 @@ ROWS = (
     ("steps decay_steps", "trainer.max_steps train_iters", lambda v, k: (v, decay_steps(v, k))),
     ("decay_steps", "optim.sched.constant_steps lr_decay_iters", decay_steps),
     ("weight_decay", "optim.weight_decay weight_decay"),
-    ("adam_beta1 adam_beta2", "optim.betas", lambda v, k: tuple(v)),
-    ("adam_beta1", "adam_beta1"),
-    ("adam_beta2", "adam_beta2"),
+    ("adam_beta1 adam_beta2", "optim.betas", betas),
     ("grad_clip", "trainer.gradient_clip_val clip_grad"),
     ("data", "data.data_prefix data.data_prefix.train data_path train_data_path", corpora),
     ("val_data", "data.data_prefix.validation valid_data_path", corpora),
@@ -361,6 +439,7 @@ ROWS = (
     ("load", "restore_from_path", lambda v, k: refuse(f"{v} is to be imported first")),
     ("timeout", "distributed_timeout_minutes", lambda v, k: v * 60.0),
 )
+TYPES = {field.name: field.type for field in dataclasses.fields(Config)}
 # key -> (flags, function)
 TABLE = {
     key: (flags.split(), function[0] if function else None)
@@ -373,6 +452,7 @@ optimizer=adam optim.sched.name=cosineannealing lr_decay_style=cosine optim.eps=
 fsdp_sharding_strategy=full fsdp_grad_reduce_dtype=32|fp32 fp8_recipe=delayed fp8_wgrad=true
 transformer_block_type=pre_ln attention_type=multihead use_scaled_init_method=true
 normalize_attention_scores=true trainer.accumulate_grad_batches=1 weight_decay_incr_style=constant
+trainer.limit_train_batches=1.0
 """
 OFF = """
 rampup_batch_size num_moe_experts num_experts fp8_e4m3 fp8_margin fp32_residual_connection
@@ -387,7 +467,8 @@ train_samples lr_decay_samples lr_warmup_samples use_checkpoint_args
 ONE = (row.split("=") for row in ONE_VALUE.split())
 ONLY = {name: tuple(values.split("|")) for name, values in ONE}
 ONLY |= dict.fromkeys(OFF.split(), ("null", "false", "0", "0.0"))
-# Keys about speed, memory, files and logs, which change no number; * is any text.
+# Keys about speed, memory, files, logs, evaluation and when a job ends (max_time): they change no
+# number of a step. * is any text.
 IGNORED = """
 name run.* hydra.* defaults nsys_profile.* ENV_VARS.* TEST_TYPE METRICS exp_manager.* tokenizer*
 trainer.accelerator trainer.logger trainer.enable_* trainer.max_epochs trainer.max_time
@@ -406,6 +487,15 @@ gc_* reduce_amax eval_iters manual_gc* data_cache_path retriever_* sample_rate *
 timing_* *tensorboard* wandb_* *one_logger* *ckpt_format* no_mmap_* save_retain_*
 """
 IGNORED = IGNORED.split()
-# Megatron-LM's defaults, for a file that has its learning rate.
-THEIRS = dict(lr_decay_style="linear", lr_warmup_iters=0, min_lr=0.0, weight_decay=0.01, seed=1234)
-THEIRS |= dict(adam_beta1=0.9, adam_beta2=0.999, clip_grad=1.0, fp16=False)
+KNOWN = {*TABLE, *ONLY, *SECTIONS}
+KNOWN |= {key.partition(".")[0] for key in KNOWN}
+# What a file means that lacks a key, or has null: Megatron-LM's has lr, NeMo's optim.lr.
+MEGATRON = dict(lr_decay_style="linear", lr_warmup_iters=0, min_lr=0.0, weight_decay=0.01)
+MEGATRON |= dict(seed=1234, adam_beta1=0.9, adam_beta2=0.999, clip_grad=1.0, fp16=False)
+MEGATRON |= dict(reset_position_ids=False, reset_attention_mask=False)
+NEMO = {"optim.sched.name": "constant", "optim.sched.min_lr": 0.0, "optim.sched.warmup_steps": 0}
+NEMO |= {"optim.betas": [0.9, 0.999], "optim.weight_decay": "???", "trainer.gradient_clip_val": 0.0}
+NEMO |= {"data.reset_position_ids": False, "data.reset_attention_mask": False}
+DROPOUT = dict(hidden_dropout=0.1, attention_dropout=0.1)
+MEGATRON |= DROPOUT
+NEMO |= DROPOUT

@@ -62,7 +62,7 @@ STAND = {
         " --virtual-stages 3 --micro-batch-size 4 --global-batch-size 32 --steps 50 --lr 1.5e-4"
         " --min-lr 1e-5 --weight-decay 0.01 --warmup-steps 3200 --decay-steps 320000"
         " --adam-beta2 0.999 --log-every 1 --save-every 10000 --eval-every 1000 --precision fp16"
-        " --grad-clip 1 --resume",
+        " --grad-clip 1 --resume --dropout 0.1",
     ),
 }
 
@@ -71,7 +71,7 @@ def read(text, ranks: int = 1, folder=None, **given) -> dict:
     """The flags of a YAML, a text or what it holds."""
     path = folder / "x.yaml"
     path.write_text(text if isinstance(text, str) else yaml.safe_dump(text))
-    return yaml_config.read(str(path), given, 0, ranks, "train.py")
+    return yaml_config.read(str(path), given, 0, ranks)
 
 
 @pytest.fixture
@@ -108,7 +108,9 @@ def test_a_file_is_its_command_line(name, capsys):
     assert found == of_flags(f"{HERE} {words}")
     # the printed line can be copied; every key of the file is somewhere in the report
     report = capsys.readouterr().out
-    (line,) = (line for line in report.splitlines() if ": python train.py " in line)
+    (line,) = (line for line in report.splitlines() if " train.py " in line)
+    launch = f"torchrun --nproc-per-node {ranks}" if ranks > 1 else "python"
+    assert f".yaml: {launch} train.py" in line
     assert of_flags(line.partition("train.py ")[2]) == found
     assert "ranks; here" not in report or name == "megatron_345m_pp4_vp1.yaml"
     keys = yaml_config.Keys(yaml_config.read_file(FILES / name), {}, 1).paths
@@ -189,6 +191,7 @@ WITH = {
         dict(num_layers=24, pipeline_model_parallel_size=4), 2, dict(virtual_stages=3)
     ),
     "sequence_parallel": (dict(tensor_model_parallel_size=2), True, dict(sequence_parallel=True)),
+    "num_query_groups": (dict(group_query_attention=True), 2, dict(num_kv_heads=2)),
     "optim.name": ({}, "distributed_fused_adam", dict(zero_stage=1)),
     "use_distributed_optimizer": ({}, True, dict(zero_stage=1)),
     "fsdp": ({}, True, dict(zero_stage=3)),
@@ -220,7 +223,7 @@ WITH = {
     "bf16": ({}, True, dict(precision="bf16")),
     "fp16": ({}, False, dict(precision="fp32")),
     "fp8": (
-        dict(fp8_amax_compute_algo="max", fp8_amax_history_len=9),
+        dict(fp8_hybrid=True, fp8_amax_compute_algo="max", fp8_amax_history_len=9),
         "hybrid",
         dict(fp8="delayed", fp8_skip=0, fp8_scales="any", fp8_history=9),
     ),
@@ -249,6 +252,9 @@ WITH = {
     "load": (dict(save="ckpt"), "ckpt", dict(resume=True, out="ckpt")),
     "distributed_timeout_minutes": ({}, 10, dict(timeout=600.0)),
 }  # fmt: skip
+# What files with a learning rate must say.
+COSINE = {"lr_decay_style": "cosine", "optim.sched.name": "CosineAnnealing"}
+COSINE |= {"weight_decay": 0.01, "optim.weight_decay": 0.01}
 # Values of fields by type, for keys whose values are the flags'.
 VALUES = {int: 3, float: 0.25, bool: True, str: "words"}
 
@@ -262,15 +268,15 @@ def test_each_key_becomes_its_flags(key, flags):
         (name,) = names
         of = next(field.type for field in dataclasses.fields(Config) if field.name == name)
         of = of if isinstance(of, type) else of.__args__[0]
-        beside, expected = {"lr_decay_style": "cosine"}, {name: VALUES[of]}
+        beside, expected = dict(COSINE), {name: VALUES[of]}
+        if "weight_decay" in names:
+            beside = {}
         value = VALUES[of]
     found = flags({**beside, key: value}, ranks=8, model="gpt2")
     assert {name: found.get(name) for name in expected} == expected
     assert {name for name in names if name in found} <= found.keys()
     # a flag on the command line wins, and then the key is not even read
-    won = flags(
-        {"lr_decay_style": "cosine", key: "${nowhere}"}, model="gpt2", **dict.fromkeys(names, 0)
-    )
+    won = flags(COSINE | {key: "${nowhere}"}, model="gpt2", **dict.fromkeys(names, 0))
     assert not set(names) & won.keys()
     with pytest.raises(
         ConfigError, match=r"\$\{nowhere\} has no value here; write one, or give --"
@@ -298,8 +304,33 @@ def test_what_is_not_done_is_refused_by_name(key, flags, refusal):
 @pytest.mark.parametrize(
     "content, words",
     [
-        ({"model": {"hidden_sise": 3}}, "hidden_sise: not known here; leave out"),
-        ({"trainer": {"max_stepss": 3, "b": 1}}, "trainer.b, trainer.max_stepss: not known here"),
+        ({"model": {"hidden_sise": 3}}, "hidden_sise: not known here; did you mean hidden_size?"),
+        ({"trainer": {"maxx": 3, "b": 1}}, "trainer.b: not known here; leave out; trainer.maxx: n"),
+        # patterns of IGNORED fit these
+        ({"recompute_granularty": "full"}, "did you mean recompute_granularity?"),
+        ({"exp_manager": {"exp_dri": "a"}}, "did you mean exp_manager.exp_dir?"),
+        ({"modle": {"seed": 3, "optim": {"b": 1}}}, "modle: not known here; did you mean model?"),
+        ({"model": "gpt2"}, "model: not known here; leave out"),
+        ("seed: 1\nmodel:\n  lr: 1\n  seed: 2\n  lr: 3\n", "lr stands there twice in"),
+        ({"trainer": {"limit_train_batches": 2}}, "2 is not done here; write 1.0"),
+        ({"data": {"data_prefix": ["a_document"]}}, "data.data_prefix: tokenized .bin is not read"),
+        ({"hidden_size": "abc"}, "hidden_size: 'abc': Expected `int | null`, got `str`, or give"),
+        ({"num_layers_per_virtual_pipeline_stage": 0, "num_layers": 2}, "0 does not fit"),
+        ({"fp8": "e4m3"}, "fp8: e4m3 is not done here; write hybrid"),
+        ({"fp8": True, "fp8_hybrid": False}, "fp8: True is not done here; write hybrid"),
+        ({"optim": {"betas": [0.9]}}, "optim.betas: [0.9] is not two numbers"),
+        ({"optim": {"lr": 1}}, "optim.sched.name: constant (its default) is not done here"),
+        ({"optim": {"lr": 1}}, "optim.weight_decay: ??? is to be filled in, or give --weight-d"),
+        ({"lr": 1, "hidden_dropout": 0.0}, "attention_dropout: 0.1, but another key says 0.0"),
+        ({"lr": 1, "reset_attention_mask": True}, "True, but another key says False"),
+        ({"data_path": "0.5 A 0.5"}, "data_path: 0.5 A 0.5 does not fit, or give --data"),
+        ({"data": {"data_prefix": {}}}, "data.data_prefix: {} does not fit"),
+        ({"train_iters": 5, "optim.sched.constant_steps": 9}, "no step is left to the cosine"),
+        ("model: &x {seed: 3, name: *x}", "maximum recursion depth"),
+        ({"seed": "${multiply:abc,100000000000}"}, "abc,100000000000} has no value here"),
+        ({"seed": "${multiply:[,2}"}, "[,2} has no value here"),
+        ({"window_size": 3}, "window_size: 3 does not fit, or give --sliding-window"),
+        ({"optim": {"name": "sgd"}}, "optim.name: sgd is none of adam"),
         ({"normalization": "batchnorm"}, "batchnorm is none of layernorm, rmsnorm, layernorm1p"),
         ({"activation": "reglu"}, "activation: reglu is none of swiglu, fast_swiglu, geglu"),
         ({"tokenizer": {"type": "x"}}, "tokenizer.type: x is none of megatron, gpt2bpe"),
@@ -308,9 +339,9 @@ def test_what_is_not_done_is_refused_by_name(key, flags, refusal):
             {"hidden_dropout": 0.1, "attention_dropout": 0.0},
             "attention_dropout: 0.0, but another key says 0.1, or give --dropout",
         ),
-        ({"lr": 1}, "lr_decay_style: linear is not done here; write cosine"),
+        ({"lr": 1}, "linear (its default) is not done here; write cosine"),
         ({"split": "9,1"}, "split: 9,1, but the last twentieth is held out; write 95,5,0, or give"),
-        ({"split": "a"}, "split: could not convert"),
+        ({"split": "a"}, "split: a does not fit"),
         ({"load": "a", "save": "b"}, "load: a is not save; write null, or give --resume"),
         ({"restore_from_path": "a.nemo"}, "a.nemo is to be imported first, or give --load"),
         ({"model": {"task_templates": []}}, "is for prompts: -m finetune.prompt_tuning reads it"),
@@ -354,12 +385,38 @@ model:
   hidden_size: ${multiply:8, ${.num_attention_heads}}
   num_attention_heads: ${divide_floor:${add:5, 4}, 2}
   data: {seq_length: "${..hidden_size}"}
-  optim: {lr: 1e-4, weight_decay: .5e-1}
+  optim: {lr: 1e-4, weight_decay: .5e-1, sched: {name: CosineAnnealing}}
 """
+    assert flags(text, seq_length=2)["steps"] == 4
+    assert flags(text, num_heads=3)["hidden_size"] == 24
     found = flags(text)
     assert (found["hidden_size"], found["num_heads"], found["seq_length"]) == (32, 4, 32)
     assert (found["steps"], found["log_every"], found["out"]) == (64, 7, "runs/n-7")
     assert (found["lr"], found["weight_decay"]) == (1e-4, 0.05)
+
+
+def test_absent_keys_have_the_defaults_of_the_files(flags):
+    common = dict(lr=3.0, min_lr=0.0, warmup_steps=0, adam_beta1=0.9, adam_beta2=0.999, dropout=0.1)
+    common |= dict(document_mask=False)
+    megatron = dict(seed=1234, weight_decay=0.01, grad_clip=1.0, precision="fp32")
+    nemo = dict(weight_decay=0.01, grad_clip=0.0)
+    clip = {"trainer.gradient_clip_val": None}
+    assert flags(COSINE | {"lr": 3.0, "min_lr": None}) == common | megatron
+    assert flags({"lr": 3.0, "lr_decay_style": "cosine"}) == common | megatron
+    assert flags(COSINE | clip | {"optim.lr": 3.0}) == common | nemo
+
+
+def test_flags_win_over_what_is_computed(flags):
+    stages = dict(num_layers=16, num_layers_per_virtual_pipeline_stage=1)
+    assert flags(stages, model="gpt2", pp=4)["virtual_stages"] == 4
+    assert flags(stages, model="gpt2", pp=4, num_layers=8)["virtual_stages"] == 2
+    assert flags({"train_iters": 100}, steps=9) == dict(decay_steps=9)
+    assert flags({"train_iters": 100, "lr_decay_iters": 50}, steps=9) == dict(decay_steps=50)
+
+
+def test_values_that_megatron_does_not_read(flags):
+    assert flags(dict(num_query_groups=1, group_query_attention=False)) == {}
+    assert flags(dict(fp8="hybrid", fp8_amax_history_len=1024))["fp8_history"] == 1
 
 
 def test_one_rank_shares_with_nobody(flags):
@@ -377,7 +434,8 @@ def test_one_rank_shares_with_nobody(flags):
 TEXT = "the cat sat on the mat, and the hat sat on the cat. " * 400
 SHRUNK = (
     "--hidden-size 48 --ffn-hidden-size 64 --seq-length 32 --steps 5 --precision fp32 --device cpu"
-    " --tokenizer bytes --eval-every 0 --save-every 0 --make-vocab-size-divisible-by 1"
+    " --tokenizer bytes --decay-steps 5 --warmup-steps 1 --eval-every 0 --save-every 0"
+    " --make-vocab-size-divisible-by 1"
 )
 # file -> (ranks, flags beside SHRUNK). The layouts are those of the files, but for --cp 1 of 126m.
 RUNS = {
@@ -407,7 +465,7 @@ def test_a_file_trains_as_its_flags(name, tmp_path, capsys):
     words += ["--cache", f"{tmp_path}/cache"]
     by_file = ["--config", f"{FILES}/{name}", *words, "--out", f"{tmp_path}/file"]
     report = run(by_file, world, capsys)
-    (line,) = (line for line in report.splitlines() if ": python train.py" in line)
+    (line,) = (line for line in report.splitlines() if " train.py " in line)
     run([*shlex.split(line.partition("train.py ")[2]), "--out", f"{tmp_path}/flags"], world, capsys)
     by_file, by_flags = (small_run.numbers_of(tmp_path / out) for out in ("file", "flags"))
     assert by_file == by_flags and len(by_file) == 5
