@@ -152,6 +152,10 @@ class LabelTask(WithoutLogits):
         if index.get("labels") != self.labels:
             rule = "give the data of the run, or --load it and name another --out"
             self.config.refuse("data", f"has other labels than {path}; {rule}")
+        for name in ("pool", "freeze"):
+            then = index["config"].get(name)
+            if then != getattr(self.config, name, None):
+                self.config.refuse(name, f"{path} has {then}; leave it out, or name another --out")
 
     def scores(self, batch, y: Tensor) -> Tensor:
         """[b, n, 1], of each text; answers have 2 in the last place. y: [b, s, n], of each token"""

@@ -137,7 +137,8 @@ def open_folder(source: Path) -> tuple[Path, dict]:
         raise HuggingFaceError(f"{source}: no such folder ({hint})")
     latest = source / "latest_checkpointed_iteration.txt"
     if latest.is_file():
-        step = latest.read_text().strip()
+        with refused(ValueError, where=f"{latest} cannot be read: "):
+            step = latest.read_text().strip()
         source /= step if step == "release" else f"iter_{step:0>7}"
     nemo = source / "model_config.yaml"
     folder = source / "model_weights" if nemo.is_file() else source
@@ -173,7 +174,8 @@ def stored_tensors(folder: Path) -> dict[str, tuple[torch.Size, list]]:
 def read_tensor(folder: Path, size: torch.Size, parts: list, layer: int | None) -> Tensor:
     """One layer of a stack, or a whole tensor (None), in float32. Raises HuggingFaceError."""
     first, end = (0, size[0]) if layer is None else (layer, layer + 1)
-    rows = torch.empty(end - first, *size[1:])
+    # What no part fills stays NaN.
+    rows = torch.full((end - first, *size[1:]), torch.nan)
     for chunk, info in parts:
         start = chunk.offsets[0]
         a, b = max(first, start), min(end, start + chunk.sizes[0])
@@ -243,12 +245,15 @@ def import_folder(source: Path, target: Path, vocab_size: int | None = None) -> 
         raise HuggingFaceError(f"{folder}: embedding.word_embeddings.weight is missing")
     if vocab_size is None:
         vocab_size = stored["embedding.word_embeddings.weight"][0][0]
-    with refused(ValueError, TypeError, where=f"{source}: "):
+    with refused(ValueError, TypeError, AttributeError, where=f"{source}: "):
         config = model_config(fields, vocab_size)
         found = match(stored, config)
 
     def read(name: str) -> Tensor:
-        return part(name, read_tensor(folder, *found[name]), config).clone()
+        tensor = part(name, read_tensor(folder, *found[name]), config).clone()
+        if tensor.isnan().any():
+            raise HuggingFaceError(f"{folder}: a part of {name} is missing, or holds NaN")
+        return tensor
 
     run = {"tokenizer": huggingface.tokenizer_name(target, config)}
     state = huggingface.untrained(run, dataclasses.asdict(config))

@@ -200,7 +200,8 @@ class Server:
         try:
             prompts = fields.prompts(self.tokenizer, model, longest)
             if fields.n * len(prompts) > self.most:
-                text = f"{fields.n * len(prompts)} answers: at most {self.most}"
+                what = "texts" if fields.embeds else "answers"
+                text = f"{fields.n * len(prompts)} {what}: at most {self.most}"
                 raise ApiError(400, text, "n" if len(prompts) <= self.most else fields.asked)
             # Equal prompts get different answers.
             keys = iter(keys_of([prompt for prompt in prompts for _ in range(fields.n)], seed))

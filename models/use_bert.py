@@ -37,6 +37,13 @@ from run.config import DTYPES, ConfigError
 from run.task import Task, evaluation_batches, outputs
 from train import Trainer
 
+# What a GPT has instead of each use.
+OF_A_GPT = {
+    "fill": "generate.py continues its texts",
+    "embed": "python -m inference.serve gives its vectors (/v1/embeddings)",
+    "predict": "python -m finetune.classify teaches it labels",
+}
+
 
 class Unchanged(nn.Module):
     """A head for vectors. x: [b, s, h]"""
@@ -126,8 +133,8 @@ def config_of(args: argparse.Namespace, world) -> decoders.LabelConfig:
         if not Path(folder).is_dir():
             raise ConfigError(f"{flag} {folder}: no such folder")
     index, kind = checkpoint.read_index(checkpoint.find(args.checkpoint)), classify.ClassifyConfig
-    if args.use == "embed" and command_of(index["model"]) == "train.py":
-        rule = "python -m inference.serve gives its vectors (/v1/embeddings)"
+    if command_of(index["model"]) == "train.py" and "pool" not in index["config"]:
+        rule = OF_A_GPT[args.use]
         raise ConfigError(f"{args.use}: --checkpoint {args.checkpoint} is a GPT; {rule}")
     names = ("tp", "pp", "precision", "device", "tokenizer")
     given = {name: getattr(args, name) for name in names} | {"load": args.checkpoint}

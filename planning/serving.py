@@ -41,6 +41,7 @@ from planning import commands
 from planning.inputs import SOFTWARE, TRAIN, Layout, Machine, Software
 from planning.layer_time import Rank, read_and_written
 from planning.layouts import USABLE, gib
+from run import rules
 from run.config import ConfigError
 
 # Bytes of a weight in a layer's matrices, and in the embedding and the head; int4 has a scale and
@@ -336,7 +337,9 @@ def found_by(case: argparse.Namespace, one: Serving) -> list[Found]:
         limit = f" within --latency {1000 * case.latency:g}ms" if case.latency else ""
         rule = f"{case.gpus} GPUs write at most {most} tokens/s{limit}; that would fit"
         gpus = -(-found[0].gpus // unit) * unit
-        raise ConfigError(f"--throughput {case.throughput:g}: {rule}, or --gpus {gpus}")
+        if gpus <= rules.MOST_SEQUENCES:
+            rule += f", or --gpus {gpus}"
+        raise ConfigError(f"--throughput {case.throughput:g}: {rule}")
     return [x for x in found if x.gpus <= case.gpus]
 
 

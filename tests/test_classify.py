@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -18,6 +19,7 @@ from finetune.scores import macro_f1, of_answer
 from gpt import GPT
 from inference.huggingface import open_folder
 from models import use_bert
+from run import checkpoint
 
 # --- transformers ---------------------------------------------------------------------------------
 
@@ -101,7 +103,11 @@ def on_rank(rank: int, world: int, variants: list[dict], mutate=None) -> list[pa
         multiple_of = run.trainer.config.length_multiple
         run.dataset = classify.Labelled(rows, None, run.trainer.task.labels, multiple_of)
         result = run.train(3)
-        result.losses.append(run.trainer.task.evaluate(run.dataset, 0))
+        task = run.trainer.task
+        result.losses.append(task.evaluate(run.dataset, 0))
+        found = task.scores_of(run.dataset)[:, :, 0].argmax(1).tolist()
+        right = sum(int(n == k % 3) for k, n in enumerate(found))
+        assert task.measured["eval_accuracy"] == right / 24 < 1
         results.append(result)
     return results
 
@@ -177,6 +183,16 @@ def run(*words: str, **options) -> int:
     return classify.main([*words, *small_run.as_flags(**options)])
 
 
+def body(run) -> dict[str, torch.Tensor]:
+    """The weights of a run, without its head's matrix."""
+    path = checkpoint.find(run)
+    shapes = checkpoint.read_index(path)["tensors"]
+    names = [n for n in shapes if n.startswith("model.") and not n.startswith("model.head.value")]
+    tensors = {name: torch.empty(shapes[name][1]) for name in names if "head.output" not in name}
+    checkpoint.read(path, tensors)
+    return tensors
+
+
 def test_runs_and_new_texts(tmp_path, capsys):
     """A model learns labels, whole, or its head alone; its checkpoint labels new texts."""
     texts = [{"text": f"{'ab'[n % 2]} {n}", "label": ["even", "odd"][n % 2]} for n in range(40)]
@@ -197,7 +213,21 @@ def test_runs_and_new_texts(tmp_path, capsys):
         assert last["eval_accuracy"] == last["eval_macro_f1"] == 1.0
         lines = predicted(capsys, "--checkpoint", tmp_path / name, "--data", new)
         assert [line["predicted"] for line in lines] == ["even", "odd"]
-        assert classify.main(["--resume", "--out", str(tmp_path / name), "--steps", "61"]) == 0
+        resumed = ["--resume", "--out", str(tmp_path / name), "--steps", "61"]
+        assert classify.main(resumed) == 0
+        learned = body(tmp_path / name)
+        kept = [learned[each].equal(p) for each, p in body(tmp_path / "base").items()]
+        # With --freeze not a bit of the body changes.
+        assert all(kept) if name == "head" else not any(kept)
+    write_lines(new_labels := tmp_path / "l.jsonl", [{"text": n, "label": n} for n in "abcd"])
+    resumed[-1] = "62"
+    for words, refusal in (
+        ("--pool last", "--pool last: .* has mean"),
+        ("--no-freeze", "--freeze False: .* has True"),
+        (f"--data {new_labels}", "has other labels"),
+    ):
+        assert classify.main([*resumed, *words.split()]) == 2
+        assert re.search(refusal, capsys.readouterr().err)
     others |= dict(out=tmp_path / "further", load=tmp_path / "whole", steps=1)
     assert run(**others) == 0
     assert "with its head" in capsys.readouterr().out

@@ -375,10 +375,33 @@ def test_another_format(folder, capsys):
     form = folder / "iter_0000100" / "metadata.json"
     form.write_text('{"sharded_backend": "zarr"}')
     assert "only sharded_backend torch_dist is read" in refusal(folder, capsys)
+    latest = folder / "latest_checkpointed_iteration.txt"
+    step = latest.read_text()
+    latest.write_bytes(b"\xff")
+    assert "iteration.txt cannot be read" in refusal(folder, capsys)
+    latest.write_text(step)
     form.unlink()
     assert "metadata.json is not there" in refusal(folder, capsys)
     assert megatron.main([str(form), str(folder / "ours")]) == 2
     assert "no such folder (a .nemo file is a tar" in capsys.readouterr().err
+
+
+def test_missing_part(folder, capsys):
+    """A tensor is refused that its parts do not fill."""
+    path, name = folder / "iter_0000100" / ".metadata", "decoder.layers.mlp.linear_fc2.weight"
+    content = pickle.loads(path.read_bytes())
+    content.state_dict_metadata[name].chunks.pop()
+    path.write_bytes(pickle.dumps(content))
+    assert "a part of blocks.1.mlp.down.weight is missing" in refusal(folder, capsys)
+
+
+def test_their_defaults():
+    """A key that is absent has Megatron-LM's default; GELU is by erf without their fused kernel."""
+    args = {name: x for name, x in GPT.items() if not name.endswith("dropout")}
+    assert megatron.model_config(args, VOCABULARY).dropout == 0.1
+    assert megatron.model_config(ARGUMENTS["exact"], VOCABULARY).activation == "exact-gelu"
+    with pytest.raises(HuggingFaceError):
+        megatron.model_config(GPT | {"activation": ["swiglu"]}, VOCABULARY)
 
 
 @pytest.mark.parametrize("size", ["65", "-1", "0"])

@@ -319,6 +319,7 @@ def test_latency_and_throughput(capsys):
     assert run(f"{case} --throughput {most}", capsys)[0] == 0
     assert run(f"{case} --throughput {int(most) + 1}", capsys)[0] == 2
     assert run(f"{case} --throughput 1e6 --gpus {more}", capsys)[0] == 0
+    assert "--gpus" not in run(f"{case} --throughput 1e12", capsys)[2]
 
 
 # --- a step of reinforcement learning ------------------------------------------------------------
