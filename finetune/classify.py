@@ -171,9 +171,6 @@ class LabelTask(WithoutLogits):
     def total_loss(self, y: Tensor, batch) -> Tensor:
         return (self.losses(self.scores(batch, y), batch) * batch.loss_mask[:, 0]).sum()
 
-    def loss_count(self, dataset, samples) -> int:
-        return len(samples)
-
     def scores_of(self, dataset) -> Tensor:
         """Of all texts, [N, n, 1]; for answers [N, s, 2]. A collective."""
         n = dataset.num_sequences

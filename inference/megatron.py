@@ -115,6 +115,7 @@ class Dropped:
 
     def __init__(self, *args, **kwargs): ...
 
+    # What a pickle calls to fill an object.
     __setstate__ = __setitem__ = append = extend = __init__
 
 
@@ -203,7 +204,8 @@ def part(ours: str, theirs: Tensor, config: MoEConfig) -> Tensor:
         return Location("", third=thirds.index(name), heads=kv, queries=queries).read(theirs)
     if config.gated and name in ("gate", "up"):
         # [.., 2 ffn, h] of a weight, [2 ffn] of a bias.
-        return theirs.chunk(2, -min(theirs.dim(), 2))[name == "up"]
+        gate, up = theirs.chunk(2, -min(theirs.dim(), 2))
+        return gate if name == "gate" else up
     # Their vocabulary is padded.
     return theirs[: config.vocab_size] if ours in VOCABULARY else theirs
 
@@ -225,7 +227,8 @@ def match(stored: dict, config: MoEConfig) -> dict[str, tuple]:
         stacked = bool(block) and not name.startswith(start[1])
         found[ours] = size, parts, int(block) if stacked else None
         with refused(RuntimeError, where=f"{name} is {[*size]}: "):
-            shape = part(ours, torch.empty(size[stacked:], device="meta"), config).shape
+            of_layer = torch.empty(size[1:] if stacked else size, device="meta")
+            shape = part(ours, of_layer, config).shape
         if shape != parameter.shape or (stacked and size[0] != config.num_layers):
             wrong.append(f"{name} is {[*size]}, where {ours} is {[*parameter.shape]}")
     wrong = list(dict.fromkeys(wrong)) + [f"{name} has no place here" for name in sorted(left)]
