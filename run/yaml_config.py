@@ -12,6 +12,7 @@ a value that is not done here, is refused. A model begins as gpt2, which has Meg
 Not covered: Hydra's lists of defaults, other resolvers than RESOLVERS, tokenized data (.bin, .idx).
 """
 
+import collections
 import dataclasses
 import difflib
 import fnmatch
@@ -32,7 +33,6 @@ from run.tokenizer import make_tokenizer
 
 RESOLVERS = {"multiply": operator.mul, "add": operator.add, "divide_floor": operator.floordiv}
 INNERMOST = re.compile(r"\$\{([^${}]*)\}")
-# PyYAML reads 1e-5, which has no point, as text.
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 # What a value raises that an expression or a table cannot take.
 MISFITS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -41,10 +41,6 @@ MISFITS += (yaml.YAMLError,)
 
 def refuse(rule: str):
     raise ConfigError(rule)
-
-
-def number(text: str) -> float:
-    return operator.pos(yaml.safe_load(text))
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -61,14 +57,16 @@ class Loader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor):
         node = super().compose_mapping_node(anchor)
-        seen = set()
-        for key, _ in node.value:
-            if str(key.value) in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"{key.value} stands there twice", problem_mark=key.start_mark
-                )
-            seen.add(str(key.value))
+        counts = collections.Counter(str(key.value) for key, _ in node.value)
+        twice = [name for name, count in counts.items() if count > 1]
+        if twice:
+            line = node.start_mark.line + 1
+            raise yaml.YAMLError(f"{twice[0]} stands there twice from line {line} on")
         return node
+
+
+# PyYAML alone reads 1e-5, which has no point, as text.
+Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, [*"+-.0123456789"])
 
 
 def read_file(path: str | Path) -> dict:
@@ -91,10 +89,12 @@ class Keys:
         self.content, self.given, self.flags, self.ranks = content, given, dict(given), ranks
         self.paths: dict[str, tuple] = {}
         self.add(content, ())
-        self.defaults = NEMO if "optim.lr" in self.paths else MEGATRON if "lr" in self.paths else {}
-        absent = {name for name in self.defaults if self.raw(name) is None}
-        self.paths |= {name: (name,) for name in absent}
-        self.content = content | {name: self.defaults[name] for name in absent}
+        self.defaults = {}
+        for key in THEIRS.keys() & self.paths.keys():
+            missing = (name for name in THEIRS[key] if self.raw(name) is None)
+            self.defaults |= {name: THEIRS[key][name] for name in missing}
+        self.paths |= {name: (name,) for name in self.defaults}
+        self.content = content | self.defaults
 
     def add(self, section: dict, above: tuple) -> None:
         for key, value in section.items():
@@ -132,13 +132,15 @@ class Keys:
             value = inner if found[0] == value else f"{value[:start]}{inner}{value[end:]}"
         if value == "???":
             refuse("??? is to be filled in")
-        return float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
+        return value
 
     def interpolate(self, expression: str, path: tuple):
         function, colon, arguments = expression.partition(":")
         try:
             if colon:
-                return RESOLVERS[function](*map(number, arguments.split(",")))
+                return RESOLVERS[function](
+                    *(yaml.load(x, Loader) + 0 for x in arguments.split(","))
+                )
             name = expression.lstrip(".")
             dots = len(expression) - len(name)
             section = path[:-dots] if dots else ()
@@ -156,18 +158,18 @@ class Keys:
         if value is None:
             return ""
         if name in ONLY and str(value).lower() not in ONLY[name]:
-            whose = (
-                " (its default)" if self.paths[name] == (name,) and name in self.defaults else ""
-            )
+            whose = " (its default)" if name in self.defaults else ""
             refuse(f"{value}{whose} is not done here; write {ONLY[name][0]}")
         try:
-            value = function(value, self) if function else value
+            found = function(value, self) if function else value
+            found = found if isinstance(found, tuple) else (found,) * len(fields)
+            flags = dict(zip(fields, found, strict=True))
         except ConfigError:
             raise
         except MISFITS:
             refuse(f"{value} does not fit")
         words = []
-        for field, own in zip(fields, value if isinstance(value, tuple) else (value,)):
+        for field, own in flags.items():
             if own is not None and field not in self.given:
                 json_files.convert(own, TYPES[field], repr(own))
                 if self.flags.setdefault(field, own) != own:
@@ -234,11 +236,9 @@ def report(begin: str, keys: Keys, taken: dict[str, str]) -> None:
     launch = f"torchrun --nproc-per-node {keys.ranks}" if keys.ranks > 1 else "python"
     words = [word for field, value in keys.flags.items() for word in as_words(field, value)]
     terminal.say(f"{begin} {launch} {Config.command} {shlex.join(words)}")
-    names = ("trainer.num_nodes", "trainer.devices")
-    size = [keys.raw(name) for name in names if name in keys.paths]
-    said = size and all(isinstance(count, int) and count > 0 for count in size)
-    if said and math.prod(size) != keys.ranks:
-        terminal.say(f"{begin} for {' x '.join(map(str, size))} ranks; here are {keys.ranks}")
+    nodes, devices = keys.raw("trainer.num_nodes"), keys.raw("trainer.devices")
+    if devices is not None:
+        terminal.say(f"{begin} for {nodes or 1} x {devices} ranks; here are {keys.ranks}")
 
 
 def as_words(field: str, value) -> list[str]:
@@ -262,6 +262,11 @@ def when(value, otherwise=None):
     return lambda v, k: value if v else otherwise
 
 
+def where(condition):
+    """A function that leaves a value out where a condition on the keys is not met."""
+    return lambda v, k: v if condition(k) else None
+
+
 def of_replicas(choose):
     """A function for a flag about the ranks that share the batch, where there are several."""
 
@@ -273,16 +278,8 @@ def of_replicas(choose):
     return chosen
 
 
-def with_tp(v, k):
-    return v if k.flags.get("tp", 1) > 1 else None
-
-
 def virtual_stages(v, k):
     return k.flags["num_layers"] // k.flags.get("pp", 1) // v
-
-
-def groups(v, k):
-    return v if k.get("group_query_attention", True) else None
 
 
 def norm(v, k):
@@ -301,10 +298,6 @@ def bias(v, k):
     linear = k.get("bias", k.get("add_bias_linear", not k.get("disable_bias_linear", False)))
     qkv = "qkv" if k.get("add_qkv_bias", k.get("qkv_bias")) else "none"
     return ("all", True) if linear else (qkv, False)
-
-
-def rotary(v, k):
-    return v if k.flags.get("positions") == "rotary" else None
 
 
 def corpora(v, k):
@@ -342,10 +335,6 @@ def fp8(v, k):
     return ("delayed", 0, "any", history) if v else None
 
 
-def betas(v, k):
-    return tuple(v) if len(v) == 2 else refuse(f"{v} is not two numbers")
-
-
 # --- the tables -----------------------------------------------------------------------------------
 
 # Keys of these sections are named without them.
@@ -357,6 +346,9 @@ ACTIVATION = one_of(**GATED, gelu="gelu", squared_relu="squared-relu")
 NORM = one_of(layernorm="layernorm", rmsnorm="rmsnorm", layernorm1p="layernorm1p")
 # NeMo's adam adds the decay to the gradient.
 ADAM = one_of(adamw=0, fused_adam=0, distributed_fused_adam=1, mcore_distributed_optim=1)
+WITH_TP = where(lambda k: k.flags.get("tp", 1) > 1)
+GROUPED = where(lambda k: k.get("group_query_attention", True))
+ROTARY = where(lambda k: k.flags.get("positions") == "rotary")
 POSITIONS = one_of(learned_absolute="learned", rope="rotary", alibi="alibi")
 FP16 = {(True, False): "fp16", (False, False): "fp32", (False, True): None}
 RECOMPUTE = one_of(selective="selective", full="full")
@@ -375,13 +367,13 @@ ROWS = (
     ("ep", "expert_model_parallel_size"),
     ("virtual_stages", "virtual_pipeline_model_parallel_size"),
     ("virtual_stages", "num_layers_per_virtual_pipeline_stage", virtual_stages),
-    ("sequence_parallel", "sequence_parallel", with_tp),
+    ("sequence_parallel", "sequence_parallel", WITH_TP),
     ("zero_stage", "optim.name", of_replicas(ADAM)),
     ("zero_stage", "use_distributed_optimizer", of_replicas(when(1))),
     ("zero_stage", "fsdp", of_replicas(when(3))),
     ("reduce_dtype", "optim.grad_sync_dtype", of_replicas(FLOAT)),
     ("num_heads", "num_attention_heads"),
-    ("num_kv_heads", "num_query_groups", groups),
+    ("num_kv_heads", "num_query_groups", GROUPED),
     ("head_dim", "kv_channels"),
     ("vocab_size", "vocab_size padded_vocab_size"),
     ("norm", "normalization apply_layernorm_1p layernorm_zero_centered_gamma", norm),
@@ -389,19 +381,16 @@ ROWS = (
     ("activation", "activation activation_func", ACTIVATION),
     ("activation", "squared_relu", when("squared-relu")),
     ("activation ffn_hidden_size", "swiglu", swiglu),
-    (
-        "attention_bias mlp_bias",
-        "bias add_bias_linear disable_bias_linear add_qkv_bias qkv_bias",
-        bias,
-    ),
+    ("attention_bias mlp_bias", "bias add_bias_linear disable_bias_linear", bias),
+    ("attention_bias mlp_bias", "add_qkv_bias qkv_bias", bias),
     ("positions", "position_embedding_type", POSITIONS),
     ("positions", "use_rotary_position_embeddings", when("rotary")),
-    ("rotary_share", "rotary_percentage rotary_percent", rotary),
-    ("rotary_base", "rotary_base", rotary),
+    ("rotary_share", "rotary_percentage rotary_percent", ROTARY),
+    ("rotary_base", "rotary_base", ROTARY),
     # Megatron-LM counts the tokens before.
     ("sliding_window", "window_size", lambda v, k: v[0] + 1),
     ("seq_length", "encoder_seq_length data.seq_length seq_length"),
-    ("seq_length", "max_position_embeddings", lambda v, k: None if rotary(v, k) else v),
+    ("seq_length", "max_position_embeddings", lambda v, k: None if ROTARY(v, k) else v),
     ("tied", "share_embeddings_and_output_weights"),
     ("tied", "untie_embeddings_and_output_weights", when(False, True)),
     ("dropout", "hidden_dropout attention_dropout"),
@@ -420,7 +409,7 @@ ROWS = (
     ("steps decay_steps", "trainer.max_steps train_iters", lambda v, k: (v, decay_steps(v, k))),
     ("decay_steps", "optim.sched.constant_steps lr_decay_iters", decay_steps),
     ("weight_decay", "optim.weight_decay weight_decay"),
-    ("adam_beta1 adam_beta2", "optim.betas", betas),
+    ("adam_beta1 adam_beta2", "optim.betas", lambda v, k: tuple(v)),
     ("grad_clip", "trainer.gradient_clip_val clip_grad"),
     ("data", "data.data_prefix data.data_prefix.train data_path train_data_path", corpora),
     ("val_data", "data.data_prefix.validation valid_data_path", corpora),
@@ -464,8 +453,7 @@ num_micro_batches_with_partial_activation_checkpoints activations_checkpoint_lay
 train_samples lr_decay_samples lr_warmup_samples use_checkpoint_args
 """
 # key -> its values
-ONE = (row.split("=") for row in ONE_VALUE.split())
-ONLY = {name: tuple(values.split("|")) for name, values in ONE}
+ONLY = {key: values.split("|") for key, values in (row.split("=") for row in ONE_VALUE.split())}
 ONLY |= dict.fromkeys(OFF.split(), ("null", "false", "0", "0.0"))
 # Keys about speed, memory, files, logs, evaluation and when a job ends (max_time): they change no
 # number of a step. * is any text.
@@ -489,13 +477,13 @@ timing_* *tensorboard* wandb_* *one_logger* *ckpt_format* no_mmap_* save_retain_
 IGNORED = IGNORED.split()
 KNOWN = {*TABLE, *ONLY, *SECTIONS}
 KNOWN |= {key.partition(".")[0] for key in KNOWN}
-# What a file means that lacks a key, or has null: Megatron-LM's has lr, NeMo's optim.lr.
-MEGATRON = dict(lr_decay_style="linear", lr_warmup_iters=0, min_lr=0.0, weight_decay=0.01)
-MEGATRON |= dict(seed=1234, adam_beta1=0.9, adam_beta2=0.999, clip_grad=1.0, fp16=False)
-MEGATRON |= dict(reset_position_ids=False, reset_attention_mask=False)
-NEMO = {"optim.sched.name": "constant", "optim.sched.min_lr": 0.0, "optim.sched.warmup_steps": 0}
-NEMO |= {"optim.betas": [0.9, 0.999], "optim.weight_decay": "???", "trainer.gradient_clip_val": 0.0}
-NEMO |= {"data.reset_position_ids": False, "data.reset_attention_mask": False}
-DROPOUT = dict(hidden_dropout=0.1, attention_dropout=0.1)
-MEGATRON |= DROPOUT
-NEMO |= DROPOUT
+# What keys mean that are absent or null: of Megatron-LM's files, with lr; of NeMo's, with optim.lr.
+THEIRS = yaml.safe_load("""
+lr: {lr_decay_style: linear, lr_warmup_iters: 0, min_lr: 0.0, weight_decay: 0.01, adam_beta1: 0.9,
+  adam_beta2: 0.999, clip_grad: 1.0, fp16: false, seed: 1234, hidden_dropout: 0.1,
+  attention_dropout: 0.1, reset_position_ids: false, reset_attention_mask: false}
+optim.lr: {optim.sched.name: constant, optim.sched.min_lr: 0.0, optim.sched.warmup_steps: 0,
+  optim.betas: [0.9, 0.999], optim.weight_decay: "???", trainer.gradient_clip_val: 0.0,
+  hidden_dropout: 0.1, attention_dropout: 0.1, data.reset_position_ids: false,
+  data.reset_attention_mask: false}
+""")
