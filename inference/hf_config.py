@@ -44,7 +44,7 @@ def refused(*errors: type[Exception], where: str = ""):
     try:
         yield
     except errors as e:
-        raise HuggingFaceError(f"{where}{e}") from None
+        raise HuggingFaceError(f"{where}{str(e) or type(e).__name__}") from None
 
 
 def read_json(path: Path, schema=dict[str, Any]):

@@ -62,7 +62,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from base import json_files, terminal
-from base.errors import cause
+from base.errors import InputError, cause
 from run.checkpoint_index import (  # noqa: F401 (other files use checkpoint.read_model)
     FORMAT,
     CheckpointError,
@@ -248,7 +248,7 @@ def agreed(what: str, group: dist.ProcessGroup | None = None, error_class=Checkp
     except CheckpointError as e:
         error = e
     except Exception as e:
-        error = error_class(f"{what}: {e if isinstance(e, OSError) else repr(e)}")
+        error = error_class(f"{what}: {e if isinstance(e, OSError | InputError) else repr(e)}")
     for e in gather(error, group):
         if e:
             raise e
