@@ -78,9 +78,6 @@ COMPUTED |= dict(moe_router_score_function="softmax", moe_router_load_balancing_
 def model_config(theirs: dict, vocab_size: int | None) -> MoEConfig:
     """From Megatron-LM's arguments, or NeMo's YAML. Raises HuggingFaceError, naming the key."""
     plain = {name: x for name, x in theirs.items() if not isinstance(x, Dropped)}
-    # Otherwise Megatron-LM's default is 1, and has no effect.
-    if not plain.get("group_query_attention", True):
-        plain["num_query_groups"] = None
     keys = Keys(plain, {}, 1)
     get = keys.get
     for name, value in COMPUTED.items():

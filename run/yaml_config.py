@@ -258,8 +258,8 @@ def one_of(**values):
     return choose
 
 
-def when(value, otherwise=None):
-    return lambda v, k: value if v else otherwise
+def when(value):
+    return lambda v, k: value if v else None
 
 
 def where(condition):
@@ -392,7 +392,7 @@ ROWS = (
     ("seq_length", "encoder_seq_length data.seq_length seq_length"),
     ("seq_length", "max_position_embeddings", lambda v, k: None if ROTARY(v, k) else v),
     ("tied", "share_embeddings_and_output_weights"),
-    ("tied", "untie_embeddings_and_output_weights", when(False, True)),
+    ("tied", "untie_embeddings_and_output_weights", lambda v, k: not v),
     ("dropout", "hidden_dropout attention_dropout"),
     ("init_std", "init_method_std"),
     ("tokenizer", "tokenizer.library tokenizer.type tokenizer_type", TOKENIZER),
