@@ -7,7 +7,8 @@
     ->  --hidden-size 768 --ffn-hidden-size 3072 --lr 0.0006
 
 The tables at the end have the keys. A key is not read where its flags are given. Any other key, and
-a value that is not done here, is refused. A model begins as gpt2, which has Megatron-LM's defaults.
+a value that is not done here, is refused. Absent keys have the defaults of THEIRS, and those of
+the model gpt2.
 
 Not covered: Hydra's lists of defaults, other resolvers than RESOLVERS, tokenized data (.bin, .idx).
 """
@@ -178,7 +179,7 @@ class Keys:
         return shlex.join(words)
 
     def flags_win(self, name: str) -> bool:
-        return name in TABLE and self.given.keys() >= {*TABLE[name][0]}
+        return name in TABLE.keys() - ONLY.keys() and self.given.keys() >= {*TABLE[name][0]}
 
     def unknown(self) -> list[str]:
         """What to say of each key that is in no table and asks for something. A section that is not
@@ -208,11 +209,12 @@ def read(path: str, given: dict, rank: int, ranks: int) -> dict:
     if "task_templates" in keys.paths:
         raise ConfigError(f"--config {path}: is for prompts: -m finetune.prompt_tuning reads it")
     taken, wrong = {}, []
-    for name in (name for name in (*TABLE, *ONLY) if name in keys.paths):
+    for name in (name for name in TABLE | ONLY if name in keys.paths):
         try:
             taken[name] = keys.take(name)
         except ValueError as e:
-            cure = " or ".join(map(flag_name, TABLE[name][0])) if name in TABLE else ""
+            names = [] if name in ONLY else map(flag_name, TABLE[name][0])
+            cure = " or ".join(names)
             wrong.append(f"{name}: {e}{cure and f', or give {cure}'}")
     wrong += keys.unknown()
     if wrong:
@@ -345,7 +347,7 @@ GATED = dict(swiglu="swiglu", fast_swiglu="swiglu", geglu="geglu", fast_geglu="g
 ACTIVATION = one_of(**GATED, gelu="gelu", squared_relu="squared-relu")
 NORM = one_of(layernorm="layernorm", rmsnorm="rmsnorm", layernorm1p="layernorm1p")
 # NeMo's adam adds the decay to the gradient.
-ADAM = one_of(adamw=0, fused_adam=0, distributed_fused_adam=1, mcore_distributed_optim=1)
+ADAM = dict(adamw=0, fused_adam=0, distributed_fused_adam=1, mcore_distributed_optim=1)
 WITH_TP = where(lambda k: k.flags.get("tp", 1) > 1)
 GROUPED = where(lambda k: k.get("group_query_attention", True))
 ROTARY = where(lambda k: k.flags.get("positions") == "rotary")
@@ -368,7 +370,7 @@ ROWS = (
     ("virtual_stages", "virtual_pipeline_model_parallel_size"),
     ("virtual_stages", "num_layers_per_virtual_pipeline_stage", virtual_stages),
     ("sequence_parallel", "sequence_parallel", WITH_TP),
-    ("zero_stage", "optim.name", of_replicas(ADAM)),
+    ("zero_stage", "optim.name", of_replicas(one_of(**ADAM))),
     ("zero_stage", "use_distributed_optimizer", of_replicas(when(1))),
     ("zero_stage", "fsdp", of_replicas(when(3))),
     ("reduce_dtype", "optim.grad_sync_dtype", of_replicas(FLOAT)),
@@ -454,6 +456,7 @@ train_samples lr_decay_samples lr_warmup_samples use_checkpoint_args
 """
 # key -> its values
 ONLY = {key: values.split("|") for key, values in (row.split("=") for row in ONE_VALUE.split())}
+ONLY["optim.name"] = [*ADAM]
 ONLY |= dict.fromkeys(OFF.split(), ("null", "false", "0", "0.0"))
 # Keys about speed, memory, files, logs, evaluation and when a job ends (max_time): they change no
 # number of a step. * is any text.
@@ -463,18 +466,18 @@ trainer.accelerator trainer.logger trainer.enable_* trainer.max_epochs trainer.m
 trainer.devices trainer.num_nodes trainer.limit_* trainer.benchmark trainer.*_sampler*
 optim.bucket_cap_mb optim.*_sync optim.contiguous_* data.data_impl data.*_warmup *num_workers
 *dataloader_type data.*.test data.*_drop_last data.shuffle_* *_file *_extra_ids mcore_* use_*_models
-use_flash_* use_emha pre_process post_process transformer_engine transformer_impl apply_query_*
-attention_softmax_* onnx_safe openai_gelu *_layer_norm *_fusion *_initialization
-add_position_embedding group_query_attention deterministic_mode native_amp_* hysteresis *_loss_scale
-loss_scale_window megatron_amp_O2 grad_allreduce_* apex_* sharp gradient_as_* sync_*
-accumulate_allreduce_* enable_autocast fsdp_sharded_checkpoint fp8_hybrid fp8_interval fp8_amax_*
-*_checkpoint_method *_checkpoint_num_layers recompute_* clone_scatter_* async_* moe_* variable_*
-*tp_comm_* *_p2p* deallocate_* cpu_offloading_* barrier_* check_for_* exit_*_* bert_* sgd_*
-override_* use_*_scheduler distributed_* overlap_* delay_* scatter_* empty_* standalone_* adlr_*
-gc_* reduce_amax eval_iters manual_gc* data_cache_path retriever_* sample_rate *_prob profile* log_*
-timing_* *tensorboard* wandb_* *one_logger* *ckpt_format* no_mmap_* save_retain_*
-"""
-IGNORED = IGNORED.split()
+use_flash_attn use_flash_attention use_emha pre_process post_process transformer_engine
+transformer_impl apply_query_* attention_softmax_* onnx_safe openai_gelu *persist_layer_norm
+memory_efficient_layer_norm *_fusion *_initialization add_position_embedding group_query_attention
+deterministic_mode native_amp_* hysteresis *_loss_scale loss_scale_window megatron_amp_O2
+grad_allreduce_* apex_* sharp gradient_as_* sync_* accumulate_allreduce_* enable_autocast
+fsdp_sharded_checkpoint fp8_hybrid fp8_interval fp8_amax_* *_checkpoint_method
+*_checkpoint_num_layers recompute_* clone_scatter_* async_* moe_* variable_* *tp_comm_* *_p2p*
+deallocate_* cpu_offloading_* barrier_* check_for_* exit_*_* bert_* sgd_* override_* use_*_scheduler
+distributed_* overlap_* delay_* scatter_* empty_* standalone_* adlr_* gc_* reduce_amax eval_iters
+manual_gc* data_cache_path retriever_* sample_rate *_prob profile* log_* timing_* *tensorboard*
+wandb_* *one_logger* *ckpt_format* no_mmap_* save_retain_*
+""".split()
 KNOWN = {*TABLE, *ONLY, *SECTIONS}
 KNOWN |= {key.partition(".")[0] for key in KNOWN}
 # What keys mean that are absent or null: of Megatron-LM's files, with lr; of NeMo's, with optim.lr.
