@@ -211,7 +211,7 @@ class LabelConfig(RunConfig):
     cp: ClassVar[int] = 1
 
     data: list[str] = flag(
-        [], "JSON lines of labels or of answers; a twentieth is held out", metavar="FILE"
+        [], "JSON lines (finetune/labelled_data.py); a twentieth is held out", metavar="FILE"
     )
     val_data: list[str] = flag(
         [], "examples to evaluate on; all of --data is then trained on", metavar="FILE"

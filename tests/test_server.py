@@ -361,7 +361,7 @@ def post(server, path: str, fields, key: str = KEY, content_type: str = "applica
         (EMBEDDINGS, {}, "input", "missing"),
         (EMBEDDINGS, {"input": ""}, "input", "empty"),
         (EMBEDDINGS, {"input": "a" * 2000}, "input", "holds 1024"),
-        (EMBEDDINGS, {"input": ["a"] * 1000}, "input", "at most"),
+        (EMBEDDINGS, {"input": ["a"] * 1000}, "input", "1000 texts: at most"),
         (EMBEDDINGS, {"input": "a", "dimensions": 8}, "dimensions", "leave it out"),
         (EMBEDDINGS, {"input": "a", "temperature": 1}, "temperature", "leave it out"),
         (EMBEDDINGS, {"input": "a", "encoding_format": "int8"}, "encoding_format", "enum"),
