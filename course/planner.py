@@ -79,7 +79,7 @@ def waiting(rank, all_reduce, weight_gradient, original=layer_time.tensor_backwa
 MEANING = {
     "matmul": "of the peak: large matrix multiplications",
     "memory": "of the memory's bandwidth: element-wise operations",
-    "node": "of the links in a node, and of an adapter that one rank has: collectives",
+    "node": "of the links in a node, and of a rank's own adapter: collectives",
     "network": "of the adapters that ranks of a node share: collectives",
     "wait": "each pass of a collective waits so long: for slow ranks, for kernels",
     "zero3": "the same of a single parameter: ZeRO-3 of DeepSpeed in 2021",
@@ -90,8 +90,7 @@ TWO = ("175B full", "175B sel+sp")
 
 def teach_constants(lesson: form.Lesson, fitted: Machine) -> None:
     lesson.predict(
-        "A data sheet promises FLOP/s and bytes/s. Which share does training reach? A step is a sum"
-        " of quantities over rates; six constants serve for all models and layouts:"
+        "What share of a data sheet's FLOP/s and bytes/s does training reach? Six constants say:"
     )
     close = True
     for name, meaning in MEANING.items():
@@ -200,7 +199,7 @@ def teach(lesson: form.Lesson) -> None:
             machine = errors.calibrate(A100, fitted)
             values = [(name, getattr(machine.constants, name)) for name in MEANING]
             text = ", ".join(f"{name} {shown(name, value)}" for name, value in values)
-            lesson.say(f"fitted without it: {text}")
+            lesson.say(f"without it: {text}")
         teach_parts(lesson, machine, pair)
         teach_pipeline(lesson, machine, pair[0])
         teach_errors(lesson, machine, rows)

@@ -71,12 +71,11 @@ def routed_by_slice():
 
     def by_slice(self, logits, real):
         scores = self.scores
-        # s = 16
-        b = len(logits) // 16
 
         def of_halves(logits, training):
-            halves = logits.view(b, 16, -1).chunk(2, 1)
-            parts = [scores(half.flatten(0, 1), training).view(b, 8, -1) for half in halves]
+            # [b s, E] -> two times [b, s / 2, E], for s = 16
+            halves = logits.unflatten(0, (-1, 16)).chunk(2, 1)
+            parts = [scores(half.flatten(0, 1), training).unflatten(0, (-1, 8)) for half in halves]
             return torch.cat(parts, 1).flatten(0, 1)
 
         self.scores = of_halves
