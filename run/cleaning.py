@@ -26,24 +26,21 @@ REPAIRS = ftfy.TextFixerConfig(**dict.fromkeys(LEFT, False))
 PLAIN, WORD = re.compile(r"[\t -~]*\n?"), re.compile(r"[^\W_]+")
 # Words of a shingle, as Lee et al. (arXiv 2107.06499).
 SHINGLE = 5
-# An odd number: multiplication by it loses no bit.
+# An odd number has an inverse mod 2^64, so multiplication by it loses no bit.
 M = np.uint64(0x9E3779B97F4A7C15)
-# Of test sets: words of an n-gram; characters beside it, and of the shortest piece.
-SHORTEST, LONGEST, MARGIN, MOST_PIECES = 8, 13, 200, 10
+# Of test sets: words of an n-gram; characters beside it; characters of a piece, and pieces.
+SHORTEST, LONGEST, MARGIN, SHORTEST_PIECE, MOST_PIECES = 8, 13, 200, 200, 10
 
 
 def clean(text: str, counts: Counter) -> str:
-    """Repair a text, for example `doesnâ€™t`. counts: of the documents that each step changes."""
-    lines, steps = [], set()
-    for line in text.splitlines(keepends=True):
-        if not PLAIN.fullmatch(line):
-            line, found = ftfy.fix_and_explain(line, REPAIRS)
-            steps |= {f"changed: {step.action} {step.parameter}" for step in found}
-        lines.append(line)
+    """Repair a text, for example `doesnâ€™t`. counts: of the documents that are changed."""
+    # A soft hyphen is no part of a word.
+    lines = text.replace("\N{SOFT HYPHEN}", "").splitlines(keepends=True)
+    lines = [line if PLAIN.fullmatch(line) else ftfy.fix_text(line, REPAIRS) for line in lines]
     repaired = "".join(lines)
     tidy = "\n".join(line.rstrip() for line in repaired.split("\n"))
     tidy = re.sub(r"\n{3,}", "\n\n", tidy).strip("\n")
-    counts.update(steps)
+    counts["changed: repaired"] += repaired != text
     counts["changed: white space"] += tidy != repaired
     return tidy
 
@@ -77,8 +74,13 @@ class Text:
 
 
 def repeated(items: list[str], weight=len) -> float:
-    """The share of items that stood before: of their characters, or with `bool` of their number."""
+    """The share of items that stood before: of their characters, or of another weight."""
     return 1 - sum(map(weight, set(items))) / sum(map(weight, items))
+
+
+def one(item: str) -> int:
+    """The weight with which items are counted."""
+    return 1
 
 
 def repeated_grams(n: int, x: Text) -> float:
@@ -97,7 +99,7 @@ def repeated_grams(n: int, x: Text) -> float:
 
 
 STOP_WORDS = {"the", "be", "to", "of", "and", "that", "have", "with"}
-LETTER, DOTS = re.compile(r"[^\W\d_]"), ("...", "…")
+LETTER, DOTS, BULLETS = re.compile(r"[^\W\d_]"), ("...", "…"), ("- ", "* ", "•")
 # (name, what it measures, least, most), in this order. Gopher, arXiv 2112.11446, appendix A.1.1;
 # from "repeated lines" on, its table A1.
 RULES = [
@@ -105,13 +107,13 @@ RULES = [
     ("mean word length", lambda x: sum(map(len, x.tokens)) / len(x.tokens), 3, 10),
     ("hash signs per word", lambda x: x.text.count("#") / len(x.tokens), 0, 0.1),
     ("ellipses per word", lambda x: sum(map(x.text.count, DOTS)) / len(x.tokens), 0, 0.1),
-    ("lines with a bullet", lambda x: np.mean([y[0] in "-*•" for y in x.lines]), 0, 0.9),
+    ("lines with a bullet", lambda x: np.mean([y.startswith(BULLETS) for y in x.lines]), 0, 0.9),
     ("lines with an ellipsis", lambda x: np.mean([y.endswith(DOTS) for y in x.lines]), 0, 0.3),
     ("words with a letter", lambda x: np.mean([bool(LETTER.search(y)) for y in x.tokens]), 0.8, 1),
     ("stop words", lambda x: len(STOP_WORDS & {*map(str.lower, x.words)}), 2, len(STOP_WORDS)),
-    ("repeated lines", lambda x: repeated(x.lines, bool), 0, 0.3),
+    ("repeated lines", lambda x: repeated(x.lines, one), 0, 0.3),
     ("characters of repeated lines", lambda x: repeated(x.lines), 0, 0.2),
-    ("repeated paragraphs", lambda x: repeated(x.text.split("\n\n"), bool), 0, 0.3),
+    ("repeated paragraphs", lambda x: repeated(x.text.split("\n\n"), one), 0, 0.3),
     ("characters of repeated paragraphs", lambda x: repeated(x.text.split("\n\n")), 0, 0.2),
 ]
 MOST = {2: 0.2, 3: 0.18, 4: 0.16, 5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.1}
@@ -120,13 +122,16 @@ RULES += [(f"repeated {n}-grams", partial(repeated_grams, n), 0, MOST[n]) for n 
 # --- test sets ------------------------------------------------------------------------------------
 
 
-def grams_of_tests(files: list) -> dict[int, np.ndarray]:
-    """{n: hashes of the n-grams of test sets, sorted}. The n-grams of a text have one length."""
+def grams_of_tests(files: list, counts: Counter) -> dict[int, np.ndarray]:
+    """{n: hashes of the n-grams of test sets, sorted}. The n-grams of a text have one length.
+    counts: of the test texts, and of those that are too short to be searched."""
     found = {}
     for path in files:
         for raw in read_documents(path, 0, None):
             hashes = Text(clean(raw, Counter())).hashes
             n = min(LONGEST, len(hashes))
+            counts["test texts"] += 1
+            counts[f"test texts under {SHORTEST} words, not searched"] += n < SHORTEST
             if n >= SHORTEST:
                 found.setdefault(n, []).append(grams(hashes, n))
     return {n: np.unique(np.concatenate(hashes)) for n, hashes in found.items()}
@@ -146,9 +151,11 @@ def cuts(x: Text, tests: dict[int, np.ndarray]) -> list[tuple[int, int]]:
             continue
         start = max(x.text.rfind(mark, 0, before) for mark in ".!?") + 1
         mark = re.compile("[.!?]").search(x.text, after)
+        end = mark.end() if mark else len(x.text)
         if done and start <= done[-1][1]:
-            start = done.pop()[0]
-        done.append((start, mark.end() if mark else len(x.text)))
+            done[-1] = (done[-1][0], end)
+        else:
+            done.append((start, end))
     return done
 
 
@@ -165,11 +172,12 @@ def sort_out(id: str, text: str, rules: list, tests: dict) -> list[tuple]:
         return [(id, x, "", "")]
     edges = [0, *sum(found, ()), len(text)]
     pieces = [text[a:b].strip() for a, b in zip(edges[::2], edges[1::2])]
+    pieces = [piece for piece in pieces if piece]
     if len(pieces) > MOST_PIECES:
         return [(id, None, "test set, too many pieces", f"{len(pieces)} pieces")]
     out = [(id, None, "test set", f"characters {a} .. {b}") for a, b in found]
-    for k, piece in enumerate(filter(None, pieces)):
-        if len(piece) < MARGIN:
+    for k, piece in enumerate(pieces):
+        if len(piece) < SHORTEST_PIECE:
             out.append((f"{id}:{k}", None, "test set, short piece", f"{len(piece)} characters"))
         else:
             out.append((f"{id}:{k}", Text(piece), "", ""))

@@ -13,11 +13,11 @@ compared exactly. Of a connected group the first document stays.
     OUT/00000.jsonl ..   the documents: {"id", "text"}. An id is file:offset:number, then :piece
     OUT.removed.jsonl    what is not there, and why: {"id", "rule", "detail"}
     OUT.report.json      counts
-    OUT.parts/           finished parts: after a kill the same command goes on with them
+    OUT.parts/           finished parts: a run that was killed, or refused a file, goes on with them
 
-The bytes do not depend on the number of processes. Shingles are on the disk: a process holds one
-part, the search for near-duplicates 160 bytes per document, and 300 if all have near-duplicates.
-Not covered: several machines; two runs into one OUT; a document's fields beside its text.
+The bytes do not depend on the number of processes. A process holds one part, the search for
+near-duplicates MEMORY.
+Not covered: several machines; two runs into one OUT; a document's other fields.
 """
 
 import argparse
@@ -29,7 +29,6 @@ import threading
 from collections import Counter
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from functools import partial
-from itertools import combinations, count
 from pathlib import Path
 
 import ftfy
@@ -39,11 +38,12 @@ import numpy as np
 from base import json_files, terminal
 from base.errors import cause
 from run.cleaning import RULES, clean, grams, grams_of_tests, sort_out
-from run.documents import DataError, file_hash, find_files, fingerprint, read_documents, split_parts
+from run.documents import DataError, file_hash, find_files, fingerprint, is_utf8, split_parts
+from run.documents import read_documents as read
 
 # Bytes of text in a part; longer plain text is cut into documents at line ends.
 PART_BYTES = 4 * 2**20
-# A prime of 31 bits, so that a h + c < 2^62, and [n, 1] a and c of permutations (a h + c) mod P.
+# A prime, and [n, 1] a and c of permutations (a h + c) mod P of 31-bit hashes; a h + c < 2^62.
 P = np.uint64(2**31 - 1)
 A, C = np.random.default_rng(0).integers([[1], [0]], int(P), (2, 128)).astype(np.uint64)[..., None]
 
@@ -82,37 +82,55 @@ def jaccard(x: np.ndarray, y: np.ndarray) -> float:
     return both / (len(x) + len(y) - both)
 
 
-def near_duplicates(shingles: list, bands, threshold: float) -> dict:
+def first(i: int, earlier: list[int]) -> int:
+    """The first document of a group. earlier: of each document one of its group, or itself."""
+    while earlier[i] != i:
+        i = earlier[i]
+    return i
+
+
+def join(bucket: list[int], shingles: list, threshold: float, earlier: list[int]) -> None:
+    """Join the groups of all near pairs of a bucket."""
+    # The documents before j, by group. If a group has many copies of j, one is compared.
+    groups: list[list[int]] = []
+    for j in bucket:
+        apart, together = [], [j]
+        for group in groups:
+            x, y = sorted((first(group[0], earlier), first(j, earlier)))
+            if x == y or any(jaccard(shingles[i], shingles[j]) >= threshold for i in group):
+                earlier[y] = x
+                group += together
+                together = group
+            else:
+                apart.append(group)
+        groups = [*apart, together]
+
+
+def near_duplicates(shingles: list, bands, threshold: float) -> dict[int, int]:
     """{document: the first one of its group}, without the first ones. shingles: of each document,
     in the order of the input. bands: of each band, the keys [documents]."""
-    # A document that has near-duplicates -> its group, sorted: one list for all of a group.
-    group: dict[int, list[int]] = {}
+    earlier = list(range(len(shingles)))
     for keys in bands:
-        order = np.argsort(keys, kind="stable")
-        edges = np.flatnonzero(np.r_[True, np.diff(keys[order]) != 0, True])
-        for k in np.flatnonzero(np.diff(edges) > 1):
-            bucket = order[edges[k] : edges[k + 1]].tolist()
-            # Copies of a document are one group after the first band.
-            one = all(group.get(i) is group.get(bucket[0], i) for i in bucket)
-            for i, j in () if one else combinations(bucket, 2):
-                x, y = group.get(i, [i]), group.get(j, [j])
-                if x is not y and jaccard(shingles[i], shingles[j]) >= threshold:
-                    joined = sorted(x + y)
-                    group |= dict.fromkeys(joined, joined)
-    return {i: same[0] for i, same in group.items() if i != same[0]}
+        _, place, sizes = np.unique(keys, return_inverse=True, return_counts=True)
+        met = np.flatnonzero(sizes[place] > 1)
+        met = met[np.argsort(keys[met], kind="stable")]
+        for bucket in np.split(met, np.flatnonzero(np.diff(keys[met])) + 1):
+            join(bucket.tolist(), shingles, threshold, earlier)
+    return {i: first(i, earlier) for i in range(len(earlier)) if earlier[i] != i}
 
 
 # --- stages ---------------------------------------------------------------------------------------
 
 
-def prepare(pieces: list, target: Path, b: int, r: int, rules: bool, tests: dict) -> None:
+def prepare(pieces: list, target: Path, b: int, r: int, quality: str, tests: dict) -> None:
     """What is done with the documents of one part alone. `target` appears when it is complete."""
-    counts, kept, removed, keys, shingles = Counter(), [], [], [], [np.zeros(0, np.uint64)]
+    counts, kept, removed, keys, shingles = Counter(), [], [], [], []
+    rules = {"gopher": RULES, "off": []}[quality]
     for path, start, stop in pieces:
-        for number, raw in enumerate(read_documents(path, start, stop)):
+        for number, raw in enumerate(read(path, start, stop)):
             counts.update({"documents in": 1, "characters in": len(raw)})
-            results = sort_out(f"{path}:{start}:{number}", clean(raw, counts), rules * RULES, tests)
-            for id, x, rule, detail in results:
+            name = f"{terminal.one_line(path)}:{start}:{number}"
+            for id, x, rule, detail in sort_out(name, clean(raw, counts), rules, tests):
                 if x is None:
                     counts[f"removed: {rule}"] += 1
                     removed.append({"id": id, "rule": rule, "detail": detail})
@@ -121,12 +139,12 @@ def prepare(pieces: list, target: Path, b: int, r: int, rules: bool, tests: dict
                     keys.append(band_keys(x.shingles, b, r))
                     shingles.append(x.shingles)
     building = target.with_suffix(f".{os.getpid()}")
-    building.mkdir()
+    building.mkdir(parents=True, exist_ok=True)
     for name, rows in (("documents", kept), ("removed", removed)):
         (building / f"{name}.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(rows))
     np.save(building / "keys.npy", np.array(keys, np.uint64).reshape(-1, b).T.copy())
-    np.save(building / "shingles.npy", np.concatenate(shingles))
-    np.save(building / "ends.npy", np.cumsum([len(x) for x in shingles])[1:])
+    np.save(building / "lengths.npy", np.fromiter(map(len, shingles), np.int64))
+    (building / "shingles").write_bytes(b"".join(shingles))
     (building / "counts.json").write_text(json.dumps(counts))
     building.rename(target)
 
@@ -153,93 +171,88 @@ def prepare_all(work, jobs: list[tuple], workers: int) -> None:
             raise DataError(f"--workers {workers}: {why}") from None
 
 
-def finish(parts: list[Path], threshold: float, b: int) -> Counter:
-    """Write the documents that are no near-duplicates, and what was removed, beside the parts."""
-    counts, shingles, number = Counter(), [], count()
-    for part in parts:
-        counts.update(json_files.read(part / "counts.json"))
-        of_part = np.asarray(np.load(part / "shingles.npy", mmap_mode="r"))
-        shingles += np.split(of_part, np.load(part / "ends.npy"))[:-1]
-    keys = [np.load(part / "keys.npy", mmap_mode="r") for part in parts]
-    bands = (np.concatenate([of_part[band] for of_part in keys]) for band in range(b))
-    first = near_duplicates(shingles, bands, threshold)
-    ids = dict.fromkeys(first.values(), "")
-    documents, encode = parts[0].with_name("documents"), msgspec.json.Encoder().encode_lines
-    documents.mkdir(exist_ok=True)
-    with open(parts[0].with_name("removed.jsonl"), "wb") as removed:
+def finish(parts: list[Path], out: Path, threshold: float, b: int) -> Counter:
+    """Write OUT.removed.jsonl, and the documents that stay, beside the parts. Returns counts."""
+    counts, ids, folder = Counter(), [], parts[0].parent
+    # All shingles in one file, since a process cannot open many. An empty one has no memory map.
+    with open(folder / "shingles", "wb") as file:
         for part in parts:
+            counts.update(json_files.read(part / "counts.json"))
+            file.write((part / "shingles").read_bytes())
+        file.write(bytes(8))
+    ends = np.cumsum(np.concatenate([np.load(part / "lengths.npy") for part in parts]))
+    shingles = np.asarray(np.memmap(file.name, np.uint64, "r"))
+    keys = [part / "keys.npy" for part in parts]
+    bands = (np.concatenate([np.load(path, "r")[i].copy() for path in keys]) for i in range(b))
+    first_one = near_duplicates(np.split(shingles, ends)[:-1], bands, threshold)
+    documents, encode = folder / "documents", msgspec.json.Encoder().encode_lines
+    shutil.rmtree(documents, ignore_errors=True)
+    documents.mkdir()
+    with open(out.with_name(f"{out.name}.removed.jsonl"), "wb") as removed:
+        for of_part, part in enumerate(parts):
             kept, gone = [], []
             for _, row in json_files.read_lines(part / "documents.jsonl"):
-                if (i := next(number)) in ids:
-                    ids[i] = row["id"]
-                if (head := first.get(i)) is not None:
+                head = first_one.get(len(ids))
+                ids.append(row["id"])
+                if head is not None:
                     gone.append({"id": row["id"], "rule": "near-duplicate", "detail": ids[head]})
                 else:
                     kept.append(row)
             removed.write((part / "removed.jsonl").read_bytes() + encode(gone))
             if kept:
-                (documents / f"{part.name}.jsonl").write_bytes(encode(kept))
+                (documents / f"{of_part:05d}.jsonl").write_bytes(encode(kept))
             counts.update({"documents out": len(kept), "removed: near-duplicate": len(gone)})
     return counts
 
 
-def begin(out: Path, of: dict) -> Path:
-    """Make OUT.parts, or find it. of: what decides the bytes. Raises DataError."""
-    parts = out.with_name(f"{out.name}.parts")
-    if out.exists():
-        raise DataError(f"{out}: exists; remove it, or name another OUT")
-    if not parts.exists():
-        building = out.with_name(f"{out.name}.building")
-        building.mkdir(parents=True, exist_ok=True)
-        (building / "of.json").write_text(json.dumps(of))
-        building.rename(parts)
-    before = json_files.read(parts / "of.json", dict)
-    if changed := [name for name in of if before.get(name) != of[name]]:
-        why = f"an unfinished run that had other {', '.join(changed)}"
-        raise DataError(f"{parts}: {why}; repeat that one, remove this, or name another OUT")
-    return parts
-
-
-def curate(args: argparse.Namespace) -> str:
-    """All stages. Returns the report. Raises DataError, OSError."""
+def curate(args: argparse.Namespace) -> None:
+    """All stages; print the report. Raises DataError, OSError."""
     b, r = choose_bands(args.threshold)
     source, out = (Path(os.path.abspath(name)) for name in (args.input, args.out))
     if source in (out, *out.parents):
         raise DataError(f"{args.out}: lies in {args.input}, which is read; name another OUT")
+    if out.exists():
+        raise DataError(f"{out}: exists; remove it, or name another OUT")
     files, tests = find_files([args.input]), find_files(args.test_sets) if args.test_sets else []
-    of = {"--threshold": args.threshold, "--quality": args.quality}
-    of["IN"] = fingerprint(" ".join(f"{path} {file_hash(path)}" for path in files))
-    of["--test-sets"] = fingerprint(" ".join(map(file_hash, tests)))
-    of["version of ftfy"] = ftfy.__version__
-    folder = begin(out, of)
-    parts = split_parts(files, PART_BYTES)
-    targets = [folder / f"{number:05d}" for number in range(len(parts))]
-    jobs = [job for job in zip(parts, targets) if not job[1].exists()]
-    rules, grams_cut = args.quality == "gopher", grams_of_tests(tests)
-    prepare_all(partial(prepare, b=b, r=r, rules=rules, tests=grams_cut), jobs, args.workers)
-    counts = finish(targets, args.threshold, b)
+    if bad := [str(path) for path in files if not is_utf8(path)]:
+        raise DataError(f"not UTF-8 text: {', '.join(bad)}; iconv -f latin1 -t utf-8 converts one")
+    counts = Counter()
+    work = partial(prepare, b=b, r=r, quality=args.quality, tests=grams_of_tests(tests, counts))
+    of = {"ftfy": ftfy.__version__, "--threshold": args.threshold, "--quality": args.quality}
+    of["--test-sets"] = [file_hash(path) for path in tests]
+    hashes = {path: file_hash(path) for path in files}
+    # A part is named after all that decides its bytes, so that a finished one can be used again.
+    folder, jobs = out.with_name(f"{out.name}.parts"), []
+    for pieces in split_parts(files, PART_BYTES):
+        content = [(str(path), hashes[path], start, stop) for path, start, stop in pieces]
+        jobs.append((pieces, folder / fingerprint(repr((of, content)))))
+    prepare_all(work, [job for job in jobs if not job[1].exists()], args.workers)
+    counts.update(finish([target for _, target in jobs], out, args.threshold, b))
     report = json.dumps({"of": of, "bands": [b, r]} | dict(sorted(counts.items())), indent=1)
-    (folder / "report.json").write_text(report)
-    for name in ("removed.jsonl", "report.json"):
-        (folder / name).replace(out.with_name(f"{out.name}.{name}"))
+    out.with_name(f"{out.name}.report.json").write_text(report)
     (folder / "documents").rename(out)
     shutil.rmtree(folder)
-    return report
+    terminal.say(report)
+    stay = f"{counts['documents out']} of {counts['documents in']} documents stay"
+    terminal.say(f"curate: {stay}", error=True)
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description="Clean, filter and deduplicate training text.")
-    parser.add_argument("input", metavar="IN", help="text, .jsonl, .gz, or a folder of them")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("input", metavar="IN", help="text, .jsonl, .gz, or a folder; UTF-8")
     parser.add_argument("out", metavar="OUT", help="a folder that does not exist")
-    parser.add_argument("--test-sets", nargs="+", default=[], metavar="FILE", help="are cut out")
-    parser.add_argument("--quality", choices=("gopher", "off"), default="gopher", help="rules")
-    parser.add_argument("--threshold", type=float, default=0.8, help="similarity of duplicates")
+    tests = 'texts, or lines {"text": ..}: 13 words of them are cut out of documents'
+    parser.add_argument("--test-sets", nargs="+", default=[], metavar="FILE", help=tests)
+    rules = "rules for English prose; who breaks one is removed"
+    parser.add_argument("--quality", choices=("gopher", "off"), default="gopher", help=rules)
+    parser.add_argument("--threshold", type=float, default=0.8, help="0.03 to 1; default 0.8")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     args = parser.parse_args(argv)
     if args.workers < 1:
         raise DataError(f"--workers {args.workers}: must be at least 1")
     try:
-        print(curate(args))
+        curate(args)
     except OSError as e:
         raise DataError(f"{args.out}: cannot be written ({cause(e)}); make room") from None
 

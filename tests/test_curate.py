@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 from parity import again
 
 from run import cleaning, curate
-from run.documents import DataError, find_files, read_documents
+from run.documents import find_files, read_documents
 
 ROOT = Path(__file__).parent.parent
 
@@ -137,10 +138,24 @@ def test_the_first_of_a_connected_group_stays():
     met = [np.zeros(7, np.uint64)]
     assert curate.near_duplicates(sets, met, 0.8) == {2: 0, 3: 0, 4: 1, 5: 0}
     assert curate.near_duplicates(sets[::-1], met * 2, 0.8) == {3: 1, 4: 1, 5: 2, 6: 1}
-    # (0, 2) have 8 / 12
-    assert curate.near_duplicates(sets, met, 8 / 12)[2] == 0
+    # (0, 2) have 8 / 12, which is enough
+    assert curate.near_duplicates([sets[0], sets[2]], [met[0][:2]], 8 / 12) == {1: 0}
+    assert curate.near_duplicates([sets[0], sets[2]], [met[0][:2]], 0.67) == {}
+    # 2 is near 1, and by another band 1 near 0: the first one is 0
+    bands = [np.array([0, 1, 1], np.uint64), np.array([0, 0, 1], np.uint64)]
+    assert curate.near_duplicates([sets[0], sets[3], sets[2]], bands, 0.8) == {1: 0, 2: 0}
     assert curate.near_duplicates(sets, [np.arange(7, dtype=np.uint64)], 0.8) == {}
     assert curate.near_duplicates([], [np.zeros(0, np.uint64)], 0.8) == {}
+
+
+def test_of_many_copies_few_are_compared(monkeypatch):
+    """One comparison for each copy, not one for each pair; later bands need none."""
+    compared = []
+    jaccard = curate.jaccard
+    monkeypatch.setattr(curate, "jaccard", lambda x, y: compared.append(1) or jaccard(x, y))
+    copies = [np.arange(9, dtype=np.uint64)] * 400
+    found = curate.near_duplicates(copies, [np.zeros(400, np.uint64)] * 3, 0.8)
+    assert found == dict.fromkeys(range(1, 400), 0) and len(compared) == 399
 
 
 def test_bands():
@@ -182,6 +197,7 @@ def with_top(n: int, times: int) -> str:
     return " ".join(words)
 
 
+OTHER_STOP_WORDS = cleaning.STOP_WORDS - {"the"}
 LINES = [prose(12, i) for i in range(10)]
 BROKEN = {
     "words": "the and " * 24,
@@ -191,7 +207,7 @@ BROKEN = {
     "lines with a bullet": "\n".join("- " + line for line in LINES),
     "lines with an ellipsis": "\n".join(LINES[:6] + [line + "..." for line in LINES[6:]]),
     "words with a letter": prose(60) + " 12" * 20,
-    "stop words": " ".join(word for word in prose(90).split() if word not in cleaning.STOP_WORDS),
+    "stop words": " ".join({word: 0 for word in prose(90).split() if word not in OTHER_STOP_WORDS}),
     "repeated lines": "\n".join(LINES + ["so it is"] * 6),
     "characters of repeated lines": "\n".join(LINES + [prose(60, 5)] * 2),
     "repeated paragraphs": "\n".join(LINES) + "\n\n" + "\n\n".join(["so it is"] * 3),
@@ -214,6 +230,12 @@ def test_rules(name):
     assert cleaning.sort_out("a", BROKEN[name], [], {})[0][1].text == BROKEN[name]
 
 
+def test_bold_is_no_bullet():
+    assert not broken_rules("\n".join("**" + line.replace(" ", "** ", 1) for line in LINES))
+    for bullet in ("* ", "•"):
+        assert broken_rules("\n".join(bullet + line for line in LINES)) == ["lines with a bullet"]
+
+
 def broken_rules(text: str) -> list[str]:
     x = cleaning.Text(text)
     return [name for name, measure, low, high in cleaning.RULES if not low <= measure(x) <= high]
@@ -228,21 +250,18 @@ def test_shares_of_characters():
     y = cleaning.Text("a b c d e f a b c d e f g")
     assert cleaning.repeated_grams(5, y) == pytest.approx(6 / 13)
     assert cleaning.repeated(["aa", "b", "aa", "aa"]) == pytest.approx(4 / 7)
-    assert cleaning.repeated(["aa", "b", "aa", "aa"], bool) == 0.5
+    assert cleaning.repeated(["aa", "b", "aa", "aa"], cleaning.one) == 0.5
 
 
 @pytest.mark.parametrize(
     "raw, fixed, steps",
     [
         ("plain\n\ttext", "plain\n\ttext", set()),
-        (
-            "It doesn\u00e2\u20ac\u2122t.",
-            "It doesn\u2019t.",
-            {"encode sloppy-windows-1252", "decode utf-8"},
-        ),
-        ("a \r\nb\rc", "a\nb\nc", {"apply fix_line_breaks", "white space"}),
-        ("e\u0301", "\u00e9", {"normalize NFC"}),
-        ("a\x00b\ufeffc", "abc", {"apply remove_control_chars"}),
+        ("It doesn\u00e2\u20ac\u2122t.", "It doesn\u2019t.", {"repaired"}),
+        ("a \r\nb\rc", "a\nb\nc", {"repaired", "white space"}),
+        ("e\u0301", "\u00e9", {"repaired"}),
+        ("a\x00b\ufeffc", "abc", {"repaired"}),
+        ("cap\u00adital", "capital", {"repaired"}),
         ("\n\n  a  \n\n\n\nb\n", "  a\n\nb", {"white space"}),
         ("\u201cdon\u2019t\u201d &lt; \ufb01", "\u201cdon\u2019t\u201d &lt; \ufb01", set()),
         ("", "", set()),
@@ -308,7 +327,7 @@ NO_TESTS = [prose(7, 1), "to be", ""]
 
 def save_tests(path: Path, texts: list[str]) -> dict:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return cleaning.grams_of_tests([path])
+    return cleaning.grams_of_tests([path], Counter())
 
 
 def check_test_sets(folder: Path) -> None:
@@ -332,6 +351,16 @@ def test_planted_test_sets_are_cut_out_and_nothing_else(tmp_path):
     check_test_sets(tmp_path)
 
 
+def test_a_cut_inside_another(tmp_path):
+    """The 8 words end 200 characters before a sentence does; the 13 words around them do not."""
+    tests = save_tests(
+        tmp_path / "tests.jsonl", texts := [TESTS[2], " ".join(words_of(TESTS[2])[:8])]
+    )
+    text = f"{prose(90, 1)} {TESTS[2]} {'y ' * 90}. {'z ' * 60}. {prose(90, 2)}"
+    kept = [x.text for _, x, *_ in cleaning.sort_out("a", text, [], tests) if x]
+    assert kept == left_by_hand(text, grams_of(texts))
+
+
 @pytest.mark.parametrize("name, value", [("MARGIN", 150), ("SHORTEST", 9), ("LONGEST", 11)])
 def test_other_cuts_are_seen(name, value, tmp_path, monkeypatch):
     monkeypatch.setattr(cleaning, name, value)
@@ -344,6 +373,8 @@ def test_pieces(tmp_path):
     tests = save_tests(tmp_path / "tests.jsonl", TESTS)
     for count, rule in ((9, ""), (10, "test set, too many pieces")):
         text = " ".join(f"{prose(120, i)} {TESTS[2]}." for i in range(count)) + " " + prose(120, 99)
+        # Nothing is left of these, so they are no pieces.
+        text = f"{TESTS[2]}. {text} {TESTS[2]}."
         results = cleaning.sort_out("a", text, [], tests)
         assert {name for _, x, name, _ in results if x is None} == {rule or "test set"}
         assert [id for id, x, *_ in results if x] == [f"a:{i}" for i in range(10)] * (not rule)
@@ -434,15 +465,14 @@ def kill(when: str, name: str, folder: Path, flags: list) -> None:
     if not child:
 
         def rename(original, path: Path, target: Path):
-            if when == "after" or target.name != name:
+            is_it = name in (target.name, "part" if target.parent.name == "b.parts" else "")
+            if when == "after" or not is_it:
                 original(path, target)
-            if target.name == name:
+            if is_it:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         try:
-            for method in ("rename", "replace"):
-                monkey = partialmethod_of(rename, getattr(Path, method))
-                setattr(Path, method, monkey)
+            Path.rename = partialmethod_of(rename, Path.rename)
             run(folder, "b", *flags)
         finally:
             os._exit(1)
@@ -454,13 +484,13 @@ def partialmethod_of(function, original):
     return lambda path, target: function(original, path, target)
 
 
-STEPS = ("b.parts", "00000", "00001", "b.removed.jsonl", "b.report.json", "b")
+STEPS = ("part", "part", "part", "b")
 
 
 @pytest.mark.parametrize(
     "kills",
     [
-        [("before", "b.parts"), ("after", "00000"), ("before", "b"), ("after", "b")],
+        [("before", "part"), ("after", "part"), ("before", "b"), ("after", "b")],
         again([(when, name) for name in STEPS for when in ("before", "after")]),
     ],
 )
@@ -477,8 +507,8 @@ def test_same_bytes_after_kills(kills, flags, tmp_path):
 def test_goes_on_with_finished_parts(flags, tmp_path):
     """They are not done again: what stands in one is taken as it is."""
     whole = run(tmp_path, "a", *flags)
-    kill("after", "00000", tmp_path, flags)
-    part = tmp_path / "b.parts" / "00000" / "removed.jsonl"
+    kill("after", "part", tmp_path, flags)
+    (part,) = (tmp_path / "b.parts").glob("*/removed.jsonl")
     part.write_bytes(b"kept\n" + part.read_bytes())
     resumed = run(tmp_path, "b", *flags)
     assert resumed["OUT.removed.jsonl"] == b"kept\n" + whole["OUT.removed.jsonl"]
@@ -486,15 +516,48 @@ def test_goes_on_with_finished_parts(flags, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["--threshold", "--quality", "--test-sets", "IN"])
-def test_a_changed_run_is_not_continued(change, flags, tmp_path):
-    kill("after", "b.parts", tmp_path, flags)
+def test_a_changed_run_begins_anew(change, flags, tmp_path):
+    """Parts that another run has finished are not used, nor documents that it wrote."""
+    kill("before", "b", tmp_path, flags)
     more = {"--threshold": ["--threshold", 0.7], "--quality": ["--quality", "off"]}.get(change, [])
     if change == "IN":
-        (tmp_path / "in" / "more" / "z.txt").write_text("other")
+        for path in (tmp_path / "in").glob("*.jsonl"):
+            path.write_text(json.dumps({"text": prose(100, 7)}))
     if change == "--test-sets":
         save_tests(flags[1], TESTS[1:])
-    with pytest.raises(DataError, match=f"other {change}; repeat that one, remove this, or name"):
-        run(tmp_path, "b", *flags, *more)
+    changed = run(tmp_path, "b", *flags, *more)
+    assert changed == run(tmp_path, "a", *flags, *more)
+
+
+def test_a_run_goes_on_in_a_process_of_the_same_number(flags, tmp_path, monkeypatch):
+    """As in a container, where it is 1: a folder of the killed one is in the way."""
+    whole = run(tmp_path, "a", *flags)
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    rename = Path.rename
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", interrupt)
+        run(tmp_path, "b", *flags)
+    assert Path.rename is rename and [*(tmp_path / "b.parts").glob("*.1")]
+    assert run(tmp_path, "b", *flags) == whole
+
+
+def interrupt(path: Path, target: Path) -> None:
+    raise KeyboardInterrupt
+
+
+def test_more_parts_than_a_process_can_open_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(curate, "PART_BYTES", 1)
+    (tmp_path / "in").mkdir()
+    lines = [json.dumps({"text": f"of {i}"}) for i in range(80)]
+    (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 40, limits[1]))
+    try:
+        files = run(tmp_path, "a", "--quality", "off", "--workers", 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(files) == 82
 
 
 def test_refusals(flags, tmp_path):
@@ -517,15 +580,24 @@ def test_refusals(flags, tmp_path):
     refused("tests.jsonl, line 1.*text", source, out, *flags)
     assert not out.exists()
     (source / "bad.txt").write_bytes(b"caf\xe9")
-    refused("bad.txt: not UTF-8", source, tmp_path / "other", "--workers", 1)
+    (source / "worse.txt").write_bytes(b"\xff")
+    refused("not UTF-8 text: .*bad.txt, .*worse.txt; iconv", source, tmp_path / "other")
+    refused("exists", source, "/")
     out.mkdir()
     refused("out: exists; remove it, or name another OUT", source, out)
 
 
-def test_nothing_is_left(tmp_path):
+def test_nothing_is_left(tmp_path, capsys):
+    """The name of the file is no text, its only test text too short."""
     (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.txt").write_text("too short")
-    files = run(tmp_path, "a")
+    Path(os.fsdecode(bytes(tmp_path / "in") + b"/\xe9.txt")).write_text("too short")
+    save_tests(tmp_path / "tests.jsonl", ["to be or not"])
+    files = run(tmp_path, "a", "--test-sets", tmp_path / "tests.jsonl")
+    out, error = capsys.readouterr()
+    assert "0 of 1 documents stay" in error
+    report = json.loads(out)
+    assert report["test texts"] == report["test texts under 8 words, not searched"] == 1
+    assert json.loads(files["OUT.removed.jsonl"])["id"] == f"{tmp_path}/in/\\udce9.txt:0:0"
     assert list(files) == ["OUT.removed.jsonl", "OUT.report.json"] and (tmp_path / "a").is_dir()
 
 
@@ -541,7 +613,7 @@ def test_kill_of_three_processes(tmp_path):
     process = subprocess.Popen(
         [*program, str(tmp_path / "b"), *flags], cwd=ROOT, start_new_session=True
     )
-    while not (tmp_path / "b.parts" / "00000").exists():
+    while not [*(tmp_path / "b.parts").glob("?" * 16)]:
         assert process.poll() is None
     process.kill()
     process.wait()
