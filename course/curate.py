@@ -1,4 +1,7 @@
-"""The lesson of run/curate.py: how many near-duplicates MinHash finds, and which it removes."""
+"""The lesson of run/curate.py: how many near-duplicates MinHash finds, and which it removes.
+
+Not covered: rules, repairs and test sets, which are in run/cleaning.py.
+"""
 
 from unittest import mock
 
@@ -14,7 +17,7 @@ SIMILARITIES = (0.5, 0.65, 0.8)
 WITHOUT = form.Removals()
 
 
-@WITHOUT.add("permutations", "All 126 permutations are the same one. How many pairs meet?")
+@WITHOUT.add("permutations", "All permutations are the same one. How many pairs meet?")
 def one_permutation():
     """A share s of them, at any b and r: all minima of a pair are equal, or none. The curve is no
     longer steep: pairs of 0.5 meet half of the time, and a fifth of those of 0.8 is missed."""
@@ -22,7 +25,12 @@ def one_permutation():
     return mock.patch.multiple(curate, **first)
 
 
-@WITHOUT.replace("comparison", curate, "jaccard", "Who met is removed unseen. What is lost?")
+@WITHOUT.replace(
+    "comparison",
+    curate,
+    "jaccard",
+    "Pairs that met are removed without a comparison. What is lost?",
+)
 def no_comparison(x: np.ndarray, y: np.ndarray) -> float:
     """Documents that are no near-duplicates: more than half of the pairs of 0.65 meet. With the
     comparison, meeting costs time, and no document."""
@@ -59,7 +67,11 @@ def teach(lesson: form.Lesson) -> None:
         # Five standard deviations.
         near = [abs(n - e) < 5 * (e - e * e / PAIRS) ** 0.5 + 1 for n, e in zip(met, expected)]
         formula = ", ".join(f"{e:.0f}" for e in expected)
-        lesson.check(f"{met}; by 1 - (1 - s^r)^b {formula}", all(near), list(map(round, expected)))
+        lesson.check(
+            f"{met}; 1 - (1 - s^r)^b {formula}, but for chance",
+            all(near),
+            list(map(round, expected)),
+        )
 
         lesson.predict(
             f"Then the pairs that met are compared, with a threshold of {THRESHOLD}. How many"
