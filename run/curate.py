@@ -169,8 +169,8 @@ def prepare_all(work, jobs: list[tuple], workers: int) -> None:
             for done, _ in enumerate(pool.map(work, *zip(*jobs)), 1):
                 terminal.say(f"curate: {done} of {len(jobs)} parts", error=True)
         except BrokenExecutor:
-            why = "one was killed, perhaps for its memory; repeat, with fewer"
-            raise DataError(f"--workers {workers}: {why}") from None
+            why = f"--workers {workers}: one was killed, perhaps for its memory; give fewer"
+            raise DataError(why) from None
 
 
 def finish(parts: list[Path], out: Path, threshold: float, b: int) -> Counter:
@@ -235,8 +235,8 @@ def curate(args: argparse.Namespace) -> None:
     (folder / "documents").rename(out)
     shutil.rmtree(folder)
     terminal.say(report)
-    stay = f"{counts['documents out']} of {counts['documents in']} documents stay"
-    terminal.say(f"curate: {stay}", error=True)
+    stay, of_all = counts["documents out"], counts["documents in"]
+    terminal.say(f"curate: {stay} of {of_all} documents stay", error=True)
 
 
 def main(argv: list[str]) -> None:
@@ -244,10 +244,8 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("input", metavar="IN", help="text, .jsonl, .gz, or a folder; UTF-8")
     parser.add_argument("out", metavar="OUT", help="a folder that does not exist")
-    tests = 'texts, or lines {"text": ..}: 13 words of them are cut out of documents'
-    parser.add_argument("--test-sets", nargs="+", default=[], metavar="FILE", help=tests)
-    rules = "rules for English prose; who breaks one is removed"
-    parser.add_argument("--quality", choices=("gopher", "off"), default="gopher", help=rules)
+    parser.add_argument("--test-sets", nargs="+", default=[], metavar="FILE", help="are cut out")
+    parser.add_argument("--quality", choices=("gopher", "off"), default="gopher", help="of English")
     parser.add_argument("--threshold", type=float, default=0.8, help="0.03 to 1; default 0.8")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     args = parser.parse_args(argv)
