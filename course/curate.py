@@ -25,12 +25,7 @@ def one_permutation():
     return mock.patch.multiple(curate, **first)
 
 
-@WITHOUT.replace(
-    "comparison",
-    curate,
-    "jaccard",
-    "Pairs that met are removed without a comparison. What is lost?",
-)
+@WITHOUT.replace("comparison", curate, "jaccard", "Pairs that met are removed. What is lost?")
 def no_comparison(x: np.ndarray, y: np.ndarray) -> float:
     """Documents that are no near-duplicates: more than half of the pairs of 0.65 meet. With the
     comparison, meeting costs time, and no document."""
@@ -66,12 +61,8 @@ def teach(lesson: form.Lesson) -> None:
         lesson.bars(dict(zip(map(str, SIMILARITIES), met)), PAIRS)
         # Five standard deviations.
         near = [abs(n - e) < 5 * (e - e * e / PAIRS) ** 0.5 + 1 for n, e in zip(met, expected)]
-        formula = ", ".join(f"{e:.0f}" for e in expected)
-        lesson.check(
-            f"{met}; 1 - (1 - s^r)^b {formula}, but for chance",
-            all(near),
-            list(map(round, expected)),
-        )
+        formula = ", ".join(f"{e:.0f}" for e in expected) + " on average"
+        lesson.check(f"{met}; by 1 - (1 - s^r)^b {formula}", all(near), list(map(round, expected)))
 
         lesson.predict(
             f"Then the pairs that met are compared, with a threshold of {THRESHOLD}. How many"
