@@ -82,6 +82,15 @@ def test_bytes_scales_and_maxima(place, dtype, operand, power_of_two):
                 assert torch.equal(pair[0].history, pair[1].history)
 
 
+@in_each_place
+def test_cublas_can_read_every_scale(place):
+    """At an address that 16 bytes divide: it refuses a product with another."""
+    tensors = [values(16, 32, torch.bfloat16, place) for _ in range(3)]
+    scaling, _ = scalings(Recipe("current"), place)
+    for pair in scaling.both(tensors, [PLACE] * 3, GRADIENT, None):
+        assert all(one.inverse.data_ptr() % 16 == 0 for one in pair)
+
+
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 @in_each_place
