@@ -58,6 +58,7 @@ import tensor_parallel
 from base import compiling, device_queue
 from base.grouped_linear import grouped_linear
 from base.model_config import ROUTER_NAMES, FieldError, GPTConfig, MoEConfig, divisors
+from base.turns import Turns
 from sharding import Shard, shard_parameter
 
 # === routers ======================================================================================
@@ -478,21 +479,26 @@ class _Permute(torch.autograd.Function):
 
 class _AllToAll(torch.autograd.Function):
     """Sends `sent[r]` rows to rank r, and receives `received[r]` rows from it. The adjoint sends
-    them back."""
+    them back. turns: those of another computation, which runs meanwhile (base/turns.py), or None.
+    """
 
     @staticmethod
-    def forward(ctx, rows, sent, received, group):
+    def forward(ctx, rows, sent, received, group, turns):
         # Backward sends the other way round.
-        ctx.arguments = received, sent, group
+        ctx.arguments = received, sent, group, turns
         y = rows.new_empty(sum(received), rows.shape[1])
-        dist.all_to_all_single(y, rows.contiguous(), received, sent, group=group)
+        rows, sizes = rows.contiguous(), (received, sent)
+        if turns is None:
+            dist.all_to_all_single(y, rows, *sizes, group=group)
+        else:
+            turns.wait(dist.all_to_all_single(y, rows, *sizes, group=group, async_op=True))
         # `detach` as in base/cpu.py.
         return y.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return _AllToAll.apply(grad, *ctx.arguments), None, None, None
+        return _AllToAll.apply(grad, *ctx.arguments), None, None, None, None
 
 
 def permute(x: Tensor, order: Tensor, position: Tensor) -> Tensor:
@@ -507,14 +513,15 @@ def unpermute(rows: Tensor, probabilities: Tensor, position: Tensor, order: Tens
     return _Permute.apply(rows, unpermute_rows, permute_rows, position, order)
 
 
-def dispatch(x: Tensor, plan: Dispatch, group: dist.ProcessGroup | None, permute=permute):
+def dispatch(x: Tensor, plan: Dispatch, exchange: Callable, permute=permute):
     """Send tokens to the ranks of their experts. x: [n, h] -> [rows of this rank's experts, h]
 
-    permute (and unpermute in `combine`): these functions, or fused kernels that do the same."""
+    exchange(rows, sent, received): the all-to-all. permute (and unpermute in `combine`): these
+    functions, or fused kernels that do the same."""
     rows = permute(x, plan.order, plan.row_of)
-    if group is None:
+    if plan.by_expert is None:
         return rows
-    rows = _AllToAll.apply(rows, plan.sent, plan.received, group)
+    rows = exchange(rows, plan.sent, plan.received)
     # The rows came in the order (rank, expert).
     return permute(rows, plan.by_expert, plan.by_rank.unsqueeze(0))
 
@@ -523,7 +530,7 @@ def combine(
     rows: Tensor,
     probabilities: Tensor,
     plan: Dispatch,
-    group: dist.ProcessGroup | None,
+    exchange: Callable,
     permute=permute,
     unpermute=unpermute,
 ) -> Tensor:
@@ -531,9 +538,9 @@ def combine(
 
     rows: [.., h] in the order that dispatch gave; probabilities: [n, k] -> [n, h]
     """
-    if group is not None:
+    if plan.by_expert is not None:
         rows = permute(rows, plan.by_rank, plan.by_expert.unsqueeze(0))
-        rows = _AllToAll.apply(rows, plan.received, plan.sent, group)
+        rows = exchange(rows, plan.received, plan.sent)
     return unpermute(rows, probabilities, plan.row_of, plan.order)
 
 
@@ -591,8 +598,13 @@ class MoE(nn.Module):
         self.leave = nn.Identity()
         # The ranks of expert parallelism.
         self.group: dist.ProcessGroup | None = None
+        # Another computation runs during all-to-alls (pipeline_parallel.Pipeline sets it).
+        self.turns: Turns | None = None
         # The weight of one token in the router's losses; None: 1 / tokens of the micro-batch.
         self.token_weight: float | None = None
+
+    def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        return _AllToAll.apply(rows, sent, received, self.group, self.turns)
 
     def experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows: [rows, h] in the order of experts; counts: [E / ep] -> [rows, h]"""
@@ -615,10 +627,10 @@ class MoE(nn.Module):
         all_logits = self.enter(logits)  # [b, s, E]
         plan = self.routing(all_logits.detach(), context.real)
         all_logits = all_logits.flatten(0, 1)  # [b s, E]
-        rows = dispatch(x.flatten(0, 1), plan, self.group, self.permute)
+        rows = dispatch(x.flatten(0, 1), plan, self.exchange, self.permute)
         rows = self.experts(rows, plan.rows_per_expert)
         probabilities = self.router.probabilities(all_logits, plan.chosen)  # [b s, k]
-        y = combine(rows, probabilities, plan, self.group, self.permute, self.unpermute)
+        y = combine(rows, probabilities, plan, self.exchange, self.permute, self.unpermute)
         y = self.leave(y.view(x.shape))
         has_losses = self.router.aux_loss or self.router.z_loss
         if self.training and torch.is_grad_enabled() and has_losses:

@@ -33,6 +33,7 @@ multiplication, but need each token's factor g in forward.
 """
 
 import contextlib
+import threading
 from functools import partial
 
 import torch
@@ -105,8 +106,15 @@ class _Checkpoint(torch.autograd.Function):
 
 # --- modules that run once ------------------------------------------------------------------------
 
-# The results of RunOnce modules, in the checkpoint that is running.
-_results: list | None = None
+
+class _Running(threading.local):
+    """The checkpoint that is running in this thread: with --ep-comm-overlap one thread runs forward
+    while another recomputes."""
+
+    results: list | None = None  # of RunOnce modules
+
+
+_running = _Running()
 
 
 class RunOnce(nn.Module):
@@ -115,24 +123,24 @@ class RunOnce(nn.Module):
 
 def once(function, *args):
     """Return function(*args); in the second run of a checkpoint, the result of the first."""
-    if _results is None:
+    results = _running.results
+    if results is None:
         return function(*args)
     # Only the second run records.
     if torch.is_grad_enabled():
-        return _results.pop(0)
-    _results.append(function(*args))
-    return _results[-1]
+        return results.pop(0)
+    results.append(function(*args))
+    return results[-1]
 
 
 @contextlib.contextmanager
 def _keeping(results: list):
-    global _results
-    outer = _results
-    _results = results
+    outer = _running.results
+    _running.results = results
     try:
         yield
     finally:
-        _results = outer
+        _running.results = outer
 
 
 # --- check and apply ------------------------------------------------------------------------------

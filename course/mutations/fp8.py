@@ -71,7 +71,7 @@ def new_maxima_in_recomputation(
 ):
     """Recomputation finds this step's maxima in the history: other bytes than forward's."""
     before = self.history
-    again = recompute._results is not None and self.recording
+    again = recompute._running.results is not None and self.recording
     if operand == INPUT and again and len(before):
         latest = torch.zeros_like(self.amax)
         latest[*places[0], INPUT] = block_maxima(tensors[0], None)

@@ -17,6 +17,6 @@ from course.mutations import bug, replaces
 def new_masks_in_recomputation(key, *rest, original=dropout.dropout_mask):
     """Recomputation draws other dropout masks than forward did."""
     # This is the second run of a checkpoint.
-    if recompute._results is not None and torch.is_grad_enabled():
+    if recompute._running.results is not None and torch.is_grad_enabled():
         key = key ^ 1
     return original(key, *rest)
