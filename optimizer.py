@@ -20,9 +20,8 @@ The first part of this file sums gradients in `main_grad`, computes the norm tha
 sets fp16's loss scale. A step whose norm is not finite is skipped. The device decides this, and how
 much to clip. The host enqueues the same operations either way, and does not wait for the norm.
 
-Not covered: other optimizers, other schedules of the learning rate, and parameter groups by user
-rule (all in Megatron-LM); `fuse_accumulation` for embeddings, tied weights, experts and FP8, and
-from ZeRO stage 1 on.
+Not covered: other optimizers, and parameter groups by user rule (both in Megatron-LM);
+`fuse_accumulation` for embeddings, tied weights, experts and FP8, and from ZeRO stage 1 on.
 """
 
 import math
@@ -330,13 +329,33 @@ class LossScaler:
 # --- the learning rate ----------------------------------------------------------------------------
 
 
-def learning_rate(step: int, peak: float, minimum: float, warmup: int, total: int) -> float:
-    """Linear warmup to `peak` over `warmup` steps, then half a cosine down to `minimum` at step
-    `total` (GPT-3, arXiv 2005.14165, appendix B). step counts from 1."""
+# {schedule: the part of peak - minimum that is left after a share r of the decay}. They are
+# Megatron-LM's --lr-decay-style; the decay of WSD is exponential there by default.
+DECAYS = {
+    "cosine": lambda r: 0.5 * (1 + math.cos(math.pi * r)),
+    "linear": lambda r: 1 - r,
+    "wsd": lambda r: 2 * 0.5**r - 1,
+    "constant": lambda r: 1.0,
+}
+
+
+def learning_rate(
+    step: int,
+    peak: float,
+    minimum: float,
+    warmup: int,
+    total: int,
+    schedule: str = "cosine",
+    decay: int = 0,
+) -> float:
+    """Linear warmup to `peak` over `warmup` steps, then down to `minimum` at step `total`, by
+    default along half a cosine (GPT-3, arXiv 2005.14165, appendix B). wsd stays at the peak until
+    the last `decay` steps (warmup-stable-decay, arXiv 2404.06395). step counts from 1."""
     if step <= warmup:
         return peak * step / warmup
-    progress = min(1.0, (step - warmup) / max(1, total - warmup))
-    return minimum + (peak - minimum) * 0.5 * (1 + math.cos(math.pi * progress))
+    start = max(warmup, total - decay) if schedule == "wsd" else warmup
+    progress = min(1.0, max(0, step - start) / max(1, total - start))
+    return minimum + (peak - minimum) * DECAYS[schedule](progress)
 
 
 # --- a master, split in two halves of 16 bits -----------------------------------------------------

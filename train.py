@@ -256,8 +256,7 @@ class Trainer:
 
     def update(self, step: int) -> tuple[torch.Tensor, float]:
         """Clip, then update. Returns (gradient norm before clipping, learning rate)."""
-        c = self.config
-        lr = optimizer.learning_rate(step, c.peak_lr, c.lowest_lr, c.warmup_steps, c.decay_end)
+        lr = optimizer.learning_rate(step, *self.config.rates)
         norm = self.optimizer.step(lr)
         for gradients in self.gradients:
             gradients.renew_parameters()

@@ -106,9 +106,10 @@ class RunConfig:
     # The models that it trains (run/presets.py), and the class of their shapes.
     presets = PRESETS
     shape_class = MoEConfig
-    # Adam's betas, the step at which the cosine ends, the steps of --fp8 delayed: train.py has
-    # flags for them.
-    adam_beta1, adam_beta2, decay_steps, fp8_history = 0.9, 0.95, None, 16
+    # Adam's betas, the learning rate's decay, the steps of --fp8 delayed: train.py has flags for
+    # them.
+    adam_beta1, adam_beta2, fp8_history = 0.9, 0.95, 16
+    lr_schedule, decay_steps, wsd_decay_steps = "cosine", None, None
     # Preset -> how it was pretrained, if not as run/presets.py says; "" for the others.
     recipes: ClassVar[dict[str, Recipe]] = {}
 
@@ -262,7 +263,7 @@ class RunConfig:
         None, "peak learning rate; the default is that of the model and of what is learned", least=0
     )
     min_lr: float | None = flag(
-        None, "learning rate at the end of the cosine; default: lr / 10", least=0
+        None, "learning rate at the end of its decay; default: lr / 10", least=0
     )
     warmup_steps: int = flag(50, "steps of linear warmup", least=0)
     weight_decay: float = flag(0.1, "weight decay, of matrices only", least=0)
@@ -447,9 +448,11 @@ class RunConfig:
         return self.weight_decay, (self.adam_beta1, self.adam_beta2)
 
     @property
-    def decay_end(self) -> int:
-        """The step at which the learning rate is the lowest."""
-        return self.decay_steps or self.steps
+    def rates(self) -> tuple:
+        """The arguments of optimizer.learning_rate after the step."""
+        end = self.decay_steps or self.steps
+        shape = end, self.lr_schedule, self.wsd_decay_steps or end // 10
+        return self.peak_lr, self.lowest_lr, self.warmup_steps, *shape
 
     @property
     def pipeline_schedule(self) -> str:

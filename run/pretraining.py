@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from base.model_config import CHOICES, MoEConfig
+from optimizer import DECAYS
 from run import data
 from run.config import ConfigError, RunConfig, flag
 from run.rules import Need
@@ -66,6 +67,16 @@ class Config(TextConfig):
             lambda run: run.model.positions == "rotary",
             "needs --positions rotary",
         ),
+        Need(
+            ("min_lr", "decay_steps"),
+            lambda run: run.config.lr_schedule != "constant",
+            "has no effect with --lr-schedule constant",
+        ),
+        Need(
+            ("wsd_decay_steps",),
+            lambda run: run.config.lr_schedule == "wsd",
+            "needs --lr-schedule wsd",
+        ),
         Need(("fp8_history",), lambda run: run.config.fp8 == "delayed", "needs --fp8 delayed"),
         Need(("adam_beta1", "adam_beta2"), lambda run: max(run.config.adam[1]) < 1, "must be < 1"),
         Need(
@@ -86,7 +97,16 @@ class Config(TextConfig):
     init_std: float | None = flag(None, "standard deviation of initial weights, gpt.py")
     adam_beta1: float = flag(0.9, "decay of Adam's first moment", least=0)
     adam_beta2: float = flag(0.95, "decay of Adam's second moment", least=0)
-    decay_steps: int | None = flag(None, "step where the cosine ends; default: --steps", least=1)
+    lr_schedule: str = flag(
+        "cosine",
+        "learning rate after warmup: a cosine, or a line, down to --min-lr; at --lr until the last"
+        " steps (wsd), or always",
+        tuple(DECAYS),
+    )
+    decay_steps: int | None = flag(None, "step where the decay ends; default: --steps", least=1)
+    wsd_decay_steps: int | None = flag(
+        None, "steps of wsd's decay; the default is a tenth of all", least=1
+    )
     fp8_history: int = flag(16, "steps whose maximum --fp8 delayed takes", least=1)
     sample_prompt: str | None = flag(
         None,

@@ -91,7 +91,7 @@ def check_numbers(config: RunConfig) -> None:
         rule = f"must be at most {MOST_SEQUENCES:,} sequences; published runs take some thousands"
         config.refuse("global_batch_size", rule)
     if config.min_lr is not None and config.min_lr > config.peak_lr:
-        rule = f"must be at most --lr {config.peak_lr:g}, from which the cosine comes down"
+        rule = f"must be at most --lr {config.peak_lr:g}, from which the rate comes down"
         config.refuse("min_lr", rule)
 
 

@@ -321,7 +321,11 @@ def split(v, k):
 def decay_steps(v, k):
     steps = k.given.get("steps") or k.get("trainer.max_steps", k.get("train_iters"))
     steps = k.get("lr_decay_iters", steps) - k.get("optim.sched.constant_steps", 0)
-    return steps if steps > 0 else refuse("no step is left to the cosine")
+    return steps if steps > 0 else refuse("no step is left to the decay")
+
+
+def decay_end(v, k):
+    return decay_steps(v, k) if DECAYING(True, k) else None
 
 
 def warmup(v, k):
@@ -351,6 +355,10 @@ ADAM = dict(adamw=0, fused_adam=0, distributed_fused_adam=1, mcore_distributed_o
 WITH_TP = where(lambda k: k.flags.get("tp", 1) > 1)
 GROUPED = where(lambda k: k.get("group_query_attention", True))
 ROTARY = where(lambda k: k.flags.get("positions") == "rotary")
+DECAY = dict(cosine="cosine", linear="linear", wsd="wsd", constant="constant")
+DECAY |= dict(cosineannealing="cosine", polynomialdecayannealing="linear", warmuppolicy="constant")
+DECAY = one_of(**DECAY)
+DECAYING = where(lambda k: k.flags.get("lr_schedule") != "constant")
 POSITIONS = one_of(learned_absolute="learned", rope="rotary", alibi="alibi")
 FP16 = {(True, False): "fp16", (False, False): "fp32", (False, True): None}
 RECOMPUTE = one_of(selective="selective", full="full")
@@ -405,11 +413,13 @@ ROWS = (
     ("recompute", "activations_checkpoint_granularity recompute_granularity", RECOMPUTE),
     ("recompute", "recompute_activations", when("selective")),
     ("lr", "optim.lr lr"),
-    ("min_lr", "optim.sched.min_lr min_lr"),
+    ("lr_schedule", "optim.sched.name lr_decay_style", DECAY),
+    ("min_lr", "optim.sched.min_lr min_lr", DECAYING),
+    ("wsd_decay_steps", "lr_wsd_decay_iters", where(lambda k: k.flags.get("lr_schedule") == "wsd")),
     ("warmup_steps", "optim.sched.warmup_steps"),
     ("warmup_steps", "lr_warmup_iters lr_warmup_fraction", warmup),
-    ("steps decay_steps", "trainer.max_steps train_iters", lambda v, k: (v, decay_steps(v, k))),
-    ("decay_steps", "optim.sched.constant_steps lr_decay_iters", decay_steps),
+    ("steps decay_steps", "trainer.max_steps train_iters", lambda v, k: (v, decay_end(v, k))),
+    ("decay_steps", "optim.sched.constant_steps lr_decay_iters", decay_end),
     ("weight_decay", "optim.weight_decay weight_decay"),
     ("adam_beta1 adam_beta2", "optim.betas", lambda v, k: tuple(v)),
     ("grad_clip", "trainer.gradient_clip_val clip_grad"),
@@ -439,7 +449,7 @@ TABLE = {
 }
 # Keys that have one value here, beside null.
 ONE_VALUE = """
-optimizer=adam optim.sched.name=cosineannealing lr_decay_style=cosine optim.eps=1e-08 adam_eps=1e-08
+optimizer=adam optim.eps=1e-08 adam_eps=1e-08 optim.sched.power=1.0 lr_wsd_decay_style=exponential
 fsdp_sharding_strategy=full fsdp_grad_reduce_dtype=32|fp32 fp8_recipe=delayed fp8_wgrad=true
 transformer_block_type=pre_ln attention_type=multihead use_scaled_init_method=true
 normalize_attention_scores=true trainer.accumulate_grad_batches=1 weight_decay_incr_style=constant

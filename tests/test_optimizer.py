@@ -19,6 +19,7 @@ from base.model_config import MoEConfig
 from finetune import adapter_layers
 from finetune.adapter_layers import METHODS, AdapterConfig
 from optimizer import (
+    DECAYS,
     AdamW,
     GradientAccumulator,
     LossScaler,
@@ -273,6 +274,40 @@ def test_learning_rate_by_hand():
     assert rates == pytest.approx([0.25, 1.0, 0.55, 0.1, 0.1])
     assert learning_rate(1, 1.0, 0.1, 0, 10) < 1.0
     assert learning_rate(5, 1.0, 0.1, 5, 5) == 1.0
+
+
+# At steps 2, 4, 8, 10, 12, 20 of warmup 4 and decay end 12, from 1.0 to 0.2: Megatron-LM's formulas
+# (OptimizerParamScheduler.get_lr) by hand.
+SCHEDULES = {
+    "cosine": (0.5, 1.0, 0.6, 0.2 + 0.4 * (1 - 0.5**0.5), 0.2, 0.2),
+    "linear": (0.5, 1.0, 0.6, 0.4, 0.2, 0.2),
+    # The last 4 steps decay: 2 / √2 - 1 is left in the middle.
+    "wsd": (0.5, 1.0, 1.0, 0.2 + 0.8 * (2**0.5 - 1), 0.2, 0.2),
+    "constant": (0.5, 1.0, 1.0, 1.0, 1.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("schedule", DECAYS)
+def test_schedules_by_hand(schedule):
+    steps = (2, 4, 8, 10, 12, 20)
+    rates = [learning_rate(step, 1.0, 0.2, 4, 12, schedule, 4) for step in steps]
+    assert rates == pytest.approx(SCHEDULES[schedule])
+    # A decay that is longer than what follows the warmup is all of it.
+    assert learning_rate(5, 1.0, 0.2, 4, 12, "wsd", 99) < 1.0
+
+
+def test_a_run_takes_its_schedule():
+    """`Trainer.update` returns the rate of the flags; with another schedule it is another one."""
+    flags = dict(
+        lr=1.0, min_lr=0.2, warmup_steps=4, decay_steps=12, wsd_decay_steps=4, num_layers=1
+    )
+    rates = set()
+    for schedule in DECAYS:
+        t = parity.trainer_of(**flags, lr_schedule=schedule)
+        t.forward_backward(1, parity.DATA)
+        rates.add(t.update(10)[1])
+        assert t.update(10)[1] == pytest.approx(SCHEDULES[schedule][3])
+    assert len(rates) == len(DECAYS)
 
 
 def curve(precision, steps=200, device="cpu", **flags):

@@ -230,6 +230,11 @@ WITH = {
     "activations_checkpoint_granularity": ({}, "selective", dict(recompute="selective")),
     "recompute_granularity": ({}, "full", dict(recompute="full")),
     "recompute_activations": ({}, True, dict(recompute="selective")),
+    "optim.sched.name": ({}, "PolynomialDecayAnnealing", dict(lr_schedule="linear")),
+    "lr_decay_style": ({}, "WSD", dict(lr_schedule="wsd")),
+    "optim.sched.min_lr": ({}, 0.5, dict(min_lr=0.5)),
+    "min_lr": (dict(lr_decay_style="constant"), 0.0, dict(lr_schedule="constant")),
+    "lr_wsd_decay_iters": (dict(lr_decay_style="WSD"), 3, dict(wsd_decay_steps=3)),
     "lr_warmup_iters": ({}, 7, dict(warmup_steps=7)),
     "lr_warmup_fraction": (dict(train_iters=50), 0.1, dict(warmup_steps=5)),
     "trainer.max_steps": ({"optim.sched.constant_steps": 2}, 9, dict(steps=9, decay_steps=7)),
@@ -325,13 +330,13 @@ def test_what_is_not_done_is_refused_by_name(key, flags, refusal):
         ({"fp8": True, "fp8_hybrid": False}, "fp8: True is not done here; write hybrid"),
         ({"optim": {"betas": [0.9]}}, "optim.betas: [0.9] does not fit"),
         ({"optim": {"betas": [0.9, 0.9, 0.9]}}, "optim.betas: [0.9, 0.9, 0.9] does not fit"),
-        ({"optim": {"lr": 1}}, "optim.sched.name: constant (its default) is not done here"),
+        ({"optim.sched.name": "NoamAnnealing"}, "NoamAnnealing is none of cosine, linear, wsd"),
         ({"optim": {"lr": 1}}, "optim.weight_decay: ??? is to be filled in, or give --weight-d"),
         ({"lr": 1, "hidden_dropout": 0.0}, "attention_dropout: 0.1, but another key says 0.0"),
         ({"lr": 1, "reset_attention_mask": True}, "True, but another key says False"),
         ({"data_path": "0.5 A 0.5"}, "data_path: 0.5 A 0.5 does not fit, or give --data"),
         ({"data": {"data_prefix": {}}}, "data.data_prefix: {} does not fit"),
-        ({"train_iters": 5, "optim.sched.constant_steps": 9}, "no step is left to the cosine"),
+        ({"train_iters": 5, "optim.sched.constant_steps": 9}, "no step is left to the decay"),
         ("model: &x {seed: 3, name: *x}", "maximum recursion depth"),
         ({"seed": "${multiply:abc,100000000000}"}, "abc,100000000000} has no value here"),
         ({"seed": "${multiply:[,2}"}, "[,2} has no value here"),
@@ -345,7 +350,7 @@ def test_what_is_not_done_is_refused_by_name(key, flags, refusal):
             {"hidden_dropout": 0.1, "attention_dropout": 0.0},
             "attention_dropout: 0.0, but another key says 0.1, or give --dropout",
         ),
-        ({"lr": 1}, "linear (its default) is not done here; write cosine"),
+        ({"lr_wsd_decay_style": "linear"}, "linear is not done here; write exponential"),
         ({"split": "9,1"}, "split: 9,1, but the last twentieth is held out; write 95,5,0, or give"),
         ({"split": "a"}, "split: a does not fit"),
         ({"load": "a", "save": "b"}, "load: a is not save; write null, or give --resume"),
@@ -403,13 +408,19 @@ model:
 
 def test_absent_keys_have_the_defaults_of_the_files(flags):
     common = dict(lr=3.0, min_lr=0.0, warmup_steps=0, adam_beta1=0.9, adam_beta2=0.999, dropout=0.1)
-    common |= dict(document_mask=False)
+    common |= dict(document_mask=False, lr_schedule="cosine")
     megatron = dict(seed=1234, weight_decay=0.01, grad_clip=1.0, precision="fp32")
     nemo = dict(weight_decay=0.01, grad_clip=0.0)
     clip = {"trainer.gradient_clip_val": None}
     assert flags(COSINE | {"lr": 3.0, "min_lr": None}) == common | megatron
     assert flags({"lr": 3.0, "lr_decay_style": "cosine"}) == common | megatron
     assert flags(COSINE | clip | {"optim.lr": 3.0}) == common | nemo
+    assert flags({"lr": 3.0}) == common | megatron | dict(lr_schedule="linear")
+    # A constant rate has no end and no lowest rate: train.py refuses them.
+    del common["min_lr"]
+    decay = {"optim.weight_decay": 0.01}
+    found = flags(clip | decay | {"optim.lr": 3.0, "optim.sched.constant_steps": 2})
+    assert found == common | nemo | dict(lr_schedule="constant")
 
 
 def test_flags_win_over_what_is_computed(flags):
