@@ -83,7 +83,7 @@ class ModelRunner:
     def __init__(self, model: GPT | Pipeline, slot: CacheSlot | None = None):
         """slot: as in `caching`."""
         self.stages = stages = stages_of(model)
-        self.ring = Ring(model.channels) if isinstance(model, Pipeline) else None
+        self.ring = Ring(model.channels, model.placement) if isinstance(model, Pipeline) else None
         self.slot = slot or CacheSlot()
         self.config = stages[0].config
         # inference/weight_layouts.py turns parameters into buffers.
@@ -113,13 +113,14 @@ class ModelRunner:
         if self.stages[chunk].embedding is None:
             h = self.config.hidden_size
             buffer = torch.empty(*x.shape, h, dtype=self.dtype, device=self.device)
-            x = self.ring.receive(buffer)  # [b, s, h]
+            x = self.ring.receive(buffer, chunk)  # [b, s, h]
         y = self.forward(batch, x, chunk)
         if self.stages[chunk].head is not None:
             batch.draw(y)
-            y = batch.drawn  # [b]
-        if self.ring:
-            self.ring.send(y)
+            if self.ring:
+                self.ring.send(batch.drawn)  # [b]
+        elif self.ring:
+            self.ring.send_activations(y, chunk)
 
     def drawn_tokens(self, batch: DecodeBatch) -> list[int]:
         """The tokens drawn for a batch, on every stage."""

@@ -8,8 +8,8 @@ one after the other (arXiv 2104.04473, section 2.2).
               rank 1   .. F0 B0 F1 B1 ..     each; .. is the bubble: the rank waits (schedule 1F1B)
 
 Terms: a rank is one process. Each of p ranks holds v stages (v > 1: virtual stages). The stage is
-the number in the whole model, the chunk c the number on this rank: stage = c p + rank. A batch is
-split into m micro-batches.
+the number in the whole model, the chunk the number on this rank; schedules.Placement turns one into
+the other. A batch is split into m micro-batches.
 
 `apply` makes this rank's stages out of a whole model that is still on the meta device (shapes, no
 values). A stage is that GPT with the other layers left out; block 2 is still called `blocks.2`.
@@ -31,12 +31,13 @@ After a stage's forward only the autograd graph of its output is kept, not the o
 
 A tied matrix is two parameters here: the embedding's on the first stage, the head's on the last.
 Both get their initial values under the embedding's name, so they begin equal. `sum_tied` adds their
-gradients, so they stay equal. The gradient norm counts only one of them.
+gradients, so they stay equal. The gradient norm counts only one of them. Where one rank has both
+ends of the model (a V), the two are one tensor (`share_tied`), and only the gradients are two.
 
 The times in `events` are the host's: right on CPUs; on a GPU they would have to be CUDA events.
 
 Not covered: starting the data-parallel sum before the last W under zero-bubble schedules; sends and
-receives of neighbours that are fused to one call (Megatron-LM has both); ZB-H2 and ZB-V.
+receives of neighbours that are fused to one call (Megatron-LM has both); ZB-H2.
 """
 
 import copy
@@ -57,7 +58,7 @@ import sequence_parallel
 import sharding
 import tensor_parallel
 from base.model_config import FieldError
-from schedules import DIRECTION, Action, Event, Schedule, result_of
+from schedules import DIRECTION, Action, Event, Placement, Schedule, result_of
 from sharding import local_part, set_sharding, sharding_of
 
 # === transfers: sends and receives of a schedule ==================================================
@@ -128,7 +129,9 @@ class Message(NamedTuple):
         return Transfer(op, peer, self.kind, self.stage, self.micro_batch)
 
 
-def add_transfers(schedule: Schedule, v: int = 1, ahead: int = 1) -> list[Program]:
+def add_transfers(
+    schedule: Schedule, placement: Placement | None = None, ahead: int = 1
+) -> list[Program]:
     """Add the sends and receives to the lists of a schedule.
 
     A send follows the action that computes its content. A receive is posted `ahead` actions before
@@ -138,20 +141,23 @@ def add_transfers(schedule: Schedule, v: int = 1, ahead: int = 1) -> list[Progra
 
     A message proves its sender's progress. When rank A receives one from rank B, B has run all
     actions before that send. So what A has sent for these actions has arrived: it is settled.
+
+    placement: by default looped, one chunk on each rank.
     """
-    p = len(schedule)
-    messages = _messages(schedule, v)
-    return [_program(rank, actions, messages, p, ahead) for rank, actions in enumerate(schedule)]
+    placement = placement or Placement(len(schedule))
+    messages = _messages(schedule, placement)
+    return [
+        _program(rank, actions, messages, placement, ahead) for rank, actions in enumerate(schedule)
+    ]
 
 
-def _messages(schedule: Schedule, v: int) -> dict[MessageKey, Message]:
+def _messages(schedule: Schedule, placement: Placement) -> dict[MessageKey, Message]:
     """All messages between ranks; those of one sender in the order of sending.
 
     F of stage k needs what F of stage k - 1 sends: the message has the key ("F", k, micro_batch).
     """
-    p = len(schedule)
     position_of = {
-        result_of(action, rank, p): position
+        result_of(action, rank, placement): position
         for rank, actions in enumerate(schedule)
         for position, action in enumerate(actions)
     }
@@ -159,10 +165,10 @@ def _messages(schedule: Schedule, v: int) -> dict[MessageKey, Message]:
     counts = Counter()
     for rank, actions in enumerate(schedule):
         for position, action in enumerate(actions):
-            kind, stage, k = result_of(action, rank, p)
+            kind, stage, k = result_of(action, rank, placement)
             goes_to = stage + DIRECTION[action.op]
-            receiver = goes_to % p
-            if 0 <= goes_to < p * v and receiver != rank:
+            receiver = placement.rank_of(goes_to)
+            if 0 <= goes_to <= placement.last_stage and receiver != rank:
                 number = counts[rank, receiver, kind]
                 counts[rank, receiver, kind] += 1
                 used_at = position_of[kind, goes_to, k]
@@ -176,12 +182,12 @@ def _program(
     rank: int,
     actions: list[Action],
     messages: dict[MessageKey, Message],
-    p: int,
+    placement: Placement,
     ahead: int,
 ) -> Program:
     """One rank's list with its communication; see `add_transfers`."""
     # The message that each action needs; None where it needs none.
-    incoming = [messages.get(result_of(action, rank, p)) for action in actions]
+    incoming = [messages.get(result_of(action, rank, placement)) for action in actions]
     # {position of an action: the message that follows it}
     outgoing = {message.sent_at: message for message in messages.values() if message.sender == rank}
     # {(sender, kind): messages in the order of sending}, and how many receives are posted.
@@ -248,8 +254,9 @@ def shared_children(model: gpt.GPT) -> list[tuple[str, nn.Module]]:
     return [(name, child) for name, child in model.named_children() if name not in parts]
 
 
-def check(num_layers: int, p: int, v: int = 1, layer_split: list[int] | None = None) -> None:
+def check(num_layers: int, placement: Placement, layer_split: list[int] | None = None) -> None:
     """Raises FieldError if the layers cannot be split into p v stages, or not as given."""
+    p, v, _ = placement
     stages = p * v
     sizes = {"pp": p, "virtual_stages": v}
     if layer_split is None:
@@ -266,35 +273,36 @@ def check(num_layers: int, p: int, v: int = 1, layer_split: list[int] | None = N
             f"up to {{num_layers}}; these are {len(layer_split)} that add up to {total}"
         )
         raise FieldError("layer_split", layer_split, rule, num_layers=num_layers, **sizes)
-    # The first and the last rank have the embedding and the head.
-    for rank in range(1, p - 1):
-        if not sum(layer_split[rank::p]):
-            empty = list(range(rank, stages, p))
+    # The first and the last stage have the embedding and the head.
+    ends = placement.rank_of(0), placement.rank_of(placement.last_stage)
+    for rank in range(p):
+        empty = [placement.stage_of(rank, chunk) for chunk in range(v)]
+        if rank not in ends and not sum(layer_split[stage] for stage in empty):
             rule = f"leaves pipeline rank {rank} (stages {empty}) without a layer"
             raise FieldError("layer_split", layer_split, rule)
 
 
 def layers_of_stages(
-    num_layers: int, p: int, v: int = 1, layer_split: list[int] | None = None
+    num_layers: int, placement: Placement, layer_split: list[int] | None = None
 ) -> list[range]:
     """The layers of each of the p v stages. layer_split: how many in each (fewer at the ends
     balance embedding and head); the default is an even split. Raises FieldError as `check`."""
-    check(num_layers, p, v, layer_split)
-    stages = p * v
+    check(num_layers, placement, layer_split)
+    stages = placement.p * placement.v
     split = layer_split or [num_layers // stages] * stages
     ends = [sum(split[: i + 1]) for i in range(stages)]
     return [range(end - n, end) for n, end in zip(split, ends)]
 
 
 def apply(
-    model: gpt.GPT, rank: int, p: int, v: int = 1, layer_split: list[int] | None = None
+    model: gpt.GPT, rank: int, placement: Placement, layer_split: list[int] | None = None
 ) -> list[gpt.GPT]:
-    """Split a model on the meta device. Returns this rank's v stages: number c is stage c p + rank
-    of the model. Raises FieldError as `check`."""
-    layers = layers_of_stages(model.config.num_layers, p, v, layer_split)
-    last = p * v - 1
+    """Split a model on the meta device. Returns this rank's v stages, in the order of chunks.
+    Raises FieldError as `check`."""
+    layers = layers_of_stages(model.config.num_layers, placement, layer_split)
+    last = placement.last_stage
     stages = []
-    for number in range(rank, p * v, p):
+    for number in (placement.stage_of(rank, chunk) for chunk in range(placement.v)):
         stage = stage_of(model, layers[number], first=number == 0, last=number == last)
         if stage.head is not None and stage.embedding is None and model.config.tied:
             untie(stage.head)
@@ -308,6 +316,23 @@ def untie(head: gpt.Head) -> None:
     weight = nn.Parameter(head.output.weight.detach())
     record = sharding.Sharding(tuple(weight.shape), copy_of=TIED)
     head.output.weight = set_sharding(weight, record)
+
+
+def share_tied(stages: list[gpt.GPT]) -> None:
+    """Give both copies of a tied matrix one storage where a rank has the first and the last stage.
+    Call it when the stages have values. Optimizer and checkpoints then see the first copy alone
+    (sharding.named_parameters)."""
+    if len(stages) > 1 and len(copies := tied_copies(stages)) == 2:
+        copies[1].data = copies[0].data
+
+
+def tied_copies(stages: list[gpt.GPT]) -> list[Tensor]:
+    """A rank's copies of the tied matrix, or of its local shard if fsdp.py shards it: one on the
+    first stage, one on the last."""
+    if not stages[0].tied:
+        return []
+    named = [item for stage in stages for item in stage.named_parameters()]
+    return [local_part(p) for name, p in named if TIED in (name, sharding_of(p).copy_of)]
 
 
 # --- communication --------------------------------------------------------------------------------
@@ -364,16 +389,22 @@ class _Step:
 class Pipeline:
     """Runs schedules on this rank's stages."""
 
-    def __init__(self, stages: list[gpt.GPT], channels: Channels, sequence_shards: int = 1):
+    def __init__(
+        self,
+        stages: list[gpt.GPT],
+        channels: Channels,
+        placement: Placement,
+        sequence_shards: int = 1,
+    ):
         """sequence_shards: the number of shards of an activation along the sequence."""
         self.stages = stages
         self.channels = channels
         self.sequence_shards = sequence_shards
         self.config = stages[0].config
-        self.p = channels.group.size()
+        self.placement = placement
+        self.p, self.v, _ = placement
         self.rank = channels.group.rank()
-        self.v = len(stages)
-        self.last_stage = self.p * self.v - 1
+        self.last_stage = placement.last_stage
         # The events of the latest run.
         self.events: list[Event] = []
         # The latest schedule, and this rank's program for it.
@@ -400,7 +431,8 @@ class Pipeline:
         """
         # The transfers are added once, as long as the same list comes again.
         if self.schedule is not schedule:
-            self.schedule, self.program = schedule, add_transfers(schedule, self.v)[self.rank]
+            programs = add_transfers(schedule, self.placement)
+            self.schedule, self.program = schedule, programs[self.rank]
         shape = b, s // self.sequence_shards, self.config.hidden_size
         step = _Step(run_stage, loss_grad)
         self.events = []
@@ -426,7 +458,7 @@ class Pipeline:
             self.backward(step, action, received)
 
     def stage_of(self, action: Action) -> int:
-        return action.chunk * self.p + self.rank
+        return self.placement.stage_of(self.rank, action.chunk)
 
     def transfer(self, step: _Step, transfer: Transfer, shape: tuple[int, int, int]) -> None:
         message = transfer.key
@@ -501,7 +533,7 @@ class Pipeline:
 
     def hand_over(self, step: _Step, message: MessageKey, tensor: Tensor) -> None:
         """Store a result for the send that follows, or for another stage of this rank."""
-        if message.stage % self.p == self.rank:
+        if self.placement.rank_of(message.stage) == self.rank:
             step.arriving[message] = tensor, None
         else:
             step.departing[message] = tensor
@@ -541,24 +573,23 @@ class Pipeline:
         a + b equals b + a to the last bit, so the copies stay equal. Call it when the step's
         messages are done, and after the data-parallel sum has filled `main_grad` (optimizer.py).
         """
-        if not self.stages[0].tied or self.rank not in (0, self.p - 1):
+        copies = [weight for weight in tied_copies(self.stages) if weight.requires_grad]
+        if len(copies) == 2:
+            # One tensor (`share_tied`): the optimizer reads the first gradient.
+            copies[0].main_grad.add_(copies[1].main_grad)
             return
-        peer = self.p - 1 - self.rank
-        for weight in self.tied_copies():
-            if not weight.requires_grad:
-                continue
+        for weight in copies:
+            peer = self.p - 1 - self.rank
             other = torch.empty_like(weight.main_grad)
             sending = self.channels.send(weight.main_grad.contiguous(), peer, "B", 0)
             self.channels.receive(other, peer, "B", 0).wait()
             sending.wait()
             weight.main_grad.add_(other)
 
-    def tied_copies(self) -> list[Tensor]:
-        """This rank's copy of the tied matrix, or its local shard if fsdp.py shards it."""
-        if self.rank == 0:
-            return [local_part(self.stages[0].embedding.tokens.weight)]
-        named = sharding.named_parameters(*self.stages)
-        return [p for _, p in named if sharding_of(p).copy_of == TIED]
+    def sum_copies(self) -> None:
+        """Add the gradients of parameters that several stages have."""
+        self.sum_tied()
+        self.sum_shared()
 
     def sum_shared(self) -> None:
         """Add the gradients of the parameters of which every stage has a copy. When to call it: as

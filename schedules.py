@@ -17,9 +17,10 @@ An action is (op, chunk, micro_batch). The ops are F, forward; B, backward; and 
 schedules I, the input gradient, and W, the weight gradient, instead of B.
 
 A list holds compute only, in order, without times: time is the output of `simulate`. The model is
-divided into p * v stages, and stage i = chunk * p + rank. F of stage i needs F of stage i - 1; B
-(or I) of stage i needs B (or I) of stage i + 1. pipeline_parallel.py derives sends and receives
-from the lists. (In Megatron-LM a schedule is control flow, interleaved with communication.)
+divided into p * v stages, and a `Placement` says which rank has which. F of stage i needs F of
+stage i - 1; B (or I) of stage i needs B (or I) of stage i + 1. pipeline_parallel.py derives sends
+and receives from the lists. (In Megatron-LM a schedule is control flow, interleaved with
+communication.)
 
 Not covered: ZB-V and DualPipe, where stage i is not on rank i mod p.
 """
@@ -44,6 +45,39 @@ Schedule = list[list[Action]]
 
 class ScheduleError(ValueError):
     """A list that breaks a rule; the message names the rank, the position and the rule."""
+
+
+# --- stages and ranks -----------------------------------------------------------------------------
+
+
+class Placement(NamedTuple):
+    """Which rank has which of the p v stages, for p = 4 and v = 2:
+
+        looped      rank 0: stages 0 4    rank 1: 1 5    rank 2: 2 6    rank 3: 3 7
+        V-shaped    rank 0: stages 0 7    rank 1: 1 6    rank 2: 2 5    rank 3: 3 4
+
+    In a V every second chunk goes back from rank p - 1 to rank 0, which so has both ends of the
+    model.
+    """
+
+    p: int
+    v: int = 1
+    v_shaped: bool = False
+
+    def stage_of(self, rank: int, chunk: int) -> int:
+        return chunk * self.p + self._position(rank, chunk)
+
+    def rank_of(self, stage: int) -> int:
+        chunk, position = divmod(stage, self.p)
+        return self._position(position, chunk)
+
+    def _position(self, rank: int, chunk: int) -> int:
+        """Turn a rank into its position in a chunk's order of ranks, or back."""
+        return self.p - 1 - rank if self.v_shaped and chunk % 2 else rank
+
+    @property
+    def last_stage(self) -> int:
+        return self.p * self.v - 1
 
 
 # --- the schedules --------------------------------------------------------------------------------
@@ -115,12 +149,18 @@ NAMES = {
     "interleaved": interleaved_one_f_one_b,
     "zb-h1": zero_bubble_h1,
 }
+# Schedules whose placement is a V.
+V_SHAPED: tuple[str, ...] = ()
+
+
+def placement_of(name: str, p: int, v: int = 1) -> Placement:
+    return Placement(p, v, name in V_SHAPED)
 
 
 def make(name: str, p: int, m: int, v: int = 1) -> Schedule:
     """The schedule of that name, validated. Raises ScheduleError."""
     schedule = lists(name, p, m, v)
-    validate(schedule, m, v)
+    validate(schedule, m, placement_of(name, p, v))
     return schedule
 
 
@@ -151,20 +191,20 @@ KIND = {"F": "F", "B": "B", "I": "B", "W": "W"}
 DIRECTION = {"F": 1, "B": -1, "I": -1, "W": 0}
 
 
-def result_of(action: Action, rank: int, p: int) -> Result:
-    return KIND[action.op], action.chunk * p + rank, action.micro_batch
+def result_of(action: Action, rank: int, placement: Placement) -> Result:
+    return KIND[action.op], placement.stage_of(rank, action.chunk), action.micro_batch
 
 
-def needs(action: Action, rank: int, p: int, v: int) -> list[Result]:
+def needs(action: Action, rank: int, placement: Placement) -> list[Result]:
     """The results that must exist before an action can start."""
-    stage = action.chunk * p + rank
+    stage = placement.stage_of(rank, action.chunk)
     k = action.micro_batch
     if action.op == "W":
         return [("B", stage, k)]
     if action.op == "F":
         return [("F", stage - 1, k)] if stage > 0 else []
     needed = [("F", stage, k)]
-    if stage < p * v - 1:
+    if stage < placement.last_stage:
         needed.append(("B", stage + 1, k))
     return needed
 
@@ -172,20 +212,22 @@ def needs(action: Action, rank: int, p: int, v: int) -> list[Result]:
 # --- validation and simulation --------------------------------------------------------------------
 
 
-def validate(schedule: Schedule, m: int, v: int = 1) -> None:
+def validate(schedule: Schedule, m: int, placement: Placement | None = None) -> None:
     """Check that each chunk runs each micro-batch forward once and backward once (B, or I then W),
-    in an order that can run. Raises ScheduleError, naming rank, position and rule."""
+    in an order that can run. Raises ScheduleError, naming rank, position and rule.
+    placement: by default looped, one chunk on each rank."""
+    placement = placement or Placement(len(schedule))
     for rank, actions in enumerate(schedule):
         seen: set[Action] = set()
         for position, action in enumerate(actions):
-            broken_rule = _broken_rule(action, seen, m, v)
+            broken_rule = _broken_rule(action, seen, m, placement.v)
             if broken_rule:
                 raise ScheduleError(f"rank {rank}, position {position}: {action}: {broken_rule}")
             seen.add(action)
-        missing = _missing(seen, m, v)
+        missing = _missing(seen, m, placement.v)
         if missing:
             raise ScheduleError(f"rank {rank}, position {len(actions)}: ends without {missing}")
-    simulate(schedule, Cost(), v)
+    simulate(schedule, Cost(), placement)
 
 
 def _broken_rule(action: Action, seen: set[Action], m: int, v: int) -> str:
@@ -243,12 +285,15 @@ class Event(NamedTuple):
     end: float
 
 
-def simulate(schedule: Schedule, cost: Cost, v: int | None = None) -> list[Event]:
+def simulate(schedule: Schedule, cost: Cost, placement: Placement | None = None) -> list[Event]:
     """Run the lists: an action starts when its rank is free and its inputs have arrived. Returns
-    events sorted by start. Raises ScheduleError, which names the waiting action, on a deadlock."""
+    events sorted by start. Raises ScheduleError, which names the waiting action, on a deadlock.
+    placement: by default looped."""
     p = len(schedule)
-    v = v or 1 + max(a.chunk for actions in schedule for a in actions)
-    seconds = {(op, stage): cost.seconds(op, stage) for op in KIND for stage in range(p * v)}
+    chunks = 1 + max(a.chunk for actions in schedule for a in actions)
+    placement = placement or Placement(p, chunks)
+    stages = range(p * placement.v)
+    seconds = {(op, stage): cost.seconds(op, stage) for op in KIND for stage in stages}
     ended: dict[Result, float] = {}
     free_at = [0.0] * p
     position = [0] * p
@@ -260,15 +305,15 @@ def simulate(schedule: Schedule, cost: Cost, v: int | None = None) -> list[Event
             while position[rank] < len(actions):
                 action = actions[position[rank]]
                 start = free_at[rank]
-                needed = needs(action, rank, p, v)
+                needed = needs(action, rank, placement)
                 if not all(result in ended for result in needed):
                     break
                 for result in needed:
-                    from_this_rank = result[1] % p == rank
+                    from_this_rank = placement.rank_of(result[1]) == rank
                     arrival = ended[result] + (0 if from_this_rank else cost.transfer)
                     start = max(start, arrival)
-                end = start + seconds[action.op, action.chunk * p + rank]
-                ended[result_of(action, rank, p)] = end
+                end = start + seconds[action.op, placement.stage_of(rank, action.chunk)]
+                ended[result_of(action, rank, placement)] = end
                 free_at[rank] = end
                 events.append(Event(rank, *action, start, end))
                 position[rank] += 1
@@ -276,10 +321,11 @@ def simulate(schedule: Schedule, cost: Cost, v: int | None = None) -> list[Event
     for rank, actions in enumerate(schedule):
         if position[rank] < len(actions):
             action = actions[position[rank]]
-            kind, stage, k = next(r for r in needs(action, rank, p, v) if r not in ended)
+            kind, stage, k = next(r for r in needs(action, rank, placement) if r not in ended)
+            other = placement.rank_of(stage)
             raise ScheduleError(
                 f"rank {rank}, position {position[rank]}: {action}: waits for the {kind} of"
-                f" micro-batch {k} on rank {stage % p}, which itself waits: the order cannot run"
+                f" micro-batch {k} on rank {other}, which itself waits: the order cannot run"
             )
     return sorted(events, key=lambda e: (e.start, e.rank))
 
@@ -328,6 +374,11 @@ def deferred_weight_gradients(schedule: Schedule) -> list[int]:
     """For each rank, the most (chunk, micro-batch) pairs at a time that have run I, but not yet W.
     The inputs of their weight gradients are held."""
     return [_peak(actions, DEFERRED) for actions in schedule]
+
+
+def splits_backward(schedule: Schedule) -> bool:
+    """Whether it has I and W, or only B."""
+    return any(action.op == "W" for actions in schedule for action in actions)
 
 
 def _peak(actions: list[Action], change: dict[str, int]) -> int:

@@ -88,9 +88,13 @@ def local_part(parameter: Tensor) -> Tensor:
 def named_parameters(*models: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(global name, local part) of each parameter of models that are parts of one model. A tied
     weight comes once, under its first name."""
+    seen = set()
     for model in models:
         for name, p in model.named_parameters():
-            yield sharding_of(p).copy_of or name, local_part(p)
+            name = sharding_of(p).copy_of or name
+            if name not in seen:
+                seen.add(name)
+                yield name, local_part(p)
 
 
 def num_parameters(model: nn.Module) -> int:

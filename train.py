@@ -88,19 +88,20 @@ class Trainer:
         self.num_parameters = sharding.num_parameters(model)
         self.stages, self.pipeline, self.schedule = [model], None, None
         if groups.pp:
-            p, v = groups.pp.size(), config.virtual_stages
-            self.stages = pipeline_parallel.apply(model, groups.pp.rank(), p, v, config.layer_split)
+            rank, placement = groups.pp.rank(), config.placement
+            self.stages = pipeline_parallel.apply(model, rank, placement, config.layer_split)
             channels = pipeline_parallel.Channels(groups.pp, groups.nccl)
             shards = config.cp * config.sequence_shards
-            self.pipeline = pipeline_parallel.Pipeline(self.stages, channels, shards)
+            self.pipeline = pipeline_parallel.Pipeline(self.stages, channels, placement, shards)
             m = config.global_batch_size // self.dp // self.micro_batch
-            self.schedule = schedules.make(config.pipeline_schedule, p, m, v)
+            self.schedule = schedules.make(config.pipeline_schedule, config.pp, m, placement.v)
         self.fp8 = None
         if config.fp8_recipe:
             import fp8
 
             self.fp8 = fp8.make(config.fp8_recipe, shape, self.device, config.keeps_bytes)
         self.gradients = [self.apply_techniques(stage) for stage in self.stages]
+        pipeline_parallel.share_tied(self.stages)
         self.expert_layers = {}
         if shape.num_experts:
             import moe
@@ -139,7 +140,7 @@ class Trainer:
 
             context_parallel.apply(stage, groups.cp, config.cp_kind, config.sequence_shards)
         sequence_parallel.overlap_backward(stage)
-        if groups.pp and config.pipeline_schedule == "zb-h1":
+        if self.schedule and schedules.splits_backward(self.schedule):
             pipeline_parallel.split_backward(stage)
         if config.compile:
             compiling.apply(stage.blocks.values())
@@ -234,18 +235,17 @@ class Trainer:
 
     def run_pipeline(self, forward, s: int, loss_grad: torch.Tensor) -> None:
         actions = self.schedule[self.groups.pp.rank()]
-        # Under zb-h1 biases come with I and weights with W: then `reduce_gradients` starts the sum.
-        last = {action.chunk: action for action in actions if action.op == "B"}
+        # Biases come with I and weights with W: after a W `reduce_gradients` starts the sum.
+        last = {action.chunk: action for action in actions}
 
         def before_backward(action):
-            if last.get(action.chunk) == action:
+            if action.op == "B" and action == last[action.chunk]:
                 self.gradients[action.chunk].next_backward_is_last()
 
         self.pipeline.run(self.schedule, forward, self.micro_batch, s, loss_grad, before_backward)
         for gradients in self.gradients:
             gradients.reduce_gradients()
-        self.pipeline.sum_tied()
-        self.pipeline.sum_shared()
+        self.pipeline.sum_copies()
 
     def continue_text(self, prompt: list[int], max_tokens: int, **options) -> list[int]:
         """Generate the tokens after a prompt. options: those of generate.stream."""

@@ -73,9 +73,10 @@ class Groups:
         ep: int = 1,
         cp: int = 1,
         replicate: int = 1,
+        v_shaped: bool = False,
     ) -> "Groups":
         """One mesh (pp, dp, cp, tp) of `world` ranks. timeout: of collectives. replicate: how many
-        groups of replicas hold all shards. A collective."""
+        groups of replicas hold all shards. v_shaped: as in schedules.Placement. A collective."""
         replicas = world // pp // tp
         names = ("pp", "dp", "cp", "tp")
         mesh = make_mesh(device_type, (pp, replicas // cp, cp, tp), names, timeout)
@@ -111,7 +112,8 @@ class Groups:
         if pp > 1 and is_nccl:
             pipelines = mesh.mesh.flatten(1).t().tolist()  # [dp tp, pp]
             device = torch.device(device_type)
-            groups.nccl = nccl_groups(pipelines, dist.get_rank(), device, timeout)
+            links = pipeline_links(pp, v_shaped)
+            groups.nccl = nccl_groups(pipelines, links, dist.get_rank(), device, timeout)
         return groups
 
 
@@ -159,13 +161,14 @@ def high_priority(timeout: timedelta | None) -> "dist.ProcessGroupNCCL.Options |
 
 def nccl_groups(
     pipelines: list[list[int]],
+    links: list[tuple[int, int, str]],
     rank: int,
     device: torch.device,
     timeout: timedelta | None = None,
 ) -> dict[tuple[int, int, str], dist.ProcessGroup]:
     """This rank's communicators: {(sender, receiver, kind): group}, with positions in the pipeline.
 
-    There is one for each link of `pipeline_links`. pipelines: the global ranks of every pipeline.
+    There is one for each link (`pipeline_links`). pipelines: the global ranks of every pipeline.
     timeout: of their messages.
 
     A collective of all ranks. Disjoint pairs of all pipelines are split from the world at once: a
@@ -179,14 +182,14 @@ def nccl_groups(
     """
     own = {}
     p = len(pipelines[0])
-    for links in disjoint(pipeline_links(p)):
-        places = [sorted(link[:2]) for link in links]
+    for apart in disjoint(links):
+        places = [sorted(link[:2]) for link in apart]
         places += [[i] for i in range(p) if not any(i in pair for pair in places)]
         splits = [[ranks[i] for i in place] for ranks in pipelines for place in places]
         options = high_priority(timeout)
         group = dist.split_group(split_ranks=splits, timeout=timeout, pg_options=options)
         for ranks in pipelines:
-            for link in links:
+            for link in apart:
                 sender, receiver = ranks[link[0]], ranks[link[1]]
                 message = torch.zeros(1, device=device)
                 if rank == sender:
@@ -211,10 +214,14 @@ def disjoint(links: list[tuple[int, int, str]]) -> list[list[tuple[int, int, str
     return lists
 
 
-def pipeline_links(p: int) -> list[tuple[int, int, str]]:
+def pipeline_links(p: int, v_shaped: bool = False) -> list[tuple[int, int, str]]:
     """(sender, receiver, kind) of all possible messages of a pipeline of p ranks: activations (F)
     to the next rank and gradients (B) to the previous one, both also between last and first rank,
-    and the gradient of a tied embedding (B) between first and last."""
+    and the gradient of a tied embedding (B) between first and last. In a V both go both ways
+    between neighbours, and no further."""
+    if v_shaped:
+        pairs = [(i, i + 1) for i in range(p - 1)] + [(i + 1, i) for i in range(p - 1)]
+        return sorted((*pair, kind) for pair in pairs for kind in "FB")
     links = {(0, p - 1, "B"), (p - 1, 0, "B")}
     for i in range(p):
         links.add((i, (i + 1) % p, "F"))

@@ -209,7 +209,7 @@ def bubbles(measured: list[dict], name: str, m: int) -> tuple[float, float]:
         costs = Cost(cost("F"), cost("I"), cost("W"))
     else:
         costs = Cost(cost("F"), cost("B"), [0.0] * (P * v))
-    simulated = schedules.simulate(schedules.make(kind, P, m, v), costs, v)
+    simulated = schedules.simulate(schedules.make(kind, P, m, v), costs)
     return median([schedules.bubble(events) for events in per_round]), schedules.bubble(simulated)
 
 
@@ -237,7 +237,7 @@ def schedule_row(measured: list[dict], name: str, m: int, seq_length: int) -> di
 def simulated(name: str, p: int, m: int) -> list[Event]:
     """The events of a layout where F, I and W of a rank's layers take 1 each."""
     kind, v = layout(name)
-    return schedules.simulate(schedules.make(kind, p, m, v), Cost(1 / v, 1 / v, 1 / v), v)
+    return schedules.simulate(schedules.make(kind, p, m, v), Cost(1 / v, 1 / v, 1 / v))
 
 
 def simulated_bubbles(ps: tuple[int, ...]) -> list[dict]:

@@ -33,7 +33,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from pipeline_parallel import Program, Transfer
-from schedules import DIRECTION, Action, Cost, Event, ScheduleError, result_of
+from schedules import DIRECTION, Action, Cost, Event, Placement, ScheduleError, result_of
 
 # The hardware queues of a GPU, unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise.
 QUEUES = 8
@@ -82,10 +82,16 @@ def channel_of(transfer: Transfer, rank: int) -> tuple[int, int, str]:
 class Machine:
     """All ranks; see `run`."""
 
-    def __init__(self, programs: list[Program], cost: Cost, v: int, queues: int, connected: bool):
+    def __init__(
+        self,
+        programs: list[Program],
+        cost: Cost,
+        placement: Placement,
+        queues: int,
+        connected: bool,
+    ):
         self.devices = [Device(rank, program) for rank, program in enumerate(programs)]
-        self.p = len(programs)
-        self.v = v
+        self.placement = placement
         self.cost = cost
         channels = {
             channel_of(entry, rank)
@@ -148,10 +154,10 @@ class Machine:
         if isinstance(entry, Transfer):
             key = "send", *entry[2:]
         else:
-            kind, stage, k = result_of(entry, device.rank, self.p)
+            kind, stage, k = result_of(entry, device.rank, self.placement)
             comes_from = stage - DIRECTION[entry.op]
-            is_sent = 0 <= comes_from < self.p * self.v and comes_from % self.p != device.rank
-            if not is_sent:
+            exists = 0 <= comes_from <= self.placement.last_stage
+            if not exists or self.placement.rank_of(comes_from) == device.rank:
                 return []
             key = "receive", kind, stage, k
         if key not in device.transfers:
@@ -182,7 +188,7 @@ class Machine:
         """An operation has started: say when it ends, if that is known now."""
         entry = operation.entry
         if isinstance(entry, Action):
-            stage = entry.chunk * self.p + operation.rank
+            stage = self.placement.stage_of(operation.rank, entry.chunk)
             operation.end = operation.start + self.cost.seconds(entry.op, stage)
         elif entry.op == "settle":
             operation.end = operation.start
@@ -222,18 +228,19 @@ class Machine:
 def run(
     programs: list[Program],
     cost: Cost = UNIT_COST,
-    v: int = 1,
+    placement: Placement | None = None,
     queues: int = QUEUES,
     connected: bool = True,
 ) -> list[Event]:
     """Run the programs of all ranks in the model. Returns the actions by start; raises
     ScheduleError, saying what is stuck or what does not match.
 
-    queues: the hardware queues of each GPU. Programs that end with one queue end with any number:
-    more queues only take waits away. connected: every communicator has
-    had a message before, so that no host waits.
+    placement: by default looped, one chunk on each rank. queues: the hardware queues of each GPU.
+    Programs that end with one queue end with any number: more queues only take waits away.
+    connected: every communicator has had a message before, so that no host waits.
     """
-    machine = Machine(programs, cost, v, queues, connected)
+    placement = placement or Placement(len(programs))
+    machine = Machine(programs, cost, placement, queues, connected)
     progress = True
     while progress:
         progress = False

@@ -14,7 +14,7 @@ from base.dropout import dropout_key
 from course import demo, form, nccl_model, ranks
 from course.mutations import pipeline_parallel as bugs
 from pipeline_parallel import Program, Transfer, add_transfers
-from schedules import Action
+from schedules import Action, Placement
 
 # --- what --without removes -----------------------------------------------------------------------
 
@@ -42,20 +42,20 @@ WITHOUT["loss-scale"] = form.Removal(
 
 
 @WITHOUT.replace("receive", *LOWER, "Rank 1 lacks one. Which message fails?")
-def no_receive(schedule: list, v: int) -> list[Program]:
+def no_receive(schedule: list, placement: Placement) -> list[Program]:
     """Messages have no names: the first send meets the first receive. F0 meets the receive that was
     posted for F1."""
-    programs = pipeline_parallel.add_transfers(schedule, v)
+    programs = pipeline_parallel.add_transfers(schedule, placement)
     programs[1].remove(next(entry for entry in programs[1] if is_transfer(entry, "receive")))
     return programs
 
 
 @WITHOUT.replace("order", *LOWER, "Every message has its receive. Which one does F0 meet?")
-def no_order(schedule: list, v: int) -> list[Program]:
+def no_order(schedule: list, placement: Placement) -> list[Program]:
     """That of F1: messages have no names, and the first send meets the first receive. The model
     stops here. NCCL may hang, or give F0's numbers out as F1, for both have one shape. Counts
     hold."""
-    programs = pipeline_parallel.add_transfers(schedule, v)
+    programs = pipeline_parallel.add_transfers(schedule, placement)
     program = programs[1]
     receives = [i for i, entry in enumerate(program) if is_transfer(entry, "receive")]
     first, second, *_ = [i for i in receives if program[i].kind == "F"]
@@ -64,10 +64,10 @@ def no_order(schedule: list, v: int) -> list[Program]:
 
 
 @WITHOUT.replace("settle", *LOWER, "Sends are settled at the end of the step. What grows with m?")
-def no_settle(schedule: list, v: int) -> list[Program]:
+def no_settle(schedule: list, placement: Placement) -> list[Program]:
     """The tensors that are kept. Each send keeps its own until the end of the step, and a rank in
     the middle has 2 m sends: 16 with m 8, 128 with m 64."""
-    programs = pipeline_parallel.add_transfers(schedule, v)
+    programs = pipeline_parallel.add_transfers(schedule, placement)
     return [sorted(program, key=lambda entry: is_transfer(entry, "settle")) for program in programs]
 
 
@@ -81,9 +81,10 @@ SHAPE = dict(num_layers=4, hidden_size=128, num_heads=4, seq_length=S, dropout=0
 LOSS_GRAD = torch.tensor(1 / (M * S), dtype=torch.float64)
 
 
-def chunks(name: str) -> int:
-    """v: virtual stages on each rank."""
-    return 2 if name == "interleaved" else 1
+def placement_of(name: str, p: int) -> Placement:
+    """One stage on each rank, or two under the schedules that can have them."""
+    v = 2 if name == "interleaved" or name in schedules.V_SHAPED else 1
+    return schedules.placement_of(name, p, v)
 
 
 class Run(NamedTuple):
@@ -97,11 +98,12 @@ class Run(NamedTuple):
 def make_stages(rank: int, p: int, name: str) -> list:
     """This rank's stages, with the weights of seed 0, in float64."""
     model = demo.meta_model(demo.tiny_config(**SHAPE))
-    stages = pipeline_parallel.apply(model, rank, p, chunks(name))
+    stages = pipeline_parallel.apply(model, rank, placement_of(name, p))
     for stage in stages:
         if name == "zb-h1":
             pipeline_parallel.split_backward(stage)
         sharding.init(stage, 0, "cpu", torch.float64)
+    pipeline_parallel.share_tied(stages)
     return stages
 
 
@@ -133,7 +135,8 @@ def on_one_rank(rank: int) -> Run:
 
 def under_schedule(rank: int, name: str) -> Run:
     stages = make_stages(rank, P, name)
-    pipeline = pipeline_parallel.Pipeline(stages, pipeline_parallel.Channels(dist.group.WORLD))
+    channels = pipeline_parallel.Channels(dist.group.WORLD)
+    pipeline = pipeline_parallel.Pipeline(stages, channels, placement_of(name, P))
     losses = []
     schedule = schedules.make(name, P, M, len(stages))
     with ranks.Collectives() as counted:
@@ -183,7 +186,8 @@ def teach_runs(lesson: form.Lesson, one: Run, of_schedule: dict[str, list[Run]])
 
 
 def programs_of(name: str, p: int, m: int) -> list[Program]:
-    return add_transfers(schedules.make(name, p, m, chunks(name)), chunks(name))
+    placement = placement_of(name, p)
+    return add_transfers(schedules.make(name, p, m, placement.v), placement)
 
 
 def most_unsettled(program: Program) -> int:
@@ -199,7 +203,7 @@ def most_unsettled(program: Program) -> int:
 def stuck_in(name: str) -> str:
     """What is stuck where a GPU has one hardware queue, "" if nothing is."""
     try:
-        nccl_model.run(programs_of(name, 4, 8), v=chunks(name), queues=1)
+        nccl_model.run(programs_of(name, 4, 8), placement=placement_of(name, 4), queues=1)
     except schedules.ScheduleError as e:
         return str(e)
     return ""

@@ -11,6 +11,7 @@ import tensor_parallel
 from course import demo, form, ranks
 from finetune import resharding
 from finetune.resharding import Resharding
+from schedules import Placement
 from sharding import local_slice, set_sharding, sharding_of
 
 L, H, V = 2, 64, 257
@@ -63,7 +64,7 @@ def models(rank: int) -> tuple[nn.Module, dict[str, nn.Module]]:
     config = demo.tiny_config(num_layers=L, hidden_size=H, vocab_size=V)
     group = dist.group.WORLD
     source = demo.make_model(config, tensor_parallel.apply, group=group, dtype=torch.float32)
-    (stage,) = pipeline_parallel.apply(demo.meta_model(config), rank, 2)
+    (stage,) = pipeline_parallel.apply(demo.meta_model(config), rank, Placement(2))
     targets = {"pp 2": stage, "whole": demo.meta_model(config)}
     for target in targets.values():
         sharding.materialise(target, "cpu", torch.float32)

@@ -8,6 +8,7 @@ import schedules
 import sharding
 from course import demo, form, ranks
 from models import t5
+from schedules import Placement
 
 WITHOUT = form.Removals()
 
@@ -43,7 +44,7 @@ def config() -> t5.T5Config:
 
 
 def make_stages(rank: int, p: int, split: list[int] | None) -> list:
-    stages = pipeline_parallel.apply(demo.meta_model(config()), rank, p, 1, split)
+    stages = pipeline_parallel.apply(demo.meta_model(config()), rank, Placement(p), split)
     for stage in stages:
         sharding.init(stage, 0, "cpu", torch.float64)
     return stages
@@ -72,7 +73,9 @@ def on_one_rank(rank: int) -> dict:
 
 def on_rank(rank: int, split: list[int]) -> dict:
     stages, losses = make_stages(rank, P, split), []
-    pipeline = pipeline_parallel.Pipeline(stages, pipeline_parallel.Channels(dist.group.WORLD))
+    pipeline = pipeline_parallel.Pipeline(
+        stages, pipeline_parallel.Channels(dist.group.WORLD), Placement(P)
+    )
     with ranks.Collectives() as counted:
         schedule = schedules.make("1f1b", P, BATCHES)
         pipeline.run(schedule, forward_of(stages, losses), 1, N + M, LOSS_GRAD)

@@ -39,6 +39,7 @@ from run import launch
 from run.config import DTYPES, ConfigError, as_flags, flag_name, multiply_in
 from run.tokenizer import prompt_ids
 from run.world import World, why_no_gpu
+from schedules import Placement
 
 # Seconds.
 HALF_AN_HOUR = 1800.0
@@ -209,7 +210,7 @@ def check_layout(args: argparse.Namespace, config: MoEConfig, num_ranks: int) ->
     with as_flags():
         tensor_parallel.check(config, args.tp, num_ranks)
         if args.pp > 1:
-            pipeline_parallel.check(config.num_layers, args.pp, 1, args.layer_split)
+            pipeline_parallel.check(config.num_layers, Placement(args.pp), args.layer_split)
         moe.check(config, args.ep, num_ranks // args.tp // args.pp)
 
 

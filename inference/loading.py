@@ -35,6 +35,7 @@ from inference.hf_config import read_any_model
 from run import checkpoint
 from run.checkpoint import beside
 from run.tokenizer import CHAT_TEMPLATE, TokenizerError, make_tokenizer
+from schedules import Placement
 from sharding import shard_of, sharding_of
 
 
@@ -112,8 +113,8 @@ def build_stages(
         moe.apply(model, groups.ep, groups.tp)
     stages = [model]
     if groups.pp:
-        p = groups.pp.size()
-        stages = pipeline_parallel.apply(model, groups.pp.rank(), p, 1, layer_split)
+        placement = Placement(groups.pp.size())
+        stages = pipeline_parallel.apply(model, groups.pp.rank(), placement, layer_split)
     for stage in stages:
         tensor_parallel.pad_vocabulary(stage, torch.device(device), groups.tp)
         if groups.tp:
@@ -130,7 +131,7 @@ def materialise(stages: list[GPT], groups: Groups, device, dtype: torch.dtype):
     if not groups.pp:
         return stages[0]
     channels = pipeline_parallel.Channels(groups.pp, groups.nccl)
-    return pipeline_parallel.Pipeline(stages, channels)
+    return pipeline_parallel.Pipeline(stages, channels, Placement(groups.pp.size()))
 
 
 def find_tokenizer(path: Path | str, index: dict, given: str | None = None):

@@ -13,7 +13,8 @@ the first one embeds the new tokens).
     activations   0 -> 1 -> .. -> p - 1
     tokens        p - 1 -> 0 -> 1 -> .. -> p - 2
 
-With v stages on each rank (virtual stages), the activations go round v times first.
+With v stages on each rank (virtual stages), the activations go round v times first. In a V they go
+to rank p - 1 and back; rank 0 samples, and the tokens go 0 -> 1 -> .. -> p - 1.
 
     torchrun --nproc-per-node 2 generate.py --pp 2 --checkpoint runs/default --prompt "def "
 
@@ -25,30 +26,53 @@ from collections import deque
 from torch import Tensor
 
 from pipeline_parallel import Channels
+from schedules import Placement
 
 
 class Ring:
     """Sends to the next rank, receives from the one before. Messages between two ranks arrive in
-    the order in which they were sent."""
+    the order in which they were sent. In a V chunk 1 goes the other way."""
 
-    def __init__(self, channels: Channels):
+    def __init__(self, channels: Channels, placement: Placement | None = None):
+        """placement: by default looped."""
         self.channels = channels
         self.rank = channels.group.rank()
         self.p = channels.group.size()
-        self.is_last = self.rank == self.p - 1
+        self.placement = placement or Placement(self.p)
+        # The rank that samples.
+        self.last = self.placement.rank_of(self.placement.last_stage)
+        self.is_last = self.rank == self.last
         # (work, tensor): the tensor must live until it is sent.
         self.sending = deque()
+        # Activations for the next chunk of this rank.
+        self.turning = deque()
 
     def send(self, tensor: Tensor) -> None:
+        """Sends to the next rank."""
+        self.send_to((self.rank + 1) % self.p, tensor)
+
+    def send_activations(self, x: Tensor, chunk: int) -> None:
+        """Sends to the stage after this chunk."""
+        to = self.placement.rank_of(self.placement.stage_of(self.rank, chunk) + 1)
+        if to == self.rank:
+            self.turning.append(x)
+        else:
+            self.send_to(to, x)
+
+    def send_to(self, peer: int, tensor: Tensor) -> None:
         tensor = tensor.contiguous()
-        work = self.channels.send(tensor, (self.rank + 1) % self.p, "F", 0)
+        work = self.channels.send(tensor, peer, "F", 0)
         self.sending.append((work, tensor))
         # What was sent so long ago has been received, for its answer has come round.
         self.wait_for_all_but(4 * self.p)
 
-    def receive(self, buffer: Tensor) -> Tensor:
-        """Fills the buffer, and returns it."""
-        self.channels.receive(buffer, (self.rank - 1) % self.p, "F", 0).wait()
+    def receive(self, buffer: Tensor, chunk: int = 0) -> Tensor:
+        """What the stage before this chunk has sent. Fills the buffer, and returns it."""
+        stage = self.placement.stage_of(self.rank, chunk)
+        sender = self.placement.rank_of((stage - 1) % (self.placement.last_stage + 1))
+        if sender == self.rank:
+            return self.turning.popleft()
+        self.channels.receive(buffer, sender, "F", 0).wait()
         return buffer
 
     def pass_on(self, tokens: Tensor) -> Tensor:
@@ -56,7 +80,7 @@ class Ring:
         a buffer."""
         self.receive(tokens)
         # The last stage has them.
-        if self.rank < self.p - 2:
+        if (self.rank + 1) % self.p != self.last:
             self.send(tokens)
         return tokens
 

@@ -14,6 +14,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from base.errors import InputError
+from schedules import Placement, placement_of
 
 
 class PlanError(InputError):
@@ -238,6 +239,10 @@ class Layout:
     @property
     def pipeline_schedule(self) -> str:
         return self.schedule or ("interleaved" if self.virtual_stages > 1 else "1f1b")
+
+    @property
+    def placement(self) -> Placement:
+        return placement_of(self.pipeline_schedule, self.pp, self.virtual_stages)
 
 
 # --- presets --------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ import schedules
 from base.model_config import MoEConfig, attention_matrices, mlp_matrices
 from planning.inputs import Layout, Software
 from run import least_memory
+from schedules import Placement
 
 # --- the stages of a pipeline rank ----------------------------------------------------------------
 
@@ -74,14 +75,18 @@ Stages = tuple[tuple[Stage, ...], ...]
 
 @lru_cache(maxsize=2**14)
 def stages(
-    model: MoEConfig, p: int, v: int, split: tuple[int, ...] | None, recomputed: range, fp8: range
+    model: MoEConfig,
+    placement: Placement,
+    split: tuple[int, ...] | None,
+    recomputed: range,
+    fp8: range,
 ) -> Stages:
     """recomputed, fp8: numbers of layers."""
     found = []
     decoder = model.cross_layers
     halves_end = (decoder.start - 1, decoder.stop - 1) if decoder else ()
     for number, layers in enumerate(
-        pipeline_parallel.layers_of_stages(model.num_layers, p, v, split)
+        pipeline_parallel.layers_of_stages(model.num_layers, placement, split)
     ):
         types = Counter(
             BlockType(
@@ -93,8 +98,11 @@ def stages(
             )
             for layer in layers
         )
-        found.append(Stage(tuple(types.items()), number == 0, number == p * v - 1))
-    return tuple(tuple(found[rank::p]) for rank in range(p))
+        found.append(Stage(tuple(types.items()), number == 0, number == placement.last_stage))
+    p, v, _ = placement
+    return tuple(
+        tuple(found[placement.stage_of(rank, chunk)] for chunk in range(v)) for rank in range(p)
+    )
 
 
 def stages_of(model: MoEConfig, layout: Layout, software: Software) -> Stages:
@@ -106,7 +114,7 @@ def stages_of(model: MoEConfig, layout: Layout, software: Software) -> Stages:
         again = range(first, L if layout.recompute_layers is None else layout.recompute_layers)
     skip = software.fp8_skip
     fp8 = range(0) if software.fp8 == "off" else range(skip, L - skip)
-    return stages(model, layout.pp, layout.virtual_stages, layout.layer_split, again, fp8)
+    return stages(model, layout.placement, layout.layer_split, again, fp8)
 
 
 # --- weights, gradients, optimizer state ----------------------------------------------------------

@@ -405,10 +405,16 @@ class RunConfig:
         return self.least_rows if self.pp > 1 else self.global_batch_size // dp
 
     @property
-    def mesh(self) -> dict[str, int]:
-        """The sizes of Groups.make."""
+    def mesh(self) -> dict[str, int | bool]:
+        """The arguments of Groups.make."""
         replicate = self.data_parallel_replicate_degree
-        return dict(tp=self.tp, pp=self.pp, ep=self.ep, cp=self.cp, replicate=replicate)
+        sizes = dict(tp=self.tp, pp=self.pp, ep=self.ep, cp=self.cp, replicate=replicate)
+        return sizes | dict(v_shaped=self.placement.v_shaped)
+
+    @property
+    def placement(self) -> schedules.Placement:
+        """Which pipeline rank has which stage."""
+        return schedules.placement_of(self.pipeline_schedule, self.pp, self.virtual_stages)
 
     @property
     def length_multiple(self) -> int:

@@ -138,8 +138,7 @@ def check_techniques(config: RunConfig, model: MoEConfig, world: int) -> None:
         tensor_parallel.check(model, config.tp, world)
         if config.sequence_parallel:
             sequence_parallel.check(model, config.tp)
-        v = config.virtual_stages
-        pipeline_parallel.check(model.num_layers, config.pp, v, config.layer_split)
+        pipeline_parallel.check(model.num_layers, config.placement, config.layer_split)
         if config.cp > 1:
             import context_parallel
 

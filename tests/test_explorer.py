@@ -74,13 +74,13 @@ def time_lines(name: str, s: dict) -> dict | str:
     except schedules.ScheduleError as e:
         return f"{e}; {rules.multiples(m, p)}"
     cost = schedules.Cost(forward / v, backward / v, weight / v, transfer)
-    events = schedules.simulate(schedule, cost, v)
+    events = schedules.simulate(schedule, cost)
     idle = schedules.bubble(events)
     end = max(e.end for e in events)
     changes = (schedules.IN_FLIGHT, schedules.DEFERRED)
     return {
         "events": [list(e) for e in events],
-        "waits": waits_of(events, p, v, transfer),
+        "waits": waits_of(events, schedules.placement_of(name, p, v), transfer),
         "bubble": idle,
         "formula": schedules.bubble_formula(name, p, m, v, cost),
         # ideal + idle = total
@@ -92,16 +92,20 @@ def time_lines(name: str, s: dict) -> dict | str:
     }
 
 
-def waits_of(events: list, p: int, v: int, transfer: float) -> list:
+def waits_of(events: list, placement: schedules.Placement, transfer: float) -> list:
     """For each event, pairs [number of an event, when its result is there]: the actions whose
     results it needs, and at the end the one before it on its own rank."""
     actions = [schedules.Action(*e[1:4]) for e in events]
-    made = {schedules.result_of(a, e.rank, p): i for i, (a, e) in enumerate(zip(actions, events))}
+    made = {
+        schedules.result_of(action, event.rank, placement): i
+        for i, (action, event) in enumerate(zip(actions, events))
+    }
     last = {}
     found = []
     for i, (action, event) in enumerate(zip(actions, events)):
         waits = {}
-        for other in (made[result] for result in schedules.needs(action, event.rank, p, v)):
+        for result in schedules.needs(action, event.rank, placement):
+            other = made[result]
             waits[other] = events[other].end + transfer * (events[other].rank != event.rank)
         if event.rank in last:
             before = last[event.rank]
@@ -146,7 +150,7 @@ def memory(s: dict) -> list[float] | str:
         tensor_parallel.check(config, t, t * p * dp * cp)
         if sequence:
             sequence_parallel.check(config, t)
-        pipeline_parallel.check(config.num_layers, p, v)
+        pipeline_parallel.check(config.num_layers, schedules.Placement(p, v))
         context_parallel.check(config, cp, t, "ring")
         moe.check(config, ep, dp * cp)
         refused = check_context(config, cp, t if sequence else 1)

@@ -12,34 +12,43 @@ from base.groups import disjoint, nccl_groups, pipeline_links
 from course import ranks
 from course.nccl_model import run
 from pipeline_parallel import Transfer, add_transfers
-from schedules import NAMES, Action, Cost, ScheduleError, make, simulate
+from schedules import (
+    NAMES,
+    V_SHAPED,
+    Action,
+    Cost,
+    ScheduleError,
+    make,
+    placement_of,
+    simulate,
+)
 
 SIZES = (2, 4, 8)
 CASES = [(name, p) for name in NAMES for p in SIZES]
 
 
 def schedule_of(name, p, m=None):
-    v = 2 if name == "interleaved" else 1
-    return make(name, p, m or 2 * p, v), v
+    v = 2 if name == "interleaved" or name in V_SHAPED else 1
+    return make(name, p, m or 2 * p, v), placement_of(name, p, v)
 
 
 def end_of(events):
     return max(event.end for event in events)
 
 
-def is_stuck(programs, v, **machine):
+def is_stuck(programs, placement, **machine):
     try:
-        run(programs, v=v, **machine)
+        run(programs, placement=placement, **machine)
     except ScheduleError:
         return True
     return False
 
 
-def with_first_messages(programs):
+def with_first_messages(programs, v_shaped):
     """What `groups.nccl_groups` does before: a message through each link, in one order."""
     p = len(programs)
     before = [[] for _ in range(p)]
-    links = itertools.chain(*disjoint(pipeline_links(p)))
+    links = itertools.chain(*disjoint(pipeline_links(p, v_shaped)))
     for number, (sender, receiver, kind) in enumerate(links):
         before[sender].append(Transfer("send", receiver, kind, -1, number))
         before[receiver].append(Transfer("receive", sender, kind, -1, number))
@@ -50,14 +59,14 @@ def with_first_messages(programs):
 @pytest.mark.parametrize("name, p", CASES)
 def test_no_schedule_is_stuck(name, p, queues):
     """Nor in evaluation, nor with one micro-batch. No connection is there at first."""
-    schedule, v = schedule_of(name, p)
+    schedule, placement = schedule_of(name, p)
     forwards = [[a for a in actions if a.op == "F"] for actions in schedule]
     cases = [schedule, forwards]
     if name != "interleaved":
         cases.append(schedule_of(name, p, 1)[0])
     for case in cases:
-        programs = with_first_messages(add_transfers(case, v))
-        run(programs, v=v, queues=queues, connected=False)
+        programs = with_first_messages(add_transfers(case, placement), placement.v_shaped)
+        run(programs, placement=placement, queues=queues, connected=False)
 
 
 def test_two_receives_ahead_are_stuck():
@@ -65,12 +74,12 @@ def test_two_receives_ahead_are_stuck():
     because an all-reduce had made another one. And with all connections made."""
     stuck = {}
     for name, p in CASES:
-        schedule, v = schedule_of(name, p)
-        programs = add_transfers(schedule, v, ahead=2)
+        schedule, placement = schedule_of(name, p)
+        programs = add_transfers(schedule, placement, ahead=2)
         stuck[name, p] = [
-            is_stuck(programs, v, connected=False),
-            is_stuck(programs, v, queues=8),
-            is_stuck(programs, v, queues=1),
+            is_stuck(programs, placement, connected=False),
+            is_stuck(programs, placement, queues=8),
+            is_stuck(programs, placement, queues=1),
         ]
     in_the_first_step = [case for case, row in stuck.items() if row[0]]
     assert in_the_first_step == [
@@ -87,13 +96,16 @@ def test_two_receives_ahead_are_stuck():
 def test_one_receive_ahead_hides_what_can_be_hidden(name, p):
     """With one, the time is that of a machine where messages are on their way by themselves; with
     none, each message of the steady state takes time."""
-    schedule, v = schedule_of(name, p)
+    schedule, placement = schedule_of(name, p)
     for transfer in (0, 0.1):
         cost = Cost(transfer=transfer)
-        ideal = end_of(simulate(schedule, cost, v))
+        ideal = end_of(simulate(schedule, cost, placement))
         for queues in (1, 8):
-            assert end_of(run(add_transfers(schedule, v), cost, v, queues)) == pytest.approx(ideal)
-            late = end_of(run(add_transfers(schedule, v, ahead=0), cost, v, queues))
+            soon, late = (
+                end_of(run(add_transfers(schedule, placement, ahead), cost, placement, queues))
+                for ahead in (1, 0)
+            )
+            assert soon == pytest.approx(ideal)
             assert late > ideal if transfer else late == pytest.approx(ideal)
 
 
@@ -103,7 +115,8 @@ def on_rank(rank, pipelines):
 
     split = mock.Mock(side_effect=nccl_rules.split_group)
     with mock.patch.object(dist, "split_group", split):
-        groups = nccl_groups(pipelines, rank, torch.device("cpu"), timedelta(seconds=20))
+        links = pipeline_links(len(pipelines[0]))
+        groups = nccl_groups(pipelines, links, rank, torch.device("cpu"), timedelta(seconds=20))
     messages = {link: dict(group.messages) for link, group in groups.items()}
     return messages, split.call_count, [group.group_name for group in groups.values()]
 

@@ -17,6 +17,7 @@ from course import ranks
 from course.demo import meta_model
 from pipeline_parallel import layers_of_stages
 from run.pretraining import Config
+from schedules import Placement
 from sharding import sharding_of
 from train import Trainer
 
@@ -24,24 +25,24 @@ CONFIG = GPTConfig(num_layers=8, hidden_size=32, num_heads=4, seq_length=16, voc
 
 
 def test_layer_split_by_hand():
-    assert layers_of_stages(8, 2) == [range(0, 4), range(4, 8)]
+    assert layers_of_stages(8, Placement(2)) == [range(0, 4), range(4, 8)]
     uneven = [range(0, 1), range(1, 3), range(3, 5), range(5, 5)]
-    assert layers_of_stages(5, 2, 2, [1, 2, 2, 0]) == uneven
+    assert layers_of_stages(5, Placement(2, 2), [1, 2, 2, 0]) == uneven
 
 
 @pytest.mark.parametrize(
     "arguments, words",
     [
         (
-            (8, 3),
+            (8, Placement(3)),
             "num_layers 8: must be divisible by pp 3 times virtual_stages 1, unless layer_split is "
             "given; 6 or 9 would fit",
         ),
-        ((8, 16), "16 would fit"),
-        ((8, 2, 1, [4, 5]), "add up to num_layers 8; these are 2 that add up to 9"),
-        ((8, 2, 1, [8]), "must be 2 numbers"),
-        ((8, 2, 1, [9, -1]), "none below 0"),
-        ((8, 3, 1, [4, 0, 4]), "leaves pipeline rank 1 (stages [1]) without a layer"),
+        ((8, Placement(16)), "16 would fit"),
+        ((8, Placement(2), [4, 5]), "add up to num_layers 8; these are 2 that add up to 9"),
+        ((8, Placement(2), [8]), "must be 2 numbers"),
+        ((8, Placement(2), [9, -1]), "none below 0"),
+        ((8, Placement(3), [4, 0, 4]), "leaves pipeline rank 1 (stages [1]) without a layer"),
     ],
 )
 def test_splits_that_cannot_be(arguments, words):
@@ -55,10 +56,12 @@ def test_stages_have_the_parameters_of_the_model_under_its_names():
         whole = {n: p.shape for n, p in gpt.GPT(CONFIG).named_parameters()}
     # two ranks of two stages each
     stages = []
+    names = []
     for rank in range(2):
-        stages += pipeline_parallel.apply(meta_model(CONFIG), rank, 2, 2)
-    names = [n for n, _ in sharding.named_parameters(*stages)]
-    # the tied matrix twice
+        of_rank = pipeline_parallel.apply(meta_model(CONFIG), rank, Placement(2, 2))
+        names += [n for n, _ in sharding.named_parameters(*of_rank)]
+        stages += of_rank
+    # the tied matrix on both ranks
     assert set(names) == set(whole) and len(names) == len(whole) + 1
     blocks = [sorted(stage.blocks) for stage in stages]
     assert blocks == [["0", "1"], ["4", "5"], ["2", "3"], ["6", "7"]]
@@ -78,7 +81,7 @@ class Kept:
 
 def activation_bytes(rank, flags):
     """For each chunk, what one micro-batch keeps; and the most that was kept at once in a step."""
-    fields = dict(num_layers=8, hidden_size=64, precision="fp32", micro_batch_size=1)
+    fields = dict(num_layers=8, hidden_size=64, precision="fp32", micro_batch_size=1, pp=2)
     config = Config(**SMALL | fields | flags)
     t = Trainer(config, torch.device("cpu"), Groups.make("cpu", 2, 1, 2))
     refs = []

@@ -28,6 +28,7 @@ from schedules import (
     deferred_weight_gradients,
     in_flight,
     make,
+    placement_of,
     simulate,
 )
 
@@ -73,11 +74,12 @@ def test_every_schedule(p, numbers):
 def check_schedule(*case):
     name, p, m, v = case
     schedule = make(name, p, m, v)
+    placement = placement_of(name, p, v)
     if name != "zb-h1" or m >= p:
-        simulated = bubble(simulate(schedule, Cost(), v))
+        simulated = bubble(simulate(schedule, Cost(), placement))
         assert simulated == pytest.approx(bubble_formula(name, p, m, v), rel=1e-12), case
     # raises where something is stuck
-    nccl_model.run(add_transfers(schedule, v), v=v, queues=1)
+    nccl_model.run(add_transfers(schedule, placement), placement=placement, queues=1)
     deferred = [min(m, rank + 1) if name == "zb-h1" else 0 for rank in range(p)]
     assert deferred_weight_gradients(schedule) == deferred, case
     assert in_flight(schedule) == promised_in_flight(name, p, m, v), case

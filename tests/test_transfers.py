@@ -6,7 +6,7 @@ import pytest
 
 from course import nccl_model
 from pipeline_parallel import Transfer, add_transfers
-from schedules import Action, ScheduleError, make
+from schedules import Action, Placement, ScheduleError, make
 
 
 def test_lowering_by_hand():
@@ -40,7 +40,7 @@ def test_lowering_by_hand():
 def test_every_send_has_its_receive(name, v):
     p = 4
     m = 8
-    programs = add_transfers(make(name, p, m, v), v)
+    programs = add_transfers(make(name, p, m, v), Placement(p, v))
     sides = {"send": [], "receive": [], "settle": []}
     for rank, program in enumerate(programs):
         for entry in program:
@@ -56,7 +56,7 @@ def test_wrong_programs_are_seen():
     """A send or a receive that is missing, and swapped receives."""
     for seed in range(20):
         g = random.Random(seed)
-        programs = add_transfers(make("interleaved", 4, 8, 2), 2)
+        programs = add_transfers(make("interleaved", 4, 8, 2), Placement(4, 2))
         rank = g.randrange(4)
         program = programs[rank]
         transfers = [
@@ -70,4 +70,4 @@ def test_wrong_programs_are_seen():
             i, j = g.sample(receives, 2)
             program[i], program[j] = program[j], program[i]
         with pytest.raises(ScheduleError):
-            nccl_model.run(programs, v=2)
+            nccl_model.run(programs, placement=Placement(4, 2))

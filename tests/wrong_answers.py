@@ -256,7 +256,7 @@ def _once(p, cost, result, rank):
     return 0 if result[1] % p == rank else cost.transfer
 
 
-def _simulate(schedule, cost, v, late=_every_time, rank_is_busy=True):
+def _simulate(schedule, cost, placement, late=_every_time, rank_is_busy=True):
     """Events, without an error where the lists are stuck."""
     p = len(schedule)
     ended, free, position, events = {}, [0.0] * p, [0] * p, []
@@ -266,13 +266,13 @@ def _simulate(schedule, cost, v, late=_every_time, rank_is_busy=True):
         for rank, actions in enumerate(schedule):
             while position[rank] < len(actions):
                 a = actions[position[rank]]
-                needed = needs(a, rank, p, v)
+                needed = needs(a, rank, placement)
                 if any(result not in ended for result in needed):
                     break
                 arrivals = [ended[r] + late(p, cost, r, rank) for r in needed]
                 start = max([free[rank] if rank_is_busy else 0.0, *arrivals])
-                end = start + cost.seconds(a.op, a.chunk * p + rank)
-                ended[result_of(a, rank, p)] = free[rank] = end
+                end = start + cost.seconds(a.op, placement.stage_of(rank, a.chunk))
+                ended[result_of(a, rank, placement)] = free[rank] = end
                 events.append(Event(rank, *a, start, end))
                 position[rank] += 1
                 progress = True
@@ -286,9 +286,9 @@ class Simulate:
     deadlock_ignored = partial(_simulate, late=_once)
 
     @staticmethod
-    def lists_emptied(schedule, cost, v):
+    def lists_emptied(schedule, cost, placement):
         """Without transfers, and nothing of the lists is left for the next comparison."""
-        events = Simulate.transfers_forgotten(schedule, cost, v)
+        events = Simulate.transfers_forgotten(schedule, cost, placement)
         for actions in schedule:
             actions.clear()
         return events

@@ -15,24 +15,25 @@ are done, or they wait for each other: a deadlock. On a cluster that is a hang a
 an error.
 
 schedules.py gives you
-    needs(action, rank, p, v)        the results that an action needs: a list of (kind, stage, k)
-    result_of(action, rank, p)       the result that it gives, written in the same way
-    cost.seconds(op, stage)          how long it takes; stage = action.chunk * p + rank
-    cost.transfer                    seconds from rank to rank; stage % p is the rank of a result
+    needs(action, rank, placement)      the results that an action needs: a list of (kind, stage, k)
+    result_of(action, rank, placement)  the result that it gives, written in the same way
+    cost.seconds(op, stage)             how long it takes; stage = placement.stage_of(rank, chunk)
+    cost.transfer                       seconds from rank to rank; placement.rank_of(stage) is the
+                                        rank of a result
     Event(rank, op, chunk, micro_batch, start, end)
 
-Read         schedules.py: the first 25 lines, `needs`, `Cost`, `Event`
+Read         schedules.py: the first 25 lines, `Placement`, `needs`, `Cost`, `Event`
 Paper        arXiv 2104.04473, section 2.2: figures 3 and 4 are drawn from such times
 Not yet      `simulate` in schedules.py
 Check        python -m course.exercises.check 8      --hint: a hint, one more at each call
 Par          the bubble of 1F1B, simulated, is exactly (p - 1) / m
 """
 
-from schedules import Action, Cost, Event, ScheduleError, needs, result_of
+from schedules import Action, Cost, Event, Placement, ScheduleError, needs, result_of
 
 
-def simulate(schedule: list[list[Action]], cost: Cost, v: int) -> list[Event]:
-    """The events of all actions, in any order. v: chunks on each rank.
+def simulate(schedule: list[list[Action]], cost: Cost, placement: Placement) -> list[Event]:
+    """The events of all actions, in any order. placement: which rank has which stage.
 
     Raises ScheduleError where the lists wait for each other.
     """

@@ -238,12 +238,12 @@ def schedule_par(got: list, expected: list, name: str, p: int, m: int, v: int) -
     """Micro-batches in flight and the bubble, beside the paper's. None where the lists cannot run:
     then there is nothing to count."""
     try:
-        schedules.validate(got, m, v)
+        schedules.validate(got, m, schedules.Placement(p, v))
     except schedules.ScheduleError:
         return None
     held, of_paper = (max(schedules.in_flight(lists)) for lists in (got, expected))
     cost = schedules.Cost(1 / v, 1 / v, 1 / v)
-    bubble = schedules.bubble(schedules.simulate(got, cost, v))
+    bubble = schedules.bubble(schedules.simulate(got, cost))
     formula = schedules.bubble_formula(name, p, m, v, cost)
     unit = "chunks of a micro-batch" if v > 1 else "micro-batches"
     text = (
@@ -305,14 +305,16 @@ def simulation(simulate, rank: int, watch: Watch) -> tuple[str, Par]:
     cases = [("gpipe", 3, 4, 1), ("1f1b", 4, 8, 1), ("interleaved", 2, 4, 2), ("zb-h1", 4, 6, 1)]
     for name, p, m, v in cases:
         schedule = schedules.make(name, p, m, v)
+        placement = schedules.Placement(p, v)
         for of_transfer, now in (("", schedules.Cost()), (", transfers of 0.5 s", cost)):
-            expected = {tuple(e)[:4]: e for e in schedules.simulate(schedule, now, v)}
-            events = simulate([list(actions) for actions in schedule], now, v)
+            expected = {tuple(e)[:4]: e for e in schedules.simulate(schedule, now)}
+            events = simulate([list(actions) for actions in schedule], now, placement)
             got = {tuple(e)[:4]: schedules.Event(*e) for e in events or []}
             case = f"{name}, p {p}, m {m}{of_transfer}"
             _compare_events(case, got, expected)
     _refuses_a_deadlock(simulate)
-    events = [schedules.Event(*e) for e in simulate(schedules.make("1f1b", 4, 8), cost=_ONE, v=1)]
+    events = simulate(schedules.make("1f1b", 4, 8), cost=_ONE, placement=schedules.Placement(4))
+    events = [schedules.Event(*e) for e in events]
     bubble = schedules.bubble(events)
     text = f"1f1b, p 4, m 8: bubble {bubble:.4f}, the paper's (p - 1) / m = {3 / 8:.4f}"
     return f"the times of {2 * len(cases)} runs; a deadlock, refused", Par(bubble == 3 / 8, text)
@@ -349,7 +351,7 @@ def _refuses_a_deadlock(simulate) -> None:
     orders = ("F0 B1 F1 B0", "F0 B0 F1 B1")
     stuck = [[action(op, 0, int(k)) for op, k in order.split()] for order in orders]
     try:
-        simulate(stuck, _ONE, 1)
+        simulate(stuck, _ONE, schedules.Placement(2))
     except schedules.ScheduleError:
         return
     raise AnswerError(
