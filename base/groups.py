@@ -103,8 +103,7 @@ class Groups:
         # The backend is NCCL itself, or NCCL's rules on CPUs (tests/nccl_rules.py).
         is_nccl = dist.get_backend().startswith("nccl")
         # CPU tensors need gloo, because NCCL cannot carry them.
-        backend = "gloo" if is_nccl else None
-        groups.files = dist.new_group(backend=backend, timeout=timeout)
+        groups.files = dist.new_group(backend="gloo" if is_nccl else None, timeout=timeout)
         of_data = (groups.dp, groups.cp, groups.replicas, groups.ep, groups.edp)
         for group in (*of_data, groups.shard, groups.replicate, groups.tp, groups.pp):
             if group and timeout:
@@ -112,8 +111,7 @@ class Groups:
         if pp > 1 and is_nccl:
             pipelines = mesh.mesh.flatten(1).t().tolist()  # [dp tp, pp]
             device = torch.device(device_type)
-            links = pipeline_links(pp, v_shaped)
-            groups.nccl = nccl_groups(pipelines, links, dist.get_rank(), device, timeout)
+            groups.nccl = nccl_groups(pipelines, dist.get_rank(), device, timeout, v_shaped)
         return groups
 
 
@@ -161,14 +159,14 @@ def high_priority(timeout: timedelta | None) -> "dist.ProcessGroupNCCL.Options |
 
 def nccl_groups(
     pipelines: list[list[int]],
-    links: list[tuple[int, int, str]],
     rank: int,
     device: torch.device,
     timeout: timedelta | None = None,
+    v_shaped: bool = False,
 ) -> dict[tuple[int, int, str], dist.ProcessGroup]:
     """This rank's communicators: {(sender, receiver, kind): group}, with positions in the pipeline.
 
-    There is one for each link (`pipeline_links`). pipelines: the global ranks of every pipeline.
+    There is one for each link of `pipeline_links`. pipelines: the global ranks of every pipeline.
     timeout: of their messages.
 
     A collective of all ranks. Disjoint pairs of all pipelines are split from the world at once: a
@@ -182,14 +180,14 @@ def nccl_groups(
     """
     own = {}
     p = len(pipelines[0])
-    for apart in disjoint(links):
-        places = [sorted(link[:2]) for link in apart]
+    for links in disjoint(pipeline_links(p, v_shaped)):
+        places = [sorted(link[:2]) for link in links]
         places += [[i] for i in range(p) if not any(i in pair for pair in places)]
         splits = [[ranks[i] for i in place] for ranks in pipelines for place in places]
         options = high_priority(timeout)
         group = dist.split_group(split_ranks=splits, timeout=timeout, pg_options=options)
         for ranks in pipelines:
-            for link in apart:
+            for link in links:
                 sender, receiver = ranks[link[0]], ranks[link[1]]
                 message = torch.zeros(1, device=device)
                 if rank == sender:

@@ -115,8 +115,7 @@ def on_rank(rank, pipelines):
 
     split = mock.Mock(side_effect=nccl_rules.split_group)
     with mock.patch.object(dist, "split_group", split):
-        links = pipeline_links(len(pipelines[0]))
-        groups = nccl_groups(pipelines, links, rank, torch.device("cpu"), timedelta(seconds=20))
+        groups = nccl_groups(pipelines, rank, torch.device("cpu"), timedelta(seconds=20))
     messages = {link: dict(group.messages) for link, group in groups.items()}
     return messages, split.call_count, [group.group_name for group in groups.values()]
 
