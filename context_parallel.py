@@ -352,7 +352,11 @@ class RingAttention(nn.Module):
     @compiling.left_out
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         blocks = Blocks(self, context, q.shape[2] * self.group.size())
-        return _RingAttention.apply(q, k, v, blocks).transpose(1, 2).flatten(2)
+        size = v.shape[-1]
+        if size < k.shape[-1]:
+            # Latent attention: keys and values travel as one tensor, and zeros fill it up.
+            v = F.pad(v, (0, k.shape[-1] - size))
+        return _RingAttention.apply(q, k, v, blocks)[..., :size].transpose(1, 2).flatten(2)
 
 
 # === context parallelism ==========================================================================

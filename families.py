@@ -171,6 +171,63 @@ def llama3_frequencies(config: GPTConfig, device: torch.device) -> Tensor:
     return stays * frequency + (1 - stays) * frequency / config.rotary_factor
 
 
+# --- latent attention: DeepSeek-V2 and V3 ---------------------------------------------------------
+
+
+class LatentAttention(gpt.Attention):
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1). x: [b, s, h] -> [b, s, h]
+
+        c_q = norm(x W_dq)      q = c_q W_uq               a heads of [rotated | plain]
+        c   = norm(x W_dkv)     v = c W_uv
+        r   = x W_kr            k = [r | c W_uk]           one rotated part for all heads
+
+    Without a query_rank the query reads x. Tensor parallelism shards the matrices that read latents
+    by heads; each rank computes whole latents, and f comes after them."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__(config)
+        h, a, d, rank = config.hidden_size, config.num_heads, config.head_dim, config.query_rank
+        self.query_down = nn.Linear(h, rank, bias=False) if rank else nn.Identity()
+        self.query_norm = gpt.make_norm(config, rank) if rank else nn.Identity()
+        self.kv_down = nn.Linear(h, config.kv_rank, bias=False)
+        self.kv_norm = gpt.make_norm(config, config.kv_rank)
+        self.rope_key = nn.Linear(h, config.rope_head_dim, bias=False)
+        self.query = nn.Linear(rank or h, a * d, bias=False)
+        self.key = nn.Linear(config.kv_rank, a * (d - config.rope_head_dim), bias=False)
+        self.value = nn.Linear(config.kv_rank, a * config.value_size, bias=False)
+        self.output = gpt.DeferredBiasLinear(a * config.value_size, h, bias=False)
+        self.project_kv = gpt.ProjectTogether()
+        # A technique sends r to other ranks, as project_kv does c.
+        self.share_rope_key = nn.Identity()
+        self.attend = Expanded()
+        self.key_size, self.value_size = d - config.rope_head_dim, config.value_size
+
+    def forward(self, x: Tensor, context: gpt.Context) -> Tensor:
+        return self.output(self.attend(self, *self.latents(x, context), context))
+
+    def latents(self, x: Tensor, context: gpt.Context) -> tuple[Tensor, Tensor, Tensor]:
+        """q: [b, a, s, d]; c: [b, s, kv_rank]; r: [b, 1, s, rope_head_dim]; q and r are rotated"""
+        (q,) = self.project(self.query_norm(self.query_down(x)), self.query)
+        q = q.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        c, r = self.kv_norm(self.kv_down(x)), self.share_rope_key(self.rope_key(x)).unsqueeze(1)
+        q, r = self.rotary(q, r, context.rotary)
+        return q, c, r
+
+    def keys_and_values(self, c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        """Of all heads: [b, a, s, d] and [b, a, s, value_size]"""
+        k, v = self.project_kv(c, self.key, self.value)
+        k = k.unflatten(-1, (-1, self.key_size)).transpose(1, 2)
+        v = v.unflatten(-1, (-1, self.value_size)).transpose(1, 2)
+        return torch.cat((r.expand(-1, k.shape[1], -1, -1), k), dim=-1), v
+
+
+class Expanded(nn.Module):
+    """Attention to the keys and values of all heads. It has no weights; generation replaces it."""
+
+    def forward(self, attention: LatentAttention, q, c, r, context: gpt.Context) -> Tensor:
+        return attention.core(q, *attention.keys_and_values(c, r), context)
+
+
 # --- local attention: Mistral, BLOOM --------------------------------------------------------------
 
 
@@ -285,11 +342,17 @@ def apply(model: gpt.GPT) -> None:
             apply_to_block(block, config)
         if config.norm.endswith("1p"):
             replace_norms(model)
+    if not embedding.tokens.weight.is_meta:
+        # New matrices have the values of seed 0 too.
+        for name, p in model.named_parameters():
+            p.data.copy_(model.init_parameter(name, p.shape, gpt.generator(0, name)))
     if config.rotary_factor != 1:
         model.rotary_frequencies = llama3_frequencies
 
 
 def apply_to_block(block: gpt.Block, config: GPTConfig) -> None:
+    if config.kv_rank:
+        block.attention = LatentAttention(config)
     attention = block.attention
     block.mlp.activation = ACTIVATIONS[config.activation]()
     if config.qk_norm:

@@ -554,7 +554,7 @@ def check(config: GPTConfig, recipe: Recipe, skip: int, t: int = 1, cp: int = 1)
     sizes = dict(
         hidden_size=config.hidden_size,
         num_heads=config.num_heads * config.head_dim,
-        num_kv_heads=config.num_kv_heads * config.head_dim,
+        num_kv_heads=config.num_kv_heads * config.value_size,
     )
     # Experts have a scale for each row.
     if set(fp8_layers(L, skip)) - set(getattr(config, "expert_layers", ())):
@@ -588,11 +588,13 @@ def apply(model: gpt.GPT, scaling: Scaling, skip: int = 1, cp_group=None) -> Non
         if number not in numbers:
             continue
         attention, mlp = block.attention, block.mlp
-        in_fp8(attention, ("query", "key", "value"), "output", scaling, number)
+        # The key and value matrices of latent attention stay as they are: decoding absorbs them.
+        columns = ("query",) if hasattr(attention, "project_kv") else ("query", "key", "value")
+        in_fp8(attention, columns, "output", scaling, number)
         if cross := getattr(block, "cross_attention", None):
             of_cross = scaling, model.config.num_layers + number
             in_fp8(cross, ("query",), "output", *of_cross)
-            in_fp8(cross, ("key", "value"), None, *of_cross, project="project_memory")
+            in_fp8(cross, ("key", "value"), None, *of_cross, project="project_kv")
         if isinstance(mlp, gpt.MLP):
             columns = ("up",) if mlp.gate is None else ("gate", "up")
             in_fp8(mlp, columns, "down", scaling, number)

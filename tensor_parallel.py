@@ -395,6 +395,8 @@ def shard_attention(attention: gpt.Attention, group: dist.ProcessGroup) -> None:
         # Cross attention has two: one for the query, one for key and value (models/t5.py).
         if isinstance(child, gpt.ProjectTogether):
             setattr(attention, name, ColumnParallelInput(group))
+    if isinstance(attention, families.LatentAttention):
+        attention.share_rope_key = CopyToRanks(group)
     attention.output = RowParallelLinear(attention.output, group)
     if isinstance(attention.head_norms, families.HeadNorms):
         attention.head_norms = ParallelHeadNorms(attention.head_norms, group)

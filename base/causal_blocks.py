@@ -88,7 +88,7 @@ class _CausalAttention(torch.autograd.Function):
         q, k, v = (rows_of_groups(x, a_kv) for x in (q, k, v))  # q: [n, s r, d]; k, v: [n, s, d]
         ctx.save_for_backward(q, k, v)
         s, d = k.shape[1:]
-        y = torch.empty_like(q)
+        y = q.new_empty(*q.shape[:2], v.shape[2])
         for block in blocks(s, ctx.r):
             p = probabilities(q, k, block, d**-0.5)
             torch.bmm(p, v[:, block.columns], out=y[:, block.rows])
@@ -128,5 +128,6 @@ def heads_of_rows(x: Tensor, a_kv: int, s: int) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q kᵀ / √d + causal mask) v. q: [b, a, s, d]; k, v: [b, a_kv, s, d] -> [b, a, s, d]"""
+    """softmax(q kᵀ / √d + causal mask) v. q: [b, a, s, d]; k, v: [b, a_kv, s, d], or v of
+    another width -> [b, a, s, d], or that width"""
     return _CausalAttention.apply(q, k, v)

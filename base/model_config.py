@@ -83,6 +83,13 @@ class GPTConfig:
     rotary_low_frequency: float = 1.0
     rotary_high_frequency: float = 4.0
     rotary_original_length: int = 8192
+    # Multi-head latent attention (DeepSeek-V2, families.LatentAttention): the sizes of the latents
+    # of keys and values, and of queries; 0 means none. Then how many of a head's numbers are
+    # rotated, and the size of a head's value; 0 means head_dim.
+    kv_rank: int = 0
+    query_rank: int = 0
+    rope_head_dim: int = 0
+    value_head_dim: int = 0
     # The values of fields that another type of model allows instead of those in CHOICES.
     own_choices: ClassVar[dict[str, tuple]] = {}
     # Whether a token sees only itself and those before it.
@@ -118,6 +125,11 @@ class GPTConfig:
     def gated(self) -> bool:
         """Whether the MLP has a gate: act(x W_gate) * x W_up."""
         return self.activation in ("swiglu", "geglu")
+
+    @property
+    def value_size(self) -> int:
+        """The numbers of a head's value."""
+        return self.value_head_dim or self.head_dim
 
     def head_size(self) -> int:
         """h / a. Raises FieldError if a does not divide h."""
@@ -157,6 +169,7 @@ class GPTConfig:
         if self.positions == "rotary":
             self.check_rotary(a, d)
         self.check_norms()
+        self.check_latents()
         if not 0 <= self.sliding_window < 2**31:
             rule = "must be at least 1, or 0 for none, and below 2^31"
             raise FieldError("sliding_window", self.sliding_window, rule)
@@ -178,6 +191,27 @@ class GPTConfig:
         if self.parallel_block and self.post_norm:
             rule = "attention and MLP read one x here; a norm cannot follow each ({post_norm})"
             raise FieldError("parallel_block", True, rule, False, post_norm=True)
+
+    def check_latents(self) -> None:
+        for field in ("kv_rank", *LATENT_FIELDS):
+            self.check_range(field, 0, 2**31 - 1, "must be at least 0 and below 2^31")
+            if getattr(self, field) and not self.kv_rank:
+                raise FieldError(field, getattr(self, field), "needs {kv_rank}", kv_rank=None)
+        if not self.kv_rank:
+            return
+        fixed = dict(positions="rotary", rotary_share=1, num_kv_heads=self.num_heads)
+        for field, value in (fixed | dict(attention_bias="none", qk_norm=False)).items():
+            if getattr(self, field) != value:
+                rule = "not with the latents of {kv_rank}"
+                others = dict(kv_rank=self.kv_rank)
+                raise FieldError(field, getattr(self, field), rule, value, **others)
+        rope, d = self.rope_head_dim, self.head_dim
+        if not 0 < rope < d or rope % 2:
+            rule = "must be even, above 0 and below {head_dim}, of which it is a part"
+            raise FieldError("rope_head_dim", rope, rule, head_dim=d)
+        if self.value_size > d:
+            rule = "must be at most {head_dim}"
+            raise FieldError("value_head_dim", self.value_size, rule, head_dim=d)
 
     def check_rotary(self, a: int, d: int) -> None:
         if d % 2 and d * a == self.hidden_size:
@@ -207,6 +241,7 @@ SIZES = (
     "num_layers hidden_size num_heads num_kv_heads ffn_hidden_size seq_length vocab_size head_dim"
     " rotary_original_length"
 ).split()
+LATENT_FIELDS = ("query_rank", "rope_head_dim", "value_head_dim")
 CHOICES = {
     "attention": ("explicit", "fused"),
     "norm": ("layernorm", "layernorm1p", "rmsnorm", "rmsnorm1p"),
@@ -366,8 +401,18 @@ def block_matrices(config: GPTConfig, mlps: int) -> int:
 def attention_matrices(config: GPTConfig) -> int:
     """Numbers in the matrices of one attention; query and output have half of them where heads do
     not share keys."""
+    if config.kv_rank:
+        a, nope = config.num_heads, config.head_dim - config.rope_head_dim
+        from_latents = config.kv_rank * (nope + config.value_size)
+        from_latents += (config.query_rank or config.hidden_size) * config.head_dim
+        return latent_matrices(config) + a * (from_latents + config.value_size * config.hidden_size)
     heads = config.num_heads + config.num_kv_heads
     return 2 * config.hidden_size * heads * config.head_dim
+
+
+def latent_matrices(config: GPTConfig) -> int:
+    """Those of them that give latents, which tensor parallelism does not shard; 0 without."""
+    return config.hidden_size * (config.query_rank + config.kv_rank + config.rope_head_dim)
 
 
 def mlp_matrices(config: GPTConfig) -> int:
@@ -407,7 +452,7 @@ def flops_per_token(config: GPTConfig, s: int | None = None) -> float:
     mlps, experts = num_mlps(config, "router_topk")
     weights = block_matrices(config, mlps) + experts * h * getattr(config, "num_experts", 0)
     s = s or config.seq_length
-    scores = 12 * config.num_layers * s * config.num_heads * config.head_dim
+    scores = 6 * config.num_layers * s * config.num_heads * (config.head_dim + config.value_size)
     return 6 * (weights + h * (config.vocab_size + h * config.head_transform)) + scores
 
 

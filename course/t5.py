@@ -22,7 +22,7 @@ def no_gradient_of_memory(self, x, context, bias, memory=None):
     else:
         (q,) = self.project(x, self.query)
         memory = memory.detach() + 0 * memory
-        k, v = self.project_memory(memory, self.key, self.value)
+        k, v = self.project_kv(memory, self.key, self.value)
     q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
     return self.output(self.core(q, k, v, context, bias))
 

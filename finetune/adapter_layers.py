@@ -86,7 +86,11 @@ class AdapterConfig:
 
 def targets_of(config: AdapterConfig, model: GPTConfig) -> tuple[str, ...]:
     """The targets that are given, or all that this model has. Raises FieldError for another one."""
-    fitting = [name for name in TARGETS[config.peft] if name != "gate" or model.gated]
+    missing = set() if model.gated else {"gate"}
+    if model.kv_rank:
+        # Decoding absorbs these two matrices (inference/kv_cache.py).
+        missing |= {"key", "value"}
+    fitting = [name for name in TARGETS[config.peft] if name not in missing]
     for name in config.peft_targets:
         if name not in fitting:
             rule = f"{name} is no target of {{peft}} in this model; there are {', '.join(fitting)}"
@@ -380,8 +384,8 @@ def adapt_linears(
             linear.forward = partial(forward, linear)
     for attention in attentions_of(block):
         attention.project = AdaptedInput(attention.project, group)
-        if hasattr(attention, "project_memory"):
-            attention.project_memory = AdaptedInput(attention.project_memory, group)
+        if hasattr(attention, "project_kv"):
+            attention.project_kv = AdaptedInput(attention.project_kv, group)
     if isinstance(block.mlp, moe.MoE):
         block.mlp.multiply = partial(multiply_adapted, block.mlp.multiply)
     else:

@@ -445,6 +445,8 @@ class StepRunner(generate.ModelRunner):
         not so much, naming what would fit."""
         config, cache, blocks = self.config, self.cache, self.cache.num_blocks
         shape = (2, max(1, config.num_kv_heads // tp), blocks * cache.size, config.head_dim)
+        if config.kv_rank:
+            shape = (1, 1, blocks * cache.size, config.kv_rank + config.rope_head_dim)
         block = len(self.stage.blocks) * self.dtype.itemsize * math.prod(shape) // blocks
         tensors = (*self.stage.parameters(), *self.stage.buffers())
         free = memory(self.device.type, 1) - sum(tensor.nbytes for tensor in tensors)

@@ -217,6 +217,8 @@ def check(config: GPTConfig) -> None:
             f"num_experts {experts}: how many tokens an expert gets depends on the data, and a"
             " graph has no such sizes; a model without experts would fit"
         )
+    if config.kv_rank:
+        raise ExportError(f"kv_rank {config.kv_rank}: a graph has keys and values, not latents")
     command = command_of(dataclasses.asdict(config))
     if command not in ("train.py", "-m models.bert"):
         raise ExportError(f"a model of {command}: no graph is made of one")

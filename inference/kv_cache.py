@@ -16,7 +16,8 @@ Of a model with a sliding window of w tokens (families.py) the cache has w colum
 Position p is stored in column p mod w, in the place of the key that has just left the window.
 
 The cache has 2 L a_kv d numbers for each token (a_kv: heads of keys and values). Grouped-query
-attention (arXiv 2305.13245) makes it smaller by a / a_kv.
+attention (arXiv 2305.13245) makes it smaller by a / a_kv. Of latent attention (families.py) it has
+L (kv_rank + rope_head_dim), on each tensor-parallel rank.
 
 Context parallelism (context_parallel.py) shares a long prefill. Each of N ranks computes 1/N of the
 tokens, with ring attention. Their keys and values are gathered, so that every rank has the whole
@@ -43,7 +44,7 @@ from torch import Tensor, nn
 import context_parallel
 import gpt
 from context_parallel import RingAttention, own_positions
-from families import LocalBias, local_bias
+from families import LatentAttention, LocalBias, local_bias
 from gpt import GPT, PLAIN, Context
 
 
@@ -124,15 +125,25 @@ class Cache:
     ) -> Tensor:
         """Causal attention over the s tokens that come in; [b, a, s/N, d] of N ranks that share
         them."""
-        if self.columns:
-            for stored, new in ((self.keys, k), (self.values, v)):
-                if layer not in stored:
-                    # Zeros: a hidden column counts 0 times its value, and 0 times NaN is NaN.
-                    stored[layer] = new.new_zeros(*new.shape[:2], self.columns, new.shape[3])
-                if self.group:
-                    new = context_parallel.gather(new, self.group, dim=2)
-                new = self.newest(new)
-                stored[layer][:, :, : new.shape[2]] = new
+        self.store(self.keys, layer, k)
+        self.store(self.values, layer, v)
+        return self.attend_whole(local, q, k, v)
+
+    def store(self, stored: dict[str, Tensor], layer: str, new: Tensor) -> None:
+        """Keep what a prefill gives. stored: keys or values; new: [b, a_kv, s, d], or this rank's
+        part of it"""
+        if not self.columns:
+            return
+        if layer not in stored:
+            # Zeros: a hidden column counts 0 times its value, and 0 times NaN is NaN.
+            stored[layer] = new.new_zeros(*new.shape[:2], self.columns, new.shape[3])
+        if self.group:
+            new = context_parallel.gather(new, self.group, dim=2)
+        new = self.newest(new)
+        stored[layer][:, :, : new.shape[2]] = new
+
+    def attend_whole(self, local: LocalBias | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention among the tokens of a prefill."""
         if self.group:
             return RingAttention(self.group, local)(q, k, v, PLAIN)
         bias = local(q) if local else None
@@ -153,7 +164,8 @@ class Cache:
     def attend_decode(self, layer: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of one token for each sequence (s = 1) to the columns of the cache."""
         keys = self.keys[layer]
-        values = self.values[layer]
+        # Latents are both.
+        values = self.values.get(layer, keys)
         rows = torch.arange(len(k), device=k.device)
         for stored, new in ((keys, k), (values, v)):
             stored[rows, :, self.positions % self.columns] = new[:, :, 0]
@@ -239,6 +251,35 @@ class CachedAttention(nn.Module):
         return self.slot.cache.attend(self.layer, self.local, q, k, v)
 
 
+class CachedLatents(nn.Module):
+    """Replaces families.Expanded. The cache keeps [r | c], w numbers of a token, no values. A
+    prefill computes keys and values of all heads. A step does not: in the absorbed form (arXiv
+    2405.04434, section 2.1.2) all heads share one key.
+
+        q · [r | W_uk c]  =  [q_r | q_k W_uk] · [r | c]          Σ p_j W_uv c_j  =  W_uv Σ p_j c_j
+    """
+
+    def __init__(self, layer: str, slot: CacheSlot, local: LocalBias | None):
+        super().__init__()
+        self.layer, self.slot, self.local = layer, slot, local
+
+    def forward(self, attention: LatentAttention, q, c, r, context: Context) -> Tensor:
+        """Shapes as of LatentAttention.latents -> [b, s, a value_size]"""
+        cache, latents = self.slot.cache, torch.cat((r, c.unsqueeze(1)), -1)
+        if cache.positions is None:
+            cache.store(cache.keys, self.layer, latents)
+            return cache.attend_whole(self.local, q, *attention.keys_and_values(c, r))
+        rope, w = r.shape[-1], latents.shape[-1]
+        w_uk = attention.key.weight.unflatten(0, (-1, attention.key_size))  # [a, d - rope, kv_rank]
+        w_uv = attention.value.weight.unflatten(0, (-1, attention.value_size))
+        q = torch.cat((q[..., :rope], q[..., rope:] @ w_uk), -1)  # [b, a, s, w]
+        # The cache divides scores by √w, and they need √d.
+        q = q * (w / attention.head_dim) ** 0.5
+        y = cache.attend(self.layer, self.local, q, latents, latents)  # [b, s, a w]
+        of_latents = y.unflatten(-1, (-1, w))[..., rope:].transpose(1, 2)  # [b, a, s, kv_rank]
+        return (of_latents @ w_uv.transpose(1, 2)).transpose(1, 2).flatten(2)
+
+
 class CachedPositions(nn.Module):
     """Replaces gpt.LearnedPositions: while decoding, each sequence has a position of its own."""
 
@@ -283,4 +324,6 @@ def replacements(stage: GPT, slot: CacheSlot) -> Iterator[tuple[nn.Module, str, 
     if embedding is not None and embedding.positions is not None:
         yield embedding, "positions", CachedPositions(embedding.positions, slot)
     for layer, block in stage.blocks.items():
-        yield block.attention, "core", CachedAttention(layer, slot, local_bias(block))
+        latent = isinstance(block.attention, LatentAttention)
+        name, cached = ("attend", CachedLatents) if latent else ("core", CachedAttention)
+        yield block.attention, name, cached(layer, slot, local_bias(block))

@@ -46,7 +46,7 @@ class PagedCache:
         self.num_blocks = num_blocks
         self.size = block_size
         self.window = window
-        # Layer -> [2, a_kv, blocks * size, d], keys and values.
+        # Layer -> [2, a_kv, blocks * size, d], keys and values; latents are both, [1, ..].
         self.layers: dict[str, Tensor] = {}
         # Where decodes gather keys, and values, of one layer at a time.
         self.buffers: list[Tensor] = []
@@ -116,7 +116,7 @@ class PagedCache:
         most = len(pieces) * self.num_blocks
         if device.type == "cpu":
             keys_and_values = next(iter(self.layers.values()))
-            most = CALL_BYTES * self.num_blocks // (keys_and_values.nbytes // 2)
+            most = CALL_BYTES * self.num_blocks // (keys_and_values.nbytes // len(keys_and_values))
         call = []
         for piece in pieces:
             if call and (len(piece.tokens) > 1 or (len(call) + 1) * len(piece.table) > most):
@@ -134,7 +134,8 @@ class PagedCache:
     ) -> Tensor:
         """Store k and v, and attend to the tokens of each row's sequence. q: [T, a, 1, d];
         k, v: [T, a_kv, 1, d] -> [T, 1, a d]"""
-        keys, values = self.layers[layer]  # [a_kv, blocks * size, d]
+        stored = self.layers[layer]
+        keys, values = stored[0], stored[-1]  # [a_kv, blocks * size, d]
         k, v = k.squeeze(2).transpose(0, 1), v.squeeze(2).transpose(0, 1)  # [a_kv, T, d]
         keys.index_copy_(1, self.slots, k)
         values.index_copy_(1, self.slots, v)

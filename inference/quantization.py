@@ -265,7 +265,7 @@ def check(
         raise FieldError("weights", kind, rule, num_experts=config.num_experts)
     most = tensor_parallel.sizes_that_fit(config)
     # The columns that row-parallel layers divide.
-    for n in (config.num_heads * config.head_dim, config.ffn_hidden_size):
+    for n in (config.num_heads * config.value_size, config.ffn_hidden_size):
         most = math.gcd(most, n // group if n % group == 0 else 1)
     if kind == "int4" and most % tp:
         rule = f"{{weights}} has a scale for {group} numbers of a row, which must lie on one rank"

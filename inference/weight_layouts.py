@@ -41,6 +41,7 @@ import tensor_parallel
 from base import cpu
 from base.device_queue import Moment
 from base.model_config import GPTConfig
+from families import LatentAttention
 from finetune import adapter_layers
 
 # A layout other than the first takes at most this share of its time.
@@ -188,7 +189,11 @@ def replace_linears(model: gpt.GPT, sharded: bool = False) -> None:
         attention = block.attention
         mlp = block.mlp
         if type(attention.project) in project and not has_adapter(attention):
-            attention.project = DecodeProjections([attention.query, attention.key, attention.value])
+            linears = [attention.query, attention.key, attention.value]
+            if isinstance(attention, LatentAttention):
+                # Steps absorb the other two (kv_cache.CachedLatents).
+                linears = [attention.query]
+            attention.project = DecodeProjections(linears)
             attention.output = decode_output(attention.output)
         is_whole = isinstance(mlp, gpt.MLP) and type(mlp.project) in project
         if is_whole and not has_adapter(mlp):

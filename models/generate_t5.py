@@ -87,7 +87,7 @@ def replacements(stage: T5, slot: CacheSlot) -> Iterator[tuple[nn.Module, str, n
     for layer, block in blocks_of(stage, decoder=True):
         for parent, name, crosses in (
             (block.attention, "project", False),
-            (block.cross_attention, "project_memory", True),
+            (block.cross_attention, "project_kv", True),
         ):
             kept = KeptProjection(getattr(parent, name), f"{layer}.{name}", crosses, slot)
             yield parent, name, kept

@@ -175,7 +175,7 @@ class Attention(gpt.Attention):
         fused = config.attention == "fused"
         self.core = FusedAttention() if fused else ExplicitAttention(config.dropout, site)
         if crosses:
-            self.project_memory = gpt.ProjectTogether()
+            self.project_kv = gpt.ProjectTogether()
 
     def forward(self, x: Tensor, context: Context, bias: Tensor | None, memory=None) -> Tensor:
         """memory: [b, n, h], the encoder's output."""
@@ -183,7 +183,7 @@ class Attention(gpt.Attention):
             q, k, v = self.project(x, self.query, self.key, self.value)
         else:
             (q,) = self.project(x, self.query)
-            k, v = self.project_memory(memory, self.key, self.value)
+            k, v = self.project_kv(memory, self.key, self.value)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
         return self.output(self.core(q, k, v, context, bias))
 

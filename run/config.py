@@ -131,6 +131,14 @@ class RunConfig:
     head_dim: int | None = flag(
         None, "size of a head; 0 is hidden size / heads, the default but for some presets"
     )
+    kv_rank: int | None = flag(
+        None, "size of the latent of keys and values (multi-head latent attention); 0: none"
+    )
+    query_rank: int | None = flag(None, "size of the latent of queries; 0: they read x")
+    rope_head_dim: int | None = flag(
+        None, "with latents, how many of a head's numbers rotary positions rotate"
+    )
+    value_head_dim: int | None = flag(None, "with latents, size of a head's value; 0: --head-dim")
     norm: str | None = flag(
         None,
         "with 1p it multiplies by 1 + weight (Nemotron, Gemma)",

@@ -161,7 +161,7 @@ def test_cross_attention_has_scales_of_its_own():
     t = trainer_of(T5 | FP8)
     block = t.model.blocks["1"]
     of_self, of_cross = block.attention.project.places, block.cross_attention.project.places
-    of_memory = block.cross_attention.project_memory.places
+    of_memory = block.cross_attention.project_kv.places
     assert of_self == ((1, 0), (1, 1), (1, 2))
     assert (of_cross, of_memory) == (((5, 0),), ((5, 1), (5, 2)))
     assert isinstance(block.cross_attention.output, fp8.FP8Linear)

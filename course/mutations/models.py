@@ -33,7 +33,7 @@ def no_table_sum():
 def no_memory_f():
     """The gradient of the encoder's output is that of each rank's heads of cross attention."""
     t5.Attention.__setattr__ = lambda self, name, module: torch.nn.Module.__setattr__(
-        self, name, gpt.ProjectTogether() if name == "project_memory" else module
+        self, name, gpt.ProjectTogether() if name == "project_kv" else module
     )
 
 
