@@ -167,7 +167,7 @@ LORA = dict(peft="lora", lora_rank=3, lora_dropout=0.1)
         again(2, [SEQUENCE, dict(tp=2), dict(pp=2, schedule="zb-h1")], LORA),
         again(2, [SEQUENCE, dict(tp=2)], dict(peft="adapter", adapter_size=6)),
         again(2, [SEQUENCE, dict(tp=2)], dict(peft="ia3")),
-        again(2, [dict(tp=2)], dict(norm="layernorm1p", post_norm=True)),
+        again(2, [dict(tp=2)], dict(norm="layernorm1p")),
     ],
 )
 def test_equals_one_device(world, layouts, fields):
@@ -180,7 +180,7 @@ def test_in_fp8(recipe):
     fields = dict(num_layers=3, fp8=recipe, fp8_skip=0, micro_batch_size=2, fp8_block=2)
     if recipe != "block":
         del fields["fp8_block"]
-    layouts = [SEQUENCE, dict(tp=2), dict(cp=2), dict(pp=2, schedule="zb-h1")]
+    layouts = [SEQUENCE, dict(tp=2), dict(cp=2), dict(pp=2, schedule="zb-h1", layer_split=[1, 2])]
     check(2, layouts, BASE | fields)
 
 
