@@ -523,9 +523,8 @@ class AdamW:
     def update_parameters(self, lr: float, factor: Tensor, finite: Tensor) -> None:
         """Change every parameter that has a gradient, if `finite`. Clipping multiplies `main_grad`
         in place by `factor`."""
-        gradients = {
-            name: p.main_grad for name, p in self.parameters.items() if p.main_grad is not None
-        }
+        gradients = {name: self.parameters[name].main_grad for name in self.exp_avg}
+        gradients = {name: gradient for name, gradient in gradients.items() if gradient is not None}
         one_pass = {n: gradients.pop(n) for n in list(gradients) if self.fits_one_pass(n)}
         if one_pass:
             self.update_in_one_pass(lr, one_pass, factor, finite)
@@ -653,6 +652,11 @@ class AdamW:
 
     # --- checkpoints
 
+    @property
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """{prefix in a checkpoint: {name: what this rank holds}}"""
+        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+
     def tensors(self) -> dict[str, Tensor | SplitMaster]:
         """The tensors of a checkpoint under global names, each with its parameter's sharding
         record: `model.NAME`, the master, so that a checkpoint does not depend on the compute
@@ -662,11 +666,9 @@ class AdamW:
         for name, p in self.parameters.items():
             split = name in self.low
             master = SplitMaster(p.detach(), self.low[name]) if split else self.masters[name]
-            tensors[f"model.{name}"] = master
-            tensors[f"exp_avg.{name}"] = self.exp_avg[name]
-            tensors[f"exp_avg_sq.{name}"] = self.exp_avg_sq[name]
-            for prefix in ("model", "exp_avg", "exp_avg_sq"):
-                set_sharding(tensors[f"{prefix}.{name}"], sharding_of(p))
+            for prefix, of_names in ({"model": {name: master}} | self.moments).items():
+                if name in of_names:
+                    tensors[f"{prefix}.{name}"] = set_sharding(of_names[name], sharding_of(p))
         return tensors
 
     def state_dict(self) -> dict:

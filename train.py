@@ -164,7 +164,7 @@ class Trainer:
             import kernels
 
             fused = kernels.adamw
-        return optimizer.AdamW(
+        return config.optimizer_class(
             ((name, p) for name, p in sharding.named_parameters(*self.stages) if p.requires_grad),
             *config.adam,
             clip=config.grad_clip,

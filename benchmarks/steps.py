@@ -191,7 +191,7 @@ def profile(function) -> dict:
 def state_tensors(optimizer) -> list[torch.Tensor]:
     """This rank's optimizer state: fp32 masters, or the low bits that complete bf16 weights to
     them, and both moments."""
-    kinds = optimizer.masters, optimizer.low, optimizer.exp_avg, optimizer.exp_avg_sq
+    kinds = optimizer.masters, optimizer.low, *optimizer.moments.values()
     return [tensor for kind in kinds for tensor in kind.values()]
 
 

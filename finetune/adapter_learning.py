@@ -33,6 +33,11 @@ LORA_FLAGS = ("lora_rank", "lora_alpha", "lora_dropout")
 LEARNING_RATES = {"lora": 2e-4, "adapter": 1e-3, "ia3": 3e-3}
 NEEDS = (
     Need(
+        ("optimizer",),
+        lambda run: not run.config.peft,
+        "orthogonalises whole matrices, and adapters are factors or vectors; leave it out",
+    ),
+    Need(
         (*LORA_FLAGS, "adapter_size", "peft_targets"),
         lambda run: run.config.peft,
         "needs --peft, which says what is learned",

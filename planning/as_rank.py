@@ -257,7 +257,7 @@ def bytes_of(trainer, fp8_weights: list[Tensor]) -> dict[str, dict[str, int]]:
     gradients = [getattr(p, "main_grad", None) for p in local]
     optimizer = trainer.optimizer
     state = []
-    for tensors in (optimizer.masters, optimizer.low, optimizer.exp_avg, optimizer.exp_avg_sq):
+    for tensors in (optimizer.masters, optimizer.low, *optimizer.moments.values()):
         for name, tensor in tensors.items():
             weight = optimizer.parameters[name]
             # a float32 weight is its own master

@@ -124,6 +124,8 @@ class Software:
     weight: int = 2
     gradient: int = 4
     optimizer_state: int = 12
+    # Matrices of blocks have one moment (run/muon.py).
+    muon: bool = False
     # Bytes of a gradient that is summed over data-parallel ranks.
     reduced: int = 4
     # What it has of ZeRO and of schedules.py.

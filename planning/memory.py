@@ -218,6 +218,13 @@ def state(
         # Beside the weights, for a step, by rows and by columns.
         of_rank = stages_of(model, layout, software)[rank]
         held += 2 * sum(in_blocks(of_rank, block_parameters(model, layout), only_fp8=True))
+    if software.muon:
+        matrices = in_blocks(
+            stages_of(model, layout, software)[rank], block_parameters(model, layout)
+        )
+        second = 0, 0, software.gradient
+        over = layout.zero_stage, layout.shard, layout.ep
+        others[-1] -= least_memory.sharded(matrices, matrices, second, *over)[-1]
     return held, *others
 
 

@@ -108,6 +108,7 @@ def software_of(config: Config) -> Software:
         weight=weight,
         gradient=gradient,
         optimizer_state=state,
+        muon=config.optimizer == "muon",
         reduced=2 if config.reduce_dtype == "bf16" else gradient,
         fused_rms_norm=config.kernels == "auto",
         fp8=config.fp8,

@@ -19,6 +19,7 @@ import torch
 import schedules
 from base.errors import InputError
 from base.model_config import CHOICES, ROUTER_NAMES, FieldError, MoEConfig
+from optimizer import AdamW
 from run import checkpoint
 from run.presets import PRESETS, Recipe, default_lr, no_such
 
@@ -106,9 +107,9 @@ class RunConfig:
     # The models that it trains (run/presets.py), and the class of their shapes.
     presets = PRESETS
     shape_class = MoEConfig
-    # Adam's betas, the learning rate's decay, the steps of --fp8 delayed: train.py has flags for
-    # them.
-    adam_beta1, adam_beta2, fp8_history = 0.9, 0.95, 16
+    # The optimizer, Adam's betas, the learning rate's decay, the steps of --fp8 delayed: train.py
+    # has flags for them.
+    optimizer, adam_beta1, adam_beta2, fp8_history = "adamw", 0.9, 0.95, 16
     lr_schedule, decay_steps, wsd_decay_steps = "cosine", None, None
     # Preset -> how it was pretrained, if not as run/presets.py says; "" for the others.
     recipes: ClassVar[dict[str, Recipe]] = {}
@@ -460,6 +461,14 @@ class RunConfig:
     def adam(self) -> tuple[float, tuple[float, float]]:
         """(weight decay, betas) of optimizer.AdamW."""
         return self.weight_decay, (self.adam_beta1, self.adam_beta2)
+
+    @property
+    def optimizer_class(self) -> type[AdamW]:
+        if self.optimizer == "adamw":
+            return AdamW
+        from run.muon import Muon
+
+        return Muon
 
     @property
     def rates(self) -> tuple:

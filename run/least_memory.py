@@ -111,6 +111,9 @@ def check_memory(config: RunConfig, world: World) -> None:
     # No model has more; a larger one would not fit either.
     held = dataclasses.replace(model, vocab_size=min(padded, 2**31 - 1))
     parts = state_parts(held, precision, config.optimizer_state, config.zero_stage, ranks)
+    if config.optimizer == "muon":
+        # Matrices of blocks have one moment, and nothing has less than half of its state.
+        parts = *parts[:2], parts[2] / 2
     learner = int(sum(parts))
     # A frozen model has no gradients and no optimizer state.
     needs = 0 if config.frozen else learner

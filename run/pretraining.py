@@ -84,6 +84,11 @@ class Config(TextConfig):
             lambda run: run.config.adam_beta2 <= 0.99 or run.config.optimizer_state == "fp32",
             "must be at most 0.99 with --optimizer-state bf16",
         ),
+        Need(
+            ("optimizer",),
+            lambda run: run.config.optimizer_state == "fp32",
+            "keeps its momentum in 32 bits; leave --optimizer-state out",
+        ),
     )
     supports_as_rank: ClassVar[bool] = True
     other_training: ClassVar[str] = "; python -m finetune.sft learns from conversations"
@@ -97,6 +102,7 @@ class Config(TextConfig):
     init_std: float | None = flag(None, "standard deviation of initial weights, gpt.py")
     adam_beta1: float = flag(0.9, "decay of Adam's first moment", least=0)
     adam_beta2: float = flag(0.95, "decay of Adam's second moment", least=0)
+    optimizer: str = flag("adamw", "muon: of the matrices of blocks", ("adamw", "muon"))
     lr_schedule: str = flag(
         "cosine",
         "learning rate after warmup: a cosine, or a line, down to --min-lr; at --lr until the last"
@@ -133,6 +139,13 @@ class Pretraining(Task):
         if self.config.sample_prompt is None:
             return super().sample_prompt(tokenizer, held_out)
         return sample_ids(self.config, tokenizer), tokenizer.stop_ids
+
+    def check_base(self, path, index: dict) -> None:
+        """Raises ConfigError where the checkpoint has the state of another optimizer."""
+        before = index["config"].get("optimizer", "adamw")
+        if before != self.config.optimizer:
+            rule = f"{path} has the state of {before}; --optimizer {before} goes on, and --load"
+            self.config.refuse("optimizer", f"{rule} {path} in another --out begins anew")
 
     def data_name(self, corpus: str) -> str:
         if self.config.data:

@@ -2,7 +2,7 @@
 data parallelism, recomputation, on up to 8 ranks.
 
     python tests/random_layouts.py [--count 200] [--first 0] [--families] [--cp] [--peft] [--fp8]
-                                  [--rows] [--models] [--pictures] [--hybrid]
+                                  [--rows] [--models] [--pictures] [--muon] [--hybrid]
 
 Layout n is drawn from seed n. Each is trained for three steps and held to one device by the gate of
 parity.py.
@@ -289,6 +289,10 @@ def with_rows(drawn: dict, seed: int) -> dict:
     return drawn | {"model": model}
 
 
+def with_muon(drawn: dict, seed: int) -> dict:
+    return drawn | {"model": drawn["model"] | dict(optimizer="muon")}
+
+
 def with_fp8(drawn: dict, seed: int) -> dict:
     """The same layout in FP8, by a recipe drawn at random. Scales are those of a micro-batch, so
     one device has the same ones; blocks are not cut."""
@@ -321,6 +325,7 @@ CHANGES = {
     "rows": (with_rows, "experts, rows of unequal lengths"),
     "peft": (with_peft, "of frozen models with adapters"),
     "fp8": (with_fp8, "in FP8, by a recipe of its own each"),
+    "muon": (with_muon, "with Muon in the place of AdamW"),
     "hybrid": (with_hybrid, "in two groups of ranks that each hold all shards"),
 }
 

@@ -43,6 +43,7 @@ QWEN3 = LLAMA | dict(model="qwen3-0.6b", head_dim=12)
 MISTRAL = LLAMA | dict(model="mistral-7b", sliding_window=5)
 BLOOM = GPT | dict(model="bloom-560m", dropout=0.0)
 FP8 = LLAMA | dict(fp8="delayed", fp8_skip=0, precision="bf16")
+MUON = dict(optimizer="muon")
 HYBRID = dict(data_parallel_replicate_degree=2)
 BERT = GPT | dict(model="bert-base")
 T5 = GPT | dict(model="t5-base", num_layers=4, head_dim=12, target_length=8)
@@ -96,6 +97,8 @@ MORE = {
         EXPERTS | LLAMA | dict(router="topk", router_topk=2, capacity_factor=1.0),
     ],
     4: [
+        EXPERTS | MUON | dict(tp=2, zero_stage=1),
+        LLAMA | MUON | dict(pp=2, zero_stage=3),
         EXPERTS | SEQUENCE | dict(zero_stage=1),
         GPT | dict(tp=2, pp=2),
         SEQUENCE | dict(cp=2, zero_stage=1),

@@ -66,6 +66,7 @@ CASES = {
     "fp8_skip": (FP8, 0),
     "fp8_keep_bytes": (FP8 | dict(zero_stage=3), True),
     "optimizer_state": ({}, "bf16"),
+    "optimizer": ({}, "muon"),
     "lora_rank": (dict(peft="lora"), 16),
 }
 # as-rank counts what runs on the meta device, where no kernel does
