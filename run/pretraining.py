@@ -84,11 +84,7 @@ class Config(TextConfig):
             lambda run: run.config.adam_beta2 <= 0.99 or run.config.optimizer_state == "fp32",
             "must be at most 0.99 with --optimizer-state bf16",
         ),
-        Need(
-            ("optimizer",),
-            lambda run: run.config.optimizer_state == "fp32",
-            "keeps its momentum in 32 bits; leave --optimizer-state out",
-        ),
+        Need(("optimizer",), lambda run: run.config.optimizer_state == "fp32", "has fp32 state"),
     )
     supports_as_rank: ClassVar[bool] = True
     other_training: ClassVar[str] = "; python -m finetune.sft learns from conversations"

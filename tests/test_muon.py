@@ -18,7 +18,7 @@ from course.parity import Run
 from course.training_commands import config_of
 from optimizer import LossScaler, learning_rate
 from planning import as_rank, counters, plan
-from planning.inputs import H100
+from planning.inputs import FITTED, H100
 from planning.layer_time import Rank
 from run import checkpoint, muon
 from train import Trainer
@@ -262,7 +262,7 @@ def test_as_rank_and_planner_count_it():
     calls = {(c.kind, c.group): c.count for c in with_muon[0].collectives}
     assert calls["all-to-all", "dp"] == calls["all-to-all", "tp"] == 2
     # Nothing is waited for, and sends take no time.
-    machine = replace(H100, node_link=math.inf, constants=replace(H100.constants, wait=0.0))
+    machine = replace(H100, node_bandwidth=math.inf, constants=replace(FITTED, wait=0.0))
     layout, software = plan.layout_of(muon_config, 4), plan.software_of(muon_config)
     rank = Rank(machine, software, muon_config.model_config(), layout)
     assert planner.newton_schulz(rank) * rank.flops_per_second == pytest.approx(more / 4, rel=1e-12)
@@ -318,7 +318,7 @@ def test_another_optimizer_is_refused_by_name(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "words, rule",
     [
-        (["train.py", "--optimizer-state", "bf16"], "leave --optimizer-state out"),
+        (["train.py", "--optimizer-state", "bf16"], "has fp32 state"),
         ("adapters.py --as-rank 0 --of 1".split(), "adapters are factors or vectors"),
     ],
 )

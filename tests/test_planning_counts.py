@@ -108,7 +108,7 @@ LAYOUTS = {
         [0, 8],
     ),
     "fp32": (EXPLICIT | dict(precision="fp32", optimizer_state="bf16", tp=2), 8, [0]),
-    "muon": (MIXTRAL | dict(optimizer="muon", tp=2, ep=4, zero_stage=1), 16, [0]),
+    "muon": (LLAMA | dict(optimizer="muon", tp=2, zero_stage=1), 8, [0]),
     "fp8": (FP8 | LLAMA, 8, [0]),
     "fp8, sequence": (FP8 | SEQUENCE | GPT | dict(tp=4), 8, [0]),
     "fp8, zb-h1, bytes of stage 3": (
