@@ -510,7 +510,7 @@ def check(config: GPTConfig, n: int, t: int, kind: str) -> None:
         rule = "must be divisible by twice {cp}: the sequence is cut into so many pieces"
         raise FieldError("seq_length", s, rule, fits, cp=n)
     for field in ("num_heads", "num_kv_heads"):
-        heads = getattr(config, field) // t
+        heads = max(1, getattr(config, field) // t)
         if kind == "all-to-all" and heads % n:
             rule = f"must divide {{{field}}} over {{tp}} where heads are exchanged ({{cp_kind}})"
             others = {field: getattr(config, field), "tp": t, "cp_kind": kind}

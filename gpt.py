@@ -53,16 +53,15 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        h, d = config.hidden_size, config.head_dim
+        h, d, bias = config.hidden_size, config.head_dim, config.attention_bias != "none"
         heads, kv_heads = config.num_heads * d, config.num_kv_heads * d
-        bias = config.attention_bias != "none"
         self.head_dim = d
         self.project = ProjectTogether()
         self.query = nn.Linear(h, heads, bias)
         self.key = nn.Linear(h, kv_heads, bias)
         self.value = nn.Linear(h, kv_heads, bias)
-        # families.py replaces this.
-        self.head_norms = nn.Identity()
+        # tensor_parallel.py and families.py replace these.
+        self.gather_heads, self.head_norms = nn.Identity(), nn.Identity()
         self.rotary = Rotary()
         fused = config.attention == "fused"
         self.core = FusedAttention() if fused else ExplicitAttention(config.dropout, site=1)
@@ -70,6 +69,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         projected = self.project(x, self.query, self.key, self.value)  # [b, s, a d or a_kv d]
+        projected = self.gather_heads(projected)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in projected)
         q, k = self.head_norms((q, k))
         if context.rotary is not None:

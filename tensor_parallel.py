@@ -24,8 +24,15 @@ instead of V. A vocabulary that t does not divide is padded on the last ranks. O
 to a multiple of 128 t, also for t = 1, for which cuBLAS has faster kernels. The padding has no
 probability and no gradient, and is not in checkpoints.
 
+With fewer key and value heads than ranks, r = t / a_kv neighbours attend with the same head. Its
+columns are sharded too, so weights and checkpoints know no copies. The neighbours exchange their
+d / r columns of k and v, and in backward each sums its columns' gradients over the r copies:
+
+    t 4, a_kv 2, d 8    rank 0: columns 0-3 of head 0  <->  rank 1: columns 4-7 of head 0
+                        rank 2: columns 0-3 of head 1  <->  rank 3: columns 4-7 of head 1
+
 Not covered: q, k and v in one matrix; communication inside the matrix multiplication (user
-buffers); copies of key and value heads for more ranks than heads (here t divides their number).
+buffers); copies of the key and value weights (vLLM), which send nothing in forward.
 """
 
 from math import gcd
@@ -152,6 +159,47 @@ class RowParallelLinear(nn.Module):
 
 
 # --- attention ------------------------------------------------------------------------------------
+
+
+def exchange_copies(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Each of r neighbours sends parts[n] to the n-th. parts: [r, ..] -> [r, ..], by sender"""
+    r = len(parts)
+    first = group.rank() // r * r
+    counts = [int(first <= rank < first + r) for rank in range(group.size())]
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, counts, counts, group=group)
+    return received
+
+
+class _GatherHeads(torch.autograd.Function):
+    """All-gather of a head's columns over its r copies | reduce-scatter of their gradients."""
+
+    @staticmethod
+    def forward(ctx, x, r, group):
+        ctx.r, ctx.group = r, group
+        parts = x.expand(r, *x.shape).contiguous()  # [r, .., d / r]
+        return exchange_copies(parts, group).movedim(0, -2).flatten(-2)  # [.., d]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        parts = grad.unflatten(-1, (ctx.r, -1)).movedim(-2, 0).contiguous()  # [r, .., d / r]
+        return exchange_copies(parts, ctx.group).sum(0), None, None
+
+
+class GatherHeads(Communication):
+    """Makes whole the key and value head that this rank and its neighbours hold columns of.
+    q: [b, s, a d / t]; k and v: [b, s, d / r] -> [b, s, d]"""
+
+    def __init__(self, r: int, group: dist.ProcessGroup):
+        super().__init__(group)
+        self.r = r
+
+    @compiling.left_out
+    def forward(self, projected: list[Tensor]) -> list[Tensor]:
+        q, *k_and_v = projected
+        whole = _GatherHeads.apply(torch.stack(k_and_v), self.r, self.group)  # [2, b, s, d]
+        return [q, *whole.unbind()]
 
 
 class ParallelHeadNorms(families.HeadNorms):
@@ -310,19 +358,29 @@ def reduce_statistics(
 # --- check and apply ------------------------------------------------------------------------------
 
 
-def sizes_that_fit(config: GPTConfig, world: int = 0) -> int:
-    """The largest t that fits; its divisors fit too. It divides the heads, the key-value heads, the
-    MLP's inner size, and the number of ranks. world: 0 for any number of ranks."""
-    return gcd(config.num_heads, config.num_kv_heads, config.ffn_hidden_size, world)
+def shares_keys(config: GPTConfig, t: int) -> bool:
+    """Whether each of t ranks has some whole key heads, or as many columns of one as its
+    neighbours."""
+    heads = config.num_kv_heads
+    return heads % t == 0 or (t % heads == 0 and config.head_dim % config.key_copies(t) == 0)
+
+
+def sizes_that_fit(config: GPTConfig, near: int, world: int = 0) -> list[int]:
+    """The three t that fit and are nearest to a number: divisors of the heads, the MLP's inner size
+    and the number of ranks, for which `shares_keys` is true. world: 0 for any number of ranks."""
+    shared = gcd(config.num_heads, config.ffn_hidden_size, world)
+    return divisors(shared, near, lambda t: shares_keys(config, t))
 
 
 def check(config: GPTConfig, t: int, world: int = 0) -> None:
     """Raises FieldError if t ranks (of `world`) cannot share the model."""
     for field in ("num_heads", "num_kv_heads", "ffn_hidden_size"):
         n = getattr(config, field)
-        if n % t:
-            fits = divisors(sizes_that_fit(config, world), t)
-            raise FieldError("tp", t, f"must divide {{{field}}}", fits, **{field: n})
+        of_keys = field == "num_kv_heads"
+        if not (shares_keys(config, t) if of_keys else n % t == 0):
+            rule = f"must divide {{{field}}}" + ", or a multiple cut each head evenly" * of_keys
+            fits = sizes_that_fit(config, t, world)
+            raise FieldError("tp", t, rule, fits, **{field: n})
 
 
 def vocabulary_multiple(of_rank: int | None, device: str, t: int) -> int:
@@ -398,6 +456,9 @@ def shard_attention(attention: gpt.Attention, group: dist.ProcessGroup) -> None:
     if isinstance(attention, families.LatentAttention):
         attention.share_rope_key = CopyToRanks(group)
     attention.output = RowParallelLinear(attention.output, group)
+    r = attention.head_dim // attention.key.weight.shape[0]
+    if r > 1:
+        attention.gather_heads = GatherHeads(r, group)
     if isinstance(attention.head_norms, families.HeadNorms):
         attention.head_norms = ParallelHeadNorms(attention.head_norms, group)
     if isinstance(attention.core, gpt.ExplicitAttention):

@@ -11,6 +11,7 @@ counts the parameters and the FLOPs of a shape.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -130,6 +131,10 @@ class GPTConfig:
     def value_size(self) -> int:
         """The numbers of a head's value."""
         return self.value_head_dim or self.head_dim
+
+    def key_copies(self, t: int) -> int:
+        """How many of t tensor-parallel ranks attend with the same key and value head."""
+        return max(1, t // self.num_kv_heads)
 
     def head_size(self) -> int:
         """h / a. Raises FieldError if a does not divide h."""
@@ -301,9 +306,9 @@ class FieldError(ValueError):
         return self.message()
 
 
-def divisors(n: int, near: int) -> list[int]:
-    """The three divisors of n, up to 4096, that are nearest to a number."""
-    found = [d for d in range(1, min(n, 4096) + 1) if n % d == 0]
+def divisors(n: int, near: int, fits: Callable[[int], bool] = bool) -> list[int]:
+    """The three divisors of n, up to 4096, that fit and are nearest to a number."""
+    found = [d for d in range(1, min(n, 4096) + 1) if n % d == 0 and fits(d)]
     return sorted(sorted(found, key=lambda d: abs(d - near))[:3])
 
 

@@ -140,6 +140,9 @@ def shrink_model(model: MoEConfig, was_tp: int, tp: int, shares: int) -> dict:
     kv = max(min(model.num_kv_heads, 2), shares)
     if queries == 1:
         kv = min(model.num_kv_heads, 4) // shares * shares
+    if model.num_kv_heads < was_tp:
+        # Ranks share a head here too.
+        kv, queries = 1, tp * max(1, queries // tp)
     # The channels of one head.
     channels = 8 if kv * queries <= 8 else 4
     hidden = kv * queries * channels

@@ -27,12 +27,12 @@ WITHOUT["own-shard"] = form.Removal(
     " It trains, and its loss falls.",
 )
 
-B, S, H, V = 8, 32, 64, 257
+B, S, H, V, D = 8, 32, 64, 257, 16
 
 
-def on_rank(rank: int) -> dict:
-    """One step of a GPT (h 64, L 2, V 257, dropout 0.1, tied embeddings, float64)."""
-    config = demo.tiny_config(dropout=0.1)
+def on_rank(rank: int, key_heads: int = 4) -> dict:
+    """One step of a GPT (h 64, a 4, L 2, V 257, dropout 0.1, tied embeddings, float64)."""
+    config = demo.tiny_config(dropout=0.1, num_kv_heads=key_heads)
     model = demo.make_model(config, tensor_parallel.apply, group=demo.all_ranks())
     batch = *demo.random_tokens(B, S, V), gpt.Context(dropout_key(0, 1, torch.arange(B)))
     return {
@@ -83,6 +83,19 @@ def teach(lesson: form.Lesson) -> None:
         f"{sent:,}: for each token the maximum, Σ exp and the target's logit, 3 b s 8",
         sent == 3 * B * S * 8,
         [sent],
+    )
+
+    lesson.predict(
+        f"With one key and value head of d {D}, each rank holds half of its columns, and needs all."
+        " Bytes that each rank exchanges in a layer's forward, its own included?",
+        "bytes",
+    )
+    of_one_head = lesson.on_ranks(2, on_rank, 1)[0]["layer"]["forward"]
+    exchanged = sum(size for kind, size in of_one_head if kind == "all-to-all")
+    lesson.check(
+        f"{exchanged:,}: k and v of each token, 2 b s d 8; backward adds the copies' gradients",
+        exchanged == 2 * B * S * D * 8,
+        [exchanged],
     )
 
 

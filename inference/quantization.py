@@ -263,13 +263,14 @@ def check(
     if config.num_experts:
         rule = "not with the experts of this model ({num_experts}), whose weights stay in 16 bits"
         raise FieldError("weights", kind, rule, num_experts=config.num_experts)
-    most = tensor_parallel.sizes_that_fit(config)
     # The columns that row-parallel layers divide.
+    most = config.num_heads
     for n in (config.num_heads * config.value_size, config.ffn_hidden_size):
         most = math.gcd(most, n // group if n % group == 0 else 1)
     if kind == "int4" and most % tp:
         rule = f"{{weights}} has a scale for {group} numbers of a row, which must lie on one rank"
-        raise FieldError("tp", tp, rule, divisors(most, tp), weights="int4")
+        fits = divisors(most, tp, lambda t: tensor_parallel.shares_keys(config, t))
+        raise FieldError("tp", tp, rule, fits, weights="int4")
     if not merged:
         rule = "not with adapters beside the weights; one LoRA or IA3, which is merged, would fit"
         raise FieldError("weights", kind, rule)

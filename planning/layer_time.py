@@ -91,6 +91,8 @@ class Rank:
         self.strides |= {"expert_shard": t * layout.ep, "replicate": t * layout.shard}
         # The ranks over which sequence parallelism shards what tensor parallelism leaves whole.
         self.sequence_ranks = layout.tp if layout.sequence_parallel else 1
+        # Heads of keys, copies on several tensor-parallel ranks included.
+        self.key_heads = model.num_kv_heads * model.key_copies(layout.tp)
         # MLPs that a token goes through, and numbers in all matrices that it meets, of one layer,
         # without cross attention.
         self.mlps = num_mlps(model, "router_topk")[0] / model.num_layers
@@ -173,7 +175,9 @@ def layer(
     core_backward = (3 if rank.scores_again else 2) * core
     waits = context(rank, core, core_backward)
     casts, casts_backward = fp8_casts(rank, in_fp8)
-    tensor, tensor_again = 2 * all_reduce, tensor_backward(rank, all_reduce, weight_gradient)
+    copies = key_copies(rank)
+    tensor = 2 * all_reduce + copies
+    tensor_again = tensor_backward(rank, all_reduce, weight_gradient) + copies
     if crosses:
         cross = cross_attention(rank, in_fp8)
         linear, weight_gradient, deferred = (
@@ -266,7 +270,7 @@ def read_and_written(rank: Rank) -> tuple[float, float, float]:
     norms = NORMS_AND_RESIDUALS * model.hidden_size / rank.sequence_ranks
     context = CONTEXT * model.num_heads * model.head_dim
     if model.qk_norm:
-        context += HEAD_NORMS * (model.num_heads + model.num_kv_heads) * model.head_dim
+        context += HEAD_NORMS * (model.num_heads + rank.key_heads) * model.head_dim
     scores = 0 if rank.fused_attention else SCORES * model.num_heads * s / t
     bias = LOCAL_BIAS * bias_heads(model, rank.layout) * s**2
     if is_ring(rank.layout):
@@ -353,11 +357,21 @@ def head_bytes(rank: Rank, heads: int) -> float:
     return rank.software.weight * rank.tokens * heads * rank.model.head_dim / rank.layout.tp
 
 
+def key_copies(rank: Rank) -> float:
+    """Seconds in which neighbours exchange their columns of the key and value head that they share,
+    or the gradients."""
+    r = rank.model.key_copies(rank.layout.tp)
+    if r == 1:
+        return 0.0
+    nbytes = 2 * head_bytes(rank, rank.key_heads) * (r - 1) / r
+    return rank.machine.constants.wait + nbytes / rank.machine.link(r, 1)
+
+
 def to_neighbour(rank: Rank, width: float = 1.0) -> float:
     """Seconds in which keys and values go to the next rank of the ring, on all ranks at once.
     width: of a number, over that of a weight."""
     link = rank.machine.link(rank.layout.cp, rank.strides["cp"])
-    nbytes = 2 * head_bytes(rank, rank.model.num_kv_heads) * width
+    nbytes = 2 * head_bytes(rank, rank.key_heads) * width
     return rank.machine.constants.wait + nbytes / link
 
 

@@ -260,9 +260,11 @@ class Sizes:
         # [b, s, h], and what sequence parallelism leaves of it
         self.whole = n * model.hidden_size * w
         self.x = self.whole / (layout.tp if layout.sequence_parallel else 1)
-        # This rank's heads: queries or context, keys or values.
+        # This rank's heads: queries or context, keys or values; and its columns of keys, which are
+        # fewer where ranks have copies of a head.
         self.query = n * model.num_heads * model.head_dim * w / layout.tp
-        self.key = n * model.num_kv_heads * model.head_dim * w / layout.tp
+        self.key_columns = n * model.num_kv_heads * model.head_dim * w / layout.tp
+        self.key = self.key_columns * model.key_copies(layout.tp)
         # Elements of [b, a, s, s].
         self.scores = n * s * model.num_heads / layout.tp
         self.ffn = n * model.ffn_hidden_size * w / layout.tp
@@ -316,7 +318,7 @@ def layer(model: MoEConfig, layout: Layout, software: Software, block: BlockType
         matrix_bytes = size.weight if block.fp8 else 1
         if not block.experts:
             mlp_waits = (2 * size.whole + (2 + model.gated) * size.ffn) / matrix_bytes
-        waits = 2 * (attentions * (size.whole + size.query) + keys * size.key)
+        waits = 2 * (attentions * (size.whole + size.query) + keys * size.key_columns)
         if block.crosses and layout.sequence_parallel:
             waits += (keys - 1) * size.whole
         deferred = mlp_waits + waits / matrix_bytes

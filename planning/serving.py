@@ -119,7 +119,7 @@ class Serving(NamedTuple):
 
     def cached(self, sequences: float, tokens: float) -> float:
         """Bytes of the keys and values of all ranks."""
-        number = CACHED.get(self.weights, BYTES)
+        number = CACHED.get(self.weights, BYTES) * self.model.key_copies(self.tp)
         return cache_bytes(self.model, sequences * self.kept(tokens), number)
 
     def bytes(self, batch: int, tokens: int, budget: int) -> dict[str, float]:

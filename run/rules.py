@@ -110,7 +110,7 @@ def check_ranks(config: RunConfig, model: MoEConfig, world: int) -> None:
         )
         config.refuse(name, rule)
     if world % tp:
-        fit = divisors(tensor_parallel.sizes_that_fit(model, world), tp)
+        fit = tensor_parallel.sizes_that_fit(model, tp, world)
         config.refuse("tp", f"must divide the {world} ranks; {fit} would fit")
     if world // tp % pp:
         fit = divisors(world // tp, pp)

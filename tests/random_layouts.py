@@ -64,7 +64,8 @@ def draw(seed: int) -> dict:
         layout["ep"] = g_experts.choice([n for n in range(1, dp + 1) if dp % n == 0])
     base = SMALL
     if g.random() >= 0.5:
-        base = LLAMA | dict(num_kv_heads=4 if tp == 4 else 2)
+        # one and two are fewer than some tensor-parallel ranks
+        base = LLAMA | dict(num_kv_heads=random.Random(-(10**7) - seed).choice([1, 2, 4]))
     return {"world": pp * tp * dp, "model": base | model, "layout": layout}
 
 
@@ -140,7 +141,7 @@ def with_cp(drawn: dict, seed: int) -> dict:
     layout = layout | dict(cp=cp)
     if g.random() < 0.3:
         model["document_mask"] = True
-    heads = model.get("num_kv_heads", model["num_heads"]) // layout["tp"]
+    heads = max(1, model.get("num_kv_heads", model["num_heads"]) // layout["tp"])
     if heads % cp == 0:
         layout["cp_kind"] = g.choice(["ring", "all-to-all"])
     replicas = replicas_of(drawn) * cp

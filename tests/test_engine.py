@@ -41,6 +41,7 @@ SHAPES = {
     "qwen3": QWEN3,
     "gemma": GEMMA,
     "experts": EXPERTS,
+    "one key": LLAMA_SHAPES[1] | dict(num_kv_heads=1),
 }
 # blocks for some three of the longest: sequences are preempted; and for all
 SMALL = dict(max_sequences=6, budget=10, block_size=4, num_blocks=20)
@@ -257,7 +258,10 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(
     "name, world, layout",
-    [(name, *layout) for name, layouts in LAYOUTS.items() for layout in layouts],
+    [
+        *[(name, *layout) for name, layouts in LAYOUTS.items() for layout in layouts],
+        again("one key", 2, dict(tp=2)),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("count", [24, again(200)])

@@ -377,11 +377,13 @@ AGAIN = {
     "llama": [dict(cp=2), dict(tp=2, pp=2), dict(cp=2, tp=2)],
     "experts": [dict(ep=4), dict(tp=2, ep=2)],
     "qwen3": [dict(tp=2)],
+    # more ranks than key heads
+    "one key": [dict(tp=2), dict(cp=2, tp=2), dict(tp=2, pp=2)],
 }
 # beyond the context: prompts have up to 8 tokens
 CONTEXT, NEW_TOKENS = 12, 14
 LAYOUT_SHAPES = {"gpt": GPT_SHAPES[0], "llama": LLAMA_SHAPES[1], "experts": EXPERTS}
-LAYOUT_SHAPES |= {"qwen3": QWEN3, "bloom": BLOOM}
+LAYOUT_SHAPES |= {"qwen3": QWEN3, "bloom": BLOOM, "one key": LLAMA_SHAPES[1] | dict(num_kv_heads=1)}
 
 
 def on_layouts(rank, path, layouts, requests):

@@ -247,6 +247,7 @@ OF_TWO = {
     "llama": SHARDED | dict(llama=True, num_kv_heads=2),
     "qwen": SHARDED | dict(llama=True, qk_norm=True, attention_bias="qkv"),
     "falcon": SHARDED | dict(num_kv_heads=2, parallel_block=True, positions="rotary"),
+    "one key": SHARDED | dict(llama=True, num_kv_heads=1),
     "nemotron": SHARDED | dict(llama=True, norm="layernorm1p", activation="squared-relu"),
 }
 
@@ -289,7 +290,9 @@ def of_shards(tmp_path, names, world, mutate=None):
     return ranks.run(on_shards, world, paths, prompts, world // 2, mutate), whole
 
 
-@pytest.mark.parametrize("names", [["gpt", "qwen"], again(["llama", "nemotron", "falcon"])])
+@pytest.mark.parametrize(
+    "names", [["gpt", "qwen"], again(["llama", "nemotron", "falcon", "one key"])]
+)
 def test_two_ranks(names, tmp_path):
     """Shards have the numbers of the whole quantised model, so tokens and logits are one device's;
     a rank has half of its bytes, and the norms and the biases of sums whole."""

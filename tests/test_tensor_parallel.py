@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from parity import LLAMA, SMALL, again, check, differs, train
 
 import gpt
 import sharding
@@ -179,11 +180,85 @@ def test_collectives_of_the_paper():
     assert ranks.run(counted, 2, "full")[0][1] == [whole] * 2 + backward
 
 
+# --- fewer key heads than ranks -------------------------------------------------------------------
+
+
+def gathered_heads(rank):
+    """Rank n has column n of two heads of two columns."""
+    heads = tensor_parallel.GatherHeads(2, dist.group.WORLD)
+    k = torch.tensor([[[1.0 + rank]]], dtype=torch.float64, requires_grad=True)
+    with ranks.Collectives() as forward:
+        _, whole, value = heads([k, k, -k])
+    assert torch.equal(whole, -value)
+    (grad,) = torch.autograd.grad(whole, k, torch.tensor([[[1.0, 10.0]]]).double() * (1 + rank))
+    return whole.flatten().tolist(), grad.item(), forward.calls
+
+
+def test_gathered_heads_by_hand():
+    """Each rank has its neighbour's column too; the gradient of a column is the sum over the two
+    copies of its head. k and v go in one message, of which half is a rank's own."""
+    found = ranks.run(gathered_heads, 4)
+    assert [whole for whole, *_ in found] == [[1, 2], [1, 2], [3, 4], [3, 4]]
+    assert [grad for _, grad, _ in found] == [1 + 2, 10 + 20, 3 + 4, 30 + 40]
+    assert all(calls == [("all-to-all", 2 * 2 * 8)] for *_, calls in found)
+
+
+def no_sum_over_copies():
+    """The gradient of a column is that of this rank's own queries."""
+
+    def backward(ctx, grad):
+        mine = ctx.group.rank() % ctx.r
+        return grad.unflatten(-1, (ctx.r, -1))[..., mine, :], None, None
+
+    tensor_parallel._GatherHeads.backward = staticmethod(backward)
+
+
+def columns_in_another_order():
+    """A key's columns are not where the query's are."""
+    original = tensor_parallel.exchange_copies
+    tensor_parallel.exchange_copies = lambda parts, group: original(parts, group).flip(0)
+
+
+ONE_KEY = LLAMA | dict(num_kv_heads=1)
+TWO_KEYS = LLAMA | dict(num_kv_heads=2, num_layers=3)
+GEMMA = SMALL | dict(model="gemma-2b", ffn_hidden_size=56, num_heads=8)
+EXPERTS = dict(num_experts=4, router="topk", router_topk=2, micro_batch_size=4)
+FP8 = dict(fp8="current", fp8_scales="any", fp8_skip=0, micro_batch_size=4)
+LORA = dict(peft="lora", lora_rank=3, peft_targets=["key", "value", "down"], lora_dropout=0.1)
+UNEVEN = dict(tp=4, pp=2, layer_split=[2, 1], micro_batch_size=2)
+SEQUENCE = dict(tp=4, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(
+    "base, world, layouts",
+    [
+        (ONE_KEY, 2, [dict(tp=2, sequence_parallel=True)]),
+        again(TWO_KEYS, 4, [dict(tp=4), SEQUENCE | dict(recompute="full", head_chunk=3)]),
+        again(GEMMA, 8, [dict(tp=8), dict(tp=8, sequence_parallel=True)]),
+        again(TWO_KEYS, 8, [UNEVEN, UNEVEN | dict(schedule="zb-h1"), SEQUENCE | dict(cp=2)]),
+        again(TWO_KEYS, 8, [dict(tp=4, zero_stage=n) for n in (1, 2, 3)]),
+        again(TWO_KEYS | EXPERTS, 8, [SEQUENCE | dict(ep=2)]),
+        again(TWO_KEYS | FP8, 4, [dict(tp=4), SEQUENCE]),
+        again(TWO_KEYS | LORA, 4, [dict(tp=4), SEQUENCE]),
+        again(TWO_KEYS | dict(peft="ia3", peft_targets=["key", "value"]), 4, [SEQUENCE]),
+        again(TWO_KEYS | dict(model="qwen3-0.6b", head_dim=12), 4, [dict(tp=4), SEQUENCE]),
+        again(TWO_KEYS | dict(positions="alibi", sliding_window=5), 4, [SEQUENCE]),
+    ],
+)
+def test_fewer_key_heads_than_ranks(base, world, layouts):
+    check(world, layouts, base)
+
+
+@pytest.mark.parametrize("bug", [no_sum_over_copies, columns_in_another_order])
+def test_what_copies_need(bug):
+    differs(train(2, base=ONE_KEY, tp=2, mutate=bug), train(base=ONE_KEY))
+
+
 @pytest.mark.parametrize(
     "fields, t, words",
     [
         (dict(num_heads=6), 4, ["tp 4", "num_heads 6", "[2, 3, 6] would fit"]),
-        (dict(num_kv_heads=2, num_heads=8), 4, ["num_kv_heads 2", "[1, 2]"]),
+        (dict(num_kv_heads=4, num_heads=12), 12, ["num_kv_heads 4, or a multiple", "[1, 2, 4]"]),
         (dict(ffn_hidden_size=90, num_heads=8), 4, ["ffn_hidden_size 90", "[1, 2]"]),
     ],
 )

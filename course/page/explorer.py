@@ -34,8 +34,8 @@ DEFAULT = ROOT / "docs" / "explorer.html"
 TEXTS = json.loads((ROOT / "course" / "page" / "examples.json").read_text())
 # Fields of a configuration that the page reads.
 FIELDS = (
-    "num_layers hidden_size num_heads num_kv_heads ffn_hidden_size seq_length vocab_size attention"
-    " norm positions tied sliding_window expert_every router router_topk"
+    "num_layers hidden_size num_heads num_kv_heads head_dim ffn_hidden_size seq_length vocab_size"
+    " attention norm positions tied sliding_window expert_every router router_topk"
 ).split()
 SCRIPTS = "formulas settings schedules time memory".split()
 PARTS = ("weights", "gradients", "optimizer state", "activations")

@@ -131,9 +131,9 @@ function textOn(rgb) {
 
 const modelOf = (s) => ({ ...PRESETS[s.preset], seq_length: s.s, num_experts: s.experts });
 
-// The three common divisors that are nearest to a number (base/model_config.py).
-function divisors(numbers, near) {
-  const all = range(4097).filter((d) => numbers.every((n) => n % d === 0));
+// The three common divisors that fit and are nearest to a number (base/model_config.py).
+function divisors(numbers, near, fits = () => true) {
+  const all = range(4097).filter((d) => numbers.every((n) => n % d === 0) && fits(d));
   const nearest = all.sort((a, b) => Math.abs(a - near) - Math.abs(b - near)).slice(0, 3);
   return nearest.sort((a, b) => a - b);
 }
@@ -145,10 +145,12 @@ function brokenRule(model, { t, p, v, dp, cp, ep, sp }) {
   const { num_layers: L, seq_length: s, num_experts: e, router_topk: k } = model;
   const pieces = `must be divisible by twice cp ${cp}: the sequence is cut into so many pieces`;
   const both = `must be divisible by 2 cp t under sequence parallelism, here ${2 * cp * t}`;
-  const cut = ["num_heads", "num_kv_heads", "ffn_hidden_size"];
-  const words = (field) => `${field.replaceAll("_", " ")} ${model[field]}`;
+  const { num_heads: a, num_kv_heads: keys, head_dim: d, ffn_hidden_size: ffn } = model;
+  // Ranks have whole key heads, or neighbours cut one.
+  const sharesKeys = (n) => keys % n === 0 || (n % keys === 0 && d % (n / keys) === 0);
+  const cutHead = `must divide num kv heads ${keys}, or a multiple cut each head evenly`;
   const replicas = dp * cp;
-  const tFits = divisors([t * p * replicas, ...cut.map((field) => model[field])], t);
+  const tFits = divisors([t * p * replicas, a, ffn], t, sharesKeys);
   const epFits = divisors([e, replicas], ep);
   const sequence = `must be divisible by t ${t} under sequence parallelism`;
   const layers = `must be divisible by p ${p} times v ${v}, unless layer split is given`;
@@ -156,7 +158,9 @@ function brokenRule(model, { t, p, v, dp, cp, ep, sp }) {
   const even = `must divide experts ${e}, so that all ranks hold equally many`;
   const rules = [
     [e && k > e, `router topk ${k}`, `must be from 1 to experts ${e}`],
-    ...cut.map((field) => [model[field] % t, `t ${t}`, `must divide ${words(field)}`, tFits, "tp"]),
+    [a % t, `t ${t}`, `must divide num heads ${a}`, tFits, "tp"],
+    [!sharesKeys(t), `t ${t}`, cutHead, tFits, "tp"],
+    [ffn % t, `t ${t}`, `must divide ffn hidden size ${ffn}`, tFits, "tp"],
     [sp && s % t, `s ${s}`, sequence, multiples(s, t)],
     [L % (p * v), `num layers ${L}`, layers, multiples(L, p * v)],
     [cp > 1 && s % (2 * cp), `s ${s}`, pieces, multiples(s, 2 * cp)],
