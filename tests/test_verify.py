@@ -137,6 +137,9 @@ def test_what_matters_stays():
     assert layout["vocab_size"] % 2 and layout["sequence_parallel"]
     # two replicas, 4 micro-batches each
     assert layout["global_batch_size"] == 8 and layout["micro_batch_size"] == 1
+    # ranks that share a key head
+    layout = shrunk("--model gemma-2b --tp 8")[1]
+    assert (layout["tp"], layout["num_kv_heads"]) == (2, 1)
 
 
 def test_context_parallel_ranks_stay():
