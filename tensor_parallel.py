@@ -455,10 +455,9 @@ def shard_attention(attention: gpt.Attention, group: dist.ProcessGroup) -> None:
             setattr(attention, name, ColumnParallelInput(group))
     if isinstance(attention, families.LatentAttention):
         attention.share_rope_key = CopyToRanks(group)
-    attention.output = RowParallelLinear(attention.output, group)
-    r = attention.head_dim // attention.key.weight.shape[0]
-    if r > 1:
+    elif (r := attention.head_dim // attention.key.weight.shape[0]) > 1:
         attention.gather_heads = GatherHeads(r, group)
+    attention.output = RowParallelLinear(attention.output, group)
     if isinstance(attention.head_norms, families.HeadNorms):
         attention.head_norms = ParallelHeadNorms(attention.head_norms, group)
     if isinstance(attention.core, gpt.ExplicitAttention):
