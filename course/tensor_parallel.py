@@ -84,7 +84,10 @@ def teach(lesson: form.Lesson) -> None:
         sent == 3 * B * S * 8,
         [sent],
     )
+    teach_one_head(lesson)
 
+
+def teach_one_head(lesson: form.Lesson) -> None:
     lesson.predict(
         f"With one key and value head of d {D}, each rank holds half of its columns, and needs all."
         " Bytes that each rank exchanges in a layer's forward, its own included?",

@@ -175,9 +175,7 @@ def layer(
     core_backward = (3 if rank.scores_again else 2) * core
     waits = context(rank, core, core_backward)
     casts, casts_backward = fp8_casts(rank, in_fp8)
-    copies = key_copies(rank)
-    tensor = 2 * all_reduce + copies
-    tensor_again = tensor_backward(rank, all_reduce, weight_gradient) + copies
+    tensor, tensor_again = tensor_waits(rank, all_reduce, weight_gradient)
     if crosses:
         cross = cross_attention(rank, in_fp8)
         linear, weight_gradient, deferred = (
@@ -284,17 +282,18 @@ def read_and_written(rank: Rank) -> tuple[float, float, float]:
     return rank.read_write(outside), rank.read_write(rank.tokens * scores), rank.read_write(bias)
 
 
-def tensor_backward(rank: Rank, all_reduce: float, weight_gradient: float) -> float:
-    """Seconds that backward waits for tensor-parallel ranks.
+def tensor_waits(rank: Rank, all_reduce: float, weight_gradient: float) -> tuple[float, float]:
+    """Seconds that (forward, backward) waits for tensor-parallel ranks.
 
-    Before attention and before the MLP there is an all-reduce, beside the weight gradient of q, k,
+    Forward waits for all. In backward, before attention and before the MLP there is an all-reduce, beside the weight gradient of q, k,
     v and of the MLP's first matrix: each a quarter of all of the layer's weight gradients; less
     where heads share keys and values, and none where zb-h1 computes them later. Sequence
     parallelism has three collectives instead, each half of an all-reduce. Nothing runs beside the
     all-gather of the output's gradient. The reduce-scatter of the input's gradient runs beside the
     weight gradient, and the kept input is gathered again beside the input gradient.
     """
-    waits = 0.0
+    exchange = key_copies(rank)
+    waits = exchange
     model = rank.model
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.hidden_size
     for share in (min(1 / 4, qkv / rank.met), 1 / 4):
@@ -306,7 +305,7 @@ def tensor_backward(rank: Rank, all_reduce: float, weight_gradient: float) -> fl
     if rank.model.qk_norm and not rank.layout.sequence_parallel:
         # Gradients of the two norms, which each rank has of its heads.
         waits += rank.collective("tp", 2 * rank.model.head_dim * rank.software.weight, passes=2)
-    return waits
+    return 2 * all_reduce + exchange, waits
 
 
 def input_gradient(rank: Rank, all_reduce: float, weight_gradient: float) -> float:
