@@ -67,10 +67,8 @@ def no_bytes(rank, nbytes):
     return 0.0
 
 
-@WITHOUT.replace(
-    "overlap", layer_time, "tensor_backward", "No all-reduce beside a weight gradient?"
-)
-def waiting(rank, all_reduce, weight_gradient, original=layer_time.tensor_backward):
+@WITHOUT.replace("overlap", layer_time, "tensor_waits", "No all-reduce beside a weight gradient?")
+def waiting(rank, all_reduce, weight_gradient, original=layer_time.tensor_waits):
     """Megatron-LM's backward computes a weight gradient beside each all-reduce. Without this all
     collectives are too slow, so fitted constants make the exposed ones too fast."""
     return original(rank, all_reduce, weight_gradient=0.0)

@@ -285,12 +285,13 @@ def read_and_written(rank: Rank) -> tuple[float, float, float]:
 def tensor_waits(rank: Rank, all_reduce: float, weight_gradient: float) -> tuple[float, float]:
     """Seconds that (forward, backward) waits for tensor-parallel ranks.
 
-    Forward waits for all. In backward, before attention and before the MLP there is an all-reduce, beside the weight gradient of q, k,
-    v and of the MLP's first matrix: each a quarter of all of the layer's weight gradients; less
-    where heads share keys and values, and none where zb-h1 computes them later. Sequence
-    parallelism has three collectives instead, each half of an all-reduce. Nothing runs beside the
-    all-gather of the output's gradient. The reduce-scatter of the input's gradient runs beside the
-    weight gradient, and the kept input is gathered again beside the input gradient.
+    Forward waits for all. In backward, before attention and before the MLP there is an all-reduce,
+    beside the weight gradient of q, k, v and of the MLP's first matrix: each a quarter of all of
+    the layer's weight gradients; less where heads share keys and values, and none where zb-h1
+    computes them later. Sequence parallelism has three collectives instead, each half of an
+    all-reduce. Nothing runs beside the all-gather of the output's gradient. The reduce-scatter of
+    the input's gradient runs beside the weight gradient, and the kept input is gathered again
+    beside the input gradient.
     """
     exchange = key_copies(rank)
     waits = exchange
