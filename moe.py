@@ -30,15 +30,14 @@ An expert layer differs from a dense layer:
   each expert's inner dimension (ffn). That is one more all-reduce of b s E numbers in backward;
   with sequence parallelism it is an all-gather in forward and a reduce-scatter in backward.
 - A first, small all-to-all tells each rank how many rows it will receive. On a GPU the host waits
-  for these counts.
+  for these counts. With --ep-comm-overlap the rows travel while another micro-batch is computed.
 - The rows that an expert received are kept for backward. Full recomputation repeats the all-to-alls
   of rows. Under ZB-H1 (pipeline_parallel.py) experts' weight gradients are not deferred.
 - Experts have no biases.
 
-Not covered: all-to-alls that overlap with computation, or send only a shard of the tokens from each
-tensor-parallel rank; a tensor-parallel size of experts other than attention's; experts that all
-tokens share; other rules for dropping tokens; router biases, expert groups and jitter (all in
-Megatron-LM).
+Not covered: all-to-alls that send only a shard of the tokens from each tensor-parallel rank; a
+tensor-parallel size of experts other than attention's; experts that all tokens share; other rules
+for dropping tokens; router biases, expert groups and jitter (all in Megatron-LM).
 """
 
 import math

@@ -45,6 +45,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -58,7 +59,17 @@ import sequence_parallel
 import sharding
 import tensor_parallel
 from base.model_config import FieldError
-from schedules import DIRECTION, Action, Event, Placement, Schedule, result_of
+from schedules import (
+    DIRECTION,
+    Action,
+    Event,
+    Pair,
+    Placement,
+    Schedule,
+    actions_of,
+    join_pairs,
+    result_of,
+)
 from sharding import local_part, set_sharding, sharding_of
 
 # === transfers: sends and receives of a schedule ==================================================
@@ -109,7 +120,7 @@ class Transfer(NamedTuple):
 
 
 # The result of `add_transfers` for one rank.
-Program = list[Action | Transfer]
+Program = list[Action | Transfer | Pair]
 
 
 class Message(NamedTuple):
@@ -395,8 +406,10 @@ class Pipeline:
         channels: Channels,
         placement: Placement,
         sequence_shards: int = 1,
+        overlap: bool = False,
     ):
-        """sequence_shards: the number of shards of an activation along the sequence."""
+        """sequence_shards: the number of shards of an activation along the sequence. overlap: join
+        an F and the B that follows it (`join_pairs`)."""
         self.stages = stages
         self.channels = channels
         self.sequence_shards = sequence_shards
@@ -410,6 +423,15 @@ class Pipeline:
         # The latest schedule, and this rank's program for it.
         self.schedule: Schedule | None = None
         self.program: Program = []
+        self.turns = None
+        if overlap:
+            from base.turns import Turns
+
+            self.turns = Turns()
+            for stage in stages:
+                for module in stage.modules():
+                    if hasattr(module, "turns"):
+                        module.turns = self.turns
 
     def run(
         self,
@@ -431,8 +453,8 @@ class Pipeline:
         """
         # The transfers are added once, as long as the same list comes again.
         if self.schedule is not schedule:
-            programs = add_transfers(schedule, self.placement)
-            self.schedule, self.program = schedule, programs[self.rank]
+            program = add_transfers(schedule, self.placement)[self.rank]
+            self.schedule, self.program = schedule, join_pairs(program) if self.turns else program
         shape = b, s // self.sequence_shards, self.config.hidden_size
         step = _Step(run_stage, loss_grad)
         self.events = []
@@ -440,14 +462,19 @@ class Pipeline:
             if isinstance(item, Transfer):
                 self.transfer(step, item, shape)
                 continue
-            received = self.wait_for_input(step, item)
+            actions = actions_of(item)
+            parts = [partial(self.act, step, a, self.wait_for_input(step, a)) for a in actions]
             start = time.perf_counter()
-            if item.op != "F" and before_backward:
-                before_backward(item)
-            self.act(step, item, received)
-            self.events.append(Event(self.rank, *item, start, time.perf_counter()))
+            if actions[-1].op != "F" and before_backward:
+                before_backward(actions[-1])
+            if len(parts) == 1:
+                parts[0]()
+            else:
+                self.turns.together(*parts)
+            end = time.perf_counter()
+            self.events += [Event(self.rank, *a, start, end) for a in actions]
             # This frees the activation or gradient now, not when the next action rebinds the name.
-            del received
+            del parts
 
     def act(self, step: _Step, action: Action, received: Tensor | None) -> None:
         if action.op == "F":

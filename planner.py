@@ -242,6 +242,10 @@ def step_time(
     for layers in work.layers:
         for name, in_forward, in_backward in zip(Pass._fields, *passes[layers][:2]):
             seconds[name] += m * layers.number * (in_forward + in_backward)
+    if layout.ep_comm_overlap:
+        # All but the F and B of warmup are joined: v p of v m on the mean rank.
+        computed = sum(seconds.values()) - seconds["expert"]
+        seconds["expert"] -= (1 - p / m) * min(seconds["expert"], computed)
     # If another rank is slower, the head counts only once, while the pipeline fills and drains.
     seconds["head"] = (m if work.head else 1) * of_head
     if p > 1:

@@ -97,14 +97,15 @@ def one_f_one_b(p: int, m: int) -> Schedule:
     return [_alternate(forward, backward, warmup=p - 1 - rank) for rank in range(p)]
 
 
-def interleaved_one_f_one_b(p: int, m: int, v: int) -> Schedule:
+def interleaved_one_f_one_b(p: int, m: int, v: int, extra: int = 0) -> Schedule:
     """Each group of p micro-batches goes through chunks 0 to v - 1, and backward from the last
-    chunk to the first. Raises ScheduleError where p does not divide m."""
+    chunk to the first. extra: more forwards of warmup. With 1 every F has another micro-batch than
+    the B that follows it (`join_pairs`). Raises ScheduleError where p does not divide m."""
     if m % p:
         raise ScheduleError(
             f"interleaving needs micro-batches in groups of p: {m} must be divisible by {p}"
         )
-    if v == 1:
+    if v == 1 and not extra:
         return one_f_one_b(p, m)
     forward = [
         Action("F", chunk, group + k)
@@ -113,9 +114,8 @@ def interleaved_one_f_one_b(p: int, m: int, v: int) -> Schedule:
         for k in range(p)
     ]
     backward = [Action("B", v - 1 - a.chunk, a.micro_batch) for a in forward]
-    return [
-        _alternate(forward, backward, warmup=2 * (p - 1 - rank) + (v - 1) * p) for rank in range(p)
-    ]
+    shortest = (v - 1) * p + extra
+    return [_alternate(forward, backward, 2 * (p - 1 - rank) + shortest) for rank in range(p)]
 
 
 def zero_bubble_h1(p: int, m: int) -> Schedule:
@@ -151,20 +151,26 @@ NAMES = {
 }
 # Schedules whose placement is a V.
 V_SHAPED: tuple[str, ...] = ()
+# Those whose F and B can be joined and fill the time: in 1F1B a Pair would wait for the Pairs of
+# both neighbours, one after the other, and half of the time would be idle.
+JOINABLE = ("interleaved",)
 
 
 def placement_of(name: str, p: int, v: int = 1) -> Placement:
     return Placement(p, v, name in V_SHAPED)
 
 
-def make(name: str, p: int, m: int, v: int = 1) -> Schedule:
-    """The schedule of that name, validated. Raises ScheduleError."""
-    schedule = lists(name, p, m, v)
-    validate(schedule, m, placement_of(name, p, v))
+def make(name: str, p: int, m: int, v: int = 1, overlap: bool = False) -> Schedule:
+    """The schedule of that name, validated. overlap: its F and B will be joined (`join_pairs`).
+    Raises ScheduleError."""
+    schedule, placement = lists(name, p, m, v, overlap), placement_of(name, p, v)
+    validate(schedule, m, placement)
+    if overlap:
+        simulate([join_pairs(actions) for actions in schedule], Cost(), placement)
     return schedule
 
 
-def lists(name: str, p: int, m: int, v: int = 1) -> Schedule:
+def lists(name: str, p: int, m: int, v: int = 1, overlap: bool = False) -> Schedule:
     """The schedule of that name. Raises ScheduleError where there is none for p, m and v."""
     if name not in NAMES or p < 1 or m < 1 or v < 1:
         raise ScheduleError(
@@ -172,7 +178,7 @@ def lists(name: str, p: int, m: int, v: int = 1) -> Schedule:
             " at least 1"
         )
     if name == "interleaved":
-        return interleaved_one_f_one_b(p, m, v)
+        return interleaved_one_f_one_b(p, m, v, extra=int(overlap))
     if v > 1:
         raise ScheduleError(
             f"{name} has one chunk on each rank, not {v}: only interleaved has more"
@@ -207,6 +213,44 @@ def needs(action: Action, rank: int, placement: Placement) -> list[Result]:
     if stage < placement.last_stage:
         needed.append(("B", stage + 1, k))
     return needed
+
+
+# --- a forward and a backward in turns ------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    """Two actions that run in turns: one computes while the other's all-to-alls take tokens to
+    experts and back (base/turns.py)."""
+
+    forward: Action
+    backward: Action
+
+
+def join_pairs(entries: list) -> list:
+    """Make a Pair of each F and the B (or I) of another micro-batch that is the rank's next action.
+
+    entries: a list of a schedule, or a program of pipeline_parallel.py. There the messages between
+    the two follow the pair: what B receives was posted before F.
+    """
+    joined, between = [], []
+    for entry in entries:
+        last = joined[-1] if joined else None
+        if not isinstance(entry, Action):
+            between.append(entry)
+        elif isinstance(last, Action) and _may_join(last, entry):
+            joined[-1] = Pair(last, entry)
+        else:
+            joined += [*between, entry]
+            between = []
+    return joined + between
+
+
+def _may_join(first: Action, second: Action) -> bool:
+    return first.op == "F" and second.op in "BI" and first.micro_batch != second.micro_batch
+
+
+def actions_of(entry: Action | Pair) -> tuple[Action, ...]:
+    return (entry,) if isinstance(entry, Action) else tuple(entry)
 
 
 # --- validation and simulation --------------------------------------------------------------------
@@ -266,12 +310,22 @@ class Cost:
     input: float | list[float] = 1.0
     weight: float | list[float] = 1.0
     transfer: float = 0.0
+    # Of `forward`, and as many of `input`: all-to-alls, during which the other half of a Pair
+    # computes.
+    exchange: float = 0.0
 
     def seconds(self, op: str, stage: int) -> float:
         if op == "B":
             return self.seconds("I", stage) + self.seconds("W", stage)
         cost = {"F": self.forward, "I": self.input, "W": self.weight}[op]
         return cost[stage] if isinstance(cost, list) else cost
+
+    def of(self, actions: tuple[Action, ...], rank: int, placement: Placement) -> float:
+        """Seconds of an action, or of a Pair: its computation, or its all-to-alls if they take
+        longer."""
+        total = sum(self.seconds(a.op, placement.stage_of(rank, a.chunk)) for a in actions)
+        exchanges = 2 * self.exchange
+        return total if len(actions) == 1 else max(total - exchanges, exchanges)
 
 
 class Event(NamedTuple):
@@ -288,12 +342,10 @@ class Event(NamedTuple):
 def simulate(schedule: Schedule, cost: Cost, placement: Placement | None = None) -> list[Event]:
     """Run the lists: an action starts when its rank is free and its inputs have arrived. Returns
     events sorted by start. Raises ScheduleError, which names the waiting action, on a deadlock.
-    placement: by default looped."""
+    The entries may be Pairs. placement: by default looped."""
     p = len(schedule)
-    chunks = 1 + max(a.chunk for actions in schedule for a in actions)
+    chunks = 1 + max(a.chunk for entries in schedule for x in entries for a in actions_of(x))
     placement = placement or Placement(p, chunks)
-    stages = range(p * placement.v)
-    seconds = {(op, stage): cost.seconds(op, stage) for op in KIND for stage in stages}
     ended: dict[Result, float] = {}
     free_at = [0.0] * p
     position = [0] * p
@@ -301,27 +353,31 @@ def simulate(schedule: Schedule, cost: Cost, placement: Placement | None = None)
     progress = True
     while progress:
         progress = False
-        for rank, actions in enumerate(schedule):
-            while position[rank] < len(actions):
-                action = actions[position[rank]]
+        for rank, entries in enumerate(schedule):
+            while position[rank] < len(entries):
+                actions = actions_of(entries[position[rank]])
                 start = free_at[rank]
-                needed = needs(action, rank, placement)
+                needed = [r for action in actions for r in needs(action, rank, placement)]
                 if not all(result in ended for result in needed):
                     break
                 for result in needed:
                     from_this_rank = placement.rank_of(result[1]) == rank
                     arrival = ended[result] + (0 if from_this_rank else cost.transfer)
                     start = max(start, arrival)
-                end = start + seconds[action.op, placement.stage_of(rank, action.chunk)]
-                ended[result_of(action, rank, placement)] = end
-                free_at[rank] = end
-                events.append(Event(rank, *action, start, end))
+                end = free_at[rank] = start + cost.of(actions, rank, placement)
+                for action in actions:
+                    ended[result_of(action, rank, placement)] = end
+                    events.append(Event(rank, *action, start, end))
                 position[rank] += 1
                 progress = True
-    for rank, actions in enumerate(schedule):
-        if position[rank] < len(actions):
-            action = actions[position[rank]]
-            kind, stage, k = next(r for r in needs(action, rank, placement) if r not in ended)
+    for rank, entries in enumerate(schedule):
+        if position[rank] < len(entries):
+            action, kind, stage, k = next(
+                (action, *result)
+                for action in actions_of(entries[position[rank]])
+                for result in needs(action, rank, placement)
+                if result not in ended
+            )
             other = placement.rank_of(stage)
             raise ScheduleError(
                 f"rank {rank}, position {position[rank]}: {action}: waits for the {kind} of"

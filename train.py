@@ -91,10 +91,11 @@ class Trainer:
             rank, placement = groups.pp.rank(), config.placement
             self.stages = pipeline_parallel.apply(model, rank, placement, config.layer_split)
             channels = pipeline_parallel.Channels(groups.pp, groups.nccl)
-            shards = config.cp * config.sequence_shards
-            self.pipeline = pipeline_parallel.Pipeline(self.stages, channels, placement, shards)
+            options = placement, config.cp * config.sequence_shards, config.ep_comm_overlap
+            self.pipeline = pipeline_parallel.Pipeline(self.stages, channels, *options)
             m = config.global_batch_size // self.dp // self.micro_batch
-            self.schedule = schedules.make(config.pipeline_schedule, config.pp, m, placement.v)
+            sizes = config.pp, m, placement.v, config.ep_comm_overlap
+            self.schedule = schedules.make(config.pipeline_schedule, *sizes)
         self.fp8 = None
         if config.fp8_recipe:
             import fp8

@@ -6,10 +6,12 @@ import torch.distributed as dist
 import fsdp
 import gpt
 import moe
+import schedules
 import sharding
 from base.model_config import MoEConfig
 from course import demo, form, ranks
 from course.mutations import moe as bugs
+from schedules import Cost
 
 WITHOUT = form.Removals()
 WITHOUT["combine-exchange"] = form.Removal(
@@ -96,6 +98,26 @@ def teach_exchanges(lesson: form.Lesson, forward: list[int], backward: list[int]
     )
 
 
+def teach_overlap(lesson: form.Lesson) -> None:
+    """A pipeline in which a forward and a backward run in turns (base/turns.py)."""
+    p, m, v = 4, 16, 2
+    lesson.predict(
+        f"A pipeline, p {p}, v {v}, m {m}: F, I and W compute for 1 each, and the all-to-alls of F"
+        " and of I take 1 too. How much faster is a step in which they travel beside another"
+        " micro-batch's computation? At most 5 / 3.",
+        "faster by the factor",
+    )
+    cost = Cost(2 / v, 2 / v, 1 / v, exchange=1 / v)
+    plain, overlap = (schedules.make("interleaved", p, m, v, overlap) for overlap in (False, True))
+    joined = [schedules.join_pairs(actions) for actions in overlap]
+    ends = [max(e.end for e in schedules.simulate(lists, cost)) for lists in (plain, joined)]
+    lesson.check(
+        f"{ends[0]:g} / {ends[1]:g} = {ends[0] / ends[1]:.2f}: warmup has nothing to join",
+        1.4 < ends[0] / ends[1] < 5 / 3,
+        [ends[0] / ends[1]],
+    )
+
+
 def teach(lesson: form.Lesson) -> None:
     dense = gpt.MLP(demo.tiny_config())
     experts = moe.MoE(demo.tiny_config(MoEConfig, num_experts=E))
@@ -124,6 +146,7 @@ def teach(lesson: form.Lesson) -> None:
     )
     demo.check_step(lesson, one, two[0] | {"loss": sum(result["loss"] for result in two)})
     teach_exchanges(lesson, two[0]["forward"], two[0]["backward"])
+    teach_overlap(lesson)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,18 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from pipeline_parallel import Program, Transfer
-from schedules import DIRECTION, Action, Cost, Event, Placement, ScheduleError, result_of
+from schedules import (
+    DIRECTION,
+    Action,
+    Cost,
+    Event,
+    Pair,
+    Placement,
+    Result,
+    ScheduleError,
+    actions_of,
+    result_of,
+)
 
 # The hardware queues of a GPU, unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise.
 QUEUES = 8
@@ -45,7 +56,7 @@ class Operation:
     """What a host has enqueued: an action, a send, a receive, or the wait for a send."""
 
     rank: int
-    entry: Action | Transfer
+    entry: Action | Pair | Transfer
     # These operations must have ended before it can start.
     after: list["Operation"]
     start: float | None = None
@@ -133,7 +144,7 @@ class Machine:
             self.connected.add(channel)
         return channel not in self.connected
 
-    def enqueue(self, device: Device, entry: Action | Transfer) -> None:
+    def enqueue(self, device: Device, entry: Action | Pair | Transfer) -> None:
         stream = "compute"
         if isinstance(entry, Transfer) and entry.op != "settle":
             stream = channel_of(entry, device.rank)
@@ -148,21 +159,29 @@ class Machine:
         device.latest[stream] = operation
         device.queues[self.queue_of[stream]].append(operation)
 
-    def awaited(self, device: Device, entry: Action | Transfer) -> list[Operation]:
+    def awaited(self, device: Device, entry: Action | Pair | Transfer) -> list[Operation]:
         """The message that an action needs, or that a `settle` waits for. Raises ScheduleError
         where no receive, or no send, has been posted."""
         if isinstance(entry, Transfer):
-            key = "send", *entry[2:]
+            keys = [("send", *entry[2:])]
         else:
-            kind, stage, k = result_of(entry, device.rank, self.placement)
-            comes_from = stage - DIRECTION[entry.op]
+            keys = [("receive", *message) for message in self.received_by(entry, device.rank)]
+        for key in keys:
+            if key not in device.transfers:
+                what = f"{entry} waits for a {key[0]} never posted"
+                raise ScheduleError(f"rank {device.rank}: {what}")
+        return [device.transfers[key] for key in keys]
+
+    def received_by(self, entry: Action | Pair, rank: int) -> list[Result]:
+        """What an action, or a Pair, needs from other ranks."""
+        messages = []
+        for action in actions_of(entry):
+            message = result_of(action, rank, self.placement)
+            comes_from = message[1] - DIRECTION[action.op]
             exists = 0 <= comes_from <= self.placement.last_stage
-            if not exists or self.placement.rank_of(comes_from) == device.rank:
-                return []
-            key = "receive", kind, stage, k
-        if key not in device.transfers:
-            raise ScheduleError(f"rank {device.rank}: {entry} waits for a {key[0]} never posted")
-        return [device.transfers[key]]
+            if exists and self.placement.rank_of(comes_from) != rank:
+                messages.append(message)
+        return messages
 
     # --- GPUs
 
@@ -187,9 +206,9 @@ class Machine:
     def end(self, operation: Operation) -> None:
         """An operation has started: say when it ends, if that is known now."""
         entry = operation.entry
-        if isinstance(entry, Action):
-            stage = self.placement.stage_of(operation.rank, entry.chunk)
-            operation.end = operation.start + self.cost.seconds(entry.op, stage)
+        if not isinstance(entry, Transfer):
+            took = self.cost.of(actions_of(entry), operation.rank, self.placement)
+            operation.end = operation.start + took
         elif entry.op == "settle":
             operation.end = operation.start
         else:
@@ -251,10 +270,11 @@ def run(
     if stuck:
         raise ScheduleError("; ".join(stuck))
     events = [
-        Event(device.rank, *operation.entry, operation.start, operation.end)
+        Event(device.rank, *action, operation.start, operation.end)
         for device in machine.devices
         for queue in device.queues.values()
         for operation in queue
-        if isinstance(operation.entry, Action)
+        if not isinstance(operation.entry, Transfer)
+        for action in actions_of(operation.entry)
     ]
     return sorted(events, key=lambda event: (event.start, event.rank))

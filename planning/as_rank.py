@@ -122,6 +122,9 @@ class Actions:
         # The pipeline's own methods.
         self.act, self.defer = pipeline.act, pipeline.defer
         pipeline.act, pipeline.defer = self.watched_act, self.watched_defer
+        if pipeline.turns:
+            # What a second thread does is not counted.
+            pipeline.turns.together = lambda first, second: (first(), second())
 
     def watched_act(self, step, action, received) -> None:
         kept = self.kept

@@ -189,6 +189,7 @@ class Layout:
     cp: int = 1
     cp_kind: str = "ring"
     data_parallel_replicate_degree: int = 1
+    ep_comm_overlap: bool = False
 
     @property
     def ranks(self) -> int:

@@ -427,10 +427,10 @@ def ends(model: MoEConfig, layout: Layout, software: Software) -> tuple[Kept, Ke
 
 
 @lru_cache(maxsize=4096)
-def in_flight(name: str, p: int, m: int, v: int, rank: int) -> np.ndarray:
+def in_flight(name: str, p: int, m: int, v: int, rank: int, overlap: bool = False) -> np.ndarray:
     """[states, 2 v] of one pipeline rank, from its list of actions (schedules.py): of each of its v
     stages, how many micro-batches are held for backward, then how many wait for their W."""
-    actions = schedules.lists(name, p, m, v)[rank]
+    actions = schedules.lists(name, p, m, v, overlap)[rank]
     changes = np.zeros((len(actions), 2 * v), dtype=int)
     for change, action in zip(changes, actions):
         change[action.chunk] = schedules.IN_FLIGHT[action.op]
@@ -459,7 +459,8 @@ def activations(model: MoEConfig, layout: Layout, software: Software, rank: int)
     name = layout.pipeline_schedule if layout.pp > 1 else "1f1b"
     # Further micro-batches repeat what 2 p of them do, except under gpipe.
     m = layout.micro_batches if name == "gpipe" else min(layout.micro_batches, 2 * layout.pp)
-    states = in_flight(name, layout.pp, m, layout.virtual_stages, rank)
+    v, overlap = layout.virtual_stages, layout.ep_comm_overlap
+    states = in_flight(name, layout.pp, m, v, rank, overlap)
     return float((states @ np.array(kept + deferred)).max()) + again
 
 

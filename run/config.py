@@ -29,6 +29,7 @@ LAYOUT = (
     "cp",
     "cp_kind",
     "ep",
+    "ep_comm_overlap",
     "virtual_stages",
     "schedule",
     "layer_split",
@@ -221,6 +222,11 @@ class RunConfig:
     )
     ep: int = flag(
         1, "expert-parallel ranks: of the data-parallel ranks, so many share the experts", least=1
+    )
+    ep_comm_overlap: bool = flag(
+        False,
+        "run a forward and a backward of another micro-batch in turns: while one sends tokens to"
+        " experts, the other computes",
     )
     reduce_dtype: str | None = flag(
         None,

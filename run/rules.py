@@ -18,6 +18,7 @@ import torch
 
 import pipeline_parallel
 import recompute
+import schedules
 import sequence_parallel
 import tensor_parallel
 from base import json_files
@@ -209,6 +210,21 @@ def check_batch(config: RunConfig, model: MoEConfig, dp: int) -> None:
             f"multiple of --pp {config.pp}; {multiples(batch, group)}"
         )
         config.refuse("global_batch_size", rule)
+    check_overlap(config, share // micro)
+
+
+def check_overlap(config: RunConfig, m: int) -> None:
+    """Check what an F and a B that run in turns need; m: micro-batches. Raises ConfigError."""
+    if not config.ep_comm_overlap:
+        return
+    if config.zero_stage == 3:
+        rule = "frees weights after a backward, which a forward of --ep-comm-overlap still needs"
+        config.refuse("zero_stage", f"{rule}; 0, 1 or 2 would fit")
+    if m < 2 * config.pp:
+        rule = (
+            f"F and B of other micro-batches need 2 x --pp {config.pp} of them, and there are {m}"
+        )
+        config.refuse("ep_comm_overlap", f"{rule}; a larger --global-batch-size would fit")
 
 
 def check_length(config: RunConfig) -> None:
@@ -302,6 +318,16 @@ NEEDS = (
     # Layout.
     Need(("cp_kind",), lambda run: run.config.cp > 1, "needs --cp 2 or more"),
     Need(("schedule", "layer_split"), lambda run: run.config.pp > 1, "needs --pp 2 or more"),
+    Need(
+        ("ep_comm_overlap",),
+        lambda run: run.config.ep > 1 and run.config.pp > 1,
+        "needs --ep 2 or more and --pp 2 or more: a pipeline has other micro-batches on their way",
+    ),
+    Need(
+        ("ep_comm_overlap",),
+        lambda run: run.config.pipeline_schedule in schedules.JOINABLE,
+        f"joins F and B of --schedule {' or '.join(schedules.JOINABLE)}; in others they would wait",
+    ),
     # Memory.
     Need(
         ("recompute_layers",),

@@ -62,6 +62,9 @@ def draw(seed: int) -> dict:
         model |= draw_experts(g_experts, model["num_layers"])
         model["micro_batch_size"] = micro
         layout["ep"] = g_experts.choice([n for n in range(1, dp + 1) if dp % n == 0])
+        may_join = layout.get("schedule") == "interleaved" and m >= 2 * pp
+        if layout["ep"] > 1 and may_join and layout["zero_stage"] < 3:
+            layout["ep_comm_overlap"] = True
     base = SMALL
     if g.random() >= 0.5:
         # one and two are fewer than some tensor-parallel ranks
