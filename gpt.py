@@ -43,6 +43,7 @@ class Context(NamedTuple):
     real: Tensor | None = None  # [b, s] bool, positions that are not padding, for experts
     rotary: tuple[Tensor, Tensor] | None = None  # cos, sin: [s, d] or [b, 1, s, d] each
     block_mask: object | None = None  # mask of documents, for fused attention on a GPU
+    future: Tensor | None = None  # [n b, s], tokens 1, 2, .. n after each one (multi_token.py)
 
 
 PLAIN = Context()
@@ -163,8 +164,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        # The frequencies of rotary positions and the initial weight of norms; families.py sets
-        # others.
+        # The frequencies of rotary positions, the initial weight of norms; families.py sets others.
         self.rotary_frequencies, self.norm_weight = rotary_frequencies, 1.0
         self.embedding = Embedding(config)
         self.blocks = nn.ModuleDict({str(n): Block(config) for n in range(config.num_layers)})

@@ -12,7 +12,7 @@ counts the parameters and the FLOPs of a shape.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 # The linear layers of a block, and the module that each is in; gate is Llama's.
@@ -91,6 +91,8 @@ class GPTConfig:
     query_rank: int = 0
     rope_head_dim: int = 0
     value_head_dim: int = 0
+    # The modules that predict further tokens, in training and as drafts (run/multi_token.py).
+    mtp_layers: int = 0
     # The values of fields that another type of model allows instead of those in CHOICES.
     own_choices: ClassVar[dict[str, tuple]] = {}
     # Whether a token sees only itself and those before it.
@@ -175,6 +177,7 @@ class GPTConfig:
             self.check_rotary(a, d)
         self.check_norms()
         self.check_latents()
+        self.check_modules()
         if not 0 <= self.sliding_window < 2**31:
             rule = "must be at least 1, or 0 for none, and below 2^31"
             raise FieldError("sliding_window", self.sliding_window, rule)
@@ -188,6 +191,15 @@ class GPTConfig:
         if self.attention == "fused" and self.dropout > 0:
             rule = "never sees the probabilities that {dropout} would mask; explicit would fit"
             raise FieldError("attention", "fused", rule + ", or dropout 0", dropout=self.dropout)
+
+    def check_modules(self) -> None:
+        if not 0 <= self.mtp_layers < self.seq_length:
+            rule = "must be at least 0 and below {seq_length}"
+            raise FieldError("mtp_layers", self.mtp_layers, rule, seq_length=self.seq_length)
+        for field in ("post_norm", "parallel_block"):
+            if self.mtp_layers and getattr(self, field):
+                rule = f"a module's block has norms before attention and MLP; this model {field}"
+                raise FieldError("mtp_layers", self.mtp_layers, rule, 0)
 
     def check_norms(self) -> None:
         if self.qk_norm and self.norm.startswith("layernorm"):
@@ -389,6 +401,13 @@ class MoEConfig(GPTConfig):
 # config is a GPTConfig, or a MoEConfig for experts.
 
 
+def with_modules(config: GPTConfig) -> GPTConfig:
+    """The shape whose last layers are the blocks of the modules of run/multi_token.py."""
+    if not config.mtp_layers:
+        return config
+    return replace(config, num_layers=config.num_layers + config.mtp_layers, mtp_layers=0)
+
+
 def num_mlps(config: GPTConfig, of_each_layer_with_experts: str) -> tuple[int, int]:
     """(MLPs of the whole model, layers with experts). The named field is the number of MLPs of a
     layer with experts: num_experts, or router_topk for those that one token goes through."""
@@ -430,13 +449,15 @@ def least_parameters(config: GPTConfig) -> int:
     building the model."""
     if config.encoders:
         return sum(map(least_parameters, config.encoders))
-    h = config.hidden_size
+    h, modules = config.hidden_size, config.mtp_layers
+    config = with_modules(config)
     mlps, experts = num_mlps(config, "num_experts")
     routers = experts * h * getattr(config, "num_experts", 0)
     vectors = config.vocab_size * (1 if config.tied else 2)
     if config.positions == "learned":
         vectors += config.seq_length
-    return block_matrices(config, mlps) + routers + h * (vectors + h * config.head_transform)
+    vectors += h * (config.head_transform + 2 * modules)
+    return block_matrices(config, mlps) + routers + h * vectors
 
 
 def flops_per_token(config: GPTConfig, s: int | None = None) -> float:
@@ -451,14 +472,16 @@ def flops_per_token(config: GPTConfig, s: int | None = None) -> float:
     Only the experts that a token goes through count, and the router. Those of an encoder-decoder
     are the FLOPs of a sequence, over the tokens of its source.
     """
-    h = config.hidden_size
+    h, modules = config.hidden_size, config.mtp_layers
+    config = with_modules(config)
     if config.target_length:
         return encoder_decoder_flops(config, s or config.seq_length) / (s or config.seq_length)
     mlps, experts = num_mlps(config, "router_topk")
     weights = block_matrices(config, mlps) + experts * h * getattr(config, "num_experts", 0)
     s = s or config.seq_length
     scores = 6 * config.num_layers * s * config.num_heads * (config.head_dim + config.value_size)
-    return 6 * (weights + h * (config.vocab_size + h * config.head_transform)) + scores
+    vectors = (1 + modules) * config.vocab_size + h * (config.head_transform + 2 * modules)
+    return 6 * (weights + h * vectors) + scores
 
 
 def encoder_decoder_flops(config: GPTConfig, n: int) -> float:

@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 
 from base import json_files
 from base.errors import InputError
-from base.model_config import MoEConfig, least_parameters
+from base.model_config import MoEConfig, least_parameters, with_modules
 from run import world
 
 FORMAT = 2
@@ -224,11 +224,11 @@ def fixed_fields(config: MoEConfig, weights_only: bool = False) -> dict[str, Any
     """The fields of a model that a checkpoint must agree with, and their values.
 
     Free are the fields on which no weight's shape or meaning depends: dropout, initial values, the
-    attention kernel, coefficients of a router's losses and, where positions are computed, the
-    sequence lengths. weights_only: training begins anew from the weights, and may choose another
-    router or have other labels."""
+    attention kernel, coefficients of a router's losses, modules behind the last layer and, where
+    positions are computed, the sequence lengths. weights_only: training begins anew from the
+    weights, and may choose another router or have other labels."""
     free = {"dropout", "attention", "router_temperature", "capacity_factor", "aux_loss", "z_loss"}
-    free.add("init_std")
+    free |= {"init_std", "mtp_layers"}
     if config.positions != "learned":
         free |= {"seq_length", "target_length"}
     if weights_only:
@@ -307,7 +307,7 @@ def check_sizes(config: MoEConfig, shapes: dict[str, list[int]]) -> None:
     its first number is its layer's, also in Hugging Face's names. Raises ValueError."""
     layers = [re.match(r".*?\.\d{1,6}\.", name) for name in shapes]
     num_layers = len({layer[0] for layer in layers if layer})
-    if config.num_layers + config.layers_beside != num_layers:
+    if with_modules(config).num_layers + config.layers_beside != num_layers:
         raise ValueError(
             f"num_layers {config.num_layers}: there are tensors of {num_layers} layers"
         )

@@ -398,7 +398,8 @@ class RunConfig:
         if not self.load:
             return self.presets[self.model][0]
         index = checkpoint.read_model(self.base(), self.value_head, self.shape_class)[1]
-        return index["model"] | {"attention": ""}
+        # A model does not need its modules of run/multi_token.py.
+        return index["model"] | {"attention": "", "mtp_layers": 0}
 
     def base(self) -> Path:
         """The checkpoint that --load names. If it is gone, a resumed run of a whole model finds the

@@ -20,7 +20,7 @@ import torch
 
 import fsdp
 import sharding
-from base.model_config import MoEConfig, least_parameters, mlp_matrices
+from base.model_config import MoEConfig, least_parameters, mlp_matrices, with_modules
 from run.config import ConfigError, RunConfig
 from run.world import World
 from tensor_parallel import vocabulary_multiple
@@ -35,7 +35,7 @@ def parameters(model: MoEConfig) -> tuple[int, int]:
         # A model of pictures may have layers of several sizes. All its parameters are counted.
         with torch.device("meta"):
             return sharding.num_parameters(model.make()), 0
-    experts = len(model.expert_layers) * model.num_experts * mlp_matrices(model)
+    experts = len(with_modules(model).expert_layers) * model.num_experts * mlp_matrices(model)
     return least_parameters(model) - experts, experts
 
 

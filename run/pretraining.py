@@ -85,6 +85,12 @@ class Config(TextConfig):
             "must be at most 0.99 with --optimizer-state bf16",
         ),
         Need(("optimizer",), lambda run: run.config.optimizer_state == "fp32", "has fp32 state"),
+        Need(
+            ("mtp_layers",),
+            lambda run: not run.config.frozen,
+            "trains modules and the model together, and the model of --load stays frozen",
+        ),
+        Need(("mtp_loss_weight",), lambda run: run.config.mtp_layers, "needs --mtp-layers"),
     )
     supports_as_rank: ClassVar[bool] = True
     other_training: ClassVar[str] = "; python -m finetune.sft learns from conversations"
@@ -96,6 +102,8 @@ class Config(TextConfig):
     rotary_base: float | None = flag(None, "base of the rotary angles")
     rotary_share: float | None = flag(None, "share of a head that is rotated")
     init_std: float | None = flag(None, "standard deviation of initial weights, gpt.py")
+    mtp_layers: int = flag(0, "modules that predict further tokens, arXiv 2412.19437", least=0)
+    mtp_loss_weight: float = flag(0.3, "of their mean loss, beside the next token's", least=0)
     adam_beta1: float = flag(0.9, "decay of Adam's first moment", least=0)
     adam_beta2: float = flag(0.95, "decay of Adam's second moment", least=0)
     optimizer: str = flag("adamw", "muon: of the matrices of blocks", ("adamw", "muon"))
@@ -118,7 +126,11 @@ class Config(TextConfig):
     )
 
     def task(self) -> Task:
-        return Pretraining()
+        if not self.mtp_layers:
+            return Pretraining()
+        from run.multi_token import MultiToken
+
+        return MultiToken(self.mtp_loss_weight)
 
 
 class Pretraining(Task):
