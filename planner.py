@@ -80,21 +80,27 @@ def head(rank: Rank) -> float:
     """
     halves = {rank.half(False), rank.half(True)}
     rank = rank.half(True)
-    logits = rank.tokens * rank.model.vocab_size / rank.layout.tp
+    modules = rank.model.mtp_layers
+    tokens = (1 + modules) * rank.tokens
+    logits = tokens * rank.model.vocab_size / rank.layout.tp
     # The gradient of the head's input is summed, and the parts of the embedding, of each half.
-    waits = rank.collective("tp", rank.activation, passes=2)
+    waits = rank.collective("tp", (1 + modules) * rank.activation, passes=2)
+    # Of a module: the parts of the embedding, and its matrix [h, 2h].
+    runs = 1 + (rank.layout.recompute == "full" and rank.layout.recompute_layers is None)
+    waits += modules * runs * rank.collective("tp", rank.activation, passes=2)
     for half in halves if rank.layout.pp == 1 else ():
         waits += half.collective("tp", half.activation, passes=2)
     # The loss reduces the largest logit, then the sum of exponentials and the target's logit, in 32
     # bits.
-    waits += rank.collective("tp", 4 * rank.tokens, passes=2)
-    waits += rank.collective("tp", 8 * rank.tokens, passes=2)
+    waits += rank.collective("tp", 4 * tokens, passes=2)
+    waits += rank.collective("tp", 8 * tokens, passes=2)
     again = rank.layout.head_chunk > 0
     loss = (LOSS + LOSS_AGAIN * again) * logits / rank.bytes_per_second
     # Chunks multiply again in backward; a frozen matrix has no gradient.
     multiplied = 6 + 2 * again - (2 if rank.software.lora_rank else 0)
     h = rank.model.hidden_size
     transform = 6 * rank.tokens * h * h * rank.model.head_transform
+    transform += 4 * (2 + runs) * rank.tokens / rank.sequence_ranks * h * h * modules
     return rank.matmul(multiplied * logits * h + transform) + loss + waits
 
 
@@ -109,7 +115,7 @@ def pipeline(rank: Rank) -> float:
         send = rank.send(rank.activation / rank.sequence_ranks)
     # Each chunk and micro-batch sends activations and gradients; more while the pipeline fills.
     count = 2 * (layout.micro_batches * layout.virtual_stages + layout.pp - 1)
-    is_summed = model.tied and not rank.software.lora_rank
+    is_summed = (model.tied or model.mtp_layers) and not rank.software.lora_rank
     tied = model.vocab_size * model.hidden_size / layout.tp if is_summed else 0
     return count * send + rank.send(rank.software.gradient * tied)
 

@@ -51,6 +51,8 @@ class GPTConfig:
     rotary_base: float = 10000.0
     # The standard deviation of initial weights, over √(2L) before a residual sum.
     init_std: float = 0.02
+    # The modules that predict further tokens, in training and as drafts (run/multi_token.py).
+    mtp_layers: int = 0
     # 0 means h / a.
     head_dim: int = 0
     # One of layernorm and rmsnorm; with 1p they multiply by 1 + weight (Nemotron, Gemma).
@@ -91,8 +93,6 @@ class GPTConfig:
     query_rank: int = 0
     rope_head_dim: int = 0
     value_head_dim: int = 0
-    # The modules that predict further tokens, in training and as drafts (run/multi_token.py).
-    mtp_layers: int = 0
     # The values of fields that another type of model allows instead of those in CHOICES.
     own_choices: ClassVar[dict[str, tuple]] = {}
     # Whether a token sees only itself and those before it.

@@ -39,7 +39,7 @@ import numpy as np
 
 import pipeline_parallel
 import schedules
-from base.model_config import MoEConfig, attention_matrices, mlp_matrices
+from base.model_config import MoEConfig, attention_matrices, mlp_matrices, with_modules
 from planning.inputs import Layout, Software
 from run import least_memory
 from schedules import Placement
@@ -83,14 +83,16 @@ def stages(
 ) -> Stages:
     """recomputed, fp8: numbers of layers."""
     found = []
-    decoder = model.cross_layers
+    decoder, deeper = model.cross_layers, with_modules(model)
     halves_end = (decoder.start - 1, decoder.stop - 1) if decoder else ()
     for number, layers in enumerate(
         pipeline_parallel.layers_of_stages(model.num_layers, placement, split)
     ):
+        if number == p * v - 1:
+            layers = range(layers.start, deeper.num_layers)
         types = Counter(
             BlockType(
-                layer in model.expert_layers,
+                layer in deeper.expert_layers,
                 layer in recomputed,
                 layer in fp8,
                 layer in model.cross_layers,
@@ -111,7 +113,8 @@ def stages_of(model: MoEConfig, layout: Layout, software: Software) -> Stages:
     if layout.recompute != "none":
         # A frozen model needs no gradient of the first layer's input, and never recomputes it.
         first = 1 if software.lora_rank else 0
-        again = range(first, L if layout.recompute_layers is None else layout.recompute_layers)
+        every = with_modules(model).num_layers
+        again = range(first, every if layout.recompute_layers is None else layout.recompute_layers)
     skip = software.fp8_skip
     fp8 = range(0) if software.fp8 == "off" else range(skip, L - skip)
     return stages(model, layout.placement, layout.layer_split, again, fp8)
@@ -175,6 +178,10 @@ def parameters(
     ends = of_rank[0].embedding + of_rank[-1].head
     if model.tied and layout.pp == 1:
         ends = 1
+    if model.mtp_layers and of_rank[-1].head:
+        outside += 2 * model.mtp_layers * model.hidden_size**2
+        # The modules read a copy of the embedding; of a tied one the head has it.
+        ends += layout.pp > 1 and not model.tied
     if model.head_transform and of_rank[-1].head:
         outside += model.hidden_size**2
     return outside + ends * vocabulary(model, layout), experts
@@ -414,13 +421,18 @@ def ends(model: MoEConfig, layout: Layout, software: Software) -> tuple[Kept, Ke
     if size.frozen:
         # Before LoRA's first matrices nothing needs a gradient: nor does the first norm's input.
         embedding = -norm
+    depths, modules = 1 + model.mtp_layers, model.mtp_layers
+    # Of a module two norms, and what its matrix reads.
+    again = layout.recompute == "full" and layout.recompute_layers is None
+    beside = 0.0 if again else modules * (2 * size.norm(size.x) + 2 * size.x)
     if size.layout.head_chunk:
-        return Kept(embedding), Kept(norm + size.whole)
+        return Kept(embedding), Kept(beside + depths * (norm + size.whole))
     logits = size.logits * size.widened
     if size.frozen:
         # It has no use for its input.
         return Kept(embedding), Kept(norm + logits)
-    return Kept(embedding), Kept(norm + size.x + logits, 0.0, size.whole + size.logits)
+    deferred = depths * (size.whole + size.logits) + modules * 3 * size.x
+    return Kept(embedding), Kept(beside + depths * (norm + size.x + logits), 0.0, deferred)
 
 
 # --- at the peak of the step ----------------------------------------------------------------------
@@ -535,7 +547,7 @@ def buffers(model: MoEConfig, layout: Layout, software: Software, rank: int) -> 
     messages = 3 * size.x if layout.pp > 1 else 0.0
     # The logits in the model's type.
     share = min(1.0, layout.head_chunk / of_head.tokens) if layout.head_chunk else 1.0
-    logits = of_rank[-1].head * share * of_head.logits
+    logits = of_rank[-1].head * share * (1 + model.mtp_layers) * of_head.logits
     return {
         "gathered": units * software.weight if stage == 3 else 0.0,
         "summed": summed * software.gradient if stage >= 2 else 0.0,

@@ -22,7 +22,6 @@ passes x on. In a pipeline it is on the last stage, with a copy of the embedding
 gradients `sum_tied` of pipeline_parallel.py adds.
 
     python train.py --mtp-layers 1 --out runs/mtp
-    python generate.py --checkpoint runs/mtp --temperature 0 --speculative --prompt "def "
 
 Not covered: a last norm of each module, as in DeepSeek-V3's files; modules in FP8 (they follow the
 last layers, which --fp8-skip leaves out); the export to a Hugging Face folder leaves modules out.
@@ -42,8 +41,7 @@ from base.groups import Groups
 from base.model_config import GPTConfig, with_modules
 from pipeline_parallel import TIED
 from run.data import Batch, Dataset
-from run.pretraining import Pretraining
-from run.task import WholeModel
+from run.task import Task, WholeModel
 
 # --- the modules ----------------------------------------------------------------------------------
 
@@ -165,13 +163,20 @@ class WithModules(WholeModel):
         share_embedding(stage, self.has_embedding)
 
 
-class MultiToken(Pretraining):
+class MultiToken(Task):
     """The task of learning text, the next token and further ones."""
 
-    def __init__(self, weight: float):
-        """weight: λ, of the mean loss of the modules (DeepSeek-V3: 0.3, later 0.1)."""
+    def __init__(self, text: Task, weight: float):
+        """text: the task of the next token, whose data these are. weight: λ, of the mean loss of
+        the modules (DeepSeek-V3: 0.3, later 0.1)."""
         super().__init__(WithModules())
-        self.weight = weight
+        self.text, self.weight = text, weight
+        self.open_data, self.data_name = text.open_data, text.data_name
+        self.sample_prompt = text.sample_prompt
+
+    def join(self, trainer) -> None:
+        super().join(trainer)
+        self.text.join(trainer)
 
     def built(self) -> None:
         modules = modules_of(self.model_config, Groups()).values()

@@ -87,8 +87,8 @@ class Config(TextConfig):
         Need(("optimizer",), lambda run: run.config.optimizer_state == "fp32", "has fp32 state"),
         Need(
             ("mtp_layers",),
-            lambda run: not run.config.frozen,
-            "trains modules and the model together, and the model of --load stays frozen",
+            lambda run: not run.config.load,
+            "learn together with the model from its first step, and --load gives a model alone",
         ),
         Need(("mtp_loss_weight",), lambda run: run.config.mtp_layers, "needs --mtp-layers"),
     )
@@ -130,7 +130,7 @@ class Config(TextConfig):
             return Pretraining()
         from run.multi_token import MultiToken
 
-        return MultiToken(self.mtp_loss_weight)
+        return MultiToken(Pretraining(), self.mtp_loss_weight)
 
 
 class Pretraining(Task):

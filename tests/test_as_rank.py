@@ -287,7 +287,10 @@ def test_the_output_in_the_documentation():
     assert as_rank.lines(said(command.replace("\\\n", " "))) == output.splitlines()
 
 
-@pytest.mark.parametrize("flags", [GPT, LLAMA, QWEN3, MISTRAL], ids=lambda flags: flags["model"])
+MODELS = [GPT, LLAMA, QWEN3, MISTRAL, LLAMA | dict(mtp_layers=2)]
+
+
+@pytest.mark.parametrize("flags", MODELS, ids=lambda flags: flags["model"])
 def test_flops_are_those_of_the_model(flags):
     """Explicit attention computes all s² scores, also those out of a window."""
     config = trainer.Config(**flags | dict(attention="explicit"))

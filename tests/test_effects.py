@@ -40,6 +40,7 @@ VALUES = dict(
     rotary_share=0.5, init_std=0.1, adam_beta1=0.5, adam_beta2=0.5, decay_steps=1, fp8_history=1,
     lr_schedule="linear", wsd_decay_steps=1, ep_comm_overlap=True,
     cache="elsewhere", date="2026-11-26", encoder_layers=2, target_length=24,
+    mtp_layers=2, mtp_loss_weight=0.1,
 )  # fmt: skip
 # a kind of run -> what OTHER stands for
 OTHER = {"reward": "dpo", "dpo": "reward", "grpo": "ppo", "ppo": "grpo"}

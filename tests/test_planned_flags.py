@@ -30,6 +30,7 @@ CASES = {
     "ffn_hidden_size": ({}, 512),
     "seq_length": ({}, 64),
     "vocab_size": ({}, 1024),
+    "mtp_layers": ({}, 2),
     "head_dim": ({}, 64),
     "norm": (dict(kernels="off"), "rmsnorm"),
     "activation": ({}, "swiglu"),

@@ -117,6 +117,13 @@ def test_chunks_of_the_head():
     assert predicted(flags, ("tensor", "head"), 2) == pytest.approx(called(flags, "tp", 2))
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_modules(recompute):
+    """Of multi-token prediction: their blocks, lookups, and rows of the head."""
+    flags = dict(tp=2, mtp_layers=2, global_batch_size=6, recompute=recompute)
+    assert predicted(flags, ("tensor", "head"), 2) == pytest.approx(called(flags, "tp", 2))
+
+
 def test_heads_of_another_size():
     tensor = QWEN3 | dict(tp=4, global_batch_size=6)
     assert predicted(tensor, ("tensor", "head"), 4) == pytest.approx(called(tensor, "tp", 4))
