@@ -88,7 +88,7 @@ def stages(
     for number, layers in enumerate(
         pipeline_parallel.layers_of_stages(model.num_layers, placement, split)
     ):
-        if number == p * v - 1:
+        if number == placement.last_stage:
             layers = range(layers.start, deeper.num_layers)
         types = Counter(
             BlockType(

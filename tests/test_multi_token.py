@@ -39,6 +39,7 @@ def of_family(name: str, base: dict = LLAMA) -> dict:
         again(GPT2, 2, [*STAGES, dict(tp=2), SEQUENCE | dict(recompute="selective")]),
         again(GROUPED, 4, [ZB | dict(tp=2), *(dict(pp=2) | stage for stage in STAGES)]),
         again(GPT2 | dict(num_layers=4), 2, [TWICE, TWICE | dict(layer_split=[1, 1, 2, 0])]),
+        again(GPT2 | dict(optimizer="muon"), 4, [dict(pp=2, tp=2), dict(pp=2, zero_stage=3)]),
         again(GPT2, 4, [dict(cp=4), SEQUENCE | dict(cp=2), dict(pp=2, cp=2)]),
         again(GPT2, 2, [dict(cp=2, cp_kind="all-to-all", zero_stage=3)]),
         again(GPT2, 4, [dict(zero_stage=z, data_parallel_replicate_degree=2) for z in (2, 3)]),
