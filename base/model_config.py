@@ -177,7 +177,12 @@ class GPTConfig:
             self.check_rotary(a, d)
         self.check_norms()
         self.check_latents()
-        self.check_modules()
+        self.check_range(
+            "mtp_layers", 0, self.seq_length - 1, "must be from 0 to a sequence's tokens"
+        )
+        if self.mtp_layers and (self.post_norm or self.parallel_block):
+            rule = "needs norms before attention and MLP: not post_norm, not parallel_block"
+            raise FieldError("mtp_layers", self.mtp_layers, rule, 0)
         if not 0 <= self.sliding_window < 2**31:
             rule = "must be at least 1, or 0 for none, and below 2^31"
             raise FieldError("sliding_window", self.sliding_window, rule)
@@ -191,15 +196,6 @@ class GPTConfig:
         if self.attention == "fused" and self.dropout > 0:
             rule = "never sees the probabilities that {dropout} would mask; explicit would fit"
             raise FieldError("attention", "fused", rule + ", or dropout 0", dropout=self.dropout)
-
-    def check_modules(self) -> None:
-        if not 0 <= self.mtp_layers < self.seq_length:
-            rule = "must be at least 0 and below {seq_length}"
-            raise FieldError("mtp_layers", self.mtp_layers, rule, seq_length=self.seq_length)
-        for field in ("post_norm", "parallel_block"):
-            if self.mtp_layers and getattr(self, field):
-                rule = f"a module's block has norms before attention and MLP; this model {field}"
-                raise FieldError("mtp_layers", self.mtp_layers, rule, 0)
 
     def check_norms(self) -> None:
         if self.qk_norm and self.norm.startswith("layernorm"):
@@ -403,9 +399,8 @@ class MoEConfig(GPTConfig):
 
 def with_modules(config: GPTConfig) -> GPTConfig:
     """The shape whose last layers are the blocks of the modules of run/multi_token.py."""
-    if not config.mtp_layers:
-        return config
-    return replace(config, num_layers=config.num_layers + config.mtp_layers, mtp_layers=0)
+    layers = config.num_layers + config.mtp_layers
+    return replace(config, num_layers=layers, mtp_layers=0) if config.mtp_layers else config
 
 
 def num_mlps(config: GPTConfig, of_each_layer_with_experts: str) -> tuple[int, int]:

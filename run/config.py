@@ -398,7 +398,6 @@ class RunConfig:
         if not self.load:
             return self.presets[self.model][0]
         index = checkpoint.read_model(self.base(), self.value_head, self.shape_class)[1]
-        # A model does not need its modules of run/multi_token.py.
         return index["model"] | {"attention": "", "mtp_layers": 0}
 
     def base(self) -> Path:

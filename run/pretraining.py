@@ -85,11 +85,7 @@ class Config(TextConfig):
             "must be at most 0.99 with --optimizer-state bf16",
         ),
         Need(("optimizer",), lambda run: run.config.optimizer_state == "fp32", "has fp32 state"),
-        Need(
-            ("mtp_layers",),
-            lambda run: not run.config.load,
-            "learn together with the model from its first step, and --load gives a model alone",
-        ),
+        Need(("mtp_layers",), lambda run: not run.config.load, "--load gives a model without them"),
         Need(("mtp_loss_weight",), lambda run: run.config.mtp_layers, "needs --mtp-layers"),
     )
     supports_as_rank: ClassVar[bool] = True
@@ -126,11 +122,11 @@ class Config(TextConfig):
     )
 
     def task(self) -> Task:
-        if not self.mtp_layers:
-            return Pretraining()
-        from run.multi_token import MultiToken
+        if self.mtp_layers:
+            from run.multi_token import MultiToken
 
-        return MultiToken(Pretraining(), self.mtp_loss_weight)
+            return MultiToken(Pretraining(), self.mtp_loss_weight)
+        return Pretraining()
 
 
 class Pretraining(Task):

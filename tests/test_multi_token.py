@@ -163,7 +163,7 @@ def test_parameters_and_evaluation():
     "flags, words",
     [
         ("--mtp-loss-weight 0.1", ["--mtp-loss-weight 0.1", "--mtp-layers"]),
-        ("--mtp-layers 128", ["--mtp-layers 128", "below --seq-length 128"]),
+        ("--mtp-layers 128", ["--mtp-layers 128", "a sequence's tokens"]),
         ("--mtp-layers 1 --model falcon-180b", ["--mtp-layers 1", "parallel_block"]),
         ("--mtp-layers 1 --load x", ["--load"]),
     ],
