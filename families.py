@@ -9,7 +9,7 @@ has a field of GPTConfig (base/model_config.py):
                 RMSNorm whose weight is stored less 1; gelu in the gate  norm, activation
     BLOOM       a norm of the embedding; ALiBi                           embedding_norm, positions
     Mistral     a sliding window                                         sliding_window
-    Llama 3.1   rotary frequencies for longer sequences                  rotary_factor, ..
+    Llama 3.1   rotary angles for longer sequences; YaRN's               rotary_factor, ..
     GPT-1       norms after the residual addition, not before            post_norm
     Falcon      attention and MLP both read x; GELU by erf               parallel_block, activation
     Nemotron    LayerNorm whose weight is stored less 1; relu(x)²        norm, activation
@@ -47,7 +47,6 @@ from torch import Tensor, nn
 
 import gpt
 from base.model_config import GPTConfig
-from base.rotary import rotary_frequencies
 
 # --- GPT-1, Qwen3, Gemma, Llama 3.1 ---------------------------------------------------------------
 
@@ -157,18 +156,6 @@ ACTIVATIONS = {
     "swiglu": gpt.SwiGLU,
     "geglu": GeGLU,
 }
-
-
-def llama3_frequencies(config: GPTConfig, device: torch.device) -> Tensor:
-    """The rotary frequencies of Llama 3.1, for longer sequences. [d/2], float64
-
-    A pair that turns less than `low` times in the original length turns slower by the factor; one
-    that turns more than `high` times does not change; the others are interpolated."""
-    frequency = rotary_frequencies(config, device)
-    low, high = config.rotary_low_frequency, config.rotary_high_frequency
-    turns = config.rotary_original_length * frequency / (2 * math.pi)
-    stays = ((turns - low) / (high - low)).clamp(0, 1)
-    return stays * frequency + (1 - stays) * frequency / config.rotary_factor
 
 
 # --- latent attention: DeepSeek-V2 and V3 ---------------------------------------------------------
@@ -347,7 +334,9 @@ def apply(model: gpt.GPT) -> None:
         for name, p in model.named_parameters():
             p.data.copy_(model.init_parameter(name, p.shape, gpt.generator(0, name)))
     if config.rotary_factor != 1:
-        model.rotary_frequencies = llama3_frequencies
+        from base import rotary_scaling
+
+        model.rotary_frequencies = rotary_scaling.FREQUENCIES[config.rotary_scaling]
 
 
 def apply_to_block(block: gpt.Block, config: GPTConfig) -> None:

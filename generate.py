@@ -175,7 +175,7 @@ class ModelRunner:
             at = cache.prefill_positions(s, self.device).clamp(max=self.config.seq_length - 1)
         else:
             at = cache.positions[:, None, None]
-        return rotary_at(self.frequencies, at, self.like)
+        return rotary_at(self.frequencies, at, self.like, self.config.rotary_scale)
 
 
 def at_column(x: Tensor, last_column: Tensor, cache: Cache) -> Tensor:

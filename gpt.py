@@ -199,7 +199,7 @@ class GPT(nn.Module):
         if self.config.positions != "rotary":
             return None
         frequencies = self.rotary_frequencies(self.config, like.device)
-        return rotary_table(frequencies, s, like, documents)
+        return rotary_table(frequencies, s, like, documents, self.config.rotary_scale)
 
     def init_parameter(self, name: str, shape, generator: torch.Generator) -> Tensor:
         """The initial value of one whole parameter, float32 on the CPU: normal, standard deviation

@@ -335,18 +335,11 @@ DECAYS = {
     "cosine": lambda r: 0.5 * (1 + math.cos(math.pi * r)),
     "linear": lambda r: 1 - r,
     "wsd": lambda r: 2 * 0.5**r - 1,
-    "constant": lambda r: 1.0,
 }
 
 
 def learning_rate(
-    step: int,
-    peak: float,
-    minimum: float,
-    warmup: int,
-    total: int,
-    schedule: str = "cosine",
-    decay: int = 0,
+    step: int, peak: float, minimum: float, warmup: int, total: int, schedule="cosine", decay=0
 ) -> float:
     """Linear warmup to `peak` over `warmup` steps, then down to `minimum` at step `total`, by
     default along half a cosine (GPT-3, arXiv 2005.14165, appendix B). wsd stays at the peak until

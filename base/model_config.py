@@ -80,12 +80,17 @@ class GPTConfig:
     parallel_block: bool = False
     # The share of each head's numbers that rotary positions rotate (Nemotron: 1/2).
     rotary_share: float = 1.0
-    # Scaling of rotary angles, for longer sequences than the original length (Llama 3,
-    # families.llama3_frequencies). With 1 there is none, and the next three fields have no effect.
+    # Scaling of rotary angles, for longer sequences than the original length (families.py): llama3
+    # or yarn. With factor 1 there is none, and the next five fields have no effect.
     rotary_factor: float = 1.0
+    rotary_scaling: str = "llama3"
+    # A pair that turns less than `low` times in the original length turns slower by the factor, one
+    # that turns more than `high` times does not change; 0 means 4, or 32 for yarn.
     rotary_low_frequency: float = 1.0
-    rotary_high_frequency: float = 4.0
+    rotary_high_frequency: float = 0.0
     rotary_original_length: int = 8192
+    # yarn's factor of cos and sin; 0 means 0.1 ln(rotary_factor) + 1.
+    rotary_attention: float = 0.0
     # Multi-head latent attention (DeepSeek-V2, families.LatentAttention): the sizes of the latents
     # of keys and values, and of queries; 0 means none. Then how many of a head's numbers are
     # rotated, and the size of a head's value; 0 means head_dim.
@@ -111,6 +116,7 @@ class GPTConfig:
         self.check_types()
         self.set_default("num_kv_heads", self.num_heads)
         self.set_default("ffn_hidden_size", 4 * self.hidden_size)
+        self.set_default("rotary_high_frequency", 32.0 if self.rotary_scaling == "yarn" else 4.0)
         self.set_default("attention", "explicit" if self.dropout else "fused")
         if not self.head_dim:
             object.__setattr__(self, "head_dim", self.head_size())
@@ -123,6 +129,13 @@ class GPTConfig:
     def cross_layers(self) -> range:
         """The layers with cross attention: an encoder-decoder's decoder."""
         return range(self.encoder_layers, self.num_layers if self.target_length else 0)
+
+    @property
+    def rotary_scale(self) -> float:
+        """The factor of cos and sin: √(1/t), t YaRN's temperature (arXiv 2309.00071, eq. 22)."""
+        if self.rotary_scaling != "yarn":
+            return 1.0
+        return self.rotary_attention or 0.1 * math.log(self.rotary_factor) + 1
 
     @property
     def gated(self) -> bool:
@@ -239,6 +252,9 @@ class GPTConfig:
         if not 0 < low < high < math.inf:
             rule = "must be above 0 and below {rotary_high_frequency}"
             raise FieldError("rotary_low_frequency", low, rule, rotary_high_frequency=high)
+        if self.rotary_scaling == "yarn":
+            self.check_range("rotary_base", 1.01, 1e30, "must be from 1.01 to 1e+30 for yarn")
+            self.check_range("rotary_attention", 0, 1e30, "must be from 0 to 1e+30")
 
     def check_size(self, field: str) -> None:
         power = 16 if field == "num_layers" else 31
@@ -261,6 +277,7 @@ CHOICES = {
     "activation": ("gelu", "exact-gelu", "squared-relu", "swiglu", "geglu"),
     "positions": ("learned", "rotary", "alibi"),
     "attention_bias": ("all", "qkv", "none"),
+    "rotary_scaling": ("llama3", "yarn"),
 }
 # The defaults of the two families.
 GPT2 = dict(

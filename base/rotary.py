@@ -44,18 +44,21 @@ def rotary_frequencies(config: GPTConfig, device: torch.device) -> Tensor:
 
 
 def rotary_table(
-    frequencies: Tensor, s: int, like: Tensor, documents: Tensor | None = None
+    frequencies: Tensor, s: int, like: Tensor, documents: Tensor | None = None, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of position * frequency, twice over: [s, d] or [b, 1, s, d] each.
 
-    like: has their device and dtype; documents: [b, s], each restarts positions."""
+    like: has their device and dtype; documents: [b, s], each restarts positions; scale: their
+    factor (YaRN)."""
     at = torch.arange(s, device=like.device)
     if documents is not None:
         at = positions_of(documents).unsqueeze(1)  # [b, 1, s]
-    return rotary_at(frequencies, at, like)
+    return rotary_at(frequencies, at, like, scale)
 
 
-def rotary_at(frequencies: Tensor, at: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """(cos, sin) of positions `at`, of any shape: [.., d] each."""
+def rotary_at(
+    frequencies: Tensor, at: Tensor, like: Tensor, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of positions `at`, of any shape, times a scale: [.., d] each."""
     angle = at.double().unsqueeze(-1) * frequencies.repeat(2)  # [.., d]
-    return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
+    return (scale * angle.cos()).to(like.dtype), (scale * angle.sin()).to(like.dtype)

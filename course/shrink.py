@@ -39,7 +39,7 @@ SHOWN = (
 # The fields that make a family.
 PARTS = (
     "llama norm activation positions attention_bias mlp_bias tied qk_norm embedding_norm"
-    " embedding_scale rotary_factor rotary_share parallel_block"
+    " embedding_scale rotary_factor rotary_scaling rotary_share parallel_block"
 ).split()
 
 

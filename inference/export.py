@@ -121,7 +121,8 @@ class Graph(nn.Module):
         rotary = None
         if self.has_rotary:
             like = next(model.parameters())
-            rotary = rotary_at(self.frequencies, positions.unsqueeze(1), like)  # [b, 1, s, d]
+            at = positions.unsqueeze(1)  # [b, 1, s]
+            rotary = rotary_at(self.frequencies, at, like, model.config.rotary_scale)
         x = model.embedding(tokens)  # [b, s, h]
         for block in model.blocks.values():
             x = block(x, Context(rotary=rotary))

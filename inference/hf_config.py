@@ -12,6 +12,7 @@ read again, is the same: nothing else says which class a model is exported as.
 import contextlib
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,12 @@ NOT_ZERO = {
     "sliding_window": "no window",
     "num_decoder_layers": "as many as num_layers",
 }
-# With rope_type llama3: field of rope_parameters -> field of GPTConfig.
-LLAMA3_ROPE = {
-    "factor": "rotary_factor",
-    "low_freq_factor": "rotary_low_frequency",
-    "high_freq_factor": "rotary_high_frequency",
-    "original_max_position_embeddings": "rotary_original_length",
+# rope_type -> {field of rope_parameters: field of GPTConfig}
+ROPE = {"factor": "rotary_factor", "original_max_position_embeddings": "rotary_original_length"}
+LOW, HIGH = "rotary_low_frequency", "rotary_high_frequency"
+ROPES = {
+    "llama3": ROPE | {"low_freq_factor": LOW, "high_freq_factor": HIGH},
+    "yarn": ROPE | {"beta_slow": LOW, "beta_fast": HIGH, "attention_factor": "rotary_attention"},
 }
 
 
@@ -202,10 +203,10 @@ def rotary_fields(hf_config: dict, missing: dict[str, float]) -> dict[str, float
     has_share = "partial_rotary_factor" in missing
     if isinstance(rope, dict) and (has_share or rope.get("partial_rotary_factor", 1.0) == 1.0):
         rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ("default", "llama3"):
+    if rope_type not in ("default", *ROPES) or not rope.get("truncate", True):
         raise HuggingFaceError(
             f"{field} is {json.dumps(rope)}; this project has the default rotary positions, and"
-            " those of rope_type llama3"
+            " those of rope_type llama3 and yarn, the last with truncate true"
         )
     outside, inside = hf_config.get("rope_theta"), rope.get("rope_theta")
     if None not in (outside, inside) and outside != inside:
@@ -218,10 +219,19 @@ def rotary_fields(hf_config: dict, missing: dict[str, float]) -> dict[str, float
     if has_share:
         both = hf_config | rope
         fields["rotary_share"] = read_number(both, "partial_rotary_factor", float, missing)
-    if rope_type == "llama3":
-        for theirs, ours in LLAMA3_ROPE.items():
-            fields[ours] = read_number(rope, theirs, number_type(ours), {})
+    if rope_type in ROPES:
+        fields["rotary_scaling"] = rope_type
+        missing = dict(beta_slow=1.0, beta_fast=32.0, attention_factor=yarn_attention(rope))
+        for theirs, ours in ROPES[rope_type].items():
+            fields[ours] = read_number(rope, theirs, number_type(ours), missing)
     return fields
+
+
+def yarn_attention(rope: dict) -> float:
+    """The attention_factor that DeepSeek's two mscale say together; 0: the default."""
+    scales = [read_number(rope, name, float, {name: 0.0}) for name in ("mscale", "mscale_all_dim")]
+    grown = math.log(read_number(rope, "factor", float, {"factor": 1.0}) or 1.0)
+    return (0.1 * scales[0] * grown + 1) / (0.1 * scales[1] * grown + 1) if all(scales) else 0.0
 
 
 # --- MoEConfig -> config.json ---------------------------------------------------------------------
@@ -301,8 +311,10 @@ def write_rotary(config: MoEConfig, has_share: bool) -> dict:
         theta["partial_rotary_factor"] = config.rotary_share
     if config.rotary_factor == 1:
         return theta | {"rope_parameters": {"rope_type": "default"} | theta}
-    rope = {theirs: getattr(config, ours) for theirs, ours in LLAMA3_ROPE.items()}
-    rope["rope_type"] = "llama3"
+    rope = {theirs: getattr(config, ours) for theirs, ours in ROPES[config.rotary_scaling].items()}
+    rope |= {"rope_type": config.rotary_scaling}
+    if not config.rotary_attention:
+        rope.pop("attention_factor", None)
     return theta | {"rope_parameters": rope | theta, "rope_scaling": rope}
 
 

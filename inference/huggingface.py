@@ -15,9 +15,9 @@ One file's tensors are in memory at a time, never a whole model. A folder appear
 when it is whole. Only safetensors files are read: pytorch_model.bin is a pickle, and loading a
 pickle executes what it says. A model that is not computed exactly here is refused.
 
-Not covered: other architectures, other scalings of rotary positions than Llama 3's, and conversion
-by many ranks on GPUs, all of which Megatron Bridge has. One process is enough here, because a
-checkpoint loads under any layout.
+Not covered: other architectures, other scalings of rotary positions than Llama 3's and YaRN, and
+conversion by many ranks on GPUs, all of which Megatron Bridge has. One process is enough here,
+because a checkpoint loads under any layout.
 """
 
 import argparse

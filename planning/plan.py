@@ -28,7 +28,8 @@ UNPREDICTED = {
     "how well a run learns, not how fast": (
         "lr min_lr warmup_steps weight_decay seed aux_loss z_loss router router_temperature"
         " lora_alpha fp8_scales adam_beta1 adam_beta2 init_std norm_eps rotary_base"
-        " lr_schedule decay_steps wsd_decay_steps mtp_loss_weight"
+        " lr_schedule decay_steps wsd_steps rotary_factor rotary_scaling mtp_loss_weight"
+        " rotary_original_length"
     ),
     "below 1% of a step: the norm, a scale for each product, biases, rows of padding": (
         "grad_clip fp8_block fp8_history attention_bias mlp_bias make_vocab_size_divisible_by"

@@ -111,7 +111,7 @@ class RunConfig:
     # The optimizer, Adam's betas, the learning rate's decay, the steps of --fp8 delayed: train.py
     # has flags for them.
     optimizer, adam_beta1, adam_beta2, fp8_history = "adamw", 0.9, 0.95, 16
-    lr_schedule, decay_steps, wsd_decay_steps = "cosine", None, None
+    lr_schedule, decay_steps, wsd_steps = "cosine", None, None
     # Preset -> how it was pretrained, if not as run/presets.py says; "" for the others.
     recipes: ClassVar[dict[str, Recipe]] = {}
 
@@ -382,6 +382,9 @@ class RunConfig:
         for field in dataclasses.fields(self.shape_class):
             if getattr(self, field.name, None) is not None:
                 given[field.name] = getattr(self, field.name)
+        if "rotary_scaling" in given:
+            # Another scaling has another limit of turns.
+            shape = shape | {"rotary_high_frequency": 0.0}
         if "router" in given:
             # Another router has other losses.
             shape = {k: v for k, v in shape.items() if k not in ("aux_loss", "z_loss")}
@@ -480,7 +483,7 @@ class RunConfig:
     def rates(self) -> tuple:
         """The arguments of optimizer.learning_rate after the step."""
         end = self.decay_steps or self.steps
-        shape = end, self.lr_schedule, self.wsd_decay_steps or end // 10
+        shape = end, self.lr_schedule, self.wsd_steps or max(1, end // 10)
         return self.peak_lr, self.lowest_lr, self.warmup_steps, *shape
 
     @property

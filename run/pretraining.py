@@ -63,19 +63,17 @@ class Config(TextConfig):
     needs: ClassVar[tuple] = (
         Need(("init_std",), lambda run: not run.config.load, "--load gives the weights"),
         Need(
-            ("rotary_base", "rotary_share"),
+            ("rotary_base", "rotary_share", "rotary_factor"),
             lambda run: run.model.positions == "rotary",
             "needs --positions rotary",
         ),
         Need(
-            ("min_lr", "decay_steps"),
-            lambda run: run.config.lr_schedule != "constant",
-            "has no effect with --lr-schedule constant",
+            ("wsd_steps",), lambda run: run.config.lr_schedule == "wsd", "needs --lr-schedule wsd"
         ),
         Need(
-            ("wsd_decay_steps",),
-            lambda run: run.config.lr_schedule == "wsd",
-            "needs --lr-schedule wsd",
+            ("rotary_scaling", "rotary_original_length"),
+            lambda run: run.model.rotary_factor > 1,
+            "needs --rotary-factor above 1",
         ),
         Need(("fp8_history",), lambda run: run.config.fp8 == "delayed", "needs --fp8 delayed"),
         Need(("adam_beta1", "adam_beta2"), lambda run: max(run.config.adam[1]) < 1, "must be < 1"),
@@ -97,6 +95,9 @@ class Config(TextConfig):
     norm_eps: float | None = flag(None, "added to the variance in a norm")
     rotary_base: float | None = flag(None, "base of the rotary angles")
     rotary_share: float | None = flag(None, "share of a head that is rotated")
+    rotary_factor: float | None = flag(None, "how far rotary angles are scaled; 1: not at all")
+    rotary_scaling: str | None = flag(None, "of rotary angles", CHOICES["rotary_scaling"])
+    rotary_original_length: int | None = flag(None, "tokens of a sequence before scaling")
     init_std: float | None = flag(None, "standard deviation of initial weights, gpt.py")
     mtp_layers: int = flag(0, "modules that predict further tokens, arXiv 2412.19437", least=0)
     mtp_loss_weight: float = flag(0.3, "of their mean loss, beside the next token's", least=0)
@@ -105,14 +106,11 @@ class Config(TextConfig):
     optimizer: str = flag("adamw", "muon: of the matrices of blocks", ("adamw", "muon"))
     lr_schedule: str = flag(
         "cosine",
-        "learning rate after warmup: a cosine, or a line, down to --min-lr; at --lr until the last"
-        " steps (wsd), or always",
+        "how the rate comes down: by a cosine, a line, or in the last steps only (wsd)",
         tuple(DECAYS),
     )
     decay_steps: int | None = flag(None, "step where the decay ends; default: --steps", least=1)
-    wsd_decay_steps: int | None = flag(
-        None, "steps of wsd's decay; the default is a tenth of all", least=1
-    )
+    wsd_steps: int | None = flag(None, "steps of wsd's decay; default: a tenth of all", least=1)
     fp8_history: int = flag(16, "steps whose maximum --fp8 delayed takes", least=1)
     sample_prompt: str | None = flag(
         None,

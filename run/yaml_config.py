@@ -324,10 +324,6 @@ def decay_steps(v, k):
     return steps if steps > 0 else refuse("no step is left to the decay")
 
 
-def decay_end(v, k):
-    return decay_steps(v, k) if DECAYING(True, k) else None
-
-
 def warmup(v, k):
     share = k.get("lr_warmup_fraction", 0)
     return round(share * decay_steps(v, k)) if share else k.get("lr_warmup_iters", 0)
@@ -355,10 +351,8 @@ ADAM = dict(adamw=0, fused_adam=0, distributed_fused_adam=1, mcore_distributed_o
 WITH_TP = where(lambda k: k.flags.get("tp", 1) > 1)
 GROUPED = where(lambda k: k.get("group_query_attention", True))
 ROTARY = where(lambda k: k.flags.get("positions") == "rotary")
-DECAY = dict(cosine="cosine", linear="linear", wsd="wsd", constant="constant")
-DECAY |= dict(cosineannealing="cosine", polynomialdecayannealing="linear", warmuppolicy="constant")
-DECAY = one_of(**DECAY)
-DECAYING = where(lambda k: k.flags.get("lr_schedule") != "constant")
+DECAY = dict(cosine="cosine", cosineannealing="cosine", linear="linear", wsd="wsd")
+DECAY = one_of(**DECAY, polynomialdecayannealing="linear")
 POSITIONS = one_of(learned_absolute="learned", rope="rotary", alibi="alibi")
 FP16 = {(True, False): "fp16", (False, False): "fp32", (False, True): None}
 RECOMPUTE = one_of(selective="selective", full="full")
@@ -414,12 +408,12 @@ ROWS = (
     ("recompute", "recompute_activations", when("selective")),
     ("lr", "optim.lr lr"),
     ("lr_schedule", "optim.sched.name lr_decay_style", DECAY),
-    ("min_lr", "optim.sched.min_lr min_lr", DECAYING),
-    ("wsd_decay_steps", "lr_wsd_decay_iters", where(lambda k: k.flags.get("lr_schedule") == "wsd")),
+    ("min_lr", "optim.sched.min_lr min_lr"),
+    ("wsd_steps", "lr_wsd_decay_iters", where(lambda k: k.flags.get("lr_schedule") == "wsd")),
     ("warmup_steps", "optim.sched.warmup_steps"),
     ("warmup_steps", "lr_warmup_iters lr_warmup_fraction", warmup),
-    ("steps decay_steps", "trainer.max_steps train_iters", lambda v, k: (v, decay_end(v, k))),
-    ("decay_steps", "optim.sched.constant_steps lr_decay_iters", decay_end),
+    ("steps decay_steps", "trainer.max_steps train_iters", lambda v, k: (v, decay_steps(v, k))),
+    ("decay_steps", "optim.sched.constant_steps lr_decay_iters", decay_steps),
     ("weight_decay", "optim.weight_decay weight_decay"),
     ("adam_beta1 adam_beta2", "optim.betas", lambda v, k: tuple(v)),
     ("grad_clip", "trainer.gradient_clip_val clip_grad"),

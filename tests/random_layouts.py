@@ -106,6 +106,8 @@ def parts_of_others(g: random.Random, family: str) -> dict:
         flags["activation"] = g.choice(CHOICES["activation"])
     if g.random() < 0.3:
         flags["positions"] = g.choice(["learned", "rotary", "alibi"])
+    if g.random() < 0.3 and flags.get("positions") is None and family != "bloom-560m":
+        flags |= dict(rotary_factor=4.0, rotary_scaling="yarn", rotary_original_length=64)
     return flags
 
 

@@ -15,8 +15,10 @@ from small_run import equal, tensors_of
 from test_prompt_tuning import config as prompt_config
 from their_models import shaken, their_model
 
+import families
 import generate
 import moe
+from base import rotary_scaling
 from base.groups import Groups
 from base.model_config import MoEConfig
 from course import ranks
@@ -44,6 +46,14 @@ LLAMA3 = {
     # with this base some pairs keep their angle, some are between, some turn slower
     "original_max_position_embeddings": 48,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    # a high of 8 turns: some pairs keep their angle, some are between, some turn slower
+    "beta_fast": 8.0,
+    "original_max_position_embeddings": 96,
+}
 HALF = SIZES["rope_parameters"] | {"partial_rotary_factor": 0.5}
 # family -> (its name in transformers, fields of its configuration)
 FAMILIES = {
@@ -51,6 +61,7 @@ FAMILIES = {
     "gpt2": ("gpt2", dict(n_positions=32, n_inner=80)),
     "llama": ("llama", SIZES),
     "llama 3": ("llama", SIZES | dict(rope_parameters=LLAMA3)),
+    "yarn": ("qwen2", SIZES | dict(rope_parameters=YARN)),
     "smollm": ("llama", SIZES | dict(tie_word_embeddings=True)),
     "llama with biases": ("llama", SIZES | dict(attention_bias=True, mlp_bias=True, head_dim=16)),
     "mistral": ("mistral", SIZES | dict(sliding_window=5)),
@@ -170,7 +181,7 @@ def test_generation(imported):
     """Token for token, of prompts in one batch, where transformers has one at a time; beyond the
     window; under tp 2, pp 2 and cp 2."""
     # what is of its own in each; a Gemma's one head of keys and values is not for two ranks
-    for_two = ["gpt2", "llama 3", "mistral", "qwen3", "bloom, 6 heads", "mixtral"]
+    for_two = ["gpt2", "yarn", "mistral", "qwen3", "bloom, 6 heads", "mixtral"]
     layouts = [dict(tp=2), dict(pp=2), dict(cp=2)]
     expected = {family: greedy(family) for family in FAMILIES}
     for family in FAMILIES:
@@ -201,6 +212,27 @@ def test_there_and_back(family, imported, tmp_path):
     export_folder(tmp_path / "b", tmp_path / "c")
     for file in (tmp_path / "a").iterdir():
         assert file.read_bytes() == (tmp_path / "c" / file.name).read_bytes()
+
+
+MSCALES = [{}, {"mscale": 1.0, "mscale_all_dim": 0.5}, {"attention_factor": 1.7}]
+
+
+@pytest.mark.parametrize("scales", MSCALES)
+def test_yarn(scales):
+    """Frequencies and the factor of cos and sin as transformers has them, DeepSeek's mscale too."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = dict(rope_parameters=YARN | scales)
+    their_config = their_model("qwen2", **SIZES | rope).config
+    expected, scale = ROPE_INIT_FUNCTIONS["yarn"](their_config, "cpu")
+    config = to_model_config(
+        their_config.to_dict() | dict(architectures=["Qwen2ForCausalLM"]) | rope
+    )
+    model = families.build(config)
+    found = model.rotary_frequencies(config, torch.device("cpu"))
+    torch.testing.assert_close(found, expected.double(), rtol=1e-6, atol=0)
+    assert config.rotary_scale == pytest.approx(scale)
+    assert model.rotary_table(8, TOKENS.double())[0][0, 0].item() == pytest.approx(scale)
 
 
 def newest_of_the_batch(cache, x):
@@ -258,6 +290,16 @@ def test_the_scale_of_an_embedding_in_bfloat16():
     assert torch.equal(embedding(TOKENS), their_embedding(TOKENS))
 
 
+def test_yarn_is_seen(monkeypatch, imported):
+    """Without the temperature, or with Llama 3's interpolation, logits are others."""
+    expected = ours(imported / "yarn" / "ours")(TOKENS)
+    other = ours(imported / "yarn" / "ours")
+    other.rotary_frequencies = rotary_scaling.llama3
+    assert (other(TOKENS) - expected).abs().max() > 1e-3
+    monkeypatch.setattr(MoEConfig, "rotary_scale", 1.0)
+    assert (ours(imported / "yarn" / "ours")(TOKENS) - expected).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("family", ["gemma", "bloom, 6 heads", "qwen3", "mistral", "nemotron"])
 def test_bfloat16(family, imported):
     """No further from the logits of 32 bits than transformers is: the scale of a Gemma's embedding,
@@ -284,6 +326,8 @@ PRESETS = {
     "falcon-180b": dict(num_kv_heads=2),
     "nemotron-3-8b": dict(num_heads=2),
 }
+LONGER = dict(model="llama2-7b", rotary_factor=4.0, rotary_scaling="yarn")
+LONGER |= dict(num_kv_heads=2, rotary_original_length=256)
 # dropout's masks are on explicit attention; the other attention, and documents in a row
 PLAIN, PACKED = dict(), dict(dropout=0.0, document_mask=True)
 LAYOUTS = [
@@ -298,9 +342,10 @@ def of_family(name: str) -> dict:
 
 def test_layouts():
     """The gate, of every family: tensor and sequence parallelism, stages of a pipeline,
-    recomputation, documents, a head in chunks. And ZeRO stage 3, of Qwen3."""
+    recomputation, documents, a head in chunks. And ZeRO stage 3, of Qwen3, with YaRN."""
     layouts = [of_family(name) | layout for name in PRESETS for layout in LAYOUTS]
-    check(2, [*layouts, of_family("qwen3-0.6b") | dict(zero_stage=3, micro_batch_size=2)])
+    sharded = of_family("qwen3-0.6b") | LONGER | dict(model="qwen3-0.6b", zero_stage=3)
+    check(2, [*layouts, sharded | dict(micro_batch_size=2)])
 
 
 @pytest.mark.repetition
@@ -313,14 +358,18 @@ FP8 = dict(fp8="delayed", fp8_scales="any", fp8_skip=0, micro_batch_size=2)
 
 
 @pytest.mark.repetition
-@pytest.mark.parametrize("name", ["falcon-180b", "nemotron-3-8b"])
-def test_more_layouts(name):
-    """Of blocks side by side, and of positions on a part of each head."""
+@pytest.mark.parametrize(
+    "base",
+    [of_family("falcon-180b"), of_family("nemotron-3-8b"), SMALL | LONGER],
+    ids=["falcon-180b", "nemotron-3-8b", "yarn"],
+)
+def test_more_layouts(base):
+    """Of blocks side by side, of positions on a part of each head, of YaRN."""
     more = [dict(cp=2), dict(cp=2, cp_kind="all-to-all", dropout=0.0), dict(recompute="full")]
     more += [dict(pp=2, schedule="zb-h1"), dict(zero_stage=3, micro_batch_size=2)]
     more += [dict(peft="lora", lora_rank=2, tp=2), dict(peft="adapter", adapter_size=4, tp=2)]
     more += [FP8 | dict(tp=2, sequence_parallel=True, recompute="full")]
-    check(2, [of_family(name) | layout for layout in more])
+    check(2, [base | layout for layout in more])
 
 
 @needs_compiler
@@ -389,6 +438,9 @@ REFUSED = [
         {"rope_parameters": LLAMA3 | {"low_freq_factor": 9.0}},
         "rotary_low_frequency 9.0: must be above 0 and below rotary_high_frequency 4.0",
     ),
+    ("qwen2", {"rope_parameters": YARN | {"beta_slow": 9.0}}, "low_frequency 9.0: .. below .. 8.0"),
+    ("qwen2", {"rope_parameters": YARN | {"truncate": False}}, "rope_type .. with truncate true"),
+    ("qwen2", {"rope_parameters": YARN | {"attention_factor": -1.0}}, "attention_factor is -1.0"),
     ("llama", {"attention_bias": 1.5}, "attention_bias is 1.5"),
     ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings is"),
     ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),

@@ -357,7 +357,11 @@ REFUSED = [
     ("llama", {"attention_bias": True}, "self_attn.q_proj.bias is missing .. and 5 more"),
     ("llama", {"mlp_bias": True}, "mlp.gate_proj.bias is missing .. and 3 more"),
     ("llama", {"head_dim": 16}, "q_proj.weight is F32 [32, 32] there .. [64, 32] here"),
-    ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+        "original_max_position_embeddings is",
+    ),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling .. linear"),
     ("llama", {"rope_parameters": {"rope_theta": "x"}}, "rope_theta"),
     ("llama", {"rope_theta": "x"}, 'rope_theta is "x" .. in rope_parameters'),

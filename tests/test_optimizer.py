@@ -283,7 +283,6 @@ SCHEDULES = {
     "linear": (0.5, 1.0, 0.6, 0.4, 0.2, 0.2),
     # The last 4 steps decay: 2 / √2 - 1 is left in the middle.
     "wsd": (0.5, 1.0, 1.0, 0.2 + 0.8 * (2**0.5 - 1), 0.2, 0.2),
-    "constant": (0.5, 1.0, 1.0, 1.0, 1.0, 1.0),
 }
 
 
@@ -298,9 +297,7 @@ def test_schedules_by_hand(schedule):
 
 def test_a_run_takes_its_schedule():
     """`Trainer.update` returns the rate of the flags; with another schedule it is another one."""
-    flags = dict(
-        lr=1.0, min_lr=0.2, warmup_steps=4, decay_steps=12, wsd_decay_steps=4, num_layers=1
-    )
+    flags = dict(lr=1.0, min_lr=0.2, warmup_steps=4, decay_steps=12, wsd_steps=4, num_layers=1)
     rates = set()
     for schedule in DECAYS:
         t = parity.trainer_of(**flags, lr_schedule=schedule)
