@@ -151,6 +151,11 @@ class GPTConfig:
         """How many of t tensor-parallel ranks attend with the same key and value head."""
         return max(1, t // self.num_kv_heads)
 
+    @property
+    def rotated_size(self) -> int:
+        """The numbers of a head that rotary positions rotate."""
+        return self.rope_head_dim or round(self.head_dim * self.rotary_share)
+
     def head_size(self) -> int:
         """h / a. Raises FieldError if a does not divide h."""
         for field in ("hidden_size", "num_heads"):
@@ -233,8 +238,8 @@ class GPTConfig:
                 raise FieldError(field, getattr(self, field), rule, value, **others)
         rope, d = self.rope_head_dim, self.head_dim
         if not 0 < rope < d or rope % 2:
-            rule = "must be even, above 0 and below {head_dim}, of which it is a part"
-            raise FieldError("rope_head_dim", rope, rule, head_dim=d)
+            rule = "with {kv_rank} it is a part of {head_dim}: even, above 0 and below"
+            raise FieldError("rope_head_dim", rope, rule, kv_rank=self.kv_rank, head_dim=d)
         if self.value_size > d:
             rule = "must be at most {head_dim}"
             raise FieldError("value_head_dim", self.value_size, rule, head_dim=d)

@@ -39,7 +39,7 @@ def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
 
 def rotary_frequencies(config: GPTConfig, device: torch.device) -> Tensor:
     """base^(-2i/d), i < d/2: [d/2], float64. d: how many of a head's numbers are rotated."""
-    d = config.rope_head_dim or round(config.head_dim * config.rotary_share)
+    d = config.rotated_size
     return config.rotary_base ** (-torch.arange(0, d, 2, device=device).double() / d)
 
 

@@ -11,7 +11,7 @@ Not covered: as there; casts to FP8 in cross attention.
 
 from typing import NamedTuple
 
-from base.model_config import MoEConfig, attention_matrices, mlp_matrices, num_mlps
+from base.model_config import MoEConfig, attention_matrices, latent_matrices, mlp_matrices, num_mlps
 from planning.inputs import Layout, Machine, PlanError, Software
 from planning.memory import (
     bias_heads,
@@ -165,8 +165,8 @@ def layer(
     with_experts = len(model.expert_layers) / model.num_layers
     linear, weight_gradient, deferred = products(rank, with_experts, in_fp8)
     # Scores and context.
-    heads = model.num_heads * model.head_dim
-    core = rank.matmul(4 * rank.tokens * rank.s * heads / layout.tp)
+    heads = model.num_heads * (model.head_dim + model.value_size)
+    core = rank.matmul(2 * rank.tokens * rank.s * heads / layout.tp)
     elementwise, scores, bias = read_and_written(rank)
     # All-reduces after attention and after the MLP; to the experts and back.
     all_reduce = rank.collective("tp", rank.activation, passes=2)
@@ -210,7 +210,9 @@ def products(rank: Rank, with_experts: float, in_fp8: float) -> tuple[float, flo
     """Seconds of the products with one layer's matrices: (forward, which the input gradient takes
     too; weight gradients; those of them that zb-h1 can compute later). LoRA's own are thin."""
     model, t = rank.model, rank.layout.tp
-    flops = 2 * rank.tokens * rank.met / t
+    # Each tensor-parallel rank computes the latents of its tokens.
+    whole = latent_matrices(model) * (1 / rank.sequence_ranks - 1 / t)
+    flops = 2 * rank.tokens * (rank.met / t + whole)
     forward = rank.matmul(flops, in_fp8)
     r = rank.software.lora_rank
     if r:
@@ -266,7 +268,8 @@ def read_and_written(rank: Rank) -> tuple[float, float, float]:
     model, t, s = rank.model, rank.layout.tp, rank.s
     activation = (GATED if model.gated else GELU) * model.ffn_hidden_size * rank.mlps
     norms = NORMS_AND_RESIDUALS * model.hidden_size / rank.sequence_ranks
-    context = CONTEXT * model.num_heads * model.head_dim
+    context = CONTEXT * model.num_heads * model.value_size
+    norms += HEAD_NORMS * (model.query_rank + model.kv_rank) / rank.sequence_ranks
     if model.qk_norm:
         context += HEAD_NORMS * (model.num_heads + rank.key_heads) * model.head_dim
     scores = 0 if rank.fused_attention else SCORES * model.num_heads * s / t
@@ -280,6 +283,15 @@ def read_and_written(rank: Rank) -> tuple[float, float, float]:
         each += LORA_READ * reads + LORA_ADD * adds
     outside = rank.tokens * each
     return rank.read_write(outside), rank.read_write(rank.tokens * scores), rank.read_write(bias)
+
+
+def sum_of_inputs(rank: Rank, all_reduce: float) -> float:
+    """Seconds of the all-reduce of x, or of those of what latent attention gives to the heads."""
+    model, h = rank.model, rank.model.hidden_size
+    if not model.kv_rank:
+        return all_reduce
+    sizes = model.query_rank or h, model.kv_rank, model.rope_head_dim
+    return sum(rank.collective("tp", rank.activation * n / h, passes=2) for n in sizes)
 
 
 def tensor_waits(rank: Rank, all_reduce: float, weight_gradient: float) -> tuple[float, float]:
@@ -297,16 +309,26 @@ def tensor_waits(rank: Rank, all_reduce: float, weight_gradient: float) -> tuple
     waits = exchange
     model = rank.model
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.hidden_size
-    for share in (min(1 / 4, qkv / rank.met), 1 / 4):
-        waits += input_gradient(rank, all_reduce, share * weight_gradient)
+    sums = sum_of_inputs(rank, all_reduce), all_reduce
+    for seconds, share in zip(sums, (min(1 / 4, qkv / rank.met), 1 / 4)):
+        waits += input_gradient(rank, seconds, share * weight_gradient)
         # The output's gradient is gathered.
         waits += all_reduce / 2 if rank.layout.sequence_parallel else 0.0
     if rank.layout.sequence_parallel and rank.software.sums_norms_by_layer:
-        waits += rank.collective("tp", NORM_GRADIENTS * rank.model.hidden_size, passes=2)
+        if model.kv_rank:
+            # The rotated key is not gathered again.
+            rope = rank.activation * model.rope_head_dim / model.hidden_size
+            waits -= rank.collective("tp", rope)
+        shared = NORM_GRADIENTS * rank.model.hidden_size + 4 * latent_matrices(rank.model)
+        waits += rank.collective("tp", shared, passes=2)
     if rank.model.qk_norm and not rank.layout.sequence_parallel:
         # Gradients of the two norms, which each rank has of its heads.
         waits += rank.collective("tp", 2 * rank.model.head_dim * rank.software.weight, passes=2)
-    return 2 * all_reduce + exchange, waits
+    forward = 2 * all_reduce + exchange
+    if rank.layout.sequence_parallel:
+        # Attention gathers x, or its latents.
+        forward += (sums[0] - all_reduce) / 2
+    return forward, waits
 
 
 def input_gradient(rank: Rank, all_reduce: float, weight_gradient: float) -> float:
@@ -352,9 +374,9 @@ def cross_attention(rank: Rank, in_fp8: float) -> Cross:
     return Cross(of_target + of_source, core, outside, scores, (forward, backward))
 
 
-def head_bytes(rank: Rank, heads: int) -> float:
-    """Bytes of this rank's tokens in so many heads of the whole model: of the keys, for example."""
-    return rank.software.weight * rank.tokens * heads * rank.model.head_dim / rank.layout.tp
+def head_bytes(rank: Rank, size: int) -> float:
+    """Bytes of this rank's tokens in heads of so many numbers in the whole model."""
+    return rank.software.weight * rank.tokens * size / rank.layout.tp
 
 
 def key_copies(rank: Rank) -> float:
@@ -363,7 +385,7 @@ def key_copies(rank: Rank) -> float:
     r = rank.model.key_copies(rank.layout.tp)
     if r == 1:
         return 0.0
-    nbytes = 2 * head_bytes(rank, rank.key_heads) * (r - 1) / r
+    nbytes = 2 * head_bytes(rank, rank.key_heads * rank.model.head_dim) * (r - 1) / r
     return rank.machine.constants.wait + nbytes / rank.machine.link(r, 1)
 
 
@@ -371,7 +393,7 @@ def to_neighbour(rank: Rank, width: float = 1.0) -> float:
     """Seconds in which keys and values go to the next rank of the ring, on all ranks at once.
     width: of a number, over that of a weight."""
     link = rank.machine.link(rank.layout.cp, rank.strides["cp"])
-    nbytes = 2 * head_bytes(rank, rank.key_heads) * width
+    nbytes = 2 * head_bytes(rank, rank.key_heads * rank.model.head_dim) * width
     return rank.machine.constants.wait + nbytes / link
 
 
@@ -387,9 +409,10 @@ def context(rank: Rank, forward: float, backward: float) -> tuple[float, float]:
     if n == 1:
         return 0.0, 0.0
     if rank.layout.cp_kind == "all-to-all":
-        # Queries and results, keys and values.
+        # Queries and keys, results and values.
         heads = rank.model.num_heads, rank.model.num_kv_heads
-        seconds = 2 * sum(rank.collective("cp", head_bytes(rank, a)) for a in heads)
+        sizes = [a * d for a in heads for d in (rank.model.head_dim, rank.model.value_size)]
+        seconds = sum(rank.collective("cp", head_bytes(rank, size)) for size in sizes)
         return seconds, seconds
     keys = to_neighbour(rank)
     gradients = to_neighbour(rank, max(4, rank.software.weight) / rank.software.weight)

@@ -27,7 +27,7 @@ stages on each, m micro-batches, V vocabulary. n = b s tokens; with context para
 
 Not covered: what is below 1%, as biases, norms' statistics, indices, padding; memory that PyTorch's
 allocator cannot use; workspaces of libraries; what CUDA kernels (--kernels auto) and torch.compile
-keep in another form.
+keep in another form. LoRA beside latents: 5% too much.
 """
 
 import dataclasses
@@ -39,7 +39,13 @@ import numpy as np
 
 import pipeline_parallel
 import schedules
-from base.model_config import MoEConfig, attention_matrices, mlp_matrices, with_modules
+from base.model_config import (
+    MoEConfig,
+    attention_matrices,
+    latent_matrices,
+    mlp_matrices,
+    with_modules,
+)
 from planning.inputs import Layout, Software
 from run import least_memory
 from schedules import Placement
@@ -125,7 +131,8 @@ def stages_of(model: MoEConfig, layout: Layout, software: Software) -> Stages:
 
 def block_parameters(model: MoEConfig, layout: Layout) -> tuple[float, float, float]:
     """Numbers that one rank has of one block: in one attention, in one MLP, in its experts."""
-    attention = attention_matrices(model) / layout.tp
+    whole = latent_matrices(model)
+    attention = whole + (attention_matrices(model) - whole) / layout.tp
     mlp = mlp_matrices(model) / layout.tp
     return attention, mlp, model.num_experts * mlp / layout.ep
 
@@ -135,9 +142,12 @@ def lora_widths(model: MoEConfig, t: int, mlps: float) -> tuple[float, float]:
     many MLPs. Of the two, that one is sharded whose other dimension tensor parallelism cuts
     (adapters.follow)."""
     h, heads, inner = model.hidden_size, model.num_heads * model.head_dim, model.ffn_hidden_size
-    keys = 2 * model.num_kv_heads * model.head_dim
+    keys, first, values = 2 * model.num_kv_heads * model.head_dim, 3 * h, heads
+    if model.kv_rank:
+        # Keys and values have none.
+        keys, first, values = 0, model.query_rank or h, model.num_heads * model.value_size
     up = 1 + model.gated
-    reads = 3 * h + heads / t + mlps * (up * h + inner / t)
+    reads = first + values / t + mlps * (up * h + inner / t)
     return reads, (heads + keys) / t + h + mlps * (up * inner / t + h)
 
 
@@ -272,6 +282,12 @@ class Sizes:
         self.query = n * model.num_heads * model.head_dim * w / layout.tp
         self.key_columns = n * model.num_kv_heads * model.head_dim * w / layout.tp
         self.key = self.key_columns * model.key_copies(layout.tp)
+        # A value's size over a key's; a ring fills values up.
+        self.narrow = model.value_size / model.head_dim
+        self.value = self.key * (1 if is_ring(layout) else self.narrow)
+        self.result = self.query * self.narrow
+        # Those of queries, and of keys and values.
+        self.latents = self.x / model.hidden_size * (model.query_rank + model.kv_rank)
         # Elements of [b, a, s, s].
         self.scores = n * s * model.num_heads / layout.tp
         self.ffn = n * model.ffn_hidden_size * w / layout.tp
@@ -325,7 +341,8 @@ def layer(model: MoEConfig, layout: Layout, software: Software, block: BlockType
         matrix_bytes = size.weight if block.fp8 else 1
         if not block.experts:
             mlp_waits = (2 * size.whole + (2 + model.gated) * size.ffn) / matrix_bytes
-        waits = 2 * (attentions * (size.whole + size.query) + keys * size.key_columns)
+        waits = attentions * (2 * size.whole + size.query + size.result)
+        waits += keys * (1 + size.narrow) * size.key_columns + 2 * size.latents
         if block.crosses and layout.sequence_parallel:
             waits += (keys - 1) * size.whole
         deferred = mlp_waits + waits / matrix_bytes
@@ -352,8 +369,11 @@ def attention_bytes(size: Sizes, in_fp8: bool, keys: float = 1.0) -> tuple[float
     kept = size.norm(size.x) + size.read(in_fp8) + size.mask + 4 * size.lora
     if model.qk_norm:
         kept += size.norm(size.query + size.key)
+    if model.kv_rank:
+        kept += size.norm(size.latents) + size.latents
     # Queries, keys, values; what the output's matrix reads.
-    kept += size.query + 2 * keys * size.key + (size.query / size.weight if in_fp8 else size.query)
+    kept += size.query + keys * (size.key + size.value)
+    kept += size.result / size.weight if in_fp8 else size.result
     if not is_fused(model, layout, size.software):
         # softmax; with dropout its mask and its dropped copy
         each = 2 * size.weight + 1 if model.dropout else size.weight
@@ -362,9 +382,10 @@ def attention_bytes(size: Sizes, in_fp8: bool, keys: float = 1.0) -> tuple[float
     # a part of the heads), or bytes: then the result is kept beside what it reads.
     exchanges = layout.cp > 1 and not is_ring(layout)
     by_heads = model.qk_norm or model.rotary_share < 1
-    by_hand = is_ring(layout) and (model.dropout or bias_heads(model, layout))
+    filled_up = model.value_size < model.head_dim
+    by_hand = is_ring(layout) and (model.dropout or bias_heads(model, layout) or filled_up)
     if by_heads or exchanges or by_hand or in_fp8:
-        kept += size.query
+        kept += size.query if is_ring(layout) else size.result
     # A ring makes it again in backward.
     added = 0 if is_ring(layout) else bias_heads(model, layout) * size.s**2 * size.weight
     return kept + added, 0.0
@@ -483,7 +504,7 @@ def shared_bytes(
     w, shared = software.weight, 0.0
     if model.positions == "rotary" and (layout.cp == 1 or layout.recompute == "full"):
         # The table of cos and sin; ranks that share a sequence keep a part of it.
-        return 2 * model.seq_length * model.rotary_share * model.head_dim * w, 0.0
+        return 2 * model.seq_length * model.rotated_size * w, 0.0
     if not model.cross_layers:
         return 0.0, 0.0
     halves = {block.crosses for block, n in stage.blocks if n}

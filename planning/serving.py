@@ -79,7 +79,9 @@ ENGINES = {
 
 
 def cache_bytes(model: MoEConfig, tokens: float, number: int = BYTES) -> float:
-    """Bytes of the keys and values of so many tokens, in all layers."""
+    """Bytes of the keys and values of so many tokens, or of their latents, in all layers."""
+    if model.kv_rank:
+        return model.num_layers * (model.kv_rank + model.rope_head_dim) * number * tokens
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * number * tokens
 
 
@@ -118,8 +120,9 @@ class Serving(NamedTuple):
         return min(tokens, self.model.sliding_window or tokens)
 
     def cached(self, sequences: float, tokens: float) -> float:
-        """Bytes of the keys and values of all ranks."""
-        number = CACHED.get(self.weights, BYTES) * self.model.key_copies(self.tp)
+        """Bytes of the keys and values of all ranks; each tensor-parallel one has all latents."""
+        copies = self.tp if self.model.kv_rank else self.model.key_copies(self.tp)
+        number = CACHED.get(self.weights, BYTES) * copies
         return cache_bytes(self.model, sequences * self.kept(tokens), number)
 
     def bytes(self, batch: int, tokens: int, budget: int) -> dict[str, float]:
@@ -166,7 +169,11 @@ class Serving(NamedTuple):
             met = count * (1 - (1 - k / count) ** n)
             read += experts * (met - k) * mlp_matrices(model)
         keys = self.kept(seen + (tokens + 1) / 2)
-        scores = 4 * n * keys * model.num_layers * model.num_heads * model.head_dim
+        width = 2 * model.head_dim
+        if model.kv_rank and tokens == 1:
+            # The absorbed form.
+            width = 2 * model.kv_rank + model.rope_head_dim
+        scores = 2 * n * keys * model.num_layers * model.num_heads * width
         seconds = (2 * n * used + scores) / self.flops_per_second
         nbytes = WEIGHTS[self.weights][0] * read + self.cached(sequences, seen)
         seconds += nbytes / self.bytes_per_second

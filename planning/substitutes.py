@@ -98,9 +98,10 @@ def attention_in_one(
     what a window, ALiBi (families.py) or T5 adds to the scores. A mask of documents is boolean,
     and the kernel for GPUs does not keep it (base/document_mask.py)."""
     bias = attn_mask if attn_mask is not None and attn_mask.is_floating_point() else None
-    if bias is not None and bias.requires_grad:
-        # T5 learns it, and this kernel for GPUs has its gradient.
-        bias = bias.expand(*q.shape[:3], k.shape[2])
+    learned = bias is not None and bias.requires_grad
+    if learned or v.shape[-1] != k.shape[-1]:
+        # T5 learns it, and this kernel for GPUs has its gradient; or values have another width.
+        bias = bias.expand(*q.shape[:3], k.shape[2]) if learned else bias
         attention = aten._scaled_dot_product_efficient_attention
         return attention(q, k, v, bias, True, scale=scale)[0]
     attention = aten._scaled_dot_product_flash_attention_for_cpu

@@ -475,5 +475,6 @@ def fp8_sizes(trainer) -> dict[str, int]:
         "of --hidden-size": model.hidden_size // t,
         "of --ffn-hidden-size": model.ffn_hidden_size // t,
         "of queries": model.num_heads * model.head_dim // t,
-        "of keys": model.num_kv_heads * model.head_dim // t,
+        "of keys": model.num_kv_heads * model.value_size // t,
+        "of --query-rank": model.query_rank,
     }

@@ -40,6 +40,7 @@ VALUES = dict(
     rotary_share=0.5, init_std=0.1, adam_beta1=0.5, adam_beta2=0.5, decay_steps=1, fp8_history=1,
     rotary_factor=4.0, rotary_scaling="yarn", rotary_original_length=64,
     lr_schedule="wsd", wsd_steps=2, ep_comm_overlap=True,
+    kv_rank=8, query_rank=8, rope_head_dim=2, value_head_dim=2,
     cache="elsewhere", date="2026-11-26", encoder_layers=2, target_length=24,
     mtp_layers=2, mtp_loss_weight=0.1,
 )  # fmt: skip

@@ -353,9 +353,9 @@ def test_tokens_of_layouts(tmp_path):
     [
         (dict(kv_rank=0), "query_rank 10: needs kv_rank"),
         (dict(kv_rank=-1), "kv_rank -1: must be at least 0"),
-        (dict(rope_head_dim=0), "rope_head_dim 0: must be even"),
-        (dict(rope_head_dim=12), "below head_dim 12"),
-        (dict(rope_head_dim=3), "rope_head_dim 3: must be even"),
+        (dict(rope_head_dim=0), "rope_head_dim 0: with kv_rank 12 it is a part of head_dim 12"),
+        (dict(rope_head_dim=12), "rope_head_dim 12: with"),
+        (dict(rope_head_dim=3), "even, above 0"),
         (dict(value_head_dim=14), "value_head_dim 14: must be at most head_dim 12"),
         (dict(num_kv_heads=2), "num_kv_heads 2: not with the latents of kv_rank 12; 4 would fit"),
         (dict(positions="learned"), "positions learned: not with the latents"),

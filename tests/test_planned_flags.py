@@ -20,6 +20,8 @@ EXPERTS = dict(num_experts=4, router="topk")
 PIPELINE = dict(pp=2, micro_batch_size=1)
 EXPLICIT = dict(attention="explicit", dropout=0.1)
 FP8 = dict(fp8="delayed")
+LATENT = dict(kv_rank=64, rope_head_dim=16)
+LATENT |= dict(positions="rotary", attention_bias="none", dropout=0.0)
 # flag -> (what it stands beside, another value)
 CASES = {
     "model": ({}, "tiny"),
@@ -32,6 +34,10 @@ CASES = {
     "vocab_size": ({}, 1024),
     "mtp_layers": ({}, 2),
     "head_dim": ({}, 64),
+    "kv_rank": (LATENT, 32),
+    "query_rank": (LATENT, 48),
+    "rope_head_dim": (LATENT, 8),
+    "value_head_dim": (LATENT, 16),
     "norm": (dict(kernels="off"), "rmsnorm"),
     "activation": ({}, "swiglu"),
     "positions": (dict(dropout=0.0), "alibi"),

@@ -28,6 +28,8 @@ SHAPE = dict(
 GPT = SHAPE | dict(model="gpt2")
 # heads that are wider than h / a, with norms of their own
 QWEN3 = SHAPE | dict(model="qwen3-0.6b", head_dim=48, num_kv_heads=4, ffn_hidden_size=1024)
+LATENT = SHAPE | dict(model="llama2-7b", ffn_hidden_size=512, kv_rank=64, query_rank=96)
+LATENT |= dict(num_layers=2, head_dim=48, rope_head_dim=16, value_head_dim=32)
 BERT = SHAPE | dict(model="bert-base", dropout=0.1)
 T5 = SHAPE | dict(model="t5-base", dropout=0.1, target_length=32, ffn_hidden_size=512, head_dim=32)
 PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
@@ -131,6 +133,28 @@ def test_heads_of_another_size():
         for kind in ("ring", "all-to-all"):
             flags = model | dict(cp=2, cp_kind=kind, global_batch_size=6)
             assert predicted(flags, ("context",), 4) == pytest.approx(called(flags, "cp", 4))
+
+
+@pytest.mark.parametrize("query_rank", [again(96), again(0)])
+def test_latents(query_rank):
+    """Collectives of tensor and context parallelism, and matrix multiplications."""
+    latent = LATENT | dict(query_rank=query_rank)
+    tensor = latent | dict(tp=4, global_batch_size=6)
+    assert predicted(tensor, ("tensor", "head"), 4) == pytest.approx(called(tensor, "tp", 4))
+    for kind in ("ring", "all-to-all"):
+        flags = latent | dict(cp=2, cp_kind=kind, global_batch_size=2)
+        assert predicted(flags, ("context",), 4) == pytest.approx(called(flags, "cp", 4))
+    sequence = tensor | dict(sequence_parallel=True, global_batch_size=3)
+    passes, sent = predicted(sequence, ("tensor", "head"), 4)
+    expected, expected_bytes = called(sequence, "tp", 4)
+    # The head's second gather, and a sum of gradients outside the layers.
+    assert passes == pytest.approx(expected - 3 * 3)
+    assert 0.95 < sent / expected_bytes <= 1
+    flags = tensor | dict(attention="explicit")
+    machine = dataclasses.replace(ideal(0.0, INSTANT), peak=1.0)
+    parts = planner.step_time(machine, SOFTWARE_ALONE, *inputs(flags, 4))
+    flops = as_rank.report(config_of(flags), train.Trainer, 0, 4).flops
+    assert parts["matmul"] + parts["head"] == pytest.approx(flops, rel=1e-9)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

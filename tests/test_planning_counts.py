@@ -34,6 +34,8 @@ LONG = dict(model="llama2-13b", seq_length=32768, cp=8)
 MIXTRAL = dict(model="mixtral-8x7b")
 FP8 = dict(fp8="delayed")
 HYBRID = dict(data_parallel_replicate_degree=4)
+LATENT = LLAMA | dict(kv_rank=512, query_rank=1536, head_dim=192, rope_head_dim=64)
+LATENT["value_head_dim"] = 128
 LORA = dict(peft="lora", lora_rank=16)
 
 # flags, ranks, the ranks that are asked
@@ -107,6 +109,10 @@ LAYOUTS = {
         16,
         [0, 8],
     ),
+    "latents": (SEQUENCE | LATENT | dict(tp=4, pp=2), 8, [0]),
+    "latents, ring": (LATENT | dict(cp=4), 8, [0]),
+    "latents, zb-h1": (ZB_H1 | LATENT, 4, [0]),
+    "latents, exchanged": (LATENT | dict(cp=4, cp_kind="all-to-all", query_rank=0), 8, [0]),
     "fp32": (EXPLICIT | dict(precision="fp32", optimizer_state="bf16", tp=2), 8, [0]),
     "muon": (LLAMA | dict(optimizer="muon", tp=2, zero_stage=1), 8, [0]),
     "fp8": (FP8 | LLAMA, 8, [0]),
@@ -157,6 +163,7 @@ ENCODERS = {
 # what another of LAYOUTS covers in part
 MORE = ["fp8", "fp8, sequence", "fp8, scores", "lora, experts", "lora, zb-h1, fp8", "qwen3"]
 MORE += ["some layers, selective", "zb-h1, sequence", "zb-h1, full", "pipeline, full"]
+MORE += ["latents, ring", "latents, zb-h1", "latents, exchanged"]
 MORE += ["falcon, explicit", "nemotron, fp8"]
 MORE += ["experts, interleaved", "bert, zb-h1", "bert, heads", "t5", "t5, sequence", "t5, zb-h1"]
 
