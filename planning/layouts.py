@@ -25,6 +25,7 @@ import tensor_parallel
 from base.model_config import FieldError, MoEConfig
 from planning.inputs import STATE_IN_16_BITS, Layout, Machine, Software
 from planning.memory import memory
+from schedules import Placement
 
 # Tokens of a sequence that is spread over ranks.
 LONG = 8192
@@ -82,7 +83,7 @@ def meshes_of(
         if not accepts(tensor_parallel.check, model, tp, ranks):
             continue
         for pp in divisors(ranks // tp):
-            if not accepts(pipeline_parallel.check, model.num_layers, pp):
+            if not accepts(pipeline_parallel.check, model.num_layers, Placement(pp)):
                 continue
             replicas = ranks // tp // pp
             experts = [ep for ep in divisors(replicas) if accepts(moe.check, model, ep, replicas)]
