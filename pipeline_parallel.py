@@ -41,6 +41,7 @@ receives of neighbours that are fused to one call (Megatron-LM has both); ZB-H2.
 """
 
 import copy
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -375,6 +376,34 @@ class Channels:
         return dist.irecv(x, self.ranks[peer], group=group, tag=tag)
 
 
+# Tensor-parallel ranks have equal activations, unless sequence parallelism shards them. So each
+# sends 1/t of one to the next stage, over its own adapter, and the next stage's ranks all-gather it
+# over the node's links: the scatter/gather optimisation of arXiv 2104.04473, section 4.1.
+
+
+def message_shape(shape: tuple[int, ...], group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """Of a message that carries a tensor of this shape: whole where t does not divide it, or without
+    a group."""
+    t, n = group.size() if group else 1, math.prod(shape)
+    return shape if t == 1 or n % t else (n // t,)
+
+
+def scatter(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """This rank's part of an activation or gradient, in a message."""
+    shape = message_shape(x.shape, group)
+    # A copy, so that the whole can be freed.
+    return x.contiguous() if shape == x.shape else x.reshape(-1, *shape)[group.rank()].clone()
+
+
+def gather(part: Tensor, shape: tuple[int, ...], group: dist.ProcessGroup | None) -> Tensor:
+    """The tensor of this shape of which each rank of the group has received a part. A collective."""
+    if part.shape == shape:
+        return part
+    whole = part.new_empty(shape)
+    sequence_parallel.all_gather(whole.view(-1), part, group=group)
+    return whole
+
+
 # --- running a schedule ---------------------------------------------------------------------------
 
 
@@ -388,6 +417,7 @@ class _Step:
 
     run_stage: Callable
     loss_grad: Tensor | None
+    shape: tuple[int, int, int]  # of an activation on this rank
     arriving: dict = field(default_factory=dict)  # {message: (tensor, work)}
     departing: dict = field(default_factory=dict)  # {message: tensor}, until it is sent
     sent: dict = field(default_factory=dict)  # {message: (tensor, work)}, until it settles
@@ -407,11 +437,14 @@ class Pipeline:
         placement: Placement,
         sequence_shards: int = 1,
         overlap: bool = False,
+        scatter_group: dist.ProcessGroup | None = None,
     ):
         """sequence_shards: the number of shards of an activation along the sequence. overlap: join
-        an F and the B that follows it (`join_pairs`)."""
+        an F and the B that follows it (`join_pairs`). scatter_group: the tensor-parallel ranks that
+        have equal activations, if there are any."""
         self.stages = stages
         self.channels = channels
+        self.scatter_group = scatter_group
         self.sequence_shards = sequence_shards
         self.config = stages[0].config
         self.placement = placement
@@ -456,11 +489,11 @@ class Pipeline:
             program = add_transfers(schedule, self.placement)[self.rank]
             self.schedule, self.program = schedule, join_pairs(program) if self.turns else program
         shape = b, s // self.sequence_shards, self.config.hidden_size
-        step = _Step(run_stage, loss_grad)
+        step = _Step(run_stage, loss_grad, shape)
         self.events = []
         for item in self.program:
             if isinstance(item, Transfer):
-                self.transfer(step, item, shape)
+                self.transfer(step, item)
                 continue
             actions = actions_of(item)
             parts = [partial(self.act, step, a, self.wait_for_input(step, a)) for a in actions]
@@ -487,18 +520,19 @@ class Pipeline:
     def stage_of(self, action: Action) -> int:
         return self.placement.stage_of(self.rank, action.chunk)
 
-    def transfer(self, step: _Step, transfer: Transfer, shape: tuple[int, int, int]) -> None:
+    def transfer(self, step: _Step, transfer: Transfer) -> None:
         message = transfer.key
         # Each message of a step has its own tag.
         number = transfer.micro_batch * self.p * self.v + transfer.stage
         tag = 2 * number + (transfer.kind == "B")
         if transfer.op == "receive":
             like = next(self.parameters())
-            buffer = torch.empty(shape, dtype=like.dtype, device=like.device)
+            size = message_shape(step.shape, self.scatter_group)
+            buffer = torch.empty(size, dtype=like.dtype, device=like.device)
             work = self.channels.receive(buffer, transfer.peer, transfer.kind, tag)
             step.arriving[message] = buffer, work
         elif transfer.op == "send":
-            tensor = step.departing.pop(message).contiguous()
+            tensor = scatter(step.departing.pop(message), self.scatter_group)
             work = self.channels.send(tensor, transfer.peer, transfer.kind, tag)
             step.sent[message] = tensor, work
         else:
@@ -514,9 +548,10 @@ class Pipeline:
             return None
         kind = "F" if action.op == "F" else "B"
         tensor, work = step.arriving.pop(MessageKey(kind, stage, action.micro_batch))
-        if work:
-            work.wait()
-        return tensor
+        if work is None:
+            return tensor
+        work.wait()
+        return gather(tensor, step.shape, self.scatter_group)
 
     def forward(self, step: _Step, action: Action, received: Tensor | None) -> None:
         if received is not None and torch.is_grad_enabled():

@@ -91,7 +91,8 @@ class Trainer:
             rank, placement = groups.pp.rank(), config.placement
             self.stages = pipeline_parallel.apply(model, rank, placement, config.layer_split)
             channels = pipeline_parallel.Channels(groups.pp, groups.nccl)
-            options = placement, config.cp * config.sequence_shards, config.ep_comm_overlap
+            tp = None if config.sequence_parallel else groups.tp
+            options = placement, config.cp * config.sequence_shards, config.ep_comm_overlap, tp
             self.pipeline = pipeline_parallel.Pipeline(self.stages, channels, *options)
             m = config.global_batch_size // self.dp // self.micro_batch
             sizes = config.pp, m, placement.v, config.ep_comm_overlap

@@ -279,7 +279,6 @@ TRAIN = Software(
     sums_norms_by_layer=True,
     reduces_by_layer=True,
     overlaps_data=True,
-    scatters_pipeline=False,
     cp_kinds=("ring", "all-to-all"),
 )
 # What --optimizer-state bf16 keeps: the low half of a master, two moments (optimizer.AdamW).
