@@ -382,8 +382,7 @@ class Channels:
 
 
 def message_shape(shape: tuple[int, ...], group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """Of a message that carries a tensor of this shape: whole where t does not divide it, or without
-    a group."""
+    """Of a message that carries a tensor of this shape: the same where t does not divide it."""
     t, n = group.size() if group else 1, math.prod(shape)
     return shape if t == 1 or n % t else (n // t,)
 
@@ -396,7 +395,7 @@ def scatter(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def gather(part: Tensor, shape: tuple[int, ...], group: dist.ProcessGroup | None) -> Tensor:
-    """The tensor of this shape of which each rank of the group has received a part. A collective."""
+    """The tensor of this shape, of which each rank has received a part. A collective."""
     if part.shape == shape:
         return part
     whole = part.new_empty(shape)

@@ -2,7 +2,7 @@ import weakref
 
 import pytest
 import torch
-from parity import LLAMA, SMALL, Synthetic
+from parity import LLAMA, SMALL, Synthetic, differs, train
 from small_run import equal
 from test_checkpoint import LAYOUTS as CHECKPOINT_LAYOUTS
 from test_checkpoint import WIDE, trained
@@ -15,7 +15,9 @@ from base.groups import Groups
 from base.model_config import GPTConfig
 from course import ranks
 from course.demo import meta_model
+from course.training_commands import config_of
 from pipeline_parallel import layers_of_stages
+from planning import as_rank
 from run.pretraining import Config
 from schedules import Placement
 from sharding import sharding_of
@@ -182,6 +184,55 @@ def test_what_was_sent_is_let_go(p, flags):
     for rank, (most, sent, left, deferred) in enumerate(ranks.run(what_is_sent, p, p, flags)):
         assert sent >= 16 and most <= 2 * p + 2 and left == 0, (rank, most, sent, left)
         assert deferred == (16 if flags.get("schedule") == "zb-h1" else 0)
+
+
+# --- messages that tensor-parallel ranks share ----------------------------------------------------
+
+
+def test_each_rank_sends_its_part():
+    """In a middle stage an activation and a gradient leave and arrive for each micro-batch, b s h / t
+    numbers each. The ranks gather what arrives. Sequence parallelism gathers nothing more."""
+    flags = dict(num_layers=3, pp=3, tp=2, micro_batch_size=2, precision="fp32", dropout=0.0)
+    m, part, t = 4, 2 * 16 * 32 * 4 // 2, 2
+    counts = []
+    for sequence in (False, True):
+        config = config_of(SMALL | flags | dict(sequence_parallel=sequence))
+        report = as_rank.report(config, Trainer, 2, 6)
+        counts.append({(c.kind, c.group, c.bytes): c.count for c in report.collectives})
+    for found in counts:
+        assert found["send", "pp", part] == found["receive", "pp", part] == 2 * m
+    # beside attention and MLP: g in forward and for the weight gradients, and g-bar's adjoint
+    of_layer = 6 * m
+    assert counts[0]["all-gather", "tp", t * part] == 2 * m
+    assert counts[1]["all-gather", "tp", t * part] == of_layer
+
+
+def whole_messages():
+    pipeline_parallel.message_shape = lambda shape, group: shape
+
+
+def part_of_the_next_rank():
+    original = pipeline_parallel.scatter
+
+    def scatter(x, group):
+        return original(x.roll(x.numel() // group.size()) if group else x, group)
+
+    pipeline_parallel.scatter = scatter
+
+
+SHARED = dict(world=4, steps=1, tp=2, pp=2, micro_batch_size=2)
+
+
+def test_a_wrong_part_is_seen():
+    differs(train(**SHARED, mutate=part_of_the_next_rank), train(steps=1))
+
+
+@pytest.mark.repetition
+def test_parts_change_no_bit():
+    layout = SHARED | dict(schedule="zb-h1", num_layers=3, layer_split=[2, 1])
+    parts, whole = train(**layout), train(**layout, mutate=whole_messages)
+    assert parts.losses == whole.losses
+    assert all(torch.equal(x, whole.parameters[name]) for name, x in parts.parameters.items())
 
 
 def weights_wait(rank):
