@@ -86,7 +86,7 @@ class Trainer:
 
             moe.apply(model, groups.ep, groups.tp)
         self.num_parameters = sharding.num_parameters(model)
-        self.stages, self.pipeline, self.schedule = [model], None, None
+        self.stages, self.pipeline, self.schedule, self.fp8 = [model], None, None, None
         if groups.pp:
             rank, placement = groups.pp.rank(), config.placement
             self.stages = pipeline_parallel.apply(model, rank, placement, config.layer_split)
@@ -97,7 +97,6 @@ class Trainer:
             m = config.global_batch_size // self.dp // self.micro_batch
             sizes = config.pp, m, placement.v, config.ep_comm_overlap
             self.schedule = schedules.make(config.pipeline_schedule, *sizes)
-        self.fp8 = None
         if config.fp8_recipe:
             import fp8
 

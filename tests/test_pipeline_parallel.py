@@ -191,7 +191,7 @@ def test_what_was_sent_is_let_go(p, flags):
 
 def test_each_rank_sends_its_part():
     """In a middle stage an activation and a gradient leave and arrive for each micro-batch. Each
-    has b s h / t numbers. The ranks gather what arrives. Sequence parallelism gathers nothing more."""
+    has b s h / t numbers. The ranks gather what arrives, without sequence parallelism."""
     flags = dict(num_layers=3, pp=3, tp=2, micro_batch_size=2, precision="fp32", dropout=0.0)
     m, part, t = 4, 2 * 16 * 32 * 4 // 2, 2
     counts = []
