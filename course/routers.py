@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-import moe
+from base import transport_plan
 from course import demo, form
 from moe import MoEConfig, Routing, SinkhornRouter, TopKRouter
 
@@ -11,7 +11,10 @@ WITHOUT = form.Removals()
 
 
 @WITHOUT.replace(
-    "columns", moe, "scale_rows_and_columns", "Every token has the same mass. Where does it all go?"
+    "columns",
+    transport_plan,
+    "scale_rows_and_columns",
+    "Every token has the same mass. Where does it all go?",
 )
 def rows_alone(kernel: Tensor, tolerance: float, most: int):
     """To the experts that most tokens like. Scaling a row does not change its order, so each token
@@ -23,12 +26,14 @@ def rows_alone(kernel: Tensor, tolerance: float, most: int):
 
 @WITHOUT.replace(
     "cooling",
-    moe,
+    transport_plan,
     "balance",
     "Cooling takes the plan step by step from temperature 1 to a low one. Without it the mass is"
     " even. Why is the load not?",
 )
-def at_temperature_1(logits: Tensor, temperature=1.0, *rest, original=moe.balance, **options):
+def at_temperature_1(
+    logits: Tensor, temperature=1.0, *rest, original=transport_plan.balance, **options
+):
     """At temperature 1 the plan divides a token among experts, and it is these parts that are even.
     But a token goes whole to its largest part. A lower temperature divides fewer tokens."""
     return original(logits, 1.0, *rest, **options)
@@ -61,7 +66,7 @@ def plan_by_hand(lesson: form.Lesson) -> None:
         " evaluation?",
         "a row; a column; e0 in training; e0 in evaluation",
     )
-    plan = moe.sinkhorn(EXAMPLE)
+    plan = transport_plan.sinkhorn(EXAMPLE)
     rows = [f"{x:.3f}" for x in plan.sum(1)]
     columns = [f"{x:.3f}" for x in plan.sum(0)]
     even = (plan.sum(1) - 1 / 4).abs().max() < 1e-3 and (plan.sum(0) - 1 / 2).abs().max() < 1e-3
@@ -91,7 +96,9 @@ def temperature(lesson: form.Lesson) -> None:
     logits = torch.randn(n, 3, generator=generator) @ torch.randn(3, e, generator=generator)
     largest = {"raw logits": int(loads(logits).max())}
     for t in (1.0, 0.3, 0.1, 0.02):
-        largest[f"plan, temperature {t}"] = int(loads(moe.sinkhorn(logits, t, 1e-2)).max())
+        largest[f"plan, temperature {t}"] = int(
+            loads(transport_plan.sinkhorn(logits, t, 1e-2)).max()
+        )
     lesson.say("largest load of an expert, in tokens:")
     lesson.bars(largest, largest["raw logits"])
     at_1, at_002 = largest["plan, temperature 1.0"], largest["plan, temperature 0.02"]

@@ -76,9 +76,9 @@ def sharded_linear(x, row, out_features, group):
     11: "from recompute import checkpoint",
     12: "from recompute import layer_bytes",
     13: """
-import moe
+from base import transport_plan
 def sinkhorn(logits, tolerance):
-    return moe.sinkhorn(logits, 1.0, tolerance, 100_000)
+    return transport_plan.sinkhorn(logits, 1.0, tolerance, 100_000)
 """,
 }
 

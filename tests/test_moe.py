@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 import fsdp
 import moe
+from base import transport_plan
 from base.grouped_linear import grouped_by_library
 from base.groups import Groups
 from base.model_config import MoEConfig, flops_per_token
@@ -57,8 +58,8 @@ def test_sinkhorn_by_hand():
     # at a low temperature two each
     assert sorted(chosen.flatten().tolist()) == [0, 0, 1, 1]
     # six iterations
-    plans = [moe.sinkhorn(FACTS, max_iterations=n) for n in (5, 6)]
-    assert [torch.equal(plan, moe.sinkhorn(FACTS)) for plan in plans] == [False, True]
+    plans = [transport_plan.sinkhorn(FACTS, max_iterations=n) for n in (5, 6)]
+    assert [torch.equal(plan, transport_plan.sinkhorn(FACTS)) for plan in plans] == [False, True]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 0.02])
@@ -66,10 +67,12 @@ def test_sinkhorn_by_hand():
 def test_sinkhorn_is_doubly_balanced(n, e, temperature):
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(n, e, generator=g)
-    plan = moe.sinkhorn(logits, temperature, 1e-3)
+    plan = transport_plan.sinkhorn(logits, temperature, 1e-3)
     assert (plan.sum(0) * e - 1).abs().max() <= 1e-9
     assert (plan.sum(1) * n - 1).abs().max() <= (1e-2 if n == 4096 else 5e-2)
-    shifted = moe.sinkhorn(logits + 100 * torch.randn(n, 1, generator=g), temperature, 1e-3)
+    shifted = transport_plan.sinkhorn(
+        logits + 100 * torch.randn(n, 1, generator=g), temperature, 1e-3
+    )
     # a row's constant makes no difference, but for rounding it in float32
     torch.testing.assert_close(shifted, plan, rtol=1e-2, atol=1e-9)
 
@@ -84,7 +87,7 @@ def test_sinkhorn_is_the_formula():
         for _ in range(5000):
             d0 = 1 / 50 / (cost @ d1)
             d1 = 1 / 6 / (cost.t() @ d0)
-        found = moe.sinkhorn(logits, temperature, 1e-13, 100000)
+        found = transport_plan.sinkhorn(logits, temperature, 1e-13, 100000)
         torch.testing.assert_close(found, d0.unsqueeze(1) * cost * d1, rtol=1e-8, atol=1e-14)
 
 
@@ -93,18 +96,20 @@ def test_large_logits(temperature):
     """Where d0, d1 and exp(logits) would be too large or too small for any float."""
     g = torch.Generator().manual_seed(0)
     huge = torch.rand(512, 8, generator=g) * 2e4 - 1e4
-    plan = moe.sinkhorn(huge, temperature, max_iterations=100)
+    plan = transport_plan.sinkhorn(huge, temperature, max_iterations=100)
     assert plan.isfinite().all() and (plan >= 0).all()
     logits = torch.randn(512, 8, generator=g)
     # an expert that everybody shuns gets its share
     for gap in (5, 20, 300):
         logits[:, 3] = logits[:, 3].clamp(max=3) - gap
-        load = moe.sinkhorn(logits, temperature, 1e-2).sum(0) * 8
-        chosen = moe.sinkhorn(logits, temperature, 1e-2).argmax(1).bincount(minlength=8) / 64
+        load = transport_plan.sinkhorn(logits, temperature, 1e-2).sum(0) * 8
+        chosen = (
+            transport_plan.sinkhorn(logits, temperature, 1e-2).argmax(1).bincount(minlength=8) / 64
+        )
         torch.testing.assert_close(load, torch.ones(8).double(), rtol=1e-9, atol=0)
         assert temperature == 1 or (chosen - 1).abs().max() < 0.15, (gap, chosen)
     # a model that diverged ends its step, and is skipped there
-    assert moe.sinkhorn(torch.full((4, 2), torch.nan)).shape == (4, 2)
+    assert transport_plan.sinkhorn(torch.full((4, 2), torch.nan)).shape == (4, 2)
 
 
 def test_a_low_temperature_balances_the_choices():
@@ -115,8 +120,8 @@ def test_a_low_temperature_balances_the_choices():
         return scores.argmax(1).bincount(minlength=8).max().item() / 512
 
     raw = load(logits)
-    paper = load(moe.sinkhorn(logits))
-    low = load(moe.sinkhorn(logits, 0.02))
+    paper = load(transport_plan.sinkhorn(logits))
+    low = load(transport_plan.sinkhorn(logits, 0.02))
     assert raw > 3 and low < 1.05 < paper < raw
 
 
@@ -127,11 +132,11 @@ def test_a_gpus_iterations_reach_the_tolerance_of_a_cpu(n, e, scale, skew):
     load of the plan, as `balance` measures it."""
     g = torch.Generator().manual_seed(0)
     logits = scale * torch.randn(n, e, generator=g) + skew * torch.randn(e, generator=g)
-    f = moe.potentials_in_fixed_time(logits, 0.02)
+    f = transport_plan.potentials_in_fixed_time(logits, 0.02)
     load = e * ((logits + f).double() / 0.02).softmax(1).mean(0)
     assert (1 - load).abs().mean() <= 1e-2
     # nearly all tokens go where a CPU sends them
-    cpu = logits + moe.balance(logits, 0.02, 1e-2)[1]
+    cpu = logits + transport_plan.balance(logits, 0.02, 1e-2)[1]
     assert ((logits + f).argmax(1) == cpu.argmax(1)).float().mean() > 0.97
 
 
@@ -139,8 +144,8 @@ def test_a_gpus_iterations_reach_the_tolerance_of_a_cpu(n, e, scale, skew):
 def test_a_gpus_iterations_are_sinkhorns(temperature):
     """Up to a constant, which adds the same to all logits."""
     logits = torch.randn(50, 6, generator=torch.Generator().manual_seed(1)).double()
-    exact = moe.balance(logits, temperature, 1e-13, 100_000)[1]
-    found = moe.potentials_in_fixed_time(logits, temperature)
+    exact = transport_plan.balance(logits, temperature, 1e-13, 100_000)[1]
+    found = transport_plan.potentials_in_fixed_time(logits, temperature)
     torch.testing.assert_close(found - found[0], exact - exact[0], rtol=0, atol=1e-6)
 
 
@@ -172,12 +177,12 @@ def test_later_choices_are_in_the_plans_order():
     logits = 10 * torch.randn(1024, 8, generator=torch.Generator().manual_seed(0))
     router = make(8, 4).router
     chosen = router.scores(logits, True).topk(4).indices
-    assert (moe.sinkhorn(logits, 0.02, 1e-2).gather(1, chosen) == 0).any()
+    assert (transport_plan.sinkhorn(logits, 0.02, 1e-2).gather(1, chosen) == 0).any()
     assert chosen[:, 0].bincount(minlength=8).max() < 1.05 * 128
     assert chosen.flatten().bincount(minlength=8).max() < 1.1 * 512
     torch.testing.assert_close(
         router.scores(logits, True).argsort(1),
-        (moe.balance(logits, 0.02, 1e-2)[1] + logits).argsort(1),
+        (transport_plan.balance(logits, 0.02, 1e-2)[1] + logits).argsort(1),
     )
 
 

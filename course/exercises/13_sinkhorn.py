@@ -22,7 +22,7 @@ expert's load, and E times that is 1 where it is even.
 
 Read         the section `routers` of moe.py
 Paper        Clark et al., arXiv 2202.01169, section 3.1
-Not yet      `scale_rows_and_columns` and `balance` in moe.py
+Not yet      `scale_rows_and_columns` and `balance` in base/transport_plan.py
 Check        python -m course.exercises.check 13      --hint: a hint, one more at each call
 Par          the matrix C is made once; an iteration makes vectors only
 """

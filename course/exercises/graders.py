@@ -19,9 +19,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-import moe
 import recompute
 import schedules
+from base import transport_plan
 from course.exercises import cuda_grader
 from course.exercises.grading import AnswerError, Par, Watch, leaf, numbers, par_of, same
 from sharding import FlatParameters, Shard, Sharding, shard_of
@@ -539,7 +539,7 @@ def sinkhorn(balance, rank: int, watch: Watch) -> tuple[str, Par]:
         same(
             f"the plan of logits near {logits.mean():.0f}",
             plan,
-            moe.sinkhorn(logits, 1.0, 1e-13, 100_000),
+            transport_plan.sinkhorn(logits, 1.0, 1e-13, 100_000),
             "Rows sum to 1/N and columns to 1/E at the same time. One scaling spoils the other, so "
             "both are repeated until the loads are even within the tolerance. exp overflows for "
             "large logits; of each row only differences matter.",
