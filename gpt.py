@@ -208,7 +208,7 @@ class GPT(nn.Module):
             return torch.full(shape, self.norm_weight, device="cpu")
         if name.endswith("bias"):
             return torch.zeros(shape, device="cpu")
-        residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
+        residual = name.endswith(("attention.output.weight", ".down.weight"))
         std = self.config.init_std / (math.sqrt(2 * self.config.num_layers) if residual else 1)
         return torch.randn(shape, generator=generator, device="cpu") * std
 

@@ -40,6 +40,7 @@ tensor-parallel size of experts other than attention's; experts that all tokens 
 for dropping tokens; router biases, expert groups and jitter (all in Megatron-LM).
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -58,12 +59,12 @@ from base import compiling, device_queue, transport_plan
 from base.grouped_linear import grouped_linear
 from base.model_config import ROUTER_NAMES, FieldError, GPTConfig, MoEConfig, divisors
 from base.turns import Turns
-from sharding import Shard, shard_parameter
+from sharding import Shard, keep_dtype, local_part, shard_of, shard_parameter, sharding_of
 
 # === routers ======================================================================================
 #
 # A router decides which expert gets which token. Its logits are z = x W_rᵀ, one number for each
-# token and expert. Without balancing, a router sends all tokens to a few experts. Two ways to
+# token and expert. Without balancing, a router sends all tokens to a few experts. Three ways to
 # balance the load:
 #
 #     sinkhorn    A transport plan: a matrix of tokens by experts in which all tokens have equal
@@ -74,6 +75,10 @@ from sharding import Shard, shard_parameter
 #                 probability from the raw logits.
 #     topk        The k largest logits. One loss pulls towards even load (Switch, arXiv 2101.03961,
 #                 eq. 4-6), another keeps logits small (ST-MoE, arXiv 2202.08906, eq. 5).
+#     bias        The k largest of sigmoid(z) + b, without a loss (arXiv 2408.15664, algorithm 1).
+#                 The bias of an expert is no weight: after each step it grows by u where the
+#                 expert had less than the mean load of the whole batch, else it shrinks by u. It
+#                 chooses experts, and is no part of their factors.
 #
 #     logits  e0  e1       plan, temperature 1      temperature 0.02
 #     t0     2.0 1.0       .10  .15  -> e1          -> e1
@@ -96,6 +101,8 @@ class Router(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         self.k = config.router_topk
+        self.groups, self.topk_groups = config.expert_groups, config.topk_groups
+        self.normalises, self.scale = config.normalises, config.router_scale
         self.temperature = config.router_temperature
         self.aux_loss = config.aux_loss
         self.z_loss = config.z_loss
@@ -107,7 +114,30 @@ class Router(nn.Module):
 
     def scores(self, logits: Tensor, training: bool) -> Tensor:
         """The scores that choose a token's experts: the k largest. logits: [n, E] -> [n, E]"""
-        return logits
+        return self.in_best_groups(logits)
+
+    def in_best_groups(self, scores: Tensor, best: int = 1) -> Tensor:
+        """Scores with -inf outside a token's best groups of experts, those whose `best` largest
+        scores have the largest sum. Where a group is on one node, a token is sent to few nodes
+        (DeepSeek-V2, arXiv 2405.04434, section 2.2.2). scores: [n, E] -> [n, E]"""
+        if self.groups == 1:
+            return scores
+        grouped = scores.unflatten(1, (self.groups, -1))  # [n, groups, E / groups]
+        sums = grouped.topk(min(best, grouped.shape[2])).values.sum(2)
+        chosen = sums.topk(self.topk_groups).indices  # [n, topk_groups]
+        left_out = torch.ones_like(sums, dtype=torch.bool).scatter(1, chosen, False)
+        return grouped.masked_fill(left_out.unsqueeze(2), -math.inf).flatten(1)
+
+    def affinities(self, logits: Tensor) -> Tensor:
+        """How well each expert fits a token, by probabilities. [n, E] -> [n, E]"""
+        return logits.softmax(-1)
+
+    def probabilities(self, logits: Tensor, chosen: Tensor) -> Tensor:
+        """The factor of each chosen expert's output. logits: [n, E]; chosen: [n, k] -> [n, k]"""
+        factors = self.affinities(logits).gather(1, chosen)
+        if self.normalises:
+            factors = factors / factors.sum(1, keepdim=True)
+        return factors * self.scale
 
     def losses(self, logits: Tensor, load: Tensor) -> Tensor | float:
         """The losses of each token, summed over these tokens. A scalar; 0.0 without losses.
@@ -130,14 +160,8 @@ class TopKRouter(Router):
     """Chooses the k largest logits.
 
     With k = 1 an output is multiplied by its expert's probability (Switch, eq. 2). With k > 1 the k
-    probabilities add up to 1 (Mixtral, arXiv 2401.04088).
+    probabilities add up to 1 (Mixtral, arXiv 2401.04088), unless normalise_topk is false.
     """
-
-    def probabilities(self, logits: Tensor, chosen: Tensor) -> Tensor:
-        """The factor of each chosen expert's output. logits: [n, E]; chosen: [n, k] -> [n, k]"""
-        if self.k == 1:
-            return logits.softmax(-1).gather(1, chosen)
-        return logits.gather(1, chosen).softmax(-1)
 
 
 class SinkhornRouter(Router):
@@ -153,13 +177,37 @@ class SinkhornRouter(Router):
             return logits + transport_plan.balance(logits, self.temperature, tolerance=1e-2)[1]
         return logits + transport_plan.potentials_in_fixed_time(logits, self.temperature)
 
-    def probabilities(self, logits: Tensor, chosen: Tensor) -> Tensor:
-        """As in TopKRouter."""
-        every = logits.sigmoid() if self.k == 1 else logits.softmax(-1)
-        return every.gather(1, chosen)
+    def affinities(self, logits: Tensor) -> Tensor:
+        return logits.sigmoid() if self.k == 1 else logits.softmax(-1)
 
 
-ROUTERS = dict(zip(ROUTER_NAMES, (SinkhornRouter, TopKRouter), strict=True))
+class BiasRouter(Router):
+    """Chooses the k largest of sigmoid(z) + b. The factors are the sigmoids, normalised
+    (DeepSeek-V3, arXiv 2412.19437, eq. 12-16)."""
+
+    def __init__(self, config: MoEConfig):
+        super().__init__(config)
+        # A parameter without a gradient: sharding and checkpoints treat it as any other. A step
+        # of it is lost in 16 bits.
+        bias = torch.zeros(config.num_experts, dtype=torch.float32)
+        self.bias = keep_dtype(nn.Parameter(bias, requires_grad=False))
+        self.rate = config.bias_rate
+
+    def scores(self, logits: Tensor, training: bool) -> Tensor:
+        return self.in_best_groups(self.affinities(logits) + self.bias, best=2)
+
+    def affinities(self, logits: Tensor) -> Tensor:
+        return logits.sigmoid()
+
+    def balance(self, load: Tensor, taken: Tensor) -> None:
+        """b_e += u sign(mean load - load_e). load: [E], choices of each expert in the global batch;
+        taken: whether the step was taken, on the device."""
+        part = local_part(self.bias)
+        change = self.rate * taken * (load.mean() - load).sign()
+        part += shard_of(change.to(part), sharding_of(part))
+
+
+ROUTERS = dict(zip(ROUTER_NAMES, (SinkhornRouter, TopKRouter, BiasRouter), strict=True))
 
 
 # --- where the tokens of a micro-batch go -------------------------------------------------------
@@ -477,6 +525,22 @@ class _AddLoss(torch.autograd.Function):
         return grad, ctx.one
 
 
+class SharedExperts(gpt.MLP):
+    """The experts that every token goes through, as one MLP of their inner sizes together
+    (DeepSeekMoE, arXiv 2401.06066, section 3.2). Tensor parallelism shards it as any MLP, with an f
+    and a g of its own. x: [b, s, h] -> [b, s, h]"""
+
+    def __init__(self, config: MoEConfig):
+        size = dict(ffn_hidden_size=config.shared_ffn_size, mlp_bias=False)
+        super().__init__(dataclasses.replace(config, **size))
+        self.activation = families.ACTIVATIONS[config.activation]()
+        self.of_token = nn.Linear(config.hidden_size, 1, bias=False) if config.shared_gate else None
+
+    def forward(self, x: Tensor, context: gpt.Context = gpt.PLAIN) -> Tensor:
+        y = super().forward(x, context)
+        return y if self.of_token is None else y * self.of_token(x).sigmoid()
+
+
 class MoE(nn.Module):
     """The expert layer, which replaces gpt.MLP. x: [b, s, h] -> [b, s, h]
 
@@ -490,13 +554,14 @@ class MoE(nn.Module):
 
     def __init__(self, config: MoEConfig):
         super().__init__()
-        h, ffn, e = config.hidden_size, config.ffn_hidden_size, config.num_experts
+        h, ffn, e = config.hidden_size, config.expert_size, config.num_experts
         self.router = ROUTERS[config.router](config)
         self.routing = Routing(self.router.scores, config)
         self.gate = ExpertLinear(e, h, ffn) if config.gated else None
         self.up = ExpertLinear(e, h, ffn)
         self.activation = families.ACTIVATIONS[config.activation]()
         self.down = ExpertLinear(e, ffn, h)
+        self.shared = SharedExperts(config) if config.shared_ffn_size else None
         self.enter = nn.Identity()
         self.leave = nn.Identity()
         # The ranks of expert parallelism.
@@ -526,6 +591,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, context: gpt.Context = gpt.PLAIN) -> Tensor:
         """context.real: the router leaves out the positions that are padding."""
         logits = self.router(x)  # [b, s, E], or a shard of the sequence
+        beside = self.shared(x) if self.shared else None  # [b, s, h], or a shard
         x = self.enter(x)  # [b, s, h], the whole micro-batch
         all_logits = self.enter(logits)  # [b, s, E]
         plan = self.routing(all_logits.detach(), context.real)
@@ -535,6 +601,7 @@ class MoE(nn.Module):
         probabilities = self.router.probabilities(all_logits, plan.chosen)  # [b s, k]
         y = combine(rows, probabilities, plan, self.exchange, self.permute, self.unpermute)
         y = self.leave(y.view(x.shape))
+        y = y if beside is None else y + beside
         has_losses = self.router.aux_loss or self.router.z_loss
         if self.training and torch.is_grad_enabled() and has_losses:
             # The loss counts this rank's positions alone: `logits`, not `all_logits`.
@@ -567,10 +634,26 @@ class ExpertLayers(dict[int, MoE]):
                     self[int(number)] = block.mlp
 
     def begin_step(self, token_weight: float) -> None:
-        """Before the first micro-batch: set the weight of a token, and clear the statistics."""
+        """Before the first micro-batch: set the weight of a token, and clear the statistics. The
+        router's losses are means over all tokens of the global batch, masked ones too."""
         for layer in self.values():
             layer.token_weight = token_weight
             layer.routing.statistics = None
+
+    @torch.no_grad()
+    def end_step(self, group: dist.ProcessGroup | None, taken: Tensor) -> None:
+        """After the optimizer's step: change the biases of routers by the load of the global batch.
+        group: the ranks that saw other tokens, for one all-reduce; taken: as in fp8.Scaling."""
+        balanced = [layer for layer in self.values() if isinstance(layer.router, BiasRouter)]
+        # Frozen routers have no statistics.
+        counted = [layer.routing.statistics for layer in balanced if layer.training]
+        if not counted:
+            return
+        loads = torch.stack([counts[: -len(ROUTER_STATS)] for counts in counted])  # [layers, E]
+        if group:
+            dist.all_reduce(loads, group=group)
+        for layer, load in zip(balanced, loads):
+            layer.router.balance(load, taken)
 
     def statistics(
         self, config: MoEConfig, groups: list[dist.ProcessGroup], device
@@ -635,7 +718,8 @@ def apply(
         raise ValueError("this model has experts already: call moe.apply once")
     for number in getattr(config, "expert_layers", ()):
         block = model.blocks[str(number)]
-        layer = MoE(config).to(block.mlp.up.weight)
+        with block.mlp.up.weight.device:
+            layer = MoE(config).to(block.mlp.up.weight.dtype)
         if not layer.up.weight.is_meta:
             init(model, layer, f"blocks.{number}.mlp.")
         if ep_group:

@@ -77,6 +77,12 @@ def set_sharding(part: Tensor, sharding: Sharding) -> Tensor:
     return part
 
 
+def keep_dtype(parameter: Tensor) -> Tensor:
+    """Let `materialise` leave the type of a parameter as it is, whatever the model's is."""
+    parameter.keeps_dtype = True
+    return parameter
+
+
 # --- the parameters of a model --------------------------------------------------------------------
 
 
@@ -371,7 +377,8 @@ def materialise(
     wanted = [p for name, p in model.named_parameters() if names is None or name in names]
     real = {}
     for p in wanted:
-        zeros = torch.zeros(p.shape, dtype=dtype, device=device)
+        own = p.dtype if hasattr(p, "keeps_dtype") else dtype
+        zeros = torch.zeros(p.shape, dtype=own, device=device)
         real[p] = nn.Parameter(zeros, requires_grad=p.requires_grad)
         if hasattr(p, "sharding"):
             set_sharding(real[p], p.sharding)

@@ -358,6 +358,10 @@ def reduce_statistics(
 # --- check and apply ------------------------------------------------------------------------------
 
 
+# The sizes that t ranks share. Those of experts may be 0.
+SHARED = "num_heads num_kv_heads ffn_hidden_size expert_ffn_size shared_ffn_size".split()
+
+
 def shares_keys(config: GPTConfig, t: int) -> bool:
     """Whether each of t ranks has some whole key heads, or as many columns of one as its
     neighbours."""
@@ -366,16 +370,16 @@ def shares_keys(config: GPTConfig, t: int) -> bool:
 
 
 def sizes_that_fit(config: GPTConfig, near: int, world: int = 0) -> list[int]:
-    """The three t that fit and are nearest to a number: divisors of the heads, the MLP's inner size
-    and the number of ranks, for which `shares_keys` is true. world: 0 for any number of ranks."""
-    shared = gcd(config.num_heads, config.ffn_hidden_size, world)
+    """The three t that fit and are nearest to a number: divisors of the heads, the MLPs' inner
+    sizes and the number of ranks, for which `shares_keys` is true. world: 0 for any number."""
+    shared = gcd(*(getattr(config, name, 0) for name in SHARED if name != "num_kv_heads"), world)
     return divisors(shared, near, lambda t: shares_keys(config, t))
 
 
 def check(config: GPTConfig, t: int, world: int = 0) -> None:
     """Raises FieldError if t ranks (of `world`) cannot share the model."""
-    for field in ("num_heads", "num_kv_heads", "ffn_hidden_size"):
-        n = getattr(config, field)
+    for field in SHARED:
+        n = getattr(config, field, 0)
         of_keys = field == "num_kv_heads"
         if not (shares_keys(config, t) if of_keys else n % t == 0):
             rule = f"must divide {{{field}}}" + ", or a multiple cut each head evenly" * of_keys

@@ -103,11 +103,7 @@ class Trainer:
             self.fp8 = fp8.make(config.fp8_recipe, shape, self.device, config.keeps_bytes)
         self.gradients = [self.apply_techniques(stage) for stage in self.stages]
         pipeline_parallel.share_tied(self.stages)
-        self.expert_layers = {}
-        if shape.num_experts:
-            import moe
-
-            self.expert_layers = moe.ExpertLayers(*self.stages)
+        self.expert_layers = moe.ExpertLayers(*self.stages) if shape.num_experts else {}
 
     @property
     def model(self) -> "GPT | pipeline_parallel.Pipeline":
@@ -214,7 +210,6 @@ class Trainer:
             return total
 
         if self.expert_layers:
-            # The router's losses are means over all tokens of the global batch, masked ones too.
             self.expert_layers.begin_step(scale / max(1, dataset.positions(samples)))
         for gradients in self.gradients:
             gradients.zero_grad()
@@ -263,6 +258,8 @@ class Trainer:
             gradients.renew_parameters()
         if self.fp8:
             self.fp8.end_step(self.groups.all, taken=norm.isfinite())
+        if self.expert_layers:
+            self.expert_layers.end_step(self.groups.replicas, taken=norm.isfinite())
         return norm, lr
 
 

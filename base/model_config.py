@@ -344,15 +344,12 @@ def divisors(n: int, near: int, fits: Callable[[int], bool] = bool) -> list[int]
 
 # --- with experts ---------------------------------------------------------------------------------
 
-ROUTER_NAMES = ("sinkhorn", "topk")
-EXPERT_FIELDS = (
-    "expert_every",
-    "router",
-    "router_topk",
-    "router_temperature",
-    "capacity_factor",
-    "aux_loss",
-    "z_loss",
+ROUTER_NAMES = ("sinkhorn", "topk", "bias")
+# Those that have flags.
+EXPERT_FIELDS = tuple(
+    "expert_every first_dense_layers expert_ffn_size shared_ffn_size router router_topk"
+    " router_temperature router_scale bias_rate expert_groups topk_groups capacity_factor aux_loss"
+    " z_loss".split()
 )
 
 
@@ -368,12 +365,26 @@ class MoEConfig(GPTConfig):
     capacity_factor: float = 0.0  # largest load of an expert / even share; 0: no limit
     aux_loss: float | None = None  # coefficient of the load-balancing loss; topk: 0.01
     z_loss: float | None = None  # coefficient of the z-loss; topk: 0.001
+    # Of DeepSeek and Qwen.
+    first_dense_layers: int = 0  # so many first layers have no experts
+    expert_ffn_size: int = 0  # inner size of one expert; 0: ffn_hidden_size
+    # Inner size of the MLP that all tokens go through beside the experts (shared experts); 0: none.
+    # Whether its output is multiplied by sigmoid(x w) (Qwen2-MoE).
+    shared_ffn_size: int = 0
+    shared_gate: bool = False
+    # Whether the factors of a token's experts add up to 1; by default with k > 1, but for sinkhorn.
+    normalise_topk: bool | None = None
+    router_scale: float = 1.0  # times these factors (DeepSeek: routed_scaling_factor)
+    bias_rate: float = 0.001  # of router bias: how much a step changes a bias
+    # A token's experts are in the best `topk_groups` of so many groups of neighbouring experts.
+    expert_groups: int = 1
+    topk_groups: int = 1
 
     def __post_init__(self):
         self.check_types()
         if not self.num_experts:
             # Without experts these fields are reset, so that equal models compare equal.
-            for field in EXPERT_FIELDS:
+            for field in (*EXPERT_FIELDS, "shared_gate", "normalise_topk"):
                 default = type(self).__dataclass_fields__[field].default
                 object.__setattr__(self, field, default)
         has_losses = self.num_experts and self.router == "topk"
@@ -387,7 +398,20 @@ class MoEConfig(GPTConfig):
         """The layers with experts: with expert_every 2 those numbered 1, 3, 5 and so on."""
         if not self.num_experts:
             return range(0)
-        return range(self.expert_every - 1, self.num_layers, self.expert_every)
+        dense, every = self.first_dense_layers, self.expert_every
+        return range(dense - dense % every + every - 1, self.num_layers, every)
+
+    @property
+    def normalises(self) -> bool:
+        """`normalise_topk`, or its default."""
+        if self.normalise_topk is None:
+            return self.router != "sinkhorn" and self.router_topk > 1
+        return self.normalise_topk
+
+    @property
+    def expert_size(self) -> int:
+        """The inner size of one expert."""
+        return self.expert_ffn_size or self.ffn_hidden_size
 
     def check(self) -> None:
         super().check()
@@ -404,14 +428,31 @@ class MoEConfig(GPTConfig):
             rule = "must be from 1 to {num_experts}"
             raise FieldError("router_topk", self.router_topk, rule, num_experts=e)
         self.check_range("router_temperature", 1e-3, 1, "must be from 0.001 to 1")
+        self.check_range("router_scale", 1e-30, 1e30, "must be from 1e-30 to 1e+30")
+        self.check_range("bias_rate", 0, 1, "must be from 0 to 1")
+        self.check_range("first_dense_layers", 0, layers, f"must be from 0 to the {layers} layers")
+        for field in ("expert_ffn_size", "shared_ffn_size"):
+            self.check_range(field, 0, 2**31 - 1, "must be at least 0 and below 2^31")
+        self.check_groups(e or 1)
         for field in ("capacity_factor", "aux_loss", "z_loss"):
             if not 0 <= getattr(self, field) < math.inf:
                 raise FieldError(field, getattr(self, field), "must be at least 0 and finite")
-        if self.router == "sinkhorn" and self.aux_loss:
-            rule = "sinkhorn evens the load by its plan, where this loss has almost no gradient"
-            raise FieldError(
-                "aux_loss", self.aux_loss, rule + "; {router} would fit, or 0", router="topk"
-            )
+        if self.router in ("sinkhorn", "bias") and self.aux_loss:
+            rule = f"{self.router} evens the load without this loss; {{router}} would fit, or 0"
+            raise FieldError("aux_loss", self.aux_loss, rule, router="topk")
+
+    def check_groups(self, e: int) -> None:
+        groups, best, k = self.expert_groups, self.topk_groups, self.router_topk
+        if groups < 1 or e % groups:
+            rule = "must divide {num_experts}"
+            raise FieldError("expert_groups", groups, rule, divisors(e, groups), num_experts=e)
+        if groups > 1 and self.router == "sinkhorn":
+            rule = "the plan of sinkhorn has all experts; {router} would fit, or 1"
+            raise FieldError("expert_groups", groups, rule, router="bias")
+        if not 1 <= best <= groups or best * (e // groups) < k:
+            rule = "must be from 1 to {expert_groups}, groups that have {router_topk} experts"
+            values = dict(expert_groups=groups, router_topk=k)
+            raise FieldError("topk_groups", best, rule, **values)
 
 
 # --- size of a model, without building it ---------------------------------------------------------
@@ -426,17 +467,21 @@ def with_modules(config: GPTConfig) -> GPTConfig:
 
 
 def num_mlps(config: GPTConfig, of_each_layer_with_experts: str) -> tuple[int, int]:
-    """(MLPs of the whole model, layers with experts). The named field is the number of MLPs of a
-    layer with experts: num_experts, or router_topk for those that one token goes through."""
+    """(MLPs of the whole model, layers with experts). The named field is the number of experts of a
+    layer that count: num_experts, or router_topk for those that one token goes through. An expert
+    counts as its share of an MLP of ffn_hidden_size."""
     experts = len(getattr(config, "expert_layers", ()))
-    each = getattr(config, of_each_layer_with_experts, 0)
+    if not experts:
+        return config.num_layers, 0
+    inner = getattr(config, of_each_layer_with_experts) * config.expert_size
+    each = (inner + config.shared_ffn_size) / config.ffn_hidden_size
     return config.num_layers - experts + experts * each, experts
 
 
-def block_matrices(config: GPTConfig, mlps: int) -> int:
+def block_matrices(config: GPTConfig, mlps: float) -> int:
     """Numbers in the matrices of all blocks, without routers."""
     attentions = config.num_layers + len(config.cross_layers)
-    return attentions * attention_matrices(config) + mlps * mlp_matrices(config)
+    return attentions * attention_matrices(config) + round(mlps * mlp_matrices(config))
 
 
 def attention_matrices(config: GPTConfig) -> int:
@@ -456,9 +501,16 @@ def latent_matrices(config: GPTConfig) -> int:
     return config.hidden_size * (config.query_rank + config.kv_rank + config.rope_head_dim)
 
 
-def mlp_matrices(config: GPTConfig) -> int:
-    """Numbers in the matrices of one MLP, or of one expert."""
-    return (3 if config.gated else 2) * config.hidden_size * config.ffn_hidden_size
+def mlp_matrices(config: GPTConfig, ffn: int = 0) -> int:
+    """Numbers in the matrices of one MLP, by default of inner size ffn_hidden_size."""
+    return (3 if config.gated else 2) * config.hidden_size * (ffn or config.ffn_hidden_size)
+
+
+def router_vectors(config: GPTConfig) -> int:
+    """Vectors [h] of all routers: one for each expert, and one for a gate of shared experts."""
+    if not getattr(config, "num_experts", 0):
+        return 0
+    return len(config.expert_layers) * (config.num_experts + config.shared_gate)
 
 
 def least_parameters(config: GPTConfig) -> int:
@@ -468,13 +520,12 @@ def least_parameters(config: GPTConfig) -> int:
         return sum(map(least_parameters, config.encoders))
     h, modules = config.hidden_size, config.mtp_layers
     config = with_modules(config)
-    mlps, experts = num_mlps(config, "num_experts")
-    routers = experts * h * getattr(config, "num_experts", 0)
-    vectors = config.vocab_size * (1 if config.tied else 2)
+    mlps, _ = num_mlps(config, "num_experts")
+    vectors = config.vocab_size * (1 if config.tied else 2) + router_vectors(config)
     if config.positions == "learned":
         vectors += config.seq_length
     vectors += h * (config.head_transform + 2 * modules)
-    return block_matrices(config, mlps) + routers + h * vectors
+    return block_matrices(config, mlps) + h * vectors
 
 
 def flops_per_token(config: GPTConfig, s: int | None = None) -> float:
@@ -493,8 +544,8 @@ def flops_per_token(config: GPTConfig, s: int | None = None) -> float:
     config = with_modules(config)
     if config.target_length:
         return encoder_decoder_flops(config, s or config.seq_length) / (s or config.seq_length)
-    mlps, experts = num_mlps(config, "router_topk")
-    weights = block_matrices(config, mlps) + experts * h * getattr(config, "num_experts", 0)
+    mlps, _ = num_mlps(config, "router_topk")
+    weights = block_matrices(config, mlps) + h * router_vectors(config)
     s = s or config.seq_length
     scores = 6 * config.num_layers * s * config.num_heads * (config.head_dim + config.value_size)
     vectors = (1 + modules) * config.vocab_size + h * (config.head_transform + 2 * modules)

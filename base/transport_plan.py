@@ -5,7 +5,6 @@ and whose columns sum to 1/E.
     plan = diag(d0) exp(logits / temperature) diag(d1)      d0, d1 scale rows and columns in turn
 """
 
-import torch
 from torch import Tensor
 
 

@@ -174,13 +174,14 @@ class Run:
     # --- entries: (global name, global shape, offset, part)
 
     def parameters(self) -> list[tuple]:
-        """What the optimizers have updated."""
+        """What the optimizers have updated, and the biases of routers."""
         entries = []
         for prefix, learner in self.trainer.task.learners().items():
             for name, p in sharding.named_parameters(*learner.stages):
                 if p.requires_grad:
                     entries.append(entry(prefix + name, p, sharding_of(p)))
-        return entries
+        kept = self.trainer.task.learned.kept()
+        return entries + [entry(name, p, sharding_of(p)) for name, p in kept.items()]
 
     def gradients(self) -> list[tuple]:
         named = sharding.named_parameters(*self.trainer.stages)

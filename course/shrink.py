@@ -170,8 +170,21 @@ def shrink_experts(model: MoEConfig, ep: int, layers: int) -> dict:
     chosen = min(model.router_topk, experts)
     if model.router_topk < model.num_experts:
         chosen = min(chosen, max(1, experts - 1))
-    every = min(model.expert_every, 2, layers)
-    return values | dict(num_experts=experts, router_topk=chosen, expert_every=every)
+    groups = min(model.expert_groups, 2)
+    best = groups if model.topk_groups == model.expert_groups else 1
+    values |= dict(expert_groups=groups, topk_groups=best)
+    # Small as the MLP's: 24 has the divisors of a small tp.
+    sizes = {name: min(values[name], 24) for name in ("expert_ffn_size", "shared_ffn_size")}
+    return (
+        values
+        | sizes
+        | dict(
+            num_experts=experts,
+            router_topk=min(chosen, best * experts // groups),
+            expert_every=min(model.expert_every, 2, layers),
+            first_dense_layers=min(model.first_dense_layers, 1, layers - 1),
+        )
+    )
 
 
 def shrink_adapters(config: RunConfig, tp: int) -> dict:

@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import sharding
 import train
 from base import terminal
 from base.model_config import MoEConfig
@@ -53,15 +52,11 @@ class Classifier(ValueModel):
 
     def before_techniques(self, stage) -> None:
         super().before_techniques(stage)
-        stage.requires_grad_(not self.config.freeze)
+        if self.config.freeze:
+            stage.requires_grad_(False)
 
     def after_model_parallel(self, stage) -> None:
         self.trainer.task.add_head(stage)
-
-    def kept(self) -> dict[str, Tensor]:
-        """Frozen weights too, so that a checkpoint is a whole model."""
-        named = sharding.named_parameters(*self.trainer.stages)
-        return {f"model.{name}": p for name, p in named if not p.requires_grad}
 
 
 # --- a run ----------------------------------------------------------------------------------------

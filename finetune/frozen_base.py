@@ -59,11 +59,13 @@ def identifying_fields(config: MoEConfig) -> dict:
     `llama` alone says: so a prompt or an adapter of before still knows its model."""
     sizes = config.num_layers, config.hidden_size, config.num_heads
     plain = MoEConfig(*sizes, llama=config.llama)
-    names = [field.name for field in dataclasses.fields(GPTConfig)]
-    later = names[names.index("head_dim") :]
+    later = []
+    for shape, first in (GPTConfig, "head_dim"), (MoEConfig, "first_dense_layers"):
+        names = [field.name for field in dataclasses.fields(shape)]
+        later += names[names.index(first) :]
     fixed = checkpoint.fixed_fields(config)
     for name in later:
-        if fixed[name] == getattr(plain, name):
+        if name in fixed and fixed[name] == getattr(plain, name):
             del fixed[name]
     return fixed
 
@@ -105,6 +107,10 @@ class FrozenBase(WholeModel):
     def is_of_base(self, name: str) -> bool:
         """Whether a parameter of this global name is in the checkpoint of --load."""
         raise NotImplementedError
+
+    def kept(self) -> dict[str, Tensor]:
+        """None: the base has a checkpoint of its own."""
+        return {}
 
     def load_base(self, tokenizer) -> None:
         """Load the frozen model from --load. A collective. Raises CheckpointError."""

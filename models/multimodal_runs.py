@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import sharding
 import tensor_parallel
 from base.cross_entropy import cross_entropy
 from base.model_config import MoEConfig, flops_per_token
@@ -86,11 +85,6 @@ class PartsLearn(WholeModel):
         super().before_techniques(stage)
         for name, p in stage.named_parameters():
             p.requires_grad_(part_of(name) not in self.config.freeze)
-
-    def kept(self) -> dict[str, Tensor]:
-        """So a checkpoint is a whole model, whatever has learned."""
-        named = sharding.named_parameters(*self.trainer.stages)
-        return {f"model.{name}": p for name, p in named if not p.requires_grad}
 
     def load_weights(self, world) -> None:
         super().load_weights(world)

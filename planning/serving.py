@@ -167,7 +167,7 @@ class Serving(NamedTuple):
         if experts:
             k, count = model.router_topk, model.num_experts
             met = count * (1 - (1 - k / count) ** n)
-            read += experts * (met - k) * mlp_matrices(model)
+            read += experts * (met - k) * mlp_matrices(model, model.expert_size)
         keys = self.kept(seen + (tokens + 1) / 2)
         width = 2 * model.head_dim
         if model.kv_rank and tokens == 1:

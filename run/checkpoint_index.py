@@ -228,7 +228,7 @@ def fixed_fields(config: MoEConfig, weights_only: bool = False) -> dict[str, Any
     positions are computed, the sequence lengths. weights_only: training begins anew from the
     weights, and may choose another router or have other labels."""
     free = {"dropout", "attention", "router_temperature", "capacity_factor", "aux_loss", "z_loss"}
-    free |= {"init_std", "mtp_layers"}
+    free |= {"init_std", "mtp_layers", "bias_rate"}
     if config.positions != "learned":
         free |= {"seq_length", "target_length"}
     if weights_only:

@@ -159,9 +159,17 @@ class RunConfig:
     # Experts.
     num_experts: int | None = flag(None, "experts (MLPs) in a layer with experts; 0: none")
     expert_every: int | None = flag(None, "experts in every n-th layer: 2 is every other layer")
+    first_dense_layers: int | None = flag(None, "but in none of the first so many layers")
+    expert_ffn_size: int | None = flag(
+        None, "inner size of an expert; the default is --ffn-hidden-size"
+    )
+    shared_ffn_size: int | None = flag(
+        None, "inner size of an MLP for all tokens beside the experts (shared experts); 0: none"
+    )
     router: str | None = flag(
         None,
-        "sinkhorn balances each micro-batch by a transport plan; topk by a loss",
+        "sinkhorn balances each micro-batch by a transport plan; topk by a loss; bias by a bias of"
+        " each expert (DeepSeek-V3)",
         ROUTER_NAMES,
     )
     router_topk: int | None = flag(None, "experts that each token goes through")
@@ -170,6 +178,16 @@ class RunConfig:
         "temperature of sinkhorn's plan, from 0.001 to 1; lower is more even; the default is 0.02, "
         "and 1 is Megatron-LM's",
     )
+    router_scale: float | None = flag(
+        None, "what the factors of experts' outputs are multiplied by; the default is 1"
+    )
+    bias_rate: float | None = flag(
+        None, "with --router bias: how much a step changes a bias; the default is 0.001"
+    )
+    expert_groups: int | None = flag(
+        None, "groups of experts, one on each node for example; a token uses the best of them"
+    )
+    topk_groups: int | None = flag(None, "groups that each token uses, of --expert-groups")
     capacity_factor: float | None = flag(
         None,
         "limit of tokens per expert, over its even share of a micro-batch; tokens beyond it are "
@@ -177,10 +195,10 @@ class RunConfig:
     )
     aux_loss: float | None = flag(
         None,
-        "coefficient of the load-balancing loss; the default is 0.01 with topk, 0 with sinkhorn",
+        "coefficient of the load-balancing loss; the default is 0.01 with topk, else 0",
     )
     z_loss: float | None = flag(
-        None, "coefficient of the router's z-loss; the default is 0.001 with topk, 0 with sinkhorn"
+        None, "coefficient of the router's z-loss; the default is 0.001 with topk, else 0"
     )
     # Parallel.
     tp: int = flag(1, "tensor-parallel ranks, which share every matrix", least=1)

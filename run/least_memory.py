@@ -35,7 +35,8 @@ def parameters(model: MoEConfig) -> tuple[int, int]:
         # A model of pictures may have layers of several sizes. All its parameters are counted.
         with torch.device("meta"):
             return sharding.num_parameters(model.make()), 0
-    experts = len(with_modules(model).expert_layers) * model.num_experts * mlp_matrices(model)
+    experts = len(with_modules(model).expert_layers) * model.num_experts
+    experts *= mlp_matrices(model, model.expert_size)
     return least_parameters(model) - experts, experts
 
 

@@ -69,6 +69,13 @@ def _gemma(*sizes, **fields) -> dict:
     return _llama2(*sizes) | own | fields
 
 
+def _experts(num_experts: int, router_topk: int, expert_ffn_size: int, **fields) -> dict:
+    """fields: more fields, or other values than Qwen's."""
+    own = dict(router="topk", aux_loss=0.001, z_loss=0.0)
+    sizes = dict(num_experts=num_experts, router_topk=router_topk, expert_ffn_size=expert_ffn_size)
+    return own | sizes | fields
+
+
 def _bloom(*sizes) -> dict:
     own = dict(dropout=0.0, positions="alibi", embedding_norm=True)
     return _gpt(*sizes, 2048, 250880) | own
@@ -142,6 +149,18 @@ PRESETS: dict[str, tuple[dict, float]] = {
     "qwen3-8b": (
         _qwen(36, 4096, 32, 12288, num_kv_heads=8, head_dim=128, qk_norm=True),
         8_190_735_360,
+    ),
+    # arXiv 2407.10671, section 2.2.2, and its model before, as released
+    "qwen1.5-moe-a2.7b": (
+        _qwen(24, 2048, 16, 5632, seq_length=8192, attention_bias="qkv")
+        | _experts(60, 4, 1408, shared_ffn_size=5632, shared_gate=True, normalise_topk=False),
+        14_315_784_192,
+    ),
+    # arXiv 2505.09388, as released
+    "qwen3-30b-a3b": (
+        _qwen(48, 2048, 32, 6144, num_kv_heads=4, head_dim=128, qk_norm=True, seq_length=40960)
+        | _experts(128, 8, 768),
+        30_532_122_624,
     ),
     # arXiv 2403.08295, as released
     "gemma-2b": (_gemma(18, 2048, 8, 16384, num_kv_heads=1), 2_506_172_416),
@@ -313,7 +332,7 @@ def main():
     from sharding import num_parameters
 
     print(
-        f"{'preset':<15}{'L':>5}{'h':>7}{'heads':>6}{'kv':>5}{'s':>8}{'V':>8}"
+        f"{'preset':<18}{'L':>5}{'h':>7}{'heads':>6}{'kv':>5}{'s':>8}{'V':>8}"
         f"{'parameters':>20}{'published':>12}{'ratio':>7}{'GFLOP/token':>13}"
     )
     for name, (fields, published) in PRESETS.items():
@@ -325,7 +344,7 @@ def main():
         if published:
             beside = f"{published / 1e9:>11.4g}B{count / published:>7.3f}"
         print(
-            f"{name:<15}{config.num_layers:>5}{config.hidden_size:>7}{config.num_heads:>6}"
+            f"{name:<18}{config.num_layers:>5}{config.hidden_size:>7}{config.num_heads:>6}"
             f"{config.num_kv_heads:>5}{config.seq_length:>8}{config.vocab_size:>8}"
             f"{count:>20,}{beside}{flops_per_token(config) / 1e9:>13,.3f}"
         )

@@ -297,7 +297,12 @@ NEEDS = (
             run.model.router == "sinkhorn"
             or run.config.router_temperature == MoEConfig.router_temperature
         ),
-        "is only for --router sinkhorn; topk has no plan",
+        "is only for --router sinkhorn; the others have no plan",
+    ),
+    Need(
+        ("bias_rate",),
+        lambda run: run.model.router == "bias" or run.config.bias_rate == MoEConfig.bias_rate,
+        "is only for --router bias; the others have no biases",
     ),
     # Precision.
     Need(

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import sharding
 from base.model_config import flops_per_token
 from run import checkpoint
 from run.data import Batch
@@ -94,8 +95,10 @@ class WholeModel(PartOfTrainer):
         """Change a stage after tensor and sequence parallelism, before recomputation."""
 
     def kept(self) -> dict[str, Tensor]:
-        """Frozen tensors that are in the run's checkpoints, by global name."""
-        return {}
+        """Frozen tensors that are in the run's checkpoints, by global name: so these have a whole
+        model."""
+        named = sharding.named_parameters(*self.trainer.stages)
+        return {f"model.{name}": p for name, p in named if not p.requires_grad}
 
     def load_weights(self, world) -> None:
         """Start from the weights of --load."""

@@ -60,6 +60,8 @@ def draw(seed: int) -> dict:
     # who goes where depends on the micro-batch, so one device takes the same ones
     if g_experts.random() < 0.4:
         model |= draw_experts(g_experts, model["num_layers"])
+        if (g_deepseek := random.Random(-(10**7) - seed)).random() < 0.5:
+            model |= draw_deepseek(g_deepseek, model["num_layers"])
         model["micro_batch_size"] = micro
         layout["ep"] = g_experts.choice([n for n in range(1, dp + 1) if dp % n == 0])
         may_join = layout.get("schedule") == "interleaved" and m >= 2 * pp
@@ -88,6 +90,22 @@ def draw_experts(g: random.Random, num_layers: int) -> dict:
         router_topk=g.choice([1, 2]),
         expert_every=g.randint(1, num_layers),
         capacity_factor=g.choice([0.0, 1.0]),
+    )
+
+
+def draw_deepseek(g: random.Random, num_layers: int) -> dict:
+    """In groups, small and shared experts; 12 or 24 experts in all."""
+    groups = g.choice([1, 2, 3, 6])
+    return dict(
+        router=g.choice(["bias", "bias", "topk"]),
+        router_scale=g.choice([1.0, 2.5]),
+        bias_rate=0.01,
+        expert_groups=groups,
+        topk_groups=g.randint(1, groups),
+        first_dense_layers=g.randint(0, num_layers - 1),
+        expert_every=1,
+        expert_ffn_size=8 * g.randint(1, 3),
+        shared_ffn_size=g.choice([0, 8, 24]),
     )
 
 

@@ -635,7 +635,7 @@ def test_fields_that_a_checkpoint_must_agree_with():
     # what loads must agree in all of them
     names = {field.name for field in dataclasses.fields(MoEConfig)}
     free = {"dropout", "attention", "router_temperature", "capacity_factor", "aux_loss", "z_loss"}
-    free |= {"init_std", "mtp_layers"}
+    free |= {"init_std", "mtp_layers", "bias_rate"}
     assert checkpoint.fixed_fields(config).keys() == names - free
     weights_only = checkpoint.fixed_fields(llama, weights_only=True)
     assert weights_only.keys() == names - free - {"seq_length", "router", "router_topk"}

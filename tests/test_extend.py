@@ -153,7 +153,8 @@ def test_schedule(copy):
 
 def factors(rank: int, k: int) -> list:
     routers = import_module("moe")
-    router = routers.ROUTERS["sigmoid"](routers.MoEConfig(1, 8, 2, num_experts=3, router_topk=k))
+    fields = dict(num_experts=3, router="sigmoid", router_topk=k)
+    router = routers.ROUTERS["sigmoid"](routers.MoEConfig(1, 8, 2, **fields))
     logits = torch.tensor([[0.0, math.log(3), -math.log(3)]])
     return router.probabilities(logits, torch.tensor([[1, 0][:k]])).tolist()[0]
 
