@@ -20,7 +20,7 @@ from base import json_files
 from base.model_config import MoEConfig
 from inference.architectures import ARCHITECTURES, MIXTRAL, Architecture, HuggingFaceError
 from run.checkpoint_index import CheckpointError, command_of, fixed_fields, read_index, read_model
-from run.presets import not_in_mixtral, why_not_exported
+from run.presets import why_not_exported
 
 # What null means, where it is not what absence means.
 NULLS = {"sliding_window": 0, "num_key_value_heads": 0}
@@ -111,8 +111,9 @@ def read_fields(hf_config: dict, architecture: Architecture) -> MoEConfig:
         raise HuggingFaceError(f"num_local_experts is 0; a {MIXTRAL.name} has experts")
     with refused(ValueError):
         config = architecture.shape_class(**architecture.read(fields))
-    if architecture is MIXTRAL and (differing := not_in_mixtral(config)):
-        raise HuggingFaceError("; ".join(differing))
+    if config.num_experts and config.router_topk == 1 and config.normalise_topk is None:
+        gates = "with num_experts_per_tok 1 a gate is 1 there, where here it is the probability"
+        raise HuggingFaceError(f"router_topk 1: {gates}")
     return config
 
 

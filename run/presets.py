@@ -285,37 +285,21 @@ def default_lr(config) -> tuple[float, str]:
     return (rate / 10, f"fine-tuning {what}") if config.load else (rate, what)
 
 
-def not_in_mixtral(config: MoEConfig) -> list[str]:
-    """What a model with experts computes otherwise than MixtralForCausalLM."""
-    router, k, every = config.router, config.router_topk, config.expert_every
-    gates = "a Mixtral's gates are the softmax over the chosen logits, those of router topk"
-    one = "a Mixtral with num_experts_per_tok 1 has gate 1, where here it is the probability"
-    differing = []
-    if router != "topk":
-        differing.append(f"router {router}: {gates}")
-    if k < 2:
-        differing.append(f"router_topk {k}: {one}")
-    if every != 1:
-        differing.append(f"expert_every {every}: a Mixtral has experts in every layer")
-    return differing
-
-
 def why_not_exported(config: MoEConfig) -> str:
     """Why no Hugging Face class has the experts of this model, and which training flags would fit;
-    empty where one has them."""
-    if not config.num_experts:
-        return ""
-    if not config.llama:
+    empty where one may have them (inference/hf_config.py compares every field)."""
+    router, k, every = config.router, config.router_topk, config.expert_every
+    if config.num_experts and not config.llama:
         return (
             f"num_experts {config.num_experts}: GPT2LMHeadModel has none; only models of Llama's"
             " family have, as MixtralForCausalLM: train with --model tiny-moe, llama2-7b or"
             " mixtral-8x7b"
         )
-    differing = not_in_mixtral(config)
-    if not differing:
-        return ""
-    flags = f"--router topk --router-topk {max(2, config.router_topk)} --expert-every 1"
-    return f"{'; '.join(differing)}; a model trained with {flags} could be exported"
+    if config.num_experts and (router == "sinkhorn" or k == 1 or every > 1):
+        flags = f"--router topk --router-topk {max(2, k)} --expert-every 1"
+        what = f"router {router}, router_topk {k}, expert_every {every}"
+        return f"{what}; a model trained with {flags} could be exported"
+    return ""
 
 
 def no_such(name: str, presets) -> str:

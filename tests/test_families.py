@@ -512,9 +512,9 @@ NO_CLASS = [
     (dict(parallel_block=True), "GPT2LMHeadModel has no parallel_block True"),
     (LLAMA | dict(rotary_share=0.5), "LlamaForCausalLM has no rotary_share 0.5$"),
     (EXPERTS | dict(sliding_window=8), "MixtralForCausalLM has no sliding_window 8$"),
-    (EXPERTS | dict(router="sinkhorn", aux_loss=0.0), "router sinkhorn: a Mixtral's gates"),
-    (EXPERTS | dict(router_topk=1), "router_topk 1: .* num_experts_per_tok 1"),
-    (EXPERTS | dict(expert_every=2), "expert_every 2: .* every layer"),
+    (EXPERTS | dict(router="sinkhorn", aux_loss=0.0), "router sinkhorn, .* --router topk"),
+    (EXPERTS | dict(router_topk=1), "router_topk 1, .* --router-topk 2"),
+    (EXPERTS | dict(expert_every=2), "expert_every 2; .* --expert-every 1"),
     (EXPERTS | dict(llama=False), "num_experts 4: GPT2LMHeadModel has none"),
 ]
 
