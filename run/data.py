@@ -53,7 +53,6 @@ from base.device_queue import to_device
 from base.document_mask import documents_of
 from gpt import Context
 from run import token_cache
-from run.blend import Interleave, parse_weights
 from run.documents import (
     DataError,
     Piece,
@@ -364,6 +363,9 @@ class Blend(Dataset):
 
     def __init__(self, corpora: list, weights: list[Fraction]):
         """weights: one for each corpus."""
+        # Loaded only where corpora have weights.
+        from run.blend import Interleave
+
         self.corpora = corpora
         self.interleave = Interleave(weights)
         # The sample with which this blend begins; what each corpus had given before, and others.
@@ -435,8 +437,12 @@ def prepare_corpora(
 ) -> list[PreparedCorpus]:
     """Tokenize each corpus of `names` (PATH ..., or WEIGHT:PATH ...). options: of `prepare`. Raises
     DataError."""
-    with named(flag):
-        weighted_paths = parse_weights(names)
+    weighted_paths = [(None, names)]
+    if any(":" in name for name in names):
+        from run.blend import parse_weights
+
+        with named(flag):
+            weighted_paths = parse_weights(names)
     prepared = []
     for weight, paths in weighted_paths:
         source = flag if weight is None else f"{flag} {paths[0]}"
