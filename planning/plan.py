@@ -27,6 +27,7 @@ from run.pretraining import Config
 UNPREDICTED = {
     "how well a run learns, not how fast": (
         "lr min_lr warmup_steps weight_decay seed aux_loss z_loss router router_temperature"
+        " router_scale bias_rate expert_groups topk_groups"
         " lora_alpha fp8_scales adam_beta1 adam_beta2 init_std norm_eps rotary_base"
         " lr_schedule decay_steps wsd_steps rotary_factor rotary_scaling mtp_loss_weight"
         " rotary_original_length"

@@ -59,9 +59,7 @@ def draw(seed: int) -> dict:
     g_experts = random.Random(-(10**6) - seed)
     # who goes where depends on the micro-batch, so one device takes the same ones
     if g_experts.random() < 0.4:
-        model |= draw_experts(g_experts, model["num_layers"])
-        if (g_deepseek := random.Random(-(10**7) - seed)).random() < 0.5:
-            model |= draw_deepseek(g_deepseek, model["num_layers"])
+        model |= draw_experts(g_experts, model["num_layers"]) | draw_deepseek(seed, model)
         model["micro_batch_size"] = micro
         layout["ep"] = g_experts.choice([n for n in range(1, dp + 1) if dp % n == 0])
         may_join = layout.get("schedule") == "interleaved" and m >= 2 * pp
@@ -93,8 +91,11 @@ def draw_experts(g: random.Random, num_layers: int) -> dict:
     )
 
 
-def draw_deepseek(g: random.Random, num_layers: int) -> dict:
-    """In groups, small and shared experts; 12 or 24 experts in all."""
+def draw_deepseek(seed: int, model: dict) -> dict:
+    """For half of the models: experts in groups, small and shared ones; 12 or 24 in all."""
+    g = random.Random(-(10**7) - seed)
+    if g.random() < 0.5:
+        return {}
     groups = g.choice([1, 2, 3, 6])
     return dict(
         router=g.choice(["bias", "bias", "topk"]),
@@ -102,7 +103,7 @@ def draw_deepseek(g: random.Random, num_layers: int) -> dict:
         bias_rate=0.01,
         expert_groups=groups,
         topk_groups=g.randint(1, groups),
-        first_dense_layers=g.randint(0, num_layers - 1),
+        first_dense_layers=g.randint(0, model["num_layers"] - 1),
         expert_every=1,
         expert_ffn_size=8 * g.randint(1, 3),
         shared_ffn_size=g.choice([0, 8, 24]),
