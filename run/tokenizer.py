@@ -14,7 +14,7 @@ words of GPT-2 (Radford et al. 2019, section 2.2).
 
     python -m run.tokenizer "some text" [bytes | gpt2 | FILE]       its ids, and the text again
 
-Not covered: training a tokenizer. The tokenizers library does it.
+train_tokenizer.py trains one on a folder of text.
 """
 
 import contextlib

@@ -13,9 +13,10 @@ from test_gpt import build
 
 import generate
 import train
+from base.errors import InputError
 from base.json_files import JSONError
 from inference import huggingface
-from run import checkpoint, data, training_run
+from run import checkpoint, data, train_tokenizer, training_run
 from run.checkpoint import CheckpointError
 from run.tokenizer import (
     ByteTokenizer,
@@ -409,3 +410,50 @@ def test_experts_that_cannot_be_exported(here, capfd):
         assert expected in warning
     assert huggingface.main(["export", "run", "hf"]) == 2
     assert would_fit in capfd.readouterr().err
+
+
+# --- training one ---------------------------------------------------------------------------------
+
+# Every character of some blocks: bytes that no text of the training has.
+ALL = "".join(map(chr, [*range(1, 0x800), *range(0x4E00, 0x4E80), *range(0x1F600, 0x1F650)]))
+
+
+def trained(folder, *flags) -> FileTokenizer:
+    train_tokenizer.main(["--data", "text.txt", "--out", str(folder), *flags])
+    return make_tokenizer(str(folder / "tokenizer.json"))
+
+
+def test_a_trained_tokenizer(here):
+    """The same file again; any text comes back exactly; words of the text are single tokens; a run
+    takes it."""
+    flags = "--vocab-size", "300"
+    first, second = (trained(here / name, *flags) for name in "ab")
+    assert first.files == second.files and 257 < first.vocab_size <= 300 and first.eot == 0
+    for text in (ALL, TEXT, "\r\n \t x  y\u200d\u0301 "):
+        assert first.decode(first.encode(text)) == text
+    assert len(first.encode(" return a while")) == 3
+    assert run("--tokenizer", "a/tokenizer.json", "--vocab-size", "300", "--steps", "1") == 0
+
+
+def test_bytes_that_the_text_lacks_are_tokens(here, monkeypatch):
+    """Without the 256 bytes as an alphabet, other texts would not come back."""
+    monkeypatch.setattr(tokenizers.pre_tokenizers.ByteLevel, "alphabet", lambda: [])
+    train_tokenizer.main(["--data", "text.txt", "--out", "a"])
+    library = tokenizers.Tokenizer.from_file("a/tokenizer.json")
+    assert library.decode(library.encode(ALL).ids) != ALL
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--vocab-size 256", "--vocab-size 256: must be at least 257"),
+        ("--data nowhere", "nowhere: no such file"),
+        ("--out text.txt/a", "cannot be written"),
+        ("--out there", "has a tokenizer.json"),
+    ],
+)
+def test_refusals_of_training(here, flags, words):
+    Path("there").mkdir()
+    Path("there/tokenizer.json").write_text("{}")
+    with pytest.raises(InputError, match=words):
+        train_tokenizer.main([*"--data text.txt --out new".split(), *flags.split()])
