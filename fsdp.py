@@ -195,7 +195,13 @@ class Unit(FlatParameters):
             self.gathering = None
 
     def gather_row(self) -> None:
-        """Stage 3: begin to collect the rows."""
+        """Stage 3: begin to collect the rows. A shard that is not in this row is that of the other
+        copy of a tied matrix (pipeline_parallel.share_tied)."""
+        with torch.no_grad():
+            for p in self.parameters:
+                own = self.shard_in(self.row, p)
+                if own.data_ptr() != p.shard.data_ptr():
+                    own.copy_(p.shard)
         self.start_all_gather(self.row.new_empty(self.N, self.T), self.row)
 
     @property

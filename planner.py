@@ -116,6 +116,7 @@ def pipeline(rank: Rank) -> float:
     # Each chunk and micro-batch sends activations and gradients; more while the pipeline fills.
     count = 2 * (layout.micro_batches * layout.virtual_stages + layout.pp - 1)
     is_summed = (model.tied or model.mtp_layers) and not rank.software.lora_rank
+    is_summed = is_summed and not layout.placement.v_shaped
     tied = model.vocab_size * model.hidden_size / layout.tp if is_summed else 0
     return count * send + rank.send(rank.software.gradient * tied)
 
@@ -272,6 +273,8 @@ def fill_and_drain(rank: Rank, mean: Work) -> float:
         if waits_for_w(rank.layout):
             # f + I - W instead of f + I + W: weight gradients fill the waits for input gradients.
             waits -= 2 * min(deferred, sum(backward) / 2)
+        if rank.layout.pipeline_schedule == "zb-v":
+            waits = max(sum(forward), sum(backward) - deferred)
         total += (rank.layout.pp - 1) * layers.number * waits
     return total / rank.layout.virtual_stages
 

@@ -5,6 +5,9 @@
     interleaved    1F1B with v chunks of layers on each rank: a smaller bubble (section 2.2.2)
     zb-h1          1F1B with backward in two parts, input gradients at once and weight gradients
                    later, where the rank would otherwise be idle (arXiv 2401.10241)
+    zb-v           two chunks on each rank, placed as a V: less bubble, equal memory (section 6)
+    dualpipe-v     a V whose steady state is pairs of F and B, of which one can communicate while
+                   the other computes (arXiv 2412.19437, section 3.2.1)
 
     rank 0    F0 F1 F2 F3 .. .. .. .. .. .. B0 -- F4 B1 -- F5       1F1B, p = 4 ranks; B takes
     rank 1    .. F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- F4 B2 --       twice as long as F (B0 --),
@@ -22,10 +25,11 @@ stage i - 1; B (or I) of stage i needs B (or I) of stage i + 1. pipeline_paralle
 and receives from the lists. (In Megatron-LM a schedule is control flow, interleaved with
 communication.)
 
-Not covered: ZB-V and DualPipe, where stage i is not on rank i mod p.
+Not covered: lists made for measured times, by search (the papers' automatic schedulers); V-Half and
+V-Min, which hold less (arXiv 2405.15362).
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -136,6 +140,77 @@ def zero_bubble_h1(p: int, m: int) -> Schedule:
     return schedule
 
 
+def zero_bubble_v(p: int, m: int) -> Schedule:
+    """A V, with I and W. If F, I and W take equal time, no rank waits between its first action and
+    its last. Each rank holds at most 2 p chunks, as much as the first rank under 1F1B, which has p
+    micro-batches of chunks that are twice as large."""
+    schedule = []
+    for rank in range(p):
+        # With fewer micro-batches than a full list has, the surplus is left out.
+        steady = max(m, 2 * p - 1) - (2 * p - 1 - rank)
+        phases = [
+            # Until the first micro-batch has come back from the tip of the V ..
+            ("F0", 2 * (p - rank) - 1),
+            ("F1 F0", rank),
+            # .. and its gradient has come from rank 0, then from the tip.
+            ("F1 I1 W", p - rank),
+            ("F0 I0 W F1 I1 W", steady),
+            ("I0 W F1 I1 W", p - rank - 1),
+            ("I0 I1", rank),
+            ("I0 W", p - rank),
+            ("W", 2 * rank),
+        ]
+        schedule.append(_write_out(phases, m))
+    return schedule
+
+
+def dualpipe_v(p: int, m: int) -> Schedule:
+    """A V whose steady state alternates pairs: F of chunk 0 and B of chunk 1, F of 1 and B of 0. I
+    and W fill the ends alone. Each rank holds 2 p + 1 chunks. Raises ScheduleError for m < 2 p."""
+    if m < 2 * p:
+        raise ScheduleError(f"dualpipe-v needs at least 2 p micro-batches: {m} must be {2 * p}")
+    schedule = []
+    for rank in range(p):
+        behind = p - 1 - rank
+        phases = [
+            ("F0", 2 * behind),
+            ("F0 F1", rank + 1),
+            ("I1 W F1", behind),
+            ("F0 B1 F1 B0", m - 2 * p + rank + 1),
+            ("B1 F1 B0", behind),
+            # The last backwards leave their weight gradients for the end.
+            ("B1 B0", (rank + 1) // 2),
+            ("B1 I0", (rank + 1) % 2),
+            ("I1 I0", (rank + 1) // 2),
+            ("W I0", behind),
+            ("W", rank + 1),
+        ]
+        schedule.append(_write_out(phases, m))
+    return schedule
+
+
+def _write_out(phases: list[tuple[str, int]], m: int) -> list[Action]:
+    """A list from (words, how often they come). F1 is F of chunk 1, of the micro-batch that is next
+    in turn; W is the weight gradient that has waited longest. Micro-batches from m on are left
+    out."""
+    next_micro_batch = Counter()
+    waiting = deque()
+    actions = []
+    for word in (word for words, times in phases for word in words.split() * times):
+        if word == "W":
+            action = waiting.popleft()
+        else:
+            op, chunk = word[0], int(word[1])
+            kind = KIND[op], chunk
+            action = Action(op, chunk, next_micro_batch[kind])
+            next_micro_batch[kind] += 1
+        if action.op == "I":
+            waiting.append(action._replace(op="W"))
+        if action.micro_batch < m:
+            actions.append(action)
+    return actions
+
+
 def _alternate(forward: list[Action], backward: list[Action], warmup: int) -> list[Action]:
     """`warmup` forwards, then one forward and one backward in turn, then the other backwards."""
     warmup = min(warmup, len(forward))
@@ -148,12 +223,16 @@ NAMES = {
     "1f1b": one_f_one_b,
     "interleaved": interleaved_one_f_one_b,
     "zb-h1": zero_bubble_h1,
+    "zb-v": zero_bubble_v,
+    "dualpipe-v": dualpipe_v,
 }
-# Schedules whose placement is a V.
-V_SHAPED: tuple[str, ...] = ()
+# Schedules of two chunks on each rank, placed as a V.
+V_SHAPED = ("zb-v", "dualpipe-v")
+# Schedules that have I and W.
+SPLIT_BACKWARD = ("zb-h1", *V_SHAPED)
 # Those whose F and B can be joined and fill the time: in 1F1B a Pair would wait for the Pairs of
 # both neighbours, one after the other, and half of the time would be idle.
-JOINABLE = ("interleaved",)
+JOINABLE = ("interleaved", "dualpipe-v")
 
 
 def placement_of(name: str, p: int, v: int = 1) -> Placement:
@@ -179,7 +258,9 @@ def lists(name: str, p: int, m: int, v: int = 1, overlap: bool = False) -> Sched
         )
     if name == "interleaved":
         return interleaved_one_f_one_b(p, m, v, extra=int(overlap))
-    if v > 1:
+    if name in V_SHAPED and v != 2:
+        raise ScheduleError(f"{name} has two chunks on each rank, not {v}")
+    if v > 1 and name not in V_SHAPED:
         raise ScheduleError(
             f"{name} has one chunk on each rank, not {v}: only interleaved has more"
         )
@@ -404,14 +485,19 @@ def bubble_formula(name: str, p: int, m: int, v: int = 1, cost: Cost = Cost()) -
 
     T_F, T_I and T_W are the times of F, I and W. GPipe and 1F1B: (p - 1) / m. Interleaved: (p - 1)
     / (v m). ZB-H1 with m >= p and T_W <= T_F: a time of (p - 1) (T_F + T_I - T_W). For T_W > T_I it
-    is (p - 1) T_F, because the last rank cannot start earlier.
+    is (p - 1) T_F, because the last rank cannot start earlier. In a V the times are those of a
+    chunk, half as long. ZB-V with m >= 2 p - 1 and T_F, T_W <= T_I <= 2 T_W: (p - 1) T_I.
+    DualPipeV with T_W <= T_I <= T_F <= T_I + T_W: as ZB-H1.
     """
     if name in ("gpipe", "1f1b", "interleaved"):
         return (p - 1) / (v * m)
-    if name != "zb-h1":
+    if name not in SPLIT_BACKWARD:
         raise ScheduleError(f"{name}: there is no formula; the schedules are {', '.join(NAMES)}")
-    bubble_time = (p - 1) * (cost.forward + max(0, cost.input - cost.weight))
-    return bubble_time / (m * (cost.forward + cost.input + cost.weight))
+    if name == "zb-v":
+        bubble_time = (p - 1) * cost.input
+    else:
+        bubble_time = (p - 1) * (cost.forward + max(0, cost.input - cost.weight))
+    return bubble_time / (v * m * (cost.forward + cost.input + cost.weight))
 
 
 # How an action changes the number of (chunk, micro-batch) pairs in flight, and of those that wait
@@ -430,11 +516,6 @@ def deferred_weight_gradients(schedule: Schedule) -> list[int]:
     """For each rank, the most (chunk, micro-batch) pairs at a time that have run I, but not yet W.
     The inputs of their weight gradients are held."""
     return [_peak(actions, DEFERRED) for actions in schedule]
-
-
-def splits_backward(schedule: Schedule) -> bool:
-    """Whether it has I and W, or only B."""
-    return any(action.op == "W" for actions in schedule for action in actions)
 
 
 def _peak(actions: list[Action], change: dict[str, int]) -> int:

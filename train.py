@@ -137,7 +137,7 @@ class Trainer:
 
             context_parallel.apply(stage, groups.cp, config.cp_kind, config.sequence_shards)
         sequence_parallel.overlap_backward(stage)
-        if self.schedule and schedules.splits_backward(self.schedule):
+        if groups.pp and config.pipeline_schedule in schedules.SPLIT_BACKWARD:
             pipeline_parallel.split_backward(stage)
         if config.compile:
             compiling.apply(stage.blocks.values())

@@ -100,7 +100,7 @@ def make_stages(rank: int, p: int, name: str) -> list:
     model = demo.meta_model(demo.tiny_config(**SHAPE))
     stages = pipeline_parallel.apply(model, rank, placement_of(name, p))
     for stage in stages:
-        if name == "zb-h1":
+        if name in schedules.SPLIT_BACKWARD:
             pipeline_parallel.split_backward(stage)
         sharding.init(stage, 0, "cpu", torch.float64)
     pipeline_parallel.share_tied(stages)

@@ -169,12 +169,12 @@ class ReinforcementTask(Learner, ConversationTask):
 
     def pack(self, answers: list[Answer]) -> Rows:
         """R rows of s tokens. Empty rows fill up, so that all ranks have the same number of
-        micro-batches, and the interleaved schedule a multiple of pp."""
+        micro-batches, and the interleaved schedule a multiple of pp, DualPipeV of twice as many."""
         config = self.config
         shards = config.length_multiple
         multiple = self.trainer.dp * (config.micro_batch_size or 1)
-        if config.pipeline_schedule == "interleaved":
-            multiple *= config.pp
+        needed = {"interleaved": config.pp, "dualpipe-v": 2 * config.pp}
+        multiple *= needed.get(config.pipeline_schedule, 1)
         return Rows(answers, self.model_config.seq_length // shards * shards, multiple)
 
     def rewards_of_function(self, dataset, answers: list[Answer]) -> Tensor:

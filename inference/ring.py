@@ -31,7 +31,8 @@ from schedules import Placement
 
 class Ring:
     """Sends to the next rank, receives from the one before. Messages between two ranks arrive in
-    the order in which they were sent. In a V chunk 1 goes the other way."""
+    the order in which they were sent. In a V chunk 1 goes the other way, and the tokens, which are
+    drawn where they are read, have a channel of their own."""
 
     def __init__(self, channels: Channels, placement: Placement | None = None):
         """placement: by default looped."""
@@ -42,14 +43,14 @@ class Ring:
         # The rank that samples.
         self.last = self.placement.rank_of(self.placement.last_stage)
         self.is_last = self.rank == self.last
+        self.kind_of_tokens = "B" if self.placement.v_shaped else "F"
         # (work, tensor): the tensor must live until it is sent.
         self.sending = deque()
         # Activations for the next chunk of this rank.
         self.turning = deque()
 
     def send(self, tensor: Tensor) -> None:
-        """Sends to the next rank."""
-        self.send_to((self.rank + 1) % self.p, tensor)
+        self.send_to((self.rank + 1) % self.p, tensor, self.kind_of_tokens)
 
     def send_activations(self, x: Tensor, chunk: int) -> None:
         """Sends to the stage after this chunk."""
@@ -57,11 +58,11 @@ class Ring:
         if to == self.rank:
             self.turning.append(x)
         else:
-            self.send_to(to, x)
+            self.send_to(to, x, "F")
 
-    def send_to(self, peer: int, tensor: Tensor) -> None:
+    def send_to(self, peer: int, tensor: Tensor, kind: str) -> None:
         tensor = tensor.contiguous()
-        work = self.channels.send(tensor, peer, "F", 0)
+        work = self.channels.send(tensor, peer, kind, int(kind == "B"))
         self.sending.append((work, tensor))
         # What was sent so long ago has been received, for its answer has come round.
         self.wait_for_all_but(4 * self.p)
@@ -78,7 +79,8 @@ class Ring:
     def pass_on(self, tokens: Tensor) -> Tensor:
         """The tokens that the last stage has sent; every stage but the last calls it. tokens: [b],
         a buffer."""
-        self.receive(tokens)
+        kind = self.kind_of_tokens
+        self.channels.receive(tokens, (self.rank - 1) % self.p, kind, int(kind == "B")).wait()
         # The last stage has them.
         if (self.rank + 1) % self.p != self.last:
             self.send(tokens)

@@ -273,7 +273,7 @@ MACHINES = {"a100": A100, "h100": H100, "h200": H200}
 TRAIN = Software(
     "train.py",
     zero_stages=(0, 1, 2, 3),
-    schedules=("1f1b", "interleaved", "zb-h1"),
+    schedules=("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"),
     fused_attention=True,
     fuses_accumulation=(0,),
     sums_norms_by_layer=True,

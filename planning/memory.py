@@ -186,8 +186,8 @@ def parameters(
     of_rank = stages_of(model, layout, software)[rank]
     outside, experts = in_blocks(of_rank, block_parameters(model, layout))
     ends = of_rank[0].embedding + of_rank[-1].head
-    if model.tied and layout.pp == 1:
-        ends = 1
+    if model.tied and (layout.pp == 1 or layout.placement.v_shaped):
+        ends = min(ends, 1)
     if model.mtp_layers and of_rank[-1].head:
         outside += 2 * model.mtp_layers * model.hidden_size**2
         # The modules read a copy of the embedding; of a tied one the head has it.
@@ -409,7 +409,7 @@ def mlp_bytes(size: Sizes, experts: bool, in_fp8: bool) -> float:
 
 def waits_for_w(layout: Layout) -> bool:
     """Whether weight gradients are computed later than input gradients."""
-    return layout.pp > 1 and layout.pipeline_schedule == "zb-h1"
+    return layout.pp > 1 and layout.pipeline_schedule in schedules.SPLIT_BACKWARD
 
 
 def is_ring(layout: Layout) -> bool:
@@ -467,8 +467,7 @@ def in_flight(name: str, p: int, m: int, v: int, rank: int, overlap: bool = Fals
     changes = np.zeros((len(actions), 2 * v), dtype=int)
     for change, action in zip(changes, actions):
         change[action.chunk] = schedules.IN_FLIGHT[action.op]
-        if name == "zb-h1":
-            change[v + action.chunk] = schedules.DEFERRED[action.op]
+        change[v + action.chunk] = schedules.DEFERRED[action.op]
     return np.unique(changes.cumsum(axis=0), axis=0)
 
 

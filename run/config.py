@@ -214,7 +214,9 @@ class RunConfig:
         ("ring", "all-to-all"),
     )
     virtual_stages: int = flag(
-        1, "stages on each pipeline rank; more than one needs the interleaved schedule", least=1
+        1,
+        "stages on each pipeline rank: more than one if interleaved, two under zb-v and dualpipe-v",
+        least=1,
     )
     schedule: str | None = flag(
         None,

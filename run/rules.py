@@ -124,8 +124,10 @@ def check_ranks(config: RunConfig, model: MoEConfig, world: int) -> None:
     if config.sequence_parallel and tp == 1:
         rule = "shards what tensor parallelism leaves whole, and needs --tp 2 or more"
         config.refuse("sequence_parallel", rule)
-    interleaved = config.schedule in (None, "interleaved")
-    if config.virtual_stages > 1 and (not interleaved or pp == 1):
+    name, v = config.pipeline_schedule, config.virtual_stages
+    if name in schedules.V_SHAPED and v != 2:
+        config.refuse("virtual_stages", f"--schedule {name} has 2 stages on each pipeline rank")
+    if v > 1 and (name not in ("interleaved", *schedules.V_SHAPED) or pp == 1):
         rule = "only --schedule interleaved, under --pp 2 or more, has more than 1"
         config.refuse("virtual_stages", rule)
 
@@ -208,6 +210,12 @@ def check_batch(config: RunConfig, model: MoEConfig, dp: int) -> None:
         rule = (
             f"makes {share // micro} micro-batches for each pipeline, and interleaved needs a "
             f"multiple of --pp {config.pp}; {multiples(batch, group)}"
+        )
+        config.refuse("global_batch_size", rule)
+    if config.pipeline_schedule == "dualpipe-v" and batch < 2 * group:
+        rule = (
+            f"makes {share // micro} micro-batches for each pipeline, and dualpipe-v needs twice "
+            f"--pp {config.pp} or more; {2 * group} would fit"
         )
         config.refuse("global_batch_size", rule)
     check_overlap(config, share // micro)

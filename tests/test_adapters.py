@@ -136,6 +136,7 @@ LORA = ("lora",)
             *("deep", 2, LORA),
             [dict(pp=2, virtual_stages=2), dict(pp=2, virtual_stages=2, layer_split=[2, 2, 0, 0])],
         ),
+        again("deep", 2, LORA, [dict(pp=2, virtual_stages=2, schedule="zb-v")]),
         ("experts", 2, LORA, [dict(ep=2)]),
         ("experts", 4, LORA, [dict(ep=2, tp=2)]),
     ],

@@ -680,6 +680,7 @@ MATRIX = {
     "tp 2": (2, SHARDED),
     "tp 2, dp 2, stage 2": (4, dict(tp=2, zero_stage=2)),
     "pp 2, v 2": (2, dict(pp=2, virtual_stages=2)),
+    "pp 2, V": (2, dict(pp=2, virtual_stages=2, schedule="zb-v")),
     "pp 2, dp 2, stage 3": (4, dict(pp=2, schedule="zb-h1", zero_stage=3, layer_split=[3, 1])),
     "dp 4, stage 3, 2 groups": (
         4,

@@ -454,9 +454,9 @@ def from_training(rank, variants):
     """The texts of each variant."""
     found = []
     for flags in variants:
-        layout = {name: flags.get(name, 1) for name in ("tp", "pp", "ep", "cp")}
-        groups = Groups.make("cpu", dist.get_world_size(), **layout)
-        trainer = train.Trainer(train.Config(**flags), torch.device("cpu"), groups)
+        config = train.Config(**flags)
+        groups = Groups.make("cpu", dist.get_world_size(), **config.mesh)
+        trainer = train.Trainer(config, torch.device("cpu"), groups)
         if flags.get("sequence_parallel"):
             for stage in trainer.stages:
                 sequence_parallel.shard_sequence(stage, groups.tp, sharded=False)
@@ -476,6 +476,7 @@ def test_from_a_model_in_training():
     base |= dict(precision="fp64", seed=5, device="cpu")
     variants = [
         dict(pp=2, virtual_stages=2, tp=2),
+        dict(pp=4, virtual_stages=2, schedule="dualpipe-v", layer_split=[1, 0] * 4),
         dict(pp=2, ep=2, zero_stage=3, num_experts=4),
         dict(cp=2, tp=2, sequence_parallel=True, zero_stage=3, recompute="selective"),
     ]

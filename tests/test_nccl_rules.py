@@ -36,6 +36,7 @@ LAYOUTS = {
         dict(tp=2, vocab_size=257),
         *[PIPELINE | dict(schedule=name) for name in ("gpipe", "1f1b", "zb-h1")],
         PIPELINE | dict(virtual_stages=2),
+        PIPELINE | dict(virtual_stages=2, schedule="dualpipe-v"),
         T5 | dict(schedule="zb-h1"),
         dict(cp=2),
         dict(cp=2, cp_kind="all-to-all"),

@@ -2,7 +2,7 @@ import weakref
 
 import pytest
 import torch
-from parity import LLAMA, SMALL, Synthetic, differs, train
+from parity import LLAMA, SMALL, Synthetic, again, check, differs, train
 from small_run import equal
 from test_checkpoint import LAYOUTS as CHECKPOINT_LAYOUTS
 from test_checkpoint import WIDE, trained
@@ -273,11 +273,65 @@ def test_checkpoints_load_under_any_layout(tmp_path):
     saved once."""
     base, folder = WIDE | dict(model="gpt2", num_layers=4), str(tmp_path)
     saved = merged(ranks.run(trained, 2, 2, base | dict(pp=2), [None], folder, 2))
-    for world, layout in (*CHECKPOINT_LAYOUTS[:2], (2, dict(pp=2, virtual_stages=2))):
+    for world, layout in (*CHECKPOINT_LAYOUTS[:2], (2, dict(pp=2, virtual_stages=2)), (2, ZB_V)):
         loaded = merged(ranks.run(trained, world, world, base | layout, [folder], None, 0))
         assert equal(saved, loaded), (world, layout)
     payload = sum(f.stat().st_size for f in tmp_path.glob("*/*.safetensors"))
     assert payload < sum(t.numel() * t.element_size() for t in saved.values()) + 160_000
+
+
+# --- a V ------------------------------------------------------------------------------------------
+
+ZB_V = dict(schedule="zb-v", pp=2, virtual_stages=2)
+DUALPIPE_V = dict(schedule="dualpipe-v", pp=2, virtual_stages=2, micro_batch_size=1)
+SEQUENCE = dict(tp=2, sequence_parallel=True)
+UNEVEN = dict(layer_split=[0, 1, 3, 0])
+# The first is tied.
+OF_V = {
+    "gpt": SMALL | dict(num_layers=4),
+    "llama": LLAMA | dict(num_layers=4),
+    "experts": LLAMA | dict(num_layers=4, num_experts=4, router="topk", global_batch_size=16),
+}
+V_OF_4 = [
+    SEQUENCE,
+    dict(zero_stage=1),
+    dict(zero_stage=2) | UNEVEN,
+    dict(cp=2),
+    dict(cp=2, cp_kind="all-to-all"),
+]
+
+
+@pytest.mark.parametrize(
+    "model, world, layouts",
+    [
+        ("gpt", 2, [ZB_V | UNEVEN, DUALPIPE_V | dict(recompute="full")]),
+        ("gpt", 4, [ZB_V | dict(zero_stage=3)]),
+        again("llama", 2, [ZB_V | dict(recompute="selective", head_chunk=4), DUALPIPE_V | UNEVEN]),
+        again("gpt", 4, [v | more for v in (ZB_V, DUALPIPE_V) for more in V_OF_4]),
+        again("llama", 4, [DUALPIPE_V | dict(zero_stage=3), ZB_V | dict(tp=2), ZB_V | dict(cp=2)]),
+        again("experts", 4, [ZB_V | dict(ep=2), DUALPIPE_V | dict(ep=2, zero_stage=3)]),
+        again("gpt", 8, [v | SEQUENCE | dict(zero_stage=3) for v in (ZB_V, DUALPIPE_V)]),
+        again("gpt", 4, [v | dict(pp=4, layer_split=[0, 1] * 4) for v in (ZB_V, DUALPIPE_V)]),
+    ],
+    ids=str,
+)
+def test_a_v(model, world, layouts):
+    check(world, layouts, OF_V[model] | dict(micro_batch_size=1))
+
+
+def one_copy_learns():
+    pipeline_parallel.share_tied = lambda stages: None
+
+
+def one_copy_has_a_gradient():
+    pipeline_parallel.Pipeline.sum_tied = lambda self: None
+
+
+@pytest.mark.repetition
+@pytest.mark.parametrize("mutate", [one_copy_learns, one_copy_has_a_gradient])
+def test_ties_of_a_v_are_seen(mutate):
+    base = OF_V["gpt"]
+    differs(train(2, base=base, mutate=mutate, **ZB_V), train(base=base))
 
 
 def merged(of_ranks: list[list]) -> dict:
@@ -302,6 +356,7 @@ def test_evaluation(model):
     across = dict(ep=2) if model else dict(zero_stage=3)
     for world, flags in (
         (2, dict(pp=2)),
+        (2, ZB_V),
         (4, dict(pp=2, virtual_stages=2, micro_batch_size=2) | across),
         (4, dict(pp=2, tp=2, sequence_parallel=True, schedule="zb-h1")),
     ):

@@ -135,6 +135,15 @@ REFUSED = {
         (dict(virtual_stages=3), "--virtual-stages 3: only --schedule interleaved"),
         (dict(schedule="gpipe"), "--schedule gpipe: needs --pp 2 or more"),
         (
+            dict(pp=2, schedule="zb-v"),
+            "--virtual-stages 1: --schedule zb-v has 2 stages on each pipeline rank",
+        ),
+        (
+            dict(pp=2, schedule="dualpipe-v", virtual_stages=2, global_batch_size=12),
+            "--global-batch-size 12: makes 3 micro-batches for each pipeline, and dualpipe-v needs "
+            "twice --pp 2 or more; 16 would fit",
+        ),
+        (
             dict(pp=4, schedule="interleaved", global_batch_size=12),
             "--global-batch-size 12: makes 6 micro-batches for each pipeline, and interleaved"
             " needs a multiple of --pp 4; 8 or 16 would fit",

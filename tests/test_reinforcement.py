@@ -68,6 +68,7 @@ OF_LLAMA = LLAMA | {name: BASE[name] for name in BASE.keys() - SMALL.keys()} | d
         (2, BASE | GRPO | LORA, [SEQUENCE, dict(zero_stage=3, rollout_tp=2)]),
         again(2, BASE | GRPO, LAYOUTS[1:] + REMOTE[2:]),
         again(2, BASE | PPO, REMOTE[:2]),
+        again(2, DEEP | PPO, [dict(pp=2, virtual_stages=2, schedule="dualpipe-v")]),
         again(4, DEEP | GRPO, [dict(tp=2, zero_stage=3, rollout_tp=1), dict(tp=4, rollout_pp=4)]),
         again(4, DEEP | PPO, [SEQUENCE | dict(pp=2, virtual_stages=2)]),
         again(4, DEEP | PPO, [dict(pp=2, zero_stage=2, rollout_tp=2, rollout_pp=2)]),

@@ -6,8 +6,10 @@ import dataclasses
 import itertools
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed.pipelining import schedules as pipelining
 
 import moe
 import schedules
@@ -20,8 +22,10 @@ from planning.inputs import SOFTWARE
 from run.pretraining import Config
 from schedules import (
     NAMES,
+    V_SHAPED,
     Action,
     Cost,
+    Placement,
     ScheduleError,
     bubble,
     bubble_formula,
@@ -43,6 +47,8 @@ def micro_batches(p):
 
 def chunks(name, p, m):
     """The numbers of chunks to try."""
+    if name in V_SHAPED:
+        return (2,) if name == "zb-v" or m >= 2 * p else ()
     if name != "interleaved":
         return (1,)
     return (1, 2, 3, 4) if m % p == 0 else ()
@@ -52,6 +58,10 @@ def promised_in_flight(name, p, m, v):
     """How many micro-batches each rank holds at most, by the papers."""
     if name == "gpipe":
         return [m] * p
+    if name == "zb-v":
+        return [min(2 * p, m + min(m, rank + 1)) for rank in range(p)]
+    if name == "dualpipe-v":
+        return [2 * p + 1] * p
     if v > 1:
         return [min(m * v, 2 * (p - 1 - rank) + (v - 1) * p + 1) for rank in range(p)]
     return [min(m, p - rank) for rank in range(p)]
@@ -75,14 +85,98 @@ def check_schedule(*case):
     name, p, m, v = case
     schedule = make(name, p, m, v)
     placement = placement_of(name, p, v)
-    if name != "zb-h1" or m >= p:
+    least = {"zb-h1": p, "zb-v": 2 * p - 1}.get(name, 1)
+    if m >= least:
         simulated = bubble(simulate(schedule, Cost(), placement))
         assert simulated == pytest.approx(bubble_formula(name, p, m, v), rel=1e-12), case
     # raises where something is stuck
     nccl_model.run(add_transfers(schedule, placement), placement=placement, queues=1)
-    deferred = [min(m, rank + 1) if name == "zb-h1" else 0 for rank in range(p)]
-    assert deferred_weight_gradients(schedule) == deferred, case
+    owed = deferred_weight_gradients(schedule)
+    deferred = [min(m, rank + 1) if name in ("zb-h1", "dualpipe-v") else 0 for rank in range(p)]
+    if name == "zb-v":
+        # Until its W runs, as the paper counts, a chunk is held too: never more than 2 p at a time.
+        deferred = [2 * rank + 1 if m >= least else n for rank, n in enumerate(owed)]
+        assert max(held_until_w(actions) for actions in schedule) <= 2 * p, case
+    assert owed == deferred, case
     assert in_flight(schedule) == promised_in_flight(name, p, m, v), case
+
+
+def held_until_w(actions):
+    """The most (chunk, micro-batch) pairs at a time between F and B or W."""
+    changes = ({"F": 1, "B": -1, "I": 0, "W": -1}[a.op] for a in actions)
+    return max(itertools.accumulate(changes))
+
+
+def test_zb_v_beside_the_paper():
+    """2401.10241, section 6: with equal times no rank waits between its first and last action, and
+    none holds more than the first rank under 1F1B."""
+    for p, m in ((2, 3), (4, 12), (8, 15)):
+        events = simulate(make("zb-v", p, m, 2), Cost(), Placement(p, 2, True))
+        for rank in range(p):
+            of_rank = [e for e in events if e.rank == rank]
+            assert all(b.start == a.end for a, b in itertools.pairwise(of_rank))
+            # The chunks before this one take 1 each.
+            assert of_rank[0].start == rank
+        assert 2 * max(in_flight(make("1f1b", p, m))) == 2 * p
+
+
+@pytest.mark.parametrize("forward, input, weight", [(1, 1, 1), (2, 2, 1), (5, 6, 4), (4, 4, 3)])
+def test_bubbles_of_a_v(forward, input, weight):
+    cost = Cost(forward, input, weight)
+    for name, (p, m) in itertools.product(V_SHAPED, ((2, 4), (4, 11), (5, 25))):
+        if name == "zb-v" or input <= forward:
+            idle = bubble(simulate(make(name, p, m, 2), cost, Placement(p, 2, True)))
+            assert idle == pytest.approx(bubble_formula(name, p, m, 2, cost)), (name, p, m)
+
+
+OPS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+
+
+def of_torch(schedule_class, p, m):
+    """The lists of a schedule of torch.distributed.pipelining."""
+    lists = []
+    sizes = SimpleNamespace(pp_group_size=p, num_stages=2 * p, _n_microbatches=m)
+    for rank in range(p):
+        found = schedule_class._calculate_single_rank_operations(sizes, rank)
+        found = [part for action in found if action for part in action.sub_actions or [action]]
+        lists.append(
+            [
+                Action(OPS[a.computation_type.name], int(a.stage_index != rank), a.microbatch_index)
+                for a in found
+            ]
+        )
+    return lists
+
+
+def test_a_v_beside_torch():
+    """DualPipeV: the same lists. ZB-V: the same bubble and as much in flight."""
+    for p, m in ((1, 2), (2, 4), (3, 7), (4, 16)):
+        assert of_torch(pipelining.ScheduleDualPipeV, p, m) == make("dualpipe-v", p, m, 2)
+        theirs = of_torch(pipelining.ScheduleZBVZeroBubble, p, m)
+        ours = make("zb-v", p, m, 2)
+        assert in_flight(theirs) == in_flight(ours)
+        bubbles = [bubble(simulate(x, Cost(), Placement(p, 2, True))) for x in (theirs, ours)]
+        assert bubbles[0] == pytest.approx(bubbles[1])
+
+
+def test_a_wrong_v_is_seen():
+    """Chunk 1 in looped order; a W before its I; two receives in the other order."""
+    placement = Placement(3, 2, True)
+    for name in V_SHAPED:
+        schedule = make(name, 3, 6, 2)
+        with pytest.raises(ScheduleError, match="the order cannot run"):
+            schedules.validate(schedule, 6, Placement(3, 2))
+        early = copy.deepcopy(schedule)
+        at = next(i for i, a in enumerate(early[2]) if a.op == "W")
+        early[2].insert(early[2].index(early[2][at]._replace(op="I")), early[2].pop(at))
+        with pytest.raises(ScheduleError, match="comes before its I"):
+            schedules.validate(early, 6, placement)
+        programs = add_transfers(schedule, placement)
+        of_one = [i for i, x in enumerate(programs[1]) if x[:3] == ("receive", 2, "F")]
+        program = programs[1]
+        program[of_one[0]], program[of_one[1]] = program[of_one[1]], program[of_one[0]]
+        with pytest.raises(ScheduleError):
+            nccl_model.run(programs, placement=placement)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +275,10 @@ def test_by_hand():
     assert words(make("interleaved", 2, 2, 2)[0]) == "F00 F01 F10 F11 B10 B11 B00 B01"
     assert words(make("interleaved", 2, 2, 2)[1]) == "F00 F01 F10 B10 F11 B11 B00 B01"
     assert words(make("zb-h1", 2, 3)[1]) == "F00 I00 F01 I01 W00 F02 I02 W01 W02"
+    zb_v = "F00 F01 F02 F10 I10 W10 F11 I11 W11 I00 W00 F12 I12 W12 I01 W01 I02 W02"
+    assert words(make("zb-v", 2, 3, 2)[0]) == zb_v
+    dualpipe_v = "F00 F10 F01 F11 F02 B10 F12 B00 F03 B11 F13 B01 B12 B02 I13 I03 W13 W03"
+    assert words(make("dualpipe-v", 2, 4, 2)[1]) == dualpipe_v
     events = simulate(make("1f1b", 2, 2), Cost(1, 1, 1, transfer=0.5))
     ends = {(e.rank, e.op, e.micro_batch): e.end for e in events}
     first = {(0, "F", 0): 1, (0, "F", 1): 2, (0, "B", 0): 7, (0, "B", 1): 10}
@@ -234,8 +332,10 @@ def test_bad_arguments():
 
 
 def test_plot(tmp_path):
-    events = {name: simulate(make(name, 2, 4), Cost()) for name in NAMES}
-    events["interleaved"] = simulate(make("interleaved", 2, 4, v=2), Cost())
+    events = {}
+    for name in NAMES:
+        v = max(chunks(name, 2, 4))
+        events[name] = simulate(make(name, 2, 4, v), Cost(), placement_of(name, 2, v))
     drawing.plot(events, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 10_000
 
