@@ -308,7 +308,7 @@ class Pair(NamedTuple):
 
 
 def join_pairs(entries: list) -> list:
-    """Make a Pair of each F and the B (or I) of another micro-batch that is the rank's next action.
+    """Make a Pair of each F and the B of another micro-batch that is the rank's next action.
 
     entries: a list of a schedule, or a program of pipeline_parallel.py. There the messages between
     the two follow the pair: what B receives was posted before F.
@@ -327,7 +327,7 @@ def join_pairs(entries: list) -> list:
 
 
 def _may_join(first: Action, second: Action) -> bool:
-    return first.op == "F" and second.op in "BI" and first.micro_batch != second.micro_batch
+    return first.op == "F" and second.op == "B" and first.micro_batch != second.micro_batch
 
 
 def actions_of(entry: Action | Pair) -> tuple[Action, ...]:

@@ -191,7 +191,7 @@ def parameters(
     if model.mtp_layers and of_rank[-1].head:
         outside += 2 * model.mtp_layers * model.hidden_size**2
         # The modules read a copy of the embedding; of a tied one the head has it.
-        ends += layout.pp > 1 and not model.tied
+        ends += layout.pp > 1 and not model.tied and not layout.placement.v_shaped
     if model.head_transform and of_rank[-1].head:
         outside += model.hidden_size**2
     return outside + ends * vocabulary(model, layout), experts

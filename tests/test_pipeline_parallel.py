@@ -290,6 +290,8 @@ UNEVEN = dict(layer_split=[0, 1, 3, 0])
 OF_V = {
     "gpt": SMALL | dict(num_layers=4),
     "llama": LLAMA | dict(num_layers=4),
+    "mtp": LLAMA | dict(num_layers=4, mtp_layers=1),
+    "tied mtp": SMALL | dict(num_layers=4, mtp_layers=1),
     "experts": LLAMA | dict(num_layers=4, num_experts=4, router="topk", global_batch_size=16),
 }
 V_OF_4 = [
@@ -310,6 +312,9 @@ V_OF_4 = [
         again("gpt", 4, [v | more for v in (ZB_V, DUALPIPE_V) for more in V_OF_4]),
         again("llama", 4, [DUALPIPE_V | dict(zero_stage=3), ZB_V | dict(tp=2), ZB_V | dict(cp=2)]),
         again("experts", 4, [ZB_V | dict(ep=2), DUALPIPE_V | dict(ep=2, zero_stage=3)]),
+        again("experts", 4, [DUALPIPE_V | dict(ep=2, ep_comm_overlap=True)]),
+        again("mtp", 2, [ZB_V, DUALPIPE_V | UNEVEN]),
+        again("tied mtp", 4, [ZB_V | dict(zero_stage=3), DUALPIPE_V | SEQUENCE]),
         again("gpt", 8, [v | SEQUENCE | dict(zero_stage=3) for v in (ZB_V, DUALPIPE_V)]),
         again("gpt", 4, [v | dict(pp=4, layer_split=[0, 1] * 4) for v in (ZB_V, DUALPIPE_V)]),
     ],

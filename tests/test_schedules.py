@@ -27,10 +27,12 @@ from schedules import (
     Cost,
     Placement,
     ScheduleError,
+    actions_of,
     bubble,
     bubble_formula,
     deferred_weight_gradients,
     in_flight,
+    join_pairs,
     make,
     placement_of,
     simulate,
@@ -127,6 +129,21 @@ def test_bubbles_of_a_v(forward, input, weight):
         if name == "zb-v" or input <= forward:
             idle = bubble(simulate(make(name, p, m, 2), cost, Placement(p, 2, True)))
             assert idle == pytest.approx(bubble_formula(name, p, m, 2, cost)), (name, p, m)
+
+
+@pytest.mark.parametrize("exchange", [0, 0.25, 0.5])
+@pytest.mark.parametrize("forward, input, weight", [(1, 1, 1), (2, 2, 1), (2, 3, 2)])
+def test_dualpipe_v_beside_the_table(forward, input, weight, exchange):
+    """DeepSeek's DualPipe, for 2 p stages: the last rank waits (p - 1) (F&B + B - 3 W), where F&B
+    is the time of a pair."""
+    cost = Cost(forward, input, weight, exchange=exchange)
+    for p, m in ((2, 4), (4, 8), (5, 17)):
+        placement = Placement(p, 2, True)
+        joined = [join_pairs(actions) for actions in make("dualpipe-v", p, m, 2, overlap=True)]
+        end = max(e.end for e in simulate(joined, cost, placement))
+        busy = [cost.of(actions_of(entry), p - 1, placement) for entry in joined[-1]]
+        pair = forward + input + weight - 2 * exchange
+        assert end - sum(busy) == pytest.approx((p - 1) * (pair + input - 2 * weight))
 
 
 OPS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
