@@ -163,7 +163,8 @@ class Architecture:
     default.
     computed: field of config.json -> the values for which the same is computed here; the first is
     the default.
-    modules: our module -> where it lies in theirs.
+    modules: our module -> where it lies in theirs. experts: those of layers with experts, before
+    those of `modules`, where other layers have none.
     reshaped: our parameter -> (theirs, its shape of ours): another shape, or a name that no module
     has.
     ignored: a pattern, without prefix, of tensors that are computed, or that no logit depends on.
@@ -184,6 +185,7 @@ class Architecture:
     computed: dict[str, tuple]
     modules: dict[str, Location]
     missing: dict[str, float]
+    experts: dict[str, Location] = field(default_factory=dict)
     ignored: str = "-"
     constants: dict[str, str | bool | int] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -198,6 +200,11 @@ class Architecture:
     def rotary(self) -> bool:
         """Whether config.json has the base and the scaling of rotary positions."""
         return bool(self.constants.get("llama")) or self.constants.get("positions") == "rotary"
+
+    @property
+    def num_experts(self) -> str:
+        """Their field of the number of experts; "" for a class without experts."""
+        return next((theirs for theirs, ours in self.fields.items() if ours == "num_experts"), "")
 
     def read(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The fields of our configuration, from those that the tables give."""
@@ -254,10 +261,14 @@ class Architecture:
 
     def locate(self, module: str, config: MoEConfig) -> tuple[Location | None, str]:
         """(where a module of ours lies, the number of its layer there)"""
-        location = self.modules.get(re.sub(r"\d+", "*", module))
+        layer = re.search(r"\d+|$", module)[0]
+        modules = self.modules
+        if layer and int(layer) in config.expert_layers:
+            modules = modules | self.experts
+        location = modules.get(re.sub(r"\d+", "*", module))
         if module == "embedding.positions" and location:
             location = location._replace(skipped=self.first_position)
-        return location, re.search(r"\d+|$", module)[0]
+        return location, layer
 
     def special_tokens(self, tokenizer: Tokenizer) -> tuple[dict[int, str], dict[str, int]]:
         """(id -> token, field of tokenizer_config.json -> id) of those that a tokenizer may lack"""
@@ -551,9 +562,61 @@ MIXTRAL = dataclasses.replace(
     },
 )
 
+# The experts of Qwen and DeepSeek.
+FINE_FIELDS = {
+    "num_experts": "num_experts",
+    "num_experts_per_tok": "router_topk",
+    "moe_intermediate_size": "expert_ffn_size",
+    "router_aux_loss_coef": "aux_loss",
+}
+# k = 1 is refused (hf_config.py), and with more experts null is true.
+NORMALISED = {"norm_topk_prob": ("normalise_topk", {False: False, True: None})}
+EVERY_LAYER = {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
+FINE_EXPERTS = {
+    f"blocks.*.mlp.{name}": Location(f"model.layers.*.mlp.experts.#.{name}_proj")
+    for name in ("gate", "up", "down")
+} | {"blocks.*.mlp.router": Location("model.layers.*.mlp.gate")}
+
+QWEN3_MOE = dataclasses.replace(
+    QWEN3,
+    name="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    preset="qwen3-30b-a3b",
+    constants=QWEN3.constants | {"router": "topk", "z_loss": 0.0},
+    choices=QWEN3.choices | NORMALISED,
+    fields=QWEN3.fields | FINE_FIELDS,
+    computed=QWEN3.computed | EVERY_LAYER,
+    experts=FINE_EXPERTS,
+    aliases={"num_local_experts": "num_experts"},
+    missing=QWEN3.missing
+    | dict(num_key_value_heads=4, num_experts=128, num_experts_per_tok=8)
+    | dict(moe_intermediate_size=768, router_aux_loss_coef=0.001, head_dim=0),
+)
+
+QWEN2_MOE = dataclasses.replace(
+    QWEN2,
+    name="Qwen2MoeForCausalLM",
+    model_type="qwen2_moe",
+    preset="qwen1.5-moe-a2.7b",
+    constants=QWEN2.constants | {"router": "topk", "z_loss": 0.0, "shared_gate": True},
+    choices=QWEN2.choices | NORMALISED,
+    fields=QWEN2.fields | FINE_FIELDS | {"shared_expert_intermediate_size": "shared_ffn_size"},
+    computed=QWEN2.computed | EVERY_LAYER | {"qkv_bias": (True,)},
+    experts=FINE_EXPERTS
+    | {
+        f"blocks.*.mlp.shared.{name}": Location(f"model.layers.*.mlp.shared_expert.{name}_proj")
+        for name in ("gate", "up", "down")
+    }
+    | {"blocks.*.mlp.shared.of_token": Location("model.layers.*.mlp.shared_expert_gate")},
+    missing=QWEN2.missing
+    | dict(num_key_value_heads=16, num_experts=60, num_experts_per_tok=4)
+    | dict(moe_intermediate_size=1408, shared_expert_intermediate_size=5632)
+    | dict(router_aux_loss_coef=0.001),
+)
+
 
 ARCHITECTURES = (GPT2, GPT1, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, BLOOM, MIXTRAL)
-ARCHITECTURES += (FALCON, NEMOTRON)
+ARCHITECTURES += (FALCON, NEMOTRON, QWEN2_MOE, QWEN3_MOE)
 
 
 def their_tensors(config: MoEConfig, architecture: Architecture) -> dict[str, TheirTensor]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from base import json_files
 from base.model_config import MoEConfig
-from inference.architectures import ARCHITECTURES, MIXTRAL, Architecture, HuggingFaceError
+from inference.architectures import ARCHITECTURES, Architecture, HuggingFaceError
 from run.checkpoint_index import CheckpointError, command_of, fixed_fields, read_index, read_model
 from run.presets import why_not_exported
 
@@ -107,8 +107,8 @@ def read_fields(hf_config: dict, architecture: Architecture) -> MoEConfig:
             )
     if architecture.rotary:
         fields |= rotary_fields(hf_config, architecture.missing)
-    if architecture is MIXTRAL and not fields["num_experts"]:
-        raise HuggingFaceError(f"num_local_experts is 0; a {MIXTRAL.name} has experts")
+    if (field := architecture.num_experts) and not fields["num_experts"]:
+        raise HuggingFaceError(f"{field} is 0; a {architecture.name} has experts")
     with refused(ValueError):
         config = architecture.shape_class(**architecture.read(fields))
     if config.num_experts and config.router_topk == 1 and config.normalise_topk is None:
@@ -127,7 +127,7 @@ def check_computed(hf_config: dict, architecture: Architecture) -> None:
             " here a model has its own; import the folder that it was made from"
         )
     for field, absent in NOT_ZERO.items():
-        if hf_config.get(field) == 0:
+        if hf_config.get(field) == 0 and field in architecture.fields:
             raise HuggingFaceError(f"{field} is 0; {absent} would be null, or no field")
     for field, values in architecture.computed.items():
         if field == "use_sliding_window" and no_layer_has_it(hf_config):
@@ -265,7 +265,7 @@ def architecture_of(config: MoEConfig) -> Architecture:
     for architecture in other_architectures() if other else ARCHITECTURES:
         if not isinstance(whole, architecture.shape_class):
             continue
-        if (architecture is MIXTRAL) != (whole.num_experts > 0):
+        if bool(architecture.num_experts) != (whole.num_experts > 0):
             continue
         differing[architecture.name] = differences(whole, architecture)
         if not differing[architecture.name]:

@@ -55,6 +55,7 @@ YARN = {
     "original_max_position_embeddings": 96,
 }
 HALF = SIZES["rope_parameters"] | {"partial_rotary_factor": 0.5}
+FINE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
 # family -> (its name in transformers, fields of its configuration)
 FAMILIES = {
     "gpt1": ("openai-gpt", dict(n_positions=32)),
@@ -75,6 +76,8 @@ FAMILIES = {
     # no power of two
     "bloom, 6 heads": ("bloom", dict(seq_length=32, hidden_size=48, num_attention_heads=6)),
     "mixtral": ("mixtral", SIZES | dict(num_local_experts=4, sliding_window=None)),
+    "qwen2 experts": ("qwen2_moe", SIZES | FINE | dict(shared_expert_intermediate_size=40)),
+    "qwen3 experts": ("qwen3_moe", SIZES | FINE | dict(head_dim=16, norm_topk_prob=True)),
     "falcon": ("falcon", dict(new_decoder_architecture=True, num_kv_heads=2, ffn_hidden_size=80)),
     "nemotron": ("nemotron", SIZES | dict(head_dim=16, rope_parameters=HALF)),
 }
@@ -95,8 +98,8 @@ def theirs(family: str):
 
 def save_theirs(model, folder: Path) -> None:
     """In files of 20 KB, so that a model has several."""
-    is_mixtral = model.config.model_type == "mixtral"
-    options = dict(save_original_format=True) if is_mixtral else {}
+    has_experts = hasattr(model.config, "num_experts_per_tok")
+    options = dict(save_original_format=True) if has_experts else {}
     model.save_pretrained(folder, max_shard_size="20KB", **options)
 
 
@@ -550,7 +553,7 @@ def test_qwen2_as_the_library_computes_it(fields, tmp_path):
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-CLASSES = "gpt2 llama mistral qwen2 qwen3 gemma bloom mixtral nemotron".split()
+CLASSES = "gpt2 llama mistral qwen2 qwen3 gemma bloom mixtral nemotron qwen2_moe qwen3_moe".split()
 # field -> values that somebody's folder has
 VARIED = {
     "num_key_value_heads": [1, 2, 4],
