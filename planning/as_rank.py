@@ -170,6 +170,10 @@ def run_step(trainer, m: int) -> Step:
     kept = Kept(p for stage in trainer.stages for p in stage.parameters())
     actions = None
     if trainer.schedule:
+        name, (p, v, _) = trainer.config.pipeline_schedule, trainer.config.placement
+        if name == "dualpipe-v":
+            # Its last micro-batches have actions of their own.
+            trainer.schedule = schedules.lists(name, p, m, v)
         trainer.schedule = [[a for a in list_ if a.micro_batch < m] for list_ in trainer.schedule]
         actions = Actions(trainer.pipeline, kept)
     with kept, Counters() as counters:
@@ -209,8 +213,7 @@ def report(config: Config, trainer_class, rank: int, world: int) -> Report:
         # It would read whether a step of fp16 is finite.
         trainer.optimizer.scaler = None
         m = config.global_batch_size // trainer.dp // trainer.micro_batch
-        # Under zb-h1 up to p micro-batches wait for their weight gradients when the step ends.
-        few = min(m, config.pp if config.pipeline_schedule == "zb-h1" else 1)
+        few = min(m, fewest(config))
         if config.fp8 == "delayed":
             # The first step of a run has no history, and finds its maxima itself.
             run_step(trainer, few)
@@ -224,6 +227,15 @@ def report(config: Config, trainer_class, rank: int, world: int) -> Report:
         counts = counts_of(trainer, m - few, first, second)
         held = bytes_of(trainer, first.fp8_weights)
         return Report(rank, world, place, layers, m, **held, **counts)
+
+
+def fewest(config: Config) -> int:
+    """The micro-batches of a step that has every type of action."""
+    if config.pipeline_schedule not in schedules.SPLIT_BACKWARD:
+        return 1
+    # Under zb-h1 up to p micro-batches wait for their weight gradients when the step ends; a V has
+    # as many in each half.
+    return config.pp * config.virtual_stages
 
 
 def as_on_a_cluster(config: Config, world: int) -> Config:

@@ -76,6 +76,8 @@ MORE = {
         BLOOM | dict(tp=2, sequence_parallel=True),
         SEQUENCE | dict(recompute="selective"),
         GPT | dict(pp=2, virtual_stages=2, num_layers=4),
+        GPT | dict(pp=2, virtual_stages=2, num_layers=4, schedule="zb-v"),
+        LLAMA | dict(pp=2, virtual_stages=2, num_layers=4, schedule="dualpipe-v"),
         LLAMA | dict(cp=2, zero_stage=3),
         SEQUENCE | dict(document_mask=True, recompute="selective"),
         LLAMA | dict(document_mask=True, attention="explicit", zero_stage=3),
