@@ -23,7 +23,7 @@ the messages that the actions need, and one loop runs the list:
     settle   wait for a send: as soon as a later message has shown that its peer has consumed it,
              or else at the end of the list
 
-    python -m course.pipeline_parallel     a lesson: four schedules on two ranks; sends and receives
+    python -m course.pipeline_parallel     a lesson: six schedules on two ranks; sends and receives
     picture: docs/figures/ranks_pipeline.svg
 
 After a stage's forward only the autograd graph of its output is kept, not the output itself:

@@ -20,7 +20,7 @@ also waits for the message that it needs.
 returns the actions with their times, as `schedules.simulate` does, or raises ScheduleError with
 what is stuck. Nothing depends on chance: an operation that starts sooner never stops another one.
 
-    python -m course.pipeline_parallel      a lesson that runs the four schedules through this model
+    python -m course.pipeline_parallel      a lesson that runs the schedules through this model
 
 Sources: NVIDIA/nccl issue 783 (the meeting); CUDA C++ Programming Guide, "CUDA Environment
 Variables", CUDA_DEVICE_MAX_CONNECTIONS (which stream gets which queue is assumed); torch's

@@ -1,4 +1,4 @@
-"""The lesson of pipeline_parallel.py, and of course/nccl_model.py: four schedules on two ranks
+"""The lesson of pipeline_parallel.py, and of course/nccl_model.py: six schedules on two ranks
 beside one rank; programs of sends and receives, run in a model of NCCL."""
 
 from typing import NamedTuple
@@ -71,7 +71,7 @@ def no_settle(schedule: list, placement: Placement) -> list[Program]:
     return [sorted(program, key=lambda entry: is_transfer(entry, "settle")) for program in programs]
 
 
-# --- four schedules on two ranks ------------------------------------------------------------------
+# --- six schedules on two ranks -------------------------------------------------------------------
 
 # p ranks, m micro-batches of one sequence.
 P, M = 2, 4
@@ -155,9 +155,7 @@ def on_rank(rank: int) -> dict[str, Run]:
 
 def teach_runs(lesson: form.Lesson, one: Run, of_schedule: dict[str, list[Run]]) -> None:
     """of_schedule: name -> the run of each rank."""
-    lesson.predict(
-        "Under which of the four schedules do loss and gradients differ from one rank's?"
-    )
+    lesson.predict("Under which of the six schedules do loss and gradients differ from one rank's?")
     losses = [sum(run.loss for run in runs) for runs in of_schedule.values()]
     lesson.check(
         f"none: loss {one.loss:.12f} on one rank, {losses[0]:.12f} under GPipe and the others",

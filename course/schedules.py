@@ -1,4 +1,4 @@
-"""The lesson of schedules.py: four schedules, simulated."""
+"""The lesson of schedules.py: six schedules, simulated."""
 
 import schedules
 from course import form
@@ -44,7 +44,7 @@ class Drawn:
             self.schedule = lesson.mutate(self.schedule)
         # v chunks do the work of one.
         cost = Cost(1 / v, 1 / v, 1 / v)
-        events = schedules.simulate(self.schedule, cost)
+        events = schedules.simulate(self.schedule, cost, schedules.placement_of(name, P, v))
         self.bubble = schedules.bubble(events)
         self.formula = schedules.bubble_formula(name, P, M, v, cost)
         # A unit has two characters; what comes after 42 units is left out.
@@ -114,6 +114,20 @@ def teach(lesson: form.Lesson) -> None:
         f" {zero_bubble.formula:.4f}. Waiting: {deferred}, rank + 1",
         zero_bubble.agrees and deferred == [rank + 1 for rank in range(P)],
         [zero_bubble.bubble, max(deferred)],
+    )
+
+    lesson.predict(
+        "In a V rank 0 has the first and the last of 2 p chunks. Actions take half as long: the"
+        " bubble of ZB-V? How many chunks does a rank hold, under ZB-V and DualPipeV?",
+        "bubble; chunks under ZB-V; chunks under DualPipeV",
+    )
+    zb_v, dualpipe_v = Drawn(lesson, "zb-v", v=2), schedules.make("dualpipe-v", P, M, 2)
+    held = [max(schedules.in_flight(lists)) for lists in (zb_v.schedule, dualpipe_v)]
+    lesson.check(
+        f"{zb_v.bubble:.4f}; (p - 1) T_I / (2 m (T_F + T_I + T_W)) = {zb_v.formula:.4f}. Held:"
+        f" {held[0]}, 2 p, as under 1F1B; {held[1]}, 2 p + 1",
+        zb_v.agrees and held == [2 * P, 2 * P + 1],
+        [zb_v.bubble, *held],
     )
 
 

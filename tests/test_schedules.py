@@ -39,6 +39,7 @@ from schedules import (
 )
 
 ROOT = Path(__file__).parent.parent
+DOCS = (ROOT / "docs" / "training.md").read_text()
 
 
 def micro_batches(p):
@@ -144,6 +145,20 @@ def test_dualpipe_v_beside_the_table(forward, input, weight, exchange):
         busy = [cost.of(actions_of(entry), p - 1, placement) for entry in joined[-1]]
         pair = forward + input + weight - 2 * exchange
         assert end - sum(busy) == pytest.approx((p - 1) * (pair + input - 2 * weight))
+
+
+def test_the_table_of_the_documentation():
+    row = r"^\| ([\w-]+)(?:, v 2)? \| ([\d.]+) \| ([\d.]+)% \| ([\d.]+), ([\d.]+) \|$"
+    rows = re.findall(row, DOCS, re.M)
+    assert len(rows) == 5
+    for name, *numbers in rows:
+        v = 1 if name in ("1f1b", "zb-h1") else 2
+        schedule = make(name, 8, 64, v)
+        events = simulate(schedule, Cost(1 / v, 1 / v, 1 / v), placement_of(name, 8, v))
+        step, idle, first, last = map(float, numbers)
+        assert max(e.end for e in events) == pytest.approx(step)
+        assert 100 * bubble(events) == pytest.approx(idle, abs=0.05)
+        assert [held_until_w(schedule[rank]) / v for rank in (0, -1)] == [first, last]
 
 
 OPS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
