@@ -250,9 +250,8 @@ def step_time(
         for name, in_forward, in_backward in zip(Pass._fields, *passes[layers][:2]):
             seconds[name] += m * layers.number * (in_forward + in_backward)
     if layout.ep_comm_overlap:
-        # All but the F and B of warmup are joined: v p of v m on the mean rank.
         computed = sum(seconds.values()) - seconds["expert"]
-        seconds["expert"] -= (1 - p / m) * min(seconds["expert"], computed)
+        seconds["expert"] -= joined_share(layout) * min(seconds["expert"], computed)
     # If another rank is slower, the head counts only once, while the pipeline fills and drains.
     seconds["head"] = (m if work.head else 1) * of_head
     if p > 1:
@@ -262,6 +261,14 @@ def step_time(
         seconds["data"] = data_parallel(rank, *sums_of(work))
     seconds["optimizer"] = update(rank)
     return seconds
+
+
+def joined_share(layout: Layout) -> float:
+    """The share of forwards that run in turns with a backward, on the mean rank."""
+    p, v, m = layout.pp, layout.virtual_stages, layout.micro_batches
+    lists = schedules.lists(layout.pipeline_schedule, p, m, v, overlap=True)
+    pairs = sum(len(actions) - len(schedules.join_pairs(actions)) for actions in lists)
+    return pairs / (p * v * m)
 
 
 def fill_and_drain(rank: Rank, mean: Work) -> float:

@@ -63,6 +63,7 @@ CASES = {
     "zero_stage": ({}, 1),
     "data_parallel_replicate_degree": (dict(zero_stage=1), 2),
     "ep": (EXPERTS, 2),
+    "ep_comm_overlap": (EXPERTS | PIPELINE | dict(virtual_stages=2, ep=2), True),
     "reduce_dtype": (dict(zero_stage=1), "bf16"),
     "recompute": (EXPLICIT, "full"),
     "recompute_layers": (EXPLICIT | dict(recompute="selective"), 1),
