@@ -1,6 +1,6 @@
-"""What a variant does to the loss: 16-bit optimizer state, FP8, experts, each beside its base.
+"""What a variant does to the loss: 16-bit state, FP8, experts, Muon, each beside its base.
 
-    python -m benchmarks.loss_of_variants [state fp8 experts] [--seeds 3] [--steps N] [--lr LR]
+    python -m benchmarks.loss_of_variants [state fp8 experts muon] [--seeds 3] [--steps N] [--lr LR]
 
 A group has a base, its first variant, and runs that differ from it in one thing. A seed sets the
 weights and the order of samples, the same for all variants. Compared is the held-out loss after the
@@ -11,12 +11,15 @@ last step. Rounding alone makes two runs differ, so look at the spread.
                rounding alone does; three recipes; gradients in e4m3 instead of e5m2
     experts    a small Llama (h 64, L 2, s 128), dense and with experts in layer 1, one for each
                token: so training FLOPs differ by the router's alone, 6 h E for each token and layer
+    muon       the same Llama, dense: AdamW and Muon at four rates each, the same ones; AdamW for as
+               long as Muon takes. The time of a step is over AdamW's, both in turn in one process
 
 At the default rate of 3e-3 the model is at the edge of stability, and rounding alone moves the loss
 by percents; state and fp8 have 1e-3. A run takes one thread and up to 8 minutes. Run again, the
-command goes on with what its files lack: loss_state.json, loss_fp8.json, loss_experts.json.
+command goes on with what its files lack: loss_state.json, loss_fp8.json, loss_experts.json and
+loss_muon.json.
 
-Figures: docs/figures/fp8_training.svg, docs/figures/moe_load.svg
+Figures: docs/figures/fp8_training.svg, docs/figures/moe_load.svg, docs/figures/muon.svg
 """
 
 import contextlib
@@ -24,6 +27,7 @@ import dataclasses
 import multiprocessing
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
@@ -131,6 +135,18 @@ class Loads(Watch):
         }
 
 
+class StepTime(Watch):
+    """Times a step beside AdamW's, of the same model on random tokens."""
+
+    def numbers(self, losses: list[float]) -> dict[str, float]:
+        fields = dataclasses.asdict(self.trainer.config)
+        own, adamw = steps.Steps(fields), steps.Steps(fields, optimizer="adamw")
+        contenders = {"own": own.step, "adamw": adamw.step}
+        timed = {name: partial(report.timed, step) for name, step in contenders.items()}
+        rounds = report.in_turn(timed, min(20, len(losses)))
+        return {"step over AdamW's": report.ratio(rounds, "own", "adamw")["median"]}
+
+
 # --- groups of variants ---------------------------------------------------------------------------
 
 
@@ -148,6 +164,9 @@ class Group(NamedTuple):
 
 SMALL = dict(model="tiny", num_layers=2, hidden_size=64, num_heads=4, ffn_hidden_size=256)
 SMALL |= dict(seq_length=128, global_batch_size=32, precision="fp32", expert_every=2)
+# Muon's step takes 1.09 times as long as AdamW's.
+MUON_STEPS, MUON_TIME = 400, 1.09
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 TOP_1 = dict(num_experts=8, router="topk")
 GROUPS = {
     "state": Group(
@@ -171,6 +190,15 @@ GROUPS = {
             "block": dict(fp8="block"),
             MUTATION: dict(fp8="current"),
         },
+    ),
+    "muon": Group(
+        MUON_STEPS,
+        512,
+        {name: value for name, value in SMALL.items() if name != "expert_every"},
+        StepTime,
+        {f"adamw, {lr:g}": dict(lr=lr) for lr in RATES}
+        | {"adamw, as long": dict(lr=3e-3, steps=round(MUON_TIME * MUON_STEPS))}
+        | {f"muon, {lr:g}": dict(lr=lr, optimizer="muon") for lr in RATES},
     ),
     "experts": Group(
         1500,
@@ -198,7 +226,7 @@ def measure(job: tuple) -> tuple[str, str, dict]:
     patch = contextlib.nullcontext()
     if variant == MUTATION:
         patch = mock.patch.object(fp8.Recipe, "format", lambda self, operand: fp8.E4M3)
-    fields = group.fields | (TOY if toy else {}) | group.variants[variant] | fields
+    fields = group.fields | (TOY if toy else {}) | fields | group.variants[variant]
     with patch:
         s = None if toy else group.s
         trainer, training, held_out = steps.on_corpus(fields | dict(seed=int(seed)), s)
@@ -264,6 +292,21 @@ def draw(results: dict, figures: Path) -> None:
         draw_curves(rows, figures / "fp8_training.svg")
     if results["group"] == "experts":
         draw_load(rows, figures / "moe_load.svg")
+    if results["group"] == "muon":
+        draw_rates(rows, figures / "muon.svg")
+
+
+def draw_rates(rows: dict, path: Path) -> None:
+    """Held-out loss against the learning rate, of both optimizers."""
+    figure, axes = style.figure(3)
+    for name, colour in zip(("adamw", "muon"), style.SERIES):
+        rates = [lr for lr in RATES if f"{name}, {lr:g}" in rows]
+        spreads = [rows[f"{name}, {lr:g}"]["held out"] for lr in rates]
+        style.band(axes, rates, spreads, colour, {"adamw": "AdamW", "muon": "Muon"}[name])
+    style.ticks(axes, x={lr: f"{lr:g}" for lr in RATES})
+    axes.set(xlabel="learning rate", ylabel="held-out loss, nats per byte")
+    axes.legend()
+    style.save(figure, path)
 
 
 def draw_curves(rows: dict, path: Path) -> None:

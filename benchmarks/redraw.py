@@ -16,7 +16,7 @@ from benchmarks import report
 
 # The module whose `draw` reads NAME.json, where it has another name.
 DRAWN_BY = {"gpu": "gpu_table", "prompt_tuning": "fine_tuning"} | {
-    f"loss_{name}": "loss_of_variants" for name in ("state", "fp8", "experts")
+    f"loss_{name}": "loss_of_variants" for name in ("state", "fp8", "experts", "muon")
 }
 
 

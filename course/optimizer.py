@@ -1,5 +1,5 @@
 """The lesson of optimizer.py: sums in float32, the loss scale, the size of a step, what 16-bit
-weights forget, bytes of state."""
+weights forget, bytes of state, Muon's update."""
 
 from unittest import mock
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import optimizer
 from course import form
 from optimizer import AdamW, GradientAccumulator, LossScaler
+from run import muon
 
 # --- what --without removes -----------------------------------------------------------------------
 
@@ -82,6 +83,7 @@ def teach(lesson: form.Lesson) -> None:
         first_step(lesson)
         masters(lesson)
         state(lesson)
+        muon_update(lesson)
 
 
 def sum_of(dtype: torch.dtype, gradient: float, times: int, scaler=None) -> float:
@@ -223,6 +225,22 @@ def state(lesson: form.Lesson) -> None:
     lesson.check(
         f"{equal:,} of 100,000 masters, split into weight and low bits and joined, are the same",
         equal == 100_000,
+    )
+
+
+def muon_update(lesson: form.Lesson) -> None:
+    lesson.predict(
+        "A gradient [[3, 4], [3, 4.1]] has singular values 7.13 and 0.04. The smaller one of Muon's"
+        " update (run/muon.py)? If two ranks have a row each, and orthogonalise it alone?",
+        "whole; in slices",
+    )
+    gradient = torch.tensor([[3.0, 4.0], [3.0, 4.1]])
+    slices = torch.cat([muon.orthogonalize(row) for row in gradient.split(1)])
+    values = [torch.linalg.svdvals(x) for x in (muon.orthogonalize(gradient), slices)]
+    text = " and ".join(f"{small:.2f} (beside {large:.2f})" for large, small in values)
+    smaller = [x[1].item() for x in values]
+    lesson.check(
+        f"{text}: so a rank gets the slices of the others first", smaller[0] > 0.6, smaller
     )
 
 

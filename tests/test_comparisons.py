@@ -22,8 +22,8 @@ COMPARISONS = ROOT / "benchmarks"
 FIGURES = ROOT / "docs" / "figures"
 # Kept as files: what each rank holds under each technique. All others are drawn from results.
 PICTURES = sorted(FIGURES.glob("ranks_*.svg"))
-LOSSES = [f"loss_{name}.json" for name in ("experts", "fp8", "state")]
-LOSSES += ["fp8_training.svg", "moe_load.svg"]
+LOSSES = [f"loss_{name}.json" for name in ("experts", "fp8", "muon", "state")]
+LOSSES += ["fp8_training.svg", "moe_load.svg", "muon.svg"]
 # (script, arguments beside --toy, files that it writes)
 SCRIPTS = [
     ("activation_memory", [], ["activation_memory.json", "activation_memory.svg"]),
