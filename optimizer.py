@@ -20,8 +20,9 @@ The first part of this file sums gradients in `main_grad`, computes the norm tha
 sets fp16's loss scale. A step whose norm is not finite is skipped. The device decides this, and how
 much to clip. The host enqueues the same operations either way, and does not wait for the norm.
 
-Not covered: other optimizers (run/muon.py has Muon), and parameter groups by user rule; Megatron-LM
-has both. `fuse_accumulation` for embeddings, tied weights, experts and FP8, and from ZeRO stage 1 on.
+Not covered: optimizers beside Muon (run/muon.py), and parameter groups by user rule (both in
+Megatron-LM); `fuse_accumulation` for embeddings, tied weights, experts and FP8, and from ZeRO stage
+1 on.
 """
 
 import math
