@@ -179,6 +179,19 @@ def policy_loss(
     return -torch.min(free, clipped), clipped < free
 
 
+def stale_advantages(advantages: Tensor, old: Tensor, written: Tensor, cap: float) -> Tensor:
+    """Advantages of answers that older weights μ have written, times min(π_old / μ, cap).
+
+    E_π[f] = E_μ[f π / μ]: so a token counts as often as π_old would write it. π_old is the policy
+    before the updates of the step: the clip stays around it, not around μ (decoupled PPO, Hilton et
+    al., arXiv 2110.00641; AReaL, arXiv 2505.24298). The cap bounds the variance, and is a bias.
+    What μ wrote before a token is not corrected.
+
+    old: log π_old, written: log μ, of the tokens; all of one shape -> the same
+    """
+    return advantages * torch.exp(old - written).clamp(max=cap)
+
+
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
     """The critic's loss of each token: half the squared error, the larger of two.
 

@@ -15,6 +15,10 @@ The loop of train.py stays as it is: it takes the last of these optimizer steps,
 policy is the run's trainer, of which this is the task. The other models are trainers of their own
 (reference_models.py).
 
+With --rollout-lag N the answers of step k are written N steps before it, by the weights of then, as
+where other machines write while these train. So their tokens have importance weights
+(policy_gradients.stale_advantages). Here both still take turns: only the answers' age is real.
+
 Answers depend on the weights and on (seed, step, sample) alone, so a resumed run writes the same
 ones. With --peft the reference is the policy itself without its adapters: no second copy.
 
@@ -32,7 +36,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import tensor_parallel
 import train
-from base import terminal
+from base import json_files, terminal
 from base.errors import RunError
 from base.model_config import MoEConfig, divisors, flops_per_token
 from finetune import adapter_layers, policy_gradients, rl_files
@@ -81,6 +85,8 @@ class ReinforcementTask(Learner, ConversationTask):
             lr = config.peak_lr if config.critic_lr is None else config.critic_lr
             self.critic = beside(policy, Critic(), replace(config.of_values(start), lr=lr))
         self.writer = Writer(policy)
+        # {step: (its answers, their rewards)}
+        self.written_ahead: dict[int, tuple[list[Answer], Tensor]] = {}
         # Fields of the step's line in metrics.jsonl.
         self.step_metrics: dict[str, float] = {}
         # This rank's share of three sums over the step's tokens and updates: those clipped,
@@ -109,6 +115,11 @@ class ReinforcementTask(Learner, ConversationTask):
             self.critic.learned.load_weights(world)
 
     def check_base(self, path, index: dict) -> None:
+        ahead = index.get("written_ahead", []) if self.config.rollout_lag else []
+        self.written_ahead = {
+            step: (answers, torch.tensor(rewards, dtype=torch.float64))
+            for step, answers, rewards in json_files.convert(ahead, WrittenAhead, "written_ahead")
+        }
         if self.reference and index.get("base", self.identity) != self.identity:
             raise checkpoint.CheckpointError(
                 f"--load {self.config.load}: is not the model that the run in {path} began with,"
@@ -117,7 +128,9 @@ class ReinforcementTask(Learner, ConversationTask):
             )
 
     def extra_state(self) -> dict:
-        return {"base": self.identity} if self.reference else {}
+        ahead = [(step, a, r.tolist()) for step, (a, r) in self.written_ahead.items()]
+        base = {"base": self.identity} if self.reference else {}
+        return base | ({"written_ahead": ahead} if ahead else {})
 
     def describe(self) -> str:
         beside = {"a frozen reference": self.reference, "a frozen reward model": self.reward_model}
@@ -139,8 +152,7 @@ class ReinforcementTask(Learner, ConversationTask):
         of train.py takes that one, from the rows of answers that are returned."""
         begin = time.perf_counter()
         self.step = step
-        answers, rewards = self.write(step, dataset, self.global_batch(step))
-        self.make_targets(answers, rewards)
+        self.make_targets(*self.answers_of(step, dataset))
         self.written = time.perf_counter()
         self.step_metrics["rollout_seconds"] = self.written - begin
         self.token_sums.zero_()
@@ -153,6 +165,19 @@ class ReinforcementTask(Learner, ConversationTask):
                 self.trainer.sum_gradients(step, self.rows)
                 self.trainer.update(step)
         return self.rows
+
+    def answers_of(self, step: int, dataset) -> tuple[list[Answer], Tensor]:
+        """(answers, rewards) of a step, --rollout-lag steps old; in the first steps, as old as the
+        run. Those of the step that far ahead are written now. A collective."""
+        for later in range(step, step + self.config.rollout_lag + 1):
+            samples = self.global_batch(later)
+            answers, _ = self.written_ahead.get(later, ([], None))
+            # Another batch size, when a run goes on, has other samples.
+            if [answer.sample for answer in answers] != list(samples):
+                self.written_ahead[later] = self.write(later, dataset, samples)
+        answers, rewards = self.written_ahead.pop(step)
+        self.rows = self.pack(answers)
+        return answers, rewards
 
     def write(self, step: int, dataset, samples: range) -> tuple[list[Answer], Tensor]:
         """(the answers to the prompts of these samples, their rewards [n]); on every rank. The
@@ -205,7 +230,8 @@ class ReinforcementTask(Learner, ConversationTask):
         mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)  # [n, T]
         of_rollout = pad([torch.tensor(a.log_probs, dtype=torch.float64) for a in answers])
         old = of_rollout
-        if self.trainer.precision in ("bf16", "fp16"):
+        lag = self.config.rollout_lag
+        if lag or self.trainer.precision in ("bf16", "fp16"):
             # Generation rounds in other places than training, by 1% in bf16 (1e-6 in float32). So
             # π / π_old would not be 1 before the first update. π_old of a training forward is.
             old = pad(rows.collect(-self.outputs(rows)))
@@ -216,6 +242,11 @@ class ReinforcementTask(Learner, ConversationTask):
         else:
             advantages = policy_gradients.group_advantages(rewards, self.config.answers_per_prompt)
             columns["advantages"] = advantages.unsqueeze(1) * mask
+        if lag and self.config.importance_cap:
+            cap = self.config.importance_cap
+            columns["advantages"] = policy_gradients.stale_advantages(
+                columns["advantages"], old, of_rollout, cap
+            )
         per_answer = self.config.method == "grpo"
         columns["weights"] = policy_gradients.token_weights(mask, per_answer)
         count = len(answers) if per_answer else int(mask.sum())
@@ -315,6 +346,10 @@ def pad(ragged: list[Tensor]) -> Tensor:
     return pad_sequence(ragged, batch_first=True)
 
 
+# Of the steps to come, in a checkpoint.
+WrittenAhead = list[tuple[int, list[Answer], list[float]]]
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -331,6 +366,7 @@ class ReinforcementConfig(ChatConfig):
             lambda run: run.config.method == "ppo",
             "is only for --method ppo; grpo has no critic",
         ),
+        Need(("importance_cap",), lambda run: run.config.rollout_lag, "needs --rollout-lag"),
         Need(
             ("clip_range",),
             lambda run: run.config.epochs > 1,
@@ -373,6 +409,10 @@ class ReinforcementConfig(ChatConfig):
     clip_range: float = flag(0.2, "how far updates may change a token's probability: a share")
     gae_lambda: float = flag(0.95, "of ppo's advantages: 1 has no bias, 0 the least variance")
     critic_lr: float | None = flag(None, "of ppo's critic; the default is --lr")
+    rollout_lag: int = flag(0, "age of answers: steps between writing and learning", least=0)
+    importance_cap: float = flag(
+        2.0, "largest importance weight of a token with --rollout-lag; 0: no weights", least=0
+    )
     rollout_tp: int | None = flag(
         None, "tensor-parallel ranks that write answers; the default is the layout of training"
     )
@@ -460,6 +500,8 @@ def check_numbers(config: ReinforcementConfig, model: MoEConfig) -> None:
         value = getattr(config, name)
         if value is not None and not low <= value <= high:
             config.refuse(name, f"must be from {low} to {high}")
+    if config.rollout_lag > MOST_EPOCHS:
+        config.refuse("rollout_lag", f"must be at most {MOST_EPOCHS}: so old an answer is noise")
     if config.critic_lr is not None and not (config.min_lr or 0) <= config.critic_lr < 2**31:
         rule = f"must be at least --min-lr {config.min_lr or 0}, to which the cosine comes down"
         config.refuse("critic_lr", rule)

@@ -48,6 +48,7 @@ SCRIPTS = [
     ("serving_speed", [], ["serving_speed.json", "serving_speed.svg"]),
     ("serving_plan", [], ["serving_plan.json", "serving_frontier.svg"]),
     ("silent_bugs", [], ["silent_bugs.json", "silent_bugs.svg"]),
+    ("stale_rollouts", [], ["stale_rollouts.json"]),
     ("training_step", [], ["training_step.json"]),
     ("zero_memory", [], ["zero_memory.json", "zero_memory.svg"]),
 ]

@@ -44,7 +44,7 @@ VALUES = dict(
     lr_schedule="wsd", wsd_steps=2, ep_comm_overlap=True,
     kv_rank=8, query_rank=8, rope_head_dim=2, value_head_dim=2,
     cache="elsewhere", date="2026-11-26", encoder_layers=2, target_length=24,
-    mtp_layers=2, mtp_loss_weight=0.1,
+    rollout_lag=1, importance_cap=1.0, mtp_layers=2, mtp_loss_weight=0.1,
 )  # fmt: skip
 # a kind of run -> what OTHER stands for
 OTHER = {"reward": "dpo", "dpo": "reward", "grpo": "ppo", "ppo": "grpo"}

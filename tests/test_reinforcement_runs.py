@@ -13,6 +13,7 @@ from small_run import equal, lines_of, numbers_of, refusal, run, tensors_of, wri
 import generate
 from finetune import prompt_set
 from finetune.chat import message
+from finetune.reinforcement import ReinforcementTask
 from finetune.rl_files import plot
 from inference import cli, loading
 from run import checkpoint
@@ -223,6 +224,36 @@ def test_a_run_goes_on(grpo_run, tmp_path, capsys):
     (parts / "rl.png").unlink()
     assert run("finetune.reinforcement", "--out", parts, "--resume") == 0
     assert (parts / "rl.png").exists() and numbers_of(parts) == numbers_of(out)
+
+
+def test_a_run_with_old_answers_goes_on(toy, tmp_path, monkeypatch):
+    """Bit for bit: a checkpoint has the answers of the steps to come. Without them it would not."""
+    words = [*rewarded(toy, "ascii"), *small_run.as_flags(steps=4, save_every=2, rollout_lag=2)]
+    out = tmp_path / "run"
+    assert run(*words, "--out", out) == 0
+    parts = without_last_step(out, tmp_path / "parts")
+    assert run(*words, "--out", parts, "--resume") == 0
+    assert equal(tensors_of(parts), tensors_of(out))
+    monkeypatch.setattr(ReinforcementTask, "answers_of", forgetful(ReinforcementTask.answers_of))
+    parts = without_last_step(out, tmp_path / "others")
+    assert run(*words, "--out", parts, "--resume") == 0
+    assert not equal(tensors_of(parts), tensors_of(out))
+
+
+def forgetful(original):
+    def answers_of(self, step, dataset):
+        self.written_ahead.clear()
+        return original(self, step, dataset)
+
+    return answers_of
+
+
+def test_old_answers_are_refused(toy, capsys, tmp_path):
+    words = [*rewarded(toy, "ascii"), "--out", tmp_path / "run"]
+    error = refusal(capsys, *words, "--importance-cap", 3)
+    assert "--importance-cap 3.0: needs --rollout-lag" in error
+    error = refusal(capsys, *words, "--rollout-lag", 2000)
+    assert "--rollout-lag 2000: must be at most 1000" in error
 
 
 def test_half_a_line_of_samples(grpo_run, tmp_path):
