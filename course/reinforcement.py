@@ -201,6 +201,24 @@ def teach_clip(lesson: form.Lesson) -> None:
     )
 
 
+def teach_old_answers(lesson: form.Lesson) -> None:
+    lesson.predict(
+        "Older weights wrote each token a quarter of the time; the policy is the table, d is worth"
+        " 1. The mean reward of these answers? With importance weights, which are π / μ?",
+        "plain; weighted",
+    )
+    written = torch.full((4,), 0.25, dtype=torch.float64)
+    logs = REFERENCE.log(), written.log()
+    weighted = policy_gradients.stale_advantages(GRPO_SCORES, *logs, cap=2.0)
+    found = [(written * x).sum().item() for x in (GRPO_SCORES, weighted)]
+    lesson.check(
+        f"{found[0]:.2f}; {found[1]:.2f}, the mean reward of the policy itself: it writes d a tenth"
+        " of the time",
+        abs(found[0] - 0.25) + abs(found[1] - 0.1) < 1e-12,
+        found,
+    )
+
+
 def teach_ppo(lesson: form.Lesson) -> None:
     lesson.predict(
         "PPO with many rollouts; a and b are worth 0, c 0.5, d 1, and β = 0.5. The best policy is"
@@ -241,6 +259,7 @@ def teach(lesson: form.Lesson) -> None:
     with lesson.removed():
         teach_advantages(lesson)
         teach_clip(lesson)
+        teach_old_answers(lesson)
         teach_ppo(lesson)
         teach_grpo(lesson)
 
