@@ -163,6 +163,23 @@ def test_grouped_keys_and_one_rank_without_a_matrix():
     check(8, [MUON | dict(num_layers=1, zero_stage=1), MUON | dict(tp=2, zero_stage=2)], LLAMA)
 
 
+LATENT = dict(kv_rank=8, query_rank=8, rope_head_dim=2, value_head_dim=2)
+
+
+@pytest.mark.repetition
+@pytest.mark.parametrize("layout", [dict(tp=2), dict(zero_stage=3), dict(pp=2)])
+def test_with_later_layers(layout):
+    """Latent attention and multi-token prediction bring matrices of other names."""
+    base = LLAMA | MUON | dict(num_kv_heads=4, micro_batch_size=4)
+    check(2, [layout | LATENT, layout | dict(mtp_layers=1)], base)
+
+
+@pytest.mark.repetition
+def test_with_copies_of_keys():
+    """Ranks that hold the same key heads orthogonalise the same matrix."""
+    check(4, [MUON | dict(tp=4), MUON | dict(tp=4, sequence_parallel=True)], LLAMA)
+
+
 @pytest.mark.repetition
 @pytest.mark.parametrize("flags", [dict(fp8="current", fp8_skip=0), dict(fp8="delayed")])
 def test_with_fp8(flags):
