@@ -147,8 +147,10 @@ class Muon(AdamW):
         return super().moments | {"momentum": self.momentum}
 
     def is_matrix(self, name: str) -> bool:
+        """A gate of one row is a vector."""
         in_block = name.startswith("blocks.") and ".router." not in name
-        return in_block and self.parameters[name].dim() >= 2
+        shape = sharding_of(self.parameters[name]).shape
+        return in_block and len(shape) >= 2 and min(shape[-2:]) > 1
 
     def update_parameters(self, lr: float, factor: Tensor, finite: Tensor) -> None:
         super().update_parameters(lr, factor, finite)
