@@ -23,8 +23,8 @@ prompt, position): a prompt gives the same text in any batch and under any layou
     python generate.py --checkpoint runs/default --weights int8 --prompt "def "
     torchrun --nproc-per-node 4 generate.py --tp 2 --pp 2 --checkpoint HF_DIR --interactive
 
-Not covered: new prompts that join a running batch (inference/scheduler.py has this); speculative
-decoding and a cache in 8 bits (vLLM and TensorRT-LLM have them).
+Not covered: new prompts that join a running batch (inference/scheduler.py has this); a cache
+in 8 bits (vLLM and TensorRT-LLM have it).
 """
 
 import itertools
@@ -275,8 +275,14 @@ def make_batches(
 # --- the command ----------------------------------------------------------------------------------
 
 
-def stream_of(model: GPT | Pipeline) -> Callable[..., Iterator[list[Output]]]:
-    """`stream` of this model, which keeps CUDA graphs between calls."""
+def stream_of(
+    model: GPT | Pipeline, speculative: bool = False
+) -> Callable[..., Iterator[list[Output]]]:
+    """`stream` of this model, which keeps CUDA graphs between calls; or that of speculative.py."""
+    if speculative:
+        from inference import speculative
+
+        return partial(speculative.stream, ModelRunner(model))
     return partial(stream, model, runner=ModelRunner(model))
 
 

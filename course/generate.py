@@ -1,4 +1,4 @@
-"""The lesson of generate.py: with the key-value cache and without, together and alone."""
+"""The lesson of generate.py: with the key-value cache and without, together and alone, by drafts."""
 
 from unittest import mock
 
@@ -8,7 +8,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import generate
 from course import demo, form
 from generate import ModelRunner
-from inference.kv_cache import Cache
+from inference.kv_cache import Cache, caching
+from inference.speculative import Speculation
 
 WITHOUT = form.Removals()
 
@@ -47,6 +48,7 @@ def teach(lesson: form.Lesson) -> None:
         same_tokens(lesson, model)
         cache_size(lesson, model)
         work(lesson, model)
+        drafts(lesson, model)
 
 
 def same_tokens(lesson: form.Lesson, model) -> None:
@@ -108,6 +110,27 @@ def work(lesson: form.Lesson, model) -> None:
         growth[True] < 2 and growth[False] > 14,
         [growth[True], growth[False]],
     )
+
+
+def drafts(lesson: form.Lesson, model) -> None:
+    lesson.predict(
+        "Speculative decoding: after the first token, each pass checks 2 drafts. How many passes for"
+        " 24 tokens, if no draft is right, and if all are?",
+        "passes, none right; passes, all right",
+    )
+    runner, passes, equal = ModelRunner(model), [0, 0], True
+    (greedy,) = generate.generate(model, [[1]], NEW, temperature=0)
+    wrong = [(token + 1) % 257 for token in greedy]
+    with caching(runner.stages, runner.slot):
+        for right, said in enumerate((wrong, greedy)):
+            text = Speculation(runner, [1], 1 + NEW)
+            while (n := len(text.ids) - 1) < NEW:
+                text.drafts = said[n : min(n + 2, NEW - 1)] if n else []
+                text.ids += text.step()
+                passes[right] += 1
+            equal &= text.ids[1:] == greedy
+    result = f"{passes[0]} and {passes[1]}, the same text"
+    lesson.check(result, equal and passes == [24, 9], passes)
 
 
 def flops_of_a_token(model, context: int, cached: bool) -> int:

@@ -47,6 +47,11 @@ class GenerationTimer:
         count = sum(new.token is not None for new in new_tokens)
         self.steps.append((time.perf_counter(), count))
 
+    def per_pass(self) -> str:
+        """Tokens for each forward pass after the prefill: more than 1 where drafts were right."""
+        counts = [count for _, count in self.steps[1:]]
+        return f"{sum(counts) / max(1, len(counts)):.2f} tokens for each forward pass"
+
     def __str__(self) -> str:
         if not self.steps:
             return "no tokens"

@@ -256,6 +256,7 @@ def connect(
     precision = args.precision or ("bf16" if in_16_bits else "fp32")
     multiply_in(precision, world.device)
     options = world.groups, args.layer_split, args.shape_class
+    options += (getattr(args, "speculative", False),)
     model, index = load_model(args.checkpoint, world.device, DTYPES[precision], *options)
     if adapters:
         adapters.put(model, world.groups, args.layer_split)
@@ -285,10 +286,29 @@ def check_source(args: argparse.Namespace) -> None:
         raise ConfigError(f"--batch-size {args.batch_size}: is for --prompt-file; leave it out")
 
 
+def check_speculative(args: argparse.Namespace, config: MoEConfig) -> None:
+    """What speculative decoding needs. Raises ConfigError."""
+    beside = dict(prompt_file=None, interactive=False, weights=None, adapter=[], pp=1, cp=1)
+    beside |= dict(temperature=0.0)
+    if not args.speculative:
+        return
+    if not config.mtp_layers or config.sliding_window:
+        rule = "needs a model without a window, with the modules of train.py --mtp-layers"
+        raise ConfigError(f"--speculative: {rule}")
+    for name, value in beside.items():
+        if getattr(args, name) != value:
+            fits = "; 0 would fit" if name == "temperature" else "; leave one of them out"
+            raise ConfigError(
+                f"--speculative: checks drafts of one text on the ranks of --tp, by the likeliest"
+                f" token, without {flag_name(name)} {getattr(args, name)}{fits}"
+            )
+
+
 def run(args: argparse.Namespace, world: World, stream_of: Callable) -> None:
     """What generate.py does with flags. stream_of: that of generate.py."""
     check_source(args)
     config = check_flags(args, world)
+    check_speculative(args, config)
     adapters = open_adapters(args, config, named=args.prompt_file is not None)
     quantize = open_weights(args, config, adapters)
     batch_size = args.batch_size if args.prompt_file is not None else 1
@@ -315,7 +335,10 @@ def run(args: argparse.Namespace, world: World, stream_of: Callable) -> None:
             **options,
         )
     else:
-        summary = continue_prompt(args, world, stream_of(model), tokenizer, config, options)
+        stream = stream_of(model, args.speculative)
+        summary = continue_prompt(args, world, stream, tokenizer, config, options)
+        if args.speculative:
+            summary = f"{summary}; {summary.per_pass()}"
     if world.rank == 0:
         print(summary, file=sys.stderr)
 
@@ -436,6 +459,8 @@ def main(argv: list[str], stream_of: Callable) -> int:
     )
     flag("--prompt-file", metavar="FILE", help=lines)
     flag("--interactive", action="store_true", help="continue each line of input")
+    drafts = "the modules of train.py --mtp-layers draft tokens; needs --temperature 0"
+    flag("--speculative", action="store_true", help=drafts)
     runs = (
         "a run with --peft for the model of --checkpoint; NAME=ADAPTER, several times, for lines of"
         ' --prompt-file with an "adapter": "NAME"'

@@ -166,7 +166,8 @@ class Cache:
         keys = self.keys[layer]
         # Latents are both.
         values = self.values.get(layer, keys)
-        rows = torch.arange(len(k), device=k.device)
+        # Tokens of one sequence share its row (speculative.py).
+        rows = torch.arange(len(k), device=k.device) % len(keys)
         for stored, new in ((keys, k), (values, v)):
             stored[rows, :, self.positions % self.columns] = new[:, :, 0]
         # Heads that share a key stand where the tokens of a sequence would: [b, a_kv, a / a_kv, d].
@@ -174,7 +175,7 @@ class Cache:
         mask = self.mask
         if mask is not None and mask.shape[1] > 1:
             mask = mask.view(*q.shape[:3], -1)
-        keys, values = keys[:, :, : self.used], values[:, :, : self.used]
+        keys, values = (x[:, :, : self.used].expand(len(k), -1, -1, -1) for x in (keys, values))
         context = decode_attention(q, keys, values, mask)  # [b, a_kv, a / a_kv, d]
         return context.flatten(1).unsqueeze(1)  # [b, 1, a d]
 

@@ -32,7 +32,7 @@ from finetune.chat_template import ChatTokenizer, open_template
 from gpt import GPT
 from inference import huggingface
 from inference.hf_config import read_any_model
-from run import checkpoint
+from run import checkpoint, multi_token
 from run.checkpoint import beside
 from run.tokenizer import CHAT_TEMPLATE, TokenizerError, make_tokenizer
 from schedules import Placement
@@ -78,14 +78,16 @@ def load_model(
     groups: Groups | None = None,
     layer_split: list[int] | None = None,
     shape_class: type[MoEConfig] | None = MoEConfig,
+    modules: bool = False,
 ):
     """(model, index) from a checkpoint, the folder of a run (its newest checkpoint), or a Hugging
     Face folder. model: a GPT, or over pipeline stages a Pipeline; sharded over the ranks of
-    `groups`. index, shape_class: as of `open_model`. A collective: all ranks call it. Raises
-    CheckpointError, HuggingFaceError, or ValueError for a layout that is not possible."""
+    `groups`. index, shape_class: as of `open_model`. modules: with those of run/multi_token.py. A
+    collective: all ranks call it. Raises CheckpointError, HuggingFaceError, or ValueError for a
+    layout that is not possible."""
     groups = groups or Groups()
     config, index, read = open_model(path, shape_class)
-    stages = build_stages(config, groups, layer_split, device)
+    stages = build_stages(config, groups, layer_split, device, modules)
     numbers = sum(p.numel() for stage in stages for p in stage.parameters())
     checkpoint.check_room(str(path), numbers * dtype.itemsize, device)
     model = materialise(stages, groups, device, dtype)
@@ -104,6 +106,7 @@ def build_stages(
     groups: Groups,
     layer_split: list[int] | None = None,
     device="cpu",
+    modules: bool = False,
 ) -> list[GPT]:
     """This rank's stages of a model, on the meta device. Sequence parallelism is left out: a step
     of one token has no sequence to shard. device: where they will be."""
@@ -116,9 +119,13 @@ def build_stages(
         placement = Placement(groups.pp.size())
         stages = pipeline_parallel.apply(model, groups.pp.rank(), placement, layer_split)
     for stage in stages:
+        if modules:
+            multi_token.add(stage, groups)
         tensor_parallel.pad_vocabulary(stage, torch.device(device), groups.tp)
         if groups.tp:
             tensor_parallel.apply(stage, groups.tp)
+        if modules:
+            multi_token.share_embedding(stage, first=True)
     return stages
 
 

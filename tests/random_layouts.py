@@ -318,6 +318,13 @@ def with_muon(drawn: dict, seed: int) -> dict:
     return drawn | {"model": drawn["model"] | dict(optimizer="muon")}
 
 
+def with_mtp(drawn: dict, seed: int) -> dict:
+    """With one or two modules that predict further tokens."""
+    if drawn["model"]["model"] == "falcon-180b":
+        return drawn
+    return drawn | {"model": drawn["model"] | dict(mtp_layers=1 + seed % 2)}
+
+
 def with_fp8(drawn: dict, seed: int) -> dict:
     """The same layout in FP8, by a recipe drawn at random. Scales are those of a micro-batch, so
     one device has the same ones; blocks are not cut."""
@@ -351,6 +358,7 @@ CHANGES = {
     "peft": (with_peft, "of frozen models with adapters"),
     "fp8": (with_fp8, "in FP8, by a recipe of its own each"),
     "muon": (with_muon, "with Muon in the place of AdamW"),
+    "mtp": (with_mtp, "with multi-token prediction"),
     "hybrid": (with_hybrid, "in two groups of ranks that each hold all shards"),
 }
 
