@@ -1,4 +1,4 @@
-"""The lesson of generate.py: with the key-value cache and without, together and alone, by drafts."""
+"""The lesson of generate.py: with the cache and without, together and alone, by drafts."""
 
 from unittest import mock
 
@@ -114,8 +114,8 @@ def work(lesson: form.Lesson, model) -> None:
 
 def drafts(lesson: form.Lesson, model) -> None:
     lesson.predict(
-        "Speculative decoding: after the first token, each pass checks 2 drafts. How many passes for"
-        " 24 tokens, if no draft is right, and if all are?",
+        "Speculative decoding: each pass but the first checks 2 drafts. How many passes for 24"
+        " tokens, if no draft is right, and if all are?",
         "passes, none right; passes, all right",
     )
     runner, passes, equal = ModelRunner(model), [0, 0], True
