@@ -18,7 +18,10 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 from parity import LLAMA, SMALL, same, train  # noqa: E402 (needs the path)
 
-from base.model_config import CHOICES  # noqa: E402
+import pipeline_parallel  # noqa: E402
+import schedules  # noqa: E402
+from base.model_config import CHOICES, FieldError  # noqa: E402
+from schedules import Placement  # noqa: E402
 
 
 def draw(seed: int) -> dict:
@@ -51,7 +54,8 @@ def draw(seed: int) -> dict:
         if layout["schedule"] == "interleaved":
             m = pp * g.choice([1, 2])
             layout["virtual_stages"] = v
-        layout["layer_split"] = draw_layer_split(g, model["num_layers"], pp, v)
+        layout["layer_split"] = draw_layer_split(g, model["num_layers"], Placement(pp, v))
+        m = draw_v(seed, model["num_layers"], layout, m)
     model["global_batch_size"] = micro * m * dp
     if dp > 1:
         # of its own: the other draws stay what they were
@@ -62,7 +66,7 @@ def draw(seed: int) -> dict:
         model |= draw_experts(g_experts, model["num_layers"]) | draw_deepseek(seed, model)
         model["micro_batch_size"] = micro
         layout["ep"] = g_experts.choice([n for n in range(1, dp + 1) if dp % n == 0])
-        may_join = layout.get("schedule") == "interleaved" and m >= 2 * pp
+        may_join = layout.get("schedule") in schedules.JOINABLE and m >= 2 * pp
         if layout["ep"] > 1 and may_join and layout["zero_stage"] < 3:
             layout["ep_comm_overlap"] = True
     base = SMALL
@@ -72,13 +76,27 @@ def draw(seed: int) -> dict:
     return {"world": pp * tp * dp, "model": base | model, "layout": layout}
 
 
-def draw_layer_split(g: random.Random, num_layers: int, p: int, v: int) -> list[int]:
+def draw_layer_split(g: random.Random, num_layers: int, placement: Placement) -> list[int]:
     """Layers of each of the p v stages. A rank without a parameter is refused, so none is drawn."""
     while True:
-        ends = sorted(g.randint(0, num_layers) for _ in range(p * v - 1))
+        ends = sorted(g.randint(0, num_layers) for _ in range(placement.last_stage))
         split = [end - start for start, end in zip([0, *ends], [*ends, num_layers])]
-        if all(sum(split[rank::p]) for rank in range(1, p - 1)):
-            return split
+        try:
+            pipeline_parallel.check(num_layers, placement, split)
+        except FieldError:
+            continue
+        return split
+
+
+def draw_v(seed: int, num_layers: int, layout: dict, m: int) -> int:
+    """Put a third of the pipelines on a V. Returns the number of micro-batches."""
+    g = random.Random(-11 * 10**6 - seed)
+    if g.random() > 1 / 3:
+        return m
+    p = layout["pp"]
+    layout |= dict(schedule=g.choice(schedules.V_SHAPED), virtual_stages=2)
+    layout["layer_split"] = draw_layer_split(g, num_layers, Placement(p, 2, True))
+    return max(m, 2 * p) if layout["schedule"] == "dualpipe-v" else m
 
 
 def draw_experts(g: random.Random, num_layers: int) -> dict:
@@ -218,7 +236,7 @@ def with_models(drawn: dict, seed: int) -> dict:
     if layout["pp"] > 1:
         layout.pop("virtual_stages", None)
         layout["schedule"] = g.choice(["gpipe", "1f1b", "zb-h1"])
-        layout["layer_split"] = draw_layer_split(g, model["num_layers"], layout["pp"], 1)
+        layout["layer_split"] = draw_layer_split(g, model["num_layers"], Placement(layout["pp"]))
     return {"world": world, "model": model, "layout": layout}
 
 
