@@ -188,6 +188,7 @@ class LatentAttention(gpt.Attention):
         self.share_rope_key = nn.Identity()
         self.attend = Expanded()
         self.key_size, self.value_size = d - config.rope_head_dim, config.value_size
+        self.score_scale = (0.1 * config.rotary_mscale * math.log(config.rotary_factor) + 1) ** 2
 
     def forward(self, x: Tensor, context: gpt.Context) -> Tensor:
         return self.output(self.attend(self, *self.latents(x, context), context))
@@ -198,7 +199,7 @@ class LatentAttention(gpt.Attention):
         q = q.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         c, r = self.kv_norm(self.kv_down(x)), self.share_rope_key(self.rope_key(x)).unsqueeze(1)
         q, r = self.rotary(q, r, context.rotary)
-        return q, c, r
+        return q if self.score_scale == 1 else q * self.score_scale, c, r
 
     def keys_and_values(self, c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         """Of all heads: [b, a, s, d] and [b, a, s, value_size]"""

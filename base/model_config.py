@@ -98,6 +98,8 @@ class GPTConfig:
     query_rank: int = 0
     rope_head_dim: int = 0
     value_head_dim: int = 0
+    # With them and yarn, DeepSeek's mscale_all_dim m: scores times (0.1 m ln(rotary_factor) + 1)².
+    rotary_mscale: float = 0.0
     # The values of fields that another type of model allows instead of those in CHOICES.
     own_choices: ClassVar[dict[str, tuple]] = {}
     # Whether a token sees only itself and those before it.
@@ -275,7 +277,7 @@ SIZES = (
     "num_layers hidden_size num_heads num_kv_heads ffn_hidden_size seq_length vocab_size head_dim"
     " rotary_original_length"
 ).split()
-LATENT_FIELDS = ("query_rank", "rope_head_dim", "value_head_dim")
+LATENT_FIELDS = ("query_rank", "rope_head_dim", "value_head_dim", "rotary_mscale")
 CHOICES = {
     "attention": ("explicit", "fused"),
     "norm": ("layernorm", "layernorm1p", "rmsnorm", "rmsnorm1p"),

@@ -72,6 +72,7 @@ class Location(NamedTuple):
     skipped: the first rows of theirs, which no model reads, and which ours lacks.
     shapes: of theirs and of ours, where these differ for the same numbers.
     transposed: theirs is [in, out] (Conv1D), ours [out, in].
+    rows: of theirs, which are ours, in our order; theirs has `size` of them.
     third: theirs holds query, key and value side by side; ours is column block 0, 1 or 2.
     heads: theirs holds them by heads of keys: [a_kv, queries + 2, d, in]. 0: all of query, then
     key, then value. queries: that share one of these heads, a / a_kv."""
@@ -83,6 +84,8 @@ class Location(NamedTuple):
     queries: int = 1
     skipped: int = 0
     shapes: tuple[Sequence[int], Sequence[int]] | None = None
+    rows: Tensor | None = None
+    size: int = 0
 
     def view(self, theirs: Tensor) -> Tensor:
         """The part of their tensor that is ours, in our order, sharing memory: [in, out] or
@@ -100,8 +103,23 @@ class Location(NamedTuple):
 
     def read(self, theirs: Tensor) -> Tensor:
         """Our tensor."""
+        if self.rows is not None:
+            return theirs[self.rows]
         view = self.view(theirs)
         return view.flatten(0, 2) if self.heads else view
+
+    @property
+    def is_view(self) -> bool:
+        """Whether `view` is our tensor; else `read` copies it."""
+        return not self.heads and self.rows is None
+
+    def write(self, theirs: Tensor, ours: Tensor) -> None:
+        """The reverse of `read`, where it copies."""
+        if self.rows is None:
+            view = self.view(theirs)
+            view.copy_(ours.view(view.shape))
+        else:
+            theirs[self.rows] = ours
 
     def shape(self, ours: torch.Size) -> list[int]:
         """The shape of their tensor."""
@@ -111,7 +129,7 @@ class Location(NamedTuple):
             own = self.queries if self.third == 0 else 1
             return [ours[0] // own * (self.queries + 2), *ours[1:]]
         shape = [*(reversed(ours) if self.transposed else ours)]
-        shape[0] += self.skipped
+        shape[0] = self.size or shape[0] + self.skipped
         shape[-1] *= 1 if self.third is None else 3
         return shape
 
@@ -283,6 +301,61 @@ class Architecture:
             "bos_token_id": next(i for i in begins if i is not None),
             "eos_token_id": stop_ids if len(stop_ids) > 1 else stop_ids[0],
         }
+
+
+class LatentArchitecture(Architecture):
+    """A DeepSeek. Its heads are [plain | rotated] with rotary pairs side by side, (0, 1), (2, 3),
+    where ours are [rotated | plain] with pairs (i, i + n/2). The rows of key and value are in one
+    matrix, head by head; those of the latent and of the rotated key in another."""
+
+    def flat(self, hf_config: dict[str, Any]) -> dict[str, Any]:
+        flat = super().flat(hf_config)
+        methods = self.computed.get("topk_method", ("",))
+        greedy = flat.get("topk_method", methods[0]) == "greedy"
+        return flat | (dict(n_group=1, topk_group=1) if greedy else {})
+
+    def read(self, fields: dict[str, Any]) -> dict[str, Any]:
+        fields["head_dim"] += fields["rope_head_dim"]
+        fields["shared_ffn_size"] *= fields["expert_ffn_size"]
+        if fields["first_dense_layers"] >= fields["num_layers"]:
+            fields["num_experts"] = 0
+        return super().read(fields)
+
+    def write(self, hf_config: dict[str, Any], config: MoEConfig) -> dict[str, Any]:
+        hf_config["qk_nope_head_dim"] = config.head_dim - config.rope_head_dim
+        hf_config["n_shared_experts"] = config.shared_ffn_size // config.expert_size
+        if not config.num_experts:
+            hf_config |= {"first_k_dense_replace": config.num_layers, "n_routed_experts": 1}
+        if "topk_method" in hf_config and config.expert_groups > 1:
+            hf_config["topk_method"] = "group_limited_greedy"
+        return super().write(hf_config, config)
+
+    def place(self, name: str, shape: torch.Size, config: MoEConfig) -> tuple[Location | None, str]:
+        location, theirs = super().place(name, shape, config)
+        return location, theirs.replace("gate.bias", "gate.e_score_correction_bias")
+
+    def locate(self, module: str, config: MoEConfig) -> tuple[Location | None, str]:
+        location, layer = super().locate(module, config)
+        name, rope, value = module.rpartition(".")[2], config.rope_head_dim, config.value_size
+        a, plain = config.num_heads, torch.arange(config.head_dim - rope, device="cpu")
+        turned = torch.arange(rope, device="cpu").view(-1, 2).t().flatten()
+        values = torch.arange(value, device="cpu") + len(plain)
+        # Ours -> (heads, rows of theirs in a head, which of them).
+        latents = 1, config.kv_rank + rope
+        parts = {
+            "query": (a, config.head_dim, torch.cat((turned + len(plain), plain))),
+            "key": (a, len(plain) + value, plain),
+            "value": (a, len(plain) + value, values),
+            "kv_down": (*latents, torch.arange(config.kv_rank, device="cpu")),
+            "rope_key": (*latents, turned + config.kv_rank),
+        }
+        if name in parts and location:
+            heads, size, rows = parts[name]
+            rows = torch.arange(heads, device="cpu").unsqueeze(1) * size + rows
+            location = location._replace(rows=rows.flatten(), size=heads * size)
+        if name == "query" and not config.query_rank:
+            location = location._replace(module=location.module.replace("q_b_proj", "q_proj"))
+        return location, layer
 
 
 # Field -> (ours, {theirs: ours}), for a field that is true or false on both sides.
@@ -614,9 +687,60 @@ QWEN2_MOE = dataclasses.replace(
     | dict(router_aux_loss_coef=0.001),
 )
 
+ATTENTION = "model.layers.*.self_attn."
+DEEPSEEK_V3 = LatentArchitecture(
+    name="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    preset="llama2-7b",
+    prefix="model.",
+    constants={"llama": True, "router": "bias"},
+    fields={theirs: ours for theirs, ours in LLAMA.fields.items() if theirs != "head_dim"}
+    | {"kv_lora_rank": "kv_rank", "q_lora_rank": "query_rank", "v_head_dim": "value_head_dim"}
+    | {"qk_rope_head_dim": "rope_head_dim", "qk_nope_head_dim": "head_dim"}
+    | {"n_routed_experts": "num_experts", "num_experts_per_tok": "router_topk"}
+    | {"moe_intermediate_size": "expert_ffn_size", "n_shared_experts": "shared_ffn_size"}
+    | {"first_k_dense_replace": "first_dense_layers", "routed_scaling_factor": "router_scale"}
+    | {"n_group": "expert_groups", "topk_group": "topk_groups"},
+    choices=NOT_TIED | {"norm_topk_prob": ("normalise_topk", {True: True, False: False})},
+    # The norms of latents have this epsilon always.
+    computed=LLAMA.computed
+    | dict(rope_interleave=(True,), attention_bias=(False,), rms_norm_eps=(1e-6,)),
+    modules=LLAMA.modules
+    | {
+        "blocks.*.attention.query_down": Location(ATTENTION + "q_a_proj"),
+        "blocks.*.attention.query_norm": Location(ATTENTION + "q_a_layernorm"),
+        "blocks.*.attention.query": Location(ATTENTION + "q_b_proj"),
+        "blocks.*.attention.kv_norm": Location(ATTENTION + "kv_a_layernorm"),
+    }
+    | dict.fromkeys(
+        ("blocks.*.attention.kv_down", "blocks.*.attention.rope_key"),
+        Location(ATTENTION + "kv_a_proj_with_mqa"),
+    )
+    | dict.fromkeys(
+        ("blocks.*.attention.key", "blocks.*.attention.value"), Location(ATTENTION + "kv_b_proj")
+    ),
+    experts=FINE_EXPERTS
+    | {
+        f"blocks.*.mlp.shared.{name}": Location(f"model.layers.*.mlp.shared_experts.{name}_proj")
+        for name in ("gate", "up", "down")
+    },
+    missing=LLAMA.missing | dict(q_lora_rank=0, mscale_all_dim=0.0, first_k_dense_replace=3),
+)
+DEEPSEEK_V2 = dataclasses.replace(
+    DEEPSEEK_V3,
+    name="DeepseekV2ForCausalLM",
+    model_type="deepseek_v2",
+    constants=dict(llama=True, router="topk", normalise_topk=False, aux_loss=0.0, z_loss=0.0),
+    choices=NOT_TIED,
+    computed=LLAMA.computed
+    | dict(attention_bias=(False,), rms_norm_eps=(1e-6,), mlp_bias=(False,))
+    | dict(topk_method=("greedy", "group_limited_greedy")),
+    missing=DEEPSEEK_V3.missing | dict(first_k_dense_replace=0, num_experts_per_tok=1),
+)
+
 
 ARCHITECTURES = (GPT2, GPT1, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, BLOOM, MIXTRAL)
-ARCHITECTURES += (FALCON, NEMOTRON, QWEN2_MOE, QWEN3_MOE)
+ARCHITECTURES += (FALCON, NEMOTRON, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V3, DEEPSEEK_V2)
 
 
 def their_tensors(config: MoEConfig, architecture: Architecture) -> dict[str, TheirTensor]:

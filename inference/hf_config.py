@@ -23,7 +23,7 @@ from run.checkpoint_index import CheckpointError, command_of, fixed_fields, read
 from run.presets import why_not_exported
 
 # What null means, where it is not what absence means.
-NULLS = {"sliding_window": 0, "num_key_value_heads": 0}
+NULLS = {"sliding_window": 0, "num_key_value_heads": 0, "q_lora_rank": 0}
 # Fields that are never 0 there, while 0 has a meaning in MoEConfig.
 NOT_ZERO = {
     "num_key_value_heads": "as many as heads",
@@ -220,6 +220,8 @@ def rotary_fields(hf_config: dict, missing: dict[str, float]) -> dict[str, float
     if has_share:
         both = hf_config | rope
         fields["rotary_share"] = read_number(both, "partial_rotary_factor", float, missing)
+    if "mscale_all_dim" in missing:
+        fields["rotary_mscale"] = read_number(rope, "mscale_all_dim", float, missing)
     if rope_type in ROPES:
         fields["rotary_scaling"] = rope_type
         missing = dict(beta_slow=1.0, beta_fast=32.0, attention_factor=yarn_attention(rope))
@@ -265,7 +267,9 @@ def architecture_of(config: MoEConfig) -> Architecture:
     for architecture in other_architectures() if other else ARCHITECTURES:
         if not isinstance(whole, architecture.shape_class):
             continue
-        if bool(architecture.num_experts) != (whole.num_experts > 0):
+        # A DeepSeek may have dense layers alone.
+        with_experts = whole.num_experts > 0
+        if bool(architecture.num_experts) != with_experts and not whole.kv_rank:
             continue
         differing[architecture.name] = differences(whole, architecture)
         if not differing[architecture.name]:
@@ -316,6 +320,8 @@ def write_rotary(config: MoEConfig, has_share: bool) -> dict:
     rope |= {"rope_type": config.rotary_scaling}
     if not config.rotary_attention:
         rope.pop("attention_factor", None)
+    if config.rotary_mscale:
+        rope["mscale_all_dim"] = config.rotary_mscale
     return theta | {"rope_parameters": rope | theta, "rope_scaling": rope}
 
 

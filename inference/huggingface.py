@@ -384,18 +384,18 @@ def write_file(
     # Rows that ours lack are 0 there.
     stacked = {name: torch.zeros(tensor.shape, dtype=dtype) for name, tensor in theirs.items()}
     views = {}
-    # (a view whose rows stand head by head, what they are read into).
+    # (our tensor, where it lies, theirs) of those that are no view of theirs.
     copies = []
     for name, tensor in theirs.items():
         for ours, location in tensor.parts.items():
-            view = location.view(stacked[name])
-            if location.heads:
-                copies.append((view, view.flatten(0, 2)))
-                view = copies[-1][1]
-            views[ours] = view
+            if location.is_view:
+                views[ours] = location.view(stacked[name])
+            else:
+                views[ours] = location.read(stacked[name])
+                copies.append((views[ours], location, stacked[name]))
     fill(views)
-    for view, copy in copies:
-        view.copy_(copy.view(view.shape))
+    for copy, location, whole in copies:
+        location.write(whole, copy)
     tensors = {}
     for name, tensor in stacked.items():
         tensors |= unstack(name, tensor)

@@ -148,6 +148,10 @@ def their_modules(config: MoEConfig) -> dict[str, dict[str, Location]]:
         for name, location in tensor.parts.items():
             linear = name.removesuffix(".weight")
             is_linear = linear.startswith("blocks.") and target_of(linear) in LINEARS
+            if is_linear and location.rows is not None:
+                raise HuggingFaceError(
+                    f"{theirs}: its rows have another order here, latents' heads"
+                )
             if is_linear and kind == "weight" and "#" not in module:
                 found.setdefault(module, {})[linear] = location
     return found
