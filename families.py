@@ -197,8 +197,8 @@ class LatentAttention(gpt.Attention):
         """q: [b, a, s, d]; c: [b, s, kv_rank]; r: [b, 1, s, rope_head_dim]; q and r are rotated"""
         (q,) = self.project(self.query_norm(self.query_down(x)), self.query)
         q = q.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        c, r = self.kv_norm(self.kv_down(x)), self.share_rope_key(self.rope_key(x)).unsqueeze(1)
-        q, r = self.rotary(q, r, context.rotary)
+        c = self.kv_norm(self.kv_down(x))
+        q, r = self.rotary(q, self.share_rope_key(self.rope_key(x)).unsqueeze(1), context.rotary)
         return q if self.score_scale == 1 else q * self.score_scale, c, r
 
     def keys_and_values(self, c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:

@@ -226,7 +226,7 @@ class GPTConfig:
             raise FieldError("parallel_block", True, rule, False, post_norm=True)
 
     def check_latents(self) -> None:
-        for field in ("kv_rank", *LATENT_FIELDS):
+        for field in "kv_rank query_rank rope_head_dim value_head_dim rotary_mscale".split():
             self.check_range(field, 0, 2**31 - 1, "must be at least 0 and below 2^31")
             if getattr(self, field) and not self.kv_rank:
                 raise FieldError(field, getattr(self, field), "needs {kv_rank}", kv_rank=None)
@@ -236,15 +236,15 @@ class GPTConfig:
         for field, value in (fixed | dict(attention_bias="none", qk_norm=False)).items():
             if getattr(self, field) != value:
                 rule = "not with the latents of {kv_rank}"
-                others = dict(kv_rank=self.kv_rank)
-                raise FieldError(field, getattr(self, field), rule, value, **others)
+                raise FieldError(field, getattr(self, field), rule, value, kv_rank=self.kv_rank)
         rope, d = self.rope_head_dim, self.head_dim
         if not 0 < rope < d or rope % 2:
             rule = "with {kv_rank} it is a part of {head_dim}: even, above 0 and below"
             raise FieldError("rope_head_dim", rope, rule, kv_rank=self.kv_rank, head_dim=d)
         if self.value_size > d:
-            rule = "must be at most {head_dim}"
-            raise FieldError("value_head_dim", self.value_size, rule, head_dim=d)
+            raise FieldError(
+                "value_head_dim", self.value_size, "must be at most {head_dim}", head_dim=d
+            )
 
     def check_rotary(self, a: int, d: int) -> None:
         if d % 2 and d * a == self.hidden_size:
@@ -277,7 +277,6 @@ SIZES = (
     "num_layers hidden_size num_heads num_kv_heads ffn_hidden_size seq_length vocab_size head_dim"
     " rotary_original_length"
 ).split()
-LATENT_FIELDS = ("query_rank", "rope_head_dim", "value_head_dim", "rotary_mscale")
 CHOICES = {
     "attention": ("explicit", "fused"),
     "norm": ("layernorm", "layernorm1p", "rmsnorm", "rmsnorm1p"),

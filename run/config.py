@@ -133,13 +133,9 @@ class RunConfig:
     head_dim: int | None = flag(
         None, "size of a head; 0 is hidden size / heads, the default but for some presets"
     )
-    kv_rank: int | None = flag(
-        None, "size of the latent of keys and values (multi-head latent attention); 0: none"
-    )
+    kv_rank: int | None = flag(None, "size of the latent of keys and values; 0: none")
     query_rank: int | None = flag(None, "size of the latent of queries; 0: they read x")
-    rope_head_dim: int | None = flag(
-        None, "with latents, how many of a head's numbers rotary positions rotate"
-    )
+    rope_head_dim: int | None = flag(None, "with latents, rotated numbers of a head")
     value_head_dim: int | None = flag(None, "with latents, size of a head's value; 0: --head-dim")
     norm: str | None = flag(
         None,
