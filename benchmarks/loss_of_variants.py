@@ -11,7 +11,7 @@ last step. Rounding alone makes two runs differ, so look at the spread.
                rounding alone does; three recipes; gradients in e4m3 instead of e5m2
     experts    a small Llama (h 64, L 2, s 128), dense and with experts in layer 1, one for each
                token: so training FLOPs differ by the router's alone, 6 h E for each token and layer
-    muon       the same Llama, dense: AdamW and Muon at the same three rates; AdamW for as long as
+    muon       the same Llama, dense: AdamW and Muon at the same four rates; AdamW for as long as
                Muon takes. The time of a step is over AdamW's, both in turn in one process
 
 At the default rate of 3e-3 the model is at the edge of stability, and rounding alone moves the loss
@@ -166,7 +166,7 @@ SMALL = dict(model="tiny", num_layers=2, hidden_size=64, num_heads=4, ffn_hidden
 SMALL |= dict(seq_length=128, global_batch_size=32, precision="fp32", expert_every=2)
 # Muon's step takes 1.09 times as long as AdamW's.
 MUON_STEPS, MUON_TIME = 300, 1.09
-RATES = (3e-3, 1e-2, 3e-2)
+RATES = (3e-3, 1e-2, 3e-2, 1e-1)
 TOP_1 = dict(num_experts=8, router="topk")
 GROUPS = {
     "state": Group(
