@@ -12,6 +12,7 @@ has a field of GPTConfig (base/model_config.py):
     Llama 3.1   rotary angles for longer sequences; YaRN's               rotary_factor, ..
     GPT-1       norms after the residual addition, not before            post_norm
     Falcon      attention and MLP both read x; GELU by erf               parallel_block, activation
+    DeepSeek    multi-head latent attention, a smaller cache         kv_rank, query_rank, ..
     Nemotron    LayerNorm whose weight is stored less 1; relu(x)²        norm, activation
                 rotary positions on a part of each head (base/rotary.py) rotary_share
 
@@ -35,7 +36,7 @@ a that is not a power of two.
     python -m course.families      reach of a token, columns of the cache, slopes
 
 Not covered: a kernel that skips hidden tokens (FlashAttention's window_size), instead of computing
-their scores and hiding them.
+their scores and hiding them. Latents that travel round a ring instead of keys and values.
 """
 
 import math

@@ -1,13 +1,15 @@
-"""The lesson of families.py: what a window hides, whose slopes."""
+"""The lesson of families.py: what a window hides, whose slopes, what latents leave to keep."""
 
 import torch
 
 import families
 import generate
 import tensor_parallel
+from base.model_config import GPTConfig
 from course import demo, form
 from course.mutations import local_attention as bugs
 from families import LocalBias, alibi_slopes
+from planning import serving
 
 WITHOUT = form.Removals()
 WITHOUT["width"] = form.Removal(
@@ -125,9 +127,25 @@ def teach_slopes(lesson: form.Lesson, one: dict, two: list[dict]) -> None:
     lesson.check(f"the loss is {apart:.1e} from that of one rank", apart < 1e-10)
 
 
+def teach_latents(lesson: form.Lesson) -> None:
+    lesson.predict(
+        "DeepSeek 67B keeps keys and values of 8 heads of 128 in 95 layers. DeepSeek-V2 keeps a"
+        " latent of 512 and a rotated key of 64 in 60 layers, in 6 bits. How much less?",
+        "percent",
+    )
+    latent = dict(kv_rank=512, head_dim=192, rope_head_dim=64, value_head_dim=128)
+    of_67b = GPTConfig(95, 8192, 64, num_kv_heads=8, llama=True)
+    of_v2 = GPTConfig(60, 5120, 128, query_rank=1536, llama=True, **latent)
+    bits = [number * serving.cache_bytes(of, 1, 1) for of, number in ((of_67b, 16), (of_v2, 6))]
+    less = 100 * (1 - bits[1] / bits[0])
+    lesson.say(f"bits of a token: {bits[0]:,} and {bits[1]:,}; in 16 bits {bits[1] * 16 // 6:,}")
+    lesson.check(f"{less:.1f}% (arXiv 2405.04434: 93.3%)", abs(less - 93.3) < 0.05, [less])
+
+
 def teach(lesson: form.Lesson) -> None:
     teach_window(lesson, lesson.on_ranks(1, with_window)[0])
     teach_slopes(lesson, *lesson.one_and_many(2, with_alibi))
+    teach_latents(lesson)
 
 
 if __name__ == "__main__":

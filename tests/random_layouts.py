@@ -2,7 +2,7 @@
 data parallelism, recomputation, on up to 8 ranks.
 
     python tests/random_layouts.py [--count 200] [--first 0] [--families] [--cp] [--peft] [--fp8]
-                                  [--rows] [--models] [--pictures] [--muon] [--hybrid]
+                                  [--rows] [--models] [--pictures] [--muon] [--hybrid] [--latents]
 
 Layout n is drawn from seed n. Each is trained for three steps and held to one device by the gate of
 parity.py.
@@ -167,6 +167,16 @@ def with_family(drawn: dict, seed: int) -> dict:
     if "cp" in drawn["layout"] and flags.get("sliding_window") == 1:
         # Tokens that see only themselves have queries whose gradient is rounding.
         flags["sliding_window"] = 2
+    return drawn | {"model": drawn["model"] | flags}
+
+
+def with_latents(drawn: dict, seed: int) -> dict:
+    """The same layout of a model with latent attention."""
+    g = random.Random(-11 * 10**6 - seed)
+    rope = g.choice([2, 4])
+    flags = dict(model="llama2-7b", ffn_hidden_size=56, num_kv_heads=4, rope_head_dim=rope)
+    flags |= dict(head_dim=rope + 2 * g.randint(1, 4), kv_rank=g.randint(3, 9))
+    flags |= dict(query_rank=g.choice([0, 5, 8]), value_head_dim=g.randint(2, 4))
     return drawn | {"model": drawn["model"] | flags}
 
 
@@ -369,6 +379,7 @@ def with_fp8(drawn: dict, seed: int) -> dict:
 # flag -> (what it makes of a layout, its help)
 CHANGES = {
     "cp": (with_cp, "with sequences shared by ranks"),
+    "latents": (with_latents, "with latent attention"),
     "families": (with_family, "of Mistral, Qwen, Gemma, BLOOM"),
     "models": (with_models, "of BERT and T5"),
     "pictures": (with_pictures, "of models that read pictures"),

@@ -151,6 +151,7 @@ FOUR = [
     dict(tp=2, pp=2, virtual_stages=2, num_layers=4),
 ]
 EXPERTS = dict(num_experts=4, router="topk", router_topk=2, micro_batch_size=2)
+YARN = dict(rotary_scaling="yarn", rotary_factor=4.0, rotary_original_length=8)
 LORA = dict(peft="lora", lora_rank=3, lora_dropout=0.1)
 
 
@@ -164,6 +165,8 @@ LORA = dict(peft="lora", lora_rank=3, lora_dropout=0.1)
         again(4, [dict(tp=4), dict(tp=4, sequence_parallel=True)], {}),
         again(2, [SEQUENCE, dict(ep=2), dict(cp=2)], EXPERTS),
         again(2, [SEQUENCE, dict(cp=2)], dict(sliding_window=5)),
+        again(2, [SEQUENCE, dict(pp=2)], dict(mtp_layers=1)),
+        again(2, [SEQUENCE, dict(cp=2)], YARN),
         again(2, [SEQUENCE, dict(tp=2), dict(pp=2, schedule="zb-h1")], LORA),
         again(2, [SEQUENCE, dict(tp=2)], dict(peft="adapter", adapter_size=6)),
         again(2, [SEQUENCE, dict(tp=2)], dict(peft="ia3")),
