@@ -63,6 +63,7 @@ from base.attention_kernels import Kernel, kernel_for
 from base.document_mask import positions_of
 from base.dropout import Dropout, dropout_mask
 from base.model_config import FieldError, GPTConfig, divisors
+from base.ring import Ring, around
 from base.rotary import Rotary
 from families import LocalBias, local_bias
 from gpt import Context
@@ -242,51 +243,12 @@ def repeat(x: Tensor, heads: int) -> Tensor:
 # --- the ring -------------------------------------------------------------------------------------
 
 
-class Ring:
-    """Sends a tensor to the next rank and receives one from the rank before, during computation.
-    All ranks start and wait in one order, by which NCCL pairs messages; gloo pairs them by tag."""
-
-    def __init__(self, group: dist.ProcessGroup, tag: int):
-        ranks = dist.get_process_group_ranks(group)
-        self.next = ranks[(group.rank() + 1) % len(ranks)]
-        self.before = ranks[group.rank() - 1]
-        self.group = group
-        self.tag = tag
-
-    def start(self, x: Tensor) -> None:
-        self.sent = x.contiguous()
-        self.received = torch.empty_like(self.sent)
-        ops = [
-            dist.P2POp(dist.isend, self.sent, self.next, self.group, self.tag),
-            dist.P2POp(dist.irecv, self.received, self.before, self.group, self.tag),
-        ]
-        self.works = dist.batch_isend_irecv(ops)
-
-    def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
-        self.sent = None
-        return self.received
-
-
-def around(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """(rank, its keys and values) for all N ranks, this one first. While the caller computes with
-    one pair, the next is sent. kv: of this rank, [2, b, a_kv, s/N, d]"""
-    ring = Ring(group, tag=0)
-    n = group.size()
-    for step in range(n):
-        if step < n - 1:
-            ring.start(kv)
-        yield (group.rank() - step) % n, kv
-        if step < n - 1:
-            kv = ring.wait()
-
-
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, blocks: Blocks):
         o = log_sum = None
-        for source, kv in around(torch.stack((k, v)), blocks.group):
+        # kv: of a rank, [2, b, a_kv, s/N, d]
+        for source, kv in around(torch.stack((k, v)), Ring(blocks.group)):
             block = blocks.meeting(source, q)
             rows = block.queries
             k_part, v_part = (repeat(x, q.shape[1]) for x in kv[..., block.keys, :])
@@ -310,7 +272,7 @@ class _RingAttention(torch.autograd.Function):
         # This ring carries the gradients of other ranks' keys and values.
         home = Ring(blocks.group, tag=1)
         dq = torch.zeros_like(q, dtype=wide(q.dtype))
-        for step, (source, kv) in enumerate(around(torch.stack((k, v)), blocks.group)):
+        for step, (source, kv) in enumerate(around(torch.stack((k, v)), Ring(blocks.group))):
             block = blocks.meeting(source, q)
             of_queries = [x[:, :, block.queries] for x in (q, o, log_sum, grad)]
             dq_part, dkv = through(block, kv, *of_queries)

@@ -26,7 +26,7 @@ while it computes the input gradient (overlap, below).
 Not covered: Megatron-LM stores activations as [s, b, h], so that one collective moves the shards of
 b sequences; here NCCL starts b collectives in one launch. Megatron-LM sums the norms' gradients
 once a step in the optimizer; here each micro-batch does, where the weights are used. Transformer
-Engine (user buffers) also overlaps inside one matrix multiplication, chunk by chunk.
+Engine (user buffers) also overlaps inside the kernel of one matrix multiplication.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ from base.document_mask import positions_of
 from base.dropout import Dropout
 from base.model_config import FieldError, GPTConfig
 from sharding import sharding_of
-from tensor_parallel import ColumnParallelInput, CopyToRanks
+from tensor_parallel import ColumnParallelInput, CopyToRanks, RowParallelLinear
 
 # PyTorch has these names from version 2.13 on.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -400,10 +400,10 @@ def weight_gradient(weight: Tensor, grad_output: Tensor, x: Tensor) -> Tensor | 
 
 class _Linear(torch.autograd.Function):
     """Y_i = f(x) W_iᵀ + b_i for several W_i that read the same x: n weights, then n biases or None.
-    starts: an entry of STARTS."""
+    starts: an entry of STARTS. multiply: gathers x and multiplies, instead (base/ring.py)."""
 
     @staticmethod
-    def forward(ctx, x, starts, group, n, *weights_and_biases):
+    def forward(ctx, x, starts, group, multiply, n, *weights_and_biases):
         weights = weights_and_biases[:n]
         biases = weights_and_biases[n:]
         ctx.starts, ctx.group, ctx.n = starts, group, n
@@ -411,9 +411,12 @@ class _Linear(torch.autograd.Function):
         ctx.weights = weights
         ctx.save_for_backward(x)
         start_input, _ = starts
-        whole = start_input(x, group)()  # [b, s, in]
-        # With a bias F.linear returns a view, which cross entropy may not overwrite.
-        products = (F.linear(whole, w, b) for w, b in zip(weights, biases))
+        if multiply:
+            products = multiply(x, group, weights, biases)
+        else:
+            whole = start_input(x, group)()  # [b, s, in]
+            products = (F.linear(whole, w, b) for w, b in zip(weights, biases))
+        # These are views, with a bias or of shards, which cross entropy may not overwrite.
         return tuple(torch.ops.aten._unsafe_view(y, y.shape) for y in products)  # [b, s, out] each
 
     @staticmethod
@@ -422,8 +425,8 @@ class _Linear(torch.autograd.Function):
         n, group, weights = ctx.n, ctx.group, ctx.weights
         start_input, start_input_grad = ctx.starts
         (x,) = ctx.saved_tensors
-        weights_wanted = ctx.needs_input_grad[4 : 4 + n]
-        biases_wanted = ctx.needs_input_grad[4 + n :]
+        weights_wanted = ctx.needs_input_grad[5 : 5 + n]
+        biases_wanted = ctx.needs_input_grad[5 + n :]
         # The input is gathered while the input gradient is computed.
         arriving = start_input(x, group) if any(weights_wanted) else None
         grads_output = [grad.flatten(0, -2) for grad in grads]  # [b s, out]
@@ -441,18 +444,19 @@ class _Linear(torch.autograd.Function):
                 d_weights[i] = weight_gradient(weights[i], grad_output, whole)
             if biases_wanted[i]:
                 d_biases[i] = grad_output.sum(0)
-        return leaving(), None, None, None, *d_weights, *d_biases
+        return leaving(), None, None, None, None, *d_weights, *d_biases
 
 
 @compiling.left_out
 def linear(
-    x: Tensor, *weights_and_biases: Tensor | None, starts=NOTHING, group=None
+    x: Tensor, *weights_and_biases: Tensor | None, starts=NOTHING, group=None, multiply=None
 ) -> tuple[Tensor, ...]:
     """x: [b, s, in], or a shard of it -> [b, s, out] for each weight [out, in].
 
     weights_and_biases: n weights, then n biases or None.
     """
-    return _Linear.apply(x, starts, group, len(weights_and_biases) // 2, *weights_and_biases)
+    n = len(weights_and_biases) // 2
+    return _Linear.apply(x, starts, group, multiply, n, *weights_and_biases)
 
 
 def weights_and_biases(linears: tuple[nn.Linear, ...]) -> list[Tensor | None]:
@@ -477,17 +481,31 @@ class OverlappedInput(ColumnParallelInput):
     """ColumnParallelInput whose communication overlaps with computation. It reads the parameters of
     the layers, and does not call them."""
 
+    # Of base/ring.py: multiplies shards as they arrive.
+    multiply = None
+
     def forward(self, x: Tensor, *linears: nn.Linear) -> list[Tensor]:
-        starts = STARTS[type(self.enter)]
-        group = self.enter.group
-        return list(linear(x, *weights_and_biases(linears), starts=starts, group=group))
+        how = dict(starts=STARTS[type(self.enter)], group=self.enter.group)
+        if type(self.enter) is GatherSequence:
+            how["multiply"] = self.multiply
+        return list(linear(x, *weights_and_biases(linears), **how))
+
+
+@compiling.left_out
+def multiply_and_scatter(row: RowParallelLinear, multiply: Callable, x: Tensor) -> Tensor:
+    """The forward of a row-parallel layer. multiply: of base/ring.py."""
+    if not isinstance(row.reduce, ScatterSequence):
+        # Generation has no shards of a sequence.
+        return RowParallelLinear.forward(row, x)
+    return multiply(x, row.weight, row.group, weight_gradient)
 
 
 # --- apply ----------------------------------------------------------------------------------------
 
 
-def overlap_backward(model: gpt.GPT) -> None:
-    """Make the column-parallel layers of a model or pipeline stage overlap, in place.
+def overlap_backward(model: gpt.GPT, in_shards: bool = False) -> None:
+    """Make the column-parallel layers of a model or pipeline stage overlap, in place. in_shards: so
+    do, under sequence parallelism, the products that otherwise wait for all shards.
 
     Call it after everything that adds such layers: tensor parallelism, adapters, soft prompts.
     """
@@ -498,3 +516,12 @@ def overlap_backward(model: gpt.GPT) -> None:
                 # `enter` is f, or g of sequence parallelism.
                 overlapped.enter = child.enter
                 setattr(parent, name, overlapped)
+    if in_shards:
+        from base import ring
+
+        for module in model.modules():
+            if isinstance(module, OverlappedInput):
+                module.multiply = ring.multiply_shards
+            # With adapters beside its matrix a layer has another forward, and waits.
+            elif isinstance(module, RowParallelLinear) and "forward" not in vars(module):
+                module.forward = partial(multiply_and_scatter, module, ring.multiply_and_scatter)

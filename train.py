@@ -136,7 +136,7 @@ class Trainer:
             import context_parallel
 
             context_parallel.apply(stage, groups.cp, config.cp_kind, config.sequence_shards)
-        sequence_parallel.overlap_backward(stage)
+        sequence_parallel.overlap_backward(stage, config.tp_comm_overlap)
         if groups.pp and config.pipeline_schedule in schedules.SPLIT_BACKWARD:
             pipeline_parallel.split_backward(stage)
         if config.compile:

@@ -34,6 +34,7 @@ LAYOUT = (
     "schedule",
     "layer_split",
     "sequence_parallel",
+    "tp_comm_overlap",
     "zero_stage",
     "data_parallel_replicate_degree",
 )
@@ -200,6 +201,10 @@ class RunConfig:
     tp: int = flag(1, "tensor-parallel ranks, which share every matrix", least=1)
     sequence_parallel: bool = flag(
         False, "shard along the sequence what tensor parallelism leaves whole"
+    )
+    tp_comm_overlap: bool = flag(
+        False,
+        "sequence parallelism sends shards around a ring beside the products that read or sum them",
     )
     pp: int = flag(1, "pipeline-parallel ranks, which share the layers", least=1)
     cp: int = flag(1, "context-parallel ranks, which share every sequence", least=1)

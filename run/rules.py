@@ -329,6 +329,16 @@ NEEDS = (
         "is for --zero-stage 3 with --fp8; other stages keep them anyway",
     ),
     # Layout.
+    Need(
+        ("tp_comm_overlap",),
+        lambda run: run.config.sequence_parallel,
+        "sends shards of a sequence, and needs --sequence-parallel",
+    ),
+    Need(
+        ("tp_comm_overlap",),
+        lambda run: run.config.fp8 == "off",
+        "multiplies 16-bit shards; with --fp8 a whole input has one scale; --fp8 off would fit",
+    ),
     Need(("cp_kind",), lambda run: run.config.cp > 1, "needs --cp 2 or more"),
     Need(("schedule", "layer_split"), lambda run: run.config.pp > 1, "needs --pp 2 or more"),
     Need(
