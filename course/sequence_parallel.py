@@ -39,13 +39,13 @@ WITHOUT["own-masks"] = form.Removal(
 B, S, H, A, T = 8, 64, 64, 4, 2
 
 
-def measure(*techniques: Callable) -> dict:
+def measure(*techniques: Callable, in_shards: bool = False) -> dict:
     """Gradients of a GPT (h 64, a 4, L 2, dropout 0.1, float64) after one step; what a layer sends,
     and the bytes that it keeps for backward in bf16."""
     group = demo.all_ranks()
     config = demo.tiny_config(seq_length=S, dropout=0.1)
     model = demo.make_model(config, *techniques, group=group)
-    sequence_parallel.overlap_backward(model)
+    sequence_parallel.overlap_backward(model, in_shards)
     context = gpt.Context(dropout_key(0, 1, torch.arange(B)))
     step = demo.one_step(model, *demo.random_tokens(B, S, 257), context)
     x = demo.zeros(B, S // T if group and len(techniques) > 1 else S, H)
@@ -60,6 +60,10 @@ def on_rank(rank: int) -> dict[str, dict]:
     """On one rank the two are the same model."""
     tensor = measure(tensor_parallel.apply)
     return {"tensor": tensor, "sequence": measure(tensor_parallel.apply, sequence_parallel.apply)}
+
+
+def in_shards(rank: int) -> dict:
+    return measure(tensor_parallel.apply, sequence_parallel.apply, in_shards=True)
 
 
 def wire_bytes(calls: list[tuple[str, int]]) -> int:
@@ -129,6 +133,16 @@ def teach(lesson: form.Lesson) -> None:
 
     lesson.predict("Dropout is 0.1, and each rank has half of the tokens. Does the loss change?")
     demo.check_step(lesson, one, sequence)
+
+    lesson.predict(
+        "Cut into shards (--tp-comm-overlap), forward has no collective left: 4 products each have"
+        " t - 1 messages of b s h 8 / t bytes beside them. Bytes that a rank sends?",
+        "bytes",
+    )
+    calls = lesson.on_ranks(T, in_shards)[0]["forward"]
+    sent = sum(size for kind, size in calls if kind == "send")
+    right = sent == 4 * (T - 1) * B * S * H * 8 // T
+    lesson.check(f"{counted(calls)}: {sent:,} bytes", right, [sent])
 
 
 if __name__ == "__main__":

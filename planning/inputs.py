@@ -190,6 +190,7 @@ class Layout:
     cp_kind: str = "ring"
     data_parallel_replicate_degree: int = 1
     ep_comm_overlap: bool = False
+    tp_comm_overlap: bool = False
 
     @property
     def ranks(self) -> int:

@@ -328,7 +328,31 @@ def tensor_waits(rank: Rank, all_reduce: float, weight_gradient: float) -> tuple
     if rank.layout.sequence_parallel:
         # Attention gathers x, or its latents.
         forward += (sums[0] - all_reduce) / 2
+    if rank.layout.tp_comm_overlap:
+        columns, rows = hidden_by_rings(rank, *sums)
+        forward, waits = forward - columns - rows, waits - rows
     return forward, waits
+
+
+def hidden_by_rings(rank: Rank, of_input: float, all_reduce: float) -> tuple[float, float]:
+    """Of the seconds that column-parallel layers wait for gathers of their input, and row-parallel
+    layers for scatters of their output, those that products of single shards hide (base/ring.py).
+    Each of t - 1 shards has 1/t of a product beside it. A small product reaches less of the peak,
+    which is not counted. of_input: of attention's all-reduce; all_reduce: of the others."""
+    model, t, start = rank.model, rank.layout.tp, rank.machine.constants.wait
+    h, output = model.hidden_size, model.num_heads * model.value_size * model.hidden_size
+    # Experts multiply whole inputs.
+    mlp = 0 if model.num_experts else mlp_matrices(model)
+    down = mlp / (2 + model.gated)
+
+    def hidden(collective: float, numbers: float) -> float:
+        shard = start + (collective - start) / (t - 1)
+        beside = rank.matmul(2 * rank.tokens * numbers / t) / t
+        return collective - (t - 1) * max(0.0, shard - beside)
+
+    qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * h
+    columns = hidden(of_input / 2, qkv) + hidden(all_reduce / 2, mlp - down)
+    return columns, hidden(all_reduce / 2, output) + hidden(all_reduce / 2, down)
 
 
 def input_gradient(rank: Rank, all_reduce: float, weight_gradient: float) -> float:

@@ -48,6 +48,8 @@ def draw(seed: int) -> dict:
     )
     if tp > 1:
         layout["sequence_parallel"] = g.random() < 0.5
+        in_shards = random.Random(-11 * 10**6 - seed).random() < 0.5
+        layout["tp_comm_overlap"] = layout["sequence_parallel"] and in_shards
     if pp > 1:
         layout["schedule"] = g.choice(["gpipe", "1f1b", "interleaved", "zb-h1"])
         v = g.choice([1, 2, 3]) if layout["schedule"] == "interleaved" else 1
@@ -373,7 +375,8 @@ def with_fp8(drawn: dict, seed: int) -> dict:
     )
     if flags["fp8"] == "block":
         flags["fp8_block"] = g.choice([n for n in range(1, largest + 1) if largest % n == 0])
-    return drawn | {"model": model | flags}
+    layout = drawn["layout"] | dict(tp_comm_overlap=False)
+    return drawn | {"model": model | flags, "layout": layout}
 
 
 # flag -> (what it makes of a layout, its help)

@@ -55,7 +55,7 @@ UNSEEN = {
     *("device", "timeout", "max_bad_steps", "tensorboard", "fp8_keep_bytes", "out", "resume"),
     # layouts need more ranks; each technique's tests have them
     *("tp", "sequence_parallel", "pp", "cp", "virtual_stages", "ep", "rollout_tp", "rollout_pp"),
-    "data_parallel_replicate_degree",
+    *("data_parallel_replicate_degree", "tp_comm_overlap"),
     # files that the other flags do not have here
     *("load", "skip_bad_examples"),
     # of more checkpoints than two steps write

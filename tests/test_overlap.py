@@ -6,14 +6,17 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from parity import LLAMA, SMALL, again, check, differs, same, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpt
 import pipeline_parallel
 import sequence_parallel
+import sharding
 import tensor_parallel
 from base.model_config import GPTConfig
-from course import ranks
+from base.ring import Ring
+from course import demo, ranks
 from gpt import DeferredBiasLinear
 from planning.counters import saved_bytes
 from sequence_parallel import GatherSequence
@@ -143,3 +146,77 @@ def keeps(rank):
 def test_only_the_slice_of_the_input_is_kept():
     plain, overlapped, size = ranks.run(keeps, 2)[0]
     assert plain == 2 * size and overlapped == size
+
+
+# --- shards around a ring, beside their products --------------------------------------------------
+
+IN_SHARDS = dict(tp=2, sequence_parallel=True, tp_comm_overlap=True)
+FOUR = IN_SHARDS | dict(tp=4)
+DEEP = dict(num_layers=3)
+ZERO_BUBBLE = dict(pp=2, schedule="zb-h1", micro_batch_size=1, layer_split=[2, 1])
+LORA = dict(peft="lora", lora_rank=3, peft_targets=["key", "output", "down"], lora_dropout=0.1)
+EXPERTS = dict(num_experts=4, router="topk", micro_batch_size=2)
+
+
+@pytest.mark.parametrize(
+    "world, base, layouts",
+    [
+        (2, SMALL, [IN_SHARDS]),
+        again(4, LLAMA | dict(num_kv_heads=1), [FOUR, FOUR | dict(head_chunk=3)]),
+        again(4, SMALL | DEEP, [IN_SHARDS | ZERO_BUBBLE, IN_SHARDS | dict(cp=2)]),
+        again(4, SMALL, [IN_SHARDS | dict(zero_stage=3, recompute="full")]),
+        again(4, SMALL | EXPERTS, [IN_SHARDS | dict(ep=2)]),
+        again(2, SMALL | LORA, [IN_SHARDS]),
+        again(2, LLAMA | dict(dropout=0.0, attention="fused"), [IN_SHARDS]),
+    ],
+)
+def test_products_in_shards(world, base, layouts):
+    check(world, layouts, base)
+
+
+@pytest.mark.repetition
+def test_products_in_shards_by_the_rules_of_nccl():
+    same(train(4, backend="nccl-rules", **FOUR), train())
+
+
+def the_other_way_round():
+    """Shards go to the rank before, and are taken for those of the ring."""
+    original = Ring.__init__
+
+    def turned(self, *arguments, **options):
+        original(self, *arguments, **options)
+        self.next, self.before = self.before, self.next
+
+    Ring.__init__ = turned
+
+
+def test_a_ring_in_the_wrong_direction_is_seen():
+    """Two ranks would not see it: each is before and after the other."""
+    differs(train(4, steps=1, mutate=the_other_way_round, **FOUR), train(steps=1))
+
+
+def messages(rank):
+    config = GPTConfig(num_layers=1, hidden_size=H, num_heads=4, seq_length=S, vocab_size=61)
+    model, group = demo.meta_model(config), dist.group.WORLD
+    tensor_parallel.apply(model, group)
+    sequence_parallel.apply(model, group)
+    sequence_parallel.overlap_backward(model, in_shards=True)
+    sharding.init(model, 0, "cpu", torch.float32)
+    x = torch.randn(B, S // group.size(), H, requires_grad=True)
+    with ranks.Collectives() as forward:
+        y = model.blocks["0"](x)
+    with ranks.Collectives() as backward:
+        y.sum().backward()
+    return Counter(forward.calls), Counter(backward.calls)
+
+
+def test_messages_of_shards():
+    """t - 1 shards of b s h / t go round for each of the four products in forward, and for the
+    gradients of two outputs in backward. The rest of backward is as without a ring."""
+    t, whole = 4, B * S * H * 4
+    sent, received = ("send", whole // t), ("receive", whole // t)
+    of_inputs = {("all-gather", whole): 2, ("reduce-scatter", whole): 2}
+    norms = {("all-reduce", 6 * H * 4): 1}
+    forward, backward = ranks.run(messages, t)[0]
+    assert forward == {sent: 4 * (t - 1), received: 4 * (t - 1)}
+    assert backward == {sent: 2 * (t - 1), received: 2 * (t - 1)} | of_inputs | norms

@@ -54,6 +54,7 @@ CASES = {
     "capacity_factor": (EXPERTS, 0.5),
     "tp": ({}, 2),
     "sequence_parallel": (dict(tp=2), True),
+    "tp_comm_overlap": (dict(tp=2, sequence_parallel=True), True),
     "pp": ({}, 2),
     "cp": (dict(dropout=0.0), 2),
     "cp_kind": (dict(cp=2, dropout=0.0), "all-to-all"),
