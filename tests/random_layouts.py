@@ -47,9 +47,7 @@ def draw(seed: int) -> dict:
         pp=pp, tp=tp, micro_batch_size=micro, recompute=g.choice(["none", "selective", "full"])
     )
     if tp > 1:
-        layout["sequence_parallel"] = g.random() < 0.5
-        in_shards = random.Random(-11 * 10**6 - seed).random() < 0.5
-        layout["tp_comm_overlap"] = layout["sequence_parallel"] and in_shards
+        layout |= draw_sequence_parallel(g.random() < 0.5, seed)
     if pp > 1:
         layout["schedule"] = g.choice(["gpipe", "1f1b", "interleaved", "zb-h1"])
         v = g.choice([1, 2, 3]) if layout["schedule"] == "interleaved" else 1
@@ -76,6 +74,11 @@ def draw(seed: int) -> dict:
         # one and two are fewer than some tensor-parallel ranks
         base = LLAMA | dict(num_kv_heads=random.Random(-(10**7) - seed).choice([1, 2, 4]))
     return {"world": pp * tp * dp, "model": base | model, "layout": layout}
+
+
+def draw_sequence_parallel(sequence: bool, seed: int) -> dict:
+    in_shards = random.Random(-11 * 10**6 - seed).random() < 0.5
+    return dict(sequence_parallel=sequence, tp_comm_overlap=sequence and in_shards)
 
 
 def draw_layer_split(g: random.Random, num_layers: int, placement: Placement) -> list[int]:
