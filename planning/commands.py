@@ -51,7 +51,7 @@ TOKENS = 300e9
 # The flags of train.py that `plan` takes, and puts into the commands that it prints: what decides
 # time and memory, and how to train (planning/recipe.py).
 PLANNED = {"model", *MODEL_FLAGS, "optimizer_state", "reduce_dtype", "fp8", "fp8_skip", "kernels"}
-PLANNED |= {"lora_rank", "optimizer"}
+PLANNED |= {"lora_rank", "optimizer", "mtp_layers"}
 GIVEN = PLANNED | set(recipe.GIVEN)
 # seconds
 DAY = 86400

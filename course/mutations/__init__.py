@@ -57,7 +57,7 @@ OF_THE_MODEL = (
     *("model", "num_kv_heads", "head_dim", "ffn_hidden_size", "positions", "sliding_window"),
     *("seq_length", "document_mask", "dropout", "command", "method"),
     *("peft", "lora_rank", "lora_alpha", "lora_dropout", "adapter_size", "peft_targets"),
-    *("encoder_layers", "target_length", "num_layers"),
+    *("encoder_layers", "target_length", "num_layers", "mtp_layers"),
     *("fp8", "fp8_skip", "fp8_scales", "fp8_block"),
 )
 
