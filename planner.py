@@ -87,7 +87,7 @@ def head(rank: Rank) -> float:
     waits = rank.collective("tp", (1 + modules) * rank.activation, passes=2)
     # Of a module: the parts of the embedding, and its matrix [h, 2h].
     runs = 1 + (rank.layout.recompute == "full" and rank.layout.recompute_layers is None)
-    waits += modules * runs * rank.collective("tp", rank.activation, passes=2)
+    waits += modules * rank.collective("tp", rank.activation, passes=2)
     for half in halves if rank.layout.pp == 1 else ():
         waits += half.collective("tp", half.activation, passes=2)
     # The loss reduces the largest logit, then the sum of exponentials and the target's logit, in 32

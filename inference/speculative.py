@@ -94,7 +94,7 @@ class Speculation:
             known = torch.tensor((self.ids + self.drafts)[first + k :][:n], device=x.device)
             context = self.place(first, n)
             x, known = self.rows(x, first), self.rows(known, first)
-            x = module.next_depth(x, known, context).flatten(0, 1)
+            x = module.next_depth(x, module.tokens(known), context).flatten(0, 1)
             self.drafts += self.likeliest(x[-1:])
         # Where the deeper modules have read drafts.
         self.states = self.states[n - min(n, len(self.modules) - 1) :]

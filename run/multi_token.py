@@ -59,18 +59,29 @@ class Module(gpt.Block):
         self.project = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         # The model's, or its copy; `share_embedding` sets it.
         self.tokens: nn.Module | None = None
+        # Outside of `forward`, which may run again: a matrix has one gradient in a backward.
+        self.register_forward_pre_hook(look_up)
 
-    def forward(self, x: Tensor, context: gpt.Context = gpt.PLAIN) -> Tensor:
-        if context.future is None:
+    def forward(self, x: Tensor, context: gpt.Context = gpt.PLAIN, embedded=None) -> Tensor:
+        """embedded: [b, s, h], Emb of the (k + 1)-th token after each position."""
+        if embedded is None:
             return x
-        b = len(x) // (1 + self.k)
-        following = context.future[self.k * b : (1 + self.k) * b]
-        return torch.cat((x, self.next_depth(x[-b:], following, context)))
+        return torch.cat((x, self.next_depth(x[-len(embedded) :], embedded, context)))
 
-    def next_depth(self, x: Tensor, tokens: Tensor, context: gpt.Context) -> Tensor:
-        """x: h^k [b, s, h]; tokens: [b, s], the (k + 1)-th after each position -> h^(k+1)"""
-        both = torch.cat((self.hidden_norm(x), self.token_norm(self.tokens(tokens))), -1)
+    def next_depth(self, x: Tensor, embedded: Tensor, context: gpt.Context) -> Tensor:
+        """x: h^k, [b, s, h] -> h^(k+1)"""
+        both = torch.cat((self.hidden_norm(x), self.token_norm(embedded)), -1)
         return super().forward(self.project(both), context)
+
+
+def look_up(module: Module, args: tuple) -> tuple | None:
+    """Add the embeddings of `context.future` to the arguments of a module."""
+    x, context = args
+    if context.future is None:
+        return None
+    b = len(x) // (1 + module.k)
+    following = context.future[module.k * b : (1 + module.k) * b]
+    return x, context, module.tokens(following)
 
 
 def modules_of(config: GPTConfig, groups: Groups) -> dict[str, Module]:
@@ -111,9 +122,7 @@ def share_embedding(stage: gpt.GPT, first: bool) -> None:
         return
     for block in stage.blocks.values():
         if isinstance(block, Module):
-            block.tokens = copy.copy(stage.embedding.tokens)
-            # For fsdp.py: where a module is recomputed, its backward reads the table.
-            block.tokens.is_lookup = False
+            block.tokens = stage.embedding.tokens
     stage.embedding = stage.embedding if first else None
 
 

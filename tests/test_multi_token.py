@@ -13,6 +13,7 @@ import pipeline_parallel
 import sharding
 from course.synthetic import Documents
 from run import multi_token
+from schedules import V_SHAPED
 
 # --- the gate -------------------------------------------------------------------------------------
 
@@ -23,6 +24,10 @@ ZB = dict(pp=2, schedule="zb-h1")
 STAGES = [dict(zero_stage=z, micro_batch_size=2) for z in (0, 1, 2, 3)]
 FP8 = GROUPED | dict(fp8="current", fp8_skip=0, micro_batch_size=2)
 TWICE = dict(pp=2, virtual_stages=2)
+# Latent attention, experts with a bias, shared experts.
+DEEPSEEK = LLAMA | dict(mtp_layers=1, num_kv_heads=4, kv_rank=8, rope_head_dim=4, head_dim=8)
+DEEPSEEK |= dict(num_experts=4, router="bias", router_topk=2, shared_ffn_size=24)
+DEEPSEEK |= dict(micro_batch_size=2)
 
 
 def of_family(name: str, base: dict = LLAMA) -> dict:
@@ -32,7 +37,7 @@ def of_family(name: str, base: dict = LLAMA) -> dict:
 @pytest.mark.parametrize(
     "base, world, layouts",
     [
-        (GPT2, 2, [STAGES[3] | FULL, ZB | dict(layer_split=[2, 0])]),
+        (GPT2, 2, [STAGES[3] | FULL, STAGES[1] | FULL, ZB | dict(layer_split=[2, 0])]),
         (GROUPED, 2, [SEQUENCE | FULL | dict(head_chunk=5), ZB]),
         (GPT2 | dict(document_mask=True), 2, [dict(cp=2)]),
         again(SINKHORN, 2, [dict(ep=2)]),
@@ -46,6 +51,23 @@ def of_family(name: str, base: dict = LLAMA) -> dict:
         again(SINKHORN, 2, [dict(tp=2), dict(pp=2), dict(cp=2)]),
         again(TOPK | dict(expert_every=1), 2, [dict(ep=2), SEQUENCE, dict(cp=2)]),
         again(SINKHORN, 8, [SEQUENCE | FULL | dict(pp=2, ep=2, zero_stage=3)]),
+        again(DEEPSEEK, 2, [dict(ep=2), dict(pp=2), SEQUENCE]),
+        again(
+            GPT2 | dict(num_layers=4),
+            2,
+            [dict(pp=2, virtual_stages=2, schedule=name) for name in V_SHAPED],
+        ),
+        again(
+            GROUPED | dict(num_layers=4),
+            4,
+            [dict(pp=2, tp=2, virtual_stages=2, schedule="dualpipe-v")],
+        ),
+        again(GROUPED, 4, [dict(tp=4)]),
+        again(
+            SINKHORN | dict(num_layers=4, global_batch_size=16),
+            4,
+            [dict(pp=2, ep=2, virtual_stages=2, schedule="dualpipe-v")],
+        ),
         again(FP8, 2, [dict(tp=2), dict(pp=2)]),
         again(GPT2, 2, [flags | dict(make_vocab_size_divisible_by=16) for flags in (SEQUENCE, ZB)]),
         again(of_family("gemma-2b"), 2, [SEQUENCE, dict(pp=2)]),

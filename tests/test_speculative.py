@@ -135,7 +135,8 @@ def test_drafts_are_those_of_the_modules_without_a_cache(monkeypatch):
             x = model.blocks[str(number)](x, context)
         for k, token in enumerate(drafts, 1):
             following = torch.tensor([ids[k : k + n]])
-            x = model.blocks[str(L + k - 1)].next_depth(x, following, context)
+            module = model.blocks[str(L + k - 1)]
+            x = module.next_depth(x, module.tokens(following), context)
             assert model.head(x)[0, -1].argmax() == token
             ids.append(token)
 
