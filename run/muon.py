@@ -7,8 +7,8 @@ each matrix W [out, in] of a block, with gradient G, learning rate lr and weight
 
     M = μ M + G                               momentum; there is no second moment
     O = Newton-Schulz(G + μ M)                near U Vᵀ, where G + μ M = U Σ Vᵀ
-    W = W - lr (0.2 √max(out, in) O + λ W)    an element moves about 0.2 lr, as far as with AdamW,
-                                              so both share lr and λ (arXiv 2502.16982, section 2.2)
+    W = W - lr (0.2 √max(out, in) O + λ W)    an element moves about 0.2 lr, as far as with AdamW:
+                                              one lr and λ for both (arXiv 2502.16982, section 2.2)
 
 Embedding, positions, head, norms, biases and routers keep AdamW. Query, key, value, gate and up are
 matrices of their own, each orthogonalised whole; so is each expert's.

@@ -117,6 +117,16 @@ def test_a_skipped_step_changes_nothing(scaler):
     assert any(name.startswith("momentum.") and x.any() for name, x in before.items())
 
 
+def test_masters_of_16_bit_weights():
+    t = trainer_of(SMALL, **MUON, precision="bf16")
+    for number in (1, 2):
+        step(t, number)
+    for name in t.optimizer.momentum:
+        master, weight = t.optimizer.masters[name], t.optimizer.parameters[name]
+        assert master.dtype == torch.float32 and weight.equal(master.bfloat16())
+        assert not master.equal(weight.float())
+
+
 # --- the gate -------------------------------------------------------------------------------------
 
 TWO = [
