@@ -437,7 +437,7 @@ def test_a_trained_tokenizer(here):
 
 def test_bytes_that_the_text_lacks_are_tokens(here, monkeypatch):
     """Without the 256 bytes as an alphabet, other texts would not come back."""
-    monkeypatch.setattr(tokenizers.pre_tokenizers.ByteLevel, "alphabet", lambda: [])
+    monkeypatch.setattr(tokenizers.pre_tokenizers.ByteLevel, "alphabet", lambda self: [])
     train_tokenizer.main(["--data", "text.txt", "--out", "a"])
     library = tokenizers.Tokenizer.from_file("a/tokenizer.json")
     assert library.decode(library.encode(ALL).ids) != ALL
