@@ -8,7 +8,7 @@ has a field of GPTConfig (base/model_config.py):
     Gemma       embeddings times √h                                      embedding_scale
                 RMSNorm whose weight is stored less 1; gelu in the gate  norm, activation
     BLOOM       a norm of the embedding; ALiBi                           embedding_norm, positions
-    Mistral     a sliding window                                         sliding_window
+    Mistral     a sliding window; in some layers only (Qwen, Gemma 2)    sliding_window, ..
     Llama 3.1   rotary angles for longer sequences; YaRN's               rotary_factor, ..
     GPT-1       norms after the residual addition, not before            post_norm
     Falcon      attention and MLP both read x; GELU by erf               parallel_block, activation
@@ -233,9 +233,9 @@ def alibi_slopes(num_heads: int) -> Tensor:
 class LocalBias(nn.Module):
     """The bias that is added to the scores, -∞ where a token is hidden."""
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: GPTConfig, layer: int = 0):
         super().__init__()
-        self.window = config.sliding_window
+        self.window = config.window_of(layer)
         self.slopes = alibi_slopes(config.num_heads) if config.positions == "alibi" else None
 
     def shard_heads(self, group: dist.ProcessGroup) -> None:
@@ -303,6 +303,10 @@ class LocalFusedAttention(nn.Module):
         return y.transpose(1, 2).flatten(2)
 
 
+def window_of(local: LocalBias | None) -> int:
+    return local.window if local else 0
+
+
 def local_bias(module: nn.Module) -> LocalBias | None:
     """The LocalBias of a block, or of its core attention; None for plain causal attention."""
     found = (part for part in module.modules() if isinstance(part, LocalBias))
@@ -327,8 +331,8 @@ def apply(model: gpt.GPT) -> None:
         if config.post_norm:
             # The last block ends with a norm.
             model.head.norm = nn.Identity()
-        for block in model.blocks.values():
-            apply_to_block(block, config)
+        for number, block in model.blocks.items():
+            apply_to_block(block, config, int(number))
         if config.norm.endswith("1p"):
             replace_norms(model)
     if not embedding.tokens.weight.is_meta:
@@ -341,15 +345,15 @@ def apply(model: gpt.GPT) -> None:
         model.rotary_frequencies = rotary_scaling.FREQUENCIES[config.rotary_scaling]
 
 
-def apply_to_block(block: gpt.Block, config: GPTConfig) -> None:
+def apply_to_block(block: gpt.Block, config: GPTConfig, layer: int) -> None:
     if config.kv_rank:
         block.attention = LatentAttention(config)
     attention = block.attention
     block.mlp.activation = ACTIVATIONS[config.activation]()
     if config.qk_norm:
         attention.head_norms = HeadNorms(config)
-    if config.sliding_window or config.positions == "alibi":
-        local = LocalBias(config)
+    if config.window_of(layer) or config.positions == "alibi":
+        local = LocalBias(config, layer)
         if config.attention == "fused":
             attention.core = LocalFusedAttention(local)
         else:

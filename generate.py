@@ -95,9 +95,10 @@ class ModelRunner:
         self.like, self.frequencies = tensor.new_empty(0), None
         if self.config.positions == "rotary":
             self.frequencies = stages[0].rotary_frequencies(self.config, self.device)
-        # The bias of a sliding window or ALiBi, the same in all layers.
+        # {window: the bias of a sliding window or ALiBi}, the same in all layers with one window.
         blocks = [block for stage in stages for block in stage.blocks.values()]
-        self.local = families.local_bias(blocks[0]) if blocks else None
+        locals = [families.local_bias(block) for block in blocks]
+        self.locals = {families.window_of(local): local for local in locals}
         self.captures = cuda_graphs.can_capture(stages, self.device)
         self.caches = Caches(keeps=self.captures)
 
@@ -148,7 +149,7 @@ class ModelRunner:
         """x: tokens or activations. last_column: [b], during prefill the column of each sequence's
         last token."""
         stage = self.stages[chunk]
-        cache.update_mask(self.dtype, self.local)
+        cache.update_masks(self.dtype, self.locals)
         x = self.through_blocks(stage, cache, x)  # [b, s, h]
         if stage.head is None:
             return x

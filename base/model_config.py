@@ -73,7 +73,9 @@ class GPTConfig:
     embedding_norm: bool = False
     embedding_scale: bool = False
     # The number of tokens that a token attends to, itself included; 0 means all (Mistral: 4096).
+    # Layers with the window are 1 in the pattern, which repeats (Gemma 2: 10, Gemma 3: 111110).
     sliding_window: int = 0
+    window_pattern: str = "1"
     # Whether each norm follows a residual addition, instead of preceding its layer (GPT-1, BERT).
     post_norm: bool = False
     # Whether attention and MLP read the same x, each after its norm (Falcon).
@@ -131,6 +133,16 @@ class GPTConfig:
     def cross_layers(self) -> range:
         """The layers with cross attention: an encoder-decoder's decoder."""
         return range(self.encoder_layers, self.num_layers if self.target_length else 0)
+
+    def window_of(self, layer: int) -> int:
+        """The sliding window of a layer; 0: none."""
+        is_local = self.window_pattern[layer % len(self.window_pattern)] == "1"
+        return self.sliding_window if is_local else 0
+
+    @property
+    def common_window(self) -> int:
+        """The window of all layers; 0 if some layer sees all tokens."""
+        return 0 if "0" in self.window_pattern else self.sliding_window
 
     @property
     def rotary_scale(self) -> float:
@@ -203,9 +215,7 @@ class GPTConfig:
         if self.mtp_layers and (self.post_norm or self.parallel_block):
             rule = "needs norms before attention and MLP: not post_norm, not parallel_block"
             raise FieldError("mtp_layers", self.mtp_layers, rule, 0)
-        if not 0 <= self.sliding_window < 2**31:
-            rule = "must be at least 1, or 0 for none, and below 2^31"
-            raise FieldError("sliding_window", self.sliding_window, rule)
+        self.check_window()
         if not 0 <= self.dropout < 1:
             raise FieldError("dropout", self.dropout, "must be at least 0 and below 1")
         # Beyond these limits a float32 is 0 or infinite somewhere in the model.
@@ -216,6 +226,17 @@ class GPTConfig:
         if self.attention == "fused" and self.dropout > 0:
             rule = "never sees the probabilities that {dropout} would mask; explicit would fit"
             raise FieldError("attention", "fused", rule + ", or dropout 0", dropout=self.dropout)
+
+    def check_window(self) -> None:
+        if not 0 <= self.sliding_window < 2**31:
+            rule = "must be at least 1, or 0 for none, and below 2^31"
+            raise FieldError("sliding_window", self.sliding_window, rule)
+        if set(self.window_pattern) not in ({"1"}, {"0", "1"}):
+            rule = "must be a row of 1 (a window) and 0 (none), with a 1; 10 is every other layer"
+            raise FieldError("window_pattern", repr(self.window_pattern), rule)
+        if "0" in self.window_pattern and not self.sliding_window:
+            rule = "needs a window, but {sliding_window}"
+            raise FieldError("window_pattern", self.window_pattern, rule, sliding_window=0)
 
     def check_norms(self) -> None:
         if self.qk_norm and self.norm.startswith("layernorm"):

@@ -28,12 +28,12 @@ def rotary_at_0(self, cache: Cache, s: int, original=ModelRunner.rotary_at):
 
 
 @WITHOUT.replace(
-    "mask", Cache, "update_mask", "Each prompt by itself is right. Why not all three together?"
+    "mask", Cache, "update_masks", "Each prompt by itself is right. Why not all three together?"
 )
 def no_mask(self, *_) -> None:
     """The longest prompt has filled all columns; the shorter ones attend to columns that hold no
     token of theirs, and get other tokens. A prompt by itself has no such column."""
-    self.mask = None
+    self.masks = {}
 
 
 SHAPE = dict(num_layers=4, hidden_size=128, num_heads=4, ffn_hidden_size=344, seq_length=512)

@@ -161,6 +161,7 @@ def shrink_model(model: MoEConfig, was_tp: int, tp: int, shares: int) -> dict:
         # A head size that is not hidden size / heads stays so.
         head_dim=2 * channels if model.head_dim * model.num_heads != model.hidden_size else 0,
         sliding_window=min(model.sliding_window, 5),
+        window_pattern=model.window_pattern,
     )
 
 

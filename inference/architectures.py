@@ -33,7 +33,7 @@ weight: with even load, every layer contributes 1 here, and all layers together 
 without a window is exported as the Llama that it is.
 
 Not covered: capacity and z-loss, for which config.json has no field; files with fused experts, as
-transformers 5 writes them when told to; windows in some layers only.
+transformers 5 writes them when told to; windows in some layers, but for a Qwen's.
 """
 
 import dataclasses
@@ -213,6 +213,11 @@ class Architecture:
     reshaped: dict[str, tuple[str, Callable[..., tuple]]] = field(default_factory=dict)
     parts: tuple[str, ...] = ()
     shape_class: type[MoEConfig] = MoEConfig
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether config.json says which layers have a sliding window."""
+        return True in self.computed.get("use_sliding_window", ())
 
     @property
     def rotary(self) -> bool:
@@ -486,7 +491,7 @@ QWEN2 = dataclasses.replace(
     preset="qwen2.5-7b",
     constants={"llama": True, "attention_bias": "qkv"},
     choices=NOT_TIED,
-    computed=LLAMA.computed | {"use_sliding_window": (False,)},
+    computed=LLAMA.computed | {"use_sliding_window": (False, True)},
     missing=LLAMA.missing | {"num_key_value_heads": 32},
 )
 
@@ -658,7 +663,7 @@ QWEN3_MOE = dataclasses.replace(
     constants=QWEN3.constants | {"router": "topk", "z_loss": 0.0},
     choices=QWEN3.choices | NORMALISED,
     fields=QWEN3.fields | FINE_FIELDS,
-    computed=QWEN3.computed | EVERY_LAYER,
+    computed=QWEN3.computed | EVERY_LAYER | {"use_sliding_window": (False,)},
     experts=FINE_EXPERTS,
     aliases={"num_local_experts": "num_experts"},
     missing=QWEN3.missing
@@ -674,7 +679,7 @@ QWEN2_MOE = dataclasses.replace(
     constants=QWEN2.constants | {"router": "topk", "z_loss": 0.0, "shared_gate": True},
     choices=QWEN2.choices | NORMALISED,
     fields=QWEN2.fields | FINE_FIELDS | {"shared_expert_intermediate_size": "shared_ffn_size"},
-    computed=QWEN2.computed | EVERY_LAYER | {"qkv_bias": (True,)},
+    computed=QWEN2.computed | EVERY_LAYER | {"qkv_bias": (True,), "use_sliding_window": (False,)},
     experts=FINE_EXPERTS
     | {
         f"blocks.*.mlp.shared.{name}": Location(f"model.layers.*.mlp.shared_expert.{name}_proj")

@@ -70,7 +70,7 @@ class DecodeBatch:
         if self.caches.keeps:
             longest = power_of_two(longest)
         context = self.config.seq_length
-        columns = min(longest, context, self.config.sliding_window or context)
+        columns = min(longest, context, self.config.common_window or context)
         rows = len(self.sequences)
         self.cache = self.caches.take(rows, columns if self.cached else 0, self.cp_group)
 

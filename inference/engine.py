@@ -102,7 +102,8 @@ class Engine:
         A collective. Raises ValueError for a number that is not possible."""
         stages = stages_of(model)
         config = stages[0].config
-        window = config.sliding_window
+        # Blocks are freed where no layer sees them.
+        window = config.common_window
         if num_blocks is None:
             longest = most_blocks(config.seq_length, block_size, budget, window)
             num_blocks = 1 + max_sequences * longest
@@ -478,7 +479,7 @@ class StepRunner(generate.ModelRunner):
         if table:
             y = self.replay(torch.tensor(table), x)[: len(step.pieces)]
         else:
-            tokens = self.cache.begin(step, self.local, self.dtype, self.device)  # [T]
+            tokens = self.cache.begin(step, self.locals, self.dtype, self.device)  # [T]
             inputs = tokens.unsqueeze(1) if x is None else x
             y = self.through_blocks(self.stage, self.cache, inputs)  # [T, 1, h]
         if self.stage.head is None:
@@ -499,7 +500,7 @@ class StepRunner(generate.ModelRunner):
 
     def decodes(self, table: Tensor, x: Tensor | None = None) -> Tensor:
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        tokens = self.cache.begin_decodes(table, self.local, like)  # [b]
+        tokens = self.cache.begin_decodes(table, self.locals, like)  # [b]
         inputs = tokens.unsqueeze(1) if x is None else x
         y = self.through_blocks(self.stage, self.cache, inputs)
         return y if self.stage.head is None else self.stage.head(y)[:, 0]

@@ -82,8 +82,14 @@ class GraphCache:
         # Layer -> (keys, values), [b, a_kv, p + s, d] each.
         self.present: dict[str, tuple[Tensor, Tensor]] = {}
         like = next(iter(past.values()))[0]
-        # -inf for later columns, and what a window or ALiBi adds: [b, 1 or a, s, p + s].
-        self.bias = LocalBias(config).between(at, columns, like)
+        # Of each layer, -inf for later columns, and what a window or ALiBi adds: [b, 1 or a, s,
+        # p + s].
+        biases = {}
+        for layer in past:
+            local = LocalBias(config, int(layer))
+            biases.setdefault(local.window, local)
+        biases = {window: local.between(at, columns, like) for window, local in biases.items()}
+        self.biases = {layer: biases[config.window_of(int(layer))] for layer in past}
 
     def prefill_positions(self, s: int, device: torch.device) -> Tensor:
         return self.at
@@ -93,7 +99,7 @@ class GraphCache:
         k, v = (torch.cat(pair, dim=2) for pair in zip(self.past[layer], (k, v)))
         self.present[layer] = k, v
         context = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=self.bias, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, attn_mask=self.biases[layer], enable_gqa=q.shape[1] != k.shape[1]
         )  # [b, a, s, d]
         return context.transpose(1, 2).flatten(2)
 
@@ -191,7 +197,7 @@ def to_onnx(graph: nn.Module, inputs, shapes, names: list, outputs: list, tokeni
             verbose=False,
         )
     config = graph.model.config
-    facts = dict(seq_length=config.seq_length, window=config.sliding_window, tokenizer=tokenizer)
+    facts = dict(seq_length=config.seq_length, window=config.common_window, tokenizer=tokenizer)
     program.model.metadata_props.update({name: str(value) for name, value in facts.items()})
     return program
 

@@ -30,6 +30,8 @@ NOT_ZERO = {
     "sliding_window": "no window",
     "num_decoder_layers": "as many as num_layers",
 }
+# Layers without and with a sliding window.
+LAYER_TYPES = ("full_attention", "sliding_attention")
 # rope_type -> {field of rope_parameters: field of GPTConfig}
 ROPE = {"factor": "rotary_factor", "original_max_position_embeddings": "rotary_original_length"}
 LOW, HIGH = "rotary_low_frequency", "rotary_high_frequency"
@@ -107,6 +109,8 @@ def read_fields(hf_config: dict, architecture: Architecture) -> MoEConfig:
             )
     if architecture.rotary:
         fields |= rotary_fields(hf_config, architecture.missing)
+    if architecture.has_windows:
+        fields |= window_fields(hf_config, fields["num_layers"])
     if (field := architecture.num_experts) and not fields["num_experts"]:
         raise HuggingFaceError(f"{field} is 0; a {architecture.name} has experts")
     with refused(ValueError):
@@ -130,8 +134,6 @@ def check_computed(hf_config: dict, architecture: Architecture) -> None:
         if hf_config.get(field) == 0 and field in architecture.fields:
             raise HuggingFaceError(f"{field} is 0; {absent} would be null, or no field")
     for field, values in architecture.computed.items():
-        if field == "use_sliding_window" and no_layer_has_it(hf_config):
-            continue
         one_of(hf_config, field, values)
     start, padding = hf_config.get("decoder_start_token_id"), hf_config.get("pad_token_id", 0)
     if "is_encoder_decoder" in architecture.computed and start not in (None, padding):
@@ -145,19 +147,30 @@ def check_computed(hf_config: dict, architecture: Architecture) -> None:
             f"slow_but_exact is true with pretraining_tp {json.dumps(slices)}; there transformers"
             " leaves out biases, and this project has them: false would fit"
         )
-    layers = hf_config.get("layer_types") or []
+    layers = [] if architecture.has_windows else hf_config.get("layer_types") or []
     if any(layer != "full_attention" for layer in layers):
         raise HuggingFaceError(
             f"layer_types is {json.dumps(layers)}; there is one attention for all layers here"
         )
 
 
-def no_layer_has_it(hf_config: dict) -> bool:
-    """Whether no layer of a Qwen has the sliding window: it begins at layer max_window_layers."""
-    first, layers = (hf_config.get(n) for n in ("max_window_layers", "num_hidden_layers"))
-    in_numbers = isinstance(layers, int) and isinstance(first, int | None)
-    has_none = in_numbers and (28 if first is None else first) >= layers
-    return hf_config.get("sliding_window", 4096) is None or has_none
+def window_fields(hf_config: dict, num_layers: int) -> dict:
+    """The window of a Qwen, in the layers of layer_types, or else from max_window_layers on."""
+    window = read_number(hf_config, "sliding_window", int, {"sliding_window": 4096})
+    first = read_number(hf_config, "max_window_layers", int, {"max_window_layers": 28})
+    types = hf_config.get("layer_types") or [LAYER_TYPES[n >= first] for n in range(num_layers)]
+    if len(types) != num_layers or not set(types) <= {*LAYER_TYPES}:
+        raise HuggingFaceError(
+            f"layer_types is {json.dumps(types)}; it has one of full_attention and sliding_attention for each layer"
+        )
+    pattern = "".join(str(LAYER_TYPES.index(name)) for name in types)
+    if not (hf_config.get("use_sliding_window") and window and "1" in pattern):
+        return {}
+    # The shortest part that repeats.
+    n = next(
+        n for n in range(1, num_layers + 1) if (pattern[:n] * num_layers)[:num_layers] == pattern
+    )
+    return {"sliding_window": window, "window_pattern": pattern[:n]}
 
 
 def one_of(hf_config: dict, field: str, values: tuple):
@@ -303,6 +316,10 @@ def write_fields(config: MoEConfig, architecture: Architecture) -> dict:
     for field, value in NULLS.items():
         if hf_config.get(field) == value:
             hf_config[field] = None
+    if architecture.has_windows and config.sliding_window:
+        windows = [config.window_of(n) > 0 for n in range(config.num_layers)]
+        hf_config |= dict(use_sliding_window=True, sliding_window=config.sliding_window)
+        hf_config |= dict(max_window_layers=0, layer_types=[LAYER_TYPES[x] for x in windows])
     if architecture.rotary:
         hf_config |= write_rotary(config, "partial_rotary_factor" in architecture.missing)
     return architecture.write(hf_config, config)

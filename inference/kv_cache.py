@@ -12,7 +12,7 @@ they never change once they are computed:
     sequence 0     a b c d x .         column j is position j in every row;
     sequence 1     e f y . . .         a mask hides what a shorter row has not filled
 
-Of a model with a sliding window of w tokens (families.py) the cache has w columns at most.
+Of a layer with a sliding window of w tokens (families.py) the cache has w columns at most.
 Position p is stored in column p mod w, in the place of the key that has just left the window.
 
 The cache has 2 L a_kv d numbers for each token (a_kv: heads of keys and values). Grouped-query
@@ -44,16 +44,19 @@ from torch import Tensor, nn
 import context_parallel
 import gpt
 from context_parallel import RingAttention, own_positions
-from families import LatentAttention, LocalBias, local_bias
+from families import LatentAttention, LocalBias, local_bias, window_of
 from gpt import GPT, PLAIN, Context
+
+# {window of some layers (0: none): their LocalBias, if they have one}
+Windows = dict[int, LocalBias | None]
 
 
 class Cache:
     """Keys and values of one batch, and where the tokens of the current forward pass belong."""
 
     def __init__(self, columns: int, group: dist.ProcessGroup | None = None):
-        """columns: how many tokens of a sequence it keeps, with a sliding window at most as many as
-        the window has; with 0 nothing is stored, and each forward is a prefill.
+        """columns: how many tokens of a sequence it keeps, in a layer with a sliding window at most
+        as many as the window has; with 0 nothing is stored, and each forward is a prefill.
         group: the context-parallel ranks that share a prefill."""
         self.columns = columns
         self.group = group
@@ -64,9 +67,9 @@ class Cache:
         self.positions: Tensor | None = None
         # Columns that some sequence has filled.
         self.used = 0
-        # [b, 1 or a, 1, used], what is added to the scores: -inf for a column that a sequence has
-        # Not filled; None: prefill.
-        self.mask: Tensor | None = None
+        # Window (0: none) -> [b, 1 or a, 1, used], what is added to the scores: -inf for a column
+        # that a sequence has not filled. Empty: prefill.
+        self.masks: dict[int, Tensor] = {}
         # [b, 1], of a prefill: the position of each sequence's last token
         self.last: Tensor | None = None
         # Captured forward passes over the tensors above (cuda_graphs.Graphs).
@@ -89,27 +92,33 @@ class Cache:
         self.positions = torch.tensor(positions, device=device)
         self.used = min(max(positions) + 1, self.columns)
 
-    def update_mask(self, dtype: torch.dtype, local: LocalBias | None) -> None:
-        """Hide the columns after each sequence's position: once for a forward pass, for all
-        layers. local: of families.py."""
-        self.mask = None
+    def columns_of(self, window: int) -> int:
+        """The columns of a layer with this window."""
+        return min(self.columns, window or self.columns)
+
+    def update_masks(self, dtype: torch.dtype, locals: Windows) -> None:
+        """Hide the columns after each sequence's position: once for a forward pass, for all layers
+        with one window."""
+        self.masks = {}
         if self.positions is None:
             return
-        has_slopes = local is not None and local.slopes is not None
         positions = self.positions.unsqueeze(1)  # [b, 1]
-        columns = self.positions_in(positions, self.used)
-        # A column that is not filled has a negative position.
-        hidden = (columns < 0)[:, None, None]
-        like = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)  # [b, 1, 1, used]
-        bias = local.between(positions, columns, like) if has_slopes else like
-        self.mask = bias.masked_fill(hidden, -torch.inf)
+        for window, local in locals.items():
+            has_slopes = local is not None and local.slopes is not None
+            columns = self.columns_of(window)
+            columns = self.positions_in(positions, min(self.used, columns), columns)
+            # A column that is not filled has a negative position.
+            hidden = (columns < 0)[:, None, None]
+            like = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)  # [b, 1, 1, used]
+            bias = local.between(positions, columns, like) if has_slopes else like
+            self.masks[window] = bias.masked_fill(hidden, -torch.inf)
 
-    def positions_in(self, last: Tensor, used: int) -> Tensor:
-        """The position of the token in each column, where the newest token stands at `last`: the
-        largest p <= last with p mod columns = column. Negative: the column is not filled yet.
+    def positions_in(self, last: Tensor, used: int, columns: int) -> Tensor:
+        """The position of the token in each used column, where the newest token stands at `last`:
+        the largest p <= last with p mod columns = column. Negative: the column is not filled yet.
         last: [b, 1] -> [b, used]"""
         column = torch.arange(used, device=last.device)
-        return last - (last - column) % self.columns
+        return last - (last - column) % columns
 
     def attend(
         self, layer: str, local: LocalBias | None, q: Tensor, k: Tensor, v: Tensor
@@ -118,28 +127,29 @@ class Cache:
         k, v: [b, a_kv, s, d] -> [b, s, a d]"""
         if self.positions is None:
             return self.attend_prefill(layer, local, q, k, v)
-        return self.attend_decode(layer, q, k, v)
+        return self.attend_decode(layer, window_of(local), q, k, v)
 
     def attend_prefill(
         self, layer: str, local: LocalBias | None, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         """Causal attention over the s tokens that come in; [b, a, s/N, d] of N ranks that share
         them."""
-        self.store(self.keys, layer, k)
-        self.store(self.values, layer, v)
+        self.store(self.keys, layer, k, window_of(local))
+        self.store(self.values, layer, v, window_of(local))
         return self.attend_whole(local, q, k, v)
 
-    def store(self, stored: dict[str, Tensor], layer: str, new: Tensor) -> None:
+    def store(self, stored: dict[str, Tensor], layer: str, new: Tensor, window: int) -> None:
         """Keep what a prefill gives. stored: keys or values; new: [b, a_kv, s, d], or this rank's
         part of it"""
         if not self.columns:
             return
         if layer not in stored:
             # Zeros: a hidden column counts 0 times its value, and 0 times NaN is NaN.
-            stored[layer] = new.new_zeros(*new.shape[:2], self.columns, new.shape[3])
+            columns = self.columns_of(window)
+            stored[layer] = new.new_zeros(*new.shape[:2], columns, new.shape[3])
         if self.group:
             new = context_parallel.gather(new, self.group, dim=2)
-        new = self.newest(new)
+        new = self.newest(new, stored[layer].shape[2])
         stored[layer][:, :, : new.shape[2]] = new
 
     def attend_whole(self, local: LocalBias | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -153,15 +163,15 @@ class Cache:
         )  # [b, a, s, d]
         return y.transpose(1, 2).flatten(2)
 
-    def newest(self, x: Tensor) -> Tensor:
+    def newest(self, x: Tensor, columns: int) -> Tensor:
         """What the columns hold after a prefill. x: [b, a_kv, s, d] -> [b, a_kv, columns, d] where
         s is more"""
-        if x.shape[2] <= self.columns:
+        if x.shape[2] <= columns:
             return x
-        at = self.positions_in(self.last, self.columns).clamp(min=0).to(x.device)
+        at = self.positions_in(self.last, columns, columns).clamp(min=0).to(x.device)
         return x.gather(2, at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
-    def attend_decode(self, layer: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_decode(self, layer: str, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of one token for each sequence (s = 1) to the columns of the cache."""
         keys = self.keys[layer]
         # Latents are both.
@@ -169,10 +179,10 @@ class Cache:
         # Tokens of one sequence share its row (speculative.py).
         rows = torch.arange(len(k), device=k.device) % len(keys)
         for stored, new in ((keys, k), (values, v)):
-            stored[rows, :, self.positions % self.columns] = new[:, :, 0]
+            stored[rows, :, self.positions % stored.shape[2]] = new[:, :, 0]
         # Heads that share a key stand where the tokens of a sequence would: [b, a_kv, a / a_kv, d].
         q = q.reshape(*k.shape[:2], -1, k.shape[3])
-        mask = self.mask
+        mask = self.masks.get(window)
         if mask is not None and mask.shape[1] > 1:
             mask = mask.view(*q.shape[:3], -1)
         keys, values = (x[:, :, : self.used].expand(len(k), -1, -1, -1) for x in (keys, values))
@@ -268,7 +278,7 @@ class CachedLatents(nn.Module):
         """Shapes as of LatentAttention.latents -> [b, s, a value_size]"""
         cache, latents = self.slot.cache, torch.cat((r, c.unsqueeze(1)), -1)
         if cache.positions is None:
-            cache.store(cache.keys, self.layer, latents)
+            cache.store(cache.keys, self.layer, latents, window_of(self.local))
             return cache.attend_whole(self.local, q, *attention.keys_and_values(c, r))
         rope, w = r.shape[-1], latents.shape[-1]
         w_uk = attention.key.weight.unflatten(0, (-1, attention.key_size))  # [a, d - rope, kv_rank]

@@ -30,8 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from families import LocalBias
-from inference.kv_cache import decode_attention, power_of_two
+from families import LocalBias, window_of
+from inference.kv_cache import Windows, decode_attention, power_of_two
 from inference.scheduler import Piece, Step
 
 # The most bytes of keys that one call for decodes gathers on a CPU.
@@ -53,13 +53,14 @@ class PagedCache:
         # [T] of a step: the position of each row, and its place in the cache
         self.positions: Tensor | None = None
         self.slots: Tensor | None = None
-        # One for each call of attention; together their rows, in order, are the rows of the step.
-        self.parts: list[Decodes | Prompt] = []
+        # Window of a layer -> one for each call of attention; together their rows, in order, are
+        # the rows of the step.
+        self.parts: dict[int, list[Decodes | Prompt]] = {}
 
     def begin(
-        self, step: Step, local: LocalBias | None, dtype: torch.dtype, device: torch.device
+        self, step: Step, locals: Windows, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Prepare a step. local: of families.py; dtype: of the scores. Returns its tokens, [T]."""
+        """Prepare a step. dtype: of the scores. Returns its tokens, [T]."""
         positions, slots, tokens = [], [], []
         for piece in step.pieces:
             span = range(piece.start, piece.start + len(piece.tokens))
@@ -68,10 +69,11 @@ class PagedCache:
             slots += self.slots_of(piece, span)
         self.positions, self.slots, tokens = torch.tensor((positions, slots, tokens), device=device)
         like = torch.empty(0, device=device, dtype=dtype)
-        self.parts = []
+        self.parts = {window: [] for window in locals}
         for pieces in self.calls(step.pieces, device):
             part = Prompt if len(pieces[0].tokens) > 1 else Decodes.of
-            self.parts.append(part(self, pieces, local, like))
+            for window, local in locals.items():
+                self.parts[window].append(part(self, pieces, local, like))
         return tokens
 
     def copy_blocks(self, step: Step) -> None:
@@ -98,10 +100,12 @@ class PagedCache:
         rows += [[]] * (size - n)
         return [row + [0] * (4 + blocks - len(row)) for row in rows]
 
-    def begin_decodes(self, table: Tensor, local: LocalBias | None, like: Tensor) -> Tensor:
+    def begin_decodes(self, table: Tensor, locals: Windows, like: Tensor) -> Tensor:
         """As `begin`. table: [b, 4 + blocks] of `decodes_table`."""
         tokens, self.positions, self.slots, first = table[:, :4].unbind(1)
-        self.parts = [Decodes.masked(self, self.positions, first, table[:, 4:], local, like)]
+        rows = self.positions, first, table[:, 4:]
+        for window, local in locals.items():
+            self.parts[window] = [Decodes.masked(self, *rows, local, like)]
         return tokens
 
     def slots_of(self, piece: Piece, span: range) -> list[int]:
@@ -139,11 +143,12 @@ class PagedCache:
         k, v = k.squeeze(2).transpose(0, 1), v.squeeze(2).transpose(0, 1)  # [a_kv, T, d]
         keys.index_copy_(1, self.slots, k)
         values.index_copy_(1, self.slots, v)
-        if len(self.parts) == 1:
-            y = self.parts[0].attend(q, keys, values)
+        parts = self.parts[window_of(local)]
+        if len(parts) == 1:
+            y = parts[0].attend(q, keys, values)
         else:
-            rows = q.split([part.count for part in self.parts])
-            y = torch.cat([part.attend(x, keys, values) for part, x in zip(self.parts, rows)])
+            rows = q.split([part.count for part in parts])
+            y = torch.cat([part.attend(x, keys, values) for part, x in zip(parts, rows)])
         return y.flatten(1).unsqueeze(1)
 
     def copied(self, n: int, stored: Tensor, rows: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from planning.memory import (
     is_fused,
     is_ring,
     keeps_fp8_bytes,
+    local_share,
     lora_parameters,
     lora_widths,
     tokens_of,
@@ -273,7 +274,7 @@ def read_and_written(rank: Rank) -> tuple[float, float, float]:
     if model.qk_norm:
         context += HEAD_NORMS * (model.num_heads + rank.key_heads) * model.head_dim
     scores = 0 if rank.fused_attention else SCORES * model.num_heads * s / t
-    bias = LOCAL_BIAS * bias_heads(model, rank.layout) * s**2
+    bias = LOCAL_BIAS * local_share(model) * bias_heads(model, rank.layout) * s**2
     if is_ring(rank.layout):
         # This rank's queries, and half of the keys; a window hides more, which is not counted.
         bias /= 2 * rank.layout.cp

@@ -388,6 +388,7 @@ def attention_bytes(size: Sizes, in_fp8: bool, keys: float = 1.0) -> tuple[float
         kept += size.query if is_ring(layout) else size.result
     # A ring makes it again in backward.
     added = 0 if is_ring(layout) else bias_heads(model, layout) * size.s**2 * size.weight
+    added *= local_share(model)
     return kept + added, 0.0
 
 
@@ -427,6 +428,12 @@ def bias_heads(model: MoEConfig, layout: Layout) -> int:
     if model.positions == "alibi":
         return model.num_heads // layout.tp // (1 if is_ring(layout) else layout.cp)
     return int(model.sliding_window > 0)
+
+
+def local_share(model: MoEConfig) -> float:
+    """The share of layers that add something to their scores, of those of the whole model."""
+    pattern = model.window_pattern
+    return 1.0 if model.positions == "alibi" else pattern.count("1") / len(pattern)
 
 
 def ends(model: MoEConfig, layout: Layout, software: Software) -> tuple[Kept, Kept]:

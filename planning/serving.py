@@ -116,8 +116,8 @@ class Serving(NamedTuple):
         return self.machine.memory_bandwidth * self.engine.read
 
     def kept(self, tokens: float) -> float:
-        """How many of a sequence's tokens have keys that a sliding window leaves."""
-        return min(tokens, self.model.sliding_window or tokens)
+        """How many of a sequence's tokens have keys that some layer sees."""
+        return min(tokens, self.model.common_window or tokens)
 
     def cached(self, sequences: float, tokens: float) -> float:
         """Bytes of the keys and values of all ranks; each tensor-parallel one has all latents."""
@@ -381,7 +381,7 @@ def command_of(case: argparse.Namespace, x: Found) -> str:
     one = x.serving
     words = ["-m", "inference.serve", "--checkpoint", "CHECKPOINT", "--tp", one.tp, "--pp", one.pp]
     # Block 0 is scratch (serve.BlockPool).
-    tokens, window = case.input + case.output, one.model.sliding_window
+    tokens, window = case.input + case.output, one.model.common_window
     blocks = x.batch * math.ceil(one.kept(tokens) / BLOCK)
     # a prompt behind a window needs more while it is computed
     blocks = 1 + max(blocks, most_blocks(tokens, BLOCK, case.budget, window))

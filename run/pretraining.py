@@ -95,6 +95,7 @@ class Config(TextConfig):
     norm_eps: float | None = flag(None, "added to the variance in a norm")
     rotary_base: float | None = flag(None, "base of the rotary angles")
     rotary_share: float | None = flag(None, "share of a head that is rotated")
+    window_pattern: str | None = flag(None, "layers with the window: 1 or 0 each, repeated")
     rotary_factor: float | None = flag(None, "how far rotary angles are scaled; 1: not at all")
     rotary_scaling: str | None = flag(None, "of rotary angles", CHOICES["rotary_scaling"])
     rotary_original_length: int | None = flag(None, "tokens of a sequence before scaling")

@@ -302,6 +302,11 @@ def bias(v, k):
     return ("all", True) if linear else (qkv, False)
 
 
+def window_pattern(v, k):
+    """Megatron-LM: in every v-th layer there is none, or a list of 1 and 0."""
+    return "".join(map(str, v)) if isinstance(v, list) else "1" * (v - 1) + "0"
+
+
 def corpora(v, k):
     """[0.3, A, 0.7, B] -> 0.3:A 0.7:B"""
     words = v.split() if isinstance(v, str) else v
@@ -393,6 +398,7 @@ ROWS = (
     ("rotary_base", "rotary_base", ROTARY),
     # Megatron-LM counts the tokens before.
     ("sliding_window", "window_size", lambda v, k: v[0] + 1),
+    ("window_pattern", "window_attn_skip_freq", window_pattern),
     ("seq_length", "encoder_seq_length data.seq_length seq_length"),
     ("seq_length", "max_position_embeddings", lambda v, k: None if ROTARY(v, k) else v),
     ("tied", "share_embeddings_and_output_weights"),

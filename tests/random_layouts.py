@@ -168,6 +168,7 @@ def with_family(drawn: dict, seed: int) -> dict:
         flags["num_kv_heads"] = 2 if grouped else 4
     if family == "mistral-7b":
         flags["sliding_window"] = g.randint(1, 9)
+        flags["window_pattern"] = random.Random(flags["sliding_window"]).choice(["1", "10", "001"])
     flags |= parts_of_others(g, family)
     if "cp" in drawn["layout"] and flags.get("sliding_window") == 1:
         # Tokens that see only themselves have queries whose gradient is rounding.

@@ -44,7 +44,8 @@ BASES = {
     "lora": SMALL | LORA,
     "experts": SMALL | EXPERTS | LOSSES,
     # A ring of two ranks has blocks that the window cuts, and one that it hides.
-    "window": GROUPED | dict(model="mistral-7b", dropout=0.0, sliding_window=5),
+    "window": GROUPED
+    | dict(model="mistral-7b", dropout=0.0, sliding_window=5, window_pattern="10"),
     "alibi": SMALL | dict(model="bloom-560m", ffn_hidden_size=56, num_heads=8),
     "fp8": GROUPED | FP8 | dict(dropout=0.0),
     # What is a matter of all tokens of a micro-batch: transport plans, and which choices are

@@ -40,7 +40,7 @@ VALUES = dict(
     seed=5, log_every=2, profile=True, plan="h100", global_batch_size=4, data="OTHERS",
     attention_bias="qkv", mlp_bias=True, tied=True, norm_eps=0.1, rotary_base=10.0,
     rotary_share=0.5, init_std=0.1, adam_beta1=0.5, adam_beta2=0.5, decay_steps=1, fp8_history=1,
-    rotary_factor=4.0, rotary_scaling="yarn", rotary_original_length=64,
+    window_pattern="10", rotary_factor=4.0, rotary_scaling="yarn", rotary_original_length=64,
     lr_schedule="wsd", wsd_steps=2, ep_comm_overlap=True,
     kv_rank=8, query_rank=8, rope_head_dim=2, value_head_dim=2,
     cache="elsewhere", date="2026-11-26", encoder_layers=2, target_length=24,

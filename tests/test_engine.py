@@ -37,6 +37,7 @@ SHAPES = {
     "gpt": GPT_SHAPES[0],
     "llama": LLAMA_SHAPES[1],
     "window": LLAMA_SHAPES[1] | dict(sliding_window=7),
+    "windows": LLAMA_SHAPES[1] | dict(sliding_window=7, window_pattern="01"),
     "bloom": BLOOM,
     "qwen3": QWEN3,
     "gemma": GEMMA,
@@ -157,7 +158,7 @@ def tape(setattr) -> None:
 
 
 @pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
-@pytest.mark.parametrize("name", ["gpt", "llama", "window", "bloom"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "window", "windows", "bloom"])
 def test_captured_steps(name, sizes, monkeypatch):
     model = make(name)
     requests = make_requests(60)

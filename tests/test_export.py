@@ -35,6 +35,7 @@ FAMILIES = {
         **LLAMA_3_ANGLES,
         head_dim=24,
         sliding_window=5,
+        window_pattern="10",
         attention_bias="qkv",
         qk_norm=True,
         tied=True,

@@ -65,6 +65,8 @@ GROUPS |= dict(topk_group=2, num_experts_per_tok=3, moe_intermediate_size=20)
 LIMITED = "group_limited_greedy"
 MSCALE = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "mscale": 0.7}
 MSCALE |= {"mscale_all_dim": 0.9, "original_max_position_embeddings": 48}
+MIXED = dict(use_sliding_window=True, sliding_window=5)
+LOCAL_FIRST = ["sliding_attention", "full_attention"]
 # family -> (its name in transformers, fields of its configuration)
 FAMILIES = {
     "gpt1": ("openai-gpt", dict(n_positions=32)),
@@ -79,6 +81,8 @@ FAMILIES = {
     "qwen2": ("qwen2", SIZES),
     "qwen2 tied": ("qwen2", SIZES | dict(tie_word_embeddings=True)),
     "qwen3": ("qwen3", SIZES | dict(head_dim=16)),
+    "windows": ("qwen2", SIZES | MIXED | dict(layer_types=LOCAL_FIRST)),
+    "last window": ("qwen3", SIZES | MIXED | dict(head_dim=16, max_window_layers=1)),
     # with a token for padding, transformers leaves out the gradient of its embedding
     "gemma": ("gemma", SIZES | dict(num_key_value_heads=1, head_dim=16, pad_token_id=None)),
     "bloom, 8 heads": ("bloom", dict(seq_length=32, num_attention_heads=8)),
@@ -200,7 +204,7 @@ def test_generation(imported):
     """Token for token, of prompts in one batch, where transformers has one at a time; beyond the
     window; under tp 2, pp 2 and cp 2."""
     # what is of its own in each; a Gemma's one head of keys and values is not for two ranks
-    for_two = ["gpt2", "yarn", "mistral", "qwen3", "bloom, 6 heads", "mixtral"]
+    for_two = ["gpt2", "yarn", "mistral", "windows", "qwen3", "bloom, 6 heads", "mixtral"]
     layouts = [dict(tp=2), dict(pp=2), dict(cp=2)]
     expected = {family: greedy(family) for family in FAMILIES}
     for family in FAMILIES:
@@ -254,12 +258,12 @@ def test_yarn(scales):
     assert model.rotary_table(8, TOKENS.double())[0][0, 0].item() == pytest.approx(scale)
 
 
-def newest_of_the_batch(cache, x):
+def newest_of_the_batch(cache, x, columns):
     """The last columns of the padded prompts, not of each sequence."""
-    return x[:, :, -cache.columns :]
+    return x[:, :, -columns:]
 
 
-def not_modulo(cache, last, used):
+def not_modulo(cache, last, used, columns):
     """Column j holds position j."""
     return torch.arange(used).expand(len(last), -1)
 
@@ -284,7 +288,8 @@ def both(path: Path) -> tuple[list, list]:
     [
         ("mistral", "newest", newest_of_the_batch),
         ("mistral", "positions_in", not_modulo),
-        ("bloom, 6 heads", "update_mask", lambda cache, dtype, local: None),
+        ("windows", "positions_in", not_modulo),
+        ("bloom, 6 heads", "update_masks", lambda cache, dtype, locals: None),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -338,7 +343,7 @@ def test_bfloat16(family, imported):
 PRESETS = {
     "llama3.2-1b": dict(num_kv_heads=2),
     "mistral-7b": dict(num_kv_heads=2, sliding_window=5),
-    "qwen2.5-7b": dict(num_kv_heads=2),
+    "qwen2.5-7b": dict(num_kv_heads=2, sliding_window=5, window_pattern="10"),
     "qwen3-0.6b": dict(num_kv_heads=2, head_dim=16),
     "gemma-7b": dict(num_kv_heads=2, head_dim=16),
     "bloom-7b1": dict(num_heads=6, hidden_size=48),
@@ -379,13 +384,15 @@ FP8 = dict(fp8="delayed", fp8_scales="any", fp8_skip=0, micro_batch_size=2)
 @pytest.mark.repetition
 @pytest.mark.parametrize(
     "base",
-    [of_family("falcon-180b"), of_family("nemotron-3-8b"), SMALL | LONGER],
-    ids=["falcon-180b", "nemotron-3-8b", "yarn"],
+    [of_family(name) for name in ("falcon-180b", "nemotron-3-8b", "qwen2.5-7b")] + [SMALL | LONGER],
+    ids=["falcon-180b", "nemotron-3-8b", "windows", "yarn"],
 )
 def test_more_layouts(base):
-    """Of blocks side by side, of positions on a part of each head, of YaRN."""
+    """Of blocks side by side, of positions on a part of each head, of windows in some layers, of
+    YaRN."""
     more = [dict(cp=2), dict(cp=2, cp_kind="all-to-all", dropout=0.0), dict(recompute="full")]
-    more += [dict(pp=2, schedule="zb-h1"), dict(zero_stage=3, micro_batch_size=2)]
+    more += [dict(pp=2, num_layers=3, layer_split=[2, 1], schedule="zb-h1")]
+    more += [dict(pp=2, num_layers=4, virtual_stages=2), dict(zero_stage=3, micro_batch_size=2)]
     more += [dict(peft="lora", lora_rank=2, tp=2), dict(peft="adapter", adapter_size=4, tp=2)]
     more += [FP8 | dict(tp=2, sequence_parallel=True, recompute="full")]
     check(2, [base | layout for layout in more])
@@ -444,12 +451,9 @@ TWO_KINDS = ["full_attention", "sliding_attention"]
 BLOOM = "bloom, 6 heads"
 # family, changes of its config.json, and words of the refusal, with ".." between them
 REFUSED = [
-    (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-        "use_sliding_window is true; .. only false",
-    ),
-    ("qwen3", {"layer_types": TWO_KINDS}, "layer_types is .. one attention for all layers"),
+    ("llama", {"layer_types": TWO_KINDS}, "layer_types is .. one attention for all layers"),
+    ("qwen3", {"layer_types": [*TWO_KINDS, "full_attention"]}, "layer_types is .. for each layer"),
+    ("qwen2", {"layer_types": ["full_attention", "chunked"]}, "layer_types is .. for each layer"),
     ("llama", {"rope_parameters": LINEAR}, 'rope_parameters is .. "linear" .. rope_type llama3'),
     ("llama", {"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.5}}, "partial_rotary_"),
     (
@@ -525,7 +529,10 @@ NO_CLASS = [
     (dict(positions="alibi"), "no class .*: GPT2LMHeadModel has no positions alibi"),
     (dict(num_kv_heads=2), "GPT2LMHeadModel has no num_kv_heads 2"),
     (LLAMA | dict(qk_norm=True, mlp_bias=True), "LlamaForCausalLM has no qk_norm True"),
-    (LLAMA | dict(qk_norm=True, sliding_window=8), "MistralForCausalLM has no qk_norm True"),
+    (
+        LLAMA | dict(embedding_scale=True, sliding_window=8),
+        "MistralForCausalLM has no embedding_scale",
+    ),
     (LLAMA | dict(attention_bias="qkv", norm="layernorm"), "Qwen2ForCausalLM has no norm la"),
     (BLOOM_BUT | dict(head_dim=16, ffn_hidden_size=8), "has no ffn_hidden_size 8, head_dim 16$"),
     (dict(parallel_block=True), "GPT2LMHeadModel has no parallel_block True"),

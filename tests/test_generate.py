@@ -179,7 +179,7 @@ def no_mask(monkeypatch):
     attend = kv_cache.Cache.attend
 
     def attend_to_all(self, *args):
-        self.mask = None
+        self.masks = {}
         return attend(self, *args)
 
     monkeypatch.setattr(kv_cache.Cache, "attend", attend_to_all)

@@ -42,6 +42,7 @@ CASES = {
     "activation": ({}, "swiglu"),
     "positions": (dict(dropout=0.0), "alibi"),
     "sliding_window": (dict(dropout=0.0), 16),
+    "window_pattern": (dict(dropout=0.0, sliding_window=16), "10"),
     "tied": ({}, False),
     "rotary_share": (dict(positions="rotary", dropout=0.0), 0.5),
     "dropout": (dict(attention="explicit"), 0.0),

@@ -230,6 +230,7 @@ WITH = {
     "activations_checkpoint_granularity": ({}, "selective", dict(recompute="selective")),
     "recompute_granularity": ({}, "full", dict(recompute="full")),
     "recompute_activations": ({}, True, dict(recompute="selective")),
+    "window_attn_skip_freq": ({}, 3, dict(window_pattern="110")),
     "optim.sched.name": ({}, "PolynomialDecayAnnealing", dict(lr_schedule="linear")),
     "lr_decay_style": ({}, "WSD", dict(lr_schedule="wsd")),
     "lr_wsd_decay_iters": (dict(lr_decay_style="WSD"), 3, dict(wsd_steps=3)),

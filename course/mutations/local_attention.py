@@ -13,7 +13,7 @@ def slopes_of_the_first_rank(self, group):
 
 @bug(1, dict(sliding_window=8), first="step 1: output of blocks.0")
 @replaces(families.LocalBias, "__init__")
-def window_of_one_more(self, config, original=families.LocalBias.__init__):
+def window_of_one_more(self, config, layer=0, original=families.LocalBias.__init__):
     """A window of w tokens shows w + 1: the token itself is not counted."""
-    original(self, config)
+    original(self, config, layer)
     self.window += 1
