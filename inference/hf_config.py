@@ -161,7 +161,7 @@ def window_fields(hf_config: dict, num_layers: int) -> dict:
     types = hf_config.get("layer_types") or [LAYER_TYPES[n >= first] for n in range(num_layers)]
     if len(types) != num_layers or not set(types) <= {*LAYER_TYPES}:
         raise HuggingFaceError(
-            f"layer_types is {json.dumps(types)}; it has one of full_attention and sliding_attention for each layer"
+            f"layer_types is {json.dumps(types)}; {' or '.join(LAYER_TYPES)} for each layer"
         )
     pattern = "".join(str(LAYER_TYPES.index(name)) for name in types)
     if not (hf_config.get("use_sliding_window") and window and "1" in pattern):
