@@ -305,9 +305,10 @@ def newton_schulz(rank: Rank) -> float:
     h, d = model.hidden_size, model.head_dim
     heads = model.num_heads, model.num_kv_heads
     attention = 2 * sum(muon.flops((n * d, h)) for n in heads)
-    mlp = (2 + model.gated) * muon.flops((model.ffn_hidden_size, h))
+    sizes = model.ffn_hidden_size, model.expert_size, model.shared_ffn_size
+    mlp, expert, shared = ((2 + model.gated) * muon.flops((n, h)) for n in sizes)
     of_rank = stages_of(model, layout, software)[0]
-    flops = in_blocks(of_rank, (attention, mlp, model.num_experts // layout.ep * mlp))
+    flops = in_blocks(of_rank, (attention, mlp, model.num_experts // layout.ep * expert, shared))
     shards = (layout.shard, layout.expert_shard) if layout.zero_stage else (1, 1)
     products = sum(x / n / layout.tp for x, n in zip(flops, shards))
     nbytes = software.gradient * sum(in_blocks(of_rank, block_parameters(model, layout)))

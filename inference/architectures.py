@@ -286,7 +286,7 @@ class Architecture:
         """(where a module of ours lies, the number of its layer there)"""
         layer = re.search(r"\d+|$", module)[0]
         modules = self.modules
-        if layer and int(layer) in config.expert_layers:
+        if layer and int(layer) in getattr(config, "expert_layers", ()):
             modules = modules | self.experts
         location = modules.get(re.sub(r"\d+", "*", module))
         if module == "embedding.positions" and location:

@@ -177,6 +177,9 @@ def layer(
     waits = context(rank, core, core_backward)
     casts, casts_backward = fp8_casts(rank, in_fp8)
     tensor, tensor_again = tensor_waits(rank, all_reduce, weight_gradient)
+    # f and g of shared experts are their own.
+    of_shared = with_experts * bool(model.shared_ffn_size) * all_reduce
+    tensor, tensor_again = tensor + of_shared, tensor_again + of_shared
     if crosses:
         cross = cross_attention(rank, in_fp8)
         linear, weight_gradient, deferred = (
@@ -217,12 +220,12 @@ def products(rank: Rank, with_experts: float, in_fp8: float) -> tuple[float, flo
     forward = rank.matmul(flops, in_fp8)
     r = rank.software.lora_rank
     if r:
-        attention, mlp, _ = lora_parameters(model, rank.layout, r)
+        attention, mlp, *_ = lora_parameters(model, rank.layout, r)
         thin = rank.matmul(2 * rank.tokens * (attention + rank.mlps * mlp))
         # The base is frozen.
         return forward + thin, thin, 0.0
     # Weight gradients of experts are not in FP8, and come at once.
-    experts = with_experts * model.router_topk * mlp_matrices(model) / rank.met
+    experts = with_experts * model.router_topk * mlp_matrices(model, model.expert_size) / rank.met
     outside = rank.matmul((1 - experts) * flops, in_fp8)
     return forward, outside + rank.matmul(experts * flops), outside
 
@@ -236,10 +239,10 @@ def accumulated(rank: Rank, with_experts: float, crosses: bool = False) -> float
     if rank.layout.zero_stage >= 2 or fuses:
         return 0.0
     # Numbers that learn.
-    attention, mlp, experts = block_parameters(rank.model, rank.layout)
+    attention, mlp, *experts = block_parameters(rank.model, rank.layout)
     if software.lora_rank:
-        attention, mlp, experts = lora_parameters(rank.model, rank.layout, software.lora_rank)
-    held = (1 + crosses) * attention + (1 - with_experts) * mlp + with_experts * experts
+        attention, mlp, *experts = lora_parameters(rank.model, rank.layout, software.lora_rank)
+    held = (1 + crosses) * attention + (1 - with_experts) * mlp + with_experts * sum(experts)
     return (software.weight + ACCUMULATION) * held
 
 
@@ -254,7 +257,7 @@ def fp8_casts(rank: Rank, in_fp8: float) -> tuple[float, float]:
     keys = 2 * model.num_kv_heads * model.head_dim
     inputs = 2 * model.hidden_size + (heads + inner) / layout.tp
     outputs = 2 * model.hidden_size + (heads + keys + inner * (1 + model.gated)) / layout.tp
-    attention, mlp, experts = block_parameters(model, layout)
+    attention, mlp, experts, _ = block_parameters(model, layout)
     weights = attention + (experts if model.num_experts else mlp)
     if keeps_fp8_bytes(layout, software):
         weights /= 2 * layout.micro_batches

@@ -129,19 +129,27 @@ def stages_of(model: MoEConfig, layout: Layout, software: Software) -> Stages:
 # --- weights, gradients, optimizer state ----------------------------------------------------------
 
 
-def block_parameters(model: MoEConfig, layout: Layout) -> tuple[float, float, float]:
-    """Numbers that one rank has of one block: in one attention, in one MLP, in its experts."""
+def block_parameters(model: MoEConfig, layout: Layout) -> tuple[float, float, float, float]:
+    """Numbers that one rank has of one block: in one attention, in one MLP, in its experts, in its
+    shared experts."""
     whole = latent_matrices(model)
     attention = whole + (attention_matrices(model) - whole) / layout.tp
     mlp = mlp_matrices(model) / layout.tp
-    return attention, mlp, model.num_experts * mlp / layout.ep
+    expert, shared = (mlp * n / model.ffn_hidden_size for n in expert_sizes(model))
+    return attention, mlp, model.num_experts * expert / layout.ep, shared
 
 
-def lora_widths(model: MoEConfig, t: int, mlps: float) -> tuple[float, float]:
+def expert_sizes(model: MoEConfig) -> tuple[int, int]:
+    """Inner sizes of (one expert, the shared experts together)."""
+    return model.expert_size, model.shared_ffn_size
+
+
+def lora_widths(model: MoEConfig, t: int, mlps: float, inner: int = 0) -> tuple[float, float]:
     """Numbers of a token that (LoRA's A [r, in] read, its B [out, r] write) in one block with so
-    many MLPs. Of the two, that one is sharded whose other dimension tensor parallelism cuts
-    (adapters.follow)."""
-    h, heads, inner = model.hidden_size, model.num_heads * model.head_dim, model.ffn_hidden_size
+    many MLPs, by default of ffn_hidden_size. Of the two, that one is sharded whose other dimension
+    tensor parallelism cuts (adapters.follow)."""
+    h, heads = model.hidden_size, model.num_heads * model.head_dim
+    inner = inner or model.ffn_hidden_size
     keys, first, values = 2 * model.num_kv_heads * model.head_dim, 3 * h, heads
     if model.kv_rank:
         # Keys and values have none.
@@ -151,11 +159,14 @@ def lora_widths(model: MoEConfig, t: int, mlps: float) -> tuple[float, float]:
     return reads, (heads + keys) / t + h + mlps * (up * inner / t + h)
 
 
-def lora_parameters(model: MoEConfig, layout: Layout, r: int) -> tuple[float, float, float]:
-    """As `block_parameters`, of LoRA's matrices."""
+def lora_parameters(model: MoEConfig, layout: Layout, r: int) -> tuple[float, float, float, float]:
+    """As `block_parameters`, of LoRA's matrices. Shared experts have none."""
     attention = r * sum(lora_widths(model, layout.tp, 0))
-    mlp = r * sum(lora_widths(model, layout.tp, 1)) - attention
-    return attention, mlp, model.num_experts * mlp / layout.ep
+    mlp, expert = (
+        r * sum(lora_widths(model, layout.tp, 1, inner)) - attention
+        for inner in (model.ffn_hidden_size, model.expert_size)
+    )
+    return attention, mlp, model.num_experts * expert / layout.ep, 0.0
 
 
 def vocabulary(model: MoEConfig, layout: Layout) -> float:
@@ -164,16 +175,19 @@ def vocabulary(model: MoEConfig, layout: Layout) -> float:
 
 
 def in_blocks(
-    of_rank: tuple[Stage, ...], each: tuple[float, float, float], only_fp8: bool = False
+    of_rank: tuple[Stage, ...], each: tuple[float, float, float, float], only_fp8: bool = False
 ) -> tuple[float, float]:
     """(numbers outside the experts, numbers of the experts) in the blocks of a pipeline rank. each:
     as `block_parameters`."""
-    attention, mlp, experts = each
+    attention, mlp, experts, shared = each
+    if only_fp8:
+        shared = 0.0
     outside = inside = 0.0
     for stage in of_rank:
         for block, n in stage.blocks:
             if block.fp8 or not only_fp8:
-                outside += n * ((1 + block.crosses) * attention + (not block.experts) * mlp)
+                outside += n * (1 + block.crosses) * attention
+                outside += n * (shared if block.experts else mlp)
                 inside += n * experts * block.experts
     return outside, inside
 
@@ -339,8 +353,12 @@ def layer(model: MoEConfig, layout: Layout, software: Software, block: BlockType
     deferred = mlp_waits = 0.0
     if not size.frozen:
         matrix_bytes = size.weight if block.fp8 else 1
-        if not block.experts:
-            mlp_waits = (2 * size.whole + (2 + model.gated) * size.ffn) / matrix_bytes
+        ffn = size.ffn
+        if block.experts:
+            ffn *= model.shared_ffn_size / model.ffn_hidden_size
+        if ffn:
+            in_bytes = 1 if block.experts else matrix_bytes
+            mlp_waits = (2 * size.whole + (2 + model.gated) * ffn) / in_bytes
         waits = attentions * (2 * size.whole + size.query + size.result)
         waits += keys * (1 + size.narrow) * size.key_columns + 2 * size.latents
         if block.crosses and layout.sequence_parallel:
@@ -398,6 +416,7 @@ def mlp_bytes(size: Sizes, experts: bool, in_fp8: bool) -> float:
     down = size.ffn / size.weight if in_fp8 and not experts else size.ffn
     # ReLU keeps its result, which the next matrix reads.
     inner = (3 if model.gated else model.activation != "relu") * size.ffn + down
+    routed, shared = (inner * n / model.ffn_hidden_size for n in expert_sizes(model))
     kept = size.norm(size.x) + size.mask + (2 + model.gated) * size.lora
     if not experts:
         return kept + size.read(in_fp8) + inner
@@ -405,7 +424,10 @@ def mlp_bytes(size: Sizes, experts: bool, in_fp8: bool) -> float:
     rows = min(1.0, model.capacity_factor or 1.0) * model.router_topk
     # The router's input in 32 bits; what goes to the experts and what comes back.
     router = 0.0 if size.frozen else size.x * size.widened
-    return kept + router + rows * (2 * size.whole + inner)
+    if shared and size.widened > 1:
+        # What their matrices read; the router's copy in 32 bits is another one.
+        shared += size.x
+    return kept + router + rows * (2 * size.whole + routed) + shared + model.shared_gate * size.x
 
 
 def waits_for_w(layout: Layout) -> bool:
@@ -557,8 +579,8 @@ def buffers(model: MoEConfig, layout: Layout, software: Software, rank: int) -> 
     size = Sizes(model, layout, software, model.seq_length + model.target_length)
     of_head = Sizes(model, layout, software, tokens_of(model, bool(model.cross_layers)))
     of_rank = stages_of(model, layout, software)[rank]
-    attention, mlp, experts = block_parameters(model, layout)
-    block = (2 if model.cross_layers else 1) * attention + max(mlp, experts)
+    attention, mlp, experts, shared = block_parameters(model, layout)
+    block = (2 if model.cross_layers else 1) * attention + max(mlp, experts + shared)
     is_end = of_rank[0].embedding or of_rank[-1].head
     # a unit, while its neighbour is on the way
     units = block + max(block, is_end * vocabulary(model, layout))

@@ -162,6 +162,20 @@ PRESETS: dict[str, tuple[dict, float]] = {
         | _experts(128, 8, 768),
         30_532_122_624,
     ),
+    # arXiv 2405.04434, appendix B, and 2412.19437, section 4.2: as pretrained, on 4096 tokens
+    "deepseek-v2-lite": (
+        _llama2(27, 2048, 16, 10944, vocab_size=102400, norm_eps=1e-6)
+        | dict(kv_rank=512, head_dim=192, rope_head_dim=64, value_head_dim=128)
+        | _experts(64, 6, 1408, shared_ffn_size=2816, first_dense_layers=1, normalise_topk=False),
+        15_706_484_224,
+    ),
+    "deepseek-v3": (
+        _llama2(61, 7168, 128, 18432, vocab_size=129280, norm_eps=1e-6)
+        | dict(kv_rank=512, query_rank=1536, head_dim=192, rope_head_dim=64, value_head_dim=128)
+        | _experts(256, 8, 2048, shared_ffn_size=2048, first_dense_layers=3, aux_loss=0.0)
+        | dict(router="bias", router_scale=2.5, expert_groups=8, topk_groups=4),
+        671_026_404_352,
+    ),
     # arXiv 2403.08295, as released
     "gemma-2b": (_gemma(18, 2048, 8, 16384, num_kv_heads=1), 2_506_172_416),
     "gemma-7b": (_gemma(28, 3072, 16, 24576), 8_537_680_896),

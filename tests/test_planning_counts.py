@@ -74,6 +74,12 @@ LAYOUTS = {
     "hybrid, experts": (MIXTRAL | HYBRID | dict(ep=4, tp=2, pp=2, zero_stage=1), 128, [0, 127]),
     "one expert on each rank": (MIXTRAL | dict(ep=8, zero_stage=2), 32, [0]),
     "two experts on each rank": (MIXTRAL | dict(ep=4, tp=2, zero_stage=1), 64, [0]),
+    "small and shared experts": (
+        dict(model="qwen1.5-moe-a2.7b", num_layers=4, first_dense_layers=1, router="bias")
+        | dict(aux_loss=0.0, tp=2, ep=4, pp=2, zero_stage=1),
+        32,
+        [0, 31],
+    ),
     "experts in half of the layers": (
         GPT | dict(num_experts=4, expert_every=2, ep=4, pp=2),
         16,

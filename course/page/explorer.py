@@ -22,7 +22,7 @@ import json
 from pathlib import Path
 
 from base import terminal
-from base.model_config import MoEConfig, block_matrices, mlp_matrices
+from base.model_config import MoEConfig, block_matrices, latent_matrices, mlp_matrices
 from benchmarks import style
 from planning import drawing
 from run.presets import PRESETS
@@ -36,6 +36,7 @@ TEXTS = json.loads((ROOT / "course" / "page" / "examples.json").read_text())
 FIELDS = (
     "num_layers hidden_size num_heads num_kv_heads head_dim ffn_hidden_size seq_length vocab_size"
     " attention norm positions tied sliding_window expert_every router router_topk"
+    " first_dense_layers"
 ).split()
 SCRIPTS = "formulas settings schedules time memory".split()
 PARTS = ("weights", "gradients", "optimizer state", "activations")
@@ -47,7 +48,10 @@ def model(name: str, shape: dict) -> dict:
     # With experts, because without them their fields are reset.
     config = MoEConfig(**shape | {"num_experts": experts or 8})
     attention = block_matrices(config, 0) // config.num_layers
-    matrices = {"attention_matrices": attention, "mlp_matrices": mlp_matrices(config)}
+    matrices = {"attention_matrices": attention, "latent_matrices": latent_matrices(config)}
+    sizes = {"mlp": config.ffn_hidden_size, "expert": config.expert_size}
+    for part, size in (sizes | {"shared": config.shared_ffn_size}).items():
+        matrices[f"{part}_matrices"] = size * mlp_matrices(config, 1)
     fields = {field: getattr(config, field) for field in FIELDS}
     why = next(text for start, text in TEXTS["models"].items() if name.startswith(start))
     return fields | matrices | {"num_experts": experts, "why": why}

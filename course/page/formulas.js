@@ -177,14 +177,19 @@ function brokenRule(model, { t, p, v, dp, cp, ep, sp }) {
 // learned positions. The first pipeline rank has the embedding, the last the head, which may be it.
 function matrices(model, rank, { t, p, v, ep }) {
   const { num_layers: L, hidden_size: h, num_experts: e, vocab_size: V } = model;
-  const { attention_matrices: attention, mlp_matrices: mlp } = model;
+  const { attention_matrices: attention, latent_matrices: latents, mlp_matrices: mlp } = model;
+  const { expert_matrices: expert, shared_matrices: shared, first_dense_layers: dense } = model;
   const layers = range(L).filter((i) => Math.floor((i * p * v) / L) % p === rank);
-  const withExperts = layers.filter((i) => e && (i + 1) % model.expert_every === 0).length;
+  const withExperts = layers.filter(
+    (i) => e && i >= dense && (i + 1) % model.expert_every === 0,
+  ).length;
   const vocabularies = (rank === 0) + (rank === p - 1 && (p > 1 || !model.tied));
   const mlps = layers.length - withExperts;
-  const outside = (layers.length * attention + mlps * mlp + vocabularies * h * V) / t;
+  const ofMlps = mlps * mlp + withExperts * shared;
+  const cut = layers.length * (attention - latents) + ofMlps + vocabularies * h * V;
+  const outside = cut / t + layers.length * latents;
   const positions = rank === 0 && model.positions === "learned" ? h * model.seq_length : 0;
-  return [outside, (withExperts * e * mlp) / ep / t, positions];
+  return [outside, (withExperts * e * expert) / ep / t, positions];
 }
 
 // Bytes of weights, gradients and optimizer state: in mixed precision 2, 4 and 12 for each
