@@ -650,6 +650,8 @@ class ExpertLayers(dict[int, MoE]):
         if not counted:
             return
         loads = torch.stack([counts[: -len(ROUTER_STATS)] for counts in counted])  # [layers, E]
+        # as-rank routes on the CPU, and computes on the meta device.
+        loads = loads.to(taken.device)
         if group:
             dist.all_reduce(loads, group=group)
         for layer, load in zip(balanced, loads):

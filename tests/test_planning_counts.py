@@ -76,7 +76,7 @@ LAYOUTS = {
     "two experts on each rank": (MIXTRAL | dict(ep=4, tp=2, zero_stage=1), 64, [0]),
     "small and shared experts": (
         dict(model="qwen1.5-moe-a2.7b", num_layers=4, first_dense_layers=1, router="bias")
-        | dict(aux_loss=0.0, tp=2, ep=4, pp=2, zero_stage=1),
+        | dict(num_experts=64, aux_loss=0.0, tp=2, ep=4, pp=2, zero_stage=1),
         32,
         [0, 31],
     ),
@@ -169,7 +169,7 @@ ENCODERS = {
 # what another of LAYOUTS covers in part
 MORE = ["fp8", "fp8, sequence", "fp8, scores", "lora, experts", "lora, zb-h1, fp8", "qwen3"]
 MORE += ["some layers, selective", "zb-h1, sequence", "zb-h1, full", "pipeline, full"]
-MORE += ["latents, ring", "latents, zb-h1", "latents, exchanged"]
+MORE += ["small and shared experts", "latents, ring", "latents, zb-h1", "latents, exchanged"]
 MORE += ["falcon, explicit", "nemotron, fp8"]
 MORE += ["experts, interleaved", "bert, zb-h1", "bert, heads", "t5", "t5, sequence", "t5, zb-h1"]
 
