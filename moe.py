@@ -36,8 +36,9 @@ An expert layer differs from a dense layer:
 - Experts have no biases.
 
 Not covered: all-to-alls that send only a shard of the tokens from each tensor-parallel rank; a
-tensor-parallel size of experts other than attention's; experts that all tokens share; other rules
-for dropping tokens; router biases, expert groups and jitter (all in Megatron-LM).
+tensor-parallel size of experts other than attention's; one g for shared experts and the others;
+shared experts in FP8; other rules for dropping tokens; jitter (all in Megatron-LM); DeepSeek-V3's
+load-balancing loss of each sequence.
 """
 
 import dataclasses

@@ -177,9 +177,6 @@ def layer(
     waits = context(rank, core, core_backward)
     casts, casts_backward = fp8_casts(rank, in_fp8)
     tensor, tensor_again = tensor_waits(rank, all_reduce, weight_gradient)
-    # f and g of shared experts are their own.
-    of_shared = with_experts * bool(model.shared_ffn_size) * all_reduce
-    tensor, tensor_again = tensor + of_shared, tensor_again + of_shared
     if crosses:
         cross = cross_attention(rank, in_fp8)
         linear, weight_gradient, deferred = (
@@ -310,8 +307,11 @@ def tensor_waits(rank: Rank, all_reduce: float, weight_gradient: float) -> tuple
     beside the input gradient.
     """
     exchange = key_copies(rank)
-    waits = exchange
     model = rank.model
+    if model.shared_ffn_size:
+        # Shared experts have an f and a g of their own.
+        exchange += len(model.expert_layers) / model.num_layers * all_reduce
+    waits = exchange
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.hidden_size
     sums = sum_of_inputs(rank, all_reduce), all_reduce
     for seconds, share in zip(sums, (min(1 / 4, qkv / rank.met), 1 / 4)):
