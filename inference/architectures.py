@@ -33,7 +33,8 @@ weight: with even load, every layer contributes 1 here, and all layers together 
 without a window is exported as the Llama that it is.
 
 Not covered: capacity and z-loss, for which config.json has no field; files with fused experts, as
-transformers 5 writes them when told to; windows in some layers, but for a Qwen's.
+transformers 5 writes them when told to; windows in some layers, but for a Qwen's; DeepSeek's
+modules of multi-token prediction, and its heads with pairs in halves (rope_interleave false).
 """
 
 import dataclasses
