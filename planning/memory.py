@@ -200,12 +200,12 @@ def parameters(
     of_rank = stages_of(model, layout, software)[rank]
     outside, experts = in_blocks(of_rank, block_parameters(model, layout))
     ends = of_rank[0].embedding + of_rank[-1].head
-    if model.tied and (layout.pp == 1 or layout.placement.v_shaped):
-        ends = min(ends, 1)
+    if model.tied and layout.pp == 1:
+        ends = 1
     if model.mtp_layers and of_rank[-1].head:
         outside += 2 * model.mtp_layers * model.hidden_size**2
         # The modules read a copy of the embedding; of a tied one the head has it.
-        ends += layout.pp > 1 and not model.tied and not layout.placement.v_shaped
+        ends += layout.pp > 1 and not model.tied
     if model.head_transform and of_rank[-1].head:
         outside += model.hidden_size**2
     return outside + ends * vocabulary(model, layout), experts
@@ -256,6 +256,13 @@ def state(
         second = 0, 0, software.gradient
         over = layout.zero_stage, layout.shard, layout.ep
         others[-1] -= least_memory.sharded(matrices, matrices, second, *over)[-1]
+    if rank == 0 and layout.placement.v_shaped and (model.tied or model.mtp_layers):
+        # Both copies are here: one state, and without ZeRO one storage (share_tied).
+        copy = vocabulary(model, layout), 0
+        over = layout.zero_stage, layout.shard, layout.ep
+        weight, _, of_state = least_memory.sharded(copy, copy, number_bytes, *over)
+        held -= 0 if layout.zero_stage else weight
+        others[-1] -= 0 if software.lora_rank else of_state
     return held, *others
 
 

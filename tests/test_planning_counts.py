@@ -24,6 +24,7 @@ from sharding import num_parameters
 MARGIN, OF_ACTIVATIONS = 0.01, 0.03
 
 ZB_H1 = dict(schedule="zb-h1", pp=4)
+V = dict(pp=4, virtual_stages=2, num_layers=16)
 SEQUENCE = dict(sequence_parallel=True)
 EXPLICIT = dict(attention="explicit", dropout=0.1, model="gpt3-20b")
 FULL = dict(recompute="full")
@@ -53,6 +54,9 @@ LAYOUTS = {
     "interleaved, full": (LLAMA | FULL | dict(num_layers=16, pp=4, virtual_stages=4), 64, [0, 63]),
     "uneven": (GPT | dict(num_layers=12, pp=4, layer_split=[2, 4, 4, 2]), 16, [0, 4]),
     "zb-h1": (ZB_H1 | LLAMA | dict(zero_stage=1), 16, [0, 12]),
+    "zb-v": (V | LLAMA | dict(schedule="zb-v", zero_stage=1), 16, [0, 12]),
+    "zb-v, tied": (V | GPT | dict(schedule="zb-v", zero_stage=2), 16, [0, 4, 12]),
+    "dualpipe-v": (V | LLAMA | dict(schedule="dualpipe-v", recompute="full"), 16, [0, 12]),
     "zb-h1, full": (ZB_H1 | LLAMA | FULL, 16, [0, 12]),
     "zb-h1, sequence": (ZB_H1 | SEQUENCE | GPT | dict(tp=4, zero_stage=2), 512, [0, 511]),
     "zb-h1, experts, full": (
@@ -169,6 +173,7 @@ ENCODERS = {
 # what another of LAYOUTS covers in part
 MORE = ["fp8", "fp8, sequence", "fp8, scores", "lora, experts", "lora, zb-h1, fp8", "qwen3"]
 MORE += ["some layers, selective", "zb-h1, sequence", "zb-h1, full", "pipeline, full"]
+MORE += ["zb-v", "dualpipe-v"]
 MORE += ["small and shared experts", "latents, ring", "latents, zb-h1", "latents, exchanged"]
 MORE += ["falcon, explicit", "nemotron, fp8"]
 MORE += ["experts, interleaved", "bert, zb-h1", "bert, heads", "t5", "t5, sequence", "t5, zb-h1"]
