@@ -1,11 +1,11 @@
-"""The lesson of moe.py: a plan by hand, temperature, capacity."""
+"""The lesson of moe.py's routers: a plan by hand, temperature, biases, capacity."""
 
 import torch
 from torch import Tensor
 
 from base import transport_plan
 from course import demo, form
-from moe import MoEConfig, Routing, SinkhornRouter, TopKRouter
+from moe import BiasRouter, MoEConfig, Routing, SinkhornRouter, TopKRouter
 
 WITHOUT = form.Removals()
 
@@ -56,6 +56,7 @@ def teach(lesson: form.Lesson) -> None:
     with lesson.removed():
         plan_by_hand(lesson)
         temperature(lesson)
+    biases(lesson)
     capacity(lesson)
 
 
@@ -91,9 +92,7 @@ def temperature(lesson: form.Lesson) -> None:
         " or that of 0.02?",
         "even load",
     )
-    # 3 directions for 8 experts: raw logits are far from even
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(n, 3, generator=generator) @ torch.randn(3, e, generator=generator)
+    logits = uneven_logits(n, e)
     largest = {"raw logits": int(loads(logits).max())}
     for t in (1.0, 0.3, 0.1, 0.02):
         largest[f"plan, temperature {t}"] = int(
@@ -106,6 +105,37 @@ def temperature(lesson: form.Lesson) -> None:
         f"even is {n // e}; the largest load is {at_1:,} at temperature 1, {at_002:,} at 0.02",
         n // e <= at_002 < 1.05 * n // e < at_1,
         [n // e],
+    )
+
+
+def uneven_logits(n: int, e: int) -> Tensor:
+    """[n, e], of 3 directions: raw logits are far from even."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(n, 3, generator=generator) @ torch.randn(3, e, generator=generator)
+
+
+def biases(lesson: form.Lesson) -> None:
+    n, e, steps = 4096, 8, 400
+    lesson.predict(
+        f"The same tokens, router bias: after each step a bias grows or shrinks by 0.001. After"
+        f" {steps} steps, what is the largest load? By how much can a bias have changed at most?",
+        "largest load; bias at most",
+    )
+    router, logits = BiasRouter(config_of(num_experts=e, router="bias")), uneven_logits(n, e)
+    largest = []
+    for _ in range(steps):
+        load = loads(router.scores(logits, training=True))
+        largest.append(int(load.max()))
+        router.balance(load.double(), torch.tensor(1.0))
+    factors = router.probabilities(logits, logits.topk(1).indices)
+    lesson.check(
+        f"largest load {largest[0]:,} at first, {largest[-1]} after; the largest bias is"
+        f" {router.bias.abs().max():.3f}, at most {steps * router.rate:g}. No loss was needed, and"
+        " the factors are sigmoids without a bias",
+        largest[-1] < 1.05 * n // e < largest[0]
+        and router.bias.abs().max() <= steps * router.rate + 1e-6
+        and factors.equal(logits.amax(1, keepdim=True).sigmoid()),
+        [n // e, steps * router.rate],
     )
 
 

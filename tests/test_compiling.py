@@ -135,7 +135,10 @@ def with_messages(group) -> dict:
             lambda x: context_parallel._AllToAll.apply(x, group, 1, 2),
             (q,),
         ),
-        ("moe", "_AllToAll"): (lambda x: moe._AllToAll.apply(x, [3, 3], [3, 3], group), (rows,)),
+        ("moe", "_AllToAll"): (
+            lambda x: moe._AllToAll.apply(x, [3, 3], [3, 3], group, None),
+            (rows,),
+        ),
         ("finetune.preference", "_GatherValues"): (
             lambda x: preference.gather_values(x[..., 0], group),
             (x,),
