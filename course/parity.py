@@ -288,8 +288,10 @@ def scores_with_margin(result: Result, routing, original, logits, training):
     if len(scores) and routing.k < scores.shape[1]:
         # The last score that is chosen, and the first that is not.
         largest = scores.sort(descending=True).values[:, routing.k - 1 : routing.k + 1]
-        margin = (largest[:, 0] - largest[:, 1]) / largest.abs().amax(1)
-        result.margin = min(result.margin, margin.min().item())
+        # -inf where groups of experts decide alone; their ties are not looked at.
+        largest = largest[largest[:, 1].isfinite()]
+        margins = (largest[:, 0] - largest[:, 1]) / largest.abs().amax(1)
+        result.margin = min([result.margin, *margins.tolist()])
     return scores
 
 

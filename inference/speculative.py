@@ -52,7 +52,7 @@ class Speculation:
             self.cache.begin_decode(list(range(first, first + n)), self.runner.device)
         else:
             self.cache.begin_prefill([n - 1])
-        self.cache.update_mask(self.runner.dtype, self.runner.local)
+        self.cache.update_masks(self.runner.dtype, self.runner.locals)
         return Context(rotary=self.runner.rotary_at(self.cache, n))
 
     def rows(self, x: Tensor, first: int) -> Tensor:

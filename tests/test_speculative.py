@@ -77,7 +77,7 @@ def rejected_stay(monkeypatch):
 
 
 def drafts_are_seen(monkeypatch):
-    monkeypatch.setattr(Cache, "update_mask", lambda self, *_: setattr(self, "mask", None))
+    monkeypatch.setattr(Cache, "update_masks", lambda self, *_: setattr(self, "masks", {}))
 
 
 @pytest.mark.parametrize("mutate", [rejected_stay, drafts_are_seen])
