@@ -32,8 +32,9 @@ An expert layer differs from a dense layer:
 - A first, small all-to-all tells each rank how many rows it will receive. On a GPU the host waits
   for these counts. With --ep-comm-overlap the rows travel while another micro-batch is computed.
 - The rows that an expert received are kept for backward. Full recomputation repeats the all-to-alls
-  of rows. Under ZB-H1 (pipeline_parallel.py) experts' weight gradients are not deferred.
-- Experts have no biases.
+  of rows. Zero-bubble schedules do not defer experts' weight gradients (pipeline_parallel.py).
+- Experts have no biases. DeepSeek's are smaller than an MLP (expert_ffn_size), and an MLP that all
+  tokens go through, the shared experts (shared_ffn_size), is added to y.
 
 Not covered: all-to-alls that send only a shard of the tokens from each tensor-parallel rank; a
 tensor-parallel size of experts other than attention's; one g for shared experts and the others;
@@ -77,9 +78,9 @@ from sharding import Shard, keep_dtype, local_part, shard_of, shard_parameter, s
 #     topk        The k largest logits. One loss pulls towards even load (Switch, arXiv 2101.03961,
 #                 eq. 4-6), another keeps logits small (ST-MoE, arXiv 2202.08906, eq. 5).
 #     bias        The k largest of sigmoid(z) + b, without a loss (arXiv 2408.15664, algorithm 1).
-#                 The bias of an expert is no weight: after each step it grows by u where the
-#                 expert had less than the mean load of the whole batch, else it shrinks by u. It
-#                 chooses experts, and is no part of their factors.
+#                 The bias of an expert is no weight: after each step it grows by u (the field
+#                 bias_rate) where the expert had less than the mean load of the whole batch, else
+#                 it shrinks by u. It chooses experts, and is no part of their factors.
 #
 #     logits  e0  e1       plan, temperature 1      temperature 0.02
 #     t0     2.0 1.0       .10  .15  -> e1          -> e1
@@ -647,15 +648,16 @@ class ExpertLayers(dict[int, MoE]):
         group: the ranks that saw other tokens, for one all-reduce; taken: as in fp8.Scaling."""
         balanced = [layer for layer in self.values() if isinstance(layer.router, BiasRouter)]
         # Frozen routers have no statistics.
-        counted = [layer.routing.statistics for layer in balanced if layer.training]
-        if not counted:
+        balanced = [layer for layer in balanced if layer.training]
+        if not balanced:
             return
-        loads = torch.stack([counts[: -len(ROUTER_STATS)] for counts in counted])  # [layers, E]
+        counted = [layer.routing.statistics[: -len(ROUTER_STATS)] for layer in balanced]
+        loads = torch.stack(counted)  # [layers, E]
         # as-rank routes on the CPU, and computes on the meta device.
         loads = loads.to(taken.device)
         if group:
             dist.all_reduce(loads, group=group)
-        for layer, load in zip(balanced, loads):
+        for layer, load in zip(balanced, loads, strict=True):
             layer.router.balance(load, taken)
 
     def statistics(

@@ -14,7 +14,7 @@
     rank 2    .. .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- F4 B3       and dots are idle time: the
     rank 3    .. .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- F4       bubble
 
-    python -m course.schedules      a lesson: time lines of the four, bubbles, activations in flight
+    python -m course.schedules      a lesson: time lines, bubbles, activations in flight
 
 An action is (op, chunk, micro_batch). The ops are F, forward; B, backward; and for zero-bubble
 schedules I, the input gradient, and W, the weight gradient, instead of B.

@@ -414,8 +414,9 @@ def surprises(trainer, world: World, start: int):
         yield "--precision tf32: the same as fp32 here; only GPUs have TF32 multiplications"
     if trainer.fp8:
         yield from surprises_of_fp8(trainer)
-    balanced = trainer.task.learned.balances_experts
-    if model.num_experts and balanced and config.micro_batch_size is None:
+    balanced = model.num_experts and trainer.task.learned.balances_experts
+    within = model.router != "bias" or model.capacity_factor or model.aux_loss
+    if balanced and within and config.micro_batch_size is None:
         micro = trainer.micro_batch
         yield (
             f"experts are balanced within a micro-batch, here of {micro} sequences: for the same "
