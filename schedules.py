@@ -31,6 +31,7 @@ V-Min, which hold less (arXiv 2405.15362).
 
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -247,6 +248,10 @@ def make(name: str, p: int, m: int, v: int = 1, overlap: bool = False) -> Schedu
     if overlap:
         simulate([join_pairs(actions) for actions in schedule], Cost(), placement)
     return schedule
+
+
+# The same list each time: a pipeline adds its transfers once.
+cached = lru_cache(maxsize=64)(make)
 
 
 def lists(name: str, p: int, m: int, v: int = 1, overlap: bool = False) -> Schedule:

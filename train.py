@@ -95,8 +95,7 @@ class Trainer:
             options = placement, config.cp * config.sequence_shards, config.ep_comm_overlap, tp
             self.pipeline = pipeline_parallel.Pipeline(self.stages, channels, *options)
             m = config.global_batch_size // self.dp // self.micro_batch
-            sizes = config.pp, m, placement.v, config.ep_comm_overlap
-            self.schedule = schedules.make(config.pipeline_schedule, *sizes)
+            self.schedule = config.pipeline_lists(m)
         if config.fp8_recipe:
             import fp8
 
@@ -181,6 +180,9 @@ class Trainer:
 
     def forward_backward(self, step: int, dataset) -> torch.Tensor:
         """Sum the gradient of a step on what the task takes from a data.Dataset."""
+        if self.pipeline and self.config.rampup_batch_size:
+            m = len(self.task.samples(step)) // self.dp // self.micro_batch
+            self.schedule = self.config.pipeline_lists(m)
         return self.sum_gradients(step, self.task.data_of_step(step, dataset))
 
     def sum_gradients(self, step: int, dataset) -> torch.Tensor:

@@ -118,6 +118,8 @@ class Run:
             adapter_layers.OUTPUT_STD = 0.02
         self.trainer = trainer.Trainer(config, device, self.groups, config.task())
         self.dataset = dataset_for(self.trainer)
+        # Sequences of this step.
+        self.batch = config.global_batch_size
         self.result = Result()
         for layer in self.trainer.expert_layers.values():
             original = layer.routing.scores
@@ -139,6 +141,7 @@ class Run:
         self.note_reference(steps)
         for step in range(1, steps + 1):
             self.outputs.clear()
+            self.batch = len(t.task.global_batch(step))
             # [1]: what a bug does to all-reduces of scalars is for the trainer, not for this sum
             loss = t.forward_backward(step, self.dataset).reshape(1)
             if self.world > 1:
@@ -205,7 +208,7 @@ class Run:
     def note_output(self, name: str, layer, args, output: Tensor) -> None:
         """output: [b, s, h] of the embedding and of blocks, or a shard of the sequence; [b, s] of
         the head. An entry for each sample and each run of neighbouring positions."""
-        batch, parts = self.trainer.config.global_batch_size, self.parts_of(name)
+        batch, parts = self.batch, self.parts_of(name)
         at = self.positions(parts, output.shape[1])
         # Places where a position does not follow the one before.
         cuts = [n for n in range(1, len(at)) if at[n] != at[n - 1] + 1]

@@ -6,6 +6,7 @@ matrix. The band at a step is twice their largest relative difference so far (ve
 often a run without a bug leaves it).
 """
 
+import math
 from functools import partial, partialmethod
 
 import torch
@@ -57,7 +58,9 @@ def losses_in_another_order(rank: int, layout: dict, steps: int, parts: int) -> 
     Products of the matrices that tensor parallelism shards by rows, and all in FP8, are added in
     `parts` parts. The samples of a step have another order, and other micro-batches if there are no
     experts and no FP8, whose scales are those of a micro-batch."""
-    batch = layout["global_batch_size"]
+    # Micro-batches divide each size of a ramp-up.
+    batch_sizes = config_of(layout).batch_sizes
+    batch = math.gcd(batch_sizes.start, batch_sizes.step)
     # The number of sequences that stay together.
     pair = 2 if layout["command"] == PreferenceConfig.name_in_messages() else 1
     fixed = layout["num_experts"] or layout["fp8"] != "off"

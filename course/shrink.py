@@ -204,8 +204,12 @@ def shrink_batch(config: RunConfig, world: int, pp: int, dp: int) -> dict:
         m = pp * min(m // config.pp, 2)
     else:
         m = min(m, 2 * pp if pp > 1 else 3)
-    b = min(b, 2)
-    return dict(micro_batch_size=b, global_batch_size=b * m * dp)
+    b, ramp = min(b, 2), {}
+    if config.rampup_batch_size:
+        # The first step has the least that its schedule takes, and the second one all.
+        m = 4 * pp
+        ramp = dict(rampup_batch_size=[b * 2 * pp * dp, b * 2 * pp * dp, 1])
+    return dict(micro_batch_size=b, global_batch_size=b * m * dp) | ramp
 
 
 def shrink_fp8(config: RunConfig, layout: dict, tp: int) -> dict:

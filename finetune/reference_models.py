@@ -11,8 +11,6 @@ policy. What differs is in the tasks below (run/task.py has all functions). All 
 same rows: R rows of s tokens, into which the answers of a step are packed (answer_rows.py).
 """
 
-from functools import lru_cache
-
 from torch import Tensor
 
 import schedules
@@ -33,10 +31,7 @@ def beside(policy: Trainer, task: Task, config) -> Task:
 def schedule_of(config, m: int) -> schedules.Schedule:
     """A pipeline's schedule of m micro-batches. It is the same list each time, so its transfers are
     added once."""
-    return cached_schedule(config.pipeline_schedule, config.pp, m, config.virtual_stages)
-
-
-cached_schedule = lru_cache(maxsize=64)(schedules.make)
+    return schedules.cached(config.pipeline_schedule, config.pp, m, config.virtual_stages)
 
 
 class OnRows(Task):

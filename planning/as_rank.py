@@ -167,6 +167,8 @@ def run_step(trainer, m: int) -> Step:
     whole = trainer.config, trainer.schedule
     sequences = m * trainer.micro_batch * trainer.dp
     trainer.config = dataclasses.replace(trainer.config, global_batch_size=sequences)
+    # The answer is about a step after a ramp-up.
+    trainer.config.rampup_batch_size = None
     kept = Kept(p for stage in trainer.stages for p in stage.parameters())
     actions = None
     if trainer.schedule:

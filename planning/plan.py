@@ -35,6 +35,7 @@ UNPREDICTED = {
     "below 1% of a step: the norm, a scale for each product, biases, rows of padding": (
         "grad_clip fp8_block fp8_history attention_bias mlp_bias make_vocab_size_divisible_by"
     ),
+    "before the steps that are predicted": "rampup_batch_size",
     "outside of the steps": (
         "steps eval_every save_every keep resume load out log_every max_bad_steps timeout plan"
         " tensorboard profile device sample_prompt cache"
@@ -141,9 +142,12 @@ def predict(config: Config, ranks: int, s: int | None = None) -> dict[str, float
         raise ConfigError(f"--plan {config.plan}: {e}") from None
 
 
-def describe(seconds: dict[str, float], name: str, fp8: str = "off") -> str:
+def describe(seconds: dict[str, float], config: Config) -> str:
     """The prediction, for the start of a run."""
+    name, after = config.plan, " after the ramp-up" if config.rampup_batch_size else ""
     parts = [f"{part} {value:.3g}" for part, value in seconds.items() if value]
-    precision = "bf16" if fp8 == "off" else "FP8"
+    precision = "bf16" if config.fp8 == "off" else "FP8"
     where = f" on {name} in {precision}" if name in MACHINES else ""
-    return f"--plan {name}: a step of {sum(seconds.values()):.3g} s{where}: {', '.join(parts)}"
+    return (
+        f"--plan {name}: a step{after} of {sum(seconds.values()):.3g} s{where}: {', '.join(parts)}"
+    )

@@ -10,6 +10,7 @@ python train.py --help
 
 import contextlib
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -109,10 +110,10 @@ class RunConfig:
     # The models that it trains (run/presets.py), and the class of their shapes.
     presets = PRESETS
     shape_class = MoEConfig
-    # The optimizer, Adam's betas, the learning rate's decay, the steps of --fp8 delayed: train.py
-    # has flags for them.
+    # The optimizer, Adam's betas, the learning rate's decay, the steps of --fp8 delayed, a growing
+    # batch: train.py has flags for them.
     optimizer, adam_beta1, adam_beta2, fp8_history = "adamw", 0.9, 0.95, 16
-    lr_schedule, decay_steps, wsd_steps = "cosine", None, None
+    lr_schedule, decay_steps, wsd_steps, rampup_batch_size = "cosine", None, None, None
     # Preset -> how it was pretrained, if not as run/presets.py says; "" for the others.
     recipes: ClassVar[dict[str, Recipe]] = {}
 
@@ -441,7 +442,20 @@ class RunConfig:
         """Sequences in one forward pass of one of `dp` data-parallel ranks."""
         if self.micro_batch_size:
             return self.micro_batch_size
-        return self.least_rows if self.pp > 1 else self.global_batch_size // dp
+        sizes = self.batch_sizes
+        return self.least_rows if self.pp > 1 else math.gcd(sizes.start, sizes.step) // dp
+
+    @property
+    def batch_sizes(self) -> range:
+        """The sequences of a step: each size of --rampup-batch-size, then --global-batch-size."""
+        last = self.global_batch_size
+        start, increment, _ = self.rampup_batch_size or (last, last, 0)
+        return range(start, last + 1, increment)
+
+    def pipeline_lists(self, m: int) -> schedules.Schedule:
+        """The pipeline's schedule of m micro-batches."""
+        sizes = self.pp, m, self.virtual_stages, self.ep_comm_overlap
+        return schedules.cached(self.pipeline_schedule, *sizes)
 
     @property
     def mesh(self) -> dict[str, int | bool]:

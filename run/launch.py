@@ -216,7 +216,7 @@ def train_model(config: RunConfig, world: World, tokenizer, trainer_class, loop)
         from planning import plan
 
         run.predicted = plan.predict(config, world.size, task.row_length(train_set))
-        world.say(plan.describe(run.predicted, config.plan, config.fp8))
+        world.say(plan.describe(run.predicted, config))
     task.before_steps(run)
     begin = time.perf_counter()
     stopped = loop(trainer, run)

@@ -105,6 +105,13 @@ class Config(TextConfig):
     adam_beta1: float = flag(0.9, "decay of Adam's first moment", least=0)
     adam_beta2: float = flag(0.95, "decay of Adam's second moment", least=0)
     optimizer: str = flag("adamw", "muon: of the matrices of blocks", ("adamw", "muon"))
+    rampup_batch_size: list[int] | None = flag(
+        None,
+        "START INCREMENT SAMPLES: the batch grows from START by INCREMENT to --global-batch-size "
+        "while SAMPLES sequences are taken, as in Megatron-LM; the learning rate is by steps all "
+        "the same, and --plan and --as-rank are about the last size",
+        metavar="N",
+    )
     lr_schedule: str = flag(
         "cosine",
         "how the rate comes down: by a cosine, a line, or in the last steps only (wsd)",

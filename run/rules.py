@@ -96,6 +96,32 @@ def check_numbers(config: RunConfig) -> None:
         config.refuse("min_lr", rule)
 
 
+def check_rampup(config: RunConfig, dp: int) -> None:
+    """Check that the batch grows in whole increments, and that each size splits into equal
+    micro-batches of `dp` ranks, as many as a pipeline needs. Raises ConfigError."""
+    if not config.rampup_batch_size:
+        return
+    name, last, p = "rampup_batch_size", config.global_batch_size, config.pp
+    if len(config.rampup_batch_size) != 3 or min(config.rampup_batch_size) < 1:
+        config.refuse(name, "must be three numbers of 1 or more: START INCREMENT SAMPLES")
+    start, increment, _ = config.rampup_batch_size
+    if start >= last:
+        config.refuse(name, f"START must be below --global-batch-size {last}")
+    if (last - start) % increment:
+        rule = f"INCREMENT must divide {last - start}, from START to --global-batch-size {last}"
+        config.refuse(name, f"{rule}; {divisors(last - start, increment)} would fit")
+    each = dp * (config.micro_batch_size or 1)
+    unit = each * p if config.pipeline_schedule == "interleaved" else each
+    for n in (start, increment):
+        if n % unit:
+            rule = f"START and INCREMENT must be divisible by {unit}, micro-batches of all ranks"
+            config.refuse(name, f"{rule}; for {n}, {multiples(n, unit)}")
+    doubled = config.pipeline_schedule == "dualpipe-v" or config.ep_comm_overlap
+    if doubled and start < 2 * p * each:
+        rule = f"START must make 2 x --pp {p} micro-batches for each pipeline"
+        config.refuse(name, f"{rule}; {2 * p * each} would fit")
+
+
 def check_ranks(config: RunConfig, model: MoEConfig, world: int) -> None:
     """Check that the sizes of the layout divide the ranks. Raises ConfigError."""
     tp, pp = config.tp, config.pp
@@ -186,6 +212,7 @@ def check_context(config: RunConfig, model: MoEConfig) -> None:
 def check_batch(config: RunConfig, model: MoEConfig, dp: int) -> None:
     """Check that the global batch splits into equal micro-batches. Raises ConfigError."""
     batch = config.global_batch_size
+    check_rampup(config, dp)
     if batch % dp:
         rule = f"must be divisible by the {dp} data-parallel ranks; {multiples(batch, dp)}"
         config.refuse("global_batch_size", rule)

@@ -164,9 +164,9 @@ class Task(PartOfTrainer):
 
     def global_batch(self, step: int) -> range:
         """Numbers of the samples that a step takes from the data set."""
-        size = self.config.global_batch_size
-        first = self.taken + (step - 1 - self.steps_done) * size
-        return range(first, first + size)
+        _, _, rampup = self.config.rampup_batch_size or (0, 0, 0)
+        steps = step - 1 - self.steps_done
+        return batch_after(steps, self.taken, self.config.batch_sizes, rampup)
 
     def go_on(self, steps_done: int, taken: int) -> None:
         """Continue after steps that took so many samples, perhaps in batches of another size."""
@@ -236,6 +236,21 @@ class Task(PartOfTrainer):
         """Called after the last step. True if the task wrote its own results; then no sample is
         generated."""
         return False
+
+
+def batch_after(steps: int, taken: int, sizes: range, rampup: int) -> range:
+    """Numbers of the samples of the step that comes after `steps` steps, before which `taken`
+    samples were taken. Of n + 1 sizes, a step has size k, from 0, if it begins before sample
+    (k + 1) rampup / n and not before k rampup / n; after `rampup` samples it has the last one
+    (Megatron-LM, core/num_microbatches_calculator.py)."""
+    for k, size in enumerate(sizes[:-1], 1):
+        end = -(-k * rampup // (len(sizes) - 1))
+        of_size = min(steps, max(0, -(-(end - taken) // size)))
+        taken, steps = taken + of_size * size, steps - of_size
+        if taken < end:
+            return range(taken, taken + size)
+    taken += steps * sizes[-1]
+    return range(taken, taken + sizes[-1])
 
 
 def first_ids(dataset) -> list[int]:

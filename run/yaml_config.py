@@ -365,7 +365,7 @@ TOKENIZER = one_of(megatron=None, gpt2bpetokenizer="gpt2")
 # Keys that are named as their flags.
 SAME = """
 num_layers hidden_size ffn_hidden_size make_vocab_size_divisible_by seed micro_batch_size
-global_batch_size adam_beta1 adam_beta2
+global_batch_size rampup_batch_size adam_beta1 adam_beta2
 """
 # Flags; keys of NeMo and Megatron-LM; the function of the value, where it changes (None: no flag).
 ROWS = (
@@ -456,7 +456,7 @@ normalize_attention_scores=true trainer.accumulate_grad_batches=1 weight_decay_i
 trainer.limit_train_batches=1.0
 """
 OFF = """
-rampup_batch_size num_moe_experts num_experts fp8_e4m3 fp8_margin fp32_residual_connection
+num_moe_experts num_experts fp8_e4m3 fp8_margin fp32_residual_connection
 fp16_lm_cross_entropy headscale ffn_dropout apply_residual_connection_post_layernorm mock_data
 rotary_interleaved multi_latent_attention gated_linear_unit cpu_offloading finetune skip_train
 data.eod_mask_loss eod_mask_loss data.no_seqlen_plus_one_input_tokens do_layer_norm_weight_decay

@@ -43,9 +43,8 @@ def draw(seed: int) -> dict:
         dropout=g.choice([0.0, 0.1]),
         seed=seed,
     )
-    layout = dict(
-        pp=pp, tp=tp, micro_batch_size=micro, recompute=g.choice(["none", "selective", "full"])
-    )
+    layout = dict(pp=pp, tp=tp, micro_batch_size=micro)
+    layout["recompute"] = g.choice(["none", "selective", "full"])
     if tp > 1:
         layout |= draw_sequence_parallel(g.random() < 0.5, seed)
     if pp > 1:
@@ -69,11 +68,23 @@ def draw(seed: int) -> dict:
         may_join = layout.get("schedule") in schedules.JOINABLE and m >= 2 * pp
         if layout["ep"] > 1 and may_join and layout["zero_stage"] < 3:
             layout["ep_comm_overlap"] = True
+    model |= draw_rampup(seed, model["global_batch_size"], m, layout)
     base = SMALL
     if g.random() >= 0.5:
         # one and two are fewer than some tensor-parallel ranks
         base = LLAMA | dict(num_kv_heads=random.Random(-(10**7) - seed).choice([1, 2, 4]))
     return {"world": pp * tp * dp, "model": base | model, "layout": layout}
+
+
+def draw_rampup(seed: int, batch: int, m: int, layout: dict) -> dict:
+    """For a third of the layouts with enough micro-batches: three steps of up to three sizes."""
+    g, pp = random.Random(-12 * 10**6 - seed), layout["pp"]
+    doubled = layout.get("schedule") == "dualpipe-v" or layout.get("ep_comm_overlap")
+    unit = batch // m * (pp if m % pp == 0 else 1)
+    start = max(unit, 2 * pp * batch // m if doubled else 1)
+    if start >= batch or (batch - start) % unit or g.random() > 1 / 3:
+        return {}
+    return dict(rampup_batch_size=[start, unit, g.randint(1, 2 * start)])
 
 
 def draw_sequence_parallel(sequence: bool, seed: int) -> dict:

@@ -44,6 +44,7 @@ VALUES = dict(
     lr_schedule="wsd", wsd_steps=2, ep_comm_overlap=True,
     kv_rank=8, query_rank=8, rope_head_dim=2, value_head_dim=2,
     cache="elsewhere", date="2026-11-26", encoder_layers=2, target_length=24,
+    rampup_batch_size=[1, 1, 1],
     rollout_lag=1, importance_cap=1.0, mtp_layers=2, mtp_loss_weight=0.1,
 )  # fmt: skip
 # a kind of run -> what OTHER stands for
@@ -191,7 +192,8 @@ def leaves(kind: str, words: tuple[str, ...], files: dict, folder):
 
 def flags_of(field: str) -> list[str]:
     value = VALUES[field]
-    return [flag_name(field)] if value is True else [flag_name(field), str(value)]
+    words = value if isinstance(value, list) else [value]
+    return [flag_name(field), *([] if value is True else map(str, words))]
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_a_wrong_row_is_found(key, monkeypatch):
 
 def test_a_run_is_refused_in_one_line(capsys):
     file = f"{FILES}/megatron_gpt_config.yaml"
-    assert "batch_size: [32, 32, 65324160] is" in small_run.refusal(capsys, "--config", file)
+    assert "lr_decay_samples: 255126953 is" in small_run.refusal(capsys, "--config", file)
 
 
 def test_nemos_prompts_as_they_stand(capsys):
@@ -164,12 +164,13 @@ def test_megatrons_own_example_counts_samples(tmp_path):
     with pytest.raises(ConfigError) as e:
         of_file(path, HERE, 8)
     message = str(e.value).partition(": ")[2]
-    names = ("rampup_batch_size", "train_samples", "lr_decay_samples", "lr_warmup_samples")
+    names = ("train_samples", "lr_decay_samples", "lr_warmup_samples")
     assert {part.partition(":")[0] for part in message.split("; ")[::2]} == {*names}
     content = yaml_config.read_file(FILES / path) | dict.fromkeys(names) | {"train_iters": 9}
     found = read(content, 8, tmp_path, tokenizer="bytes", val_data=["x"])
     assert found | dict(activation="swiglu", norm="layernorm1p", rotary_share=0.5) == found
     assert found | dict(steps=9, decay_steps=9, warmup_steps=0, timeout=600.0) == found
+    assert found["rampup_batch_size"] == [32, 32, 65324160]
     # int(8 / 3 h / 64) 64
     assert found | dict(ffn_hidden_size=2688, tied=False, precision="bf16") == found
     assert "sequence_parallel" not in found and "resume" not in found
@@ -260,7 +261,7 @@ WITH = {
 COSINE = {"lr_decay_style": "cosine", "optim.sched.name": "CosineAnnealing"}
 COSINE |= {"weight_decay": 0.01, "optim.weight_decay": 0.01}
 # Values of fields by type, for keys whose values are the flags'.
-VALUES = {int: 3, float: 0.25, bool: True, str: "words"}
+VALUES = {list[int]: [2, 2, 9], int: 3, float: 0.25, bool: True, str: "words"}
 
 
 @pytest.mark.parametrize("key", [key for key in TABLE if key != "restore_from_path"])
