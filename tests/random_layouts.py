@@ -3,6 +3,7 @@ data parallelism, recomputation, on up to 8 ranks.
 
     python tests/random_layouts.py [--count 200] [--first 0] [--families] [--cp] [--peft] [--fp8]
                                   [--rows] [--models] [--pictures] [--muon] [--hybrid] [--latents]
+                                  [--rampup]
 
 Layout n is drawn from seed n. Each is trained for three steps and held to one device by the gate of
 parity.py.
@@ -43,8 +44,9 @@ def draw(seed: int) -> dict:
         dropout=g.choice([0.0, 0.1]),
         seed=seed,
     )
-    layout = dict(pp=pp, tp=tp, micro_batch_size=micro)
-    layout["recompute"] = g.choice(["none", "selective", "full"])
+    layout = dict(
+        pp=pp, tp=tp, micro_batch_size=micro, recompute=g.choice(["none", "selective", "full"])
+    )
     if tp > 1:
         layout |= draw_sequence_parallel(g.random() < 0.5, seed)
     if pp > 1:
@@ -68,23 +70,11 @@ def draw(seed: int) -> dict:
         may_join = layout.get("schedule") in schedules.JOINABLE and m >= 2 * pp
         if layout["ep"] > 1 and may_join and layout["zero_stage"] < 3:
             layout["ep_comm_overlap"] = True
-    model |= draw_rampup(seed, model["global_batch_size"], m, layout)
     base = SMALL
     if g.random() >= 0.5:
         # one and two are fewer than some tensor-parallel ranks
         base = LLAMA | dict(num_kv_heads=random.Random(-(10**7) - seed).choice([1, 2, 4]))
     return {"world": pp * tp * dp, "model": base | model, "layout": layout}
-
-
-def draw_rampup(seed: int, batch: int, m: int, layout: dict) -> dict:
-    """For a third of the layouts with enough micro-batches: three steps of up to three sizes."""
-    g, pp = random.Random(-12 * 10**6 - seed), layout["pp"]
-    doubled = layout.get("schedule") == "dualpipe-v" or layout.get("ep_comm_overlap")
-    unit = batch // m * (pp if m % pp == 0 else 1)
-    start = max(unit, 2 * pp * batch // m if doubled else 1)
-    if start >= batch or (batch - start) % unit or g.random() > 1 / 3:
-        return {}
-    return dict(rampup_batch_size=[start, unit, g.randint(1, 2 * start)])
 
 
 def draw_sequence_parallel(sequence: bool, seed: int) -> dict:
@@ -394,6 +384,20 @@ def with_fp8(drawn: dict, seed: int) -> dict:
     return drawn | {"model": model | flags, "layout": layout}
 
 
+def with_rampup(drawn: dict, seed: int) -> dict:
+    """The same layout with steps of two or three sizes."""
+    g = random.Random(-12 * 10**6 - seed)
+    layout, schedule = drawn["layout"], drawn["layout"].get("schedule")
+    pp = layout["pp"]
+    each = drawn["world"] // pp // layout["tp"] // layout.get("cp", 1) * layout["micro_batch_size"]
+    increment = each * pp if schedule == "interleaved" else each
+    doubled = schedule == "dualpipe-v" or layout.get("ep_comm_overlap")
+    start = 2 * pp * each if doubled else increment * g.randint(1, 2)
+    last = start + increment * g.randint(1, 2)
+    ramp = dict(rampup_batch_size=[start, increment, g.randint(1, 2 * start)])
+    return drawn | {"model": drawn["model"] | ramp | dict(global_batch_size=last)}
+
+
 # flag -> (what it makes of a layout, its help)
 CHANGES = {
     "cp": (with_cp, "with sequences shared by ranks"),
@@ -407,6 +411,7 @@ CHANGES = {
     "muon": (with_muon, "with Muon in the place of AdamW"),
     "mtp": (with_mtp, "with multi-token prediction"),
     "hybrid": (with_hybrid, "in two groups of ranks that each hold all shards"),
+    "rampup": (with_rampup, "with a batch that grows"),
 }
 
 

@@ -370,6 +370,8 @@ DRAWN = [
     *[again("--peft", seed) for seed in (5, *MORE)],
     *[again("--fp8", seed) for seed in (2, 5, 11, 26, 83, *MORE)],
     *[again("--muon", seed) for seed in MORE],
+    *[again("--rampup", seed) for seed in MORE],
+    *[again("--cp --families --rampup", seed) for seed in MORE],
     *[again(f"--cp{flags} --muon", seed) for flags in (" --families", " --fp8") for seed in MORE],
     *[again("--peft --fp8", seed) for seed in (24, 43, 91, 102, 255)],
 ]

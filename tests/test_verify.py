@@ -185,6 +185,7 @@ def small_enough(config: Config, world: int) -> bool:
 def test_every_layout_can_be_shrunk():
     drawn = [random_layouts.draw(seed) for seed in range(50)]
     count = 0
+    drawn += [random_layouts.with_rampup(case, seed) for seed, case in enumerate(drawn)]
     drawn += [random_layouts.with_cp(case, seed) for seed, case in enumerate(drawn)]
     for case in drawn:
         count += small_enough(config_of(case["model"] | case["layout"]), case["world"])
