@@ -49,6 +49,7 @@ def shrink(config: RunConfig, world: int) -> tuple[int, dict]:
     tp, pp, cp, ep, dp = shrink_ranks(config, world)
     layout = dict(command=config.name_in_messages()) | dataclasses.asdict(config)
     layout |= dict(tp=tp, pp=pp, cp=cp, ep=ep)
+    layout["ep_comm_overlap"] = config.ep_comm_overlap and min(pp, ep) > 1
     most = 2 if dp * cp >= 4 else 1
     replicate = min(config.data_parallel_replicate_degree, most)
     layout["data_parallel_replicate_degree"] = replicate
