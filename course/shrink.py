@@ -227,7 +227,7 @@ def one_device(layout: dict) -> dict:
     micro-batch."""
     alone = dict(tp=1, pp=1, ep=1, virtual_stages=1, schedule=None, layer_split=None)
     alone |= dict(cp=1, cp_kind="ring", sequence_parallel=False, zero_stage=0, reduce_dtype=None)
-    alone["tp_comm_overlap"] = False
+    alone |= dict(tp_comm_overlap=False, ep_comm_overlap=False)
     alone |= dict(recompute="none", recompute_layers=None, head_chunk=0)
     alone |= dict(data_parallel_replicate_degree=1)
     if not layout["num_experts"] and layout["fp8"] == "off":
