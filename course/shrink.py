@@ -56,6 +56,8 @@ def shrink(config: RunConfig, world: int) -> tuple[int, dict]:
     # The ranks that share the heads.
     shares = tp * cp if config.cp_kind == "all-to-all" else tp
     layout |= shrink_layers(config, model, pp) | shrink_model(model, config.tp, tp, shares)
+    if "window_pattern" in layout:
+        layout["window_pattern"] = model.window_pattern
     if model.num_experts:
         layout |= shrink_experts(model, ep, layout["num_layers"])
     if getattr(config, "peft", None):
@@ -148,7 +150,12 @@ def shrink_model(model: MoEConfig, was_tp: int, tp: int, shares: int) -> dict:
     channels = 8 if kv * queries <= 8 else 4
     hidden = kv * queries * channels
     ffn = tp * max(1, round(hidden * model.ffn_hidden_size / model.hidden_size / tp))
-    return dict(
+    latents = {}
+    if model.kv_rank:
+        latents = dict(kv_rank=16, query_rank=min(model.query_rank, 12), rope_head_dim=channels)
+        latents |= dict(value_head_dim=min(model.value_head_dim, channels))
+    own_size = model.kv_rank or model.head_dim * model.num_heads != model.hidden_size
+    return latents | dict(
         hidden_size=hidden,
         num_heads=kv * queries,
         num_kv_heads=kv,
@@ -160,9 +167,8 @@ def shrink_model(model: MoEConfig, was_tp: int, tp: int, shares: int) -> dict:
         activation=model.activation,
         positions=model.positions,
         # A head size that is not hidden size / heads stays so.
-        head_dim=2 * channels if model.head_dim * model.num_heads != model.hidden_size else 0,
+        head_dim=2 * channels if own_size else 0,
         sliding_window=min(model.sliding_window, 5),
-        window_pattern=model.window_pattern,
     )
 
 
