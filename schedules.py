@@ -169,7 +169,9 @@ def dualpipe_v(p: int, m: int) -> Schedule:
     """A V whose steady state alternates pairs: F of chunk 0 and B of chunk 1, F of 1 and B of 0. I
     and W fill the ends alone. Each rank holds 2 p + 1 chunks. Raises ScheduleError for m < 2 p."""
     if m < 2 * p:
-        raise ScheduleError(f"dualpipe-v needs at least 2 p micro-batches: {m} must be {2 * p}")
+        raise ScheduleError(
+            f"dualpipe-v needs 2 p micro-batches or more: {m} are fewer than {2 * p}"
+        )
     schedule = []
     for rank in range(p):
         behind = p - 1 - rank
@@ -246,6 +248,7 @@ def make(name: str, p: int, m: int, v: int = 1, overlap: bool = False) -> Schedu
     schedule, placement = lists(name, p, m, v, overlap), placement_of(name, p, v)
     validate(schedule, m, placement)
     if overlap:
+        # This raises where the pairs would wait for each other.
         simulate([join_pairs(actions) for actions in schedule], Cost(), placement)
     return schedule
 
@@ -396,8 +399,8 @@ class Cost:
     input: float | list[float] = 1.0
     weight: float | list[float] = 1.0
     transfer: float = 0.0
-    # Of `forward`, and as many of `input`: all-to-alls, during which the other half of a Pair
-    # computes.
+    # How many seconds of `forward`, and of `input`, are all-to-alls. Meanwhile the other half of a
+    # Pair computes.
     exchange: float = 0.0
 
     def seconds(self, op: str, stage: int) -> float:

@@ -209,9 +209,9 @@ class GPTConfig:
             self.check_rotary(a, d)
         self.check_norms()
         self.check_latents()
-        self.check_range(
-            "mtp_layers", 0, self.seq_length - 1, "must be from 0 to a sequence's tokens"
-        )
+        if not 0 <= self.mtp_layers < self.seq_length:
+            rule = "must be at least 0 and below {seq_length}"
+            raise FieldError("mtp_layers", self.mtp_layers, rule, seq_length=self.seq_length)
         if self.mtp_layers and (self.post_norm or self.parallel_block):
             rule = "needs norms before attention and MLP: not post_norm, not parallel_block"
             raise FieldError("mtp_layers", self.mtp_layers, rule, 0)
@@ -452,7 +452,10 @@ class MoEConfig(GPTConfig):
         self.check_range("router_temperature", 1e-3, 1, "must be from 0.001 to 1")
         self.check_range("router_scale", 1e-30, 1e30, "must be from 1e-30 to 1e+30")
         self.check_range("bias_rate", 0, 1, "must be from 0 to 1")
-        self.check_range("first_dense_layers", 0, layers, f"must be from 0 to the {layers} layers")
+        if (e and not self.expert_layers) or self.first_dense_layers < 0:
+            rule = "must leave one of {num_layers} for {num_experts} (and {expert_every})"
+            sizes = dict(num_layers=layers, num_experts=e, expert_every=self.expert_every)
+            raise FieldError("first_dense_layers", self.first_dense_layers, rule, **sizes)
         for field in ("expert_ffn_size", "shared_ffn_size"):
             self.check_range(field, 0, 2**31 - 1, "must be at least 0 and below 2^31")
         self.check_groups(e or 1)

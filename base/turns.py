@@ -28,45 +28,48 @@ class Turns:
         # How many of the two have not returned, and which of them has the turn.
         self.running, self.now = 0, 0
         self.may_go: list[threading.Semaphore] = []
+        self.errors: list[BaseException] = []
 
     def together(self, first: Callable[[], None], second: Callable[[], None]) -> None:
-        """Run both functions in turns. Raises what one of them raises, after both have ended."""
-        self.running, self.now = 2, 0
+        """Run both functions in turns. Raises what one of them raises: the other ends at its next
+        message, because its peers will not send the one that comes then."""
+        self.running, self.now, self.errors = 2, 0, []
         self.may_go = [threading.Semaphore(0), threading.Semaphore(0)]
-        errors = []
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
         def run_second():
             self.may_go[1].acquire()
-            try:
-                # A new thread begins on the first GPU and its default stream.
-                with torch.cuda.stream(stream):
-                    second()
-            except BaseException as e:
-                errors.append(e)
-            self.leave()
+            # A new thread begins on the first GPU and its default stream.
+            with torch.cuda.stream(stream):
+                self.run(second)
 
         thread = threading.Thread(target=run_second)
         thread.start()
+        self.run(first)
+        thread.join()
+        if self.errors:
+            raise self.errors[0]
+
+    def run(self, function: Callable[[], None]) -> None:
         try:
-            first()
-        finally:
-            self.leave()
-            thread.join()
-        if errors:
-            raise errors[0]
+            if not self.errors:
+                function()
+        except BaseException as e:
+            self.errors.append(e)
+        self.running -= 1
+        self.pass_on()
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for a message that has started. Before that the other function has its turn."""
+        """Wait for a message that has started. Before that the other function has its turn.
+
+        On a GPU autograd calls this in a thread of its own, so `now` says whose turn it is."""
         if self.running == 2:
             me = self.now
             self.pass_on()
             self.may_go[me].acquire()
+            if self.errors:
+                raise RuntimeError("the other computation of this pair has failed")
         work.wait()
-
-    def leave(self) -> None:
-        self.running -= 1
-        self.pass_on()
 
     def pass_on(self) -> None:
         self.now = 1 - self.now

@@ -710,7 +710,8 @@ DEEPSEEK_V3 = LatentArchitecture(
     choices=NOT_TIED | {"norm_topk_prob": ("normalise_topk", {True: True, False: False})},
     # The norms of latents have this epsilon always.
     computed=LLAMA.computed
-    | dict(rope_interleave=(True,), attention_bias=(False,), rms_norm_eps=(1e-6,)),
+    | dict(rope_interleave=(True,), attention_bias=(False,), rms_norm_eps=(1e-6,))
+    | dict(scoring_func=("sigmoid",), topk_method=("noaux_tc",), moe_layer_freq=(1,)),
     modules=LLAMA.modules
     | {
         "blocks.*.attention.query_down": Location(ATTENTION + "q_a_proj"),

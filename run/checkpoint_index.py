@@ -226,13 +226,15 @@ def fixed_fields(config: MoEConfig, weights_only: bool = False) -> dict[str, Any
     Free are the fields on which no weight's shape or meaning depends: dropout, initial values, the
     attention kernel, coefficients of a router's losses, modules behind the last layer and, where
     positions are computed, the sequence lengths. weights_only: training begins anew from the
-    weights, and may choose another router or have other labels."""
+    weights, and may choose another router, longer sequences (YaRN) or other labels."""
     free = {"dropout", "attention", "router_temperature", "capacity_factor", "aux_loss", "z_loss"}
     free |= {"init_std", "mtp_layers", "bias_rate"}
     if config.positions != "learned":
         free |= {"seq_length", "target_length"}
     if weights_only:
-        free |= {"router", "router_topk", "classes"}
+        free |= {"router", "router_topk", "classes", "rotary_scaling", "rotary_factor"}
+        free |= {"rotary_low_frequency", "rotary_high_frequency", "rotary_original_length"}
+        free |= {"rotary_attention"}
     return {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
 
 

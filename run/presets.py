@@ -174,7 +174,7 @@ PRESETS: dict[str, tuple[dict, float]] = {
         | dict(kv_rank=512, query_rank=1536, head_dim=192, rope_head_dim=64, value_head_dim=128)
         | _experts(256, 8, 2048, shared_ffn_size=2048, first_dense_layers=3, aux_loss=0.0)
         | dict(router="bias", router_scale=2.5, expert_groups=8, topk_groups=4),
-        671_026_404_352,
+        671_026_419_200,
     ),
     # arXiv 2403.08295, as released
     "gemma-2b": (_gemma(18, 2048, 8, 16384, num_kv_heads=1), 2_506_172_416),

@@ -152,7 +152,9 @@ def check_ranks(config: RunConfig, model: MoEConfig, world: int) -> None:
         config.refuse("sequence_parallel", rule)
     name, v = config.pipeline_schedule, config.virtual_stages
     if name in schedules.V_SHAPED and v != 2:
-        config.refuse("virtual_stages", f"--schedule {name} has 2 stages on each pipeline rank")
+        config.refuse(
+            "virtual_stages", f"--schedule {name} has 2 on each pipeline rank; 2 would fit"
+        )
     if v > 1 and (name not in ("interleaved", *schedules.V_SHAPED) or pp == 1):
         rule = "only --schedule interleaved, under --pp 2 or more, has more than 1"
         config.refuse("virtual_stages", rule)

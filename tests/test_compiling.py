@@ -20,6 +20,7 @@ from base.causal_blocks import causal_attention
 from base.cross_entropy import cross_entropy
 from base.grouped_linear import grouped_linear
 from base.model_config import GPTConfig
+from base.ring import multiply_and_scatter
 from context_parallel import RingAttention
 from course import ranks
 from finetune import preference
@@ -149,6 +150,14 @@ def with_messages(group) -> dict:
         ),
         ("sequence_parallel", "_Pair"): (
             lambda x: sequence_parallel.gather_sequence(x, group),
+            (x,),
+        ),
+        ("base.ring", "_MultiplyAndScatter"): (
+            lambda x, w: multiply_and_scatter(x, w, group, sequence_parallel.weight_gradient),
+            (x, w),
+        ),
+        ("tensor_parallel", "_GatherHeads"): (
+            lambda x: tensor_parallel.GatherHeads(2, group)([x, x, x * 2])[1],
             (x,),
         ),
         ("tensor_parallel", "_Copy"): (lambda x: tensor_parallel.copy_to_ranks(x, group), (x,)),

@@ -105,7 +105,10 @@ REFUSED = {
     8: [
         (dict(tp=3), "--tp 3: must divide the 8 ranks; [1, 2, 4] would fit"),
         (dict(tp=8, num_heads=4), "--tp 8: must divide --num-heads 4; [1, 2, 4] would fit"),
-        (dict(tp=4, num_kv_heads=2), "--tp 4: must divide --num-kv-heads 2; [1, 2] would fit"),
+        (
+            dict(tp=4, num_heads=12, num_kv_heads=6, hidden_size=96),
+            "--tp 4: must divide --num-kv-heads 6",
+        ),
         (dict(tp=8, ffn_hidden_size=684), "--tp 8: must divide --ffn-hidden-size 684"),
         (
             dict(tp=8, sequence_parallel=True, seq_length=100),
@@ -136,7 +139,7 @@ REFUSED = {
         (dict(schedule="gpipe"), "--schedule gpipe: needs --pp 2 or more"),
         (
             dict(pp=2, schedule="zb-v"),
-            "--virtual-stages 1: --schedule zb-v has 2 stages on each pipeline rank",
+            "--virtual-stages 1: --schedule zb-v has 2 on each pipeline rank",
         ),
         (
             dict(pp=2, schedule="dualpipe-v", virtual_stages=2, global_batch_size=12),
