@@ -12,7 +12,7 @@ has a field of GPTConfig (base/model_config.py):
     Llama 3.1   rotary angles for longer sequences; YaRN's               rotary_factor, ..
     GPT-1       norms after the residual addition, not before            post_norm
     Falcon      attention and MLP both read x; GELU by erf               parallel_block, activation
-    DeepSeek    multi-head latent attention, a smaller cache         kv_rank, query_rank, ..
+    DeepSeek    multi-head latent attention, a smaller cache             kv_rank, query_rank, ..
     Nemotron    LayerNorm whose weight is stored less 1; relu(x)²        norm, activation
                 rotary positions on a part of each head (base/rotary.py) rotary_share
 
@@ -29,7 +29,7 @@ query i and key j:
 
 With a window, L layers together reach L (w - 1) tokens back, and a token needs the keys and values
 of w tokens only: the cache of generation stops growing (inference/kv_cache.py). With ALiBi a model
-needs no other positions (BLOOM, arXiv 2211.05100). The first of a heads has slope r = 2^(-8/a),
+needs no other positions (BLOOM, arXiv 2211.05100). The first head of a has slope r = 2^(-8/a),
 the next r², then r³, and so on: 1/2, 1/4, .. 1/256 for 8 heads. `alibi_slopes` has the rule for an
 a that is not a power of two.
 
@@ -185,10 +185,11 @@ class LatentAttention(gpt.Attention):
         self.value = nn.Linear(config.kv_rank, a * config.value_size, bias=False)
         self.output = gpt.DeferredBiasLinear(a * config.value_size, h, bias=False)
         self.project_kv = gpt.ProjectTogether()
-        # A technique sends r to other ranks, as project_kv does c.
+        # tensor_parallel.py puts its f here for r, and into project_kv for c.
         self.share_rope_key = nn.Identity()
         self.attend = Expanded()
         self.key_size, self.value_size = d - config.rope_head_dim, config.value_size
+        # DeepSeek's mscale_all_dim: YaRN's temperature, on the scores.
         self.score_scale = (0.1 * config.rotary_mscale * math.log(config.rotary_factor) + 1) ** 2
 
     def forward(self, x: Tensor, context: gpt.Context) -> Tensor:

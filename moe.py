@@ -118,14 +118,14 @@ class Router(nn.Module):
         """The scores that choose a token's experts: the k largest. logits: [n, E] -> [n, E]"""
         return self.in_best_groups(logits)
 
-    def in_best_groups(self, scores: Tensor, best: int = 1) -> Tensor:
-        """Scores with -inf outside a token's best groups of experts, those whose `best` largest
+    def in_best_groups(self, scores: Tensor, counted: int = 1) -> Tensor:
+        """Scores with -inf outside a token's best groups of experts, those whose `counted` largest
         scores have the largest sum. Where a group is on one node, a token is sent to few nodes
         (DeepSeek-V2, arXiv 2405.04434, section 2.2.2). scores: [n, E] -> [n, E]"""
         if self.groups == 1:
             return scores
         grouped = scores.unflatten(1, (self.groups, -1))  # [n, groups, E / groups]
-        sums = grouped.topk(min(best, grouped.shape[2])).values.sum(2)
+        sums = grouped.topk(min(counted, grouped.shape[2])).values.sum(2)
         chosen = sums.topk(self.topk_groups).indices  # [n, topk_groups]
         left_out = torch.ones_like(sums, dtype=torch.bool).scatter(1, chosen, False)
         return grouped.masked_fill(left_out.unsqueeze(2), -math.inf).flatten(1)
@@ -196,7 +196,7 @@ class BiasRouter(Router):
         self.rate = config.bias_rate
 
     def scores(self, logits: Tensor, training: bool) -> Tensor:
-        return self.in_best_groups(self.affinities(logits) + self.bias, best=2)
+        return self.in_best_groups(self.affinities(logits) + self.bias, counted=2)
 
     def affinities(self, logits: Tensor) -> Tensor:
         return logits.sigmoid()

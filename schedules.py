@@ -174,14 +174,18 @@ def dualpipe_v(p: int, m: int) -> Schedule:
         )
     schedule = []
     for rank in range(p):
+        # Ranks between this one and the tip of the V.
         behind = p - 1 - rank
         phases = [
+            # Until the first micro-batch has come back from the tip, then its gradient from rank 0.
             ("F0", 2 * behind),
             ("F0 F1", rank + 1),
             ("I1 W F1", behind),
             ("F0 B1 F1 B0", m - 2 * p + rank + 1),
+            # No F of chunk 0 is left.
             ("B1 F1 B0", behind),
-            # The last backwards leave their weight gradients for the end.
+            # Of the last rank + 1 backwards of each chunk half are whole. The others leave their
+            # weight gradients for the end, where the rank would wait.
             ("B1 B0", (rank + 1) // 2),
             ("B1 I0", (rank + 1) % 2),
             ("I1 I0", (rank + 1) // 2),

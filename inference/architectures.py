@@ -332,7 +332,7 @@ class LatentArchitecture(Architecture):
         hf_config["n_shared_experts"] = config.shared_ffn_size // config.expert_size
         if not config.num_experts:
             hf_config |= {"first_k_dense_replace": config.num_layers, "n_routed_experts": 1}
-        if "topk_method" in hf_config and config.expert_groups > 1:
+        if hf_config.get("topk_method") == "greedy" and config.expert_groups > 1:
             hf_config["topk_method"] = "group_limited_greedy"
         return super().write(hf_config, config)
 

@@ -293,7 +293,9 @@ def check_speculative(args: argparse.Namespace, config: MoEConfig) -> None:
     if not args.speculative:
         return
     if not config.mtp_layers or config.sliding_window:
-        rule = "needs a model without a window, with the modules of train.py --mtp-layers"
+        rule = "this model has a window, and it needs one without"
+        if not config.mtp_layers:
+            rule = "this model has no modules; train.py --mtp-layers 1 trains some"
         raise ConfigError(f"--speculative: {rule}")
     for name, value in beside.items():
         if getattr(args, name) != value:

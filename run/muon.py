@@ -20,10 +20,11 @@ G + μ M, and it sends slices of O back: two all-to-alls for all matrices togeth
     rank 0   A0 B0 C0   all-to-all   A0 A1          O(A)         all-to-all   slices of O: A0 B0 C0
     rank 1   A1 B1 C1   --------->   B0 B1  C0 C1   O(B)  O(C)   --------->                A1 B1 C1
 
-Owners have about equal FLOPs. With both, ZeRO's owners first get slices of tensor parallelism, and
-choose owners among its ranks. Of each level of n ranks, where a rank's slices have Ψ numbers, it
-sends 2 Ψ (n - 1) / n if owners are even, and an m x n matrix (m <= n) takes 5 (4 m² n + 2 m³) FLOPs
-once. Without ZeRO each data-parallel rank computes the same.
+Owners have about equal FLOPs. With ZeRO and tensor parallelism this happens twice: the all-to-all
+over ZeRO's ranks makes slices of tensor parallelism whole, then that over tensor-parallel ranks
+makes matrices of these. In each, a rank whose slices have Ψ numbers sends 2 Ψ (n - 1) / n to n
+ranks if owners are even. An m x n matrix (m <= n) takes 5 (4 m² n + 2 m³) FLOPs, once. Without ZeRO
+each data-parallel rank computes the same.
 
     python train.py --optimizer muon
     python -m course.optimizer    a lesson; its last part: singular values, and what a slice gives
@@ -106,7 +107,8 @@ def updates(slices: dict[str, Tensor], records: dict[str, Sharding]) -> dict[str
 def updates_by_owners(
     slices: dict[str, Tensor], records: dict[str, Sharding], group: dist.ProcessGroup
 ) -> dict[str, Tensor]:
-    """As `updates`, of matrices whose innermost cut is over `group`."""
+    """As `updates`, of matrices whose innermost cut is over `group`. An owner puts slices together
+    along that cut, and calls `updates` for the cut that remains, or none."""
     n, rank = group.size(), group.rank()
     owner = owners({name: flops(records[name].shape) for name in slices}, n)
     names = sorted(slices, key=owner.__getitem__)
@@ -116,6 +118,7 @@ def updates_by_owners(
     # Row r has rank r's slices of the matrices that this rank owns.
     rows = flat.new_empty(n, sizes[rank])
     dist.all_to_all_single(rows.view(-1), flat, [sizes[rank]] * n, sizes, group=group)
+    # {matrix: its columns of `rows`}, views: what is written there later is sent back.
     columns = dict(zip(mine, rows.split([slices[name].numel() for name in mine], 1)))
     whole, outer = {}, {}
     for name in mine:

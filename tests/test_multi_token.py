@@ -3,7 +3,18 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from parity import LLAMA, SMALL, again, check, differs, needs_compiler, same, train, trainer_of
+from parity import (
+    DATA,
+    LLAMA,
+    SMALL,
+    again,
+    check,
+    differs,
+    needs_compiler,
+    same,
+    train,
+    trainer_of,
+)
 from parity import without_cpp as no_cpp
 from small_run import refusal
 from test_compositions import EXPERTS
@@ -11,7 +22,10 @@ from test_compositions import EXPERTS
 import gpt
 import pipeline_parallel
 import sharding
+from course import ranks
+from course.parity import Run
 from course.synthetic import Documents
+from course.training_commands import config_of
 from run import multi_token
 from schedules import V_SHAPED
 
@@ -97,7 +111,8 @@ def by_hand(t, data, samples) -> list[torch.Tensor]:
     sums = [torch.zeros((), dtype=torch.float64) for _ in range(1 + config.mtp_layers)]
     for sample in samples:
         batch = data.batch([sample])
-        documents = batch.documents[0]
+        plain = torch.zeros_like(batch.tokens)
+        documents = (plain if batch.documents is None else batch.documents)[0]
         for at in [(documents == number).nonzero()[:, 0] for number in documents.unique()]:
             rows = (batch.tokens, batch.targets, batch.loss_mask)
             tokens, targets, counts = (x[0, at] for x in rows)
@@ -131,6 +146,12 @@ def into_other_documents(original, batch, depths):
     return original(batch._replace(documents=None), depths)._replace(documents=documents)
 
 
+def round_the_end(original, batch, depths):
+    """The last tokens of a row predict its first ones."""
+    counts = [batch.loss_mask.roll(-k, 1) for k in range(depths + 1)]
+    return original(batch, depths)._replace(loss_mask=torch.cat(counts))
+
+
 def weighted_twice(original, task, y, batch):
     y = y.clone()
     y[len(batch.tokens) :] *= task.weight
@@ -138,21 +159,24 @@ def weighted_twice(original, task, y, batch):
 
 
 @pytest.mark.parametrize(
-    "owner, name, broken",
+    "owner, name, broken, documents",
     [
-        (multi_token, "many_targets", None),
-        (multi_token, "many_targets", shifted_twice),
-        (multi_token, "many_targets", into_other_documents),
-        (multi_token.MultiToken, "total_loss", weighted_twice),
+        (multi_token, "many_targets", None, True),
+        (multi_token, "many_targets", None, False),
+        (multi_token, "many_targets", shifted_twice, True),
+        (multi_token, "many_targets", into_other_documents, True),
+        (multi_token, "many_targets", round_the_end, False),
+        (multi_token.MultiToken, "total_loss", weighted_twice, True),
     ],
 )
 @torch.no_grad()
-def test_the_loss_by_hand(owner, name, broken, monkeypatch):
+def test_the_loss_by_hand(owner, name, broken, documents, monkeypatch):
     if broken:
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args: broken(original, *args))
-    t = trainer_of(LLAMA, mtp_layers=2, dropout=0.0, document_mask=True, mtp_loss_weight=0.25)
-    data = Documents(16, 61)
+    flags = dict(mtp_layers=2, dropout=0.0, document_mask=documents, mtp_loss_weight=0.25)
+    t = trainer_of(LLAMA, **flags)
+    data = Documents(16, 61) if documents else DATA
     samples = t.task.samples(1)
     with torch.enable_grad():
         loss = t.forward_backward(1, data).item()
@@ -161,6 +185,17 @@ def test_the_loss_by_hand(owner, name, broken, monkeypatch):
     equal = abs(loss / (main + 0.25 * mean) - 1) < 1e-12
     equal = equal and abs(t.task.statistics()["mtp_loss"] / mean - 1) < 1e-12
     assert equal == (broken is None)
+
+
+def mtp_loss(rank: int, world: int) -> float:
+    run = Run(world, config_of(GPT2 | (dict(pp=2) if world > 1 else {})))
+    run.trainer.forward_backward(1, run.dataset)
+    return run.trainer.task.statistics()["mtp_loss"].item()
+
+
+def test_the_loss_of_modules_is_that_of_all_ranks():
+    (one,) = ranks.run(mtp_loss, 1, 1)
+    assert ranks.run(mtp_loss, 4, 4) == pytest.approx([one] * 4, rel=1e-12)
 
 
 def copies_apart():
@@ -185,7 +220,7 @@ def test_parameters_and_evaluation():
     "flags, words",
     [
         ("--mtp-loss-weight 0.1", ["--mtp-loss-weight 0.1", "--mtp-layers"]),
-        ("--mtp-layers 128", ["--mtp-layers 128", "a sequence's tokens"]),
+        ("--mtp-layers 128", ["--mtp-layers 128", "below --seq-length"]),
         ("--mtp-layers 1 --model falcon-180b", ["--mtp-layers 1", "parallel_block"]),
         ("--mtp-layers 1 --load x", ["--load"]),
     ],
