@@ -366,6 +366,11 @@ class ReinforcementConfig(ChatConfig):
             lambda run: run.config.method == "ppo",
             "is only for --method ppo; grpo has no critic",
         ),
+        Need(
+            ("ep_comm_overlap",),
+            lambda run: False,
+            "needs as many micro-batches in every step, and those of answers differ",
+        ),
         Need(("importance_cap",), lambda run: run.config.rollout_lag, "needs --rollout-lag"),
         Need(
             ("clip_range",),

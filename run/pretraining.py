@@ -71,6 +71,11 @@ class Config(TextConfig):
             ("wsd_steps",), lambda run: run.config.lr_schedule == "wsd", "needs --lr-schedule wsd"
         ),
         Need(
+            ("wsd_steps",),
+            lambda run: (run.config.wsd_steps or 0) < (run.config.decay_steps or run.config.steps),
+            "leaves no step at --lr; fewer than --steps (or --decay-steps) would",
+        ),
+        Need(
             ("rotary_scaling", "rotary_original_length"),
             lambda run: run.model.rotary_factor > 1,
             "needs --rotary-factor above 1",

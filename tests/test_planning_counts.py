@@ -173,7 +173,7 @@ ENCODERS = {
 # what another of LAYOUTS covers in part
 MORE = ["fp8", "fp8, sequence", "fp8, scores", "lora, experts", "lora, zb-h1, fp8", "qwen3"]
 MORE += ["some layers, selective", "zb-h1, sequence", "zb-h1, full", "pipeline, full"]
-MORE += ["zb-v", "dualpipe-v"]
+MORE += ["zb-v, tied", "dualpipe-v"]
 MORE += ["small and shared experts", "latents, ring", "latents, zb-h1", "latents, exchanged"]
 MORE += ["falcon, explicit", "nemotron, fp8"]
 MORE += ["experts, interleaved", "bert, zb-h1", "bert, heads", "t5", "t5, sequence", "t5, zb-h1"]

@@ -117,6 +117,7 @@ def pairs_of_one_micro_batch():
     schedules.interleaved_one_f_one_b = lambda p, m, v, extra: interleaved(p, m, v)
 
 
+@pytest.mark.repetition
 def test_a_backward_cannot_join_its_own_forward():
     """Without the extra forward the last rank's B follows its own F: nothing can run."""
     with pytest.raises(RuntimeError, match="the order cannot run"):
