@@ -29,9 +29,9 @@ keeps the bytes of x, half the memory of 16 bits. Under sequence parallelism it 
 shard of x instead, as without FP8. Recomputing a layer gives the same bytes. A scale of x or ∂y
 belongs to one micro-batch, so layouts with the same micro-batch size give equal results.
 
-Not covered (Transformer Engine or torchao have them): all-gathers of bytes; casts fused with the
-operation before; a margin above the largest maximum; a history with a row for each micro-batch; ∂W
-of experts in FP8, with a scale for each column of an expert's rows.
+Not covered (Transformer Engine or torchao have the first five): all-gathers of bytes; casts fused
+with the operation before; a margin above the maximum; a history of micro-batches; ∂W of experts;
+key and value of latent attention, which decoding absorbs.
 """
 
 from collections.abc import Callable
@@ -588,7 +588,6 @@ def apply(model: gpt.GPT, scaling: Scaling, skip: int = 1, cp_group=None) -> Non
         if number not in numbers:
             continue
         attention, mlp = block.attention, block.mlp
-        # The key and value matrices of latent attention stay as they are: decoding absorbs them.
         columns = ("query",) if hasattr(attention, "project_kv") else ("query", "key", "value")
         in_fp8(attention, columns, "output", scaling, number)
         if cross := getattr(block, "cross_attention", None):

@@ -129,6 +129,7 @@ class Unit(FlatParameters):
         super().__init__(parameters, group.size() if stage else 1)
         self.name = name
         self.trainable = [p for p in parameters if p.requires_grad]
+        self.copies = [p for p in parameters if sharding_of(p).copy_of]
         # Sums of gradients may have a communicator of their own (`may_skip`).
         self.group = self.sum_group = group
         self.replicate_group = replicate_group
@@ -194,14 +195,14 @@ class Unit(FlatParameters):
             self.gathering[1].wait()
             self.gathering = None
 
+    @torch.no_grad()
     def gather_row(self) -> None:
-        """Stage 3: begin to collect the rows. A shard that is not in this row is that of the other
-        copy of a tied matrix (pipeline_parallel.share_tied)."""
-        with torch.no_grad():
-            for p in self.parameters:
-                own = self.shard_in(self.row, p)
-                if own.data_ptr() != p.shard.data_ptr():
-                    own.copy_(p.shard)
+        """Stage 3: begin to collect the rows. A copy of a tied matrix may have its shard in the row
+        of the original (pipeline_parallel.share_tied)."""
+        for p in self.copies:
+            own = self.shard_in(self.row, p)
+            if own.data_ptr() != p.shard.data_ptr():
+                own.copy_(p.shard)
         self.start_all_gather(self.row.new_empty(self.N, self.T), self.row)
 
     @property

@@ -156,7 +156,8 @@ def check_ranks(config: RunConfig, model: MoEConfig, world: int) -> None:
             "virtual_stages", f"--schedule {name} has 2 on each pipeline rank; 2 would fit"
         )
     if v > 1 and (name not in ("interleaved", *schedules.V_SHAPED) or pp == 1):
-        rule = "only --schedule interleaved, under --pp 2 or more, has more than 1"
+        names = " or ".join(("interleaved", *schedules.V_SHAPED))
+        rule = f"only --schedule {names}, under --pp 2 or more, has more than 1"
         config.refuse("virtual_stages", rule)
 
 

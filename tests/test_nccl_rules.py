@@ -29,6 +29,8 @@ T5 |= dict(head_dim=8, ffn_hidden_size=48)
 # rollout, reference, critic, and two updates in a step
 REINFORCEMENT = ONE | dict(command="reinforcement.py", method="ppo", epochs=2, answer_tokens=4)
 REINFORCEMENT |= dict(seq_length=16, dropout=0.0)
+OVERLAP = dict(ep=2, virtual_stages=2, ep_comm_overlap=True, global_batch_size=8)
+OVERLAP |= dict(num_experts=4, num_layers=4, router="bias")
 LAYOUTS = {
     2: [
         *[ONE | dict(zero_stage=stage) for stage in (0, 1, 2, 3)],
@@ -42,6 +44,9 @@ LAYOUTS = {
         dict(cp=2, cp_kind="all-to-all"),
         dict(cp=2, num_experts=4, fp8="current", fp8_skip=0),
         REINFORCEMENT | dict(zero_stage=3, rollout_tp=2),
+        dict(tp=2, sequence_parallel=True, tp_comm_overlap=True),
+        ONE | dict(optimizer="muon", zero_stage=2),
+        PIPELINE | dict(mtp_layers=1),
     ],
     4: [
         PIPELINE | dict(pp=4),
@@ -50,6 +55,9 @@ LAYOUTS = {
         ONE | dict(ep=2, num_experts=4, zero_stage=3),
         ONE | dict(data_parallel_replicate_degree=2, zero_stage=3),
         dict(cp=4),
+        PIPELINE | OVERLAP,
+        PIPELINE | dict(tp=2),
+        dict(tp=4, num_kv_heads=2),
     ],
 }
 

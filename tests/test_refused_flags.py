@@ -135,7 +135,7 @@ REFUSED = {
             HYBRID | dict(zero_stage=3, num_experts=4, ep=4),
             "groups of 2 or more that --ep 4 divides; [1, 2] would fit",
         ),
-        (dict(virtual_stages=3), "--virtual-stages 3: only --schedule interleaved"),
+        (dict(virtual_stages=3), "--virtual-stages 3: only --schedule interleaved or zb-v"),
         (dict(schedule="gpipe"), "--schedule gpipe: needs --pp 2 or more"),
         (
             dict(pp=2, schedule="zb-v"),
