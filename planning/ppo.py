@@ -21,12 +21,13 @@ import math
 from typing import NamedTuple
 
 import planner
+import tensor_parallel
 from base.model_config import MoEConfig, least_parameters
 from planning import commands
 from planning.inputs import TRAIN, Layout, Machine, PlanError
 from planning.layer_time import Rank, layer
-from planning.layouts import USABLE
-from planning.serving import BYTES, ENGINES, Serving, cache_bytes
+from planning.layouts import USABLE, accepts
+from planning.serving import BYTES, ENGINES, Serving
 from run.config import ConfigError
 from run.rules import multiples
 
@@ -61,25 +62,20 @@ def forward_seconds(machine: Machine, model: MoEConfig, layout: Layout, sequence
     return (m + layout.pp - 1) * model.num_layers / layout.pp * forward
 
 
-def at_a_time(model: MoEConfig, layout: Layout, free: float, case) -> int:
-    """How many sequences a replica can write at a time. free: bytes of each rank; case: the
-    command's arguments."""
-    room = layout.tp * layout.pp * free
-    return max(0, int(room // cache_bytes(model, case.prompt_tokens + case.answer_tokens)))
-
-
 def writing_seconds(machine: Machine, model: MoEConfig, layout: Layout, free: float, case) -> float:
-    """In which all answers of a step are written; infinite where no cache fits."""
+    """In which all answers of a step are written; infinite where no cache fits. free: bytes of each
+    rank; case: the command's arguments."""
+    serving = Serving(machine, ENGINES["graphs"], model, layout.tp, layout.pp)
     each = -(-case.answers // layout.dp)
-    at_most = at_a_time(model, layout, free, case)
-    if not at_most:
+    cache = serving.cached(1, case.prompt_tokens + case.answer_tokens)
+    at_most = int(serving.ranks * free // cache)
+    if at_most < 1:
         return math.inf
     rounds = -(-each // at_most)
     prompts = dataclasses.replace(model, seq_length=case.prompt_tokens)
     first = forward_seconds(machine, prompts, layout, case.answers)
     # On average half of the answer is there.
     s = case.prompt_tokens + case.answer_tokens / 2
-    serving = Serving(machine, ENGINES["graphs"], model, layout.tp, layout.pp)
     return first + rounds * case.answer_tokens * serving.step(-(-each // rounds), s)
 
 
@@ -90,7 +86,7 @@ def best_writing(
     found = []
     for t in range(1, machine.ranks_per_node + 1):
         layout = Layout(tp=t, dp=gpus // t)
-        if gpus % t == model.num_heads % t == model.num_kv_heads % t == 0:
+        if accepts(tensor_parallel.check, model, t, gpus) and gpus % t == 0:
             left = free - BYTES * least_parameters(model) / t
             seconds = writing_seconds(machine, model, layout, left, case)
             found.append((seconds, -t, layout))

@@ -11,7 +11,8 @@ Seconds in which one stage takes some tokens of each sequence:
 
     2 FLOPs for each weight and token / FLOP/s + bytes of weights and of the cache / bytes/s
         + element-wise operations, as in training
-        + L / p (start of a layer's kernels + 2 all-reduces: bytes, a wait for each doubling of t)
+        + L / p (start of a layer's kernels + 2 all-reduces: bytes, a wait for each doubling of t;
+                 where ranks share a key head, also an exchange of its columns)
 
 A prompt has many tokens for each weight: FLOP/s bound it. A decoding step has one token of each
 sequence: bytes/s and waits bound it. A token goes through all p stages, one after the other; they
@@ -35,12 +36,13 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+import tensor_parallel
 from base.model_config import MoEConfig, block_matrices, mlp_matrices, num_mlps
 from inference.scheduler import most_blocks
 from planning import commands
 from planning.inputs import SOFTWARE, TRAIN, Layout, Machine, Software
 from planning.layer_time import Rank, read_and_written
-from planning.layouts import USABLE, gib
+from planning.layouts import USABLE, accepts, gib
 from run import rules
 from run.config import ConfigError
 
@@ -134,7 +136,7 @@ class Serving(NamedTuple):
         share = -(-model.num_layers // self.pp) / model.num_layers / t
         ends = 2 if self.pp == 1 and not model.tied else 1
         matrices = block_matrices(model, num_mlps(model, "num_experts")[0])
-        heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        heads = (model.num_heads + 2 * model.num_kv_heads * model.key_copies(t)) * model.head_dim
         # The residual stream, its norm and a sum whole; the rest of a layer by rank.
         numbers = 3 * h + (mlp_matrices(model) / h + heads) / t
         return {
@@ -149,6 +151,14 @@ class Serving(NamedTuple):
         nodes = max(1, t // self.machine.ranks_per_node)
         wait = engine.wait * math.log2(t / nodes) + engine.network_wait * math.log2(nodes)
         return wait + 2 * (t - 1) / t * nbytes / self.machine.link(t, 1)
+
+    def gather_heads(self, tokens: float) -> float:
+        """Seconds in which ranks that share a key and value head exchange their columns of it."""
+        r = self.model.key_copies(self.tp)
+        if r == 1:
+            return 0.0
+        nbytes = 2 * BYTES * tokens * self.model.head_dim * (r - 1) / r
+        return self.engine.wait * math.log2(r) + nbytes / self.machine.link(r, 1)
 
     def send(self, nbytes: float) -> float:
         """To the next stage."""
@@ -180,7 +190,7 @@ class Serving(NamedTuple):
         if self.weights in ("int8", "int4"):
             seconds += self.engine.convert * read / self.machine.peak
         activation = BYTES * n * model.hidden_size
-        layer = self.engine.layer + 2 * self.all_reduce(activation)
+        layer = self.engine.layer + 2 * self.all_reduce(activation) + self.gather_heads(n)
         layer += sequences * elementwise(self.machine, self.engine.software, model, self.tp, tokens)
         return seconds / self.ranks + model.num_layers / self.pp * layer + self.send(activation)
 
@@ -245,8 +255,7 @@ def layouts(gpus: int, one: Serving) -> Iterator[Serving]:
             continue
         for tp in range(1, ranks + 1):
             pp = ranks // tp
-            divided = (ranks, one.model.num_heads, one.model.num_kv_heads)
-            divides = all(number % tp == 0 for number in divided)
+            divides = ranks % tp == 0 and accepts(tensor_parallel.check, one.model, tp)
             if divides and pp <= one.model.num_layers and (tp <= each or tp % each == 0):
                 yield one._replace(tp=tp, pp=pp)
 

@@ -322,6 +322,21 @@ def test_latency_and_throughput(capsys):
     assert "--gpus" not in run(f"{case} --throughput 1e12", capsys)[2]
 
 
+def test_more_ranks_than_key_heads():
+    """Four ranks share each of two key heads: each has a quarter of its columns, and all of its
+    cache."""
+    model = dataclasses.replace(LLAMA, num_kv_heads=2)
+    assert {one.tp for one in serving.layouts(8, on_h100(model))} == {1, 2, 4, 8}
+    two, eight = (on_h100(model, tp=t) for t in (2, 8))
+    # each rank has one head
+    assert eight.cached(1, 100) == 4 * two.cached(1, 100) == 4 * cache_bytes(model, 100)
+    waits = math.log2(4) * GRAPHS.wait + 2 * 2 * 128 * 3 / 4 / H100.node_link
+    assert two.gather_heads(1) == 0 and eight.gather_heads(1) == pytest.approx(waits)
+    model = dataclasses.replace(preset("gpt3-175b"), num_kv_heads=1)
+    writing = ppo.best_writing(H100, model, 8, 80e9, CASE)[1]
+    assert writing.tp == 8
+
+
 # --- a step of reinforcement learning ------------------------------------------------------------
 
 LLAMA = preset("llama2-7b")
@@ -337,18 +352,18 @@ def test_answers_are_written_in_steps_of_serving():
     step = Serving(H100, ENGINES["graphs"], LLAMA, tp=8).step(512, 512 + 1024 / 2)
     assert found == pytest.approx(first + 1024 * step)
     # where half of them fit at a time, weights are read twice as often
-    halves = ppo.writing_seconds(H100, LLAMA, layout, 256 * ppo.cache_bytes(LLAMA, 1536) / 8, CASE)
+    halves = ppo.writing_seconds(H100, LLAMA, layout, 256 * cache_bytes(LLAMA, 1536) / 8, CASE)
     step = Serving(H100, ENGINES["graphs"], LLAMA, tp=8).step(256, 512 + 1024 / 2)
     assert halves == pytest.approx(first + 2 * 1024 * step)
 
 
 def test_what_does_not_fit_beside_the_weights_is_written_later():
     layout = Layout(dp=8)
-    each = ppo.cache_bytes(LLAMA, 1536)
+    each = cache_bytes(LLAMA, 1536)
     # 64 sequences for each of eight ranks
-    assert [ppo.at_a_time(LLAMA, layout, n * each, CASE) for n in (-1, 0.9, 64.5)] == [0, 0, 64]
-    found = [ppo.writing_seconds(H100, LLAMA, layout, n * each, CASE) for n in (0, 16, 64, 99)]
-    assert found[0] == math.inf and found[1] > 1.5 * found[2] and found[2] == found[3]
+    room = (-1, 0.9, 16, 64, 99)
+    found = [ppo.writing_seconds(H100, LLAMA, layout, n * each, CASE) for n in room]
+    assert found[:2] == [math.inf] * 2 and found[2] > 1.5 * found[3] and found[3] == found[4]
 
 
 def test_the_four_ways():
