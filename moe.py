@@ -119,16 +119,21 @@ class Router(nn.Module):
         return self.in_best_groups(logits)
 
     def in_best_groups(self, scores: Tensor, counted: int = 1) -> Tensor:
-        """Scores with -inf outside a token's best groups of experts, those whose `counted` largest
-        scores have the largest sum. Where a group is on one node, a token is sent to few nodes
+        """Scores with -inf outside a token's best groups of experts, the `topk_groups` with the
+        largest `group_scores`. Where a group is on one node, a token is sent to few nodes
         (DeepSeek-V2, arXiv 2405.04434, section 2.2.2). scores: [n, E] -> [n, E]"""
         if self.groups == 1:
             return scores
         grouped = scores.unflatten(1, (self.groups, -1))  # [n, groups, E / groups]
-        sums = grouped.topk(min(counted, grouped.shape[2])).values.sum(2)
-        chosen = sums.topk(self.topk_groups).indices  # [n, topk_groups]
-        left_out = torch.ones_like(sums, dtype=torch.bool).scatter(1, chosen, False)
+        of_groups = self.group_scores(grouped, counted)
+        best = of_groups.topk(self.topk_groups).indices  # [n, topk_groups]
+        left_out = torch.ones_like(of_groups, dtype=torch.bool).scatter(1, best, False)
         return grouped.masked_fill(left_out.unsqueeze(2), -math.inf).flatten(1)
+
+    def group_scores(self, grouped: Tensor, counted: int) -> Tensor:
+        """The sum of each group's `counted` largest scores. grouped: [n, groups, E / groups] ->
+        [n, groups]"""
+        return grouped.topk(min(counted, grouped.shape[2])).values.sum(2)
 
     def affinities(self, logits: Tensor) -> Tensor:
         """How well each expert fits a token, by probabilities. [n, E] -> [n, E]"""
@@ -147,8 +152,10 @@ class Router(nn.Module):
             load-balancing   E Σ_e load_e p_e      1 where the load is even
             z-loss           (log Σ_e exp z_e)²    each times its coefficient
 
-        p: a token's probabilities. logits: [.., E], those of any part of a micro-batch; load: [E],
-        each expert's share of the micro-batch's choices, before any token is dropped.
+        p: the softmax of a token's logits, under every router. Where factors are sigmoids,
+        DeepSeek-V3 and Megatron-LM take sigmoids that are made to add up to 1. logits: [.., E],
+        those of any part of a micro-batch; load: [E], each expert's share of the micro-batch's
+        choices, before any token is dropped.
         """
         total = 0.0
         if self.aux_loss:
@@ -217,18 +224,17 @@ ROUTERS = dict(zip(ROUTER_NAMES, (SinkhornRouter, TopKRouter, BiasRouter), stric
 
 class Dispatch(NamedTuple):
     """Where rows are sent and where they come from: n tokens (or places of padding) with k choices
-    each, m assignments that are not dropped.
+    each, of which m are kept. The others are dropped, or padding's.
 
-    Assignment a is choice a // n of token a % n. Padding has none. For the picture at the top
-    (k = 1) chosen is [[2], [0], [3], [0], [2], [1]], order [1, 3, 5, 0, 4, 2] and row_of
-    [[3, 0, 5, 1, 4, 2]].
+    Choice c is choice c // n of token c % n. For the picture at the top (k = 1) chosen is [[2],
+    [0], [3], [0], [2], [1]], order [1, 3, 5, 0, 4, 2] and row_of [[3, 0, 5, 1, 4, 2]].
     """
 
     real: Tensor | None  # [b, s] bool: what is not padding; None: all
     chosen: Tensor  # [n, k] expert; 0 for padding
     load: Tensor  # [E] share of all choices
-    order: Tensor  # [m] assignments, sorted by expert
-    row_of: Tensor  # [k, n] where each assignment is in `order`; m: dropped
+    order: Tensor  # [m] choices that are kept, sorted by expert
+    row_of: Tensor  # [k, n] where each choice is in `order`; m: it is not kept
     rows_per_expert: Tensor  # [E / ep] rows for each expert of this rank
     sent: list[int]  # rows to each expert-parallel rank; empty without expert parallelism
     received: list[int]  # rows from each
@@ -252,7 +258,7 @@ class Routing(recompute.RunOnce):
 
     Tokens of a micro-batch may be on several context-parallel ranks. With a transport plan or a
     capacity an expert depends on all of them. Then each rank gathers their logits, in the order of
-    one device, assigns all tokens, and keeps its own.
+    one device, chooses for all tokens, and takes its own.
 
     Where recompute.py runs a layer a second time in backward, routing does not run again: the
     Dispatch of the first run is reused.
@@ -279,67 +285,69 @@ class Routing(recompute.RunOnce):
     def forward(self, logits: Tensor, real: Tensor | None = None) -> Dispatch:
         """logits: [.., E], of this rank's tokens; [b, s/N, E] under context parallelism. real:
         [b, s/N] bool, the positions that are not padding and so are routed; None: all."""
-        e = logits.shape[-1]
-        if self.training and self.looks_at_others and self.gather:
-            everyone = self.gather(logits)  # [b, s, E]
-            found = self.assign(everyone, None if real is None else self.gather(real))
-            of_rank = [self.shard(x.view(*everyone.shape[:2], -1)) for x in found]
-            chosen, sent_to = (x.flatten(0, 1) for x in of_rank)
-        else:
-            chosen, sent_to = self.assign(logits, real)
-        n = len(chosen)
-        choices = chosen if real is None else chosen[real.flatten()]
-        assigned = choices.flatten().bincount(minlength=e)  # [E]
-        load = self.load(assigned, logits.dtype)
-        # [k n], the expert of each assignment. All first choices come first.
-        expert_of = sent_to.t().flatten()
-        order = expert_of.argsort(stable=True)
-        rows_per_expert = assigned
-        if sent_to is not chosen:
-            rows_per_expert = expert_of.bincount(minlength=e + 1)[:e]
-            # What is sent nowhere comes last. On a GPU the host waits for the sum.
-            order = order[: int(rows_per_expert.sum())]
+        chosen, kept = self.choices_on_all_ranks(logits, real)  # [n, k] each
+        n, e = len(chosen), logits.shape[-1]
+        # [k n], the expert of each choice. All first choices come first.
+        expert = chosen.t().flatten()
+        order = expert.argsort(stable=True)
+        counted = expert if real is None else chosen[real.flatten()].flatten()
+        counts = rows_per_expert = counted.bincount(minlength=e)  # [E]
+        if kept is not None:
+            # On a GPU the host waits for the number of choices that are kept.
+            order = order[kept.t().flatten()[order]]
+            rows_per_expert = expert[order].bincount(minlength=e)
+        load = self.load(counts, logits.dtype)
         if self.training:
             logits = logits.flatten(0, -2) if real is None else logits[real]
-            self.add_statistics(logits, assigned, load, dropped=choices.numel() - len(order))
+            self.add_statistics(logits, counts, load, dropped=len(counted) - len(order))
         row_of = inverse_permutation(order, self.k * n).view(-1, n)
         return Dispatch(real, chosen, load, order, row_of, *self.across_ranks(rows_per_expert))
 
-    def assign(self, logits: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(the experts that each token chooses, 0 for padding; where its choices are sent: there,
-        or E, that is nowhere, if they are dropped or padding). Arguments as in `forward`, of all
-        tokens that are routed together -> [n, k] each"""
+    def choices_on_all_ranks(self, logits: Tensor, real: Tensor | None):
+        """As `choices`, of this rank's tokens, beside those of the context-parallel ranks."""
+        if not (self.training and self.looks_at_others and self.gather):
+            return self.choices(logits, real)
+        everyone = self.gather(logits)  # [b, s, E]
+        found = self.choices(everyone, None if real is None else self.gather(real))
+        by_sequence = [x if x is None else x.view(*everyone.shape[:2], -1) for x in found]
+        return [x if x is None else self.shard(x).flatten(0, 1) for x in by_sequence]
+
+    def choices(self, logits: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(the experts that each token chooses, 0 for padding; which of these choices are kept:
+        those that are neither dropped nor padding's, None for all). Arguments as in `forward`, of
+        all tokens that are routed together -> [n, k] each"""
         tokens = logits.flatten(0, -2) if real is None else logits[real]
-        chosen = sent_to = self.scores(tokens, self.training).topk(self.k).indices
+        chosen = self.scores(tokens, self.training).topk(self.k).indices
         # Evaluation drops nothing.
-        if self.capacity_factor and self.training:
-            sent_to = self.drop(chosen, logits.shape[-1])
+        has_capacity = self.capacity_factor and self.training
+        kept = self.within_capacity(chosen, logits.shape[-1]) if has_capacity else None
         if real is not None:
             # On a GPU the host waits for the positions.
             at = real.flatten().nonzero().squeeze(1)
-            nothing = chosen.new_zeros(real.numel(), self.k)
-            chosen = nothing.index_copy(0, at, chosen)
-            sent_to = (nothing + logits.shape[-1]).index_copy(0, at, sent_to)
-        return chosen, sent_to
+            of_padding = chosen.new_zeros(real.numel(), self.k)
+            kept = torch.ones_like(chosen, dtype=torch.bool) if kept is None else kept
+            kept = of_padding.bool().index_copy(0, at, kept)
+            chosen = of_padding.index_copy(0, at, chosen)
+        return chosen, kept
 
-    def drop(self, chosen: Tensor, e: int) -> Tensor:
-        """`chosen`, [n, k], with E for the choices beyond an expert's capacity.
+    def within_capacity(self, chosen: Tensor, e: int) -> Tensor:
+        """Which choices are within their expert's capacity. chosen: [n, k] -> [n, k] bool
 
         An expert drops its last choices: second choices before first ones, later tokens before
         earlier ones. A dropped choice adds zeros; the probabilities of the token's other choices do
         not change.
         """
-        expert_of = chosen.t().flatten()
+        expert = chosen.t().flatten()
         # Rounding first keeps a float's last bit from adding one.
         factor = min(self.capacity_factor, e)
-        capacity = math.ceil(round(factor * len(expert_of) / e, 6))
-        in_order, order = expert_of.sort(stable=True)
-        assigned = expert_of.bincount(minlength=e)
-        # The position in `order` where the expert of each assignment begins.
-        first = (assigned.cumsum(0) - assigned)[in_order]
+        capacity = math.ceil(round(factor * len(expert) / e, 6))
+        sorted_experts, order = expert.sort(stable=True)
+        counts = expert.bincount(minlength=e)
+        # The place in `order` where the choices of each choice's expert begin.
+        first = (counts.cumsum(0) - counts)[sorted_experts]
         rank_in_expert = torch.arange(len(order), device=order.device) - first
-        kept = in_order.masked_fill(rank_in_expert >= capacity, e)
-        return expert_of.scatter(0, order, kept).view(self.k, -1).t()
+        kept = torch.empty_like(expert, dtype=torch.bool)
+        return kept.scatter(0, order, rank_in_expert < capacity).view(self.k, -1).t()
 
     def load(self, counts: Tensor, dtype: torch.dtype) -> Tensor:
         """Each expert's share of the micro-batch's choices on all context-parallel ranks.
@@ -395,8 +403,8 @@ class Routing(recompute.RunOnce):
 
 
 def permute_rows(x: Tensor, order: Tensor) -> Tensor:
-    """The tokens' rows in the order of assignments. x: [n, h]; order: [m] -> [m, h]"""
-    # Assignment a belongs to token a % n.
+    """The tokens' rows in the order of choices. x: [n, h]; order: [m] -> [m, h]"""
+    # Choice c belongs to token c % n.
     return x.index_select(0, order % max(1, len(x)))
 
 

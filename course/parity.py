@@ -122,8 +122,10 @@ class Run:
         self.batch = config.global_batch_size
         self.result = Result()
         for layer in self.trainer.expert_layers.values():
-            original = layer.routing.scores
-            layer.routing.scores = partial(scores_with_margin, self.result, layer.routing, original)
+            routing, router = layer.routing, layer.router
+            noted = partial(partial, scores_with_margin, self.result)
+            routing.scores = noted(routing.scores, routing.k)
+            router.group_scores = noted(router.group_scores, router.topk_groups)
         # Outputs of layers in this step.
         self.outputs = []
         if trace:
@@ -285,13 +287,14 @@ def put_together(of_ranks: list[list]) -> dict[str, Tensor]:
     return whole
 
 
-def scores_with_margin(result: Result, routing, original, logits, training):
-    """What routing.scores gives; notes in result.margin how near it came to another choice."""
-    scores = original(logits, training)
-    if len(scores) and routing.k < scores.shape[1]:
+def scores_with_margin(result: Result, original, k: int, *args) -> Tensor:
+    """What original(*args) gives, [n, candidates], of which the k largest are chosen: experts or
+    groups of experts. Notes in result.margin how near the choice came to another one."""
+    scores = original(*args)
+    if len(scores) and k < scores.shape[1]:
         # The last score that is chosen, and the first that is not.
-        largest = scores.sort(descending=True).values[:, routing.k - 1 : routing.k + 1]
-        # -inf where groups of experts decide alone; their ties are not looked at.
+        largest = scores.sort(descending=True).values[:, k - 1 : k + 1]
+        # -inf where the choice of groups leaves k experts.
         largest = largest[largest[:, 1].isfinite()]
         margins = (largest[:, 0] - largest[:, 1]) / largest.abs().amax(1)
         result.margin = min([result.margin, *margins.tolist()])

@@ -373,7 +373,7 @@ def diverged(config, step: int, bad_steps: int, tensors: list[str] | None = None
 NAMED = (
     *LAYOUT,
     *("reduce_dtype", "recompute", "recompute_layers", "head_chunk"),
-    *("fp8", "fp8_skip", "fp8_scales", "fp8_block", "optimizer_state"),
+    *("fp8", "fp8_skip", "fp8_scales", "fp8_block", "optimizer", "optimizer_state"),
 )
 
 
