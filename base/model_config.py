@@ -11,6 +11,7 @@ counts the parameters and the FLOPs of a shape.
 """
 
 import math
+import string
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
@@ -196,102 +197,96 @@ class GPTConfig:
     def check(self) -> None:
         for field in SIZES:
             self.check_size(field)
-        a, kv, d = self.num_heads, self.num_kv_heads, self.head_dim
-        if a % kv:
-            raise FieldError(
-                "num_kv_heads", kv, "must divide {num_heads}", divisors(a, kv), num_heads=a
-            )
+        a, kv = self.num_heads, self.num_kv_heads
+        self.require(a % kv == 0, "num_kv_heads", "must divide {num_heads}", divisors(a, kv))
         for field, values in (CHOICES | self.own_choices).items():
-            if getattr(self, field) not in values:
-                allowed = " or ".join(map(str, values))
-                raise FieldError(field, getattr(self, field), f"must be {allowed}")
+            allowed = " or ".join(map(str, values))
+            self.require(getattr(self, field) in values, field, f"must be {allowed}")
         if self.positions == "rotary":
-            self.check_rotary(a, d)
+            self.check_rotary()
         self.check_norms()
         self.check_latents()
-        if not 0 <= self.mtp_layers < self.seq_length:
-            rule = "must be at least 0 and below {seq_length}"
-            raise FieldError("mtp_layers", self.mtp_layers, rule, seq_length=self.seq_length)
-        if self.mtp_layers and (self.post_norm or self.parallel_block):
-            rule = "needs norms before attention and MLP: not post_norm, not parallel_block"
-            raise FieldError("mtp_layers", self.mtp_layers, rule, 0)
+        rule = "must be at least 0 and below {seq_length}"
+        self.require(0 <= self.mtp_layers < self.seq_length, "mtp_layers", rule)
+        rule = "needs norms before attention and MLP: not post_norm, not parallel_block"
+        norms_before = not (self.post_norm or self.parallel_block)
+        self.require(norms_before or not self.mtp_layers, "mtp_layers", rule, 0)
         self.check_window()
-        if not 0 <= self.dropout < 1:
-            raise FieldError("dropout", self.dropout, "must be at least 0 and below 1")
+        self.require(0 <= self.dropout < 1, "dropout", "must be at least 0 and below 1")
         # Beyond these limits a float32 is 0 or infinite somewhere in the model.
-        self.check_range("norm_eps", 1e-30, 1, "must be from 1e-30 to 1")
-        self.check_range("rotary_base", 1, 1e30, "must be from 1 to 1e+30")
-        self.check_range("rotary_factor", 1, 1e30, "must be from 1 to 1e+30")
-        self.check_range("init_std", 1e-30, 1, "must be from 1e-30 to 1")
-        if self.attention == "fused" and self.dropout > 0:
-            rule = "never sees the probabilities that {dropout} would mask; explicit would fit"
-            raise FieldError("attention", "fused", rule + ", or dropout 0", dropout=self.dropout)
+        self.check_range("norm_eps", 1e-30, 1)
+        self.check_range("rotary_base", 1, 1e30)
+        self.check_range("rotary_factor", 1, 1e30)
+        self.check_range("init_std", 1e-30, 1)
+        rule = "never sees the probabilities that {dropout} would mask; explicit would fit"
+        drops = self.dropout > 0
+        self.require(not drops or self.attention != "fused", "attention", rule + ", or dropout 0")
 
     def check_window(self) -> None:
-        if not 0 <= self.sliding_window < 2**31:
-            rule = "must be at least 1, or 0 for none, and below 2^31"
-            raise FieldError("sliding_window", self.sliding_window, rule)
+        rule = "must be at least 1, or 0 for none, and below 2^31"
+        self.check_range("sliding_window", 0, 2**31 - 1, rule)
         if set(self.window_pattern) not in ({"1"}, {"0", "1"}):
             rule = "must be a row of 1 (a window) and 0 (none), with a 1; 10 is every other layer"
             raise FieldError("window_pattern", repr(self.window_pattern), rule)
-        if "0" in self.window_pattern and not self.sliding_window:
-            rule = "needs a window, but {sliding_window}"
-            raise FieldError("window_pattern", self.window_pattern, rule, sliding_window=0)
+        has_window = self.sliding_window > 0 or "0" not in self.window_pattern
+        self.require(has_window, "window_pattern", "needs a window, but {sliding_window}")
 
     def check_norms(self) -> None:
-        if self.qk_norm and self.norm.startswith("layernorm"):
-            rule = "heads have norms in this model (qk_norm); rmsnorm or rmsnorm1p would fit"
-            raise FieldError("norm", self.norm, rule)
-        if self.parallel_block and self.post_norm:
-            rule = "attention and MLP read one x here; a norm cannot follow each ({post_norm})"
-            raise FieldError("parallel_block", True, rule, False, post_norm=True)
+        rule = "heads have norms in this model (qk_norm); rmsnorm or rmsnorm1p would fit"
+        self.require(not self.qk_norm or self.norm.startswith("rmsnorm"), "norm", rule)
+        rule = "attention and MLP read one x here; a norm cannot follow each ({post_norm})"
+        self.require(not (self.parallel_block and self.post_norm), "parallel_block", rule, False)
 
     def check_latents(self) -> None:
         for field in "kv_rank query_rank rope_head_dim value_head_dim rotary_mscale".split():
             self.check_range(field, 0, 2**31 - 1, "must be at least 0 and below 2^31")
-            if getattr(self, field) and not self.kv_rank:
-                raise FieldError(field, getattr(self, field), "needs {kv_rank}", kv_rank=None)
+            has_latents = self.kv_rank or not getattr(self, field)
+            self.require(has_latents, field, "needs {kv_rank}", kv_rank=None)
         if not self.kv_rank:
             return
         fixed = dict(positions="rotary", rotary_share=1, num_kv_heads=self.num_heads)
         for field, value in (fixed | dict(attention_bias="none", qk_norm=False)).items():
-            if getattr(self, field) != value:
-                rule = "not with the latents of {kv_rank}"
-                raise FieldError(field, getattr(self, field), rule, value, kv_rank=self.kv_rank)
+            rule = "not with the latents of {kv_rank}"
+            self.require(getattr(self, field) == value, field, rule, value)
         rope, d = self.rope_head_dim, self.head_dim
-        if not 0 < rope < d or rope % 2:
-            rule = "with {kv_rank} it is a part of {head_dim}: even, above 0 and below"
-            raise FieldError("rope_head_dim", rope, rule, kv_rank=self.kv_rank, head_dim=d)
+        rule = "with {kv_rank} it is a part of {head_dim}: even, above 0 and below"
+        self.require(0 < rope < d and rope % 2 == 0, "rope_head_dim", rule)
         if self.value_size > d:
             raise FieldError(
                 "value_head_dim", self.value_size, "must be at most {head_dim}", head_dim=d
             )
 
-    def check_rotary(self, a: int, d: int) -> None:
-        if d % 2 and d * a == self.hidden_size:
-            rule = f"rotary positions need an even head size, not hidden_size / num_heads = {d}"
-            raise FieldError("num_heads", a, rule)
-        if d % 2:
-            raise FieldError("head_dim", d, "must be even for rotary positions", [d + 1])
-        if not 0 < self.rotary_share <= 1 or self.rotary_share * d % 2:
-            rule = "must be above 0 and at most 1, and rotate an even part of {head_dim}"
-            raise FieldError("rotary_share", self.rotary_share, rule, 1, head_dim=d)
+    def check_rotary(self) -> None:
+        d = self.head_dim
+        rule = f"rotary positions need an even head size, not hidden_size / num_heads = {d}"
+        self.require(d % 2 == 0 or d * self.num_heads != self.hidden_size, "num_heads", rule)
+        self.require(d % 2 == 0, "head_dim", "must be even for rotary positions", [d + 1])
+        rule = "must be above 0 and at most 1, and rotate an even part of {head_dim}"
+        share = self.rotary_share
+        self.require(0 < share <= 1 and share * d % 2 == 0, "rotary_share", rule, 1)
         low, high = self.rotary_low_frequency, self.rotary_high_frequency
-        if not 0 < low < high < math.inf:
-            rule = "must be above 0 and below {rotary_high_frequency}"
-            raise FieldError("rotary_low_frequency", low, rule, rotary_high_frequency=high)
+        rule = "must be above 0 and below {rotary_high_frequency}"
+        self.require(0 < low < high < math.inf, "rotary_low_frequency", rule)
         if self.rotary_scaling == "yarn":
             self.check_range("rotary_base", 1.01, 1e30, "must be from 1.01 to 1e+30 for yarn")
-            self.check_range("rotary_attention", 0, 1e30, "must be from 0 to 1e+30")
+            self.check_range("rotary_attention", 0, 1e30)
 
     def check_size(self, field: str) -> None:
         power = 16 if field == "num_layers" else 31
         self.check_range(field, 1, 2**power - 1, f"must be at least 1 and below 2^{power}")
 
-    def check_range(self, field: str, least: float, most: float, rule: str) -> None:
-        # Written as not (a <= x <= b), so that NaN fails too.
-        if not least <= getattr(self, field) <= most:
-            raise FieldError(field, getattr(self, field), rule)
+    def check_range(self, field: str, least: float, most: float, rule: str = "") -> None:
+        # NaN is in no range.
+        in_range = least <= getattr(self, field) <= most
+        self.require(in_range, field, rule or f"must be from {least:g} to {most:g}")
+
+    def require(self, holds: bool, field: str, rule: str, fits=None, **others) -> None:
+        """Raises FieldError unless the rule holds. A {name} in the rule is a field of this shape,
+        unless `others` has its value."""
+        if not holds:
+            named = [name for _, name, _, _ in string.Formatter().parse(rule) if name]
+            others = {name: getattr(self, name) for name in named} | others
+            raise FieldError(field, getattr(self, field), rule, fits, **others)
 
 
 SIZES = (
@@ -438,46 +433,37 @@ class MoEConfig(GPTConfig):
     def check(self) -> None:
         super().check()
         e, layers = self.num_experts, self.num_layers
-        if not 0 <= e < 2**16:
-            rule = "must be at least 0 and below 2^16; 0 is one MLP for all tokens"
-            raise FieldError("num_experts", e, rule)
-        if self.router not in ROUTER_NAMES:
-            raise FieldError("router", self.router, f"must be {' or '.join(ROUTER_NAMES)}")
-        if not 1 <= self.expert_every <= layers:
-            rule = "must be from 1 to {num_layers}"
-            raise FieldError("expert_every", self.expert_every, rule, num_layers=layers)
-        if not 1 <= self.router_topk <= (e or 1):
-            rule = "must be from 1 to {num_experts}"
-            raise FieldError("router_topk", self.router_topk, rule, num_experts=e)
-        self.check_range("router_temperature", 1e-3, 1, "must be from 0.001 to 1")
-        self.check_range("router_scale", 1e-30, 1e30, "must be from 1e-30 to 1e+30")
-        self.check_range("bias_rate", 0, 1, "must be from 0 to 1")
-        if (e and not self.expert_layers) or self.first_dense_layers < 0:
-            rule = "must leave one of {num_layers} for {num_experts} (and {expert_every})"
-            sizes = dict(num_layers=layers, num_experts=e, expert_every=self.expert_every)
-            raise FieldError("first_dense_layers", self.first_dense_layers, rule, **sizes)
+        rule = "must be at least 0 and below 2^16; 0 is one MLP for all tokens"
+        self.check_range("num_experts", 0, 2**16 - 1, rule)
+        self.require(self.router in ROUTER_NAMES, "router", f"must be {' or '.join(ROUTER_NAMES)}")
+        self.check_range("expert_every", 1, layers, "must be from 1 to {num_layers}")
+        self.check_range("router_topk", 1, e or 1, "must be from 1 to {num_experts}")
+        self.check_range("router_temperature", 1e-3, 1)
+        self.check_range("router_scale", 1e-30, 1e30)
+        self.check_range("bias_rate", 0, 1)
+        rule = "must leave one of {num_layers} for {num_experts} (and {expert_every})"
+        leaves_one = len(self.expert_layers) > 0 or not e
+        self.require(leaves_one and self.first_dense_layers >= 0, "first_dense_layers", rule)
         for field in ("expert_ffn_size", "shared_ffn_size"):
             self.check_range(field, 0, 2**31 - 1, "must be at least 0 and below 2^31")
         self.check_groups(e or 1)
         for field in ("capacity_factor", "aux_loss", "z_loss"):
-            if not 0 <= getattr(self, field) < math.inf:
-                raise FieldError(field, getattr(self, field), "must be at least 0 and finite")
-        if self.router in ("sinkhorn", "bias") and self.aux_loss:
-            rule = f"{self.router} evens the load without this loss; {{router}} would fit, or 0"
-            raise FieldError("aux_loss", self.aux_loss, rule, router="topk")
+            finite = 0 <= getattr(self, field) < math.inf
+            self.require(finite, field, "must be at least 0 and finite")
+        rule = f"{self.router} evens the load without this loss; {{router}} would fit, or 0"
+        self.require(self.router == "topk" or not self.aux_loss, "aux_loss", rule, router="topk")
 
     def check_groups(self, e: int) -> None:
-        groups, best, k = self.expert_groups, self.topk_groups, self.router_topk
-        if groups < 1 or e % groups:
-            rule = "must divide {num_experts}"
-            raise FieldError("expert_groups", groups, rule, divisors(e, groups), num_experts=e)
-        if groups > 1 and self.router == "sinkhorn":
-            rule = "the plan of sinkhorn has all experts; {router} would fit, or 1"
-            raise FieldError("expert_groups", groups, rule, router="bias")
-        if not 1 <= best <= groups or best * (e // groups) < k:
-            rule = "must be from 1 to {expert_groups}, groups that have {router_topk} experts"
-            values = dict(expert_groups=groups, router_topk=k)
-            raise FieldError("topk_groups", best, rule, **values)
+        groups, best = self.expert_groups, self.topk_groups
+        divides = groups > 0 and e % groups == 0
+        fits = divisors(e, groups)
+        self.require(divides, "expert_groups", "must divide {num_experts}", fits, num_experts=e)
+        rule = "the plan of sinkhorn has all experts; {router} would fit, or 1"
+        has_groups = self.router != "sinkhorn" or groups == 1
+        self.require(has_groups, "expert_groups", rule, router="bias")
+        enough = 1 <= best <= groups and best * (e // groups) >= self.router_topk
+        rule = "must be from 1 to {expert_groups}, groups that have {router_topk} experts"
+        self.require(enough, "topk_groups", rule)
 
 
 # --- size of a model, without building it ---------------------------------------------------------

@@ -408,6 +408,10 @@ class RunConfig:
             # Another scaling has another limit of turns.
             shape = shape | {"rotary_high_frequency": 0.0}
         if "router" in given:
+            before = shape.get("router") if self.load and shape.get("num_experts") else self.router
+            if before != self.router and "bias" in (before, self.router):
+                rule = f"only a router bias has biases to load, and {self.load} is of a model with"
+                self.refuse("router", f"{rule} {before}, which would fit")
             # Another router has other losses.
             shape = {k: v for k, v in shape.items() if k not in ("aux_loss", "z_loss")}
         with as_flags():

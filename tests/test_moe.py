@@ -505,3 +505,8 @@ def test_a_run_with_experts(tmp_path):
     assert all(line["dropped_share"] == [0, 0] for line in lines)
     # it goes on with the data's own text
     assert (tmp_path / "run/sample.txt").read_text()[:16] in text
+    # biases of a router cannot be taken from a model that has none
+    base = dict(load=str(tmp_path / "run"), data=[str(tmp_path / "corpus.txt")], steps=1)
+    with pytest.raises(ConfigError, match="--router bias: .* sinkhorn, which would fit"):
+        Config(router="bias", **base).model_config()
+    assert Config(router="topk", **base).model_config().z_loss == 0.001
