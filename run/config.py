@@ -24,20 +24,9 @@ from optimizer import AdamW
 from run import checkpoint
 from run.presets import PRESETS, Recipe, default_lr, no_such
 
-LAYOUT = (
-    "tp",
-    "pp",
-    "cp",
-    "cp_kind",
-    "ep",
-    "ep_comm_overlap",
-    "virtual_stages",
-    "schedule",
-    "layer_split",
-    "sequence_parallel",
-    "tp_comm_overlap",
-    "zero_stage",
-    "data_parallel_replicate_degree",
+LAYOUT = tuple(
+    "tp pp cp cp_kind ep ep_comm_overlap virtual_stages schedule layer_split sequence_parallel"
+    " tp_comm_overlap zero_stage data_parallel_replicate_degree".split()
 )
 DTYPES = {
     "fp64": torch.float64,
@@ -119,9 +108,7 @@ class RunConfig:
 
     # Model.
     model: str = flag("tiny", f"a preset: {', '.join(PRESETS)}", metavar="PRESET")
-    num_layers: int | None = flag(
-        None, "number of layers; this flag and those above --tp override the preset"
-    )
+    num_layers: int | None = flag(None, "layers; it and the flags down to --tp override the preset")
     hidden_size: int | None = flag(None, "h, the size of an activation vector")
     num_heads: int | None = flag(None, "attention heads")
     num_kv_heads: int | None = flag(
@@ -132,38 +119,22 @@ class RunConfig:
     vocab_size: int | None = flag(
         None, "at least the tokenizer's size; the default is the larger of preset and tokenizer"
     )
-    head_dim: int | None = flag(
-        None, "size of a head; 0 is hidden size / heads, the default but for some presets"
-    )
+    head_dim: int | None = flag(None, "size of a head; 0: hidden size / heads, as in most presets")
     kv_rank: int | None = flag(None, "size of the latent of keys and values; 0: none")
     query_rank: int | None = flag(None, "size of the latent of queries; 0: they read x")
     rope_head_dim: int | None = flag(None, "with latents, rotated numbers of a head")
     value_head_dim: int | None = flag(None, "with latents, size of a head's value; 0: --head-dim")
-    norm: str | None = flag(
-        None,
-        "with 1p it multiplies by 1 + weight (Nemotron, Gemma)",
-        CHOICES["norm"],
-    )
+    norm: str | None = flag(None, "with 1p it multiplies by 1 + weight", CHOICES["norm"])
     activation: str | None = flag(None, "of the MLP", CHOICES["activation"])
-    positions: str | None = flag(
-        None, "how a token knows its place", ("learned", "rotary", "alibi")
-    )
-    sliding_window: int | None = flag(
-        None, "tokens that a token attends to, itself included; 0: all before it"
-    )
-    dropout: float | None = flag(
-        None, "probability, for the embedding, attention and both residual branches"
-    )
+    positions: str | None = flag(None, "how a token knows its place", CHOICES["positions"])
+    sliding_window: int | None = flag(None, "tokens that a token attends to, with itself; 0: all")
+    dropout: float | None = flag(None, "probability: embedding, attention, residual branches")
     # Experts.
     num_experts: int | None = flag(None, "experts (MLPs) in a layer with experts; 0: none")
     expert_every: int | None = flag(None, "experts in every n-th layer: 2 is every other layer")
     first_dense_layers: int | None = flag(None, "but in none of the first so many layers")
-    expert_ffn_size: int | None = flag(
-        None, "inner size of an expert; the default is --ffn-hidden-size"
-    )
-    shared_ffn_size: int | None = flag(
-        None, "inner size of an MLP for all tokens beside the experts (shared experts); 0: none"
-    )
+    expert_ffn_size: int | None = flag(None, "inner size of an expert; 0: --ffn-hidden-size")
+    shared_ffn_size: int | None = flag(None, "inner size of an MLP for all tokens; 0: none")
     router: str | None = flag(
         None,
         "sinkhorn balances each micro-batch by a transport plan; topk by a loss; bias by a bias of"
@@ -173,51 +144,36 @@ class RunConfig:
     router_topk: int | None = flag(None, "experts that each token goes through")
     router_temperature: float | None = flag(
         None,
-        "temperature of sinkhorn's plan, from 0.001 to 1; lower is more even; the default is 0.02, "
-        "and 1 is Megatron-LM's",
+        "of sinkhorn's plan, from 0.001 to 1, which is Megatron-LM's; lower is more even; the"
+        " default is 0.02",
     )
-    router_scale: float | None = flag(
-        None, "what the factors of experts' outputs are multiplied by; the default is 1"
-    )
-    bias_rate: float | None = flag(
-        None, "with --router bias: how much a step changes a bias; the default is 0.001"
-    )
-    expert_groups: int | None = flag(
-        None, "groups of experts, one on each node for example; a token uses the best of them"
-    )
+    router_scale: float | None = flag(None, "factor of experts' outputs; the default is 1")
+    bias_rate: float | None = flag(None, "of --router bias: change in a step; default: 0.001")
+    expert_groups: int | None = flag(None, "groups of experts, for example one on each node")
     topk_groups: int | None = flag(None, "groups that each token uses, of --expert-groups")
     capacity_factor: float | None = flag(
-        None,
-        "limit of tokens per expert, over its even share of a micro-batch; tokens beyond it are "
-        "dropped; 0: no limit",
+        None, "limit of tokens per expert, over its even share; more are dropped; 0: no limit"
     )
-    aux_loss: float | None = flag(
-        None,
-        "coefficient of the load-balancing loss; the default is 0.01 with topk, else 0",
-    )
+    aux_loss: float | None = flag(None, "coefficient of load balancing; default: 0.01 with topk")
     z_loss: float | None = flag(
-        None, "coefficient of the router's z-loss; the default is 0.001 with topk, else 0"
+        None, "coefficient of the router's z-loss; default: 0.001 with topk"
     )
     # Parallel.
     tp: int = flag(1, "tensor-parallel ranks, which share every matrix", least=1)
-    sequence_parallel: bool = flag(
-        False, "shard along the sequence what tensor parallelism leaves whole"
-    )
+    sequence_parallel: bool = flag(False, "shard by tokens what tensor parallelism leaves whole")
     tp_comm_overlap: bool = flag(
-        False,
-        "sequence parallelism sends shards around a ring beside the products that read or sum them",
+        False, "sequence parallelism sends shards around a ring, beside the products with them"
     )
     pp: int = flag(1, "pipeline-parallel ranks, which share the layers", least=1)
     cp: int = flag(1, "context-parallel ranks, which share every sequence", least=1)
     cp_kind: str = flag(
         "ring",
-        "how context-parallel ranks attend to each other's tokens: keys and values go round, or"
-        " heads are exchanged for tokens",
+        "context-parallel ranks send keys and values around, or exchange heads for tokens",
         ("ring", "all-to-all"),
     )
     virtual_stages: int = flag(
         1,
-        "stages on each pipeline rank: more than one if interleaved, two under zb-v and dualpipe-v",
+        "stages on each pipeline rank: several if interleaved, two under zb-v and dualpipe-v",
         least=1,
     )
     schedule: str | None = flag(
@@ -237,8 +193,7 @@ class RunConfig:
     )
     data_parallel_replicate_degree: int = flag(
         1,
-        "groups of data-parallel ranks, each of which holds all that --zero-stage shards: for"
-        " example one for each node; 1: all ranks shard together",
+        "groups of data-parallel ranks, for example nodes: each has all that --zero-stage shards",
         metavar="R",
         least=1,
     )
@@ -247,13 +202,10 @@ class RunConfig:
     )
     ep_comm_overlap: bool = flag(
         False,
-        "run a forward and a backward of another micro-batch in turns: while one sends tokens to"
-        " experts, the other computes",
+        "run a forward and another micro-batch's backward in turns: one sends, the other computes",
     )
     reduce_dtype: str | None = flag(
-        None,
-        "dtype in which gradients are summed over data-parallel ranks; the default is fp32",
-        ("fp32", "bf16"),
+        None, "dtype of sums over data-parallel ranks; the default is fp32", ("fp32", "bf16")
     )
     # Memory, speed.
     recompute: str = flag(
@@ -261,26 +213,19 @@ class RunConfig:
         "activations that backward computes again: explicit attention (selective) or layers (full)",
         ("none", "selective", "full"),
     )
-    recompute_layers: int | None = flag(
-        None, "recompute only the first n layers; the default is all"
-    )
-    head_chunk: int = flag(
-        0, "tokens that have logits at a time; by default all of a micro-batch have them"
-    )
+    recompute_layers: int | None = flag(None, "recompute only the first n layers; default: all")
+    head_chunk: int = flag(0, "tokens that have logits at a time; 0: all of a micro-batch")
     make_vocab_size_divisible_by: int | None = flag(
         None,
-        "times --tp: of what the rows of embedding and head are a multiple, by padding; the default"
-        " is 128 on GPUs and 1 on CPUs",
+        "times --tp: pad embedding and head to a multiple; the default is 128 on GPUs, 1 on CPUs",
         least=1,
     )
     attention: str | None = flag(
-        None,
-        "fused never writes the s x s scores; it is the default where dropout is 0",
-        ("explicit", "fused"),
+        None, "fused writes no s x s scores; the default without dropout", CHOICES["attention"]
     )
     kernels: str = flag(
         "auto",
-        "auto: operations of kernels.py: fused ones on a GPU, faster attention and GELU on a CPU",
+        "auto: those of kernels.py: fused ones on a GPU, faster attention and GELU on a CPU",
         ("auto", "off"),
     )
     compile: bool = flag(False, "torch.compile each block")
@@ -299,23 +244,19 @@ class RunConfig:
     lr: float | None = flag(
         None, "peak learning rate; the default is that of the model and of what is learned", least=0
     )
-    min_lr: float | None = flag(
-        None, "learning rate at the end of its decay; default: lr / 10", least=0
-    )
+    min_lr: float | None = flag(None, "rate at the end of its decay; default: lr / 10", least=0)
     warmup_steps: int = flag(50, "steps of linear warmup", least=0)
     weight_decay: float = flag(0.1, "weight decay, of matrices only", least=0)
     grad_clip: float = flag(1.0, "largest global gradient norm; 0: no clipping", least=0)
     max_bad_steps: int = flag(
         50,
-        "end the run with exit status 1 after so many steps in a row with gradients that are not "
-        "finite (in fp16: at the lowest loss scale); 0: never. Meanwhile a save waits for the next "
-        "good step, and no older checkpoint is removed",
+        "end the run after so many steps in a row whose gradients are not finite (in fp16: at the"
+        " lowest loss scale); 0: never. Meanwhile no checkpoint is saved or removed",
         least=0,
     )
     precision: str | None = flag(
         None,
-        "precision of compute; the default is bf16 on CUDA and fp32 on CPUs (tf32: fp32 whose "
-        "matrix multiplications are in TF32, on GPUs; fp64: for tests)",
+        "the default is bf16 on CUDA and fp32 on CPUs (tf32: fp32, multiplied in TF32 on GPUs)",
         ("fp32", "tf32", "bf16", "fp16", "fp64"),
     )
     fp8: str = flag(
@@ -332,23 +273,20 @@ class RunConfig:
     )
     fp8_keep_bytes: bool = flag(
         False,
-        "with --zero-stage 3: keep the bytes of whole weights for a step, instead of making them "
-        "anew for each product (2 bytes for each parameter in FP8)",
+        "with --zero-stage 3: keep weights in FP8 for a step (2 bytes each), not for a product",
     )
     fp8_block: int = flag(
         128, "size of a block with --fp8 block; only 128 has a GPU's FP8 multiplications", least=1
     )
     optimizer_state: str = flag(
         "fp32",
-        "bf16: both moments in bf16, and only the low half of a bf16 weight's master: 8 bytes per "
-        "parameter instead of 14",
+        "bf16: moments in bf16, and the low half of a bf16 weight's master: 6 bytes, not 12",
         ("fp32", "bf16"),
     )
     # Data.
     tokenizer: str | None = flag(
         None,
-        "bytes, gpt2, or a JSON file of the tokenizers library; the default is bytes, or with "
-        "--load the checkpoint's",
+        "bytes, gpt2, or a file of the tokenizers library; default: bytes, or that of --load",
         metavar="{bytes,gpt2,FILE}",
     )
     # Run.
@@ -357,35 +295,26 @@ class RunConfig:
     keep: int = flag(2, "how many checkpoints remain; 0: all", least=0)
     resume: bool = flag(
         False,
-        "continue from the newest checkpoint in OUT, if there is one. Flags that are not given come"
-        " from OUT/config.json (of the layout, tp to zero-stage, all or none). Ranks that torchrun"
-        " restarts do this anyway",
+        "continue from the newest checkpoint in OUT, as ranks that torchrun restarts do. Flags that"
+        " are not given come from OUT/config.json (of the layout all or none)",
     )
     load: str | None = flag(
         None,
-        "start from the weights and the shape of this checkpoint or run, for example one that "
-        "huggingface.py imported; with --resume, only where OUT has no checkpoint",
+        "start from the weights and shape of this checkpoint or run; with --resume, only where OUT"
+        " has no checkpoint",
         metavar="CKPT",
     )
-    eval_every: int = flag(
-        100, "steps between evaluations on held-out text; 0: only the last step", least=0
-    )
+    eval_every: int = flag(100, "steps between evaluations; 0: only the last step", least=0)
     seed: int = flag(0, "random seed of weights, sample order and dropout", least=0)
-    log_every: int = flag(
-        1, "steps between lines on the screen; metrics.jsonl has every step", least=1
-    )
+    log_every: int = flag(1, "steps between lines on the screen", least=1)
     plan: str | None = flag(
         None,
-        "print the step time that planner.py predicts beside the measured one, for a100, h100, h200"
-        " or a machine's file (docs/planning.md); auto: this GPU's name, or ./machine.json",
+        "print the step time that planner.py predicts for a100, h100, h200 or a machine's file"
+        " (docs/planning.md); auto: this GPU's name, or ./machine.json",
         metavar="MACHINE",
     )
-    tensorboard: bool = flag(
-        False, "also write curves for TensorBoard to OUT/tensorboard (pip install tensorboard)"
-    )
-    timeout: float = flag(
-        1800.0, "seconds without progress after which a hanging run is ended", least=1
-    )
+    tensorboard: bool = flag(False, "write OUT/tensorboard too (pip install tensorboard)")
+    timeout: float = flag(1800.0, "seconds without progress that end a hanging run", least=1)
     device: str = flag("auto", "auto: CUDA where there is one", ("auto", "cpu", "cuda"))
 
     # --- what follows from the fields
@@ -400,10 +329,8 @@ class RunConfig:
         shape = self.start_shape()
         if not self.keeps_dropout:
             shape = shape | {"dropout": 0.0}
-        given = {}
-        for field in dataclasses.fields(self.shape_class):
-            if getattr(self, field.name, None) is not None:
-                given[field.name] = getattr(self, field.name)
+        names = [field.name for field in dataclasses.fields(self.shape_class)]
+        given = {n: getattr(self, n) for n in names if getattr(self, n, None) is not None}
         if "rotary_scaling" in given:
             # Another scaling has another limit of turns.
             shape = shape | {"rotary_high_frequency": 0.0}
@@ -416,11 +343,10 @@ class RunConfig:
             shape = {k: v for k, v in shape.items() if k not in ("aux_loss", "z_loss")}
         with as_flags():
             try:
-                return self.shape_class(**{**shape, **given})
+                return self.shape_class(**shape | given)
             except TypeError as e:
-                raise ConfigError(
-                    f"--load {self.load}: does not describe a model of this project ({e})"
-                ) from None
+                rule = f"does not describe a model of this project ({e})"
+                raise ConfigError(f"--load {self.load}: {rule}") from None
 
     def start_shape(self) -> dict:
         """The fields of the preset, or of --load. Raises CheckpointError."""
@@ -435,11 +361,9 @@ class RunConfig:
         try:
             return checkpoint.find(self.load)
         except checkpoint.CheckpointError as e:
-            own = {}
-            if self.resume and not self.frozen:
-                own = checkpoint.steps(Path(self.out) / "checkpoints")
-            if own:
-                return list(own.values())[-1]
+            own = Path(self.out) / "checkpoints"
+            if self.resume and not self.frozen and (found := checkpoint.steps(own)):
+                return list(found.values())[-1]
             raise checkpoint.CheckpointError(f"--load {e}") from None
 
     def micro_batch(self, dp: int) -> int:
@@ -502,10 +426,6 @@ class RunConfig:
         return self.default_lr()[0] if self.lr is None else self.lr
 
     @property
-    def lowest_lr(self) -> float:
-        return self.peak_lr / 10 if self.min_lr is None else self.min_lr
-
-    @property
     def adam(self) -> tuple[float, tuple[float, float]]:
         """(weight decay, betas) of optimizer.AdamW."""
         return self.weight_decay, (self.adam_beta1, self.adam_beta2)
@@ -522,8 +442,9 @@ class RunConfig:
     def rates(self) -> tuple:
         """The arguments of optimizer.learning_rate after the step."""
         end = self.decay_steps or self.steps
+        lowest = self.peak_lr / 10 if self.min_lr is None else self.min_lr
         shape = end, self.lr_schedule, self.wsd_steps or max(1, end // 10)
-        return self.peak_lr, self.lowest_lr, self.warmup_steps, *shape
+        return self.peak_lr, lowest, self.warmup_steps, *shape
 
     @property
     def pipeline_schedule(self) -> str:
@@ -533,12 +454,8 @@ class RunConfig:
         """Raise ConfigError with the field's flag, its value, and a rule that says what would
         fit."""
         value = getattr(self, field)
-        words = [flag_name(field)]
-        if isinstance(value, list):
-            words += map(str, value)
-        elif value is not True:
-            words.append(str(value))
-        raise ConfigError(f"{' '.join(words)}: {rule}")
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        raise ConfigError(f"{' '.join([flag_name(field), *map(str, values)])}: {rule}")
 
     # --- what a type of training changes
 

@@ -69,9 +69,8 @@ def check_types(config: RunConfig) -> None:
             raise ConfigError(f"{name} '': is empty; leave it out for the default")
         words = value if isinstance(value, list) else [value]
         if any(isinstance(word, str) and not is_text(word) for word in words):
-            raise ConfigError(
-                f"{name} {value!r}: has bytes that are not UTF-8 text, or a zero byte"
-            )
+            rule = "has bytes that are not UTF-8 text, or a zero byte"
+            raise ConfigError(f"{name} {value!r}: {rule}")
 
 
 def is_text(word: str) -> bool:
@@ -131,30 +130,25 @@ def check_ranks(config: RunConfig, model: MoEConfig, world: int) -> None:
     if world == 1 and needed > 1:
         names = ("tp", "pp", "cp", "ep", "data_parallel_replicate_degree")
         name = next(name for name in names if getattr(config, name) > 1)
-        rule = (
-            f"this is one rank alone; start several with torchrun --nproc-per-node {needed} "
-            f"{config.command} ..., or give {flag_name(name)} 1"
-        )
+        start = f"torchrun --nproc-per-node {needed} {config.command} ..."
+        rule = f"this is one rank alone; start several with {start}, or give {flag_name(name)} 1"
         config.refuse(name, rule)
     if world % tp:
         fit = tensor_parallel.sizes_that_fit(model, tp, world)
         config.refuse("tp", f"must divide the {world} ranks; {fit} would fit")
-    if world // tp % pp:
-        fit = divisors(world // tp, pp)
-        config.refuse("pp", f"must divide the {world} ranks over --tp {tp}; {fit} would fit")
-    if world // tp // pp % config.cp:
-        fit = divisors(world // tp // pp, config.cp)
-        config.refuse(
-            "cp", f"must divide the {world} ranks over --tp {tp} --pp {pp}; {fit} would fit"
-        )
+    left, over = world // tp, f"over --tp {tp}"
+    for name, n in (("pp", pp), ("cp", config.cp)):
+        if left % n:
+            rule = f"must divide the {world} ranks {over}; {divisors(left, n)} would fit"
+            config.refuse(name, rule)
+        left, over = left // n, f"{over} --{name} {n}"
     if config.sequence_parallel and tp == 1:
         rule = "shards what tensor parallelism leaves whole, and needs --tp 2 or more"
         config.refuse("sequence_parallel", rule)
     name, v = config.pipeline_schedule, config.virtual_stages
     if name in schedules.V_SHAPED and v != 2:
-        config.refuse(
-            "virtual_stages", f"--schedule {name} has 2 on each pipeline rank; 2 would fit"
-        )
+        rule = f"--schedule {name} has 2 on each pipeline rank; 2 would fit"
+        config.refuse("virtual_stages", rule)
     if v > 1 and (name not in ("interleaved", *schedules.V_SHAPED) or pp == 1):
         names = " or ".join(("interleaved", *schedules.V_SHAPED))
         rule = f"only --schedule {names}, under --pp 2 or more, has more than 1"
@@ -184,7 +178,9 @@ def check_techniques(config: RunConfig, model: MoEConfig, world: int) -> None:
             import moe
 
             moe.check(model, config.ep, replicas)
-    check_context(config, model)
+    if config.cp > 1 and model.seq_length % config.length_multiple:
+        rule = f"must be divisible by {config.length_multiple}"
+        config.refuse("cp", f"--seq-length {model.seq_length} {rule}")
     check_replicate(config, replicas)
 
 
@@ -203,15 +199,6 @@ def check_replicate(config: RunConfig, replicas: int) -> None:
         config.refuse(name, f"{rule}{of_experts}; {fit} would fit")
 
 
-def check_context(config: RunConfig, model: MoEConfig) -> None:
-    """Check what context parallelism cannot be combined with. Raises ConfigError."""
-    if config.cp == 1:
-        return
-    multiple = config.length_multiple
-    if model.seq_length % multiple:
-        config.refuse("cp", f"--seq-length {model.seq_length} must be divisible by {multiple}")
-
-
 def check_batch(config: RunConfig, model: MoEConfig, dp: int) -> None:
     """Check that the global batch splits into equal micro-batches. Raises ConfigError."""
     batch = config.global_batch_size
@@ -222,31 +209,23 @@ def check_batch(config: RunConfig, model: MoEConfig, dp: int) -> None:
     share = batch // dp
     micro = config.micro_batch(dp)
     if share % micro:
-        raise ConfigError(
-            f"--micro-batch-size {micro}: must divide each rank's {share} sequences"
-            f" (--global-batch-size {batch} over {dp} data-parallel ranks);"
-            f" {divisors(share, micro)} would fit"
-        )
+        batches = f"{share} sequences (--global-batch-size {batch} over {dp} data-parallel ranks)"
+        rule = f"must divide each rank's {batches}; {divisors(share, micro)} would fit"
+        raise ConfigError(f"--micro-batch-size {micro}: {rule}")
     tokens = micro * model.seq_length
     if model.num_experts and model.router == "sinkhorn" and tokens < model.num_experts:
         raise ConfigError(
-            f"--num-experts {model.num_experts}: more than the {tokens} tokens of a micro-batch, "
-            "among which no plan of --router sinkhorn is even; fewer experts, a larger "
-            "--micro-batch-size or --router topk would do"
+            f"--num-experts {model.num_experts}: more than the {tokens} tokens of a micro-batch,"
+            " among which no plan of --router sinkhorn is even; --router topk would do"
         )
     # Sequences in pp micro-batches of every pipeline.
     group = config.pp * micro * dp
+    made = f"makes {share // micro} micro-batches for each pipeline, and"
     if config.pipeline_schedule == "interleaved" and batch % group:
-        rule = (
-            f"makes {share // micro} micro-batches for each pipeline, and interleaved needs a "
-            f"multiple of --pp {config.pp}; {multiples(batch, group)}"
-        )
+        rule = f"{made} interleaved needs a multiple of --pp {config.pp}; {multiples(batch, group)}"
         config.refuse("global_batch_size", rule)
     if config.pipeline_schedule == "dualpipe-v" and batch < 2 * group:
-        rule = (
-            f"makes {share // micro} micro-batches for each pipeline, and dualpipe-v needs twice "
-            f"--pp {config.pp} or more; {2 * group} would fit"
-        )
+        rule = f"{made} dualpipe-v needs twice --pp {config.pp} or more; {2 * group} would fit"
         config.refuse("global_batch_size", rule)
     check_overlap(config, share // micro)
 
@@ -259,9 +238,7 @@ def check_overlap(config: RunConfig, m: int) -> None:
         rule = "frees weights after a backward, which a forward of --ep-comm-overlap still needs"
         config.refuse("zero_stage", f"{rule}; 0, 1 or 2 would fit")
     if m < 2 * config.pp:
-        rule = (
-            f"F and B of other micro-batches need 2 x --pp {config.pp} of them, and there are {m}"
-        )
+        rule = f"needs 2 x --pp {config.pp} micro-batches, and there are {m}"
         config.refuse("ep_comm_overlap", f"{rule}; a larger --global-batch-size would fit")
 
 
@@ -285,16 +262,10 @@ def check_plan(config: RunConfig) -> None:
 def check_device(config: RunConfig) -> None:
     """Check what this machine and its packages can do. Raises ConfigError."""
     if config.fp8 != "off" and config.precision == "fp16":
-        rule = (
-            "has scales of its own, and the loss scale of fp16 would change what they were measured"
-            " for; --precision bf16 would fit"
-        )
-        config.refuse("fp8", rule)
+        rule = "has scales of its own, which the loss scale of fp16 would change"
+        config.refuse("fp8", f"{rule}; --precision bf16 would fit")
     if config.optimizer_state == "bf16" and config.precision == "fp16":
-        rule = (
-            "the upper half of an fp32 master is a bf16 number; --precision bf16 would fit, or"
-            " --optimizer-state fp32"
-        )
+        rule = "the upper half of an fp32 master is a bf16 number; --precision bf16 would fit"
         config.refuse("optimizer_state", rule)
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         config.refuse("tensorboard", "needs the package tensorboard (pip install tensorboard)")
