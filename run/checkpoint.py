@@ -26,13 +26,10 @@ after everything in it is flushed to the disk; a name that begins with a dot is 
     .step-000200.saving      being written; becomes step-000200 when it is whole
     .step-000050.removing    being deleted
 
-`Saver` does all of it in a thread. Training waits until the slices that this rank is to write are
-copied, and goes on:
+`Saver` does all of it in a thread with a process group of its own. Training waits for the copies:
 
     training     step 100 |             | step 101 | step 102 | ..
     thread                | plan | copy | write, flush, hash, rename |
-
-The thread has a process group of its own.
 
 A load does not trust the files. A flipped byte, a missing or a short file is found and named before
 anything is loaded, by hashes that the ranks share out. Nothing is ever unpickled, so no file can
@@ -96,9 +93,8 @@ def steps(folder: Path) -> dict[int, Path]:
     except (OSError, ValueError) as e:
         if isinstance(e, FileNotFoundError) and not os.path.islink(folder):
             return {}
-        raise CheckpointError(
-            f"{folder}: cannot be read ({cause(e)}); is its disk mounted?"
-        ) from None
+        rule = f"cannot be read ({cause(e)}); is its disk mounted?"
+        raise CheckpointError(f"{folder}: {rule}") from None
     matches = [re.fullmatch(r"step-(\d{6,18})", name) for name in names]
     paths = {int(match[1]): Path(folder) / match[0] for match in matches if match}
     return dict(sorted(paths.items()))
@@ -113,14 +109,11 @@ def find(path: str | Path) -> Path:
         is_folder = Path(path).is_dir()
     except OSError as e:
         raise CheckpointError(f"{path}: cannot be read ({cause(e)})") from None
+    if str(path).endswith(".nemo") and not is_folder:
+        advice = "unpack this tar into NEMO_DIR, then `python -m inference.megatron NEMO_DIR CKPT`"
+        raise CheckpointError(f"{path}: no such folder; {advice}, and name CKPT")
     if not is_folder:
-        advice = ""
-        if str(path).endswith(".nemo"):
-            advice = (
-                "; a .nemo file is a tar: unpack it into NEMO_DIR, then `python -m"
-                " inference.megatron NEMO_DIR CKPT`, and name CKPT"
-            )
-        raise CheckpointError(f"{path}: no such folder{advice}")
+        raise CheckpointError(f"{path}: no such folder")
     for folder in (Path(path), Path(path) / "checkpoints"):
         if checkpoints := steps(folder):
             return list(checkpoints.values())[-1]
@@ -300,8 +293,7 @@ def write(
             checkpoint_slices().write(building, tensors, number, read, group, copied)
             for file in sorted(building.glob(f"shard-{rank + 1:05d}-*")):
                 files[file.name] = flush_and_hash(file)
-        index = {"format": FORMAT, "step": step, **state}
-        index["tensors"] = merge(shapes_of_ranks)
+        index = {"format": FORMAT, "step": step, **state, "tensors": merge(shapes_of_ranks)}
         index["files"] = merge(gather(files, group))
         with agreed(what, group):
             if rank == 0:
@@ -431,12 +423,8 @@ def load(path: Path, tensors: dict[str, Tensor], model: dict | None = None) -> d
 
 def differences(there: dict, here: dict) -> list[str]:
     """Text for each item of `here` that is different there."""
-    found = []
-    for name, value in here.items():
-        saved = there.get(name, "missing")
-        if saved != value:
-            found.append(f"{name} is {saved} there and {value} here")
-    return found
+    pairs = [(name, there.get(name, "missing"), value) for name, value in here.items()]
+    return [f"{name} is {saved} there and {own} here" for name, saved, own in pairs if saved != own]
 
 
 # --- the tokenizer of a checkpoint's model --------------------------------------------------------
@@ -445,10 +433,9 @@ def differences(there: dict, here: dict) -> list[str]:
 def beside(path: Path, name: str) -> Path | None:
     """A file beside the checkpoint at `path`: in its folder, or in that of its run."""
     path = Path(path)
-    folders = [path]
-    if path.parent.name == "checkpoints":
-        folders.append(path.parent.parent)
-    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+    places = [path / name, path.parent.parent / name]
+    of_run = path.parent.name == "checkpoints"
+    return next((file for file in places[: 1 + of_run] if file.is_file()), None)
 
 
 def tokenizer_of(path: Path) -> str:
@@ -485,10 +472,8 @@ def verify_tokenizer(path: Path, index: dict) -> dict[str, Path]:
         except OSError as e:
             raise CheckpointError(f"{path}: its {name} cannot be read ({e.strerror})") from None
         if name in recorded and hashlib.sha256(content).hexdigest() != recorded[name]:
-            raise CheckpointError(
-                f"{file} is altered: the model in {path} was trained with another content. "
-                "Put that back, or name a tokenizer with --tokenizer"
-            )
+            rule = f"the model in {path} was trained with another content"
+            raise CheckpointError(f"{file} is altered: {rule}. Put that back, or give --tokenizer")
         files[name] = file
     return files
 
@@ -505,19 +490,15 @@ def show(index: dict) -> None:
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     if len(argv) != 2 or argv[0] not in ("show", "verify"):
-        terminal.refuse(
-            "usage: python -m run.checkpoint show CKPT | verify CKPT; CKPT is a checkpoint, or the"
-            " folder of a run"
-        )
+        terminal.refuse("usage: python -m run.checkpoint show CKPT | verify CKPT (or a run)")
     path = find(argv[1])
     if argv[0] == "show":
         return show(read_index(path))
     index = verify(path)
     verify_tokenizer(path, index)
-    size = sum(file["bytes"] for file in index["files"].values())
-    count = len(index["files"])
-    files = "1 file" if count == 1 else f"{count} files"
-    print(f"{path}: whole; {files}, {size:,} bytes, as they were written")
+    sizes = [file["bytes"] for file in index["files"].values()]
+    files = f"{len(sizes)} file{'s' * (len(sizes) > 1)}"
+    print(f"{path}: whole; {files}, {sum(sizes):,} bytes, as they were written")
 
 
 if __name__ == "__main__":

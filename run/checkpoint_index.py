@@ -134,13 +134,10 @@ def read_signed(path: Path) -> bytes:
         text = json_files.read_bytes(path / "index.json")
         checksum = json_files.read_bytes(path / "index.json.sha256")
     except FileNotFoundError as e:
-        hint = ""
+        rule = f"it has no {Path(e.filename).name}"
         if (path / "config.json").exists():
-            hint = "; python -m inference.huggingface import makes one of a Hugging Face folder"
-        raise Damaged(
-            f"{path} is not a checkpoint of this project, or damaged: it has no"
-            f" {Path(e.filename).name}{hint}"
-        ) from None
+            rule += "; python -m inference.huggingface import makes one of a Hugging Face folder"
+        raise Damaged(f"{path} is not a checkpoint of this project, or damaged: {rule}") from None
     except OSError as e:
         raise Damaged(f"{path}/index.json cannot be read ({e})") from None
     if checksum != f"{hashlib.sha256(text).hexdigest()}  index.json\n".encode():
@@ -154,19 +151,16 @@ def describing(where: str):
     try:
         yield
     except (TypeError, ValueError) as e:
-        why = json_files.one_line(e)
-        raise CheckpointError(
-            f"{where} does not describe a model of this project ({why})"
-        ) from None
+        rule = f"does not describe a model of this project ({json_files.one_line(e)})"
+        raise CheckpointError(f"{where} {rule}") from None
 
 
 def check_index(index: dict, where: str) -> None:
     """Check the types and ranges of an index, and that its tensors are no larger than its files.
     where: begins the messages. Raises CheckpointError."""
     if index.get("format") != FORMAT or not {"tensors", "files", "model"} <= index.keys():
-        raise CheckpointError(
-            f"{where} is not the index of a checkpoint of this project (format {FORMAT})"
-        )
+        rule = f"is not the index of a checkpoint of this project (format {FORMAT})"
+        raise CheckpointError(f"{where} {rule}")
     with describing(where):
         json_files.convert(index, Index, "index.json")
         if index["model"] and command_of(index["model"]) == "train.py":
@@ -174,16 +168,13 @@ def check_index(index: dict, where: str) -> None:
     tensor_bytes = 0
     for name, (dtype, shape) in index["tensors"].items():
         if dtype not in DTYPES:
-            raise CheckpointError(
-                f"{where}: {name} is {dtype}; a checkpoint has {', '.join(DTYPES)}"
-            )
+            rule = f"{name} is {dtype}; a checkpoint has {', '.join(DTYPES)}"
+            raise CheckpointError(f"{where}: {rule}")
         tensor_bytes += prod(shape) * getattr(torch, dtype).itemsize
     file_bytes = sum(file["bytes"] for file in index["files"].values())
     if tensor_bytes > file_bytes:
-        raise CheckpointError(
-            f"{where}: its tensors would have {tensor_bytes:,} bytes, and its files have"
-            f" {file_bytes:,}"
-        )
+        rule = f"would have {tensor_bytes:,} bytes, and its files have {file_bytes:,}"
+        raise CheckpointError(f"{where}: its tensors {rule}")
 
 
 def check_files(path: Path, files: dict[str, FileRecord]) -> None:
@@ -227,15 +218,15 @@ def fixed_fields(config: MoEConfig, weights_only: bool = False) -> dict[str, Any
     attention kernel, coefficients of a router's losses, modules behind the last layer and, where
     positions are computed, the sequence lengths. weights_only: training begins anew from the
     weights, and may choose another router, longer sequences (YaRN) or other labels."""
-    free = {"dropout", "attention", "router_temperature", "capacity_factor", "aux_loss", "z_loss"}
-    free |= {"init_std", "mtp_layers", "bias_rate"}
+    free = "dropout attention init_std mtp_layers bias_rate"
+    free += " router_temperature capacity_factor aux_loss z_loss"
     if config.positions != "learned":
-        free |= {"seq_length", "target_length"}
+        free += " seq_length target_length"
     if weights_only:
-        free |= {"router", "router_topk", "classes", "rotary_scaling", "rotary_factor"}
-        free |= {"rotary_low_frequency", "rotary_high_frequency", "rotary_original_length"}
-        free |= {"rotary_attention"}
-    return {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
+        free += " router router_topk classes rotary_scaling rotary_factor rotary_low_frequency"
+        free += " rotary_high_frequency rotary_original_length rotary_attention"
+    fields = dataclasses.asdict(config).items()
+    return {name: value for name, value in fields if name not in free.split()}
 
 
 def model_fields(saved: dict[str, Any]) -> dict[str, Any]:
@@ -263,29 +254,31 @@ def read_model(
         name: shape for name, (_, shape) in index["tensors"].items() if name.startswith("model.")
     }
     with_adapter, with_prompts = WRITERS.get(command_of(index["model"]), ("", ""))
-    if "model.head.value.weight" in shapes and "labels" in index and not value_head:
-        raise CheckpointError(
-            f"{path} holds a classifier (finetune.classify), which labels texts, and writes none;"
-            " name the model that it began as, or python -m models.use_bert predict"
+    gives_numbers = "model.head.value.weight" in shapes and not value_head
+    holds = ""
+    if gives_numbers and "labels" in index:
+        holds = (
+            "a classifier (finetune.classify), which labels texts, and writes none; name the model"
+            " that it began as, or python -m models.use_bert predict"
         )
-    if "adapter" in index:
+    elif "adapter" in index:
         use = f"use this one with it: {with_adapter} --checkpoint BASE --adapter {path}, or "
-        raise CheckpointError(
-            f"{path} holds an adapter alone; name the model that it was trained on instead, and"
+        holds = (
+            "an adapter alone; name the model that it was trained on instead, and"
             f" {use if with_adapter else ''}make one model of both: python -m inference.adapters"
             f" merge BASE {path} OUT"
         )
-    if "model.head.value.weight" in shapes and not value_head:
-        raise CheckpointError(
-            f"{path} holds a reward model, which gives a number for an answer, and no next token;"
-            " name the model that it began as. python -m finetune.preference --method reward goes"
-            " on from it, and python -m finetune.reinforcement --reward learns from what it says"
+    elif gives_numbers:
+        holds = (
+            "a reward model, which gives a number for an answer, and no next token; name the model"
+            " that it began as. python -m finetune.preference --method reward goes on from it, and"
+            " python -m finetune.reinforcement --reward learns from what it says"
         )
-    if any(name.startswith("model.embedding.tokens.prompts.") for name in shapes):
-        raise CheckpointError(
-            f"{path} holds prompts alone; name the model that they were learned for, and give the"
-            f" prompt file to {with_prompts}"
-        )
+    elif any(name.startswith("model.embedding.tokens.prompts.") for name in shapes):
+        use = f"give the prompt file to {with_prompts}"
+        holds = f"prompts alone; name the model that they were learned for, and {use}"
+    if holds:
+        raise CheckpointError(f"{path} holds {holds}")
     check_command(path, index["model"], shape_class)
     with describing(f"{path}/index.json"):
         config = shape_class(**index["model"])
@@ -298,9 +291,8 @@ def check_command(path: Path, fields: dict, wanted: MoEConfig | type[MoEConfig])
     type. Raises CheckpointError."""
     own, needed = command_of(fields), command_of(wanted.__dataclass_fields__)
     if own != needed:
-        raise CheckpointError(
-            f"{path} holds a model of {own}, and this command needs one of {needed}"
-        )
+        rule = f"holds a model of {own}, and this command needs one of {needed}"
+        raise CheckpointError(f"{path} {rule}")
 
 
 def check_sizes(config: MoEConfig, shapes: dict[str, list[int]]) -> None:
@@ -310,17 +302,15 @@ def check_sizes(config: MoEConfig, shapes: dict[str, list[int]]) -> None:
     layers = [re.match(r".*?\.\d{1,6}\.", name) for name in shapes]
     num_layers = len({layer[0] for layer in layers if layer})
     if with_modules(config).num_layers + config.layers_beside != num_layers:
-        raise ValueError(
-            f"num_layers {config.num_layers}: there are tensors of {num_layers} layers"
-        )
+        rule = f"there are tensors of {num_layers} layers"
+        raise ValueError(f"num_layers {config.num_layers}: {rule}")
     needed = least_parameters(config)
     present = sum(prod(shape) for shape in shapes.values())
     if needed > 2 * present:
         fields = ("hidden_size", "ffn_hidden_size", "vocab_size", "seq_length", "num_experts")
         sizes = ", ".join(f"{field} {getattr(config, field)}" for field in fields)
-        raise ValueError(
-            f"{sizes}: a model of {needed:,} parameters or more, and its tensors have {present:,}"
-        )
+        rule = f"a model of {needed:,} parameters or more, and its tensors have {present:,}"
+        raise ValueError(f"{sizes}: {rule}")
 
 
 def check_room(what: str, needed: int, device) -> None:
@@ -351,9 +341,8 @@ def read_header(file: Path) -> dict[str, tuple[str, list[int], list[int]]]:
                 header[name] = (part.get_dtype(), shape, start)
         return header
     except (SafetensorError, OSError, KeyError, json_files.JSONError) as e:
-        raise CheckpointError(
-            f"{file} cannot be loaded: damaged, or not safetensors ({json_files.one_line(e)})"
-        ) from None
+        why = f"damaged, or not safetensors ({json_files.one_line(e)})"
+        raise CheckpointError(f"{file} cannot be loaded: {why}") from None
 
 
 def check_slices(file: Path, index: dict) -> None:
@@ -365,7 +354,6 @@ def check_slices(file: Path, index: dict) -> None:
             offset + length <= size for offset, length, size in zip(start, shape, global_shape)
         )
         if dtype != DTYPES.get(global_dtype) or not inside:
-            raise CheckpointError(
-                f"{file} cannot be loaded: {name} is {dtype} {shape} from {start} on there, and"
-                f" {global_dtype} {global_shape} in the index"
-            )
+            there = f"{name} is {dtype} {shape} from {start} on there"
+            rule = f"{there}, and {global_dtype} {global_shape} in the index"
+            raise CheckpointError(f"{file} cannot be loaded: {rule}")

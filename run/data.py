@@ -52,7 +52,7 @@ from base import terminal
 from base.device_queue import to_device
 from base.document_mask import documents_of
 from gpt import Context
-from run import token_cache
+from run import checkpoint, token_cache
 from run.documents import (
     DataError,
     Piece,
@@ -172,8 +172,7 @@ def tokenize_parts(jobs: list[tuple], workers: int, show: bool) -> None:
     """Run `tokenize_part` for each job in threads, because tokenizers release Python's global lock.
     show: print the progress, in one line that is rewritten."""
     start = time.time()
-    mebibytes = 0
-    done = 0
+    mebibytes = done = 0
     with ThreadPoolExecutor(workers) as pool:
         try:
             futures = [pool.submit(tokenize_part, *job) for job in jobs]
@@ -243,7 +242,7 @@ def build(files, corpus: str, tokenizer, folder: Path, world: World, workers: in
     def merge():
         with token_cache.cache_errors(folder.parent):
             merge_parts(targets, folder, corpus, tokenizer)
-            token_cache.remove(parts_folder)
+            checkpoint.remove(parts_folder)
 
     world.on_every_rank(tokenize_share)
     world.on_rank_0(merge)
@@ -331,7 +330,7 @@ class Corpus(Dataset):
                 f" and one sequence takes {seq_length + 1}; give more text, or a --seq-length of at"
                 f" most {max(1, len(self.stream) - 1)}"
             )
-        # number of a sample of this corpus -> sequence
+        # Number of a sample of this corpus -> sequence.
         self.sequence_of = Order(self.num_sequences, seed)
         # Where a run went on from other corpora: an offset of sample numbers, and what those gave.
         self.offset, self.others = 0, {}
@@ -374,15 +373,12 @@ class Blend(Dataset):
         self.s = corpora[0].s
         self.num_sequences = sum(corpus.num_sequences for corpus in corpora)
         shares = [Fraction(share, self.interleave.total) for share in self.interleave.shares]
-        names = []
-        tokens = 0
+        tokens = sum(corpus.index["tokens"] for corpus in corpora)
         bytes_per_token = Fraction(0)
         for share, corpus in zip(shares, corpora):
-            names.append(f"{share}:{corpus.index['corpus']}")
-            tokens += corpus.index["tokens"]
             bytes_per_token += share * Fraction(corpus.index["bytes"], corpus.index["tokens"])
         self.index = {
-            "corpus": fingerprint(" ".join(names)),
+            "corpus": fingerprint(" ".join(f"{s}:{n}" for s, n in zip(shares, self.names))),
             "tokens": tokens,
             # Not the sum, so that bytes / tokens is that of the blend's samples.
             "bytes": round(tokens * bytes_per_token),
@@ -413,10 +409,7 @@ class Blend(Dataset):
 
     def batch(self, samples) -> Batch:
         """samples: b global sample numbers."""
-        rows = []
-        for sample in samples:
-            k, m = self.locate(sample)
-            rows.append(self.corpora[k].batch([m]))
+        rows = [self.corpora[k].batch([m]) for k, m in map(self.locate, samples)]
         # None: without --document-mask no row has documents.
         fields = [None if of_rows[0] is None else torch.cat(of_rows) for of_rows in zip(*rows)]
         # Each corpus counts its own samples; dropout needs the blend's numbers.
@@ -459,13 +452,10 @@ def open_corpora(
     document_mask: bool = False,
 ) -> Corpus | Blend:
     """The only corpus, or a blend of several. Arguments as in `Corpus`. Raises DataError."""
-    corpora = [
-        Corpus(part.folder, seq_length, seed, split, part.source, document_mask)
-        for part in prepared
-    ]
-    if len(corpora) == 1:
-        return corpora[0]
-    return Blend(corpora, [part.weight for part in prepared])
+    weights, sources, folders = zip(*prepared)
+    options = seq_length, seed, split
+    corpora = [Corpus(at, *options, of, document_mask) for at, of in zip(folders, sources)]
+    return corpora[0] if len(corpora) == 1 else Blend(corpora, weights)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -70,9 +70,8 @@ def file_errors(path):
         raise
     except (OSError, ValueError, EOFError, zlib.error) as e:
         file = getattr(e, "filename", None) or path
-        raise DataError(
-            f"{file}: cannot be read ({cause(e)}); mend this, or leave it out"
-        ) from None
+        rule = f"cannot be read ({cause(e)}); mend this, or leave it out"
+        raise DataError(f"{file}: {rule}") from None
 
 
 def opener(path: Path):
@@ -92,18 +91,13 @@ def find_files(paths: list[str]) -> list[Path]:
     for name in paths:
         path = Path(name)
         with file_errors(name):
-            if not name:
-                raise DataError("'': an empty name")
-            if path.is_dir():
-                files += text_files(path)
-            elif not path.exists():
-                raise DataError(f"{path}: no such file or folder")
-            elif not path.is_file():
+            if not name or not path.exists():
+                raise DataError(f"{path if name else repr(name)}: no such file or folder")
+            if not path.is_dir() and not path.is_file():
                 raise DataError(f"{path}: neither a file nor a folder; copy it into a file")
-            elif not path.stat().st_size:
+            if path.is_file() and not path.stat().st_size:
                 raise DataError(f"{path}: the file is empty")
-            else:
-                files.append(path)
+            files += text_files(path) if path.is_dir() else [path]
     return files
 
 

@@ -67,8 +67,7 @@ class RunCheckpoints:
         """Weights and optimizer state of all learners, by global name."""
         tensors = self.trainer.task.learned.kept()
         for prefix, learner in self.trainer.task.learners().items():
-            for name, tensor in learner.optimizer.tensors().items():
-                tensors[prefix + name] = tensor
+            tensors |= {prefix + name: x for name, x in learner.optimizer.tensors().items()}
         return tensors
 
     def remove_old(self, folder: Path, good: bool) -> None:
@@ -104,10 +103,8 @@ class RunCheckpoints:
                 self.trainer.fp8.load_state_dict(index.get("fp8"))
             return index | {"tokens": int(index["tokens"])}
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
-            why = f"({type(e).__name__}: {e})"
-            raise checkpoint.CheckpointError(
-                f"{path}/index.json lacks what training goes on from {why}"
-            ) from None
+            why = f"lacks what training goes on from ({type(e).__name__}: {e})"
+            raise checkpoint.CheckpointError(f"{path}/index.json {why}") from None
 
     @torch.no_grad()
     def use_loaded(self) -> None:
@@ -171,16 +168,12 @@ def restore(trainer, world: World, dataset: Dataset, tokenizer) -> tuple[int, in
 def is_done(config: RunConfig, world: World, last_file: Path, start: int) -> bool:
     """Whether nothing is left to do. Raises ConfigError where --steps lies behind."""
     if start > config.steps:
-        raise ConfigError(
-            f"--steps {config.steps}: the run in {config.out} is at step {start} already; more than"
-            " that would go on"
-        )
+        rule = f"the run in {config.out} is at step {start} already; more would go on"
+        config.refuse("steps", rule)
     done = world.on_rank_0(lambda: start >= config.steps and last_file.exists())
     if done:
-        world.say(
-            f"{config.out}: step {start} of --steps {config.steps} is done, and there is nothing to"
-            " do; with more --steps the run goes on"
-        )
+        rule = "is done, and there is nothing to do; more would go on"
+        world.say(f"{config.out}: step {start} of --steps {config.steps} {rule}")
     return done
 
 
@@ -201,8 +194,7 @@ def changes(trainer, path: Path, index: dict, corpus: str) -> list[str]:
     for name, value in dataclasses.asdict(trainer.config).items():
         if before.get(name, value) != value and name not in SILENT:
             found.append(f"{flag_name(name)} {before.get(name)} -> {value}")
-    other_tokenizer = check_tokenizer(trainer, path, index)
-    if other_tokenizer:
+    if other_tokenizer := check_tokenizer(trainer, path, index):
         found.append(other_tokenizer)
     if index.get("corpus") != corpus:
         found.append(f"corpus {index.get('corpus')} -> {corpus}{trainer.task.other_data}")

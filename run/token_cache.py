@@ -19,7 +19,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ import numpy as np
 
 from base import json_files, terminal
 from base.errors import cause
+from run.checkpoint import remove
 from run.documents import CacheError, DataError, file_hash
 
 # Bytes of tokens.npy that one SHA-256 covers.
@@ -201,14 +201,6 @@ def part_is_complete(target: str) -> bool:
 
 def part_hashes(target: str) -> str:
     return " ".join(file_hash(Path(f"{target}.{name}.npy")) for name in ("tokens", "documents"))
-
-
-def remove(folder: Path) -> None:
-    """Remove a folder, or a file in its place, if there is one."""
-    if folder.is_dir() and not folder.is_symlink():
-        shutil.rmtree(folder)
-    else:
-        folder.unlink(missing_ok=True)
 
 
 def main():

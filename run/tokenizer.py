@@ -101,10 +101,8 @@ class GPT2Tokenizer(Tokenizer):
 
             self.encoding = tiktoken.get_encoding("gpt2")
         except Exception as e:
-            why = (
-                f"tiktoken could not fetch its vocabulary ({type(e).__name__}); connect once, or"
-                " point TIKTOKEN_CACHE_DIR at a copy, or use a tokenizers JSON file"
-            )
+            why = f"tiktoken could not fetch its vocabulary ({type(e).__name__}); connect once, or"
+            why += " point TIKTOKEN_CACHE_DIR at a copy"
             if isinstance(e, ImportError):
                 why = "needs the package tiktoken (pip install tiktoken)"
             raise TokenizerError(f"--tokenizer gpt2: {why}; bytes needs nothing") from None
@@ -158,11 +156,9 @@ class FileTokenizer(Tokenizer):
             with library_errors():
                 self.tokenizer = Library.from_str(content.decode())
         except (OSError, ValueError) as e:
-            why = cause(e).removeprefix(f"{path}: ")
-            raise TokenizerError(
-                f"--tokenizer {path}: not bytes, gpt2, or a JSON file of the tokenizers library"
-                f" ({needs_conversion(path) or why})"
-            ) from None
+            why = needs_conversion(path) or cause(e).removeprefix(f"{path}: ")
+            rule = f"not bytes, gpt2, or a JSON file of the tokenizers library ({why})"
+            raise TokenizerError(f"--tokenizer {path}: {rule}") from None
         return content, declared
 
     def faults(self, declared: dict) -> Iterator[str]:
@@ -176,12 +172,9 @@ class FileTokenizer(Tokenizer):
                     f"its added token {added['content']!r} has id {added['id']}, and the library"
                     f" gives it {actual}: an id is missing, or two tokens share one"
                 )
-        largest = max(self.vocabulary.values())
-        if 2 * len(self.vocabulary) <= largest:
-            yield (
-                f"its ids go up to {largest}, and it has {len(self.vocabulary)} tokens; number them"
-                " from 0"
-            )
+        count, largest = len(self.vocabulary), max(self.vocabulary.values())
+        if 2 * count <= largest:
+            yield f"its ids go up to {largest}, and it has {count} tokens; number them from 0"
         if getattr(self.tokenizer.model, "dropout", None):
             yield 'its model has dropout, so no text has the same ids twice; "dropout": null fits'
         for part in ("normalizer", "pre_tokenizer", "decoder"):
@@ -221,16 +214,13 @@ class FileTokenizer(Tokenizer):
         self.named_bos = next(iter(named), None)
         self.declared_bos = next(iter(named + beside.ids("bos_token_id")), None)
         self.padding = next(iter(beside.ids("pad_token_id")), None)
-        self.bos = self.post_processor_bos()
-
-    def post_processor_bos(self) -> int | None:
-        """The id that the file's post-processor puts before a text, or None."""
+        # The id that the file's post-processor puts before a text, if any.
         with library_errors():
             plain = self.tokenizer.encode("a", add_special_tokens=False).ids
             processed = self.tokenizer.encode("a", add_special_tokens=True).ids
         n = len(plain)
         is_prefixed = processed[:n] != plain and processed[1 : n + 1] == plain
-        return processed[0] if is_prefixed else None
+        self.bos = processed[0] if is_prefixed else None
 
     def encode(self, text: str, in_thread: bool = False) -> list[int]:
         """Raises UnicodeEncodeError for half of a surrogate pair; TokenizerError."""
@@ -315,8 +305,8 @@ def without_reports():
 # A tokenizer.json does not say which ids begin and end a text. The files beside it do: names
 # (eos_token, bos_token) in tokenizer_config.json, ids (eos_token_id, one or several, and
 # bos_token_id) in generation_config.json and config.json. Whether the begin token stands before a
-# text is in the post-processor of tokenizer.json; transformers 5 and this file ignore another
-# add_bos_token. A run and a checkpoint keep these files with the tokenizer.json.
+# text is in the post-processor of tokenizer.json; another add_bos_token is ignored, as in
+# transformers 5.
 
 
 class TokenizerFolder:
@@ -363,10 +353,6 @@ class TokenizerFolder:
         known = set(self.vocabulary.values())
         return [i for i in values if i in known]
 
-    def token(self, field: str) -> str | None:
-        """The text of the token that a field names. Raises JSONError."""
-        return self.text_of(self.with_names.get(field), field)
-
     def text_of(self, token, field: str) -> str | None:
         """token: its text, or an object. Raises JSONError."""
         value = token.get("content") if isinstance(token, dict) else token
@@ -375,7 +361,7 @@ class TokenizerFolder:
 
     def named(self, field: str) -> list[int]:
         """The id of the token that a field names; empty if it names none. Raises JSONError."""
-        token = self.token(field)
+        token = self.text_of(self.with_names.get(field), field)
         return [self.vocabulary[token]] if token in self.vocabulary else []
 
 
@@ -393,10 +379,9 @@ def needs_conversion(path: str) -> str:
     found = [name for name in OTHER_FORMS if (folder / name).is_file()]
     if Path(path).name != "tokenizer.json" or Path(path).exists() or not found:
         return ""
-    return (
-        f"{folder} has only {' and '.join(found)}; transformers writes a tokenizer.json with"
-        " AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-    )
+    call = "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+    names = " and ".join(found)
+    return f"{folder} has only {names}; transformers writes a tokenizer.json with {call}"
 
 
 def save_files(files: dict[str, bytes], folder: Path) -> None:

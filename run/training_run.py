@@ -82,10 +82,10 @@ class TrainingRun:
 
     def __init__(self, trainer, world, train_set, held_out, start: int, tokens: int):
         """start, tokens: steps and tokens of the checkpoint that the run goes on from."""
-        self.trainer, self.config, self.world = trainer, trainer.config, world
+        config = trainer.config
+        self.trainer, self.config, self.world = trainer, config, world
         self.train_set, self.held_out = train_set, held_out
         self.start, self.tokens = start, tokens
-        config = self.config
         self.out = Path(config.out)
         self.checkpoints = self.out / "checkpoints"
         # Both on rank 0 alone.
@@ -164,20 +164,18 @@ class TrainingRun:
             kept = f"{whole[-1]} is whole; " if whole else ""
             advice = f"{kept}make room, then continue with --resume"
             return RunError(f"after step {self.step}: {e}; {advice}", everywhere=True)
+        go_on = "continue from the newest checkpoint with --resume"
         if isinstance(e, MetricsError):
             # Rank 0 alone has it, and the others are ended.
-            advice = "make room, then continue from the newest checkpoint with --resume"
-            return RunError(f"after step {self.step}: {e}; {advice}")
+            return RunError(f"after step {self.step}: {e}; make room, then {go_on}")
         rank = self.world.rank
+        where = f"rank {rank}, step {self.step}"
         if isinstance(e, InputError):
             # The message says what to change.
-            return RunError(f"rank {rank}, step {self.step}: {e}; then --resume goes on")
-        where = f"{self.config.name_in_messages()}: rank {rank} failed in step {self.step}"
-        return RunError(
-            f"rank {rank}, step {self.step}: {type(e).__name__}:"
-            f" {e}\n{''.join(traceback.format_exception(e))}{where}; continue from the newest"
-            " checkpoint with --resume"
-        )
+            return RunError(f"{where}: {e}; then --resume goes on")
+        trace = "".join(traceback.format_exception(e))
+        last = f"{self.config.name_in_messages()}: rank {rank} failed in step {self.step}; {go_on}"
+        return RunError(f"{where}: {type(e).__name__}: {e}\n{trace}{last}")
 
     def steps_left(self):
         return range(self.start + 1, self.config.steps + 1)
@@ -333,9 +331,8 @@ class TrainingRun:
         if self.profiler:
             self.profiler.end_step(step, self.is_last(step))
         if self.stopping:
-            self.world.say(
-                f"stopped by a signal after step {step}; checkpoint saved; continue with --resume"
-            )
+            rule = "checkpoint saved; continue with --resume"
+            self.world.say(f"stopped by a signal after step {step}; {rule}")
 
 
 def diverged(config, step: int, bad_steps: int, tensors: list[str] | None = None) -> RunError:
@@ -352,9 +349,8 @@ def diverged(config, step: int, bad_steps: int, tensors: list[str] | None = None
         advice = "go on from it with --resume"
     if good and later:
         advice = f"remove the later {' and '.join(later)}, then {advice}"
-    precision = ""
-    if config.precision == "fp16":
-        precision = ", or --precision bf16 (the loss scale is at its lowest, 1)"
+    in_fp16 = config.precision == "fp16"
+    precision = ", or --precision bf16 (the loss scale is at its lowest, 1)" if in_fp16 else ""
     first = ""
     if tensors:
         first = f"; in step {step}, the first FP8 tensor that was not finite is {tensors[0]}"
@@ -401,15 +397,10 @@ def surprises(trainer, world: World, start: int):
     config, model = trainer.config, trainer.model_config
     if config.warmup_steps > config.steps > start:
         end = learning_rate(config.steps, config.lr, 0, config.warmup_steps, config.steps)
-        yield (
-            f"--warmup-steps {config.warmup_steps}: longer than --steps {config.steps}, so the "
-            f"learning rate ends at {end:.2g}, below --lr {config.lr:g}"
-        )
+        ends = f"so the learning rate ends at {end:.2g}, below --lr {config.lr:g}"
+        yield f"--warmup-steps {config.warmup_steps}: longer than --steps {config.steps}, {ends}"
     if config.zero_stage and not world.groups.replicas:
-        yield (
-            f"--zero-stage {config.zero_stage}: there is one data-parallel rank, and nobody to "
-            "share with"
-        )
+        yield f"--zero-stage {config.zero_stage}: one data-parallel rank has nobody to share with"
     if config.precision == "tf32" and trainer.device.type == "cpu":
         yield "--precision tf32: the same as fp32 here; only GPUs have TF32 multiplications"
     if trainer.fp8:
@@ -417,20 +408,19 @@ def surprises(trainer, world: World, start: int):
     balanced = model.num_experts and trainer.task.learned.balances_experts
     within = model.router != "bias" or model.capacity_factor or model.aux_loss
     if balanced and within and config.micro_batch_size is None:
-        micro = trainer.micro_batch
-        yield (
-            f"experts are balanced within a micro-batch, here of {micro} sequences: for the same "
-            f"result on another number of ranks give --micro-batch-size {micro}"
-        )
+        yield f"experts are balanced within a micro-batch, {same_micro_batch(trainer)}"
     if why := why_not_exported(model):
         yield f"huggingface.py will not export these experts, which no class of theirs has: {why}"
     if config.kernels == "auto" and trainer.kernels_refused and trainer.device.type == "cuda":
         yield f"--kernels auto: {trainer.kernels_refused}; PyTorch's own operations run"
     if config.recompute == "selective" and model.attention == "fused":
-        yield (
-            "--recompute selective: fused attention keeps no s x s scores, so there is nothing to "
-            "recompute"
-        )
+        yield "--recompute selective: fused attention keeps no s x s scores to recompute"
+
+
+def same_micro_batch(trainer) -> str:
+    size = trainer.micro_batch
+    advice = "for the same result on another number of ranks give --micro-batch-size"
+    return f"here of {size} sequences: {advice} {size}"
 
 
 def surprises_of_fp8(trainer):
@@ -440,18 +430,12 @@ def surprises_of_fp8(trainer):
         yield f"--fp8 {config.fp8}: emulated, so not faster: {why}"
     # With a history, delayed scales are those of all samples.
     if config.micro_batch_size is None and not len(trainer.fp8.history):
-        micro = trainer.micro_batch
         when = " in the first step" if config.fp8 == "delayed" else ""
-        yield (
-            f"--fp8 {config.fp8}: scales are{when} those of a micro-batch, here of {micro}"
-            f" sequences: for the same result on another number of ranks give --micro-batch-size"
-            f" {micro}"
-        )
+        scales = f"scales are{when} those of a micro-batch, {same_micro_batch(trainer)}"
+        yield f"--fp8 {config.fp8}: {scales}"
     if trainer.model_config.num_experts:
-        yield (
-            f"--fp8 {config.fp8}: experts have a scale for each row, and weight gradients in"
-            f" {trainer.precision}"
-        )
+        rule = "experts have a scale for each row, and weight gradients in"
+        yield f"--fp8 {config.fp8}: {rule} {trainer.precision}"
 
 
 def fp8_is_emulated(trainer) -> str:
