@@ -25,7 +25,6 @@ from fsdp_models import (
     named,
     random_case,
 )
-from parity import again
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -130,13 +129,15 @@ def layouts_of(name: str | int) -> list[Layout]:
     return layouts + [Layout(name, 2, stage, False) for stage in (2, 3) if not skips]
 
 
-def of_three_ranks() -> list[Layout]:
-    """What a third rank changes is how units are padded and cut: of stage 3, and of 1 and 2 in
-    turn. Models of transformers, which ranks import for seconds, are cut as the others."""
-    names = [name for name in CASES if name not in OF_TRANSFORMERS]
-    return [
-        Layout(name, 3, stage, True) for n, name in enumerate(names) for stage in (1 + n % 2, 3)
-    ]
+def in_turn(world: int) -> list[Layout]:
+    """Stage 3 of each model of the table; the other stages, and what may not skip, in turn. Models
+    of transformers, which ranks import for seconds, are cut on three ranks as the others."""
+    names = [name for name in CASES if world == 2 or name not in OF_TRANSFORMERS]
+    layouts = []
+    for n, name in enumerate(names):
+        skips = CASES[name].skips or n % 2 == 0
+        layouts += [Layout(name, world, (n + 1) % 3, True), Layout(name, world, 3, skips)]
+    return layouts
 
 
 def on_rank(rank: int, layouts: list[Layout]) -> list[str]:
@@ -175,13 +176,15 @@ def check_layouts(layouts: list[Layout], world: int) -> None:
     assert not any(wrong), "\n".join(line for lines in wrong for line in lines)
 
 
-@pytest.mark.parametrize("world", [2, again(3)])
+@pytest.mark.parametrize("world", [2, 3])
 def test_models(world):
+    check_layouts(in_turn(world), world)
+
+
+@pytest.mark.repetition
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_stage(world):
     check(list(CASES), world)
-
-
-def test_models_on_three_ranks():
-    check_layouts(of_three_ranks(), 3)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -325,7 +328,7 @@ ORDER = "RuleError"
 )
 def test_mutations_are_seen(mutate, name, stage, seen):
     try:
-        options = dict(backend="nccl-rules", timeout=5)
+        options = dict(backend="nccl-rules", timeout=3)
         found = str(ranks.run(under_rules, 2, [(name, stage)], mutate, **options))
     except RuntimeError as error:
         found = str(error)
