@@ -14,7 +14,7 @@ AdamW (arXiv 1711.05101, algorithm 2) at step t, with learning rate lr and weigh
     m = β1 m + (1 - β1) g           v = β2 v + (1 - β2) g²
     w = w - lr λ w - lr (m / (1 - β1ᵗ)) / (√(v / (1 - β2ᵗ)) + ε)
 
-    python -m course.optimizer    a lesson: sums, loss scale, masters, bytes of state
+    python -m course.optimizer    a lesson: sums, loss scale, masters, bytes of state, schedules
 
 The first part of this file sums gradients in `main_grad`, computes the norm that clips them, and
 sets fp16's loss scale. A step whose norm is not finite is skipped. The device decides this, and how

@@ -1,10 +1,12 @@
-"""The lesson of families.py: what a window hides, whose slopes, what latents leave to keep."""
+"""The lesson of families.py: what a window hides, in which layers; whose slopes; which pairs YaRN
+slows; what latents leave to keep."""
 
 import torch
 
 import families
 import generate
 import tensor_parallel
+from base import rotary, rotary_scaling
 from base.model_config import GPTConfig
 from course import demo, form
 from course.mutations import local_attention as bugs
@@ -26,6 +28,29 @@ WITHOUT["own-slopes"] = form.Removal(
     " rank alone computes a good ALiBi, so only a comparison with one rank shows it.",
 )
 
+
+@WITHOUT.replace("pattern", GPTConfig, "window_of", "All layers have the window. Who needs more?")
+def window_everywhere(self, layer: int) -> int:
+    """Far tokens reach the last one through L (w - 1) tokens alone, as without a pattern. The
+    layers that see all tokens are few, but they carry what is far."""
+    return self.sliding_window
+
+
+@WITHOUT.replace("turns", rotary_scaling, "yarn", "All pairs slow down. Which tokens look alike?")
+def all_pairs_slower(config: GPTConfig, device) -> torch.Tensor:
+    """Near ones: a pair that turns often tells a token from the next, and here the angle between
+    the two is a quarter (position interpolation, arXiv 2306.15595)."""
+    return rotary.rotary_frequencies(config, device) / config.rotary_factor
+
+
+@WITHOUT.replace("latent", serving, "cache_bytes", "128 heads keep keys and values. How many?")
+def keys_and_values(model: GPTConfig, tokens: float, number: int) -> float:
+    """128 (192 + 128) numbers a layer, not 512 + 64: more than with the 8 heads of the older model.
+    So the cache keeps the latent, from which the matrices make each head's keys and values."""
+    sizes = model.num_kv_heads * (model.head_dim + model.value_size)
+    return model.num_layers * sizes * number * tokens
+
+
 W, L, S, PROMPT, NEW = 3, 2, 16, 6, 8
 WINDOW = dict(llama=True, num_layers=L, seq_length=S, sliding_window=W)
 ALIBI = dict(positions="alibi", num_heads=8, seq_length=S)
@@ -41,19 +66,20 @@ def reach(model) -> int:
     return differs.nonzero().max().item()
 
 
-def decode(model) -> tuple[int, list[int], list[int]]:
-    """Columns of the cache, and the tokens that follow a prompt, with the cache and without."""
+def decode(model) -> tuple[list[int], list[int], list[int]]:
+    """Columns of each layer's cache, and what follows a prompt, with the cache and without."""
     tokens, _ = demo.random_tokens(1, PROMPT, 257)
     runner = generate.ModelRunner(model)
     cached = generate.generate(model, tokens.tolist(), NEW, temperature=0, runner=runner)
-    columns = runner.slot.cache.keys["0"].shape[2]
+    columns = [keys.shape[2] for keys in runner.slot.cache.keys.values()]
     plain = generate.generate(model, tokens.tolist(), NEW, temperature=0, cached=False)
     return columns, cached[0], plain[0]
 
 
-def with_window(rank: int) -> dict:
+def with_window(rank: int, pattern: str = "1") -> dict:
     # Weights are so large that attention decides what follows.
-    model = demo.make_model(demo.tiny_config(**WINDOW)).requires_grad_(False)
+    config = demo.tiny_config(**WINDOW, window_pattern=pattern)
+    model = demo.make_model(config).requires_grad_(False)
     for p in model.parameters():
         if p.dim() > 1:
             p *= 6
@@ -99,9 +125,20 @@ def teach_window(lesson: form.Lesson, one: dict) -> None:
     )
     same = "the same" if one["equal"] else "other"
     lesson.check(
-        f"{one['columns']}, not {PROMPT + NEW}; {same} tokens as without a cache",
-        one["columns"] == W and one["equal"],
-        [one["columns"]],
+        f"{one['columns'][0]}, not {PROMPT + NEW}; {same} tokens as without a cache",
+        one["columns"] == [W] * L and one["equal"],
+        one["columns"][:1],
+    )
+    lesson.predict(
+        "--window-pattern 10: layer 1 sees all tokens. The last that changes? Columns of each?",
+        "token; layer 0; layer 1",
+    )
+    mixed = lesson.on_ranks(1, with_window, "10")[0]
+    found = [mixed["reach"], *mixed["columns"]]
+    lesson.check(
+        f"token {found[0]}, the last of all; {found[1]} and {found[2]} columns",
+        found == [S - 1, W, PROMPT + NEW] and mixed["equal"],
+        found,
     )
 
 
@@ -127,6 +164,23 @@ def teach_slopes(lesson: form.Lesson, one: dict, two: list[dict]) -> None:
     lesson.check(f"the loss is {apart:.1e} from that of one rank", apart < 1e-10)
 
 
+def teach_yarn(lesson: form.Lesson) -> None:
+    lesson.predict(
+        "Heads of 128: 64 pairs. Trained on 4,096 tokens, for 16,384 by YaRN (factor 4). How many"
+        " pairs keep their frequency, and how many turn 4 times slower?",
+        "keep it; 4 times slower",
+    )
+    scaled = dict(rotary_factor=4.0, rotary_scaling="yarn", rotary_original_length=4096)
+    config = demo.tiny_config(hidden_size=512, llama=True, **scaled)
+    slower = rotary.rotary_frequencies(config, "cpu") / rotary_scaling.yarn(config, "cpu")
+    counts = [int((slower - factor).abs().lt(1e-9).sum()) for factor in (1, 4)]
+    lesson.check(
+        f"{counts[0]} and {counts[1]}, others between; scores grow by {config.rotary_scale**2:.3f}",
+        counts == [21, 18],
+        counts,
+    )
+
+
 def teach_latents(lesson: form.Lesson) -> None:
     lesson.predict(
         "DeepSeek 67B keeps keys and values of 8 heads of 128 in 95 layers. DeepSeek-V2 keeps a"
@@ -145,7 +199,9 @@ def teach_latents(lesson: form.Lesson) -> None:
 def teach(lesson: form.Lesson) -> None:
     teach_window(lesson, lesson.on_ranks(1, with_window)[0])
     teach_slopes(lesson, *lesson.one_and_many(2, with_alibi))
-    teach_latents(lesson)
+    with lesson.removed():
+        teach_yarn(lesson)
+        teach_latents(lesson)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,13 @@ def no_mask(self, *_) -> None:
     self.masks = {}
 
 
+@WITHOUT.replace("drafts", Speculation, "likeliest", "No draft is compared. Is the text faster?")
+def drafts_believed(self, x: torch.Tensor, original=Speculation.likeliest) -> list[int]:
+    """As fast as if all were right, but it is the text of the drafts. The pass computes what the
+    model itself would say at each place: a draft that differs, and all after it, must go."""
+    return [*self.drafts, *original(self, x)[len(self.drafts) :]]
+
+
 SHAPE = dict(num_layers=4, hidden_size=128, num_heads=4, ffn_hidden_size=344, seq_length=512)
 # Tokens of three prompts.
 LENGTHS = (4, 39, 16)

@@ -40,6 +40,14 @@ WITHOUT["expert-group"] = form.Removal(
     " added, and of 1 and 3, as if they were copies of one. The loss is computed before.",
 )
 
+
+@WITHOUT.replace("shared", moe.SharedExperts, "forward", "No shared expert. Who computes nothing?")
+def no_shared(self, x: torch.Tensor, context=gpt.PLAIN) -> torch.Tensor:
+    """A token that its expert has no room for: the residual alone goes on. What all tokens need,
+    each expert then has to learn for itself."""
+    return torch.zeros_like(x)
+
+
 # Two micro-batches of B sequences; E experts in each of L layers.
 B, S, H, V = 4, 32, 64, 257
 L, E = 2, 4
@@ -118,6 +126,28 @@ def teach_overlap(lesson: form.Lesson) -> None:
     )
 
 
+def teach_shared(lesson: form.Lesson, dense_flops: int) -> None:
+    lesson.predict(
+        f"A shared expert of {FFN // 2} beside them: all tokens go through. FLOPs of both, in those"
+        " of the MLP? Which part of y has a token that its expert drops?",
+        "times the FLOPs",
+    )
+    config = demo.tiny_config(MoEConfig, num_experts=E, shared_ffn_size=FFN // 2)
+    layer, x = moe.MoE(config), torch.ones(B, S, H)
+    with lesson.removed():
+        both = demo.flops(lambda: layer(x)) - 2 * TOKENS * H * E
+        alone = layer.shared(x)
+    # All experts drop all rows.
+    layer.experts = lambda rows, counts: torch.zeros_like(rows)
+    with lesson.removed():
+        same = layer(x).equal(alone) and bool(alone.any())
+    lesson.check(
+        f"{both / dense_flops:g}; without its expert, y is the shared one's: {same}",
+        both == 1.5 * dense_flops and same,
+        [both / dense_flops],
+    )
+
+
 def teach(lesson: form.Lesson) -> None:
     dense = gpt.MLP(demo.tiny_config())
     experts = moe.MoE(demo.tiny_config(MoEConfig, num_experts=E))
@@ -139,6 +169,7 @@ def teach(lesson: form.Lesson) -> None:
         weights == E * dense_weights and flops == dense_flops,
         [weights / dense_weights, flops / dense_flops],
     )
+    teach_shared(lesson, dense_flops)
 
     one, two = lesson.one_and_many(2, on_rank)
     lesson.predict(

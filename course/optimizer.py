@@ -1,5 +1,5 @@
 """The lesson of optimizer.py: sums in float32, the loss scale, the size of a step, what 16-bit
-weights forget, bytes of state, Muon's update."""
+weights forget, bytes of state, Muon's update, the learning rate and the batch of a step."""
 
 from unittest import mock
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import optimizer
 from course import form
 from optimizer import AdamW, GradientAccumulator, LossScaler
-from run import muon
+from run import muon, task
 
 # --- what --without removes -----------------------------------------------------------------------
 
@@ -73,6 +73,28 @@ def allocate_old(self, original=AdamW.allocate) -> None:
     self.updates.fill_(1e6)
 
 
+@WITHOUT.add("newton-schulz", "The matrix is divided by its norm alone. What stays small?")
+def no_newton_schulz():
+    """The small singular value: one factor for all keeps the ratio of 7.13 to 0.04. Each step of
+    Newton-Schulz makes a small one about 3.4 times as large, and keeps a large one near 1."""
+    return mock.patch.object(muon, "STEPS", 0)
+
+
+@WITHOUT.replace("stable", optimizer, "learning_rate", "wsd decays from warmup on. What is lost?")
+def decay_at_once(*arguments, decay=0, original=optimizer.learning_rate):
+    """The stable part: from any of its steps a run can go on longer, or decay and end. A schedule
+    that falls all the time must know its last step before its first."""
+    return original(*arguments, decay=arguments[4])
+
+
+@WITHOUT.replace("ramp-up", task, "batch_after", "All batches have full size. What is lost?")
+def full_size(steps: int, taken: int, sizes: range, rampup: int) -> range:
+    """Updates: 4 steps take the samples of 8. Early gradients agree so well that a small batch
+    gives nearly the same direction (arXiv 1812.06162), so more steps learn more."""
+    first = taken + steps * sizes[-1]
+    return range(first, first + sizes[-1])
+
+
 # --- the lesson -----------------------------------------------------------------------------------
 
 
@@ -84,6 +106,7 @@ def teach(lesson: form.Lesson) -> None:
         masters(lesson)
         state(lesson)
         muon_update(lesson)
+        schedules(lesson)
 
 
 def sum_of(dtype: torch.dtype, gradient: float, times: int, scaler=None) -> float:
@@ -239,8 +262,33 @@ def muon_update(lesson: form.Lesson) -> None:
     values = [torch.linalg.svdvals(x) for x in (muon.orthogonalize(gradient), slices)]
     text = " and ".join(f"{small:.2f} (beside {large:.2f})" for large, small in values)
     smaller = [x[1].item() for x in values]
+    lesson.check(f"{text}: a rank gets the others' slices first", smaller[0] > 0.6, smaller)
+
+
+def schedules(lesson: form.Lesson) -> None:
+    lesson.predict(
+        "The rate: 1 at step 10, 0 at step 110. At 85, by a line, a cosine, wsd of 10 steps?",
+        "line; cosine; wsd",
+    )
+    rates = [
+        optimizer.learning_rate(85, 1.0, 0.0, 10, 110, schedule, decay=10)
+        for schedule in ("linear", "cosine", "wsd")
+    ]
     lesson.check(
-        f"{text}: so a rank gets the slices of the others first", smaller[0] > 0.6, smaller
+        f"{rates[0]:.2f}, {rates[1]:.3f} and {rates[2]:.2f}: wsd begins to decay at step 100",
+        rates[0] == 0.25 and rates[1] < 0.25 and rates[2] == 1,
+        rates,
+    )
+    lesson.predict(
+        "--rampup-batch-size 2 2 24 --global-batch-size 8. How many steps are smaller than 8?",
+        "steps",
+    )
+    sizes = [len(task.batch_after(step, 0, range(2, 9, 2), 24)) for step in range(9)]
+    smaller = sum(size < 8 for size in sizes)
+    lesson.check(
+        f"{smaller}: {sizes}; each size for 24 / 3 samples",
+        sizes == [2] * 4 + [4] * 2 + [6] * 2 + [8],
+        [smaller],
     )
 
 

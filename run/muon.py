@@ -27,7 +27,7 @@ ranks if owners are even. An m x n matrix (m <= n) takes 5 (4 m² n + 2 m³) FLO
 each data-parallel rank computes the same.
 
     python train.py --optimizer muon
-    python -m course.optimizer    a lesson; its last part: singular values, and what a slice gives
+    python -m course.optimizer    a lesson; one part: singular values, and what a slice gives
 
 Not covered: products in bf16, as Jordan's code has them (here they have the type of the gradient's
 sum, so that every layout gives the same numbers; in fp32 a GPU is slower); matrices in groups,
