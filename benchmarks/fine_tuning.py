@@ -7,24 +7,21 @@ p-tuning and prompt tuning.
     python -m benchmarks.fine_tuning --prompts --base runs/base
 
 In which of five languages is a snippet of 64 characters? The model has read only Python. Snippets
-come from the standard library and from the packages that are installed; every fourth file is for
-the test. The answer is a letter and an end of text, generated greedily, and is right when it is
-equal; of the untuned model, the likeliest of the five letters counts. Adapters learn from the
-templates of prompts: `prompt_tuning.py --peft`, virtual_prompt_style fine-tuning.
+come from the standard library and from installed packages; every fourth file is for the test. The
+answer, a letter and an end of text, is generated greedily; of the untuned model, the likeliest of
+the five letters counts. Adapters learn from the templates of prompts: `prompt_tuning.py --peft`.
 
 Training takes 20 to 40 minutes on two cores, each comparison an hour or more. A result is kept as
 soon as it is there, and a command goes on after it was stopped. Several share the work: under one
---out, with other --methods each. With --toy the base is a tiny model that has learned nothing.
+--out, with other --methods each. With --toy the base has learned nothing.
 
     accuracy    on snippets of unseen files, with each seed
-    memory      bytes after backward in weights, gradients and optimizer state, in storages that are
-                counted once, beside the formula. Activations are left out.
-    seconds     one step of each method in turn, in one process; a ratio is to full fine-tuning in
-                the same round
+    memory      bytes after backward in weights, gradients and optimizer state, beside the formula
+    seconds     one step of each method in turn; a ratio is to full fine-tuning in the same round
 
---prompts: p-tuning and prompt tuning against the number of virtual tokens and of examples, between
-the untuned model and full fine-tuning. Without it training snippets are cut to 64 tokens: a few
-have up to 154 bytes, and padding all to the longest would double the time of a step.
+--prompts: p-tuning and prompt tuning against the number of virtual tokens and of examples. Without
+it training snippets are cut to 64 tokens: a few have up to 154 bytes, and all are padded to the
+longest.
 
 Figures: docs/figures/fine_tuning.svg; with --prompts docs/figures/prompt_tuning.svg
 """
@@ -99,11 +96,10 @@ def draw_lines(texts: list[str], letter: str, n: int, generator: random.Random) 
     return lines
 
 
-def snippets(sizes: tuple[int, int], seed: int = 0) -> tuple[list[dict], list[dict]]:
+def snippets(sizes: tuple[int, int]) -> tuple[list[dict], list[dict]]:
     """(training, test) lines, in random order. Every fourth file of a language is for the test."""
-    generator = random.Random(seed)
-    training = []
-    test = []
+    generator = random.Random(0)
+    training, test = [], []
     for letter in LANGUAGES:
         texts = texts_of(letter, generator)
         to_train = [text for i, text in enumerate(texts) if i % 4]
@@ -143,18 +139,16 @@ P_TUNING = Method("p-tuning", 0.03)
 PROMPT_TUNING = Method("prompt-tuning", 0.1)
 
 
-@dataclass
 class Experiment:
-    folder: Path
-    # Run or checkpoint of the frozen model.
-    base: str
-    device: str
-    training: list[dict]
-    test: list[dict]
-    # {style: steps of training}
-    steps: dict[str, int]
-    # Whether training snippets of more than LENGTH bytes are cut: padding is to the longest one.
-    cut: bool = False
+    def __init__(self, args: argparse.Namespace, folder: Path):
+        self.folder, self.device = folder, args.device
+        # Run or checkpoint of the frozen model.
+        self.base = args.base or toy_base(folder, args.device)
+        self.training, self.test = snippets(TOY_SIZES if args.toy else SIZES)
+        # {style: steps of training}
+        self.steps = dict.fromkeys(STEPS, 1) if args.toy else STEPS
+        # Whether training snippets of more than LENGTH bytes are cut: padding is to the longest.
+        self.cut = not args.prompts
 
     def open_base(self) -> tuple:
         """(model, tokenizer)"""
@@ -162,31 +156,33 @@ class Experiment:
         return model, loading.find_tokenizer(self.base, index)
 
 
-def template_of(task: str, text: str, tokens: int) -> dict:
-    """A text, virtual tokens, and the label, which is learned."""
+def run_flags(
+    experiment: Experiment,
+    folder: Path,
+    method: Method,
+    seed: int = 0,
+    tokens: int | None = None,
+    n: int | None = None,
+) -> tuple[str, dict]:
+    """(flags, {flag: path}) of a run in `folder`, where its configuration and its lines are
+    written. tokens: virtual tokens; n: of the training lines, the first."""
+    tokens = method.tokens if tokens is None else tokens
     prompt = "<|VIRTUAL_PROMPT_0|>" if tokens else ""
-    return {
-        "taskname": task,
-        "prompt_template": text + prompt + "{label}",
+    template = {
+        "taskname": TASK,
+        "prompt_template": "{snippet}" + QUESTION + prompt + "{label}",
         "total_virtual_tokens": tokens,
         "virtual_token_splits": [tokens] if tokens else [],
         "answer_only_loss": True,
         "answer_field": "label",
+        "truncate_field": "snippet",
     }
-
-
-def run_flags(
-    experiment: Experiment, folder: Path, method: Method, seed: int, tokens: int, lines: list[dict]
-) -> tuple[str, dict]:
-    """(flags, {flag: path}) of a run in `folder`, where its configuration and its lines are
-    written. tokens: virtual tokens."""
-    template = template_of(TASK, "{snippet}" + QUESTION, tokens) | {"truncate_field": "snippet"}
     settings = {
         "virtual_prompt_style": method.style,
         "new_tasks": [TASK],
         "task_templates": [template],
         "data": {
-            "train_ds": [write_lines(folder / "train.jsonl", lines)],
+            "train_ds": [write_lines(folder / "train.jsonl", experiment.training[:n])],
             "validation_ds": [write_lines(folder / "test.jsonl", experiment.test)],
         },
         "prompt_tuning": {
@@ -197,8 +193,7 @@ def run_flags(
     }
     if experiment.cut:
         # The last token, end of text, is only a target.
-        longest = LENGTH + len(QUESTION) + tokens + len("P")
-        settings["data"]["max_seq_length"] = longest
+        settings["data"]["max_seq_length"] = LENGTH + len(QUESTION) + tokens + len("P")
     path = folder / "prompts.json"
     path.write_text(json.dumps(settings))
     words = (
@@ -209,18 +204,11 @@ def run_flags(
     return words, dict(config=path, load=experiment.base, out=folder / "run")
 
 
-def learn(
-    experiment: Experiment,
-    method: Method,
-    seed: int,
-    tokens: int | None = None,
-    lines: list[dict] | None = None,
-) -> float:
-    """Accuracy, by `prompt_tuning.py` and generate.py. The run's files are removed."""
-    tokens = method.tokens if tokens is None else tokens
+def learn(experiment: Experiment, method: Method, *options) -> float:
+    """Accuracy, by `prompt_tuning.py` and generate.py. The run's files are removed. options: seed,
+    tokens and n of `run_flags`."""
     with tempfile.TemporaryDirectory(dir=experiment.folder) as folder:
-        lines = experiment.training if lines is None else lines
-        words, paths = run_flags(experiment, Path(folder), method, seed, tokens, lines)
+        words, paths = run_flags(experiment, Path(folder), method, *options)
         run_train(words, **paths)
         model, tokenizer = experiment.open_base()
         config = nemo_config.PromptConfig.read(paths["config"])
@@ -255,8 +243,7 @@ def accuracy(model, tokenizer, prompts: list[list[int]], test: list[dict], batch
 def make_trainer(experiment: Experiment, method: Method, flags_besides: str = ""):
     """(trainer, training set) of a method. Weights are random."""
     folder = Path(tempfile.mkdtemp(dir=experiment.folder))
-    lines = experiment.training
-    words, paths = run_flags(experiment, folder, method, 0, method.tokens, lines)
+    words, paths = run_flags(experiment, folder, method)
     config_class, argv = training_commands.split(as_argv(f"{words} {flags_besides}", **paths))
     config = flags.parse(argv, 0, config_class)
     rules.validate(config, 1)
@@ -314,13 +301,6 @@ def toy_base(folder: Path, device: str) -> str:
         out=folder / "base",
     )
     return str(folder / "base")
-
-
-def make_experiment(args: argparse.Namespace, folder: Path, cut: bool = False) -> Experiment:
-    training, test = snippets(TOY_SIZES if args.toy else SIZES)
-    steps = dict.fromkeys(STEPS, 1) if args.toy else STEPS
-    base = args.base or toy_base(folder, args.device)
-    return Experiment(folder, base, args.device, training, test, steps, cut)
 
 
 # --- methods --------------------------------------------------------------------------------------
@@ -390,8 +370,7 @@ def held_bytes(trainer) -> dict[str, int]:
     float32 a weight is its own master."""
     parameters = list(trainer.model.parameters())
     gradients = [getattr(p, "main_grad", None) for p in parameters]
-    seen = []
-    held = {}
+    seen, held = [], {}
     for part, tensors in zip(PARTS, (parameters, gradients, state_tensors(trainer.optimizer))):
         before = storage_bytes(seen)
         seen += tensors
@@ -517,18 +496,10 @@ def draw(results: dict, figures: Path) -> None:
 # "by_tokens" and "by_examples": {style: {number: spread}}}
 
 
-def of_seeds(
-    experiment: Experiment, name: str, seeds: list[int], tokens: int | None = None, n: int = 10**9
-) -> dict:
-    """The spread of accuracies. n: of the training lines, the first."""
-    lines = experiment.training[:n]
+def of_seeds(experiment: Experiment, name: str, seeds: list[int], *options) -> dict:
+    """The spread of accuracies. options: of `learn`, after the seed."""
     method = ALL_PROMPTS[name]
-    return report.spread([learn(experiment, method, seed, tokens, lines) for seed in seeds])
-
-
-def numbers_learned(experiment, method) -> int:
-    trainer, *_ = make_trainer(experiment, method)
-    return num_learned(trainer)
+    return report.spread([learn(experiment, method, seed, *options) for seed in seeds])
 
 
 def measure_prompts(experiment: Experiment, note: Callable, args: argparse.Namespace) -> None:
@@ -537,7 +508,8 @@ def measure_prompts(experiment: Experiment, note: Callable, args: argparse.Names
     free = partial(free_accuracy, experiment)
     note("accuracy", "untuned, freely generated", measure=free)
     for name, method in ALL_PROMPTS.items():
-        note("parameters", name, measure=partial(numbers_learned, experiment, method))
+        make = partial(make_trainer, experiment, method)
+        note("parameters", name, measure=lambda make=make: num_learned(make()[0]))
         note("accuracy", name, measure=partial(of_seeds, experiment, name, args.seeds))
     for name in PROMPTS:
         # The whole task is a point of both curves.
@@ -564,41 +536,36 @@ def print_prompts(results: dict) -> None:
         )
 
 
-def draw_curve(axes, curves: dict[str, dict]) -> None:
-    """curves: {style of learning: {number of tokens or examples: spread}}"""
-    for name, curve in curves.items():
-        points = {int(n): curve[n] for n in sorted(curve, key=int)}
-        style.band(axes, list(points), list(points.values()), style.COLOURS[name], name)
-    style.ticks(axes, x=sorted({int(n) for curve in curves.values() for n in curve}))
-    axes.set_ylim(0, 1)
-
-
 def draw_prompts(results: dict, figures: Path) -> None:
-    """results: what prompt_tuning.json holds."""
-    figure, (left, right) = style.figure(3.2, 1, 2, sharey=True)
-    draw_curve(left, results["by_tokens"])
-    draw_curve(right, results["by_examples"])
-    left.set(xlabel="virtual tokens", ylabel="accuracy on unseen files")
-    right.set(xlabel="training examples")
+    """results: what prompt_tuning.json holds. A curve of each style of learning, against the number
+    of virtual tokens, and of examples."""
+    figure, panels = style.figure(3.2, 1, 2, sharey=True)
     levels = {
         "full fine-tuning": results["accuracy"]["fine-tuning"]["median"],
         "untuned": results["accuracy"]["untuned"],
     }
-    for axes in (left, right):
-        for text, y in levels.items():
+    for axes, key in zip(panels, ("by_tokens", "by_examples")):
+        for name, curve in results[key].items():
+            points = {int(n): curve[n] for n in sorted(curve, key=int)}
+            style.band(axes, list(points), list(points.values()), style.COLOURS[name], name)
+        style.ticks(axes, x=sorted({int(n) for curve in results[key].values() for n in curve}))
+        axes.set_ylim(0, 1)
+        for y in levels.values():
             axes.axhline(y, color=style.COLOURS["fine-tuning"], linestyle="--", linewidth=1)
-            if axes is right:
-                start = axes.get_xlim()[0]
-                style.label(axes, text, (start, y), offset=(2, 6))
+    left, right = panels
+    left.set(xlabel="virtual tokens", ylabel="accuracy on unseen files")
+    right.set(xlabel="training examples")
+    for text, y in levels.items():
+        style.label(right, text, (right.get_xlim()[0], y), offset=(2, 6))
     style.label_ends(right)
     style.save(figure, figures / "prompt_tuning.svg")
 
 
 def main():
-    parser = report.arguments(__doc__, rounds=11)
+    curves = dict(tokens=[1, 10, 30], examples=[100, 500, 2000], curve_seeds=[0])
+    parser = report.arguments(__doc__, rounds=11, seeds=[0, 1, 2], **curves)
     base = "run or checkpoint of the model, with the byte tokenizer"
     parser.add_argument("--base", metavar="DIR", help=base)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     report.device(parser)
     fresh = "measures again what its JSON file under --out has already"
     parser.add_argument("--fresh", action="store_true", help=fresh)
@@ -606,10 +573,6 @@ def main():
     parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME", help=methods)
     prompts = "the curves of prompts instead"
     parser.add_argument("--prompts", action="store_true", help=prompts)
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 10, 30])
-    parser.add_argument("--examples", nargs="+", type=int, default=[100, 500, 2000])
-    curves = "seeds of the two curves"
-    parser.add_argument("--curve-seeds", nargs="+", type=int, default=[0], help=curves)
     toy = dict(rounds=1, seeds=[0], tokens=[TOKENS], examples=[TOY_SIZES[0]])
     args = report.parse(parser, **toy)
     if not args.toy and not args.base:
@@ -619,7 +582,7 @@ def main():
         (args.out / f"{name}.json").unlink(missing_ok=True)
     note = partial(report.note, name, args)
     with tempfile.TemporaryDirectory() as folder:
-        experiment = make_experiment(args, Path(folder), cut=not args.prompts)
+        experiment = Experiment(args, Path(folder))
         if args.prompts:
             measure_prompts(experiment, note, args)
         else:

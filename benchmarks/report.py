@@ -50,9 +50,9 @@ SPREAD = "median", "min", "max"
 # --- flags ----------------------------------------------------------------------------------------
 
 
-def arguments(doc: str, **counts: int) -> argparse.ArgumentParser:
+def arguments(doc: str, **counts: int | list[int]) -> argparse.ArgumentParser:
     """A parser with the flags that every comparison has: --toy, --out and --figures; and a flag for
-    each whole number in `counts`, with its default."""
+    each whole number, or list of these, in `counts`, with its default."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -64,7 +64,9 @@ def arguments(doc: str, **counts: int) -> argparse.ArgumentParser:
     parser.add_argument("--figures", type=Path, metavar="DIR", help=figures)
     for name, default in counts.items():
         words = f"{COUNTS.get(name, '')} (default: {default})"
-        parser.add_argument(f"--{name}", type=int, default=default, help=words)
+        many = dict(nargs="+") if isinstance(default, list) else {}
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=int, default=default, help=words, **many)
     return parser
 
 
