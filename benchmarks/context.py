@@ -134,8 +134,8 @@ def measure_work(rank: int, shape: dict, rounds: int) -> list[dict]:
     return rows
 
 
-def work_part(shape: dict, rounds: int) -> dict:
-    rows = ranks.run(measure_work, 1, shape, rounds, limit=3600)[0]
+def work_part(args) -> dict:
+    rows = ranks.run(measure_work, 1, TOY if args.toy else SHAPE, args.rounds, limit=3600)[0]
     report.Table(rows)
     return {"rows": rows}
 
@@ -179,23 +179,23 @@ def count_bytes(rank: int, shape: dict, kind: str, key_heads: int) -> dict:
     return found
 
 
-def bytes_part(shape: dict, toy: bool) -> dict:
-    shape = shape | dict(seq_length=shape["seq_length"] // 4)
-    s, h, a = (shape[name] for name in ("seq_length", "hidden_size", "num_heads"))
-    rows = []
+def bytes_part(args) -> dict:
+    shape = TOY if args.toy else SHAPE
+    s, h, a = shape["seq_length"] // 4, shape["hidden_size"], shape["num_heads"]
+    rows, same = [], []
     table = report.Table()
-    sizes, key_heads = (SIZES[:1], (a,)) if toy else (SIZES, KEY_HEADS)
+    sizes, key_heads = (SIZES[:1], (a,)) if args.toy else (SIZES, KEY_HEADS)
     for n, kind, heads in itertools.product(sizes, context_parallel.COMM_TYPES, key_heads):
         if kind == "all-to-all" and heads % n:
             continue
         row = {"kind": kind, "N": n, "a_kv": heads}
         row["formula"] = bytes_formula(kind, n, 1, s, h, heads / a, 4)
-        row["by_rank"] = ranks.run(count_bytes, n, shape, kind, heads, timeout=600)
+        of_layer = shape | dict(seq_length=s)
+        row["by_rank"] = ranks.run(count_bytes, n, of_layer, kind, heads, timeout=600)
         rows.append(row)
-        same = all(counted == row["formula"] for counted in row["by_rank"])
-        table.row(row | {"by_rank": f"the same: {same}"})
-    exact = all(counted == row["formula"] for row in rows for counted in row["by_rank"])
-    return {"shape": dict(s=s, h=h, a=a, b=1), "rows": rows, "exact": exact}
+        same.append(all(counted == row["formula"] for counted in row["by_rank"]))
+        table.row(row | {"by_rank": f"the same: {same[-1]}"})
+    return {"shape": dict(s=s, h=h, a=a, b=1), "rows": rows, "exact": all(same)}
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -211,7 +211,8 @@ def held_bytes(rank: int, shape: dict, kind: str) -> dict:
     return {"kept": kept, "peak": counters.peak_bytes(steps.forward_backward)}
 
 
-def memory_part(toy: bool) -> dict:
+def memory_part(args) -> dict:
+    toy = args.toy
     shape = (TOY if toy else SMALL) | dict(num_layers=2)
     rows = []
     table = report.Table()
@@ -298,8 +299,9 @@ def on_rank(rank: int, rounds: int, shape: dict) -> dict:
     }
 
 
-def speed_part(shape: dict, rounds: int) -> dict:
-    measured = ranks.run(on_rank, 2, rounds, shape, timeout=600, limit=7200)
+def speed_part(args) -> dict:
+    shape = TOY if args.toy else SHAPE
+    measured = ranks.run(on_rank, 2, args.rounds, shape, timeout=600, limit=7200)
     times = measured[0]["times"]
     results = {"shape": shape, "tokens_per_second": {}, "share_of_twice": {}, "loss_difference": {}}
     for kind in times[0]:
@@ -420,19 +422,20 @@ def draw(results: dict, figures: Path) -> None:
     """results: what context.json holds."""
     results = results["results"]
     panels = {
-        "work": lambda axes: draw_work(axes, results["work"]["rows"]),
-        "memory": lambda axes: draw_memory(axes, results["memory"]["rows"]),
-        "speed": lambda axes: draw_speed(axes, results["speed"]["share_of_twice"]),
+        "work": (draw_work, "rows"),
+        "memory": (draw_memory, "rows"),
+        "speed": (draw_speed, "share_of_twice"),
     }
     measured = [part for part in panels if part in results]
     if measured:
         figure, (row,) = style.figure(3.2, 1, len(measured), squeeze=False)
         for axes, part in zip(row, measured):
-            panels[part](axes)
+            function, key = panels[part]
+            function(axes, results[part][key])
         style.save(figure, figures / "context.svg")
 
 
-PARTS = ("work", "bytes", "memory", "speed")
+PARTS = {"work": work_part, "bytes": bytes_part, "memory": memory_part, "speed": speed_part}
 
 
 def main():
@@ -440,17 +443,10 @@ def main():
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     args = report.parse(parser, rounds=1)
     report.check_names(parser, args.parts, PARTS)
-    shape = TOY if args.toy else SHAPE
     torch.set_num_threads(1)
     results = {"toy": args.toy, "results": report.earlier("context", parser, args)}
-    measure = {
-        "work": partial(work_part, shape, args.rounds),
-        "bytes": partial(bytes_part, shape, args.toy),
-        "memory": partial(memory_part, args.toy),
-        "speed": partial(speed_part, shape, args.rounds),
-    }
     for part in args.parts or PARTS:
-        results["results"][part] = measure[part]()
+        results["results"][part] = PARTS[part](args)
         report.write("context", results, args, threads=1)
     report.finish("context", results, args, draw, threads=1)
 

@@ -89,7 +89,7 @@ TRAINERS = {"ours": Ours, "theirs": Theirs}
 
 
 def peak_bytes(rank: int, name: str, shape: dict) -> int:
-    """The most that was allocated for tensors at any time."""
+    """The most that was allocated for tensors at any time of two steps."""
 
     def two_steps():
         trainer = TRAINERS[name](shape)
@@ -178,10 +178,11 @@ def noting(owner, **functions):
 def computed(waits: list, layers: int) -> list[tuple[str, int, float, float]]:
     """Each layer's forward and backward: from when its parameters are there until the next are
     asked for."""
-    events = []
-    for k, ((unit, _, start), (_, end, _)) in enumerate(itertools.pairwise(waits)):
-        events.append(("forward" if k < layers else "backward", unit, start, end))
-    return events
+    pairs = enumerate(itertools.pairwise(waits))
+    return [
+        ("forward" if k < layers else "backward", unit, start, end)
+        for k, ((unit, _, start), (_, end, _)) in pairs
+    ]
 
 
 COLOURS = {

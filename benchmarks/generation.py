@@ -268,9 +268,8 @@ def draw(results: dict, figures: Path) -> None:
 
 
 def main():
-    parser = report.arguments(__doc__, threads=1, rounds=7)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[32, 128, 512, 960])
+    sizes = dict(batches=[1, 2, 4, 8, 16, 32, 64], lengths=[32, 128, 512, 960])
+    parser = report.arguments(__doc__, threads=1, rounds=7, **sizes)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     report.device(parser)
     args = report.parse(parser, rounds=1, batches=[1, 16], lengths=[8, 40], cases=TOY)

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 from typing import NamedTuple
 
 from benchmarks import report
@@ -65,12 +64,10 @@ def note(args: argparse.Namespace, value: dict, *keys: str) -> None:
     for key in keys[:-1]:
         table = table.setdefault(key, {})
     table[keys[-1]] = value
-    path = args.out / "gpu.json"
     try:
-        path.with_suffix(".tmp").write_text(json.dumps(found, indent=1, default=str) + "\n")
-        os.replace(path.with_suffix(".tmp"), path)
+        report.replace(args.out / "gpu.json", found, default=str)
     except OSError as e:
-        words = f"{path} cannot be written, {e.strerror}"
+        words = f"{args.out / 'gpu.json'} cannot be written, {e.strerror}"
         print(f"{args.stage}: {words}: {json.dumps(value, default=str)}", flush=True)
 
 

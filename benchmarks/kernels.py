@@ -15,8 +15,8 @@ sets of arguments that together do not fit the cache; the outputs of each set ar
 next call, so that writes too go to memory. Numbers are medians. What a call costs the host is
 measured at sizes so small that the GPU does not wait.
 
-Without a GPU only --toy runs: the same code with PyTorch's own operations as the fused ones, at
-sizes whose times mean nothing, and torch.compile without a compiler backend.
+Without a GPU only --toy runs: PyTorch's own operations as the fused ones, and torch.compile without
+a compiler backend.
 """
 
 import contextlib
@@ -149,10 +149,6 @@ def copy_bandwidth(device: str) -> float:
     return moved / median([timer() for _ in range(ROUNDS)])
 
 
-def loss_of_float_logits(logits, targets):
-    return F.cross_entropy(logits.float(), targets, reduction="none")
-
-
 def clone(args: tuple) -> tuple:
     """The arguments with copies of the tensors."""
     return tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
@@ -171,7 +167,8 @@ def measure(name: str, size: dict, kinds: tuple[str, ...], toy: bool) -> dict:
     args, fused, eager, with_gradient = lesson.examples(**size, device=device)[name]
     if name == "cross_entropy":
         # cross_entropy overwrites the logits, so its backward could run only once.
-        eager = loss_of_float_logits
+        plain = functools.partial(F.cross_entropy, reduction="none")
+        eager = lambda logits, targets: plain(logits.float(), targets)  # noqa: E731
     functions = {"fused": fused, "PyTorch": eager}
     if "compiled" in kinds:
         functions["compiled"] = torch.compile(eager, backend="aot_eager" if toy else "inductor")

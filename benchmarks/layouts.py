@@ -63,10 +63,8 @@ SHAPES = {
     "cuda": (24, 2048, 16, 2048, 32, 2),
     "toy": (4, 64, 8, 32, 8, 1),
 }
-SHAPE = (
-    "--num-layers {} --hidden-size {} --num-heads {} --seq-length {} --global-batch-size {}"
-    " --micro-batch-size {}"
-)
+SHAPE = "--num-layers {} --hidden-size {} --num-heads {} --seq-length {} --global-batch-size {}"
+SHAPE += " --micro-batch-size {}"
 ALWAYS = "--model gpt2 --vocab-size 257 --dropout 0 --lr 1e-3 --warmup-steps 4 --timeout 300"
 # Largest relative difference of a loss.
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
@@ -269,7 +267,9 @@ def figure_title(results: dict) -> str:
     )
 
 
-def arguments():
+def main() -> int:
+    if sys.argv[1:2] == ["--on-rank"]:
+        return on_rank(sys.argv[2:])
     parser = report.arguments(__doc__, ranks=4, rounds=3, steps=8)
     precision = "default: bf16 on GPUs, fp32 on CPUs"
     parser.add_argument("--precision", choices=list(TOLERANCE), help=precision)
@@ -277,13 +277,6 @@ def arguments():
     args = report.parse(parser, rounds=1, steps=WARMUP + 1)
     if args.steps <= WARMUP:
         report.refuse(parser, f"--steps {args.steps}: the first {WARMUP} do not count; name more")
-    return args
-
-
-def main() -> int:
-    if sys.argv[1:2] == ["--on-rank"]:
-        return on_rank(sys.argv[2:])
-    args = arguments()
     device = "cuda" if torch.cuda.device_count() >= args.ranks else "cpu"
     precision = args.precision or {"cuda": "bf16", "cpu": "fp32"}[device]
     shape = SHAPE.format(*SHAPES["toy" if args.toy else device])

@@ -14,10 +14,8 @@ last step. Rounding alone makes two runs differ, so look at the spread.
     muon       the same Llama, dense: AdamW and Muon at the same four rates; AdamW for as long as
                Muon takes. The time of a step is over AdamW's, both in turn in one process
 
-At the default rate of 3e-3 the model is at the edge of stability, and rounding alone moves the loss
-by percents; state and fp8 have 1e-3. A run takes one thread and up to 8 minutes. Run again, the
-command goes on with what its files lack: loss_state.json, loss_fp8.json, loss_experts.json and
-loss_muon.json.
+At the default rate of 3e-3 rounding alone moves the loss by percents; state and fp8 have 1e-3. A
+run takes one thread and up to 8 minutes. Run again, the command goes on with what its files lack.
 
 Figures: docs/figures/fp8_training.svg, docs/figures/moe_load.svg, docs/figures/muon.svg
 """
@@ -288,16 +286,12 @@ def measure_group(name: str, parser, args) -> None:
 
 def draw(results: dict, figures: Path) -> None:
     """results: what loss_NAME.json holds."""
-    rows = results["rows"]
-    if results["group"] == "fp8":
-        draw_curves(rows, figures / "fp8_training.svg")
-    if results["group"] == "experts":
-        draw_load(rows, figures / "moe_load.svg")
-    if results["group"] == "muon":
-        draw_rates(rows, figures / "muon.svg")
+    drawn = {"fp8": draw_curves, "experts": draw_load, "muon": draw_rates}
+    if results["group"] in drawn:
+        drawn[results["group"]](results["rows"], figures)
 
 
-def draw_rates(rows: dict, path: Path) -> None:
+def draw_rates(rows: dict, figures: Path) -> None:
     """Held-out loss against the learning rate, of both optimizers."""
     figure, axes = style.figure(3)
     for name, colour in zip(("adamw", "muon"), style.SERIES):
@@ -307,10 +301,10 @@ def draw_rates(rows: dict, path: Path) -> None:
     style.ticks(axes, x={lr: f"{lr:g}" for lr in RATES})
     axes.set(xlabel="learning rate", ylabel="held-out loss, nats per byte")
     axes.legend()
-    style.save(figure, path)
+    style.save(figure, figures / "muon.svg")
 
 
-def draw_curves(rows: dict, path: Path) -> None:
+def draw_curves(rows: dict, figures: Path) -> None:
     """Training loss over that of bf16, means of 50 steps and of the seeds."""
     figure, axes = style.figure(3)
     for variant, row in list(rows.items())[1:]:
@@ -320,10 +314,10 @@ def draw_curves(rows: dict, path: Path) -> None:
     axes.axhline(0, color="#999999", linewidth=0.8)
     axes.set(xlabel="step", ylabel="training loss over that of bf16, %")
     axes.legend()
-    style.save(figure, path)
+    style.save(figure, figures / "fp8_training.svg")
 
 
-def draw_load(rows: dict[str, dict], path: Path) -> None:
+def draw_load(rows: dict[str, dict], figures: Path) -> None:
     loads = {
         "by the largest raw logit": "mean load by logits",
         "by the experts chosen": "mean load",
@@ -340,11 +334,13 @@ def draw_load(rows: dict[str, dict], path: Path) -> None:
     style.rows_of(axes, [variant.removesuffix(", 8 experts") for variant in variants])
     style.ticks(axes, x=[1, 1.15, 1.5, 2, 3, 4, 6, 8])
     seeds = rows["dense"]["training"]["n"]
-    title = f"Load of 8 experts after step {SETTLED}. Mark: the median of {seeds} seeds; line: from"
     axes.set(xlim=(0.95, 9), xlabel="largest load of an expert over the mean")
-    axes.set_title(f"{title} the least to the most")
+    axes.set_title(
+        f"Load of 8 experts after step {SETTLED}. Mark: the median of {seeds} seeds; line: from the"
+        " least to the most"
+    )
     figure.legend(loc="outside lower center", ncols=3)
-    style.save(figure, path)
+    style.save(figure, figures / "moe_load.svg")
 
 
 def main():

@@ -27,10 +27,9 @@ from benchmarks.report import ratio, spread
 from course import demo, ranks
 
 # A Llama's ffn is about 8 h / 3; tokens: (sequences, length); model: fields of tiny-moe.
-
 SPEED = dict(h=512, ffn=1376, tokens=(8, 256), model={})
-TOY_MODEL = dict(hidden_size=64, ffn_hidden_size=64, seq_length=32)
-TOY_SPEED = dict(h=32, ffn=64, tokens=(2, 32), model=TOY_MODEL)
+TINY = dict(hidden_size=64, ffn_hidden_size=64, seq_length=32)
+TOY = dict(h=32, ffn=64, tokens=(2, 32), model=TINY)
 
 
 class OneLayer(nn.Module):
@@ -51,7 +50,7 @@ class OneLayer(nn.Module):
         return torch.randn(shape, generator=generator, device="cpu") * 0.02
 
 
-class Timed:
+class Timed(steps.InTurn):
     """Forward and backward of one layer on the same random activations, gradients summed. group:
     data-parallel ranks; expert_group: those that hold the same experts, where ranks hold different
     ones."""
@@ -70,7 +69,7 @@ class Timed:
         self.x = torch.randn(shape, generator=generator).requires_grad_()
         self.grad_output = torch.randn(shape, generator=generator)
 
-    def forward_backward(self) -> None:
+    def step(self) -> None:
         mlp = self.model.blocks["0"].mlp
         if self.gradients is None:
             self.model.zero_grad()
@@ -80,15 +79,6 @@ class Timed:
         self.gradients.next_backward_is_last()
         mlp(self.x).backward(self.grad_output)
         self.gradients.reduce_gradients()
-
-    def together(self) -> float:
-        """Seconds on all ranks."""
-        return report.timed_together(self.forward_backward)
-
-    def silent(self) -> float:
-        """The same, gradients not summed."""
-        with report.without_all_reduce():
-            return self.together()
 
 
 def one_rank(rank: int, rounds: int, size: dict) -> list[dict]:
@@ -154,7 +144,7 @@ def speed(rounds: int, size: dict) -> dict:
 
 def main():
     args = report.parse(report.arguments(__doc__, rounds=15), rounds=1)
-    results = speed(args.rounds, TOY_SPEED if args.toy else SPEED)
+    results = speed(args.rounds, TOY if args.toy else SPEED)
     report.print_results(results)
     # The ranks had one thread each.
     report.save("moe_speed", results, args, threads=1)

@@ -185,21 +185,16 @@ def on_rank(rank: int, rounds: int, shape: dict) -> dict:
     }
 
 
-def rounds_of(measured: list[dict], name: str, m: int) -> list[list[Event]]:
-    """The events of all ranks, round by round. measured: what `on_rank` returned on each rank."""
-    by_rank = [result["events"][name, m] for result in measured]
-    return [[e for events in of_round for e in events] for of_round in zip(*by_rank)]
-
-
 def bubbles(measured: list[dict], name: str, m: int) -> tuple[float, float]:
     """(measured, the median over rounds; simulated from the measured costs), as fractions of the
-    ideal time."""
-    per_round = rounds_of(measured, name, m)
+    ideal time. measured: what `on_rank` returned on each rank."""
+    by_rank = [result["events"][name, m] for result in measured]
+    # The events of all ranks, round by round.
+    rounds = [list(itertools.chain(*of_round)) for of_round in zip(*by_rank)]
     kind, v = layout(name)
     seconds = {}
-    for events in per_round:
-        for e in events:
-            seconds.setdefault((e.op, e.chunk * P + e.rank), []).append(e.end - e.start)
+    for e in itertools.chain(*rounds):
+        seconds.setdefault((e.op, e.chunk * P + e.rank), []).append(e.end - e.start)
 
     def cost(op: str) -> list[float]:
         """Seconds on each stage."""
@@ -210,7 +205,7 @@ def bubbles(measured: list[dict], name: str, m: int) -> tuple[float, float]:
     else:
         costs = Cost(cost("F"), cost("B"), [0.0] * (P * v))
     simulated = schedules.simulate(schedules.make(kind, P, m, v), costs)
-    return median([schedules.bubble(events) for events in per_round]), schedules.bubble(simulated)
+    return median([schedules.bubble(events) for events in rounds]), schedules.bubble(simulated)
 
 
 def schedule_row(measured: list[dict], name: str, m: int, seq_length: int) -> dict:

@@ -190,21 +190,17 @@ def cases_of(stage: str, args) -> dict:
     """{name: a function that measures it}"""
     toy = args.toy
     if stage == "matrices":
-        found = {name: partial(tflops, *sizes, toy) for name, sizes in MATRICES.items()}
-        layers = {f"FP8, {n:,} tokens, h {h}": partial(over_bf16, n, h, toy) for n, h in LAYERS}
+        sizes, layers = MATRICES, {f"{n:,} tokens, h {h}": (n, h) for n, h in LAYERS}
         if toy:
-            found = {"toy": partial(tflops, 64, 64, 128, toy)}
-            layers = {"FP8, toy": partial(over_bf16, 128, 128, toy)}
-        return found | layers
-    kinds = dict(list(BACKENDS.items())[:3])
-    sizes = ATTENTION
-    if toy:
-        sizes = {"toy": (1, 2, 64, 64)}
-        if not torch.cuda.is_available():
-            kinds = {"math": SDPBackend.MATH}
+            sizes, layers = {"toy": (64, 64, 128)}, {"toy": (128, 128)}
+        found = {name: partial(tflops, *size, toy) for name, size in sizes.items()}
+        return found | {f"FP8, {name}": partial(over_bf16, *x, toy) for name, x in layers.items()}
+    kinds = {name: BACKENDS[name] for name in ("cuDNN", "FlashAttention", "efficient")}
+    if toy and not torch.cuda.is_available():
+        kinds = {"math": SDPBackend.MATH}
     found = {
         f"{name} {kind}": partial(attention, *shape, backend, toy)
-        for name, shape in sizes.items()
+        for name, shape in ({"toy": (1, 2, 64, 64)} if toy else ATTENTION).items()
         for kind, backend in kinds.items()
     }
     every = list(BACKENDS.values())

@@ -136,14 +136,19 @@ def environment(threads: int | None = None) -> dict:
     }
 
 
-def write(name: str, results: dict, args: argparse.Namespace, threads: int | None = None) -> Path:
-    """Write NAME.json, the environment first, into the folder of --out. A process that is killed
-    leaves the old file or the new one. threads: as in `environment`."""
-    path = args.out / f"{name}.json"
-    text = json.dumps({"environment": environment(threads), **results}, indent=1) + "\n"
+def replace(path: Path, content: dict, default: Callable | None = None) -> None:
+    """Write a JSON file. A process that is killed leaves the old file or the new one. default: as
+    of json.dumps."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
+    temporary.write_text(json.dumps(content, indent=1, default=default) + "\n")
     os.replace(temporary, path)
+
+
+def write(name: str, results: dict, args: argparse.Namespace, threads: int | None = None) -> Path:
+    """Write NAME.json, the environment first, into the folder of --out. threads: as in
+    `environment`."""
+    path = args.out / f"{name}.json"
+    replace(path, {"environment": environment(threads), **results})
     return path
 
 

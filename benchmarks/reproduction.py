@@ -123,33 +123,20 @@ def described(plan: planner.Plan) -> str:
 
 
 class Search:
-    """Plans of a case (machine, software, model, GPUs, global batch), the fastest first; each is
-    searched once. toy: the first layouts that fit, in place of all."""
+    """The fastest plan of a case (machine, software, model, GPUs, global batch); each is searched
+    once. toy: of the first layouts that fit, in place of all."""
 
     def __init__(self, toy: bool):
         self.toy = toy
         self.found = {}
 
-    def plans(self, *case, keep: Callable = lambda layout: True) -> list[planner.Plan]:
+    def best(self, *case, keep: Callable = lambda layout: True) -> planner.Plan:
         if self.toy:
             kept = (plan for plan in planner.fitting(*case) if keep(plan.layout))
-            return sorted(itertools.islice(kept, 2), key=lambda plan: plan.seconds)
+            return min(itertools.islice(kept, 2), key=lambda plan: plan.seconds)
         if case not in self.found:
             self.found[case] = planner.search(*case)
-        return [plan for plan in self.found[case] if keep(plan.layout)]
-
-    def best(self, *case, keep: Callable = lambda layout: True) -> planner.Plan:
-        return self.plans(*case, keep=keep)[0]
-
-
-def sharded_only(layout: Layout) -> bool:
-    """FSDP: ZeRO stage 3 and nothing else."""
-    return layout.tp == layout.pp == 1 and layout.zero_stage == 3
-
-
-def tensor_and_pipeline(layout: Layout) -> bool:
-    """3D parallelism: parameters are not sharded over data-parallel ranks."""
-    return layout.zero_stage <= 1
+        return next(plan for plan in self.found[case] if keep(plan.layout))
 
 
 # --- Megatron-LM, 2021 ----------------------------------------------------------------------------
@@ -463,9 +450,11 @@ def h100_speeds() -> list[Ours]:
 
 
 def fsdp_speed(search: Search, n: int) -> Ours:
-    """Speed of FSDP over that of tensor and pipeline parallelism, of GPT-20B on n H100s."""
+    """Speed of FSDP (ZeRO stage 3 and nothing else) over that of tensor and pipeline parallelism,
+    whose parameters are not sharded over data-parallel ranks, of GPT-20B on n H100s."""
     case = H100, TRAIN, preset("gpt3-20b", dropout=0.0), n, 256
-    alone, both = (search.best(*case, keep=keep) for keep in (sharded_only, tensor_and_pipeline))
+    alone = search.best(*case, keep=lambda x: x.tp == x.pp == 1 and x.zero_stage == 3)
+    both = search.best(*case, keep=lambda x: x.zero_stage <= 1)
     return Ours(both.seconds / alone.seconds, f"{described(alone)} over {described(both)}")
 
 
@@ -624,7 +613,7 @@ def number(value: float) -> str:
 
 def row_of(claim: dict) -> str:
     ratio = f"{claim['ratio']:.2f}"
-    how = ", ".join(words for words in (claim["how"], claim["note"]) if words)
+    how = ", ".join(filter(None, (claim["how"], claim["note"])))
     cells = claim["claim"], number(claim["published"]), number(claim["ours"]), how
     return f"| {' | '.join(cells)} | {f'**{ratio}**' if is_off(claim) else ratio} |"
 
@@ -643,23 +632,23 @@ def table_of(section: dict) -> list[str]:
     lines = [f"## {section['title']}", "", f"Source: {section['source']}."]
     lines += ["", f"Commands: {commands}."]
     lines += ["", "| claim | published | ours | how | ratio |", "|---|---|---|---|---|"]
-    lines += [row_of(claim) for claim in section["claims"]]
+    lines += map(row_of, section["claims"])
     because = reasons(section["claims"])
     return lines + (["", *because] if because else [])
 
 
 def summary(sections: list[dict]) -> list[str]:
     """How many claims of each section are within 10%, and how many are off."""
-    lines = ["| source | claims | within 10% | off |", "|---|---|---|---|"]
-    total = [0] * 3
+    rows = {}
     for section in sections:
-        claims = section["claims"]
-        off = sum(map(is_off, claims))
-        counts = len(claims), len(claims) - off, off
-        total = [x + y for x, y in zip(total, counts)]
         anchor = section["title"].lower().replace(",", "").replace(" ", "-")
-        lines.append(f"| [{section['title']}](#{anchor}) | {' | '.join(map(str, counts))} |")
-    return [*lines, f"| all | {' | '.join(map(str, total))} |"]
+        rows[f"[{section['title']}](#{anchor})"] = section["claims"]
+    rows["all"] = [claim for claims in rows.values() for claim in claims]
+    lines = ["| source | claims | within 10% | off |", "|---|---|---|---|"]
+    for name, claims in rows.items():
+        off = sum(map(is_off, claims))
+        lines.append(f"| {name} | {len(claims)} | {len(claims) - off} | {off} |")
+    return lines
 
 
 def page(text: str, results: dict) -> str:
@@ -697,24 +686,18 @@ def draw_ratios(axes, sections: list[dict]) -> None:
     axes.set(xlim=(0.6, MOST_SHOWN), xlabel="ours / published; grey: within 10%")
 
 
-def published_and_ours(sections: list[dict], part: str) -> list[list[float]]:
-    """[published, ours] of the claims of a part."""
-    claims = [c for section in sections for c in section["claims"] if c["part"] == part]
-    return [[c[key] for c in claims] for key in ("published", "ours")]
-
-
 def draw_scaling(axes, results: dict) -> None:
     gpus = [n for _, n in TABLE_1.values()]
-    # Of each model of table 1 the second claim is TFLOP/s of a GPU; of 1T the first is PFLOP/s.
-    published, predicted = (
-        [n * x / 1000 for n, x in zip(gpus, table[1::3])] + one[:1]
-        for table, one in zip(
-            published_and_ours(results["sections"], "table_1"),
-            published_and_ours(results["sections"], "one_t"),
-        )
-    )
-    axes.plot([*gpus, 3072], predicted, "s-", color=style.SERIES[0], label="A100, predicted")
-    axes.plot([*gpus, 3072], published, "o", color="black", label="A100, published")
+    claims = [c for section in results["sections"] for c in section["claims"]]
+    of_table, one_t = ([c for c in claims if c["part"] == part] for part in ("table_1", "one_t"))
+
+    def petaflops(key: str) -> list[float]:
+        # Of each model of table 1 the second claim is TFLOP/s of a GPU; of 1T the first is PFLOP/s.
+        return [n * c[key] / 1000 for n, c in zip(gpus, of_table[1::3])] + [one_t[0][key]]
+
+    a100 = dict(color=style.SERIES[0], label="A100, predicted")
+    axes.plot([*gpus, 3072], petaflops("ours"), "s-", **a100)
+    axes.plot([*gpus, 3072], petaflops("published"), "o", color="black", label="A100, published")
     h100 = results["weak_scaling"].values()
     axes.plot(H100_GPUS, h100, "s-", color=style.SERIES[1], label="H100, predicted")
     marks = {32: "32", 256: "256", 1024: "1,024", 10752: "10,752"}
@@ -726,12 +709,11 @@ def draw_scaling(axes, results: dict) -> None:
 
 def draw(results: dict, figures: Path) -> None:
     """results: what reproduction.json holds."""
-    figure, axes = style.figure(3.4)
-    draw_ratios(axes, results["sections"])
-    style.save(figure, figures / "reproduction.svg")
-    figure, axes = style.figure(3.4)
-    draw_scaling(axes, results)
-    style.save(figure, figures / "reproduction_scaling.svg")
+    drawn = {"": (draw_ratios, results["sections"]), "_scaling": (draw_scaling, results)}
+    for name, (function, found) in drawn.items():
+        figure, axes = style.figure(3.4)
+        function(axes, found)
+        style.save(figure, figures / f"reproduction{name}.svg")
 
 
 def main():

@@ -54,9 +54,9 @@ SHAPE = dict(
 TOY = SHAPE | dict(
     num_layers=2, hidden_size=32, seq_length=32, answer_tokens=8, group_size=2, global_batch_size=4
 )
-# {way: flags}
-# without the cache a step takes minutes
+# Without the cache a step takes minutes.
 CACHE_ROUNDS = 2
+# {way: flags}
 CACHE = {"cache": {}, "no cache": {"cached": False}}
 # Shorter answers, more rounds.
 SHORT = {"seq_length": 192, "answer_tokens": 128}

@@ -19,6 +19,7 @@ import numpy as np
 
 from base.model_config import MoEConfig
 from benchmarks import report, serving_speed, style
+from benchmarks.planner import table_of_errors
 from planning import serving
 from planning.errors import Errors, least_squares
 from planning.inputs import A100, H100, MACHINES, Constants, Machine
@@ -185,9 +186,7 @@ def print_results(results: dict) -> None:
     for name, constants in results["constants"].items():
         print(name, ", ".join(f"{k} {value:.3g}" for k, value in constants.items()))
     print("source and GPU, rows held out, mean error, nine of ten within, worst")
-    for name, found in results["groups"].items():
-        numbers = [f"{found[key]:.1%}" for key in ("mean", "ninth_decile", "worst")]
-        print(f"| {name} | {found['rows']} | {' | '.join(numbers)} |")
+    print(*table_of_errors(results["groups"]), sep="\n")
     print("sizes, NeMo: GB, A100s, nodes; models, ours: GB, A100s, nodes")
     print(*results["capacity"], sep="\n")
     print("this machine: ms between tokens, predicted, error")

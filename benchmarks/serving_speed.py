@@ -332,6 +332,7 @@ def summary(rounds: list[dict]) -> dict:
     """Medians over rounds of each contender's numbers, and of the engine's tokens/s over its own in
     the same round."""
     found = {}
+    speeds = [{kind: x["tokens_per_second"] for kind, x in of.items()} for of in rounds]
     for kind in rounds[0]:
         numbers = {}
         for key, value in rounds[0][kind].items():
@@ -340,10 +341,7 @@ def summary(rounds: list[dict]) -> dict:
                     numbers[f"{key}_{part}"] = median([of[kind][key][part] for of in rounds])
             else:
                 numbers[key] = value and median([of[kind][key] for of in rounds])
-        speeds = [
-            (of["engine"]["tokens_per_second"], of[kind]["tokens_per_second"]) for of in rounds
-        ]
-        numbers["engine_is_faster_by"] = report.spread([ours / other for ours, other in speeds])
+        numbers["engine_is_faster_by"] = report.ratio(speeds, "engine", kind)
         found[kind] = numbers
     return found
 
@@ -366,8 +364,7 @@ def draw(results: dict, figures: Path) -> None:
 
 
 def main():
-    parser = report.arguments(__doc__, threads=2, rounds=3)
-    parser.add_argument("--together", type=int, nargs="+", default=[1, 8, 32])
+    parser = report.arguments(__doc__, threads=2, rounds=3, together=[1, 8, 32])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     args = report.parse(parser, threads=1, rounds=1, together=[1, 2], cases=["toy"])
     torch.set_num_threads(args.threads)

@@ -64,20 +64,19 @@ def kind(first: str) -> str:
 
 def measure_right(flags: dict, steps: int, seeds: int) -> tuple[bug_runs.Training, dict]:
     """One device without a bug, and what other seeds make of it."""
-    one = bug_runs.train(1, None, flags, steps)
-    held_out = bug_runs.held_out_loss(flags, one.parameters)
-    of_seeds = []
-    for seed in range(1, seeds + 1):
-        flags_of_seed = flags | dict(seed=bug_runs.SETTING["seed"] + seed)
-        run = bug_runs.train(1, None, flags_of_seed, steps)
-        of_seeds.append((run, bug_runs.held_out_loss(flags_of_seed, run.parameters)))
+    runs = []
+    for seed in range(seeds + 1):
+        of_seed = flags | (dict(seed=bug_runs.SETTING["seed"] + seed) if seed else {})
+        run = bug_runs.train(1, None, of_seed, steps)
+        runs.append((run, bug_runs.held_out_loss(of_seed, run.parameters)))
+    (one, held_out), *others = runs
     results = {
         "curve": curve(one.losses),
         "late": short(late(one.losses)),
         "held out": short(held_out),
-        "loss of other seeds": [short(run.losses[0] / one.losses[0] - 1) for run, _ in of_seeds],
-        "late of other seeds": [short(late(run.losses) - late(one.losses)) for run, _ in of_seeds],
-        "held out of other seeds": [short(loss - held_out) for _, loss in of_seeds],
+        "loss of other seeds": [short(run.losses[0] / one.losses[0] - 1) for run, _ in others],
+        "late of other seeds": [short(late(run.losses) - late(one.losses)) for run, _ in others],
+        "held out of other seeds": [short(loss - held_out) for _, loss in others],
     }
     return one, results
 
@@ -216,33 +215,26 @@ def words_of_gradients(row: dict) -> str:
 
 
 def words_of_ranks(row: dict) -> str:
-    gradients, updated, end = row["ranks differ"]
-    if gradients:
-        return "gradients differ"
-    if updated:
-        return "weights differ"
-    if end:
-        return "weights differ later"
-    return "norms differ" if row["norms of ranks differ"] > 1e-6 else "agree"
+    signs = "gradients differ", "weights differ", "weights differ later", "norms differ"
+    differ = *row["ranks differ"], row["norms of ranks differ"] > 1e-6
+    return next((sign for sign, differs in zip(signs, differ) if differs), "agree")
 
 
-def signed(value: float | None) -> str:
+def signed(value: float | None, unit: str = "") -> str:
     """0 where it is only rounding."""
     if value is None:
         return "not finite"
     text = f"{value:+.2f}"
     if abs(value) < bug_runs.ROUNDING:
         return "0"
-    return text if float(text) else text[1:]
+    return (text if float(text) else text[1:]) + unit
 
 
 def row_of_table(name: str, row: dict) -> str:
-    loss = signed(row["late"])
-    held_out = signed(row["held out"])
-    step_1 = signed(row["loss"] and 100 * row["loss"])
+    loss, held_out = signed(row["late"]), signed(row["held out"])
     cells = [
         f"[{name}](#{name})",
-        step_1 if step_1 == "0" else f"{step_1}%",
+        signed(row["loss"] and 100 * row["loss"], "%"),
         f"**{loss}**" if row["loss gives it away"] else loss,
         f"**{held_out}**" if row["weights are worse"] else held_out,
         f"{row['norm']:.3f}" if row["norm"] is not None else "not finite",
@@ -271,10 +263,7 @@ def tables(results: dict) -> dict[str, str]:
 
 
 # Four that look right, and two that do not.
-SHOWN = (
-    *("no-gradient-sum", "no-tied-sum", "no-norm-gradient-sum"),
-    *("mean-of-means", "no-f", "no-all-gather"),
-)
+SHOWN = "no-gradient-sum no-tied-sum no-norm-gradient-sum mean-of-means no-f no-all-gather".split()
 
 
 def draw_bug(axes, name: str, row: dict, right: list[float]) -> None:

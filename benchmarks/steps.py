@@ -53,7 +53,27 @@ class Random(data.Dataset):
         return self.fixed.targets.numel()
 
 
-class Steps:
+class InTurn:
+    """Seconds of `step` where ranks take turns."""
+
+    def alone(self) -> float:
+        """Of rank 0, while the other ranks wait and return 0."""
+        dist.barrier()
+        seconds = report.timed(self.step) if dist.get_rank() == 0 else 0.0
+        dist.barrier()
+        return seconds
+
+    def together(self) -> float:
+        """On all ranks, until the last has finished."""
+        return report.timed_together(self.step)
+
+    def silent(self) -> float:
+        """The same without all-reduces."""
+        with report.without_all_reduce():
+            return self.together()
+
+
+class Steps(InTurn):
     """Steps of a trainer on this rank, on random tokens. fields, flags: as of
     course/training_commands.py."""
 
@@ -88,22 +108,6 @@ class Steps:
         seconds = time.perf_counter() - start
         report.synchronize()
         return seconds
-
-    def alone(self) -> float:
-        """Seconds of a step of rank 0, while the other ranks wait and return 0."""
-        dist.barrier()
-        seconds = report.timed(self.step) if dist.get_rank() == 0 else 0.0
-        dist.barrier()
-        return seconds
-
-    def together(self) -> float:
-        """Seconds of a step on all ranks."""
-        return report.timed_together(self.step)
-
-    def silent(self) -> float:
-        """The same without all-reduces."""
-        with report.without_all_reduce():
-            return self.together()
 
 
 def on_corpus(fields: dict, s: int | None = None) -> tuple:

@@ -11,29 +11,24 @@
 
 The cases that say most come first: fused kernels on and off, torch.compile on and off. By name
 there are more: recomputation, FP8 for each model, and all 32 layers of Llama-2 7B, for GPUs of more
-than 80 GB. Beside them stand
-
-    nanoGPT                 its GPT-2: float32 weights, bf16 by autocast (peers.py)
-    plain Llama             weights and AdamW's state in bf16 (peers.py)
-    torchao, like nanochat  their FP8 (peers.py)
-    sums apart              gradients of weights are added to their float32 sums after the product,
-                            not inside it
+than 80 GB. nanoGPT, a plain Llama, torchao and nanochat are in peers.py. "Sums apart": gradients of
+weights are added to their float32 sums after the product, not inside it.
 
 A step is one of train.Trainer on random tokens, without dropout, the optimizer's step included. 32
 x 8 is 8 micro-batches of 32 sequences. The vocabulary of 50257 is padded to 50304, so that a row of
 logits is a whole number of vectors. In FP8 are all layers but the first and the last. Initial
 weights are drawn on the GPU, because a CPU takes a minute for those of 7 billion parameters. MFU is
-model FLOPs (base/model_config.py) / time / the device's dense bf16 peak, also of FP8; without a
-known peak, that of a matrix multiplication measured here. The losses of a model's first steps
-should agree in all cases of this project, to the precision of bf16 or FP8.
+model FLOPs / time / the device's dense bf16 peak, also of FP8; without a known peak, that of a
+matrix multiplication measured here. The losses of a model's first steps should agree in all cases
+of this project, to the precision of bf16 or FP8.
 
     python -m benchmarks.training_step [--threads 2] [--rounds 15] [--toy]
     python -m benchmarks.training_step --other FOLDER       beside another checkout of this project
 
 On a CPU a process of this project and one of each peer take a step in turn, while the others wait:
-GPT-2 by nanoGPT (peers.py) and by transformers, which runs once more as it comes, without the
-settings of base/cpu.py. In bf16 ours keeps fp32 masters and moments; the others train in plain
-bf16, which is less work, and once more under autocast, which keeps fp32 weights too.
+GPT-2 by nanoGPT (peers.py) and by transformers, which runs once more without the settings of
+base/cpu.py. In bf16 ours keeps fp32 masters and moments; the others train in plain bf16, which is
+less work, and once more under autocast, which keeps fp32 weights too.
 """
 
 import dataclasses
@@ -128,15 +123,14 @@ def of_model(model: str) -> dict[str, dict]:
         name = f"kernels {flag}" + compiled * ", compile" + recompute
         named[name] = dict(kernels=flag, compile=compiled, **RECOMPUTE[recompute])
     auto = dict(kernels="auto")
-    twice = dict(micro_batch_size=2 * MODELS[model]["micro_batch_size"])
+    size = 2 * MODELS[model]["micro_batch_size"]
+    twice = auto | dict(micro_batch_size=size)
     named[f"{AUTO}, sums apart"] = auto | dict(apart=True)
-    named[f"{AUTO}, micro-batch {twice['micro_batch_size']}"] = auto | twice
+    named[f"{AUTO}, micro-batch {size}"] = twice
     for recipe in ("current", "delayed", "block"):
         named[f"fp8 {recipe}"] = auto | dict(fp8=recipe)
         named[f"fp8 {recipe}, compile"] = auto | dict(fp8=recipe, compile=True)
-    named[f"fp8 current, micro-batch {twice['micro_batch_size']}"] = (
-        auto | twice | dict(fp8="current")
-    )
+    named[f"fp8 current, micro-batch {size}"] = twice | dict(fp8="current")
     for peer in peers.PEERS:
         if "llama" in model or not peer.startswith("torchao"):
             named[f"{peer}, compile"] = dict(kernels="off", compile=True, peer=peer)
@@ -372,10 +366,10 @@ def breakdown(step, times: int) -> dict[str, float]:
             step(1)
         steps.append(dict.fromkeys([*OPERATIONS, "the rest"], 0.0))
         for event in profiler.key_averages():
-            fits = [
+            fits = (
                 name for name, parts in OPERATIONS.items() if any(p in event.key for p in parts)
-            ]
-            steps[-1][[*fits, "the rest"][0]] += event.self_cpu_time_total / 1e3
+            )
+            steps[-1][next(fits, "the rest")] += event.self_cpu_time_total / 1e3
     return {name: min(of[name] for of in steps) for name in steps[0]}
 
 
