@@ -47,13 +47,7 @@ MODELS = {
     "1T": (160, 25600, 128, 8, 64, 1, 1),
 }
 # Rows of table 2 that the figure shows.
-DRAWN = (
-    "tensor",
-    "tensor + sequence",
-    "tensor + selective",
-    "tensor + sequence + selective",
-    "full",
-)
+DRAWN = "tensor", "tensor + sequence", "tensor + selective", "tensor + sequence + selective", "full"
 
 
 class Layer:

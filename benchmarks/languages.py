@@ -13,24 +13,21 @@ left out. What was stopped goes on under the same --out.
 """
 
 import argparse
-import json
+import itertools
 import os
 import random
 import sys
 from pathlib import Path
 
-import train
 from benchmarks import report
-from benchmarks.steps import as_argv, write_lines
+from benchmarks.steps import run_train, write_lines
 from models.classify import ClassifyConfig
 from models.runs import BertRun
 from run.documents import fingerprint
 
-ENDINGS = {
-    **{"py": "python", "h": "c", "c": "c", "hpp": "c++", "cpp": "c++", "pl": "perl", "pm": "perl"},
-    **{"js": "javascript", "vim": "vim", "cmake": "cmake", "html": "html", "rst": "rst"},
-    **{"yaml": "yaml", "tcl": "tcl", "sql": "sql", "f90": "fortran", "sh": "shell", "rb": "ruby"},
-}
+ENDINGS = dict(py="python", h="c", c="c", hpp="c++", cpp="c++", pl="perl", pm="perl", vim="vim")
+ENDINGS |= dict(js="javascript", cmake="cmake", html="html", rst="rst", yaml="yaml", tcl="tcl")
+ENDINGS |= dict(sql="sql", f90="fortran", sh="shell", rb="ruby")
 SNIPPET = 96
 # Files of a language, at least and at most, and characters of each; labels for learning and test.
 LEAST, MOST, LONGEST = 300, 400, 8000
@@ -111,23 +108,19 @@ def prepare(args: argparse.Namespace, folder: Path) -> list[str]:
 def run(config_class, flags: str, steps: int, out: Path, **paths) -> dict:
     """The last line of metrics.jsonl of a run, which goes on if it was stopped."""
     resume = " --resume" if (out / "checkpoints").exists() else ""
-    argv = as_argv(f"{flags} --steps {steps}{resume}", out=out, **paths)
-    status = train.main(argv, config_class)
-    last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
-    if status or last["step"] < steps:
-        sys.exit(status or 130)
-    return last
+    return run_train(f"{flags} --steps {steps}{resume}", config_class, out=out, **paths)
 
 
 def classify(args: argparse.Namespace, folder: Path, begin: str, name: str) -> list[float]:
     """Test accuracy with each seed. begin: flags of the first weights."""
-    found = []
-    for seed in range(args.seeds):
-        paths = dict(data=folder / "learned.jsonl", val_data=folder / "test.jsonl")
-        flags = f"{begin} {FINE_TUNING} --seed {seed}"
-        out = folder / f"{name}-{seed}"
-        found.append(run(ClassifyConfig, flags, args.steps, out, **paths)["eval_accuracy"])
-    return found
+    paths = dict(data=folder / "learned.jsonl", val_data=folder / "test.jsonl")
+    lines = [
+        run(
+            ClassifyConfig, f"{begin} --seed {seed}", args.steps, folder / f"{name}-{seed}", **paths
+        )
+        for seed in range(args.seeds)
+    ]
+    return [line["eval_accuracy"] for line in lines]
 
 
 def main() -> None:
@@ -149,12 +142,11 @@ def main() -> None:
     results |= {"masked accuracy": last["eval_accuracy"], "accuracy": {}}
     starts = {"scratch": f"{shape} --vocab-size 260", "pretrained": f"--load {base}"}
     table = report.Table()
-    for rate in RATES:
-        for start, begin in starts.items():
-            name = f"{start}-{rate}"
-            found = classify(args, folder, f"{begin} --lr {rate}", name)
-            results["accuracy"][name] = found
-            table.row({"begins": start, "learning rate": rate, "accuracy": report.spread(found)})
+    for rate, start in itertools.product(RATES, starts):
+        name = f"{start}-{rate}"
+        flags = f"{starts[start]} --lr {rate} {FINE_TUNING}"
+        found = results["accuracy"][name] = classify(args, folder, flags, name)
+        table.row({"begins": start, "learning rate": rate, "accuracy": report.spread(found)})
     report.save("languages", results, args)
 
 

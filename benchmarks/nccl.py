@@ -55,17 +55,9 @@ LAYOUTS = [
 ]
 # The numbers of those that --toy checks.
 TOY = 3, 4
-REINFORCEMENT = parity.SMALL | dict(
-    command="reinforcement.py",
-    method="ppo",
-    critic_lr=1e-2,
-    seq_length=24,
-    dropout=0.0,
-    answer_tokens=8,
-    micro_batch_size=1,
-    epochs=2,
-    lr=5e-3,
-)
+REINFORCEMENT = parity.SMALL | dict(command="reinforcement.py", method="ppo", critic_lr=1e-2)
+REINFORCEMENT |= dict(seq_length=24, dropout=0.0, answer_tokens=8, micro_batch_size=1, epochs=2)
+REINFORCEMENT |= dict(lr=5e-3)
 RUN = (
     "--num-layers 2 --hidden-size 32 --num-heads 4 --ffn-hidden-size 64 --seq-length 32"
     " --global-batch-size 4 --micro-batch-size 1 --dropout 0.1 --precision fp64 --eval-every 0"

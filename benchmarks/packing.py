@@ -90,11 +90,9 @@ class PaddingRun:
     def shares(self) -> dict[str, float]:
         """Shares of the positions that an epoch computes: text, and counted tokens."""
         dataset = self.dataset
-        rows = len(dataset.rows_of(0))
-        positions = 0
-        for first in range(0, rows - ROWS + 1, ROWS):
-            positions += dataset.batch(range(first, first + ROWS)).tokens.numel()
-        done = range(rows // ROWS * ROWS)
+        done = range(len(dataset.rows_of(0)) // ROWS * ROWS)
+        steps = [dataset.batch(done[first : first + ROWS]) for first in done[::ROWS]]
+        positions = sum(batch.tokens.numel() for batch in steps)
         counted = dataset.counted_tokens(done)
         return {"text": self.text(done) / positions, "counted": counted / positions}
 

@@ -81,19 +81,15 @@ def on_rank(rank: int, rounds: int, dropout: float, shape: dict) -> dict:
 def table(measured: dict, shape: dict, t: int) -> list[dict]:
     """measured: what `on_rank` returned."""
     rows = []
-    base = [forward + backward for forward, backward in measured["times"]["no recompute"]]
+    base, flops = measured["times"]["no recompute"], measured["flops"]
     for row, times in measured["times"].items():
-        overheads = [(f + b) / base_time - 1 for (f, b), base_time in zip(times, base)]
-        rows.append(
-            {
-                "row": row,
-                "forward_ms": 1e3 * median([f for f, _ in times]),
-                "backward_ms": 1e3 * median([b for _, b in times]),
-                "overhead": spread(overheads),
-                "extra_flops": measured["flops"][row] - measured["flops"]["no recompute"],
-                "extra_flops_formula": extra_flops(ROWS[row][1], shape, t),
-            }
-        )
+        found = {"row": row}
+        found["forward_ms"] = 1e3 * median([f for f, _ in times])
+        found["backward_ms"] = 1e3 * median([b for _, b in times])
+        found["overhead"] = spread([sum(x) / sum(y) - 1 for x, y in zip(times, base)])
+        found["extra_flops"] = flops[row] - flops["no recompute"]
+        found["extra_flops_formula"] = extra_flops(ROWS[row][1], shape, t)
+        rows.append(found)
     return rows
 
 

@@ -35,25 +35,12 @@ from course.synthetic import Questions
 from finetune.prompt_set import Question
 from inference.rollout import write_answers
 
-SHAPE = dict(
-    model="gpt2",
-    num_layers=4,
-    hidden_size=256,
-    num_heads=4,
-    seq_length=576,
-    vocab_size=257,
-    precision="fp32",
-    device="cpu",
-    command="reinforcement.py",
-    method="grpo",
-    group_size=4,
-    global_batch_size=8,
-    micro_batch_size=1,
-    answer_tokens=512,
-)
-TOY = SHAPE | dict(
-    num_layers=2, hidden_size=32, seq_length=32, answer_tokens=8, group_size=2, global_batch_size=4
-)
+SHAPE = dict(model="gpt2", num_layers=4, hidden_size=256, num_heads=4, seq_length=576)
+SHAPE |= dict(vocab_size=257, precision="fp32", device="cpu", command="reinforcement.py")
+SHAPE |= dict(method="grpo", group_size=4, global_batch_size=8, micro_batch_size=1)
+SHAPE |= dict(answer_tokens=512)
+TOY = SHAPE | dict(num_layers=2, hidden_size=32, seq_length=32, answer_tokens=8, group_size=2)
+TOY |= dict(global_batch_size=4)
 # Without the cache a step takes minutes.
 CACHE_ROUNDS = 2
 # {way: flags}
@@ -184,12 +171,14 @@ def print_summary(results: dict) -> None:
             writing = [(r["generation"] + r["resharding"]) / r["step"] for r in rounds]
             shares[way] = report.format_spread(report.spread(writing), ".0%")
         table.row({"seconds": "share of generation and resharding", **shares})
-    for part in ("generation", "step"):
-        ratio = report.ratio(rounds_of(results, "cache", part), "no cache", "cache")
-        print(f"{part} without the cache: {report.format_spread(ratio, '.1f')} times as long")
-    for way, over in (("tp 2 -> dp 2", "tp 2"), ("ZeRO 3 -> dp 2", "ZeRO 3")):
-        ratio = report.ratio(rounds_of(results, "layouts", "step"), way, over)
-        print(f"a step of {way} over one of {over}: {report.format_spread(ratio, '.2f')}")
+    for group, part, way, over in (
+        ("cache", "generation", "no cache", "cache"),
+        ("cache", "step", "no cache", "cache"),
+        ("layouts", "step", "tp 2 -> dp 2", "tp 2"),
+        ("layouts", "step", "ZeRO 3 -> dp 2", "ZeRO 3"),
+    ):
+        ratio = report.ratio(rounds_of(results, group, part), way, over)
+        print(f"{part}, {way} over {over}: {report.format_spread(ratio, '.2f')}")
 
 
 # --- figure ---------------------------------------------------------------------------------------

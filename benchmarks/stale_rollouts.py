@@ -8,6 +8,8 @@ about 3. Every ten steps the weights of then answer 256 prompts, always with the
 numbers: the reward is theirs, not that of the old answers. Results: stale_rollouts.json
 """
 
+import itertools
+
 import torch
 
 from base import cpu
@@ -45,17 +47,14 @@ def main():
     torch.set_num_threads(1)
     cpu.set_up()
     rows = {}
-    for lr in RATES:
-        for way, flags in list(WAYS.items())[: 2 if args.toy else None]:
-            fields = flags | dict(lr=lr) | toy
-            runs = [
-                rewards(fields | dict(seed=seed), 1 if args.toy else 10)
-                for seed in range(args.seeds)
-            ]
-            name = f"{way}, rate {lr:g}"
-            rows[name] = {step: spread([run[step] for run in runs]) for step in runs[0]}
-            print(name)
-            report.print_results(rows[name])
+    for lr, way in itertools.product(RATES, list(WAYS)[: 2 if args.toy else None]):
+        fields = WAYS[way] | dict(lr=lr) | toy
+        every = 1 if args.toy else 10
+        runs = [rewards(fields | dict(seed=seed), every) for seed in range(args.seeds)]
+        name = f"{way}, rate {lr:g}"
+        rows[name] = {step: spread([run[step] for run in runs]) for step in runs[0]}
+        print(name)
+        report.print_results(rows[name])
     report.save("stale_rollouts", {"toy": args.toy, "results": rows}, args, threads=1)
 
 

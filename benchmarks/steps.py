@@ -22,6 +22,7 @@ from benchmarks import report
 from course import demo, training_commands
 from course.training_commands import config_of
 from run import checkpoint, data
+from run.metrics import read_metrics
 from run.task import Task
 from run.tokenizer import ByteTokenizer
 
@@ -154,16 +155,20 @@ def as_argv(flags: str, **paths) -> list[str]:
     return argv
 
 
-def run_train(flags: str, **paths) -> None:
-    """A command in this process, by default train.py, with the flags of `as_argv`. Exits if it
-    fails, or if a signal has stopped it: what has learned for a part of the steps is no result."""
-    config_class, argv = training_commands.split(as_argv(flags, **paths))
+def run_train(flags: str, config_class=None, **paths) -> dict:
+    """A command in this process, by default train.py or what `flags` begin with, with the flags of
+    `as_argv`. Returns the last line of metrics.jsonl. Exits if it fails, or if a signal has stopped
+    it: what has learned for a part of the steps is no result."""
+    argv = as_argv(flags, **paths)
+    if config_class is None:
+        config_class, argv = training_commands.split(argv)
     status = train.main(argv, config_class)
     if status:
         sys.exit(status)
     index = checkpoint.read_index(checkpoint.find(paths["out"]))
     if index["step"] < index["config"]["steps"]:
         sys.exit(130)
+    return read_metrics(paths["out"] / "metrics.jsonl")[0][-1]
 
 
 def profile(function) -> dict:

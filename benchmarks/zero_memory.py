@@ -11,6 +11,7 @@ counts as 2.
 Figure: docs/figures/zero_memory.svg
 """
 
+import itertools
 from pathlib import Path
 
 import torch.distributed as dist
@@ -99,15 +100,12 @@ def main():
     print(f"{args.ranks} ranks: bytes per parameter of the rank that has most")
     rows = []
     table = report.Table()
-    for state in ("fp32", "bf16"):
-        for stage in range(4):
-            row = measure(args.ranks, stage, state, shape)
-            rows.append(row)
-            cells = {
-                part: f"{row['measured'][part]:.3f} / {row['formula'][part]:.3f}" for part in PARTS
-            }
-            sent = f"{row['sent']:.3f} / {row['sent_formula']} times Ψ (N - 1) / N"
-            table.row({"stage": stage, "state": state, **cells, "sent": sent})
+    for state, stage in itertools.product(STATE_BYTES, range(4)):
+        row = measure(args.ranks, stage, state, shape)
+        rows.append(row)
+        cells = {x: f"{row['measured'][x]:.3f} / {row['formula'][x]:.3f}" for x in PARTS}
+        sent = f"{row['sent']:.3f} / {row['sent_formula']} times Ψ (N - 1) / N"
+        table.row({"stage": stage, "state": state, **cells, "sent": sent})
     worst = max(
         abs(row["measured"][part] / row["formula"][part] - 1) for row in rows for part in PARTS
     )
