@@ -156,10 +156,11 @@ def numbers(num_steps: int, fields: dict) -> dict:
         for matrix in MEASURED:
             place = number, list(LINEARS).index(matrix)
             errors[f"blocks.{number} {matrix}"] = errors_of(recorder, place)
-    spreads = {}
-    for name in ("bf16", *RECIPES):
-        keys = (*PRODUCTS, "zeros")
-        spreads[name] = {key: spread([row[name][key] for row in errors.values()]) for key in keys}
+    keys = *PRODUCTS, "zeros"
+    spreads = {
+        name: {key: spread([row[name][key] for row in errors.values()]) for key in keys}
+        for name in ("bf16", *RECIPES)
+    }
     return {"steps": num_steps, "formats": formats(), "errors": errors, "spreads": spreads}
 
 

@@ -41,9 +41,7 @@ TINY = GPTConfig(num_layers=2, hidden_size=64, num_heads=4, seq_length=128, voca
 CASES = {
     "small": SMALL,
     "small llama": dataclasses.replace(SMALL, ffn_hidden_size=688, llama=True),
-    "gpt2-124m": GPTConfig(
-        num_layers=12, hidden_size=768, num_heads=12, seq_length=1024, vocab_size=50257
-    ),
+    "gpt2-124m": GPTConfig(12, 768, 12, seq_length=1024, vocab_size=50257),
 }
 TOY = {"toy": TINY, "toy llama": dataclasses.replace(TINY, ffn_hidden_size=176, llama=True)}
 # Tokens.
@@ -149,10 +147,9 @@ def memory_speed(config: GPTConfig, device: str) -> float:
     total = 2**20 if config in TOY.values() else 256 * 2**20
     count = max(1, total // (4 * rows * config.hidden_size))
     matrices = [new(rows, config.hidden_size) for _ in range(count)]
-    x = new(1, config.hidden_size)
-    multiply = lambda: [torch.nn.functional.linear(x, matrix) for matrix in matrices]  # noqa: E731
-    seconds = median([timed(multiply) for _ in range(7)])
-    return sum(matrix.nbytes for matrix in matrices) / seconds
+    multiply = partial(torch.nn.functional.linear, new(1, config.hidden_size))
+    seconds = [timed(lambda: [multiply(matrix) for matrix in matrices]) for _ in range(7)]
+    return sum(matrix.nbytes for matrix in matrices) / median(seconds)
 
 
 def measure(name: str, config: GPTConfig, args) -> dict:

@@ -101,12 +101,7 @@ def said(command: str) -> str:
 
 
 def versions() -> dict:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "missing"
+    installed = {str(d.name).lower(): d.version for d in importlib.metadata.distributions()}
     query = "nvidia-smi --query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm"
     return {
         "GPU": said(f"{query} --format=csv,noheader"),
@@ -115,7 +110,7 @@ def versions() -> dict:
         "torch": [torch.__version__, torch.version.cuda, torch.backends.cudnn.version()],
         "python": platform.python_version(),
         "cores": os.cpu_count(),
-        "packages": found,
+        "packages": {name: installed.get(name, "missing") for name in PACKAGES},
     }
 
 
@@ -229,14 +224,11 @@ def trained(fields: dict) -> Result:
 def differences(found: Result, reference: Result) -> dict:
     """Relative: of all gradients of the first step as one vector, of the matrix that differs most,
     of losses and norms."""
-    pairs = {
-        name: (found.gradients[name].double().cpu(), exact.double())
-        for name, exact in reference.gradients.items()
-    }
-    squares = [sum((a - b).norm() ** 2 for a, b in pairs.values())]
-    squares.append(sum(b.norm() ** 2 for _, b in pairs.values()))
+    exact = {name: x.double() for name, x in reference.gradients.items()}
+    off = {name: found.gradients[name].double().cpu() - x for name, x in exact.items()}
+    squares = [sum(x.norm() ** 2 for x in of.values()) for of in (off, exact)]
     # The exact gradient of some vectors is near 0.
-    matrices = [((a - b).norm() / b.norm()).item() for a, b in pairs.values() if b.dim() > 1]
+    matrices = [(off[name].norm() / x.norm()).item() for name, x in exact.items() if x.dim() > 1]
     return {
         "gradient": math.sqrt(squares[0] / squares[1]),
         "loss": max(abs(a / b - 1) for a, b in zip(found.losses, reference.losses)),

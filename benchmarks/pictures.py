@@ -106,9 +106,10 @@ def edits(found: list[tuple], before: list[Drawing], after: list[Drawing], drawn
         if a.ground == b.ground:
             empty = ((s == s[:, :1, :1]) & (r == s[:, :1, :1])).all(0)
             outside.append(rms(x[:, empty], s[:, empty]))
-    shares = {"asked": np.mean(asked).item(), "kept": np.mean(kept).item()}
-    distances = {"outside": np.mean(outside).item(), "from right": rms(drawn, right)}
-    return agreement(found, after) | shares | distances | {"source from right": rms(source, right)}
+    row = {"asked": asked, "kept": kept, "outside": outside}
+    row = {name: np.mean(values).item() for name, values in row.items()}
+    row |= {"from right": rms(drawn, right), "source from right": rms(source, right)}
+    return agreement(found, after) | row
 
 
 def rms(a: Tensor, b: Tensor) -> float:

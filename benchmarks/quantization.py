@@ -77,28 +77,22 @@ def losses(model: gpt.GPT, text: data.Corpus, sequences: int) -> torch.Tensor:
     return torch.cat(found)
 
 
-def quality(of_kinds: dict[str, torch.Tensor]) -> dict:
-    """{kind: perplexity; its change beside bf16, and the standard error of that}"""
-    results = {}
-    for kind, loss in of_kinds.items():
-        difference = loss - of_kinds["bf16"]
-        error = stdev(difference.tolist()) / math.sqrt(len(loss))
-        results[kind] = {
-            "perplexity": loss.mean().exp().item(),
-            "change": math.expm1(difference.mean().item()),
-            "standard_error": error,
-        }
-    return results
+def quality(loss: torch.Tensor, of_bf16: torch.Tensor) -> dict:
+    """Perplexity; its change beside bf16, and the standard error of that."""
+    difference = loss - of_bf16
+    return {
+        "perplexity": loss.mean().exp().item(),
+        "change": math.expm1(difference.mean().item()),
+        "standard_error": stdev(difference.tolist()) / math.sqrt(len(loss)),
+    }
 
 
 def decoding(model: gpt.GPT, batch: int, new: int) -> float:
     """Tokens per second, without the prefill."""
     g = torch.Generator().manual_seed(batch)
     prompts = torch.randint(256, (batch, PROMPT), generator=g).tolist()
-    seconds = []
-    for n in (new, 1):
-        run = partial(generate.generate, model, prompts, n, temperature=0)
-        seconds.append(report.timed(run))
+    run = partial(generate.generate, model, prompts, temperature=0)
+    seconds = [report.timed(partial(run, n)) for n in (new, 1)]
     return batch * (new - 1) / max(seconds[0] - seconds[1], 1e-9)
 
 
@@ -134,8 +128,8 @@ def measure(load: Callable, text: data.Corpus, sequences: int, rounds: int, new:
         quantization.replace_matrix(model.head.output, of_head(head))
         results[kind] = {"bytes": quantization.weight_bytes(model)}
         of_kinds[kind] = losses(model, text, sequences)
-    for kind, of_kind in quality(of_kinds).items():
-        results[kind] |= of_kind
+    for kind, loss in of_kinds.items():
+        results[kind] |= quality(loss, of_kinds["bf16"])
     for name, kinds in speeds.items():
         turns = report.in_turn(kinds, rounds)
         for kind in FORMATS:
