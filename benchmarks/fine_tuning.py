@@ -33,10 +33,10 @@ import random
 import sysconfig
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 
@@ -115,28 +115,22 @@ def snippets(sizes: tuple[int, int]) -> tuple[list[dict], list[dict]]:
 QUESTION = "\n# language: "
 # Virtual tokens, where they are not what is compared.
 TOKENS = 10
-STEPS = {"p-tuning": 600, "prompt-tuning": 600, "fine-tuning": 200}
 # The encoder of p-tuning.
 ENCODER = {"encoder_type": "mlp", "encoder_hidden": 32, "num_layers": 3, "init_std": 0.3}
 
 
-@dataclass(frozen=True)
-class Method:
+class Method(NamedTuple):
     # The virtual_prompt_style of the configuration.
     style: str
+    steps: int
     lr: float
     # Flags of the command.
     flags: str = ""
 
-    @property
-    def tokens(self) -> int:
-        """Virtual tokens."""
-        return 0 if self.style == "fine-tuning" else TOKENS
 
-
-FULL = Method("fine-tuning", 1e-3)
-P_TUNING = Method("p-tuning", 0.03)
-PROMPT_TUNING = Method("prompt-tuning", 0.1)
+FULL = Method("fine-tuning", 200, 1e-3)
+P_TUNING = Method("p-tuning", 600, 0.03)
+PROMPT_TUNING = Method("prompt-tuning", 600, 0.1)
 
 
 class Experiment:
@@ -145,8 +139,7 @@ class Experiment:
         # Run or checkpoint of the frozen model.
         self.base = args.base or toy_base(folder, args.device)
         self.training, self.test = snippets(TOY_SIZES if args.toy else SIZES)
-        # {style: steps of training}
-        self.steps = dict.fromkeys(STEPS, 1) if args.toy else STEPS
+        self.toy = args.toy
         # Whether training snippets of more than LENGTH bytes are cut: padding is to the longest.
         self.cut = not args.prompts
 
@@ -166,7 +159,8 @@ def run_flags(
 ) -> tuple[str, dict]:
     """(flags, {flag: path}) of a run in `folder`, where its configuration and its lines are
     written. tokens: virtual tokens; n: of the training lines, the first."""
-    tokens = method.tokens if tokens is None else tokens
+    if tokens is None:
+        tokens = 0 if method.style == "fine-tuning" else TOKENS
     prompt = "<|VIRTUAL_PROMPT_0|>" if tokens else ""
     template = {
         "taskname": TASK,
@@ -197,7 +191,7 @@ def run_flags(
     path = folder / "prompts.json"
     path.write_text(json.dumps(settings))
     words = (
-        f"prompt_tuning.py --seed {seed} --steps {experiment.steps[method.style]}"
+        f"prompt_tuning.py --seed {seed} --steps {1 if experiment.toy else method.steps}"
         f" --lr {method.lr} --warmup-steps 20 --global-batch-size 32 --weight-decay 0.01"
         f" --save-every 0 --eval-every 0 --device {experiment.device} {method.flags}"
     )
@@ -310,7 +304,7 @@ ALL = "full fine-tuning"
 
 
 def peft(flags: str, lr: float) -> Method:
-    return Method("fine-tuning", lr, f"--peft {flags}")
+    return FULL._replace(lr=lr, flags=f"--peft {flags}")
 
 
 def lora(rank: int, lr: float) -> Method:
@@ -447,10 +441,10 @@ def print_summary(results: dict) -> None:
     accuracy = {name: report.spread(results["accuracy"][name].values()) for name in names}
     table = report.Table()
     for name in names:
-        gained = [accuracy[method]["median"] - before for method in (name, ALL)]
+        gained, most = (accuracy[method]["median"] - before for method in (name, ALL))
         cells = {"": name, "parameters": results["memory"][name]["learned"]}
         cells |= {"MiB": sum(mebibytes(results, name).values()), "accuracy": accuracy[name]}
-        cells |= {"way": gained[0] / (gained[1] or 1)}
+        cells |= {"way": gained / (most or 1)}
         table.row(cells | {f"step, of {ALL}": results["seconds"][name]["ratio"]})
 
 
@@ -527,13 +521,11 @@ def measure_prompts(experiment: Experiment, note: Callable, args: argparse.Names
 def print_prompts(results: dict) -> None:
     before = results["accuracy"]["untuned"]
     ceiling = results["accuracy"]["fine-tuning"]["median"]
+    table = report.Table()
     for method in PROMPTS:
         reached = results["accuracy"][method]["median"]
-        share = (reached - before) / (ceiling - before or 1)
-        print(
-            f"{method}: {reached:.3f}, {share:.2f} of the way from {before:.3f} to {ceiling:.3f},"
-            f" {results['parameters'][method]:,} parameters learned"
-        )
+        cells = {"": method, "parameters": results["parameters"][method], "accuracy": reached}
+        table.row(cells | {"way": (reached - before) / (ceiling - before or 1)})
 
 
 def draw_prompts(results: dict, figures: Path) -> None:

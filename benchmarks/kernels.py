@@ -169,7 +169,9 @@ def measure(name: str, size: dict, kinds: tuple[str, ...], toy: bool) -> dict:
         # cross_entropy overwrites the logits, so its backward could run only once.
         plain = functools.partial(F.cross_entropy, reduction="none")
         eager = lambda logits, targets: plain(logits.float(), targets)  # noqa: E731
-    functions = {"fused": fused, "PyTorch": eager}
+    functions = {"fused": fused}
+    if "PyTorch" in kinds:
+        functions["PyTorch"] = eager
     if "compiled" in kinds:
         functions["compiled"] = torch.compile(eager, backend="aot_eager" if toy else "inductor")
     row, details = {}, {}
@@ -179,12 +181,9 @@ def measure(name: str, size: dict, kinds: tuple[str, ...], toy: bool) -> dict:
         for direction in ("forward", "backward") if with_gradient else ("forward",):
             moved = lesson.one_pass(name, fused, args, with_gradient)[direction == "backward"]
             count = 1 if toy else min(8, max(1, -(-CACHE // moved)))
-            made = {}
-            for kind in kinds:
-                if kind == "copy":
-                    made[kind] = copies(moved, count, device)
-                    continue
-                one = functools.partial(call, kind, functions[kind])
+            made = {"copy": copies(moved, count, device)} if "copy" in kinds else {}
+            for kind, function in functions.items():
+                one = functools.partial(call, kind, function)
                 made[kind] = [one(clone(args), with_gradient, direction) for _ in range(count)]
             found = measure_pass(made, moved, device, 1 if toy else ROUNDS)
             row |= {f"{key} {direction}": value for key, value in found.pop("shown").items()}
@@ -217,6 +216,7 @@ def host_microseconds(toy: bool) -> dict:
     device = "cpu" if kernels.why_not() else "cuda"
     found = {}
     examples = lesson.examples(1, 8, 64, 64, 64, 4, device=device)
+    calls = 3 if toy else CALLS
     for name in ("swiglu", "rms_norm", "rotary", "cross_entropy", "bias_dropout_add"):
         args, fused, eager, _ = examples[name]
         for kind, function in (("fused", fused), ("PyTorch", eager)):
@@ -224,11 +224,11 @@ def host_microseconds(toy: bool) -> dict:
                 function(*clone(args))
                 report.synchronize()
                 start = time.perf_counter()
-                for _ in range(3 if toy else CALLS):
+                for _ in range(calls):
                     function(*args)
                 seconds = time.perf_counter() - start
                 report.synchronize()
-            found[f"µs, {name} {kind}"] = 1e6 * seconds / (3 if toy else CALLS)
+            found[f"µs, {name} {kind}"] = 1e6 * seconds / calls
     return found
 
 

@@ -52,16 +52,13 @@ TOY = steps.TOY | dict(seq_length=32, global_batch_size=8)
 
 
 class Watch:
-    """Watches one run: `after_step` is called after each step, `numbers` at the end."""
+    """Watches one run: `after_step` is called after each step, `numbers(losses)` at the end."""
 
     def __init__(self, trainer):
         self.trainer = trainer
 
     def after_step(self) -> None:
         pass
-
-    def numbers(self, losses: list[float]) -> dict[str, float]:
-        return {}
 
 
 class StateBytes(Watch):

@@ -43,12 +43,8 @@ from planning.serving import ENGINES, Serving
 
 # Tokens of a prompt, and of an answer.
 MEDIAN, SIGMA, LONGEST = 64, 0.9, 512
-CASES = {
-    "h 256": SMALL,
-    "h 768": dataclasses.replace(
-        SMALL, hidden_size=768, num_heads=12, head_dim=64, num_kv_heads=12, ffn_hidden_size=3072
-    ),
-}
+LARGE = dict(hidden_size=768, num_heads=12, head_dim=64, num_kv_heads=12, ffn_hidden_size=3072)
+CASES = {"h 256": SMALL, "h 768": dataclasses.replace(SMALL, **LARGE)}
 TOY = {"toy": dataclasses.replace(TINY, seq_length=32)}
 # Tokens of a step, for both.
 BUDGET = 512
@@ -140,13 +136,12 @@ def in_batches(run: Callable, asked: list[Asked], together: int) -> Measured:
         prompts = [request.prompt for request in batch]
         ids = run(prompts, longest, ticks)
         columns = max(map(len, prompts))
-        for n, request in enumerate(batch):
-            measured.came[start + n] = came
-            measured.tokens[start + n] = ticks[: request.tokens]
-            measured.ids[start + n] = ids[n][: request.tokens]
+        for n, request in enumerate(batch, start):
+            measured.came[n] = came
+            measured.tokens[n] = ticks[: request.tokens]
+            measured.ids[n] = ids[n - start][: request.tokens]
         for step in range(1, longest):
-            open_ones = [request for request in batch if request.tokens > step]
-            filled = sum(len(request.prompt) + step for request in open_ones)
+            filled = sum(len(request.prompt) + step for request in batch if request.tokens > step)
             measured.waste.append(1 - filled / (len(batch) * (columns + step)))
     return measured
 
@@ -208,7 +203,7 @@ def theirs_continuous(theirs, asked: list[Asked], together: int) -> Measured:
     measured = Measured()
     manager = theirs.init_continuous_batching(greedy, continuous_batching_config=config)
     manager.start()
-    waiting, number_of, ended = list(range(len(asked)))[::-1], {}, 0
+    waiting, number_of = list(range(len(asked)))[::-1], {}
 
     def ask() -> None:
         n = waiting.pop()
@@ -218,12 +213,11 @@ def theirs_continuous(theirs, asked: list[Asked], together: int) -> Measured:
 
     for _ in range(min(together, len(asked))):
         ask()
-    while ended < len(asked):
+    for _ in asked:
         result = manager.get_result(timeout=600)
         n = number_of[result.request_id]
         measured.tokens[n] = list(result.timestamps)
         measured.ids[n] = list(result.generated_tokens)
-        ended += 1
         if waiting:
             ask()
     manager.stop(block=True)
@@ -298,15 +292,14 @@ def cases_of(stage: str, args) -> dict:
             "all": found,
         }
 
-    def no_graphs() -> dict:
+    def no_graphs(turn: int = 2) -> dict:
         with mock.patch.object(made()[0].runner, "captures", False):
-            return answer("engine", 2)
+            return answer("engine", turn)
 
     def with_cudnn() -> dict:
         # Nobody turns it off (base/attention_kernels.py).
         with mock.patch.object(torch.backends.cuda, "enable_cudnn_sdp", lambda on: None):
-            with mock.patch.object(made()[0].runner, "captures", False):
-                return answer("engine", 3)
+            return no_graphs(3)
 
     def profiled() -> dict:
         asked = make_requests(together, config)[:8]

@@ -481,12 +481,13 @@ def main():
     compare = beside_checkout if args.other else beside_peers
     results, table = {}, report.Table()
     for name, precision in itertools.product(args.cases, args.precisions):
-        row = results[f"{name} {precision}"] = compare(IN_TURN | CASES[name], precision, args)
+        case = f"{name} {precision}"
+        row = results[case] = compare(IN_TURN | CASES[name], precision, args)
         shown = {key: value for key, value in row.items() if key != "milliseconds"}
-        table.row({"": f"{name} {precision}"} | shown)
-    for name, row in results.items():
+        table.row({"": case} | shown)
+    for case, row in results.items():
         report.Table(
-            {"ms": f"{name}, {who}"} | ms for who, ms in row.get("milliseconds", {}).items()
+            {"ms": f"{case}, {who}"} | ms for who, ms in row.get("milliseconds", {}).items()
         )
     name = "two_checkouts" if args.other else "training_step"
     report.save(name, {"results": results}, args, threads=args.threads)
