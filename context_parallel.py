@@ -62,7 +62,7 @@ from base import compiling
 from base.attention_kernels import Kernel, kernel_for
 from base.document_mask import positions_of
 from base.dropout import Dropout, dropout_mask
-from base.model_config import FieldError, GPTConfig, divisors
+from base.model_config import FieldError, GPTConfig, divisors, multiples_near
 from base.ring import Ring, around
 from base.rotary import Rotary
 from families import LocalBias, local_bias
@@ -467,10 +467,8 @@ def check(config: GPTConfig, n: int, t: int, kind: str) -> None:
         raise FieldError("cp_kind", kind, "needs a causal mask", "all-to-all")
     s = config.seq_length
     if s % (2 * n):
-        low = s // (2 * n) * 2 * n
-        fits = f"{low} or {low + 2 * n}" if low else 2 * n
         rule = "must be divisible by twice {cp}: the sequence is cut into so many pieces"
-        raise FieldError("seq_length", s, rule, fits, cp=n)
+        raise FieldError("seq_length", s, rule, multiples_near(s, 2 * n), cp=n)
     for field in ("num_heads", "num_kv_heads"):
         heads = max(1, getattr(config, field) // t)
         if kind == "all-to-all" and heads % n:

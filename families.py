@@ -40,6 +40,8 @@ their scores and hiding them. Latents that travel round a ring instead of keys a
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -128,32 +130,27 @@ class GeGLU(nn.Module):
         return F.gelu(gate, approximate="tanh") * up
 
 
-class ExactGELU(nn.Module):
-    """gelu(x + bias) by the error function (BERT)"""
+class Activation(nn.Module):
+    """f(x + bias)"""
+
+    def __init__(self, f: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.f = f
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return F.gelu(x if bias is None else x + bias)
+        return self.f(x if bias is None else x + bias)
 
 
-class ReLU(nn.Module):
-    """max(0, x + bias) (T5)"""
-
-    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return F.relu(x if bias is None else x + bias)
-
-
-class SquaredReLU(nn.Module):
-    """max(0, x + bias)² (arXiv 2109.08668, section 3)"""
-
-    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return F.relu(x if bias is None else x + bias).square()
+def squared_relu(x: Tensor) -> Tensor:
+    """max(0, x)² (arXiv 2109.08668, section 3)"""
+    return F.relu(x).square()
 
 
 ACTIVATIONS = {
     "gelu": gpt.GELU,
-    "exact-gelu": ExactGELU,
-    "relu": ReLU,
-    "squared-relu": SquaredReLU,
+    "exact-gelu": partial(Activation, F.gelu),  # by the error function (BERT)
+    "relu": partial(Activation, F.relu),  # (T5)
+    "squared-relu": partial(Activation, squared_relu),
     "swiglu": gpt.SwiGLU,
     "geglu": GeGLU,
 }

@@ -46,7 +46,6 @@ from torch.autograd.function import once_differentiable
 
 import gpt
 import moe
-import pipeline_parallel
 import sequence_parallel
 import tensor_parallel
 from base import compiling, fp8_cast
@@ -526,6 +525,12 @@ class FP8Linear(gpt.DeferredBiasLinear):
     # (x, weight) -> y, as in tensor_parallel.RowParallelLinear.
     linear: Callable
 
+    def __init__(self, plain: gpt.DeferredBiasLinear):
+        """plain: the layer whose parameters it takes."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.weight, self.bias = plain.weight, plain.bias
+
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x, self.weight)
 
@@ -641,7 +646,7 @@ def in_fp8(
         # Each rank has its part of x and its columns of W.
         layer = replace(layer, input_group=output.group, weight_group=output.group)
     else:
-        output = pipeline_parallel.with_weights_of(FP8Linear, output)
+        output = FP8Linear(output)
         setattr(part, row, output)
     output.linear = partial(row_linear, layer)
 

@@ -309,18 +309,13 @@ class LossScaler:
                 self.scale = max(self.scale / 2, 1.0)
 
     def state_dict(self) -> dict:
-        return {
-            "scale": self.scale,
-            "good_steps": self.good_steps,
-            "tolerance": self.tolerance,
-            "searching": self.searching,
-        }
+        names = ("scale", "good_steps", "tolerance", "searching")
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict) -> None:
         """state: as its types in run/checkpoint_index.py."""
         self.scale = float(state["scale"])
-        self.good_steps = state["good_steps"]
-        self.tolerance = state["tolerance"]
+        self.good_steps, self.tolerance = state["good_steps"], state["tolerance"]
         # Without this field the scale is halved.
         self.searching = state.get("searching", False)
 
@@ -532,41 +527,22 @@ class AdamW:
         if self.state_dtype is None:
             for decay in sorted(set(map(self.decay_of, gradients))):
                 names = [name for name in gradients if self.decay_of(name) == decay]
-                self.update_lists(
-                    lr,
-                    decay,
-                    [self.masters[name] for name in names],
-                    [gradients[name] for name in names],
-                    [self.exp_avg[name] for name in names],
-                    [self.exp_avg_sq[name] for name in names],
-                    found_inf,
-                )
+                tables = self.masters, gradients, self.exp_avg, self.exp_avg_sq
+                lists = [[table[name] for name in names] for table in tables]
+                self.update_lists(lr, decay, found_inf, *lists)
         else:
             for name, gradient in gradients.items():
                 self.update_in_pieces(lr, name, gradient, found_inf)
         self.weights_from_masters(gradients)
 
-    def update_lists(
-        self,
-        lr: float,
-        decay: float,
-        masters: list[Tensor],
-        gradients: list[Tensor],
-        exp_avg: list[Tensor],
-        exp_avg_sq: list[Tensor],
-        found_inf: Tensor,
-    ) -> None:
-        """Update all parameters with one weight decay at once, in float32 (or float64)."""
-        if not masters:
-            return
+    def update_lists(self, lr: float, decay: float, found_inf: Tensor, *lists) -> None:
+        """Update all parameters with one weight decay at once, in float32 (or float64). lists:
+        masters, gradients, first moments, second moments."""
         # torch.optim.AdamW(fused=True) calls this function after it has counted the step.
         torch._fused_adamw_(
-            masters,
-            gradients,
-            exp_avg,
-            exp_avg_sq,
+            *lists,
             [],
-            [self.updates] * len(masters),
+            [self.updates] * len(lists[0]),
             amsgrad=False,
             maximize=False,
             beta1=self.betas[0],
@@ -630,7 +606,7 @@ class AdamW:
             wide_m = m.to(g.dtype)
             wide_v = v.to(g.dtype)
             decay = self.decay_of(name)
-            self.update_lists(lr, decay, [master], [g], [wide_m], [wide_v], found_inf)
+            self.update_lists(lr, decay, found_inf, [master], [g], [wide_m], [wide_v])
             m.copy_(wide_m)
             v.copy_(wide_v)
             if low is not None:

@@ -47,6 +47,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from types import MethodType
 from typing import NamedTuple
 
 import torch
@@ -59,7 +60,7 @@ import gpt
 import sequence_parallel
 import sharding
 import tensor_parallel
-from base.model_config import FieldError
+from base.model_config import FieldError, multiples_near
 from schedules import (
     DIRECTION,
     Action,
@@ -273,8 +274,7 @@ def check(num_layers: int, placement: Placement, layer_split: list[int] | None =
     sizes = {"pp": p, "virtual_stages": v}
     if layer_split is None:
         if num_layers % stages:
-            low = num_layers // stages * stages
-            fits = f"{low} or {low + stages}" if low else low + stages
+            fits = multiples_near(num_layers, stages)
             rule = "must be divisible by {pp} times {virtual_stages}, unless {layer_split} is given"
             raise FieldError("num_layers", num_layers, rule, fits, **sizes, layer_split=None)
         return
@@ -697,30 +697,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y
 
 
-class Linear(nn.Linear):
-    """nn.Linear, whose weight gradient may be deferred."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
-
-
-class DeferredBiasLinear(gpt.DeferredBiasLinear):
-    """gpt.DeferredBiasLinear, whose weight gradient may be deferred."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
-
-
-REPLACEMENTS = {nn.Linear: Linear, gpt.DeferredBiasLinear: DeferredBiasLinear}
-
-
-def with_weights_of(new: type[nn.Linear], old: nn.Linear) -> nn.Linear:
-    """A module of class `new` that shares the parameters of `old`."""
-    with torch.device("meta"):
-        module = new(old.in_features, old.out_features, bias=old.bias is not None)
-    module.weight = old.weight
-    module.bias = old.bias
-    return module
+def linear_of_module(self: nn.Linear, x: Tensor) -> Tensor:
+    """The forward of nn.Linear and of gpt.DeferredBiasLinear with this `linear`."""
+    bias = None if isinstance(self, gpt.DeferredBiasLinear) else self.bias
+    return linear(x, self.weight, bias)
 
 
 def split_backward(model: gpt.GPT) -> None:
@@ -731,12 +711,12 @@ def split_backward(model: gpt.GPT) -> None:
     """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            # A frozen weight has no gradient to defer.
-            if type(child) in REPLACEMENTS and child.weight.requires_grad:
-                setattr(parent, name, with_weights_of(REPLACEMENTS[type(child)], child))
             if type(child) is gpt.ProjectTogether:
                 setattr(parent, name, sequence_parallel.JoinedProjection())
     for module in model.modules():
+        # A frozen weight has no gradient to defer.
+        if type(module) in (nn.Linear, gpt.DeferredBiasLinear) and module.weight.requires_grad:
+            module.forward = MethodType(linear_of_module, module)
         # The layer of fp8.py has another `linear`, which defers too.
         if isinstance(module, tensor_parallel.RowParallelLinear) and module.linear is F.linear:
             module.linear = linear

@@ -32,6 +32,7 @@ V-Min, which hold less (arXiv 2405.15362).
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 
@@ -532,9 +533,4 @@ def deferred_weight_gradients(schedule: Schedule) -> list[int]:
 
 def _peak(actions: list[Action], change: dict[str, int]) -> int:
     """The largest sum of the changes so far."""
-    count = 0
-    peak = 0
-    for action in actions:
-        count += change[action.op]
-        peak = max(peak, count)
-    return peak
+    return max(accumulate((change[action.op] for action in actions), initial=0))

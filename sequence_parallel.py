@@ -45,7 +45,7 @@ import tensor_parallel
 from base import compiling
 from base.document_mask import positions_of
 from base.dropout import Dropout
-from base.model_config import FieldError, GPTConfig
+from base.model_config import FieldError, GPTConfig, multiples_near
 from sharding import sharding_of
 from tensor_parallel import ColumnParallelInput, CopyToRanks, RowParallelLinear
 
@@ -241,10 +241,8 @@ def check(config: GPTConfig, t: int) -> None:
     """Raises FieldError if sequences cannot be sharded over t ranks."""
     s = config.seq_length
     if s % t:
-        low = s // t * t
-        fits = f"{low} or {low + t}" if low else low + t
         rule = "must be divisible by {tp} under sequence parallelism"
-        raise FieldError("seq_length", s, rule, fits, tp=t)
+        raise FieldError("seq_length", s, rule, multiples_near(s, t), tp=t)
 
 
 def shard_sequence(model: gpt.GPT, group: dist.ProcessGroup, sharded: bool = True) -> list:

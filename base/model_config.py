@@ -359,6 +359,12 @@ def divisors(n: int, near: int, fits: Callable[[int], bool] = bool) -> list[int]
     return sorted(sorted(found, key=lambda d: abs(d - near))[:3])
 
 
+def multiples_near(n: int, of: int) -> str:
+    """The multiples of a number next to n, but 0, for a message: "8 or 12"."""
+    low = n // of * of
+    return f"{low} or {low + of}" if low else str(of)
+
+
 # --- with experts ---------------------------------------------------------------------------------
 
 ROUTER_NAMES = ("sinkhorn", "topk", "bias")

@@ -57,7 +57,7 @@ import moe
 import sequence_parallel
 import tensor_parallel
 from base.dropout import Dropout
-from base.model_config import LINEARS, FieldError, GPTConfig
+from base.model_config import LINEARS, FieldError, GPTConfig, multiples_near
 from sharding import Shard, Sharding, set_sharding, shard_of, sharding_of
 
 METHODS = ("lora", "adapter", "ia3")
@@ -109,11 +109,9 @@ def check(config: AdapterConfig, model: GPTConfig, t: int = 1) -> None:
     if not 0 <= config.lora_dropout < 1:
         raise FieldError("lora_dropout", config.lora_dropout, "must be at least 0 and below 1")
     if config.peft == "adapter" and config.adapter_size % t:
-        low = config.adapter_size // t * t
-        fits = f"{low} or {low + t}" if low else t
-        raise FieldError(
-            "adapter_size", config.adapter_size, "must be divisible by {tp}", fits, tp=t
-        )
+        size = config.adapter_size
+        rule = "must be divisible by {tp}"
+        raise FieldError("adapter_size", size, rule, multiples_near(size, t), tp=t)
     of_experts = {"gate", "up", "down"} & set(targets)
     if getattr(model, "num_experts", 0) and config.lora_dropout and of_experts:
         rule = "experts have no dropout; name targets without {peft_targets}, or 0 would fit"

@@ -22,7 +22,7 @@ import schedules
 import sequence_parallel
 import tensor_parallel
 from base import json_files
-from base.model_config import EXPERT_FIELDS, MoEConfig, divisors
+from base.model_config import EXPERT_FIELDS, MoEConfig, divisors, multiples_near
 from run.config import ConfigError, RunConfig, as_flags, flag_name
 from run.world import why_no_gpu
 
@@ -31,9 +31,7 @@ MOST_SEQUENCES = 2**20
 
 
 def multiples(n: int, of: int) -> str:
-    """The multiples of a number next to n, for a message."""
-    low = n // of * of
-    return f"{low} or {low + of} would fit" if low else f"{of} would fit"
+    return f"{multiples_near(n, of)} would fit"
 
 
 def validate(config: RunConfig, world: int, base_needed: bool = True) -> None:

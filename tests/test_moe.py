@@ -507,6 +507,6 @@ def test_a_run_with_experts(tmp_path):
     assert (tmp_path / "run/sample.txt").read_text()[:16] in text
     # biases of a router cannot be taken from a model that has none
     base = dict(load=str(tmp_path / "run"), data=[str(tmp_path / "corpus.txt")], steps=1)
-    with pytest.raises(ConfigError, match="--router bias: .* sinkhorn, which would fit"):
+    with pytest.raises(ConfigError, match=r"--router bias: .* sinkhorn, which would fit"):
         Config(router="bias", **base).model_config()
     assert Config(router="topk", **base).model_config().z_loss == 0.001
