@@ -457,7 +457,8 @@ class MoEConfig(GPTConfig):
             finite = 0 <= getattr(self, field) < math.inf
             self.require(finite, field, "must be at least 0 and finite")
         rule = f"{self.router} evens the load without this loss; {{router}} would fit, or 0"
-        self.require(self.router == "topk" or not self.aux_loss, "aux_loss", rule, router="topk")
+        evens = self.router in ("sinkhorn", "bias")
+        self.require(not (evens and self.aux_loss), "aux_loss", rule, router="topk")
 
     def check_groups(self, e: int) -> None:
         groups, best = self.expert_groups, self.topk_groups

@@ -180,8 +180,8 @@ class MultiToken(Task):
         the modules (DeepSeek-V3: 0.3, later 0.1)."""
         super().__init__(WithModules())
         self.text, self.weight = text, weight
-        self.open_data, self.data_name = text.open_data, text.data_name
-        self.sample_prompt = text.sample_prompt
+        for name in ("open_data", "check_base", "data_name", "sample_prompt"):
+            setattr(self, name, getattr(text, name))
 
     def join(self, trainer) -> None:
         super().join(trainer)
