@@ -455,7 +455,7 @@ FEW = dict(seq_length=16, micro_batch_size=2)
         (dict(num_experts=4, router_topk=5), 1, ["--router-topk 5", "--num-experts 4"]),
         (dict(num_experts=4, router_topk=0), 1, ["--router-topk 0"]),
         (dict(router_topk=2), 1, ["--router-topk 2", "--num-experts"]),
-        (dict(num_experts=40, **FEW), 1, ["--num-experts 40", "32 tokens", "--micro-batch-size"]),
+        (dict(num_experts=40, **FEW), 1, ["--num-experts 40", "32 tokens", "--router topk"]),
         (dict(num_experts=4, expert_every=5), 1, ["--expert-every 5", "--num-layers 4"]),
         (dict(num_experts=-1), 1, ["--num-experts -1"]),
         (dict(num_experts=4, capacity_factor=-1.0), 1, ["--capacity-factor -1.0"]),
