@@ -176,6 +176,8 @@ MORE += ["some layers, selective", "zb-h1, sequence", "zb-h1, full", "pipeline, 
 MORE += ["zb-v, tied", "dualpipe-v"]
 MORE += ["small and shared experts", "latents, ring", "latents, zb-h1", "latents, exchanged"]
 MORE += ["falcon, explicit", "nemotron, fp8"]
+MORE += ["zb-h1, selective", "two experts on each rank", "hybrid", "lora", "heads, alibi"]
+MORE += ["ring, window", "bert, fused, full", "t5, gated, full"]
 MORE += ["experts, interleaved", "bert, zb-h1", "bert, heads", "t5", "t5, sequence", "t5, zb-h1"]
 
 
