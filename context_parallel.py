@@ -185,15 +185,11 @@ class Blocks:
     of the whole sequence."""
 
     def __init__(self, core: "RingAttention", context: Context, s: int):
-        self.group = core.group
+        self.group, self.local, self.s = core.group, core.local, s
         self.rank, self.n = core.group.rank(), core.group.size()
-        self.dropout = None
-        if context.drop_key is not None and core.dropout is not None and core.dropout.p > 0:
-            self.dropout = core.dropout
-        self.drop_key = context.drop_key
-        self.documents = context.documents
-        self.local = core.local
-        self.s = s
+        self.drop_key, self.documents = context.drop_key, context.documents
+        drops = self.drop_key is not None and core.dropout is not None and core.dropout.p > 0
+        self.dropout = core.dropout if drops else None
 
     def meeting(self, source: int, q: Tensor) -> Block:
         """The Block of this rank's queries q, [b, a, s/N, d], and the keys of rank `source`.

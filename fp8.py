@@ -9,9 +9,8 @@ rounded to bytes. Sums are in float32; results have the type of x.
     input gradient     ∂x = ∂y W        e5m2 e4m3      gradients need more powers of two, but not
     weight gradient    ∂W = ∂yᵀ x       e5m2 e4m3      within a block: there all is in e4m3
 
-There are three recipes for a scale: from the present maximum of a tensor (current), from the maxima
-of the last steps (delayed), or one for each block of it (block). Without blocks a maximum is that
-of the whole tensor, over all tensor-parallel and context-parallel ranks that hold parts of it:
+A scale comes from the maximum of a tensor, by one of three recipes (next section). Without blocks
+it is that of the whole tensor, over all tensor-parallel and context-parallel ranks that hold parts:
 
     column-parallel    x is whole        W, ∂y are parts
     row-parallel       x, W are parts    ∂y is whole
@@ -37,6 +36,7 @@ key and value of latent attention, which decoding absorbs.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from math import gcd
 
 import torch
@@ -343,8 +343,9 @@ class Scaling:
         gradients from the last layer on. So the first name is where infinity or NaN began.
         """
         found = {"fp8_not_finite": [], "fp8_saturated": []}
-        places = [(place, operand) for operand in (WEIGHT, INPUT) for place in layer_places(report)]
-        places += [(place, GRADIENT) for place in reversed(layer_places(report))]
+        in_order = list(product(range(report.shape[1]), range(len(LINEARS))))
+        places = [(place, operand) for operand in (WEIGHT, INPUT) for place in in_order]
+        places += [(place, GRADIENT) for place in reversed(in_order)]
         for (number, matrix), operand in places:
             amax, saturated = report[:, number, matrix, operand].tolist()
             name = list(LINEARS)[matrix]
@@ -369,10 +370,6 @@ class Scaling:
             here = list(self.history.shape[1:])
             raise ValueError(f"a row of the FP8 history is {list(history.shape[1:])}, not {here}")
         self.history = history[: self.recipe.history]
-
-
-def layer_places(report: Tensor) -> list[tuple[int, int]]:
-    return [(number, m) for number in range(report.shape[1]) for m in range(len(LINEARS))]
 
 
 # === linear layers ================================================================================

@@ -82,7 +82,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from base.backward_hook import on_first_gradient, tensors_in, with_gradient
-from base.groups import second_communicator
+from base.groups import all_gather, reduce_scatter, second_communicator
 from base.model_config import FieldError
 from optimizer import (
     GradientAccumulator,
@@ -102,10 +102,6 @@ from sharding import (
     set_sharding,
     sharding_of,
 )
-
-# PyTorch has these names from version 2.13 on.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # --- a unit ---------------------------------------------------------------------------------------
 

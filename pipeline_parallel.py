@@ -16,12 +16,9 @@ values). A stage is that GPT with the other layers left out; block 2 is still ca
 `Pipeline` runs any schedule of schedules.py: a list of actions for each rank. `add_transfers` adds
 the messages that the actions need, and one loop runs the list:
 
-    F        run the stage on the activation received; its output goes to the next stage
-    B        backward of the stage from the gradient received; the gradient of its input goes back
-    I, W     the two halves of B: input gradient, and later weight gradients (last section)
-    receive  post a receive, ahead of its use;   send  start to send
-    settle   wait for a send: as soon as a later message has shown that its peer has consumed it,
-             or else at the end of the list
+    F       run the stage on the activation received; its output goes to the next stage
+    B       backward of the stage from the gradient received; the gradient of its input goes back
+    I, W    the two halves of B: input gradient, and later weight gradients (last section)
 
     python -m course.pipeline_parallel     a lesson: six schedules on two ranks; sends and receives
     picture: docs/figures/ranks_pipeline.svg
@@ -60,6 +57,7 @@ import gpt
 import sequence_parallel
 import sharding
 import tensor_parallel
+from base.groups import all_gather
 from base.model_config import FieldError, multiples_near
 from schedules import (
     DIRECTION,
@@ -88,8 +86,9 @@ from sharding import local_part, set_sharding, sharding_of
 #     rank 0: F0; send F0; receive B0; F1; send F1; receive B1; B0; settle F0; B1; settle F1
 #     rank 1: receive F0; F0; receive F1; B0; send B0; F1; B1; send B1; settle B0; settle B1
 #
-# F0 is the activation of micro-batch 0, B0 the gradient that comes back. When rank 0 has B0, it
-# knows that rank 1 has read F0: the send of F0 is settled without a wait.
+# F0 is the activation of micro-batch 0, B0 the gradient that comes back. A message proves its
+# sender's progress: it has run all actions before that send. When rank 0 has B0, it knows that rank
+# 1 has read F0, and the send of F0 is settled without a wait.
 #
 # On GPUs a wrong order hangs: a rank waits for a message, and its peer for another.
 # course/nccl_model.py runs the programs of all ranks by the rules of NCCL, so that a deadlock is a
@@ -147,15 +146,10 @@ def add_transfers(
 ) -> list[Program]:
     """Add the sends and receives to the lists of a schedule.
 
-    A send follows the action that computes its content. A receive is posted `ahead` actions before
-    the one that needs it. With 1 a message travels while the action before is computed. With more a
-    run on GPUs can hang (course/nccl_model.py). Receives from one peer and of one kind are posted
-    in the order in which that peer sends them, as NCCL requires.
-
-    A message proves its sender's progress. When rank A receives one from rank B, B has run all
-    actions before that send. So what A has sent for these actions has arrived: it is settled.
-
-    placement: by default looped, one chunk on each rank.
+    ahead: how many actions before its use a receive is posted. With more than 1 a run on GPUs can
+    hang (course/nccl_model.py). Receives from one peer and of one kind are posted in the order in
+    which that peer sends them, as NCCL requires. placement: by default looped, one chunk on each
+    rank.
     """
     placement = placement or Placement(len(schedule))
     messages = _messages(schedule, placement)
@@ -399,7 +393,7 @@ def gather(part: Tensor, shape: tuple[int, ...], group: dist.ProcessGroup | None
     if part.shape == shape:
         return part
     whole = part.new_empty(shape)
-    sequence_parallel.all_gather(whole.view(-1), part, group=group)
+    all_gather(whole.view(-1), part, group=group)
     return whole
 
 
@@ -629,11 +623,8 @@ class Pipeline:
         self.run(self.forward_only(len(batches)), run_stage, len(batches[0].tokens), s)
 
     def sum_tied(self) -> None:
-        """Add the gradients of the two copies of a tied matrix, on both ranks.
-
-        a + b equals b + a to the last bit, so the copies stay equal. Call it when the step's
-        messages are done, and after the data-parallel sum has filled `main_grad` (optimizer.py).
-        """
+        """Add the gradients of the two copies of a tied matrix, on both ranks. a + b equals b + a
+        to the last bit, so the copies stay equal."""
         copies = [weight for weight in tied_copies(self.stages) if weight.requires_grad]
         if len(copies) == 2:
             # One tensor (`share_tied`): the optimizer reads the first gradient.
@@ -648,13 +639,13 @@ class Pipeline:
             weight.main_grad.add_(other)
 
     def sum_copies(self) -> None:
-        """Add the gradients of parameters that several stages have."""
+        """Add the gradients of parameters that several stages have. Call it when the step's
+        messages are done, and after the data-parallel sum has filled `main_grad` (optimizer.py)."""
         self.sum_tied()
         self.sum_shared()
 
     def sum_shared(self) -> None:
-        """Add the gradients of the parameters of which every stage has a copy. When to call it: as
-        with `sum_tied`."""
+        """Add the gradients of the parameters of which every stage has a copy."""
         for _, child in shared_children(self.stages[0]):
             for p in map(local_part, child.parameters()):
                 if p.requires_grad:

@@ -45,13 +45,10 @@ import tensor_parallel
 from base import compiling
 from base.document_mask import positions_of
 from base.dropout import Dropout
+from base.groups import all_gather, reduce_scatter
 from base.model_config import FieldError, GPTConfig, multiples_near
 from sharding import sharding_of
 from tensor_parallel import ColumnParallelInput, CopyToRanks, RowParallelLinear
-
-# PyTorch has these names from version 2.13 on.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # === sequence parallelism =========================================================================
 

@@ -124,6 +124,10 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
             raise
 
 
+# PyTorch has these names from version 2.13 on.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # The next computation waits for messages of these groups; it does not wait for sums of gradients.
 URGENT = ("pp", "cp", "tp", "ep")
 
