@@ -15,7 +15,6 @@ B, A, S, D = 2, 4, 512, 16
 # FLOPs of q kᵀ and of p v, with whole matrices
 WHOLE = 4 * B * A * S * S * D
 
-
 WITHOUT = form.Removals()
 
 

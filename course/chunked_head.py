@@ -15,7 +15,6 @@ from planning import counters
 
 B, S, H, V = 4, 256, 64, 8192
 
-
 WITHOUT = form.Removals()
 
 

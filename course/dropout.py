@@ -14,7 +14,6 @@ N = 1000
 # A mask depends on these; start: the first coordinate of a shard in each dimension.
 COORDINATES = dict(seed=0, step=1, sample=7, layer=0, site=1, start={})
 
-
 WITHOUT = form.Removals()
 
 

@@ -15,7 +15,6 @@ LENGTHS = (2, 9, 5)
 NEW = 6
 SEQ_LENGTH = 32
 
-
 WITHOUT = form.Removals()
 
 

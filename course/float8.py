@@ -14,9 +14,6 @@ from base.model_config import LINEARS
 from course import demo, form
 from fp8 import INPUT, Recipe, Scaling
 
-# --- what --without removes -----------------------------------------------------------------------
-
-
 WITHOUT = form.Removals()
 
 

@@ -13,9 +13,6 @@ from course import demo, form, ranks
 from course.mutations import fp8 as bugs
 from fp8 import GRADIENT, INPUT, Recipe, Scaling
 
-# --- what --without removes -----------------------------------------------------------------------
-
-
 WITHOUT = form.Removals()
 
 

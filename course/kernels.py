@@ -280,7 +280,6 @@ def microseconds(function) -> float:
 
 # --- the lesson -----------------------------------------------------------------------------------
 
-
 WITHOUT = form.Removals()
 
 

@@ -11,9 +11,6 @@ from course import form
 from optimizer import AdamW, GradientAccumulator, LossScaler
 from run import muon, task
 
-# --- what --without removes -----------------------------------------------------------------------
-
-
 WITHOUT = form.Removals()
 
 

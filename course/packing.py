@@ -14,7 +14,6 @@ from run.data import Batch
 
 S, V = 64, 257
 
-
 WITHOUT = form.Removals()
 
 

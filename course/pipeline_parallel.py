@@ -16,8 +16,6 @@ from course.mutations import pipeline_parallel as bugs
 from pipeline_parallel import Program, Transfer, add_transfers
 from schedules import Action, Placement
 
-# --- what --without removes -----------------------------------------------------------------------
-
 
 def is_transfer(entry: Action | Transfer, op: str) -> bool:
     return isinstance(entry, Transfer) and entry.op == op

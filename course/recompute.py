@@ -13,7 +13,6 @@ from planning import counters
 
 S, B, H, A = 128, 2, 128, 4
 
-
 WITHOUT = form.Removals()
 WITHOUT["same-masks"] = form.Removal(
     bugs.new_masks_in_recomputation,

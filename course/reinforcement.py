@@ -26,9 +26,6 @@ ANSWERS = 512
 STEPS, LAST = 400, 200
 EPOCHS = 2
 
-
-# --- what --without removes -----------------------------------------------------------------------
-
 WITHOUT = form.Removals()
 
 

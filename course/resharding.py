@@ -16,7 +16,6 @@ from sharding import local_slice, set_sharding, sharding_of
 
 L, H, V = 2, 64, 257
 
-
 WITHOUT = form.Removals()
 
 

@@ -18,7 +18,6 @@ MAX_TOKENS = 12
 
 # --- what --without removes: each is called on every rank -----------------------------------------
 
-
 WITHOUT = form.Removals()
 
 

@@ -7,7 +7,6 @@ from schedules import Action, Cost, Schedule
 
 P, M = 3, 6
 
-
 WITHOUT = form.Removals()
 
 

@@ -10,9 +10,6 @@ from inference.paged_attention import Decodes
 from inference.requests import Request
 from inference.scheduler import BlockPool, PagedSequence, Scheduler, Step
 
-# --- what --without removes -----------------------------------------------------------------------
-
-
 WITHOUT = form.Removals()
 
 

@@ -28,7 +28,6 @@ LEARNED = 0.05
 # The most tokens of an answer to a new word.
 MOST_TOKENS = 8
 
-
 WITHOUT = form.Removals()
 
 

@@ -12,7 +12,6 @@ from sharding import Shard, Sharding
 
 ROWS, COLUMNS = 6, 3
 
-
 WITHOUT = form.Removals()
 WITHOUT["own-shard"] = form.Removal(
     bugs.clones,
