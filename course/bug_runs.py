@@ -38,22 +38,8 @@ from run.config import RunConfig
 from run.task import evaluate
 
 # Bytes as tokens. Mutations rely on 8 sequences a step.
-SETTING = dict(
-    model="gpt2",
-    num_layers=2,
-    hidden_size=64,
-    num_heads=4,
-    seq_length=64,
-    vocab_size=257,
-    dropout=0.1,
-    global_batch_size=8,
-    precision="fp64",
-    lr=3e-3,
-    warmup_steps=10,
-    steps=100,
-    seed=5,
-    device="cpu",
-)
+SETTING = parity.SMALL | dict(hidden_size=64, seq_length=64, vocab_size=257)
+SETTING |= dict(lr=3e-3, warmup_steps=10, steps=100, grad_clip=1.0)
 # These are written for sequences of 16.
 SHORT = ("routed-by-slice",)
 # A relative difference.
@@ -228,19 +214,13 @@ class BugRun(parity.Run):
         rank's. note: in `ranks_differ`, how far the others are from it."""
         of_ranks = [None] * self.world
         dist.all_gather_object(of_ranks, mine)
-        whole = {}
-        first = {}
-        apart = 0.0
-        for name, shape, offset, part in (entry for of_rank in of_ranks for entry in of_rank):
-            whole.setdefault(name, part.new_zeros(shape))
-            seen = first.setdefault((name, tuple(offset)), part)
-            if seen is part:
-                whole[name][tuple(slice(o, o + n) for o, n in zip(offset, part.shape))] = part
-            elif part.numel():
-                difference = (part - seen).abs().max().item() / max(seen.abs().max().item(), 1e-30)
-                apart = max(apart, difference if math.isfinite(difference) else math.inf)
+        whole, others = parity.of_first_ranks(of_ranks)
+        apart = [0.0]
+        for first, part in others:
+            difference = (part - first).abs().max().item() / max(first.abs().max().item(), 1e-30)
+            apart.append(difference if math.isfinite(difference) else math.inf)
         if note:
-            self.result.ranks_differ.append(apart)
+            self.result.ranks_differ.append(max(apart))
         return whole
 
 
@@ -286,13 +266,8 @@ def late(losses: list[float]) -> float:
 
 def wrong_gradients(two: Training, one: Training) -> dict[str, float]:
     """Gradients of step 1: name -> largest relative difference, where it is more than rounding."""
-    of_two, of_one = (
-        {f"gradient of {name}": g for name, g in run.gradients.items()} for run in (two, one)
-    )
-    largest = {
-        label.removeprefix("gradient of "): apart.max().item()
-        for label, apart in parity.relative(of_two, of_one)
-    }
+    gradients = parity.relative(two.gradients, one.gradients, "gradient of ")
+    largest = {name: apart.max().item() for name, apart in gradients}
     return {name: value for name, value in largest.items() if value > ROUNDING}
 
 

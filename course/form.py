@@ -173,13 +173,13 @@ class Lesson:
             for line in self.quiz.compare(numbers):
                 self._print("YOU SAID", line)
 
-    def break_it(self, name: str, question: str) -> None:
+    def break_it(self, name: str, removal: Removal) -> None:
         """Name a flag that removes one mechanism, and ask what it does."""
-        self._print("BREAK IT", f"--without {name}   {question}")
+        self._print("BREAK IT", f"--without {name}   {removal.question}")
 
-    def explain(self, why: str) -> None:
+    def explain(self, removal: Removal) -> None:
         """Answer the question of BREAK IT."""
-        self._print("WHY", why)
+        self._print("WHY", removal.why)
 
     def score(self) -> None:
         """With --quiz: how many of the reader's numbers are right."""
@@ -188,15 +188,12 @@ class Lesson:
 
     def verdict(self) -> int:
         """Says how the checks went. Returns the exit status."""
+        without = f" without {self.without}" if self.without else ""
+        outcome = f"{self.failed} of {self.checks} checks fail{without}."
         if not self.failed:
-            outcome = f"All {self.checks} checks hold."
-            if not self.without:
-                outcome += f" To break one: python {self.command} --without NAME"
-            if self.without:
-                outcome += f" None of them needs {self.without}."
-        else:
-            without = f" without {self.without}" if self.without else ""
-            outcome = f"{self.failed} of {self.checks} checks fail{without}."
+            more = f"To break one: python {self.command} --without NAME"
+            more = f"None of them needs {self.without}." if self.without else more
+            outcome = f"All {self.checks} checks hold. {more}"
         print(outcome, flush=True)
         self.score()
         return 1 if self.failed else 0
@@ -227,8 +224,8 @@ def main(name: str, argv: list[str] | None = None) -> int:
     lesson = Lesson(command, args.quiz, args.without, mutate)
     if args.why is not None:
         for mechanism in args.why or removals:
-            lesson.break_it(mechanism, removals[mechanism].question)
-            lesson.explain(removals[mechanism].why)
+            lesson.break_it(mechanism, removals[mechanism])
+            lesson.explain(removals[mechanism])
         return 0
     torch.set_num_threads(1)
     ranks.fork_this_process()
@@ -240,10 +237,10 @@ def main(name: str, argv: list[str] | None = None) -> int:
         lesson.score()
         raise
     if args.without:
-        lesson.explain(removals[args.without].why)
+        lesson.explain(removals[args.without])
     else:
         for mechanism, removal in removals.items():
-            lesson.break_it(mechanism, removal.question)
+            lesson.break_it(mechanism, removal)
     return lesson.verdict()
 
 

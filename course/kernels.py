@@ -251,14 +251,11 @@ def measure(function, args: tuple, with_gradient: tuple) -> list[int]:
     return [forward.bytes, backward.bytes]
 
 
-def on_meta(args: tuple) -> tuple:
-    """The arguments without data: an operation then counts its bytes and computes nothing."""
-    return tuple(a.to("meta") if isinstance(a, Tensor) else a for a in args)
-
-
 def one_pass(name: str, fused, args: tuple, with_gradient: tuple) -> list[int]:
     """[forward, backward]: the bytes of every input and output of the operation, once."""
-    moved = measure(fused, on_meta(args), with_gradient)
+    # Arguments without data: the operation counts its bytes and computes nothing.
+    on_meta = tuple(a.to("meta") if isinstance(a, Tensor) else a for a in args)
+    moved = measure(fused, on_meta, with_gradient)
     if name in ("causal_softmax", "softmax_dropout"):
         # The upper triangles of the scores and of their gradient are not read.
         half = args[0].nbytes // 2
@@ -300,8 +297,11 @@ def expected() -> dict[str, list[int]]:
     return {name: [int(n) for n in numbers if n] for name, *numbers in rows}
 
 
-def per_element(moved: list[int], args: tuple) -> list[float]:
-    return [n / args[0].numel() for n in moved]
+def per_element(name: str, case: tuple) -> list[list[float]]:
+    """[forward, backward] bytes of an element, in one pass and by PyTorch's own operations."""
+    args, fused, own, with_gradient = case
+    both = one_pass(name, fused, args, with_gradient), measure(own, args, with_gradient)
+    return [[n / args[0].numel() for n in moved] for moved in both]
 
 
 def written(counts: list[float]) -> str:
@@ -334,9 +334,8 @@ def teach_table(lesson: form.Lesson, cases: dict) -> None:
     lesson.say(f"{'bytes per element':<18}{'one pass':>12}{'PyTorch':>16}{'ratio':>7}")
     ratios = []
     differ = []
-    for name, (args, fused, own, with_gradient) in cases.items():
-        passes = per_element(one_pass(name, fused, args, with_gradient), args)
-        several = per_element(measure(own, args, with_gradient), args)
+    for name, case in cases.items():
+        passes, several = per_element(name, case)
         ratio = sum(several) / sum(passes)
         ratios.append(ratio)
         if [round(n) for n in passes] != expected()[name]:
@@ -375,9 +374,7 @@ def teach(lesson: form.Lesson) -> None:
         " three. How many bytes have these?",
         "one pass, forward; PyTorch, forward; PyTorch, backward",
     )
-    args, fused, own, with_gradient = cases["swiglu"]
-    passes = per_element(one_pass("swiglu", fused, args, with_gradient), args)
-    several = per_element(measure(own, args, with_gradient), args)
+    passes, several = per_element("swiglu", cases["swiglu"])
     lesson.check(
         f"one pass {written(passes)}; 3 tensors of 2 bytes + 5 of 2",
         [round(n) for n in passes] == [6, 10],

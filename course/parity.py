@@ -25,6 +25,8 @@ run; the tests ask it of every bug in course/mutations/.
     python -m course.verify -- --model gpt2 --tp 2
 """
 
+import itertools
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -273,18 +275,26 @@ def as_array(part: Tensor):
 def put_together(of_ranks: list[list]) -> dict[str, Tensor]:
     """Global tensors from (name, global shape, offset, part) of each rank. What several ranks have
     must be equal on all of them: where it is not, and where nobody has anything, infinity."""
-    whole = {}
-    first = {}
-    for name, shape, offset, part in (entry for of_rank in of_ranks for entry in of_rank):
+    whole, others = of_first_ranks(of_ranks)
+    for first, _ in others:
+        first.fill_(math.inf)
+    return whole
+
+
+def of_first_ranks(of_ranks: list[list]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+    """(global tensors, of what several ranks have that of the first; pairs of views of them and the
+    part of a later rank that differs). Where nobody has anything, infinity."""
+    whole, views, others = {}, {}, []
+    for name, shape, offset, part in itertools.chain(*of_ranks):
         if name not in whole:
             whole[name] = part.new_full(shape, math.inf)
-        at = tuple(slice(o, o + n) for o, n in zip(offset, part.shape))
-        if (name, tuple(offset)) not in first:
-            first[name, tuple(offset)] = part
-            whole[name][at] = part
-        elif not torch.equal(first[name, tuple(offset)], part):
-            whole[name][at] = math.inf
-    return whole
+        place = name, tuple(offset)
+        if place not in views:
+            views[place] = whole[name][tuple(slice(o, o + n) for o, n in zip(offset, part.shape))]
+            views[place].copy_(part)
+        elif not torch.equal(views[place], part):
+            others.append((views[place], part))
+    return whole, others
 
 
 def scores_with_margin(result: Result, original, k: int, *args) -> Tensor:
@@ -315,19 +325,13 @@ def train(
 ) -> Result:
     """What rank 0 has after `steps` steps. mutate: a function at the top of a module, called first
     on each rank, that breaks something. backend: as of ranks.run."""
-    frozen = {}
-    for name, value in (base | flags).items():
-        frozen[name] = tuple(value) if isinstance(value, list) else value
-    return _train(world, steps, mutate, trace, backend, tuple(sorted(frozen.items())))
+    return _train(world, steps, mutate, trace, backend, json.dumps(base | flags, sort_keys=True))
 
 
 # One-device references are shared between tests.
 @lru_cache(maxsize=32)
-def _train(world, steps, mutate, trace, backend, frozen):
-    flags = {}
-    for name, value in frozen:
-        flags[name] = list(value) if isinstance(value, tuple) else value
-    arguments = world, [flags], steps, mutate, trace
+def _train(world, steps, mutate, trace, backend, flags: str):
+    arguments = world, [json.loads(flags)], steps, mutate, trace
     # A hang on GPUs may cost minutes only.
     limit = 600 if backend == "gloo" else 120
     (result,) = ranks.run(on_rank, world, *arguments, backend=backend, limit=limit)[0]
@@ -337,14 +341,18 @@ def _train(world, steps, mutate, trace, backend, frozen):
 # --- differences ----------------------------------------------------------------------------------
 
 
-def relative(a: dict[str, Tensor], b: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def relative(
+    a: dict[str, Tensor], b: dict[str, Tensor], kind: str = ""
+) -> Iterator[tuple[str, Tensor]]:
     """(label, |a - b| / the largest element of b), elementwise; in the order of the reference b.
+    kind: "gradient of ", if labels do not say so.
 
     A gradient that is exactly zero (a key bias: softmax does not see a shift) is measured against
     the largest gradient of the model, a parameter against at least 0.1: Adam makes updates of
     rounding noise."""
-    gradients = [g.abs().max().item() for label, g in b.items() if "gradient of" in label]
-    for label, reference in b.items():
+    gradients = [g.abs().max().item() for name, g in b.items() if "gradient of" in kind + name]
+    for name, reference in b.items():
+        label = kind + name
         scale = reference.abs().max().item()
         exactly_zero = label.endswith("key.bias") or scale == 0
         if label.endswith("head.norm.bias") and gradients:
@@ -354,8 +362,8 @@ def relative(a: dict[str, Tensor], b: dict[str, Tensor]) -> Iterator[tuple[str, 
             scale = max(gradients)
         elif re.search("initial|updated", label):
             scale = max(scale, 0.1)
-        apart = (a[label] - reference).abs() / scale
-        yield label, apart.nan_to_num(nan=math.inf, posinf=math.inf)
+        apart = (a[name] - reference).abs() / scale
+        yield name, apart.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def difference(a: Result, b: Result) -> dict[str, float]:
@@ -365,12 +373,10 @@ def difference(a: Result, b: Result) -> dict[str, float]:
         "loss": max(abs(x - y) / (abs(y) or 1) for x, y in zip(a.losses, b.losses, strict=True)),
         "norm": max(abs(x - y) / abs(y) for x, y in zip(a.norms, b.norms, strict=True)),
     }
-    for kind, label in (("gradient", "gradient of "), ("parameter", "updated ")):
-        of_a, of_b = (
-            {label + name: tensor for name, tensor in getattr(result, f"{kind}s").items()}
-            for result in (a, b)
-        )
-        worst[kind] = max(apart.max().item() for _, apart in relative(of_a, of_b))
+    gradients = relative(a.gradients, b.gradients, "gradient of ")
+    parameters = relative(a.parameters, b.parameters, "updated ")
+    for kind, found in (("gradient", gradients), ("parameter", parameters)):
+        worst[kind] = max(apart.max().item() for _, apart in found)
     return worst
 
 
