@@ -37,7 +37,7 @@ SCRIPTS = [
     ("layouts", ["--ranks", "2"], ["layouts.json", "layouts.svg", "same_loss.svg"]),
     ("loss_of_variants", [], LOSSES),
     ("moe", [], ["moe_speed.json"]),
-    ("pictures", [], ["pictures", "pictures.json", "pictures.svg"]),
+    ("pictures", ["--pictures", "4"], ["pictures", "pictures.json", "pictures.svg"]),
     ("pipeline", [], ["pipeline.json", "pipeline_schedules.svg", "pipeline_bubble.svg"]),
     ("planner", [], ["planner.json", "planner.svg"]),
     ("fine_tuning", ["--prompts"], ["prompt_tuning.json", "prompt_tuning.svg"]),

@@ -42,7 +42,6 @@ STAGES = [dict(zero_stage=stage) for stage in (1, 2, 3)]
 TWELVE = dict(global_batch_size=12)
 SHARDED = [
     *each(STAGES, micro_batch_size=1),
-    *STAGES,
     # which gathers again what it needs again
     dict(zero_stage=3, micro_batch_size=1, **FULL),
     dict(zero_stage=3, micro_batch_size=2, **SELECTIVE),
@@ -90,16 +89,24 @@ CASES = {
     "zero over sequence, whole": (SMALL, 4, [SEQUENCE | FULL | STAGES[2]]),
     "zero over pipelines": (SMALL, 4, each(OF_TWO, pp=2, zero_stage=3)),
     "zero over all": (SMALL, 8, [SEQUENCE | SELECTIVE | STAGES[2] | dict(pp=2, schedule="zb-h1")]),
-    "tensor": (TENSOR, 2, each(WITH_RECOMPUTATION, tp=2, micro_batch_size=4)),
+    "tensor": (TENSOR, 2, each(WITH_RECOMPUTATION[::2], tp=2, micro_batch_size=4)),
     "tensor on 4": (TENSOR, 4, each(WITH_RECOMPUTATION[-1:], tp=4, micro_batch_size=4)),
     "recompute": (SMALL, 1, each(PARTLY, micro_batch_size=4)),
     "recompute over sequence": (LLAMA_TENSOR, 2, [SEQUENCE | flags for flags in PARTLY]),
     "pipeline": (TENSOR | SIX, 2, each(TWO, pp=2)),
     "pipeline on 4": (TENSOR | TWELVE_LAYERS, 4, each(FOUR, pp=4)),
 }
+MORE_CASES = {
+    "zero, one micro-batch": (SMALL | TWELVE, 2, STAGES),
+    "more tensor": (TENSOR, 2, each(WITH_RECOMPUTATION[1::2], tp=2, micro_batch_size=4)),
+}
 
 
-@pytest.mark.parametrize("base, world, layouts", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "base, world, layouts",
+    [*CASES.values(), *(again(*case) for case in MORE_CASES.values())],
+    ids=[*CASES, *MORE_CASES],
+)
 def test_equals_one_device(base, world, layouts):
     check(world, layouts, base)
 
@@ -366,8 +373,7 @@ DRAWN = [
     *[again("", seed) for seed in range(200, 224)],
     *[again("--rows", seed) for seed in (3, 4, *MORE)],
     *[again(f"--cp{flags}", seed) for flags in WITH_CP for seed in MORE],
-    ("--peft", 2),
-    *[again("--peft", seed) for seed in (5, *MORE)],
+    *[again("--peft", seed) for seed in (2, 5, *MORE)],
     *[again("--fp8", seed) for seed in (2, 5, 11, 26, 83, *MORE)],
     *[again("--muon", seed) for seed in MORE],
     *[again("--rampup", seed) for seed in MORE],

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from parity import DATA, LLAMA, SMALL, check, differs, step, train_each, trainer_of
+from parity import DATA, LLAMA, SMALL, again, check, differs, step, train_each, trainer_of
 
 import fp8
 import gpt
@@ -53,7 +53,7 @@ EVERYTHING = ZERO_BUBBLE | SEQUENCE | dict(recompute="full")
 @pytest.mark.parametrize(
     "base, world, cases",
     [
-        ("gpt", 2, [(dict(tp=2), ("current", "block"))]),
+        again("gpt", 2, [(dict(tp=2), ("current", "block"))]),
         ("gpt", 2, [(SEQUENCE | dict(recompute="full"), ("delayed", "block"))]),
         ("gpt", 2, [(ZERO_BUBBLE, ("current", "block")), (dict(zero_stage=1), ("delayed",))]),
         ("gpt", 2, [(dict(zero_stage=3, recompute="full"), ("delayed", "block"))]),
@@ -64,9 +64,9 @@ EVERYTHING = ZERO_BUBBLE | SEQUENCE | dict(recompute="full")
         ("deep", 2, [(dict(pp=2, virtual_stages=2), ("delayed", "block"))]),
         ("deep", 4, [(EVERYTHING, ("delayed",))]),
         ("experts", 2, [(dict(ep=2), ("current",)), (SEQUENCE, ("delayed",))]),
-        ("experts", 4, [(dict(tp=2, ep=2, recompute="full"), ("current",))]),
+        again("experts", 4, [(dict(tp=2, ep=2, recompute="full"), ("current",))]),
         ("lora", 2, [(dict(tp=2), ("current", "block")), (ZERO_BUBBLE, ("delayed",))]),
-        ("documents", 2, [(SEQUENCE, ("current",))]),
+        again("documents", 2, [(SEQUENCE, ("current",))]),
     ],
     ids=str,
 )
