@@ -26,13 +26,17 @@ def modules() -> dict[str, Path]:
 def imported_names(node: ast.AST) -> set[str]:
     """Everything that a file imports, also inside functions and as a command."""
     names = set()
-    for child in ast.iter_child_nodes(node):
+    for child in ast.walk(node):
         if isinstance(child, ast.Import):
             names |= {alias.name for alias in child.names}
         elif isinstance(child, ast.ImportFrom) and child.module:
             names |= {child.module} | {f"{child.module}.{alias.name}" for alias in child.names}
-        names |= imported_names(child)
     return names
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 # A model of models/ -> the file with the flags of its command, which imports the model.
@@ -47,7 +51,7 @@ def imports() -> dict[str, set[str]]:
     known = modules()
     graph = {}
     for name, path in known.items():
-        graph[name] = imported_names(ast.parse(path.read_text())) & known.keys() - {name}
+        graph[name] = imported_names(tree_of(path)) & known.keys() - {name}
     # The command `python planner.py` is planning/commands.py.
     graph["planner"].discard("planning.commands")
     # And `python -m models.bert` is models/runs.py.
@@ -121,7 +125,7 @@ def test_each_technique_says_what_it_does_not_cover():
     """In its introduction. The others at the root are the loop, and the shape of a model."""
     others = {"train"}
     for path in sorted(ROOT.glob("*.py")):
-        introduction = ast.get_docstring(ast.parse(path.read_text()))
+        introduction = ast.get_docstring(tree_of(path))
         assert ("Not covered" in introduction) == (path.stem not in others), path.name
 
 
@@ -158,7 +162,7 @@ def test_tests_are_collected_without_peers():
     """`pip install -e . pytest` is enough: a test of a peer skips, with the reason."""
     assert {"transformers", "peft", "lm_eval"} <= peers()
     for path in (ROOT / "tests").glob("*.py"):
-        body = ast.parse(path.read_text()).body
+        body = tree_of(path).body
         at_once = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
         roots = {name.split(".")[0] for name in imported_names(ast.Module(at_once, []))}
         assert not roots & peers(), f'{path.name}: use pytest.importorskip("..") instead'
@@ -167,7 +171,7 @@ def test_tests_are_collected_without_peers():
 def test_functions_fit_a_screen():
     long = []
     for path in [*modules().values(), *ROOT.glob("tests/*.py"), *ROOT.glob("benchmarks/*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef):
                 lines = node.end_lineno - node.lineno + 1
                 if lines > 50:

@@ -234,9 +234,9 @@ def break_each_on_rank(rank, world, flags, steps):
 @pytest.mark.parametrize(
     "recipe, layout",
     [
-        *[("delayed", layout) for layout in ("one", "sp", "zb", "zero 3")],
+        *[("delayed", layout) for layout in ("one", "sp", "zero 3")],
         *[("current", "one"), ("block", "one")],
-        *[again("delayed", layout) for layout in ("tp", "pp", "dp")],
+        *[again("delayed", layout) for layout in ("tp", "pp", "zb", "dp")],
         *[again("current", layout) for layout in LAYOUTS if layout != "one"],
         *[again("block", layout) for layout in LAYOUTS if layout != "one"],
     ],

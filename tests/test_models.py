@@ -56,7 +56,6 @@ CASES = {
     "t5": (TIED | PACKED, 2, [ZERO_3 | SELECTIVE, dict(tp=2) | FUSED]),
     # the second has a stage without a block
     "t5, stages": (TIED, 2, [ZB_H1 | FULL, dict(pp=2, layer_split=[0, 4])]),
-    "t5 on 4": (TIED | PACKED, 4, [SEQUENCE | FULL | dict(pp=2)]),
     "t5, fp8, lora": (T5 | FP8 | LORA, 2, [SEQUENCE]),
 }
 MORE = {
@@ -71,6 +70,7 @@ MORE = {
     "t5, one rank": (T5 | PACKED, 1, [SELECTIVE, FULL | FUSED, dict(micro_batch_size=1)]),
     "t5, data": (TIED, 2, [dict(zero_stage=stage) for stage in (0, 1, 2)]),
     "t5, untied": (T5 | PACKED, 2, [*STAGES, dict(pp=2, layer_split=[3, 1]), SEQUENCE]),
+    "t5 on 4": (TIED | PACKED, 4, [SEQUENCE | FULL | dict(pp=2)]),
     "t5 on 4, all": (
         TIED | PACKED,
         4,
