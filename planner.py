@@ -28,8 +28,9 @@ the time to launch kernels on GPUs, which is most of a tiny model's step.
 
 import dataclasses
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import schedules
@@ -367,9 +368,7 @@ def fitting(
     fit_plain = set()
     fastest = math.inf
     for layout in layouts(model, software, gpus, global_batch):
-        plain = layout
-        if layout.recompute != "none":
-            plain = dataclasses.replace(layout, recompute="none")
+        plain = dataclasses.replace(layout, recompute="none")
         others = dataclasses.replace(layout, micro_batch_size=1)
         if others in full or plain in fit_plain:
             continue
@@ -384,15 +383,15 @@ def fitting(
             # A layout that is too slow even without recomputation recomputes all.
             if sum(step_time(machine, software, model, least).values()) < NEAR * fastest:
                 layout = recomputing_least(model, software, layout, limit)
-        held = memory(model, layout, software)
-        plan = Plan(layout, step_time(machine, software, model, layout), held)
+        seconds = step_time(machine, software, model, layout)
+        plan = Plan(layout, seconds, memory(model, layout, software))
         fastest = min(fastest, plan.seconds)
         yield plan
 
 
 def fits(model: MoEConfig, software: Software, layout: Layout, limit: float, **fields) -> bool:
     """Whether a layout, with other values of these fields, takes at most `limit` bytes."""
-    changed = dataclasses.replace(layout, **fields) if fields else layout
+    changed = dataclasses.replace(layout, **fields)
     return sum(memory(model, changed, software).values()) <= limit
 
 
@@ -400,26 +399,19 @@ def made_to_fit(
     model: MoEConfig, software: Software, layout: Layout, limit: float
 ) -> Layout | None:
     """The layout, or the same with --head-chunk; None if neither fits."""
-    if fits(model, software, layout, limit):
-        return layout
-    s = tokens_of(model, bool(model.cross_layers))
-    is_chunk = layout.tokens(s) > HEAD_CHUNK
-    if is_chunk and fits(model, software, layout, limit, head_chunk=HEAD_CHUNK):
-        return dataclasses.replace(layout, head_chunk=HEAD_CHUNK)
+    has_chunks = layout.tokens(tokens_of(model, bool(model.cross_layers))) > HEAD_CHUNK
+    for chunk in (0, HEAD_CHUNK) if has_chunks else (0,):
+        if fits(model, software, layout, limit, head_chunk=chunk):
+            return dataclasses.replace(layout, head_chunk=chunk)
     return None
 
 
 def recomputing_least(model: MoEConfig, software: Software, layout: Layout, limit: float) -> Layout:
-    """The layout with as few recomputed layers as fit, by bisection."""
-    # `few` recomputed layers do not fit, `many` do.
-    few, many = 0, model.num_layers
-    while many - few > 1:
-        middle = (few + many) // 2
-        if fits(model, software, layout, limit, recompute_layers=middle):
-            many = middle
-        else:
-            few = middle
-    layers = None if many == model.num_layers else many
+    """The layout with as few recomputed layers as fit, by bisection. All layers fit."""
+    fit = partial(fits, model, software, layout, limit)
+    some = range(1, model.num_layers)
+    skipped = bisect_left(some, True, key=lambda n: fit(recompute_layers=n))
+    layers = some[skipped] if skipped < len(some) else None
     return dataclasses.replace(layout, recompute_layers=layers)
 
 

@@ -118,9 +118,8 @@ def count(text: str) -> int:
 def machine_of(args: argparse.Namespace) -> Machine:
     """The machine that --gpu or --machine names. Raises ConfigError or JSONError."""
     if args.machine and args.gpu:
-        raise ConfigError(
-            f"--gpu {args.gpu}: --machine {args.machine} says which; give one of the two"
-        )
+        rule = f"--machine {args.machine} says which; give one of the two"
+        raise ConfigError(f"--gpu {args.gpu}: {rule}")
     if args.gpu and args.gpu not in MACHINES:
         fit = f"{', '.join(MACHINES)} would fit, or --machine FILE for another (docs/planning.md)"
         raise ConfigError(f"--gpu {args.gpu}: not known; {fit}")
@@ -227,12 +226,6 @@ def schedule_of(layout: Layout) -> str:
     return f"v {layout.virtual_stages}" if layout.virtual_stages > 1 else layout.pipeline_schedule
 
 
-def recomputation_of(layout: Layout) -> str:
-    """full, or of 12 layers alone: full 12"""
-    layers = layout.recompute_layers
-    return layout.recompute if layers is None else f"{layout.recompute} {layers}"
-
-
 # Heading, width, text of a layout.
 COLUMNS: list[tuple[str, int, Callable[[Layout], str]]] = [
     ("tp", 3, lambda x: str(x.tp)),
@@ -243,7 +236,8 @@ COLUMNS: list[tuple[str, int, Callable[[Layout], str]]] = [
     ("ep", 4, lambda x: str(x.ep)),
     ("sched", 6, schedule_of),
     ("b", 3, lambda x: str(x.micro_batch_size)),
-    ("recompute", 10, recomputation_of),
+    # full, or of 12 layers alone: full 12
+    ("recompute", 10, lambda x: f"{x.recompute} {x.recompute_layers or ''}".rstrip()),
     ("seq", 4, lambda x: "yes" if x.sequence_parallel else "no"),
     ("zero", 5, lambda x: str(x.zero_stage)),
     ("chunk", 6, lambda x: str(x.head_chunk or "-")),
@@ -297,9 +291,8 @@ def why_it_loses(first: planner.Plan, second: planner.Plan) -> str:
         if of_first != of_second and "-" not in (of_first, of_second):
             changes.append(f"{name} {of_second} instead of {of_first}")
     more = second.seconds - first.seconds
-    parts = {}
-    for part in first.parts | second.parts:
-        parts[part] = second.parts.get(part, 0.0) - first.parts.get(part, 0.0)
+    names = first.parts | second.parts
+    parts = {name: second.parts.get(name, 0.0) - first.parts.get(name, 0.0) for name in names}
     largest = sorted(parts, key=lambda part: -abs(parts[part]))
     # What is below a tenth of the largest difference explains nothing.
     told = [part for part in largest if abs(parts[part]) > abs(parts[largest[0]]) / 10]

@@ -64,8 +64,7 @@ class Collectives(TorchDispatchMode):
 
     def note(self, function, args) -> None:
         operation = str(function.overloadpacket).split(".")[-1]
-        names = [name for part, name in COLLECTIVES.items() if part in operation]
-        name = names[0] if names else operation
+        name = next((n for part, n in COLLECTIVES.items() if part in operation), operation)
         sizes = [x.nbytes for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
         if "coalesced" in operation:
             # It is one call for several tensors: lists of outputs and inputs.
@@ -207,9 +206,7 @@ def saved_bytes(function, *parameters: Tensor) -> int:
 
 def by_dtype(tensors) -> dict[str, int]:
     """Bytes of tensors, by type; a storage that several share counts once."""
-    storages = {}
-    for tensor in tensors:
-        storages[key(tensor.untyped_storage())] = tensor
+    storages = {key(tensor.untyped_storage()): tensor for tensor in tensors}
     total = Counter()
     for tensor in storages.values():
         total[str(tensor.dtype).removeprefix("torch.")] += tensor.untyped_storage().nbytes()

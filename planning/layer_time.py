@@ -98,6 +98,9 @@ class Rank:
         # without cross attention.
         self.mlps = num_mlps(model, "router_topk")[0] / model.num_layers
         self.met = attention_matrices(model) + self.mlps * mlp_matrices(model)
+        # Numbers in the matrices of q, k and v of one layer.
+        heads = model.num_heads + 2 * model.num_kv_heads
+        self.qkv = heads * model.head_dim * model.hidden_size
         self.fused_attention = software.fused_attention and model.attention == "fused"
         if is_ring(layout) and bias_heads(model, layout):
             self.fused_attention = False
@@ -312,9 +315,8 @@ def tensor_waits(rank: Rank, all_reduce: float, weight_gradient: float) -> tuple
         # Shared experts have an f and a g of their own.
         exchange += len(model.expert_layers) / model.num_layers * all_reduce
     waits = exchange
-    qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.hidden_size
     sums = sum_of_inputs(rank, all_reduce), all_reduce
-    for seconds, share in zip(sums, (min(1 / 4, qkv / rank.met), 1 / 4)):
+    for seconds, share in zip(sums, (min(1 / 4, rank.qkv / rank.met), 1 / 4)):
         waits += input_gradient(rank, seconds, share * weight_gradient)
         # The output's gradient is gathered.
         waits += all_reduce / 2 if rank.layout.sequence_parallel else 0.0
@@ -344,7 +346,7 @@ def hidden_by_rings(rank: Rank, of_input: float, all_reduce: float) -> tuple[flo
     Each of t - 1 shards has 1/t of a product beside it. A small product reaches less of the peak,
     which is not counted. of_input: of attention's all-reduce; all_reduce: of the others."""
     model, t, start = rank.model, rank.layout.tp, rank.machine.constants.wait
-    h, output = model.hidden_size, model.num_heads * model.value_size * model.hidden_size
+    output = model.num_heads * model.value_size * model.hidden_size
     # Experts multiply whole inputs.
     mlp = 0 if model.num_experts else mlp_matrices(model)
     down = mlp / (2 + model.gated)
@@ -354,8 +356,7 @@ def hidden_by_rings(rank: Rank, of_input: float, all_reduce: float) -> tuple[flo
         beside = rank.matmul(2 * rank.tokens * numbers / t) / t
         return collective - (t - 1) * max(0.0, shard - beside)
 
-    qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * h
-    columns = hidden(of_input / 2, qkv) + hidden(all_reduce / 2, mlp - down)
+    columns = hidden(of_input / 2, rank.qkv) + hidden(all_reduce / 2, mlp - down)
     return columns, hidden(all_reduce / 2, output) + hidden(all_reduce / 2, down)
 
 

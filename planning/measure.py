@@ -74,10 +74,15 @@ def measure(group: dist.ProcessGroup | None) -> Machine:
     )
 
 
+def torchrun(ranks: int) -> list[str]:
+    """The words that start so many ranks on this machine."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*words, "--nproc-per-node", str(ranks)]
+
+
 def measured(ranks: int) -> Machine:
     """Starts so many ranks, which measure."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    words = [*launcher, "--nproc-per-node", str(ranks), "-m", "planning.measure"]
+    words = [*torchrun(ranks), "-m", "planning.measure"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, stdout=subprocess.PIPE, env=environment, check=True)
     fields = json.loads(done.stdout)

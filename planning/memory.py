@@ -226,6 +226,8 @@ def state(
 ) -> tuple[float, float, float]:
     """Bytes of (parameters, gradients, optimizer state)."""
     number_bytes = software.weight, software.gradient, software.optimizer_state
+    over = layout.zero_stage, layout.shard, layout.ep
+    of_blocks = stages_of(model, layout, software)[rank], block_parameters(model, layout)
     numbers, experts = learning, experts_learning = parameters(model, layout, software, rank)
     if software.lora_rank:
         learning, experts_learning = learned(model, layout, software, rank)
@@ -235,31 +237,21 @@ def state(
         numbers += positions
         learning += 0 if software.lora_rank else positions
     held, *others = least_memory.sharded(
-        (numbers, experts),
-        (learning, experts_learning),
-        number_bytes,
-        layout.zero_stage,
-        layout.shard,
-        layout.ep,
+        (numbers, experts), (learning, experts_learning), number_bytes, *over
     )
     if layout.zero_stage in (1, 2) and 1 < model.num_experts // layout.ep < layout.expert_shard:
         # a few experts on many ranks: a shard is a copy (fsdp.alias_own_shards)
         held += experts * software.weight / layout.expert_shard
     if software.fp8 != "off" and keeps_fp8_bytes(layout, software):
         # Beside the weights, for a step, by rows and by columns.
-        of_rank = stages_of(model, layout, software)[rank]
-        held += 2 * sum(in_blocks(of_rank, block_parameters(model, layout), only_fp8=True))
+        held += 2 * sum(in_blocks(*of_blocks, only_fp8=True))
     if software.muon:
-        matrices = in_blocks(
-            stages_of(model, layout, software)[rank], block_parameters(model, layout)
-        )
+        matrices = in_blocks(*of_blocks)
         second = 0, 0, software.gradient
-        over = layout.zero_stage, layout.shard, layout.ep
         others[-1] -= least_memory.sharded(matrices, matrices, second, *over)[-1]
     if rank == 0 and layout.placement.v_shaped and (model.tied or model.mtp_layers):
         # Both copies are here: one state, and without ZeRO one storage (share_tied).
         copy = vocabulary(model, layout), 0
-        over = layout.zero_stage, layout.shard, layout.ep
         weight, _, of_state = least_memory.sharded(copy, copy, number_bytes, *over)
         held -= 0 if layout.zero_stage else weight
         others[-1] -= 0 if software.lora_rank else of_state

@@ -61,17 +61,14 @@ def machine_of(name: str, flag: str = "--plan") -> Machine:
             if known.upper() in gpu and machine.peak == peak_of(gpu):
                 return machine
         if not Path(FILE).exists():
-            raise ConfigError(
-                f"{flag} auto: no GPU here is one of {', '.join(MACHINES)}, and there is no"
-                f" {FILE}; {ADVICE}"
-            )
+            rule = f"no GPU here is one of {', '.join(MACHINES)}, and there is no {FILE}"
+            raise ConfigError(f"{flag} auto: {rule}; {ADVICE}")
         name = FILE
     try:
         return machine_of_file(name)
     except json_files.JSONError as e:
-        raise ConfigError(
-            f"{flag} {e}; auto, {', '.join(MACHINES)} or a machine's file would fit: {ADVICE}"
-        ) from None
+        fit = f"auto, {', '.join(MACHINES)} or a machine's file would fit"
+        raise ConfigError(f"{flag} {e}; {fit}: {ADVICE}") from None
 
 
 def machine_of_file(name: str) -> Machine:
@@ -101,9 +98,8 @@ def layout_of(config: Config, ranks: int) -> Layout:
 
 def software_of(config: Config) -> Software:
     """train.py under these flags, in bf16 unless --precision is given."""
-    weight, gradient, state = least_memory.bytes_of_number(
-        config.precision or "bf16", config.optimizer_state
-    )
+    numbers = config.precision or "bf16", config.optimizer_state
+    weight, gradient, state = least_memory.bytes_of_number(*numbers)
     # Flags of adapters (finetune/adapter_learning.py), which train.py does not have.
     learns_lora = getattr(config, "peft", None) == "lora"
     return dataclasses.replace(

@@ -53,11 +53,10 @@ class EarlyEndError(RuntimeError):
 def run(ranks: int, script: list[str], flags: list[str], steps: int) -> list[dict]:
     """The first `steps` lines of metrics.jsonl of a training run. script: train.py, or what calls
     it. Raises EarlyEndError."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     folder = Path(tempfile.mkdtemp())
     with terminal.removed_at_the_end(folder), tempfile.TemporaryFile("w+") as stderr:
         out = folder / "run"
-        launcher = [*torchrun, "--nproc-per-node", str(ranks)] if ranks > 1 else [sys.executable]
+        launcher = measure.torchrun(ranks) if ranks > 1 else [sys.executable]
         # Stopped by SIGTERM after `steps`, so that nobody waits for a sample of text.
         ends = ["--steps", str(MOST_STEPS), "--out", str(out)]
         process = subprocess.Popen(

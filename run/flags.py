@@ -74,10 +74,8 @@ def over_saved_flags(values: dict, out: str, config_class: type[RunConfig]) -> d
     """The flags of the run in `out`, replaced by `values`. Raises ConfigError."""
     saved = saved_flags(Path(out), config_class)
     if not saved and set(values) <= {"resume", "out"}:
-        raise ConfigError(
-            f"--resume --out {out}: there is no run in this folder to go on with; give the flags of"
-            " one to begin it here"
-        )
+        rule = "there is no run in this folder to go on with; give the flags of one to begin it"
+        raise ConfigError(f"--resume --out {out}: {rule}")
     # A layout is given whole: --tp 4 does not keep the --pp 2 that the run had.
     if any(name in values for name in LAYOUT):
         saved = {name: value for name, value in saved.items() if name not in LAYOUT}
@@ -160,19 +158,16 @@ def read_toml(path: str, config_class: type[RunConfig]) -> dict:
     for key, value in content.items():
         flat += value.items() if isinstance(value, dict) else [(key, value)]
     fields = {name.replace("-", "_"): value for name, value in flat}
-    if len(fields) < len(flat):
-        names = [name.replace("_", "-") for name, _ in flat]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"--config {path}: {twice} stands there twice")
+    names = [name.replace("_", "-") for name, _ in flat]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"--config {path}: {name} stands there twice")
+        if name.replace("-", "_") not in names_of(config_class):
+            raise ConfigError(f"--config {path}: {name} is no flag; --help lists the flags")
     for name in ("data", "val_data"):
         # A text, data = "text.txt", is the list of one file.
         if isinstance(fields.get(name), str):
             fields[name] = [fields[name]]
-    known = {field.name for field in dataclasses.fields(config_class)}
-    unknown = [name for name in fields if name not in known]
-    if unknown:
-        names = [name.replace("_", "-") for name in unknown]
-        raise ConfigError(f"--config {path}: {names[0]} is no flag; --help lists the flags")
     return fields
 
 
@@ -183,10 +178,8 @@ def saved_flags(out: Path, config_class: type[RunConfig]) -> dict:
             return {}
         saved = json_files.read(out / "config.json", dict)
     except (OSError, ValueError) as e:
-        raise ConfigError(
-            f"--resume: {getattr(e, 'strerror', None) or e}; to go on all the same, delete "
-            f"{out}/config.json and give the flags of the run"
-        ) from None
+        advice = f"to go on all the same, delete {out}/config.json and give the flags of the run"
+        raise ConfigError(f"--resume: {getattr(e, 'strerror', None) or e}; {advice}") from None
     begun_by = saved.pop("command", Config.command)
     name = name_of(begun_by) if isinstance(begun_by, str) else ""
     if not name:
@@ -195,10 +188,9 @@ def saved_flags(out: Path, config_class: type[RunConfig]) -> dict:
         command = name if name == "train.py" else f"-m finetune.{name.removesuffix('.py')}"
         if begun_by.startswith("-m "):
             command = begun_by
-        raise ConfigError(
-            f"--resume --out {out}: this run was begun by {name}, and goes on by python {command}"
-            f" --resume --out {out}"
-        )
+        go_on = f"python {command} --resume --out {out}"
+        rule = f"this run was begun by {name}, and goes on by {go_on}"
+        raise ConfigError(f"--resume --out {out}: {rule}")
     # Another version of this project may have flags that this one does not have.
-    known = {field.name for field in dataclasses.fields(config_class)} - {"resume", "out"}
+    known = names_of(config_class) - {"resume", "out"}
     return {name: value for name, value in saved.items() if name in known}

@@ -123,24 +123,19 @@ def open_tokenizer(config: RunConfig, world: World):
     tokenizer = make_tokenizer(name)
     shape = config.model_config()
     ids = config.num_ids(tokenizer)
-    if ids > shape.vocab_size:
-        beyond = f"--tokenizer {name}: its ids go up to {ids - 1}, beyond "
+    of_model = shape.vocab_size
+    if ids > of_model:
+        beyond = f"--tokenizer {name}: its ids go up to {ids - 1}, beyond"
         if config.vocab_size is not None:
-            raise ConfigError(
-                f"{beyond}--vocab-size {shape.vocab_size}; --vocab-size {ids} would fit"
-            )
+            raise ConfigError(f"{beyond} --vocab-size {of_model}; --vocab-size {ids} would fit")
         if config.load:
-            raise ConfigError(
-                f"{beyond}the {shape.vocab_size} of the model in --load {config.load}; the "
-                "tokenizer that it was trained with would fit"
-            )
+            rule = f"the {of_model} of the model in --load {config.load}"
+            raise ConfigError(f"{beyond} {rule}; the tokenizer that it was trained with would fit")
         config.vocab_size = ids
         world.say(f"--vocab-size {config.vocab_size}: as many as --tokenizer {name} has")
-    elif ids < 0.9 * shape.vocab_size:
-        world.say(
-            f"--tokenizer {name}: fills {ids:,} of the model's "
-            f"{shape.vocab_size:,} ids; the others never occur in this run"
-        )
+    elif ids < 0.9 * of_model:
+        rule = f"fills {ids:,} of the model's {of_model:,} ids; the others never occur in this run"
+        world.say(f"--tokenizer {name}: {rule}")
     return tokenizer
 
 
@@ -185,13 +180,10 @@ def check_flags_agree(config: RunConfig, world: World) -> None:
     collective."""
     everywhere = world.gather(dataclasses.asdict(config))
     for rank, fields in enumerate(everywhere):
-        for name, value in fields.items():
-            expected = everywhere[0][name]
-            if value != expected:
-                raise ConfigError(
-                    f"{flag_name(name)}: rank {rank} was started with {value}, and rank 0 with "
-                    f"{expected}; give all ranks the same flags"
-                )
+        for name, expected in everywhere[0].items():
+            if fields[name] != expected:
+                rule = f"rank {rank} was started with {fields[name]}, and rank 0 with {expected}"
+                raise ConfigError(f"{flag_name(name)}: {rule}; give all ranks the same flags")
 
 
 # --- to the loop ----------------------------------------------------------------------------------
@@ -234,10 +226,8 @@ def check_data_agree(train_set, held_out, world: World) -> None:
     everywhere = world.gather([data_set.index["corpus"] for data_set in (train_set, held_out)])
     for rank, corpora in enumerate(everywhere):
         if corpora != everywhere[0]:
-            raise ConfigError(
-                f"rank {rank} has read other data than rank 0: a file is another one on its"
-                " machine, or the chat template asks for chance"
-            )
+            why = "a file is another one on its machine, or the chat template asks for chance"
+            raise ConfigError(f"rank {rank} has read other data than rank 0: {why}")
 
 
 def build(config: RunConfig, world: World, trainer_class, task: Task):

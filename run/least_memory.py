@@ -132,10 +132,10 @@ def check_memory(config: RunConfig, world: World) -> None:
     micro = config.known_micro_batch(replicas // config.cp)
     needs = activation_bytes(held, precision, micro, ranks, config.head_chunk)
     if needs > has:
+        what = f"the activations of so many sequences of {model.seq_length} tokens"
         raise ConfigError(
-            f"--micro-batch-size {micro}{padding}: the activations of so many sequences of "
-            f"{model.seq_length} tokens {complaint('take', needs, has)}; --micro-batch-size 1 "
-            "would need the least"
+            f"--micro-batch-size {micro}{padding}: {what} {complaint('take', needs, has)};"
+            " --micro-batch-size 1 would need the least"
         )
 
 

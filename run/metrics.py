@@ -274,10 +274,8 @@ def peak_memory(device: torch.device) -> int:
 def duration(seconds: float) -> str:
     """2m05s, or from an hour on 1h02m."""
     minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes_of_hour = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes_of_hour:02d}m"
-    return f"{minutes}m{seconds:02d}s"
+    hours, of_hour = divmod(minutes, 60)
+    return f"{hours}h{of_hour:02d}m" if hours else f"{minutes}m{seconds:02d}s"
 
 
 def main() -> None:

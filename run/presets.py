@@ -25,28 +25,15 @@ from base.model_config import MoEConfig, flops_per_token, least_parameters
 
 
 def _gpt(num_layers, hidden_size, num_heads, seq_length=2048, vocab_size=51200) -> dict:
-    return dict(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        seq_length=seq_length,
-        vocab_size=vocab_size,
-        dropout=0.1,
-    )
+    sizes = dict(num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads)
+    return sizes | dict(seq_length=seq_length, vocab_size=vocab_size, dropout=0.1)
 
 
 def _llama2(num_layers, hidden_size, num_heads, ffn_hidden_size, **fields) -> dict:
     """fields: more fields, or other values than Llama-2's."""
-    own = dict(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        ffn_hidden_size=ffn_hidden_size,
-        seq_length=4096,
-        vocab_size=32000,
-        llama=True,
-    )
-    return own | fields
+    sizes = dict(num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads)
+    sizes |= dict(ffn_hidden_size=ffn_hidden_size, seq_length=4096, vocab_size=32000, llama=True)
+    return sizes | fields
 
 
 def _tiny(**fields) -> dict:
@@ -306,8 +293,7 @@ def why_not_exported(config: MoEConfig) -> str:
     if config.num_experts and not config.llama:
         return (
             f"num_experts {config.num_experts}: GPT2LMHeadModel has none; only models of Llama's"
-            " family have, as MixtralForCausalLM: train with --model tiny-moe, llama2-7b or"
-            " mixtral-8x7b"
+            " family have: train with --model tiny-moe, llama2-7b or mixtral-8x7b"
         )
     if config.num_experts and (router == "sinkhorn" or k == 1 or every > 1):
         flags = f"--router topk --router-topk {max(2, k)} --expert-every 1"

@@ -28,25 +28,15 @@ class TextConfig(RunConfig):
     # Data.
     data: list[str] = flag(
         [],
-        "text files, .jsonl files with a text field, gzipped files of both, or folders; or corpora "
-        "with weights, as 0.7:A 0.3:B; the last twentieth is held out; the default is Python's "
-        "library",
+        "text files, .jsonl files with a text field, both also gzipped, or folders; or corpora with"
+        " weights: 0.7:A 0.3:B; the last twentieth is held out; the default is Python's library",
         metavar="PATH",
     )
     val_data: list[str] = flag(
-        [],
-        "text to evaluate on, named as with --data; all of --data is then trained on",
-        metavar="PATH",
+        [], "text to evaluate on, as --data, of which then all is trained on", metavar="PATH"
     )
-    document_mask: bool = flag(
-        False,
-        "attention stays inside a document of --data, and positions restart in each",
-    )
-    cache: str = flag(
-        "cache",
-        "folder of tokenized text, for other runs on the same text; may be deleted, moved, shared",
-        metavar="DIR",
-    )
+    document_mask: bool = flag(False, "attention and positions stay inside a document of --data")
+    cache: str = flag("cache", "tokenized text, for other runs too; may be deleted", metavar="DIR")
     skip_bad_examples: bool = flag(False, "leave out, and count, files that are not UTF-8")
 
     def check(self, model: MoEConfig, world: int, base_needed: bool) -> None:
@@ -112,23 +102,20 @@ class Config(TextConfig):
     optimizer: str = flag("adamw", "muon: of the matrices of blocks", ("adamw", "muon"))
     rampup_batch_size: list[int] | None = flag(
         None,
-        "START INCREMENT SAMPLES: the batch grows from START by INCREMENT to --global-batch-size "
-        "while SAMPLES sequences are taken, as in Megatron-LM; the learning rate is by steps all "
-        "the same, and --plan and --as-rank are about the last size",
+        "START INCREMENT SAMPLES: the batch grows from START by INCREMENT to --global-batch-size"
+        " while SAMPLES sequences are taken; --plan and --as-rank are about the last size",
         metavar="N",
     )
     lr_schedule: str = flag(
-        "cosine",
-        "how the rate comes down: by a cosine, a line, or in the last steps only (wsd)",
-        tuple(DECAYS),
+        "cosine", "how the rate comes down; wsd: in the last steps only", tuple(DECAYS)
     )
     decay_steps: int | None = flag(None, "step where the decay ends; default: --steps", least=1)
     wsd_steps: int | None = flag(None, "steps of wsd's decay; default: a tenth of all", least=1)
     fp8_history: int = flag(16, "steps whose maximum --fp8 delayed takes", least=1)
     sample_prompt: str | None = flag(
         None,
-        "text that the sample at the end of training continues, at most the context's last tokens "
-        "of it; empty: a new text; the default is the beginning of the held-out data",
+        "text that the sample at the end continues, the last tokens of it that fit; empty: a new"
+        " text; the default is the beginning of the held-out data",
         metavar="TEXT",
     )
 
@@ -170,12 +157,8 @@ class Pretraining(Task):
 
 def open_text(config: TextConfig, world, tokenizer, s: int):
     """(training set, held-out set) of sequences of s tokens. Raises DataError."""
-    share = {
-        "cache": config.cache,
-        "world": world,
-        "workers": world.cores,
-        "skip_bad": config.skip_bad_examples,
-    }
+    share = dict(cache=config.cache, world=world, workers=world.cores)
+    share |= dict(skip_bad=config.skip_bad_examples)
     parts = data.prepare_corpora(config.data, tokenizer, **share)
     masked = config.document_mask
     if not config.val_data:

@@ -27,14 +27,7 @@ from base.errors import InputError, cause
 from run.tokenizer import save_files
 
 # A folder with one of these holds a run.
-CONTENT = (
-    "config.json",
-    "metrics.jsonl",
-    "checkpoints",
-    "loss.png",
-    "sample.txt",
-    "prompts.safetensors",
-)
+CONTENT = "config.json metrics.jsonl checkpoints loss.png sample.txt prompts.safetensors".split()
 
 
 class RunFolderError(InputError):
@@ -109,10 +102,8 @@ class RunFolder:
             except OSError as e:
                 if e.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                     raise
-                self.notice = (
-                    f"--out {self.path}: its file system has no locks; make sure that no other run "
-                    "uses this folder"
-                )
+                rule = "its file system has no locks; make sure that no other run uses this folder"
+                self.notice = f"--out {self.path}: {rule}"
                 return
 
     def refuse(self, reason: str):

@@ -57,10 +57,8 @@ def obey(library, config: dict, folder: Path) -> dict[int, dict]:
     prefix = config.get("add_prefix_space")
     prefix = json_files.convert(prefix, bool | None, f"{where}: add_prefix_space")
     if prefix is not None and prefix != adds_space(library):
-        raise JSONError(
-            f"{where}: add_prefix_space is {str(prefix).lower()}, and tokenizer.json does the"
-            " opposite; make them equal"
-        )
+        rule = f"is {str(prefix).lower()}, and tokenizer.json does the opposite; make them equal"
+        raise JSONError(f"{where}: add_prefix_space {rule}")
     before = added_tokens(library)
     specials = list(special_tokens(config, where))
     named = {token.content for field, token in specials if is_name(field)}
@@ -73,9 +71,8 @@ def obey(library, config: dict, folder: Path) -> dict[int, dict]:
         if not token.content or token.content in known:
             continue
         if library.token_to_id(token.content) is None:
-            raise JSONError(
-                f"{where}: {field} has {token.content!r}, not in tokenizer.json; {SAVE}"
-            )
+            rule = f"has {token.content!r}, not in tokenizer.json; {SAVE}"
+            raise JSONError(f"{where}: {field} {rule}")
         library.add_tokens([as_added(token)])
         known.add(token.content)
     after = added_tokens(library)
@@ -96,23 +93,17 @@ def add_numbered(library, decoder, named: set[str], where: str) -> None:
         if there.get("special") and not token.special:
             flags.add("special")
         if flags:
-            names = " and ".join(sorted(flags))
-            raise JSONError(
-                f"{where}: {token.content!r} has another {names} than in tokenizer.json; make them"
-                " equal"
-            )
+            rule = f"has another {' and '.join(sorted(flags))} than in tokenizer.json"
+            raise JSONError(f"{where}: {token.content!r} {rule}; make them equal")
     for content in present.keys() - {token.content for token in tokens.values()}:
-        raise JSONError(
-            f"{where}: lacks {content!r} of tokenizer.json; add it, or remove the field"
-        )
+        rule = f"lacks {content!r} of tokenizer.json; add it, or remove the field"
+        raise JSONError(f"{where}: {rule}")
     library.add_tokens([as_added(token) for token in tokens.values()])
     for number, token in tokens.items():
         actual = library.token_to_id(token.content)
         if actual != number:
-            raise JSONError(
-                f"{where}: {token.content!r} has id {number}, and would get {actual}; make"
-                " them equal"
-            )
+            rule = f"has id {number}, and would get {actual}; make them equal"
+            raise JSONError(f"{where}: {token.content!r} {rule}")
 
 
 def special_tokens(config: dict, where: str) -> Iterator[tuple[str, Added]]:

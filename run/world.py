@@ -18,6 +18,7 @@ line, without the number of a rank. run/watchdog.py ends a run whose ranks wait 
 import contextlib
 import gc
 import os
+import re
 import socket
 import sys
 import threading
@@ -47,14 +48,9 @@ class WorldError(RuntimeError):
     """The ranks did not meet. The message says which rank waited, for how long, and for whom."""
 
 
-# What torchrun sets: the variable, its value for one rank alone, its least value.
-VARIABLES = {
-    "RANK": (0, 0),
-    "WORLD_SIZE": (1, 1),
-    "LOCAL_RANK": (0, 0),
-    "LOCAL_WORLD_SIZE": (1, 1),
-    "TORCHELASTIC_RESTART_COUNT": (0, 0),
-}
+# What torchrun sets: the variable, and its least value, which one rank alone has.
+VARIABLES = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
+VARIABLES["TORCHELASTIC_RESTART_COUNT"] = 0
 
 
 @dataclass
@@ -83,19 +79,17 @@ class World:
     def from_launcher(cls) -> "World":
         """Read what torchrun has set; without torchrun there is one rank. Raises WorldError."""
         values = []
-        for name, (default, least) in VARIABLES.items():
-            text = os.environ.get(name, str(default))
+        for name, least in VARIABLES.items():
+            text = os.environ.get(name, str(least))
             if not text.isdecimal() or int(text) < least:
-                raise WorldError(
-                    f"{name}={text}: must be a whole number, at least {least}; torchrun sets it"
-                )
+                rule = f"must be a whole number, at least {least}; torchrun sets it"
+                raise WorldError(f"{name}={text}: {rule}")
             values.append(int(text))
         world = cls(*values)
         if world.rank >= world.size or (world.size > 1 and "RANK" not in os.environ):
-            raise WorldError(
-                f"RANK={os.environ.get('RANK', 'not set')} of WORLD_SIZE={world.size}: ranks are"
-                f" numbered from 0 to {world.size - 1}; torchrun does it"
-            )
+            place = f"RANK={os.environ.get('RANK', 'not set')} of WORLD_SIZE={world.size}"
+            rule = f"ranks are numbered from 0 to {world.size - 1}; torchrun does it"
+            raise WorldError(f"{place}: {rule}")
         return world
 
     def connect(self, device: str, timeout: float, tp: int = 1, pp: int = 1, **others: int) -> None:
@@ -124,10 +118,7 @@ class World:
                 " tensors from rank to rank: give each rank a GPU, or --pp 1, or --device cpu"
             )
         if self.shares_gpu:
-            self.say(
-                "ranks share a GPU, which NCCL refuses: gloo carries what they send, through the"
-                " host, slowly"
-            )
+            self.say("ranks share a GPU, which NCCL refuses: gloo sends through the host, slowly")
         collective_timeout = timedelta(seconds=timeout + 60)
         dist.init_process_group(
             "nccl" if nccl else "gloo",
@@ -187,9 +178,8 @@ class World:
             self.refusals = Refusals(own, self.rank, self.size)
             return self.store
         except ValueError as e:
-            raise WorldError(
-                f"rank {self.rank}: the {self.size} ranks cannot meet: {terminal.one_line(e)}"
-            ) from None
+            why = f"the {self.size} ranks cannot meet: {terminal.one_line(e)}"
+            raise WorldError(f"rank {self.rank}: {why}") from None
         except (dist.DistError, OSError) as e:
             first_line = str(e).split("\n")[0]
             raise WorldError(
@@ -320,15 +310,10 @@ def memory(device: str, ranks_on_machine: int) -> int:
     if device == "cuda":
         return torch.cuda.get_device_properties(0).total_memory
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("SwapTotal"):
-                    # In KiB.
-                    total += 1024 * int(line.split()[1])
-    except OSError:
-        # Another kernel has no such file: count no swap.
-        pass
+    # Another kernel has no such file: count no swap.
+    with contextlib.suppress(OSError):
+        swap = re.search(r"SwapTotal: *(\d+) kB", Path("/proc/meminfo").read_text())
+        total += 1024 * int(swap[1]) if swap else 0
     return total // ranks_on_machine
 
 
