@@ -3,9 +3,9 @@
     python -m benchmarks.fp8 [--steps 300] [--toy] [--out DIR]
 
 The range of each format, with all positive numbers of e4m3 and e5m2. Then the error of a linear
-layer's three products, for matrices as training has them: the default model is trained on the
-default corpus in float32, with the matrix multiplications of layers 1 and 2 in FP8 (delayed
-scaling). The inputs, weights and gradients of its last step are rounded again by each recipe:
+layer's three products: the default model is trained in float32, with the matrix multiplications of
+layers 1 and 2 in FP8, and the inputs, weights and gradients of its last step are rounded by each
+recipe:
 
     bf16               rounded to bf16, without scales
     current            one scale for a tensor, from its own maximum
@@ -15,7 +15,7 @@ scaling). The inputs, weights and gradients of its last step are rounded again b
 
 Sums are in float32. An error is the norm of the difference from the product of the matrices before
 they were rounded, in float64, over the norm of that product. Beside it stands how many of the
-gradients that were not zero became zero. What a GPU gains is in products.py and training_step.py.
+gradients that were not zero became zero.
 """
 
 import math

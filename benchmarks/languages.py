@@ -6,10 +6,8 @@ In which language is a snippet of 96 bytes? The files are those of this machine,
 Of ten files of a language, six are for pretraining, without a label; two give the snippets that are
 learned, and two those of the test. A BERT learns to fill in hidden bytes of the first. Then
 classifiers learn from few labels, in equally many steps: from its weights, and from random ones;
-with two learning rates each. A seed decides what is random, and the order of the snippets.
-
-A snippet begins with a line, and more than half of it are letters. Languages with too few files are
-left out. What was stopped goes on under the same --out.
+with two learning rates each. A snippet begins with a line, and more than half of it are letters.
+What was stopped goes on under the same --out.
 """
 
 import argparse

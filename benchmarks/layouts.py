@@ -7,9 +7,8 @@ Each layout but the first is `torchrun train.py` on N ranks: GPUs if there are N
 that share the cores. All have the same model, global batch, micro-batch size and seed, and take
 turns. Tokens/s of a round are the median over its steps, the first 3 left out.
 
-Peak memory is the bytes of tensors on the rank that has most. On CPUs train.py reports the peak of
-the process, in which libraries hide the layout; there the tensors that live in the first two steps
-are counted instead (planning/counters.py).
+Peak memory is the bytes of tensors on the rank that has most; on CPUs those of the first two steps
+are counted (planning/counters.py), for the process has libraries beside them.
 
 The losses of all steps must be those of one device: to 1e-4 in fp32, 2e-2 in bf16. Rows marked with
 * compute something else: experts are compared with each other, bf16 moments with nothing.
@@ -203,7 +202,6 @@ def draw(results: dict, figures: Path) -> None:
     for y, row in enumerate(rows):
         style.inside(losses, f"{row['losses'][-1]:.5f}", (0.5, y), "white")
     losses.set(xlabel=f"loss of step {results['steps']}", xlim=(0, 1), xticks=[])
-    losses.tick_params(axis="y", length=0)
     losses.spines[:].set_visible(False)
     draw_bars(rates, rows, "tokens/s", [row["tokens_per_second"] for row in rows])
     draw_bars(memory, rows, "peak memory of a rank, MiB", mebibytes(rows))

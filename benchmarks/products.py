@@ -12,8 +12,7 @@ matrices: TFLOP/s of the products of a layer at the sizes of two models,
 
 Then the three products of a layer h -> h in FP8, by the time of those in bf16. With casts: maxima,
 scales and bytes of inputs, weights and gradients are in the time, cast as in a run
-(base/fp8_cast.py), and beside it by PyTorch's operations. Without: bytes are there, contiguous
-as the library wants them.
+(base/fp8_cast.py), and beside it by PyTorch's operations. Without: bytes are there.
 
 attention: forward and backward of scaled_dot_product_attention by each of PyTorch's kernels, and
 the first call, in which cuDNN makes a plan for a shape. Then eight new shapes with a mask, one call
@@ -211,11 +210,8 @@ def cases_of(stage: str, args) -> dict:
 
 def predicted(stage: str, args) -> dict[str, str]:
     """By the shares of an H100's peak that planner.py has."""
-    rate = H100.peak * H100.constants.matmul
-    names = MATRICES if stage == "matrices" else cases_of(stage, args)
-    found = {name: f"{rate / 1e12:.0f} TFLOP/s" for name in names if "new shapes" not in name}
-    if stage == "matrices":
-        alone = H100.constants.matmul / (2 * H100.constants.fp8)
-        for n, h in LAYERS:
-            found[f"FP8, {n:,} tokens, h {h}"] = f"{alone:.2f} products alone"
-    return found
+    shares = H100.constants
+    rate = f"{H100.peak * shares.matmul / 1e12:.0f} TFLOP/s"
+    alone = f"{shares.matmul / (2 * shares.fp8):.2f} products alone"
+    names = [name for name in cases_of(stage, args) if "new shapes" not in name]
+    return {name: alone if name.startswith("FP8") else rate for name in names}

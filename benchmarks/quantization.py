@@ -8,10 +8,9 @@ r"""Weights in 8 and 4 bits: perplexity, bytes and tokens per second beside 32 a
                                        [--sequences 1024]
 
 Perplexity is that of held-out sequences of the default corpus; its change beside bf16 comes from
-the differences of each sequence's losses, so its standard error is small. Bytes are those of all
-weights in memory. Tokens/s are greedy, after prompts of 16 tokens, at batch 1 and 16; a prefill
-fills three quarters of the context. int8, int4 and bf16 multiply in bfloat16. They take turns; a
-ratio is to bf16 in the same round.
+the differences of each sequence's losses, so its standard error is small. Tokens/s are greedy, at
+batch 1 and 16; a prefill fills three quarters of the context. int8, int4 and bf16 multiply in
+bfloat16. They take turns; a ratio is to bf16 in the same round.
 """
 
 import itertools

@@ -5,8 +5,8 @@ import argparse
 import importlib
 import json
 import re
+import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import matplotlib.pyplot
 import processes
@@ -15,7 +15,8 @@ import torch
 import torch._functorch.config
 
 import recompute
-from benchmarks import kernels, redraw, report
+from benchmarks import kernels, layouts, redraw, report, reproduction
+from run.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent
 COMPARISONS = ROOT / "benchmarks"
@@ -52,8 +53,6 @@ SCRIPTS = [
     ("training_step", [], ["training_step.json"]),
     ("zero_memory", [], ["zero_memory.json", "zero_memory.svg"]),
 ]
-# these start training runs as commands
-LAUNCHERS = ("layouts",)
 # these need transformers, which is not installed everywhere
 TRANSFORMERS = ("generation", "serving_speed", "training_step")
 
@@ -74,52 +73,25 @@ def tracked() -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in paths if path.suffix in (".json", ".svg")}
 
 
-class ForkedTraining:
-    """What subprocess.Popen is for try_layouts.py: ranks that have imported the project."""
-
-    def __init__(self, command: list[str], **options):
-        world = 1
-        argv = command[1:]
-        if "--nproc-per-node" in command:
-            after_launcher = command.index("--nproc-per-node") + 2
-            world = int(command[after_launcher - 1])
-            argv = command[after_launcher:]
-        self.ranks = processes.start_ranks(world, argv) if world > 1 else [processes.start(argv)]
-
-    def poll(self) -> int | None:
-        codes = [rank.returncode for rank in self.ranks]
-        return None if None in codes else max(codes)
-
-    def terminate(self) -> None:
-        for rank in self.ranks:
-            rank.process.kill()
-
-    def wait(self) -> None:
-        for rank in self.ranks:
-            rank.process.join()
+def run_forked(world: int, script: list[str], flags: list[str], steps: int) -> list[dict]:
+    """As try_layouts.run, by ranks that have imported the project. (On a GPU a fork cannot.)"""
+    with tempfile.TemporaryDirectory() as folder:
+        ends = ["--steps", str(steps), "--out", f"{folder}/run"]
+        done = processes.run([*script, *flags, *ends], world)
+        assert done.returncode == 0, done.stderr
+        return read_metrics(Path(folder) / "run" / "metrics.jsonl")[0]
 
 
-def start_without_imports(script: str, monkeypatch) -> None:
-    """Train in processes that have imported the project. (On a GPU a fork cannot.)"""
-    if torch.cuda.is_available() or script not in LAUNCHERS:
-        return
-    fake = SimpleNamespace(Popen=ForkedTraining, DEVNULL=None)
-    monkeypatch.setattr(importlib.import_module("planning.try_layouts"), "subprocess", fake)
-
-
-def count_short_steps(script: str, monkeypatch) -> None:
+def count_short_steps(monkeypatch) -> None:
     """Steps that reproduction.py counts on the meta device: of few layers and micro-batches."""
-    if script != "reproduction":
-        return
-    module = importlib.import_module("benchmarks.reproduction")
-    counted = module.counted
+    counted = reproduction.counted
 
     def of_few_layers(words: str):
         if "--pp 8" in words:
             return counted(f"{words} --num-layers 24 --global-batch-size 8")
         return counted(f"{words} --num-layers 2")
 
-    monkeypatch.setattr(module, "counted", of_few_layers)
+    monkeypatch.setattr(reproduction, "counted", of_few_layers)
 
 
 def write_no_figures(monkeypatch) -> None:
@@ -142,8 +114,9 @@ def test_toy(script, argv, files, tmp_path, monkeypatch, capfd):
     before = tracked()
     out = tmp_path / "out"
     threads = torch.get_num_threads()
-    start_without_imports(script, monkeypatch)
-    count_short_steps(script, monkeypatch)
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(layouts, "run", run_forked)
+    count_short_steps(monkeypatch)
     write_no_figures(monkeypatch)
     try:
         status = main_of(script, [*argv, "--toy", "--out", out], monkeypatch)
