@@ -5,9 +5,6 @@
 
 Measured are all rows of table 2, on t = 1, 2 and 4 tensor-parallel ranks: the bytes that rank 0
 keeps for the backward pass of one layer in bf16 (LayerNorm, GELU, dropout 0.1, explicit attention).
-The shapes have the 5as/h of the paper's 22B and 175B models, and two others. Printed are the
-formula, the measured bytes and their difference.
-
 Then the formulas alone, for the paper's models: GiB of activations on the first pipeline stage.
 
 Figure: docs/figures/activation_memory.svg
@@ -39,6 +36,8 @@ SHAPES = {
     "odd": dict(s=300, b=3, h=480, a=12),
 }
 TOY = {"tiny": dict(s=32, b=1, h=64, a=4)}
+# GiB of a GPU of 80 GB.
+CARD = 80e9 / 2**30
 # Table 3: a, h, L, t, p, v, micro-batch size b.
 MODELS = {
     "22B": (64, 6144, 48, 8, 1, 1, 4),
@@ -100,10 +99,6 @@ def first_stage_table() -> dict[str, dict[str, float]]:
         layer_bytes = partial(recompute.layer_bytes, 2048, b, h, a, t)
         found[model] = {row: gib * layer_bytes(*flags) for row, flags in rows.items()}
     return found
-
-
-# GiB of a GPU of 80 GB.
-CARD = 80e9 / 2**30
 
 
 def draw(results: dict, figures: Path) -> None:

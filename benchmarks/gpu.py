@@ -67,9 +67,9 @@ def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     module = STAGES.get(args.stage, WARM).module
     cases = importlib.import_module(f"benchmarks.{module}").cases_of(args.stage, args)
     report.check_names(parser, args.cases, cases)
-    rows = read(args)["results"].get(args.stage, {})
-    failed = left = 0
     stage = args.stage
+    rows = read(args)["results"].get(stage, {})
+    failed = left = 0
     # Those without a result come first.
     for name in sorted(args.cases or cases, key=lambda name: name in rows):
         keys = "results", stage, name

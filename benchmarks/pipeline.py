@@ -38,13 +38,13 @@ from schedules import Cost, Event
 P = 2
 SHAPE = GPT | dict(num_layers=8, micro_batch_size=1)
 TOY = SHAPE | dict(hidden_size=64, seq_length=32)
-# Flags of train.py.
+# {layout: (schedule, virtual stages v)}
 LAYOUTS = {
-    "gpipe": dict(schedule="gpipe"),
-    "1f1b": dict(schedule="1f1b"),
-    "interleaved v=2": dict(virtual_stages=2),
-    "interleaved v=4": dict(virtual_stages=4),
-    "zb-h1": dict(schedule="zb-h1"),
+    "gpipe": ("gpipe", 1),
+    "1f1b": ("1f1b", 1),
+    "interleaved v=2": ("interleaved", 2),
+    "interleaved v=4": ("interleaved", 4),
+    "zb-h1": ("zb-h1", 1),
 }
 # Micro-batches of a step.
 MICRO_BATCHES = (8, 4)
@@ -60,12 +60,6 @@ MARKERS = {
     "zb-h1": ("D", "#009e73"),
     "interleaved v=4": ("v", "#cc79a7"),
 }
-
-
-def layout(name: str) -> tuple[str, int]:
-    """(schedule, virtual stages v) of a layout."""
-    flags = LAYOUTS[name]
-    return flags.get("schedule", "interleaved"), flags.get("virtual_stages", 1)
 
 
 # --- torch.distributed.pipelining over our chunks -------------------------------------------------
@@ -103,9 +97,10 @@ def torch_schedule(trainer: train.Trainer, m: int, seq_length: int):
         PipelineStage(TorchStage(chunk), c * P + group.rank(), P * v, cpu, group=group)
         for c, chunk in enumerate(trainer.stages)
     ]
+    options = dict(loss_fn=loss, scale_grads=False)
     if v == 1:
-        return Schedule1F1B(stages[0], m, loss_fn=loss, scale_grads=False)
-    return ScheduleInterleaved1F1B(stages, m, loss_fn=loss, scale_grads=False)
+        return Schedule1F1B(stages[0], m, **options)
+    return ScheduleInterleaved1F1B(stages, m, **options)
 
 
 def torch_pipeline(trainer: train.Trainer, m: int, dataset: Random):
@@ -137,8 +132,9 @@ class Pipelined(Steps):
     """A layout on this rank, with the events of each of its steps."""
 
     def __init__(self, name: str, m: int, shape: dict):
+        flags = dict(zip(("schedule", "virtual_stages"), LAYOUTS[name]))
         groups = Groups(pp=dist.group.WORLD)
-        super().__init__(shape, groups, global_batch_size=m, pp=P, **LAYOUTS[name])
+        super().__init__(shape, groups, global_batch_size=m, pp=P, **flags)
         self.m = m
         self.events = []
 
@@ -191,7 +187,7 @@ def bubbles(measured: list[dict], name: str, m: int) -> tuple[float, float]:
     by_rank = [result["events"][name, m] for result in measured]
     # The events of all ranks, round by round.
     rounds = [list(itertools.chain(*of_round)) for of_round in zip(*by_rank)]
-    kind, v = layout(name)
+    kind, v = LAYOUTS[name]
     seconds = {}
     for e in itertools.chain(*rounds):
         seconds.setdefault((e.op, e.chunk * P + e.rank), []).append(e.end - e.start)
@@ -212,7 +208,7 @@ def schedule_row(measured: list[dict], name: str, m: int, seq_length: int) -> di
     """A row of results."""
     times = measured[0]["times"]
     bubble, simulated = bubbles(measured, name, m)
-    kind, v = layout(name)
+    kind, v = LAYOUTS[name]
     schedule = schedules.make(kind, P, m, v)
     return {
         "tokens_per_second": m * seq_length / median([t[name, m] for t in times]),
@@ -231,7 +227,7 @@ def schedule_row(measured: list[dict], name: str, m: int, seq_length: int) -> di
 
 def simulated(name: str, p: int, m: int) -> list[Event]:
     """The events of a layout where F, I and W of a rank's layers take 1 each."""
-    kind, v = layout(name)
+    kind, v = LAYOUTS[name]
     return schedules.simulate(schedules.make(kind, p, m, v), Cost(1 / v, 1 / v, 1 / v))
 
 
@@ -239,11 +235,10 @@ def simulated_bubbles(ps: tuple[int, ...]) -> list[dict]:
     """The bubble of each layout for each p, with m = p, 2 p, 4 p and 8 p."""
     rows = []
     for p, name, k in itertools.product(ps, MARKERS, (1, 2, 4, 8)):
-        m = p * k
-        kind, v = layout(name)
-        row = {"layout": name, "p": p, "m": m}
-        row["simulated"] = schedules.bubble(simulated(name, p, m))
-        rows.append(row | {"formula": schedules.bubble_formula(kind, p, m, v)})
+        kind, v = LAYOUTS[name]
+        row = {"layout": name, "p": p, "m": p * k}
+        row["simulated"] = schedules.bubble(simulated(name, p, p * k))
+        rows.append(row | {"formula": schedules.bubble_formula(kind, p, p * k, v)})
     return rows
 
 
@@ -279,11 +274,8 @@ def draw(results: dict, figures: Path) -> None:
     for name in DRAWN:
         events = simulated(name, P, 8)
         measured = results["schedules"][f"{name}, m=8"]["bubble_measured"]
-        title = (
-            f"{name}: bubble = idle / ideal time = {100 * schedules.bubble(events):.1f}%;"
-            f" measured, median: {100 * measured:.1f}%"
-        )
-        panels[title] = events
+        ideal = f"{name}: bubble = idle / ideal time = {100 * schedules.bubble(events):.1f}%"
+        panels[f"{ideal}; measured, median: {100 * measured:.1f}%"] = events
     style.pyplot()
     unit = "time; F, I and W of all layers of a rank take 1 each, B takes 2"
     drawing.plot(panels, figures / "pipeline_schedules.svg", unit=unit)

@@ -156,19 +156,16 @@ def table_of_llama(rows: list[dict]) -> list[str]:
     """A row for each model and number of GPUs, and one more where half of the memory changes it."""
     lines = []
     for row in rows:
-        lines.append(llama_line(row, "best", ""))
+        found = {"": row["best"]}
         if row["half"] != row["best"]:
-            lines.append(llama_line(row, "half", ", half of the memory"))
+            found[", half of the memory"] = row["half"]
+        for name, plan in found.items():
+            cells = f"| | | {plan.get('refused')} |"
+            if "refused" not in plan:
+                speed = plan["tokens_per_second_per_gpu"]
+                cells = f"| {speed:,.0f} | {plan['gib']:.0f} | `{plan['flags']}` |"
+            lines.append(f"| {row['model']} | {row['gpus']}{name} {cells}")
     return lines
-
-
-def llama_line(row: dict, memory: str, name: str) -> str:
-    found = row[memory]
-    line = f"| {row['model']} | {row['gpus']}{name} |"
-    if "refused" in found:
-        return f"{line} | | {found['refused']} |"
-    speed = found["tokens_per_second_per_gpu"]
-    return f"{line} {speed:,.0f} | {found['gib']:.0f} | `{found['flags']}` |"
 
 
 def tables(results: dict) -> dict[str, list[str]]:
