@@ -226,9 +226,8 @@ def accuracy(model, tokenizer, prompts: list[list[int]], test: list[dict], batch
     """The share of right answers, generated for `batch` prompts at a time."""
     correct = 0
     for start in range(0, len(test), batch):
-        answers = generate.generate(
-            model, prompts[start : start + batch], 3, temperature=0, eot=tokenizer.eot
-        )
+        some = prompts[start : start + batch]
+        answers = generate.generate(model, some, 3, temperature=0, eot=tokenizer.eot)
         for line, ids in zip(test[start : start + batch], answers):
             correct += tokenizer.decode(ids) == line["label"]
     return correct / len(test)
@@ -277,8 +276,7 @@ def likeliest_letter_accuracy(experiment: Experiment) -> float:
 def free_accuracy(experiment: Experiment) -> float:
     """The untuned model generates what it likes."""
     model, tokenizer = experiment.open_base()
-    prompts = questions(experiment, tokenizer)
-    return accuracy(model, tokenizer, prompts, experiment.test, batch=1)
+    return accuracy(model, tokenizer, questions(experiment, tokenizer), experiment.test, batch=1)
 
 
 # --- a base, and what is compared -----------------------------------------------------------------
@@ -448,11 +446,14 @@ def print_summary(results: dict) -> None:
         table.row(cells | {f"step, of {ALL}": results["seconds"][name]["ratio"]})
 
 
-def draw_methods(axes, results: dict) -> None:
-    """Three panels with a row for each method."""
-    accuracy, memory, seconds = axes
-    names = names_in(results)
-    colour = style.SERIES[0]
+def draw(results: dict, figures: Path) -> None:
+    """results: what fine_tuning.json or prompt_tuning.json holds. Of the first three panels with a
+    row for each method."""
+    if "by_tokens" in results:
+        draw_prompts(results, figures)
+        return
+    figure, (accuracy, memory, seconds) = style.figure(2.9, 1, 3)
+    names, colour = names_in(results), style.SERIES[0]
     spreads = [report.spread(results["accuracy"][name].values()) for name in names]
     style.ranges(accuracy, range(len(names)), spreads, colour)
     accuracy.axvline(results["untuned"], color="black", linestyle="--", linewidth=1)
@@ -470,18 +471,8 @@ def draw_methods(axes, results: dict) -> None:
     style.ranges(seconds, range(len(names)), ratios, colour)
     seconds.axvline(1, color="black", linewidth=0.8)
     seconds.set(xlabel="time of a step, over full")
-    style.rows_of(accuracy, names)
-
-
-def draw(results: dict, figures: Path) -> None:
-    """results: what fine_tuning.json or prompt_tuning.json holds."""
-    if "by_tokens" in results:
-        draw_prompts(results, figures)
-        return
-    figure, panels = style.figure(2.9, 1, 3)
-    draw_methods(panels, results)
-    for axes in panels[1:]:
-        style.rows_of(axes, names_in(results), hidden=True)
+    for axes in (accuracy, memory, seconds):
+        style.rows_of(axes, names, hidden=axes is not accuracy)
     style.save(figure, figures / "fine_tuning.svg")
 
 

@@ -128,12 +128,12 @@ def draw(found: dict, figures: Path) -> None:
     for figure_name, stages in FIGURES.items():
         bars = {}
         for stage in stages:
-            rows = found["results"].get(stage, {})
-            # A panel has one unit: of kernels it is the share of a copy.
-            rows = {n: r for n, r in rows.items() if stage != "kernels" or SHARE in r}
-            numbers = {name: first_number(row) for name, row in rows.items() if "error" not in row}
-            bars[stage] = {name: spread for name, spread in numbers.items() if spread}
-        bars = {stage: of_stage for stage, of_stage in bars.items() if of_stage}
+            for name, row in found["results"].get(stage, {}).items():
+                # A panel has one unit: of kernels it is the share of a copy.
+                has_unit = stage != "kernels" or SHARE in row
+                spread = first_number(row) if has_unit and "error" not in row else None
+                if spread:
+                    bars.setdefault(stage, {})[name] = spread
         if bars:
             draw_stages(bars, found, figures / f"{figure_name}.svg")
 

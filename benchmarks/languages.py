@@ -145,7 +145,7 @@ def main() -> None:
         flags = f"{starts[start]} --lr {rate} {FINE_TUNING}"
         found = results["accuracy"][name] = classify(args, folder, flags, name)
         table.row({"begins": start, "learning rate": rate, "accuracy": report.spread(found)})
-    report.save("languages", results, args)
+    report.finish("languages", results, args)
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def main():
     results = speed(args.rounds, TOY if args.toy else SPEED)
     report.print_results(results)
     # The ranks had one thread each.
-    report.save("moe_speed", results, args, threads=1)
+    report.finish("moe_speed", results, args, threads=1)
 
 
 if __name__ == "__main__":

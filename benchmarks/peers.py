@@ -214,8 +214,7 @@ class LikeNanochat(nn.Linear):
 
 def in_layers(name: str, layers: range) -> bool:
     """Whether a module's name, blocks.7.attention.query, is of one of these layers."""
-    parts = name.split(".")
-    return parts[0] == "blocks" and len(parts) > 1 and int(parts[1]) in layers
+    return any(name.startswith(f"blocks.{number}.") for number in layers)
 
 
 def convert(stage: gpt.GPT, peer: str, layers: range) -> None:

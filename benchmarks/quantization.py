@@ -160,7 +160,7 @@ def measure_models(args) -> dict:
         new = TOY_NEW if args.toy else min(NEW, config.seq_length - PROMPT)
         kinds = measure(load, text, sequences, args.rounds, new)
         results[name] = {"parameters": parameters, "sequences": sequences, "kinds": kinds}
-        report.save("quantization", {"models": results}, args)
+        report.finish("quantization", {"models": results}, args)
     return results
 
 

@@ -109,7 +109,7 @@ def main():
         rows = results[f"dropout {dropout}"] = table(measured, shape, world)
         for row in rows:
             printed.row({"dropout": dropout} | row | {"paper": PAPER.get(row["row"])})
-    report.save("recompute_overhead", results, args, threads=1)
+    report.finish("recompute_overhead", results, args, threads=1)
 
 
 if __name__ == "__main__":

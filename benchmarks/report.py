@@ -152,20 +152,16 @@ def write(name: str, results: dict, args: argparse.Namespace, threads: int | Non
     return path
 
 
-def save(name: str, results: dict, args: argparse.Namespace, threads: int | None = None) -> None:
-    """`write`, and print where."""
-    print(f"written: {write(name, results, args, threads)}", flush=True)
-
-
 def saved(name: str, args: argparse.Namespace) -> dict:
     """What NAME.json in the folder of --out holds."""
     return json.loads((args.out / f"{name}.json").read_text())
 
 
-def finish(name: str, results: dict, args: argparse.Namespace, draw: Callable, threads=None):
-    """`save`, and draw the figures from what was saved."""
-    save(name, results, args, threads)
-    draw(saved(name, args), args.figures)
+def finish(name: str, results: dict, args: argparse.Namespace, draw=None, threads=None) -> None:
+    """`write`, print where, and draw the figures, if there are any, from what was written."""
+    print(f"written: {write(name, results, args, threads)}", flush=True)
+    if draw:
+        draw(saved(name, args), args.figures)
 
 
 def earlier(name: str, parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict:

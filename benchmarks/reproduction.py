@@ -406,10 +406,8 @@ def nemo_days(search: Search) -> list[Ours]:
 
 def rule_of_thumb() -> list[Ours]:
     """8 N tokens at 140 TFLOP/s over the published days: least and most, from 5B up and of 126M."""
-    published = iter(rows_of("nemo_days"))
-    ratios = []
-    for size, n in itertools.product(PARAMETERS.values(), GPUS):
-        ratios.append(8 * size * TOKENS / (140e12 * n) / DAY / next(published)[1])
+    cases = zip(itertools.product(PARAMETERS.values(), GPUS), rows_of("nemo_days"), strict=True)
+    ratios = [8 * size * TOKENS / (140e12 * n) / DAY / row[1] for (size, n), row in cases]
     return [Ours(end(part)) for part in (ratios[3:], ratios[:3]) for end in (min, max)]
 
 
@@ -621,9 +619,8 @@ def row_of(claim: dict) -> str:
 def reasons(claims: list[dict]) -> list[str]:
     """A line for each reason, with the claims that it is about."""
     found: dict[str, list[str]] = {}
-    for claim in claims:
-        if is_off(claim):
-            found.setdefault(claim["why"], []).append(f"{claim['claim']} ({claim['ratio']:.2f})")
+    for claim in filter(is_off, claims):
+        found.setdefault(claim["why"], []).append(f"{claim['claim']} ({claim['ratio']:.2f})")
     return [f"- *{'; '.join(names)}*: {why}" for why, names in found.items()]
 
 

@@ -195,22 +195,17 @@ def table_of_symptoms(results: dict) -> str:
 
 
 # A word in a parameter's name: the part of the model that it belongs to; the first counts.
-PLACES = {"embedding": "embedding", "norm": "norms", "router": "routers", "mlp": "MLPs"}
-PLACES |= {"": "attention"}
+PLACES = dict(embedding="embedding", norm="norms", router="routers", mlp="MLPs") | {"": "attention"}
 
 
 def words_of_gradients(row: dict) -> str:
     """All, none, or how many and where."""
     count, total = row["wrong gradients"], row["gradients"]
-    if not count:
-        return "right"
     # The gradients of key biases, which are 0, may be wrong too.
-    if count >= total:
-        return "all"
-    places = set()
-    for name in row["wrong"]:
-        # A name has an empty word.
-        places.add(next(place for word, place in PLACES.items() if word in name))
+    if not count or count >= total:
+        return "all" if count else "right"
+    # A name has an empty word.
+    places = {next(PLACES[word] for word in PLACES if word in name) for name in row["wrong"]}
     return f"{count} of {total}" + (f": {', '.join(sorted(places))}" if 0 < len(places) < 4 else "")
 
 
@@ -246,16 +241,13 @@ def row_of_table(name: str, row: dict) -> str:
 
 def tables(results: dict) -> dict[str, str]:
     """Kind -> table in Markdown, bugs in their order in course/mutations/."""
-    head = [
-        "| bug | loss, step 1 | loss, late | held out | norm | gradients | ranks |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    head = "| bug | loss, step 1 | loss, late | held out | norm | gradients | ranks |\n"
+    head += "|---|---|---|---|---|---|---|"
     found = {}
     for name in KINDS.values():
         bugs = results["bugs"].items()
-        rows = [row_of_table(bug, row) for bug, row in bugs if row["kind"] == name]
-        if rows:
-            found[name] = "\n".join(head + rows)
+        if rows := [row_of_table(bug, row) for bug, row in bugs if row["kind"] == name]:
+            found[name] = "\n".join([head, *rows])
     return found
 
 

@@ -55,7 +55,7 @@ def main():
         rows[name] = {step: spread([run[step] for run in runs]) for step in runs[0]}
         print(name)
         report.print_results(rows[name])
-    report.save("stale_rollouts", {"toy": args.toy, "results": rows}, args, threads=1)
+    report.finish("stale_rollouts", {"toy": args.toy, "results": rows}, args, threads=1)
 
 
 if __name__ == "__main__":

@@ -490,7 +490,7 @@ def main():
             {"ms": f"{case}, {who}"} | ms for who, ms in row.get("milliseconds", {}).items()
         )
     name = "two_checkouts" if args.other else "training_step"
-    report.save(name, {"results": results}, args, threads=args.threads)
+    report.finish(name, {"results": results}, args, threads=args.threads)
 
 
 if __name__ == "__main__":
