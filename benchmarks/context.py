@@ -252,8 +252,7 @@ class Measured(Steps):
 
     def __init__(self, shape: dict, kind: str | None = None, context=contextlib.nullcontext):
         self.context = context
-        self.losses = []
-        self.processor = []
+        self.losses, self.processor = [], []
         groups, flags = None, {}
         n = dist.get_world_size()
         if kind and n > 1:

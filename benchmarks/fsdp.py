@@ -29,7 +29,7 @@ from base import cpu
 from base.groups import Groups
 from benchmarks import report, style, time_line
 from benchmarks.report import ratio, spread
-from benchmarks.steps import Random, Steps
+from benchmarks.steps import InTurn, Random, Steps
 from course import demo, ranks
 from planning import counters
 
@@ -46,13 +46,14 @@ class Ours(Steps):
     def __init__(self, shape: dict):
         flags = dict(global_batch_size=2 * SEQUENCES, warmup_steps=0, steps=10**9)
         super().__init__(shape, Groups(dp=dist.group.WORLD), zero_stage=3, **flags)
+        self.losses = []
 
-    def step(self) -> float:
+    def step(self) -> None:
         # This rank's part of the mean over both.
-        return super().step() * 2
+        self.losses.append(super().step() * 2)
 
 
-class Theirs:
+class Theirs(InTurn):
     """The same steps, by torch's own parts."""
 
     def __init__(self, shape: dict):
@@ -71,15 +72,16 @@ class Theirs:
         first = dist.get_rank() * SEQUENCES
         dataset = Random(2 * SEQUENCES, shape["seq_length"], shape["vocab_size"])
         self.batch = dataset.batch(range(first, first + SEQUENCES))
+        self.losses = []
 
-    def step(self) -> float:
+    def step(self) -> None:
         # fully_shard averages gradients over ranks
         loss = self.model(self.batch.tokens, self.batch.targets).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.item()
+        self.losses.append(loss.item())
 
 
 TRAINERS = {"ours": Ours, "theirs": Theirs}
@@ -100,15 +102,12 @@ def peak_bytes(rank: int, name: str, shape: dict) -> int:
 
 
 def on_rank(rank: int, rounds: int, shape: dict) -> tuple[list[dict], dict, list]:
-    """(seconds of each, round by round; {name: losses}; the time line of one of our steps)"""
+    """(seconds of each, round by round; {name: its first and its last loss}; the time line of one
+    of our steps)"""
     cpu.set_up()
     trainers = {name: make(shape) for name, make in TRAINERS.items()}
-    losses = {name: [] for name in TRAINERS}
-
-    def step(name: str) -> float:
-        return report.timed_together(lambda: losses[name].append(trainers[name].step()))
-
-    times = report.in_turn({name: lambda name=name: step(name) for name in TRAINERS}, rounds)
+    times = report.in_turn({name: one.together for name, one in trainers.items()}, rounds)
+    losses = {name: (one.losses[0], one.losses[-1]) for name, one in trainers.items()}
     return times, losses, events_of_a_step(trainers["ours"])
 
 
@@ -239,7 +238,7 @@ def main():
         "step_time_over_fully_shard": ratio(times, "ours", "theirs"),
         "peak_tensor_bytes": peaks,
         "peak_over_fully_shard": peaks["ours"] / peaks["theirs"],
-        "first_and_last_loss": {name: (x[0], x[-1]) for name, x in losses.items()},
+        "first_and_last_loss": losses,
         "in_flight_while_computing": {w: time_line.hidden(events, w) for w in collectives},
     }
     report.print_results(results)

@@ -1,10 +1,8 @@
 """Stages of gpu.py that check: the machine, the kernels' build, tests, parity, a run of train.py.
 
 Every test with the marker gpu is in one of two stages: those of compute-sanitizer, which take
-minutes, are in the last one. A row of tests has what failed, and why.
-
-Beside the tests run, each in a process of its own, the other stages at toy size, so that what
-breaks anywhere is known early, and the stage `warm` of training_step.py.
+minutes, are in the last one. Beside the tests run the other stages at toy size, each in a process
+of its own, so that what breaks anywhere is known early, and the stage `warm` of training_step.py.
 """
 
 import functools

@@ -60,10 +60,7 @@ def read(args: argparse.Namespace) -> dict:
 def note(args: argparse.Namespace, value: dict, *keys: str) -> None:
     """Put a value into gpu.json. Where the file cannot be written, the screen has the value."""
     found = read(args)
-    table = found
-    for key in keys[:-1]:
-        table = table.setdefault(key, {})
-    table[keys[-1]] = value
+    report.table_at(found, keys[:-1])[keys[-1]] = value
     try:
         report.replace(args.out / "gpu.json", found, default=str)
     except OSError as e:

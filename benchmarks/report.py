@@ -191,15 +191,17 @@ def earlier(name: str, parser: argparse.ArgumentParser, args: argparse.Namespace
     return {}
 
 
+def table_at(results: dict, keys) -> dict:
+    """The nested dictionary to which these keys lead, made where it is missing."""
+    for key in keys:
+        results = results.setdefault(key, {})
+    return results
+
+
 def note(name: str, args: argparse.Namespace, *keys, measure: Callable) -> None:
     """Measure what NAME.json does not have yet, and save it. keys: of the nested dictionaries on
     the way to it. The file is read again after: another process may have added its own."""
     *way, last = map(str, keys)
-
-    def table(results: dict) -> dict:
-        for key in way:
-            results = results.setdefault(key, {})
-        return results
 
     def read() -> dict:
         try:
@@ -209,10 +211,10 @@ def note(name: str, args: argparse.Namespace, *keys, measure: Callable) -> None:
         except ValueError as e:
             sys.exit(f"{name}.json: {e}; --fresh measures everything again")
 
-    if last not in table(read()):
+    if last not in table_at(read(), way):
         value = measure()
         results = read()
-        table(results)[last] = value
+        table_at(results, way)[last] = value
         print(*keys, value, flush=True)
         results.pop("environment", None)
         write(name, results, args)
