@@ -119,9 +119,8 @@ def draw(results: dict, figures: Path) -> None:
     t = max(r["t"] for r in results["layers"])
     found = {(r["layer"], r["row"]): r for r in results["layers"] if r["t"] == t}
     for axes, (name, x) in zip(layers, shapes.items()):
-        measured, formula = (
-            [found[name, row][kind] / 2**20 for row in DRAWN] for kind in ("measured", "formula")
-        )
+        of_rows = [found[name, row] for row in DRAWN]
+        measured, formula = ([r[k] / 2**20 for r in of_rows] for k in ("measured", "formula"))
         bars = axes.barh(DRAWN, measured, color=style.COLOURS["activations"])
         axes.bar_label(bars, fmt="{:.1f}", fontsize=style.SMALL, padding=4)
         axes.plot(formula, DRAWN, "k|", markersize=10)

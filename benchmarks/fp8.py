@@ -210,9 +210,8 @@ def draw(results: dict, figures: Path) -> None:
         style.rows_of(axes, list(spreads), hidden=product != "y")
         axes.set_xlim(-2 * most, 105 * most)
         axes.set(title=f"Error of {title}", xlabel="relative error, %")
-    figure.supxlabel(
-        "dot: the median of the matrices; line: from the least to the most", fontsize=style.SMALL
-    )
+    words = "dot: the median of the matrices; line: from the least to the most"
+    figure.supxlabel(words, fontsize=style.SMALL)
     style.save(figure, figures / "fp8.svg")
 
 

@@ -6,8 +6,7 @@
 A case is a layout (course/verify.py: every tensor of two steps of a small model, to 1e-10), PPO
 with ZeRO stage 3 (answers, gradients and weights, to 1e-10), or a run of torchrun train.py, which
 goes on from its first checkpoint under another layout. The reference is one CPU; for the run it is
-one GPU. A layout that needs more GPUs than there are says so. One that hangs is stopped after two
-minutes, a run after three.
+one GPU. One that hangs is stopped after two minutes, a run after three.
 
 With a line that says DIFFERS or FAILED: `python -m course.verify --backend nccl --ranks N --
 FLAGS`.
@@ -85,7 +84,7 @@ def check_reinforcement(backend: str) -> str:
 
 
 def worst_of(differences: dict) -> str:
-    """Those above the tolerance."""
+    """Those above the tolerance, or NaN."""
     above = [f"{name} by {x:.1e}" for name, x in differences.items() if not x <= verify.TOLERANCE]
     return ", ".join(above)
 
@@ -121,11 +120,9 @@ def check_run(device: str) -> str:
 
 def compare_losses(out: Path, one: Path) -> str:
     lines, expected = (read_metrics(folder / "metrics.jsonl")[0] for folder in (out, one))
-    worst = {}
-    for name in ("loss", "grad_norm"):
-        pairs = zip(lines, expected, strict=True)
-        worst[name] = max(abs(a[name] / b[name] - 1) for a, b in pairs)
-    return worst_of(worst)
+    pairs = list(zip(lines, expected, strict=True))
+    names = "loss", "grad_norm"
+    return worst_of({name: max(abs(a[name] / b[name] - 1) for a, b in pairs) for name in names})
 
 
 def checks(toy: bool) -> list[tuple]:

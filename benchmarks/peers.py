@@ -124,13 +124,7 @@ class Steps:
     precision of the run, as the Llama has them; else in float32 under autocast, as nanoGPT. theirs:
     the model of transformers."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        device: torch.device,
-        plain: bool | None = None,
-        theirs: bool = False,
-    ):
+    def __init__(self, config: RunConfig, device: torch.device, plain=None, theirs: bool = False):
         self.config, c = config, config.model_config()
         self.model_config = c
         plain = c.llama if plain is None else plain

@@ -5,9 +5,9 @@
 The pictures are those of models/pictures.py, of 16 x 16 pixels: "a small red circle on white". A
 Vision Transformer, trained apart, says colour and shape of what is drawn; the border, whether the
 ground is light. The drawings are held out; of the 64 captions each has been read in training. A
-U-Net draws in pixels, with each seed, and one in the latents of an autoencoder. Another one edits:
-what was asked for is to change, and the rest to stay. "from right" is the distance from the drawing
-that would be right; "outside", that from the source, where neither has a shape.
+U-Net draws in pixels, with each seed, and one in the latents of an autoencoder. Another one edits.
+"from right" is the distance from the drawing that would be right; "outside", that from the source,
+where neither has a shape.
 
 What was stopped goes on under the same --out. --steps are of each U-Net.
 """

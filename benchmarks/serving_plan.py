@@ -173,8 +173,7 @@ def measure(toy: bool) -> dict:
     return {
         "toy": toy,
         "constants": {n: {k: getattr(e, k) for k in FITTED[n]} for n, e in engines.items()},
-        "groups": {name: summary(group) for name, group in groups.items()}
-        | {"all": summary(others)},
+        "groups": {name: summary(group) for name, group in (groups | {"all": others}).items()},
         "worst": [[*r.key, r.error(), r.why_off] for r in worst],
         "frontier": drawn,
         "capacity": capacity_table(),
@@ -207,9 +206,8 @@ def draw(results: dict, figures: Path) -> None:
             named = f"tp {tp}" if pp == min(p for t, p in curves if t == tp) else "_"
             line = dict(color=OF_TP[tp], linestyle="-" if pp == 1 else "--")
             axis.plot(*zip(*points), label=named, linewidth=1, **line)
-        axis.plot(
-            *zip(*found["frontier"]), color="black", linewidth=6, alpha=0.15, label="frontier"
-        )
+        band = dict(color="black", linewidth=6, alpha=0.15, label="frontier")
+        axis.plot(*zip(*found["frontier"]), **band)
         style.ticks(axis, x=(2, 5, 10, 20, 50), y=(1, 10, 100, 1000))
         axis.set(xlabel="seconds of a request", title=f"{name} on H100s (predicted)")
         axis.legend(loc="lower right")

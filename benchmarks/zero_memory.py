@@ -59,12 +59,11 @@ def measure(n: int, stage: int, state: str, shape: dict) -> dict:
     """A row of results: bytes per parameter of the model, of the rank that has most."""
     results = ranks.run(on_rank, n, n, stage, state, shape)
     _, sent, psi = results[0]
-    measured = {part: max(held[part] for held, _, _ in results) / psi for part in PARTS}
     formula = fsdp.bytes_per_parameter(stage, n, state=STATE_BYTES[state])
     return {
         "stage": stage,
         "state": state,
-        "measured": measured,
+        "measured": {part: max(held[part] for held, _, _ in results) / psi for part in PARTS},
         "formula": dict(zip(PARTS, formula)),
         "sent": sent,
         "sent_formula": fsdp.elements_sent(stage, M),
@@ -106,9 +105,8 @@ def main():
         cells = {x: f"{row['measured'][x]:.3f} / {row['formula'][x]:.3f}" for x in PARTS}
         sent = f"{row['sent']:.3f} / {row['sent_formula']} times Ψ (N - 1) / N"
         table.row({"stage": stage, "state": state, **cells, "sent": sent})
-    worst = max(
-        abs(row["measured"][part] / row["formula"][part] - 1) for row in rows for part in PARTS
-    )
+    off = [row["measured"][part] / row["formula"][part] - 1 for row in rows for part in PARTS]
+    worst = max(map(abs, off))
     # 7.5 B parameters on 64 devices, with the paper's 2-byte gradients
     paper = [sum(fsdp.bytes_per_parameter(stage, 64, gradient=2)) * 7.5 for stage in range(4)]
     print(
