@@ -3,8 +3,6 @@
 import torch
 
 import gpt
-import sequence_parallel
-import tensor_parallel
 from course import demo, form
 from models import bert
 
@@ -49,8 +47,7 @@ def changed_logits(model: gpt.GPT, context) -> list[int]:
     tokens, _ = demo.random_tokens(1, S, V)
     changed = tokens.clone()
     changed[0, CHANGED] = (changed[0, CHANGED] + 1) % V
-    apart = (model(tokens, None, context) - model(changed, None, context)).abs().amax(-1)[0]
-    return (apart > 1e-12).nonzero().flatten().tolist()
+    return demo.positions_changed(*(model(x, None, context) for x in (tokens, changed)))
 
 
 def seen(rank: int) -> dict[str, list[int]]:
@@ -63,9 +60,8 @@ def seen(rank: int) -> dict[str, list[int]]:
 
 
 def one_step(rank: int) -> dict:
-    """On two ranks tensor and sequence parallel. With the embedded tokens, [b, S or S / 2, h]."""
-    techniques = tensor_parallel.apply, sequence_parallel.apply
-    model = demo.make_model(config(), *techniques, group=demo.all_ranks())
+    """With the embedded tokens, [b, S or S / 2, h]."""
+    model = demo.sharded_model(config())
     tokens, targets = demo.random_tokens(4, S, V)
     # The second text of a pair begins at token 6 of each row.
     types = (torch.arange(S) >= 6).long().expand(4, S)

@@ -19,7 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import families
 import gpt
+import sequence_parallel
 import sharding
+import tensor_parallel
 from base.model_config import GPTConfig
 from course import form, ranks
 from optimizer import AdamW, GradientAccumulator
@@ -51,6 +53,12 @@ def make_model(
     return model
 
 
+def sharded_model(config: GPTConfig) -> gpt.GPT:
+    """On two ranks tensor and sequence parallel, on one rank whole."""
+    techniques = tensor_parallel.apply, sequence_parallel.apply
+    return make_model(config, *techniques, group=all_ranks())
+
+
 def all_ranks() -> dist.ProcessGroup | None:
     """The group of all ranks; None where this rank is the only one."""
     return dist.group.WORLD if dist.get_world_size() > 1 else None
@@ -66,6 +74,32 @@ def one_step(model: gpt.GPT, tokens: Tensor, targets: Tensor, context=gpt.PLAIN)
     loss = model(tokens, targets, context).mean()
     loss.backward()
     return {"loss": loss.item(), "gradients": gathered_gradients(model)}
+
+
+def chunk_forward(
+    stages: list[gpt.GPT], tokens: Tensor, targets: Tensor, context_of: Callable, losses: list
+) -> Callable:
+    """forward(chunk, micro-batch, activation) as `Pipeline.run` calls it; micro-batch k is row k.
+    It adds the row's part of the mean loss to `losses`. context_of(k): of the model's forward."""
+
+    def forward(chunk: int, k: int, x: Tensor | None = None) -> Tensor:
+        y = stages[chunk](tokens[k : k + 1], targets[k : k + 1], context_of(k), x)
+        if stages[chunk].head is None:
+            return y
+        losses.append(y.detach().sum().item() / targets.numel())
+        return y.sum()
+
+    return forward
+
+
+def run_pipeline(pipeline, schedule, forward: Callable, s: int, loss_grad: Tensor) -> list[int]:
+    """A step of micro-batches of one sequence [s]. Returns the bytes of each message sent."""
+    with ranks.Collectives() as counted:
+        pipeline.run(schedule, forward, 1, s, loss_grad)
+    for parameter in pipeline.parameters():
+        # sum_tied and sum_shared add to it; in training optimizer.py makes it.
+        parameter.main_grad = parameter.grad
+    return [size for kind, size in counted.calls if kind == "send"]
 
 
 def random_tokens(batch: int, seq: int, vocab: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -107,6 +141,12 @@ def largest_difference(reference: dict[str, Tensor], gradients: dict[str, Tensor
         if not name.endswith("key.bias"):
             differences.append(difference(expected, gradients[name]))
     return max(differences)
+
+
+def positions_changed(before: Tensor, after: Tensor) -> list[int]:
+    """The positions at which two outputs [b, s, n] differ by more than rounding."""
+    apart = (before - after).abs().amax((0, 2))
+    return (apart > 1e-12).nonzero().flatten().tolist()
 
 
 def difference(expected: Tensor, found: Tensor) -> float:

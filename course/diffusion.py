@@ -5,8 +5,6 @@ import math
 import torch
 from torch import Tensor
 
-import sequence_parallel
-import tensor_parallel
 from course import demo, form
 from models import diffusion, dit
 from models.pictures import Context
@@ -73,11 +71,10 @@ def edits(lesson: form.Lesson) -> None:
 
 
 def one_step(rank: int) -> dict:
-    """A DiT, on two ranks tensor and sequence parallel."""
+    """A DiT, and how many positions this rank embeds."""
     fields = dict(num_layers=2, hidden_size=64, num_heads=4, picture_size=16, patch_size=4)
     config = dit.DiTConfig(**fields, text_length=7, vocab_size=64)
-    techniques = tensor_parallel.apply, sequence_parallel.apply
-    model = demo.make_model(config, *techniques, group=demo.all_ranks())
+    model = demo.sharded_model(config)
     tokens, _ = demo.random_tokens(4, config.seq_length, 64)
     pictures, noise = torch.randn(2, 4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     context = Context(pictures=pictures, times=torch.tensor([10.0, 300.0, 600.0, 990.0]))

@@ -71,8 +71,7 @@ def changed_rows(model: gpt.GPT, tokens: Tensor) -> list[int]:
     """The positions whose logits change with the token at CHANGED."""
     other = tokens.clone()
     other[:, CHANGED] = (other[:, CHANGED] + 1) % V
-    differs = (model(tokens) != model(other)).flatten(2).any(-1)[0]
-    return differs.nonzero().flatten().tolist()
+    return demo.positions_changed(model(tokens), model(other))
 
 
 def teach_causality(lesson: form.Lesson, model: gpt.GPT, tokens: Tensor) -> None:

@@ -2,9 +2,8 @@
 
 import torch
 
-import sequence_parallel
-import tensor_parallel
 from course import demo, form
+from course.mutations import sequence_parallel as bugs
 from models import multimodal
 from models.multimodal_runs import Answers
 from models.pictures import Batch, Drawn
@@ -17,9 +16,7 @@ WITHOUT = form.Removals()
 def gather_alone(x, group):
     """The whole picture stands in rank 0's half of the row. So the patches that rank 1 has computed
     learn nothing. The loss is right, and the gradients of tower and projection are not."""
-    parts = list(sequence_parallel.gather_sequence(x.detach(), group).chunk(group.size(), 1))
-    parts[group.rank()] = x
-    return torch.cat(parts, 1)
+    return bugs.gather_alone(x, group)
 
 
 @WITHOUT.replace("shard", multimodal.Pictures, "write", "Where does rank 1 look for its tokens?")
@@ -53,14 +50,11 @@ def changed(rank: int) -> list[int]:
     model, batch = demo.make_model(config()), rows().batch([0])
     context = batch.context()
     other = context._replace(pictures=-context.pictures)
-    apart = model(batch.tokens, None, context) - model(batch.tokens, None, other)
-    return (apart.abs().amax((0, 2)) > 1e-12).nonzero().flatten().tolist()
+    return demo.positions_changed(*(model(batch.tokens, None, c) for c in (context, other)))
 
 
 def one_step(rank: int) -> dict:
-    """On two ranks tensor and sequence parallel."""
-    techniques = tensor_parallel.apply, sequence_parallel.apply
-    model = demo.make_model(config(), *techniques, group=demo.all_ranks())
+    model = demo.sharded_model(config())
     batch: Batch = rows().batch(range(8))
     losses = model(batch.tokens, batch.targets, batch.context())
     loss = (losses * batch.loss_mask).sum() / batch.loss_mask.sum()

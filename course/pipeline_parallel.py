@@ -106,19 +106,9 @@ def make_stages(rank: int, p: int, name: str) -> list:
 
 
 def forward_of(stages: list, losses: list):
-    """forward(chunk, micro-batch, activation) as `Pipeline.run` calls it. It adds to `losses`."""
-    tokens, targets = demo.random_tokens(M, S, V)
-
-    def forward(chunk: int, k: int, x):
-        # The key is that of (seed, step, sample): any rank has the same mask.
-        context = gpt.Context(dropout_key(0, 1, torch.tensor([k])))
-        y = stages[chunk](tokens[k : k + 1], targets[k : k + 1], context, x)
-        if stages[chunk].head is None:
-            return y
-        losses.append(y.detach().sum().item() / (M * S))
-        return y.sum()
-
-    return forward
+    # The key is that of (seed, step, sample): any rank has the same mask.
+    context_of = lambda k: gpt.Context(dropout_key(0, 1, torch.tensor([k])))  # noqa: E731
+    return demo.chunk_forward(stages, *demo.random_tokens(M, S, V), context_of, losses)
 
 
 def on_one_rank(rank: int) -> Run:
@@ -126,7 +116,7 @@ def on_one_rank(rank: int) -> Run:
     losses = []
     forward = forward_of(stages, losses)
     for k in range(M):
-        forward(0, k, None).backward(LOSS_GRAD)
+        forward(0, k).backward(LOSS_GRAD)
     gradients = {name: p.grad for name, p in sharding.named_parameters(*stages)}
     return Run(sum(losses), gradients)
 
@@ -137,14 +127,9 @@ def under_schedule(rank: int, name: str) -> Run:
     pipeline = pipeline_parallel.Pipeline(stages, channels, placement_of(name, P))
     losses = []
     schedule = schedules.make(name, P, M, len(stages))
-    with ranks.Collectives() as counted:
-        pipeline.run(schedule, forward_of(stages, losses), 1, S, LOSS_GRAD)
-    sent = tuple(size for kind, size in counted.calls if kind == "send")
-    for parameter in pipeline.parameters():
-        # sum_tied adds to it; in training optimizer.py makes it.
-        parameter.main_grad = parameter.grad
+    sent = demo.run_pipeline(pipeline, schedule, forward_of(stages, losses), S, LOSS_GRAD)
     pipeline.sum_tied()
-    return Run(sum(losses), demo.gathered_gradients(*stages), sent)
+    return Run(sum(losses), demo.gathered_gradients(*stages), tuple(sent))
 
 
 def on_rank(rank: int) -> dict[str, Run]:

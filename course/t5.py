@@ -51,17 +51,8 @@ def make_stages(rank: int, p: int, split: list[int] | None) -> list:
 
 
 def forward_of(stages: list, losses: list):
-    """forward(chunk, micro-batch, x) as `Pipeline.run` calls it. It adds to `losses`."""
     tokens, targets = demo.random_tokens(BATCHES, N + M, V)
-
-    def forward(chunk: int, k: int, x=None):
-        y = stages[0](tokens[k : k + 1], targets[k : k + 1, N:], t5.Context(N), x)
-        if stages[0].head is None:
-            return y
-        losses.append(y.detach().sum().item() / (BATCHES * M))
-        return y.sum()
-
-    return forward
+    return demo.chunk_forward(stages, tokens, targets[:, N:], lambda k: t5.Context(N), losses)
 
 
 def on_one_rank(rank: int) -> dict:
@@ -76,13 +67,10 @@ def on_rank(rank: int, split: list[int]) -> dict:
     pipeline = pipeline_parallel.Pipeline(
         stages, pipeline_parallel.Channels(dist.group.WORLD), Placement(P)
     )
-    with ranks.Collectives() as counted:
-        schedule = schedules.make("1f1b", P, BATCHES)
-        pipeline.run(schedule, forward_of(stages, losses), 1, N + M, LOSS_GRAD)
-    for parameter in pipeline.parameters():
-        parameter.main_grad = parameter.grad
+    schedule = schedules.make("1f1b", P, BATCHES)
+    forward = forward_of(stages, losses)
+    sent = demo.run_pipeline(pipeline, schedule, forward, N + M, LOSS_GRAD)
     pipeline.sum_shared()
-    sent = [size for kind, size in counted.calls if kind == "send"]
     return {"loss": sum(losses), "gradients": demo.gathered_gradients(*stages), "sent": sent}
 
 

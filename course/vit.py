@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 import sequence_parallel
-import tensor_parallel
 from course import demo, form
 from models import vit
 from models.pictures import COLOURS, SHAPES, Context, Drawn, to_tensor
@@ -55,15 +54,11 @@ def seen(rank: int) -> list[int]:
     patches[:, CHANGED] = 1 - patches[:, CHANGED]
     changed = context._replace(pictures=vit.to_pictures(patches, PATCH))
     model.head = None
-    apart = (model(tokens, None, context) - model(tokens, None, changed)).abs().amax((0, 2))
-    return (apart > 1e-12).nonzero().flatten().tolist()
+    return demo.positions_changed(*(model(tokens, None, c) for c in (context, changed)))
 
 
 def one_step(rank: int) -> dict:
-    """On two ranks tensor and sequence parallel."""
-    techniques = tensor_parallel.apply, sequence_parallel.apply
-    model = demo.make_model(config(), *techniques, group=demo.all_ranks())
-    return demo.one_step(model, *data())
+    return demo.one_step(demo.sharded_model(config()), *data())
 
 
 def teach(lesson: form.Lesson) -> None:

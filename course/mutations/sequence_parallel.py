@@ -15,6 +15,13 @@ def mine(x, group):
     return x.chunk(group.size(), 1)[group.rank()].contiguous()
 
 
+def gather_alone(x, group, gather=sequence_parallel.gather_sequence):
+    """The slices are gathered; their gradients stay with each rank."""
+    parts = list(gather(x.detach(), group).chunk(group.size(), 1))
+    parts[group.rank()] = x
+    return torch.cat(parts, 1)
+
+
 def in_g(start_input=start_gather, start_input_grad=start_scatter):
     """Another g in column-parallel layers."""
     sequence_parallel.STARTS[sequence_parallel.GatherSequence] = (start_input, start_input_grad)
