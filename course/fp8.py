@@ -10,6 +10,7 @@ import fp8
 import tensor_parallel
 from base.float8 import E4M3, E5M2, Format, block_maxima, quantise, scale_of
 from course import demo, form, ranks
+from course.float8 import in_bytes_and_back
 from course.mutations import fp8 as bugs
 from fp8 import GRADIENT, INPUT, Recipe, Scaling
 
@@ -78,8 +79,7 @@ def operands() -> tuple[Tensor, Tensor, Tensor]:
 
 def rounding_error(x: Tensor, to: Format) -> float:
     """The relative error of a tensor in bytes: |x - its bytes| / |x|"""
-    scale = scale_of(block_maxima(x, None), to, True)
-    return demo.relative_error(x, quantise(x, scale, to, None, True).values(x.dtype))
+    return demo.relative_error(x, in_bytes_and_back(x, to))
 
 
 def teach_products(lesson: form.Lesson) -> None:

@@ -25,7 +25,7 @@ from base.cross_entropy import cross_entropy
 from base.dropout import Dropout, dropout_key
 from base.model_config import GPTConfig, MoEConfig
 from base.rotary import rotary_frequencies, rotary_table, rotate
-from course import form
+from course import demo, form
 
 
 class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
@@ -150,12 +150,8 @@ def loss_examples(new, n: int, vocab_size: int) -> dict:
 def expert_examples(new, n: int, h: int) -> dict:
     """The permutation of n tokens to 2 of 8 experts each."""
     device = new(1).device
-    routing = moe.Routing(
-        lambda logits, training: logits,
-        MoEConfig(
-            num_layers=1, hidden_size=8, num_heads=1, num_experts=8, router="topk", router_topk=2
-        ),
-    )
+    config = demo.tiny_config(MoEConfig, num_experts=8, router="topk", router_topk=2)
+    routing = moe.Routing(lambda logits, training: logits, config)
     plan = routing(torch.rand(n, 8, device=device))
     probabilities = torch.rand(n, 2, device=device)
     rows = new(len(plan.order), h)
@@ -357,14 +353,13 @@ def teach_table(lesson: form.Lesson, cases: dict) -> None:
 
 def teach(lesson: form.Lesson) -> None:
     reason = kernels.why_not()
-    device = "cpu" if reason else "cuda"
     if reason:
         lesson.say(f"The kernels do not run here ({reason}): bytes are counted, not times.")
     else:
         lesson.say(f"compiled for {torch.cuda.get_device_name()}")
         time_swiglu(lesson)
     torch.manual_seed(0)
-    cases = examples(**SIZES, device=device)
+    cases = examples(**SIZES, device="cpu" if reason else "cuda")
     if lesson.mutate:
         lesson.mutate(cases)
 

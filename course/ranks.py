@@ -28,6 +28,7 @@ import time
 import traceback
 from datetime import timedelta
 from multiprocessing import forkserver
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -71,14 +72,10 @@ def start_server() -> None:
     if _context.get_start_method() != "forkserver":
         return
     # The server of Python 3.11 skips in silence what is not on its own path.
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    forkserver.ensure_running()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    del os.environ["PYTHONPATH"]
-    if before is not None:
-        os.environ["PYTHONPATH"] = before
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        forkserver.ensure_running()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def run(

@@ -60,15 +60,14 @@ class Synthetic(data.Dataset):
         return int(self.batch(samples).loss_mask.sum())
 
 
-class Ragged(data.Dataset):
+class Ragged(Synthetic):
     """The same in rows of unequal lengths, 1 to seq_length - 3, padded with token 0 to a multiple
     of `multiple_of`."""
 
     def __init__(self, seq_length: int, vocab_size: int, multiple_of: int):
         self.longest = seq_length - 3
+        super().__init__(-(-self.longest // multiple_of) * multiple_of, vocab_size)
         self.whole = Synthetic(self.longest, vocab_size)
-        self.s = -(-self.longest // multiple_of) * multiple_of
-        self.latest = []
 
     def batch(self, samples) -> data.Batch:
         self.latest = list(samples)
@@ -83,11 +82,8 @@ class Ragged(data.Dataset):
     def length(self, sample: int) -> int:
         return self.longest - 5 * sample % self.longest
 
-    def counted_tokens(self, samples) -> int:
-        return int(self.batch(samples).loss_mask.sum())
-
     def positions(self, samples) -> int:
-        return sum(self.length(n) for n in samples)
+        return sum(map(self.length, samples))
 
 
 class Documents(Synthetic):

@@ -66,14 +66,8 @@ from run.pretraining import Config
 STEPS = 20
 # The tests of layouts hold float64 to the same.
 TOLERANCE = 1e-10
-FLOAT64 = dict(
-    precision="fp64",
-    optimizer_state="fp32",
-    reduce_dtype=None,
-    lr=1e-3,
-    min_lr=None,
-    warmup_steps=0,
-)
+FLOAT64 = dict(precision="fp64", optimizer_state="fp32", reduce_dtype=None)
+FLOAT64 |= dict(lr=1e-3, min_lr=None, warmup_steps=0)
 
 
 # --- float64: equal, or the first difference ------------------------------------------------------
@@ -98,9 +92,8 @@ def say_equality(result: Result, one: Result) -> bool:
     first = first_difference(result, one, TOLERANCE)
     if first is None:
         largest, label = largest_difference(result, one)
-        say(
-            "float64", f"equal: {len(one.trace)} tensors; largest difference {largest:.1e}, {label}"
-        )
+        equal = f"equal: {len(one.trace)} tensors"
+        say("float64", f"{equal}; largest difference {largest:.1e}, {label}")
         return True
     say("float64", f"DIFFERS, first in {first}")
     if first.largest < float("inf"):
@@ -271,10 +264,11 @@ def attempt(args: argparse.Namespace, train_flags: list[str], mutate) -> bool:
 def main(argv: list[str] | None = None, mutate=None) -> int:
     """Returns the exit status. mutate: breaks the layout, as in course/parity.py."""
     argv = sys.argv[1:] if argv is None else argv
-    own = argv[: argv.index("--")] if "--" in argv else argv
+    end = argv.index("--") if "--" in argv else len(argv)
+    train_flags = argv[end + 1 :]
     parser = make_parser()
-    args = parser.parse_args(own)
-    if args.repeats and (args.ranks or args.steps is not None or argv[len(own) + 1 :]):
+    args = parser.parse_args(argv[:end])
+    if args.repeats and (args.ranks or args.steps is not None or train_flags):
         parser.error("--repeats: the band is that of these runs; leave out --ranks, --steps and --")
     if args.backend == "nccl" and (args.steps or args.metrics):
         parser.error("--backend nccl: measures no band; leave out --steps, --metrics and --against")
@@ -290,14 +284,11 @@ def main(argv: list[str] | None = None, mutate=None) -> int:
         parser.error("--repeats: takes two runs or more, beside --metrics and --against")
     ranks.preload("train", "course.parity")
     try:
-        return 0 if attempt(args, argv[len(own) + 1 :], mutate) else 1
+        return 0 if attempt(args, train_flags, mutate) else 1
     except InputError as e:
         # The flags after -- belong to another command, the files to this one.
-        speaker = (
-            "verify.py"
-            if isinstance(e, MetricsError | VerifyError)
-            else speaker_of(argv[len(own) + 1 :])
-        )
+        is_own = isinstance(e, MetricsError | VerifyError)
+        speaker = "verify.py" if is_own else speaker_of(train_flags)
         terminal.say(f"{speaker}: {terminal.one_line(e)}", error=True)
         return 2
 

@@ -28,6 +28,9 @@ from sharding import FlatParameters, Shard, Sharding, shard_of
 
 B, S, H = 2, 4, 8
 BYTES = B * S * H * 8
+# Seconds by which simulated times may differ.
+TIME_TOLERANCE = 1e-9
+UNIT_COST = schedules.Cost()
 
 # --- 1: shards ------------------------------------------------------------------------------------
 
@@ -181,9 +184,8 @@ def vocabulary_loss(loss_of, rank: int, watch: Watch) -> tuple[str, Par]:
         )
         sent = sum(size for _, size in calls)
     most = 3 * B * S * 8
-    text = f"{sent} bytes for {B * S} tokens; the paper sends 3 b s numbers, {most} bytes"
-    if sent > most:
-        text += ". Logits are never gathered."
+    more = ". Logits are never gathered." if sent > most else ""
+    text = f"{sent} bytes for {B * S} tokens; the paper sends 3 b s numbers, {most} bytes{more}"
     return "losses and gradients, V = 7 on 2 ranks", Par(sent <= most, text)
 
 
@@ -191,9 +193,6 @@ def columns_of(logits: Tensor, rank: int) -> Tensor:
     """[b, s, 7] -> [b, s, 4]: on rank 1 the last column is padding, whose logit is 0."""
     return F.pad(logits, (0, 1)).chunk(2, -1)[rank]
 
-
-# Seconds by which simulated times may differ.
-TIME_TOLERANCE = 1e-9
 
 # --- 5 to 7: schedules ----------------------------------------------------------------------------
 
@@ -222,16 +221,15 @@ def actions_of(case: str, got, p: int) -> list[list[schedules.Action]]:
 def compare_lists(case: str, got: list, expected: list, v: int, hint: str) -> None:
     """Raises AnswerError at the first action that differs."""
     for rank, (mine, right) in enumerate(zip(got, expected)):
-        if mine == right:
-            continue
-        pairs = zip([*mine, None], [*right, None])
-        position = next(i for i, (a, b) in enumerate(pairs) if a != b)
-        most = max(0, position - 4)
-        raise AnswerError(
-            f"{case}, rank {rank}, position {position}.\n"
-            f"expected  .. {action_text(right[most : position + 5], v)} ..\n"
-            f"got       .. {action_text(mine[most : position + 5], v)} ..\n{hint}"
-        )
+        pairs = itertools.zip_longest(mine, right)
+        position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if position is not None:
+            near = slice(max(0, position - 4), position + 5)
+            raise AnswerError(
+                f"{case}, rank {rank}, position {position}.\n"
+                f"expected  .. {action_text(right[near], v)} ..\n"
+                f"got       .. {action_text(mine[near], v)} ..\n{hint}"
+            )
 
 
 def schedule_par(got: list, expected: list, name: str, p: int, m: int, v: int) -> Par | None:
@@ -306,21 +304,17 @@ def simulation(simulate, rank: int, watch: Watch) -> tuple[str, Par]:
     for name, p, m, v in cases:
         schedule = schedules.make(name, p, m, v)
         placement = schedules.Placement(p, v)
-        for of_transfer, now in (("", schedules.Cost()), (", transfers of 0.5 s", cost)):
+        for of_transfer, now in (("", UNIT_COST), (", transfers of 0.5 s", cost)):
             expected = {tuple(e)[:4]: e for e in schedules.simulate(schedule, now)}
             events = simulate([list(actions) for actions in schedule], now, placement)
             got = {tuple(e)[:4]: schedules.Event(*e) for e in events or []}
             case = f"{name}, p {p}, m {m}{of_transfer}"
             _compare_events(case, got, expected)
     _refuses_a_deadlock(simulate)
-    events = simulate(schedules.make("1f1b", 4, 8), cost=_ONE, placement=schedules.Placement(4))
-    events = [schedules.Event(*e) for e in events]
-    bubble = schedules.bubble(events)
+    events = simulate(schedules.make("1f1b", 4, 8), UNIT_COST, schedules.Placement(4))
+    bubble = schedules.bubble([schedules.Event(*e) for e in events])
     text = f"1f1b, p 4, m 8: bubble {bubble:.4f}, the paper's (p - 1) / m = {3 / 8:.4f}"
     return f"the times of {2 * len(cases)} runs; a deadlock, refused", Par(bubble == 3 / 8, text)
-
-
-_ONE = schedules.Cost()
 
 
 def _compare_events(case: str, got: dict, expected: dict) -> None:
@@ -351,7 +345,7 @@ def _refuses_a_deadlock(simulate) -> None:
     orders = ("F0 B1 F1 B0", "F0 B0 F1 B1")
     stuck = [[action(op, 0, int(k)) for op, k in order.split()] for order in orders]
     try:
-        simulate(stuck, _ONE, schedules.Placement(2))
+        simulate(stuck, UNIT_COST, schedules.Placement(2))
     except schedules.ScheduleError:
         return
     raise AnswerError(
@@ -588,15 +582,14 @@ def fused_swiglu(answer: str, rank: int, watch: Watch) -> tuple[str, Par]:
                 f"n = {n:,}, index {i}: gate {gate[i]:.6g}, up {up[i]:.6g}, expected {exact[i]:.6g}"
                 f", got {y[i]:.6g}. y = gate · sigmoid(gate) · up."
             )
-    text = f"vectors of 16 bytes: {bytes_in:,} bytes in and {bytes_out:,} out for n = {n:,}; "
     once = (bytes_in, bytes_out) == (8 * n, 4 * n)
-    if once:
-        text += "gate and up are read once, y is written once"
-    else:
-        text += (
+    more = "gate and up are read once, y is written once"
+    if not once:
+        more = (
             f"one pass is {8 * n:,} in and {4 * n:,} out. Move whole vectors with read() and "
             "write(): a load of single floats moves a quarter as much."
         )
+    text = f"vectors of 16 bytes: {bytes_in:,} bytes in and {bytes_out:,} out for n = {n:,}; {more}"
     return "3 sizes, the error at most twice PyTorch's", Par(once, text)
 
 
