@@ -138,7 +138,7 @@ LORA = ("lora",)
         ),
         again("deep", 2, LORA, [dict(pp=2, virtual_stages=2, schedule="zb-v")]),
         ("experts", 2, LORA, [dict(ep=2)]),
-        ("experts", 4, LORA, [dict(ep=2, tp=2)]),
+        again("experts", 4, LORA, [dict(ep=2, tp=2)]),
     ],
     ids=str,
 )

@@ -130,8 +130,16 @@ def as_alone(served, expected, requests) -> bool:
     return True
 
 
-@pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
-@pytest.mark.parametrize("name", SHAPES)
+def in_both_sizes(names) -> list:
+    """Every shape with few blocks, so that requests are preempted; two with enough for all."""
+    cases = [pytest.param(name, SMALL, id=f"{name}-small") for name in names]
+    for name in names:
+        case = pytest.param if name in ("gpt", "llama") else again
+        cases.append(case(name, LARGE, id=f"{name}-large"))
+    return cases
+
+
+@pytest.mark.parametrize("name, sizes", in_both_sizes(SHAPES))
 def test_each_answer_is_the_one_alone(name, sizes):
     model = make(name)
     requests = make_requests(200 if name == "llama" else 60)
@@ -157,8 +165,9 @@ def tape(setattr) -> None:
     setattr(cuda_graphs, "can_capture", lambda *args: True)
 
 
-@pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
-@pytest.mark.parametrize("name", ["gpt", "llama", "window", "windows", "bloom"])
+@pytest.mark.parametrize(
+    "name, sizes", in_both_sizes(["gpt", "llama", "window", "windows", "bloom"])
+)
 def test_captured_steps(name, sizes, monkeypatch):
     model = make(name)
     requests = make_requests(60)

@@ -365,8 +365,8 @@ def of_family(name: str) -> dict:
 
 
 def test_layouts():
-    """The gate, of every family: tensor and sequence parallelism; of every other one: stages,
-    recomputation, documents, a head in chunks. And ZeRO stage 3, of Qwen3, with YaRN."""
+    """The gate, of every family: tensor and sequence parallelism, recomputation, a head in chunks;
+    of every other one: stages, documents. And ZeRO stage 3, of Qwen3, with YaRN."""
     layouts = [of_family(name) | LAYOUTS[0] for name in PRESETS]
     layouts += [of_family(name) | LAYOUTS[1] for name in list(PRESETS)[::2]]
     sharded = of_family("qwen3-0.6b") | LONGER | dict(model="qwen3-0.6b", zero_stage=3)

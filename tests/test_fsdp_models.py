@@ -189,13 +189,13 @@ def test_every_stage(world):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_random_models(world):
-    check(list(range(40)), world)
+    check(list(range(24)), world)
 
 
 @pytest.mark.repetition
 @pytest.mark.parametrize("world", [2, 3])
 def test_more_random_models(world):
-    check(list(range(40, 300)), world)
+    check(list(range(24, 300)), world)
 
 
 # --- what is held, what is posted -----------------------------------------------------------------
