@@ -79,10 +79,8 @@ def size_for(
     if no_room:
         message = what_would_fit(machine, software, gpt_of(SMALLEST), gpus, batch)
         raise PlanError(f"a model of {SMALLEST} layers does not fit: {message}")
-    raise PlanError(
-        f"too little for a model of {SMALLEST} layers; more GPUs, a larger budget or fewer --tokens"
-        " would do"
-    )
+    advice = "more GPUs, a larger budget or fewer --tokens would do"
+    raise PlanError(f"too little for a model of {SMALLEST} layers; {advice}")
 
 
 def main(argv: list[str]) -> None:
@@ -114,9 +112,8 @@ def main(argv: list[str]) -> None:
         print("A larger model would not fit into memory.")
     print("", commands.table([found.plan], machine, TRAIN, model, found.tokens), sep="\n")
     # Any GPT: the flags say the rest of its shape.
-    shape = {"model": "gpt2"}
-    for field in ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size"):
-        shape[field] = getattr(model, field)
+    fields = ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size")
+    shape = {"model": "gpt2"} | {field: getattr(model, field) for field in fields}
     row = recipe_of_size(found.parameters)
     batch = found.plan.layout.global_batch_size
     recipe_flags = flags_of(row, model, batch, found.tokens, {})

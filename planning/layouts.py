@@ -156,11 +156,11 @@ def what_would_fit(
     if least is not None:
         smaller = dataclasses.replace(software, optimizer_state=STATE_IN_16_BITS)
         less = least_bytes(smaller, model, gpus, global_batch)
-        flag = "--optimizer-state bf16 or " if less <= USABLE * machine.memory else ""
+        room = USABLE * machine.memory
+        flag = "--optimizer-state bf16 or " if less <= room else ""
         return (
             f"every layout of {gpus:,} GPUs takes at least {gib(least)} GiB on each, of which"
-            f" {machine.name} has {gib(USABLE * machine.memory)} for tensors;"
-            f" {flag}{enough(gpus, global_batch, fits)}"
+            f" {machine.name} has {gib(room)} for tensors; {flag}{enough(gpus, global_batch, fits)}"
         )
     # Data parallelism alone can share this batch.
     batch = divisible(global_batch, gpus)
@@ -191,10 +191,8 @@ def enough(gpus: int, global_batch: int, fits: Callable[[int, int], bool]) -> st
 
 
 def nothing_divides(model: MoEConfig, gpus: int, global_batch: int) -> str:
-    message = (
-        f"no layout of {gpus:,} GPUs with even stages divides {model.num_heads} heads,"
-        f" {model.num_layers} layers and a step of {global_batch:,} sequences"
-    )
+    numbers = f"{model.num_heads} heads, {model.num_layers} layers and a step of {global_batch:,}"
+    message = f"no layout of {gpus:,} GPUs with even stages divides {numbers} sequences"
     for pp in range(2, min(gpus, model.num_layers) + 1):
         if gpus % pp == 0 and global_batch % (gpus // pp) == 0:
             return f"{message} (uneven stages do: train.py --pp {pp} --layer-split)"

@@ -128,10 +128,9 @@ def predict(config: Config, ranks: int, s: int | None = None) -> dict[str, float
         model = dataclasses.replace(model, seq_length=s - model.target_length)
     machine, software = machine_of(config.plan), software_of(config)
     if config.plan in MACHINES and software.weight != 2:
-        raise ConfigError(
-            f"--plan {config.plan}: knows the FLOP/s of 16 bits, not of --precision"
-            f" {config.precision}; a machine's file with its peak would fit: {ADVICE}"
-        )
+        rule = f"knows the FLOP/s of 16 bits, not of --precision {config.precision}"
+        fit = f"a machine's file with its peak would fit: {ADVICE}"
+        raise ConfigError(f"--plan {config.plan}: {rule}; {fit}")
     try:
         return planner.step_time(machine, software, model, layout_of(config, ranks))
     except planner.PlanError as e:

@@ -111,14 +111,10 @@ class RunConfig:
     num_layers: int | None = flag(None, "layers; it and the flags down to --tp override the preset")
     hidden_size: int | None = flag(None, "h, the size of an activation vector")
     num_heads: int | None = flag(None, "attention heads")
-    num_kv_heads: int | None = flag(
-        None, "key and value heads; fewer than heads is grouped-query attention", least=1
-    )
+    num_kv_heads: int | None = flag(None, "of keys and values; queries share fewer ones", least=1)
     ffn_hidden_size: int | None = flag(None, "inner size of the MLP", least=1)
     seq_length: int | None = flag(None, "tokens in a sequence")
-    vocab_size: int | None = flag(
-        None, "at least the tokenizer's size; the default is the larger of preset and tokenizer"
-    )
+    vocab_size: int | None = flag(None, "the default is the larger of preset and tokenizer")
     head_dim: int | None = flag(None, "size of a head; 0: hidden size / heads, as in most presets")
     kv_rank: int | None = flag(None, "size of the latent of keys and values; 0: none")
     query_rank: int | None = flag(None, "size of the latent of queries; 0: they read x")
@@ -136,16 +132,11 @@ class RunConfig:
     expert_ffn_size: int | None = flag(None, "inner size of an expert; 0: --ffn-hidden-size")
     shared_ffn_size: int | None = flag(None, "inner size of an MLP for all tokens; 0: none")
     router: str | None = flag(
-        None,
-        "sinkhorn balances each micro-batch by a transport plan; topk by a loss; bias by a bias of"
-        " each expert (DeepSeek-V3)",
-        ROUTER_NAMES,
+        None, "balanced by a transport plan, by a loss, or by a bias of each expert", ROUTER_NAMES
     )
     router_topk: int | None = flag(None, "experts that each token goes through")
     router_temperature: float | None = flag(
-        None,
-        "of sinkhorn's plan, from 0.001 to 1, which is Megatron-LM's; lower is more even; the"
-        " default is 0.02",
+        None, "of sinkhorn's plan, from 0.001 to 1; lower is more even; the default is 0.02"
     )
     router_scale: float | None = flag(None, "factor of experts' outputs; the default is 1")
     bias_rate: float | None = flag(None, "of --router bias: change in a step; default: 0.001")
@@ -167,9 +158,7 @@ class RunConfig:
     pp: int = flag(1, "pipeline-parallel ranks, which share the layers", least=1)
     cp: int = flag(1, "context-parallel ranks, which share every sequence", least=1)
     cp_kind: str = flag(
-        "ring",
-        "context-parallel ranks send keys and values around, or exchange heads for tokens",
-        ("ring", "all-to-all"),
+        "ring", "keys and values go around, or heads are exchanged", ("ring", "all-to-all")
     )
     virtual_stages: int = flag(
         1,
@@ -177,14 +166,10 @@ class RunConfig:
         least=1,
     )
     schedule: str | None = flag(
-        None,
-        "pipeline schedule; the default is 1f1b, or interleaved with virtual stages",
-        tuple(schedules.NAMES),
+        None, "the default is 1f1b, or interleaved with virtual stages", tuple(schedules.NAMES)
     )
     layer_split: list[int] | None = flag(
-        None,
-        "layers of each stage (pp times virtual stages numbers); the default is an even split",
-        metavar="N",
+        None, "layers of each stage, pp times virtual stages numbers; default: even", metavar="N"
     )
     zero_stage: int = flag(
         0,
@@ -209,9 +194,7 @@ class RunConfig:
     )
     # Memory, speed.
     recompute: str = flag(
-        "none",
-        "activations that backward computes again: explicit attention (selective) or layers (full)",
-        ("none", "selective", "full"),
+        "none", "again in backward: explicit attention, or layers", ("none", "selective", "full")
     )
     recompute_layers: int | None = flag(None, "recompute only the first n layers; default: all")
     head_chunk: int = flag(0, "tokens that have logits at a time; 0: all of a micro-batch")
@@ -224,26 +207,18 @@ class RunConfig:
         None, "fused writes no s x s scores; the default without dropout", CHOICES["attention"]
     )
     kernels: str = flag(
-        "auto",
-        "auto: those of kernels.py: fused ones on a GPU, faster attention and GELU on a CPU",
-        ("auto", "off"),
+        "auto", "fused ones on a GPU, faster attention and GELU on a CPU", ("auto", "off")
     )
     compile: bool = flag(False, "torch.compile each block")
-    profile: bool = flag(
-        False, "write OUT/trace-RANK.json of steps 3 to 5, for chrome://tracing or Perfetto"
-    )
+    profile: bool = flag(False, "write OUT/trace-RANK.json of steps 3 to 5, for Perfetto")
     # Batch.
     global_batch_size: int = flag(16, "sequences in a step, over all ranks", least=1)
     micro_batch_size: int | None = flag(
-        None,
-        "sequences in one forward pass; the default is a rank's whole share, or 1 in a pipeline",
-        least=1,
+        None, "sequences in a forward; the default is a rank's share, or 1 in a pipeline", least=1
     )
     # Optimizer.
     steps: int = flag(500, "number of the last step", least=1)
-    lr: float | None = flag(
-        None, "peak learning rate; the default is that of the model and of what is learned", least=0
-    )
+    lr: float | None = flag(None, "peak rate; default: by the model and what is learned", least=0)
     min_lr: float | None = flag(None, "rate at the end of its decay; default: lr / 10", least=0)
     warmup_steps: int = flag(50, "steps of linear warmup", least=0)
     weight_decay: float = flag(0.1, "weight decay, of matrices only", least=0)
@@ -267,17 +242,13 @@ class RunConfig:
     )
     fp8_skip: int = flag(1, "first layers, and last layers, that are not in FP8", least=0)
     fp8_scales: str = flag(
-        "power-of-two",
-        "FP8 scales: rounded down to a power of two, or any number",
-        ("power-of-two", "any"),
+        "power-of-two", "rounded down to a power of two, or any number", ("power-of-two", "any")
     )
     fp8_keep_bytes: bool = flag(
         False,
         "with --zero-stage 3: keep weights in FP8 for a step (2 bytes each), not for a product",
     )
-    fp8_block: int = flag(
-        128, "size of a block with --fp8 block; only 128 has a GPU's FP8 multiplications", least=1
-    )
+    fp8_block: int = flag(128, "size of --fp8 block; only 128 is multiplied in FP8", least=1)
     optimizer_state: str = flag(
         "fp32",
         "bf16: moments in bf16, and the low half of a bf16 weight's master: 6 bytes, not 12",

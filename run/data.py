@@ -325,11 +325,10 @@ class Corpus(Dataset):
         self.num_sequences = (len(self.stream) - 1) // seq_length
         if self.num_sequences < 1:
             part = "text" if split == "all" else f"{split} part"
-            raise DataError(
-                f"{source}: too short: the {part} has {len(self.stream)} tokens of {index.tokens},"
-                f" and one sequence takes {seq_length + 1}; give more text, or a --seq-length of at"
-                f" most {max(1, len(self.stream) - 1)}"
-            )
+            has = f"the {part} has {len(self.stream)} tokens of {index.tokens}"
+            takes = f"and one sequence takes {seq_length + 1}; give more text, or a --seq-length of"
+            most = max(1, len(self.stream) - 1)
+            raise DataError(f"{source}: too short: {has}, {takes} at most {most}")
         # Number of a sample of this corpus -> sequence.
         self.sequence_of = Order(self.num_sequences, seed)
         # Where a run went on from other corpora: an offset of sample numbers, and what those gave.
