@@ -419,7 +419,7 @@ def vocab_parallel_cross_entropy(
 
 # --- the permutation of a mixture of experts ------------------------------------------------------
 
-# order: assignments; assignment a belongs to token a % n. position: for the gradient.
+# order: choices; choice c belongs to token c % n. position: for the gradient.
 permute_forward = kernel("permute(x[n, h], order i64[m], position i64[k, n]) -> y[m, h]")
 # position: the row of each token's choices, m for a dropped one. Without probabilities they are 1.
 # order: for the gradient.
@@ -448,7 +448,7 @@ def unpermute_gradient(ctx, dy):
 
 
 def permute(x: Tensor, order: Tensor, position: Tensor) -> Tensor:
-    """Copies of the tokens in the order of the assignments (moe.Dispatch).
+    """Copies of the tokens in the order of the choices (moe.Dispatch).
 
     x: [n, h]; order: [m]; position: [k, n], the inverse of order -> [m, h]
     """

@@ -251,10 +251,7 @@ class GPTConfig:
         rope, d = self.rope_head_dim, self.head_dim
         rule = "with {kv_rank} it is a part of {head_dim}: even, above 0 and below"
         self.require(0 < rope < d and rope % 2 == 0, "rope_head_dim", rule)
-        if self.value_size > d:
-            raise FieldError(
-                "value_head_dim", self.value_size, "must be at most {head_dim}", head_dim=d
-            )
+        self.require(self.value_head_dim <= d, "value_head_dim", "must be at most {head_dim}")
 
     def check_rotary(self) -> None:
         d = self.head_dim

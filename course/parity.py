@@ -307,7 +307,8 @@ def scores_with_margin(result: Result, original, k: int, *args) -> Tensor:
         # -inf where the choice of groups leaves k experts.
         largest = largest[largest[:, 1].isfinite()]
         margins = (largest[:, 0] - largest[:, 1]) / largest.abs().amax(1)
-        result.margin = min([result.margin, *margins.tolist()])
+        # 0 / 0 is a tie.
+        result.margin = min([result.margin, *margins.nan_to_num(0.0).tolist()])
     return scores
 
 

@@ -127,7 +127,7 @@ def maximum_of_own_tokens():
     fp8.Scaling.of_all_ranks = lambda self, amaxes, operand, group: amaxes
 
 
-def assignment_of_own_tokens():
+def choices_of_own_tokens():
     forward = moe.Routing.forward
 
     def alone(self, *args):
@@ -158,8 +158,8 @@ def window_of_one_less():
     "base, mutate, layout",
     [
         ("fp8", maximum_of_own_tokens, dict()),
-        ("sinkhorn", assignment_of_own_tokens, dict()),
-        again("capacity", assignment_of_own_tokens, dict()),
+        ("sinkhorn", choices_of_own_tokens, dict()),
+        again("capacity", choices_of_own_tokens, dict()),
         again("alibi", slopes_of_the_first_heads, HEADS),
         again("window", window_of_one_less, dict()),
     ],

@@ -115,6 +115,14 @@ def test_every_layout_is_one_device(world, layout):
     assert bias.abs().max() > 0.005 and one.margin > 1e-6
 
 
+def equal_groups():
+    moe.Router.group_scores = lambda self, grouped, counted: torch.zeros(grouped.shape[:2])
+
+
+def test_ties_between_groups_are_seen():
+    assert train(base=BASE, steps=1, mutate=equal_groups).margin == 0
+
+
 @pytest.mark.parametrize(
     "layout", [dict(tp=2, sequence_parallel=True), again(dict(tp=2)), again(dict(ep=2))], ids=str
 )

@@ -62,9 +62,9 @@ __global__ void __launch_bounds__(256) unpermute_rows_backward(
     int64_t at = 0;
     float dot[1] = {0.f};
     if (row < m) {
-        uint32_t assignment = order[row];
-        int64_t token = assignment % uint32_t(n);
-        at = token * k + assignment / uint32_t(n);
+        uint32_t choice = order[row];
+        int64_t token = choice % uint32_t(n);
+        at = token * k + choice / uint32_t(n);
         float probability = probabilities[at];
         for (int column = threadIdx.x * W; column < h; column += blockDim.x * W) {
             Vector<> grad = read(dy + token * h + column), in = read(rows + row * h + column), out;
