@@ -408,8 +408,7 @@ def measure_seconds(experiment: Experiment, names: list[str], rounds: int) -> di
 
 
 def measure_all(experiment: Experiment, note: Callable, args: argparse.Namespace) -> None:
-    likeliest = partial(likeliest_letter_accuracy, experiment)
-    note("untuned", measure=likeliest)
+    note("untuned", measure=partial(likeliest_letter_accuracy, experiment))
     for name in args.methods:
         note("memory", name, measure=partial(measure_memory, experiment, name))
     for seed in args.seeds:
@@ -488,20 +487,17 @@ def of_seeds(experiment: Experiment, name: str, seeds: list[int], *options) -> d
 
 
 def measure_prompts(experiment: Experiment, note: Callable, args: argparse.Namespace) -> None:
-    likeliest = partial(likeliest_letter_accuracy, experiment)
-    note("accuracy", "untuned", measure=likeliest)
-    free = partial(free_accuracy, experiment)
-    note("accuracy", "untuned, freely generated", measure=free)
+    note("accuracy", "untuned", measure=partial(likeliest_letter_accuracy, experiment))
+    note("accuracy", "untuned, freely generated", measure=partial(free_accuracy, experiment))
     for name, method in ALL_PROMPTS.items():
         make = partial(make_trainer, experiment, method)
         note("parameters", name, measure=lambda make=make: num_learned(make()[0]))
         note("accuracy", name, measure=partial(of_seeds, experiment, name, args.seeds))
     for name in PROMPTS:
         # The whole task is a point of both curves.
-        accuracy = report.saved("prompt_tuning", args)["accuracy"][name]
-        note("by_tokens", name, TOKENS, measure=lambda found=accuracy: found)
-        every = len(experiment.training)
-        note("by_examples", name, every, measure=lambda found=accuracy: found)
+        whole = partial(report.saved("prompt_tuning", args)["accuracy"].get, name)
+        note("by_tokens", name, TOKENS, measure=whole)
+        note("by_examples", name, len(experiment.training), measure=whole)
         curve = partial(of_seeds, experiment, name, args.curve_seeds)
         for n in args.tokens:
             note("by_tokens", name, n, measure=partial(curve, n))

@@ -325,8 +325,7 @@ def draw_load(rows: dict[str, dict], figures: Path) -> None:
     for i, (label, key) in enumerate(loads.items()):
         positions = [y + 0.22 * (i - 1) for y in range(len(variants))]
         spreads = [rows[variant][key] for variant in variants]
-        mark = dict(marker="Dos"[i], label=label)
-        style.ranges(axes, positions, spreads, style.SERIES[i], **mark)
+        style.ranges(axes, positions, spreads, style.SERIES[i], marker="Dos"[i], label=label)
     axes.axvline(1, color="black", linewidth=0.8)
     style.rows_of(axes, [variant.removesuffix(", 8 experts") for variant in variants])
     style.ticks(axes, x=[1, 1.15, 1.5, 2, 3, 4, 6, 8])

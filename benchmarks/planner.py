@@ -210,17 +210,15 @@ def draw_all(axes, rows: list[dict]) -> None:
 
 def draw_sweep(axes, rows: list[dict]) -> None:
     """A line for each global batch. Points are published, lines predicted."""
-    names = list(dict.fromkeys("{tp} x {pp}".format(**row["layout"]) for row in rows))
-    for colour, batch in zip(
-        style.SERIES, sorted({r["layout"]["global_batch_size"] for r in rows})
-    ):
+    name_of = lambda row: "{tp} x {pp}".format(**row["layout"])  # noqa: E731
+    names = list(dict.fromkeys(map(name_of, rows)))
+    batches = sorted({row["layout"]["global_batch_size"] for row in rows})
+    for colour, batch in zip(style.SERIES, batches):
         these = [row for row in rows if row["layout"]["global_batch_size"] == batch]
-        predicted, measured = (
-            [r[key] / batch for r in these] for key in ("predicted", "published")
-        )
-        x = [names.index("{tp} x {pp}".format(**row["layout"])) for row in these]
-        axes.plot(x, predicted, color=colour, label=f"batch {batch}")
-        axes.plot(x, measured, color=colour, linestyle="none", marker="o", label="_")
+        x = [names.index(name_of(row)) for row in these]
+        line, dots = dict(label=f"batch {batch}"), dict(linestyle="none", marker="o", label="_")
+        for key, marks in (("predicted", line), ("published", dots)):
+            axes.plot(x, [row[key] / batch for row in these], color=colour, **marks)
     axes.set_xticks(range(len(names)), names)
     axes.set(ylim=(0, None), ylabel="seconds of a step / batch", xlabel="tensor x pipeline")
     axes.set_title("162B on 64 A100s\nline: predicted; dot: published")

@@ -132,10 +132,10 @@ def measure(load: Callable, text: data.Corpus, sequences: int, rounds: int, new:
     for name, kinds in speeds.items():
         turns = report.in_turn(kinds, rounds)
         for kind in FORMATS:
-            seconds = name == "prefill"
-            unit = "prefill_seconds" if seconds else f"tokens_per_second, {name}"
+            unit, pair = f"tokens_per_second, {name}", (kind, "bf16")
+            if name == "prefill":
+                unit, pair = "prefill_seconds", ("bf16", kind)
             results[kind][unit] = report.spread([turn[kind] for turn in turns])
-            pair = ("bf16", kind) if seconds else (kind, "bf16")
             results[kind][f"speed, {name}"] = report.ratio(turns, *pair)
     return results
 
