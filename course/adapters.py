@@ -89,22 +89,15 @@ def teach_bytes(lesson: form.Lesson) -> None:
 def on_rank(rank: int) -> dict:
     """One step in float64, what a layer sends, and the logits of the merged model."""
     model = lora_model(torch.float64, demo.all_ranks())
-    loss = model(TOKENS, TARGETS).mean()
-    loss.backward()
-    named = dict(sharding.named_parameters(model))
-    gradients = {}
-    for name, p in named.items():
-        if p.requires_grad:
-            gradients[name] = sharding.gather(p.grad, sharding.sharding_of(p))
+    step = demo.one_step(model, TOKENS, TARGETS)
     calls = demo.layer_calls(model.blocks["0"], demo.zeros(B, S, H))
     weights = {
-        name: sharding.gather(p.detach(), sharding.sharding_of(p)) for name, p in named.items()
+        name: sharding.gather(p.detach(), sharding.sharding_of(p))
+        for name, p in sharding.named_parameters(model)
     }
     with torch.no_grad():
-        logits = model(TOKENS)
-        merged = merged_model(weights)(TOKENS)
-    found = {"loss": loss.item(), "gradients": gradients, "logits": logits, "merged": merged}
-    return found | calls
+        logits = {"logits": model(TOKENS), "merged": merged_model(weights)(TOKENS)}
+    return step | calls | logits
 
 
 def merged_model(weights: dict[str, Tensor]) -> gpt.GPT:

@@ -32,11 +32,6 @@ def types_of_the_first_shard(self, tokens, context=bert.PLAIN):
 S, V, CHANGED = 16, 64, 5
 
 
-def documents(rows: int) -> torch.Tensor:
-    """One document in each row."""
-    return torch.zeros(rows, S, dtype=torch.int64)
-
-
 def config() -> bert.BertConfig:
     return demo.tiny_config(bert.BertConfig, seq_length=S, vocab_size=V)
 
@@ -51,11 +46,13 @@ def changed_logits(model: gpt.GPT, context) -> list[int]:
 
 
 def seen(rank: int) -> dict[str, list[int]]:
+    # One document.
+    documents = torch.zeros(1, S, dtype=torch.int64)
     decoder = demo.make_model(demo.tiny_config(seq_length=S, vocab_size=V))
     encoder = demo.make_model(config())
     return {
         "gpt": changed_logits(decoder, gpt.PLAIN),
-        "bert": changed_logits(encoder, bert.Context(documents=documents(1))),
+        "bert": changed_logits(encoder, bert.Context(documents=documents)),
     }
 
 
@@ -65,7 +62,7 @@ def one_step(rank: int) -> dict:
     tokens, targets = demo.random_tokens(4, S, V)
     # The second text of a pair begins at token 6 of each row.
     types = (torch.arange(S) >= 6).long().expand(4, S)
-    context = bert.Context(documents=documents(4), types=types)
+    context = bert.Context(documents=torch.zeros_like(types), types=types)
     embedded = model.embedding(tokens, context).detach()
     return demo.one_step(model, tokens, targets, context) | {"embedded": embedded}
 

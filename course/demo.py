@@ -120,10 +120,13 @@ def singleton_group() -> dist.ProcessGroup:
 def gathered_gradients(*models: nn.Module) -> dict[str, Tensor]:
     """{global name: whole gradient} of models that hold parts of one, copied, so that a later step
     does not change it. A gradient is the fp32 sum `main_grad` where fsdp.py keeps one, else `grad`.
+    What is frozen has none.
 
     A collective: every rank that holds a shard of a parameter calls it."""
     gradients = {}
     for name, parameter in sharding.named_parameters(*models):
+        if not parameter.requires_grad:
+            continue
         gradient = getattr(parameter, "main_grad", None)
         if gradient is None:
             gradient = parameter.grad
