@@ -25,17 +25,12 @@ stays: ranks of each kind, uneven stages, grouped heads, dropout, experts, sched
 
 The band at step t is twice the largest relative difference of two of the 6 runs, up to step t; the
 first 5 steps share theirs. Where rounding is normal noise, 20 steps without a bug leave it in 1 of
-2,000 comparisons. It assumes that rounding in your run is like that in the small model. Longer sums
-and more layers round more, more tokens in a step average more away. Measured at your own size it
-assumes less: `--repeats C D E` are metrics.jsonl of runs of one layout that differ only in
---micro-batch-size. (With 3 runs, 1 of 50 comparisons without a bug leaves it, with 2 runs 1 of 8.)
-A bug that moves the loss by less than rounding does lies in the band too; float64 is for that.
+2,000 comparisons. Of runs of your own (--repeats) 3 leave it in 1 of 50, and 2 in 1 of 8. What the
+band of the small model assumes, and how to measure your own, is in docs/training.md.
 
 With --fp8, a value nearly halfway between two bytes may round to either. In bf16 some always do,
 and the band has them. In fp32 few do, and then the loss moves by 1e-5 instead of 1e-7: a run may
 leave the band without a bug. float64 is equal with scales of both kinds (--fp8-scales).
-
-Exit status: 0 equal and inside the band, 1 not, 2 for flags that the command refuses.
 
 Not covered: CUDA kernels, torch.compile, the reading of data, prompts, reinforcement learning;
 losses by NCCL beside the band.
