@@ -33,13 +33,14 @@ weight: with even load, every layer contributes 1 here, and all layers together 
 without a window is exported as the Llama that it is.
 
 Not covered: capacity and z-loss, for which config.json has no field; files with fused experts, as
-transformers 5 writes them when told to; windows in some layers, but for a Qwen's; DeepSeek's
-modules of multi-token prediction, and its heads with pairs in halves (rope_interleave false).
+transformers 5 writes them when told to; windows in some layers, but for a Qwen's; a DeepSeek's
+heads with pairs in halves (rope_interleave false), and its modules of multi-token prediction, which
+import leaves out: no logit of the model depends on them.
 """
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -270,6 +271,10 @@ class Architecture:
         location, layer = self.locate(module, config)
         return location, f"{location.module}.{leaf}".replace("*", layer) if location else ""
 
+    def unread(self, names: Iterable[str]) -> set[str]:
+        """Those of a folder's tensors, without prefix, that are not imported."""
+        return {name for name in names if re.fullmatch(self.ignored, name)}
+
     def reader(self, hf_dir: Path, config: MoEConfig, read: Callable) -> Callable:
         """read(our name), a whole parameter, with what the files of a folder change in it."""
         return read
@@ -319,6 +324,13 @@ class LatentArchitecture(Architecture):
         methods = self.computed.get("topk_method", ("",))
         greedy = flat.get("topk_method", methods[0]) == "greedy"
         return flat | (dict(n_group=1, topk_group=1) if greedy else {})
+
+    def unread(self, names: Iterable[str]) -> set[str]:
+        """Also the modules of multi-token prediction. Each has the names of a layer after the
+        last, and beside them eh_proj."""
+        module = ".eh_proj.weight"
+        modules = tuple(name.removesuffix(module) + "." for name in names if name.endswith(module))
+        return super().unread(names) | {name for name in names if name.startswith(modules)}
 
     def read(self, fields: dict[str, Any]) -> dict[str, Any]:
         fields["head_dim"] += fields["rope_head_dim"]
@@ -697,7 +709,7 @@ ATTENTION = "model.layers.*.self_attn."
 DEEPSEEK_V3 = LatentArchitecture(
     name="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
-    preset="llama2-7b",
+    preset="deepseek-v3",
     prefix="model.",
     constants={"llama": True, "router": "bias"},
     fields={theirs: ours for theirs, ours in LLAMA.fields.items() if theirs != "head_dim"}
@@ -737,6 +749,7 @@ DEEPSEEK_V2 = dataclasses.replace(
     DEEPSEEK_V3,
     name="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
+    preset="deepseek-v2-lite",
     constants=dict(llama=True, router="topk", normalise_topk=False, aux_loss=0.0, z_loss=0.0),
     choices=NOT_TIED,
     computed=LLAMA.computed

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from base import json_files
-from base.model_config import MoEConfig
+from base.model_config import FieldError, MoEConfig
 from inference.architectures import ARCHITECTURES, Architecture, HuggingFaceError
 from run.checkpoint_index import CheckpointError, command_of, fixed_fields, read_index, read_model
 from run.presets import why_not_exported
@@ -113,8 +113,17 @@ def read_fields(hf_config: dict, architecture: Architecture) -> MoEConfig:
         fields |= window_fields(hf_config, fields["num_layers"])
     if (field := architecture.num_experts) and not fields["num_experts"]:
         raise HuggingFaceError(f"{field} is 0; a {architecture.name} has experts")
-    with refused(ValueError):
-        config = architecture.shape_class(**architecture.read(fields))
+    fields = architecture.read(fields)
+    # Our fields whose number is that of theirs; others, as head_dim of a DeepSeek, are computed.
+    names = {
+        ours: theirs
+        for theirs, ours in architecture.fields.items()
+        if hf_config.get(theirs) == fields[ours]
+    }
+    try:
+        config = architecture.shape_class(**fields)
+    except FieldError as e:
+        raise HuggingFaceError(e.message(lambda name: names.get(name, name))) from None
     if config.num_experts and config.router_topk == 1 and config.normalise_topk is None:
         gates = "with num_experts_per_tok 1 a gate is 1 there, where here it is the probability"
         raise HuggingFaceError(f"router_topk 1: {gates}")

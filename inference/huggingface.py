@@ -160,7 +160,7 @@ def match(folder: Path, config: MoEConfig, architecture: Architecture) -> dict[s
     """Our name -> its source in a Hugging Face folder. Raises HuggingFaceError, naming what is
     missing, left over or different."""
     stored = stored_tensors(folder, architecture)
-    for short in [short for short in stored if re.fullmatch(architecture.ignored, short)]:
+    for short in architecture.unread(stored):
         del stored[short]
     other = f"{folder} holds another model than its config.json: "
     with refused(ValueError, where=other):
@@ -290,6 +290,9 @@ def import_folder(hf_dir: Path, path: Path) -> MoEConfig:
     """Write the model in a Hugging Face folder as a checkpoint at `path`: float32, step 0, no
     optimizer moments. Raises HuggingFaceError."""
     config, read, name = open_folder(hf_dir, None)
+    if modules := read_json(Path(hf_dir) / "config.json").get("num_nextn_predict_layers"):
+        notice = "multi-token prediction is not imported; the model's logits do not depend on it"
+        say_aside(f"num_nextn_predict_layers {modules}: {notice}")
     tokenizer = open_tokenizer(name, Path(hf_dir), config)
     if Path(name).name == "tokenizer.json":
         name = str(Path(path).resolve() / "tokenizer.json")
@@ -435,7 +438,7 @@ def open_tokenizer(name: str, hf_dir: Path, config: MoEConfig) -> FileTokenizer 
         if ids := model_ids(hf_dir):
             named = ", ".join(f"{name} {value}" for name, value in ids.items())
             notice = f"{hf_dir} has no tokenizer, so an export will not have its {named}"
-            terminal.say(f"huggingface.py: {notice}", error=True)
+            say_aside(notice)
         return None
     try:
         tokenizer = FileTokenizer(name)
@@ -480,13 +483,17 @@ def export_tokenizer(path: Path, folder: Path, config: MoEConfig) -> dict:
         if name not in BUILT_IN:
             raise
         # Tiktoken fetches its vocabulary.
-        terminal.say(f"huggingface.py: without a tokenizer: {e}", error=True)
+        say_aside(f"without a tokenizer: {e}")
         return {}
     template = beside(path, CHAT_TEMPLATE)
     if name in BUILT_IN and template:
         shutil.copyfile(template, folder / CHAT_TEMPLATE)
     ids = architecture.special_ids(tokenizer)
     return {name: n for name, n in ids.items() if torch.tensor(n).max() < config.vocab_size}
+
+
+def say_aside(notice: str) -> None:
+    terminal.say(f"huggingface.py: {notice}", error=True)
 
 
 def report(name: str, convert: Callable[[], str]) -> int:

@@ -4,6 +4,7 @@ every technique."""
 import dataclasses
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import their_models
 import torch
 import torch.nn.functional as F
 from parity import SMALL, again, check, needs_compiler, same, train, without_cpp
+from safetensors.torch import load_file, save_file
 from small_run import equal, tensors_of
 from test_prompt_tuning import config as prompt_config
 from their_models import shaken, their_model
@@ -235,6 +237,23 @@ def test_there_and_back(family, imported, tmp_path):
     export_folder(tmp_path / "b", tmp_path / "c")
     for file in (tmp_path / "a").iterdir():
         assert file.read_bytes() == (tmp_path / "c" / file.name).read_bytes()
+
+
+def test_multi_token_prediction_is_left_out(imported, tmp_path, capsys):
+    """A published DeepSeek-V3 has a module behind its last layer; import says that it skips it."""
+    family = imported / "deepseek v3, experts"
+    folder = shutil.copytree(family / "hf", tmp_path / "hf")
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        last = {name: t for name, t in tensors.items() if name.startswith("model.layers.1.")}
+        tensors |= {name.replace("layers.1", "layers.2"): t.clone() for name, t in last.items()}
+        save_file(tensors | {"model.layers.2.eh_proj.weight": torch.ones(8, 16)}, file)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    import_folder(folder, tmp_path / "ours")
+    assert "num_nextn_predict_layers 1" in capsys.readouterr().err
+    assert equal(tensors_of(tmp_path / "ours"), tensors_of(family / "ours"))
+    assert checkpoint.read_index(tmp_path / "ours")["config"]["model"] == "deepseek-v3"
 
 
 MSCALES = [{}, {"mscale": 1.0, "mscale_all_dim": 0.5}, {"attention_factor": 1.7}]
@@ -469,7 +488,8 @@ REFUSED = [
     ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings is"),
     ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
     (BLOOM, {"apply_residual_connection_post_layernorm": True}, "_post_layernorm is true"),
-    (BLOOM, {"n_head": 5}, "num_heads 5: must divide hidden_size 48"),
+    (BLOOM, {"n_head": 5}, "n_head 5: must divide hidden_size 48"),
+    ("deepseek v3, experts", {"n_group": 0}, "n_group 0: must divide n_routed_experts 8"),
     (
         BLOOM,
         {"slow_but_exact": True, "pretraining_tp": 2},
