@@ -45,7 +45,6 @@ from inference.batches import DecodeBatch, any_unfinished, max_over_ranks
 from inference.kv_cache import Cache, Caches, CacheSlot, caching
 from inference.requests import Output, Request, Sequence, check_prompts, requests_of
 from inference.ring import Ring
-from inference.sampling import check_options
 from pipeline_parallel import Pipeline, stages_of
 
 
@@ -237,8 +236,6 @@ def stream(
     Raises ValueError for a prompt or an option that is not possible; FloatingPointError if the
     model's logits are not finite."""
     requests = requests_of(prompts, max_tokens, **options)
-    for request in requests[:1]:
-        check_options(max_tokens, *request.draw.sampling)
     runner = runner or ModelRunner(model)
     if runner.stages != stages_of(model):
         raise ValueError("runner: is that of another model")

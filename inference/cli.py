@@ -28,7 +28,7 @@ from base import terminal
 from base.errors import RunError
 from base.model_config import MoEConfig, divisors
 from finetune.chat import message
-from inference import generation_config, quantization, weight_layouts
+from inference import generation_config, quantization, speculative, weight_layouts
 from inference.adapted import Adapters
 from inference.answers import answer_file, as_json, encode, read_prompts, stream_text
 from inference.loading import check_vocabulary, find_chat, find_tokenizer, load_model, open_model
@@ -398,6 +398,8 @@ def continue_prompt(
             "a new text begins with a begin or an end token, and this tokenizer has neither that"
             " the model knows; give --prompt"
         )
+    if args.speculative:
+        speculative.check_room(config.seq_length, prompt, args.max_tokens)
     if world.rank:
         return stream_text(stream, tokenizer, prompt, args.stop, None, **options)
     print(args.prompt or "", end="", flush=True)

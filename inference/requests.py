@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gpt import GPT
-from inference.sampling import LogProb, SamplingParams, keys_of
+from inference.sampling import LogProb, SamplingParams, check_options, keys_of
 
 
 class DrawOptions(NamedTuple):
@@ -107,8 +107,10 @@ def requests_of(
     keys: list[int] | None = None,
     log_probs: int | None = None,
 ) -> list[Request]:
-    """Requests that are drawn alike. Arguments as of generate.stream."""
+    """Requests that are drawn alike. Arguments as of generate.stream. Raises ValueError for an
+    option that is not possible."""
     params = SamplingParams(temperature, top_k, top_p)
+    check_options(max_tokens, *params)
     end_tokens = (eot,) if isinstance(eot, int) else tuple(eot or ())
     keys = keys_of(prompts, seed) if keys is None else keys
     if len(keys) != len(prompts):

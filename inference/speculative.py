@@ -101,6 +101,14 @@ class Speculation:
         self.drafts = self.drafts[: self.longest - len(self.ids) - 1]
 
 
+def check_room(seq_length: int, prompt: list[int], max_tokens: int) -> None:
+    """Raises PromptError for a text that outgrows the context."""
+    most = seq_length - len(prompt)
+    if max_tokens > most:
+        rule = f"--speculative keeps one context, which has room for {most} more"
+        raise PromptError(f"--max-tokens {max_tokens}: {rule}")
+
+
 def stream(
     runner,
     prompts: list[list[int]],
@@ -118,13 +126,9 @@ def stream(
         raise ValueError("speculative decoding: needs temperature 0, and no pp or cp")
     check_prompts(runner.stages[0], prompts)
     sequence = Sequence(0, request)
-    longest = len(request.prompt) + max_tokens
-    if longest > runner.config.seq_length:
-        most = runner.config.seq_length - len(request.prompt)
-        rule = f"--speculative keeps one context, which has room for {most} more"
-        raise PromptError(f"--max-tokens {max_tokens}: {rule}")
+    check_room(runner.config.seq_length, request.prompt, max_tokens)
     with caching(runner.stages, runner.slot):
-        text = Speculation(runner, sequence.ids, longest)
+        text = Speculation(runner, sequence.ids, len(request.prompt) + max_tokens)
         while max_tokens and not sequence.finish:
             outputs = []
             for token in text.step():

@@ -113,32 +113,64 @@ def test_the_text_is_that_of_greedy_decoding(base, flags):
         assert ended == greedy(model, eot=eot)
 
 
-@torch.no_grad()
-def test_drafts_are_those_of_the_modules_without_a_cache(monkeypatch):
-    model = taught()
-    L, noted = model.config.num_layers, []
-    draft = Speculation.draft
+def test_an_option_that_is_not_possible():
+    with pytest.raises(ValueError, match="max_tokens -1"):
+        texts_of(taught(), -1)
+
+
+def drafts_of(model, monkeypatch, fewer: int) -> list[tuple[list[int], list[int], torch.Tensor]]:
+    """Of each `draft`: the text before it, its drafts, and their logits [3, V]. fewer: positions
+    that modules do not read again."""
+    noted, logits = [], []
+    draft, likeliest = Speculation.draft, Speculation.likeliest
+
+    def keep(self, x):
+        logits.append(self.stage.head(x[-1:].unsqueeze(1))[0, 0])
+        return likeliest(self, x)
 
     def note(self):
+        logits.clear()
         draft(self)
-        noted.append((list(self.ids), list(self.drafts)))
+        self.states = self.states[fewer:]
+        noted.append((list(self.ids), list(self.drafts), torch.stack(logits)))
 
-    monkeypatch.setattr(Speculation, "draft", note)
-    texts_of(model)
-    assert len(noted) > 20
-    for ids, drafts in noted:
-        ids, n = list(ids), len(ids) - 1
-        tokens = torch.tensor([ids])
-        context = gpt.Context()
-        x = model.embedding(tokens[:, :n])
-        for number in range(L):
-            x = model.blocks[str(number)](x, context)
-        for k, token in enumerate(drafts, 1):
-            following = torch.tensor([ids[k : k + n]])
-            module = model.blocks[str(L + k - 1)]
-            x = module.next_depth(x, module.tokens(following), context)
-            assert model.head(x)[0, -1].argmax() == token
-            ids.append(token)
+    with monkeypatch.context() as patch:
+        patch.setattr(Speculation, "likeliest", keep)
+        patch.setattr(Speculation, "draft", note)
+        texts_of(model)
+    return noted
+
+
+@torch.no_grad()
+def without_cache(model, ids: list[int], drafts: list[int]) -> torch.Tensor:
+    """The logits [drafts, V] of each module after `ids`; deeper ones read drafts too."""
+    L, n, ids = model.config.num_layers, len(ids) - 1, ids + drafts
+    context = gpt.Context()
+    x = model.embedding(torch.tensor([ids[:n]]))
+    for number in range(L):
+        x = model.blocks[str(number)](x, context)
+    logits = []
+    for k in range(1, len(drafts) + 1):
+        module = model.blocks[str(L + k - 1)]
+        x = module.next_depth(x, module.tokens(torch.tensor([ids[k : k + n]])), context)
+        logits.append(model.head(x)[0, -1])
+    return torch.stack(logits)
+
+
+def test_drafts_are_those_of_the_modules_without_a_cache(monkeypatch):
+    """Not so where modules leave a position out of those that they have read drafts at."""
+    model = taught(mtp_layers=3)
+
+    def worst(fewer: int) -> float:
+        noted = [found for found in drafts_of(model, monkeypatch, fewer) if found[1]]
+        assert len(noted) > 10
+        return max(
+            (logits[: len(drafts)] - without_cache(model, ids, drafts)).abs().max().item()
+            for ids, drafts, logits in noted
+        )
+
+    assert worst(0) < 1e-4
+    assert worst(1) > 1e-2
 
 
 def on_ranks(rank: int, world: int, flags: dict):
@@ -181,4 +213,5 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         (["--prompt-file", "text.txt"], "one of them"),
     ):
         assert generate.main([*words, "--speculative", *wrong]) == 2
-        assert word in capsys.readouterr().err
+        said = capsys.readouterr()
+        assert word in said.err and not said.out
