@@ -33,6 +33,7 @@ __all__ = [
     "check",
     "difference",
     "differs",
+    "gates",
     "needs_compiler",
     "put_together",
     "same",
@@ -76,6 +77,14 @@ def step(t: trainer.Trainer, number: int = 1, data=DATA) -> torch.Tensor:
 def again(*values, **options):
     """A case that covers no more than another one does: `make test-all` runs it."""
     return pytest.param(*values, marks=pytest.mark.repetition, **options)
+
+
+def gates(cases: dict[str, tuple], more: dict[str, tuple]):
+    """A test of each (configuration, ranks, layouts), under its name; of `more` in
+    `make test-all`."""
+    params = [pytest.param(*case, id=name) for name, case in cases.items()]
+    params += [again(*case, id=name) for name, case in more.items()]
+    return pytest.mark.parametrize("base, world, layouts", params)
 
 
 needs_compiler = pytest.mark.skipif(

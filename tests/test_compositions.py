@@ -11,6 +11,7 @@ from parity import (
     again,
     check,
     differs,
+    gates,
     needs_compiler,
     put_together,
     same,
@@ -102,11 +103,7 @@ MORE_CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "base, world, layouts",
-    [*CASES.values(), *(again(*case) for case in MORE_CASES.values())],
-    ids=[*CASES, *MORE_CASES],
-)
+@gates(CASES, MORE_CASES)
 def test_equals_one_device(base, world, layouts):
     check(world, layouts, base)
 

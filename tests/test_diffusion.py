@@ -9,7 +9,7 @@ import pytest
 import small_run
 import torch
 import torch.nn.functional as F
-from parity import SMALL, again, check, differs, needs_compiler, same, train, without_cpp
+from parity import SMALL, check, differs, gates, needs_compiler, same, train, without_cpp
 from PIL import Image
 
 from course import ranks
@@ -202,13 +202,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize(
-    "base, world, layouts",
-    [
-        *(pytest.param(*case, id=name) for name, case in CASES.items()),
-        *(again(*case, id=name) for name, case in MORE.items()),
-    ],
-)
+@gates(CASES, MORE)
 def test_equals_one_device(base, world, layouts):
     check(world, layouts, base)
 

@@ -8,6 +8,7 @@ from parity import (
     again,
     check,
     differs,
+    gates,
     needs_compiler,
     same,
     train,
@@ -88,13 +89,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize(
-    "base, world, layouts",
-    [
-        *(pytest.param(*case, id=name) for name, case in CASES.items()),
-        *(again(*case, id=name) for name, case in MORE.items()),
-    ],
-)
+@gates(CASES, MORE)
 def test_equals_one_device(base, world, layouts):
     check(world, layouts, base)
 

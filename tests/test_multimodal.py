@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity import SMALL, again, check, differs, train, trainer_of
+from parity import SMALL, again, check, differs, gates, train, trainer_of
 from PIL import Image
 from small_run import as_flags, equal, refusal, run, tensors_of
 
@@ -62,13 +62,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize(
-    "base, world, layouts",
-    [
-        *(pytest.param(*case, id=name) for name, case in CASES.items()),
-        *(again(*case, id=name) for name, case in MORE.items()),
-    ],
-)
+@gates(CASES, MORE)
 def test_equals_one_device(base, world, layouts):
     check(world, layouts, base)
 

@@ -3,7 +3,7 @@
 import pytest
 import small_run
 import torch
-from parity import SMALL, again, check, differs, train
+from parity import SMALL, check, differs, gates, train
 
 from base.model_config import FieldError
 from course.training_commands import config_of
@@ -42,13 +42,7 @@ MORE = {
 MORE["unet, 3"] = (UNET | dict(global_batch_size=9), 3, [dict(zero_stage=s) for s in range(4)])
 
 
-@pytest.mark.parametrize(
-    "base, world, layouts",
-    [
-        *(pytest.param(*case, id=name) for name, case in CASES.items()),
-        *(again(*case, id=name) for name, case in MORE.items()),
-    ],
-)
+@gates(CASES, MORE)
 def test_equals_one_device(base, world, layouts):
     check(world, layouts, base)
 

@@ -9,16 +9,7 @@ import numpy as np
 import pytest
 import random_layouts
 import torch
-from parity import (
-    SMALL,
-    again,
-    check,
-    differs,
-    needs_compiler,
-    same,
-    train,
-    without_cpp,
-)
+from parity import SMALL, again, check, differs, gates, needs_compiler, same, train, without_cpp
 from PIL import Image
 from small_run import equal, lines_of, refusal, run, tensors_of, write_lines
 from test_checkpoint import trained
@@ -108,13 +99,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize(
-    "base, world, layouts",
-    [
-        *(pytest.param(*case, id=name) for name, case in CASES.items()),
-        *(again(*case, id=name) for name, case in MORE.items()),
-    ],
-)
+@gates(CASES, MORE)
 def test_equals_one_device(base, world, layouts):
     check(world, layouts, base)
 
