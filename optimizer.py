@@ -16,9 +16,8 @@ AdamW (arXiv 1711.05101, algorithm 2) at step t, with learning rate lr and weigh
 
     python -m course.optimizer    a lesson: sums, loss scale, masters, bytes of state, schedules
 
-The first part of this file sums gradients in `main_grad`, computes the norm that clips them, and
-sets fp16's loss scale. A step whose norm is not finite is skipped. The device decides this, and how
-much to clip. The host enqueues the same operations either way, and does not wait for the norm.
+The device decides whether a step is skipped, and how much to clip. The host enqueues the same
+operations either way, and does not wait for the norm.
 
 Not covered: optimizers beside Muon (run/muon.py), and parameter groups by user rule (both in
 Megatron-LM); `fuse_accumulation` for embeddings, tied weights, experts and FP8, and from ZeRO stage
@@ -41,7 +40,7 @@ from sharding import set_sharding, sharding_of
 #
 # Each backward of a micro-batch leaves a gradient, by default in the weight's own type. Sums need
 # more bits: in bf16, 256 + 1 is 256. So the gradients of a step's micro-batches are added up in
-# float32, in `parameter.main_grad` (mixed-precision training, arXiv 1710.03740):
+# float32, in `parameter.main_grad`:
 #
 #     main_grad = sum over micro-batches and ranks of  grad / scale
 #
@@ -68,10 +67,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def sum_uses_apart(model: nn.Module) -> None:
     """Make autograd sum a tied weight's gradients in at least float32.
 
-    Autograd adds the gradients of both uses (embedding and head) before any hook sees them, by
-    default in the weight's own type. In fp16 that sum can overflow although neither part does. A
-    pipeline has a copy of the weight on two stages, and sums the two parts in float32. With this,
-    one device gets the same gradient.
+    By default it adds those of both uses (embedding and head) in the weight's own type, before any
+    hook sees them. In fp16 that sum can overflow although neither part does. A pipeline sums its
+    two copies in float32, and so does one device with this.
     """
     for p, count in uses_of(model).items():
         if count > 1 and p.requires_grad:

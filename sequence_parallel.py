@@ -324,24 +324,19 @@ def check_order(model: gpt.GPT, group: dist.ProcessGroup) -> None:
 
 # === overlap: backward communicates while it computes =============================================
 #
-# Column-parallel layers communicate in backward while they compute.
-#
 # A matrix multiplication y = x Wᵀ has two gradients. Tensor parallelism sends only the first:
 #
 #     ∂x = ∂y W       each rank has a part, and the parts are summed over ranks
 #     ∂W = ∂yᵀ x      stays on its rank
 #
 # In tensor_parallel.py autograd computes both, and waits for the sum afterwards. Here one autograd
-# function runs them in an order that hides the communication. The two entries of a row run at the
-# same time:
+# function of a column-parallel layer runs them in an order that hides the communication. The two
+# entries of a row run at the same time:
 #
 #     f, tensor parallelism                  g, sequence parallelism
 #
 #     compute ∂x                             compute ∂x      all-gather x
 #     compute ∂W      all-reduce ∂x          compute ∂W      reduce-scatter ∂x
-#
-# Under sequence parallelism a layer keeps only its rank's shard of x, [b, s/t, h]. So backward
-# gathers x again (arXiv 2205.05198, section 4.2.2).
 #
 # ∂W can also be deferred. Where the pipeline has put a list on a weight, backward appends the
 # inputs of ∂W to it (pipeline_parallel.py). Or the product is added directly to the sum of the
