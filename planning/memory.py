@@ -271,7 +271,7 @@ class Kept(NamedTuple):
 
     # With the layout's recomputation.
     kept: float
-    # So many more, while backward computes it again.
+    # So many more, while backward computes it again, or has begun (I of a split backward).
     again: float = 0.0
     # What the weight gradients of zb-h1 wait for.
     deferred: float = 0.0
@@ -336,42 +336,53 @@ def layer(model: MoEConfig, layout: Layout, software: Software, block: BlockType
     in_fp8 = block.fp8 and not size.frozen
     attention, scores = attention_bytes(size, in_fp8)
     mlp = mlp_bytes(size, block.experts, in_fp8)
-    if block.ends:
-        mlp += size.norm(size.x) + size.mask
+    at_end = size.norm(size.x) + size.mask if block.ends else 0.0
+    mlp += at_end
     if model.parallel_block and size.norm_is_one:
         # Both norms keep the same x.
         mlp -= size.x
-    keys, attentions = 1.0, 1
+    # Keys and values of the source, over those of the target.
+    longer = model.seq_length / model.target_length if block.crosses else 0.0
     if block.crosses:
-        # Keys and values of the source, over those of the target.
-        longer = model.seq_length / model.target_length
         across, more_scores = attention_bytes(size, in_fp8, longer)
         attention, scores = attention + across, scores + more_scores
-        keys, attentions = keys + longer, 2
-    # What W waits for: ∂y and x of each matrix, whole; experts and thin matrices do not wait.
-    deferred = mlp_waits = 0.0
-    if not size.frozen:
-        matrix_bytes = size.weight if block.fp8 else 1
-        ffn = size.ffn
-        if block.experts:
-            ffn *= model.shared_ffn_size / model.ffn_hidden_size
-        if ffn:
-            in_bytes = 1 if block.experts else matrix_bytes
-            mlp_waits = (2 * size.whole + (2 + model.gated) * ffn) / in_bytes
-        waits = attentions * (2 * size.whole + size.query + size.result)
-        waits += keys * (1 + size.narrow) * size.key_columns + 2 * size.latents
-        if block.crosses and layout.sequence_parallel:
-            waits += (keys - 1) * size.whole
-        deferred = mlp_waits + waits / matrix_bytes
+    mlp_waits, deferred = waiting_bytes(size, block, longer)
+    # What I adds: at first ∂y of down; when the MLP is free, all that the MLP's W waits for, and
+    # ∂y of the attention's output.
+    first, later = -at_end, -mlp
+    if waits_for_w(layout) and deferred:
+        gradient = size.whole / (size.weight if block.fp8 else 1)
+        first += min(mlp_waits, gradient)
+        later += mlp_waits + gradient
+    rise = max(0.0, first, later)
     if layout.recompute == "full" and block.recomputes:
         # a norm that copies its input keeps the copy, not the layer's input
         shared = size.x if size.norm_is_one else 0.0
-        return Kept(size.x, attention + mlp + scores - shared, deferred)
+        return Kept(size.x, attention + mlp + scores - shared + rise, deferred)
     if layout.recompute == "selective" and block.recomputes:
-        # The MLP is free by then, but for what its W waits for.
-        freed = mlp - waits_for_w(layout) * mlp_waits
-        return Kept(attention + mlp, max(0, scores - freed), deferred)
-    return Kept(attention + mlp + scores, 0.0, deferred)
+        return Kept(attention + mlp, max(0.0, first, scores + later), deferred)
+    return Kept(attention + mlp + scores, rise, deferred)
+
+
+def waiting_bytes(size: Sizes, block: BlockType, longer: float) -> tuple[float, float]:
+    """What W waits for, (of the MLP, of the whole block): ∂y and x of each matrix, whole; experts
+    and thin matrices do not wait. longer: the source over the target, where the block reads both;
+    or 0."""
+    if size.frozen:
+        return 0.0, 0.0
+    model = size.model
+    matrix_bytes = size.weight if block.fp8 else 1
+    ffn, mlp_waits = size.ffn, 0.0
+    if block.experts:
+        ffn *= model.shared_ffn_size / model.ffn_hidden_size
+    if ffn:
+        in_bytes = 1 if block.experts else matrix_bytes
+        mlp_waits = (2 * size.whole + (2 + model.gated) * ffn) / in_bytes
+    waits = (1 + block.crosses) * (2 * size.whole + size.query + size.result)
+    waits += (1 + longer) * (1 + size.narrow) * size.key_columns + 2 * size.latents
+    if block.crosses and size.layout.sequence_parallel:
+        waits += longer * size.whole
+    return mlp_waits, mlp_waits + waits / matrix_bytes
 
 
 def tokens_of(model: MoEConfig, crosses: bool) -> int:

@@ -115,7 +115,7 @@ LAYOUTS = {
         [0, 4, 12],
     ),
     "some layers, selective": (
-        EXPLICIT | dict(pp=2, schedule="zb-h1", recompute="selective", recompute_layers=5),
+        EXPLICIT | dict(pp=2, schedule="zb-h1", recompute="selective", recompute_layers=3),
         16,
         [0, 8],
     ),
