@@ -35,7 +35,6 @@ Not covered: ties and more than two answers (Plackett-Luce), other losses (IPO, 
 labels (conservative DPO), a margin for how much better an answer is (Llama 2).
 """
 
-import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -247,19 +246,11 @@ class PreferenceTask(ConversationTask):
         return len(samples) // 2
 
     def statistics(self) -> dict[str, Tensor]:
-        """Means over the pairs of the step, or of the evaluation. A collective; all tensor-parallel
-        ranks have the same."""
-        sums = self.sums.clone()
-        for group in (self.groups.dp, self.groups.pp):
-            if group:
-                dist.all_reduce(sums, group=group)
-        accuracy, chosen, rejected = sums[1:] / sums[0]
-        return {
-            "accuracy": accuracy,
-            "reward_chosen": chosen,
-            "reward_rejected": rejected,
-            "margin": chosen - rejected,
-        }
+        """Means over the pairs of the step, or of the evaluation. A collective."""
+        count, *sums = self.sum_of_ranks(self.sums)
+        accuracy, chosen, rejected = (each / count for each in sums)
+        rewards = dict(reward_chosen=chosen, reward_rejected=rejected, margin=chosen - rejected)
+        return {"accuracy": accuracy} | rewards
 
 
 class ValueModel(WholeModel):
@@ -315,9 +306,8 @@ class WithoutLogits(Task):
 
     def finish(self, run) -> bool:
         if run.world.rank == 0:
-            draw_loss(
-                run.world, run, f"{self.learned.name} of {self.config.load or self.config.model}"
-            )
+            base = self.config.load or self.config.model
+            draw_loss(run.world, run, f"{self.learned.name} of {base}")
         run.world.say(f"{run.out}: loss.png, metrics.jsonl, checkpoints")
         return True
 
@@ -336,8 +326,7 @@ class RewardTask(WithoutLogits, PreferenceTask):
         """y: [2 n, s], the values; that of the last token counts."""
         rewards = sum_over_answers(y, batch.loss_mask)
         chosen, rejected = pairs_of(rewards)
-        loss = reward_loss(chosen, rejected)
-        return loss, chosen.detach(), rejected.detach()
+        return reward_loss(chosen, rejected), chosen.detach(), rejected.detach()
 
 
 class DPOTask(PreferenceTask):
@@ -391,12 +380,10 @@ class DPOTask(PreferenceTask):
         return " ".join([self.reference_of, *(each.index["corpus"] for each in sets.values())])
 
     def write(self, path: Path, sets: dict, found: dict[str, np.ndarray]) -> None:
-        content = io.BytesIO()
-        np.savez(content, key=self.key(sets), **found)
         try:
-            # whole or not there
-            path.with_suffix(".tmp").write_bytes(content.getvalue())
-            os.replace(path.with_suffix(".tmp"), path)
+            # whole or not there; savez adds .npz to other names
+            np.savez(path.with_suffix(".tmp.npz"), key=self.key(sets), **found)
+            os.replace(path.with_suffix(".tmp.npz"), path)
         except OSError as e:
             raise CheckpointError(f"{path}: cannot be written ({e.strerror})") from None
 
@@ -407,16 +394,12 @@ class DPOTask(PreferenceTask):
                 key = str(file["key"])
                 found = {name: file[name] for name in sets}
         except Exception as e:
-            raise CheckpointError(
-                f"{path}: cannot be read ({type(e).__name__}). It has what the model said of the"
-                " pairs before training; put it back, or start again with another --out"
-            ) from None
+            rule = "put it back, or start again with another --out"
+            raise CheckpointError(f"{path}: cannot be read ({type(e).__name__}); {rule}") from None
         if key != self.key(sets):
             raise CheckpointError(
                 f"{path}: is of another base, or of other pairs than --data"
-                f" {' '.join(self.config.data)} are now. Give the same files (and the same --date,"
-                " where the chat template writes it), or start again with another --out: older"
-                " versions held out other pairs, where several have one prompt"
+                f" {' '.join(self.config.data)} are now. Give the same files, and the same --date"
             )
         return found
 
@@ -449,15 +432,9 @@ class PreferenceConfig(ChatConfig):
     purpose: ClassVar[str] = "Learn from pairs of answers."
     needs: ClassVar[tuple] = (
         *PeftConfig.needs,
+        Need(("beta",), lambda run: run.config.method == "dpo", "is only for --method dpo"),
         Need(
-            ("beta",),
-            lambda run: run.config.method == "dpo",
-            "is of --method dpo; a reward model has none",
-        ),
-        Need(
-            ("head_chunk",),
-            lambda run: run.config.method != "reward",
-            "a reward model has one number for a token, and no logits; leave it out",
+            ("head_chunk",), lambda run: run.config.method == "dpo", "a reward model has no logits"
         ),
     )
     needed: ClassVar[dict[str, str]] = {
@@ -469,21 +446,15 @@ class PreferenceConfig(ChatConfig):
     least_rows: ClassVar[int] = 2
 
     method: str = flag(
-        "dpo",
-        "reward: a model that says how good an answer is; dpo: the model of --load itself",
-        ("reward", "dpo"),
+        "dpo", "what learns: a reward model, or the model of --load itself", ("reward", "dpo")
     )
     data: list[str] = flag(
-        [],
-        "JSON lines with prompt, chosen and rejected; a twentieth is held out",
-        metavar="FILE",
+        [], "JSON lines with prompt, chosen and rejected; a twentieth is held out", metavar="FILE"
     )
     val_data: list[str] = flag(
         [], "pairs to evaluate on; all of --data is then trained on", metavar="FILE"
     )
-    beta: float | None = flag(
-        None, "weight of the KL divergence from the model of --load; the default is 0.1"
-    )
+    beta: float | None = flag(None, "weight of the KL from the model of --load; the default is 0.1")
 
     @property
     def value_head(self) -> bool:
@@ -515,13 +486,8 @@ def check_method(config: PreferenceConfig) -> None:
     """What reward models and DPO have each. Raises ConfigError."""
     if config.method == "reward":
         if config.peft:
-            rule = (
-                "leaves the head as it is, and a reward model learns a new one; leave it out, or"
-                " --method dpo would fit"
-            )
-            config.refuse("peft", rule)
-        return
-    if config.beta is not None and not 0 < config.beta <= 1000:
+            config.refuse("peft", "leaves the head as it is; --method dpo would fit")
+    elif config.beta is not None and not 0 < config.beta <= 1000:
         config.refuse("beta", "must be above 0 and at most 1000; the default is 0.1")
 
 

@@ -27,6 +27,7 @@ Shapes: n answers of at most T tokens; packed (answer_rows.py) they are R rows o
 
 import time
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -243,10 +244,8 @@ class ReinforcementTask(Learner, ConversationTask):
             advantages = policy_gradients.group_advantages(rewards, self.config.answers_per_prompt)
             columns["advantages"] = advantages.unsqueeze(1) * mask
         if lag and self.config.importance_cap:
-            cap = self.config.importance_cap
-            columns["advantages"] = policy_gradients.stale_advantages(
-                columns["advantages"], old, of_rollout, cap
-            )
+            stale = columns["advantages"], old, of_rollout, self.config.importance_cap
+            columns["advantages"] = policy_gradients.stale_advantages(*stale)
         per_answer = self.config.method == "grpo"
         columns["weights"] = policy_gradients.token_weights(mask, per_answer)
         count = len(answers) if per_answer else int(mask.sum())
@@ -304,16 +303,12 @@ class ReinforcementTask(Learner, ConversationTask):
         return learned, prompts + learned
 
     def statistics(self) -> dict[str, Tensor]:
-        sums = self.token_sums.clone()
-        for group in (self.groups.dp, self.groups.pp):
-            if group:
-                dist.all_reduce(sums, group=group)
+        sums = self.sum_of_ranks(self.token_sums)
         tokens = self.rows.counted_tokens(self.samples(0)) * self.config.epochs
         self.step_metrics["training_seconds"] = time.perf_counter() - self.written
-        numbers = self.step_metrics | {
-            "clip_share": sums[0] / tokens,
-            "policy_change": sums[1] / tokens,
-        }
+        numbers = self.step_metrics | dict(
+            clip_share=sums[0] / tokens, policy_change=sums[1] / tokens
+        )
         if self.critic:
             numbers["value_loss"] = sums[2] / self.config.epochs
         return {n: torch.as_tensor(x, dtype=torch.float64) for n, x in numbers.items()}
@@ -341,11 +336,8 @@ class ReinforcementTask(Learner, ConversationTask):
         return True
 
 
-def pad(ragged: list[Tensor]) -> Tensor:
-    """n tensors [T_i] -> [n, T], with zeros behind the shorter ones."""
-    return pad_sequence(ragged, batch_first=True)
-
-
+# n tensors [T_i] -> [n, T], with zeros behind the shorter ones
+pad = partial(pad_sequence, batch_first=True)
 # Of the steps to come, in a checkpoint.
 WrittenAhead = list[tuple[int, list[Answer], list[float]]]
 
@@ -366,11 +358,7 @@ class ReinforcementConfig(ChatConfig):
             lambda run: run.config.method == "ppo",
             "is only for --method ppo; grpo has no critic",
         ),
-        Need(
-            ("ep_comm_overlap",),
-            lambda run: False,
-            "needs as many micro-batches in every step, and those of answers differ",
-        ),
+        Need(("ep_comm_overlap",), lambda run: False, "needs as many micro-batches in every step"),
         Need(("importance_cap",), lambda run: run.config.rollout_lag, "needs --rollout-lag"),
         Need(
             ("clip_range",),
@@ -386,30 +374,21 @@ class ReinforcementConfig(ChatConfig):
     keeps_dropout: ClassVar[bool] = False
 
     method: str = flag(
-        "grpo",
-        "ppo has a critic; grpo compares the answers of a group",
-        ("ppo", "grpo"),
+        "grpo", "ppo has a critic; grpo compares the answers of a group", ("ppo", "grpo")
     )
     data: list[str] = flag(
-        [],
-        "JSON lines with a prompt, or messages, that the model answers; a twentieth is held out",
-        metavar="FILE",
+        [], "JSON lines with a prompt, or messages; a twentieth is held out", metavar="FILE"
     )
     reward: str | None = flag(
         None,
-        "gives each answer a number: a run of finetune.preference --method reward, or"
-        " FILE.py:FUNCTION, called with (prompt, answer, line of --data)",
+        "a run of finetune.preference --method reward, or a function of (prompt, answer, line)",
         metavar="{CKPT,FILE:FUNCTION}",
     )
     beta: float | None = flag(
-        None,
-        "weight of the KL divergence from the model of --load; the default is 0.05 for ppo, 0.04"
-        " for grpo",
+        None, "weight of the KL from the model of --load; the default: ppo 0.05, grpo 0.04"
     )
     answer_tokens: int = flag(64, "tokens of an answer at most, its end token included")
-    group_size: int | None = flag(
-        None, "answers to each prompt of a step; the default is 8 for grpo, 1 for ppo"
-    )
+    group_size: int | None = flag(None, "answers to a prompt; the default: grpo 8, ppo 1")
     epochs: int = flag(2, "updates from the answers of a step; later ones are clipped")
     clip_range: float = flag(0.2, "how far updates may change a token's probability: a share")
     gae_lambda: float = flag(0.95, "of ppo's advantages: 1 has no bias, 0 the least variance")
@@ -418,12 +397,8 @@ class ReinforcementConfig(ChatConfig):
     importance_cap: float = flag(
         2.0, "largest importance weight of a token with --rollout-lag; 0: no weights", least=0
     )
-    rollout_tp: int | None = flag(
-        None, "tensor-parallel ranks that write answers; the default is the layout of training"
-    )
-    rollout_pp: int | None = flag(
-        None, "pipeline ranks that write answers; the default is the layout of training"
-    )
+    rollout_tp: int | None = flag(None, "tensor-parallel ranks that write answers; default: --tp")
+    rollout_pp: int | None = flag(None, "pipeline ranks that write answers; default: --pp")
 
     @property
     def unpredicted(self) -> str:
@@ -456,9 +431,8 @@ class ReinforcementConfig(ChatConfig):
 
     def bytes_beside(self, model: MoEConfig, precision: str, ranks: dict, learner: int) -> int:
         """A critic like the policy, and the weights of a frozen reference."""
-        frozen = least_memory.state_parts(
-            model, precision, self.optimizer_state, self.zero_stage, ranks
-        )[0]
+        options = self.optimizer_state, self.zero_stage, ranks
+        frozen, *_ = least_memory.state_parts(model, precision, *options)
         return int((learner if self.method == "ppo" else 0) + (0 if self.peft else frozen))
 
     def known_micro_batch(self, dp: int) -> int:
@@ -491,10 +465,8 @@ def check_numbers(config: ReinforcementConfig, model: MoEConfig) -> None:
     if size < least:
         config.refuse("group_size", f"must be at least {least}")
     if config.global_batch_size % size:
-        rule = (
-            f"must be divisible by --group-size {size}; {multiples(config.global_batch_size, size)}"
-        )
-        config.refuse("global_batch_size", rule)
+        would_fit = multiples(config.global_batch_size, size)
+        config.refuse("global_batch_size", f"must be divisible by --group-size {size}; {would_fit}")
     if not 1 <= config.answer_tokens < model.seq_length:
         rule = f"must be from 1 to below --seq-length {model.seq_length}: a prompt stands before it"
         config.refuse("answer_tokens", rule)

@@ -26,6 +26,9 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import torch.distributed as dist
+from torch import Tensor
+
 from base import json_files
 from finetune.chat import Chat, message
 from finetune.chat_template import ChatError, ChatTemplate, ChatTokenizer, open_template
@@ -287,17 +290,12 @@ def open_data(config, world, tokenizer) -> tuple[Padded | Packed, Padded | Packe
     try:
         chat.prompt([message("user", "a")])
         if not chat.learns_what_is_asked():
-            world.say(
-                f"{chat.template.where} asks with a text that answers in it do not have (<think>,"
-                " say): what is learned here follows another text than what generate.py asks"
-            )
+            rule = "what is learned here follows another text than what generate.py asks"
+            world.say(f"{chat.template.where} asks with a text that no answer follows here: {rule}")
     except ChatError as e:
         world.say(f"generate.py --chat will not work with this template: {e}")
     if not config.load:
-        world.say(
-            "without --load: a new model learns these conversations and nothing else; --load"
-            " CKPT names a trained one"
-        )
+        world.say("without --load a new model learns these conversations and nothing else")
     if config.pack:
         train_set = Packed(examples, s, config.seed)
         rows = f"{train_set.num_sequences:,} rows of {s} tokens"
@@ -313,6 +311,13 @@ class ConversationTask(Task):
 
     def open_data(self, config, world, tokenizer):
         return open_data(config, world, tokenizer)
+
+    def sum_of_ranks(self, sums: Tensor) -> Tensor:
+        """Sums over the samples of all ranks; tensor-parallel ranks have the same. A collective."""
+        sums = sums.clone()
+        for group in filter(None, (self.groups.dp, self.groups.pp)):
+            dist.all_reduce(sums, group=group)
+        return sums
 
     def sample_prompt(self, tokenizer, held_out) -> tuple[list[int], tuple[int, ...]]:
         """--sample-prompt as a user's message, or a question that was held out."""

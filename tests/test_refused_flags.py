@@ -55,7 +55,7 @@ REFUSED = {
         (DPO | dict(dropout=0.1), "--dropout 0.1: "),
         (DPO | dict(peft="lora", lora_dropout=0.5), "--lora-dropout 0.5: must be 0"),
         (DPO | dict(beta=0.0), "--beta 0.0: must be above 0"),
-        (REWARD | dict(beta=0.1), "--beta 0.1: is of --method dpo"),
+        (REWARD | dict(beta=0.1), "--beta 0.1: is only for --method dpo"),
         (REWARD | dict(peft="lora"), "--peft lora: leaves the head"),
         (DPO | dict(fp8="current"), "--fp8 current: "),
         (DPO | dict(micro_batch_size=3, global_batch_size=12), "4, 6, 12 would fit"),
