@@ -59,10 +59,8 @@ def open_adapter(path: str | Path, shape_class: type[MoEConfig] = MoEConfig) -> 
     says."""
     path = checkpoint.find(path)
     if (path / "adapter_config.json").is_file() and not (path / "index.json").is_file():
-        raise CheckpointError(
-            f"{path} is a folder of the library peft; python -m inference.adapters import {path}"
-            " --base BASE OUT makes an adapter of it"
-        )
+        use = f"python -m inference.adapters import {path} --base BASE OUT makes an adapter of it"
+        raise CheckpointError(f"{path} is a folder of the library peft; {use}")
     index = checkpoint.read_index(path)
     check_command(path, index["model"], shape_class)
     if "adapter" not in index:

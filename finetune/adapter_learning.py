@@ -35,7 +35,7 @@ NEEDS = (
     Need(
         ("optimizer",),
         lambda run: not run.config.peft,
-        "orthogonalises whole matrices, and adapters are factors or vectors; leave it out",
+        "orthogonalises whole matrices, and adapters are factors or vectors",
     ),
     Need(
         (*LORA_FLAGS, "adapter_size", "peft_targets"),
@@ -91,10 +91,8 @@ class Adapters(FrozenBase):
         )
         for name, value in now.items():
             if value != then[name]:
-                raise CheckpointError(
-                    f"{name} {value}: the adapter in {path} was trained with {name} {then[name]}."
-                    " Give the same value, or start again with another --out"
-                )
+                rule = f"the adapter in {path} was trained with {name} {then[name]}"
+                raise CheckpointError(f"{name} {value}: {rule}; give that, or another --out")
 
     def extra_state(self) -> dict:
         return super().extra_state() | {"adapter": dataclasses.asdict(adapter_config(self.config))}
@@ -112,8 +110,7 @@ class PeftConfig(RunConfig):
     # adapters
     peft: str | None = flag(
         None,
-        "learn only lora, adapter (bottlenecks) or ia3 parameters for the model of --load, which "
-        "stays frozen (adapters.py)",
+        "learn lora, adapter (bottlenecks) or ia3 parameters; the model of --load stays frozen",
         ("lora", "adapter", "ia3"),
     )
     lora_rank: int = flag(8, "r, the rank of LoRA's update")
@@ -176,8 +173,7 @@ class TextPeftConfig(PeftConfig, Config):
 
     peft: str | None = flag(
         "lora",
-        "learn only lora, adapter (bottlenecks) or ia3 parameters for the model of --load, which "
-        "stays frozen",
+        "learn lora, adapter (bottlenecks) or ia3 parameters; the model of --load stays frozen",
         ("lora", "adapter", "ia3"),
     )
 

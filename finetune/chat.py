@@ -207,11 +207,8 @@ class Chat:
         return first, behind + 1
 
     def without_end(self) -> ChatError:
-        return ChatError(
-            f"{self.template.where} ends an answer with no special token of the tokenizer,"
-            " so the model could not learn to stop; {{ eos_token }} after it would be one",
-            NO_SPAN,
-        )
+        rule = "with no special token, as {{ eos_token }} would be, so it could not learn to stop"
+        return ChatError(f"{self.template.where} ends an answer {rule}", NO_SPAN)
 
     def is_special(self, tokens: Tokens, n: int) -> bool:
         return n < len(tokens.ids) and tokens.ids[n] in self.tokenizer.special_ids

@@ -104,9 +104,8 @@ def raise_exception(message: str):
 
 def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
     """jinja's own filter would escape HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    options = dict(ensure_ascii=ensure_ascii, indent=indent, separators=separators)
+    return json.dumps(value, sort_keys=sort_keys, **options)
 
 
 class Rendered(NamedTuple):
@@ -137,10 +136,8 @@ class ChatTemplate:
             extensions=[GenerationBlocks, "jinja2.ext.loopcontrols"],
         )
         environment.filters["tojson"] = to_json
-        environment.globals |= {
-            "raise_exception": raise_exception,
-            "strftime_now": self.strftime_now,
-        }
+        functions = dict(raise_exception=raise_exception, strftime_now=self.strftime_now)
+        environment.globals |= functions
         try:
             calls = environment.parse(self.text).find_all(nodes.CallBlock)
             marks = any(isinstance(block.call.node, nodes.ExtensionAttribute) for block in calls)
@@ -194,10 +191,8 @@ class ChatTemplate:
         try:
             text, answers = without_marks(marked)
         except ValueError:
-            raise ChatError(
-                f"{self.where}: has a {{% generation %}} block inside another one, or cuts the text"
-                " of a block"
-            ) from None
+            rule = "has a {% generation %} block inside another one, or cuts the text of a block"
+            raise ChatError(f"{self.where}: {rule}") from None
         return Rendered(text, answers if self.marks_answers else None)
 
     def around(self, messages: list[dict], n: int, ask: bool = False) -> tuple[str, str]:
@@ -205,11 +200,8 @@ class ChatTemplate:
         marked = [*messages[:n], messages[n] | {"content": MARK}, *messages[n + 1 :]]
         pieces = self.render(marked, ask).text.split(MARK)
         if len(pieces) != 2:
-            raise ChatError(
-                f"{self.where} writes the content of message {n + 1} {len(pieces) - 1} times, so"
-                " nothing shows where it is",
-                NO_SPAN,
-            )
+            times = f"{len(pieces) - 1} times, so nothing shows where it is"
+            raise ChatError(f"{self.where} writes the content of message {n + 1} {times}", NO_SPAN)
         return pieces[0], pieces[1]
 
 
@@ -247,16 +239,15 @@ class ChatTokenizer:
         self.special_ids = {tokenizer.eot, *tokenizer.stop_ids}
         self.library = None
         self.end = END_OF_TEXT
+        added = {}
         if isinstance(tokenizer, FileTokenizer):
             # Some post-processors move a token's first character past its space.
             self.library = type(tokenizer.tokenizer).from_str(tokenizer.tokenizer.to_str())
             self.library.post_processor = None
             self.end = self.library.id_to_token(tokenizer.eot) or END_OF_TEXT
             added = self.library.get_added_tokens_decoder()
-            self.special_ids |= set(added)
-            self.splits_end = self.end not in {token.content for token in added.values()}
-        else:
-            self.splits_end = True
+        self.special_ids |= set(added)
+        self.splits_end = self.end not in {token.content for token in added.values()}
 
     def token_names(self) -> dict[str, str]:
         """What a template may name. Raises JSONError."""
@@ -273,8 +264,7 @@ class ChatTokenizer:
     def encode(self, text: str) -> Tokens:
         """Raises ChatError."""
         pieces = text.split(self.end) if self.splits_end else [text]
-        found = Tokens([], [], [])
-        at = 0
+        found, at = Tokens([], [], []), 0
         for number, piece in enumerate(pieces):
             if number:
                 add(found, Tokens([self.tokenizer.eot], [0], [len(self.end)]), at)
@@ -304,11 +294,8 @@ class ChatTokenizer:
         ends = list(itertools.accumulate(lengths))
         # byte -> its character
         character = [n for n, letter in enumerate(text) for _ in letter.encode()]
-        return Tokens(
-            ids,
-            [character[end - length] for end, length in zip(ends, lengths)],
-            [character[end - 1] + 1 for end in ends],
-        )
+        starts = [character[end - length] for end, length in zip(ends, lengths)]
+        return Tokens(ids, starts, [character[end - 1] + 1 for end in ends])
 
 
 def add(tokens: Tokens, more: Tokens, at: int) -> None:
@@ -366,10 +353,9 @@ def template_beside(beside: TokenizerFolder) -> str | None:
         value = json_files.parse(beside.files[CHAT_TEMPLATE_JSON], dict, where)
         value = value.get("chat_template")
     if value is None and named:
-        raise json_files.JSONError(
-            f"{beside.folder} has the chat templates {' and '.join(sorted(named))}, none of them"
-            " called default; choose one with --chat-template FILE"
-        )
+        there = f"the chat templates {' and '.join(sorted(named))}, none of them called default"
+        rule = "choose one with --chat-template FILE"
+        raise json_files.JSONError(f"{beside.folder} has {there}; {rule}")
     return json_files.convert(value, str | None, where)
 
 

@@ -45,13 +45,12 @@ def read_base(path: str | Path, names: list[str], first: bool = False) -> dict[s
     path = checkpoint.find(path)
     saved = checkpoint.read_index(path)["tensors"]
     parameters = {}
-    for name in names:
-        _, shape = saved[f"model.{name}"]
+    for key in (f"model.{name}" for name in names):
+        _, shape = saved[key]
         record = Sharding(tuple(shape), (Shard(0, FirstOf(shape[0])),) if first else ())
-        part = torch.zeros(local_slice(record)[1])
-        parameters[f"model.{name}"] = set_sharding(part, record)
+        parameters[key] = set_sharding(torch.zeros(local_slice(record)[1]), record)
     checkpoint.read(path, parameters)
-    return {name.removeprefix("model."): parameter for name, parameter in parameters.items()}
+    return dict(zip(names, parameters.values()))
 
 
 def identifying_fields(config: MoEConfig) -> dict:
@@ -90,6 +89,15 @@ def fingerprint(path: str | Path, config: MoEConfig, read=read_base) -> str:
     return digest.hexdigest()[:16]
 
 
+def check_identity(config, path: Path, index: dict, identity: str) -> None:
+    """Whether a run that goes on from the checkpoint at `path` has the frozen model that it began
+    with. identity: the fingerprint of that of --load. Raises CheckpointError."""
+    if index.get("base", identity) != identity:
+        rule = f"is not the model that the run in {path} began with; it has changed since"
+        other = "name that one (CKPT/checkpoints/step-..), or start again with another --out"
+        raise checkpoint.CheckpointError(f"--load {config.load}: {rule}; {other}")
+
+
 class FrozenBase(WholeModel):
     """Which parameters learn: new ones, and none of the model."""
 
@@ -115,21 +123,13 @@ class FrozenBase(WholeModel):
     def load_base(self, tokenizer) -> None:
         """Load the frozen model from --load. A collective. Raises CheckpointError."""
         path = checkpoint.find(self.config.load)
-        frozen = {}
-        for name, p in sharding.named_parameters(*self.trainer.stages):
-            if self.is_of_base(name):
-                frozen[f"model.{name}"] = p
+        parameters = sharding.named_parameters(*self.trainer.stages)
+        frozen = {f"model.{name}": p for name, p in parameters if self.is_of_base(name)}
         checkpoint.load(path, frozen, checkpoint.fixed_fields(self.model_config, True))
         self.identity = fingerprint(path, self.model_config)
 
     def check_base(self, path: Path, index: dict) -> None:
-        if index.get("base", self.identity) != self.identity:
-            raise checkpoint.CheckpointError(
-                f"--load {self.config.load}: is not the model that the {self.learned_things}"
-                f" parameters in {path} were learned for; it has changed since. Name the checkpoint"
-                " that they were begun with (CKPT/checkpoints/step-..), or start again with another"
-                " --out"
-            )
+        check_identity(self.config, path, index, self.identity)
 
     def load_weights(self, world) -> None:
         """`load_base` has loaded them."""

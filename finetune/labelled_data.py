@@ -12,6 +12,7 @@ trained on, or held out.
 """
 
 import unicodedata
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -84,9 +85,8 @@ class Reader:
         if not here or not record["context"].startswith(answer, start):
             raise ChatError(f"start {start}: the answer does not stand there", "not at start")
         end = start + len(answer)
-        found = [
-            n + k for k, (begin, stop) in enumerate(characters) if begin < end and stop > start
-        ]
+        places = enumerate(characters, n)
+        found = [k for k, (begin, stop) in places if begin < end and stop > start]
         if not found or characters[-1][1] < end:
             raise ChatError("the answer is empty, or beyond --seq-length", "beyond --seq-length")
         return [found[0], found[-1]]
@@ -114,9 +114,7 @@ def open_rows(
     """(what is learned from, what is held out, the labels; [] for answers) of --data and
     --val-data. labels: those of --load; None: those of --data. Raises ChatError."""
 
-    def read(paths: list[str], flag: str) -> tuple[list[Row], str]:
-        return reader.read(paths, flag, config.skip_bad_examples)
-
+    read = partial(reader.read, skip=config.skip_bad_examples)
     learned, held_out = open_examples(config, world, None, read, "example")
     # An answer counts as a label without a name.
     found = {row.record["label"] if row.span is None else "" for row in [*learned, *held_out]}

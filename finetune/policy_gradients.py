@@ -49,6 +49,7 @@ ratio (use_bias_correction_kl, which trl has on by default). The library `trl` h
 import dataclasses
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # added to a standard deviation or variance that may be 0; trl has the same
@@ -148,13 +149,10 @@ def group_advantages(scores: Tensor, group_size: int) -> Tensor:
     std is the unbiased one, as in trl. scores: [n] -> [n]. Raises ValueError.
     """
     if group_size < 2 or len(scores) % group_size:
-        raise ValueError(
-            f"{len(scores)} scores in groups of {group_size}: a group has 2 answers or more, all"
-            " groups the same number"
-        )
+        rule = "a group has 2 answers or more, all groups the same number"
+        raise ValueError(f"{len(scores)} scores in groups of {group_size}: {rule}")
     groups = scores.view(-1, group_size)
-    mean = groups.mean(1, keepdim=True)
-    std = groups.std(1, keepdim=True)
+    mean, std = groups.mean(1, keepdim=True), groups.std(1, keepdim=True)
     return ((groups - mean) / (std + GROUP_EPS)).view(-1)
 
 
@@ -277,6 +275,4 @@ def only(mask: Tensor, x: Tensor) -> Tensor:
 def is_last(mask: Tensor) -> Tensor:
     """True at the last token of each answer. mask: [n, T] -> [n, T]"""
     mask = mask.bool()
-    behind = torch.zeros_like(mask)
-    behind[:, :-1] = mask[:, 1:]
-    return mask & ~behind
+    return mask & ~F.pad(mask[:, 1:], (0, 1))

@@ -14,6 +14,7 @@ Sample 2k is the chosen answer of a pair and 2k + 1 the rejected one: two rows o
 the prompt and the answer with the token that ends it. Every epoch permutes the pairs.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -54,11 +55,8 @@ def conversation(record: dict, key: str) -> list[dict]:
     if isinstance(prompt, str):
         prompt = [message("user", prompt)]
     if not isinstance(answer, list) or not isinstance(prompt, list | None):
-        raise ChatError(
-            'is no pair; a line has "prompt", "chosen" and "rejected", each text or a list of'
-            " messages",
-            NO_SKIP,
-        )
+        rule = '"prompt", "chosen" and "rejected", each text or a list of messages'
+        raise ChatError(f"is no pair; a line has {rule}", NO_SKIP)
     # on Hugging Face a list may begin with the prompt, and the prompt stand beside it once more
     first = answer[0].get("role") if answer and isinstance(answer[0], dict) else None
     whole = answer if first != "assistant" else (prompt or []) + answer
@@ -75,10 +73,8 @@ def pair_of(record: dict, chat: Chat, limit: int) -> Pair:
     """limit: of tokens. Raises ChatError."""
     chosen, rejected = (conversation(record, key) for key in ("chosen", "rejected"))
     if chosen[:-1] != rejected[:-1]:
-        raise ChatError(
-            "chosen and rejected differ before their last message: they answer two questions",
-            "two questions",
-        )
+        rule = "differ before their last message: they answer two questions"
+        raise ChatError(f"chosen and rejected {rule}", "two questions")
     pair = Pair(*(answer_example(chat, messages) for messages in (chosen, rejected)))
     if pair.chosen.ids == pair.rejected.ids:
         raise ChatError("chosen and rejected are equal", "equal answers")
@@ -100,12 +96,10 @@ def read_pairs(
 ) -> tuple[list[Pair], str]:
     """(pairs, a summary), as of sft_data.read_lines. limit: of tokens."""
 
-    def make(record: dict) -> Pair:
-        return pair_of(record, chat, limit)
-
     def asked(record: dict) -> list[dict]:
         return conversation(record, "chosen")[:-1]
 
+    make = partial(pair_of, chat=chat, limit=limit)
     pairs, left_out = read_lines(paths, flag, make, ids_of, asked, skip)
     tokens = sum(len(ids) for pair in pairs for ids in ids_of(pair))
     return pairs, f"{len(pairs):,} pairs, {tokens:,} tokens{left_out}"
@@ -170,10 +164,7 @@ def open_data(config, world, tokenizer) -> tuple[Pairs, Pairs]:
     chat = open_chat(config, world, tokenizer)
     shards = config.length_multiple
     limit = config.model_config().seq_length // shards * shards
-
-    def read(paths: list[str], flag: str) -> tuple[list[Pair], str]:
-        return read_pairs(paths, flag, chat, limit, config.skip_bad_examples)
-
+    read = partial(read_pairs, chat=chat, limit=limit, skip=config.skip_bad_examples)
     pairs, held_out = open_examples(config, world, chat, read, "pair")
     last_token = config.method == "reward"
     train_set = Pairs(pairs, config.seed, shards, last_token)

@@ -76,15 +76,11 @@ def load(path: str | Path, model: str | None = None) -> tuple[PromptConfig, dict
         if metadata.sha256 != hash_tables(tables):
             raise PromptError("its tables are not what was written")
     except (OSError, SafetensorError, KeyError, ValueError) as e:
-        raise PromptError(
-            f"{path} is not a prompt file, or damaged ({type(e).__name__}:"
-            f" {json_files.one_line(e)})"
-        ) from None
+        why = f"{type(e).__name__}: {json_files.one_line(e)}"
+        raise PromptError(f"{path} is not a prompt file, or damaged ({why})") from None
     if model is not None and model != metadata.model:
-        raise PromptError(
-            f"{path} belongs to another model: its prompts were learned for {metadata.model}, and"
-            f" this one is {model}"
-        )
+        rule = f"its prompts were learned for {metadata.model}, and this one is {model}"
+        raise PromptError(f"{path} belongs to another model: {rule}")
     return config, {task: tables[task] for task in tasks}
 
 

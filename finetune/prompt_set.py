@@ -10,6 +10,7 @@ file does not matter; the last twentieth is held out, and lines with one prompt 
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from finetune.chat import Chat, message
@@ -100,16 +101,12 @@ def asked(record: dict) -> list[dict]:
     if isinstance(messages, str):
         messages = [message("user", messages)]
     if not isinstance(messages, list) or not messages:
-        raise ChatError(
-            'is no prompt; a line has "prompt", a text, or "messages", a list of objects with'
-            ' "role" and "content"',
-            NO_SKIP,
-        )
+        rule = '"prompt", a text, or "messages", a list of objects with "role" and "content"'
+        raise ChatError(f"is no prompt; a line has {rule}", NO_SKIP)
     messages = check_messages(record, messages, ("role", "content"))
     if messages[-1]["role"] == "assistant":
-        raise ChatError(
-            "ends with an answer; the last message is one that the model answers", NO_SKIP
-        )
+        rule = "the last message is one that the model answers"
+        raise ChatError(f"ends with an answer; {rule}", NO_SKIP)
     return messages
 
 
@@ -127,13 +124,11 @@ def open_prompts(config, world, tokenizer, function) -> tuple[Prompts, Prompts]:
     limit = config.model_config().seq_length - config.answer_tokens
 
     def read(paths: list[str], flag: str) -> tuple[list[Question], str]:
-        def make(record: dict) -> Question:
-            return question_of(record, chat, limit)
-
         def key(question: Question) -> list:
             return [question.ids, question.record]
 
-        questions, left_out = read_lines(paths, flag, make, key, asked, config.skip_bad_examples)
+        make, skip = partial(question_of, chat=chat, limit=limit), config.skip_bad_examples
+        questions, left_out = read_lines(paths, flag, make, key, asked, skip)
         return questions, f"{len(questions):,} prompts{left_out}"
 
     questions, held_out = open_examples(config, world, chat, read, "prompt")

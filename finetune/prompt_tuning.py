@@ -54,8 +54,7 @@ class PromptLearningConfig(PeftConfig):
 
     prompt_config: str | None = flag(
         None,
-        "JSON or YAML with NeMo's names: which prompts, for which data; its language_model_path is"
-        " the default of --load",
+        "JSON or YAML with NeMo's names: which prompts, for which data, and perhaps which --load",
         metavar="FILE",
         names=("--config", "--prompt-config"),
     )
@@ -93,20 +92,13 @@ class PromptLearningConfig(PeftConfig):
             raise ConfigError("--config: prompts for what? --config FILE, with NeMo's names, says")
         prompts = self.prompts()
         if prompts.virtual_prompt_style == "inference":
-            rule = (
-                "virtual_prompt_style inference learns nothing; p-tuning, prompt-tuning and"
-                " fine-tuning do"
-            )
+            rule = "virtual_prompt_style inference learns nothing; the other styles do"
             raise ConfigError(f"--config {self.prompt_config}: {rule}")
         if not self.load:
-            raise ConfigError(
-                f"--config {self.prompt_config}: {'for which model? --load CKPT names it'}"
-            )
+            rule = "for which model? --load CKPT names it"
+            raise ConfigError(f"--config {self.prompt_config}: {rule}")
         if self.peft and prompts.learned:
-            rule = (
-                "--config learns prompts; one of the two. With virtual_prompt_style fine-tuning it"
-                " only names the data"
-            )
+            rule = "--config learns prompts, unless its virtual_prompt_style is fine-tuning"
             self.refuse("peft", rule)
         super().check(model, world, base_needed)
 
@@ -132,14 +124,11 @@ def existing_tables(config: PromptConfig, identity: str) -> dict[str, Tensor]:
     saved, tables = prompt_file.load(config.restore_path, identity)
     for task in config.existing_tasks:
         if task not in tables:
-            raise PromptError(
-                f"existing_tasks: {task!r} is not in {config.restore_path}, which has {saved.tasks}"
-            )
+            rule = f"{task!r} is not in {config.restore_path}, which has {saved.tasks}"
+            raise PromptError(f"existing_tasks: {rule}")
         if saved.templates[task] != config.templates[task]:
-            raise PromptError(
-                f"existing_tasks: {task!r} was learned with another template:"
-                f" {saved.templates[task]}"
-            )
+            rule = f"{task!r} was learned with another template: {saved.templates[task]}"
+            raise PromptError(f"existing_tasks: {rule}")
     return tables
 
 
@@ -217,9 +206,8 @@ class TemplateTask(Task):
         prompts = PromptConfig.read(config.prompt_config, world.say)
         data = prompts.data
         if not data.validation_ds:
-            raise PromptError(
-                "data.validation_ds is empty: name JSON lines that are not trained on"
-            )
+            rule = "name JSON lines that are not trained on"
+            raise PromptError(f"data.validation_ds is empty: {rule}")
         model = config.model_config()
         shards = config.length_multiple
         longest = min(model.seq_length, data.max_seq_length or model.seq_length)
@@ -227,12 +215,9 @@ class TemplateTask(Task):
         limit = longest // shards * shards + 1
         templates = {task: prompts.templates[task] for task in prompts.new_tasks}
         first_ids = prompts.prompt_tasks.first_ids(model.vocab_size)
-        sets = []
-        summaries = []
-        for name, seed in (
-            ("train_ds", config.seed if data.shuffle else None),
-            ("validation_ds", None),
-        ):
+        sets, summaries = [], []
+        seeds = {"train_ds": config.seed if data.shuffle else None, "validation_ds": None}
+        for name, seed in seeds.items():
             paths = getattr(data, name)
             examples, _, summary = read_examples(paths, templates, first_ids, tokenizer, limit)
             usable = [example for example in examples if example]

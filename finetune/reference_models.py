@@ -80,9 +80,8 @@ class FrozenModel(WholeModel):
 
     def load_from(self, path) -> None:
         """path: of --load or --reward. A collective. Raises CheckpointError."""
-        parameters = {}
-        for name, p in sharding.named_parameters(*self.trainer.stages):
-            parameters[f"model.{name}"] = p
+        named = sharding.named_parameters(*self.trainer.stages)
+        parameters = {f"model.{name}": p for name, p in named}
         fixed = checkpoint.fixed_fields(self.model_config, True)
         checkpoint.load(checkpoint.find(path), parameters, fixed)
 

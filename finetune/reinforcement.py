@@ -43,7 +43,7 @@ from base.model_config import MoEConfig, divisors, flops_per_token
 from finetune import adapter_layers, policy_gradients, rl_files
 from finetune.adapter_learning import PeftConfig, lr_beside_reference
 from finetune.answer_rows import Answer, Rows
-from finetune.frozen_base import fingerprint
+from finetune.frozen_base import check_identity, fingerprint
 from finetune.preference import PreferenceConfig
 from finetune.prompt_set import open_prompts
 from finetune.reference_models import Critic, FrozenModel, Learner, OnRows, RewardModel, beside
@@ -121,12 +121,8 @@ class ReinforcementTask(Learner, ConversationTask):
             step: (answers, torch.tensor(rewards, dtype=torch.float64))
             for step, answers, rewards in json_files.convert(ahead, WrittenAhead, "written_ahead")
         }
-        if self.reference and index.get("base", self.identity) != self.identity:
-            raise checkpoint.CheckpointError(
-                f"--load {self.config.load}: is not the model that the run in {path} began with,"
-                " which is its reference; it has changed since. Name that one, or start again with"
-                " another --out"
-            )
+        if self.reference:
+            check_identity(self.config, path, index, self.identity)
 
     def extra_state(self) -> dict:
         ahead = [(step, a, r.tolist()) for step, (a, r) in self.written_ahead.items()]

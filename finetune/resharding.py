@@ -174,16 +174,13 @@ def check(needed: Slice, holders: dict, found: list[Piece]) -> None:
     """Raises ValueError if pieces do not make a slice of the target."""
     for held in holders:
         if held.shape != needed.shape:
-            raise ValueError(
-                f"{needed.name} is {list(held.shape)} in the source and {list(needed.shape)} in the"
-                " target: both must be of one model"
-            )
+            shapes = f"{list(held.shape)} in the source and {list(needed.shape)} in the target"
+            raise ValueError(f"{needed.name} is {shapes}: both must be of one model")
     elements = sum(math.prod(piece.size) for piece in found)
     if elements != math.prod(needed.size):
-        raise ValueError(
-            f"no rank holds {needed.name}{'' if not found else ', or a part of it,'} in the source:"
-            f" of {math.prod(needed.size)} elements {elements} were found"
-        )
+        part = ", or a part of it," if found else ""
+        of_all = f"of {math.prod(needed.size)} elements {elements} were found"
+        raise ValueError(f"no rank holds {needed.name}{part} in the source: {of_all}")
 
 
 def cut(piece: Piece, most: int) -> Iterator[Piece]:
@@ -231,9 +228,8 @@ def make_rounds(pieces: list[Piece], room: int) -> list[Round]:
     rounds = []
     for whole in pieces:
         for piece in cut(whole, room // whole.dtype.itemsize):
-            first = next((r for r in rounds if r.has_room(piece)), None)
-            if first is None:
-                first = Round(room, piece.dtype)
+            first = next((r for r in rounds if r.has_room(piece)), None) or Round(room, piece.dtype)
+            if not first.pieces:
                 rounds.append(first)
             first.add(piece)
     return rounds

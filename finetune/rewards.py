@@ -76,10 +76,8 @@ def check_signature(function: RewardFunction, reward: str) -> None:
     try:
         signature.bind("prompt", "answer", {})
     except TypeError as e:
-        raise RewardError(
-            f"--reward {reward}: is called with (prompt, answer, record), which it does not take:"
-            f" {e}"
-        ) from None
+        rule = "is called with (prompt, answer, record), which it does not take"
+        raise RewardError(f"--reward {reward}: {rule}: {e}") from None
 
 
 def check(function: RewardFunction, prompt: str, record: dict) -> None:

@@ -53,26 +53,18 @@ class ChatConfig(PeftConfig):
     # data
     data: list[str] = flag(
         [],
-        "JSON lines with a prompt, or messages, and what is learned from them; a twentieth is held"
-        " out",
+        "JSON lines with a prompt, or messages, and an answer; a twentieth is held out",
         metavar="FILE",
     )
     chat_template: str = flag(
         "auto",
-        "a jinja file that makes one text of a conversation; auto: the tokenizer's, or plain, a"
-        " simple one, where it has none",
+        "a jinja file; auto: the tokenizer's, or plain, a simple one, where it has none",
         metavar="{auto,plain,FILE}",
     )
-    skip_bad_examples: bool = flag(
-        False,
-        "leave out, and count, examples that are too long, have no answer, or that the template"
-        " refuses",
-    )
-
+    skip_bad_examples: bool = flag(False, "leave out, and count, examples that cannot be used")
     date: str | None = flag(
         None,
-        "the date and time that the chat template writes, if it asks for them (strftime_now), as"
-        " 2026-11-26 or 2026-11-26T09:30:00; the default is when the run began",
+        "of the chat template, as 2026-11-26T09:30:00; the default is when the run began",
         metavar="DATE",
     )
 
@@ -93,10 +85,7 @@ def check_answers(config: ChatConfig, no_dropout: bool = True) -> None:
     if config.cp > 1:
         config.refuse("cp", "a loss sums over an answer, of which each rank would have a part")
     if config.fp8 != "off":
-        rule = (
-            "scales depend on what is computed together, so an answer would have other numbers in"
-            " another batch; --fp8 off would fit"
-        )
+        rule = "scales depend on what is computed together; --fp8 off would fit"
         config.refuse("fp8", rule)
     for name in ("dropout", "lora_dropout"):
         if no_dropout and getattr(config, name):
@@ -121,15 +110,13 @@ class SFTConfig(ChatConfig):
     )
     loss_on: str = flag(
         "answers",
-        "the targets in a conversation: the assistant's messages, each with the token that ends it;"
-        " or all tokens",
+        "the targets: the assistant's messages, each with the token that ends it; or all tokens",
         ("answers", "all"),
     )
     pack: bool = flag(False, "several conversations share a sequence, and none attends to another")
     sample_prompt: str | None = flag(
         None,
-        "a user's message that the sample at the end of training answers; the default is a"
-        " question that was held out",
+        "a message that the sample at the end answers; the default is a held-out question",
         metavar="TEXT",
     )
 

@@ -24,6 +24,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -116,11 +117,8 @@ def messages_of(record: dict, known: tuple[str, ...] = ("role", "content", "weig
     else:
         messages = record.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise ChatError(
-            'is no conversation; a line has "messages", a list of objects with "role" and'
-            ' "content", or "prompt" and "completion"',
-            NO_SKIP,
-        )
+        rule = '"messages" with "role" and "content" each, or "prompt" and "completion"'
+        raise ChatError(f"is no conversation; a line has {rule}", NO_SKIP)
     return check_messages(record, messages, known)
 
 
@@ -261,11 +259,8 @@ def open_examples(config, world, chat: Chat | None, read: Callable, what: str) -
         summary += f"; --val-data: {val_summary}"
     else:
         if len(examples) == 1:
-            others = "" if val_data is None else ", or --val-data FILE,"
-            raise ChatError(
-                f"--data {' '.join(config.data)}: has one {what}, and one is held out;"
-                f" more{others} would do ({summary})"
-            )
+            rule = f"has one {what}, and one is held out; more would do ({summary})"
+            raise ChatError(f"--data {' '.join(config.data)}: {rule}")
         examples, held_out, of_them = split(examples)
         summary += f"; {of_them}"
     if chat:
@@ -279,13 +274,10 @@ def open_data(config, world, tokenizer) -> tuple[Padded | Packed, Padded | Packe
     """(training set, held-out set) of --data. Raises ChatError or CheckpointError."""
     chat = open_chat(config, world, tokenizer)
     shards = config.length_multiple
-    # the last token of a row is only a target
     s = config.model_config().seq_length // shards * shards
-
-    def read(paths: list[str], flag: str) -> tuple[list[Example], str]:
-        skip = config.skip_bad_examples
-        return read_examples(paths, flag, chat, config.loss_on, s + 1, skip)
-
+    # the last token of a row is only a target
+    options = dict(chat=chat, loss_on=config.loss_on, limit=s + 1, skip=config.skip_bad_examples)
+    read = partial(read_examples, **options)
     examples, held_out = open_examples(config, world, chat, read, "conversation")
     try:
         chat.prompt([message("user", "a")])

@@ -169,7 +169,7 @@ class PictureRun(ModelRun):
     patch_size: int | None = flag(None, "pixels of a patch's side", least=1)
     data: list[str] = flag(
         [],
-        "shapes (drawn), digits (scikit-learn), or a folder of pictures; the default is shapes",
+        "shapes (drawn; the default), digits (scikit-learn), or a folder",
         metavar="NAME",
     )
 

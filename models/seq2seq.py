@@ -20,6 +20,7 @@ Not covered: several pairs in a row; ROUGE and BLEU.
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -94,10 +95,8 @@ class WritePairs(FillSpans):
             Part("source", source.encode, "--seq-length", shape.seq_length),
             Part("target", target.encode, "--target-length", shape.target_length),
         )
-
-        def read(paths: list[str], flag: str) -> tuple[list[Pair], str]:
-            return read_pairs(paths, flag, *parts, config.skip_bad_examples)
-
+        options = dict(zip(("source", "target"), parts), skip=config.skip_bad_examples)
+        read = partial(read_pairs, **options)
         learned, held_out = open_examples(config, world, None, read, "pair")
         shards = config.sequence_shards
         sets = (
