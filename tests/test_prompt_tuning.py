@@ -552,7 +552,7 @@ def test_a_base_that_has_changed_since_is_refused(base, tmp_path, capsys):
     resume = ["--steps", "6", "--resume"]
     assert learn(tmp_path / "run", content, *resume) == 2
     error = capsys.readouterr().err
-    assert f"--load {model}: is not the model that the prompt parameters in" in error
+    assert f"--load {model}: is not the model that the run in" in error
     first_step = str(model / "checkpoints/step-000001")
     assert learn(tmp_path / "run", content, *resume, "--load", first_step) == 0
 
@@ -769,7 +769,7 @@ def test_a_nemo_file_learns(base, tmp_path, capsys):
     content["language_model_path"] = "gpt.nemo"
     path.write_text(json.dumps(content))
     assert prompt_command.main([*argv[:3], str(tmp_path / "other")]) == 2
-    assert "gpt.nemo: no such folder; a .nemo file is a tar" in capsys.readouterr().err
+    assert "gpt.nemo: no such folder; unpack this tar" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

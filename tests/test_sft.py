@@ -500,7 +500,7 @@ def test_a_conversation_is_answered(chats, tmp_path, capsys):
     assert run("--data", learned, "--val-data", chats, "--out", out, *short) == 0
     said = capsys.readouterr().out
     assert "4 conversations, 16 of 96 tokens in the loss; --val-data: 40" in said
-    assert "without --load: a new model" in said
+    assert "without --load a new model" in said
     argv = ["--checkpoint", str(out), "--chat", "ab", "--temperature", "0", "--device", "cpu"]
     assert generate.main(argv) == 0
     assert capsys.readouterr().out.strip() == "yes"
