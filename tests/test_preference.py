@@ -67,7 +67,7 @@ HALVES = dict(micro_batch_size=2)
         (2, SMALL | REWARD, [SEQUENCE]),
         # the head is no copy of the embedding here, and weight gradients wait
         (4, LLAMA | REWARD | dict(dropout=0.0), [LLAMA_3D]),
-        (4, NO_DROPOUT | DPO | dict(num_layers=4), [VIRTUAL]),
+        again(4, NO_DROPOUT | DPO | dict(num_layers=4), [VIRTUAL]),
         again(4, NO_DROPOUT | DPO | dict(num_layers=4), [dict(pp=2, zero_stage=2)]),
         # routers take raw logits: an answer does not depend on what is beside it in a micro-batch
         (

@@ -61,10 +61,10 @@ OF_LLAMA = LLAMA | {name: BASE[name] for name in BASE.keys() - SMALL.keys()} | d
         (2, BASE | GRPO, REMOTE[:2]),
         (2, BASE | PPO, REMOTE[2:]),
         (2, DEEP | PPO, [dict(pp=2, virtual_stages=2)]),
-        (2, OF_LLAMA | PPO, [SEQUENCE | dict(rollout_pp=2)]),
+        again(2, OF_LLAMA | PPO, [SEQUENCE | dict(rollout_pp=2)]),
         # routers take raw logits: an answer does not depend on what is beside it
         (2, BASE | PPO | EXPERTS, [dict(ep=2)]),
-        (2, BASE | GRPO | SINKHORN, [dict(ep=2, zero_stage=3)]),
+        again(2, BASE | GRPO | SINKHORN, [dict(ep=2, zero_stage=3)]),
         (2, BASE | GRPO | LORA, [dict(zero_stage=3, rollout_tp=2)]),
         again(2, BASE | GRPO | LORA, [SEQUENCE]),
         again(2, BASE | GRPO, LAYOUTS[1:] + REMOTE[2:]),
