@@ -336,7 +336,7 @@ REFUSED = [
     ("bert", {"is_decoder": True}, "is_decoder is true"),
     ("bert", {"add_cross_attention": True}, "add_cross_attention is true"),
     ("bert", {"tie_word_embeddings": False}, "tie_word_embeddings is false"),
-    ("bert", {"type_vocab_size": 0}, "token_types 0"),
+    ("bert", {"type_vocab_size": 0}, "type_vocab_size 0"),
     ("roberta", {"pad_token_id": 0}, "pad_token_id is 0 .. only 1"),
     ("roberta", {"hidden_act": "gelu_new"}, 'hidden_act is "gelu_new" .. "gelu"'),
     ("roberta", {"type_vocab_size": 2}, "type_vocab_size is 2 .. only 1"),

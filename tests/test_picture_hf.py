@@ -439,7 +439,7 @@ REFUSED = [
     ({"qkv_bias": False}, "qkv_bias is false"),
     ({"num_channels": 1}, "num_channels is 1; this project has only 3"),
     ({"image_size": [8, 8]}, r"image_size is \[8, 8\]; this project takes an integer"),
-    ({"patch_size": 7}, "patch_size 7: must divide picture_size"),
+    ({"patch_size": 7}, "patch_size 7: must divide image_size"),
     ({"id2label": {"1": "a"}}, "id2label has not one name for each"),
     ({"id2label": {"0": 1}}, "id2label: Expected `str`"),
     ({"id2label": {"0": "a"}}, "classifier.weight is F32 .* there"),
@@ -497,7 +497,7 @@ CLIP_REFUSED = [
     ({"text_config": {"layer_norm_eps": 1e-6}}, "layer_norm_eps is 1e-05; another field .* 1e-06"),
     ({"text_config": [1]}, "text_config holds no fields"),
     ({"vision_config": {"attention_dropout": 0.1}}, "vision_config.attention_dropout is 0.1"),
-    ({"vision_config": {"image_size": 33}}, "patch_size 32: must divide picture_size 33"),
+    ({"vision_config": {"image_size": 33}}, "patch_size 32: must divide vision_config.image_size 33"),
     ({"vision_config": {"hidden_size": 252}}, "text_hidden_size 512: must be .* at most"),
 ]
 
