@@ -24,6 +24,7 @@ RAMP = dict(rampup_batch_size=[4, 2, 8], num_layers=4)
 SIZES = [4, 6, 8]
 PP = dict(pp=2, micro_batch_size=1)
 INTERLEAVED = dict(pp=2, virtual_stages=2, micro_batch_size=1)
+FP8 = dict(fp8="delayed", fp8_skip=0, dropout=0.0)
 
 
 def sizes_of(sizes: range, rampup: int, steps: int, taken: int = 0) -> list[int]:
@@ -71,6 +72,8 @@ LAYOUTS = [
     again(2, [PP | dict(schedule="zb-h1"), INTERLEAVED | dict(schedule="zb-v")]),
     again(4, [dict(tp=2, zero_stage=2), PP | dict(zero_stage=1), PP | dict(tp=2), PP | dict(cp=2)]),
     again(4, [PP | dict(num_experts=4, ep=2), PP | dict(num_experts=4, zero_stage=2)]),
+    again(2, [dict(cp=2, cp_kind="all-to-all", dropout=0.0)]),
+    again(2, [PP | FP8 | dict(fp8="current"), FP8 | dict(micro_batch_size=1, zero_stage=2)]),
     again(2, [dict(optimizer="muon"), PP | dict(recompute="full", head_chunk=4)]),
 ]
 

@@ -20,6 +20,7 @@ SHORT = BASE | dict(answer_tokens=4)
     [
         (2, SHORT | GRPO | LAG, [SEQUENCE]),
         again(2, SHORT | GRPO | LAG, [dict(zero_stage=3, rollout_tp=2)]),
+        again(2, SHORT | GRPO | LAG, [dict(pp=2), dict(zero_stage=2), dict(tp=2, rollout_tp=2)]),
         again(2, SHORT | PPO | LAG, [dict(pp=2, schedule="zb-h1"), dict(zero_stage=1)]),
         again(2, SHORT | GRPO | LAG | dict(peft="lora"), [dict(tp=2), dict(pp=2, rollout_tp=1)]),
         again(4, SHORT | GRPO | dict(rollout_lag=2), [dict(tp=2, pp=2), dict(tp=2, zero_stage=2)]),

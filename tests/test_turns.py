@@ -2,7 +2,7 @@
 tokens travel to experts and back (--ep-comm-overlap)."""
 
 import pytest
-from parity import SMALL, again, check, train
+from parity import SMALL, again, check, needs_compiler, same, train, without_cpp
 
 import schedules
 from base.turns import Turns
@@ -77,6 +77,8 @@ LAYOUTS = [
     again(TWO_CHUNKS | dict(zero_stage=1)),
     again(TWO_CHUNKS | dict(zero_stage=2, recompute="selective")),
     again(TWO_CHUNKS | dict(cp=2)),
+    again(TWO_CHUNKS | dict(fp8="current", fp8_skip=0, dropout=0.0)),
+    again(TWO_CHUNKS | dict(fp8="delayed", fp8_skip=0, dropout=0.0)),
     again(TWO_CHUNKS | dict(router="sinkhorn", router_topk=1, capacity_factor=1.0)),
     again(TWO_CHUNKS | dict(layer_split=[1, 0, 2, 1])),
     again(TWO_CHUNKS | dict(tp=2, sequence_parallel=True), id="8 ranks"),
@@ -86,6 +88,13 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout):
     check(8 if "tp" in layout else 4, [layout], EXPERTS)
+
+
+@needs_compiler
+@pytest.mark.repetition
+def test_compiled():
+    compiled = dict(compile=True, mutate=without_cpp)
+    same(train(4, base=EXPERTS, **TWO_CHUNKS, **compiled), train(base=EXPERTS, micro_batch_size=1))
 
 
 def passes(rank: int, flags: dict) -> tuple[int, int]:
