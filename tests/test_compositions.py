@@ -102,6 +102,36 @@ MORE_CASES = {
     "more tensor": (TENSOR, 2, each(WITH_RECOMPUTATION[1::2], tp=2, micro_batch_size=4)),
 }
 
+# DeepSeek's experts, joined forwards and backwards, messages in parts, and a batch that grows, with
+# adapters, FP8 and the compiler
+LORA = dict(command="adapters.py", peft="lora", lora_rank=2)
+FP8 = dict(fp8="current")
+DEEPSEEK = LLAMA | dict(num_experts=4, router="bias", router_topk=2, num_layers=4)
+DEEPSEEK |= dict(expert_groups=2, topk_groups=1, expert_ffn_size=16, shared_ffn_size=24)
+TOPK = SMALL | dict(num_experts=4, router="topk", router_topk=2, num_layers=4)
+V = dict(pp=2, virtual_stages=2, micro_batch_size=1)
+JOINED = V | dict(ep=2, ep_comm_overlap=True)
+IN_PARTS = dict(tp=2, pp=2, micro_batch_size=1)
+GROWING = SMALL | dict(rampup_batch_size=[4, 2, 8], num_layers=4)
+MORE_CASES |= {
+    "deepseek, lora": (
+        DEEPSEEK | LORA,
+        2,
+        each([SEQUENCE, dict(ep=2), dict(pp=2), STAGES[2]], micro_batch_size=1),
+    ),
+    "joined, lora": (TOPK | LORA, 4, [JOINED, JOINED | dict(schedule="dualpipe-v")]),
+    "joined, fp8": (TOPK | FP8, 4, [JOINED]),
+    "in parts, experts": (TOPK, 8, [IN_PARTS | dict(ep=2)]),
+    "in parts, fp8": (SMALL | FP8, 4, [IN_PARTS]),
+    "growing, fp8": (GROWING | FP8, 2, each([dict(pp=2), STAGES[1]], micro_batch_size=1)),
+    "growing, lora": (GROWING | LORA, 2, [dict(pp=2, micro_batch_size=1), STAGES[2]]),
+    "growing, exchanged": (
+        GROWING | dict(dropout=0.0),
+        2,
+        [dict(cp=2, cp_kind="all-to-all")],
+    ),
+}
+
 
 @gates(CASES, MORE_CASES)
 def test_equals_one_device(base, world, layouts):
@@ -168,6 +198,26 @@ def test_experts_on_a_gpu_in_bfloat16():
 def test_compiled(world, flags, mutate):
     one = dict(num_layers=1, steps=1, dropout=flags.get("dropout", 0.1))
     same(train(world, **one | flags, compile=True, mutate=mutate), train(**one))
+
+
+MUON = SMALL | dict(optimizer="muon")
+COMPILED = [
+    (2, SMALL | dict(num_layers=4), V | dict(schedule="zb-v")),
+    (2, SMALL | dict(num_layers=4), V | dict(schedule="dualpipe-v")),
+    (4, TOPK | dict(micro_batch_size=1), JOINED),
+    (4, SMALL, IN_PARTS),
+    (2, MUON, dict(zero_stage=2)),
+    (2, MUON, dict(tp=2)),
+    (2, GROWING, dict(pp=2, micro_batch_size=1)),
+]
+
+
+@needs_compiler
+@pytest.mark.repetition
+@pytest.mark.parametrize("world, base, layout", COMPILED)
+def test_compiled_layouts(world, base, layout):
+    compiled = train(world, steps=2, base=base, mutate=without_cpp, compile=True, **layout)
+    same(compiled, train(steps=2, base=base))
 
 
 @needs_compiler
