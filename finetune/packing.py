@@ -118,17 +118,13 @@ class Padded(Dataset):
     def __init__(self, examples: list[Example], seed: int | None, multiple_of: int = 1):
         """seed: of the order, None for the order of the file. multiple_of: what the padded length
         must be divisible by (sequence parallelism)."""
-        self.examples = examples
+        self.examples, self.num_sequences = examples, len(examples)
         self.order = Order(len(examples), seed)
-        self.num_sequences = len(examples)
         longest = max(map(self.length, examples))
         self.s = -(-longest // multiple_of) * multiple_of
         num_tokens = sum(len(example.ids) for example in examples)
-        self.index = {
-            "tokens": num_tokens,
-            "bytes": num_tokens,
-            "corpus": fingerprint(json.dumps(examples)),
-        }
+        self.index = dict(tokens=num_tokens, bytes=num_tokens)
+        self.index["corpus"] = fingerprint(json.dumps(examples))
 
     def length(self, example: Example) -> int:
         """Positions that an example takes."""
@@ -188,11 +184,7 @@ class Packed(Dataset):
         digest = hashlib.sha256()
         for example in examples:
             digest.update(repr(tuple(example)).encode())
-        self.index = {
-            "tokens": num_tokens,
-            "bytes": num_tokens,
-            "corpus": digest.hexdigest()[:16],
-        }
+        self.index = dict(tokens=num_tokens, bytes=num_tokens, corpus=digest.hexdigest()[:16])
 
     def rows_of(self, epoch: int) -> list[list[int]]:
         """Which examples share a row, of all rows of an epoch."""

@@ -66,10 +66,8 @@ class PromptedRun(PromptLearningConfig, T5ExampleRun):
         prompts = self.prompts()
         if not prompts.learned:
             rule = "prompt-tuning and p-tuning learn prompts; python -m models.seq2seq all of a T5"
-            style = prompts.virtual_prompt_style
-            raise ConfigError(
-                f"--config {self.prompt_config}: virtual_prompt_style {style}: {rule}"
-            )
+            style = f"virtual_prompt_style {prompts.virtual_prompt_style}"
+            raise ConfigError(f"--config {self.prompt_config}: {style}: {rule}")
         for task in prompts.new_tasks:
             if not prompts.templates[task].answer_only_loss:
                 rule = "must be true, for the answer is all that a T5 writes"

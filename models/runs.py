@@ -199,9 +199,7 @@ class T5Run(HiddenText):
 
     model: str = flag("tiny", f"a preset: {', '.join(T5_PRESETS)}", metavar="PRESET")
     num_layers: int | None = flag(
-        None,
-        "layers of encoder and decoder together; this flag and the others of the model override"
-        " the preset",
+        None, "layers of both halves; this flag and the others of the model override the preset"
     )
     seq_length: int | None = flag(None, "tokens of a source")
     encoder_layers: int | None = flag(None, "layers of the encoder; the default is half")

@@ -99,12 +99,10 @@ class WritePairs(FillSpans):
         read = partial(read_pairs, **options)
         learned, held_out = open_examples(config, world, None, read, "pair")
         shards = config.sequence_shards
-        sets = (
-            PaddedPairs(learned, config.seed, pad, shards),
-            PaddedPairs(held_out, None, pad, shards),
-        )
-        self.lengths = dict(seq_length=sets[0].n, target_length=sets[0].m)
-        return sets
+        seeds = (learned, config.seed), (held_out, None)
+        train_set, val_set = (PaddedPairs(pairs, seed, pad, shards) for pairs, seed in seeds)
+        self.lengths = dict(seq_length=train_set.n, target_length=train_set.m)
+        return train_set, val_set
 
     @property
     def model_config(self) -> T5Config:
@@ -121,9 +119,8 @@ class WritePairs(FillSpans):
         pairs = held_out.examples[:4]
         options = dict(begin=tokens.pad, eot=tokens.eos, temperature=0.0)
         written = [[] for _ in pairs]
-        for outputs in stream(
-            trainer.model, [pair.ids for pair in pairs], 2 * held_out.m, **options
-        ):
+        sources = [pair.ids for pair in pairs]
+        for outputs in stream(trainer.model, sources, 2 * held_out.m, **options):
             for output in outputs:
                 written[output.number] += [output.token] if output.token is not None else []
         lines = []
