@@ -12,7 +12,6 @@ import processes
 import pytest
 import small_run
 import torch.distributed as dist
-from test_comparisons import ForkedTraining
 
 import planner
 from base import json_files
@@ -69,6 +68,31 @@ def test_the_file_of_the_document_is_a_machine(here):
 
 
 # --- try ------------------------------------------------------------------------------------------
+
+
+class ForkedTraining:
+    """What subprocess.Popen is for try_layouts.py: ranks that have imported the project."""
+
+    def __init__(self, command: list[str], **options):
+        world = 1
+        argv = command[1:]
+        if "--nproc-per-node" in command:
+            after_launcher = command.index("--nproc-per-node") + 2
+            world = int(command[after_launcher - 1])
+            argv = command[after_launcher:]
+        self.ranks = processes.start_ranks(world, argv) if world > 1 else [processes.start(argv)]
+
+    def poll(self) -> int | None:
+        codes = [rank.returncode for rank in self.ranks]
+        return None if None in codes else max(codes)
+
+    def terminate(self) -> None:
+        for rank in self.ranks:
+            rank.process.kill()
+
+    def wait(self) -> None:
+        for rank in self.ranks:
+            rank.process.join()
 
 
 def test_try(here, monkeypatch, capsys):
