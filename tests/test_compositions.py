@@ -120,16 +120,9 @@ MORE_CASES |= {
         each([SEQUENCE, dict(ep=2), dict(pp=2), STAGES[2]], micro_batch_size=1),
     ),
     "joined, lora": (TOPK | LORA, 4, [JOINED, JOINED | dict(schedule="dualpipe-v")]),
-    "joined, fp8": (TOPK | FP8, 4, [JOINED]),
     "in parts, experts": (TOPK, 8, [IN_PARTS | dict(ep=2)]),
     "in parts, fp8": (SMALL | FP8, 4, [IN_PARTS]),
-    "growing, fp8": (GROWING | FP8, 2, each([dict(pp=2), STAGES[1]], micro_batch_size=1)),
     "growing, lora": (GROWING | LORA, 2, [dict(pp=2, micro_batch_size=1), STAGES[2]]),
-    "growing, exchanged": (
-        GROWING | dict(dropout=0.0),
-        2,
-        [dict(cp=2, cp_kind="all-to-all")],
-    ),
 }
 
 
@@ -204,7 +197,6 @@ MUON = SMALL | dict(optimizer="muon")
 COMPILED = [
     (2, SMALL | dict(num_layers=4), V | dict(schedule="zb-v")),
     (2, SMALL | dict(num_layers=4), V | dict(schedule="dualpipe-v")),
-    (4, TOPK | dict(micro_batch_size=1), JOINED),
     (4, SMALL, IN_PARTS),
     (2, MUON, dict(zero_stage=2)),
     (2, MUON, dict(tp=2)),

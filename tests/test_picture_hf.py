@@ -497,7 +497,10 @@ CLIP_REFUSED = [
     ({"text_config": {"layer_norm_eps": 1e-6}}, "layer_norm_eps is 1e-05; another field .* 1e-06"),
     ({"text_config": [1]}, "text_config holds no fields"),
     ({"vision_config": {"attention_dropout": 0.1}}, "vision_config.attention_dropout is 0.1"),
-    ({"vision_config": {"image_size": 33}}, "patch_size 32: must divide vision_config.image_size 33"),
+    (
+        {"vision_config": {"image_size": 33}},
+        "patch_size 32: must divide vision_config.image_size 33",
+    ),
     ({"vision_config": {"hidden_size": 252}}, "text_hidden_size 512: must be .* at most"),
 ]
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from parity import again, differs, same, train, train_each
-from test_reinforcement import BASE, GRPO, PPO, SEQUENCE
+from test_reinforcement import BASE, EXPERTS, GRPO, PPO, SEQUENCE
 
 from course.parity import Run
 from course.training_commands import config_of
@@ -22,6 +22,9 @@ SHORT = BASE | dict(answer_tokens=4)
         again(2, SHORT | GRPO | LAG, [dict(zero_stage=3, rollout_tp=2)]),
         again(2, SHORT | GRPO | LAG, [dict(pp=2), dict(zero_stage=2), dict(tp=2, rollout_tp=2)]),
         again(2, SHORT | PPO | LAG, [dict(pp=2, schedule="zb-h1"), dict(zero_stage=1)]),
+        again(2, SHORT | GRPO | LAG | EXPERTS, [dict(ep=2)]),
+        again(2, SHORT | GRPO | LAG, [dict(tp=2, recompute="full", head_chunk=4)]),
+        again(2, SHORT | GRPO | LAG | dict(fp8="current", fp8_skip=0), [dict(tp=2)]),
         again(2, SHORT | GRPO | LAG | dict(peft="lora"), [dict(tp=2), dict(pp=2, rollout_tp=1)]),
         again(4, SHORT | GRPO | dict(rollout_lag=2), [dict(tp=2, pp=2), dict(tp=2, zero_stage=2)]),
     ],
