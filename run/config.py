@@ -111,32 +111,40 @@ class RunConfig:
     num_layers: int | None = flag(None, "layers; it and the flags down to --tp override the preset")
     hidden_size: int | None = flag(None, "h, the size of an activation vector")
     num_heads: int | None = flag(None, "attention heads")
-    num_kv_heads: int | None = flag(None, "of keys and values; queries share fewer ones", least=1)
+    num_kv_heads: int | None = flag(
+        None, "key and value heads; fewer than heads is grouped-query attention", least=1
+    )
     ffn_hidden_size: int | None = flag(None, "inner size of the MLP", least=1)
     seq_length: int | None = flag(None, "tokens in a sequence")
-    vocab_size: int | None = flag(None, "the default is the larger of preset and tokenizer")
+    vocab_size: int | None = flag(
+        None, "at least the tokenizer's size; the default is the larger of preset and tokenizer"
+    )
     head_dim: int | None = flag(None, "size of a head; 0: hidden size / heads, as in most presets")
     kv_rank: int | None = flag(None, "size of the latent of keys and values; 0: none")
     query_rank: int | None = flag(None, "size of the latent of queries; 0: they read x")
     rope_head_dim: int | None = flag(None, "with latents, rotated numbers of a head")
     value_head_dim: int | None = flag(None, "with latents, size of a head's value; 0: --head-dim")
-    norm: str | None = flag(None, "with 1p it multiplies by 1 + weight", CHOICES["norm"])
+    norm: str | None = flag(None, "1p: it multiplies by 1 + weight (Gemma)", CHOICES["norm"])
     activation: str | None = flag(None, "of the MLP", CHOICES["activation"])
     positions: str | None = flag(None, "how a token knows its place", CHOICES["positions"])
     sliding_window: int | None = flag(None, "tokens that a token attends to, with itself; 0: all")
-    dropout: float | None = flag(None, "probability: embedding, attention, residual branches")
+    dropout: float | None = flag(None, "probability in embedding, attention, residuals")
     # Experts.
     num_experts: int | None = flag(None, "experts (MLPs) in a layer with experts; 0: none")
     expert_every: int | None = flag(None, "experts in every n-th layer: 2 is every other layer")
     first_dense_layers: int | None = flag(None, "but in none of the first so many layers")
     expert_ffn_size: int | None = flag(None, "inner size of an expert; 0: --ffn-hidden-size")
-    shared_ffn_size: int | None = flag(None, "inner size of an MLP for all tokens; 0: none")
+    shared_ffn_size: int | None = flag(
+        None, "inner size of an MLP for all tokens beside the experts (shared experts); 0: none"
+    )
     router: str | None = flag(
-        None, "balanced by a transport plan, by a loss, or by a bias of each expert", ROUTER_NAMES
+        None,
+        "sinkhorn balances by a transport plan, topk by a loss, bias by a bias of each expert",
+        ROUTER_NAMES,
     )
     router_topk: int | None = flag(None, "experts that each token goes through")
     router_temperature: float | None = flag(
-        None, "of sinkhorn's plan, from 0.001 to 1; lower is more even; the default is 0.02"
+        None, "temperature of sinkhorn's plan, from 0.001 to 1; lower is more even; default: 0.02"
     )
     router_scale: float | None = flag(None, "factor of experts' outputs; the default is 1")
     bias_rate: float | None = flag(None, "of --router bias: change in a step; default: 0.001")
@@ -145,20 +153,22 @@ class RunConfig:
     capacity_factor: float | None = flag(
         None, "limit of tokens per expert, over its even share; more are dropped; 0: no limit"
     )
-    aux_loss: float | None = flag(None, "coefficient of load balancing; default: 0.01 with topk")
+    aux_loss: float | None = flag(None, "factor of the load-balancing loss; 0.01 with topk")
     z_loss: float | None = flag(
         None, "coefficient of the router's z-loss; default: 0.001 with topk"
     )
     # Parallel.
     tp: int = flag(1, "tensor-parallel ranks, which share every matrix", least=1)
-    sequence_parallel: bool = flag(False, "shard by tokens what tensor parallelism leaves whole")
+    sequence_parallel: bool = flag(False, "shard tokens where tensor parallelism has them whole")
     tp_comm_overlap: bool = flag(
         False, "sequence parallelism sends shards around a ring, beside the products with them"
     )
     pp: int = flag(1, "pipeline-parallel ranks, which share the layers", least=1)
     cp: int = flag(1, "context-parallel ranks, which share every sequence", least=1)
     cp_kind: str = flag(
-        "ring", "keys and values go around, or heads are exchanged", ("ring", "all-to-all")
+        "ring",
+        "keys and values go around a ring, or heads are exchanged for tokens",
+        ("ring", "all-to-all"),
     )
     virtual_stages: int = flag(
         1,
@@ -166,7 +176,9 @@ class RunConfig:
         least=1,
     )
     schedule: str | None = flag(
-        None, "the default is 1f1b, or interleaved with virtual stages", tuple(schedules.NAMES)
+        None,
+        "pipeline schedule; the default is 1f1b, or interleaved with virtual stages",
+        tuple(schedules.NAMES),
     )
     layer_split: list[int] | None = flag(
         None, "layers of each stage, pp times virtual stages numbers; default: even", metavar="N"
@@ -187,14 +199,19 @@ class RunConfig:
     )
     ep_comm_overlap: bool = flag(
         False,
-        "run a forward and another micro-batch's backward in turns: one sends, the other computes",
+        "run a forward and another micro-batch's backward in turns: while one sends tokens to"
+        " experts, the other computes",
     )
     reduce_dtype: str | None = flag(
-        None, "dtype of sums over data-parallel ranks; the default is fp32", ("fp32", "bf16")
+        None,
+        "dtype of gradients summed over data-parallel ranks; the default is fp32",
+        ("fp32", "bf16"),
     )
     # Memory, speed.
     recompute: str = flag(
-        "none", "again in backward: explicit attention, or layers", ("none", "selective", "full")
+        "none",
+        "activations that backward computes again: explicit attention (selective) or layers (full)",
+        ("none", "selective", "full"),
     )
     recompute_layers: int | None = flag(None, "recompute only the first n layers; default: all")
     head_chunk: int = flag(0, "tokens that have logits at a time; 0: all of a micro-batch")
@@ -204,10 +221,14 @@ class RunConfig:
         least=1,
     )
     attention: str | None = flag(
-        None, "fused writes no s x s scores; the default without dropout", CHOICES["attention"]
+        None,
+        "fused never writes the s x s scores; it is the default where dropout is 0",
+        CHOICES["attention"],
     )
     kernels: str = flag(
-        "auto", "fused ones on a GPU, faster attention and GELU on a CPU", ("auto", "off")
+        "auto",
+        "auto: operations of kernels.py: fused on a GPU, faster attention and GELU on a CPU",
+        ("auto", "off"),
     )
     compile: bool = flag(False, "torch.compile each block")
     profile: bool = flag(False, "write OUT/trace-RANK.json of steps 3 to 5, for Perfetto")
@@ -218,20 +239,25 @@ class RunConfig:
     )
     # Optimizer.
     steps: int = flag(500, "number of the last step", least=1)
-    lr: float | None = flag(None, "peak rate; default: by the model and what is learned", least=0)
-    min_lr: float | None = flag(None, "rate at the end of its decay; default: lr / 10", least=0)
+    lr: float | None = flag(
+        None, "peak learning rate; the default is that of the model and of what is learned", least=0
+    )
+    min_lr: float | None = flag(
+        None, "learning rate at the end of its decay; default: lr / 10", least=0
+    )
     warmup_steps: int = flag(50, "steps of linear warmup", least=0)
     weight_decay: float = flag(0.1, "weight decay, of matrices only", least=0)
     grad_clip: float = flag(1.0, "largest global gradient norm; 0: no clipping", least=0)
     max_bad_steps: int = flag(
         50,
-        "end the run after so many steps in a row whose gradients are not finite (in fp16: at the"
-        " lowest loss scale); 0: never. Meanwhile no checkpoint is saved or removed",
+        "end the run with exit status 1 after so many steps in a row whose gradients are not finite"
+        " (in fp16: at the lowest loss scale); 0: never. Meanwhile, no checkpoint is saved",
         least=0,
     )
     precision: str | None = flag(
         None,
-        "the default is bf16 on CUDA and fp32 on CPUs (tf32: fp32, multiplied in TF32 on GPUs)",
+        "of compute; the default is bf16 on CUDA and fp32 on CPUs (tf32: fp32, multiplied in TF32"
+        " on GPUs; fp64: for tests)",
         ("fp32", "tf32", "bf16", "fp16", "fp64"),
     )
     fp8: str = flag(
@@ -242,16 +268,20 @@ class RunConfig:
     )
     fp8_skip: int = flag(1, "first layers, and last layers, that are not in FP8", least=0)
     fp8_scales: str = flag(
-        "power-of-two", "rounded down to a power of two, or any number", ("power-of-two", "any")
+        "power-of-two",
+        "FP8 scales: rounded down to a power of two, or any number",
+        ("power-of-two", "any"),
     )
     fp8_keep_bytes: bool = flag(
         False,
-        "with --zero-stage 3: keep weights in FP8 for a step (2 bytes each), not for a product",
+        "with --zero-stage 3: keep the bytes of whole weights for a step, instead of making them"
+        " anew for each product (2 bytes for each parameter in FP8)",
     )
-    fp8_block: int = flag(128, "size of --fp8 block; only 128 is multiplied in FP8", least=1)
+    fp8_block: int = flag(128, "size of a block with --fp8 block; GPUs multiply 128 only", least=1)
     optimizer_state: str = flag(
         "fp32",
-        "bf16: moments in bf16, and the low half of a bf16 weight's master: 6 bytes, not 12",
+        "bf16: both moments in bf16, and only the low half of a bf16 weight's master: 8 bytes per"
+        " parameter instead of 14",
         ("fp32", "bf16"),
     )
     # Data.
@@ -277,7 +307,9 @@ class RunConfig:
     )
     eval_every: int = flag(100, "steps between evaluations; 0: only the last step", least=0)
     seed: int = flag(0, "random seed of weights, sample order and dropout", least=0)
-    log_every: int = flag(1, "steps between lines on the screen", least=1)
+    log_every: int = flag(
+        1, "steps between lines on the screen; metrics.jsonl has every step", least=1
+    )
     plan: str | None = flag(
         None,
         "print the step time that planner.py predicts for a100, h100, h200 or a machine's file"
