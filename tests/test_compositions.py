@@ -212,20 +212,6 @@ def test_compiled_layouts(world, base, layout):
     same(compiled, train(steps=2, base=base))
 
 
-@needs_compiler
-@pytest.mark.repetition
-@pytest.mark.parametrize(
-    "world, one, layout",
-    [
-        (2, dict(optimizer="muon"), dict(tp=2)),
-        (1, dict(rampup_batch_size=[4, 2, 8]), dict(micro_batch_size=2)),
-        (2, dict(num_layers=4), dict(pp=2, virtual_stages=2, schedule="zb-v", micro_batch_size=1)),
-    ],
-)
-def test_later_techniques_compiled(world, one, layout):
-    same(train(world, **one | layout, compile=True, mutate=without_cpp), train(**one))
-
-
 def test_what_replicas_disagree_on_is_infinite():
     """Also where a third rank agrees with the first; and what no rank has."""
     a, b = torch.ones(2, 3), torch.zeros(2, 3)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from parity import again, differs, same, train, train_each
+from parity import again, differs, needs_compiler, same, train, train_each, without_cpp
 from test_reinforcement import BASE, EXPERTS, GRPO, PPO, SEQUENCE
 
 from course.parity import Run
@@ -33,6 +33,13 @@ def test_layouts(world, base, layouts):
     """The second step learns from answers of the weights before the first."""
     for result in train_each(world, layouts, steps=2, base=base):
         same(result, train(steps=2, base=base))
+
+
+@needs_compiler
+@pytest.mark.repetition
+def test_compiled():
+    compiled = train(steps=2, base=SHORT | GRPO | LAG, compile=True, mutate=without_cpp)
+    same(compiled, train(steps=2, base=SHORT | GRPO | LAG))
 
 
 def traced(**flags) -> tuple[list, list]:
