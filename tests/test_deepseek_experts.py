@@ -10,6 +10,10 @@ import gpt
 import moe
 import tensor_parallel
 from base.model_config import MoEConfig, flops_per_token, least_parameters
+from course import ranks
+from course.parity import Run
+from course.training_commands import config_of as training_config
+from planning import counters
 from sharding import materialise, num_parameters
 
 EXPERTS = dict(num_experts=8, router="bias", router_topk=3, router_scale=2.5, bias_rate=0.01)
@@ -113,6 +117,26 @@ def test_every_layout_is_one_device(world, layout):
     same(train(world, base=BASE, **layout), one)
     bias = one.parameters["model.blocks.2.mlp.router.bias"]
     assert bias.abs().max() > 0.005 and one.margin > 1e-6
+
+
+def sent_to_balance(rank: int, layouts: list[dict]) -> list:
+    """The collectives of `end_step`, (kind, bytes) each."""
+    found = []
+    for flags in layouts:
+        run = Run(2, training_config(BASE | flags))
+        run.trainer.forward_backward(1, run.dataset)
+        with counters.Counters() as counted:
+            run.trainer.expert_layers.end_step(run.trainer.groups.replicas, torch.ones(()))
+        found.append(counted.calls)
+    return found
+
+
+def test_one_message_balances_all_layers():
+    """L E numbers of 8 bytes, of any micro-batch size."""
+    layouts = [dict(ep=2, micro_batch_size=size) for size in (1, 2)]
+    message = ("all-reduce", 2 * 8 * 8)
+    for found in ranks.run(sent_to_balance, 2, layouts):
+        assert found == [[message], [message]]
 
 
 def equal_groups():
