@@ -34,8 +34,10 @@ class OfBert(Architecture):
         """Raises HuggingFaceError."""
         ids = bert_tokens(tokenizer)
         if self is ROBERTA and ids.pad != 1:
-            rule = f"and a {self.name} counts positions from padding token 1; a BERT does not"
-            raise HuggingFaceError(f"the padding token of {tokenizer.name} is {ids.pad}, {rule}")
+            rule = f"and a {self.name} counts positions from padding token 1"
+            fits = "train a BERT, as --model bert-base, or with a tokenizer.json whose <pad> is 1"
+            pad = f"the padding token of {tokenizer.name} is {ids.pad}"
+            raise HuggingFaceError(f"{pad}, {rule}: {fits}")
         return {"bos_token_id": ids.cls, "eos_token_id": ids.sep, "pad_token_id": ids.pad}
 
 

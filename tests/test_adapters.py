@@ -338,7 +338,7 @@ def test_a_base_that_has_changed_since_is_refused(base, tmp_path, capsys):
     capsys.readouterr()
     assert run([*flags_of(base, **flags | dict(steps=3)), "--resume"]) == 2
     error = capsys.readouterr().err
-    assert f"--load {model}: is not the model that the adapter" in error
+    assert f"--load {model}: is not the model that the run in" in error
     shutil.rmtree(model)
     assert run([*flags_of(base, **flags | dict(steps=3)), "--resume"]) == 2
     assert capsys.readouterr().err == f"adapters.py: --load {model}: no such folder\n"

@@ -96,6 +96,7 @@ LAYOUTS = {
         [0],
     ),
     "ring, window": (dict(model="mistral-7b", cp=4), 8, [0]),
+    "a window in one layer of four": (dict(model="mistral-7b", window_pattern="1000"), 8, [0]),
     "heads, alibi": (dict(model="bloom-7b1", tp=2, cp=4, cp_kind="all-to-all"), 8, [0]),
     "qwen3": (SEQUENCE | dict(model="qwen3-8b", tp=4, pp=2, zero_stage=1), 32, [0, 31]),
     "mistral, chunked head": (dict(model="mistral-7b", tp=4, head_chunk=1024), 8, [0]),
@@ -177,7 +178,7 @@ MORE += ["zb-v, tied", "dualpipe-v"]
 MORE += ["small and shared experts", "latents, ring", "latents, zb-h1", "latents, exchanged"]
 MORE += ["falcon, explicit", "nemotron, fp8"]
 MORE += ["zb-h1, selective", "two experts on each rank", "hybrid", "lora", "heads, alibi"]
-MORE += ["ring, window", "bert, fused, full", "t5, gated, full"]
+MORE += ["ring, window", "a window in one layer of four", "bert, fused, full", "t5, gated, full"]
 MORE += ["experts, interleaved", "bert, zb-h1", "bert, heads", "t5", "t5, sequence", "t5, zb-h1"]
 
 

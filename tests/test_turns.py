@@ -139,7 +139,7 @@ def test_a_backward_cannot_join_its_own_forward():
     (TWO_CHUNKS | dict(zero_stage=3, num_experts=4, num_layers=4), "zero_stage.*frees"),
     (
         TWO_CHUNKS | dict(num_experts=4, num_layers=4, global_batch_size=4),
-        "ep_comm_overlap.*need 2 x --pp 2",
+        "ep_comm_overlap.*needs 2 x --pp 2",
     ),
 ])  # fmt: skip
 def test_what_is_refused(flags, message):
