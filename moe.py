@@ -196,8 +196,8 @@ class BiasRouter(Router):
 
     def __init__(self, config: MoEConfig):
         super().__init__(config)
-        # A parameter without a gradient: sharding and checkpoints treat it as any other. A step
-        # of it is lost in 16 bits.
+        # A parameter without a gradient: sharding and checkpoints treat it as any other. In
+        # 16 bits a step of 0.001 would be rounded away.
         bias = torch.zeros(config.num_experts, dtype=torch.float32)
         self.bias = keep_dtype(nn.Parameter(bias, requires_grad=False))
         self.rate = config.bias_rate
@@ -536,7 +536,7 @@ class _AddLoss(torch.autograd.Function):
 
 
 class SharedExperts(gpt.MLP):
-    """The experts that every token goes through, as one MLP of their inner sizes together
+    """The experts that every token goes through, as one MLP whose inner size is the sum of theirs
     (DeepSeekMoE, arXiv 2401.06066, section 3.2). Tensor parallelism shards it as any MLP, with an f
     and a g of its own. x: [b, s, h] -> [b, s, h]"""
 
@@ -661,7 +661,7 @@ class ExpertLayers(dict[int, MoE]):
             return
         counted = [layer.routing.statistics[: -len(ROUTER_STATS)] for layer in balanced]
         loads = torch.stack(counted)  # [layers, E]
-        # as-rank routes on the CPU, and computes on the meta device.
+        # train.py --as-rank routes on the CPU, and computes on the meta device.
         loads = loads.to(taken.device)
         if group:
             dist.all_reduce(loads, group=group)

@@ -658,8 +658,9 @@ def check_state_dtype(
     state_dtype: torch.dtype | None, dtypes: set[torch.dtype], betas: tuple[float, float]
 ) -> None:
     """Raises ValueError for bf16 state of fp16 weights, whose masters do not split, and for bf16
-    state with β2 above 0.99, where the decay of v is rounded away: neighbouring bf16 numbers differ
-    by 0.4 to 0.8%, and v (1 - β2) is less than half of that. dtypes: of the weights."""
+    state with β2 above 0.99, where the decay of v is rounded away: at β2 0.999 v shrinks by 0.1% a
+    step, less than half of the 0.4 to 0.8% between neighbouring bf16 numbers, so it never shrinks.
+    From about 0.997 on, a part of it is lost. dtypes: of the weights."""
     if state_dtype and betas[1] > 0.99:
         raise ValueError(
             f"optimizer_state bf16: with β2 {betas[1]} the decay of second moments can be rounded"

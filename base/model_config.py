@@ -84,7 +84,7 @@ class GPTConfig:
     # The share of each head's numbers that rotary positions rotate (Nemotron: 1/2).
     rotary_share: float = 1.0
     # Scaling of rotary angles, for longer sequences than the original length (families.py): llama3
-    # or yarn. With factor 1 there is none, and the next five fields have no effect.
+    # or yarn. With factor 1 frequencies do not change.
     rotary_factor: float = 1.0
     rotary_scaling: str = "llama3"
     # A pair that turns less than `low` times in the original length turns slower by the factor, one
@@ -525,7 +525,8 @@ def router_vectors(config: GPTConfig) -> int:
     """Vectors [h] of all routers: one for each expert, and one for a gate of shared experts."""
     if not getattr(config, "num_experts", 0):
         return 0
-    return len(config.expert_layers) * (config.num_experts + config.shared_gate)
+    has_gate = config.shared_gate and config.shared_ffn_size > 0
+    return len(config.expert_layers) * (config.num_experts + has_gate)
 
 
 def least_parameters(config: GPTConfig) -> int:

@@ -135,7 +135,7 @@ def teach_window(lesson: form.Lesson, one: dict) -> None:
     mixed = lesson.on_ranks(1, with_window, "10")[0]
     found = [mixed["reach"], *mixed["columns"]]
     lesson.check(
-        f"token {found[0]}, the last of all; {found[1]} and {found[2]} columns",
+        f"token {found[0]} of {S - 1}; {found[1]} and {found[2]} columns",
         found == [S - 1, W, PROMPT + NEW] and mixed["equal"],
         found,
     )
@@ -166,7 +166,7 @@ def teach_slopes(lesson: form.Lesson, one: dict, two: list[dict]) -> None:
 def teach_yarn(lesson: form.Lesson) -> None:
     lesson.predict(
         "Heads of 128: 64 pairs. Trained on 4,096 tokens, for 16,384 by YaRN (factor 4). How many"
-        " pairs keep their frequency, and how many turn 4 times slower?",
+        " pairs keep their frequency (32 turns or more), how many turn 4 times slower (1 or less)?",
         "keep it; 4 times slower",
     )
     scaled = dict(rotary_factor=4.0, rotary_scaling="yarn", rotary_original_length=4096)

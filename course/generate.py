@@ -136,7 +136,7 @@ def drafts(lesson: form.Lesson, model) -> None:
                 text.ids += text.step()
                 passes[right] += 1
             equal &= text.ids[1:] == greedy
-    result = f"{passes[0]} and {passes[1]}, the same text"
+    result = f"{passes[0]} and {passes[1]}; {'the same' if equal else 'another'} text"
     lesson.check(result, equal and passes == [24, 9], passes)
 
 

@@ -277,13 +277,13 @@ def schedules(lesson: form.Lesson) -> None:
         rates,
     )
     lesson.predict(
-        "--rampup-batch-size 2 2 24 --global-batch-size 8. How many steps are smaller than 8?",
+        "--rampup-batch-size 2 2 24 (from 2 by 2, to 8 after 24 samples): steps smaller than 8?",
         "steps",
     )
     sizes = [len(task.batch_after(step, 0, range(2, 9, 2), 24)) for step in range(9)]
     smaller = sum(size < 8 for size in sizes)
     lesson.check(
-        f"{smaller}: {sizes}; each size for 24 / 3 samples",
+        f"{smaller}: {sizes}; size 6 for steps that begin before sample 24",
         sizes == [2] * 4 + [4] * 2 + [6] * 2 + [8],
         [smaller],
     )

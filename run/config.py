@@ -108,7 +108,9 @@ class RunConfig:
 
     # Model.
     model: str = flag("tiny", f"a preset: {', '.join(PRESETS)}", metavar="PRESET")
-    num_layers: int | None = flag(None, "layers; it and the flags down to --tp override the preset")
+    num_layers: int | None = flag(
+        None, "number of layers; a flag of the shape overrides the preset"
+    )
     hidden_size: int | None = flag(None, "h, the size of an activation vector")
     num_heads: int | None = flag(None, "attention heads")
     num_kv_heads: int | None = flag(
@@ -120,10 +122,14 @@ class RunConfig:
         None, "at least the tokenizer's size; the default is the larger of preset and tokenizer"
     )
     head_dim: int | None = flag(None, "size of a head; 0: hidden size / heads, as in most presets")
-    kv_rank: int | None = flag(None, "size of the latent of keys and values; 0: none")
-    query_rank: int | None = flag(None, "size of the latent of queries; 0: they read x")
-    rope_head_dim: int | None = flag(None, "with latents, rotated numbers of a head")
-    value_head_dim: int | None = flag(None, "with latents, size of a head's value; 0: --head-dim")
+    kv_rank: int | None = flag(
+        None,
+        "latent attention (DeepSeek): size of the latent of keys and values, which the cache keeps;"
+        " 0: ordinary attention",
+    )
+    query_rank: int | None = flag(None, "the same of queries; 0: they are made from x")
+    rope_head_dim: int | None = flag(None, "with --kv-rank: numbers of a head that are rotated")
+    value_head_dim: int | None = flag(None, "with --kv-rank: size of a value; 0: --head-dim")
     norm: str | None = flag(None, "1p: it multiplies by 1 + weight (Gemma)", CHOICES["norm"])
     activation: str | None = flag(None, "of the MLP", CHOICES["activation"])
     positions: str | None = flag(None, "how a token knows its place", CHOICES["positions"])
@@ -132,7 +138,7 @@ class RunConfig:
     # Experts.
     num_experts: int | None = flag(None, "experts (MLPs) in a layer with experts; 0: none")
     expert_every: int | None = flag(None, "experts in every n-th layer: 2 is every other layer")
-    first_dense_layers: int | None = flag(None, "but in none of the first so many layers")
+    first_dense_layers: int | None = flag(None, "number of first layers without experts")
     expert_ffn_size: int | None = flag(None, "inner size of an expert; 0: --ffn-hidden-size")
     shared_ffn_size: int | None = flag(
         None, "inner size of an MLP for all tokens beside the experts (shared experts); 0: none"
@@ -153,21 +159,23 @@ class RunConfig:
     capacity_factor: float | None = flag(
         None, "limit of tokens per expert, over its even share; more are dropped; 0: no limit"
     )
-    aux_loss: float | None = flag(None, "factor of the load-balancing loss; 0.01 with topk")
+    aux_loss: float | None = flag(None, "weight of the load-balancing loss; 0.01 with topk")
     z_loss: float | None = flag(
-        None, "coefficient of the router's z-loss; default: 0.001 with topk"
+        None, "weight of the z-loss, which keeps a router's logits small; 0.001 with topk"
     )
     # Parallel.
-    tp: int = flag(1, "tensor-parallel ranks, which share every matrix", least=1)
-    sequence_parallel: bool = flag(False, "shard tokens where tensor parallelism has them whole")
-    tp_comm_overlap: bool = flag(
-        False, "sequence parallelism sends shards around a ring, beside the products with them"
+    tp: int = flag(1, "tensor-parallel ranks: every matrix is split among them", least=1)
+    sequence_parallel: bool = flag(
+        False, "also split the tokens of norms, dropout and residuals over the --tp ranks"
     )
-    pp: int = flag(1, "pipeline-parallel ranks, which share the layers", least=1)
-    cp: int = flag(1, "context-parallel ranks, which share every sequence", least=1)
+    tp_comm_overlap: bool = flag(
+        False, "with it, send shards around a ring while matrices are multiplied"
+    )
+    pp: int = flag(1, "pipeline-parallel ranks: the layers are split among them", least=1)
+    cp: int = flag(1, "context-parallel ranks: every sequence is split among them", least=1)
     cp_kind: str = flag(
         "ring",
-        "keys and values go around a ring, or heads are exchanged for tokens",
+        "ring: keys and values visit each rank; all-to-all: each rank has all tokens of some heads",
         ("ring", "all-to-all"),
     )
     virtual_stages: int = flag(
@@ -181,7 +189,9 @@ class RunConfig:
         tuple(schedules.NAMES),
     )
     layer_split: list[int] | None = flag(
-        None, "layers of each stage, pp times virtual stages numbers; default: even", metavar="N"
+        None,
+        "layers of each stage: --pp times --virtual-stages numbers; default: even",
+        metavar="N",
     )
     zero_stage: int = flag(
         0,
@@ -194,9 +204,7 @@ class RunConfig:
         metavar="R",
         least=1,
     )
-    ep: int = flag(
-        1, "expert-parallel ranks: of the data-parallel ranks, so many share the experts", least=1
-    )
+    ep: int = flag(1, "data-parallel ranks among which the experts are split", least=1)
     ep_comm_overlap: bool = flag(
         False,
         "run a forward and another micro-batch's backward in turns: while one sends tokens to"
@@ -214,7 +222,7 @@ class RunConfig:
         ("none", "selective", "full"),
     )
     recompute_layers: int | None = flag(None, "recompute only the first n layers; default: all")
-    head_chunk: int = flag(0, "tokens that have logits at a time; 0: all of a micro-batch")
+    head_chunk: int = flag(0, "compute logits for so many tokens at a time; 0: all")
     make_vocab_size_divisible_by: int | None = flag(
         None,
         "times --tp: pad embedding and head to a multiple; the default is 128 on GPUs, 1 on CPUs",

@@ -59,7 +59,7 @@ class Module(gpt.Block):
         self.project = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         # The model's, or its copy; `share_embedding` sets it.
         self.tokens: nn.Module | None = None
-        # Outside of `forward`, which may run again: a matrix has one gradient in a backward.
+        # Outside of `forward`, which recomputation runs again: the matrix has its gradient once.
         self.register_forward_pre_hook(look_up)
 
     def forward(self, x: Tensor, context: gpt.Context = gpt.PLAIN, embedded=None) -> Tensor:
@@ -100,6 +100,7 @@ def modules_of(config: GPTConfig, groups: Groups) -> dict[str, Module]:
 def add(stage: gpt.GPT, groups: Groups) -> None:
     """Add the modules to a stage that has the head, before tensor parallelism. If another stage has
     the embedding, a copy of its matrix is here, sharded like it by what comes next."""
+    # Head and modules read one embedding, so its gradients are summed.
     stage.tied = True
     if stage.head is None:
         return

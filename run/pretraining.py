@@ -84,22 +84,28 @@ class Config(TextConfig):
     supports_as_rank: ClassVar[bool] = True
     other_training: ClassVar[str] = "; python -m finetune.sft learns from conversations"
 
-    attention_bias: str | None = flag(None, "of attention", CHOICES["attention_bias"])
+    attention_bias: str | None = flag(
+        None, "which of query, key, value, output have a bias", CHOICES["attention_bias"]
+    )
     mlp_bias: bool | None = flag(None, "biases in the MLP")
     tied: bool | None = flag(None, "embedding and head are one matrix")
     norm_eps: float | None = flag(None, "added to the variance in a norm")
     rotary_base: float | None = flag(None, "base of the rotary angles")
     rotary_share: float | None = flag(None, "share of a head that is rotated")
-    window_pattern: str | None = flag(None, "layers with the window: 1 or 0 each, repeated")
-    rotary_factor: float | None = flag(None, "how far rotary angles are scaled; 1: not at all")
-    rotary_scaling: str | None = flag(None, "of rotary angles", CHOICES["rotary_scaling"])
-    rotary_original_length: int | None = flag(None, "tokens of a sequence before scaling")
+    window_pattern: str | None = flag(None, "layers with --sliding-window: 10 is every other")
+    rotary_factor: float | None = flag(None, "how much slower rotary angles turn; 1: not")
+    rotary_scaling: str | None = flag(
+        None, "rule that slows rotary angles for longer sequences", CHOICES["rotary_scaling"]
+    )
+    rotary_original_length: int | None = flag(None, "length that the model was trained on")
     init_std: float | None = flag(None, "standard deviation of initial weights, gpt.py")
     mtp_layers: int = flag(0, "modules that predict further tokens, arXiv 2412.19437", least=0)
-    mtp_loss_weight: float = flag(0.3, "of their mean loss, beside the next token's", least=0)
+    mtp_loss_weight: float = flag(0.3, "weight of the further tokens' mean loss", least=0)
     adam_beta1: float = flag(0.9, "decay of Adam's first moment", least=0)
     adam_beta2: float = flag(0.95, "decay of Adam's second moment", least=0)
-    optimizer: str = flag("adamw", "muon: of the matrices of blocks", ("adamw", "muon"))
+    optimizer: str = flag(
+        "adamw", "muon: for the matrices of blocks; AdamW for the rest", ("adamw", "muon")
+    )
     rampup_batch_size: list[int] | None = flag(
         None,
         "START INCREMENT SAMPLES: the batch grows from START by INCREMENT to --global-batch-size"
@@ -107,10 +113,10 @@ class Config(TextConfig):
         metavar="N",
     )
     lr_schedule: str = flag(
-        "cosine", "how the rate comes down; wsd: in the last steps only", tuple(DECAYS)
+        "cosine", "how the rate falls after warmup; wsd: in the last steps only", tuple(DECAYS)
     )
     decay_steps: int | None = flag(None, "step where the decay ends; default: --steps", least=1)
-    wsd_steps: int | None = flag(None, "steps of wsd's decay; default: a tenth of all", least=1)
+    wsd_steps: int | None = flag(None, "last steps, in which wsd decays; default: a tenth", least=1)
     fp8_history: int = flag(16, "steps whose maximum --fp8 delayed takes", least=1)
     sample_prompt: str | None = flag(
         None,
