@@ -304,7 +304,8 @@ class Routing(recompute.RunOnce):
         return Dispatch(real, chosen, load, order, row_of, *self.across_ranks(rows_per_expert))
 
     def choices_on_all_ranks(self, logits: Tensor, real: Tensor | None):
-        """As `choices`, of this rank's tokens, beside those of the context-parallel ranks."""
+        """The `choices` of this rank's tokens. Where they depend on other tokens, those of all
+        context-parallel ranks choose together."""
         if not (self.training and self.looks_at_others and self.gather):
             return self.choices(logits, real)
         everyone = self.gather(logits)  # [b, s, E]
@@ -343,7 +344,7 @@ class Routing(recompute.RunOnce):
         capacity = math.ceil(round(factor * len(expert) / e, 6))
         sorted_experts, order = expert.sort(stable=True)
         counts = expert.bincount(minlength=e)
-        # The place in `order` where the choices of each choice's expert begin.
+        # Where in `order` the choices of the same expert begin.
         first = (counts.cumsum(0) - counts)[sorted_experts]
         rank_in_expert = torch.arange(len(order), device=order.device) - first
         kept = torch.empty_like(expert, dtype=torch.bool)
