@@ -288,11 +288,11 @@ def test_as_rank_and_planner_count_it():
     assert more == sum(map(muon.flops, shapes))
     calls = {(c.kind, c.group): c.count for c in with_muon[0].collectives}
     assert calls["all-to-all", "dp"] == calls["all-to-all", "tp"] == 2
-    # Nothing is waited for, and sends take no time.
+    # Nothing is waited for, and sends take 2e-11 of the time: no machine has a higher bandwidth.
     machine = replace(H100, node_bandwidth=1e24, constants=replace(FITTED, wait=0.0))
     layout, software = plan.layout_of(muon_config, 4), plan.software_of(muon_config)
     rank = Rank(machine, software, muon_config.model_config(), layout)
-    assert planner.newton_schulz(rank) * rank.flops_per_second == pytest.approx(more / 4, rel=1e-12)
+    assert planner.newton_schulz(rank) * rank.flops_per_second == pytest.approx(more / 4, rel=1e-10)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
